@@ -1,5 +1,6 @@
-"""One session with a cloud's REST API: what may be asked again is, what the cloud answers becomes our errors, and no
-secret gets into a message.
+"""A client for a cloud's REST API.
+
+It repeats requests where that is safe, turns refusals into our errors, and keeps secrets out of messages.
 """
 
 from __future__ import annotations
@@ -22,19 +23,16 @@ from skyward_core.worker.masking import spellings
 
 TIMEOUT_SECONDS = 30.0
 PATIENCE_SECONDS = 60.0
-"""How long a request that may be repeated is repeated, pauses included."""
+"""How long a repeatable request is repeated, pauses included."""
 PAUSE_SECONDS = 0.5
-"""The first pause where the cloud names none; each one is twice as long as the one before, and `LONGEST_PAUSE_SECONDS`
-at most.
+"""The first pause where the cloud names none. Each later pause is twice as long, up to `LONGEST_PAUSE_SECONDS`.
 
-The shortest where it names one: "again in 0 s" must not become a storm.
+It is also the shortest pause where the cloud names one: "again in 0 s" must not cause a storm of requests.
 """
 LONGEST_PAUSE_SECONDS = 15.0
-TOLD_CHARACTERS = 500
+QUOTED_CHARACTERS = 500
 SECRET_FIELD = re.compile(r"(.*[_-])?(key|token|secret|password)", re.IGNORECASE)
-"""What fields are called whose values are told in no message: an answer may have a secret in it that nobody has given
-us before.
-"""
+"""Names of fields whose values appear in no message: an answer may hold a secret that we do not know."""
 
 NEVER_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 NEVER_TO_BE_SENT = (httpx.UnsupportedProtocol, httpx.LocalProtocolError)
@@ -50,30 +48,33 @@ class _RepeatableError(Exception):
 
 
 type Classify = Callable[[int, Mapping[str, Any], str], SkywardError | None]
-"""Status, body (empty if it is no JSON object) and our message in; what it means for this cloud out, None for what it
-means everywhere.
+"""Takes status, body (empty if it is no JSON object) and our message.
+
+Returns this cloud's meaning of a refusal; None means the usual one.
 """
 
 
 type Reset = Callable[[Mapping[str, str]], float | None]
-"""The headers of a 429 without Retry-After in, by any case of their names; when to ask again out, in seconds since
-1970, None if they do not tell.
+"""Takes the headers of a 429 without Retry-After; names match in any case.
+
+Returns when to try again, in seconds since 1970; None if the headers do not say.
 """
 
 
 class Api:
-    """A client of one cloud, for the length of one verb: a context manager.
+    """A client of one cloud for the length of one method of the provider. It is a context manager.
 
     Args:
-        name: how the cloud is called in messages.
-        base_url: what paths are put behind.
+        name: name of the cloud in messages.
+        base_url: prefix of all paths.
         headers: sent with every request.
-        classify: what this cloud's refusals mean, looked at before what they mean everywhere.
-        secrets: what never gets into a message, however it is spelled there.
-        reset: how this cloud says when it has room again, where that is not Retry-After.
+        classify: what this cloud's refusals mean. It is used before the usual meaning.
+        secrets: texts that appear in no message, in any spelling.
+        reset: when this cloud accepts requests again, where it does not send Retry-After.
+        says_missing: whether a 404's body is this cloud's own answer, and not a proxy's.
 
-    Raises CredentialsError if a header cannot be sent as it is, for instance with a key that has a line break in it,
-    and BadRequest for what is no URL.
+    Raises CredentialsError if a header cannot be sent, for example because a key contains a line break. Raises
+    BadRequest for an invalid URL.
     """
 
     def __init__(
@@ -97,15 +98,15 @@ class Api:
         for header, value in (headers or {}).items():
             if not (value.isascii() and value.isprintable()) or value != value.strip():
                 raise CredentialsError(
-                    f"what {name} is to be told as {header} cannot be sent: it is not whole, or has a line break or the"
-                    " like in it"
+                    f"the {header} header for {name} cannot be sent: it is incomplete, or has a line break or a"
+                    " similar character"
                 )
         try:
             self._client = httpx.Client(
                 base_url=base_url, headers=headers, timeout=TIMEOUT_SECONDS, follow_redirects=False
             )
         except httpx.InvalidURL as error:
-            raise BadRequest(self._clean(f"{name} cannot be asked at {base_url!r}: {error}")) from None
+            raise BadRequest(self._clean(f"{name} cannot be reached at {base_url!r}: {error}")) from None
 
     def __enter__(self) -> Self:
         return self
@@ -113,7 +114,7 @@ class Api:
     def __exit__(self, *_: object) -> None:
         self._client.close()
 
-    def ask(
+    def request(
         self,
         method: str,
         path: str,
@@ -124,20 +125,24 @@ class Api:
         missing_is_none: bool = False,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
-        """Send a request; return the JSON of the answer, its text if that is no JSON, None if it is empty.
+        """Send a request. Return the JSON of the answer, its text if it is no JSON, None if it is empty.
 
-        Repeated within PATIENCE_SECONDS are requests that the cloud refused for their number (429), and after failures
-        of cloud or wire those that may be: `is_repeatable`, by default GET, HEAD and DELETE. A connection that was
-        never made is tried again in any case. With `missing_is_none` a 404 or 410 in the cloud's own words
-        (`says_missing`) is None, any other is ProviderFailed (a proxy has no such page, which says nothing of what
-        there is), and a GET of nothing is no answer. Raises CredentialsError (401, 403), RateLimited, ProviderFailed
-        (5xx, or no answer), BadRequest for every other refusal, and before all of them what `classify` returns.
+        Requests that the cloud throttles (429) are repeated within PATIENCE_SECONDS. After a failure of the cloud or
+        the network, a request is repeated only if it may be: `is_repeatable`, by default GET, HEAD and DELETE. A
+        connection that was never made is always tried again.
+
+        With `missing_is_none`, a 404 or 410 in the cloud's own words (`says_missing`) returns None. Any other 404 is
+        ProviderFailed: it may be a proxy's page, which says nothing about the resource. An empty answer to GET is
+        ProviderFailed too.
+
+        Raises what `classify` returns; else CredentialsError (401, 403), RateLimited, ProviderFailed (5xx or no
+        answer), and BadRequest for every other refusal.
         """
         may_repeat = method in ("GET", "HEAD", "DELETE") if is_repeatable is None else is_repeatable
         deadline = time.monotonic() + PATIENCE_SECONDS
 
         def send() -> Any:
-            answer = self._sent(method, path, may_repeat, params=_given(query), json=body, headers=headers)
+            answer = self._sent(method, path, may_repeat, params=_without_none(query), json=body, headers=headers)
             return self._content_of(method, path, answer, may_repeat, missing_is_none)
 
         sending = Retrying(
@@ -157,7 +162,7 @@ class Api:
         try:
             return self._client.request(method, path, **request)
         except NEVER_TO_BE_SENT as error:
-            raise BadRequest(self._clean(f"{self._name} cannot be asked {method} {path}: {error}")) from None
+            raise BadRequest(self._clean(f"{self._name} cannot be sent {method} {path}: {error}")) from None
         except httpx.RequestError as error:
             failure = ProviderFailed(
                 self._clean(f"{self._name} did not answer {method} {path}: {str(error) or type(error).__name__}")
@@ -177,31 +182,33 @@ class Api:
         content = _content(answer)
         if answer.is_success:
             if content is None and missing_is_none and method == "GET":
-                raise ProviderFailed(self._clean(f"{self._name} answered {method} {path} with nothing"))
+                raise ProviderFailed(self._clean(f"{self._name} answered {method} {path} with no content"))
             return content
         failure = self._failure(method, path, answer)
         if missing_is_none and answer.status_code in (HTTPStatus.NOT_FOUND, HTTPStatus.GONE):
             if isinstance(content, dict) and self._says_missing(cast("dict[str, Any]", content)):
                 return None
-            failure = ProviderFailed(f"{failure}, which are not the words of {self._name}").coded(failure.code)
+            failure = ProviderFailed(f"{failure}, which is no answer of {self._name}").coded(failure.code)
         if type(failure) is RateLimited or (type(failure) is ProviderFailed and may_repeat):
-            raise _RepeatableError(failure, _wish(answer, self._reset))
+            raise _RepeatableError(failure, _retry_after(answer, self._reset))
         raise failure
 
     def _failure(self, method: str, path: str, answer: httpx.Response) -> SkywardError:
         content = _content(answer)
         body = cast("dict[str, Any]", content) if isinstance(content, dict) else {}
         status = answer.status_code
-        told = self._told(content)
-        message = self._clean(f"{self._name} answered {method} {path} with {status}") + (f": {told}" if told else "")
+        quoted = self._quoted(content)
+        message = self._clean(f"{self._name} answered {method} {path} with {status}") + (
+            f": {quoted}" if quoted else ""
+        )
         code = next(
             (body[key] for key in ("code", "id", "error", "title") if isinstance(body.get(key), str) and body[key]),
             str(status),
         )
-        return (self._classify(status, body, message) or _meaning(status, message)).coded(self._told(code))
+        return (self._classify(status, body, message) or _meaning(status, message)).coded(self._quoted(code))
 
-    def _told(self, content: object) -> str:
-        """What the cloud said, in one line: without secrets first, so that the cut leaves no half of one."""
+    def _quoted(self, content: object) -> str:
+        """Return the cloud's answer as one line. Secrets are removed before the cut, so that no half of one is left."""
         text = (
             ""
             if content is None
@@ -209,7 +216,7 @@ class Api:
             if isinstance(content, str)
             else json.dumps(_without_secrets(content), ensure_ascii=False)
         )
-        return " ".join(self._clean(text).split())[:TOLD_CHARACTERS]
+        return " ".join(self._clean(text).split())[:QUOTED_CHARACTERS]
 
     def _clean(self, text: str) -> str:
         for secret in self._secrets:
@@ -218,14 +225,14 @@ class Api:
 
 
 type Row = Mapping[str, Any]
-"""A JSON object as a cloud tells it."""
+"""A JSON object of a cloud's answer."""
 
 
 def field_of[T](answer: object, name: str, kind: type[T], who: str) -> T:
-    """Return a field of an answer, which is of this kind. `who` has answered what: "RunPod answered GET /v2/pods".
+    """Return a field of an answer. `who` names the request: "RunPod answered GET /v2/pods".
 
-    Raises ProviderFailed for what is no JSON object, or has no such field: the page of a proxy, with status 200, is no
-    answer. Nor is it a refusal: a creating call that is answered so may have created something.
+    Raises ProviderFailed if the answer is no JSON object or lacks a field of this kind: a proxy's page with status 200
+    is no answer. It is no refusal either: a creating call with such an answer may have created something.
     """
     value = cast("Row", answer).get(name) if isinstance(answer, dict) else None
     if not isinstance(value, kind):
@@ -236,7 +243,7 @@ def field_of[T](answer: object, name: str, kind: type[T], who: str) -> T:
 def rows_of(answer: object, name: str, who: str) -> list[Row]:
     """Return the list of JSON objects in a field of an answer.
 
-    Raises ProviderFailed like `field_of`: an answer without it says nothing of what there is.
+    Raises ProviderFailed like `field_of`: an answer without the list does not mean that nothing exists.
     """
     return rows_in(field_of(answer, name, list, who), who)
 
@@ -244,16 +251,14 @@ def rows_of(answer: object, name: str, who: str) -> list[Row]:
 def rows_in(answer: object, who: str) -> list[Row]:
     """Return an answer that is a list of JSON objects. Raises ProviderFailed for any other."""
     if not isinstance(answer, list) or not all(isinstance(row, dict) for row in cast("list[object]", answer)):
-        raise ProviderFailed(f"{who} with no list of things")
+        raise ProviderFailed(f"{who} without a list of objects")
     return cast("list[Row]", answer)
 
 
 def nothing_in(answer: object, who: str) -> None:
-    """Raise ProviderFailed for an answer that says something, of a cloud that says nothing when it has done what it was
-    asked.
-    """
+    """Raise ProviderFailed for an answer with content, where the cloud answers success with nothing."""
     if answer is not None:
-        raise ProviderFailed(f"{who} with what is none of its answers")
+        raise ProviderFailed(f"{who} with content, where it sends none")
 
 
 def _wait_seconds(state: RetryCallState) -> float:
@@ -272,7 +277,7 @@ def _without_secrets(content: object) -> object:
             name: "***" if isinstance(value, str) and SECRET_FIELD.fullmatch(name) else _without_secrets(value)
             for name, value in fields
         }
-    return [_without_secrets(one) for one in cast("list[object]", content)] if isinstance(content, list) else content
+    return [_without_secrets(item) for item in cast("list[object]", content)] if isinstance(content, list) else content
 
 
 def _meaning(status: int, message: str) -> SkywardError:
@@ -294,22 +299,24 @@ def _content(answer: httpx.Response) -> Any:
         return answer.text
 
 
-def _wish(answer: httpx.Response, reset: Reset) -> float | None:
-    """How many seconds the cloud wants us to wait: a number, or a date (RFC 9110, 10.2.3); else until its own header
-    says, if that is still to come.
+def _retry_after(answer: httpx.Response, reset: Reset) -> float | None:
+    """Return how many seconds the cloud wants us to wait; None if it does not say.
+
+    Retry-After is a number or a date (RFC 9110, 10.2.3). Without it the cloud's own header counts, if its time is to
+    come.
     """
-    told = answer.headers.get("Retry-After", "").strip()
-    if not told:
+    header = answer.headers.get("Retry-After", "").strip()
+    if not header:
         at = reset(answer.headers) if answer.status_code == HTTPStatus.TOO_MANY_REQUESTS else None
         return None if at is None or at <= time.time() else at - time.time()
-    if re.fullmatch(r"[0-9]+(\.[0-9]*)?", told):
-        return float(told)
+    if re.fullmatch(r"[0-9]+(\.[0-9]*)?", header):
+        return float(header)
     try:
-        moment = parsedate_to_datetime(told)
+        moment = parsedate_to_datetime(header)
     except ValueError:
         return None
     return max(0.0, (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() - time.time())
 
 
-def _given(query: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _without_none(query: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return None if query is None else {name: value for name, value in query.items() if value is not None}

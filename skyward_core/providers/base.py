@@ -1,8 +1,7 @@
-"""What a provider is: its own configuration, with four verbs.
+"""The contract of a provider: its configuration and four methods.
 
-`launch` is called by `provisioning.rental` alone, `terminate` by it and by `teardown`. All four are synchronous,
-threads are the caller's business; each comes to an end by itself: a request that could hang has a time-out, for whoever
-gives machines back waits for it.
+Only `provisioning.rental` calls `launch`. All methods are synchronous; callers use threads. Each method returns within
+a limited time, because teardown waits for it: a request that could hang has a time-out.
 """
 
 from __future__ import annotations
@@ -23,39 +22,37 @@ from skyward_core.machines.instances import Instance
 from skyward_core.machines.offers import Offer, Requirements
 
 type Tags = Mapping[str, str]
-"""Tags of an instance: `skyward-pool` (the pool's id) and whatever else the caller wants to be found by."""
+"""Tags of an instance: `skyward-pool` (the pool's id) and others by which the caller finds it."""
 
 POOL_TAG = "skyward-pool"
 RANK_TAG = "skyward-rank"
-"""Rank of the first machine of a launch; the others count on from it."""
+"""Rank of the first machine of a launch. The others have the next ranks."""
 LAUNCH_TAG = "skyward-launch"
-"""Token of the creating call: the same in a call that is tried again.
+"""Token of the creating call. A repeated call has the same token.
 
-A provider that knows idempotency tokens hands it on.
+Providers with idempotency tokens pass it on.
 """
 OWNER_TAG, PROCESS_TAG = "skyward-owner", "skyward-process"
-"""Who has asked for it, as `owner.Owner.name` and `owner.Owner.process`."""
+"""The owner: `owner.Owner.name` and `owner.Owner.process`."""
 TYPE_TAG = "skyward-instance-type"
 CREATED_TAG, EXPIRES_TAG = "skyward-created", "skyward-expires"
-"""When it was asked for, and when it must be gone at the latest (absent: no such limit): whole seconds since 1970, UTC.
-"""
+"""When it was requested, and its hard end (absent: no limit): whole seconds since 1970, UTC."""
 IMAGE_TAG = "skyward-image"
-"""The content hash of the `Image` that a machine is prepared with, if it is to be kept (`Image.cache`); a disk that a
-provider has kept carries it too.
+"""Content hash of the `Image` that a machine is prepared with, if its disk is to be captured (`Image.cache`).
+
+A captured disk has this tag too.
 """
 STARTED_FROM_TAG = "skyward-started-from"
-"""The provider's id of the kept disk that a machine was started from."""
+"""The provider's id of the captured disk that a machine was started from."""
 WORK_TAG = "skyward-work-"
-"""What the tags begin with that say what a pool is for, one for each field of `Work`: for people and for a cloud's own
-cost reports.
-"""
+"""Prefix of tags that say what a pool is for, one for each field of `Work`. They are for people and cost reports."""
 ENTRY_POINTS = "skyward.providers"
 
 
 class Sale(list[Offer]):
-    """Offers of a provider some of whose regions could not be asked: `unasked` says why, by region.
+    """Offers of a provider that could not query some of its regions. `unasked` has the error of each such region.
 
-    Of any other list all could.
+    Any other list is complete.
     """
 
     def __init__(self, offers: Iterable[Offer], unasked: Mapping[str, SkywardError]) -> None:
@@ -64,154 +61,151 @@ class Sale(list[Offer]):
 
 
 class Provider(Frozen):
-    """Somebody who rents machines.
+    """A source of machines that are rented.
 
-    A frozen value that holds no secret unless it was given one; importing its file imports no SDK.
+    A frozen value. It holds a secret only if the user gave it one. Importing its module imports no SDK.
     """
 
     name: ClassVar[str]
     refuses: ClassVar[Mapping[str, str]] = {}
-    """What the provider can never do ("apt", "volume", "mig"), each with the reason and the alternative; refused before
-    anything is launched.
+    """What the provider can never do ("apt", "volume", "mig"), each with the reason and an alternative.
+
+    Such a spec is refused before anything is launched.
     """
 
     is_here: ClassVar[bool] = False
-    """True if its instances are processes of this machine, which run the whole bootstrap as their startup script; the
-    others are reached over SSH.
+    """True if its instances are processes of this machine. They run the whole bootstrap as their startup script.
+
+    All other instances are reached over SSH.
     """
     end_command: ClassVar[str] = ""
-    """What a machine runs, as root, to end itself; nothing where it lives on without us."""
+    """The command with which a machine ends itself, as root. Empty where machines do not end themselves."""
 
     notice_url: ClassVar[str] = ""
-    """Where a spot machine asks, on itself, whether it is to be taken back: a metadata service in the manner of EC2's.
+    """URL at which a spot machine polls for its preemption notice, in the format of EC2's metadata service.
 
-    Nothing where there is none.
+    Empty where there is no such service.
     """
 
     terminate_confirms: ClassVar[bool] = False
-    """True if `terminate` returns only when the machines are gone: the provider need not be asked whether they are."""
+    """True if `terminate` returns only when the machines are gone. Then no listing is needed for confirmation."""
     gone_deadline_seconds: ClassVar[float] = 120.0
-    """How long it may take until terminated machines are known to be gone."""
+    """How long it may take until the listing shows that terminated machines are gone."""
 
     listing_lag_seconds: ClassVar[float] = 0.0
-    """How long a machine that exists may be missing in what `instances` returns."""
+    """How long `instances` may omit a machine that exists."""
     billing_increment_seconds: ClassVar[int] = 1
-    """A begun stretch of so many seconds is paid for whole."""
+    """Each begun interval of this length is billed in full."""
     tells_what_is_paid: ClassVar[bool] = False
-    """True if the price of a machine that was launched is all that it costs, and may be lower than its offer's."""
+    """True if the price of a launched machine includes everything. It may be lower than its offer's price."""
     billing_minimum_seconds: ClassVar[int] = 0
-    """What is paid for at least, however short a machine lived."""
+    """The shortest time that is billed, even if a machine lived for less."""
     billing_minimum_usd: ClassVar[float] = 0.0
-    """What is paid at least for a machine that costs anything, in USD: the greater of both minimums counts."""
+    """The least that is billed for a machine that costs anything, in USD. The greater of both minimums counts."""
 
     ending_seconds: ClassVar[float] = 60.0
-    """How long a machine usually goes on being billed once its end was asked for, or it ends itself: `max_cost` has
-    that set aside for each.
+    """How long a machine is usually billed after its termination was requested, or after it begins to end itself.
+
+    `max_cost` reserves that for each machine.
     """
 
     sells_by_wish: ClassVar[bool] = False
-    """True if `offers` returns a part of what is sold, the one for that wish: it says nothing of another's."""
+    """True if `offers` returns only a part of what is sold, depending on the requirements."""
 
     keeps_images: ClassVar[bool] = False
-    """True if it can keep the disk of a prepared machine, and start others from it: `keep_image` does the former,
-    `launch` the latter.
-    """
+    """True if it can capture the disk of a prepared machine (`keep_image`) and launch others from it (`launch`)."""
 
     @property
     def simulates(self) -> bool:
-        """Whether the accelerators of its machines are simulated: calls are told so, and see no GPU."""
+        """Whether accelerators of its machines are simulated. Calls can see this, and see no GPU."""
         return False
 
     def for_pool(self) -> Provider:
-        """Return the provider as one pool uses it while it lives: equal to this one, and free to remember what it has
-        seen. Itself where there is nothing.
+        """Return the provider as one pool uses it. It equals this one, and may cache what it has seen.
+
+        Returns itself where nothing is cached.
         """
         return self
 
     def offers(self, want: Requirements) -> list[Offer]:
-        """Return what is sold now that could serve. A read, safe to repeat; may return more than matches, the caller
-        filters.
+        """Return what is sold now and may match. A read, safe to repeat; the caller filters the list.
 
-        Raises CredentialsError if the provider refuses us, and lets an outage through: an empty list means that nothing
-        is sold. With several regions, of which some cannot be asked, a `Sale`.
+        Raises CredentialsError if the credentials are refused, and ProviderFailed during an outage: an empty list means
+        that nothing is sold. If only some regions answer, returns a `Sale`.
         """
         raise NotImplementedError
 
     def may_sell_spot(self, want: Requirements) -> bool:
-        """Tell whether spot machines that fit may be sold at another moment, though `offers` has none of them now. Asks
-        nobody.
+        """Return whether matching spot machines may be sold at another time, though `offers` has none now.
 
-        True where they are listed only while one is free. False where spot is never sold, or is listed whether one is
-        free or not: who demands it is refused.
+        Sends no request. True where spot is listed only while a machine is free. False where spot is never sold, or is
+        always listed: a pool that demands spot is then refused.
         """
         return False
 
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
-        """Rent up to `count` machines, tagged in the creating call, that run the shell script `startup` when they come
-        up. Returns at once.
+        """Rent up to `count` machines that run `startup`, a shell script; tags go into the creating call.
 
-        Fewer than asked is no error; none is NoCapacity. An error does not prove that nothing was launched: the caller
-        sweeps by tag.
+        May wait until the machines have addresses. Fewer machines than requested are no error; none is NoCapacity. An
+        error does not prove that nothing was launched: the caller sweeps by tag.
         """
         raise NotImplementedError
 
     def instances(self, pool_id: str | None = None) -> list[Instance]:
-        """Return the machines of a pool that exist, GONE ones left out; without a pool, those of all pools. Asks the
-        provider by tag, never memory.
+        """Return the existing machines of a pool, or of all pools. GONE machines are left out.
 
-        Any failure to find out is raised; an empty list means that none exist.
+        Asks the provider by tag, and never uses memory. Raises any failure: an empty list means that none exist.
         """
         raise NotImplementedError
 
     def terminate(self, ids: Sequence[str]) -> Mapping[str, str] | None:
-        """Give machines back. Ids that are gone already are accepted. When it returns, each one is gone or on its way.
+        """Terminate machines. Ids that are gone already are accepted. On return each one is gone or being deleted.
 
-        A provider that sees for itself that a machine is gone may return how it knows, in words, by id: receipts have
-        it as evidence. Raises InstancesLeft with the ids that are not.
+        A provider that sees that a machine is gone may return the evidence, in words, by id; receipts contain it.
+        Raises InstancesLeft with the ids that are not terminated.
         """
         raise NotImplementedError
 
     def keep_image(self, instance: Instance, image_hash: str) -> str | None:
-        """Begin to keep the disk of a machine, for later launches that carry the same IMAGE_TAG; return its id, None if
-        it is kept already, or will be.
+        """Begin to capture the disk of a machine, for later launches with the same IMAGE_TAG.
 
-        When it returns, the moment that the copy shows is over: what is written to the disk from then on is in no copy.
-        Raises what is in the way of it; then none will come to be, as far as that is in anybody's hands.
+        Returns the id of the capture; None if one exists or is in progress. Later writes to the disk are not in the
+        copy. Raises the error that prevents the capture. Then no capture will exist, as far as that can be ensured.
         """
         raise NotImplementedError
 
     def prune(self, now: datetime, *, is_dry_run: bool) -> list[str]:
-        """Take away what outlives pools and is of no use any more, kept disks above all; return in words what that was,
-        or would be. May be called again.
+        """Delete what outlives pools and is not needed any more, mainly captured disks. May be called again.
 
-        Nothing that machines are made of: those are `instances`. Raises the first failure once everything else is done.
+        Returns what was deleted, or would be, in words. Leaves machines alone: `instances` lists those. Raises the
+        first failure after everything else is done.
         """
         return []
 
     def may_be_left_to_its_lease(self) -> bool:
-        """Tell whether a machine that cannot be confirmed gone costs nothing and ends itself by its lease: then closing
-        a pool warns, and does not raise.
+        """Return whether an unconfirmed machine costs nothing and ends itself by its lease.
+
+        Then closing a pool warns, and does not raise.
         """
         return False
 
     def ends_for_good(self) -> bool:
-        """Tell whether a machine that has ended itself is gone, and paid for no more.
+        """Return whether a machine that has ended itself is gone and not billed any more.
 
-        Asks nobody; False where that cannot be told.
+        Sends no request; False where it is unknown.
         """
         return False
 
     def account(self) -> str:
-        """Return whose machines `launch` and `instances` are about, in the provider's own words; "" where there are no
-        accounts.
+        """Return the account that owns the machines, in the provider's terms; "" where there are no accounts.
 
-        Not a secret. What one account lists says nothing of another's machines. Raises CredentialsError, and lets an
-        outage through.
+        Not a secret. One account's listing says nothing about another's machines. Raises CredentialsError, and
+        ProviderFailed during an outage.
         """
         return ""
 
     def console_url(self, instance: Instance) -> str | None:
-        """Return where a person sees the machine in the provider's own pages; None if there is no such place."""
+        """Return the page of the provider's console that shows the machine; None if there is none."""
         return None
 
     def to_json(self) -> dict[str, Any]:
@@ -219,28 +213,27 @@ class Provider(Frozen):
         return {"name": type(self).name, **self.model_dump(mode="json", exclude_unset=True)}
 
 
-def load(wish: str | Mapping[str, Any] | Provider) -> Provider:
-    """Return a provider from its name ("local"), its plain data ({"name": "local", ...}), or itself.
+def load(provider: str | Mapping[str, Any] | Provider) -> Provider:
+    """Return a provider from its name ("local"), from its plain data ({"name": "local", ...}), or itself.
 
-    Providers are found by module name, those of other distributions by the entry-point group `skyward.providers`.
-    Raises BadRequest.
+    Built-in providers are in BUILT_IN, others in the entry-point group `skyward.providers`. Raises BadRequest.
     """
-    if isinstance(wish, Provider):
-        return wish
-    if isinstance(cast(object, wish), type):
+    if isinstance(provider, Provider):
+        return provider
+    if isinstance(cast(object, provider), type):
         raise BadRequest(
-            f"{cast(type, wish).__name__} is the class of a provider: write sky.{cast(type, wish).__name__}()"
+            f"{cast(type, provider).__name__} is the class of a provider: write sky.{cast(type, provider).__name__}()"
         )
-    if not isinstance(cast(object, wish), str | Mapping):
+    if not isinstance(cast(object, provider), str | Mapping):
         raise BadRequest(
-            f'{wish!r} is no provider: write a name such as "aws" or "local", or a provider such as sky.AWS()'
+            f'{provider!r} is no provider: write a name such as "aws" or "local", or a provider such as sky.AWS()'
         )
-    fields = {"name": wish} if isinstance(wish, str) else dict(wish)
+    fields = {"name": provider} if isinstance(provider, str) else dict(provider)
     name = str(fields.pop("name", ""))
     if name in BUILT_IN:
         module, _, class_name = BUILT_IN[name].rpartition(".")
         kind = cast("type[Provider]", getattr(importlib.import_module(f"skyward_core.providers.{module}"), class_name))
-    elif name in (found := _elsewhere(tuple(sys.path))):
+    elif name in (found := _entry_points(tuple(sys.path))):
         kind = cast("type[Provider]", found[name].load())
     else:
         known = sorted({*BUILT_IN, *found})
@@ -256,24 +249,25 @@ def load(wish: str | Mapping[str, Any] | Provider) -> Provider:
 
 
 @functools.lru_cache(maxsize=1)
-def _elsewhere(_path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
-    """Return the providers of other distributions, read once for each `sys.path`: that opens a file of each
-    distribution that is installed, 20 ms of work.
+def _entry_points(_path: tuple[str, ...]) -> Mapping[str, EntryPoint]:
+    """Return the providers of other distributions.
+
+    Read once for each `sys.path`, because that opens a file of each installed distribution, which takes 20 ms.
     """
     return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
 
 
-def load_all(wish: object) -> tuple[Provider, ...]:
-    """Return one provider, or those of a list, each as `load` reads it.
+def load_all(providers: object) -> tuple[Provider, ...]:
+    """Return one provider, or those of a list, each read by `load`.
 
-    Raises BadRequest, for an empty list and for the same one twice too.
+    Raises BadRequest, also for an empty list and for duplicates.
     """
-    if not isinstance(wish, list | tuple):
-        return (load(cast("Any", wish)),)
-    found = tuple(load(one) for one in cast("Sequence[Any]", wish))
+    if not isinstance(providers, list | tuple):
+        return (load(cast("Any", providers)),)
+    found = tuple(load(provider) for provider in cast("Sequence[Any]", providers))
     if not found:
         raise BadRequest("an empty list of providers: name one, or leave it out")
-    if len({json.dumps(one.to_json(), sort_keys=True) for one in found}) < len(found):
+    if len({json.dumps(provider.to_json(), sort_keys=True) for provider in found}) < len(found):
         raise BadRequest("the same provider is named twice")
     return found
 

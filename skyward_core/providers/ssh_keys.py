@@ -1,10 +1,8 @@
-"""How we log in to machines that a cloud makes for us: our SSH key, and the host keys of machines that do not exist
-yet.
+"""Keys for SSH to rented machines: our own key, and host keys of machines that do not exist yet.
 
-A machine is given its host key with its user data, so that the client knows whom to expect before anybody answers. The
-key is derived from ours and from the token of the launch, a tag of the machine: every process that has our key, the one
-that attaches or sweeps as well, derives the same one and nothing needs to be kept. All machines of one creating call
-share it.
+A machine gets its host key in its user data, so the client knows the key before it connects. The host key is derived
+from our key and from the launch token, which is a tag of the machine. Every process with our key derives the same one,
+also one that attaches or sweeps, so nothing is stored. All machines of one creating call share it.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class HostKey:
-    """A machine's own key. `private` is in OpenSSH's format and goes nowhere but into the machine's user data."""
+    """A machine's host key. `private` is in OpenSSH's format and goes only into the machine's user data."""
 
     private: str
     public: str
@@ -46,35 +44,33 @@ class HostKey:
 
 
 def our_key(path: str | None = None) -> Key:
-    """Return the key at a path, or the one of this user, which is made when it is first asked for.
+    """Return the key at a path, or this user's key, which is created when it is first needed.
 
-    A key of one's own is an OpenSSH private key without passphrase. Raises BadRequest for what is none, and where none
-    can be made.
+    A key at a path is an OpenSSH private key without passphrase. Raises BadRequest for any other file, and if no key
+    can be created.
     """
     try:
-        place = (
+        file = (
             Path(path).expanduser().absolute()
             if path is not None
             else user_state_path("skyward") / "ssh" / "id_ed25519"
         )
     except RuntimeError as error:
-        raise BadRequest(f"there is no such place as {path}: {error}") from error
-    if path is None and not place.exists():
+        raise BadRequest(f"the path {path} cannot be expanded: {error}") from error
+    if path is None and not file.exists():
         try:
-            _make(place)
+            _create_key(file)
         except OSError as error:
             raise BadRequest(
-                f"the SSH key {place} cannot be made: {error}; name one of your own with ssh_key="
+                f"the SSH key {file} cannot be created: {error}; name one of your own with ssh_key="
             ) from error
-    return Key(place, _public(_load(place)))
+    return Key(file, _public(_load(file)))
 
 
 def host_key(launch: str, key: Key) -> HostKey:
-    """Return the host key of the machines of a launch: the same each time, to the letter, and not to be told without
-    our private key.
+    """Return the host key of the machines of a launch. It is always the same, and secret without our private key.
 
-    A creating call that is tried again under the same token must ask for the same, user data included (AWS:
-    IdempotentParameterMismatch).
+    A repeated creating call with the same token must have the same user data (AWS: IdempotentParameterMismatch).
     """
     serialization = _serialization()
     ed25519 = importlib.import_module("cryptography.hazmat.primitives.asymmetric.ed25519")
@@ -83,25 +79,25 @@ def host_key(launch: str, key: Key) -> HostKey:
     )
     seed = hmac.new(secret, PURPOSE + launch.encode(), hashlib.sha256).digest()
     private = ed25519.Ed25519PrivateKey.from_private_bytes(seed)
-    return HostKey(_same_text(seed, private.public_key().public_bytes_raw()), _public(private))
+    return HostKey(_fixed_text(seed, private.public_key().public_bytes_raw()), _public(private))
 
 
-def _make(place: Path) -> None:
-    """Make our key. Two processes may do so at once: that of one of them stays, and whole."""
-    place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+def _create_key(file: Path) -> None:
+    """Create our key. If two processes do so at the same time, one complete key remains."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     private = importlib.import_module("cryptography.hazmat.primitives.asymmetric.ed25519").Ed25519PrivateKey.generate()
-    make_file(place, _text(private).encode())
+    make_file(file, _text(private).encode())
 
 
-def _load(place: Path) -> Any:
+def _load(file: Path) -> Any:
     serialization = _serialization()
     try:
-        return serialization.load_ssh_private_key(place.read_bytes(), None)
+        return serialization.load_ssh_private_key(file.read_bytes(), None)
     except OSError as error:
-        raise BadRequest(f"the SSH key {place} cannot be read: {error}") from error
-    # a key in a security token, for one
+        raise BadRequest(f"the SSH key {file} cannot be read: {error}") from error
+    # for example a key in a security token
     except (ValueError, TypeError, importlib.import_module("cryptography.exceptions").UnsupportedAlgorithm) as error:
-        raise BadRequest(f"{place} is no OpenSSH private key without passphrase: {error}") from error
+        raise BadRequest(f"{file} is no OpenSSH private key without passphrase: {error}") from error
 
 
 def _text(private: Any) -> str:
@@ -111,10 +107,8 @@ def _text(private: Any) -> str:
     ).decode()
 
 
-def _same_text(seed: bytes, public: bytes) -> str:
-    """Return an Ed25519 key in OpenSSH's format (its PROTOCOL.key), which has a random number in it: here that number
-    is 0.
-    """
+def _fixed_text(seed: bytes, public: bytes) -> str:
+    """Return an Ed25519 key in OpenSSH's format (its PROTOCOL.key), with 0 for its random number."""
 
     def field(content: bytes) -> bytes:
         return len(content).to_bytes(4) + content

@@ -1,7 +1,6 @@
-"""Tags where there is no place for them: one word of a process's environment, for providers whose machines are
-processes, and a name (`TagName`).
+"""Tags where a provider has none: in one word of a process's environment, or in a name (`TagName`).
 
-The variable is there from the creating call on, is inherited by all that a node starts, and cannot be lost with a file.
+The variable is set by the creating call, all processes of a node inherit it, and no lost file can lose it.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ from skyward_core.work import Work
 TAGS_VARIABLE = "SKYWARD_TAGS"
 
 MORE_TAGS = "SKYWARD_MORE_TAGS"
-"""The variable of a container's environment with the tags that had no room in its name."""
+"""Variable of a container's environment with the tags that do not fit into its name."""
 MARK = "skyward"
 FIELDS = {"l": LAUNCH_TAG, "c": CREATED_TAG, "e": EXPIRES_TAG, "p": PROCESS_TAG, "o": OWNER_TAG, "t": TYPE_TAG}
 """Letters of a name's words, the most important first."""
 WORK_VALUE_CHARACTERS = 120
-"""AWS takes 256 in a value (docs.aws.amazon.com/AWSEC2/latest/UserGuide/Using_Tags.html#tag-restrictions); others write
-it in longer codes.
+"""AWS takes 256 in a value (docs.aws.amazon.com/AWSEC2/latest/UserGuide/Using_Tags.html#tag-restrictions).
+
+Other clouds escape characters, which takes more room.
 """
 MACHINE = re.compile(r"(?P<pool>.+)-(?P<rank>[0-9]+)")
 
 
 def to_word(tags: Tags) -> str:
-    r"""Return tags as JSON in one word of ASCII, with neither space nor line break: what a line of `grep` and a shell's
-    list of words can carry.
+    r"""Return tags as JSON in one word of ASCII, without spaces or line breaks, safe for `grep` and shell word lists.
 
     >>> to_word({"skyward-owner": "Jo Doe@box"})
     '{"skyward-owner":"Jo\\u0020Doe@box"}'
@@ -53,16 +52,17 @@ def to_word(tags: Tags) -> str:
 
 
 def from_word(word: str, pool_id: str, rank: int) -> dict[str, str]:
-    """Return the tags that a process carries.
+    """Return the tags of a process.
 
-    Pool and rank, which it carries beside its word, count more than that and are all that is left without it.
+    Its own pool and rank override those of the word, and are the only tags if the word is missing.
     """
     return {**_parse(word), POOL_TAG: pool_id, RANK_TAG: str(rank)}
 
 
 def work_tags(work: Work) -> dict[str, str]:
-    """Return what a pool is for as tags: cut to what clouds take, with the characters that all services of AWS take in
-    the place of others.
+    """Return what a pool is for as tags, cut to the length that clouds accept.
+
+    Characters that not all services of AWS accept become "_".
 
     >>> work_tags(Work(task="train", attempt="2", partition="a|b"))
     {'skyward-work-task': 'train', 'skyward-work-attempt': '2', 'skyward-work-partition': 'a_b'}
@@ -80,15 +80,15 @@ def of_machine(tags: Tags, rank: int) -> dict[str, str]:
 
 
 def launch_word(tags: Tags) -> str:
-    """Return eight letters and digits that tell a launch from all others of its pool, whose tokens begin alike: for
-    names.
+    """Return eight letters and digits that identify a launch within its pool, for names.
+
+    Tokens of a pool begin alike, so this is a hash.
     """
     return hashlib.sha256(tags[LAUNCH_TAG].encode()).hexdigest()[:8]
 
 
 def to_codes(text: str, plain: str) -> str:
-    r"""Return a text with the characters `plain` alone, a set as regular expressions write it, and each other one's
-    bytes as "_2e".
+    """Return a text in which bytes outside `plain`, a set as in regular expressions, are codes such as "_2e".
 
     >>> to_codes("Jo.Doe", "A-Za-z")
     'Jo_2eDoe'
@@ -97,8 +97,9 @@ def to_codes(text: str, plain: str) -> str:
 
 
 def from_codes(word: str) -> str:
-    """Return the text that `to_codes` has written, whatever was plain there; what cannot be read is a question mark,
-    for a listing must not fail of it.
+    """Return the text that `to_codes` has written, for any `plain`.
+
+    Unreadable codes become a replacement character, because a listing must not fail.
     """
     return re.sub(
         r"(?:_[0-9a-f]{2})+", lambda match: bytes.fromhex(match[0].replace("_", "")).decode(errors="replace"), word
@@ -107,19 +108,17 @@ def from_codes(word: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TagName:
-    """How a cloud without tags carries them: in the one name or label that a machine has, as far as there is room, and
-    the rest in its environment.
+    """Tags in the one name or label that a machine has. Tags that do not fit go into its environment.
 
-    "skyward<separator><pool>-<rank><separator>l<launch><separator>c<created>...": unique, for a rank is launched once
-    with a token, and the same whenever it is made. Pool, rank and launch are always in it: they are what a machine is
-    found by.
+    "skyward<separator><pool>-<rank><separator>l<launch><separator>c<created>...": unique, because a rank is launched
+    once with a token, and the same each time. Pool, rank and launch are always in it: machines are found by them.
 
     Args:
-        separator: stands between the words; what `escape` returns never has it.
-        characters: how long a name may be.
-        called: what it is called in a message, "a name of RunPod".
-        escape: writes a value with the characters that the cloud lets through.
-        unescape: the way back.
+        separator: stands between the words. `escape` never returns it.
+        characters: longest name.
+        called: its name in messages, "a name of RunPod".
+        escape: writes a value with the characters that the cloud accepts.
+        unescape: the inverse of `escape`.
     """
 
     separator: str
@@ -129,13 +128,13 @@ class TagName:
     unescape: Callable[[str], str]
 
     def machine(self, tags: Tags) -> str:
-        """Return the word that tells pool and rank."""
+        """Return the word with pool and rank."""
         return f"{self.escape(tags[POOL_TAG])}-{tags[RANK_TAG]}"
 
     def pack(self, tags: Tags) -> tuple[str, dict[str, str]]:
-        """Return the name that carries these tags, and the environment with those that it has no room for.
+        """Return the name for these tags, and the environment with those that do not fit into it.
 
-        Raises BadRequest for a pool's name too long.
+        Raises BadRequest if the pool's name is too long.
         """
         name = self.separator.join((MARK, self.machine(tags), f"l{self.escape(tags[LAUNCH_TAG])}"))
         if len(name) > self.characters:
@@ -149,9 +148,7 @@ class TagName:
         return name, {MORE_TAGS: to_word(rest)} if rest else {}
 
     def unpack(self, name: object, environment: Mapping[str, Any]) -> dict[str, str] | None:
-        """Return the tags of a machine with this name and environment, as a cloud tells them; None if the name is none
-        of ours.
-        """
+        """Return the tags of a machine with this name and environment; None if the name is not one of ours."""
         mark, *words = str(name or "").split(self.separator)
         machine = MACHINE.fullmatch(words[0]) if words else None
         fields = {FIELDS[word[0]]: self.unescape(word[1:]) for word in words[1:] if word[:1] in FIELDS}
@@ -164,8 +161,9 @@ class TagName:
 
 
 def _parse(word: str) -> Mapping[str, str]:
-    """Read the word; nothing if it is none: a call on the node may have set the variable to anything, and a listing
-    must not fail of it.
+    """Read the word; return no tags for an invalid one.
+
+    A call on the node may have changed the variable, and a listing must not fail.
     """
     try:
         read: object = json.loads(word)

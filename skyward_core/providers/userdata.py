@@ -1,33 +1,32 @@
-"""What a rented machine runs when it comes up: whom to let in, who it is, and its startup script, cut loose from
-whatever runs this.
+"""The boot script of a rented machine: our key, its identity, and its startup script in a process of its own.
 
-The same four variables and the same directory as everywhere (decisions/0006). The machine's id is told by the machine:
-a text of shell that prints it, for the answer to the creating call comes too late. Where it prints nothing, the token
-of the launch stands in: the client finds no such node, but the lease holds.
+Variables and directory are the same for all providers (decisions/0006). Shell text prints the machine's id on the
+machine itself, because the answer to the creating call comes too late. If it prints nothing, the launch token is the
+id: the client finds no such node, but the lease holds.
 
-A machine that is started anew has lost its node and its guard, whose clock is the uptime. It ends itself at once,
-whatever its lease was, so that no lease is longer for it: a unit of systemd does that, for cloud-init and startup
-scripts run at the first boot alone. Which boot was the first is told by the kernel's id of the boot, and whose it was
-by the machine's id, for a disk may be copied. Stopped between any two lines:
+A machine that restarts has lost its node and its guard, whose clock is the uptime. It ends itself at once, whatever its
+lease, so no restart extends a lease. A systemd unit does that, because cloud-init and startup scripts run at the first
+boot only. The unit compares the kernel's boot id, and the machine's id because a disk may be a copy. If the machine
+stops between two steps:
 
-    boot script begun                    no unit: the reaper and the sweep end what is started anew
-    the unit's script written            the same; a half of it does nothing
-    unit and link written                started anew, it ends itself; in the same boot the unit does nothing
-    startup begun                        the guard watches; started anew, it ends itself
-    guard has ended, power is off        switched on by somebody, it ends itself again
+    boot script begun               no unit: reaper and sweep end the machine after a restart
+    the unit's script written       the same; half a script does nothing
+    unit and link written           after a restart it ends itself; in the same boot the unit does nothing
+    startup begun                   the guard watches; after a restart it ends itself
+    guard has ended, power is off   if a person switches it on, it ends itself again
 
-A container has no systemd, and the cloud runs its first process, our main script, again whenever it ends, on the same
-disk or a new one (`is_container`):
+A container has no systemd. The cloud runs its first process, our main script, again whenever it ends, on the same disk
+or a new one (`is_container`):
 
-    first start                          a file says so; the guard watches, and the first process watches the guard and
-    the time of day started anew, the file is there      the guard is told that the node has ended before it begins: no
-    work is started, and the end is asked for started anew on another disk         the same from START_SECONDS after the
-    request on; the script, which is in the environment, holds that moment guard killed, whoever did it         another
-    guard is started, and told the same
-    the pool's last moment has come      the guard is told so, and a minute later the first process asks for the end
-    itself
+    first start                     a file records it; the guard watches, and the first process watches guard and time
+    restart, the file exists        the guard learns before its start that the node has ended: no work starts, and it
+                                    ends the machine
+    restart on another disk         the same from START_SECONDS after the request on; the script, which is in the
+                                    environment, contains that time
+    guard killed                    another guard starts, and learns the same
+    the pool's hard end has come    the guard learns so; a minute later the first process ends the machine itself
 
-So the first process never ends by itself: a container that ends is started anew, and paid for.
+So the first process never ends by itself: a container that ends is restarted and billed.
 """
 
 from __future__ import annotations
@@ -47,27 +46,27 @@ from skyward_core.providers.tagging import TAGS_VARIABLE, to_word
 
 HOME = "/root/.cache/skyward"
 END = "/root/.cache/skyward/end"
-"""The script with which a machine ends itself: `end_command` of a cloud is to run it."""
+"""The script with which a machine ends itself. A cloud's `end_command` runs it."""
 END_COMMAND = f"exec sh {END}"
 REBOOTED = "/root/.cache/skyward/rebooted"
-"""The script that ends a machine which was started anew."""
+"""The script that ends a restarted machine."""
 UNIT = "/etc/systemd/system/skyward-guard.service"
 BOOT_ID = "/proc/sys/kernel/random/boot_id"
-"""Another one at each boot, random(4)."""
+"""Differs for each boot, random(4)."""
 BEGAN = "/root/.cache/skyward/began"
-"""When a container was started, one line for each time."""
+"""One line with the time of each start of a container."""
 START_SECONDS = 3600
-"""After the request for a container: what is started later was started before.
+"""A container that starts this long after its request has been restarted.
 
-A launch waits for ten minutes; the rest is for clocks that differ.
+A launch waits for ten minutes; the rest allows for clocks that differ.
 """
 DELIMITER = "SKYWARD_END_OF_FILE"
 
 BOOT = """\
 umask 077
 id=$({machine_id})
-told=$id
-case $id in '' | .* | *[!A-Za-z0-9._-]*) id={launch} told= ;; esac
+known=$id
+case $id in '' | .* | *[!A-Za-z0-9._-]*) id={launch} known= ;; esac
 directory={home}/instances/$id
 mkdir -p "$directory"
 cat >{end} <<'{delimiter}'
@@ -80,12 +79,12 @@ done
 {delimiter}
 if [ -d /run/systemd/system ]; then
   {{
-    echo "boot='$(cat {boot_id})' told='$told' log='$directory/log'"
+    echo "boot='$(cat {boot_id})' known='$known' log='$directory/log'"
     cat <<'{delimiter}'
 [ "$(cat {boot_id})" != "$boot" ] || exit 0
 again=$({machine_id})
 case $again in .* | *[!A-Za-z0-9._-]*) again= ;; esac
-case $told/$again in /* | */ | "$told/$told") ;; *) exit 0 ;; esac # on a copy of that disk: this machine is not ours to end
+case $known/$again in /* | */ | "$known/$known") ;; *) exit 0 ;; esac # on a copy of that disk, which is another machine
 {{ echo '{ends}' >>"$log"; }} 2>/dev/null
 exec sh {end}
 {delimiter}
@@ -95,7 +94,7 @@ exec sh {end}
     mkdir -p {unit_directory}/multi-user.target.wants
     cat >{unit} <<'{delimiter}'
 [Unit]
-Description=End this machine, which was rented for a time: it was started anew, and nobody watches it
+Description=End this rented machine: it was restarted, and nothing watches it
 ConditionPathExists={rebooted}
 Wants=network-online.target
 After=network-online.target
@@ -110,9 +109,10 @@ fi
 cat >"$directory/startup.sh" <<'{delimiter}'
 {startup}
 {delimiter}
-"""  # noqa: E501
-"""Containers have no systemd, sd_booted(3). The unit waits for the network, which the end may need; what cloud-init's
-first stages do, such as FORGET, comes before that (cloud-init.service: Before=network-online.target).
+"""
+"""Containers have no systemd, sd_booted(3). The unit waits for the network, which the end may need.
+
+cloud-init's first stages, such as FORGET, run before that (cloud-init.service: Before=network-online.target).
 """
 START_GUARD = """\
 env HOME=/root SKYWARD_INSTANCE_ID="$id" SKYWARD_INSTANCE_DIRECTORY="$directory" {variables} \\
@@ -120,7 +120,7 @@ env HOME=/root SKYWARD_INSTANCE_ID="$id" SKYWARD_INSTANCE_DIRECTORY="$directory"
 """
 START_GUARD_ONCE = """\
 skyward_until='{expires}'
-skyward_over() {{ # reason: the node has ended; the guard says so, stops its work and ends the machine
+skyward_over() {{ # reason: the node has ended; the guard logs it, stops its work and ends the machine
   {{ echo "$1" >"$directory/ended"; }} 2>/dev/null
 }}
 skyward_guard() {{
@@ -129,16 +129,16 @@ skyward_guard() {{
 }}
 skyward_now=$(date +%s)
 if [ -e {began} ]; then
-  skyward_over "its container was started anew"
+  skyward_over "its container was restarted"
 elif [ "$skyward_now" -ge {start_by} ]; then
-  skyward_over "its container was started more than {start_seconds} s after it was asked for, by its clock: it was started anew, or a clock is wrong"
+  skyward_over "its container was started more than {start_seconds} s after its request, by its clock: it was restarted, or a clock is wrong"
 fi
 {{ echo "$skyward_now" >>{began}; }} 2>/dev/null
 skyward_guard
 """  # noqa: E501
-"""Whatever the container's environment and disk say, no start but the first has a lease.
+"""Only the first start has a lease, whatever the container's environment and disk say.
 
-The shell's own job table says whether the guard lives.
+The shell's own job table shows whether the guard lives.
 """
 WATCH = f"""\
 skyward_ending=''
@@ -146,24 +146,25 @@ while :; do
   sleep 10 &
   wait "$!"
   if [ -n "$skyward_until" ] && [ "$(date +%s)" -ge "$skyward_until" ]; then
-    skyward_over "the pool's last moment has come"
+    skyward_over "the pool's hard end has come"
     [ -n "$skyward_ending" ] || {{ (sleep 60 && exec sh {END}) & skyward_ending=$!; }}
   fi
   kill -0 "$skyward_guard_pid" 2>/dev/null && continue
   skyward_over "its guard is gone"
   if [ -f "$directory/startup.sh" ]; then
     skyward_guard
-  else # the node's folder is gone: it has ended, and only the end is missing
+  else # the node's folder is gone: the node has ended, only the machine remains
     sh {END} &
     skyward_guard_pid=$!
   fi
 done
 """
-"""What the first process of a container does for the rest of its life; a shell that waits also lets go of the processes
-that others have left behind.
+"""What the first process of a container does for the rest of its life.
+
+A waiting shell also reaps processes that others have left behind.
 """
 END_AGAIN_SECONDS = 30
-"""Ending a machine may fail, for one because the cloud's API is out: it is tried until the machine is gone."""
+"""Ending a machine may fail, for example during an outage of the cloud's API. It is tried until the machine is gone."""
 
 LOGIN = """\
 umask 022
@@ -185,10 +186,10 @@ rm -f /etc/ssh/ssh_host_*
 printf '%s\\n' {host_private} >/etc/ssh/ssh_host_ed25519_key
 printf '%s\\n' {host_public} >/etc/ssh/ssh_host_ed25519_key.pub
 """  # noqa: E501
-"""Lets us in and makes the machine who we take it for. Others may have left a file of keys whose last line has no end.
+"""Installs our key and the machine's host key. An existing key file may lack the newline at its end.
 
-An image without sshd is small: what a container needs to end itself comes with it. Somebody else may be installing at
-that moment: it is tried again.
+Images without sshd are small, so curl and certificates, which a container needs to end itself, come with it. Another
+process may be installing packages at the same time, so this is tried again.
 """
 
 START_SSHD = """\
@@ -202,10 +203,9 @@ for pid in $running; do kill -HUP "$pid"; done
 [ -z "$running" ] || sleep 1
 [ -n "$(sshds)" ] || /usr/sbin/sshd
 """  # noqa: E501
-"""One that runs reads its keys anew. Ending it and starting another is a race for its port, which the other loses
-without a word.
+"""A running sshd reads its keys again. A restart would race for the port, and the loser fails silently.
 
-No `pkill`: images lack it. A process without `exe` is dead and waits to be taken notice of.
+No `pkill`, because images lack it. A process without `exe` is a zombie.
 """
 RELOAD_SSHD = """\
 if ! { systemctl restart ssh || systemctl restart sshd; } >/dev/null 2>&1; then
@@ -213,34 +213,31 @@ if ! { systemctl restart ssh || systemctl restart sshd; } >/dev/null 2>&1; then
 fi
 """.replace("START", "\n  ".join(START_SSHD.splitlines()))
 OBEY = "trap 'exit 0' TERM\n"
-"""Nobody else, neither from inside nor `docker stop`, ends the first process of a container with a signal that it does
-not wait for.
-"""
+"""Without this trap the kernel ignores signals to a container's first process, also those of `docker stop`."""
 
 FORGET = f"""\
 [ ! -d {HOME}/instances ] ||
   rm -rf {HOME}/instances {END} {REBOOTED} /root/.ssh/authorized_keys /home/*/.ssh/authorized_keys
 """
-"""Has a machine that was started from another one's disk forget who that was, and who was let in there.
+"""Removes identity and keys from a machine that was started from another machine's disk.
 
-Elsewhere it finds nothing.
+On other machines it finds nothing.
 """
 
 
 def directory_of(machine_id: str) -> str:
-    """Return where a machine that calls itself so has its files."""
+    """Return the directory of a machine with this id."""
     return f"{HOME}/instances/{machine_id}"
 
 
 def boot_script(
     startup: str, tags: Tags, machine_id: str, end_script: str = "poweroff", *, is_container: bool = False
 ) -> str:
-    """Return POSIX sh, to be run once as root, that starts `startup`. `machine_id` is shell text that prints the
-    machine's id.
+    """Return POSIX sh that starts `startup`, to be run once as root.
 
-    `end_script` is what END_COMMAND runs: how the machine ends itself, for good where it can. It is run again as long
-    as it has not. `is_container`: the script is for `container_script`, and is run again whenever the container is
-    started anew.
+    `machine_id` is shell text that prints the machine's id. END_COMMAND runs `end_script`, again until it succeeds: it
+    ends the machine, for good where it can. `is_container`: the script is for `container_script`, and runs again
+    whenever the container restarts.
     """
     if f"\n{DELIMITER}\n" in f"\n{startup}\n{end_script}\n":
         raise BadRequest(f"a startup script cannot have a line {DELIMITER!r}")
@@ -264,7 +261,7 @@ def boot_script(
         home=HOME,
         end=END,
         boot_id=BOOT_ID,
-        ends="skyward: node ends: its machine was started anew",
+        ends="skyward: node ends: its machine was restarted",
         rebooted=REBOOTED,
         unit=UNIT,
         unit_directory=posixpath.dirname(UNIT),
@@ -277,16 +274,17 @@ def boot_script(
 
 
 def _seconds(text: str | None) -> str:
-    """A moment as a tag tells it, in seconds since 1970; "" if it tells none."""
+    """Return the seconds since 1970 of a tag; "" if it has none."""
     return text if text is not None and re.fullmatch("[0-9]{1,15}", text) else ""
 
 
 def cloud_config(boot: str, key: Key, host: HostKey, *, may_be_a_copy: bool = False) -> str:
-    """Return user data for a machine whose image has cloud-init: its host key before sshd starts, root let in with our
-    key, the boot script at the end.
+    """Return user data for an image with cloud-init: host key, our key for root, boot script.
 
-    `may_be_a_copy`: its disk may be that of another machine of ours, which is forgotten before anybody is let in, once
-    for each machine and not at each boot (`bootcmd` comes before the modules `users-groups` and `ssh`;
+    The host key is set before sshd starts, and the boot script runs last.
+
+    `may_be_a_copy`: the disk may be that of another machine of ours. Its identity is removed before logins are
+    possible, once for each machine and not at each boot (`bootcmd` comes before the modules `users-groups` and `ssh`;
     cloud-init-per(1)).
     """
     config: dict[str, object] = {
@@ -309,17 +307,15 @@ def script(boot: str, key: Key, host: HostKey) -> str:
 
 
 def container_script(boot: str, key: Key, host: HostKey) -> str:
-    """Return the same as the main script of a container, which may have no sshd and has nothing that would start one;
-    it ends when it is told to.
+    """Return the same as the main script of a container, which may have no sshd and no init. It ends on SIGTERM.
 
-    The guard is there before anything is installed, which may take long or come to nothing. `boot` was made with
-    `is_container`.
+    The guard starts before packages are installed, which may take long or fail. `boot` was made with `is_container`.
     """
     return "#!/bin/sh\n" + OBEY + boot + _login(key, host) + START_SSHD + WATCH
 
 
 def packed(text: str) -> str:
-    """Return a script in one word, where there is little room or line breaks do not pass; `UNPACKED` of it runs it."""
+    """Return a script as one word, where room is short or line breaks are not allowed. `UNPACKED` runs it."""
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
@@ -336,8 +332,6 @@ def _login(key: Key, host: HostKey) -> str:
 
 
 def _flat(config: object) -> str:
-    r"""Return JSON that is YAML as well, letter for letter: PyYAML takes what JSON makes of a smiley, "\ud83d\ude00",
-    for two letters that nobody can write.
-    """
+    r"""Return JSON that every YAML parser reads alike. PyYAML reads JSON's "\ud83d\ude00" as two invalid characters."""
     text = json.dumps(config, indent=1, ensure_ascii=False)
     return re.sub("[\x7f-\uffff]", lambda match: f"\\u{ord(match[0]):04x}", text)

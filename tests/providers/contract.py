@@ -1,5 +1,4 @@
-"""What every cloud's provider keeps to: `ProviderContract`, inherited by each one's test file, which says how to do
-things to its fake cloud.
+"""The contract of all clouds: `ProviderContract`. Each cloud's test file inherits it and says how to change its fake.
 
 class TestAcme(ProviderContract):
     @pytest.fixture
@@ -49,30 +48,29 @@ STARTUP = "#!/bin/sh\necho the guard, with 'quotes' and \"$SKYWARD_INSTANCE_ID\"
 
 @dataclass(frozen=True)
 class Hands:
-    """What a test can do to a cloud, whatever it is. All of it concerns what is asked next.
+    """What a test can do to any cloud. It affects the requests that follow.
 
     Attributes:
-        provider: makes the provider value, its credentials in the environment.
-        wish: what the fake sells, in offers of one machine.
-        secrets: what must not be found in anything that is written.
-        alive: the ids of all machines that are paid for, whatever the listing says.
-        refuse_credentials: from now on nobody is let in.
-        no_capacity: the next creating calls find none, in the cloud's own words.
-        quota: the next creating calls are over the account's limit, in the cloud's own words.
-        outage, outage_over: all requests fail with a 5xx, until they do no more; `fail_create_after` is over with it
-            too.
+        provider: creates the provider, with its credentials in the environment.
+        want: what the fake sells, in offers of one machine.
+        secrets: texts that may appear in no output.
+        alive: the ids of all billed machines, whatever the listing says.
+        refuse_credentials: from now on all credentials are refused.
+        no_capacity: the next creating calls find no machine, in the cloud's own words.
+        quota: the next creating calls exceed the account's limit, in the cloud's own words.
+        outage, outage_over: all requests fail with a 5xx, until `outage_over`, which ends `fail_create_after` too.
         lose_create_answer: the next creating call takes effect, and its answer is lost.
-        fail_create_after: creating calls go on failing with a 5xx after so many machines.
+        fail_create_after: creating calls fail with a 5xx after this number of machines.
         throttle: the next request is refused with the cloud's way to say "too many".
-        stop: a machine is stopped, powered off or outbid: there, perhaps paid for, and of no use.
-        preempt: a spot machine is taken back.
+        stop: a machine is stopped, powered off or outbid: it exists, may be billed, and is unusable.
+        preempt: a spot machine is preempted.
         strangers: machines that are not ours appear: same account, other names, tags and labels; enough for a second
             page of a listing.
         lag: machines created from now on are missing in the next two listings; None where the cloud does not do that.
     """
 
     provider: Callable[..., Provider]
-    wish: Requirements
+    want: Requirements
     secrets: tuple[str, ...]
     alive: Callable[[], set[str]]
     refuse_credentials: Callable[[], None]
@@ -91,7 +89,7 @@ class Hands:
 
 
 def tags(pool_id: str = POOL, first_rank: int = 0, launch: str = "") -> dict[str, str]:
-    """Return what the pool tags a launch with; its token is the pool's first if none is given."""
+    """Return the tags of a pool's launch. Its token is the pool's first by default."""
     return {
         POOL_TAG: pool_id,
         RANK_TAG: str(first_rank),
@@ -117,20 +115,18 @@ class ProviderContract:
 
     @pytest.fixture
     def offer(self, hands: Hands) -> Offer:
-        """The cheapest on-demand machine that fits."""
+        """Return the cheapest on-demand machine that fits."""
         offers = [
             offer
-            for offer in hands.provider().offers(hands.wish)
-            if matches(offer, hands.wish) is None and not offer.is_spot
+            for offer in hands.provider().offers(hands.want)
+            if matches(offer, hands.want) is None and not offer.is_spot
         ]
         return min(offers, key=lambda offer: offer.price_per_hour)
 
     # ── offers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def test_offers_are_sound(self, hands: Hands) -> None:
-        """Prices are positive, memory and CPUs told; an offer with chips names them as the catalogue does, one without
-        has none.
-        """
+        """Prices are positive, memory and CPUs are known. An offer with chips has the catalogue's name of them."""
         provider = hands.provider()
         offers = provider.offers(Requirements())
         assert offers
@@ -153,12 +149,12 @@ class ProviderContract:
         assert len(
             {(offer.instance_type, offer.region, offer.is_spot, offer.price_per_hour) for offer in offers}
         ) == len(offers)
-        assert any(matches(offer, hands.wish) is None for offer in offers)
+        assert any(matches(offer, hands.want) is None for offer in offers)
 
     # ── launch ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def test_what_is_launched_is_listed(self, hands: Hands, offer: Offer) -> None:
-        """As it was told by `launch`: ids, ranks, tags, prices, where it logs in and where its files are."""
+        """As `launch` returned it: ids, ranks, tags, prices, login and directory."""
         provider = hands.provider()
         launched = provider.launch(offer, 2, tags(first_rank=3), STARTUP)
         assert [instance.rank for instance in launched] == [3, 4]
@@ -178,9 +174,9 @@ class ProviderContract:
             instance.id: instance.rank for instance in launched
         }
 
-    def test_what_the_work_is_called_keeps_no_machine_from_being_found(self, hands: Hands, offer: Offer) -> None:
-        """Names as long as they may be, with odd characters: the machine is launched and listed with the tags that it
-        is found by, and tells its work.
+    def test_odd_names_of_work_keep_no_machine_from_being_found(self, hands: Hands, offer: Offer) -> None:
+        """Names of the greatest length, with odd characters: the machine is listed with the tags by which it is found,
+        and with its work.
         """
         long = Work(*("Ünï/code_run: 2026-11-22T07:00:00+00:00 " * 20 for _ in fields(Work)))
         wanted = work_tags(long) | tags()
@@ -188,12 +184,12 @@ class ProviderContract:
         (listed,) = hands.provider().instances(POOL)
         for instance in (launched, listed):
             assert {name: instance.tags.get(name) for name in tags()} == tags()
-            told = {name: value for name, value in instance.tags.items() if name.startswith(WORK_TAG.rstrip("-"))}
-            assert told
-            assert all(wanted.get(name, value) == value and "code" in value for name, value in told.items())
+            labels = {name: value for name, value in instance.tags.items() if name.startswith(WORK_TAG.rstrip("-"))}
+            assert labels
+            assert all(wanted.get(name, value) == value and "code" in value for name, value in labels.items())
 
     def test_a_second_process_finds_them_by_tag_alone(self, hands: Hands, offer: Offer) -> None:
-        """And those of all pools, if it names none, but nobody else's."""
+        """And those of all pools without a pool's id, but no other user's."""
         hands.strangers()
         strangers = hands.alive()
         mine = hands.provider().launch(offer, 1, tags(), STARTUP)
@@ -217,8 +213,8 @@ class ProviderContract:
         assert sorted(of_all) == sorted([mine[0].id, others[0].id])
         assert hands.alive() == strangers | {mine[0].id, others[0].id}
 
-    def test_each_launch_is_one_of_its_own(self, hands: Hands, offer: Offer) -> None:
-        """Two launches of the same pool, at once, add up; no machine is told twice."""
+    def test_launches_do_not_mix(self, hands: Hands, offer: Offer) -> None:
+        """Two launches of the same pool at the same time add up, and no machine is returned twice."""
         provider = hands.provider()
         with ThreadPoolExecutor(2) as threads:
             first, second = threads.map(
@@ -229,8 +225,8 @@ class ProviderContract:
         assert len(ids) == 2
         assert ids == hands.alive() == {instance.id for instance in provider.instances(POOL)}
 
-    def test_no_capacity_is_told_as_such(self, hands: Hands, offer: Offer) -> None:
-        """With the provider's own word for it; nothing is left."""
+    def test_a_lack_of_capacity_is_no_capacity(self, hands: Hands, offer: Offer) -> None:
+        """With the provider's own word. Nothing is left."""
         hands.no_capacity()
         with pytest.raises(NoCapacity) as caught:
             hands.provider().launch(offer, 1, tags(), STARTUP)
@@ -238,16 +234,16 @@ class ProviderContract:
         assert caught.value.code
         assert hands.alive() == set()
 
-    def test_a_quota_is_told_as_such(self, hands: Hands, offer: Offer) -> None:
-        """With the provider's own word for it; nothing is left."""
+    def test_a_full_quota_is_quota_exceeded(self, hands: Hands, offer: Offer) -> None:
+        """With the provider's own word. Nothing is left."""
         hands.quota()
         with pytest.raises(sky.QuotaExceeded) as caught:
             hands.provider().launch(offer, 1, tags(), STARTUP)
         assert caught.value.code
         assert hands.alive() == set()
 
-    def test_what_a_lost_answer_has_made_is_found(self, hands: Hands, offer: Offer) -> None:
-        """A creating call whose answer is lost is not repeated blindly: there is one machine at most, and the listing
+    def test_the_machine_of_a_lost_answer_is_found(self, hands: Hands, offer: Offer) -> None:
+        """A creating call whose answer is lost is not simply repeated: at most one machine exists, and the listing
         finds it by its tags.
         """
         hands.lose_create_answer()
@@ -261,7 +257,7 @@ class ProviderContract:
     def test_another_launch_of_a_rank_is_another_machine(self, hands: Hands, offer: Offer) -> None:
         """Tokens of a pool begin alike.
 
-        One that replaces a lost machine, and whose answer is lost, is not taken for the one that was there before.
+        A replacement whose answer is lost is not mistaken for the machine that was there before.
         """
         provider = hands.provider()
         (first,) = provider.launch(offer, 1, tags(launch=f"{POOL}-1"), STARTUP)
@@ -275,19 +271,20 @@ class ProviderContract:
         assert {instance.tags[LAUNCH_TAG] for instance in provider.instances(POOL)} == {f"{POOL}-1", f"{POOL}-2"}
 
     def test_half_a_launch_can_be_found_and_ended(self, hands: Hands, offer: Offer) -> None:
-        """An error after the first machine: it is told as fewer than asked, or raised; either way all that lives is
-        listed, and ends.
+        """After an error behind the first machine, `launch` returns fewer machines or raises.
+
+        Either way all that live are listed and can be terminated.
         """
         hands.fail_create_after(1)
         provider = hands.provider()
-        told: Sequence[Instance] | None = None
+        launched: Sequence[Instance] | None = None
         try:
-            told = provider.launch(offer, hands.max_machines, tags(), STARTUP)
+            launched = provider.launch(offer, hands.max_machines, tags(), STARTUP)
         except (ProviderFailed, NoCapacity):
             pass
         listed = {instance.id for instance in provider.instances(POOL)}
         assert listed == hands.alive()
-        assert told is None or {instance.id for instance in told} == listed
+        assert launched is None or {instance.id for instance in launched} == listed
         hands.outage_over()
         provider.terminate(sorted(listed))
         assert hands.alive() == set()
@@ -295,12 +292,12 @@ class ProviderContract:
     # ── listing ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def test_an_outage_is_no_absence(self, hands: Hands, offer: Offer) -> None:
-        """No verb answers as if nothing were there, and none takes what it was not told for done."""
+        """No method returns as if nothing existed, and none assumes that something was done."""
         provider = hands.provider()
         (instance,) = provider.launch(offer, 1, tags(), STARTUP)
         hands.outage()
         for verb in (
-            lambda: provider.offers(hands.wish),
+            lambda: provider.offers(hands.want),
             lambda: provider.instances(POOL),
             lambda: provider.instances(),
         ):
@@ -315,7 +312,7 @@ class ProviderContract:
     def test_a_machine_that_was_taken_back_is_not_listed_as_running(self, hands: Hands, offer: Offer) -> None:
         """Neither one that is gone nor one that is stopped: the pool replaces it.
 
-        A stopped one, paid for or not, is listed until it is terminated.
+        A stopped one, billed or not, is listed until it is terminated.
         """
         provider = hands.provider()
         preempted, stopped, runs = provider.launch(offer, 3, tags(), STARTUP)
@@ -331,7 +328,7 @@ class ProviderContract:
     # ── terminate ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def test_terminate_is_silent_about_what_is_gone(self, hands: Hands, offer: Offer) -> None:
-        """Ids that are gone, that were never there, and none at all."""
+        """Ids that are gone, ids that never existed, and no ids."""
         provider = hands.provider()
         launched = provider.launch(offer, 2, tags(), STARTUP)
         ids = [instance.id for instance in launched]
@@ -348,9 +345,7 @@ class ProviderContract:
         return machine_id[:-3] + ("000" if machine_id[-3:] != "000" else "111")
 
     def test_machines_are_ended_while_the_interpreter_ends(self, hands: Hands, offer: Offer) -> None:
-        """A pool that was left open is given back in an `atexit` callback, when the executors of concurrent.futures
-        take nothing any more.
-        """
+        """An open pool is torn down in an `atexit` callback, when executors of concurrent.futures accept no work."""
         provider = hands.provider()
         mine = [
             provider.launch(offer, 1, tags(first_rank=rank, launch=f"{POOL}-{rank + 1}"), STARTUP)[0].id
@@ -374,8 +369,8 @@ class ProviderContract:
         assert done.stdout == "3 None\n", done.stderr
         assert hands.alive() == set()
 
-    def test_terminate_ends_nobody_else(self, hands: Hands, offer: Offer) -> None:
-        """Only what it is told to."""
+    def test_terminate_ends_no_other_machine(self, hands: Hands, offer: Offer) -> None:
+        """Only those with the given ids."""
         hands.strangers()
         strangers = hands.alive()
         provider = hands.provider()
@@ -385,8 +380,8 @@ class ProviderContract:
 
     # ── credentials ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def test_refused_credentials_are_told_as_such(self, hands: Hands, offer: Offer) -> None:
-        """By every verb."""
+    def test_refused_credentials_are_credentials_error(self, hands: Hands, offer: Offer) -> None:
+        """From every method."""
         provider = hands.provider()
         hands.refuse_credentials()
         for verb in (
@@ -442,8 +437,9 @@ class ProviderContract:
             assert not [text for text in written if secret in text]
 
     def test_given_credentials_stay_with_the_value(self, hands: Hands) -> None:
-        """Given explicitly they are used, and leave with no JSON; the same provider read from that JSON takes them from
-        the environment.
+        """Explicit credentials are used, and are in no JSON.
+
+        The provider read from that JSON takes them from the environment.
         """
         provider = hands.provider(explicit=True)
         assert load(provider.to_json()).to_json() == provider.to_json()
@@ -454,20 +450,20 @@ class ProviderContract:
     # ── the wire ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def test_throttling_is_waited_out(self, hands: Hands, offer: Offer, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Once is nothing; for ever is RateLimited."""
-        monkeypatch.setattr(_http, "PATIENCE_SECONDS", 60.0)  # the refusal itself takes a while on a busy machine
+        """Once is harmless; without end it is RateLimited."""
+        monkeypatch.setattr(_http, "PATIENCE_SECONDS", 60.0)  # the refusal itself takes some time on a busy machine
         hands.throttle()
         assert hands.provider().instances(POOL) == []
 
     def test_its_import_loads_no_sdk(self, hands: Hands) -> None:
-        """Naming the provider's class costs no SDK."""
+        """Naming the provider's class imports no SDK."""
         kind = type(hands.provider())
         code = f"import sys, {kind.__module__}; print(sorted({{'boto3', 'botocore', 'asyncssh', 'distributed'}} & set(sys.modules)))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert done.stdout.strip() == "[]"
 
     def test_it_is_a_frozen_value(self, hands: Hands) -> None:
-        """Equal when made equally, and there and back through JSON."""
+        """Equal fields make equal values, and JSON preserves them."""
         provider = hands.provider()
         assert provider == hands.provider()
         assert load(provider.to_json()) == provider
@@ -482,13 +478,14 @@ SECRET = "sk-instance-0a1b2c3d4e5f"
 
 
 class RestContract(ProviderContract):
-    """What the clouds behind `_http.Api` keep to as well. A subclass has the fixture `wire`, the fake's server, and
-    says what its calls are.
+    """Further rules for the clouds behind `_http.Api`.
+
+    A subclass has the fixture `wire`, the fake's server, and names its calls.
 
     Attributes:
         creating: method and path of the creating call.
         ending: the same of the call that ends a machine.
-        login: a path that is asked for before all others, if there is one.
+        login: a path that is requested before all others, if there is one.
     """
 
     creating: tuple[str, str] = ("POST", "")
@@ -500,8 +497,8 @@ class RestContract(ProviderContract):
     def test_status_200_alone_is_no_answer(
         self, hands: Hands, wire: FakeCloud, offer: Offer, what: str, is_let_in: bool
     ) -> None:
-        """A proxy's page, an object without what was asked for, null: of every verb ProviderFailed, which says nothing
-        of the machines.
+        """A proxy's page, an object that lacks the field, null: ProviderFailed from every method, because none of them
+        says anything about the machines.
         """
         provider = hands.provider()
         (machine,) = provider.launch(offer, 1, tags(), STARTUP)
@@ -509,7 +506,7 @@ class RestContract(ProviderContract):
         for method in ("GET", "POST", "PUT", "DELETE"):
             wire.fail(method, pattern, NO_ANSWERS[what], times=10**6)
         verbs: dict[str, Callable[[], object]] = {
-            "offers": lambda: provider.offers(hands.wish),
+            "offers": lambda: provider.offers(hands.want),
             "instances": lambda: provider.instances(POOL),
             "launch": lambda: provider.launch(offer, 1, tags(launch=f"{POOL}-2"), STARTUP),
             "account": provider.account,
@@ -517,7 +514,7 @@ class RestContract(ProviderContract):
         for name, verb in verbs.items():
             with pytest.raises(ProviderFailed):
                 print(name, verb())
-        if what != "null":  # where a cloud says nothing when it has done it, that is as little
+        if what != "null":  # null is this cloud's answer to success
             with pytest.raises((ProviderFailed, InstancesLeft)):
                 provider.terminate([machine.id])
         wire.faults.clear()
@@ -527,7 +524,7 @@ class RestContract(ProviderContract):
     def test_a_404_that_is_not_the_clouds_own_is_no_machine_gone(
         self, hands: Hands, wire: FakeCloud, offer: Offer, status: int
     ) -> None:
-        """A proxy's page, and another service's JSON: neither says anything of the machine, which is there."""
+        """A proxy's page, and another service's JSON: neither says anything about the machine, which exists."""
         provider = hands.provider()
         (machine,) = provider.launch(offer, 1, tags(), STARTUP)
         for page in (
@@ -544,7 +541,7 @@ class RestContract(ProviderContract):
     def test_a_creating_call_without_an_answer_may_have_created(
         self, hands: Hands, wire: FakeCloud, offer: Offer, what: str
     ) -> None:
-        """What it has made is found; if it has made nothing that is ProviderFailed, never NoCapacity."""
+        """The created machine is found. If there is none that is ProviderFailed, never NoCapacity."""
         provider = hands.provider()
         wire.fail(*self.creating, NO_ANSWERS[what], is_done=True)
         assert {machine.id for machine in provider.launch(offer, 1, tags(), STARTUP)} == hands.alive()
@@ -554,8 +551,8 @@ class RestContract(ProviderContract):
         assert len(hands.alive()) == 1
 
     @pytest.mark.parametrize("what", ["a page", "an empty object"])
-    def test_an_end_that_is_not_confirmed_is_told(self, hands: Hands, wire: FakeCloud, offer: Offer, what: str) -> None:
-        """Though all else is answered."""
+    def test_an_unconfirmed_end_is_an_error(self, hands: Hands, wire: FakeCloud, offer: Offer, what: str) -> None:
+        """Though all other requests succeed."""
         provider = hands.provider()
         (machine,) = provider.launch(offer, 1, tags(), STARTUP)
         wire.fail(*self.ending, NO_ANSWERS[what], times=99)
@@ -566,7 +563,7 @@ class RestContract(ProviderContract):
     def test_a_secret_in_an_answer_is_in_no_message(
         self, hands: Hands, wire: FakeCloud, offer: Offer, status: int, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """A creating call may be answered with a key of the machine's own, and without success."""
+        """The answer to a failed creating call may contain a key of the machine."""
         caplog.set_level(logging.DEBUG)
         body = {"success": False, "instance_api_key": SECRET, "machine": [{"root_password": SECRET}]}
         wire.fail(*self.creating, Reply(status, body), times=99)

@@ -1,8 +1,7 @@
-"""A fake DigitalOcean: what the fact sheet of 2026-11-20, section 2, and DigitalOcean's OpenAPI description say of it,
-odd things included.
+"""A fake DigitalOcean, after the fact sheet of 2026-11-20, section 2, and DigitalOcean's OpenAPI description.
 
-Sizes are as recorded by gpuhunt (src/tests/providers/test_digitalocean.py) and as the fact sheet has them. A droplet
-comes up while it is looked at: new without address and tags, new with both, active.
+Sizes are as recorded by gpuhunt (src/tests/providers/test_digitalocean.py) and as in the fact sheet. A droplet comes up
+while it is read: new without address and tags, new with both, active.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ SIZES = (
 
 
 def refusal(status: int, code: str, message: str, headers: dict[str, str] | None = None, **more: Any) -> Reply:
-    """Return an error as the API words it."""
+    """Return an error in the API's format."""
     return Reply(
         status,
         {"id": code, "message": message, "request_id": "4d9d8375-3c56-4925-a3e7-eb137fed17e9", **more},
@@ -97,26 +96,26 @@ TOO_MANY = refusal(429, "too_many_requests", "API rate limit exceeded.")
 
 @dataclass(slots=True)
 class Droplet:
-    """A machine; `looks` counts how often somebody has looked at it since it was asked for."""
+    """A machine. `looks` counts how often it was read since its creation."""
 
     id: int
-    wish: dict[str, Any]
+    order: dict[str, Any]
     name: str
     size: dict[str, Any]
     slow: int = 1
-    """So many looks it takes for address and tags."""
+    """Number of reads until address and tags appear."""
     hidden: int = 0
-    """So many looks it is missing in listings."""
+    """Number of listings that omit it."""
     is_errored: bool = False
     is_vanishing: bool = False
     status: str | None = None
-    """In place of what its looks say."""
+    """Overrides the status that follows from its reads."""
     looks: int = 0
     ip: str | None = None
-    """The address of the host that it is; "" while that comes up."""
+    """The address of its host; "" while that starts."""
 
     def row(self) -> dict[str, Any]:
-        """Return it as the API tells it."""
+        """Return it as the API lists it."""
         is_up = self.looks > self.slow and not self.is_errored and self.ip != ""
         place = f"{self.id >> 8 & 255}.{self.id & 255}"
         networks = [
@@ -137,15 +136,15 @@ class Droplet:
             "locked": False,
             "status": self.status or ("active" if is_up and self.looks > self.slow + 1 else "new"),
             "created_at": "2026-11-21T12:00:00Z",
-            "image": {"id": 1, "slug": self.wish["image"]},
+            "image": {"id": 1, "slug": self.order["image"]},
             "volume_ids": [],
             "size": {key: value for key, value in self.size.items() if key != "gpu_info"},
             "size_slug": self.size["slug"],
             "gpu_info": self.size.get("gpu_info"),
             "networks": {"v4": networks if is_up else [], "v6": []},
-            "region": {"slug": self.wish["region"], "available": True},
-            "tags": self.wish["tags"] if is_up else [],
-            "vpc_uuid": self.wish.get("vpc_uuid", "default"),
+            "region": {"slug": self.order["region"], "available": True},
+            "tags": self.order["tags"] if is_up else [],
+            "vpc_uuid": self.order.get("vpc_uuid", "default"),
         }
 
 
@@ -156,24 +155,24 @@ class Mood:
     slow: int = 1
     hidden: int = 0
     errored: int = 0
-    """So many droplets of the next creating calls are errored after a look."""
+    """Number of droplets of the next creating calls that are errored after a read."""
     unknown_key: int = 0
-    """So many creating calls do not know a key that was registered."""
+    """Number of creating calls that do not know a registered key."""
     budget: int | None = None
-    """So many droplets more, then creating calls fail with a 5xx in the middle."""
+    """Number of further droplets, then creating calls fail with a 5xx in the middle."""
     stock: int | None = None
-    """So many droplets more; a call for more than that is refused whole."""
+    """Number of further droplets. A call for more is refused as a whole."""
     vanishing: int = 0
-    """So many droplets of the next creating calls are gone after a look."""
+    """Number of droplets of the next creating calls that are gone after a read."""
     shrinking: int = 0
-    """So often a droplet of the first page is deleted after that page of several was read."""
+    """How often a droplet of the first page is deleted after that page of several was read."""
     is_refusing: bool = False
     capitals: dict[str, str] = field(default_factory=dict)
-    """Tags that somebody has used before, by their small letters: this is how they are told."""
+    """Tags that were used in the account before, by their small letters: they are listed in this form."""
 
 
 class FakeDigitalOcean(FakeCloud):
-    """One account. `droplets` are all that are paid for; `mails` tells to whom a root password was sent."""
+    """One account. `droplets` are all billed ones; `mails` lists root passwords that were sent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +190,7 @@ class FakeDigitalOcean(FakeCloud):
         self.faults += [Fault(method, "", OUTAGE, times=10**6) for method in ("GET", "POST", "DELETE")]
 
     def refuse(self, request: Request) -> Reply | None:
-        """Refuse whoever has not the token."""
+        """Refuse requests without the token."""
         if self.mood.is_refusing or request.headers.get("authorization") != f"Bearer {TOKEN}":
             return refusal(401, "unauthorized", "Unable to authenticate you")
         return None
@@ -328,12 +327,14 @@ class FakeDigitalOcean(FakeCloud):
             return unprocessable(f"{missing[0]} are invalid key identifiers for Droplet creation.")
         return None
 
-    def add(self, name: str, found: dict[str, Any] | None, wish: dict[str, Any]) -> Droplet:
-        """Create a droplet, whoever asks for it."""
+    def add(self, name: str, found: dict[str, Any] | None, order: dict[str, Any]) -> Droplet:
+        """Create a droplet."""
         assert found is not None
         self._next += 7
-        tags = [self.mood.capitals.get(tag.lower(), tag) for tag in wish.get("tags") or ()]
-        droplet = Droplet(self._next, {**wish, "tags": tags}, name, found, slow=self.mood.slow, hidden=self.mood.hidden)
+        tags = [self.mood.capitals.get(tag.lower(), tag) for tag in order.get("tags") or ()]
+        droplet = Droplet(
+            self._next, {**order, "tags": tags}, name, found, slow=self.mood.slow, hidden=self.mood.hidden
+        )
         if self.mood.errored:
             self.mood.errored -= 1
             droplet.is_errored = True
@@ -360,7 +361,7 @@ class FakeDigitalOcean(FakeCloud):
             "type": "create",
             "resource_id": droplet.id,
             "resource_type": "droplet",
-            "region_slug": droplet.wish["region"],
+            "region_slug": droplet.order["region"],
         }
         return self._paged(request, "actions", [{**kind, "status": status}])
 
@@ -386,8 +387,8 @@ class FakeDigitalOcean(FakeCloud):
         return Reply(200, {kind: shown, "links": {"pages": links} if links else {}, "meta": {"total": total}})
 
 
-def boot_of(wish: dict[str, Any]) -> str:
+def boot_of(order: dict[str, Any]) -> str:
     """Return the boot script in a droplet's user data."""
-    head, _, text = wish["user_data"].partition("\n")
+    head, _, text = order["user_data"].partition("\n")
     assert head == "#cloud-config"
     return json.loads(text)["runcmd"][0][2]

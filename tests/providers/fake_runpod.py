@@ -1,4 +1,4 @@
-"""RunPod's REST API v2 as a server on this machine: a catalogue with stock, and pods with all that is odd about them.
+"""RunPod's REST API v2 as a server on this machine: a catalogue with stock, and pods.
 
 The shapes are those of the fact sheet, section 5, and of the specification at docs.runpod.io as of October 2026. Pods
 come up a step with each listing.
@@ -52,7 +52,7 @@ NO_CAPACITY = (
 
 
 def problem(status: int, detail: str, errors: list[str] | None = None, headers: dict[str, str] | None = None) -> Reply:
-    """Return a refusal: there is no code beside the status."""
+    """Return a refusal, which has no code beside the status."""
     body = {
         "title": "Unprocessable Entity" if status == 422 else HTTPStatus(status).phrase,
         "status": status,
@@ -69,7 +69,7 @@ def gpu(
     places: str = "EU-RO-1 US-TX-3",
     **others: Any,
 ) -> dict[str, Any]:
-    """Return a type of GPU as the catalogue tells it. A price is told for a cloud that does not sell it, too."""
+    """Return a type of GPU as in the catalogue. It has a price also for a cloud that does not sell it."""
     row = {
         "id": gpu_id,
         "name": gpu_id.removeprefix("NVIDIA ").removeprefix("GeForce "),
@@ -107,11 +107,10 @@ def cpu(flavor: str, memory: float, price: float | None, most: int = 8) -> dict[
 class FakeRunPod(FakeCloud):
     """The catalogue, and the pods of one account.
 
-    `gpus` and `cpus` are sold. `creates_left` is after how many creating
-    calls all others fail; `hidden` how many listings do not tell a pod that is created from now on; `becomes` what pods
-    of a rank come to in place of RUNNING; `elsewhere` where pods go that asked for another place; `undying` are pods
-    that cannot be deleted; `page` is how many a listing tells at once, None: all of them, and no word of pages, as in
-    the summer of 2026.
+    `gpus` and `cpus` are sold. `creates_left`: after this number, creating calls fail. `hidden`: this number of
+    listings omits each pod that is created from now on. `becomes`: final status of pods of a rank, in place of RUNNING.
+    `elsewhere`: the place of pods that requested another. `undying`: pods that cannot be deleted. `page`: rows of one
+    page of the listing; None: one document without pages, as in the summer of 2026.
     """
 
     def __init__(self) -> None:
@@ -138,12 +137,12 @@ class FakeRunPod(FakeCloud):
             (self.cpus if "vcpu" in row else self.gpus)[row["id"]] = row
 
     def alive(self) -> set[str]:
-        """All pods that are, or may be, paid for."""
+        """All pods that are, or may be, billed."""
         with self.lock:
             return {pod for pod, row in self.pods.items() if row["status"] != "TERMINATED"}
 
     def stranger(self, name: str) -> None:
-        """Rent a pod as somebody else of the account does."""
+        """Rent a pod as another user of the account."""
         pod = self._make(
             {
                 "name": name,
@@ -156,7 +155,7 @@ class FakeRunPod(FakeCloud):
         self.pods[pod]["status"] = "RUNNING"
 
     def halt(self, pod: str, status: str = "EXITED") -> None:
-        """A pod is stopped, or breaks: it is there, and costs no GPU."""
+        """Stop or break a pod: it exists, and its GPU is not billed."""
         with self.lock:
             self.steps[pod] = 100
             self.pods[pod] |= {"status": status, "cost": 0.0, "runtime": None, "ssh": {"proxy": None, "direct": None}}
@@ -254,7 +253,7 @@ class FakeRunPod(FakeCloud):
             count = body["cpu"]["vcpuCount"]
             if count not in (2, 4, 8, 16, 32) or body["cpu"]["id"] not in self.cpus:
                 return "vcpuCount must be a power of two"
-            return NO_CAPACITY if body["disk"] > 10 * count else None  # what is wrong is not always said
+            return NO_CAPACITY if body["disk"] > 10 * count else None  # the answer does not always say what is wrong
         row = self.gpus.get(body["gpu"]["id"])
         if row is None or row["availability"] == "NONE":
             return NO_CAPACITY
@@ -335,7 +334,7 @@ class FakeRunPod(FakeCloud):
     def _go_on(self) -> None:
         for pod, row in list(self.pods.items()):
             self.lags[pod] = max(0, self.lags[pod] - 1)
-            if row["status"] == "TERMINATED":  # told once more, and then no longer
+            if row["status"] == "TERMINATED":  # listed once more, and then no longer
                 del self.pods[pod]
                 continue
             step = self.steps[pod] = self.steps[pod] + 1
@@ -381,17 +380,18 @@ class FakeRunPod(FakeCloud):
 
     @route("PUT", "/v2/account/ssh-keys")
     def replace_keys(self, request: Request) -> Reply:
-        """The whole list is replaced: whoever puts one key removes all others."""
+        """Replace the whole list of keys, as RunPod does: adding one key removes all others."""
         self.keys = request.body["keys"]
         return Reply(200, {"keys": self.keys}, LIMITS)
 
 
 def _in_cloud(row: dict[str, Any], request: Request) -> dict[str, Any]:
-    """Stock by the cloud that was asked for: community machines are in no data centre, and some numbers of GPUs are
-    sold out.
+    """Return the stock in the requested cloud.
+
+    Community machines are in no data centre, and some numbers of GPUs are sold out.
     """
     sold_out = row.get("sold_out_from", 100) <= int(request.query.get("count", 1))
-    told = {name: value for name, value in row.items() if name != "sold_out_from"} | (
+    listed = {name: value for name, value in row.items() if name != "sold_out_from"} | (
         {"availability": "NONE"} if sold_out else {}
     )
-    return {**told, "dataCenters": []} if request.query.get("cloud") == "COMMUNITY" else told
+    return {**listed, "dataCenters": []} if request.query.get("cloud") == "COMMUNITY" else listed

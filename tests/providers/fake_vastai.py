@@ -1,5 +1,4 @@
-"""Vast.ai as a server on this machine: a market of asks that are gone once they are rented, and containers with all
-that is odd about them.
+"""Vast.ai as a server on this machine: a market whose offers are gone once they are rented, and containers.
 
 The shapes are those of docs.vast.ai and of the fact sheet, section 4. Containers come up a step with each listing.
 """
@@ -22,9 +21,9 @@ STEPS: tuple[dict[str, Any], ...] = (
 
 
 def ask(number: int, gpu_name: str = "RTX 4090", gpus: int = 1, price: float = 0.35, **others: Any) -> dict[str, Any]:
-    """Return an ask as the market tells it.
+    """Return an offer of the market, which Vast.ai calls an ask.
 
-    Memory is in MB: of a GPU, and of the whole machine, of which an eighth of the CPUs for each GPU is ours.
+    Memory is in MB. `cpu_ram` is that of the whole machine, and each GPU comes with an eighth of its CPUs.
     """
     row = {
         "id": number,
@@ -60,12 +59,11 @@ def ask(number: int, gpu_name: str = "RTX 4090", gpus: int = 1, price: float = 0
 class FakeVast(FakeCloud):
     """The market and the containers of one account.
 
-    `asks` by number, `containers` by contract; `broken` are the asks whose hosts fail, with the fields of the container
-    then; `refused` the asks that answer with an error, and with a contract nevertheless. `creates_left` is after how
-    many creating calls all others fail; `hidden` how many listings do not tell a container that is created from now on;
-    `is_sloppy` is a market that ignores what is filtered by numbers; `ghosts`, if it is a dict, keeps destroyed
-    containers in the listing; `undying` are containers that cannot be destroyed, and `is_strict_about_bulk` refuses to
-    destroy many in a call.
+    `asks` by number, `containers` by contract. `broken`: asks whose hosts fail, with the fields of the failed
+    container. `refused`: asks that answer with an error and nevertheless with a contract. `creates_left`: after this
+    number, creating calls fail. `hidden`: this number of listings omits each container that is created from now on.
+    `is_sloppy`: the market ignores filters on numbers. `ghosts`: if a dict, destroyed containers stay in the listing.
+    `undying`: containers that cannot be destroyed. `is_strict_about_bulk`: no call may destroy several.
     """
 
     def __init__(self) -> None:
@@ -88,7 +86,7 @@ class FakeVast(FakeCloud):
         self.asks |= {row["id"]: row for row in asks}
 
     def stranger(self, label: str | None) -> None:
-        """Rent a container as somebody else of the account does."""
+        """Rent a container as another user of the account."""
         contract = self._contract(ask(1), {"label": label, "image": "vllm/vllm-openai:latest", "env": {}})
         self.steps[contract] = len(STEPS)
 
@@ -96,7 +94,7 @@ class FakeVast(FakeCloud):
         if self.is_down:
             return Reply(502, "<html>Bad Gateway</html>", is_text=True)
         is_let_in = request.headers.get("authorization") == f"Bearer {KEY}" and not self.is_refusing
-        if is_let_in or (request.path == "/api/v0/bundles/" and not self.is_refusing):  # anybody may search
+        if is_let_in or (request.path == "/api/v0/bundles/" and not self.is_refusing):  # a search needs no credentials
             return None
         return Reply(401, {"success": False, "error": "auth_error", "msg": "Invalid user key"})
 
@@ -104,15 +102,15 @@ class FakeVast(FakeCloud):
 
     @route("POST", "/api/v0/bundles/")
     def search(self, request: Request) -> Reply:
-        wish = dict(request.body)
-        kind, order, limit = wish.pop("type"), wish.pop("order", []), wish.pop("limit", 64)
-        wish.pop("allocated_storage", None)
+        filters = dict(request.body)
+        kind, order, limit = filters.pop("type"), filters.pop("order", []), filters.pop("limit", 64)
+        filters.pop("allocated_storage", None)
         if kind not in ("on-demand", "bid"):
             return Reply(400, {"success": False, "error": "invalid_args", "msg": f"Invalid type: {kind}"})
         found = [
             row
             for row in self.asks.values()
-            if all(self._fits(row, field, conditions) for field, conditions in wish.items())
+            if all(self._fits(row, field, conditions) for field, conditions in filters.items())
         ]
         for field, direction in reversed(order):
             found.sort(key=lambda row: row[field], reverse=direction == "desc")
@@ -122,19 +120,19 @@ class FakeVast(FakeCloud):
         """Names are compared letter by letter, places by their country alone: any other spelling finds nothing, and is
         no error.
         """
-        told = {
+        actual = {
             "verified": row["verification"] == "verified",
             "geolocation": row["geolocation"].rpartition(", ")[2],
         }.get(field, row.get(field))
         for op, value in conditions.items():
             match op:
-                case "eq" if told != value:
+                case "eq" if actual != value:
                     return False
-                case "in" if told not in value:
+                case "in" if actual not in value:
                     return False
-                case "gte" if not self.is_sloppy and (told is None or told < value):
+                case "gte" if not self.is_sloppy and (actual is None or actual < value):
                     return False
-                case "lte" if not self.is_sloppy and (told is None or told > value):
+                case "lte" if not self.is_sloppy and (actual is None or actual > value):
                     return False
                 case "eq" | "in" | "gte" | "lte":
                     pass
@@ -203,7 +201,7 @@ class FakeVast(FakeCloud):
     def _contract(self, row: dict[str, Any], body: dict[str, Any]) -> int:
         self.next_contract += 1
         contract, is_bid = self.next_contract, body.get("price") is not None
-        told = (
+        fields = (
             "machine_id",
             "host_id",
             "gpu_name",
@@ -215,7 +213,7 @@ class FakeVast(FakeCloud):
             "cluster_id",
         )
         self.containers[contract] = {
-            **{name: row[name] for name in told},
+            **{name: row[name] for name in fields},
             "id": contract,
             "label": body["label"],
             "image_uuid": body["image"],
@@ -247,14 +245,14 @@ class FakeVast(FakeCloud):
             return Reply(400, {"success": False, "error": "invalid_args", "msg": "limit must be between 1 and 25"})
         token = request.query.get("after_token")
         after = json.loads(base64.b64decode(token))["values"]["id"] if token else 0
-        told = {**self.containers, **(self.ghosts or {})}
-        shown = sorted(contract for contract in told if not self.lags[contract])
+        containers = {**self.containers, **(self.ghosts or {})}
+        shown = sorted(contract for contract in containers if not self.lags[contract])
         if not token:
             self._go_on()
         page = [contract for contract in shown if contract > after][:limit]
         more = bool(page) and page[-1] != shown[-1]
         next_token = base64.b64encode(json.dumps({"values": {"id": page[-1]}}).encode()).decode() if more else None
-        rows = [told[contract] for contract in page]
+        rows = [containers[contract] for contract in page]
         return Reply(
             200,
             {
@@ -319,7 +317,7 @@ class FakeVast(FakeCloud):
             self.ghosts[contract] = {**row, "cur_state": "unloaded"}
 
     def halt(self, contract: int) -> None:
-        """A container is stopped by hand, or outbid: its disk is kept and paid for."""
+        """Stop a container, as a person or a higher bid does. Its disk is kept and billed."""
         self.steps[contract] = len(STEPS)
         self.containers[contract] |= {
             "actual_status": "exited",

@@ -1,5 +1,6 @@
-"""Verda's cloud API as its documentation and SDKs describe it, with its odd things: tokens, plain-text ids, prices as
-strings, objects that outlive machines.
+"""Verda's cloud API as its documentation and SDKs describe it.
+
+With its peculiarities: tokens, plain-text ids, prices as strings, objects that outlive machines.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ STRANGE_SCRIPT = "my-own-script"
 def kind(
     name: str, gpu: str, chips: int, gpu_gb: int, cores: int, gb: int, price: str, spot: str | None
 ) -> dict[str, Any]:
-    """Return a type as `GET /instance-types` tells it."""
+    """Return a type as in `GET /instance-types`."""
     return {
         "id": str(uuid.uuid5(uuid.NAMESPACE_DNS, name)),
         "instance_type": name,
@@ -77,10 +78,10 @@ CPU_SLUGS = ("ubuntu-24.04-cuda-13.0-open-docker", "24.04.base", "26.04.base")
 
 
 class FakeVerda(FakeCloud):
-    """The account of one team. Attributes are what a test may look at, or turn.
+    """The account of one team. Tests may read and change attributes.
 
-    `path` are the statuses of a new machine, a step each time it is read; its address comes with the last. `alive` are
-    the machines that cost.
+    `path`: the statuses of a new machine, a step each time it is read; its address comes with the last. `alive`: the
+    billed machines.
     """
 
     def __init__(self) -> None:
@@ -109,7 +110,7 @@ class FakeVerda(FakeCloud):
     # ── what a test does ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def alive(self) -> set[str]:
-        """Return the ids of the machines that are not on their way out."""
+        """Return the ids of the machines that are not being deleted."""
         with self.lock:
             return {
                 machine_id
@@ -118,11 +119,11 @@ class FakeVerda(FakeCloud):
             }
 
     def stop(self, machine_id: str) -> None:
-        """Somebody has shut it down."""
+        """Shut it down, as a person does."""
         self.machines[machine_id]["status"] = "offline"
 
     def preempt(self, machine_id: str) -> None:
-        """Take it back: it vanishes from the list, and its disk fares as was asked for."""
+        """Preempt it: it vanishes from the list, and its disk is kept or deleted as requested."""
         with self.lock:
             self.machines[machine_id]["status"] = "discontinued"
             volume = self.volumes[self.machines[machine_id]["os_volume_id"]]
@@ -131,7 +132,7 @@ class FakeVerda(FakeCloud):
                 del self.volumes[volume["id"]]
 
     def strangers(self) -> None:
-        """Machines of other people of the team, some named as ours might be."""
+        """Machines of other people of the team, some with names like ours."""
         names = (
             "web",
             "sky-contract-a1b2c3",
@@ -157,7 +158,7 @@ class FakeVerda(FakeCloud):
         return self._volume(name, 50, None, is_os=is_os, age_seconds=age_seconds)["id"]
 
     def script(self, name: str) -> str:
-        """A script that is there."""
+        """An existing script."""
         script_id = str(uuid.uuid4())
         self.scripts[script_id] = {"id": script_id, "name": name, "script": "#!/bin/sh"}
         return script_id
@@ -283,12 +284,12 @@ class FakeVerda(FakeCloud):
     def list_machines(self, request: Request) -> Reply:
         for machine in self.machines.values():
             self._step(machine)
-        told = [
+        machines = [
             machine
             for machine in self.machines.values()
             if (machine["status"] == "discontinued") == (request.query.get("status") == "discontinued")
         ]
-        return Reply(200, [self._told(machine) for machine in told])
+        return Reply(200, [self._listed(machine) for machine in machines])
 
     @route("GET", "/v1/instances/{id}")
     def machine(self, request: Request) -> Reply:
@@ -300,7 +301,7 @@ class FakeVerda(FakeCloud):
                 else error(404, "not_found", "Instance not found")
             )
         self._step(machine)
-        return Reply(200, self._told(machine))
+        return Reply(200, self._listed(machine))
 
     @route("POST", "/v1/instances")
     def create(self, request: Request) -> Reply:
@@ -321,9 +322,9 @@ class FakeVerda(FakeCloud):
             return error(400, "invalid_request", "Unknown action")
         if request.body.get("delete_permanently") and request.body.get("volume_ids") is None:
             return error(400, "invalid_request", "delete_permanently needs volume_ids")
-        told = [self._delete(machine_id, request.body) for machine_id in ids]
-        is_good = all(one["status"] == "success" for one in told)
-        return Reply(202 if is_good else 207, told)
+        outcomes = [self._delete(machine_id, request.body) for machine_id in ids]
+        is_good = all(one["status"] == "success" for one in outcomes)
+        return Reply(202 if is_good else 207, outcomes)
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -424,7 +425,7 @@ class FakeVerda(FakeCloud):
             if machine["status"] == "running":
                 machine["ip"] = f"203.0.113.{machine['number']}"
 
-    def _told(self, machine: dict[str, Any]) -> dict[str, Any]:
+    def _listed(self, machine: dict[str, Any]) -> dict[str, Any]:
         return {**machine, "tags": []} if self.is_untagging else machine
 
     def _delete(self, machine_id: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -435,9 +436,9 @@ class FakeVerda(FakeCloud):
             "ordered": "Can't discontinue a provisioning instance",
         }
         status = machine["status"] if machine else None
-        told = wrong.get("ordered" if status in ("ordered", "new", "provisioning", "validating") else status)
-        if machine is None or told:
-            return {"action": "delete", "instanceId": machine_id, "status": "error", "statusCode": 400, "error": told}
+        reason = wrong.get("ordered" if status in ("ordered", "new", "provisioning", "validating") else status)
+        if machine is None or reason:
+            return {"action": "delete", "instanceId": machine_id, "status": "error", "statusCode": 400, "error": reason}
         machine["status"] = "deleting"
         self.path_of[machine_id] = []
         asked = body.get("volume_ids")
@@ -457,5 +458,5 @@ class FakeVerda(FakeCloud):
 
 
 def error(status: int, code: str, message: str) -> Reply:
-    """Return a refusal as Verda words it."""
+    """Return a refusal in Verda's format."""
     return Reply(status, {"code": code, "message": message})

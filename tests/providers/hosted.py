@@ -1,8 +1,6 @@
-"""Machines for the fake clouds: each one that is rented becomes a host of the test bed, which comes up with what the
-cloud was given for it.
+"""Machines for the fake clouds: each rented machine becomes a host of the test bed, which boots with its user data.
 
-hosting = Hosting(fleet, prepare=mirror.configure)
-hosting.rent("123", lambda host: cloud_init(host, "123", user_data))
+hosting = Hosting(fleet, prepare=mirror.configure) hosting.rent("123", lambda host: cloud_init(host, "123", user_data))
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ RESTART = "#!/bin/sh\nexec kill -HUP 1\n"
 
 
 class Hosting:
-    """Hosts by the cloud's ids. Those that are up when it is closed are crashed."""
+    """Hosts by the cloud's ids. Those that are up are crashed when it closes."""
 
     def __init__(self, fleet: Fleet, prepare: Callable[[Host], object]) -> None:
         self._fleet = fleet
@@ -40,7 +38,7 @@ class Hosting:
         return self._fleet.network.gateway
 
     def rent(self, machine_id: str, boot: Callable[[Host], object]) -> None:
-        """Bring a host up, aside, and have it boot."""
+        """Start a host in a thread, and boot it."""
         thread = threading.Thread(
             target=self._bring_up, args=(machine_id, boot), name=f"boot-{machine_id}", daemon=True
         )
@@ -72,12 +70,12 @@ class Hosting:
         return None if host is None else host.ip
 
     def is_off(self, machine_id: str) -> bool:
-        """Tell whether a host was up, and has powered itself off."""
+        """Return whether a host was up, and has powered itself off."""
         host = self.hosts.get(machine_id)
         return host is not None and not host.is_up
 
     def end(self, machine_id: str) -> None:
-        """Cut its power, as soon as it has any; nothing to do for one that has none any more."""
+        """Cut its power as soon as it is on; do nothing if it is already off."""
         with self._lock:
             self._ended.add(machine_id)
             host = self.hosts.get(machine_id)
@@ -85,7 +83,7 @@ class Hosting:
             host.crash()
 
     def close(self) -> None:
-        """End all of them. Raises what went wrong with one on its way up."""
+        """End all of them. Raises errors of hosts that failed to start."""
         for thread in list(self._threads):
             thread.join(60)
         for machine_id in list(self.hosts):
@@ -98,8 +96,9 @@ class Hosting:
 
 
 def cloud_init(host: Host, instance_id: str, user_data: str) -> None:
-    """Do what cloud-init does with user data of ours: its id, host key and keys before anybody logs in, its commands at
-    the end, with the environment of a boot.
+    """Do what cloud-init does with our user data.
+
+    It sets id, host key and keys before logins are possible, and runs commands at the end in the environment of a boot.
     """
     head, _, text = user_data.partition("\n")
     assert head == "#cloud-config"
@@ -109,7 +108,7 @@ def cloud_init(host: Host, instance_id: str, user_data: str) -> None:
     for command in config.get("bootcmd", []):
         assert command[:2] == ["cloud-init-per", "instance"]
         as_boot(host, shlex.join(command[3:]))
-    # the test bed's own way in, which no cloud's machine has
+    # the test bed's own login, which no cloud's machine has
     if not (host.root / "root/.ssh/authorized_keys").exists():
         (host.root / "root/.ssh/authorized_keys").write_text(host.key_path.with_suffix(".pub").read_text())
     data = host.root / "var/lib/cloud/data"
@@ -128,7 +127,7 @@ def cloud_init(host: Host, instance_id: str, user_data: str) -> None:
 
 
 def boot_script(host: Host, hostname: str, text: str) -> None:
-    """Run a startup script as a machine of this name does, some time after its sshd has begun to answer."""
+    """Run a startup script as a machine with this name does, some time after its sshd has begun to answer."""
     place = host.root / "usr/local/bin/hostname"
     place.write_text(f"#!/bin/sh\necho {shlex.quote(hostname)}\n")
     place.chmod(0o755)
@@ -137,9 +136,7 @@ def boot_script(host: Host, hostname: str, text: str) -> None:
 
 
 def container(host: Host, variables: Mapping[str, str], arguments: Sequence[str]) -> None:
-    """Start a container's main process, which does not return, and wait until its sshd has the key that it was
-    given.
-    """
+    """Start a container's main process, which does not return, and wait until its sshd has the given key."""
     before = host_key_of(host)
     as_boot(host, f"setsid {shlex.join(arguments)} &", variables)
     wait_until(
@@ -149,9 +146,7 @@ def container(host: Host, variables: Mapping[str, str], arguments: Sequence[str]
 
 
 def host_key_of(host: Host) -> str:
-    """Return a host's public key as it stands, whole or in part; nothing while its boot script takes the old one
-    away.
-    """
+    """Return a host's public key as it is, whole or in part; nothing while its boot script replaces the old one."""
     try:
         return (host.root / "etc/ssh/ssh_host_ed25519_key.pub").read_text()
     except FileNotFoundError:
@@ -165,7 +160,7 @@ def know(host: Host, public: str) -> None:
 
 
 def as_boot(host: Host, command: str, variables: Mapping[str, str] | None = None) -> None:
-    """Run a command as a machine's own, not a login's: its environment has PATH, HOME and what is given."""
+    """Run a command as part of the boot, not of a login: its environment has PATH, HOME and the given variables."""
     words = ["env", "-i", "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root"]
     words += [f"{name}={value}" for name, value in (variables or {}).items()]
     done = host.run(f"{shlex.join(words)} sh -c {shlex.quote(command)} </dev/null >>/var/log/boot.log 2>&1")

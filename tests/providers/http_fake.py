@@ -1,5 +1,4 @@
-"""A fake cloud as a real HTTP server on this machine, with faults on demand. Each REST cloud's fake is a subclass with
-routes; see `FakeCloud`.
+"""A fake cloud as a real HTTP server on this machine, with faults on demand. Each REST cloud's fake is a subclass.
 
 class FakeAcme(FakeCloud):
     @route("GET", "/v1/machines/{id}")
@@ -25,7 +24,7 @@ type Handle = Callable[[Any, "Request"], "Reply"]
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What was asked. `words` are the parts of the path that the route names."""
+    """One request. `words` are the parts of the path that the route names."""
 
     method: str
     path: str
@@ -37,7 +36,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What it is answered with: JSON, or plain text if the body is a string and `is_text`."""
+    """Its answer: JSON, or plain text if the body is a string and `is_text`."""
 
     status: int = 200
     body: object = None
@@ -47,10 +46,9 @@ class Reply:
 
 @dataclass(slots=True)
 class Fault:
-    """What goes wrong with the next `times` requests of a method whose path matches a pattern.
+    """A fault of the next `times` requests of a method whose path matches a pattern.
 
-    `reply` is given in place of an answer; with `is_done`, what was asked for has been done. Without a reply the
-    connection is reset.
+    `reply` replaces the answer; with `is_done` the request has taken effect. Without a reply the connection is reset.
     """
 
     method: str
@@ -61,7 +59,7 @@ class Fault:
 
 
 def route(method: str, path: str) -> Callable[[Handle], Handle]:
-    """Mark a method of a fake as the answer to a request; `{word}` in the path is one part of it."""
+    """Mark a method of a fake as the handler of a request; `{word}` in the path is one part of it."""
 
     def mark(handle: Handle) -> Handle:
         handle.route = (method, re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", path)))  # type: ignore[attr-defined]
@@ -71,11 +69,11 @@ def route(method: str, path: str) -> Callable[[Handle], Handle]:
 
 
 class FakeCloud:
-    """A server on a free port, a thread a request, one request's handler at a time. A context manager.
+    """A server on a free port with a thread for each request. One handler runs at a time. It is a context manager.
 
-    `refuse` answers before any route does, for instance a request without credentials. `requests` are all that came,
-    faults included. `delay_seconds` is how long each answer is withheld, outside of the lock: the latency of a call;
-    `most_at_once` how many were withheld at the same time. `address` is where it listens.
+    `refuse` answers before any route does, for instance requests without credentials. `requests` are all that came,
+    faults included. `delay_seconds` is the latency of each answer, outside of the lock; `most_at_once` is the largest
+    number of answers delayed at the same time. `address` is its host and port.
     """
 
     address = "127.0.0.1"
@@ -122,7 +120,7 @@ class FakeCloud:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Its base URL."""
         return f"http://{self.address}:{self._server.server_address[1]}"
 
     def close(self) -> None:
@@ -138,13 +136,13 @@ class FakeCloud:
         self.close()
 
     def refuse(self, request: Request) -> Reply | None:
-        """Return what a request without the right credentials is answered with, None if it may pass."""
+        """Return the answer to a request without the right credentials; None if it may pass."""
         return None
 
     def fail(
         self, method: str, pattern: str, reply: Reply | None = None, *, is_done: bool = False, times: int = 1
     ) -> None:
-        """Let the next requests of a method, whose path matches the pattern from its start, go wrong."""
+        """Let the next requests of a method whose path matches the pattern from its start fail."""
         with self.lock:
             self.faults.append(Fault(method, pattern, reply, is_done, times))
 

@@ -103,7 +103,7 @@ class TestAWS(ProviderContract):
 
         return Hands(
             provider=provider,
-            wish=T4,
+            want=T4,
             secrets=(SECRET,),
             alive=cloud.alive,
             refuse_credentials=lambda: setattr(cloud, "is_refusing", True),

@@ -1,6 +1,6 @@
-"""DigitalOcean keeps to the contract, with GPUs and without, and copes with its own oddities.
+"""DigitalOcean: the contract of all providers, with GPUs and without, and its peculiarities.
 
-On a fake: tests/providers/fake_digitalocean.py.
+The fake is tests/providers/fake_digitalocean.py.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def an_offer(provider: DigitalOcean, want: Requirements = CPU) -> Offer:
 
 
 def strangers(cloud: FakeDigitalOcean) -> None:
-    """More than a page of each kind; names and tags that look a little like ours."""
+    """More than a page of each kind, with names and tags that resemble ours."""
     cpu, gpu = SIZES[0], SIZES[5]
     looks = [
         ("web", ["skyward-demo"]),
@@ -154,7 +154,7 @@ class TestDigitalOcean(RestContract):
 
         return Hands(
             provider=provider,
-            wish=GPU if request.param == "with GPU" else CPU,
+            want=GPU if request.param == "with GPU" else CPU,
             secrets=(TOKEN, NODE_TOKEN),
             alive=lambda: {str(machine_id) for machine_id in cloud.droplets},
             refuse_credentials=lambda: setattr(cloud.mood, "is_refusing", True),
@@ -176,7 +176,7 @@ class TestDigitalOcean(RestContract):
 
 
 def test_sizes_become_offers(make: Callable[..., DigitalOcean]) -> None:
-    """VRAM is told for all GPUs together, memory in MiB; the figures are those of the fact sheet."""
+    """VRAM is listed for all GPUs together, memory in MiB. The figures are those of the fact sheet."""
     offers = {(offer.instance_type, offer.region): offer for offer in make(region=None).offers(Requirements())}
     eight = offers["gpu-h100x8-640gb", "nyc1"]
     assert (eight.accelerator, eight.accelerators, eight.accelerator_memory_gb, eight.vcpus) == ("H100", 8, 80, 160)
@@ -186,7 +186,7 @@ def test_sizes_become_offers(make: Callable[..., DigitalOcean]) -> None:
     assert chips == {None, "H100", "L40S", "MI300X", "MI350X", "MI355X", "RTX 4000 Ada", "RTX 6000 Ada"}
 
 
-def test_what_can_not_be_ordered_is_no_offer(make: Callable[..., DigitalOcean]) -> None:
+def test_a_size_that_cannot_be_ordered_is_no_offer(make: Callable[..., DigitalOcean]) -> None:
     """Neither a retired size, nor one without a price, nor one that is "available" in no region."""
     sold = {offer.instance_type for offer in make(region=None).offers(Requirements())}
     assert not sold & {"s-8vcpu-retired", "s-priceless", "gpu-h200x1-141gb"}
@@ -201,7 +201,7 @@ def test_a_chip_that_the_catalogue_does_not_know_is_left_out(
 
 
 def test_a_spot_size_is_the_spot_offer_of_its_twin() -> None:
-    """With the on-demand price of the slug without the suffix, also where that one can not be ordered."""
+    """With the on-demand price of the slug without the suffix, even if that size cannot be ordered."""
     spot = [offer for offer in to_offers(SIZES) if offer.is_spot]
     assert [
         (offer.instance_type, offer.region, offer.price_per_hour, offer.on_demand_price_per_hour) for offer in spot
@@ -238,7 +238,7 @@ def test_a_spot_machine_is_created_and_listed_as_one(
 
 
 @pytest.mark.parametrize(
-    ("region", "told"),
+    ("region", "regions"),
     [
         ("nyc1", {"nyc1"}),
         (("tor1", "ams3"), {"tor1", "ams3"}),
@@ -246,12 +246,12 @@ def test_a_spot_machine_is_created_and_listed_as_one(
         ("sfo9", set()),
     ],
 )
-def test_regions_are_one_several_or_all(make: Callable[..., DigitalOcean], region: Any, told: set[str]) -> None:
-    assert {offer.region for offer in make(region=region).offers(Requirements())} == told
+def test_regions_are_one_several_or_all(make: Callable[..., DigitalOcean], region: Any, regions: set[str]) -> None:
+    assert {offer.region for offer in make(region=region).offers(Requirements())} == regions
     assert make().region is None
 
 
-def test_a_machine_has_two_gigabytes_unless_less_is_asked_for(make: Callable[..., DigitalOcean]) -> None:
+def test_a_machine_has_two_gigabytes_unless_less_is_required(make: Callable[..., DigitalOcean]) -> None:
     """By an amount of memory, or by the name of a size."""
     slugs = [
         {offer.instance_type for offer in make().offers(want)} for want in (Requirements(), Requirements(memory_gb=0.5))
@@ -305,7 +305,7 @@ def test_the_image_goes_with_the_size(accelerator: str | None, count: int, image
 
 
 def test_ten_names_go_into_one_call(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
-    """And one machine is asked for by `name`, not by a list."""
+    """One machine is requested by `name`, not by a list."""
     provider = make()
     launched = provider.launch(an_offer(provider), 21, tags(first_rank=5), STARTUP)
     bodies = [request.body for request in cloud.asked("POST", "/v2/droplets")]
@@ -317,8 +317,11 @@ def test_ten_names_go_into_one_call(cloud: FakeDigitalOcean, make: Callable[...,
     }
 
 
-def test_sixty_four_machines_are_there_soon(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
-    """Well under ten seconds at 300 ms a call, pauses included: counted, for a loaded machine's clock says little."""
+def test_sixty_four_machines_need_little_time(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    """Well under ten seconds at 300 ms a call, pauses included.
+
+    Calls are counted, because a loaded machine's clock says little.
+    """
     provider = make()
     offer = an_offer(provider, GPU)
     before = len(cloud.requests)
@@ -333,19 +336,19 @@ def test_sixty_four_machines_are_there_soon(cloud: FakeDigitalOcean, make: Calla
 def test_the_machine_gets_its_host_key_our_key_and_the_startup_script(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
-    """As cloud-init's user data. The same host key is in the endpoint; the directory is named by the droplet's id."""
+    """As cloud-init's user data. The endpoint has the same host key; the directory is named by the droplet's id."""
     provider = make()
     (launched,) = provider.launch(an_offer(provider), 1, tags(), STARTUP)
     (droplet,) = cloud.droplets.values()
     key = our_key()
     host = host_key(tags()[LAUNCH_TAG], key)
-    config = json.loads(droplet.wish["user_data"].partition("\n")[2])
+    config = json.loads(droplet.order["user_data"].partition("\n")[2])
     assert config["ssh_keys"]["ed25519_public"] == host.public
     private = load_ssh_private_key(config["ssh_keys"]["ed25519_private"].encode(), None)
     assert private.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode() == host.public
     assert config["ssh_authorized_keys"] == [key.public]
-    assert STARTUP in boot_of(droplet.wish)
-    assert "/var/lib/cloud/data/instance-id" in boot_of(droplet.wish)
+    assert STARTUP in boot_of(droplet.order)
+    assert "/var/lib/cloud/data/instance-id" in boot_of(droplet.order)
     for instance in (launched, *provider.instances(POOL)):
         assert instance.endpoint is not None
         assert instance.endpoint.host == instance.ip == f"198.51.{droplet.id >> 8 & 255}.{droplet.id & 255}"
@@ -359,13 +362,13 @@ def test_the_machine_gets_its_host_key_our_key_and_the_startup_script(
 
 
 def test_image_and_network_can_be_chosen(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
-    """An image by its number too, as a number; the network is not mentioned unless it is chosen."""
+    """An image's number is sent as a number. The network is omitted unless it is configured."""
     with pytest.raises(ValueError, match="say which with region="):
         make(vpc_uuid="760e09ef-dc84-11e8-981e-3cfdfeaae000")
     provider = make(image="42", region="nyc1", vpc_uuid="760e09ef-dc84-11e8-981e-3cfdfeaae000")
     provider.launch(an_offer(provider), 1, tags(), STARTUP)
     make().launch(an_offer(provider), 1, tags(launch="L2"), STARTUP)
-    first, second = (droplet.wish for droplet in cloud.droplets.values())
+    first, second = (droplet.order for droplet in cloud.droplets.values())
     assert (first["image"], first["vpc_uuid"]) == (42, "760e09ef-dc84-11e8-981e-3cfdfeaae000")
     assert second["image"] == "ubuntu-24-04-x64"
     assert "vpc_uuid" not in second
@@ -377,22 +380,22 @@ def test_image_and_network_can_be_chosen(cloud: FakeDigitalOcean, make: Callable
 def test_our_key_is_registered_once_and_named_by_its_fingerprint(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
-    """So that nobody gets a root password by e-mail.
+    """So that no root password is sent by e-mail.
 
-    The second launch is told that it is there; keys are never listed.
+    The second launch learns that the key exists; keys are never listed.
     """
     provider = make()
     for token in ("L1", "L2"):
         provider.launch(an_offer(provider), 1, tags(launch=token), STARTUP)
     (fingerprint,) = cloud.keys
-    assert all(droplet.wish["ssh_keys"] == [fingerprint] for droplet in cloud.droplets.values())
+    assert all(droplet.order["ssh_keys"] == [fingerprint] for droplet in cloud.droplets.values())
     assert cloud.keys[fingerprint] == our_key().public
     assert cloud.mails == []
     assert cloud.asked("GET", "/v2/account/keys") == []
-    told = subprocess.run(
+    result = subprocess.run(
         ["ssh-keygen", "-l", "-E", "md5", "-f", str(our_key().path)], capture_output=True, text=True, check=False
     )
-    assert told.returncode or f"MD5:{fingerprint}" in told.stdout
+    assert result.returncode or f"MD5:{fingerprint}" in result.stdout
 
 
 def test_the_other_wording_of_a_registered_key(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
@@ -402,7 +405,7 @@ def test_the_other_wording_of_a_registered_key(cloud: FakeDigitalOcean, make: Ca
     assert len(provider.launch(an_offer(provider), 1, tags(launch="L2"), STARTUP)) == 1
 
 
-def test_a_key_that_is_refused_is_told(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+def test_a_refused_key_is_an_error(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
     cloud.fail("POST", "/v2/account/keys", unprocessable("Key invalid"))
     provider = make()
     with pytest.raises(BadRequest, match="Key invalid"):
@@ -413,7 +416,7 @@ def test_a_key_that_is_refused_is_told(cloud: FakeDigitalOcean, make: Callable[.
 def test_a_new_key_may_be_unknown_for_a_while(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Creating calls refuse it for some seconds; that is waited out, and not for ever."""
+    """Creating calls refuse it for some seconds. They are repeated for a limited time."""
     provider = make()
     cloud.mood.unknown_key = 3
     assert len(provider.launch(an_offer(provider), 2, tags(), STARTUP)) == 2
@@ -437,20 +440,20 @@ ODD = {
 
 
 def test_tags_come_back_as_they_were(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
-    """Whatever they hold, however long they are: the fake refuses what DigitalOcean does not allow in a tag."""
+    """With any content and length. The fake refuses what DigitalOcean does not allow in a tag."""
     provider = make()
     for token, owner in (("L1", ODD[OWNER_TAG]), ("L2", "ü" * 300)):
         given = {**ODD, LAUNCH_TAG: token, OWNER_TAG: owner}
         (launched,) = provider.launch(an_offer(provider), 1, given, STARTUP)
         listed = {instance.id: instance.tags for instance in provider.instances(ODD[POOL_TAG])}
         assert listed[launched.id] == given
-    assert all("skyward" in droplet.wish["tags"] for droplet in cloud.droplets.values())
+    assert all("skyward" in droplet.order["tags"] for droplet in cloud.droplets.values())
 
 
-def test_the_capitals_of_whoever_used_a_tag_first_change_nothing(
+def test_the_capitals_of_a_tags_first_use_change_nothing(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
-    """Tags are told with the capitals that they were first used with in the account."""
+    """A listed tag has the capitals of its first use in the account."""
     cloud.mood.capitals = {tag.lower(): tag.upper() for tag in to_tags(ODD)}
     provider = make()
     provider.launch(an_offer(provider), 1, ODD, STARTUP)
@@ -460,20 +463,20 @@ def test_the_capitals_of_whoever_used_a_tag_first_change_nothing(
 
 
 def test_parts_of_tags_are_no_tags() -> None:
-    """Tags are put on one after the other, in any order; a user's own are looked past."""
-    told = to_tags(ODD)
-    assert len(told) > 2
-    assert from_tags([*reversed(told), "web", "skyward:demo"]) == ODD
-    assert from_tags(told[:-1]) == from_tags(told[2:]) == from_tags([]) == from_tags(["skyward"]) == {}
+    """Tags are added one after the other, in any order. A user's own tags are ignored."""
+    parts = to_tags(ODD)
+    assert len(parts) > 2
+    assert from_tags([*reversed(parts), "web", "skyward:demo"]) == ODD
+    assert from_tags(parts[:-1]) == from_tags(parts[2:]) == from_tags([]) == from_tags(["skyward"]) == {}
     assert from_tags(["skyward:1-1:a:b"]) == {}
 
 
 def test_a_machine_without_tags_yet_is_known_by_its_name(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
-    """To its own pool alone, and not by the beginning of the name.
+    """Only by its own pool, and not by the beginning of the name.
 
-    There is no way to log in until it has an address.
+    It has no endpoint until it has an address.
     """
     provider = make()
     cloud.mood.slow = 3
@@ -490,13 +493,16 @@ def test_a_machine_without_tags_yet_is_known_by_its_name(
 
 
 def test_a_name_is_read_whole() -> None:
-    """A pool may be called like another one and a number; a machine that somebody has renamed is still its pool's."""
+    """A pool's name may be another one's with a number.
+
+    A machine that a person has renamed still belongs to its pool.
+    """
     row = {"name": "sky-a-1-0-abcdef12", "tags": []}
     assert tags_of(row, "sky-a") == {}
     assert tags_of(row, "sky-a-1") == {POOL_TAG: "sky-a-1", RANK_TAG: "0"}
-    told = {POOL_TAG: "sky-a", LAUNCH_TAG: "abcdef1234", RANK_TAG: "3"}
-    assert tags_of({"name": f"sky-a-5-{launch_word(told)}", "tags": to_tags(told)})[RANK_TAG] == "5"
-    assert tags_of({"name": "renamed", "tags": to_tags(told)}) == told
+    given = {POOL_TAG: "sky-a", LAUNCH_TAG: "abcdef1234", RANK_TAG: "3"}
+    assert tags_of({"name": f"sky-a-5-{launch_word(given)}", "tags": to_tags(given)})[RANK_TAG] == "5"
+    assert tags_of({"name": "renamed", "tags": to_tags(given)}) == given
 
 
 # ── states ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -513,14 +519,12 @@ def test_a_name_is_read_whole() -> None:
     ],
 )
 def test_each_status_is_a_state(status: str, state: InstanceState) -> None:
-    """None of them is GONE: what is listed is paid for. A new word is not taken for a machine that runs."""
+    """None of them is GONE, because a listed machine is billed. An unknown status is not RUNNING."""
     assert state_of({"status": status}) is state
 
 
-def test_both_listings_are_asked_and_no_filter_is_trusted(
-    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
-) -> None:
-    """The default listing has no GPU droplets, and whether one by tag has them nobody says."""
+def test_both_listings_are_read_without_a_filter(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    """The default listing has no GPU droplets, and it is not documented whether a filter by tag includes them."""
     provider = make()
     provider.launch(an_offer(provider, GPU), 1, tags(), STARTUP)
     provider.launch(an_offer(provider), 1, tags(first_rank=1, launch="L2"), STARTUP)
@@ -531,9 +535,9 @@ def test_both_listings_are_asked_and_no_filter_is_trusted(
 def test_a_listing_that_shifts_while_it_is_read_hides_no_machine(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
-    """When one of the first page is deleted, one of the second moves up, past who reads on.
+    """If a row of the first page is deleted, a row of the second moves to a page that was already read.
 
-    A listing that never stands still is no answer.
+    A listing that keeps changing is an error.
     """
     provider = make()
     for _ in range(200):
@@ -549,7 +553,7 @@ def test_a_listing_that_shifts_while_it_is_read_hides_no_machine(
 
 
 def test_machines_of_other_regions_are_listed_too(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
-    """`region` is about what is rented; who gives back must see everything."""
+    """`region` only limits offers; teardown must see everything."""
     elsewhere = make(region="tor1")
     elsewhere.launch(an_offer(elsewhere), 1, tags(), STARTUP)
     assert [instance.region for instance in make(region="ams3").instances(POOL)] == ["tor1"]
@@ -558,10 +562,10 @@ def test_machines_of_other_regions_are_listed_too(cloud: FakeDigitalOcean, make:
 # ── 202 is not success ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_machines_whose_creation_is_errored_are_given_back(
+def test_machines_whose_creation_is_errored_are_destroyed(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
-    """And left out of what was launched."""
+    """And left out of the result."""
     provider = make()
     cloud.mood.errored = 2
     launched = provider.launch(an_offer(provider, GPU), 5, tags(), STARTUP)
@@ -570,7 +574,7 @@ def test_machines_whose_creation_is_errored_are_given_back(
 
 
 def test_no_machine_at_all_is_no_capacity(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
-    """With the cloud's word; nothing is left."""
+    """With the cloud's word. Nothing is left."""
     provider = make()
     cloud.mood.errored = 12
     with pytest.raises(NoCapacity, match="errored") as caught:
@@ -579,10 +583,10 @@ def test_no_machine_at_all_is_no_capacity(cloud: FakeDigitalOcean, make: Callabl
     assert not cloud.droplets
 
 
-def test_errored_machines_that_can_not_be_ended_are_no_mere_lack_of_capacity(
+def test_errored_machines_that_cannot_be_destroyed_are_not_reported_as_no_capacity(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], patience: None
 ) -> None:
-    """They may be paid for: the caller must not believe that there is nothing."""
+    """They may be billed, and NoCapacity would mean that nothing is left."""
     provider = make()
     offer = an_offer(provider)
     cloud.mood.errored = 1
@@ -598,7 +602,7 @@ def test_errored_machines_that_can_not_be_ended_are_no_mere_lack_of_capacity(
 def test_a_machine_that_vanishes_while_it_is_waited_for_is_left_out(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
-    """Deleted by somebody, or a spot machine that is reclaimed: it is listed no more, and a look at it is 404."""
+    """Deleted by another user, or a preempted spot machine: the list lacks it, and its URL answers 404."""
     provider = make()
     cloud.mood.slow = 4
     cloud.mood.vanishing = 1
@@ -608,10 +612,10 @@ def test_a_machine_that_vanishes_while_it_is_waited_for_is_left_out(
         provider.launch(an_offer(provider), 1, tags(launch="L2"), STARTUP)
 
 
-def test_a_machine_that_is_off_before_it_had_an_address_is_given_back(
+def test_a_machine_that_is_off_before_it_had_an_address_is_destroyed(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
-    """Once its creation is over: before that it may be off for a moment."""
+    """After its creation is complete. Before that it may be off for a moment."""
     rows = {"id": 1, "status": "off"}
     answers = iter(["in-progress", "completed"])
 
@@ -625,7 +629,7 @@ def test_a_machine_that_is_off_before_it_had_an_address_is_given_back(
     assert launch._failure(Told(), rows) == "it is off"  # type: ignore[arg-type]
 
 
-def test_a_machine_without_an_address_is_given_up_at_last(
+def test_a_machine_without_an_address_is_destroyed_after_the_limit(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "ADDRESS_SECONDS", 0.1)
@@ -636,8 +640,8 @@ def test_a_machine_without_an_address_is_given_up_at_last(
     assert not cloud.droplets
 
 
-def test_few_actions_are_asked_for_in_one_poll(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
-    """In turns, so that each machine has its own: 250 requests a minute are all that there are."""
+def test_one_poll_reads_few_actions(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    """In turns, so that each machine has its turn. The limit is 250 requests a minute."""
     provider = make()
     cloud.mood.slow = 5
     provider.launch(an_offer(provider), 25, tags(), STARTUP)
@@ -684,7 +688,7 @@ def test_one_status_is_capacity_quota_and_validation(
 def test_what_was_created_before_a_refusal_is_returned(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
-    """The second call of two found no room: ten are there. Nothing more is asked for."""
+    """The second call of two is refused: ten machines exist, and no further call is made."""
     provider = make()
     offer = an_offer(provider)
     cloud.mood.stock = 15
@@ -692,10 +696,10 @@ def test_what_was_created_before_a_refusal_is_returned(
     assert len(cloud.asked("POST", "/v2/droplets")) == 2
 
 
-def test_a_lost_answer_is_looked_up_and_not_asked_again(
+def test_machines_of_a_lost_answer_are_looked_up_and_not_requested_again(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
-    """What has the names that were asked for is ours."""
+    """Machines with the requested names are ours."""
     provider = make()
     offer = an_offer(provider, GPU)
     cloud.fail("POST", "/v2/droplets", is_done=True)
@@ -704,10 +708,10 @@ def test_a_lost_answer_is_looked_up_and_not_asked_again(
     assert len(cloud.droplets) == 3
 
 
-def test_a_lost_answer_that_can_not_be_looked_up_is_unknown(
+def test_a_lost_answer_that_cannot_be_looked_up_is_unknown(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
-    """A droplet may appear in listings later than that: no error says that there is none."""
+    """A droplet may appear in the listing later, so no error may deny it."""
     provider = make()
     offer = an_offer(provider)
     cloud.mood.hidden = 2
@@ -731,7 +735,7 @@ def test_machines_that_are_listed_late_are_waited_for(
 def test_too_many_creating_calls_are_no_unknown_outcome(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], patience: None
 ) -> None:
-    """429 is waited out; if it lasts, nothing was done and nothing is looked up."""
+    """429 is waited out. If it lasts, nothing was done and nothing is looked up."""
     provider = make()
     offer = an_offer(provider)
     cloud.fail("POST", "/v2/droplets", TOO_MANY)
@@ -756,14 +760,14 @@ def test_too_many_creating_calls_are_no_unknown_outcome(
     ],
 )
 def test_when_the_hourly_limit_has_room_again(headers: dict[str, str], at: float | None) -> None:
-    """In seconds since 1970 (fact sheet, 2); what cannot be read, or is about another limit, says nothing."""
+    """In seconds since 1970 (fact sheet, 2). A value that is unreadable, or about another limit, is ignored."""
     assert reset_of(headers) == at
 
 
 def test_the_hourly_limit_is_waited_out_until_it_has_room(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No Retry-After comes with it."""
+    """It comes without Retry-After."""
     pauses: list[float] = []
     monkeypatch.setattr(
         _http, "time", SimpleNamespace(sleep=pauses.append, monotonic=lambda: sum(pauses), time=lambda: 1790000000.0)
@@ -780,7 +784,7 @@ def test_the_hourly_limit_is_waited_out_until_it_has_room(
 # ── ending ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_one_machine_that_can_not_be_ended_hides_no_other(
+def test_one_machine_that_cannot_be_destroyed_hides_no_other(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
     """All are tried, and the error names those that are left."""
@@ -793,12 +797,12 @@ def test_one_machine_that_can_not_be_ended_hides_no_other(
     assert set(cloud.droplets) == {int(ids[1])}
 
 
-def test_ids_of_others_become_no_path(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+def test_ids_of_other_clouds_become_no_path(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
     make().terminate(["host-0123456789ab", "1/../2", "", "-1", "1?x=1"])
     assert cloud.requests == []
 
 
-def test_one_refusal_of_many_is_no_matter_of_credentials(
+def test_one_refusal_of_many_is_no_credentials_error(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
     provider = make()
@@ -813,10 +817,10 @@ def test_one_refusal_of_many_is_no_matter_of_credentials(
     assert set(cloud.droplets) == {int(ids[0])}
 
 
-def test_an_outage_holds_up_no_ending_for_ever(
+def test_an_outage_delays_terminate_only_for_a_limited_time(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], patience: None
 ) -> None:
-    """After the patience for the first ones the others are asked once each."""
+    """After the first ones have used up their time, the others are tried once each."""
     cloud.outage()
     ids = [str(number) for number in range(1000, 1064)]
     with pytest.raises(InstancesLeft) as caught:
@@ -837,57 +841,57 @@ TOOLS = {
 
 
 def run_end_script(script: str, folder: Path, fails: int = 0, tries: int = 0) -> list[str]:
-    """Run it with tools that only note what they are told, on a machine whose id is 4711, and which is gone within 60 s
-    of being deleted.
+    """Run it with tools that record their arguments, on a machine with the id 4711 that is gone within 60 s of its
+    deletion.
     """
     for name, text in TOOLS.items():
         tool = folder / name
         tool.write_text(f"#!/bin/sh\n{text}")
         tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
-    told, metadata = folder / "told", folder / "metadata"
+    calls, metadata = folder / "calls", folder / "metadata"
     if not metadata.exists():
         metadata.write_text("4711")
     environ = {
         "PATH": f"{folder}:/usr/bin:/bin",
-        "TOLD": str(told),
+        "TOLD": str(calls),
         "FAILS": str(fails),
         "TRIES": str(tries),
         "METADATA": str(metadata),
     }
     subprocess.run(["sh", "-c", script], check=False, env=environ, start_new_session=True, timeout=60)
-    return told.read_text().splitlines()
+    return calls.read_text().splitlines()
 
 
-def test_without_a_token_of_its_own_a_machine_powers_off(
+def test_without_a_node_token_a_machine_powers_off(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], tmp_path: Path
 ) -> None:
-    """Nothing is planted that was not given for that."""
+    """No other credential is put on it."""
     provider = make(token=TOKEN)
     provider.launch(an_offer(provider), 1, tags(), STARTUP)
     (droplet,) = cloud.droplets.values()
-    assert "\npoweroff\n" in boot_of(droplet.wish)
-    assert TOKEN not in droplet.wish["user_data"]
-    assert "api.digitalocean.com" not in droplet.wish["user_data"]
+    assert "\npoweroff\n" in boot_of(droplet.order)
+    assert TOKEN not in droplet.order["user_data"]
+    assert "api.digitalocean.com" not in droplet.order["user_data"]
 
 
-def test_with_a_token_of_its_own_a_machine_deletes_itself(
+def test_with_a_node_token_a_machine_deletes_itself(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], tmp_path: Path
 ) -> None:
-    """By its id from the metadata address; the token is on no command line."""
+    """By its id from the metadata service. The token is on no command line."""
     provider = make(node_token=NODE_TOKEN)
     provider.launch(an_offer(provider), 1, tags(), STARTUP)
     (droplet,) = cloud.droplets.values()
     script = provider._end_script()
-    assert script in boot_of(droplet.wish)
-    told = run_end_script(script, tmp_path)
-    assert told[0].endswith("http://169.254.169.254/metadata/v1/id")
-    assert told[1].endswith(f"-X DELETE -K - {cloud.url}/v2/droplets/4711")
-    assert told[2] == f'header = "Authorization: Bearer {NODE_TOKEN}"'
-    assert told[3] == "sleep 60"
+    assert script in boot_of(droplet.order)
+    calls = run_end_script(script, tmp_path)
+    assert calls[0].endswith("http://169.254.169.254/metadata/v1/id")
+    assert calls[1].endswith(f"-X DELETE -K - {cloud.url}/v2/droplets/4711")
+    assert calls[2] == f'header = "Authorization: Bearer {NODE_TOKEN}"'
+    assert calls[3] == "sleep 60"
 
 
-def test_shellcheck_finds_nothing_in_the_end_of_a_machine(make: Callable[..., DigitalOcean]) -> None:
-    """Nor in how it tells its id."""
+def test_shellcheck_finds_nothing_in_the_end_script(make: Callable[..., DigitalOcean]) -> None:
+    """Nor in the script that prints the machine's id."""
     script = f'#!/bin/sh\n{make(node_token=NODE_TOKEN)._end_script()}id=$({MACHINE_ID})\necho "$id"\n'
     done = subprocess.run(
         [str(Path(sys.executable).with_name("shellcheck")), "-"],
@@ -899,26 +903,26 @@ def test_shellcheck_finds_nothing_in_the_end_of_a_machine(make: Callable[..., Di
     assert done.stdout == ""
 
 
-def test_a_machine_that_can_not_delete_itself_tries_again_until_it_is_gone(
+def test_a_machine_that_cannot_delete_itself_tries_again_until_it_is_gone(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], tmp_path: Path
 ) -> None:
-    """Off it would cost as much, and try no more."""
+    """A machine that is off would cost as much, and could not try again."""
     provider = make(node_token=NODE_TOKEN)
     provider.launch(an_offer(provider), 1, tags(), STARTUP)
     (droplet,) = cloud.droplets.values()
     end = (
-        boot_of(droplet.wish)
+        boot_of(droplet.order)
         .partition("cat >/root/.cache/skyward/end <<'SKYWARD_END_OF_FILE'\n")[2]
         .partition("\nSKYWARD_END_OF_FILE\n")[0]
     )
-    told = run_end_script(end, tmp_path, fails=22, tries=20)
-    assert len([line for line in told if "DELETE" in line]) == 21
-    assert told.count("sleep 30") == 20
-    assert "poweroff" not in told
+    calls = run_end_script(end, tmp_path, fails=22, tries=20)
+    assert len([line for line in calls if "DELETE" in line]) == 21
+    assert calls.count("sleep 30") == 20
+    assert "poweroff" not in calls
 
 
 def test_without_an_id_nothing_is_deleted(make: Callable[..., DigitalOcean], tmp_path: Path) -> None:
-    """An address without one would be that of all droplets."""
+    """The URL without an id would be that of all droplets."""
     (tmp_path / "metadata").write_text("<html>")
     assert not [
         line for line in run_end_script(make(node_token=NODE_TOKEN)._end_script(), tmp_path) if "DELETE" in line
@@ -926,7 +930,7 @@ def test_without_an_id_nothing_is_deleted(make: Callable[..., DigitalOcean], tmp
 
 
 def test_the_node_token_is_in_no_message(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
-    """Nor in what a cloud that repeats the request says, nor in what pydantic does."""
+    """Neither in an answer that quotes the request, nor in an error of pydantic's."""
     provider = make(node_token=NODE_TOKEN)
     cloud.fail("POST", "/v2/droplets", unprocessable(f"what is this: {NODE_TOKEN} of {TOKEN}"))
     with pytest.raises(BadRequest) as caught:
@@ -966,7 +970,7 @@ def test_where_the_token_comes_from(
 
 
 def test_doctl_s_current_context_counts() -> None:
-    """The token of another context would be another account's."""
+    """The token of another context would belong to another account."""
     config = "access-token: first\nauth-contexts:\n  home: second\n  work: third\ncompute:\n  work: no\ncontext: {}\noutput: text\n"
     assert doctl_token(config.format("default")) == "first"
     assert doctl_token(config.format("work")) == "third"
@@ -982,15 +986,15 @@ def test_the_account_is_the_team_s_or_the_user_s(cloud: FakeDigitalOcean, make: 
     assert make().account() == "b6fr89dbf6d9156c"
 
 
-def test_the_address_may_come_from_the_variable_of_the_cloud_s_tools(
+def test_the_url_may_come_from_the_variable_of_the_clouds_tools(
     cloud: FakeDigitalOcean, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DIGITALOCEAN_API_URL", cloud.url + "/")
     assert DigitalOcean().account() == TEAM
 
 
-def test_the_page_for_users_is_true() -> None:
-    """Its Python blocks run."""
+def test_the_python_blocks_of_the_docs_run() -> None:
+    """They are in docs/clouds/digitalocean.md."""
     page = Path(__file__).parents[2] / "docs/clouds/digitalocean.md"
     for example in Sybil(parsers=[PythonCodeBlockParser()]).parse(page).examples():
         example.evaluate()

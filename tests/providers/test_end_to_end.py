@@ -90,10 +90,10 @@ class HostedDigitalOcean(FakeDigitalOcean):
         super().__init__()
         self._hosting = hosting
 
-    def add(self, name: str, found: dict[str, Any] | None, wish: dict[str, Any]) -> Droplet:
-        droplet = super().add(name, found, wish)
+    def add(self, name: str, found: dict[str, Any] | None, order: dict[str, Any]) -> Droplet:
+        droplet = super().add(name, found, order)
         droplet.ip = ""
-        self._hosting.rent(str(droplet.id), lambda host: cloud_init(host, str(droplet.id), wish["user_data"]))
+        self._hosting.rent(str(droplet.id), lambda host: cloud_init(host, str(droplet.id), order["user_data"]))
         return droplet
 
     def _reply(self, request: Any) -> Any:

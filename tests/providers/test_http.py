@@ -1,6 +1,4 @@
-"""A session with a REST API, against a real server: what is asked again, what refusals become, and that no secret is
-told.
-"""
+"""The client of REST APIs, against a real server: repeats, meanings of refusals, and masking of secrets."""
 
 import gzip
 import logging
@@ -30,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 
 class FakeThings(FakeCloud):
-    """Answers with `reply`, else with what it was asked."""
+    """Answers with `reply`, or echoes the request."""
 
     reply: Reply | None = None
 
@@ -84,24 +82,24 @@ def api(cloud: FakeThings, clock: Clock) -> Iterator[Api]:
 
 def refused(api: Api, method: str = "GET", path: str = "/things", **settings: Any) -> SkywardError:
     with pytest.raises(SkywardError) as caught:
-        api.ask(method, path, **settings)
+        api.request(method, path, **settings)
     return caught.value
 
 
 # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_is_asked_arrives_and_what_is_answered_comes_back(api: Api) -> None:
-    """Query, body and headers; what is None in a query is left out."""
-    told = api.ask(
+def test_requests_arrive_and_answers_return(api: Api) -> None:
+    """Query, body and headers. A None in a query is left out."""
+    echo = api.request(
         "POST",
         "/things",
         query={"page": 2, "tag": None, "is_spot": True},
         body={"name": "é"},
         headers={"X-More": "yes"},
     )
-    assert (told["query"], told["body"]) == ({"page": "2", "is_spot": "true"}, {"name": "é"})
-    assert (told["headers"]["authorization"], told["headers"]["x-more"]) == (f"Bearer {TOKEN}", "yes")
+    assert (echo["query"], echo["body"]) == ({"page": "2", "is_spot": "true"}, {"name": "é"})
+    assert (echo["headers"]["authorization"], echo["headers"]["x-more"]) == (f"Bearer {TOKEN}", "yes")
 
 
 @pytest.mark.parametrize(
@@ -116,20 +114,20 @@ def test_what_is_asked_arrives_and_what_is_answered_comes_back(api: Api) -> None
     ],
 )
 def test_an_answer_may_be_text_or_nothing(api: Api, cloud: FakeThings, reply: Reply, expected: object) -> None:
-    """Text that is no JSON is told as it is, an empty answer is None; brackets without end are text as well."""
+    """Text that is no JSON is returned as it is, also endless brackets. An empty answer is None."""
     cloud.reply = reply
-    assert api.ask("GET", "/things") == expected
+    assert api.request("GET", "/things") == expected
 
 
-def test_what_is_missing_may_be_none(api: Api, cloud: FakeThings) -> None:
-    """A 404 or a 410, if that is asked for; without that both are BadRequest."""
+def test_a_missing_object_may_be_none(api: Api, cloud: FakeThings) -> None:
+    """A 404 or a 410, with `missing_is_none`. Without it both are BadRequest."""
     for status in (404, 410):
         cloud.fail("GET", "/things", Reply(status, "<html>Not Found</html>", is_text=True), times=100)
-        with pytest.raises(ProviderFailed, match="not the words of"):
-            api.ask("GET", "/things", missing_is_none=True)
+        with pytest.raises(ProviderFailed, match="no answer of"):
+            api.request("GET", "/things", missing_is_none=True)
         cloud.faults.clear()
         cloud.fail("GET", "/things", Reply(status, {"code": "not_found"}), times=2)
-        assert api.ask("GET", "/things", missing_is_none=True) is None
+        assert api.request("GET", "/things", missing_is_none=True) is None
         assert isinstance(refused(api), BadRequest)
 
 
@@ -150,10 +148,10 @@ def test_what_is_missing_may_be_none(api: Api, cloud: FakeThings) -> None:
         *((400, BadRequest), (402, BadRequest), (409, BadRequest), (422, BadRequest), (301, BadRequest)),
     ],
 )
-def test_a_refusal_is_named_by_what_to_do_next(
+def test_a_refusal_is_named_by_the_callers_next_step(
     api: Api, cloud: FakeThings, status: int, kind: type[SkywardError]
 ) -> None:
-    """By its status; message and code are the cloud's."""
+    """By its status. Message and code are the cloud's."""
     cloud.reply = Reply(status, {"code": "its_word", "message": "because"}, {"Location": "/elsewhere"})
     error = refused(api, "POST")
     assert type(error) is kind
@@ -175,26 +173,27 @@ def test_a_refusal_is_named_by_what_to_do_next(
     ],
 )
 def test_the_code_is_the_clouds_word_or_the_status(api: Api, cloud: FakeThings, body: object, code: str) -> None:
-    """There always is one."""
+    """There is always a code."""
     cloud.reply = Reply(400, body, is_text=isinstance(body, str))
     assert refused(api).code == code
 
 
-def test_what_a_cloud_says_is_one_short_line(api: Api, cloud: FakeThings) -> None:
-    """Line breaks become spaces, a page of HTML is cut, and nothing is told of an empty body."""
+def test_a_quoted_answer_is_one_short_line(api: Api, cloud: FakeThings) -> None:
+    """Line breaks become spaces, a page of HTML is cut, and an empty body is not quoted."""
     cloud.reply = Reply(400, "<html>\n\n  <p>\tno " + "x" * 9999, is_text=True)
     error = refused(api)
     assert str(error).startswith("Acme answered GET /things with 400: <html> <p> no xxx")
-    assert len(str(error)) < _http.TOLD_CHARACTERS + 100
+    assert len(str(error)) < _http.QUOTED_CHARACTERS + 100
     cloud.reply = Reply(400, {"error": "x" * 9999})
-    assert len(refused(api).code) == _http.TOLD_CHARACTERS
+    assert len(refused(api).code) == _http.QUOTED_CHARACTERS
     cloud.reply = Reply(400)
     assert str(refused(api)) == "Acme answered GET /things with 400"
 
 
 def test_a_cloud_may_mean_something_else(cloud: FakeThings, clock: Clock) -> None:
-    """What `classify` returns comes first, with the code; it is given status, body and message, and an empty body for
-    what is no JSON object.
+    """What `classify` returns comes first, with the code.
+
+    It gets status, body and message; the body is empty if it is no JSON object.
     """
     seen: list[tuple[int, Mapping[str, Any], str]] = []
 
@@ -213,12 +212,12 @@ def test_a_cloud_may_mean_something_else(cloud: FakeThings, clock: Clock) -> Non
 
 
 def test_a_refusal_that_a_cloud_calls_too_many_is_waited_out(cloud: FakeThings, clock: Clock) -> None:
-    """Also under another status and for a creating call: RateLimited means that nothing was done."""
+    """Also with another status and for a creating call: RateLimited means that nothing was done."""
     with Api(
         "Acme", cloud.url, classify=lambda status, body, message: RateLimited(message) if body.get("slow") else None
     ) as api:
         cloud.fail("POST", "/things", Reply(400, {"slow": "down"}))
-        api.ask("POST", "/things")
+        api.request("POST", "/things")
     assert clock.pauses == [_http.PAUSE_SECONDS]
 
 
@@ -232,28 +231,28 @@ def test_reads_and_deletions_are_repeated(
 ) -> None:
     """After a failure of the cloud and after a reset, with growing pauses."""
     cloud.fail(method, path, fault, times=3)
-    api.ask(method, path)
+    api.request(method, path)
     assert len(cloud.asked(method, path)) == 4
     assert clock.pauses == [0.5, 1.0, 2.0]
 
 
 @pytest.mark.parametrize("fault", [Reply(500), Reply(408), None])
-def test_a_creating_call_is_not(api: Api, cloud: FakeThings, clock: Clock, fault: Reply | None) -> None:
-    """It may have done what was asked: ProviderFailed at once. Whoever knows better says so."""
+def test_a_creating_call_is_not_repeated(api: Api, cloud: FakeThings, clock: Clock, fault: Reply | None) -> None:
+    """It may have taken effect, so ProviderFailed is raised at once. `is_repeatable` overrides that."""
     cloud.fail("POST", "/things", fault, is_done=True)
     error = refused(api, "POST")
     assert type(error) is ProviderFailed
     assert len(cloud.asked("POST")) == 1
     cloud.fail("POST", "/things", fault)
-    api.ask("POST", "/things", is_repeatable=True)
+    api.request("POST", "/things", is_repeatable=True)
     cloud.fail("GET", "/things", fault)
     refused(api, "GET", is_repeatable=False)
     assert clock.pauses == [0.5]
 
 
 @pytest.mark.parametrize("status", [400, 401, 404, 422])
-def test_a_refusal_is_not_asked_for_again(api: Api, cloud: FakeThings, clock: Clock, status: int) -> None:
-    """It would be the same."""
+def test_a_refused_request_is_not_repeated(api: Api, cloud: FakeThings, clock: Clock, status: int) -> None:
+    """The answer would be the same."""
     cloud.fail("GET", "/things", Reply(status))
     refused(api)
     assert clock.pauses == []
@@ -261,7 +260,7 @@ def test_a_refusal_is_not_asked_for_again(api: Api, cloud: FakeThings, clock: Cl
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_a_connection_that_was_never_made_is_tried_again(clock: Clock, method: str) -> None:
-    """Nobody has listened, so nothing was done: until patience ends, also for a creating call."""
+    """No process listened, so nothing was done. It is repeated until the time limit, also for a creating call."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     with Api("Acme", url) as api:
@@ -273,10 +272,10 @@ def test_a_connection_that_was_never_made_is_tried_again(clock: Clock, method: s
     assert sum(clock.pauses) <= _http.PATIENCE_SECONDS
 
 
-def test_who_comes_up_meanwhile_is_found(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next try after the server has begun to listen succeeds, with a creating call too."""
+def test_a_server_that_starts_late_is_reached(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next try after the server has begun to listen succeeds, also for a creating call."""
     server = socket.socket()
-    server.bind(("127.0.0.1", 0))  # nobody else gets the port; connections are refused until it listens
+    server.bind(("127.0.0.1", 0))  # no other process gets the port; connections are refused until it listens
     port = server.getsockname()[1]
     accepted: list[bytes] = []
 
@@ -299,15 +298,15 @@ def test_who_comes_up_meanwhile_is_found(clock: Clock, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(clock, "sleep", pause)
     with Api("Acme", f"http://127.0.0.1:{port}") as api:
-        assert api.ask("POST", "/things") == {}
+        assert api.request("POST", "/things") == {}
     thread.join(30)
     assert len(accepted) == 1
 
 
-def test_no_free_connection_is_no_answer_lost(
+def test_without_a_free_connection_no_answer_is_lost(
     api: Api, cloud: FakeThings, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A creating call that never got a connection of the session was not sent."""
+    """A creating call that never got a connection of the client was not sent."""
     ask, calls = api._client.request, []
 
     def request(*words: Any, **settings: Any) -> httpx.Response:
@@ -317,15 +316,15 @@ def test_no_free_connection_is_no_answer_lost(
         return ask(*words, **settings)
 
     monkeypatch.setattr(api._client, "request", request)
-    api.ask("POST", "/things")
+    api.request("POST", "/things")
     assert len(calls) == 2
 
 
 @pytest.mark.parametrize(("method", "tries"), [("GET", 3), ("POST", 1)])
-def test_who_does_not_answer_in_time_has_failed(
+def test_a_time_out_is_a_failure(
     cloud: FakeThings, clock: Clock, monkeypatch: pytest.MonkeyPatch, method: str, tries: int
 ) -> None:
-    """A creating call that was sent and not answered is not sent again, a read is."""
+    """A creating call that was sent and not answered is not repeated; a read is."""
     monkeypatch.setattr(_http, "TIMEOUT_SECONDS", 0.1)
     monkeypatch.setattr(_http, "PATIENCE_SECONDS", 1.6)
     cloud.delay_seconds = 0.3
@@ -337,7 +336,7 @@ def test_who_does_not_answer_in_time_has_failed(
 
 
 def test_an_answer_that_cannot_be_read_is_a_failure(api: Api, cloud: FakeThings) -> None:
-    """Of the cloud, and of unknown outcome."""
+    """Of the cloud, with an unknown outcome."""
     cloud.reply = Reply(200, gzip.compress(b"{}").decode("latin-1"), {"Content-Encoding": "gzip"}, is_text=True)
     assert type(refused(api, "POST")) is ProviderFailed
 
@@ -350,7 +349,7 @@ def _date(seconds: float, **changes: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("told", "pause"),
+    ("header", "pause"),
     [
         (None, 0.5),
         ("7", 7.0),
@@ -379,43 +378,43 @@ def test_too_many_is_waited_out_as_long_as_the_cloud_says(
     cloud: FakeThings,
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
-    told: str | None,
+    header: str | None,
     pause: float,
     method: str,
 ) -> None:
-    """A number of seconds or a date; what is neither counts as nothing, and "at once" does not become a storm.
+    """A number of seconds or a date. Other values are ignored, and "at once" does not cause a storm.
 
     A creating call waits too.
     """
     monkeypatch.setenv("TZ", "Pacific/Auckland")
     time.tzset()
     try:
-        if told is not None and not told.isascii():
-            ask = api._client.request  # a server of Python's cannot say that
+        if header is not None and not header.isascii():
+            ask = api._client.request  # Python's own server cannot send that
 
             def request(*words: Any, **settings: Any) -> httpx.Response:
                 answer = ask(*words, **settings)
                 if answer.status_code == 429:
-                    answer.headers = httpx.Headers({"Retry-After": told}, encoding="utf-8")
+                    answer.headers = httpx.Headers({"Retry-After": header}, encoding="utf-8")
                 return answer
 
             monkeypatch.setattr(api._client, "request", request)
         cloud.fail(
             method,
             "/things",
-            Reply(429, {"code": "slow"}, {"Retry-After": told} if told is not None and told.isascii() else {}),
+            Reply(429, {"code": "slow"}, {"Retry-After": header} if header is not None and header.isascii() else {}),
         )
-        api.ask(method, "/things")
+        api.request(method, "/things")
         assert clock.pauses == [pause]
     finally:
         monkeypatch.undo()
         time.tzset()
 
 
-@pytest.mark.parametrize(("told", "tries"), [(None, 8), ("25", 3), ("60", 2), ("61", 1), ("9" * 400, 1)])
-def test_patience_has_an_end(api: Api, cloud: FakeThings, clock: Clock, told: str | None, tries: int) -> None:
-    """Nobody waits longer than for PATIENCE_SECONDS in all, and not at all for what would take longer."""
-    cloud.reply = Reply(429, {"code": "slow"}, {"Retry-After": told} if told else {})
+@pytest.mark.parametrize(("header", "tries"), [(None, 8), ("25", 3), ("60", 2), ("61", 1), ("9" * 400, 1)])
+def test_patience_has_an_end(api: Api, cloud: FakeThings, clock: Clock, header: str | None, tries: int) -> None:
+    """All tries together take at most PATIENCE_SECONDS. A longer pause is not begun."""
+    cloud.reply = Reply(429, {"code": "slow"}, {"Retry-After": header} if header else {})
     error = refused(api, "POST")
     assert (type(error), error.code) == (RateLimited, "slow")
     assert len(cloud.asked("POST")) == tries
@@ -429,7 +428,7 @@ def test_patience_has_an_end(api: Api, cloud: FakeThings, clock: Clock, told: st
         (429, {"ACME-Reset": "+59"}, [59.0]),
         (429, {"acme-reset": "+25", "Retry-After": "3"}, [3.0]),
         (429, {"acme-reset": "+0.1"}, [0.5]),
-        (429, {"acme-reset": "-5"}, [0.5, 1.0]),  # it is over, and we are still refused: as if nothing were told
+        (429, {"acme-reset": "-5"}, [0.5, 1.0]),  # it is in the past, and the refusals go on: the header is ignored
         (503, {"acme-reset": "+25"}, [0.5]),
         (429, {}, [0.5]),
     ],
@@ -437,29 +436,29 @@ def test_patience_has_an_end(api: Api, cloud: FakeThings, clock: Clock, told: st
 def test_a_cloud_may_say_in_its_own_way_when_it_has_room_again(
     cloud: FakeThings, clock: Clock, status: int, headers: dict[str, str], pauses: list[float]
 ) -> None:
-    """A time, in a header of its own. Retry-After counts more, and other refusals have nothing to do with it."""
+    """A time, in a header of its own. Retry-After has priority, and other refusals ignore it."""
 
-    def reset(told: Mapping[str, str]) -> float | None:
-        return clock.time() + float(told["acme-reset"]) if "acme-reset" in told else None
+    def reset(headers: Mapping[str, str]) -> float | None:
+        return clock.time() + float(headers["acme-reset"]) if "acme-reset" in headers else None
 
     cloud.fail("GET", "/things", Reply(status, None, headers), times=len(pauses))
     with Api("Acme", cloud.url, reset=reset) as api:
-        api.ask("GET", "/things")
+        api.request("GET", "/things")
     assert clock.pauses == pytest.approx(pauses)
 
 
 def test_room_that_comes_too_late_is_not_waited_for(cloud: FakeThings, clock: Clock) -> None:
-    """An hour is more than anybody's patience: RateLimited at once, and no storm until then."""
+    """An hour is beyond the limit: RateLimited at once, and no storm of requests."""
     cloud.reply = Reply(429)
     with Api("Acme", cloud.url, reset=lambda _: clock.time() + 3000) as api:
         assert type(refused(api)) is RateLimited
     assert (clock.pauses, len(cloud.asked("GET"))) == ([], 1)
 
 
-def test_the_clouds_wish_counts_after_a_failure_too(api: Api, cloud: FakeThings, clock: Clock) -> None:
+def test_retry_after_counts_after_a_failure_too(api: Api, cloud: FakeThings, clock: Clock) -> None:
     """503 with Retry-After."""
     cloud.fail("GET", "/things", Reply(503, None, {"Retry-After": "11"}))
-    api.ask("GET", "/things")
+    api.request("GET", "/things")
     assert clock.pauses == [11.0]
 
 
@@ -476,14 +475,14 @@ def test_the_clouds_wish_counts_after_a_failure_too(api: Api, cloud: FakeThings,
         lambda secret: f"?api_key={quote(secret, safe='').lower()}" if secret == TOKEN else f"?api_key={quote(secret)}",
         lambda secret: f"?api_key={quote_plus(secret)}&",
         lambda secret: f"Illegal value {secret!r}",
-        lambda secret: "x" * (_http.TOLD_CHARACTERS - 8) + secret,
+        lambda secret: "x" * (_http.QUOTED_CHARACTERS - 8) + secret,
     ],
 )
 @pytest.mark.parametrize("secret", [TOKEN, ODD])
 def test_no_secret_is_in_a_message(
     api: Api, cloud: FakeThings, caplog: pytest.LogCaptureFixture, echo: Callable[[str], object], secret: str
 ) -> None:
-    """However the cloud echoes it: in JSON, in text, quoted as in a URL or by Python, or cut off in its middle."""
+    """In any form in which the cloud quotes it: in JSON, in text, as in a URL, as by Python, or cut in its middle."""
     caplog.set_level(logging.DEBUG)
     body = echo(secret)
     cloud.reply = Reply(400, body, is_text=isinstance(body, str))
@@ -509,8 +508,8 @@ def test_a_longer_secret_does_not_hide_behind_a_shorter_one(cloud: FakeThings, c
 
 
 @pytest.mark.parametrize("key", ["key\n", "k\ney", "key\x00", "käy", "key ", ""])
-def test_a_key_that_no_header_can_carry_is_told_at_once(cloud: FakeThings, key: str) -> None:
-    """A line break from a file, half a key: CredentialsError before anything is asked, and the key is not in it."""
+def test_a_key_that_no_header_can_carry_is_refused_at_once(cloud: FakeThings, key: str) -> None:
+    """A line break from a file, half a key: CredentialsError before any request, and the key is not in it."""
     with pytest.raises(CredentialsError, match="Authorization") as caught:
         Api("Acme", cloud.url, {"Authorization": f"Bearer {key}"}, secrets=(key,))
     assert not key or key not in str(caught.value)
@@ -518,22 +517,22 @@ def test_a_key_that_no_header_can_carry_is_told_at_once(cloud: FakeThings, key: 
 
 
 @pytest.mark.parametrize("url", ["acme.example", "ftp://acme.example", "", "http://[::1"])
-def test_what_is_no_url_is_told_at_once(clock: Clock, url: str) -> None:
+def test_an_invalid_url_is_refused_at_once(clock: Clock, url: str) -> None:
     """`endpoint_url` is the user's: BadRequest without a pause."""
-    with pytest.raises(BadRequest, match="Acme cannot be asked"), Api("Acme", url) as api:
-        api.ask("GET", "/things")
+    with pytest.raises(BadRequest, match="Acme cannot be"), Api("Acme", url) as api:
+        api.request("GET", "/things")
     assert clock.pauses == []
 
 
 # ── its end ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_many_may_ask_at_once_and_nothing_stays_open(cloud: FakeThings, clock: Clock) -> None:
-    """One session is shared by threads; after it no connection is left (the suite counts descriptors)."""
+def test_threads_share_a_client_and_nothing_stays_open(cloud: FakeThings, clock: Clock) -> None:
+    """After it no connection is left (the suite counts descriptors)."""
     with Api("Acme", cloud.url) as api, ThreadPoolExecutor(8) as threads:
         answers = list(
-            threads.map(lambda number: api.ask("GET", "/things", query={"n": number})["query"]["n"], range(40))
+            threads.map(lambda number: api.request("GET", "/things", query={"n": number})["query"]["n"], range(40))
         )
     assert answers == [str(number) for number in range(40)]
     with pytest.raises(RuntimeError, match="closed"):
-        api.ask("GET", "/things")
+        api.request("GET", "/things")

@@ -1,6 +1,4 @@
-"""Our SSH key, and the host keys that are derived from it: made once whatever happens at once, told to nobody, and the
-same in every process.
-"""
+"""Our SSH key, and the host keys that are derived from it: created once, secret, and the same in every process."""
 
 import base64
 import json
@@ -52,9 +50,10 @@ def public_of(path: Path) -> str:
 # ── our key ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_our_key_is_made_once_and_for_us_alone(home: Path) -> None:
-    """An Ed25519 key below the state directory that OpenSSH and asyncssh read, its folder closed to others; asked again
-    it is the same file.
+def test_our_key_is_created_once_and_only_we_can_read_it(home: Path) -> None:
+    """An Ed25519 key below the state directory that OpenSSH and asyncssh read, in a private folder.
+
+    The next call returns it again.
     """
     key = our_key()
     assert key.path == home / "skyward/ssh/id_ed25519"
@@ -68,7 +67,7 @@ def test_our_key_is_made_once_and_for_us_alone(home: Path) -> None:
 
 
 def test_its_mode_does_not_depend_on_the_umask(home: Path) -> None:
-    """Nobody else reads it where new files are open to all."""
+    """No other user can read it, even where new files are readable for all."""
     old = os.umask(0)
     try:
         key = our_key()
@@ -77,9 +76,10 @@ def test_its_mode_does_not_depend_on_the_umask(home: Path) -> None:
     assert (stat.S_IMODE(key.path.stat().st_mode), stat.S_IMODE(key.path.parent.stat().st_mode)) == (0o600, 0o700)
 
 
-def test_processes_that_ask_at_once_get_the_same_key(home: Path) -> None:
-    """One of them makes it; none sees half of it, nothing else is left in the folder, and all derive the same host
-    keys.
+def test_processes_at_the_same_time_get_the_same_key(home: Path) -> None:
+    """One of them creates it.
+
+    None sees half a key, no other file is left in the folder, and all derive the same host keys.
     """
     clients = [
         subprocess.Popen([sys.executable, "-c", CLIENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -89,20 +89,20 @@ def test_processes_that_ask_at_once_get_the_same_key(home: Path) -> None:
         assert client.stdin is not None
         client.stdin.write("g")
         client.stdin.close()
-    told = []
+    answers = []
     for client in clients:
         assert client.stdout is not None
-        told.append(json.loads(client.stdout.read()))
+        answers.append(json.loads(client.stdout.read()))
         client.stdout.close()
         assert client.wait(30) == 0
-    assert [answer == told[0] for answer in told] == [True] * 4
+    assert [answer == answers[0] for answer in answers] == [True] * 4
     assert [path.name for path in (home / "skyward/ssh").iterdir()] == ["id_ed25519"]
     key = our_key()
-    assert told[0] == [str(key.path), key.public, host_key("L1", key).public]
+    assert answers[0] == [str(key.path), key.public, host_key("L1", key).public]
 
 
-def test_who_is_late_takes_what_there_is(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process has made it between our look and our link: theirs stays."""
+def test_a_key_that_another_process_has_just_created_is_used(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was created between our look and our link, and stays."""
     other = our_key()
     exists = Path.exists
     monkeypatch.setattr(Path, "exists", lambda path, **settings: path.name != "id_ed25519" and exists(path, **settings))
@@ -111,9 +111,10 @@ def test_who_is_late_takes_what_there_is(home: Path, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("content", [b"", b"no key at all", b"\xff\xfe\x00", None])
-def test_a_damaged_key_is_told_and_left_alone(home: Path, content: bytes | None) -> None:
-    """BadRequest with its path, also for the half of one; it is not replaced, for machines may be running that let
-    nothing else in.
+def test_a_damaged_key_is_an_error_and_stays(home: Path, content: bytes | None) -> None:
+    """BadRequest with its path, also for half a key.
+
+    It is not replaced, because running machines may accept no other key.
     """
     place = our_key().path
     content = place.read_bytes()[:150] if content is None else content
@@ -123,10 +124,10 @@ def test_a_damaged_key_is_told_and_left_alone(home: Path, content: bytes | None)
     assert place.read_bytes() == content
 
 
-def test_where_no_key_can_be_made_it_says_so(home: Path) -> None:
-    """A file in the way, a disk that cannot be written: BadRequest, and the way out."""
+def test_if_no_key_can_be_created_the_error_says_so(home: Path) -> None:
+    """A file in the way, a read-only disk: BadRequest, with the alternative."""
     home.write_text("in the way")
-    with pytest.raises(BadRequest, match=r"cannot be made: .*ssh_key="):
+    with pytest.raises(BadRequest, match=r"cannot be created: .*ssh_key="):
         our_key()
 
 
@@ -137,8 +138,8 @@ def test_where_no_key_can_be_made_it_says_so(home: Path) -> None:
     "words",
     [("-t", "ed25519"), ("-t", "rsa", "-b", "2048"), ("-t", "ecdsa", "-b", "256"), ("-t", "ecdsa", "-b", "521")],
 )
-def test_a_key_of_ones_own_is_used(tmp_path: Path, home: Path, words: tuple[str, ...]) -> None:
-    """Any kind; its comment stays at home, nothing is written, and host keys are derived from it just as well."""
+def test_a_configured_key_is_used(tmp_path: Path, home: Path, words: tuple[str, ...]) -> None:
+    """Of any kind. Its comment is not sent, nothing is written, and host keys are derived from it too."""
     path = keygen(tmp_path / "mine", *words, "-N", "")
     key = our_key(str(path))
     assert key.path == path
@@ -148,17 +149,18 @@ def test_a_key_of_ones_own_is_used(tmp_path: Path, home: Path, words: tuple[str,
     assert not home.exists()
 
 
-def test_its_path_may_be_short_and_is_told_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `~`, or from where we are: a lease that names it is read elsewhere."""
+def test_its_path_may_be_relative_and_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `~`, or relative: a lease with the path is read elsewhere."""
     keygen(tmp_path / "mine", "-t", "ed25519", "-N", "")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     assert our_key("~/mine").path == our_key("mine").path == our_key("./mine").path == tmp_path / "mine"
 
 
-def test_what_is_no_usable_key_is_bad_request(tmp_path: Path) -> None:
-    """A passphrase, the public half, another format, a key that stays in a token, a folder, nothing at all, a user that
-    does not exist; nothing is made.
+def test_an_unusable_key_is_bad_request(tmp_path: Path) -> None:
+    """A passphrase, the public half, another format, a key in a security token, a folder, no file, an unknown user.
+
+    Nothing is created.
     """
     keygen(tmp_path / "locked", "-t", "ed25519", "-N", "hunter2")
     keygen(tmp_path / "pem", "-t", "rsa", "-b", "2048", "-m", "PEM", "-N", "")
@@ -174,13 +176,15 @@ def test_what_is_no_usable_key_is_bad_request(tmp_path: Path) -> None:
         with pytest.raises(BadRequest, match=why) as caught:
             our_key(str(tmp_path / name))
         assert "hunter2" not in str(caught.value)
-    with pytest.raises(BadRequest, match="no such place"):
+    with pytest.raises(BadRequest, match="cannot be expanded"):
         our_key("~nobody-is-called-so/id")
     assert not (tmp_path / "none").exists()
 
 
 def _in_a_token() -> str:
-    """A key file as `ssh-keygen -t ed25519-sk` writes it (PROTOCOL.key, PROTOCOL.u2f): the key itself is in a token."""
+    """Return a key file as `ssh-keygen -t ed25519-sk` writes it (PROTOCOL.key, PROTOCOL.u2f): the key is in a security
+    token.
+    """
 
     def text(content: bytes) -> bytes:
         return len(content).to_bytes(4, "big") + content
@@ -203,8 +207,8 @@ def _in_a_token() -> str:
 # ── host keys ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_host_key_is_one_for_a_launch_and_a_key(tmp_path: Path) -> None:
-    """The same each time it is asked for, another for every other launch and for every other key of ours."""
+def test_a_host_key_depends_on_launch_and_key(tmp_path: Path) -> None:
+    """It is the same each time, and differs for every other launch and for every other key of ours."""
     ours, others = our_key(), our_key(str(keygen(tmp_path / "mine", "-t", "ed25519", "-N", "")))
     keys = [host_key(launch, key).public for launch in (LAUNCH, LAUNCH[:-1], "", "Lé") for key in (ours, others)]
     assert len(set(keys)) == len(keys)
@@ -212,10 +216,8 @@ def test_a_host_key_is_one_for_a_launch_and_a_key(tmp_path: Path) -> None:
     assert ours.public not in keys
 
 
-def test_sshd_and_clients_take_it(tmp_path: Path) -> None:
-    """OpenSSH and asyncssh read the private part, and derive the public one that we tell; it goes unlocked and without
-    a name.
-    """
+def test_sshd_and_clients_accept_it(tmp_path: Path) -> None:
+    """OpenSSH and asyncssh read the private part and derive our public one. It has neither passphrase nor comment."""
     key = host_key(LAUNCH, our_key())
     path = tmp_path / "ssh_host_ed25519_key"
     path.write_text(key.private)
@@ -226,7 +228,7 @@ def test_sshd_and_clients_take_it(tmp_path: Path) -> None:
 
 
 def test_its_private_part_is_in_no_repr() -> None:
-    """Nor in that of anything around it."""
+    """Nor in that of any object around it."""
     key = host_key(LAUNCH, our_key())
     lines = key.private.splitlines()
     for text in (repr(key), str(key), f"{key}", repr([key]), repr({"host": key})):
@@ -248,8 +250,9 @@ def test_its_private_part_is_in_no_repr() -> None:
     ],
 )
 def test_every_version_derives_the_same(tmp_path: Path, private: Any, expected: str) -> None:
-    """Who attaches may have other versions than who has launched: what is derived depends on no library's way to write
-    a key.
+    """A process that attaches may have other versions than the one that launched.
+
+    So the key depends on no library's format.
     """
     path = tmp_path / "fixed"
     path.write_bytes(

@@ -1,4 +1,4 @@
-"""RunPod: what every provider keeps to, and what is odd about its pods and its API."""
+"""RunPod: the contract of all providers, and the peculiarities of its pods and its API."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class TestRunPod(RestContract):
 
         return Hands(
             provider=provider,
-            wish=RTX_4090,
+            want=RTX_4090,
             secrets=(KEY,),
             alive=fake.alive,
             refuse_credentials=lambda: setattr(fake, "is_refusing", True),
@@ -123,13 +123,13 @@ def cheapest(want: Requirements = RTX_4090, provider: RunPod | None = None) -> O
 
 
 def of(chip: str, provider: RunPod | None = None) -> list[Offer]:
-    """What is offered for a chip that is asked for."""
+    """Return the offers for a required chip."""
     want = Requirements(accelerator=sky.accelerators.parse(chip))
     return [offer for offer in (provider or RunPod()).offers(want) if matches(offer, want) is None]
 
 
 def order(fake: FakeRunPod) -> dict[str, Any]:
-    """The only creating call."""
+    """Return the only creating call."""
     (request,) = fake.asked("POST", "/v2/pods")
     return request.body
 
@@ -138,7 +138,7 @@ def order(fake: FakeRunPod) -> dict[str, Any]:
 
 
 def test_an_offer_is_a_type_in_a_number_in_a_data_centre(fake: FakeRunPod) -> None:
-    """At the price of one GPU times their number, with the CPUs and memory that will be asked for."""
+    """At the price of one GPU times their number, with the CPUs and memory that the creating call will request."""
     offers = of("8xH100")
     assert [(offer.instance_type, offer.region) for offer in offers] == [
         ("NVIDIA H100 80GB HBM3 x8", place) for place in ("EU-RO-1", "US-TX-3")
@@ -155,15 +155,15 @@ def test_an_offer_is_a_type_in_a_number_in_a_data_centre(fake: FakeRunPod) -> No
     assert not any(offer.is_spot for offer in RunPod(cloud=None).offers(Requirements()))
 
 
-def test_a_number_that_is_asked_for_is_offered(fake: FakeRunPod) -> None:
-    """And no other, for anybody can have it; the stock that is told is that of this number."""
+def test_a_required_number_of_gpus_is_offered(fake: FakeRunPod) -> None:
+    """And no other number. The stock is that of this number."""
     offers = of("3xRTX 4090")
     assert sorted({offer.accelerators for offer in offers}) == [3]
     (request,) = fake.asked("GET")
     assert request.query == {"include": "AVAILABILITY", "product": "POD", "count": "3", "cloud": "SECURE"}
 
 
-def test_who_names_no_number_is_offered_the_usual_ones(fake: FakeRunPod) -> None:
+def test_without_a_required_number_the_usual_ones_are_offered(fake: FakeRunPod) -> None:
     """But no more GPUs than a pod may have."""
     offers = RunPod(cloud="community").offers(Requirements())
     assert [offer.accelerators for offer in offers if offer.accelerator == "RTX 4090"] == [1, 2, 4]
@@ -182,14 +182,16 @@ def test_community_machines_are_named_so_and_are_in_no_data_centre(fake: FakeRun
 
 
 def test_the_flag_decides_and_not_the_price(fake: FakeRunPod) -> None:
-    """A price is told for a cloud that does not sell the type as well."""
+    """The row also has a price for a cloud that does not sell the type."""
     offers = RunPod(cloud=None).offers(Requirements())
     assert {offer.region for offer in offers if "3070" in offer.instance_type} == {"any"}
     assert {offer.region for offer in offers if "MI300X" in offer.instance_type} == {"EU-RO-1", "US-TX-3"}
 
 
 def test_what_is_not_in_stock_is_not_offered(fake: FakeRunPod) -> None:
-    """As a whole, or in one data centre; a slice of a chip, which is in no catalogue, neither."""
+    """Neither where the type is out of stock, nor where one data centre is; nor a slice of a chip, which no catalogue
+    has.
+    """
     fake.gpus["NVIDIA H100 80GB HBM3"]["availability"] = "NONE"
     fake.gpus["NVIDIA GeForce RTX 4090"]["dataCenters"][0]["availability"] = "NONE"
     offers = RunPod().offers(Requirements())
@@ -198,7 +200,7 @@ def test_what_is_not_in_stock_is_not_offered(fake: FakeRunPod) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "chip", "form_factor"),
+    ("name_at_runpod", "chip", "form_factor"),
     [
         ("NVIDIA A100-SXM4-40GB", "A100", "SXM"),
         ("NVIDIA H100 PCIe", "H100", "PCIe"),
@@ -215,15 +217,17 @@ def test_what_is_not_in_stock_is_not_offered(fake: FakeRunPod) -> None:
         ("Tesla V100-SXM2-32GB", "V100", "SXM"),
     ],
 )
-def test_chips_by_runpods_names(fake: FakeRunPod, told: str, chip: str, form_factor: str | None) -> None:
-    """As the catalogue calls them; and a type's name leads back to RunPod's own, there and in what is listed."""
+def test_chips_have_the_catalogues_names_and_orders_runpods(
+    fake: FakeRunPod, name_at_runpod: str, chip: str, form_factor: str | None
+) -> None:
+    """RunPod's own name can be recovered from the type's name, in orders and in the listing."""
     fake.gpus.clear()
-    fake.sell(gpu(told, 40, 1.0))
-    offer = RunPod().offers(Requirements(instance_type=f"{told} x2"))[0]
+    fake.sell(gpu(name_at_runpod, 40, 1.0))
+    offer = RunPod().offers(Requirements(instance_type=f"{name_at_runpod} x2"))[0]
     assert (offer.accelerator, offer.form_factor, offer.accelerators) == (chip, form_factor, 2)
     (machine,) = RunPod().launch(offer, 1, tags(), STARTUP)
     assert machine.instance_type == offer.instance_type
-    assert {name: order(fake)["gpu"][name] for name in ("id", "count")} == {"id": told, "count": 2}
+    assert {name: order(fake)["gpu"][name] for name in ("id", "count")} == {"id": name_at_runpod, "count": 2}
 
 
 def test_machines_without_gpu_have_a_power_of_two_of_cpus(fake: FakeRunPod) -> None:
@@ -261,9 +265,10 @@ def test_an_answer_without_a_list_is_no_empty_list(fake: FakeRunPod) -> None:
 # ── the creating call ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_is_asked_for(fake: FakeRunPod) -> None:
-    """Our script in place of the image's entrypoint, port 22, no sshd and no key of RunPod's; what the offer promises
-    of the host.
+def test_the_creating_call(fake: FakeRunPod) -> None:
+    """Our script replaces the image's entrypoint.
+
+    Port 22, no sshd and no key of RunPod's, and the CPUs and memory of the offer.
     """
     (machine,) = RunPod(disk_gb=64, registry="reg1").launch(cheapest(), 1, tags(), STARTUP)
     body = order(fake)
@@ -308,8 +313,8 @@ def test_what_is_asked_for(fake: FakeRunPod) -> None:
     assert fake.keys == ["ssh-ed25519 AAAAsomebodyelses"]
 
 
-def test_the_promised_cpus_and_memory_are_asked_for(fake: FakeRunPod) -> None:
-    """The floor of the type, or one's own, for each GPU."""
+def test_the_creating_call_has_the_promised_cpus_and_memory(fake: FakeRunPod) -> None:
+    """The minimum of the type, or the configured one, for each GPU."""
     provider = RunPod(min_vcpus_per_gpu=5, min_memory_gb_per_gpu=50)
     (offer,) = provider.offers(Requirements(instance_type="NVIDIA A100 80GB PCIe x2"))[:1]
     assert (offer.vcpus, offer.memory_gb) == (10, 100)
@@ -317,13 +322,13 @@ def test_the_promised_cpus_and_memory_are_asked_for(fake: FakeRunPod) -> None:
     assert {"minVcpuCountPerGpu": 5, "minRamPerGpu": 50}.items() <= order(fake)["gpu"].items()
 
 
-def test_a_community_machine(fake: FakeRunPod) -> None:
-    """Is asked for without a data centre."""
+def test_a_community_machine_is_requested_without_a_data_centre(fake: FakeRunPod) -> None:
+    """The region of its instance is that of its offer."""
     (machine,) = RunPod(cloud="community").launch(cheapest(provider=RunPod(cloud="community")), 1, tags(), STARTUP)
     assert order(fake)["cloud"] == "COMMUNITY"
     assert "dataCenterIds" not in order(fake)
     assert (machine.region, machine.instance_type) == ("any", "NVIDIA GeForce RTX 4090 x1 community")
-    fake.pods[machine.id]["dataCenterId"] = "US-OR-1"  # should RunPod name one: it was not sold as one there
+    fake.pods[machine.id]["dataCenterId"] = "US-OR-1"  # RunPod may name one, but the offer was in none
     assert [found.region for found in RunPod().instances(POOL)] == ["any"]
 
 
@@ -333,8 +338,8 @@ def test_amd_has_an_image_of_its_own_and_no_cuda(fake: FakeRunPod) -> None:
     assert "minCudaVersion" not in order(fake)["gpu"]
 
 
-def test_a_machine_without_gpu(fake: FakeRunPod) -> None:
-    """Has no more disk than its flavour takes, or "no instances" is all that one hears."""
+def test_a_machine_without_gpu_has_no_more_disk_than_its_flavour_takes(fake: FakeRunPod) -> None:
+    """With more disk RunPod only answers "no instances"."""
     (machine,) = RunPod().launch(cheapest(CPUS), 1, tags(), STARTUP)
     body = order(fake)
     assert (body["cpu"], body["disk"], body["image"], body["cloud"]) == (
@@ -351,14 +356,14 @@ def test_a_machine_without_gpu(fake: FakeRunPod) -> None:
     )
 
 
-def test_a_type_that_is_none_is_refused(fake: FakeRunPod) -> None:
+def test_an_invalid_type_is_refused(fake: FakeRunPod) -> None:
     with pytest.raises(BadRequest, match="no type of RunPod"):
         RunPod().launch(cheapest().model_copy(update={"instance_type": "g5.xlarge"}), 1, tags(), STARTUP)
     assert fake.asked("POST") == []
 
 
-def test_the_stock_is_looked_at_first(fake: FakeRunPod) -> None:
-    """A creating call says of it no more than 400: nothing is asked for where nothing is."""
+def test_the_stock_is_checked_before_the_creating_call(fake: FakeRunPod) -> None:
+    """A creating call would only answer 400, so none is made without stock."""
     offer = cheapest()
     fake.gpus["NVIDIA GeForce RTX 4090"]["dataCenters"][0]["availability"] = "NONE"
     with pytest.raises(NoCapacity, match="EU-RO-1 in stock") as caught:
@@ -390,7 +395,10 @@ def test_the_stock_is_looked_at_first(fake: FakeRunPod) -> None:
     ],
 )
 def test_what_a_refusal_means(fake: FakeRunPod, status: int, error: type[Exception], code: str) -> None:
-    """400 is a broken rule as well as no capacity, so what was said is told; after one refusal no more is asked for."""
+    """400 is a broken rule or a lack of stock, so the error has RunPod's text.
+
+    After one refusal no further pod is requested.
+    """
     offer = cheapest()
     fake.fail("POST", "/v2/pods", problem(status, "what RunPod says"), times=100)
     with pytest.raises(error, match="what RunPod says") as caught:
@@ -415,8 +423,9 @@ def test_what_a_refusal_means(fake: FakeRunPod, status: int, error: type[Excepti
     ],
 )
 def test_a_refusal_that_may_be_about_the_request(fake: FakeRunPod, detail: str, mistake: str) -> None:
-    """What it says of this offer alone is left out, so that others can say the same; what may mean that none is left is
-    no mistake.
+    """Its text is kept without what concerns this offer alone, so that refusals can be compared.
+
+    A lack of stock is no mistake.
     """
     offer = cheapest()
     fake.fail("POST", "/v2/pods", problem(400, detail))
@@ -430,11 +439,12 @@ def test_a_refusal_that_may_be_about_the_request(fake: FakeRunPod, detail: str, 
     (2, "registry 'nope' does not exist", BadRequest, 2),
     (9, NO_CAPACITY, NoCapacity, 9),
 ])  # fmt: skip
-def test_a_mistake_of_ones_own_is_not_tried_everywhere(
+def test_a_mistaken_request_is_not_tried_at_every_candidate(
     fake: FakeRunPod, places: int, detail: str, kind: type[Exception], calls: int
 ) -> None:
-    """Three candidates, or all, that are in stock and say the same of the request are believed; what is sold out is
-    tried to the end.
+    """Three candidates in stock with the same refusal, or all, prove a mistake.
+
+    Candidates without stock are all tried.
     """
     fake.gpus.clear()
     fake.sell(gpu("NVIDIA GeForce RTX 4090", 24, 0.69, None, " ".join(f"EU-{place}" for place in range(places))))
@@ -446,33 +456,33 @@ def test_a_mistake_of_ones_own_is_not_tried_everywhere(
     assert len(fake.asked("POST", "/v2/pods")) == calls
 
 
-def test_a_403_elsewhere_is_a_key_without_the_right(fake: FakeRunPod) -> None:
+def test_a_403_to_another_request_is_a_credentials_error(fake: FakeRunPod) -> None:
     fake.fail("GET", "/v2/pods", problem(403, "access denied"))
     with pytest.raises(CredentialsError):
         RunPod().instances()
 
 
 def test_an_unknown_field_would_be_refused(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As all of them are; it is ours to mend, and no other candidate is better."""
+    """Everywhere: no other candidate would be better, because the fault is ours."""
     offer = cheapest()
     monkeypatch.setattr(RunPod, "_hardware", lambda *_: {"cloud": "SECURE", "gpuCount": 1, "image": "x"})
     with pytest.raises(BadRequest, match="gpuCount"):
         RunPod().launch(offer, 1, tags(), STARTUP)
 
 
-def test_fewer_than_asked_are_kept(fake: FakeRunPod, caplog: pytest.LogCaptureFixture) -> None:
+def test_fewer_machines_than_requested_are_kept(fake: FakeRunPod, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "skyward_core.providers.runpod")
     offer = cheapest()
     fake.fail("POST", "/v2/pods", problem(400, NO_CAPACITY))
-    fake.delay_seconds = 0.3  # both are under way when one is refused
+    fake.delay_seconds = 0.3  # both are in flight when one is refused
     machines = RunPod().launch(offer, 2, tags(), STARTUP)
     assert {machine.id for machine in machines} == fake.alive()
     assert len(machines) == 1
     assert "no longer any instances" in caplog.text
 
 
-def test_a_lost_answer_is_looked_for_by_name_and_never_asked_for_again(fake: FakeRunPod) -> None:
-    """Also where the list is some seconds behind, and on its second page."""
+def test_a_pod_of_a_lost_answer_is_found_by_name_and_not_requested_again(fake: FakeRunPod) -> None:
+    """Also where the list is some seconds late, and on its second page."""
     offer = cheapest()
     for number in range(25):
         fake.stranger(f"pod-{number}")
@@ -483,10 +493,10 @@ def test_a_lost_answer_is_looked_for_by_name_and_never_asked_for_again(fake: Fak
     assert machine.tags[RANK_TAG] == "0"
 
 
-def test_what_nobody_knows_of_is_told_as_a_failure(fake: FakeRunPod) -> None:
-    """No answer, and no such pod in the list, is not "none left": another candidate might make two of it.
+def test_an_unknown_outcome_is_reported_as_a_failure(fake: FakeRunPod) -> None:
+    """No answer and no such pod in the list is not NoCapacity: the next candidate could create a second pod.
 
-    Nor is a list that does not answer.
+    A list that does not answer proves nothing either.
     """
     offer = cheapest()
     fake.creates_left = 0
@@ -499,14 +509,14 @@ def test_what_nobody_knows_of_is_told_as_a_failure(fake: FakeRunPod) -> None:
     assert len(fake.asked("POST")) <= 3
 
 
-def test_an_answer_without_an_id_is_looked_for(fake: FakeRunPod) -> None:
+def test_a_pod_of_an_answer_without_an_id_is_looked_up(fake: FakeRunPod) -> None:
     offer = cheapest()
     fake.fail("POST", "/v2/pods", Reply(201, {"name": "x"}), is_done=True)
     (machine,) = RunPod().launch(offer, 1, tags(), STARTUP)
     assert fake.alive() == {machine.id}
 
 
-def test_many_machines_are_asked_for_at_once(fake: FakeRunPod) -> None:
+def test_many_machines_are_requested_at_the_same_time(fake: FakeRunPod) -> None:
     """64 calls that take 0.1 s each, eight at a time."""
     offer = cheapest()
     fake.delay_seconds, fake.page = 0.1, None
@@ -520,7 +530,7 @@ def test_many_machines_are_asked_for_at_once(fake: FakeRunPod) -> None:
 
 
 def test_it_waits_for_the_direct_address(fake: FakeRunPod) -> None:
-    """A pod runs before its port is mapped, and the proxy that is told meanwhile carries no files."""
+    """A pod runs before its port is mapped. The proxy's address, which is listed before, carries no files."""
     (machine,) = RunPod().launch(cheapest(), 1, tags(), STARTUP)
     assert len(fake.asked("GET", "/v2/pods$")) == 4
     assert machine.ip == HOST
@@ -530,8 +540,8 @@ def test_it_waits_for_the_direct_address(fake: FakeRunPod) -> None:
 
 
 @pytest.mark.parametrize("word", ["ERROR", "EXITED", "TERMINATED"])
-def test_a_pod_that_fails_on_its_way_is_given_back(fake: FakeRunPod, word: str) -> None:
-    """And left out; if none is left, RunPod's own word tells why."""
+def test_a_pod_that_fails_to_start_is_deleted(fake: FakeRunPod, word: str) -> None:
+    """And left out. If none is left, the error has RunPod's own word."""
     fake.becomes = {"-1.l": word}
     machines = RunPod().launch(cheapest(), 3, tags(), STARTUP)
     assert [machine.rank for machine in machines] == [0, 2]
@@ -543,8 +553,8 @@ def test_a_pod_that_fails_on_its_way_is_given_back(fake: FakeRunPod, word: str) 
     assert {machine.id for machine in machines} == fake.alive()
 
 
-def test_a_pod_that_is_placed_elsewhere_is_given_back(fake: FakeRunPod) -> None:
-    """RunPod calls the data centres of a call preferred ones."""
+def test_a_pod_in_another_data_centre_is_deleted(fake: FakeRunPod) -> None:
+    """RunPod treats the requested data centre as a preference."""
     fake.elsewhere = "CA-MTL-3"
     with pytest.raises(NoCapacity, match="in CA-MTL-3 and not in EU-RO-1"):
         RunPod().launch(cheapest(), 2, tags(), STARTUP)
@@ -558,7 +568,7 @@ def test_a_pod_that_vanishes_is_not_waited_for(fake: FakeRunPod, monkeypatch: py
     assert caught.value.code == "TERMINATED"
 
 
-def test_a_pod_that_the_list_does_not_tell_yet_is_asked_for_by_itself(fake: FakeRunPod) -> None:
+def test_a_pod_that_is_not_listed_yet_is_queried_by_id(fake: FakeRunPod) -> None:
     fake.hidden = 3
     (machine,) = RunPod().launch(cheapest(), 1, tags(), STARTUP)
     assert machine.endpoint is not None
@@ -576,7 +586,7 @@ def test_an_address_is_not_waited_for_forever(fake: FakeRunPod, monkeypatch: pyt
 
 
 def test_a_private_network(fake: FakeRunPod) -> None:
-    """For NVIDIA's GPUs, in the data centres that have one; its address is waited for too."""
+    """For NVIDIA's GPUs, in the data centres that have one. The launch waits for its address too."""
     provider = RunPod(global_networking=True, cloud=None)
     offers = provider.offers(Requirements())
     assert {offer.region for offer in offers} == {"EU-RO-1"}
@@ -593,7 +603,7 @@ def test_a_private_network(fake: FakeRunPod) -> None:
 
 @pytest.mark.parametrize("page", [1, 3, None])
 def test_all_pages_of_the_list_are_read(fake: FakeRunPod, page: int | None) -> None:
-    """And a list without pages, which it was until autumn 2026, is whole."""
+    """A list without pages, as it was until autumn 2026, is complete."""
     machines = RunPod().launch(cheapest(), 4, tags(), STARTUP)
     fake.page = page
     assert {found.id: found.rank for found in RunPod().instances(POOL)} == {
@@ -604,9 +614,9 @@ def test_all_pages_of_the_list_are_read(fake: FakeRunPod, page: int | None) -> N
 @pytest.mark.parametrize(
     "pages", [{"hasNextPage": True, "nextCursor": "after:"}, {"hasNextPage": True, "nextCursor": None}]
 )
-def test_a_list_that_has_no_end_is_no_list(fake: FakeRunPod, pages: dict[str, Any]) -> None:
+def test_a_list_whose_pages_repeat_is_a_failure(fake: FakeRunPod, pages: dict[str, Any]) -> None:
     fake.fail("GET", "/v2/pods", Reply(200, {"pods": [], "pagination": pages}), times=5)
-    with pytest.raises(ProviderFailed, match="circles"):
+    with pytest.raises(ProviderFailed, match="repeat"):
         RunPod().instances()
 
 
@@ -623,7 +633,7 @@ def test_a_list_that_has_no_end_is_no_list(fake: FakeRunPod, pages: dict[str, An
     ],
 )
 def test_states(fake: FakeRunPod, word: str, state: InstanceState | None) -> None:
-    """A word that is not known yet neither runs nor is gone."""
+    """An unknown status is neither running nor gone."""
     (machine,) = RunPod().launch(cheapest(), 1, tags(), STARTUP)
     fake.steps[machine.id] = 100
     fake.pods[machine.id]["status"] = word
@@ -637,7 +647,7 @@ def test_a_stopped_pod_costs_nothing_for_its_gpu_and_is_listed(fake: FakeRunPod)
     assert (found.state, found.price_per_hour, found.endpoint) == (InstanceState.STOPPING, 0.0, None)
 
 
-def test_a_price_that_is_not_told_yet_is_the_offers(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_price_is_that_of_the_offer(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch) -> None:
     make = fake._make
     monkeypatch.setattr(fake, "_make", lambda body: (pod := make(body), fake.pods[pod].update(cost=0))[0])
     (machine,) = RunPod().launch(cheapest(), 1, tags(), STARTUP)
@@ -647,7 +657,7 @@ def test_a_price_that_is_not_told_yet_is_the_offers(fake: FakeRunPod, monkeypatc
 # ── terminate ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_those_that_cannot_be_deleted_are_told(fake: FakeRunPod) -> None:
+def test_pods_that_cannot_be_deleted_are_named(fake: FakeRunPod) -> None:
     """After all of them were tried."""
     machines = RunPod().launch(cheapest(), 3, tags(), STARTUP)
     fake.undying = {machines[0].id}
@@ -657,7 +667,7 @@ def test_those_that_cannot_be_deleted_are_told(fake: FakeRunPod) -> None:
     assert fake.alive() == {machines[0].id}
 
 
-def test_ids_of_other_clouds_are_nobodys_here(fake: FakeRunPod) -> None:
+def test_ids_of_other_clouds_are_ignored(fake: FakeRunPod) -> None:
     RunPod().terminate(["", "../account/ssh-keys", "a/b"])
     assert fake.asked("DELETE") == []
 
@@ -678,16 +688,14 @@ def test_ids_of_other_clouds_are_nobodys_here(fake: FakeRunPod) -> None:
 def test_cuda_is_what_the_images_need(
     fake: FakeRunPod, settings: dict[str, Any], needed: float | None, asked: str | None
 ) -> None:
-    """The container's, by its name (cu1281), and the pool's packages; a setting is the last word."""
+    """That of the container's image, by its name (cu1281), and of the pool's packages. A setting overrides it."""
     provider = RunPod(**settings)
     provider.launch(cheapest(RTX_4090.model_copy(update={"min_cuda": needed}), provider), 1, tags(), STARTUP)
     assert fake.asked("POST", "/v2/pods")[-1].body["gpu"].get("minCudaVersion") == asked
 
 
 def test_the_disk_is_counted(fake: FakeRunPod) -> None:
-    """$0.10 per GB and month (docs.runpod.io/pods/storage, 2026-11-22), of as large a disk as is asked for; of a pod
-    that is found again too.
-    """
+    """$0.10 per GB and month (docs.runpod.io/pods/storage, 2026-11-22) of the requested disk; also for a listed pod."""
     offer = cheapest(provider=RunPod(disk_gb=72))
     assert [(extra.name, extra.usd_per_hour) for extra in offer.extras_per_hour] == [("disk", 0.01)]
     RunPod(disk_gb=72).launch(offer, 1, tags(), STARTUP)
@@ -703,15 +711,15 @@ def test_a_name_is_unique_plain_and_the_same_whenever_it_is_made(fake: FakeRunPo
     assert all(len(name) <= 191 for name in names)
 
 
-def test_a_pool_whose_name_begins_like_anothers_is_another(fake: FakeRunPod) -> None:
+def test_a_pool_is_not_mistaken_for_one_whose_name_begins_alike(fake: FakeRunPod) -> None:
     RunPod().launch(cheapest(), 1, tags("a-1"), STARTUP)
     RunPod().launch(cheapest(), 1, tags("a"), STARTUP)
     (found,) = RunPod().instances("a")
     assert (found.pool_id, found.rank) == ("a", 0)
 
 
-def test_tags_that_have_no_room_go_into_the_environment(fake: FakeRunPod) -> None:
-    """The least important first; what a pool is found by stays in the name, where it is told in any case."""
+def test_tags_that_do_not_fit_into_the_name_are_in_the_environment(fake: FakeRunPod) -> None:
+    """The least important tags first. The tags by which a pool is found stay in the name, which is always listed."""
     many = tags() | {OWNER_TAG: "jörg_~.%@" + "x" * 200, "team": "a b:c", EXPIRES_TAG: "1790003600"}
     (machine,) = RunPod().launch(cheapest(), 1, many, STARTUP)
     assert len(fake.pods[machine.id]["name"]) <= 191
@@ -745,9 +753,9 @@ def test_a_pool_name_that_no_name_can_hold_is_refused(fake: FakeRunPod) -> None:
 
 
 def ending(tmp_path: Path, accepted: str, tool: str = "") -> list[str]:
-    """Run what a pod ends itself with until it has paused for the fifth time; return what it did.
+    """Run the pod's end script until its fifth pause; return its requests.
 
-    `accepted` is what a request has that is not refused.
+    `accepted` is a text of the requests that succeed.
     """
 
     def command(name: str, text: str) -> None:
@@ -786,12 +794,12 @@ STOP = 'POST -d {"action": "stop"} https://api.runpod.io/v2/pods/abc123/action'
 
 
 @pytest.mark.parametrize("accepted", ["*/v2/pods/abc123", "*terminate*action", "*/v1/pods/abc123", "*/graphql"])
-def test_a_pod_asks_for_its_end_by_every_way_and_for_as_long_as_it_takes(
+def test_a_pod_requests_its_end_by_every_method_until_it_is_gone(
     tmp_path: Path, accepted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its own key, which is on no command line: which of the ways that key may use is told nowhere.
+    """With its own key, which is on no command line. RunPod does not document which methods that key may use.
 
-    What was accepted has not yet been done.
+    An accepted request may not yet have taken effect.
     """
     monkeypatch.delenv("RUNPOD_API_BASE_URL", raising=False)
     pauses = ["sleep 5", "sleep 10", "sleep 20", "sleep 40", "sleep 80"]
@@ -799,9 +807,9 @@ def test_a_pod_asks_for_its_end_by_every_way_and_for_as_long_as_it_takes(
 
 
 def test_a_pod_whose_end_is_refused_is_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That frees its GPU; and it is asked for the end all the same, with RunPod's own tool too.
+    """That frees its GPU. It still requests its end, also with RunPod's own tool.
 
-    Nothing ends the first process: it would be started anew.
+    Nothing ends the first process, because it would be restarted.
     """
     monkeypatch.delenv("RUNPOD_API_BASE_URL", raising=False)
     tool = "runpodctl remove pod abc123 its-own-key"
@@ -810,7 +818,7 @@ def test_a_pod_whose_end_is_refused_is_switched_off(tmp_path: Path, monkeypatch:
 
 
 def test_a_pod_without_a_key_looks_for_it_again(tmp_path: Path) -> None:
-    """It asks nobody, and goes on."""
+    """It sends no request, and goes on."""
     (tmp_path / "sleep").write_text(
         f'#!/bin/sh\necho "$@" >>{tmp_path}/pauses; [ "$(wc -l <{tmp_path}/pauses)" -lt 3 ] || kill "$PPID"\n'
     )
@@ -854,7 +862,7 @@ def test_the_key_may_be_in_the_file_of_runpods_tools(
     "text", [f"[default\napi_key = {KEY}", "default = 3\n", "[default]\napi_key = 7\n", "[default]\napi_key = ' '\n"]
 )
 def test_a_file_without_a_key(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
-    """Says what to set, and nothing of what is in the file."""
+    """The error names the variable to set, and no content of the file."""
     monkeypatch.delenv("RUNPOD_API_KEY")
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".runpod").mkdir()
@@ -866,16 +874,16 @@ def test_a_file_without_a_key(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_an_account_is_a_part_of_the_keys_hash(fake: FakeRunPod) -> None:
-    """The API tells no name; a key that is refused has none."""
-    told = RunPod().account()
-    assert told.startswith("key-") and len(told) == 16
-    assert told[4:] not in KEY
+    """The API has no account id. A refused key has no account."""
+    account = RunPod().account()
+    assert account.startswith("key-") and len(account) == 16
+    assert account[4:] not in KEY
     with pytest.raises(CredentialsError):
         RunPod(api_key="rpa_another").account()
 
 
-def test_the_address_may_be_given(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a setting, which wins over the variable of RunPod's tools; with or without the version."""
+def test_the_url_may_be_given(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The setting overrides the variable of RunPod's tools; with or without the version."""
     monkeypatch.setenv("RUNPOD_API_BASE_URL", "http://127.0.0.1:9/")
     assert RunPod(endpoint_url=f"{fake.url}/v2/").account()
 
@@ -891,13 +899,13 @@ def test_the_address_may_be_given(fake: FakeRunPod, monkeypatch: pytest.MonkeyPa
         {"min_vcpus_per_gpu": 0},
     ],
 )
-def test_settings_that_cannot_be(fields: dict[str, Any]) -> None:
+def test_invalid_settings_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(BadRequest) as caught:
         load({"name": "runpod", "api_key": KEY, **fields})
     assert KEY not in str(caught.value)
 
 
-def test_it_refuses_volumes_and_tells_where_to_look(fake: FakeRunPod) -> None:
+def test_it_refuses_volumes_and_names_an_alternative(fake: FakeRunPod) -> None:
     (machine,) = RunPod().launch(cheapest(), 1, tags(), STARTUP)
     assert set(RunPod.refuses) == {"volume", "mig"}
     assert RunPod().console_url(machine) == f"https://console.runpod.io/pods?id={machine.id}"
@@ -910,12 +918,12 @@ SPECIFICATION = json.loads(Path(__file__).with_name("runpod_specification.json")
 
 
 def check(what: str, value: object) -> None:
-    """Raise if a value is not what the specification of RunPod's API calls so."""
+    """Raise if a value does not match the specification of RunPod's API."""
     jsonschema.Draft202012Validator({"$ref": f"#/$defs/{what}", "$defs": SPECIFICATION["$defs"]}).validate(value)
 
 
 @pytest.mark.parametrize(
-    ("settings", "wish"),
+    ("settings", "want"),
     [
         ({}, RTX_4090),
         ({"cloud": "community"}, RTX_4090),
@@ -923,12 +931,10 @@ def check(what: str, value: object) -> None:
         ({}, Requirements(vcpus=2)),
     ],
 )
-def test_what_is_asked_and_what_the_fake_answers_is_as_runpod_specifies(
-    fake: FakeRunPod, settings: dict[str, Any], wish: Requirements
+def test_requests_and_the_fakes_answers_match_runpods_specification(
+    fake: FakeRunPod, settings: dict[str, Any], want: Requirements
 ) -> None:
-    """Each order, each pod in each of its states, and each refusal: neither we nor the fake drift from the published
-    document.
-    """
+    """Each order, each pod in each of its states, and each refusal: neither our code nor the fake may drift from it."""
     provider = RunPod(**settings)
     rows: list[dict[str, Any]] = []
     made = fake._make
@@ -939,7 +945,7 @@ def test_what_is_asked_and_what_the_fake_answers_is_as_runpod_specifies(
         return pod
 
     fake._make = make  # type: ignore[method-assign]
-    (machine,) = provider.launch(cheapest(wish, provider), 1, tags(), STARTUP)
+    (machine,) = provider.launch(cheapest(want, provider), 1, tags(), STARTUP)
     (order,) = fake.asked("POST", "/v2/pods")
     check("CreatePodRequest", order.body)
     check("Pod", fake.pods[machine.id])

@@ -1,9 +1,8 @@
-"""What a rented machine runs when it comes up, in real shells and on real hosts: it lets us in, says who it is, and
-ends itself.
+"""Boot scripts of rented machines, in real shells and on real hosts: login, identity and the machine's end.
 
-What cloud-init does with cloud-config was read in its source (cloudinit/config/cc_ssh.py, cloudinit/util.py: shellify).
-No image with cloud-init, no systemd and no network to install from are to be had here: that sshd comes before the host
-key on a cloud's image, `systemctl restart` and `apt-get` are not tried.
+cloud-init's handling of cloud-config was read in its source (cloudinit/config/cc_ssh.py, cloudinit/util.py: shellify).
+Images with cloud-init, systemd and a network to install from are not available here. So it is not tested that sshd
+starts before the host key is set on a cloud's image, nor `systemctl restart` and `apt-get`.
 """
 
 import base64
@@ -70,7 +69,7 @@ def host(key: Key) -> HostKey:
 
 
 def moved(script: str, tmp_path: Path) -> str:
-    """Return the script for a root directory of its own, so that it can be run here."""
+    """Return the script for another root directory, so that it can run here."""
     (tmp_path / "run").mkdir(exist_ok=True)
     (tmp_path / "root").mkdir(exist_ok=True)
     (tmp_path / "etc/ssh").mkdir(exist_ok=True, parents=True)
@@ -86,7 +85,7 @@ def run(script: str, shell: str = "sh", **variables: str) -> subprocess.Complete
 
 
 def booted(tmp_path: Path, script: str) -> Path:
-    """Run a boot script, whose startup makes the file `up` in its directory, below a root of its own.
+    """Run a boot script below a root directory of its own; its startup creates the file `up` in its directory.
 
     Returns that directory.
     """
@@ -102,7 +101,7 @@ def booted(tmp_path: Path, script: str) -> Path:
 @pytest.mark.parametrize("kind", ["boot", "script", "container"])
 @pytest.mark.parametrize("startup", [GUARD, NASTY])
 def test_the_scripts_are_plain_sh(key: Key, host: HostKey, kind: str, startup: str) -> None:
-    """Neither shellcheck nor dash nor bash finds anything in them."""
+    """shellcheck, dash and bash report nothing."""
     boot = userdata.boot_script(
         startup,
         contract_tags(),
@@ -115,36 +114,34 @@ def test_the_scripts_are_plain_sh(key: Key, host: HostKey, kind: str, startup: s
         "script": userdata.script(boot, key, host),
         "container": userdata.container_script(boot, key, host),
     }[kind]
-    told = subprocess.run([SHELLCHECK, "--shell=sh", "-"], input=script, capture_output=True, text=True, check=False)
-    assert told.stdout == ""
+    result = subprocess.run([SHELLCHECK, "--shell=sh", "-"], input=script, capture_output=True, text=True, check=False)
+    assert result.stdout == ""
     for shell in ("dash", "bash"):
         assert subprocess.run([shell, "-n"], input=script, capture_output=True, text=True, check=False).stderr == ""
 
 
-def test_what_unpacks_is_plain_sh() -> None:
-    """Also when it is put between quotes of either kind."""
-    told = subprocess.run(
+def test_the_unpacking_command_is_plain_sh() -> None:
+    """Also between quotes of either kind."""
+    result = subprocess.run(
         [SHELLCHECK, "--shell=sh", "-"],
         input=f"SKYWARD_BOOT=x\n{userdata.UNPACKED}\n",
         capture_output=True,
         text=True,
         check=False,
     )
-    assert told.stdout == ""
+    assert result.stdout == ""
     assert "'" not in userdata.UNPACKED
 
 
 @pytest.mark.parametrize("startup", [NASTY, "echo no end", "", "\n\n", "a\n\n\n", "cat <<'E'\nx\nE\n", GUARD])
 def test_a_startup_script_is_kept_exactly(tmp_path: Path, startup: str) -> None:
-    """To the letter, whatever it is made of; one without a final line break is given one."""
+    """Whatever it contains. A missing final line break is added."""
     boot = userdata.boot_script(startup, TAGS, "echo m-1").replace("setsid sh", 'touch "$directory/up" #')
     assert (booted(tmp_path, boot) / "startup.sh").read_text() == moved(startup.removesuffix("\n") + "\n", tmp_path)
 
 
-def test_a_startup_script_knows_who_it_is(tmp_path: Path) -> None:
-    """Its id, directory, pool, rank and all tags are in its environment; it reads nothing, writes to `log`, and leads a
-    session of its own.
-    """
+def test_a_startup_script_has_its_identity_in_the_environment(tmp_path: Path) -> None:
+    """Id, directory, pool, rank and all tags. It reads nothing, writes to `log`, and leads its own session."""
     startup = 'env -0 >"$SKYWARD_INSTANCE_DIRECTORY/environ"; read -r x || echo "no $x input"; echo error >&2\n'
     startup += 'cut -d" " -f1,6 /proc/$$/stat; touch "$SKYWARD_INSTANCE_DIRECTORY/up"\n'
     directory = booted(tmp_path, userdata.boot_script(startup, TAGS, "echo m-1"))
@@ -182,10 +179,8 @@ def test_a_startup_script_knows_who_it_is(tmp_path: Path) -> None:
         "printf 'x\\r\\n'",
     ],
 )
-def test_a_machine_that_cannot_tell_its_name_is_called_by_its_launch(tmp_path: Path, answer: str) -> None:
-    """No answer, an error page, what is no name of a file: the lease holds all the same, in a directory where
-    directories belong.
-    """
+def test_a_machine_without_a_readable_id_is_named_by_its_launch(tmp_path: Path, answer: str) -> None:
+    """No answer, an error page, an invalid file name: the lease still holds, in a directory at the usual path."""
     startup = 'touch "$SKYWARD_INSTANCE_DIRECTORY/up"\n'
     assert booted(tmp_path, userdata.boot_script(startup, TAGS, answer)).name == LAUNCH
 
@@ -194,8 +189,8 @@ def test_a_machine_that_cannot_tell_its_name_is_called_by_its_launch(tmp_path: P
     "name",
     ["4711", "i-0123456789abcdef0", "C.12345", "3fa85f64-5717-4562-b3fc-2c963f66afa6", "sky-a1b2-0-L0a1b2c3", "x_y"],
 )
-def test_names_of_clouds_are_taken(tmp_path: Path, name: str) -> None:
-    """As each of the five calls its machines."""
+def test_ids_of_all_clouds_are_accepted(tmp_path: Path, name: str) -> None:
+    """In the form of each of the five clouds."""
     assert (
         booted(tmp_path, userdata.boot_script('touch "$SKYWARD_INSTANCE_DIRECTORY/up"\n', TAGS, f"echo {name}")).name
         == name
@@ -205,15 +200,18 @@ def test_names_of_clouds_are_taken(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("field", ["startup", "end_script"])
 @pytest.mark.parametrize("text", ["SKYWARD_END_OF_FILE", "a\nSKYWARD_END_OF_FILE\nb", "SKYWARD_END_OF_FILE\n"])
 def test_the_word_that_ends_a_file_is_refused(field: str, text: str) -> None:
-    """Nothing of a script is run as part of the boot script; the word within a line does no harm."""
+    """No line of a script may run as part of the boot script. The word within a line is harmless."""
     texts = {"startup": ":\n", "end_script": "poweroff"}
     with pytest.raises(BadRequest, match="SKYWARD_END_OF_FILE"):
         userdata.boot_script(**{**texts, field: text}, tags=TAGS, machine_id="echo 1")
     userdata.boot_script(**{**texts, field: f"echo {userdata.DELIMITER}"}, tags=TAGS, machine_id="echo 1")
 
 
-def test_a_machine_tries_to_end_itself_until_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An end that fails, with `exit` or otherwise, is tried again; the file is ours alone, for it may hold a key."""
+def test_a_machine_tries_to_end_itself_until_it_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An end that fails, with `exit` or otherwise, is tried again.
+
+    Only root can read the file, because it may hold a key.
+    """
     monkeypatch.setattr(userdata, "END_AGAIN_SECONDS", 0)
     end = f'echo tried >>"{tmp_path}/tries"\n[ "$(wc -l <"{tmp_path}/tries")" -ge 3 ] || exit 1\nkill "$PPID_OF_TEST"'
     booted(tmp_path, userdata.boot_script('touch "$SKYWARD_INSTANCE_DIRECTORY/up"\n', TAGS, "echo m-1", end))
@@ -231,7 +229,7 @@ def test_a_machine_tries_to_end_itself_until_it_has(tmp_path: Path, monkeypatch:
     assert (tmp_path / "tries").read_text() == "tried\n" * 3
 
 
-# ── started anew ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── restart ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 QUIET = 'touch "$SKYWARD_INSTANCE_DIRECTORY/up"\n'
 BOOT_ID = Path(userdata.BOOT_ID).read_text().strip()
@@ -240,15 +238,13 @@ LATER = "00000000-0000-4000-8000-000000000000"
 
 
 def units(tmp_path: Path) -> Path:
-    """Make it a machine whose first process is systemd; return where its units are."""
+    """Make it a machine whose first process is systemd; return the directory of its units."""
     (tmp_path / "run/systemd/system").mkdir(parents=True)
     return tmp_path / "etc/systemd/system"
 
 
-def started_anew(tmp_path: Path, *, is_another_boot: bool = True) -> bool:
-    """Do what the unit does in this boot or, by what was noted, in a later one; return whether the machine has ended
-    itself.
-    """
+def restarted(tmp_path: Path, *, is_another_boot: bool = True) -> bool:
+    """Run the unit's script as in this boot or a later one; return whether the machine has ended itself."""
     script = (tmp_path / "root/.cache/skyward/rebooted").read_text()
     assert BOOT_ID in script
     script = script.replace(BOOT_ID, LATER) if is_another_boot else script
@@ -261,44 +257,45 @@ def started_anew(tmp_path: Path, *, is_another_boot: bool = True) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("told", "again", "ends"),
+    ("known", "again", "ends"),
     [
         ("m-1", "m-1", True),
-        ("m-1", "", True),  # nobody tells it now
+        ("m-1", "", True),  # the metadata service is silent now
         ("m-1", "<html>", True),
         ("m-1", "..", True),
-        ("", "m-1", True),  # nobody told it then
+        ("", "m-1", True),  # the metadata service was silent then
         ("a b", "m-1", True),
-        ("m-1", "m-2", False),  # somebody's machine with a copy of the disk
+        ("m-1", "m-2", False),  # another machine with a copy of the disk
         ("m-1", "m-10", False),
     ],
 )
-def test_a_machine_that_is_started_anew_ends_itself(tmp_path: Path, told: str, again: str, ends: bool) -> None:
-    """In every boot but the first, whatever its lease was; and only the machine that was rented.
+def test_a_machine_that_restarts_ends_itself(tmp_path: Path, known: str, again: str, ends: bool) -> None:
+    """In every boot but the first, whatever its lease, and only the rented machine.
 
-    Its log says why, as a guard does.
+    Its log has the reason, in the guard's format.
     """
     units(tmp_path)
     who = tmp_path / "who"
-    who.write_text(told)
+    who.write_text(known)
     directory = booted(tmp_path, userdata.boot_script(QUIET, TAGS, f"cat {who}", 'kill "$TEST"'))
-    assert not started_anew(tmp_path, is_another_boot=False)
+    assert not restarted(tmp_path, is_another_boot=False)
     assert (directory / "log").read_text() == ""
     who.write_text(again)
-    assert started_anew(tmp_path) == ends
-    assert (directory / "log").read_text() == (f"{GUARD_ENDS}its machine was started anew\n" if ends else "")
+    assert restarted(tmp_path) == ends
+    assert (directory / "log").read_text() == (f"{GUARD_ENDS}its machine was restarted\n" if ends else "")
 
 
 def test_a_machine_whose_node_has_ended_ends_again_when_it_is_switched_on(tmp_path: Path) -> None:
-    """The guard has taken the node's directory away, and somebody has switched the machine on."""
+    """The guard has removed the node's directory, and a person has switched the machine on."""
     units(tmp_path)
     shutil.rmtree(booted(tmp_path, userdata.boot_script(QUIET, TAGS, "echo m-1", 'kill "$TEST"')))
-    assert started_anew(tmp_path)
+    assert restarted(tmp_path)
 
 
 def test_systemd_runs_that_at_each_boot(tmp_path: Path) -> None:
-    """By a unit that the target of a boot wants, and that everybody may read; it is plain sh, and does nothing once the
-    disk has forgotten whose it was.
+    """By a unit that the boot target wants and that all users may read.
+
+    It is plain sh, and does nothing once the disk has lost its identity.
     """
     place = units(tmp_path)
     booted(tmp_path, userdata.boot_script(QUIET, TAGS, "cat /var/lib/cloud/data/instance-id 2>/dev/null || echo m-1"))
@@ -311,24 +308,24 @@ def test_systemd_runs_that_at_each_boot(tmp_path: Path) -> None:
     wanted = place / f"{unit['Install']['WantedBy']}.wants/skyward-guard.service"
     assert (wanted.read_text(), wanted.stat().st_mode & 0o777) == ((place / "skyward-guard.service").read_text(), 0o644)
     assert script.stat().st_mode & 0o777 == 0o600
-    told = subprocess.run([SHELLCHECK, "--shell=sh", script], capture_output=True, text=True, check=False)
-    assert told.stdout == ""
+    result = subprocess.run([SHELLCHECK, "--shell=sh", script], capture_output=True, text=True, check=False)
+    assert result.stdout == ""
     assert run(moved(userdata.FORGET, tmp_path).replace("/home/", f"{tmp_path}/home/")).returncode == 0
     assert not script.exists()
 
 
 def test_without_systemd_there_is_no_unit(tmp_path: Path) -> None:
-    """What holds in a container comes below."""
+    """Containers have tests of their own below."""
     booted(tmp_path, userdata.boot_script(QUIET, TAGS, "echo m-1"))
     assert not (tmp_path / "etc/systemd").exists()
     assert not (tmp_path / "root/.cache/skyward/rebooted").exists()
 
 
-# ── started anew, in a container ─────────────────────────────────────────────────────────────────────────────────────
+# ── restart of a container ─────────────────────────────────────────────────────────────────────────────────────
 
 
 class Container:
-    """A container's main script below a root of its own, run by a shell that stands for the first process.
+    """A container's main script below its own root directory, run by a shell in the place of the first process.
 
     Its end is a line in the file `ends`.
     """
@@ -337,9 +334,9 @@ class Container:
         self.ends = tmp_path / "ends"
         end = f'echo asked >>{self.ends}; [ "$(wc -l <{self.ends})" -lt 20 ] || sleep 100\nkill -KILL $$'
         now = int(time.time())
-        told = {**TAGS, CREATED_TAG: str(now), EXPIRES_TAG: str(now + 86_400), **tags}
+        all_tags = {**TAGS, CREATED_TAG: str(now), EXPIRES_TAG: str(now + 86_400), **tags}
         guard = guard_script(300, 86_400, userdata.END_COMMAND, paid_seconds=600)
-        boot = userdata.boot_script(guard, told, f"echo {tmp_path.name}-{os.getpid()}", end, is_container=True)
+        boot = userdata.boot_script(guard, all_tags, f"echo {tmp_path.name}-{os.getpid()}", end, is_container=True)
         boot = boot.replace(f"sleep {userdata.END_AGAIN_SECONDS}\n", "sleep 0.2\n")
         self._script = moved(
             userdata.OBEY + boot + userdata.WATCH.replace("sleep 10", "sleep 0.1").replace("sleep 60", "sleep 0.1"),
@@ -410,11 +407,12 @@ def container(tmp_path: Path) -> Iterator[Callable[..., Container]]:
         one.crash()
 
 
-def test_a_container_that_is_started_anew_asks_for_its_end_and_does_nothing_else(
+def test_a_container_that_restarts_requests_its_end_and_does_nothing_else(
     container: Callable[..., Container],
 ) -> None:
-    """It has no fresh lease and no fresh `paid`, and says why; the end is asked for again and again, and the first
-    process lives on.
+    """It has no new lease and no new `paid`, and logs the reason.
+
+    The end is requested repeatedly, and the first process lives on.
     """
     one = container()
     one.guard()
@@ -426,16 +424,14 @@ def test_a_container_that_is_started_anew_asks_for_its_end_and_does_nothing_else
         lambda: one.has_asked_for_its_end() and len(one.ends.read_text().splitlines()) >= 3,
         "the third time that the end is asked for",
     )
-    assert f"{GUARD_ENDS}its container was started anew\n" in one.said()
+    assert f"{GUARD_ENDS}its container was restarted\n" in one.said()
     assert one.is_up()
 
 
-def test_a_container_that_is_started_anew_on_another_disk_has_no_second_lease(
+def test_a_container_that_restarts_on_another_disk_has_no_second_lease(
     container: Callable[..., Container], tmp_path: Path
 ) -> None:
-    """When it was asked for is in the script, and that is in the environment: an hour later no start is the first
-    one.
-    """
+    """The time of its request is in the script, which is in the environment. An hour later every start is a restart."""
     one = container(**{CREATED_TAG: str(int(time.time()) - userdata.START_SECONDS - 5)})
     wait_until(one.has_asked_for_its_end, "the end")
     one.crash(wipe=True)
@@ -444,8 +440,8 @@ def test_a_container_that_is_started_anew_on_another_disk_has_no_second_lease(
     wait_until(one.has_asked_for_its_end, "the end of the one that was started anew")
 
 
-def test_a_container_whose_guard_is_killed_asks_for_its_end(container: Callable[..., Container]) -> None:
-    """Whoever has killed it, a call's `kill -9 -1` for one: the first process is what the kernel keeps from that."""
+def test_a_container_whose_guard_is_killed_requests_its_end(container: Callable[..., Container]) -> None:
+    """For example by a call's `kill -9 -1`. The kernel protects the first process from that."""
     one = container()
     guard = one.guard()
     one.follow()
@@ -455,10 +451,10 @@ def test_a_container_whose_guard_is_killed_asks_for_its_end(container: Callable[
 
 
 @pytest.mark.parametrize("is_guard_stuck", [False, True])
-def test_a_containers_last_moment_is_held_by_its_first_process(
+def test_a_containers_hard_end_is_kept_by_its_first_process(
     container: Callable[..., Container], is_guard_stuck: bool
 ) -> None:
-    """By the time of day, which nobody extends; a guard that does not move is not waited for."""
+    """By the time of day, which no process can extend. A guard that hangs is not waited for."""
     one = container(**{EXPIRES_TAG: str(int(time.time()) + 2)})
     guard = one.guard()
     if is_guard_stuck:
@@ -469,8 +465,8 @@ def test_a_containers_last_moment_is_held_by_its_first_process(
 # ── cloud-config ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_cloud_config_says_the_same_to_whoever_reads_it(key: Key, host: HostKey) -> None:
-    """YAML as PyYAML, which cloud-init uses, and JSON alike; the keys are those that cloud-init documents."""
+def test_cloud_config_is_the_same_as_yaml_and_json(key: Key, host: HostKey) -> None:
+    """PyYAML, which cloud-init uses, and JSON agree. The keys are those that cloud-init documents."""
     boot = userdata.boot_script(NASTY, TAGS, "echo m-1")
     text = userdata.cloud_config(boot, key, host)
     head, _, body = text.partition("\n")
@@ -488,7 +484,7 @@ def test_cloud_config_says_the_same_to_whoever_reads_it(key: Key, host: HostKey)
 
 
 def test_the_same_launch_has_the_same_user_data(key: Key) -> None:
-    """A creating call that is tried again must be the same, byte for byte."""
+    """A repeated creating call must be the same, byte for byte."""
 
     def text() -> str:
         return userdata.cloud_config(userdata.boot_script(GUARD, TAGS, "echo m-1"), key, host_key(LAUNCH, key))
@@ -498,10 +494,8 @@ def test_the_same_launch_has_the_same_user_data(key: Key) -> None:
 
 
 @pytest.mark.slow
-def test_cloud_config_has_room_on_every_cloud(tmp_path: Path) -> None:
-    """With the real guard, all tags and an RSA key of the user's own it is below the 16 KiB of AWS, the smallest limit,
-    before base64.
-    """
+def test_cloud_config_fits_every_cloud(tmp_path: Path) -> None:
+    """With the real guard, all tags and an RSA key it is below AWS's 16 KiB, the smallest limit, before base64."""
     path = tmp_path / "rsa"
     subprocess.run(["ssh-keygen", "-q", "-t", "rsa", "-b", "4096", "-N", "", "-f", str(path)], check=True)
     key = our_key(str(path))
@@ -513,8 +507,8 @@ def test_cloud_config_has_room_on_every_cloud(tmp_path: Path) -> None:
     assert size < 0.9 * AWS_BYTES
 
 
-def test_cloud_init_runs_what_is_meant(tmp_path: Path, key: Key, host: HostKey) -> None:
-    """Its `runcmd`: each word of a command between single quotes, one command a line of a script of sh.
+def test_cloud_init_runs_the_boot_script(tmp_path: Path, key: Key, host: HostKey) -> None:
+    """cloud-init quotes each word of a `runcmd` and writes one command a line into a script of sh.
 
     Our `sh -c` gets the boot script exactly.
     """
@@ -526,7 +520,7 @@ def test_cloud_init_runs_what_is_meant(tmp_path: Path, key: Key, host: HostKey) 
     place = tmp_path / "bin"
     place.mkdir()
     (place / "sh").write_text(
-        f'#!{sys.executable}\nimport sys, pathlib\npathlib.Path("{tmp_path}/told").write_text("\\0".join(sys.argv[1:]))\n'
+        f'#!{sys.executable}\nimport sys, pathlib\npathlib.Path("{tmp_path}/arguments").write_text("\\0".join(sys.argv[1:]))\n'
     )
     (place / "sh").chmod(0o755)
     script = tmp_path / "runcmd"
@@ -540,14 +534,14 @@ def test_cloud_init_runs_what_is_meant(tmp_path: Path, key: Key, host: HostKey) 
         timeout=30,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert (tmp_path / "told").read_text().split("\0") == ["-c", boot]
+    assert (tmp_path / "arguments").read_text().split("\0") == ["-c", boot]
 
 
 # ── packed ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_is_packed_is_run_from_the_environment(tmp_path: Path) -> None:
-    """One word of base64; unpacked it is a file for our eyes alone, which is what it was."""
+def test_a_packed_script_runs_from_the_environment(tmp_path: Path) -> None:
+    """One word of base64. Unpacked it is the original, in a file that only root can read."""
     script = f"#!/bin/sh\nstat -c %a {tmp_path}/run/skyward-boot\n: {NASTY}"
     word = userdata.packed(script)
     assert set(word) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=")
@@ -567,7 +561,7 @@ def test_what_is_packed_is_run_from_the_environment(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("word", ["", "no base64!", userdata.packed("echo ran\n" * 100)[:40]])
 def test_half_a_script_is_not_run(tmp_path: Path, word: str) -> None:
-    """Nothing, rubbish, and a word that was cut off."""
+    """Nothing, garbage, and a truncated word."""
     done = subprocess.run(
         ["sh", "-c", moved(userdata.UNPACKED, tmp_path)],
         env=os.environ | {"SKYWARD_BOOT": word},
@@ -582,9 +576,10 @@ def test_half_a_script_is_not_run(tmp_path: Path, word: str) -> None:
 # ── letting us in ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_keys_that_are_there_stay(tmp_path: Path, key: Key, host: HostKey) -> None:
-    """Also where the last line has no end; our key has a line of its own, files are closed to others, and no old host
-    key is left.
+def test_existing_keys_stay(tmp_path: Path, key: Key, host: HostKey) -> None:
+    """Also where the last line has no end.
+
+    Our key has its own line, others cannot read the files, and no old host key is left.
     """
     (tmp_path / "root/.ssh").mkdir(parents=True)
     (tmp_path / "root/.ssh/authorized_keys").write_text("ssh-ed25519 AAAAtheirs them@there")
@@ -613,8 +608,9 @@ def test_keys_that_are_there_stay(tmp_path: Path, key: Key, host: HostKey) -> No
 
 
 def test_sshd_is_installed_where_there_is_none(tmp_path: Path, key: Key, host: HostKey) -> None:
-    """With a mask that suits what others are to read, again if somebody else is installing, and only after the boot
-    script has started the guard.
+    """With a umask that keeps files readable for others.
+
+    It is tried again if another process is installing, and only after the guard was started.
     """
     place = tmp_path / "bin"
     place.mkdir()
@@ -648,7 +644,7 @@ def test_sshd_is_installed_where_there_is_none(tmp_path: Path, key: Key, host: H
 
 @pytest.fixture
 def machine(fleet: Fleet) -> Iterator[Host]:
-    """A host as a cloud hands it out: it lets the cloud's key in, not ours, and has a host key of its own."""
+    """A host as a cloud delivers it: it accepts the cloud's key, not ours, and has its own host key."""
     machine = fleet.create(disk="256M")
     yield machine
     machine.crash()
@@ -656,7 +652,7 @@ def machine(fleet: Fleet) -> Iterator[Host]:
 
 @pytest.fixture
 def transport(key: Key) -> Iterator[Callable[..., Any]]:
-    """Make the way to a machine whose id is the cloud's, and whose directory is what the machine calls itself."""
+    """Make the transport to a machine with the cloud's id and the directory of the machine's own id."""
     made: list[SSHConnections] = []
     transports: list[Any] = []
 
@@ -684,7 +680,7 @@ def transport(key: Key) -> Iterator[Callable[..., Any]]:
 
 
 def endpoint(machine: Host, key: Key) -> Endpoint:
-    """Where it will answer; its own key comes later than its sshd."""
+    """Its address, with the derived host key, which is set some time after sshd answers."""
     return Endpoint(
         host=machine.ip,
         port=22,
@@ -698,7 +694,7 @@ def endpoint(machine: Host, key: Key) -> Endpoint:
 
 
 def bring_up(machine: Host, script: str) -> None:
-    """Run a script as root, as a cloud's agent does: cut loose from whoever brings it."""
+    """Run a script as root and detached, as a cloud's agent does."""
     bring = 'cat >/root/user-data; setsid env -i PATH="$PATH" sh /root/user-data </dev/null >/root/user-data.log 2>&1 &'
     assert machine.run(bring, text=script).returncode == 0
 
@@ -708,9 +704,10 @@ def inside(machine: Host, path: str) -> Path:
 
 
 @pytest.mark.slow
-def test_a_machine_becomes_who_we_take_it_for(machine: Host, key: Key, host: HostKey) -> None:
-    """Before its script has run it is a stranger; whoever is patient gets in when it has, with our key and under the
-    host key that was derived.
+def test_a_machine_gets_the_expected_host_key(machine: Host, key: Key, host: HostKey) -> None:
+    """Before its script has run its host key is wrong.
+
+    A patient client gets in afterwards, with our key and the derived host key.
     """
     stranger = SSHConnection(endpoint(machine, key))
     with pytest.raises(HostKeyChanged):
@@ -734,18 +731,19 @@ def test_a_machine_becomes_who_we_take_it_for(machine: Host, key: Key, host: Hos
         assert connection.run("id -u").output.strip() == "0"
         wait_until(lambda: connection.run(f"cat {userdata.directory_of('m-1')}/guard").exit_code == 0, "the guard")
         assert connection.run("cat /root/user-data.log").output == ""
-        # sshd before 9.8 reads its keys for each connection, later ones when they are started and when they are told to
+        # sshd before 9.8 reads its keys for each connection, later versions at start and on SIGHUP
         assert "Received SIGHUP; restarting." in connection.run("cat /var/log/sshd.log").output
     finally:
         connection.close()
 
 
 @pytest.mark.slow
-def test_a_machine_that_calls_itself_otherwise_is_started_and_ended(
+def test_a_machine_with_another_id_than_the_clouds_is_started_and_ended(
     machine: Host, key: Key, host: HostKey, transport: Callable[..., Any]
 ) -> None:
-    """The node carries the id of its guard, not the cloud's, and its tags; with the lease the guard ends all of it, and
-    then the machine as it was told to.
+    """The node has the id of its guard, not the cloud's, and its tags.
+
+    With the lease the guard ends the node, and then the machine by its end script.
     """
     end = "for place in /proc/[0-9]*; do tr '\\0' ' ' <\"$place/cmdline\"; echo; done >/root/alive 2>/dev/null; mv /root/alive /root/ended; sleep 100"
     bring_up(
@@ -775,7 +773,7 @@ def test_a_machine_that_calls_itself_otherwise_is_started_and_ended(
 
 @pytest.mark.slow
 def test_a_machine_ends_itself_when_its_lease_is_over(machine: Host, key: Key, host: HostKey) -> None:
-    """Nobody ever came: the guard runs END_COMMAND, and that the end script."""
+    """No client ever came: the guard runs END_COMMAND, which runs the end script."""
     bring_up(
         machine,
         userdata.script(userdata.boot_script(guard_script(1, None, userdata.END_COMMAND), TAGS, "echo m-1"), key, host),
@@ -784,10 +782,10 @@ def test_a_machine_ends_itself_when_its_lease_is_over(machine: Host, key: Key, h
 
 
 @pytest.mark.slow
-def test_a_machine_that_is_started_anew_powers_itself_off(machine: Host) -> None:
-    """All of its processes are gone, and what the boot runs ends it, though its lease is long.
+def test_a_machine_that_restarts_powers_itself_off(machine: Host) -> None:
+    """All of its processes are gone, and the unit ends it, though its lease is long.
 
-    Called in the first boot it does nothing.
+    In the first boot the unit does nothing.
     """
     machine.run("mkdir -p /run/systemd/system")
     bring_up(machine, userdata.boot_script(guard_script(3600, None, userdata.END_COMMAND), TAGS, "echo m-1"))
@@ -807,8 +805,9 @@ def test_a_machine_that_is_started_anew_powers_itself_off(machine: Host) -> None
 
 @pytest.mark.slow
 def test_a_container_lets_us_in_and_stays(machine: Host, key: Key, host: HostKey) -> None:
-    """Its main script, packed as for a cloud with little room, stays; it lets go of dead processes that nobody waits
-    for, and ends when it is told to.
+    """Its main script, packed as for a cloud with little room, stays.
+
+    It reaps orphaned processes, and ends on SIGTERM.
     """
     boot = userdata.boot_script(GUARD, TAGS, "echo m-1")
     word = userdata.packed(userdata.container_script(boot, key, host))
@@ -827,13 +826,13 @@ def test_a_container_lets_us_in_and_stays(machine: Host, key: Key, host: HostKey
         wait_until(
             lambda: connection.run("cat /root/first").exit_code == 0, "the first process of a container to be looked at"
         )
-        told = connection.run("cat /root/first /root/first.log").output
-        assert "1 (sh) S" in told
-        assert ") Z " not in told
+        output = connection.run("cat /root/first /root/first.log").output
+        assert "1 (sh) S" in output
+        assert ") Z " not in output
         connection.run("touch /root/enough")
         wait_until(
             lambda: connection.run("pgrep -f '^unshare --pid'").exit_code == 1,
-            "it to end when it is told to from inside",
+            "it to end on SIGTERM from inside",
         )
     finally:
         connection.close()
@@ -841,8 +840,9 @@ def test_a_container_lets_us_in_and_stays(machine: Host, key: Key, host: HostKey
 
 @pytest.mark.slow
 def test_sshd_is_started_where_none_runs(machine: Host, key: Key, host: HostKey) -> None:
-    """In a container nobody else does that: one that is there comes up with our keys, in a network and with processes
-    of its own.
+    """In a container no other process does so.
+
+    A running sshd gets our keys; this one has its own network and processes.
     """
     script = userdata.container_script(userdata.boot_script(":\n", TAGS, "echo m-1"), key, host)
     alone = "ip link set lo up; sh /root/script & for try in $(seq 100); do ssh-keyscan -t ed25519 127.0.0.1 2>/dev/null >/root/seen; [ -s /root/seen ] && break; sleep 0.2; done"

@@ -1,4 +1,4 @@
-"""Vast.ai: what every provider keeps to, and what is odd about a market of containers."""
+"""Vast.ai: the contract of all providers, and the peculiarities of a market of containers."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class TestVastAI(RestContract):
 
         return Hands(
             provider=provider,
-            wish=RTX_4090,
+            want=RTX_4090,
             secrets=(KEY,),
             alive=lambda: {str(contract) for contract in fake.containers},
             refuse_credentials=lambda: setattr(fake, "is_refusing", True),
@@ -137,7 +137,7 @@ def cheapest(want: Requirements = RTX_4090, *, is_spot: bool = False, provider: 
 
 
 def rented(fake: FakeVast) -> list[int]:
-    """The asks that were tried, in order."""
+    """The ids of the market's offers that were tried, in order."""
     return [int(request.path.split("/")[4]) for request in fake.asked("PUT", "/api/v0/asks/")]
 
 
@@ -145,9 +145,9 @@ def rented(fake: FakeVast) -> list[int]:
 
 
 def test_traffic_is_counted_at_the_hosts_prices_and_the_disk_of_a_bid(fake: FakeVast) -> None:
-    """As an estimate.
+    """Traffic is an estimate.
 
-    What is told of a class is that of its dearest, and no host with dearer traffic is rented for the offer's price.
+    A class has the highest extra costs of its machines. No host with dearer traffic is rented for the offer's price.
     """
     there = {"geolocation": "Quebec, CA"}
     costs = {"inet_down_cost": 0.002, "inet_up_cost": 0.01, "storage_cost": 0.18, **there}
@@ -175,8 +175,8 @@ def test_traffic_is_counted_at_the_hosts_prices_and_the_disk_of_a_bid(fake: Fake
 
 
 def test_a_country_has_one_name(fake: FakeVast) -> None:
-    """A listing may say "California, United States" where an offer says "Texas, US": one class of machines, and the
-    country that was asked for by its code.
+    """A listing may have "California, United States" where an offer has "Texas, US": both are one region, found by its
+    code.
     """
     there = {"price": 0.1, "gpu_name": "RTX A5000"}
     fake.sell(
@@ -210,7 +210,7 @@ def test_a_country_has_one_name(fake: FakeVast) -> None:
 def test_cuda_is_what_the_images_need(
     fake: FakeVast, settings: dict[str, Any], needed: float | None, asked: object
 ) -> None:
-    """When it is searched, and when it is searched again to be rented; a setting is the last word."""
+    """In the first search and in the search of the launch. A setting overrides it."""
     want = RTX_4090.model_copy(update={"min_cuda": needed})
     offer = cheapest(want, provider=VastAI(**settings))
     VastAI(**settings).launch(offer, 1, tags(), STARTUP)
@@ -220,8 +220,9 @@ def test_cuda_is_what_the_images_need(
 
 
 def test_an_offer_is_a_class_of_machines_with_its_share_of_the_host(fake: FakeVast) -> None:
-    """The memory that is told is the whole machine's; the CPUs are what one gets; what the driver sees of a GPU is
-    rounded to the vendor's figure.
+    """Memory is listed for the whole machine, CPUs for the share.
+
+    GPU memory, as the driver sees it, is rounded up to the vendor's figure.
     """
     (offer,) = [
         offer
@@ -235,7 +236,7 @@ def test_an_offer_is_a_class_of_machines_with_its_share_of_the_host(fake: FakeVa
 
 
 def test_a_search_says_what_a_machine_must_be_in_the_units_of_the_market(fake: FakeVast) -> None:
-    """On demand and for bids, in the market's own spelling of chips."""
+    """On demand and for bids, with the market's names of chips."""
     VastAI(region=("US", "CA"), disk_gb=100, min_hours_left=2).offers(
         Requirements(accelerator=sky.accelerators.parse("2xA100"), max_price_per_hour=3)
     )
@@ -265,7 +266,7 @@ def test_a_search_says_what_a_machine_must_be_in_the_units_of_the_market(fake: F
     assert "dph_total" not in bids
 
 
-def test_a_form_factor_is_searched_for_alone_and_amd_is_not_asked_for_cuda(fake: FakeVast) -> None:
+def test_a_search_names_one_form_factor_and_no_cuda_for_amd(fake: FakeVast) -> None:
     VastAI().offers(Requirements(accelerator=sky.accelerators.parse("H100-NVL")))
     VastAI(verified_only=False).offers(Requirements(accelerator=sky.accelerators.parse("MI300X")))
     VastAI().offers(Requirements(instance_type="InstinctMI300Xx8"))
@@ -278,7 +279,7 @@ def test_a_form_factor_is_searched_for_alone_and_amd_is_not_asked_for_cuda(fake:
 
 
 @pytest.mark.parametrize(
-    ("told", "chip", "memory_gb", "instance_type"),
+    ("listed", "chip", "memory_gb", "instance_type"),
     [
         (("RTX 4090", 24564), "RTX 4090", 24, "RTX_4090x2"),
         (("A100 SXM4", 40960), "A100", 40, "A100_SXM4_40GBx2"),
@@ -298,12 +299,12 @@ def test_a_form_factor_is_searched_for_alone_and_amd_is_not_asked_for_cuda(fake:
         (("InstinctMI100", 32752), "MI100", 32, "InstinctMI100x2"),
     ],
 )
-def test_chips_by_the_markets_names(
-    fake: FakeVast, told: tuple[str, int], chip: str, memory_gb: float, instance_type: str
+def test_chips_have_the_catalogues_names_and_launches_the_markets(
+    fake: FakeVast, listed: tuple[str, int], chip: str, memory_gb: float, instance_type: str
 ) -> None:
-    """As the catalogue calls them. The class's name leads back to the market's own, for the launch."""
+    """The market's name can be recovered from the class's name."""
     fake.asks.clear()
-    fake.sell(ask(1, told[0], 2, 1.0, gpu_ram=told[1]))
+    fake.sell(ask(1, listed[0], 2, 1.0, gpu_ram=listed[1]))
     (offer,) = [offer for offer in VastAI().offers(Requirements()) if not offer.is_spot]
     assert (offer.accelerator, offer.accelerator_memory_gb, offer.instance_type) == (chip, memory_gb, instance_type)
     assert [offer.instance_type for offer in VastAI().offers(Requirements(instance_type=instance_type))] == [
@@ -313,8 +314,8 @@ def test_chips_by_the_markets_names(
     assert machine.instance_type == instance_type
 
 
-def test_what_cannot_be_named_or_priced_is_not_offered(fake: FakeVast) -> None:
-    """A chip of no catalogue, an ask without a price, and a class that is none."""
+def test_an_unknown_chip_or_a_missing_price_is_not_offered(fake: FakeVast) -> None:
+    """Nor is an invalid class of machines."""
     fake.asks.clear()
     fake.sell(ask(1, "GTX 1070"), ask(2, price=0.0))
     assert VastAI().offers(Requirements()) == []
@@ -322,9 +323,7 @@ def test_what_cannot_be_named_or_priced_is_not_offered(fake: FakeVast) -> None:
 
 
 def test_a_bid_is_an_offer_of_its_own(fake: FakeVast) -> None:
-    """A little above the least bid, beside what the same machine costs on demand, if that is known; a bid that is
-    dearer is none.
-    """
+    """Slightly above the lowest bid, with the price on demand if that is known. A bid above that price is no offer."""
     fake.asks.clear()
     fake.sell(
         ask(1, price=0.4, min_bid=0.15),
@@ -341,7 +340,7 @@ def test_a_bid_is_an_offer_of_its_own(fake: FakeVast) -> None:
 
 
 def test_offers_of_a_class_at_one_price_are_one(fake: FakeVast) -> None:
-    """With what each of its machines has at least."""
+    """The merged offer has the least that each of its machines has."""
     fake.asks.clear()
     fake.sell(ask(1, cpu_cores_effective=8.0), ask(2), ask(3, price=0.5))
     offers = [offer for offer in VastAI().offers(RTX_4090) if not offer.is_spot]
@@ -352,8 +351,9 @@ def test_offers_of_a_class_at_one_price_are_one(fake: FakeVast) -> None:
 
 
 def test_a_search_goes_on_where_the_last_page_ended(fake: FakeVast) -> None:
-    """64 rows are the most that one tells; there are pages until one is not full, and no more than the quota of rows
-    can bear.
+    """One search returns at most 64 rows.
+
+    Pages are read until one is not full, or until the limit that saves the daily quota.
     """
     fake.asks.clear()
     fake.sell(*(ask(number, price=0.2 + number / 1000) for number in range(1, 151)))
@@ -369,15 +369,15 @@ def test_a_search_goes_on_where_the_last_page_ended(fake: FakeVast) -> None:
     assert len(fake.asked("POST")) == 8
 
 
-def test_a_price_list_asks_for_what_is_wanted(fake: FakeVast, tmp_path: Path) -> None:
-    """Among the cheapest of all there would be none."""
+def test_a_price_list_searches_for_the_required_chip(fake: FakeVast, tmp_path: Path) -> None:
+    """The cheapest of all machines would not include it."""
     fake.sell(*(ask(1000 + number, price=0.1 + number * 0.0001) for number in range(300)))
     found = price_list([VastAI()], Requirements(accelerator=sky.accelerators.parse("8xH100-SXM")), tmp_path)
     assert {offer.instance_type for offer in found} == {"H100_SXM_80GBx8"}
 
 
 def test_what_the_market_does_not_filter_is_filtered_here(fake: FakeVast) -> None:
-    """It has been seen to tell dearer and worse machines than it was asked for."""
+    """The market has returned dearer and worse machines than requested."""
     fake.is_sloppy = True
     fake.asks.clear()
     bad: tuple[dict[str, Any], ...] = (
@@ -396,9 +396,9 @@ def test_what_the_market_does_not_filter_is_filtered_here(fake: FakeVast) -> Non
 
 
 def test_the_quota_of_searches_is_not_waited_out(fake: FakeVast) -> None:
-    """It comes back at midnight: told at once."""
-    told = {"success": False, "error": "search_quota_exceeded", "msg": "Daily search quota exceeded"}
-    fake.fail("POST", "/api/v0/bundles/", Reply(429, told), times=100)
+    """It is renewed at midnight, so the error is raised at once."""
+    body = {"success": False, "error": "search_quota_exceeded", "msg": "Daily search quota exceeded"}
+    fake.fail("POST", "/api/v0/bundles/", Reply(429, body), times=100)
     with pytest.raises(RateLimited, match="midnight") as caught:
         VastAI().offers(RTX_4090)
     assert caught.value.code == "search_quota_exceeded"
@@ -406,7 +406,7 @@ def test_the_quota_of_searches_is_not_waited_out(fake: FakeVast) -> None:
 
 
 def test_a_search_is_repeated_after_a_failure(fake: FakeVast) -> None:
-    """It is a POST, and reads."""
+    """It is a POST that only reads."""
     fake.fail("POST", "/api/v0/bundles/", Reply(502, "Bad Gateway", is_text=True))
     assert VastAI().offers(RTX_4090)
 
@@ -414,7 +414,7 @@ def test_a_search_is_repeated_after_a_failure(fake: FakeVast) -> None:
 # ── the creating call ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_is_asked_for(fake: FakeVast) -> None:
+def test_the_creating_call(fake: FakeVast) -> None:
     """Our script as the container's entrypoint, port 22 mapped, no queueing, no price."""
     (machine,) = VastAI(image="pytorch/pytorch:2.5.1", disk_gb=64).launch(cheapest(), 1, tags(), STARTUP)
     (request,) = fake.asked("PUT")
@@ -453,12 +453,12 @@ def test_what_is_asked_for(fake: FakeVast) -> None:
         host.public,
     )
     assert machine.directory == f"/root/.cache/skyward/instances/{POOL}-0"
-    assert f"id=$(printf %s {POOL}-0)\n" in script  # what it calls itself is known beforehand
+    assert f"id=$(printf %s {POOL}-0)\n" in script  # its id is known beforehand
     assert subprocess.run(["sh", "-n"], input=script, text=True, check=False).returncode == 0
 
 
-def test_each_machine_takes_another_ask(fake: FakeVast) -> None:
-    """And goes on to the next one if its own is gone, whichever way that is told; ranks and labels stay."""
+def test_each_machine_takes_another_offer(fake: FakeVast) -> None:
+    """It takes the next one if its own is gone, by any form of that refusal. Ranks and labels stay."""
     fake.refused |= {101: GONE, 103: Reply(410, {"success": False, "error": "no_such_ask", "msg": "gone"})}
     fake.refused[104] = Reply(400, {"success": False, "error": "invalid_args", "msg": "error 400/3467: no_such_ask"})
     machines = VastAI().launch(cheapest(), 3, tags(first_rank=5), STARTUP)
@@ -467,7 +467,7 @@ def test_each_machine_takes_another_ask(fake: FakeVast) -> None:
     assert len({machine.id for machine in machines}) == 3
 
 
-def test_only_so_many_asks_are_tried(fake: FakeVast) -> None:
+def test_the_number_of_tried_offers_is_limited(fake: FakeVast) -> None:
     fake.sell(*(ask(number) for number in range(300, 330)))
     fake.fail("PUT", "/api/v0/asks/", GONE, times=100)
     with pytest.raises(NoCapacity) as caught:
@@ -477,8 +477,9 @@ def test_only_so_many_asks_are_tried(fake: FakeVast) -> None:
 
 
 def test_nothing_dearer_is_rented(fake: FakeVast) -> None:
-    """Than the offer, by which the bill is counted, or as much more as is allowed, nor with fewer CPUs or memory, nor
-    elsewhere, nor another class. Fewer machines are no error.
+    """Not above the offer's price, which the bill uses, and the tolerance.
+
+    Not with fewer CPUs or less memory, not in another region, not of another class. Fewer machines are no error.
     """
     offer = cheapest()
     fake.asks.clear()
@@ -499,7 +500,7 @@ def test_nothing_dearer_is_rented(fake: FakeVast) -> None:
     assert len(VastAI(price_tolerance=0.1).launch(offer, 4, tags(launch="L2"), STARTUP)) == 2
 
 
-def test_who_sells_nothing_any_more_has_no_capacity(fake: FakeVast) -> None:
+def test_without_offers_left_there_is_no_capacity(fake: FakeVast) -> None:
     offer = cheapest()
     fake.asks.clear()
     with pytest.raises(NoCapacity, match=r"RTX_4090x1 in US for \$0.350") as caught:
@@ -511,7 +512,7 @@ def test_who_sells_nothing_any_more_has_no_capacity(fake: FakeVast) -> None:
 
 
 def test_neighbours_are_preferred_for_several_machines(fake: FakeVast) -> None:
-    """The cheapest cluster, or machine, that has all of them; for one machine the cheapest is the best."""
+    """The cheapest cluster, or machine, that can serve all of them. For one machine the cheapest offer wins."""
     fake.sell(
         ask(301, price=0.351, cluster_id=7),
         ask(302, price=0.352, cluster_id=7),
@@ -529,7 +530,7 @@ def test_neighbours_are_preferred_for_several_machines(fake: FakeVast) -> None:
 def test_a_spot_machine_is_a_bid_at_the_offers_price(fake: FakeVast) -> None:
     """Without a price it would be on demand.
 
-    An ask whose least bid has risen above it is passed over, and one that rises now is no capacity.
+    An offer whose lowest bid has risen above the price is skipped; one that rises during the call is NoCapacity.
     """
     offer = cheapest(is_spot=True)
     bid = offer.price_per_hour
@@ -547,7 +548,7 @@ def test_a_spot_machine_is_a_bid_at_the_offers_price(fake: FakeVast) -> None:
 
 @pytest.mark.parametrize("status", [200, 400, 503])
 def test_a_refusal_that_has_made_a_container_is_cleaned_up(fake: FakeVast, status: int) -> None:
-    """A bid that failed leaves a stopped container, which is paid for."""
+    """A failed bid leaves a stopped container, which is billed."""
     fake.refused[101] = Reply(status, {"success": False, "error": "no_such_ask", "msg": "outbid", "new_contract": 0})
     machines = VastAI().launch(cheapest(is_spot=True), 1, tags(), STARTUP) if status != 503 else []
     if status == 503:
@@ -558,7 +559,7 @@ def test_a_refusal_that_has_made_a_container_is_cleaned_up(fake: FakeVast, statu
 
 
 def test_an_answer_that_says_nothing_is_an_unknown_outcome(fake: FakeVast) -> None:
-    """Neither an id nor an error: looked for, and not asked for again."""
+    """Neither an id nor an error: the container is looked up, and the call is not repeated."""
     fake.refused[101] = Reply(200, {"success": True})
     with pytest.raises(ProviderFailed):
         VastAI().launch(cheapest(), 1, tags(), STARTUP)
@@ -566,7 +567,7 @@ def test_an_answer_that_says_nothing_is_an_unknown_outcome(fake: FakeVast) -> No
 
 
 def test_a_lost_answer_is_found_by_its_label(fake: FakeVast) -> None:
-    """Though the listing is behind; the same rank of another launch of the pool is not taken for it."""
+    """Although the listing is late. The same rank of another launch of the pool does not match."""
     (older,) = VastAI().launch(cheapest(), 1, tags(launch="sky-contract-1"), STARTUP)
     fake.hidden = 2
     fake.fail("PUT", "/api/v0/asks/", None, is_done=True)
@@ -575,8 +576,8 @@ def test_a_lost_answer_is_found_by_its_label(fake: FakeVast) -> None:
     assert (first.rank, second.rank) == (0, 1)
 
 
-def test_what_has_failed_is_not_taken_for_what_a_lost_answer_has_made(fake: FakeVast) -> None:
-    """It has the same label, and is listed for some time after its end."""
+def test_a_failed_container_is_not_mistaken_for_that_of_a_lost_answer(fake: FakeVast) -> None:
+    """It has the same label, and stays in the listing for some time after its end."""
     fake.ghosts = {}
     fake.broken[101] = {"actual_status": "exited"}
     fake.fail("PUT", "/api/v0/asks/102/", None)
@@ -587,7 +588,7 @@ def test_what_has_failed_is_not_taken_for_what_a_lost_answer_has_made(fake: Fake
 
 
 def test_too_many_creating_calls_are_no_unknown_outcome(fake: FakeVast) -> None:
-    """Nothing was done: nothing is looked for, and what was created before is returned."""
+    """A throttled call did nothing, so nothing is looked up. Containers that were created before are returned."""
     fake.fail(
         "PUT",
         "/api/v0/asks/101/",
@@ -610,7 +611,7 @@ def test_too_many_creating_calls_are_no_unknown_outcome(fake: FakeVast) -> None:
     ],
 )
 def test_refusals(fake: FakeVast, status: int, body: dict[str, str], kind: type[Exception]) -> None:
-    """Ends the launch at once; what was created before is returned."""
+    """A refusal ends the launch at once. Containers that were created before are returned."""
     for number in range(102, 107):
         fake.refused[number] = Reply(status, {"success": False, **body})
     assert [machine.rank for machine in VastAI().launch(cheapest(), 2, tags(), STARTUP)] == [0]
@@ -620,12 +621,12 @@ def test_refusals(fake: FakeVast, status: int, body: dict[str, str], kind: type[
 
 
 def test_creating_calls_keep_their_distance(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Vast refuses what comes sooner."""
+    """Vast.ai refuses calls that come sooner."""
     clock, slept = [1000.0], list[float]()
     own, real = threading.current_thread(), time.sleep
 
     def sleep(seconds: float) -> None:
-        if threading.current_thread() is not own:  # of the pool that tests share
+        if threading.current_thread() is not own:  # a thread of the pool that tests share
             return real(seconds)
         slept.append(seconds)
         clock[0] += seconds
@@ -654,8 +655,8 @@ def test_creating_calls_keep_their_distance(fake: FakeVast, monkeypatch: pytest.
         {"actual_status": "unknown"},
     ],
 )
-def test_a_host_that_fails_is_given_back_and_the_next_is_tried(fake: FakeVast, fields: dict[str, str]) -> None:
-    """A noticeable part of them does."""
+def test_a_failed_container_is_destroyed_and_the_next_host_is_tried(fake: FakeVast, fields: dict[str, str]) -> None:
+    """A noticeable share of hosts fails."""
     fake.broken |= {101: fields, 102: fields}
     machines = VastAI().launch(cheapest(), 2, tags(), STARTUP)
     assert rented(fake) == [101, 102, 103, 104]
@@ -664,7 +665,7 @@ def test_a_host_that_fails_is_given_back_and_the_next_is_tried(fake: FakeVast, f
 
 
 def test_if_no_host_can_start_it_there_is_no_capacity(fake: FakeVast) -> None:
-    """With the cloud's own word."""
+    """The error has the cloud's own code."""
     fake.broken |= {number: {"actual_status": "exited", "status_msg": "exit 127"} for number in range(101, 107)}
     with pytest.raises(NoCapacity, match="exit 127") as caught:
         VastAI().launch(cheapest(), 1, tags(), STARTUP)
@@ -673,9 +674,10 @@ def test_if_no_host_can_start_it_there_is_no_capacity(fake: FakeVast) -> None:
     assert fake.containers == {}
 
 
-def test_an_unknown_outcome_is_not_told_as_no_capacity(fake: FakeVast) -> None:
-    """Who reads that believes that nothing was made: neither after a host has failed, nor if what has failed cannot be
-    destroyed.
+def test_an_unknown_outcome_is_not_reported_as_no_capacity(fake: FakeVast) -> None:
+    """NoCapacity means that nothing was created.
+
+    So it is not raised after an unknown outcome, nor if a failed container cannot be destroyed.
     """
     fake.broken[101] = {"actual_status": "exited"}
     fake.refused[102] = Reply(503, "upstream", is_text=True)
@@ -691,12 +693,12 @@ def test_an_unknown_outcome_is_not_told_as_no_capacity(fake: FakeVast) -> None:
     assert len(fake.containers) == 1
 
 
-def test_who_loads_for_too_long_is_given_back(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_container_that_loads_for_too_long_is_destroyed(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that are up are returned."""
     fake.broken[102] = {"actual_status": "loading", "status_msg": "Pulling fs layer"}
     clock, own, real = itertools.count(1000, 10), threading.current_thread(), time.monotonic
     offer = cheapest()
-    # the other threads of this process, of the pool that tests share, look at the clock as well: theirs is the real one
+    # other threads of this process, of the pool that tests share, use the real clock
     monkeypatch.setattr(
         launch.time, "monotonic", lambda: float(next(clock)) if threading.current_thread() is own else real()
     )
@@ -709,9 +711,9 @@ def test_who_loads_for_too_long_is_given_back(fake: FakeVast, monkeypatch: pytes
 def test_a_machine_that_vanishes_while_it_is_waited_for_ends_the_launch(
     fake: FakeVast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was listed and is no more, twice: the pool may have been given back, and nobody would look for another one.
+    """Two listings lack it after one that had it: a teardown may be in progress, which would miss another container.
 
-    One that is not listed yet is waited for.
+    A container that is not listed yet is waited for.
     """
     fake.hidden = 2
     listings: list[int] = []
@@ -732,12 +734,8 @@ def test_a_machine_that_vanishes_while_it_is_waited_for_ends_the_launch(
     assert fake.containers == {}
 
 
-def test_a_pool_that_is_given_back_while_its_machines_load_stays_so(
-    fake: FakeVast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By somebody else: what has an address already is told, what is gone is not rented again, and what a host has
-    failed with is not either.
-    """
+def test_a_launch_rents_nothing_after_its_pool_was_torn_down(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another process. Containers with an address are returned; vanished and failed ones are not rented again."""
     fake.broken |= {102: {"actual_status": "loading"}, 103: {"actual_status": "loading"}}
     fake.broken[104] = {"actual_status": "exited"}
     offer = cheapest()
@@ -784,7 +782,7 @@ def test_a_pool_that_is_given_back_while_its_machines_load_stays_so(
     ],
 )
 def test_states(fake: FakeVast, fields: dict[str, Any], state: InstanceState) -> None:
-    """Outbid, left and broken ones are on their way out; an unknown word is not yet a machine that runs."""
+    """Outbid, stopped and broken containers are STOPPING; an unknown status is PENDING."""
     (machine,) = VastAI().launch(cheapest(), 1, tags(), STARTUP)
     fake.containers[int(machine.id)] |= fields
     assert [found.state for found in VastAI().instances(POOL)] == [state]
@@ -798,9 +796,9 @@ def test_a_container_without_a_port_has_no_endpoint_yet(fake: FakeVast) -> None:
     assert (found.endpoint, found.ip, found.state) == (None, None, InstanceState.PENDING)
 
 
-def test_a_listing_that_goes_round_in_circles_is_a_failure(fake: FakeVast) -> None:
+def test_a_listing_whose_pages_repeat_is_a_failure(fake: FakeVast) -> None:
     fake.fail("GET", "/api/v1/instances/", Reply(200, {"instances": [], "next_token": "again"}), times=100)
-    with pytest.raises(ProviderFailed, match="circles"):
+    with pytest.raises(ProviderFailed, match="repeat"):
         VastAI().instances()
 
 
@@ -810,13 +808,13 @@ def test_many_are_destroyed_in_one_call(fake: FakeVast) -> None:
     assert [request.path for request in fake.asked("DELETE")] == ["/api/v0/instances/"]
 
 
-def test_what_is_no_number_is_no_container(fake: FakeVast) -> None:
+def test_ids_that_are_no_numbers_are_ignored(fake: FakeVast) -> None:
     VastAI().terminate(["i-0123", ""])
     assert fake.requests == []
 
 
 def test_where_many_are_refused_each_is_tried(fake: FakeVast) -> None:
-    """And those that are left are named, after all were tried."""
+    """The error names those that are left, after all were tried."""
     first, second, third = VastAI().launch(cheapest(), 3, tags(), STARTUP)
     fake.is_strict_about_bulk = True
     fake.undying = {int(second.id)}
@@ -830,7 +828,7 @@ def test_where_many_are_refused_each_is_tried(fake: FakeVast) -> None:
 
 
 def test_a_label_carries_all_tags(fake: FakeVast) -> None:
-    """As long as a real process's are, and in letters that go through everywhere."""
+    """As long as a real process's tags, with characters that every cloud accepts."""
     real = tags("sky-0123456789ab", 12, "sky-0123456789ab-3") | {
         PROCESS_TAG: "7b913007-36a5-4f45-946d-7a03524ccb0c.4026531836.8792.216118",
         OWNER_TAG: "jo@workstation",
@@ -844,8 +842,8 @@ def test_a_label_carries_all_tags(fake: FakeVast) -> None:
     assert not set(label) - set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~:%")
 
 
-def test_what_has_no_room_in_a_label_is_in_the_environment(fake: FakeVast) -> None:
-    """The listing tells that as pairs; what a pool is found by stays in the label."""
+def test_tags_that_do_not_fit_into_a_label_are_in_the_environment(fake: FakeVast) -> None:
+    """The listing has it as pairs. The tags by which a pool is found stay in the label."""
     many = tags() | {OWNER_TAG: "jörg@" + "x" * 200, "team": "a b:c", EXPIRES_TAG: "1790003600"}
     (machine,) = VastAI().launch(cheapest(), 1, many, STARTUP)
     label = fake.containers[int(machine.id)]["label"]
@@ -873,7 +871,7 @@ def test_a_pool_name_that_no_label_can_hold_is_refused(fake: FakeVast) -> None:
 
 
 def test_a_killed_main_script_is_run_again(tmp_path: Path) -> None:
-    """By the first process, which nobody inside can kill: it finds that it was started anew."""
+    """The first process does so. No process inside can kill it. The script finds that the container was restarted."""
     script = f'echo up >>{tmp_path}/starts; echo "$PPID" "$(cut -d" " -f1 </proc/self/stat)"; exec sleep 1000'
     main = subprocess.Popen(
         ["sh", "-c", MAIN.format(f"sh -c {shlex.quote(script)}").replace("sleep 5", "sleep 0.1")],
@@ -891,8 +889,8 @@ def test_a_killed_main_script_is_run_again(tmp_path: Path) -> None:
         main.wait()
 
 
-def test_the_first_process_ends_when_it_is_told_to() -> None:
-    """A `sleep` as process 1 would ignore it: the kernel keeps signals without a handler from there."""
+def test_the_first_process_ends_on_sigterm() -> None:
+    """A `sleep` as process 1 would ignore it: the kernel drops signals to process 1 that have no handler."""
     main = subprocess.Popen(
         ["sh", "-c", MAIN.format("echo up; exec sleep 1000")],
         stdout=subprocess.PIPE,
@@ -924,10 +922,10 @@ STOP = 'PUT -d {"state": "stopped"} https://console.vast.ai/api/v0/instances/123
     ],
 )
 @pytest.mark.parametrize("is_inherited", [False, True])
-def test_a_container_asks_for_its_end_for_as_long_as_it_takes(
+def test_a_container_requests_its_end_until_it_succeeds(
     tmp_path: Path, accepted: str, ways: list[str], is_inherited: bool
 ) -> None:
-    """With its own key, which is on no command line; where destroying is refused it asks to be stopped.
+    """With its own key, which is on no command line. If destroying is refused it requests a stop.
 
     Nothing ends the first process.
     """
@@ -946,7 +944,7 @@ def test_a_container_asks_for_its_end_for_as_long_as_it_takes(
         "CONTAINER_ID": "12345",
         "CONTAINER_API_KEY": "its-own-key",
     }
-    if not is_inherited:  # what is started over SSH asks the first process
+    if not is_inherited:  # a process over SSH reads the environment of the first process
         (tmp_path / "environ").write_text("A=b\0CONTAINER_API_KEY=its-own-key\0VAST_CONTAINERLABEL=C.12345\0")
         script = script.replace("/proc/1/environ", str(tmp_path / "environ"))
         environment = {"PATH": environment["PATH"]}
@@ -987,8 +985,8 @@ def test_the_key_may_be_in_the_files_of_the_clouds_tools(
     assert VastAI().account() == "user 4711"
 
 
-def test_the_address_may_be_given(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a setting, which wins over the variable of the cloud's tools."""
+def test_the_url_may_be_given(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The setting overrides the variable of the cloud's tools."""
     monkeypatch.setenv("VAST_URL", "http://127.0.0.1:9/")
     assert VastAI(endpoint_url=f"{fake.url}/api/v0/").account() == "user 4711"
 
@@ -996,12 +994,12 @@ def test_the_address_may_be_given(fake: FakeVast, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     "fields", [{"region": "us"}, {"region": ("US", "Europe")}, {"disk_gb": 4}, {"min_reliability": 98}]
 )
-def test_settings_that_cannot_be(fields: dict[str, Any]) -> None:
+def test_invalid_settings_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(BadRequest):
         load({"name": "vastai", **fields})
 
 
-def test_fewer_than_asked_is_told_in_the_log(fake: FakeVast, caplog: pytest.LogCaptureFixture) -> None:
+def test_fewer_machines_than_requested_are_logged(fake: FakeVast, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "skyward_core.providers.vastai")
     offer = cheapest()
     fake.asks = {101: fake.asks[101]}
@@ -1009,7 +1007,7 @@ def test_fewer_than_asked_is_told_in_the_log(fake: FakeVast, caplog: pytest.LogC
     assert "had 1 of 2 RTX_4090x1" in caplog.text
 
 
-def test_it_refuses_volumes_and_tells_where_to_look(fake: FakeVast) -> None:
+def test_it_refuses_volumes_and_names_an_alternative(fake: FakeVast) -> None:
     (machine,) = VastAI().launch(cheapest(), 1, tags(), STARTUP)
     assert set(VastAI.refuses) == {"volume", "mig", "private network"}
     assert VastAI().console_url(machine) == "https://cloud.vast.ai/instances/"

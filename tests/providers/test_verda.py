@@ -1,4 +1,4 @@
-"""Verda keeps the contract of all clouds, and its odd things do no harm."""
+"""Verda: the contract of all providers, and Verda's peculiarities."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.providers.contract import POOL, STARTUP, Hands, RestContract, tags
 from tests.providers.fake_verda import CLIENT_ID, CLIENT_SECRET, STRANGE_SCRIPT, TYPES, FakeVerda, error
 from tests.providers.http_fake import FakeCloud, Reply
 
-WISH = Requirements(accelerator=sky.accelerators.parse("H100"))
+WANT = Requirements(accelerator=sky.accelerators.parse("H100"))
 VARIABLES = ("VERDA_CLIENT_ID", "VERDA_CLIENT_SECRET", "DATACRUNCH_CLIENT_ID", "DATACRUNCH_CLIENT_SECRET")
 
 pytestmark = pytest.mark.slow
@@ -85,7 +85,7 @@ class TestVerda(RestContract):
 
         return Hands(
             provider=provider,
-            wish=WISH,
+            want=WANT,
             secrets=(CLIENT_ID, CLIENT_SECRET),
             alive=fake.alive,
             refuse_credentials=lambda: setattr(fake, "is_refusing", True),
@@ -112,14 +112,14 @@ class TestVerda(RestContract):
 
 
 def test_the_disk_is_counted(fake: FakeVerda) -> None:
-    """About $0.20 per GB and month (fact sheet, 3.2); of a machine that is found again too."""
+    """About $0.20 per GB and month (fact sheet, 3.2); also for a listed machine."""
     provider = Verda(
         endpoint_url=fake.url + "/v1",
         client_id=SecretStr(CLIENT_ID),
         client_secret=SecretStr(CLIENT_SECRET),
         os_volume_gb=360,
     )
-    offer = rank(provider.offers(WISH), WISH)[0]
+    offer = rank(provider.offers(WANT), WANT)[0]
     assert [(extra.name, extra.usd_per_hour) for extra in offer.extras_per_hour] == [("disk", 0.1)]
     (machine,) = provider.launch(offer, 1, tags(), STARTUP)
     (found,) = provider.instances()
@@ -127,9 +127,7 @@ def test_the_disk_is_counted(fake: FakeVerda) -> None:
 
 
 def test_chips_are_named_as_in_the_catalogue(mine: Verda) -> None:
-    """From "8x A100 SXM4 80GB", with the memory of all eight; what the catalogue does not know, and confidential
-    machines, are left out.
-    """
+    """From "8x A100 SXM4 80GB", with the memory of all eight. Unknown chips and confidential machines are left out."""
     sold = {
         offer.instance_type: offer
         for offer in mine.offers(Requirements())
@@ -156,7 +154,7 @@ def test_chips_are_named_as_in_the_catalogue(mine: Verda) -> None:
 
 
 def test_spot_is_sold_where_spot_is_free(mine: Verda, fake: FakeVerda) -> None:
-    """The two availabilities are asked for apart, and a type without a spot price is not sold as spot."""
+    """The availabilities of spot and on demand are two requests. A type without a spot price is not sold as spot."""
     sold = {(one.region, one.is_spot, one.instance_type): one for one in mine.offers(Requirements())}
     assert ("FIN-02", True, "1H100.80S.30V") in sold
     assert ("FIN-02", False, "1H100.80S.30V") not in sold
@@ -182,7 +180,7 @@ def test_a_region_narrows_the_offers(mine: Verda, fake: FakeVerda) -> None:
 
 
 def test_a_machine_has_its_name_disk_and_script_from_the_creating_call(mine: Verda, fake: FakeVerda) -> None:
-    """And whoever reads the machine knows where to log in, and whom to expect there."""
+    """Its Instance has the login and the expected host key."""
     (instance,) = mine.launch(offer_of(mine), 1, tags(), STARTUP)
     (request,) = fake.asked("POST", "/v1/instances$")
     assert request.body["hostname"] == f"{POOL}-0-{launch_word(tags())}"
@@ -201,14 +199,14 @@ def test_a_machine_has_its_name_disk_and_script_from_the_creating_call(mine: Ver
 
 
 def test_a_name_of_a_pool_is_read_whole() -> None:
-    """The number of a rank is no part of the pool's id, and the pool's id may hold numbers."""
+    """The number of a rank is no part of the pool's id, and the pool's id may contain numbers."""
     match = NAME.fullmatch("sky-a-1-b-12-l0a1b2c3")
     assert match is not None
     assert match.groupdict() == {"pool": "sky-a-1-b", "rank": "12", "launch": "l0a1b2c3"}
 
 
 def test_the_key_is_added_once(mine: Verda, fake: FakeVerda) -> None:
-    """Found again by the key itself: Verda adds a comment to it, and a person may have named it."""
+    """It is found by the key itself: Verda adds a comment to it, and a person may have renamed it."""
     for token in ("La", "Lb"):
         mine.launch(offer_of(mine), 1, tags(launch=token), STARTUP)
     assert len(fake.keys) == len(fake.asked("POST", "/v1/ssh-keys")) == 1
@@ -217,8 +215,8 @@ def test_the_key_is_added_once(mine: Verda, fake: FakeVerda) -> None:
     assert len(fake.keys) == 1
 
 
-def test_a_key_that_another_launch_has_just_added_is_taken(mine: Verda, fake: FakeVerda) -> None:
-    """Both looked before either had added it."""
+def test_a_key_that_another_launch_has_just_added_is_used(mine: Verda, fake: FakeVerda) -> None:
+    """Both launches looked before either had added it."""
     mine.launch(offer_of(mine), 1, tags(), STARTUP)
     fake.fail("GET", "/v1/ssh-keys", Reply(200, []))
     assert mine.launch(offer_of(mine), 1, tags(launch="Lb"), STARTUP)
@@ -232,7 +230,7 @@ def test_a_script_whose_answer_was_lost_is_found(mine: Verda, fake: FakeVerda) -
 
 
 def test_a_lost_machine_is_found_by_its_name(mine: Verda, fake: FakeVerda) -> None:
-    """And is one of those that are told."""
+    """It is one of the returned machines."""
     fake.fail("POST", "/v1/instances$", is_done=True)
     launched = mine.launch(offer_of(mine), 3, tags(), STARTUP)
     assert [instance.rank for instance in launched] == [0, 1, 2]
@@ -240,7 +238,7 @@ def test_a_lost_machine_is_found_by_its_name(mine: Verda, fake: FakeVerda) -> No
 
 
 def test_a_call_that_may_still_take_effect_keeps_its_script(mine: Verda, fake: FakeVerda) -> None:
-    """The machine could come up later, and needs it to guard itself."""
+    """The machine may come up later, and needs the script for its guard."""
     fake.fail("POST", "/v1/instances$")
     with pytest.raises(ProviderFailed):
         mine.launch(offer_of(mine), 1, tags(), STARTUP)
@@ -279,8 +277,8 @@ def test_a_refusal_says_what_to_do_next(mine: Verda, fake: FakeVerda, refusal: R
 
 
 @pytest.mark.parametrize("word", ["no_capacity", "error", "discontinued"])
-def test_a_machine_that_comes_to_nothing_is_ended(mine: Verda, fake: FakeVerda, word: str) -> None:
-    """With the cloud's own word for it, its disk and its script gone; of several, the others are told."""
+def test_a_machine_that_fails_is_deleted(mine: Verda, fake: FakeVerda, word: str) -> None:
+    """The error has the cloud's own word. Disk and script are deleted too."""
     fake.path = ["ordered", word]
     with pytest.raises(NoCapacity) as caught:
         mine.launch(offer_of(mine), 2, tags(), STARTUP)
@@ -290,7 +288,9 @@ def test_a_machine_that_comes_to_nothing_is_ended(mine: Verda, fake: FakeVerda, 
     assert word == "discontinued" or fake.volumes == {}
 
 
-def test_the_others_of_a_launch_are_told(mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_other_machines_of_a_launch_are_returned(
+    mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch
+) -> None:
     add = FakeVerda._add
 
     def unlucky(self: FakeVerda, body: dict[str, Any], gb: int) -> dict[str, Any]:
@@ -309,7 +309,7 @@ def test_the_others_of_a_launch_are_told(mine: Verda, fake: FakeVerda, monkeypat
 def test_a_machine_without_address_is_not_waited_for_for_ever(
     mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And it is ended, as soon as Verda lets us: not while it provisions it."""
+    """It is deleted as soon as Verda allows that, which is not while it is provisioned."""
     monkeypatch.setattr(launch, "ADDRESS_SECONDS", 0.0)
     fake.path = ["ordered", "provisioning", "validating", "running"]
     with pytest.raises(NoCapacity, match="no address"):
@@ -318,12 +318,12 @@ def test_a_machine_without_address_is_not_waited_for_for_ever(
     assert len(fake.asked("PUT")) >= 2
 
 
-def test_a_machine_that_can_be_neither_used_nor_ended_is_told(
+def test_a_machine_that_can_be_neither_used_nor_deleted_is_an_error(
     mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ "No capacity" would say that nothing is there, and InstancesLeft is said of an end that was asked for.
+    """NoCapacity would mean that nothing is left, and InstancesLeft is for `terminate`.
 
-    Its script stays: it may come up yet.
+    Its script stays, because the machine may come up later.
     """
     monkeypatch.setattr(launch, "ADDRESS_SECONDS", 0.0)
     monkeypatch.setattr(termination, "BUSY_SECONDS", 0.0)
@@ -335,8 +335,8 @@ def test_a_machine_that_can_be_neither_used_nor_ended_is_told(
     assert len(fake.scripts) == 1
 
 
-def test_what_is_planted_is_in_no_message(mine: Verda, fake: FakeVerda) -> None:
-    """Not even where Verda echoes the script that it does not like."""
+def test_node_credentials_are_in_no_message(mine: Verda, fake: FakeVerda) -> None:
+    """Not even where Verda quotes the script that it refuses."""
     own = Verda(endpoint_url=mine.endpoint_url, node_client_id="idofnode", node_client_secret="secretofnode")  # type: ignore[arg-type]
     fake.fail(
         "POST", "/v1/scripts", error(400, "invalid_request", 'Invalid script: CLIENT_SECRET = "secretofnode"'), times=2
@@ -346,8 +346,8 @@ def test_what_is_planted_is_in_no_message(mine: Verda, fake: FakeVerda) -> None:
     assert "secretofnode" not in str(caught.value)
 
 
-def test_a_spot_machine_takes_its_disk_along(mine: Verda, fake: FakeVerda) -> None:
-    """Kept, as it would be by default, it would be paid for. On demand the field is refused."""
+def test_a_spot_machines_disk_is_deleted_with_it(mine: Verda, fake: FakeVerda) -> None:
+    """By default it would be kept and billed. On demand the field is refused."""
     (instance,) = mine.launch(offer_of(mine, spot=True), 1, tags(), STARTUP)
     assert instance.is_spot
     assert (instance.price_per_hour, instance.on_demand_price_per_hour) == (1.85, 3.7)
@@ -375,7 +375,7 @@ def test_the_image_suits_the_machine(mine: Verda, fake: FakeVerda, name: str, sl
 
 
 def test_blackwell_gets_the_open_kernel_module() -> None:
-    """Rather than newer CUDA, and never with CUDA below 12.8."""
+    """Even with older CUDA, but never with CUDA below 12.8."""
     images = [
         {"image_type": slug}
         for slug in (
@@ -390,7 +390,7 @@ def test_blackwell_gets_the_open_kernel_module() -> None:
         image_of([{"image_type": "x", "is_cluster": True}], None)
 
 
-def test_an_image_of_ones_own_is_taken(mine: Verda, fake: FakeVerda) -> None:
+def test_a_configured_image_is_used(mine: Verda, fake: FakeVerda) -> None:
     own = Verda(endpoint_url=mine.endpoint_url, image="24.04.cuda12.9.docker", os_volume_gb=250)
     own.launch(offer_of(mine), 1, tags(), STARTUP)
     body = fake.asked("POST", "/v1/instances$")[0].body
@@ -398,8 +398,10 @@ def test_an_image_of_ones_own_is_taken(mine: Verda, fake: FakeVerda) -> None:
     assert body["os_volume"]["size"] == 250
 
 
-def test_many_machines_are_made_at_once(mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 machines with 50 ms a call: several calls are under way at once."""
+def test_many_machines_are_created_at_the_same_time(
+    mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 machines with 50 ms a call: several calls are in flight at the same time."""
     fake.delay_seconds = 0.05
     offer = offer_of(mine)
     assert len(mine.launch(offer, 64, tags(), STARTUP)) == 64
@@ -411,14 +413,14 @@ def test_many_machines_are_made_at_once(mine: Verda, fake: FakeVerda, monkeypatc
 
 
 def test_tags_come_back_whatever_is_in_them(mine: Verda, fake: FakeVerda) -> None:
-    """Written in letters, digits, "." and "-", for the fake refuses the rest, and so may Verda."""
+    """In letters, digits, "." and "-". The fake refuses other characters, and Verda may do so."""
     odd = {OWNER_TAG: "jörg_40 20%@büro", PROCESS_TAG: "", "skyward-expires": "1790003600"}
     mine.launch(offer_of(mine), 1, tags() | odd, STARTUP)
     (instance,) = mine.instances(POOL)
     assert instance.tags == tags() | odd
 
 
-def test_too_many_or_too_long_tags_are_refused_before_anything_is_made(mine: Verda, fake: FakeVerda) -> None:
+def test_too_many_or_too_long_tags_are_refused_before_any_creating_call(mine: Verda, fake: FakeVerda) -> None:
     for more in ({OWNER_TAG: "j" * 128}, {f"tag-{number}": "x" for number in range(4)}):
         with pytest.raises(BadRequest, match="127"):
             mine.launch(offer_of(mine), 1, tags() | more, STARTUP)
@@ -427,7 +429,7 @@ def test_too_many_or_too_long_tags_are_refused_before_anything_is_made(mine: Ver
 
 
 def test_a_machine_that_verda_has_not_tagged_is_found_by_its_name(mine: Verda, fake: FakeVerda) -> None:
-    """With its description, which no stranger has; there is no way to log in then, but it can be ended."""
+    """And by its description, which no other machine has. It has no endpoint then, but can be terminated."""
     fake.strangers()
     (launched,) = mine.launch(offer_of(mine), 1, tags(first_rank=7), STARTUP)
     fake.is_untagging = True
@@ -477,7 +479,7 @@ def test_without_an_address_there_is_no_endpoint(mine: Verda, fake: FakeVerda) -
 
 
 def test_a_listing_needs_no_key(mine: Verda, tmp_path: Path) -> None:
-    """Whoever has lost it can still find and end the machines."""
+    """A user without the key can still find and terminate the machines."""
     (launched,) = mine.launch(offer_of(mine), 1, tags(), STARTUP)
     other = Verda(endpoint_url=mine.endpoint_url, ssh_key=str(tmp_path / "none"))
     (instance,) = other.instances(POOL)
@@ -488,28 +490,31 @@ def test_a_listing_needs_no_key(mine: Verda, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("is_spot", "contract"), [(False, "PAY_AS_YOU_GO"), (True, "SPOT")])
-def test_contract_and_pricing_are_said(mine: Verda, fake: FakeVerda, is_spot: bool, contract: str) -> None:
-    """As Verda's own command line does."""
+def test_contract_and_pricing_are_in_the_creating_call(
+    mine: Verda, fake: FakeVerda, is_spot: bool, contract: str
+) -> None:
+    """As in the calls of Verda's own command line."""
     mine.launch(offer_of(mine, spot=is_spot), 1, tags(), STARTUP)
     (order,) = fake.asked("POST", "/v1/instances")
     assert (order.body["is_spot"], order.body["contract"], order.body["pricing"]) == (is_spot, contract, "FIXED_PRICE")
 
 
-def test_the_disk_goes_with_the_machine(mine: Verda, fake: FakeVerda) -> None:
-    """Not to the trash, and by its own id: with no list it would be trashed, with an empty one kept.
+def test_the_disk_is_deleted_with_the_machine(mine: Verda, fake: FakeVerda) -> None:
+    """Not to the trash, and by its own id: without the list it would go to the trash, with an empty one it would be
+    kept.
 
-    The script goes too.
+    The script is deleted too.
     """
     launched = mine.launch(offer_of(mine), 2, tags(), STARTUP)
     mine.terminate([launched[0].id])
     assert len(fake.volumes) == 1
-    assert len(fake.scripts) == 1  # the other machine's as well
+    assert len(fake.scripts) == 1  # that of the other machine
     mine.terminate([launched[1].id])
     assert fake.volumes == fake.trash == fake.scripts == {}
 
 
 def test_a_disk_that_verda_leaves_behind_is_swept(mine: Verda, fake: FakeVerda) -> None:
-    """When its machine is ended again, or another one an hour later; a young one could be another launch's."""
+    """When its machine is terminated again, or another one an hour later. A young disk may belong to another launch."""
     fake.leaves_disks = True
     (launched,) = mine.launch(offer_of(mine), 1, tags(), STARTUP)
     mine.terminate([launched.id])
@@ -536,7 +541,7 @@ def test_a_disk_that_verda_leaves_behind_is_swept(mine: Verda, fake: FakeVerda) 
 
 
 def test_an_attached_disk_is_never_swept(mine: Verda, fake: FakeVerda) -> None:
-    """However old: it is the disk of a machine that runs."""
+    """However old it is: it is the disk of a running machine."""
     mine.launch(offer_of(mine), 1, tags(), STARTUP)
     (volume,) = fake.volumes.values()
     volume["created_at"] = "2020-01-01T00:00:00Z"
@@ -546,9 +551,7 @@ def test_an_attached_disk_is_never_swept(mine: Verda, fake: FakeVerda) -> None:
 
 
 def test_old_scripts_without_machines_are_swept(mine: Verda, fake: FakeVerda) -> None:
-    """By the next launch or end; not those of other people, nor one that another process may be about to launch
-    with.
-    """
+    """By the next launch or termination. Other people's scripts stay, and young ones that another launch may need."""
     now = int(time.time())
     old, young = (
         fake.script(f"skyward-sky-other-aaaaaaaa-{now - 4000}"),
@@ -562,8 +565,8 @@ def test_old_scripts_without_machines_are_swept(mine: Verda, fake: FakeVerda) ->
     assert fake.scripts.keys() == {young, strange}
 
 
-def test_a_preempted_machines_script_goes_with_its_end(mine: Verda, fake: FakeVerda) -> None:
-    """It is in no list any more, but can be asked for by its id."""
+def test_a_preempted_machines_script_is_deleted_with_its_termination(mine: Verda, fake: FakeVerda) -> None:
+    """No list has the machine any more, but its id can be queried."""
     now = str(int(time.time()))
     (launched,) = mine.launch(offer_of(mine, spot=True), 1, tags() | {CREATED_TAG: now}, STARTUP)
     fake.preempt(launched.id)
@@ -572,8 +575,8 @@ def test_a_preempted_machines_script_goes_with_its_end(mine: Verda, fake: FakeVe
     assert fake.asked("PUT") == []
 
 
-def test_a_machine_that_is_being_provisioned_is_asked_again(mine: Verda, fake: FakeVerda) -> None:
-    """Verda refuses to delete it until it is up. That is told in a 207, machine by machine."""
+def test_deleting_a_machine_that_is_being_provisioned_is_tried_again(mine: Verda, fake: FakeVerda) -> None:
+    """Verda refuses to delete it until it is up. The refusal is a row of a 207."""
     (launched,) = mine.launch(offer_of(mine), 1, tags(), STARTUP)
     fake.machines[launched.id]["status"] = "provisioning"
     fake.path_of[launched.id] = ["provisioning", "provisioning", "validating", "running"]
@@ -582,8 +585,8 @@ def test_a_machine_that_is_being_provisioned_is_asked_again(mine: Verda, fake: F
     assert len(fake.asked("PUT")) >= 2
 
 
-def test_what_stays_busy_is_told(mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the others have been ended."""
+def test_machines_that_stay_busy_are_named(mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the others were deleted."""
     monkeypatch.setattr(termination, "BUSY_SECONDS", 0.0)
     busy, other = mine.launch(offer_of(mine), 2, tags(), STARTUP)
     fake.machines[busy.id]["status"] = "provisioning"
@@ -595,10 +598,10 @@ def test_what_stays_busy_is_told(mine: Verda, fake: FakeVerda, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("is_busy", [True, False])
-def test_disks_that_cannot_be_looked_for_are_told_after_the_machines(
+def test_a_failed_sweep_of_disks_is_reported_after_the_machines(
     mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch, is_busy: bool
 ) -> None:
-    """A disk that was left behind is paid for; a machine that was left counts more."""
+    """A disk that is left is billed; a machine that is left is worse."""
     monkeypatch.setattr(termination, "BUSY_SECONDS", 0.0)
     busy, other = mine.launch(offer_of(mine), 2, tags(), STARTUP)
     fake.machines[busy.id]["status"] = "provisioning"
@@ -608,7 +611,7 @@ def test_disks_that_cannot_be_looked_for_are_told_after_the_machines(
     assert fake.alive() == {busy.id}
 
 
-def test_what_is_being_deleted_is_not_asked_again(mine: Verda, fake: FakeVerda) -> None:
+def test_a_machine_that_is_being_deleted_is_not_deleted_again(mine: Verda, fake: FakeVerda) -> None:
     (launched,) = mine.launch(offer_of(mine), 1, tags(), STARTUP)
     fake.machines[launched.id]["status"] = "deleting"
     fake.fail("GET", "/v1/instances$", Reply(200, [fake.machines[launched.id]]))
@@ -618,7 +621,7 @@ def test_what_is_being_deleted_is_not_asked_again(mine: Verda, fake: FakeVerda) 
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_machine_that_goes_meanwhile_is_gone(mine: Verda, fake: FakeVerda, is_known: bool) -> None:
-    """Between our look and our call: "Can't discontinue a discontinued instance", or "Invalid instance id"."""
+    """Between our listing and our call: "Can't discontinue a discontinued instance", or "Invalid instance id"."""
     (launched,) = mine.launch(offer_of(mine), 1, tags(), STARTUP)
     before = dict(fake.machines[launched.id])
     fake.machines[launched.id]["status"] = "discontinued"
@@ -632,7 +635,7 @@ def test_a_machine_that_goes_meanwhile_is_gone(mine: Verda, fake: FakeVerda, is_
 # ── credentials ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_token_that_has_run_out_is_fetched_anew_once(mine: Verda, fake: FakeVerda) -> None:
+def test_an_expired_token_is_fetched_again_once(mine: Verda, fake: FakeVerda) -> None:
     fake.fail("GET", "/v1/instances$", error(401, "unauthorized_request", "expired"))
     assert mine.instances() == []
     assert len(fake.asked("POST", "/v1/oauth2/token")) == 2
@@ -642,17 +645,17 @@ def test_a_token_that_has_run_out_is_fetched_anew_once(mine: Verda, fake: FakeVe
     assert caught.value.code == "unauthorized_request"
 
 
-def test_threads_whose_token_has_run_out_fetch_one_between_them(mine: Verda, fake: FakeVerda) -> None:
+def test_threads_with_an_expired_token_fetch_only_one(mine: Verda, fake: FakeVerda) -> None:
     fake.delay_seconds = 0.02
-    with mine._session() as session:
+    with mine._api() as session:
         session.list("/instances")
         fake.tokens.clear()
         assert side_by_side(session.list, ["/instances"] * 8, "test") == [[]] * 8
     assert len(fake.asked("POST", "/v1/oauth2/token")) == 2
 
 
-def test_a_wrong_secret_is_told_without_it(mine: Verda, fake: FakeVerda) -> None:
-    """Verda's word for it is a 400; its echo is covered up."""
+def test_the_error_for_a_wrong_secret_does_not_contain_it(mine: Verda, fake: FakeVerda) -> None:
+    """Verda answers 400 and quotes the secret, which is masked."""
     wrong = Verda(endpoint_url=mine.endpoint_url, client_id=CLIENT_ID, client_secret="wrong-secret-0002")  # type: ignore[arg-type]
     with pytest.raises(CredentialsError) as caught:
         wrong.instances()
@@ -660,7 +663,7 @@ def test_a_wrong_secret_is_told_without_it(mine: Verda, fake: FakeVerda) -> None
     assert "***" in str(caught.value)
 
 
-def test_credentials_of_the_older_name_are_taken(mine: Verda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credentials_of_the_older_name_are_used(mine: Verda, monkeypatch: pytest.MonkeyPatch) -> None:
     for new, old in zip(VARIABLES[:2], VARIABLES[2:], strict=True):
         monkeypatch.setenv(old, os.environ[new])
         monkeypatch.delenv(new)
@@ -670,7 +673,7 @@ def test_credentials_of_the_older_name_are_taken(mine: Verda, monkeypatch: pytes
 def test_credentials_come_from_the_file_of_verdas_tools(
     fake: FakeVerda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With its profile, its address, and its own place."""
+    """With its profile, its URL, and its configured path."""
     monkeypatch.delenv("VERDA_CLIENT_ID")
     (tmp_path / "credentials").write_text(
         f"[default]\nverda_client_id = x\nverda_client_secret = y\n"
@@ -700,7 +703,7 @@ def test_the_account_is_no_half_of_a_credential(mine: Verda) -> None:
 
 
 def test_without_credentials_of_its_own_a_machine_powers_off(mine: Verda, fake: FakeVerda) -> None:
-    """None of ours is planted."""
+    """None of the client's credentials is on it."""
     mine.launch(offer_of(mine), 1, tags(), STARTUP)
     (script,) = fake.scripts.values()
     assert end_script(script["script"]) == "poweroff"
@@ -715,8 +718,8 @@ def test_node_credentials_are_whole_or_none_and_leave_with_no_json() -> None:
     assert "ofnode" not in repr(provider)
 
 
-def test_with_them_it_deletes_itself(mine: Verda, fake: FakeVerda, tmp_path: Path) -> None:
-    """Itself alone, with its disk. Where that fails it stays on, and is run again; of the secret nothing is told."""
+def test_with_node_credentials_it_deletes_itself(mine: Verda, fake: FakeVerda, tmp_path: Path) -> None:
+    """Only itself, with its disk. After a failure it stays on and tries again. The secret is in no output."""
     own = Verda(endpoint_url=mine.endpoint_url, node_client_id="idofnode", node_client_secret="secret\"of'node")  # type: ignore[arg-type]
     fake.secrets["idofnode"] = "secret\"of'node"
     first, second = own.launch(offer_of(mine), 2, tags(), STARTUP)
@@ -751,13 +754,13 @@ def test_with_them_it_deletes_itself(mine: Verda, fake: FakeVerda, tmp_path: Pat
 
 
 def end_script(script: str) -> str:
-    """Return what is run, again and again, of the file with which a machine ends itself."""
+    """Return what runs repeatedly in the script with which a machine ends itself."""
     return script.partition("cat >/root/.cache/skyward/end <<'SKYWARD_END_OF_FILE'\nwhile :; do\n(\n")[2].partition(
         "\n)\nsleep "
     )[0]
 
 
-def test_it_is_in_the_face() -> None:
+def test_skyward_core_exports_it() -> None:
     assert sky.Verda is Verda
     assert Verda.billing_increment_seconds == 600
     assert len(TYPES) > 10

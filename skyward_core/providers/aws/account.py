@@ -182,7 +182,7 @@ class Account:
             kind, code, cause, message = BadRequest, "", error, f"AWS cannot be asked {what}: {error}"
         text = functools.reduce(lambda text, secret: text.replace(secret, "***"), self._secrets, message)
         # SignatureDoesNotMatch repeats what was signed, a session token too: then its cause is not told either
-        raise kind(text[: _http.TOLD_CHARACTERS]).coded(code) from (cause if text == message else None)
+        raise kind(text[: _http.QUOTED_CHARACTERS]).coded(code) from (cause if text == message else None)
 
 
 def meaning(code: str, status: int) -> type[SkywardError]:

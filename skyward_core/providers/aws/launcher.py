@@ -268,7 +268,7 @@ class Launcher:
             return self.settings.ssh_cidr
         try:
             with _http.Api("the service that tells our public address", "") as api:
-                told = str(api.ask("GET", self.settings.checkip_url))
+                told = str(api.request("GET", self.settings.checkip_url))
             address = ip_address(told.strip())
         except (SkywardError, ValueError) as error:
             raise ProviderFailed(

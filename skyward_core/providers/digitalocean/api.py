@@ -33,13 +33,11 @@ REFUSALS: Mapping[type[SkywardError], tuple[str, ...]] = {
         "size is unavailable",
     ),
 }
-"""Capacity, quota and what is wrong in the request itself are one status (422) and one code: these parts of the message
-tell them apart.
-"""
+"""Parts of the message separate capacity, quota and mistakes of the request, which share a status (422) and a code."""
 
 
 def find_token() -> str:
-    """The token of the environment, else of doctl. Raises CredentialsError."""
+    """Return the token of the environment, else of doctl. Raises CredentialsError."""
     for variable in TOKEN_VARIABLES:
         if token := os.environ.get(variable):
             return token
@@ -48,13 +46,13 @@ def find_token() -> str:
         if sys.platform == "darwin"
         else os.environ.get("XDG_CONFIG_HOME") or "~/.config"
     ).expanduser()
-    place = home / "doctl" / "config.yaml"
+    file = home / "doctl" / "config.yaml"
     try:
-        token = doctl_token(place.read_text(encoding="utf-8"))
+        token = doctl_token(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         token = ""
     except (OSError, UnicodeDecodeError) as error:
-        raise CredentialsError(f"{place} cannot be read: {error}") from error
+        raise CredentialsError(f"{file} cannot be read: {error}") from error
     if not token:
         raise CredentialsError(
             f"no token for DigitalOcean: set {TOKEN_VARIABLES[0]} (or {TOKEN_VARIABLES[1]}), or log in with `doctl auth"
@@ -64,9 +62,9 @@ def find_token() -> str:
 
 
 def doctl_token(config: str) -> str:
-    """Return the token of doctl's current context from the text of its config.yaml, "" if there is none.
+    """Return the token of doctl's current context from the text of its config.yaml; "" if there is none.
 
-    No reader of YAML: two lines of it matter.
+    Two lines matter, so no YAML parser is needed.
     """
     lines = dict(re.findall(r"^([\w-]+): *[\"']?([^\"'\s]+)[\"']? *$", config, re.MULTILINE))
     context = lines.get("context", "default")
@@ -79,7 +77,7 @@ def doctl_token(config: str) -> str:
 
 
 def meaning_of(status: int, body: Row, message: str) -> SkywardError | None:
-    """What a refusal means beyond its status."""
+    """Return the meaning of a refusal beside its status."""
     if status != 422:
         return None
     text = str(body.get("message", "")).lower()
@@ -95,27 +93,28 @@ def says_missing(body: Row) -> bool:
 
 
 def reset_of(headers: Mapping[str, str]) -> float | None:
-    """When the hourly limit has room again.
+    """Return when the hourly limit has room again.
 
-    Retry-After comes with bursts only; where requests are left it is not this limit that has refused us.
+    Only bursts come with Retry-After. If requests remain, another limit has refused the request.
     """
-    told = headers.get("ratelimit-reset", "").strip()
-    if headers.get("ratelimit-remaining", "0").strip() != "0" or not re.fullmatch("[0-9]{1,12}", told):
+    reset = headers.get("ratelimit-reset", "").strip()
+    if headers.get("ratelimit-remaining", "0").strip() != "0" or not re.fullmatch("[0-9]{1,12}", reset):
         return None
-    return float(told)
+    return float(reset)
 
 
 def droplets(api: Api, *, is_gpu: bool) -> list[Row]:
-    """The account's droplets with GPUs, or those without: no listing has both.
+    """Return the account's droplets with GPUs, or those without: no listing has both.
 
-    A filter by tag can not be combined with that.
+    A filter by tag cannot be combined with that.
     """
     return pages(api, "/v2/droplets", "droplets", type="gpus" if is_gpu else None)
 
 
 def pages(api: Api, path: str, kind: str, **query: Any) -> list[Row]:
-    """All pages of a listing, read again if something was made or deleted meanwhile: what moves up to a page that was
-    read already would seem to be gone.
+    """Return all pages of a listing. Read it again if its length changed meanwhile.
+
+    Otherwise a row that moves to a page that was already read would seem to be gone.
     """
     for _ in range(LISTING_TRIES):
         rows: list[Row] = []
@@ -123,7 +122,7 @@ def pages(api: Api, path: str, kind: str, **query: Any) -> list[Row]:
         page, is_more = 0, True
         while is_more:
             page += 1
-            answer = api.ask("GET", path, query={**query, "per_page": PER_PAGE, "page": page})
+            answer = api.request("GET", path, query={**query, "per_page": PER_PAGE, "page": page})
             rows += rows_of(answer, kind, f"DigitalOcean answered GET {path}")
             totals.add((answer.get("meta") or {}).get("total"))
             is_more = "next" in ((answer.get("links") or {}).get("pages") or {})

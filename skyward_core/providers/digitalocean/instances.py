@@ -50,9 +50,9 @@ def to_instance(row: Row, tags: Mapping[str, str], key: Key) -> Instance:
 
 
 def state_of(row: Row) -> InstanceState:
-    """Return what a droplet's status means.
+    """Return the state of a droplet.
 
-    One that is off is billed in full; a word that is not known is not taken for a machine that runs.
+    One that is off is billed in full. An unknown status is PENDING, not RUNNING.
     """
     match row["status"]:
         case "active":

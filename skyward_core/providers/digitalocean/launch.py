@@ -30,14 +30,12 @@ log = logging.getLogger(__name__)
 
 NAMES_PER_CALL = 10
 ADDRESS_SECONDS = 600.0
-"""How long a machine may take to get its address; one that has none by then is given back."""
+"""How long a machine may take to get its address. One that has none by then is destroyed."""
 POLL_SECONDS, LONGEST_POLL_SECONDS = 1.0, 15.0
 ACTIONS_PER_POLL = 10
-"""How many machines without an address are asked for their action in one poll, in turns: all requests together may be
-250 a minute.
-"""
+"""How many actions one poll reads, for machines without an address, in turns. The limit is 250 requests a minute."""
 KEY_SECONDS, KEY_PAUSE_SECONDS = 60.0, 2.0
-"""How long a key that was registered may be unknown to the creating call: some seconds, as others report."""
+"""How long a registered key may be unknown to the creating call. Others report some seconds."""
 KEY_IS_THERE = ("already been taken", "already in use")
 KEY_IS_UNKNOWN = "invalid key identifiers"
 
@@ -45,12 +43,12 @@ KEY_IS_UNKNOWN = "invalid key identifiers"
 def registered(api: Api, key: Key) -> str:
     """Register our public key in the account, where it stays; return its fingerprint.
 
-    Listing keys is limited to ten requests a minute: not needed.
+    Keys are not listed, because that is limited to ten requests a minute.
     """
     kind, blob = key.public.split()[:2]
     digest = hashlib.md5(base64.b64decode(blob), usedforsecurity=False).hexdigest()
     try:
-        api.ask(
+        api.request(
             "POST", "/v2/account/keys", body={"name": "skyward", "public_key": f"{kind} {blob}"}, is_repeatable=True
         )
     except BadRequest as error:
@@ -59,17 +57,16 @@ def registered(api: Api, key: Key) -> str:
     return ":".join(map("".join, batched(digest, 2)))
 
 
-def create_droplets(api: Api, wish: Mapping[str, Any], names: Sequence[str], *, is_gpu: bool) -> list[Row]:
-    """Ask for machines of these names, ten a call, one call after the other: no more than ten may be in creation at
-    once.
+def create_droplets(api: Api, order: Mapping[str, Any], names: Sequence[str], *, is_gpu: bool) -> list[Row]:
+    """Create machines with these names, ten in one call and one call at a time: only ten may be in creation at once.
 
-    Ends at the first failure: what there is until then is returned, with what is found by name if the outcome of that
-    call is not known. Raises it if that is nothing.
+    Stops at the first failure and returns the machines so far. If the outcome of that call is unknown, its machines are
+    looked up by name. Raises the failure if there is no machine.
     """
     created: list[Row] = []
     for chunk in batched(names, NAMES_PER_CALL):
         try:
-            created += _created(api, {**wish, **({"name": chunk[0]} if len(chunk) == 1 else {"names": chunk})})
+            created += _created(api, {**order, **({"name": chunk[0]} if len(chunk) == 1 else {"names": chunk})})
         except SkywardError as error:
             if isinstance(error, ProviderFailed) and not isinstance(error, RateLimited):
                 created += [row for row in droplets(api, is_gpu=is_gpu) if row["name"] in chunk]
@@ -81,11 +78,11 @@ def create_droplets(api: Api, wish: Mapping[str, Any], names: Sequence[str], *, 
 
 
 def _created(api: Api, body: Mapping[str, Any]) -> list[Row]:
-    """One creating call, refused for a while if our key was registered a moment ago."""
+    """Make one creating call. Repeat it for a while if our key was registered a moment ago."""
     deadline = time.monotonic() + KEY_SECONDS
     while True:
         try:
-            answer = api.ask("POST", "/v2/droplets", body=body)
+            answer = api.request("POST", "/v2/droplets", body=body)
             who = "DigitalOcean answered POST /v2/droplets"
             created: list[Row] = (
                 rows_of(answer, "droplets", who) if "names" in body else [field_of(answer, "droplet", dict, who)]
@@ -98,10 +95,13 @@ def _created(api: Api, body: Mapping[str, Any]) -> list[Row]:
 
 
 def await_addresses(api: Api, created: Sequence[Row], *, is_gpu: bool) -> tuple[list[Row], dict[str, str]]:
-    """Wait until each machine has an address or has failed; return those that have one, and why not by id."""
+    """Wait until each machine has an address or has failed.
+
+    Returns those with an address, and the reasons of the others by id.
+    """
     rows = {str(row["id"]): row for row in created}
     failed: dict[str, str] = {}
-    asked: dict[str, float] = {}
+    asked_at: dict[str, float] = {}
 
     def waiting() -> list[str]:
         return [machine_id for machine_id, row in rows.items() if machine_id not in failed and not is_ready(row)]
@@ -111,24 +111,24 @@ def await_addresses(api: Api, created: Sequence[Row], *, is_gpu: bool) -> tuple[
     while waiting() and time.monotonic() < deadline:
         time.sleep(next(pauses))
         rows.update({str(row["id"]): row for row in droplets(api, is_gpu=is_gpu) if str(row["id"]) in rows})
-        turn = sorted(waiting(), key=lambda machine_id: asked.get(machine_id, 0.0))[:ACTIONS_PER_POLL]
-        asked |= dict.fromkeys(turn, time.monotonic())
-        reasons = dict(
+        turn = sorted(waiting(), key=lambda machine_id: asked_at.get(machine_id, 0.0))[:ACTIONS_PER_POLL]
+        asked_at |= dict.fromkeys(turn, time.monotonic())
+        found = dict(
             zip(
                 turn,
                 side_by_side(lambda machine_id: _failure(api, rows[machine_id]), turn, "skyward-digitalocean"),
                 strict=True,
             )
         )
-        failed |= {machine_id: reason for machine_id, reason in reasons.items() if reason}
+        failed |= {machine_id: reason for machine_id, reason in found.items() if reason}
     failed |= dict.fromkeys(waiting(), f"no address within {ADDRESS_SECONDS:g} s")
     return [row for machine_id, row in rows.items() if machine_id not in failed], failed
 
 
 def _failure(api: Api, row: Row) -> str:
-    """Why a machine without an address will never have one; "" while it may."""
+    """Return why a machine without an address will never have one; "" while it may."""
     path = f"/v2/droplets/{row['id']}/actions"
-    answer = api.ask("GET", path, missing_is_none=True)
+    answer = api.request("GET", path, missing_is_none=True)
     if answer is None:
         return "it is gone"
     actions = rows_of(answer, "actions", f"DigitalOcean answered GET {path}")
@@ -138,12 +138,12 @@ def _failure(api: Api, row: Row) -> str:
     return f"it is {row['status']}" if status == "completed" and state_of(row) is InstanceState.STOPPING else ""
 
 
-def give_back(api: Api, failed: Mapping[str, str], *, is_any_ready: bool) -> None:
-    """Destroy machines that came to nothing.
+def destroy_failed(api: Api, failed: Mapping[str, str], *, is_any_ready: bool) -> None:
+    """Destroy machines that failed.
 
-    Raises NoCapacity if there are no others, and ProviderFailed if they may be left then.
+    Raises NoCapacity if no machine is ready, or ProviderFailed if failed machines may remain then.
     """
-    told = "; ".join(f"droplet {machine_id}: {reason}" for machine_id, reason in failed.items())
+    reasons = "; ".join(f"droplet {machine_id}: {reason}" for machine_id, reason in failed.items())
     trouble: SkywardError | None = None
     try:
         destroy_droplets(api, list(failed))
@@ -151,8 +151,8 @@ def give_back(api: Api, failed: Mapping[str, str], *, is_any_ready: bool) -> Non
         trouble = error
     if not is_any_ready and trouble:
         raise ProviderFailed(
-            f"DigitalOcean created no machine ({told}), and what there is could not be ended: {trouble}"
+            f"DigitalOcean created no machine ({reasons}), and failed droplets could not be destroyed: {trouble}"
         ) from trouble
     if not is_any_ready:
-        raise NoCapacity(f"DigitalOcean created no machine: {told}").coded("errored")
-    log.warning("DigitalOcean did not bring up all machines: %s%s", told, f"; {trouble}" if trouble else "")
+        raise NoCapacity(f"DigitalOcean created no machine: {reasons}").coded("errored")
+    log.warning("some machines of DigitalOcean failed: %s%s", reasons, f"; {trouble}" if trouble else "")

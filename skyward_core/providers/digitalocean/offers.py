@@ -15,26 +15,26 @@ from skyward_core.providers._http import Row
 log = logging.getLogger(__name__)
 
 LEAST_MEMORY_GB = 2.0
-"""What a machine has at least if nobody has said how much it needs: the system, a node of ours and a call want some."""
+"""The least memory of a machine without a memory requirement. System, node and call need some."""
 SPOT_SUFFIX = "-spot"
 SPOT_CHIPS = ("B300", "MI350X", "MI355X")
-"""All that is sold as spot (fact sheet, 2.4); listed only while it can be ordered."""
+"""All chips that are sold as spot (fact sheet, 2.4). They are listed only while they can be ordered."""
 CPU_IMAGE, NVIDIA_IMAGE, NVIDIA_8_IMAGE, AMD_IMAGE = (
     "ubuntu-24-04-x64",
     "gpu-h100x1-base",
     "gpu-h100x8-base",
     "gpu-amd-base",
 )
-"""The image of one H100 is also that of every other single NVIDIA GPU; that of eight has the fabric manager.
+"""The image for one H100 also serves every other single NVIDIA GPU. The one for eight has the fabric manager.
 
-All let root in.
+All of them accept root.
 """
 
 
 def to_offers(sizes: Iterable[Row]) -> list[Offer]:
-    """Return an offer for each size and region where it can be ordered.
+    """Return an offer for each size and each region in which it can be ordered.
 
-    A spot size is its on-demand twin, and that one's name is its `instance_type`.
+    A spot offer has the instance type of its on-demand twin.
     """
     sizes = list(sizes)
     prices = {size["slug"]: size["price_hourly"] for size in sizes}
@@ -46,7 +46,7 @@ def to_offers(sizes: Iterable[Row]) -> list[Offer]:
         chip = _chip(str(gpus.get("model"))) if count else None
         if count and chip is None:
             unknown.append(size["slug"])
-        elif size["available"] and size["price_hourly"]:  # and where `regions` is empty, there is none to be had
+        elif size["available"] and size["price_hourly"]:  # an empty `regions` means that none can be ordered
             slug = size["slug"].removesuffix(SPOT_SUFFIX)
             is_spot = slug != size["slug"]
             offers += [
@@ -62,7 +62,7 @@ def to_offers(sizes: Iterable[Row]) -> list[Offer]:
                     accelerator=chip.name if chip else None,
                     accelerators=count,
                     architecture=architecture_beside(chip.name if chip else None),
-                    # told for all of them together
+                    # the row has the memory of all of them together
                     accelerator_memory_gb=gpus["vram"]["amount"] / count if chip else None,
                 )
                 for region in size["regions"]
@@ -77,7 +77,7 @@ def to_offers(sizes: Iterable[Row]) -> list[Offer]:
 
 
 def _chip(model: str) -> Chip | None:
-    """The catalogue's chip for, say, "nvidia_rtx4000_ada"."""
+    """Return the catalogue's chip, for example for "nvidia_rtx4000_ada"."""
     try:
         return find(model)
     except BadRequest:
@@ -85,7 +85,7 @@ def _chip(model: str) -> Chip | None:
 
 
 def image_of(offer: Offer) -> str:
-    """Return the slug of the image that has the drivers of the offer's chips."""
+    """Return the slug of the image with the drivers of the offer's chips."""
     if offer.accelerator is None:
         return CPU_IMAGE
     if find(offer.accelerator).vendor == "AMD":

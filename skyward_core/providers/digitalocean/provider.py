@@ -1,11 +1,10 @@
 """DigitalOcean: virtual machines ("droplets"), with GPUs or without, over its REST API.
 
-What is said of the API here was read in the fact sheet of 2026-11-20, section 2, and in DigitalOcean's OpenAPI
-description (github.com/digitalocean/openapi).
+Facts about the API are from the fact sheet of 2026-11-20, section 2, and from DigitalOcean's OpenAPI description
+(github.com/digitalocean/openapi).
 
-Two things are different here. A creating call that is accepted (202) is no success: whether the machine came to be
-stands in its action. And tags are put on a machine after it was created, without a promise when: until then it is known
-by its name alone, which is chosen before the call.
+Two peculiarities. An accepted creating call (202) is no success: the machine's action has the outcome. And tags appear
+on a machine some time after its creation. Until then only its name identifies it, which is chosen before the call.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from skyward_core.providers.digitalocean.api import (
 )
 from skyward_core.providers.digitalocean.boot import MACHINE_ID, METADATA_ID, SELF_DELETION
 from skyward_core.providers.digitalocean.instances import to_instance
-from skyward_core.providers.digitalocean.launch import await_addresses, create_droplets, give_back, registered
+from skyward_core.providers.digitalocean.launch import await_addresses, create_droplets, destroy_failed, registered
 from skyward_core.providers.digitalocean.offers import LEAST_MEMORY_GB, SPOT_CHIPS, SPOT_SUFFIX, image_of, to_offers
 from skyward_core.providers.digitalocean.tags import name_of, tags_of, to_tags
 from skyward_core.providers.digitalocean.termination import destroy_droplets
@@ -49,10 +48,10 @@ class DigitalOcean(Provider):
     >>> DigitalOcean(region=("nyc2", "tor1")).region
     ('nyc2', 'tor1')
 
-    The token is `token`, else DIGITALOCEAN_TOKEN or DIGITALOCEAN_ACCESS_TOKEN, else that of doctl. With `node_token`,
-    one that may do no more than delete droplets, machines delete themselves when they end; it is planted on them, where
-    whatever runs there can read it. Without, they power off, which DigitalOcean goes on to bill, and somebody has to
-    terminate them.
+    The token is `token`, else DIGITALOCEAN_TOKEN or DIGITALOCEAN_ACCESS_TOKEN, else that of doctl. `node_token` should
+    be a token that can only delete droplets. With it machines delete themselves when they end. It is stored on them,
+    and any process there can read it. Without it they power off, which DigitalOcean bills in full until they are
+    terminated.
     """
 
     model_config = ConfigDict(hide_input_in_errors=True)
@@ -60,42 +59,40 @@ class DigitalOcean(Provider):
     name: ClassVar[str] = "digitalocean"
     end_command: ClassVar[str] = END_COMMAND
     gone_deadline_seconds: ClassVar[float] = 300.0
-    """A droplet that is still being created cannot be deleted ("already has a pending event"): with GPUs that takes
-    minutes.
-    """
+    """A droplet cannot be deleted while it is being created ("already has a pending event"), with GPUs for minutes."""
     listing_lag_seconds: ClassVar[float] = 30.0
-    """Nothing is promised; a droplet is created after its call was accepted, and tagged after that."""
+    """An assumption: a droplet is created after its call was accepted, and tagged after that."""
     sells_by_wish: ClassVar[bool] = True
-    """Who does not say how much memory sees no machine with too little."""
+    """Without a memory requirement, `offers` leaves out machines with too little."""
     billing_minimum_seconds: ClassVar[int] = 60
     billing_minimum_usd: ClassVar[float] = 0.01
     """The greater of both (price page, 2026-05; fact sheet, "added")."""
 
     region: str | tuple[str, ...] | None = None
-    """One, several, or None: all. The seeds say "nyc1", where there are no H100 (decisions/0009)."""
+    """One, several, or None: all. The seeds use "nyc1", where there are no H100 (decisions/0009)."""
     token: SecretStr | None = Field(default=None, exclude=True, repr=False)
     node_token: SecretStr | None = Field(default=None, exclude=True, repr=False)
     image: str | None = Field(default=None, min_length=1)
-    """Slug or number of an image with cloud-init, in place of the one that goes with the size."""
+    """Slug or number of an image with cloud-init, in place of the default for the size."""
     vpc_uuid: str | None = Field(default=None, min_length=1)
     """A network of one region; by default each region's own."""
     ssh_key: str | None = Field(default=None, min_length=1)
-    """Path of a private key without passphrase; by default one that is made for you."""
+    """Path of a private key without passphrase; by default one is created."""
     endpoint_url: str | None = Field(default=None, min_length=1)
 
     @model_validator(mode="after")
     def _network_is_of_one_region(self) -> Self:
         if self.vpc_uuid is not None and not isinstance(self.region, str):
-            raise ValueError("vpc_uuid= is a network of one region: say which with region=")
+            raise ValueError("vpc_uuid= is a network of one region: name that region with region=")
         return self
 
-    # ── the four verbs ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the four methods ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def offers(self, want: Requirements) -> list[Offer]:
-        """Return every size that can be ordered now in the configured regions; sizes with a chip that the catalogue
-        does not know are left out.
+        """Return every size that can be ordered now in the configured regions.
 
-        So are those with less than LEAST_MEMORY_GB, unless less is asked for, or a size by its name.
+        Sizes with an unknown chip are left out. So are sizes below LEAST_MEMORY_GB, unless the requirements name less
+        memory or an instance type.
         """
         with self._api() as api:
             sizes = pages(api, "/v2/sizes", "sizes")
@@ -108,14 +105,14 @@ class DigitalOcean(Provider):
         ]
 
     def may_sell_spot(self, want: Requirements) -> bool:
-        """Of three chips only, by the names of the machines or of the chips."""
+        """True for three chips only, found by name in the accelerator or the instance type."""
         named = want.accelerator.name if want.accelerator is not None else (want.instance_type or "").upper()
         return any(chip in named for chip in SPOT_CHIPS)
 
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
-        """Rent up to `count` machines, ten a call, and return when each has an address.
+        """Rent up to `count` machines, ten in one call, and return when each has an address.
 
-        Those that fail meanwhile are given back and left out.
+        Machines that fail are destroyed and left out.
         """
         key = our_key(self.ssh_key)
         first = int(tags[RANK_TAG])
@@ -124,11 +121,11 @@ class DigitalOcean(Provider):
         with self._api() as api:
             fingerprint = registered(api, key)
             created = create_droplets(
-                api, self._wish(offer, tags, startup, key, fingerprint), list(ranks), is_gpu=is_gpu
+                api, self._order(offer, tags, startup, key, fingerprint), list(ranks), is_gpu=is_gpu
             )
             ready, failed = await_addresses(api, created, is_gpu=is_gpu)
             if failed:
-                give_back(api, failed, is_any_ready=bool(ready))
+                destroy_failed(api, failed, is_any_ready=bool(ready))
         prices = {"price_per_hour": offer.price_per_hour, "on_demand_price_per_hour": offer.on_demand_price_per_hour}
         instances = [
             to_instance(row, of_machine(tags, ranks[row["name"]]), key).model_copy(update=prices) for row in ready
@@ -136,60 +133,61 @@ class DigitalOcean(Provider):
         return sorted(instances, key=lambda instance: instance.rank)
 
     def instances(self, pool_id: str | None = None) -> list[Instance]:
-        """Return our machines, whatever their region.
+        """Return our machines in all regions.
 
-        Those of a pool are found before they are tagged as well, by their names.
+        The machines of one pool are found by name while they have no tags yet.
         """
         key = our_key(self.ssh_key)
         with self._api() as api:
             rows = {row["id"]: row for is_gpu in (True, False) for row in droplets(api, is_gpu=is_gpu)}
-        told = [
+        tagged = [
             (row, tags)
             for row in rows.values()
             if (tags := tags_of(row, pool_id)) and pool_id in (None, tags[POOL_TAG])
         ]
         return sorted(
-            (to_instance(row, tags, key) for row, tags in told), key=lambda instance: (instance.pool_id, instance.rank)
+            (to_instance(row, tags, key) for row, tags in tagged),
+            key=lambda instance: (instance.pool_id, instance.rank),
         )
 
     def terminate(self, ids: Sequence[str]) -> None:
-        """Destroy machines. Nothing else is paid for: no volume is ever made."""
-        ours = [machine_id for machine_id in dict.fromkeys(ids) if re.fullmatch("[0-9]+", machine_id)]
-        if ours:
+        """Destroy machines. Nothing else is billed, because no volume is created."""
+        numbers = [machine_id for machine_id in dict.fromkeys(ids) if re.fullmatch("[0-9]+", machine_id)]
+        if numbers:
             with self._api() as api:
-                destroy_droplets(api, ours)
+                destroy_droplets(api, numbers)
 
     def ends_for_good(self) -> bool:
-        """Only with a token of its own it can delete itself; one that is off is paid for."""
+        """True only with a node token: then a machine deletes itself. One that is off is billed."""
         return self.node_token is not None
 
     def account(self) -> str:
-        """Return the id of the token's team, or of its user if there is none."""
+        """Return the id of the token's team, or of its user if there is no team."""
         with self._api() as api:
             who = "DigitalOcean answered GET /v2/account"
-            account = field_of(api.ask("GET", "/v2/account"), "account", dict, who)
+            account = field_of(api.request("GET", "/v2/account"), "account", dict, who)
         return field_of(account.get("team") or account, "uuid", str, who)
 
     def console_url(self, instance: Instance) -> str:
         """Return the droplet's page in the control panel."""
         return f"https://cloud.digitalocean.com/droplets/{instance.id}"
 
-    # ── what is asked for, and with which token ──────────────────────────────────────────────────────────────────────
+    # ── the creating call, URL and token ─────────────────────────────────────────────────────────────────────────────
 
-    def _wish(self, offer: Offer, tags: Tags, startup: str, key: Key, fingerprint: str) -> dict[str, Any]:
-        """The creating call without names."""
+    def _order(self, offer: Offer, tags: Tags, startup: str, key: Key, fingerprint: str) -> dict[str, Any]:
+        """Return the body of the creating call, without names."""
         boot = boot_script(startup, tags, MACHINE_ID, self._end_script())
         image = self.image or image_of(offer)
-        wish: dict[str, Any] = {
+        order: dict[str, Any] = {
             "region": offer.region,
             "size": offer.instance_type + (SPOT_SUFFIX if offer.is_spot else ""),
             "image": int(image) if image.isdecimal() else image,
-            # cloud-init lets ours in anyway; without one here, a password for root goes out by e-mail
+            # cloud-init installs our key anyway; without one here, root's password is sent by e-mail
             "ssh_keys": [fingerprint],
             "tags": to_tags(tags),
             "user_data": cloud_config(boot, key, host_key(tags[LAUNCH_TAG], key)),
         }
-        return wish if self.vpc_uuid is None else {**wish, "vpc_uuid": self.vpc_uuid}
+        return order if self.vpc_uuid is None else {**order, "vpc_uuid": self.vpc_uuid}
 
     def _end_script(self) -> str:
         if self.node_token is None:

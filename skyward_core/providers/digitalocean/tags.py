@@ -11,35 +11,32 @@ from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Tags
 from skyward_core.providers.tagging import from_codes, launch_word, of_machine, to_codes
 
 TAG = "skyward"
-"""On every machine, for firewalls and for the eye.
+"""On every machine, for firewalls and for people.
 
-Beside it are as many tags `skyward:1-2:...` as our own tags need.
+Our own tags are beside it, in as many tags `skyward:1-2:...` as they need.
 """
 TAG_CHARACTERS = 255
 TAG_PART = re.compile(rf"{TAG}:([0-9]{{1,2}})-([0-9]{{1,2}}):([a-z0-9:_-]*)")
 
 
 def name_of(tags: Tags, rank: int) -> str:
-    """Return the name of a machine of a launch: unique, and the same whenever it is asked for.
-
-    Letters, digits and '-'.
-    """
+    """Return the unique name of a machine of a launch, the same each time, of letters, digits and "-"."""
     return f"{_word(tags[POOL_TAG])}-{rank}-{launch_word(tags)}"
 
 
 def to_tags(tags: Tags) -> list[str]:
-    """Return what carries our tags: letters, digits, ':', '-' and '_', up to 255 of them, are all that a tag may have.
+    """Return our tags as DigitalOcean's, which have up to 255 letters, digits, ":", "-" and "_".
 
-    Capitals are written as codes too: a tag is told with the capitals of whoever has used it first in the account.
+    Capitals are codes too, because a listed tag has the capitals of its first use in the account.
     """
     text = ":".join(f"{_escaped(name)}:{_escaped(value)}" for name, value in tags.items())
     parts = ["".join(part) for part in batched(text, TAG_CHARACTERS - len(f"{TAG}:99-99:"))]
     return [TAG, *(f"{TAG}:{number}-{len(parts)}:{part}" for number, part in enumerate(parts, 1))]
 
 
-def from_tags(told: Iterable[str]) -> dict[str, str]:
-    """Return our tags from those of a droplet; nothing unless all parts of them are there and name a pool."""
-    found = [match for tag in told if (match := TAG_PART.fullmatch(tag.lower()))]
+def from_tags(listed: Iterable[str]) -> dict[str, str]:
+    """Return our tags from those of a droplet; none unless all parts are present and name a pool."""
+    found = [match for tag in listed if (match := TAG_PART.fullmatch(tag.lower()))]
     parts = {int(match[1]): match[3] for match in found}
     if not found or sorted(parts) != list(range(1, int(found[0][2]) + 1)):
         return {}
@@ -49,10 +46,10 @@ def from_tags(told: Iterable[str]) -> dict[str, str]:
 
 
 def tags_of(row: Row, pool_id: str | None = None) -> dict[str, str]:
-    """Return the tags of one machine, with its own rank; nothing if it is none of ours.
+    """Return the tags of one machine, with its own rank; none if it is not ours.
 
-    One that has no tags of ours is of the pool asked for, if it has a name as only that pool gives it: its tags may be
-    still to come.
+    A machine without our tags belongs to `pool_id` if its name has the form that only this pool uses. Its tags may be
+    late.
     """
     if tags := from_tags(row.get("tags") or ()):
         found = (

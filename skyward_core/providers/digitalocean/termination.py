@@ -14,15 +14,15 @@ from skyward_core.providers._http import Api, nothing_in
 
 
 def destroy_droplets(api: Api, ids: Sequence[str]) -> None:
-    """Destroy each one. Raises CredentialsError if none was let through, InstancesLeft with those that are left."""
-    # after the first that an outage has stopped, the others are asked once each: all of it has to come to an end
+    """Destroy droplets. Raises CredentialsError if all were refused, else InstancesLeft with the rest."""
+    # after the first failure the others are tried once each, so that the whole takes a limited time
     troubled: list[str] = []
 
     def destroy(machine_id: str) -> SkywardError | None:
         try:
             path = f"/v2/droplets/{machine_id}"
             nothing_in(
-                api.ask("DELETE", path, missing_is_none=True, is_repeatable=not troubled),
+                api.request("DELETE", path, missing_is_none=True, is_repeatable=not troubled),
                 f"DigitalOcean answered DELETE {path}",
             )
         except SkywardError as error:

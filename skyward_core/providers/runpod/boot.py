@@ -7,10 +7,10 @@ TOOLS = """\
 command -v curl >/dev/null || { apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends curl ca-certificates; } \\
   </dev/null >/dev/null 2>&1 &
 """  # noqa: E501
-"""What the end needs and small images lack; there may be no network when it is needed."""
+"""Installs what END needs and small images lack. It runs early, because the network may be down later."""
 END = """\
-told() {{ tr '\\0' '\\n' </proc/1/environ | sed -n "s/^$1=//p"; }} # what is started over SSH does not inherit them
-ask() {{ # method, address, body: succeeds if it was accepted
+variable() {{ tr '\\0' '\\n' </proc/1/environ | sed -n "s/^$1=//p"; }} # processes over SSH do not inherit the container's variables
+request() {{ # method, address, body: succeeds if it was accepted
   answer=$(printf 'Authorization: Bearer %s' "$key" |
     curl -sS -m 20 -w ' %{{http_code}}' -X "$1" -H @- -H 'Content-Type: application/json' ${{3:+-d}} ${{3:+"$3"}} "$2" 2>/dev/null)
   case $answer in
@@ -21,18 +21,20 @@ ask() {{ # method, address, body: succeeds if it was accepted
 }}
 pause=5
 while :; do
-  id=${{RUNPOD_POD_ID:-$(told RUNPOD_POD_ID)}} key=${{RUNPOD_API_KEY:-$(told RUNPOD_API_KEY)}} is_accepted=
+  id=${{RUNPOD_POD_ID:-$(variable RUNPOD_POD_ID)}} key=${{RUNPOD_API_KEY:-$(variable RUNPOD_API_KEY)}} is_accepted=
   if [ -n "$id" ] && [ -n "$key" ]; then
-    ask DELETE {url}/v2/pods/"$id" && is_accepted=yes
-    ask POST {url}/v2/pods/"$id"/action '{{"action": "terminate"}}' && is_accepted=yes
-    ask DELETE {rest_url}/v1/pods/"$id" && is_accepted=yes
-    ask POST {url}/graphql '{{"query": "mutation {{ podTerminate(input: {{podId: \\\\"'"$id"'\\\\"}}) }}"}}' && is_accepted=yes
+    request DELETE {url}/v2/pods/"$id" && is_accepted=yes
+    request POST {url}/v2/pods/"$id"/action '{{"action": "terminate"}}' && is_accepted=yes
+    request DELETE {rest_url}/v1/pods/"$id" && is_accepted=yes
+    request POST {url}/graphql '{{"query": "mutation {{ podTerminate(input: {{podId: \\\\"'"$id"'\\\\"}}) }}"}}' && is_accepted=yes
     if command -v runpodctl >/dev/null; then RUNPOD_API_KEY=$key runpodctl remove pod "$id" && is_accepted=yes; fi
-    [ -n "$is_accepted" ] || ask POST {url}/v2/pods/"$id"/action '{{"action": "stop"}}' # a pod that is off costs no GPU
+    [ -n "$is_accepted" ] || request POST {url}/v2/pods/"$id"/action '{{"action": "stop"}}' # a pod that is off is billed for no GPU
   fi
   sleep "$pause"
   [ "$pause" -ge 60 ] || pause=$((pause * 2))
 done"""  # noqa: E501
-"""By every way that RunPod documents, for which of them a pod's own key may use is told nowhere (fact sheet, "added"),
-and for as long as it takes: the first process is never ended, for a container that ends is started anew and paid for.
+"""Tries every documented method until one succeeds.
+
+RunPod does not document which of them a pod's own key may use (fact sheet, "added"). The first process never ends,
+because a container that ends is restarted and billed.
 """

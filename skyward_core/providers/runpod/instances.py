@@ -21,11 +21,11 @@ STATES = {
     "TERMINATED": InstanceState.GONE,
 }
 NAME_CHARACTERS = 191
-"""What the API before this one took; this one names no limit."""
+"""The limit of the API's version 1. Version 2 names none."""
 
 
 def to_instance(row: Row, key: Key) -> Instance | None:
-    """Read a pod; None for one without a name of ours."""
+    """Return a pod as Instance; None without a name of ours."""
     tags = _tags(row)
     if tags is None:
         return None
@@ -62,12 +62,12 @@ def _endpoint(host: str, port: int, launch: str, key: Key) -> Endpoint:
 
 
 def state_of(row: Row) -> InstanceState:
-    """A word that nobody knows yet is no machine that runs, and none that is gone."""
+    """Return the state of a pod. An unknown status is PENDING: neither running nor gone."""
     return STATES.get(str(row.get("status")), InstanceState.PENDING)
 
 
 def word_of(row: Row) -> str:
-    """RunPod's own word for how a pod is; of one that is not told of, the word for that."""
+    """Return RunPod's word for the state of a pod; for a missing one the word for that."""
     return str(row.get("status") or "TERMINATED")
 
 
@@ -80,9 +80,9 @@ def _type(row: Row) -> str:
 
 
 def address_of(row: Row) -> tuple[str, int] | None:
-    """Where port 22 of a pod is reached; None until it is mapped.
+    """Return host and port for port 22 of a pod; None until it is mapped.
 
-    The other way that is told, `proxy`, carries a terminal and nothing else.
+    The other listed address, `proxy`, carries a terminal and nothing else.
     """
     direct: Row = (row.get("ssh") or {}).get("direct") or {}
     return (str(direct["host"]), int(direct["port"])) if direct.get("host") and direct.get("port") else None
@@ -94,12 +94,12 @@ def private_ip_of(row: Row) -> str | None:
 
 
 def _tags(row: Row) -> dict[str, str] | None:
-    """Read the tags of a pod; None if its name is none of ours."""
+    """Return the tags of a pod; None if its name is not one of ours."""
     return NAMES.unpack(row.get("name"), cast("Row", row.get("env") or {}))
 
 
 def _escaped(text: str) -> str:
-    """Write a text with letters, digits and '-' alone: what else a name may have is told nowhere."""
+    """Return a text with only letters, digits and "-", because RunPod documents no other characters of names."""
     return to_codes(text, "A-Za-z0-9-")
 
 

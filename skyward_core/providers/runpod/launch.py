@@ -27,19 +27,17 @@ from skyward_core.providers.runpod.offers import ANYWHERE, COMMUNITY, CPU_TYPE, 
 log = logging.getLogger(__name__)
 
 ADDRESS_SECONDS = 600.0
-"""How long a pod may take until it runs and has an address: loading its image is most of it."""
+"""How long a pod may take until it runs and has an address, mostly to load its image."""
 POLL_SECONDS = 2.0
 LONGEST_POLL_SECONDS = 15.0
 MISSES = 2
-"""So many times in a row neither the list nor its own address tell of a pod: it is gone."""
+"""A pod is gone when list and its own URL lack it this often in a row."""
 LOOK_SECONDS = (0.0, 5.0, 15.0)
-"""Pauses before the looks for what a creating call without an answer may have made; how far behind the list is, is told
-nowhere.
-"""
+"""Pauses between lookups after a creating call without an answer. RunPod does not document how late the list is."""
 
 
 def check_stock(api: Api, offer: Offer) -> None:
-    """Raise NoCapacity if there is none in stock: a creating call would say no more than that something is wrong."""
+    """Raise NoCapacity if there is none in stock. A creating call would only say that something is wrong."""
     if cpu := CPU_TYPE.fullmatch(offer.instance_type):
         path, query = f"/v2/catalog/cpus/{cpu['id']}", {"vcpuCount": int(cpu["count"])}
     else:
@@ -57,10 +55,10 @@ def check_stock(api: Api, offer: Offer) -> None:
 
 
 def create_pods(creating: Api, api: Api, orders: Mapping[int, Row]) -> dict[int, str]:
-    """Make a pod of each order, by rank; return the ids of those that were made, or raise why there is none.
+    """Create a pod of each order; return their ids by rank, or raise the error if there is no pod.
 
-    After the first refusal no more is asked for. A call whose outcome is unknown is not repeated: its pod is looked for
-    by name.
+    After the first refusal no further pod is requested. A call with unknown outcome is not repeated: its pod is looked
+    up by name.
     """
     is_over = threading.Event()
 
@@ -68,7 +66,7 @@ def create_pods(creating: Api, api: Api, orders: Mapping[int, Row]) -> dict[int,
         if is_over.is_set():
             return None
         try:
-            answer = creating.ask("POST", "/v2/pods", body=order)
+            answer = creating.request("POST", "/v2/pods", body=order)
             if isinstance(answer, dict) and (pod := cast("Row", answer).get("id")):
                 return str(pod)
             error: SkywardError = ProviderFailed("RunPod does not say what it has created")
@@ -78,25 +76,25 @@ def create_pods(creating: Api, api: Api, orders: Mapping[int, Row]) -> dict[int,
         return error
 
     outcomes = dict(zip(orders, side_by_side(create, list(orders.values()), "skyward-runpod"), strict=True))
-    made = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, str)}
+    created = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, str)}
     failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, SkywardError)}
     unsure = {
         rank: error
         for rank, error in failures.items()
         if isinstance(error, ProviderFailed) and not isinstance(error, RateLimited)
     }
-    found = _look(api, {rank: str(orders[rank]["name"]) for rank in unsure})
+    found = _look_up(api, {rank: str(orders[rank]["name"]) for rank in unsure})
     for rank in failures.keys() - found.keys():
-        log.info("RunPod did not make the pod of rank %d: %s", rank, failures[rank])
-    if not made and not found:
+        log.info("RunPod did not create the pod of rank %d: %s", rank, failures[rank])
+    if not created and not found:
         raise next(iter([*unsure.values(), *failures.values()]))
-    return dict(sorted({**made, **found}.items()))
+    return dict(sorted({**created, **found}.items()))
 
 
-def _look(api: Api, names: Mapping[int, str]) -> dict[int, str]:
-    """Return the pods of these names that the list tells of.
+def _look_up(api: Api, names: Mapping[int, str]) -> dict[int, str]:
+    """Return the ids of the listed pods with these names.
 
-    If it does not answer, that is not known either, and is the same error.
+    If the list fails too, the outcome remains unknown, and the first error is raised.
     """
     found: dict[int, str] = {}
     for pause in LOOK_SECONDS if names else ():
@@ -106,7 +104,7 @@ def _look(api: Api, names: Mapping[int, str]) -> dict[int, str]:
                 row.get("name"): str(row["id"]) for row in all_pods(api) if state_of(row) is not InstanceState.GONE
             }
         except SkywardError as error:
-            log.warning("RunPod does not say what came of a creating call without an answer: %s", error)
+            log.warning("RunPod does not list what an unanswered creating call has created: %s", error)
             break
         found = {rank: by_name[name] for rank, name in names.items() if name in by_name}
         if len(found) == len(names):
@@ -117,8 +115,9 @@ def _look(api: Api, names: Mapping[int, str]) -> dict[int, str]:
 def await_addresses(
     api: Api, created: Mapping[int, str], offer: Offer, *, is_networked: bool
 ) -> tuple[dict[int, Row], dict[int, NoCapacity]]:
-    """Wait until each pod runs and has an address, or never will; return what is told of the ones, and why by rank
-    for the others.
+    """Wait until each pod runs and has an address, or has failed.
+
+    Returns the rows of the ones and the errors of the others, by rank.
     """
     waiting, up, down, missed = dict(created), dict[int, Row](), dict[int, NoCapacity](), dict.fromkeys(created, 0)
     deadline = time.monotonic() + ADDRESS_SECONDS
@@ -154,9 +153,9 @@ def _is_up(row: Row, *, is_networked: bool) -> bool:
 
 
 def _trouble(pod: str, row: Row, region: str, *, is_gone: bool) -> NoCapacity | None:
-    """Why a pod is not waited for any longer.
+    """Return why a pod cannot become usable; None if it still can.
 
-    The data centre of the call is a preferred one, says RunPod, and a user may have reasons to insist.
+    RunPod treats the requested data centre as a preference; users may depend on it.
     """
     if is_gone or (row and state_of(row) in (InstanceState.STOPPING, InstanceState.GONE)):
         return NoCapacity(f"RunPod could not start {pod}: {word_of(row)}").coded(word_of(row))

@@ -13,11 +13,11 @@ from skyward_core.machines.offers import Extra, Offer, architecture_beside, by_m
 from skyward_core.providers._http import Row
 
 IN_STOCK = {"include": "AVAILABILITY", "product": "POD"}
-"""Without these the catalogue tells prices only."""
+"""Without these the catalogue returns prices only."""
 USUAL_COUNTS = (1, 2, 4, 8)
 """A pod may have any number of GPUs up to the type's `maxCount`.
 
-Who names a chip is offered the number that he names, for he can have it; others these.
+A required chip is offered in the required number; others in these.
 """
 LEAST_CPU_COUNT = 2
 OTHER_NAMES = {
@@ -34,21 +34,22 @@ FLOORS = {
     "NVIDIA B200": (20, 180),
     "NVIDIA B300 SXM6 AC": (20, 180),
 }
-"""vCPUs and GB for each GPU that are asked for: about two thirds of what RunPod lists for the type (fact sheet, 5.5),
-because hosts differ.
+"""Requested vCPUs and GB for each GPU: about two thirds of RunPod's figures for the type (fact sheet, 5.5).
+
+Less than the figures, because hosts differ.
 """
 FLOOR = (2, 8)
-"""The same for all other types: what the API before this one asked for unless told otherwise."""
+"""The same for all other types: the defaults of the API's version 1."""
 DISK_USD_PER_GB_MONTH = 0.10
 SECURE, COMMUNITY = "SECURE", "COMMUNITY"
 ANYWHERE = "any"
-"""The region of machines that RunPod places as it likes: others' ones are in no data centre."""
+"""The region of machines that RunPod places freely. Community machines are in no data centre."""
 GPU_TYPE = re.compile(r"(?P<id>.+) x(?P<count>[1-9][0-9]*)(?P<community> community)?")
 CPU_TYPE = re.compile(r"(?P<id>[a-z0-9]+)-(?P<count>[1-9][0-9]*)-(?P<memory>[0-9.]+)")
 
 
 def accelerator_of(gpu_id: str) -> Accelerator | None:
-    """The chip that RunPod calls so; None if the catalogue has none, as of a fixed slice of one ("... MIG 1g.24gb")."""
+    """Return the chip with this id; None if the catalogue has none, as for a fixed slice ("... MIG 1g.24gb")."""
     try:
         return parse(OTHER_NAMES.get(gpu_id, gpu_id))
     except BadRequest:
@@ -56,7 +57,7 @@ def accelerator_of(gpu_id: str) -> Accelerator | None:
 
 
 def regions_of(row: Row, cloud: str) -> list[str]:
-    """Where a type is in stock."""
+    """Return the regions in which a type is in stock."""
     if row.get("availability") == "NONE":
         return []
     places: list[Row] = row.get("dataCenters") or []
@@ -66,7 +67,7 @@ def regions_of(row: Row, cloud: str) -> list[str]:
 
 
 def cpu_offers(row: Row) -> Iterator[Offer]:
-    """Offers of a flavour of machines without GPU, with each number of vCPUs, which is a power of two."""
+    """Yield the offers of a flavour without GPU, with each number of vCPUs, which is a power of two."""
     price, limits, ratio = (row.get("price") or {}).get("securePerVcpu"), row.get("vcpu") or {}, row.get("ramGbPerVcpu")
     count = LEAST_CPU_COUNT
     while price and ratio and count <= int(limits.get("max") or 0):
@@ -85,9 +86,9 @@ def cpu_offers(row: Row) -> Iterator[Offer]:
 
 
 def extras_of(disk_gb: object) -> tuple[Extra, ...]:
-    """What is billed beside a pod: its disk.
+    """Return the cost of a pod's disk.
 
-    Whether a pod's `cost` has that in it is told nowhere; the catalogue's prices have not.
+    The catalogue's prices exclude it. RunPod does not document whether a pod's `cost` includes it.
     """
     gb = float(disk_gb) if isinstance(disk_gb, int | float) else 0.0
     return (
@@ -109,12 +110,12 @@ def gpu_type(gpu_id: str, count: int, cloud: str) -> str:
 
 
 def cpu_type(flavor: str, count: int, memory_gb: float) -> str:
-    """As RunPod itself calls it, "cpu3c-2-4"."""
+    """Return RunPod's own name, "cpu3c-2-4"."""
     return f"{flavor}-{count}-{memory_gb:g}"
 
 
 def gpu_of(offer: Offer) -> re.Match[str]:
-    """Read a type with GPUs. Raises BadRequest."""
+    """Return the parts of a type with GPUs. Raises BadRequest."""
     if gpu := GPU_TYPE.fullmatch(offer.instance_type):
         return gpu
     raise BadRequest(

@@ -1,12 +1,12 @@
 """RunPod: containers ("pods") in its own data centres and on machines of others, through its REST API v2.
 
-The catalogue tells chips and prices and no CPUs, so an offer promises the CPUs and memory that the creating call then
-asks for. A pod has no tags: its name has ours, in an order of importance, and its environment, which is told as well,
-has the rest. Our script is the pod's main process and starts our sshd on port 22, which RunPod maps to some port of the
-host's address once the pod runs.
+The catalogue has chips and prices and no CPUs. So an offer promises CPUs and memory that the creating call then
+requests. A pod has no tags: its name holds the most important of ours, and its environment, which is listed too, the
+rest. Our script is the pod's main process. It starts our sshd on port 22, which RunPod maps to a port of the host's
+address once the pod runs.
 
-Facts: fact sheet of 2026-11-20, section 5, and RunPod's newer specification of the API (October 2026); what nobody has
-tried is in docs/clouds/runpod.md.
+Facts: fact sheet of 2026-11-20, section 5, and RunPod's newer specification of the API (October 2026).
+docs/clouds/runpod.md lists what is untested.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ log = logging.getLogger(__name__)
 
 GPU_DISK_GB = 40
 CPU_DISK_GB = 10
-"""For each vCPU, the most that the smaller flavours take."""
+"""For each vCPU; the smaller flavours take no more."""
 NVIDIA_IMAGE = "runpod/pytorch:1.0.2-cu1281-torch280-ubuntu2404"
 AMD_IMAGE = "runpod/pytorch:2.4.0-py3.10-rocm6.1.0-ubuntu22.04"
 CPU_IMAGE = "ubuntu:24.04"
@@ -96,7 +96,7 @@ class RunPod(Provider):
     end_command: ClassVar[str] = userdata.END_COMMAND
     sells_by_wish: ClassVar[bool] = True
     listing_lag_seconds: ClassVar[float] = 30.0
-    """Nothing is promised."""
+    """An assumption: RunPod promises nothing."""
 
     api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
     cloud: Literal["secure", "community"] | None = Field(
@@ -106,13 +106,13 @@ class RunPod(Provider):
         default=None, description='Data centres, "EU-RO-1"; None is all of them. Community machines are in none.'
     )
     ssh_key: str | None = Field(
-        default=None, min_length=1, description="Path of a private key without passphrase; without it one is made."
+        default=None, min_length=1, description="Path of a private key without passphrase; by default one is created."
     )
     endpoint_url: str | None = Field(
-        default=None, min_length=1, description="In place of RUNPOD_API_BASE_URL and of RunPod's own address."
+        default=None, min_length=1, description="Overrides RUNPOD_API_BASE_URL and RunPod's own URL."
     )
     image: str | None = Field(
-        default=None, min_length=1, description="An image of Debian's family, in place of the one that suits the chip."
+        default=None, min_length=1, description="An image of Debian's family, in place of the default for the chip."
     )
     registry: str | None = Field(
         default=None, min_length=1, description="Id of a registry credential kept at RunPod, for a private image."
@@ -125,10 +125,10 @@ class RunPod(Provider):
     min_cuda: str | None = Field(
         default=None,
         pattern=r"^[0-9]+\.[0-9]+$",
-        description="CUDA of the host's driver at least. None: what the images need; not asked of AMD's.",
+        description="Lowest CUDA version of the host's driver. None: what the images need. Not used for AMD.",
     )
     min_vcpus_per_gpu: int | None = Field(
-        default=None, ge=1, description="What is promised, and asked for. None: what the type usually has."
+        default=None, ge=1, description="Promised and requested. None: what the type usually has."
     )
     min_memory_gb_per_gpu: int | None = Field(default=None, ge=1, description="The same for the machine's memory.")
     global_networking: bool = Field(
@@ -148,7 +148,7 @@ class RunPod(Provider):
     def offers(self, want: Requirements) -> list[Offer]:
         """Return what is in stock, for each data centre.
 
-        A chip that is named is offered in the number that is wanted, all of them in 1, 2, 4 and 8.
+        A required chip is offered in the required number, all other chips in 1, 2, 4 and 8.
         """
         gpu = GPU_TYPE.fullmatch(want.instance_type or "")
         count = int(gpu["count"]) if gpu else want.accelerator.count if want.accelerator else 1
@@ -178,9 +178,9 @@ class RunPod(Provider):
         ]
 
     def _gpu_offers(self, row: Row, cloud: str, counts: Sequence[int]) -> Iterator[Offer]:
-        """Offers of a type of GPU in a cloud.
+        """Yield the offers of a type of GPU in one cloud.
 
-        Both clouds' prices are told where it is sold in one: the flag decides.
+        The row has prices of both clouds, even if only one sells the type; a flag says which does.
         """
         accelerator = accelerator_of(str(row["id"]))
         price = float((row.get("price") or {}).get(cloud.lower()) or 0)
@@ -209,17 +209,14 @@ class RunPod(Provider):
                 )
 
     def _floor(self, gpu_id: str) -> tuple[int, int]:
-        """How many vCPUs and GB of memory are promised for each GPU."""
+        """Return the promised vCPUs and GB of memory for each GPU."""
         vcpus, memory_gb = FLOORS.get(gpu_id, FLOOR)
         return self.min_vcpus_per_gpu or vcpus, self.min_memory_gb_per_gpu or memory_gb
 
     # ── launch ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
-        """Rent pods, each with a call of its own, and return those that have an address.
-
-        Those that will not have one are given back and left out.
-        """
+        """Rent pods, one call each, and return those that have an address. Pods that fail are deleted and left out."""
         key = our_key(self.ssh_key)
         first = int(tags.get(RANK_TAG, "0"))
         orders = {
@@ -238,14 +235,14 @@ class RunPod(Provider):
         return [instance if instance.price_per_hour else instance.model_copy(update=prices) for instance in instances]
 
     def _order(self, offer: Offer, tags: Tags, startup: str, key: Key) -> dict[str, Any]:
-        """What is asked for in the creating call, which takes no field that it does not know.
+        """Return the body of the creating call, which accepts no unknown field.
 
-        No `startSsh`: all it does is to hand the account's keys to images that start an sshd of their own, with host
-        keys that nobody knows beforehand.
+        `startSsh` is left out: it only passes the account's keys to images with an sshd of their own, whose host keys
+        are not known beforehand.
         """
         boot = userdata.boot_script(startup, tags, MACHINE_ID, self._end_script(), is_container=True) + TOOLS
         name, more = NAMES.pack(tags)
-        # as JSON, for then nobody splits it into words, and the image's own entrypoint is not in front of it
+        # as JSON: it is not split into words, and it replaces the image's own entrypoint
         command = json.dumps({"entrypoint": ["/bin/sh", "-c"], "cmd": [userdata.UNPACKED]})
         boot_word = userdata.packed(userdata.container_script(boot, key, host_key(tags[LAUNCH_TAG], key)))
         order: dict[str, Any] = {
@@ -264,9 +261,7 @@ class RunPod(Provider):
         return order
 
     def _cuda(self, offer: Offer) -> dict[str, str]:
-        """What the host's driver must know: as it is set, else what the container's image and the node's packages need,
-        whichever is more.
-        """
+        """Return the lowest CUDA version of the host's driver: `min_cuda`, or the higher need of image and packages."""
         needed = [version for version in (offer.min_cuda, cuda_of(self.image or NVIDIA_IMAGE)) if version is not None]
         least = self.min_cuda or (f"{max(needed):.1f}" if needed else None)
         return {} if least is None else {"minCudaVersion": least}
@@ -276,7 +271,7 @@ class RunPod(Provider):
         return END.format(url=shlex.quote(url), rest_url=shlex.quote(REST_URL if url == URL else url))
 
     def _hardware(self, offer: Offer) -> dict[str, Any]:
-        """The part of the creating call that an offer's type stands for."""
+        """Return the part of the creating call that follows from an offer's type."""
         if cpu := CPU_TYPE.fullmatch(offer.instance_type):
             count = int(cpu["count"])
             disk_gb = self.disk_gb or min(GPU_DISK_GB, CPU_DISK_GB * count)
@@ -301,7 +296,7 @@ class RunPod(Provider):
     # ── the other verbs ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def instances(self, pool_id: str | None = None) -> list[Instance]:
-        """Return the pods with a name of ours, of a pool or of all, wherever they are."""
+        """Return the pods with a name of ours, of one pool or of all, wherever they are."""
         key = our_key(self.ssh_key)
         with self._api() as api:
             found = [instance for row in all_pods(api) if (instance := to_instance(row, key)) is not None]
@@ -312,8 +307,8 @@ class RunPod(Provider):
         ]
 
     def terminate(self, ids: Sequence[str]) -> None:
-        """Delete pods, with their disks. Nothing else is paid for: no volume is ever made."""
-        # no pod has another kind of id
+        """Delete pods with their disks. Nothing else is billed, because no volume is created."""
+        # other texts are no id of a pod
         pods = [pod for pod in dict.fromkeys(ids) if re.fullmatch("[A-Za-z0-9_-]+", pod)]
         if not pods:
             return
@@ -327,15 +322,16 @@ class RunPod(Provider):
             raise InstancesLeft(f"RunPod did not delete {', '.join(left)}: {why}", left) from why
 
     def ends_for_good(self) -> bool:
-        """It deletes itself."""
+        """True: a pod deletes itself."""
         return True
 
     def account(self) -> str:
-        """Return a name made of a part of the key's hash: the API tells none, so two keys of one account are two
-        accounts here.
+        """Return a name made from a hash of the key.
+
+        The API has no account id, so two keys of one account are two accounts here.
         """
         with self._api() as api:
-            rows_of(api.ask("GET", "/v2/pods"), "pods", "RunPod answered GET /v2/pods")
+            rows_of(api.request("GET", "/v2/pods"), "pods", "RunPod answered GET /v2/pods")
         return f"key-{hashlib.sha256(self._key().encode()).hexdigest()[:12]}"
 
     def console_url(self, instance: Instance) -> str:

@@ -16,11 +16,13 @@ log = logging.getLogger(__name__)
 
 
 def delete_all(api: Api, pods: Sequence[str]) -> dict[str, SkywardError]:
-    """Delete pods; return those that were not deleted, and why. One that is gone is no error."""
+    """Delete pods; return the error of each that was not deleted. One that is gone is no error."""
 
     def end(pod: str) -> SkywardError | None:
         try:
-            nothing_in(api.ask("DELETE", path_of(pod), missing_is_none=True), f"RunPod answered DELETE {path_of(pod)}")
+            nothing_in(
+                api.request("DELETE", path_of(pod), missing_is_none=True), f"RunPod answered DELETE {path_of(pod)}"
+            )
         except SkywardError as error:
             return error
         return None
@@ -30,6 +32,6 @@ def delete_all(api: Api, pods: Sequence[str]) -> dict[str, SkywardError]:
 
 
 def delete_failed(api: Api, pods: Sequence[str]) -> None:
-    """Delete what did not start. What cannot be deleted now has our name, and is found by it."""
+    """Delete pods that did not start. One that cannot be deleted now has a name of ours, so a sweep finds it."""
     for pod, error in delete_all(api, pods).items():
         log.warning("RunPod did not delete %s, which did not start: %s", pod, error)

@@ -10,37 +10,40 @@ from skyward_core.providers.ssh_keys import Key, host_key
 from skyward_core.providers.vastai.api import URL
 
 MAIN = """trap 'exit 0' TERM; while :; do ({}) & wait "$!"; sleep 5 & wait "$!"; done"""
-"""The first process of the container. It ends when it is told to, which `sleep` as a first process would not, and at no
-other moment: who kills its only child has it run again, and find that it was started anew.
+"""The first process of the container. It ends only on SIGTERM, which `sleep` as a first process would ignore.
+
+If its only child is killed, it runs the child again, and that finds that the container was restarted.
 """
 TOOLS = """\
 command -v curl >/dev/null || { apt-get update -qq; DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends curl ca-certificates; } \\
   </dev/null >/dev/null 2>&1 &
 """  # noqa: E501
-"""What the end needs and small images lack; there may be no network when it is needed."""
+"""Installs what END needs and small images lack. It runs early, because the network may be down later."""
 END = f"""\
-told() {{ tr '\\0' '\\n' </proc/1/environ | sed -n "s/^$1=//p"; }} # what is started over SSH does not inherit them
-ask() {{ # method, path, body: succeeds if it was accepted
+variable() {{ tr '\\0' '\\n' </proc/1/environ | sed -n "s/^$1=//p"; }} # processes over SSH do not inherit the container's variables
+request() {{ # method, path, body: succeeds if it was accepted
   answer=$(printf 'Authorization: Bearer %s' "$key" |
     curl -sS -m 20 -w ' %{{http_code}}' -X "$1" -H @- -H 'Content-Type: application/json' -d "$3" "{URL}/api/v0/instances/$2" 2>/dev/null)
   case $answer in *'"success": true'*' '2?? | *'"success":true'*' '2??) return 0 ;; *) return 1 ;; esac
 }}
 pause=5
 while :; do
-  id=${{CONTAINER_ID:-$(told CONTAINER_ID)}} key=${{CONTAINER_API_KEY:-$(told CONTAINER_API_KEY)}}
-  [ -n "$id" ] || {{ id=$(told VAST_CONTAINERLABEL) && id=${{id#C.}}; }}
+  id=${{CONTAINER_ID:-$(variable CONTAINER_ID)}} key=${{CONTAINER_API_KEY:-$(variable CONTAINER_API_KEY)}}
+  [ -n "$id" ] || {{ id=$(variable VAST_CONTAINERLABEL) && id=${{id#C.}}; }}
   if [ -n "$id" ] && [ -n "$key" ]; then
-    ask DELETE "$id/" '{{}}' || ask DELETE '' '{{"instance_ids": ['"$id"']}}' || ask PUT "$id/" '{{"state": "stopped"}}' # that costs its disk alone
+    request DELETE "$id/" '{{}}' || request DELETE '' '{{"instance_ids": ['"$id"']}}' || request PUT "$id/" '{{"state": "stopped"}}' # then only its disk is billed
   fi
   sleep "$pause"
   [ "$pause" -ge 60 ] || pause=$((pause * 2))
 done"""  # noqa: E501
-"""By every way that Vast documents, and for as long as it takes: the first process is never ended, for what becomes of
-a container that has ended is told nowhere. If it is started anew, it ends itself as soon as it begins (`userdata`).
+"""Tries every documented method until one succeeds.
+
+The first process never ends, because Vast.ai does not document what becomes of a container that has ended. After a
+restart it ends itself as soon as it begins (`userdata`).
 """
 
 
 def packed_boot(startup: str, tags: Tags, machine_id: str, key: Key) -> str:
-    """Return what the container runs, packed for its environment."""
+    """Return the container's script, packed for its environment."""
     boot = userdata.boot_script(startup, tags, f"printf %s {shlex.quote(machine_id)}", END, is_container=True) + TOOLS
     return userdata.packed(userdata.container_script(boot, key, host_key(tags[LAUNCH_TAG], key)))

@@ -21,11 +21,11 @@ BROKEN = re.compile(
     r" not exist",
     re.IGNORECASE,
 )
-"""What a container that will never start says of itself before it runs."""
+"""Status message of a container that will never start."""
 
 
 def to_instance(row: Row, key: Key) -> Instance | None:
-    """Read a container; None for one without a label of ours."""
+    """Return a container as Instance; None without a label of ours."""
     tags = tags_of(row)
     if tags is None:
         return None
@@ -61,7 +61,9 @@ def _endpoint(host: str, port: int, launch: str, key: Key) -> Endpoint:
 
 
 def state_of(row: Row) -> InstanceState:
-    """What is paid for and will not run (again) is STOPPING: outbid, exited, without a sign of its host, or unable to
+    """Return the state of a container.
+
+    STOPPING is what costs money and will not run (again): outbid, exited, without contact to its host, or unable to
     start.
     """
     word = row.get("actual_status")
@@ -73,9 +75,9 @@ def state_of(row: Row) -> InstanceState:
 
 
 def address_of(row: Row) -> tuple[str, int] | None:
-    """Where port 22 of a container is reached; None until its host has mapped it.
+    """Return host and port for port 22 of a container; None until its host has mapped it.
 
-    The address is told with spaces around it.
+    Vast.ai puts spaces around the address.
     """
     host = str(row.get("public_ipaddr") or "").strip()
     ports = (row.get("ports") or {}).get("22/tcp") or []
@@ -83,17 +85,15 @@ def address_of(row: Row) -> tuple[str, int] | None:
 
 
 def tags_of(row: Row) -> dict[str, str] | None:
-    """Read the tags of a container; None if its label is none of ours."""
-    told: Any = row.get("extra_env") or []  # pairs in a list, or an object
-    return LABELS.unpack(row.get("label"), cast("dict[str, str]", dict(told)))
+    """Return the tags of a container; None if its label is not one of ours."""
+    environment: Any = row.get("extra_env") or []  # pairs in a list, or an object
+    return LABELS.unpack(row.get("label"), cast("dict[str, str]", dict(environment)))
 
 
 def _quoted(text: str) -> str:
-    """Write a text with per cent signs for what is no letter, digit or one of "-._~"."""
+    """Return a text with percent codes for all but letters, digits and "-._~"."""
     return quote(text, safe="")
 
 
 LABELS = TagName(":", LABEL_CHARACTERS, "a label of Vast.ai", _quoted, unquote)
-"""Its word for pool and rank is also what a machine calls itself, told to it by us: no container needs to know its
-number for that.
-"""
+"""Its word for pool and rank is also the machine's id, which we choose: no container needs to know its number."""

@@ -1,4 +1,4 @@
-"""One launch at Vast.ai: renting asks, waiting for addresses, and what failed on the way."""
+"""One launch at Vast.ai: renting, waiting for addresses, and what failed on the way."""
 
 from __future__ import annotations
 
@@ -26,82 +26,83 @@ from skyward_core.providers.vastai.termination import destroy
 log = logging.getLogger(__name__)
 
 CREATE_SECONDS = 4.5
-"""Vast wants so much time between two creating calls, and refuses those in between."""
+"""Vast.ai requires this time between two creating calls, and refuses earlier ones."""
 TRIES = 3
-"""So many asks are tried for each machine, for some are taken by others and some hosts cannot start a container."""
+"""Offers tried for each machine, because others rent some and some hosts cannot start a container."""
 ADDRESS_SECONDS = 600.0
-"""How long a machine may take until it runs and has an address; a host that loads an image for longer is a bad one."""
+"""How long a machine may take until it runs and has an address. A host that loads an image for longer is a bad one."""
 POLL_SECONDS = 3.0
 LONGEST_POLL_SECONDS = 15.0
 MISSES = 2
-"""So many listings in a row do not tell a container that they have told before: it is gone."""
+"""A container is gone when this number of listings in a row lack it, after one that had it."""
 GONE = "gone"
-"""The code for that."""
+"""The error code of such a container."""
 LOOK_SECONDS = (0.0, 5.0, 15.0)
-"""Pauses before the looks for what a creating call without an answer may have made: a listing is some seconds behind.
-"""
+"""Pauses between lookups after a creating call without an answer, because listings are some seconds late."""
 
 
 @dataclass(slots=True)
 class LaunchRecord:
-    """What one launch has made.
+    """Containers of one launch.
 
     Attributes:
-        left: containers that came with the last refusal.
-        known: all that are told of, so that none of them is taken for what an answer that was lost has made.
-        stuck: those that have failed and could not be destroyed. They have our label, and are found by it.
+        unwanted: containers that came with the last refusal.
+        known: containers already accounted for; a lost answer cannot be about one of them.
+        stuck: containers that failed and could not be destroyed. Their label is ours, so a sweep finds them.
     """
 
-    left: list[int] = field(default_factory=list[int])
+    unwanted: list[int] = field(default_factory=list[int])
     known: set[int] = field(default_factory=set[int])
     stuck: set[int] = field(default_factory=set[int])
 
-    def take_left(self) -> list[int]:
-        """Return what is left over, and know it from now on."""
-        left = list(self.left)
-        self.left.clear()
+    def take_unwanted(self) -> list[int]:
+        """Return the unwanted containers. From now on they are known."""
+        left = list(self.unwanted)
+        self.unwanted.clear()
         self.known |= set(left)
         return left
 
 
-def in_order(asks: Sequence[MarketOffer], count: int) -> deque[MarketOffer]:
-    """Return the asks to try, in this order: of the cheapest place that has all of them, if one has, then the rest
-    by price.
-    """
-    places = Counter(ask.place for ask in asks)
-    together = next((ask.place for ask in asks if places[ask.place] >= count), None) if count > 1 else None
-    return deque(sorted(asks, key=lambda ask: ask.place != together)[: TRIES * count])
+def in_order(choices: Sequence[MarketOffer], count: int) -> deque[MarketOffer]:
+    """Return the offers to try: first those of the cheapest place with enough machines, then the others by price."""
+    places = Counter(choice.place for choice in choices)
+    together = next((choice.place for choice in choices if places[choice.place] >= count), None) if count > 1 else None
+    return deque(sorted(choices, key=lambda choice: choice.place != together)[: TRIES * count])
 
 
 def rent(
-    api: Api, asks: deque[MarketOffer], machines: Sequence[Tags], order: Callable[[Tags], Row], made: LaunchRecord
+    api: Api,
+    choices: deque[MarketOffer],
+    machines: Sequence[Tags],
+    order: Callable[[Tags], Row],
+    record: LaunchRecord,
 ) -> tuple[dict[int, int], SkywardError | None]:
-    """Rent an ask for each machine, one call after another; return what came of it by rank, and why it is fewer, if
-    it is.
+    """Rent one offer for each machine, one call after another.
 
-    Asks that are tried are taken off the queue. A container that comes with a refusal is given back at once.
+    Returns the containers by rank, and the error if some are missing. Tried offers leave the queue. A container that
+    comes with a refusal is destroyed at once.
     """
     created: dict[int, int] = {}
     refusal: SkywardError | None = None
     again_at = 0.0
     for tags in machines:
-        while asks:
+        while choices:
             time.sleep(max(0.0, again_at - time.monotonic()))
-            ask, again_at = asks.popleft(), time.monotonic() + CREATE_SECONDS
+            choice, again_at = choices.popleft(), time.monotonic() + CREATE_SECONDS
             try:
                 created[int(tags[RANK_TAG])] = contract_of(
-                    api.ask("PUT", f"/api/v0/asks/{ask.id}/", body=order(tags)),
-                    made.left,
+                    api.request("PUT", f"/api/v0/asks/{choice.id}/", body=order(tags)),
+                    record.unwanted,
                 )
                 break
             except SkywardError as error:
                 refusal = error
-            destroy_failed(api, made.take_left(), made)
+            destroy_failed(api, record.take_unwanted(), record)
             if type(refusal) is NoCapacity:
                 continue
-            # nobody knows what came of it
+            # the outcome is unknown: it may have created a container
             if isinstance(refusal, ProviderFailed) and not isinstance(refusal, RateLimited):
-                found = _look(api, tags, made.known)
+                found = _look_up(api, tags, record.known)
                 if found is not None:
                     created[int(tags[RANK_TAG])] = found
                     break
@@ -112,10 +113,11 @@ def rent(
 
 
 def await_addresses(
-    api: Api, created: Mapping[int, int], deadline: float, made: LaunchRecord
+    api: Api, created: Mapping[int, int], deadline: float, record: LaunchRecord
 ) -> tuple[dict[int, Row], dict[int, SkywardError]]:
-    """Wait until each machine runs and has an address, or never will; return what is told of the ones, and why by
-    rank for the others, which are ended.
+    """Wait until each machine runs and has an address, or has failed. Destroy those that failed.
+
+    Returns the rows of the ones and the errors of the others, by rank.
     """
     waiting, up, down, missed = dict(created), dict[int, Row](), dict[int, SkywardError](), dict[int, int]()
     pauses = Backoff(POLL_SECONDS, LONGEST_POLL_SECONDS, 1.5).pauses()
@@ -124,7 +126,7 @@ def await_addresses(
         is_late = time.monotonic() >= deadline
         for rank, contract in list(waiting.items()):
             row = rows.get(contract, {})
-            if row or contract in missed:  # from its first listing on
+            if row or contract in missed:  # only after its first listing
                 missed[contract] = 0 if row else missed[contract] + 1
             if state_of(row) is InstanceState.RUNNING and address_of(row) is not None:
                 up[rank] = row
@@ -138,12 +140,12 @@ def await_addresses(
             del waiting[rank]
         if waiting:
             time.sleep(next(pauses))
-    destroy_failed(api, [created[rank] for rank in down], made)
+    destroy_failed(api, [created[rank] for rank in down], record)
     return up, down
 
 
-def _look(api: Api, tags: Tags, known: set[int]) -> int | None:
-    """Return the container that a creating call without an answer has made, if the listing tells of one."""
+def _look_up(api: Api, tags: Tags, known: set[int]) -> int | None:
+    """Return the container that an unanswered creating call has made, if the listing has it."""
     wanted = {name: tags[name] for name in (POOL_TAG, RANK_TAG, LAUNCH_TAG)}
     for pause in LOOK_SECONDS:
         time.sleep(pause)
@@ -157,8 +159,8 @@ def _look(api: Api, tags: Tags, known: set[int]) -> int | None:
     return None
 
 
-def destroy_failed(api: Api, contracts: Sequence[int], made: LaunchRecord) -> None:
-    """Destroy what did not start; what cannot be destroyed now is noted."""
+def destroy_failed(api: Api, contracts: Sequence[int], record: LaunchRecord) -> None:
+    """Destroy containers that did not start. Those that cannot be destroyed now are recorded as stuck."""
     for contract, error in destroy(api, contracts).items():
-        made.stuck.add(contract)
+        record.stuck.add(contract)
         log.warning("Vast.ai did not destroy %d, which did not start: %s", contract, error)

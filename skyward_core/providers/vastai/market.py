@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 GB_OF_A_MB = 1e-3
 SEARCH = "/api/v0/bundles/"
 SEARCH_ROWS = 64
-"""The most that one search tells, whatever limit is asked for; the next page begins at the last one's price."""
+"""The most rows of one search, whatever the limit. The next page begins at the price of the last row."""
 SEARCH_PAGES = 4
-"""There is a quota of rows a day, and whoever names an accelerator has seen all of them long before."""
+"""Rows have a daily quota, and a search for one accelerator needs fewer pages."""
 
 type Filters = Mapping[str, Mapping[str, Any]]
 """Field to {operator: value}."""
@@ -41,20 +41,20 @@ COMPARED: Mapping[str, Callable[[Any, Any], bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Billing:
-    """What is billed beside a machine: its disk, and the traffic that is expected."""
+    """What is billed beside a machine: its disk, and the expected traffic."""
 
     disk_gb: int
     traffic_down_gb_per_hour: float
     traffic_up_gb_per_hour: float
 
     def extras_of(self, row: Row, *, is_spot: bool) -> tuple[Extra, ...]:
-        """What is billed beside a machine.
+        """Return the extra costs of a machine.
 
-        The price on demand has the disk in it (`allocated_storage`), and a bid has not.
+        The price on demand includes the disk (`allocated_storage`); a bid does not.
         """
         down, up = (float(row.get(f"inet_{way}_cost") or 0) for way in ("down", "up"))
         traffic = down * self.traffic_down_gb_per_hour + up * self.traffic_up_gb_per_hour
-        told = (
+        found_rows = (
             f"an estimate: {self.traffic_down_gb_per_hour:g} GB an hour in and {self.traffic_up_gb_per_hour:g} GB out,"
             " at the host's prices"
         )
@@ -66,16 +66,16 @@ class Billing:
         )
         parts = (
             disk if is_spot else None,
-            Extra(name="traffic", usd_per_hour=round(traffic, 6), source=told, checked="at launch"),
+            Extra(name="traffic", usd_per_hour=round(traffic, 6), source=found_rows, checked="at launch"),
         )
         return tuple(part for part in parts if part is not None and part.usd_per_hour)
 
 
 @dataclass(frozen=True, slots=True)
 class MarketOffer:
-    """One machine, or a part of one, that can be rented once.
+    """One machine, or a part of one, that can be rented once. Vast.ai calls it an ask.
 
-    The price of the offer is for spot the least bid; `place` is where its neighbours are.
+    For spot, the offer's price is the lowest bid. Machines with the same `place` are neighbours.
     """
 
     id: int
@@ -84,16 +84,16 @@ class MarketOffer:
     offer: Offer
 
     def as_bid(self, margin: float, regular: float | None) -> Offer:
-        """Return the offer with what we bid as its price."""
+        """Return the offer with our bid as its price."""
         return self.offer.model_copy(
             update={"price_per_hour": self.offer.price_per_hour * (1 + margin), "on_demand_price_per_hour": regular}
         )
 
 
 def search(api: Api, filters: Filters, most: float | None, billing: Billing, *, is_spot: bool) -> list[MarketOffer]:
-    """Return the asks that fit, cheapest first, a page at a time.
+    """Return the offers of the market that match, cheapest first, read in pages.
 
-    What the filters say is looked at again: Vast does not always apply them.
+    Filters are checked here too, because Vast.ai does not always apply them.
     """
     price = "min_bid" if is_spot else "dph_total"
     found: dict[int, MarketOffer | None] = {}
@@ -106,30 +106,34 @@ def search(api: Api, filters: Filters, most: float | None, billing: Billing, *, 
             "limit": SEARCH_ROWS,
             "allocated_storage": billing.disk_gb,
         }
-        told = rows_of(
-            api.ask("POST", SEARCH, body={**fitting, **rest}, is_repeatable=True),
+        found_rows = rows_of(
+            api.request("POST", SEARCH, body={**fitting, **rest}, is_repeatable=True),
             "offers",
             f"Vast.ai answered POST {SEARCH}",
         )
-        rows = [row for row in told if row["id"] not in found]
+        rows = [row for row in found_rows if row["id"] not in found]
         found |= {
             row["id"]: (
                 to_market_offer(row, billing.extras_of(row, is_spot=is_spot), is_spot=is_spot)
-                if _holds(row, fitting)
+                if _matches(row, fitting)
                 else None
             )
             for row in rows
         }
-        if len(told) < SEARCH_ROWS or not rows:
+        if len(found_rows) < SEARCH_ROWS or not rows:
             break
         limits = {**limits, "gte": rows[-1][price]}
-    asks = [ask for ask in found.values() if ask is not None]
-    log.debug("%d of %d asks do not fit, or have a chip that is in no catalogue", len(found) - len(asks), len(found))
-    return sorted(asks, key=lambda ask: ask.offer.total_per_hour)
+    choices = [choice for choice in found.values() if choice is not None]
+    log.debug(
+        "%d of %d offers of the market do not match, or have a chip that is in no catalogue",
+        len(found) - len(choices),
+        len(found),
+    )
+    return sorted(choices, key=lambda choice: choice.offer.total_per_hour)
 
 
-def to_market_offer(row: Row, beside: tuple[Extra, ...], *, is_spot: bool) -> MarketOffer | None:
-    """Read an ask; None for a chip that the catalogue does not know, and for what has no price."""
+def to_market_offer(row: Row, extras: tuple[Extra, ...], *, is_spot: bool) -> MarketOffer | None:
+    """Return an offer of the market; None for a chip that the catalogue does not know, and without a price."""
     accelerator, price = (
         accelerator_of(str(row.get("gpu_name") or "")),
         float(row.get("min_bid" if is_spot else "dph_total") or 0),
@@ -146,14 +150,14 @@ def to_market_offer(row: Row, beside: tuple[Extra, ...], *, is_spot: bool) -> Ma
         price_per_hour=price,
         on_demand_price_per_hour=None if is_spot else price,
         vcpus=effective,
-        # the memory told is the whole machine's
+        # the row has the memory of the whole machine
         memory_gb=float(row.get("cpu_ram") or 0) * GB_OF_A_MB * (effective / cores if cores else 1.0),
         accelerator=accelerator.name,
         accelerators=int(row.get("num_gpus") or 1),
         accelerator_memory_gb=chip_memory_gb(row, accelerator),
         form_factor=accelerator.form_factor,
         architecture=ARCHITECTURES.get(str(row.get("cpu_arch")), architecture_beside(accelerator.name)),
-        extras_per_hour=beside,
+        extras_per_hour=extras,
     )
     return MarketOffer(
         int(row["id"]), machine, f"machine {machine}" if cluster is None else f"cluster {cluster}", offer
@@ -161,8 +165,9 @@ def to_market_offer(row: Row, beside: tuple[Extra, ...], *, is_spot: bool) -> Ma
 
 
 def merge(offers: Iterable[Offer]) -> list[Offer]:
-    """Make one offer of those of a class at the same price: what each of them has at least, with what is billed beside
-    the dearest.
+    """Merge offers of one class at the same price.
+
+    The result has the least vCPUs and memory, and the highest extra costs, of its offers.
     """
     merged: dict[tuple[str, str, str | None, bool, float], Offer] = {}
     for offer in offers:
@@ -174,14 +179,12 @@ def merge(offers: Iterable[Offer]) -> list[Offer]:
     return list(merged.values())
 
 
-def _holds(row: Row, filters: Filters) -> bool:
-    """Whether a row keeps to the filters, as far as it tells: `verified` is told by none, and a country is the end of
-    its place.
-    """
-    told = {**row, "geolocation": country_of(row)}
+def _matches(row: Row, filters: Filters) -> bool:
+    """Return whether a row matches the filters. Fields that the row lacks, such as `verified`, are not compared."""
+    found_rows = {**row, "geolocation": country_of(row)}
     return all(
-        COMPARED[comparison](told[name], value)
+        COMPARED[comparison](found_rows[name], value)
         for name, conditions in filters.items()
-        if told.get(name) is not None
+        if found_rows.get(name) is not None
         for comparison, value in conditions.items()
     )

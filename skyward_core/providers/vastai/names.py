@@ -85,9 +85,9 @@ COUNTRIES: Mapping[str, str] = {
     "Vietnam": "VN",
     "South Africa": "ZA",
 }
-"""The code of each country (ISO 3166-1) by the names that Vast's listings may have for it, where offers have the code.
+"""Code (ISO 3166-1) of each country by the names in Vast.ai's listings. Offers have the code.
 
-What is not here stays as it is told.
+Names that are missing here stay as they are.
 """
 OTHER_NAMES = {
     "A100X": "A100",
@@ -145,12 +145,12 @@ GPU_NAMES = (
     ),
     *("InstinctMI50", "InstinctMI100", "InstinctMI210", "InstinctMI250X", "InstinctMI300X"),
 )
-"""How the market calls the chips of the catalogue; a search takes no other spelling, and finds nothing for one."""
+"""Vast.ai's names of the catalogue's chips. A search accepts no other spelling, and finds nothing for one."""
 
 
 @lru_cache
 def accelerator_of(gpu_name: str) -> Accelerator | None:
-    """The chip that Vast calls so; None if the catalogue has none. Its memory and count are the row's business."""
+    """Return the chip with this name at Vast.ai; None if the catalogue has none. Memory and count come from the row."""
     try:
         return parse(OTHER_NAMES.get(gpu_name, gpu_name.removeprefix("Instinct")))
     except BadRequest:
@@ -158,7 +158,7 @@ def accelerator_of(gpu_name: str) -> Accelerator | None:
 
 
 def gpu_names(accelerator: Accelerator) -> list[str]:
-    """What Vast calls a chip; with a form factor only those of it."""
+    """Return Vast.ai's names of a chip; with a form factor only the names of that one."""
     known = [
         (name, chip)
         for name in GPU_NAMES
@@ -169,18 +169,18 @@ def gpu_names(accelerator: Accelerator) -> list[str]:
 
 
 def chip_memory_gb(row: Row, accelerator: Accelerator) -> float:
-    """Memory of one chip in the vendor's figure.
+    """Return the memory of one chip by the vendor's figure.
 
-    Vast tells what the driver sees, in units of 1024², up to a tenth less.
+    Vast.ai reports what the driver sees, in units of 1024², up to a tenth less.
     """
-    told = float(row.get("gpu_ram") or 0) / 1024
+    listed = float(row.get("gpu_ram") or 0) / 1024
     choices = find(accelerator.name).memory_choices(accelerator.form_factor)
-    nearest = min(choices, key=lambda choice: abs(choice - told))
-    return float(nearest) if abs(nearest - told) <= nearest / 10 else round(told, 1)
+    nearest = min(choices, key=lambda choice: abs(choice - listed))
+    return float(nearest) if abs(nearest - listed) <= nearest / 10 else round(listed, 1)
 
 
 def instance_type_of(row: Row) -> str:
-    """The class of a machine: "RTX_4090x2", and "A100_SXM4_40GBx8" where the chip comes with several memories."""
+    """Return the class of a machine: "RTX_4090x2", or "A100_SXM4_40GBx8" for a chip with several memory sizes."""
     gpu_name = str(row.get("gpu_name") or "unknown")
     accelerator = accelerator_of(gpu_name)
     has_choice = (
@@ -197,12 +197,12 @@ def spaced(gpu_name: str) -> str:
 
 
 def country_of(row: Row) -> str:
-    """The country of a place that is told as "Texas, US" or, in listings, "California, United States"."""
-    told = str(row.get("geolocation") or "").rpartition(",")[2].strip()
-    return COUNTRIES.get(told, told) or UNKNOWN_REGION
+    """Return the country of a place, which is "Texas, US" in offers or "California, United States" in listings."""
+    listed = str(row.get("geolocation") or "").rpartition(",")[2].strip()
+    return COUNTRIES.get(listed, listed) or UNKNOWN_REGION
 
 
 def country_names(countries: Iterable[str]) -> list[str]:
-    """All names that a place may have for these countries."""
+    """Return all names of these countries that a place may have."""
     wanted = list(countries)
     return [*wanted, *(name for name, code in COUNTRIES.items() if code in wanted)]

@@ -1,11 +1,11 @@
 """Vast.ai: a market of other people's machines, rented as containers through its REST API.
 
-An offer of the market (an "ask") is one machine and is gone once it is rented, so ours stand for a class of machines:
-"RTX_4090x2" in a country, at a price at which at least one is for sale. `launch` searches the class again and takes a
-different ask for each machine. A container has no tags: its label has ours. Our script is the container's main process
-and starts our sshd on a port that Vast maps to a random one of the host's address.
+An offer of the market is one machine, and is gone once it is rented. So an `Offer` of ours stands for a class of
+machines: "RTX_4090x2" in a country, at a price at which at least one is for sale. `launch` searches the class again and
+takes a different offer of the market for each machine. A container has no tags: its label holds ours. Our script is the
+container's main process. It starts our sshd on a port that Vast.ai maps to a random port of the host's address.
 
-Facts: fact sheet of 2026-11-20, section 4, and docs.vast.ai of 2026; what nobody has tried is in docs/clouds/vastai.md.
+Facts: fact sheet of 2026-11-20, section 4, and docs.vast.ai of 2026. docs/clouds/vastai.md lists what is untested.
 """
 
 from __future__ import annotations
@@ -77,49 +77,47 @@ class VastAI(Provider):
     }
     end_command: ClassVar[str] = userdata.END_COMMAND
     sells_by_wish: ClassVar[bool] = True
-    """Who names no accelerator sees the cheapest of all machines."""
+    """Without an accelerator in the requirements, `offers` returns the cheapest of all machines."""
     listing_lag_seconds: ClassVar[float] = 30.0
-    """A container was seen to be missing in the list right after it was rented; for how long is told nowhere."""
+    """A container was seen to be missing in the list right after it was rented. No document says for how long."""
 
     api_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
     region: str | tuple[str, ...] | None = Field(
-        default=None, description='Countries by two letters, "SE" or ("SE", "FI"); None is the world.'
+        default=None, description='Countries by two-letter code, "SE" or ("SE", "FI"); None: all.'
     )
     ssh_key: str | None = Field(
-        default=None, description="Path of a private key without passphrase; without it one is made."
+        default=None, description="Path of a private key without passphrase; by default one is created."
     )
-    endpoint_url: str | None = Field(default=None, description="In place of VAST_URL and of Vast's own address.")
+    endpoint_url: str | None = Field(default=None, description="Overrides VAST_URL and Vast.ai's own URL.")
     image: str = Field(
         default="nvidia/cuda:12.4.1-runtime-ubuntu22.04", description="A public image of Debian's family."
     )
-    disk_gb: int = Field(default=40, ge=8, description="For the life of the container.")
+    disk_gb: int = Field(default=40, ge=8, description="Size for the life of the container.")
     bid_margin: float = Field(
-        default=0.1, ge=0, description="How much more than the least bid is bid for a spot machine, as a share."
+        default=0.1, ge=0, description="Margin above the lowest bid for a spot machine, as a share."
     )
     price_tolerance: float = Field(
         default=0.0,
         ge=0,
         le=1,
-        description="How much more than its offer, by which the bill is counted, a machine may cost, as a share.",
+        description="Highest excess over the offer's price, as a share. Bills use the offer's price.",
     )
     traffic_down_gb_per_hour: float = Field(
         default=5.0,
         ge=0,
-        description="What a machine loads in an hour, as an estimate: hosts have traffic paid for by the GB.",
+        description="Estimated download of a machine in an hour: hosts bill traffic by the GB.",
     )
-    traffic_up_gb_per_hour: float = Field(default=1.0, ge=0, description="The same for what it sends.")
-    verified_only: bool = Field(default=True, description="Only machines that Vast has checked.")
+    traffic_up_gb_per_hour: float = Field(default=1.0, ge=0, description="The same for upload.")
+    verified_only: bool = Field(default=True, description="Only machines that Vast.ai has verified.")
     min_reliability: float = Field(default=0.98, ge=0, le=1)
     min_download_mbps: float = Field(default=200.0, ge=0)
     min_direct_ports: int = Field(default=2, ge=1)
     min_cuda: float | None = Field(
         default=None,
         ge=0,
-        description="CUDA of the host's driver at least. None: what the images need; not asked of AMD's.",
+        description="Lowest CUDA version of the host's driver. None: what the images need. Not used for AMD.",
     )
-    min_hours_left: float = Field(
-        default=24.0, ge=0, description="For so long at least the host must still be for rent."
-    )
+    min_hours_left: float = Field(default=24.0, ge=0, description="How long the host must still be for rent, at least.")
 
     @field_validator("region")
     @classmethod
@@ -134,16 +132,16 @@ class VastAI(Provider):
     def offers(self, want: Requirements) -> list[Offer]:
         """Return the classes of machines for sale, at each of their prices, on demand and for a bid (spot).
 
-        Of a wide search the cheapest 256 each.
+        A wide search returns the cheapest 256 of each kind.
         """
-        wish = TYPE.fullmatch(want.instance_type) if want.instance_type is not None else None
-        if want.instance_type is not None and wish is None:
+        match = TYPE.fullmatch(want.instance_type) if want.instance_type is not None else None
+        if want.instance_type is not None and match is None:
             return []
         filters = self._filters(
-            want.accelerator if wish is None else accelerator_of(spaced(wish["gpu"])), want.min_cuda
+            want.accelerator if match is None else accelerator_of(spaced(match["gpu"])), want.min_cuda
         )
-        if wish is not None:
-            filters |= {"gpu_name": {"eq": spaced(wish["gpu"])}, "num_gpus": {"eq": int(wish["gpus"])}}
+        if match is not None:
+            filters |= {"gpu_name": {"eq": spaced(match["gpu"])}, "num_gpus": {"eq": int(match["gpus"])}}
         if self.region:
             filters["geolocation"] = {
                 "in": country_names([self.region] if isinstance(self.region, str) else self.region)
@@ -153,9 +151,11 @@ class VastAI(Provider):
                 search(api, filters, want.max_price_per_hour, self._billing(), is_spot=is_spot)
                 for is_spot in (False, True)
             )
-        regular = {(ask.machine, ask.offer.instance_type): ask.offer.price_per_hour for ask in on_demand}
-        bids = [ask.as_bid(self.bid_margin, regular.get((ask.machine, ask.offer.instance_type))) for ask in spot]
-        offers = [ask.offer for ask in on_demand] + [
+        regular = {(choice.machine, choice.offer.instance_type): choice.offer.price_per_hour for choice in on_demand}
+        bids = [
+            choice.as_bid(self.bid_margin, regular.get((choice.machine, choice.offer.instance_type))) for choice in spot
+        ]
+        offers = [choice.offer for choice in on_demand] + [
             bid
             for bid in bids
             if bid.on_demand_price_per_hour is None or bid.price_per_hour <= bid.on_demand_price_per_hour
@@ -164,7 +164,7 @@ class VastAI(Provider):
         return [offer.model_copy(update={"min_cuda": want.min_cuda}) for offer in merge(fitting)]
 
     def _filters(self, accelerator: Accelerator | None, min_cuda: float | None) -> dict[str, Mapping[str, Any]]:
-        """What every machine must be, and which chips it may have."""
+        """Return what every machine must have, and which chips are accepted."""
         filters: dict[str, Mapping[str, Any]] = {
             "rentable": {"eq": True},
             "rented": {"eq": False},
@@ -193,42 +193,41 @@ class VastAI(Provider):
     # ── launch ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def may_sell_spot(self, want: Requirements) -> bool:
-        """A market: bids are taken only while a machine is free."""
+        """True: Vast.ai lists a bid only while the machine is free."""
         return True
 
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
-        """Rent machines of the offer's class, at its price at most and `price_tolerance` above it, neighbours first;
-        return those that have an address.
+        """Rent machines of the offer's class, neighbours first, and return those that have an address.
 
-        Hosts that cannot start the container are given back, and the next ones tried. A container that was there and is
-        gone ends the launch: somebody may be giving the pool back, and would not see what is rented after that. Spot:
-        the bid is the offer's price.
+        The highest price is the offer's, plus `price_tolerance`; for spot it is the bid. If a host cannot start the
+        container, it is destroyed and the next offer is tried. A container that disappears ends the launch: another
+        process may be tearing the pool down, and would not see machines that are rented later.
         """
         key = our_key(self.ssh_key)
-        made = LaunchRecord()
+        record = LaunchRecord()
         first = int(tags.get(RANK_TAG, "0"))
         wanted = list(range(first, first + count))
         rows: dict[int, Row] = {}
         trouble: SkywardError = NoCapacity(
-            f"nobody at Vast.ai sells a {offer.instance_type} in {offer.region} for ${offer.price_per_hour:.3f}"
+            f"no machine at Vast.ai: a {offer.instance_type} in {offer.region} for ${offer.price_per_hour:.3f}"
         ).coded("no offers")
         deadline = time.monotonic() + ADDRESS_SECONDS
-        with self._api(made.left) as api:
-            asks = in_order(self._asks(api, offer), count)
-            while wanted and asks and time.monotonic() < deadline:
+        with self._api(record.unwanted) as api:
+            choices = in_order(self._matching(api, offer), count)
+            while wanted and choices and time.monotonic() < deadline:
                 machines = [of_machine(tags, rank) for rank in wanted]
                 created, refusal = rent(
-                    api, asks, machines, lambda machine: self._order(offer, machine, startup, key), made
+                    api, choices, machines, lambda machine: self._order(offer, machine, startup, key), record
                 )
-                made.known |= set(created.values())
-                up, down = await_addresses(api, created, deadline, made)
+                record.known |= set(created.values())
+                up, down = await_addresses(api, created, deadline, record)
                 rows |= up
                 is_refused = refusal is not None and type(refusal) is not NoCapacity
                 is_over = is_refused or any(error.code == GONE for error in down.values())
                 trouble = (refusal if is_refused else next(reversed(down.values()), refusal)) or trouble
                 wanted = [] if is_over else sorted(down)
-        if not rows and made.stuck:  # not NoCapacity, which says that there is nothing
-            raise ProviderFailed(f"Vast.ai did not destroy {sorted(made.stuck)}, which did not start") from trouble
+        if not rows and record.stuck:  # not NoCapacity, which means that nothing is left running
+            raise ProviderFailed(f"Vast.ai did not destroy {sorted(record.stuck)}, which did not start") from trouble
         if not rows:
             raise trouble
         if len(rows) < count:
@@ -243,37 +242,37 @@ class VastAI(Provider):
             )
         return [instance for _, row in sorted(rows.items()) if (instance := self._instance(row, key)) is not None]
 
-    def _asks(self, api: Api, offer: Offer) -> list[MarketOffer]:
-        """Return the asks of the offer's class, at its price at most, cheapest first."""
-        wish = TYPE.fullmatch(offer.instance_type)
-        if wish is None:
-            raise BadRequest(f'{offer.instance_type!r} is no class of machines of Vast.ai: write "RTX_4090x2"')
-        accelerator = None if offer.accelerator is None else accelerator_of(spaced(wish["gpu"]))
+    def _matching(self, api: Api, offer: Offer) -> list[MarketOffer]:
+        """Return the market's offers of the offer's class, at its price at most, cheapest first."""
+        match = TYPE.fullmatch(offer.instance_type)
+        if match is None:
+            raise BadRequest(f'{offer.instance_type!r} is no class of machines of Vast.ai; an example is "RTX_4090x2"')
+        accelerator = None if offer.accelerator is None else accelerator_of(spaced(match["gpu"]))
         filters = self._filters(accelerator, offer.min_cuda) | {
-            "gpu_name": {"eq": spaced(wish["gpu"])},
-            "num_gpus": {"eq": int(wish["gpus"])},
+            "gpu_name": {"eq": spaced(match["gpu"])},
+            "num_gpus": {"eq": int(match["gpus"])},
             "cpu_cores_effective": {"gte": offer.vcpus},
         }
         if offer.region != UNKNOWN_REGION:
             filters["geolocation"] = {"in": country_names([offer.region])}
-        # what we bid is the price: an ask whose least bid is above it would not start
+        # the bid is the price: a machine whose lowest bid is higher would not start
         most = offer.price_per_hour if offer.is_spot else offer.price_per_hour * (1 + self.price_tolerance)
         total = most + total_of(offer.extras_per_hour)
         return [
-            ask
-            for ask in search(api, filters, most, self._billing(), is_spot=offer.is_spot)
-            if (ask.offer.instance_type, ask.offer.region) == (offer.instance_type, offer.region)
-            and ask.offer.memory_gb >= offer.memory_gb
-            and offer.architecture in {None, ask.offer.architecture}
-            and (offer.price_per_hour if offer.is_spot else ask.offer.price_per_hour)
-            + total_of(ask.offer.extras_per_hour)
+            choice
+            for choice in search(api, filters, most, self._billing(), is_spot=offer.is_spot)
+            if (choice.offer.instance_type, choice.offer.region) == (offer.instance_type, offer.region)
+            and choice.offer.memory_gb >= offer.memory_gb
+            and offer.architecture in {None, choice.offer.architecture}
+            and (offer.price_per_hour if offer.is_spot else choice.offer.price_per_hour)
+            + total_of(choice.offer.extras_per_hour)
             <= total + 1e-9
         ]
 
     def _order(self, offer: Offer, tags: Tags, startup: str, key: Key) -> dict[str, Any]:
-        """What is asked for in the creating call.
+        """Return the body of the creating call.
 
-        A price makes it a bid, and no price an on-demand machine, wherever the ask was found.
+        With a price it is a bid; without one it is on demand, wherever the search found the offer.
         """
         label, more = LABELS.pack(tags)
         order: dict[str, Any] = {
@@ -281,7 +280,7 @@ class VastAI(Provider):
             "image": self.image,
             "disk": self.disk_gb,
             "label": label,
-            "runtype": "args",  # the others bring an sshd of their own, with a host key that nobody knows beforehand
+            "runtype": "args",  # other types start their own sshd, whose host key is not known beforehand
             "user": "root",
             "onstart": "/bin/sh",  # with "args", the entrypoint
             "args": ["-c", MAIN.format(userdata.UNPACKED)],
@@ -299,24 +298,24 @@ class VastAI(Provider):
         return Billing(self.disk_gb, self.traffic_down_gb_per_hour, self.traffic_up_gb_per_hour)
 
     def _instance(self, row: Row, key: Key) -> Instance | None:
-        """Read a container, with what is billed beside it; None for one without a label of ours."""
+        """Return a container as Instance, with its extra costs; None without a label of ours."""
         found = to_instance(row, key)
         return found and found.model_copy(
             update={"extras_per_hour": self._billing().extras_of(row, is_spot=found.is_spot)}
         )
 
-    # ── the other verbs ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the other methods ────────────────────────────────────────────────────────────────────────────────────────────
 
     def instances(self, pool_id: str | None = None) -> list[Instance]:
-        """Return the containers with a label of ours, of a pool or of all."""
+        """Return the containers with a label of ours, of one pool or of all."""
         key = our_key(self.ssh_key)
         with self._api() as api:
             found = [instance for row in all_containers(api) if (instance := self._instance(row, key)) is not None]
         return [instance for instance in found if pool_id in (None, instance.pool_id)]
 
     def terminate(self, ids: Sequence[str]) -> None:
-        """Destroy containers and their disks, many in a call."""
-        contracts = [int(each) for each in ids if each.isdecimal()]  # no container has another kind of id
+        """Destroy containers and their disks, many in one call."""
+        contracts = [int(each) for each in ids if each.isdecimal()]  # other texts are no id of a container
         if not contracts:
             return
         with self._api() as api:
@@ -331,29 +330,29 @@ class VastAI(Provider):
             ) from next(iter(errors.values()))
 
     def ends_for_good(self) -> bool:
-        """It destroys itself."""
+        """True: a container destroys itself."""
         return True
 
     def account(self) -> str:
-        """Return the number of the user whose key it is."""
+        """Return the number of the key's user."""
         with self._api() as api:
-            return f"user {field_of(api.ask('GET', USER), 'id', int, f'Vast.ai answered GET {USER}')}"
+            return f"user {field_of(api.request('GET', USER), 'id', int, f'Vast.ai answered GET {USER}')}"
 
     def console_url(self, instance: Instance) -> str:
-        """Return the page with all containers; one alone has none."""
+        """Return the page with all containers, because there is no page for one."""
         return CONSOLE
 
-    # ── the wire ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _api(self, left: list[int] | None = None) -> Api:
-        """Open a session. What was made although it was refused is noted in `left`."""
+    def _api(self, unwanted: list[int] | None = None) -> Api:
+        """Open a client. Containers that a refused call created nevertheless are added to `unwanted`."""
         key = self.api_key.get_secret_value() if self.api_key is not None else find_key()
         url = (self.endpoint_url or os.environ.get("VAST_URL") or URL).rstrip("/").removesuffix("/api/v0")
         return Api(
             "Vast.ai",
             url,
             {"Authorization": f"Bearer {key}"},
-            classify=classify_and_note(left),
+            classify=classify_and_note(unwanted),
             secrets=[key],
             says_missing=says_missing,
         )

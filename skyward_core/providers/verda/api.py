@@ -25,7 +25,7 @@ from skyward_core.providers._http import Api, field_of, rows_in
 type Json = dict[str, Any]
 URL = "https://api.verda.com/v1"
 CONSOLE = "https://console.verda.com"
-# Verda has one code, invalid_request, for most refusals: these texts tell them apart.
+# Verda has one code, invalid_request, for most refusals: these texts separate them.
 QUOTA_WORDS = ("quota", "limit exceeded", "exceeds the limit")
 CAPACITY_WORDS = ("no capacity", "not available", "unavailable", "insufficient capacity")
 GONE_WORDS = ("invalid instance id", "discontinued instance", "already discontinued", "instance not found")
@@ -42,13 +42,13 @@ class Credentials:
 
 
 class _TokenRefused(CredentialsError):
-    """401: the token has run out, or was never good."""
+    """401: the token has expired, or was never valid."""
 
 
 class VerdaApi:
-    """A session with the API, for the length of one verb: a context manager.
+    """A client of the API for the length of one method of the provider. It is a context manager.
 
-    Fetches its token when it is first needed, and once more when it is refused.
+    It fetches a token when one is first needed, and again when the token is refused.
     """
 
     def __init__(self, credentials: Credentials, planted: Sequence[str] = ()) -> None:
@@ -70,27 +70,27 @@ class VerdaApi:
     def __exit__(self, *_: object) -> None:
         self._api.__exit__()
 
-    def ask(self, method: str, path: str, **how: Any) -> Any:
-        """Like `Api.ask`, with a token."""
+    def request(self, method: str, path: str, **how: Any) -> Any:
+        """Like `Api.request`, with a token."""
         token = self._token_but("")
         try:
-            return self._api.ask(method, path, **how, headers={"Authorization": f"Bearer {token}"})
+            return self._api.request(method, path, **how, headers={"Authorization": f"Bearer {token}"})
         except _TokenRefused:
             token = self._token_but(token)
         try:
-            return self._api.ask(method, path, **how, headers={"Authorization": f"Bearer {token}"})
+            return self._api.request(method, path, **how, headers={"Authorization": f"Bearer {token}"})
         except _TokenRefused as error:
             raise CredentialsError(str(error)).coded(error.code) from None
 
     def list(self, path: str, **query: Any) -> list[Json]:
-        """Return all of a kind: Verda has no pages."""
-        return cast("list[Json]", rows_in(self.ask("GET", path, query=query or None), f"Verda answered GET {path}"))
+        """Return all objects of a kind. Verda has no pages."""
+        return cast("list[Json]", rows_in(self.request("GET", path, query=query or None), f"Verda answered GET {path}"))
 
     def machine(self, machine_id: str) -> Json | None:
-        """Return a machine, one that is discontinued as well; None if there is none."""
+        """Return a machine, also one that is discontinued; None if there is none."""
         path = f"/instances/{quote(machine_id, safe='')}"
         try:
-            machine = self.ask("GET", path, missing_is_none=True)
+            machine = self.request("GET", path, missing_is_none=True)
         except BadRequest as error:
             if speaks_of(str(error), GONE_WORDS):
                 return None
@@ -104,34 +104,34 @@ class VerdaApi:
     ) -> str:
         """Make an object and return its id.
 
-        One that `is_kept` is made once; one that may be there already, for all we know, is looked for.
+        With `is_kept`, an existing one is used. After a lost answer or a conflict the object is looked up.
         """
-        if is_kept and (found := self._look(path, name, is_it)) is not None:
+        if is_kept and (found := self._look_up(path, name, is_it)) is not None:
             return found
         try:
-            return id_in(self.ask("POST", path, body={"name": name, **fields}), path)
-        except (ProviderFailed, BadRequest):  # the answer was lost, or another process has made it meanwhile
-            if (found := self._look(path, name, is_it)) is None:
+            return id_in(self.request("POST", path, body={"name": name, **fields}), path)
+        except (ProviderFailed, BadRequest):  # the answer was lost, or another process has created it meanwhile
+            if (found := self._look_up(path, name, is_it)) is None:
                 raise
             return found
 
-    def _look(self, path: str, name: str, is_it: Callable[[Json, str], bool]) -> str | None:
+    def _look_up(self, path: str, name: str, is_it: Callable[[Json, str], bool]) -> str | None:
         return next((str(one["id"]) for one in self.list(path) if is_it(one, name)), None)
 
     def _token_but(self, stale: str) -> str:
-        """Return a token other than this one. Threads whose token was refused at once fetch one between them."""
+        """Return a token other than this one. Threads whose token was refused at the same time fetch only one."""
         with self._fetching:
             if self._token == stale:
                 halves = {"client_id": self.credentials.client_id, "client_secret": self.credentials.client_secret}
                 try:
-                    told = self._api.ask(
+                    answer = self._api.request(
                         "POST", "/oauth2/token", body={"grant_type": "client_credentials", **halves}, is_repeatable=True
                     )
-                except (BadRequest, CredentialsError) as error:  # OAuth's word for a wrong secret is 400 as well
+                except (BadRequest, CredentialsError) as error:  # OAuth answers 400 for a wrong secret too
                     raise CredentialsError(f"Verda refuses the client id or its secret: {error}").coded(
                         error.code
                     ) from None
-                self._token = field_of(told, "access_token", str, "Verda answered POST /oauth2/token")
+                self._token = field_of(answer, "access_token", str, "Verda answered POST /oauth2/token")
             return self._token
 
 
@@ -140,40 +140,42 @@ def _says_missing(body: Mapping[str, Any]) -> bool:
 
 
 def _meaning(status: int, body: Mapping[str, Any], message: str) -> SkywardError | None:
-    told = str(body.get("message", ""))
+    text = str(body.get("message", ""))
     if body.get("code") == "insufficient_funds":
         return QuotaExceeded(message)
     if status == HTTPStatus.UNAUTHORIZED:
         return _TokenRefused(message)
     if status in (HTTPStatus.BAD_REQUEST, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY):
-        if speaks_of(told, QUOTA_WORDS):
+        if speaks_of(text, QUOTA_WORDS):
             return QuotaExceeded(message)
-        if speaks_of(told, CAPACITY_WORDS):
+        if speaks_of(text, CAPACITY_WORDS):
             return NoCapacity(message)
     return None
 
 
-def read_credentials(place: Path, profile: str) -> Mapping[str, str]:
+def read_credentials(file: Path, profile: str) -> Mapping[str, str]:
     parser = configparser.ConfigParser(interpolation=None)
     try:
-        parser.read_string(place.read_text(), str(place))
+        parser.read_string(file.read_text(), str(file))
     except FileNotFoundError:
         return {}
     except (OSError, UnicodeDecodeError, configparser.Error) as error:
-        # its message may hold a line of the file
-        raise CredentialsError(f"{place} cannot be read as VERDA_CLIENT_ID's file: {type(error).__name__}") from None
+        # the error's message may contain a line of the file
+        raise CredentialsError(
+            f"{file} cannot be read as Verda's file of credentials: {type(error).__name__}"
+        ) from None
     return parser[profile] if parser.has_section(profile) else {}
 
 
 def id_in(answer: object, path: str) -> str:
-    """The id in an answer to a creating call: plain text, sometimes in quotes, sometimes a field."""
-    told = cast("Json", answer).get("id") if isinstance(answer, dict) else answer
-    word = str(told or "").strip().strip('"')
+    """Return the id in an answer to a creating call: plain text, sometimes in quotes, sometimes a field."""
+    found = cast("Json", answer).get("id") if isinstance(answer, dict) else answer
+    word = str(found or "").strip().strip('"')
     if not re.fullmatch(r"[\w-]+", word):
         raise ProviderFailed(f"Verda answered POST {path} without an id")
     return word
 
 
 def speaks_of(text: str, words: Sequence[str]) -> bool:
-    told = text.lower().replace("’", "'")
-    return any(word in told for word in words)
+    text = text.lower().replace("’", "'")
+    return any(word in text for word in words)

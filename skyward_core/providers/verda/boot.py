@@ -24,4 +24,4 @@ try:
 except Exception as error:
     print("this machine cannot delete itself yet:", type(error).__name__, getattr(error, "code", ""), flush=True)
 SKYWARD_PYTHON"""  # noqa: E501
-"""Is run again until the machine is gone: one that were off would be paid for as well, and try no more."""
+"""Runs again until the machine is gone. A machine that is off would be billed too, and could not try again."""

@@ -13,8 +13,9 @@ from skyward_core.providers.verda.api import Json
 from skyward_core.providers.verda.offers import usd
 
 HOST_KEY_SECONDS = 180.0
-"""How long after its first answer a machine may show the host key of its image: its script may finish a minute after
-sshd answers.
+"""How long after its first answer a machine may show its image's host key.
+
+Its script may finish a minute after sshd answers.
 """
 STATES: Mapping[str, InstanceState] = {
     **dict.fromkeys(("ordered", "new", "provisioning", "validating", "pending", "restoring"), InstanceState.PENDING),
@@ -25,13 +26,13 @@ STATES: Mapping[str, InstanceState] = {
     ),
     "discontinued": InstanceState.GONE,
 }
-"""What is not here ("unknown") is PENDING: it may be paid for, and cannot be used."""
+"""States that are missing here ("unknown") are PENDING: the machine may be billed and is not usable."""
 
 
 def to_instance(
-    machine: Json, tags: dict[str, str], key: Key | None, beside: tuple[Extra, ...], offer: Offer | None = None
+    machine: Json, tags: dict[str, str], key: Key | None, extras: tuple[Extra, ...], offer: Offer | None = None
 ) -> Instance:
-    """Return what Verda tells of a machine; with the offer that it was launched from, at that one's prices."""
+    """Return a machine as Instance; with the offer of its launch, at that offer's prices."""
     launch, ip = tags.get(LAUNCH_TAG), machine.get("ip")
     price = offer.price_per_hour if offer is not None else usd(machine.get("price_per_hour")) or 0.0
     is_spot = bool(machine.get("is_spot"))
@@ -57,7 +58,7 @@ def to_instance(
         is_spot=is_spot,
         price_per_hour=price,
         on_demand_price_per_hour=offer.on_demand_price_per_hour if offer is not None else None if is_spot else price,
-        extras_per_hour=beside,
+        extras_per_hour=extras,
         ip=ip,
         private_ip=machine.get("private_ip"),
         tags=tags,

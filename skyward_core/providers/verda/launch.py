@@ -28,21 +28,21 @@ ADDRESS_SECONDS = 600.0
 POLL_SECONDS, LONGEST_POLL_SECONDS = 1.0, 5.0
 
 
-def create_machines(session: VerdaApi, orders: Mapping[int, Json]) -> dict[int, str]:
-    """Make a machine of each order, by rank; return the ids of those that were made.
+def create_machines(api: VerdaApi, orders: Mapping[int, Json]) -> dict[int, str]:
+    """Create a machine of each order; return their ids by rank.
 
-    A call whose outcome is unknown is not repeated: its machine is looked for by name. If there is none at all, raises
-    the reason.
+    A call with unknown outcome is not repeated: its machine is looked up by name. Raises the error if there is no
+    machine.
     """
 
     def create(order: Json) -> str | SkywardError:
         try:
-            return id_in(session.ask("POST", "/instances", body=order), "/instances")
+            return id_in(api.request("POST", "/instances", body=order), "/instances")
         except SkywardError as error:
             return error
 
     outcomes = dict(zip(orders, side_by_side(create, list(orders.values()), "skyward-verda"), strict=True))
-    made = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, str)}
+    created = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, str)}
     failures = {rank: outcome for rank, outcome in outcomes.items() if isinstance(outcome, SkywardError)}
     unsure = {
         rank: error
@@ -50,41 +50,41 @@ def create_machines(session: VerdaApi, orders: Mapping[int, Json]) -> dict[int, 
         if isinstance(error, ProviderFailed) and not isinstance(error, RateLimited)
     }
     if unsure:
-        by_name = {machine["hostname"]: machine["id"] for machine in session.list("/instances")}
-        made |= {rank: by_name[name] for rank in unsure if (name := orders[rank]["hostname"]) in by_name}
-    if made:
-        for rank in failures.keys() - made.keys():
-            log.warning("Verda did not make the machine of rank %d: %s", rank, failures[rank])
-        return made
+        by_name = {machine["hostname"]: machine["id"] for machine in api.list("/instances")}
+        created |= {rank: by_name[name] for rank in unsure if (name := orders[rank]["hostname"]) in by_name}
+    if created:
+        for rank in failures.keys() - created.keys():
+            log.warning("Verda did not create the machine of rank %d: %s", rank, failures[rank])
+        return created
     error = next(
         iter([*(error for error in unsure.values() if error.code != "service_unavailable"), *failures.values()])
     )
-    if error.code == "service_unavailable":  # what Verda says where it has no machine left
+    if error.code == "service_unavailable":  # Verda's code where it has no machine left
         raise NoCapacity(str(error)).coded(error.code) from error
     raise error
 
 
-def await_addresses(session: VerdaApi, made: Mapping[int, str]) -> dict[str, Json]:
-    """Return the machines, by id, once each has an address or has come to nothing; the latter are ended.
+def await_addresses(api: VerdaApi, created: Mapping[int, str]) -> dict[str, Json]:
+    """Wait until each machine has an address or has failed. Delete those that failed; return the others by id.
 
-    Raises NoCapacity if none is left.
+    Raises NoCapacity if no machine is left.
     """
     up: dict[str, Json] = {}
     failed: dict[str, str] = {}
     deadline = time.monotonic() + ADDRESS_SECONDS
     pauses = Backoff(POLL_SECONDS, LONGEST_POLL_SECONDS).pauses()
     while True:
-        listed = {machine["id"]: machine for machine in session.list("/instances")}
-        waiting = [machine_id for machine_id in made.values() if machine_id not in up and machine_id not in failed]
+        listed = {machine["id"]: machine for machine in api.list("/instances")}
+        waiting = [machine_id for machine_id in created.values() if machine_id not in up and machine_id not in failed]
         for machine_id in waiting:
-            machine = listed.get(machine_id) or session.machine(machine_id)  # the list leaves out what is discontinued
+            machine = listed.get(machine_id) or api.machine(machine_id)  # the list omits discontinued machines
             if machine is None:
                 continue
             if state_of(machine) in (InstanceState.STOPPING, InstanceState.GONE):
                 failed[machine_id] = machine["status"]
             elif machine.get("ip"):
                 up[machine_id] = machine
-        if len(up) + len(failed) == len(made):
+        if len(up) + len(failed) == len(created):
             break
         if time.monotonic() + (pause := next(pauses)) > deadline:
             failed |= {
@@ -95,21 +95,18 @@ def await_addresses(session: VerdaApi, made: Mapping[int, str]) -> dict[str, Jso
             break
         time.sleep(pause)
     if failed:
-        log.warning("machines at Verda came to nothing: %s", failed)
-        left = delete_all(
-            session, [machine for machine_id in failed if (machine := session.machine(machine_id)) is not None]
-        )
-        # neither NoCapacity, which says that there is nothing, nor InstancesLeft, which is `terminate`'s: the next
-        # provider is asked
+        log.warning("machines at Verda failed: %s", failed)
+        left = delete_all(api, [machine for machine_id in failed if (machine := api.machine(machine_id)) is not None])
+        # not NoCapacity, because machines are left; not InstancesLeft, because the pool should try its next provider
         if left and not up:
             raise ProviderFailed(
-                f"none of {len(made)} machines at Verda came up ({failed}): {instances_left(left)}"
+                f"none of {len(created)} machines at Verda got an address ({failed}): {instances_left(left)}"
             ) from next(iter(left.values()))
         if left:
-            log.warning("and could not be deleted: %s", instances_left(left))
+            log.warning("some could not be deleted: %s", instances_left(left))
     if not up:
         words = list(dict.fromkeys(failed.values()))
-        raise NoCapacity(f"none of {len(made)} machines at Verda came up: {', '.join(words)}").coded(words[0])
+        raise NoCapacity(f"none of {len(created)} machines at Verda got an address: {', '.join(words)}").coded(words[0])
     return up
 
 

@@ -19,15 +19,13 @@ log = logging.getLogger(__name__)
 
 NVME_USD_PER_GB_MONTH = 0.20
 OLD_CHIPS = frozenset({"V100", "RTX A6000"})
-"""Verda's images with CUDA 13 do not serve these."""
+"""Verda's images with CUDA 13 do not support these."""
 OPEN_CHIPS = frozenset({"B200", "B300", "GB200", "GB300", "RTX PRO 6000"})
 """Blackwell: needs the open kernel module and CUDA 12.8."""
 
 
 def image_of(images: Sequence[Json], accelerator: str | None) -> str:
-    """Choose an image's slug: Ubuntu 24.04, for GPUs with the newest CUDA that suits them and Docker, for other
-    machines the plain one.
-    """
+    """Return the slug of the best image: Ubuntu 24.04, and for GPUs the newest CUDA that supports them, with Docker."""
     fitting = [str(image["image_type"]) for image in images if not image.get("is_cluster")]
     if not fitting:
         raise BadRequest("Verda names no image for this type of machine: give one with Verda(image=...)")
@@ -38,7 +36,7 @@ def image_of(images: Sequence[Json], accelerator: str | None) -> str:
         if accelerator is None:
             return (not cuda, "24.04" in slug, "docker" not in slug)
         suits = version < (13, 0) if accelerator in OLD_CHIPS else version >= (12, 8) or accelerator not in OPEN_CHIPS
-        is_open = "open" in slug or not slug.startswith("ubuntu")  # slugs of the newer kind do not say it
+        is_open = "open" in slug or not slug.startswith("ubuntu")  # newer slugs do not say so
         return (
             bool(cuda) and suits,
             accelerator not in OPEN_CHIPS or is_open,
@@ -52,8 +50,9 @@ def image_of(images: Sequence[Json], accelerator: str | None) -> str:
 
 
 def to_offer(sold: Json, location: str, *, is_spot: bool) -> Offer | None:
-    """Return the offer; None if it has no price, is a confidential machine (CUDA is reported broken there), or its chip
-    is not in the catalogue.
+    """Return the offer; None without a price, for confidential machines, and for unknown chips.
+
+    CUDA is reported to fail on confidential machines.
     """
     on_demand, price = usd(sold.get("price_per_hour")), usd(sold.get("spot_price" if is_spot else "price_per_hour"))
     name = str(sold["instance_type"])
@@ -63,13 +62,13 @@ def to_offer(sold: Json, location: str, *, is_spot: bool) -> Offer | None:
     chips = int(gpu.get("number_of_gpus") or 0)
     chip = form_factor = None
     if chips:
-        told = re.sub(r"^\d+\s*x\s*|\s*\d+\s*GB$", "", str(gpu.get("description") or sold.get("model") or ""))
-        found = re.search(r"\b(SXM|PCIe|NVL)\d*\b", told)
+        text = re.sub(r"^\d+\s*x\s*|\s*\d+\s*GB$", "", str(gpu.get("description") or sold.get("model") or ""))
+        found = re.search(r"\b(SXM|PCIe|NVL)\d*\b", text)
         form_factor = found[1] if found else None
         try:
-            chip = find(re.sub(r"\s*\b(SXM|PCIe|NVL)\d*\b", "", told)).name
+            chip = find(re.sub(r"\s*\b(SXM|PCIe|NVL)\d*\b", "", text)).name
         except BadRequest:
-            log.debug("Verda sells %s with %r, which the catalogue does not know", name, told)
+            log.debug("Verda sells %s with %r, which the catalogue does not know", name, text)
             return None
     return Offer(
         provider="verda",
@@ -82,7 +81,7 @@ def to_offer(sold: Json, location: str, *, is_spot: bool) -> Offer | None:
         memory_gb=float(sold["memory"]["size_in_gigabytes"]),
         accelerator=chip,
         accelerators=chips,
-        # told for all chips together
+        # the row has the memory of all chips together
         accelerator_memory_gb=float(sold["gpu_memory"]["size_in_gigabytes"]) / chips if chips else None,
         form_factor=form_factor,
         architecture=architecture_beside(chip),
@@ -90,7 +89,7 @@ def to_offer(sold: Json, location: str, *, is_spot: bool) -> Offer | None:
 
 
 def usd(price: object) -> float | None:
-    """Read a price, which Verda writes as a string."""
+    """Return a price, which Verda writes as a string."""
     with contextlib.suppress(TypeError, ValueError):
         return float(cast("str", price))
     return None

@@ -1,9 +1,9 @@
-"""Virtual machines of Verda (formerly DataCrunch): api.verda.com/v1, as told by its documentation and SDKs up to
-November 2026 (docs/clouds/verda.md).
+"""Virtual machines of Verda (formerly DataCrunch): api.verda.com/v1.
 
-What is odd there: a token of an hour for two halves of a credential; prices as strings; ids as plain text; boot scripts
-and disks that are objects of their own, are not tagged, and may outlive the machine; no word of warning before a spot
-machine is taken back.
+Facts: Verda's documentation and SDKs up to November 2026 (docs/clouds/verda.md).
+
+Peculiarities: a token that expires after an hour and needs two halves of a credential; prices as strings; ids as plain
+text; boot scripts and disks that are separate objects without tags and may outlive the machine; no preemption notice.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ class Verda(Provider):
         region: one location such as "FIN-03", or several; all if not given.
         client_id, client_secret: credentials of the cloud API; by default VERDA_CLIENT_ID and VERDA_CLIENT_SECRET, then
             the file of Verda's own tools.
-        node_client_id, node_client_secret: credentials that are planted on each machine, so that it can delete itself.
-            The user's code can read them there, and Verda knows no credentials with fewer rights. Without them a
-            machine that ends itself powers off, and is paid for until it is terminated.
-        image: an image's slug ("ubuntu-24.04-cuda-13.0-open-docker"); by default one that fits the machine is chosen.
-        os_volume_gb: size of a machine's disk, which is paid for beside it, in GB.
-        ssh_key: path of an SSH key of one's own.
-        endpoint_url: where the API is, version included.
+        node_client_id, node_client_secret: credentials that are put on each machine, so that it can delete itself.
+            The user's code can read them there, and Verda has no credentials with fewer rights. Without them a machine
+            that ends itself powers off, and is billed until it is terminated.
+        image: an image's slug ("ubuntu-24.04-cuda-13.0-open-docker"); by default one that fits the machine.
+        os_volume_gb: size of a machine's disk in GB. The disk is billed in addition.
+        ssh_key: path of your own SSH key.
+        endpoint_url: URL of the API, with its version.
     """
 
     name: ClassVar[str] = "verda"
     end_command: ClassVar[str] = END_COMMAND
     gone_deadline_seconds: ClassVar[float] = 300.0
     listing_lag_seconds: ClassVar[float] = 60.0
-    """Creating calls that hung for longer than our time-out were seen: what they make comes into the listing late."""
+    """Some creating calls took longer than our time-out. Their machines appear late in the listing."""
     billing_increment_seconds: ClassVar[int] = 600
 
     region: str | tuple[str, ...] | None = None
@@ -86,147 +86,147 @@ class Verda(Provider):
             )
         return self
 
-    # ── the verbs ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the methods ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def offers(self, want: Requirements) -> list[Offer]:
-        """Return what can be had now: each type at each location, on demand and as spot. Prices are those of the
-        moment, in USD.
+        """Return what can be rented now: each type at each location, on demand and as spot, at current prices in USD.
 
-        Raises NoCapacity, with the locations that have something, if none of it is at a configured one.
+        Raises NoCapacity, with the locations that have machines, if Verda has none at the configured ones.
         """
-        with self._session() as session:
-            types = session.list("/instance-types", currency="usd")
-            places = {is_spot: session.list("/instance-availability", is_spot=is_spot) for is_spot in (False, True)}
+        with self._api() as api:
+            types = api.list("/instance-types", currency="usd")
+            places = {is_spot: api.list("/instance-availability", is_spot=is_spot) for is_spot in (False, True)}
         wanted = None if self.region is None else {self.region} if isinstance(self.region, str) else set(self.region)
-        known = {place["location_code"] for told in places.values() for place in told}
+        known = {place["location_code"] for listed in places.values() for place in listed}
         if wanted is not None and known and not wanted & known:
             raise NoCapacity(
                 f"Verda has no machines at {', '.join(sorted(wanted))}; it has some at {', '.join(sorted(known))}"
             )
         sold = {one["instance_type"]: one for one in types if want.instance_type in (None, one["instance_type"])}
-        beside = self._beside()
+        extras = self._extras()
         return [
-            offer.model_copy(update={"extras_per_hour": beside})
-            for is_spot, told in places.items()
-            for place in told
+            offer.model_copy(update={"extras_per_hour": extras})
+            for is_spot, listed in places.items()
+            for place in listed
             if wanted is None or place["location_code"] in wanted
             for name in dict.fromkeys(place["availabilities"])
             if name in sold and (offer := to_offer(sold[name], place["location_code"], is_spot=is_spot)) is not None
         ]
 
     def may_sell_spot(self, want: Requirements) -> bool:
-        """Spot is listed only while a machine is free."""
+        """True: spot is listed only while a machine is free."""
         return True
 
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
-        """Rent machines, a call for each, and wait until they have their addresses; those that come to nothing
-        meanwhile are ended and left out.
+        """Rent machines, one call each, and wait until they have addresses.
+
+        Machines that fail are deleted and left out.
         """
         key = our_key(self.ssh_key)
         names = {rank: name_of(tags, rank) for rank in range(int(tags[RANK_TAG]), int(tags[RANK_TAG]) + count)}
-        with self._session() as session:
-            order = self._order(session, offer, key)
-            script_id = session.make(
+        with self._api() as api:
+            order = self._order(api, offer, key)
+            script_id = api.make(
                 "/scripts",
                 script_name_of(tags),
-                {"script": self._script(session, tags, startup, key)},
+                {"script": self._script(api, tags, startup, key)},
                 lambda one, name: one["name"] == name,
             )
-            made: dict[int, str] = {}
+            created: dict[int, str] = {}
             try:
-                made = create_machines(
-                    session,
+                created = create_machines(
+                    api,
                     {rank: order_of(order, name, script_id, of_machine(tags, rank)) for rank, name in names.items()},
                 )
-                up = await_addresses(session, made)
+                up = await_addresses(api, created)
             except SkywardError as error:
-                # else a machine may be there, and need it
-                if isinstance(error, NoCapacity) or not (made or isinstance(error, ProviderFailed)):
-                    remove(session, f"/scripts/{quote(script_id)}")
+                # otherwise a machine may exist and need the script
+                if isinstance(error, NoCapacity) or not (created or isinstance(error, ProviderFailed)):
+                    remove(api, f"/scripts/{quote(script_id)}")
                 raise
             try:
-                sweep(session, session.list("/instances"))
+                sweep(api, api.list("/instances"))
             except SkywardError as error:
-                log.warning("old scripts and disks at Verda could not be looked for: %s", error)
+                log.warning("old scripts and disks at Verda could not be swept: %s", error)
         return [
-            to_instance(up[machine_id], of_machine(tags, rank), key, self._beside(), offer)
-            for rank, machine_id in sorted(made.items())
+            to_instance(up[machine_id], of_machine(tags, rank), key, self._extras(), offer)
+            for rank, machine_id in sorted(created.items())
             if machine_id in up
         ]
 
     def instances(self, pool_id: str | None = None) -> list[Instance]:
         """Return the pool's machines at all locations.
 
-        A machine whose address is not known yet, or whose key is not here, has no endpoint.
+        A machine without a known address, or without a readable key here, has no endpoint.
         """
-        with self._session() as session:
-            machines = session.list("/instances")
+        with self._api() as api:
+            machines = api.list("/instances")
         key = self._key_if_here()
-        told = [
+        tagged = [
             (machine, tags)
             for machine in machines
             if (tags := tags_of(machine)) is not None and pool_id in (None, tags[POOL_TAG])
         ]
-        found = [to_instance(machine, tags, key, self._beside()) for machine, tags in told]
+        found = [to_instance(machine, tags, key, self._extras()) for machine, tags in tagged]
         return [instance for instance in found if instance.state is not InstanceState.GONE]
 
     def terminate(self, ids: Sequence[str]) -> None:
-        """Delete machines with their disks and scripts, and what others of ours have left behind.
+        """Delete machines with their disks and scripts, and objects that earlier machines of ours have left.
 
-        Asks again for those that are not up yet.
+        Machines that are still provisioning are tried again.
         """
         if not ids:
             return
-        with self._session() as session:
-            listed = session.list("/instances")
+        with self._api() as api:
+            listed = api.list("/instances")
             known = {machine["id"]: machine for machine in listed}
             hidden = [machine_id for machine_id in dict.fromkeys(ids) if machine_id not in known]
             known |= {
                 machine["id"]: machine
-                for machine in side_by_side(session.machine, hidden, "skyward-verda")
+                for machine in side_by_side(api.machine, hidden, "skyward-verda")
                 if machine is not None
             }
             named = [known[machine_id] for machine_id in dict.fromkeys(ids) if machine_id in known]
             left = delete_all(
-                session, [machine for machine in named if machine["status"] not in ("deleting", "discontinued")]
+                api, [machine for machine in named if machine["status"] not in ("deleting", "discontinued")]
             )
             try:
-                sweep(session, listed, {machine["hostname"] for machine in named if machine["id"] not in left})
+                sweep(api, listed, {machine["hostname"] for machine in named if machine["id"] not in left})
             finally:
                 if left:
                     raise instances_left(left)
 
     def ends_for_good(self) -> bool:
-        """Only with credentials of its own it can delete itself; one that is off is paid for."""
+        """True only with node credentials: then a machine deletes itself. One that is off is billed."""
         return self.node_client_id is not None
 
     def account(self) -> str:
-        """Return a name made of the client id, half a credential: a part of its hash.
+        """Return a name made from a hash of the client id, which is half a credential.
 
-        Verda tells nothing better, so two credentials of one team are two accounts here.
+        Verda offers nothing better, so two credentials of one team are two accounts here.
         """
-        with self._session() as session:
-            field_of(session.ask("GET", "/balance"), "currency", str, "Verda answered GET /balance")
-            return f"client-{hashlib.sha256(session.credentials.client_id.encode()).hexdigest()[:12]}"
+        with self._api() as api:
+            field_of(api.request("GET", "/balance"), "currency", str, "Verda answered GET /balance")
+            return f"client-{hashlib.sha256(api.credentials.client_id.encode()).hexdigest()[:12]}"
 
     def console_url(self, instance: Instance) -> str | None:
-        """Return the front door of the console: no lasting address of one machine's page is documented."""
+        """Return the start page of the console: no permanent address of one machine's page is documented."""
         return CONSOLE
 
-    # ── what is asked for ────────────────────────────────────────────────────────────────────────────────────────────
+    # ── what is requested ────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _order(self, session: VerdaApi, offer: Offer, key: Key) -> Json:
-        """What the creating calls of one launch have in common."""
-        image = self.image or image_of(session.list("/images", instance_type=offer.instance_type), offer.accelerator)
+    def _order(self, api: VerdaApi, offer: Offer, key: Key) -> Json:
+        """Return the fields that all creating calls of a launch share."""
+        image = self.image or image_of(api.list("/images", instance_type=offer.instance_type), offer.accelerator)
         key_name = f"skyward-{hashlib.sha256(key.public.encode()).hexdigest()[:12]}"
-        key_id = session.make(
+        key_id = api.make(
             "/ssh-keys",
             key_name,
             {"key": key.public},
             lambda one, _: one["key"].split()[:2] == key.public.split()[:2],
             is_kept=True,
         )
-        # by default it is kept, and paid for
+        # by default the disk is kept and billed
         fate = {"on_spot_discontinue": "delete_permanently"} if offer.is_spot else {}
         return {
             "instance_type": offer.instance_type,
@@ -239,8 +239,8 @@ class Verda(Provider):
             "pricing": "FIXED_PRICE",
         }
 
-    def _beside(self) -> tuple[Extra, ...]:
-        """The disk, which is a thing of its own."""
+    def _extras(self) -> tuple[Extra, ...]:
+        """Return the cost of the disk, which is a separate object."""
         return (
             by_month(
                 "disk",
@@ -250,11 +250,11 @@ class Verda(Provider):
             ),
         )
 
-    def _script(self, session: VerdaApi, tags: Tags, startup: str, key: Key) -> str:
+    def _script(self, api: VerdaApi, tags: Tags, startup: str, key: Key) -> str:
         end = "poweroff"
         if self.node_client_id is not None and self.node_client_secret is not None:
             words = (
-                session.credentials.url,
+                api.credentials.url,
                 self.node_client_id.get_secret_value(),
                 self.node_client_secret.get_secret_value(),
             )
@@ -262,19 +262,19 @@ class Verda(Provider):
         return script(boot_script(startup, tags, "hostname", end), key, host_key(tags[LAUNCH_TAG], key))
 
     def _key_if_here(self) -> Key | None:
-        """Our key; None where it cannot be read, for what is listed can be ended without it."""
+        """Return our key; None if it cannot be read, because listed machines can be terminated without it."""
         try:
             return our_key(self.ssh_key)
         except BadRequest as error:
-            log.warning("machines at Verda are listed without a way to log in: %s", error)
+            log.warning("machines at Verda are listed without endpoint: %s", error)
             return None
 
-    def _session(self) -> VerdaApi:
+    def _api(self) -> VerdaApi:
         planted = (self.node_client_id, self.node_client_secret)
         return VerdaApi(self._credentials(), [half.get_secret_value() for half in planted if half is not None])
 
     def _credentials(self) -> Credentials:
-        """Find the credentials: given, in the environment, in the file of Verda's tools. Raises CredentialsError."""
+        """Return the given credentials, or those of environment or Verda's tools. Raises CredentialsError."""
         environ = os.environ
         given = tuple(
             None if half is None else half.get_secret_value() for half in (self.client_id, self.client_secret)
@@ -286,18 +286,18 @@ class Verda(Provider):
         for client_id, client_secret in pairs:
             if client_id and client_secret:
                 return Credentials(client_id, client_secret, self.endpoint_url or URL)
-        place = Path(
+        file = Path(
             environ.get("VERDA_SHARED_CREDENTIALS_FILE")
             or Path(environ.get("VERDA_HOME") or "~/.verda") / "credentials"
         ).expanduser()
-        told = read_credentials(place, environ.get("VERDA_PROFILE") or "default")
-        if told.get("verda_client_id") and told.get("verda_client_secret"):
+        found = read_credentials(file, environ.get("VERDA_PROFILE") or "default")
+        if found.get("verda_client_id") and found.get("verda_client_secret"):
             return Credentials(
-                told["verda_client_id"],
-                told["verda_client_secret"],
-                self.endpoint_url or told.get("verda_base_url") or URL,
+                found["verda_client_id"],
+                found["verda_client_secret"],
+                self.endpoint_url or found.get("verda_base_url") or URL,
             )
         raise CredentialsError(
-            f"no credentials for Verda: set VERDA_CLIENT_ID and VERDA_CLIENT_SECRET, or write them to {place} (`verda"
-            f" auth login`). They are made at {CONSOLE}"
+            f"no credentials for Verda: set VERDA_CLIENT_ID and VERDA_CLIENT_SECRET, or write them to {file} (`verda"
+            f" auth login`). They are created at {CONSOLE}"
         )

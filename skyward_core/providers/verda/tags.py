@@ -20,7 +20,7 @@ SCRIPT_NAME = re.compile(r"skyward-(?P<pool>.+)-(?P<launch>[a-z0-9]{1,8})-(?P<ma
 def tags_of(machine: Json) -> dict[str, str] | None:
     """Return the tags of a machine of ours; None for others.
 
-    One that Verda has not tagged is known by its name and description together.
+    A machine that Verda has not tagged is recognised by name and description together.
     """
     tags = {str(tag["key"]): _read(str(tag.get("value") or "")) for tag in machine.get("tags") or ()}
     if POOL_TAG in tags and tags.get(RANK_TAG, "").isdecimal():
@@ -32,7 +32,10 @@ def tags_of(machine: Json) -> dict[str, str] | None:
 
 
 def to_tags(tags: Tags) -> list[Json]:
-    """Return tags as Verda takes them; values in letters, digits, "." and "-", for it does not say what else passes."""
+    """Return tags in Verda's format.
+
+    Values have only letters, digits, "." and "-", because Verda documents no other characters.
+    """
     words = {
         key: re.sub(r"[^A-Za-z0-9.-]", _escaped, value) for key, value in tags.items() if not key.startswith(WORK_TAG)
     }
@@ -41,7 +44,7 @@ def to_tags(tags: Tags) -> list[Json]:
             f"{key.removeprefix(WORK_TAG)}:{value}" for key, value in tags.items() if key.startswith(WORK_TAG)
         )
     ):
-        # all in one, for there is no room for each, and cut: it is for people, and the ledger has the whole
+        # one tag for all, cut to fit: it is for people, and the ledger has everything
         words[WORK_TAG.rstrip("-")] = _cut(work)
     long = [key for key, word in words.items() if len(word) > TAG_CHARACTERS]
     if long or len(words) > MOST_TAGS:
@@ -57,7 +60,7 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def _cut(text: str) -> str:
-    """Write as much of a text as fits, and no half of a code."""
+    """Return the longest beginning of a text that fits, without half a code."""
     word = ""
     for character in text:
         code = re.sub(r"[^A-Za-z0-9.-]", _escaped, character)
@@ -74,7 +77,7 @@ def _read(word: str) -> str:
 
 
 def name_of(tags: Tags, rank: int) -> str:
-    """The name of a machine: its own from the start, and found again after a lost answer."""
+    """Return the name of a machine. It is set in the creating call, and finds the machine after a lost answer."""
     return f"{tags[POOL_TAG]}-{rank}-{launch_word(tags)}".lower()
 
 
@@ -83,7 +86,7 @@ def script_name_of(tags: Tags) -> str:
 
 
 def launch_of(name: str) -> tuple[str, str]:
-    """The pool and the launch that a machine's name tells."""
+    """Return the pool and the launch in a machine's name."""
     match = NAME.fullmatch(name)
     return (match["pool"], match["launch"]) if match else ("", "")
 

@@ -24,28 +24,28 @@ from skyward_core.providers.verda.tags import NAME, SCRIPT_NAME, launch_of
 log = logging.getLogger(__name__)
 
 BUSY_SECONDS = 240.0
-"""How long `terminate` asks again for machines that cannot be deleted yet: Verda refuses that while it provisions them.
-"""
+"""How long `terminate` tries again: Verda refuses to delete machines while it provisions them."""
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 5.0
 ORPHAN_SECONDS = 3600
-"""Scripts and disks of ours that belong to no machine are left alone for so long: another process may be about to
-launch theirs.
+"""Age from which scripts and disks without a machine are deleted.
+
+Another process may need a younger one for its launch.
 """
 BUSY_WORDS = ("can't discontinue a", "cannot discontinue a", "can't delete a", "cannot delete a")
 DISK_PREFIX = "skyward-"
 
 
-def delete_all(session: VerdaApi, machines: Sequence[Json]) -> dict[str, SkywardError]:
-    """Delete machines with their disks; return those that could not be, with the reason.
+def delete_all(api: VerdaApi, machines: Sequence[Json]) -> dict[str, SkywardError]:
+    """Delete machines with their disks; return the error of each that was not deleted.
 
-    Asks again, all of them in turn, for those that are not up yet.
+    Machines that are still provisioning are tried again, all of them in turn.
     """
     wanted = list(machines)
     deadline = time.monotonic() + BUSY_SECONDS
     pauses = Backoff(PAUSE_SECONDS, LONGEST_PAUSE_SECONDS).pauses()
     left: dict[str, SkywardError] = {}
     while wanted:
-        errors = side_by_side(lambda machine: _delete(session, machine), wanted, "skyward-verda")
+        errors = side_by_side(lambda machine: _delete(api, machine), wanted, "skyward-verda")
         failed = {machine["id"]: error for machine, error in zip(wanted, errors, strict=True) if error is not None}
         busy = {machine_id: error for machine_id, error in failed.items() if speaks_of(str(error), BUSY_WORDS)}
         left |= {machine_id: error for machine_id, error in failed.items() if machine_id not in busy}
@@ -54,7 +54,7 @@ def delete_all(session: VerdaApi, machines: Sequence[Json]) -> dict[str, Skyward
             if time.monotonic() + pause > deadline:
                 return left | busy
             time.sleep(pause)
-        again = side_by_side(session.machine, list(busy), "skyward-verda")  # it may have its disk by now, or be gone
+        again = side_by_side(api.machine, list(busy), "skyward-verda")  # a machine may have its disk by now, or be gone
         wanted = [
             machine
             for machine in again
@@ -72,23 +72,23 @@ def instances_left(left: Mapping[str, SkywardError]) -> InstancesLeft:
     return error
 
 
-def _delete(session: VerdaApi, machine: Json) -> SkywardError | None:
-    # without `volume_ids` the disk goes to the trash, and with an empty list it stays and is paid for
+def _delete(api: VerdaApi, machine: Json) -> SkywardError | None:
+    # without `volume_ids` the disk goes to the trash; with an empty list it stays and is billed
     disk = {"volume_ids": [machine["os_volume_id"]], "delete_permanently": True} if machine.get("os_volume_id") else {}
     body = {"id": [machine["id"]], "action": "delete", **disk}
     try:
-        answer = session.ask("PUT", "/instances", body=body, is_repeatable=True, missing_is_none=True)
+        answer = api.request("PUT", "/instances", body=body, is_repeatable=True, missing_is_none=True)
     except SkywardError as error:
         return None if speaks_of(str(error), GONE_WORDS) else error
     try:
-        told = (
+        rows = (
             []
             if answer is None
             else rows_in([answer] if isinstance(answer, dict) and answer else answer, "Verda answered PUT /instances")
         )
     except ProviderFailed as error:
         return error
-    for one in told:  # 207: each has a status of its own
+    for one in rows:  # 207: each row has its own status
         code = int(one.get("statusCode") or 0)
         if (
             (one.get("error") or code >= HTTPStatus.BAD_REQUEST)
@@ -99,23 +99,21 @@ def _delete(session: VerdaApi, machine: Json) -> SkywardError | None:
     return None
 
 
-def sweep(session: VerdaApi, machines: Iterable[Json], ended: Collection[str] = ()) -> None:
-    """Delete scripts and disks of ours that serve no machine: those of the machines, by name, that were ended now, and
-    those that are old.
+def sweep(api: VerdaApi, machines: Iterable[Json], ended: Collection[str] = ()) -> None:
+    """Delete our scripts and disks that serve no machine: those of the machines in `ended`, by name, and old ones.
 
-    `machines` are all that are listed. A script holds the private half of its machines' host key, in clear text, until
-    it is deleted here.
+    `machines` is the complete listing. A script holds the private host key of its machines in clear text until then.
     """
     living = {machine["hostname"] for machine in machines if machine["status"] != "discontinued"} - set(ended)
     serving = {launch_of(name) for name in living}
     over = {launch_of(name) for name in ended}
     now = time.time()
-    for one in session.list("/scripts"):
+    for one in api.list("/scripts"):
         match = SCRIPT_NAME.fullmatch(str(one["name"]))
         launch = (match["pool"], match["launch"]) if match else ("", "")
         if match and launch not in serving and (launch in over or now - int(match["made"]) > ORPHAN_SECONDS):
-            remove(session, f"/scripts/{quote(str(one['id']))}")
-    for one in session.list("/volumes"):
+            remove(api, f"/scripts/{quote(str(one['id']))}")
+    for one in api.list("/volumes"):
         name = str(one["name"]).removeprefix(DISK_PREFIX)
         is_ours = one.get("is_os_volume") and name != one["name"] and NAME.fullmatch(name)
         is_free = (
@@ -125,20 +123,20 @@ def sweep(session: VerdaApi, machines: Iterable[Json], ended: Collection[str] = 
             and name not in living
         )
         if is_ours and is_free and (name in ended or now - _seconds(one.get("created_at")) > ORPHAN_SECONDS):
-            remove(session, f"/volumes/{quote(str(one['id']))}", {"is_permanent": True})
+            remove(api, f"/volumes/{quote(str(one['id']))}", {"is_permanent": True})
 
 
-def remove(session: VerdaApi, path: str, body: Json | None = None) -> None:
-    """Delete what is not a machine. Whatever is in the way is only told: the next sweep finds it again."""
+def remove(api: VerdaApi, path: str, body: Json | None = None) -> None:
+    """Delete an object that is not a machine. A failure is only logged, because the next sweep repeats it."""
     try:
-        session.ask("DELETE", path, body=body, missing_is_none=True)
+        api.request("DELETE", path, body=body, missing_is_none=True)
     except SkywardError as error:
         log.warning("Verda keeps %s for now: %s", path, error)
 
 
 def _seconds(moment: object) -> float:
-    """Seconds since 1970 of a moment as Verda writes it; now if it cannot be read, so that nothing looks old."""
+    """Return a moment of Verda's in seconds since 1970; now if it is unreadable, so that nothing looks old."""
     with contextlib.suppress(ValueError):
-        told = datetime.fromisoformat(str(moment))
-        return (told if told.tzinfo else told.replace(tzinfo=UTC)).timestamp()
+        read = datetime.fromisoformat(str(moment))
+        return (read if read.tzinfo else read.replace(tzinfo=UTC)).timestamp()
     return time.time()

@@ -1,4 +1,4 @@
-"""Acme: a cloud that does not exist, and the whole of a provider. docs/clouds/another-cloud.md walks through it."""
+"""A complete provider for Acme, a cloud that does not exist. docs/clouds/another-cloud.md explains it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Acme(Provider):
 
     def offers(self, want: Requirements) -> list[Offer]:
         with self._api() as api:
-            offers = [_offer(row) for row in api.ask("GET", "/v1/types")]
+            offers = [_offer(row) for row in api.request("GET", "/v1/types")]
         return [offer for offer in offers if offer and self.region in (None, offer.region)]
 
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
@@ -71,9 +71,9 @@ class Acme(Provider):
         ]
         with self._api() as api:
             with ThreadPoolExecutor(min(count, 8)) as threads:
-                told = list(threads.map(lambda order: _created(api, order), orders))
-            if not (made := [row["id"] for row in told if not isinstance(row, SkywardError)]):
-                raise next(error for error in told if isinstance(error, SkywardError))
+                outcomes = list(threads.map(lambda order: _created(api, order), orders))
+            if not (made := [row["id"] for row in outcomes if not isinstance(row, SkywardError)]):
+                raise next(error for error in outcomes if isinstance(error, SkywardError))
             rows = _with_addresses(api, made)
         if failed := sorted(set(made) - {row["id"] for row in rows}):
             self.terminate(failed)
@@ -92,7 +92,7 @@ class Acme(Provider):
         with self._api() as api:
             for machine_id in ids:
                 try:
-                    api.ask("DELETE", f"/v1/machines/{machine_id}", missing_is_none=True)
+                    api.request("DELETE", f"/v1/machines/{machine_id}", missing_is_none=True)
                 except CredentialsError:
                     raise
                 except SkywardError as error:
@@ -102,7 +102,7 @@ class Acme(Provider):
 
     def account(self) -> str:
         with self._api() as api:
-            return str(api.ask("GET", "/v1/me")["email"])
+            return str(api.request("GET", "/v1/me")["email"])
 
     def _api(self) -> Api:
         token = self.token.get_secret_value() if self.token else os.environ.get("ACME_TOKEN")
@@ -120,7 +120,7 @@ def _offer(row: Row) -> Offer | None:
     try:
         chip = find(row["gpu"]) if row["gpu"] else None
     except BadRequest:
-        return None  # a chip that the catalogue does not know cannot be asked for
+        return None  # no requirement can name a chip that the catalogue does not know
     return Offer(
         provider=Acme.name,
         instance_type=row["type"],
@@ -139,10 +139,10 @@ def _offer(row: Row) -> Offer | None:
 def _created(api: Api, order: Row) -> Row | SkywardError:
     """Create one machine.
 
-    If the answer is lost, its name, which nobody else has, tells whether it was created all the same.
+    If the answer is lost, its unique name shows whether it was created nevertheless.
     """
     try:
-        return api.ask("POST", "/v1/machines", body=order)
+        return api.request("POST", "/v1/machines", body=order)
     except RateLimited as error:
         return error
     except ProviderFailed as error:
@@ -152,7 +152,7 @@ def _created(api: Api, order: Row) -> Row | SkywardError:
 
 
 def _with_addresses(api: Api, ids: Sequence[str]) -> list[Row]:
-    """Wait until each machine has an address or will never have one; return those that have."""
+    """Wait until each machine has an address or has failed; return those with an address."""
     deadline = time.monotonic() + ADDRESS_SECONDS
     while True:
         rows = [
@@ -166,7 +166,7 @@ def _with_addresses(api: Api, ids: Sequence[str]) -> list[Row]:
 def _machines(api: Api) -> Iterator[Row]:
     page: int | None = 1
     while page is not None:
-        answer = api.ask("GET", "/v1/machines", query={"page": page})
+        answer = api.request("GET", "/v1/machines", query={"page": page})
         yield from answer["machines"]
         page = answer["next"]
 

@@ -1,4 +1,4 @@
-"""Acme as a server on this machine: what a provider of it is tested against."""
+"""Acme as a server on this machine, for the tests of its provider."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ TYPES = [
 
 
 class FakeAcme(FakeCloud):
-    """`refusal` is what creating calls are answered with; after `creates_left` machines they fail.
+    """`refusal` answers creating calls. After `creates_left` machines they fail.
 
-    A machine is active after some looks at it.
+    A machine is active after some reads.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class FakeAcme(FakeCloud):
         return Reply(204) if known else Reply(404, {"code": "not_found", "message": "no such machine"})
 
     def add(self, **order: Any) -> dict[str, Any]:
-        """Make a machine."""
+        """Create a machine."""
         price = next(
             row["usd_per_hour"] for row in TYPES if (row["type"], row["region"]) == (order["type"], order["region"])
         )

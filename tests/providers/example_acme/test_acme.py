@@ -1,6 +1,4 @@
-"""The worked example of docs/clouds/another-cloud.md: a sixth cloud, found by its entry point, keeps the contract of
-all clouds.
-"""
+"""The worked example of docs/clouds/another-cloud.md: a sixth cloud, found by its entry point, keeps the contract."""
 
 import re
 from collections.abc import Iterator
@@ -24,9 +22,7 @@ ENTRY = "[skyward.providers]\nacme = tests.providers.example_acme.acme:Acme\n"
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeAcme]:
-    """The cloud, and a distribution with the provider in it, as if it were installed here and in what is started from
-    here.
-    """
+    """The cloud, and a distribution with its provider, as if installed here and in processes that start from here."""
     installed = tmp_path / "site/acme_skyward-1.0.dist-info"
     installed.mkdir(parents=True)
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-skyward\nVersion: 1.0\n")
@@ -60,7 +56,7 @@ class TestAcme(ProviderContract):
 
         return Hands(
             provider=provider,
-            wish=Requirements(accelerator=sky.accelerators.parse("H100")),
+            want=Requirements(accelerator=sky.accelerators.parse("H100")),
             secrets=(TOKEN,),
             alive=lambda: set(fake.machines),
             refuse_credentials=lambda: setattr(fake, "is_refusing", True),
@@ -77,8 +73,8 @@ class TestAcme(ProviderContract):
         )
 
 
-def test_a_machine_that_fails_is_not_told_and_not_left(fake: FakeAcme) -> None:
-    """Acme says "active" or "failed" some looks after it has said yes."""
+def test_a_failed_machine_is_not_returned_and_not_left(fake: FakeAcme) -> None:
+    """Acme reports "active" or "failed" some reads after it has accepted the call."""
     provider = Acme(endpoint_url=fake.url)
     offer = provider.offers(Requirements())[0]
     add = fake.add
@@ -89,7 +85,7 @@ def test_a_machine_that_fails_is_not_told_and_not_left(fake: FakeAcme) -> None:
 
 
 def test_a_region_is_a_filter_and_unknown_chips_are_left_out(fake: FakeAcme) -> None:
-    """Of what Acme sells."""
+    """Of the types that Acme sells."""
     assert {(offer.instance_type, offer.region) for offer in Acme(endpoint_url=fake.url).offers(Requirements())} == {
         ("gpu.1", "here"),
         ("gpu.1", "there"),
@@ -99,15 +95,16 @@ def test_a_region_is_a_filter_and_unknown_chips_are_left_out(fake: FakeAcme) -> 
 
 
 def test_it_is_found_by_name(fake: FakeAcme) -> None:
-    """By whoever reads a settings file, or a lease."""
+    """From a settings file or a lease."""
     assert load("acme") == Acme()
     assert load({"name": "acme", "region": "there"}) == Acme(region="there")
     assert load({"name": "acme", "endpoint_url": fake.url}).instances(POOL) == []
 
 
 def test_the_page_quotes_these_files() -> None:
-    """Each excerpt of the page stands in the file that is named above it, word for word; and the page shows what
-    registers a provider.
+    """Each excerpt of the page is in the file that is named above it, word for word.
+
+    The page also shows how to register a provider.
     """
     page = (ROOT / "docs/clouds/another-cloud.md").read_text()
     excerpts = re.findall(r"^`(tests/providers/[\w/]+\.py)`[^\n]*\n\n```py\n(.*?)```$", page, re.DOTALL | re.MULTILINE)
