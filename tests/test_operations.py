@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
+from skyward_core import cli
 from skyward_core.cleanup import sweep as sweeping
 from skyward_core.cleanup.sweep import SweepReport
-from skyward_core.cli import commands
 from skyward_core.errors import BadRequest
 
 TWO = [{"name": "local", "price_per_hour": 1.5}, {"name": "digitalocean", "region": "nyc2"}]
@@ -38,7 +38,7 @@ def test_the_settings_say_whom_a_sweep_asks(asked: list[Any], monkeypatch: pytes
     """In Python as on the command line."""
     monkeypatch.setenv("SKYWARD_PROVIDER", json.dumps(TWO))
     sky.sweep()
-    assert commands.main(["sweep"]) == 0
+    assert cli.main(["sweep"]) == 0
     assert asked == [TWO, TWO]
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import skyward_core as sky
-from skyward_core.cli import commands
+from skyward_core import cli
 from skyward_core.providers.tagging import work_tags
 from skyward_core.work import WORK_CHARACTERS
 
@@ -75,17 +75,17 @@ def test_a_pool_says_what_it_is_for_before_anything_is_rented(capsys: pytest.Cap
     with pool:
         assert told[0] == sky.InfraCreating(pool.id, TRAIN)
         its_tags = tags() >> pool
-        assert commands.main(["ps", "--json"]) == 0
+        assert cli.main(["ps", "--json"]) == 0
         (row,) = (row for row in json.loads(capsys.readouterr().out) if row["pool"] == pool.id)
         assert row["work"] == TRAIN.labels()
-        assert commands.main(["ps"]) == 0
+        assert cli.main(["ps"]) == 0
         assert str(TRAIN) in capsys.readouterr().out
     assert {name: value for name, value in its_tags.items() if name.startswith("skyward-work-")} == work_tags(TRAIN)
     assert pool.receipt is not None
     assert pool.receipt["pool_id"] == pool.id
     assert pool.receipt["work"] == TRAIN.labels()
     pool.share_cost({replace(TRAIN, task="a"): pool.cost / 2})
-    assert commands.main(["cost", "--by", "task", "--json"]) == 0
+    assert cli.main(["cost", "--by", "task", "--json"]) == 0
     rows = {row["key"]: row["cost_usd"] for row in json.loads(capsys.readouterr().out)["rows"]}
     assert rows["airflow:nightly/a"] == pytest.approx(pool.cost / 2, abs=1e-6)
     assert rows["airflow:nightly/a"] + rows["airflow:nightly/train"] == pytest.approx(pool.cost, abs=1e-6)

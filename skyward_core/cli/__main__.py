@@ -2,7 +2,7 @@
 
 import sys
 
-from skyward_core.cli.commands import main
+from skyward_core.cli.entry import main
 
 if __name__ == "__main__":
     sys.exit(main())

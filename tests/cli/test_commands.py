@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
+from skyward_core import cli
 from skyward_core.cleanup import release as releasing
 from skyward_core.cleanup import survey
-from skyward_core.cli import commands
+from skyward_core.cli.app import command_tree
 from skyward_core.errors import CredentialsError, InstancesLeft
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import BILLING_ROUNDING, Account, Attempt, Bucket, Period, Price, ResourceKind, Wish
@@ -87,9 +88,9 @@ def skyward(capsys: pytest.CaptureFixture[str], url: str) -> Skyward:
     """Run a command line; return what it printed, or on stderr if it was to fail."""
 
     def run(line: str, code: int = 0) -> str:
-        assert commands.main(shlex.split(line)) == code
+        assert cli.main(shlex.split(line)) == code
         told = capsys.readouterr()
-        if code == commands.FAILED:
+        if code == cli.FAILED:
             assert "Traceback" not in told.err
             return told.err
         assert told.err == ""
@@ -338,7 +339,7 @@ def test_a_sweep_that_only_fails_says_so(
 
     monkeypatch.setattr(FolderProvider, "terminate", refuse)
     monkeypatch.setattr(teardown, "DEADLINE_SECONDS", 0.05)
-    assert commands.main(["sweep", "--yes"]) == commands.FAILED
+    assert cli.main(["sweep", "--yes"]) == cli.FAILED
     assert capsys.readouterr().out.splitlines()[-1] == "1 failure"
 
 
@@ -532,9 +533,9 @@ def test_a_budget_is_set_and_told(skyward: Skyward, ledger: Ledger, clock: Clock
 def test_what_is_not_understood_is_no_traceback(line: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2, with what may be said instead."""
     with pytest.raises(SystemExit) as caught:
-        commands.main(shlex.split(line))
+        cli.main(shlex.split(line))
     assert caught.value.code == 2
-    assert "usage: skyward" in capsys.readouterr().err
+    assert "Usage: skyward" in capsys.readouterr().err
 
 
 def test_a_ledger_that_cannot_be_used_is_one_line(skyward: Skyward, tmp_path: Path) -> None:
@@ -647,7 +648,7 @@ def test_programs_are_told_what_the_page_says(
     for command, typed in lines.items():
         fields, seen = documented(command), set[str]()
         for line in typed:
-            commands.main(shlex.split(line))
+            cli.main(shlex.split(line))
             for place, value in told_fields(json.loads(capsys.readouterr().out)):
                 known = [
                     field for field in fields if field == place or (value == [] and field.startswith(f"{place}[]"))
@@ -666,7 +667,9 @@ def test_programs_are_told_what_the_page_says(
 def test_the_command_itself_is_light() -> None:
     """To say how it is used it loads neither the database, nor the tables on the terminal, nor any provider."""
     heavy = "{'sqlalchemy', 'rich', 'pydantic', 'distributed', 'asyncssh'}"
-    code = f"import sys; from skyward_core.cli import commands as cli; cli._parser(); print({heavy} & set(sys.modules))"
+    code = (
+        f"import sys; from skyward_core.cli.app import command_tree; command_tree(); print({heavy} & set(sys.modules))"
+    )
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True).stdout
         == "set()\n"
@@ -678,4 +681,12 @@ def test_the_page_shows_commands_that_are_understood() -> None:
     shown = re.findall(r"^(?:\$ )?skyward (.+)$", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE)
     assert len(shown) > 8
     for line in shown:
-        commands._parser().parse_args(shlex.split(line, comments=True))
+        understood(command_tree(), shlex.split(line, comments=True))
+
+
+def understood(command: Any, words: list[str], parent: Any = None) -> None:
+    """Read a command line without running it; what it does not understand raises."""
+    with command.make_context("skyward", words, parent=parent) as context:
+        if hasattr(command, "commands"):
+            _, found, rest = command.resolve_command(context, [*context._protected_args, *context.args])
+            understood(found, rest, context)

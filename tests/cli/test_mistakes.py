@@ -18,7 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import create_engine, text
 
-from skyward_core.cli import commands
+from skyward_core import cli
+from skyward_core.cli.app import command_tree
 from skyward_core.errors import BadRequest, LedgerError
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Account, Attempt, Period
@@ -48,7 +49,7 @@ def run(url: str, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int
     """Run a command line; return its exit code, what it printed, and what it complained of."""
 
     def go(line: str) -> tuple[int, str, str]:
-        code = commands.main(shlex.split(line))
+        code = cli.main(shlex.split(line))
         return code, *capsys.readouterr()
 
     return go
@@ -256,19 +257,38 @@ def test_a_version_that_is_none_is_refused(
 def test_what_means_nothing_is_refused_in_words(line: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2; the terminal sees no control character, and no endless line."""
     with pytest.raises(SystemExit) as caught:
-        commands.main(shlex.split(line.replace("$'\\x1b[2J'", "'\x1b[2J'")))
+        cli.main(shlex.split(line.replace("$'\\x1b[2J'", "'\x1b[2J'")))
     assert caught.value.code == 2
     told = capsys.readouterr().err
-    assert "usage: skyward" in told
+    assert "Usage: skyward" in told
     assert told.replace("\n", "").isprintable()
     assert max(map(len, told.splitlines())) < 400
+
+
+@pytest.mark.parametrize(
+    ("line", "suggestion"),
+    [("swep", "Did you mean 'sweep'?"), ("budget liste", "Did you mean 'list'?"), ("ps --al", "--all")],
+)
+def test_a_near_miss_gets_a_suggestion(line: str, suggestion: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The error names the command or option that is nearest to what was typed."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(line.split())
+    assert caught.value.code == 2
+    assert suggestion in capsys.readouterr().err
+
+
+def test_a_choice_that_does_not_exist_is_refused_with_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    """The error has the choices, and no words of the library that reads them."""
+    with pytest.raises(SystemExit):
+        cli.main(["cost", "--by", "colour"])
+    assert "error: Invalid value for '--by': 'colour' is not one of 'day', 'pool'," in capsys.readouterr().err
 
 
 def test_the_command_says_its_version(skyward: Skyward, capsys: pytest.CaptureFixture[str]) -> None:
     """And where the versions are that it was tested with."""
     for line, expected in (("--version", "skyward 0."), ("--constraints", str(ROOT / "skyward_core/constraints-3."))):
         with pytest.raises(SystemExit) as caught:
-            commands.main([line])
+            cli.main([line])
         assert caught.value.code == 0
         told = capsys.readouterr().out
         assert told.startswith(expected)
@@ -339,17 +359,30 @@ def test_tables_are_readable_on_a_narrow_terminal(
 # ── anything at all ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _options(parser: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], list[Any]]]:
-    """Each command with its options and arguments, as the parser knows them."""
-    subs = [action for action in parser._actions if hasattr(action, "choices") and isinstance(action.choices, dict)]
-    if not subs:
-        yield path, [action for action in parser._actions if action.dest != "help"]
-    for action in subs:
-        for name, sub in action.choices.items():
-            yield from _options(sub, (*path, name))
+def _options(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], list[Any]]]:
+    """Each command with its options and arguments, as typer knows them."""
+    for name, sub in getattr(command, "commands", {}).items():
+        yield from _options(sub, (*path, name))
+    if not hasattr(command, "commands"):
+        yield path, command.params
 
 
-COMMANDS = list(_options(commands._parser()))
+COMMANDS = list(_options(command_tree()))
+
+
+@pytest.mark.parametrize("path", [(), ("budget",), ("ledger",), *(path for path, _ in COMMANDS)], ids=" ".join)
+def test_help_fits_a_narrow_terminal_without_unicode(
+    path: tuple[str, ...], skyward: Skyward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On 60 columns no line is wider, and every character is ASCII."""
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    shown = skyward(shlex.join([*path, "--help"]))
+    assert shown.startswith("Usage: skyward")
+    assert shown.isascii()
+    assert max(map(len, shown.splitlines())) <= 60
+
+
 WORDS = st.one_of(
     st.sampled_from(
         [
@@ -398,13 +431,15 @@ WORDS = st.one_of(
 @st.composite
 def command_lines(draw: st.DrawFn) -> list[str]:
     """A command with some of its options; most values mean nothing."""
-    path, actions = draw(st.sampled_from(COMMANDS))
+    path, params = draw(st.sampled_from(COMMANDS))
     words: list[str] = []
-    for action in actions:
-        if not draw(st.booleans()) and not action.required:
+    for param in params:
+        if not draw(st.booleans()) and not param.required:
             continue
-        value = st.sampled_from(sorted(action.choices)) if action.choices and draw(st.booleans()) else WORDS
-        words += [*action.option_strings[:1], *([draw(value)] if action.nargs != 0 else [])]
+        choices = param.type_descriptor.choices
+        value = st.sampled_from(sorted(choices)) if choices and draw(st.booleans()) else WORDS
+        option = param.opts[:1] if param.param_type_name == "option" else []
+        words += [*option, *([] if getattr(param, "is_flag", False) else [draw(value)])]
     return [*path, *words]
 
 
@@ -433,7 +468,7 @@ def test_no_command_line_is_a_traceback(
         patch.setattr(FolderProvider, "offers", lambda self, want: [])
         patch.setenv("XDG_CACHE_HOME", str(folder.folder))
         try:
-            assert commands.main(line) in (0, 1, 3)
+            assert cli.main(line) in (0, 1, 3)
         except SystemExit as end:
             assert end.code in (0, 2)
 
@@ -451,7 +486,7 @@ def test_no_url_of_a_ledger_is_a_traceback(url: str, tmp_path: Path, where: str)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         try:
-            assert commands.main([f"--ledger={where}", "ps"]) in (0, 1)
+            assert cli.main([f"--ledger={where}", "ps"]) in (0, 1)
         except SystemExit as end:
             assert end.code in (0, 2)
 

@@ -10,7 +10,7 @@ import distributed  # noqa: F401 - imported here, and not by a thread of a pool 
 import pytest
 
 import skyward_core as sky
-from skyward_core.cli import commands
+from skyward_core import cli
 from skyward_core.ledger.ledger import default_url
 
 
@@ -46,7 +46,7 @@ def test_who_has_no_home_is_told_what_to_set(
         default_url()
     with pytest.raises(sky.LedgerError, match="SKYWARD_LEDGER"), sky.ComputePool(provider=sky.Local(), display="quiet"):
         pass
-    assert commands.main(["ps"]) == commands.FAILED
+    assert cli.main(["ps"]) == cli.FAILED
     assert "SKYWARD_LEDGER=" in capsys.readouterr().err
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import create_engine, text
 
-from skyward_core.cli import commands
+from skyward_core import cli
 from skyward_core.errors import LedgerError
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.receipt import receipt
@@ -143,24 +143,24 @@ def test_the_command_is_dry_unless_it_is_told_otherwise(
     really = Ledger.vacuum
     monkeypatch.setattr(Ledger, "vacuum", lambda self: (made_smaller.append(str(self.url)), really(self))[1])
     ledger.prune(NOON - timedelta(days=3650))
-    assert commands.main(["ledger", "prune", "--older-than", days]) == commands.TO_DO
+    assert cli.main(["ledger", "prune", "--older-than", days]) == cli.TO_DO
     told = capsys.readouterr().out
     assert re.match(
         r"to be taken away: details of \d pools, \d tries to rent machines, \d settled reservations\nnothing was touched; --yes does it\n",
         told,
     )
     assert made_smaller == []
-    assert commands.main(["ledger", "prune", "--older-than", days, "--yes", "--json"]) == 0
+    assert cli.main(["ledger", "prune", "--older-than", days, "--yes", "--json"]) == 0
     assert len(made_smaller) == 1
     told = json.loads(capsys.readouterr().out)
     assert (told["is_dry_run"], told["attempts"], told["reservations"]) == (False, 3 * told["pools"], told["pools"])
-    assert commands.main(["ledger", "prune", "--older-than", days]) == 0
+    assert cli.main(["ledger", "prune", "--older-than", days]) == 0
     assert "has details left" in capsys.readouterr().out
-    assert commands.main(["why", "old"]) == 0
+    assert cli.main(["why", "old"]) == 0
     assert "`skyward ledger prune` took it away" in capsys.readouterr().out
     for wrong in ("90", "0d", "-1d", "nand", "1e9d", "99999999d", "²d"):
         with pytest.raises(SystemExit):
-            commands.main(["ledger", "prune", f"--older-than={wrong}"])
+            cli.main(["ledger", "prune", f"--older-than={wrong}"])
         capsys.readouterr()
 
 

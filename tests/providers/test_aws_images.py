@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core.cli.commands import main
+from skyward_core.cli import main
 from skyward_core.errors import CredentialsError, ProviderFailed
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.offers import Offer

@@ -1,0 +1,51 @@
+"""`skyward cost`."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from skyward_core.cli import values
+from skyward_core.cli.options import SHOWN_ROWS, AsJson, open_ledger
+from skyward_core.cli.printing import print_json, print_table, print_warnings
+from skyward_core.cli.views import cost as view
+
+if TYPE_CHECKING:
+    from skyward_core.ledger.rows import UnreadableRow
+
+
+def cost(
+    context: typer.Context,
+    *,
+    as_json: AsJson = False,
+    by: Annotated[
+        Literal["day", "pool", "owner", "bucket", "run", "task", "asset"],
+        typer.Option(help="one line for each of these"),
+    ] = "day",
+    since: Annotated[
+        datetime | None,
+        typer.Option(parser=values.date, metavar="DATE", help="requested on this UTC day (2026-11-21) or later"),
+    ] = None,
+    until: Annotated[
+        datetime | None, typer.Option(parser=values.date, metavar="DATE", help="requested before this UTC day")
+    ] = None,
+    limit: Annotated[
+        int,
+        typer.Option(
+            parser=values.count, metavar="N", help="at most this many lines, the costliest; the others are one line"
+        ),
+    ] = SHOWN_ROWS,
+) -> int:
+    """Add up what was spent, and what spot has saved."""
+    from skyward_core.ledger.rows import CostBy
+
+    unreadable: list[UnreadableRow] = []
+    with open_ledger(context) as ledger:
+        rows = ledger.cost_rows(CostBy(by), since=since, until=until, unreadable=unreadable)
+    if as_json:
+        print_json({"by": by, "rows": [view.sum_of(row.key, [row]) for row in rows], "total": view.total(rows)})
+    else:
+        print_table(*view.table(by, rows, limit))
+    return print_warnings(unreadable)

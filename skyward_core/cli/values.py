@@ -1,0 +1,100 @@
+"""Values of options and arguments: each function reads a text that the user typed, or raises `typer.BadParameter`.
+
+typer gives default values to these functions too: numbers come as numbers.
+"""
+
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal, InvalidOperation
+
+import typer
+
+MAX_COUNT = 1_000_000_000
+MAX_SECONDS = 3_155_760_000.0
+"""A hundred years: longer ages leave the calendar."""
+MAX_DAYS = 36_500
+MAX_USD = 1_000_000_000_000
+"""The ledger's micro-dollars are 64-bit numbers."""
+MAX_NAME_LENGTH = 200
+"""The ledger's columns have 255 characters; a scope is a name and a little more."""
+SHOWN_CHARACTERS = 60
+
+
+def date(text: str) -> datetime:
+    """Return a time; one without a time zone is UTC."""
+    try:
+        at = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is no date such as 2026-11-21") from error
+    return at if at.tzinfo is not None else at.replace(tzinfo=UTC)
+
+
+def count(text: str | int) -> int:
+    """Return a whole number from 1 to `MAX_COUNT`."""
+    if not _is_whole_number(str(text), MAX_COUNT):
+        raise typer.BadParameter(f"{shortened(str(text))} is no whole number from 1 to {MAX_COUNT}")
+    return int(text)
+
+
+def days(text: str) -> timedelta:
+    """Return a duration such as 90d."""
+    number = text.removesuffix("d")
+    if number == text or not _is_whole_number(number, MAX_DAYS):
+        raise typer.BadParameter(f"{shortened(text)} is no number of days from 1d to {MAX_DAYS}d")
+    return timedelta(days=int(number))
+
+
+def seconds(text: str | float) -> float:
+    """Return seconds, zero or more."""
+    if not 0 <= (value := _number(text)) <= MAX_SECONDS:
+        raise typer.BadParameter(
+            f"seconds are zero or more, and at most {MAX_SECONDS:.0f}; given {shortened(str(text))}"
+        )
+    return value
+
+
+def price(text: str) -> float:
+    """Return USD per hour, more than zero."""
+    if not 0 < (value := _number(text)) <= MAX_USD:
+        raise typer.BadParameter(f"a price is more than zero, and at most {MAX_USD} USD; given {shortened(text)}")
+    return value
+
+
+def usd(text: str) -> Decimal:
+    """Return a sum in USD, zero or more."""
+    try:
+        value = Decimal(text)
+    except InvalidOperation as error:
+        raise typer.BadParameter(f"{shortened(text)} is no sum in USD") from error
+    if not value.is_finite() or not 0 <= value <= MAX_USD:
+        raise typer.BadParameter(f"a limit is zero or more, and at most {MAX_USD} USD; given {shortened(text)}")
+    return value
+
+
+def name(text: str) -> str:
+    """Return a printable text that fits a column of the ledger."""
+    if not text.strip() or len(text) > MAX_NAME_LENGTH:
+        raise typer.BadParameter(f"a name has 1 to {MAX_NAME_LENGTH} characters; given {shortened(text)}")
+    return printable(text)
+
+
+def printable(text: str) -> str:
+    """Return a text without control characters, which a terminal obeys, and without bytes that are no text."""
+    if not text.strip() or not text.replace("\n", " ").isprintable():
+        raise typer.BadParameter(f"{shortened(text)} is empty, or has characters that cannot be printed")
+    return text
+
+
+def shortened(text: str) -> str:
+    """Return the text as Python writes it, cut where it is long."""
+    return repr(text) if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]!r}... ({len(text)} characters)"
+
+
+def _is_whole_number(text: str, most: int) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) <= len(str(most)) and 0 < int(text) <= most
+
+
+def _number(text: str | float) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{shortened(str(text))} is no number") from error

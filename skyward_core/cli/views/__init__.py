@@ -1,0 +1,1 @@
+"""What commands print: pure functions from rows of the ledger, offers and reports to tables, JSON and sentences."""
