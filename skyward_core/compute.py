@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from typing import Any, Concatenate, Protocol, Self, cast, overload
 
 
-class Runner(Protocol):
+class PendingRunner(Protocol):
     """What stands on the right of `>>` and `@`: a pool, or anything else with these three methods."""
 
     def run[R](self, pending: PendingCompute[R]) -> R:
@@ -73,11 +73,11 @@ class PendingCompute[R]:
             f" a function write {name}.local(...)"
         )
 
-    def __rshift__(self, pool: Runner) -> R:
+    def __rshift__(self, pool: PendingRunner) -> R:
         """Run the call on the pool and return its result; its exception is raised here."""
         return _runner(pool, ">>").run(self)
 
-    def __matmul__(self, pool: Runner) -> tuple[R, ...]:
+    def __matmul__(self, pool: PendingRunner) -> tuple[R, ...]:
         """Run the call on every worker of the pool at once; results come in the order of the workers."""
         return _runner(pool, "@").broadcast(self)
 
@@ -118,7 +118,7 @@ class PendingBatch[*Rs]:
         """Add a call."""
         return PendingBatch(*self.calls, _pending(other))
 
-    def __rshift__(self, pool: Runner) -> tuple[*Rs]:
+    def __rshift__(self, pool: PendingRunner) -> tuple[*Rs]:
         """Run all calls in parallel.
 
         The first error, in the order of the calls, is raised; the calls still running are cancelled then.
@@ -211,7 +211,7 @@ def gather(*computations: PendingCompute[Any]) -> PendingBatch[*tuple[Any, ...]]
 
 
 def refuse_wrong_arguments(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise TypeError, as calling it would, if a function does not take these arguments; what does not tell what it
+    """Raise TypeError, as calling it would, if a function does not take these arguments. One that does not show what it
     takes is not asked.
     """
     if isinstance(fn, types.FunctionType):
@@ -263,11 +263,11 @@ def _nothing() -> None:
     return None
 
 
-def _runner(pool: object, operator: str) -> Runner:
+def _runner(pool: object, operator: str) -> PendingRunner:
     if not isinstance(pool, type) and all(
         callable(getattr(pool, name, None)) for name in ("run", "run_batch", "broadcast")
     ):
-        return cast(Runner, pool)
+        return cast(PendingRunner, pool)
     raise TypeError(
         f"`{operator}` sends a call to a pool, not to {type(pool).__name__!r}: write `with sky.ComputePool(...) as"
         f" pool:` and `fn(x) {operator} pool`"

@@ -1,8 +1,8 @@
 """Every error of the core, named by what the caller does next.
 
 SkywardError
-├── BadRequest (ValueError)        ask for something else: the wish cannot be met as it is written
-│   └── NotYetSupported            the wish is sound, this version does not do it yet
+├── BadRequest (ValueError)        change the spec: it cannot be met as it is written
+│   └── NotYetSupported            the spec is sound, this version does not do it yet
 ├── NotPicklable (TypeError)       pass something else: a value cannot travel
 ├── CredentialsError               mend the credentials
 ├── NoCapacity                     try another offer, region or provider
@@ -25,7 +25,7 @@ rebuilt here ├── PoolClosed                     open a pool first
 │   └── CommandTimedOut            give it more time, or find out what it waits for
 ├── InstancesLeft                  look at the console: machines may still be running
 ├── BudgetExceeded                 allow more money, or ask for less: max_cost or an account is used up
-├── LeaseLost                      open another pool: somebody has judged this one dead, and ends its machines
+├── LeaseLost                      open another pool: a sweep has found this one dead, and ends its machines
 └── LedgerError                    mend what the message names: the ledger could not be read or written
     └── LedgerConflict             look at the entry: the ledger already says otherwise
 """
@@ -59,11 +59,11 @@ class SkywardError(Exception):
 
 
 class BadRequest(SkywardError, ValueError):
-    """The wish cannot be met as it is written; nothing was started and nothing spent."""
+    """The spec cannot be met as it is written; nothing was started and nothing spent."""
 
 
 class NotYetSupported(BadRequest, NotImplementedError):
-    """The wish is sound, but this version does not do it yet; nothing was started and nothing spent."""
+    """The spec is sound, but this version does not do it yet; nothing was started and nothing spent."""
 
 
 class NotPicklable(SkywardError, TypeError):
@@ -108,7 +108,7 @@ class Refusal:
 
 
 class NoCapacity(SkywardError):
-    """Nobody sells, or can deliver, what was asked for right now.
+    """No provider sells, or can deliver, what the spec needs right now.
 
     `refusals` are the candidates that were tried, in their order.
     """

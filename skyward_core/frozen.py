@@ -1,6 +1,6 @@
 """`Frozen`: a value that a user writes, such as an image or a provider.
 
-What is wrong with it is told in our words, as `BadRequest`.
+An error is a `BadRequest` in our own words.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Frozen(BaseModel):
         except ValidationError as error:
             kind = type(self)
             raise BadRequest(
-                told(error, fields, kind.__name__, is_secret=bool(kind.model_config.get("hide_input_in_errors")))
+                explained(error, fields, kind.__name__, is_secret=bool(kind.model_config.get("hide_input_in_errors")))
             ) from error
 
     @model_validator(mode="before")
@@ -49,7 +49,7 @@ class Frozen(BaseModel):
         return data
 
 
-def told(
+def explained(
     error: ValidationError,
     fields: Mapping[str, Any],
     name: str = "",

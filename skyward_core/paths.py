@@ -61,7 +61,7 @@ def first_private(name: str, places: Sequence[Place], *, is_locked: bool = False
 
 
 def existing(name: str, places: Sequence[Place]) -> list[Path]:
-    """Return the path of `name` in each of these places that can be told, whether it is there or not."""
+    """Return the path of `name` in each of these places that is known, whether it exists or not."""
     found: list[Path] = []
     for _, place in places:
         try:

@@ -1,9 +1,9 @@
 """Secrets of calls: references that travel, values that are read where a pool opens, and the look of variables that
 hold one without saying so.
 
-A spec holds references (`Secret`) and no value. Whoever opens a pool reads the values (`read_values`), and they go to
-the nodes in memory (`worker/secret_values.py`). What stands in `env` in plain text is masked wherever a spec is shown
-or written if its name or its value looks like a secret.
+A spec holds references (`Secret`) and no value. The process that opens a pool reads the values (`read_values`). They go
+to the nodes in memory (`worker/secret_values.py`). Plain text in `env` is masked wherever a spec is shown or written,
+if its name or its value looks like a secret.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SECRET_WORDS = re.compile(
 _SECRET_KEYS = re.compile(
     "API|ACCESS|PRIVATE|SECRET|SIGNING|ENCRYPTION|MASTER|ACCOUNT|STORAGE|DEPLOY|LICENSE|AUTH|SERVICE"
 )
-"""What a KEY is called that is one; a SORT_KEY is none."""
+"""Names of keys that are secret; a SORT_KEY is not."""
 _PLACES = re.compile(
     "FILE|PATH|DIR|DIRECTORY|FOLDER|URL|URI|ENDPOINT|NAME|TTL|LIMIT|COUNT|LENGTH|SIZE|TYPE|ENABLED|TIMEOUT|EXPIRY"
 )
@@ -158,7 +158,7 @@ def too_short_to_mask(values: SecretValues) -> list[str]:
 
 
 def looks_secret(name: str, value: str = "") -> bool:
-    """Tell whether a variable of this name seems to hold a secret, or its value is a URL with user information."""
+    """Return whether a variable of this name seems to hold a secret, or its value is a URL with user information."""
     if _USERINFO.search(value):
         return True
     words = [word.upper() for word in _WORDS.findall(name)]
@@ -208,6 +208,6 @@ def _cure(reference: Secret) -> str:
     if reference.source == "env":
         return f"{reference} is not set, or empty, in the process that opens the pool"
     return (
-        f"{reference} is read by the plugin of an orchestrator, and by nobody here: use sky.Secret.from_env, or"
+        f"{reference} can be read only by the plugin of an orchestrator: use sky.Secret.from_env, or"
         " ComputePool.from_spec(spec, secrets={...})"
     )

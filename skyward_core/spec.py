@@ -26,7 +26,7 @@ from skyward_core.accelerators import Accelerator
 from skyward_core.accelerators.catalog import find
 from skyward_core.accelerators.neuron import slot_cores
 from skyward_core.errors import BadRequest
-from skyward_core.frozen import told
+from skyward_core.frozen import explained
 from skyward_core.image.image import FrozenEnv, Image, refuse_unexportable
 from skyward_core.image.volume import Volume, refuse_overlaps
 from skyward_core.machines import spot
@@ -192,7 +192,7 @@ class PoolSpec(BaseModel):
         try:
             return cls(**wishes)
         except ValidationError as error:
-            raise BadRequest(told(error, wishes, unshown=UNREPEATED)) from error
+            raise BadRequest(explained(error, wishes, unshown=UNREPEATED)) from error
 
     def with_(self, **changes: Unpack[Wishes]) -> Self:
         """Return a spec with these fields changed, validated anew."""
@@ -232,7 +232,7 @@ class PoolSpec(BaseModel):
 
     @property
     def providers(self) -> tuple[Provider, ...]:
-        """Who may rent the machines, none if that is left to the settings."""
+        """The providers that may rent the machines; empty if the settings decide."""
         return self.provider if isinstance(self.provider, tuple) else () if self.provider is None else (self.provider,)
 
     @property
@@ -259,15 +259,14 @@ class PoolSpec(BaseModel):
         )
 
     def accelerator_on(self, offer: Offer) -> Accelerator | None:
-        """What the calls on such a machine may use: the accelerators that were asked for, or all that it has if none
-        were.
-        """
+        """Return what calls on such a machine may use: the accelerators of the spec, or all of the machine."""
         if self.accelerator is not None or offer.accelerator is None:
             return self.accelerator
         chip = find(offer.accelerator)
         choices = chip.memory_choices(None)
-        told = offer.accelerator_memory_gb or choices[0]
-        nearest = min(choices, key=lambda gb: abs(gb - told))  # clouds tell GiB for GB, and leave out what is reserved
+        offered_gb = offer.accelerator_memory_gb or choices[0]
+        # clouds give GiB for GB, and leave out reserved memory
+        nearest = min(choices, key=lambda gb: abs(gb - offered_gb))
         return Accelerator(chip.name, nearest, offer.accelerators)
 
     @property
@@ -328,7 +327,7 @@ def signature(*own: inspect.Parameter) -> inspect.Signature:
 
 
 def _loaded(wish: Any) -> Provider | tuple[Provider, ...]:
-    """Read one provider or several; BadRequest is a ValueError, which pydantic tells as the field's fault."""
+    """Read one provider or several; BadRequest is a ValueError, which pydantic reports as the field's error."""
     found = base.load_all(wish)
     return next(iter(found)) if len(found) == 1 else found
 

@@ -1,4 +1,4 @@
-"""What a pool tells its user while it works: `display = "log" | "spinner" | "quiet"`, three callbacks that print.
+"""What a pool shows its user while it works: `display = "log" | "spinner" | "quiet"`, three callbacks that print.
 
 All of it goes to stderr, what the nodes print included (`[node 0] ...`): stdout belongs to the result of the user's own
 script, so that `python train.py > result.json` stays clean, and on one stream the lines of the nodes and ours keep
@@ -63,9 +63,9 @@ class Display(Protocol):
 def display(kind: str, *, file: TextIO | None = None) -> Display:
     """Make the display of that kind, for one pool; `file` stands in for stderr.
 
-    "log" writes through `logging` (loggers "skyward", and "skyward.node" for what nodes print); where nobody configured
-    logging, to stderr. "spinner" draws progress bars on a terminal, and plain lines elsewhere. "quiet" shows nothing at
-    all: errors are raised anyway. Raises BadRequest for any other kind.
+    "log" writes through `logging` (loggers "skyward", and "skyward.node" for what nodes print); where logging is not
+    configured, to stderr. "spinner" draws progress bars on a terminal, and plain lines elsewhere. "quiet" shows
+    nothing: errors are raised anyway. Raises BadRequest for any other kind.
 
         with use_callback(display("log")): ...
     """
@@ -94,21 +94,21 @@ class _Quiet:
 
 
 class _Log:
-    """Tells events to the logger, and brings a listener along in case the user has none."""
+    """Writes events to the logger; adds a handler in case the user has none."""
 
     def __init__(self, file: TextIO | None) -> None:
         self._narrator = Narrator()
         self._lock = threading.Lock()
         self._open = True
-        self._listener = _LastListener(file)
+        self._listener = _FallbackHandler(file)
         self._listener.attach()
 
     def __call__(self, event: SkywardEvent, /) -> None:
         with self._lock:
             if not self._open:
                 return
-            if told := self._narrator.tell(event):
-                (_node_log if isinstance(event, LogLine) else _log).log(told[0], "%s", told[1])
+            if line := self._narrator.tell(event):
+                (_node_log if isinstance(event, LogLine) else _log).log(line[0], "%s", line[1])
 
     def close(self) -> None:
         with self._lock:
@@ -117,8 +117,8 @@ class _Log:
                 self._listener.detach()
 
 
-class _LastListener(logging.Handler):
-    """Prints what is logged under "skyward" for as long as nobody else listens, as `logging.lastResort` does for
+class _FallbackHandler(logging.Handler):
+    """Prints what is logged under "skyward" while there is no other handler, as `logging.lastResort` does for
     warnings.
 
     It asks at each record, so that logging configured after the pool was opened doubles no line. Of several pools'
@@ -127,7 +127,7 @@ class _LastListener(logging.Handler):
 
     def __init__(self, file: TextIO | None) -> None:
         super().__init__(logging.INFO)
-        self.setFormatter(_Plain())
+        self.setFormatter(_MessageFormatter())
         self._file = file
         self._level_before = logging.NOTSET
 
@@ -152,23 +152,23 @@ class _LastListener(logging.Handler):
             file = self._file or sys.stderr
             file.write(self.format(record) + "\n")
             file.flush()
-        # a full disk, a closed stderr: told as `logging` tells it, and no reason to stop a pool
+        # a full disk, a closed stderr: reported as `logging` reports it, and no reason to stop a pool
         except (OSError, ValueError):
             self.handleError(record)
 
 
-def _last_listeners() -> list[_LastListener]:
-    return [one for one in _log.handlers if isinstance(one, _LastListener)]
+def _last_listeners() -> list[_FallbackHandler]:
+    return [one for one in _log.handlers if isinstance(one, _FallbackHandler)]
 
 
 def _others_listen() -> bool:
     """Whether the user configured logging: some handler but ours hears the logger "skyward"."""
-    if any(not isinstance(one, _LastListener) for one in _log.handlers):
+    if any(not isinstance(one, _FallbackHandler) for one in _log.handlers):
         return True
     return _log.propagate and _log.parent is not None and _log.parent.hasHandlers()
 
 
-class _Plain(logging.Formatter):
+class _MessageFormatter(logging.Formatter):
     """`skyward  launching ...` for our lines; a node's lines say themselves where they come from."""
 
     @override
@@ -191,7 +191,7 @@ def _spinner(file: TextIO | None) -> Display:
     # each other, while plain lines written to the proxy come out above it.
     taken = file is None and isinstance(sys.stderr, FileProxy)
     if taken or not console.is_interactive:
-        return _Lines(file)
+        return _ConsoleLines(file)
     from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     return _Spinner(
@@ -210,7 +210,7 @@ def _spinner(file: TextIO | None) -> Display:
     )
 
 
-class _Lines:
+class _ConsoleLines:
     """Plain lines, for a spinner that has no terminal to draw on."""
 
     def __init__(self, file: TextIO | None) -> None:
@@ -231,10 +231,10 @@ class _Lines:
 
 
 def _line(narrator: Narrator, event: SkywardEvent) -> str | None:
-    told = narrator.tell(event)
-    if told is None or told[0] < logging.INFO:
+    line = narrator.tell(event)
+    if line is None or line[0] < logging.INFO:
         return None
-    return told[1] if isinstance(event, LogLine) else f"skyward  {told[1]}"
+    return line[1] if isinstance(event, LogLine) else f"skyward  {line[1]}"
 
 
 class _Spinner:
@@ -257,7 +257,7 @@ class _Spinner:
         with self._lock:
             if not self._open:
                 return
-            told = self._narrator.tell(event)
+            line = self._narrator.tell(event)
             match event:
                 case (
                     LogLine()
@@ -268,7 +268,7 @@ class _Spinner:
                     | BudgetWarning()
                     | Error()
                 ):
-                    self._print_above(told[1] if told else "")
+                    self._print_above(line[1] if line else "")
                 case CallProgress():
                     self._show_calls(event)
                 case BootstrapStarting(machine) | BootstrapProgress(machine) | BootstrapCompleted(machine):
@@ -278,7 +278,7 @@ class _Spinner:
                 case (
                     InfraCreating() | InfraCreated() | InstanceLaunching() | PoolReady() | PoolStopping() | CostFinal()
                 ):
-                    self._show_phase(event, told[1] if told else "")
+                    self._show_phase(event, line[1] if line else "")
                 case _:
                     pass
 
@@ -296,7 +296,7 @@ class _Spinner:
 
     def _print_above(self, text: str) -> None:
         self._pool_row()
-        # soft_wrap: a long line stays one line for whoever copies it.
+        # soft_wrap: a long line stays one line for those who copy it.
         self._progress.console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
     def _show_calls(self, calls: CallProgress) -> None:

@@ -1,4 +1,4 @@
-"""What happens in a pool, told as frozen values.
+"""What happens in a pool, as frozen values.
 
 Every event is a `SkywardEvent`; a `Callback` takes one and may return one in its place. Times are seconds, money is
 USD, `node` is the rank of a node (0 is the head).
@@ -35,7 +35,7 @@ class InfraCreating:
 
 @dataclass(frozen=True, slots=True)
 class InfraCreated:
-    """Somebody sells what was asked for, in this region."""
+    """A provider sells what the spec needs, in this region."""
 
     region: str
 
@@ -197,7 +197,7 @@ class InstancesUnconfirmed:
 
 @dataclass(frozen=True, slots=True)
 class PreemptionNoticed:
-    """A spot machine was told that it is to be taken back: it is given no more calls, and another one is prepared to
+    """The cloud will take a spot machine back: it gets no more calls, and another one is prepared to
     take its place.
 
     `action` is what its provider will do with it ("terminate", "stop", "hibernate"), `at` when (seconds since 1970),
@@ -214,7 +214,7 @@ class PreemptionNoticed:
 
 @dataclass(frozen=True, slots=True)
 class RebalanceRecommended:
-    """A spot machine was told, at `at` (seconds since 1970), that it is more likely than before to be taken back.
+    """At `at` (seconds since 1970) the cloud noted that it may soon take a spot machine back.
 
     Nothing else happens.
     """
@@ -259,7 +259,7 @@ class ContactRegained:
 @dataclass(frozen=True, slots=True)
 class ClusterRestarting:
     """The head was lost: the cluster comes up anew on the nodes that are left and those that replace the lost ones;
-    `PoolReady` tells when it stands.
+    `PoolReady` follows when it works again.
     """
 
     reason: str
@@ -417,7 +417,7 @@ class _Guarded:
                 first, self._reported = not self._reported, True
             if first:
                 _log.exception(
-                    "the event callback %r failed on %s; the pool goes on, later failures are not told",
+                    "the event callback %r failed on %s; the pool goes on, later failures are not logged",
                     self._callback,
                     event,
                 )

@@ -146,8 +146,8 @@ def not_well(calls: CallProgress) -> str:
 def _provisioned(event: InstanceProvisioned) -> str:
     price = event.price_spot if event.spot else event.price_on_demand
     market = "spot" if event.spot else "on demand"
-    told = [event.instance_type, event.ip, f"{market} at {usd(price)} per hour" if price else None]
-    rest = ", ".join(part for part in told if part)
+    facts = [event.instance_type, event.ip, f"{market} at {usd(price)} per hour" if price else None]
+    rest = ", ".join(part for part in facts if part)
     return f"node {event.node} is {event.instance_id}" + (f" ({rest})" if rest else "")
 
 
@@ -181,10 +181,10 @@ def _shares(event: CostFinal) -> str:
         if event.total_cost
         else {}
     )
-    told = ", ".join(
+    parts = ", ".join(
         f"{name} {percent} %" for name, percent in sorted(parts.items(), key=lambda part: -part[1]) if percent
     )
-    return f"; {told}" if told else ""
+    return f"; {parts}" if parts else ""
 
 
 def _running_low(event: BudgetWarning) -> str:
@@ -205,8 +205,8 @@ def usd(amount: float) -> str:
 
 
 def digits(amount: float | Decimal) -> str:
-    """Return an amount of money with four decimals, and as many more as its first four digits need: nothing that costs
-    something is told as nothing.
+    """Return an amount of money with four decimals, and as many more as its first four digits need: no cost is
+    shown as zero.
 
     >>> digits(12.5), digits(0.0123), digits(0.000012345)
     ('12.5000', '0.0123', '0.00001234')

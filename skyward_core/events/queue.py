@@ -1,16 +1,16 @@
 """A pool's events on their way to callbacks and displays, which are called in a thread of their own, "skyward-events".
 
-    put (any thread, never waits) -> waiting -> the thread calls `tell` -> told
+    put (any thread, never waits) -> waiting -> the thread calls `deliver` -> delivered
 
-One queue per pool, so that events are told one at a time and in the order in which they were put. States:
+One queue per pool, so that events are delivered one at a time and in the order in which they were put. States:
 
-    open -> ended (by the bill, or by `close`) -> drained: all is told, the display is closed, the thread has ended
+    open -> ended (by the bill, or by `close`) -> drained: all is delivered, the display is closed
 
-A callback that blocks, or a terminal that takes nothing, holds up this thread and nothing else. So who must not wait
-for a terminal does not log either: `log` puts a record here, for the handlers of `logging` are locked while one of them
-writes.
+A callback that blocks, or a terminal that takes nothing, delays this thread and nothing else. A thread that must not
+wait for a terminal does not log either: the handlers of `logging` are locked while one of them writes. `log` puts a
+record into the queue instead.
 
-In a fork of the process nothing is told: the pool is its parent's.
+A fork of the process delivers nothing: the pool belongs to its parent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from skyward_core.events.events import CallProgress, CostFinal, Error, LogLine, Metrics, SkywardEvent
 
 MOST_WAITING = 100_000
-"""Events that may wait: beyond, log lines, metrics and progress are dropped until half of them are told.
+"""Events that may wait: beyond, log lines, metrics and progress are dropped until half of them are delivered.
 
 All others are kept.
 """
@@ -41,32 +41,32 @@ _log = logging.getLogger("skyward")
 class EventQueue:
     """The events of one pool. Safe to use from any thread, from signal handlers and from finalizers.
 
-    `tell` is called for each event, `at_end` once all is told: to close the display. Both run in the context
+    `deliver` is called for each event, `at_end` after the last one: it closes the display. Both run in the context
     (`contextvars`) in which the queue was made.
     """
 
     def __init__(
         self,
-        tell: Callable[[SkywardEvent], object],
+        deliver: Callable[[SkywardEvent], object],
         at_end: Callable[[], object] = lambda: None,
         most_waiting: int = MOST_WAITING,
     ) -> None:
-        self._tell = tell
+        self._deliver = deliver
         self._at_end = at_end
         self._most_waiting = most_waiting
         self._context = contextvars.copy_context()
         self._process = os.getpid()
-        self._lock = threading.RLock()  # re-entrant, for a signal handler or a finalizer may put in the middle of a put
+        self._lock = threading.RLock()  # re-entrant: a signal handler or a finalizer may call `put` during a `put`
         self._filled = threading.Condition(self._lock)
         self._changed = threading.Condition(self._lock)
         self._waiting = deque[SkywardEvent | Callable[[], object]]()
         self._thread: threading.Thread | None = None
         self._awaited: list[int] = []
-        """The numbers that somebody waits for."""
+        """The numbers of events that threads wait for."""
         self._is_hungry = False
         """Whether the thread waits for an event."""
         self._began = 0.0
-        """When `tell` was called with the event that is being told, by `time.monotonic`; 0 between events."""
+        """When `deliver` was called with the event that is being delivered, by `time.monotonic`; 0 between events."""
         self._is_ended = False
         self._is_closed = False
         self._is_over = False
@@ -79,25 +79,25 @@ class EventQueue:
         """What a callback has raised that is no Exception, as `sys.exit` does; raised by the next `flush`."""
         self.number = 0
         """The number of the event that was put last; the first one's is 1."""
-        self.told = 0
-        """The number of the event that was told last: of all before it, too, the callbacks have returned."""
+        self.delivered = 0
+        """The number of the last event for which, and for all before it, the callbacks have returned."""
 
     # ── in ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def put(self, event: SkywardEvent) -> int:
-        """Add an event to the queue without waiting; return its number, to compare with `told`.
+        """Add an event to the queue without waiting; return its number, to compare with `delivered`.
 
         After the bill the queue takes no more events.
         """
         if os.getpid() != self._process:
-            return self.told
+            return self.delivered
         with self._lock:
             if self._is_ended or self._is_too_much(event):
                 return self.number
             if self._dropped and not self._is_dropping:
-                self._tell_what_was_dropped()
+                self._deliver_what_was_dropped()
             if isinstance(event, CostFinal):
-                self._tell_what_was_dropped()
+                self._deliver_what_was_dropped()
                 self._is_ended = True
             return self._add(event)
 
@@ -128,13 +128,13 @@ class EventQueue:
         self._thread = thread
         try:
             thread.start()
-        # the system has no thread left, or the interpreter ends: the next event tries again, and `close` tells what
-        # waits
+        # the system has no thread left, or the interpreter ends: the next event tries again, and `close` delivers
+        # what waits
         except RuntimeError:
             self._thread = None
 
     def _is_too_much(self, event: SkywardEvent) -> bool:
-        """Tell whether an event is dropped, and count it then.
+        """Return whether an event is dropped, and count it then.
 
         The last progress is kept, so that no display stops at 99 of 100 calls.
         """
@@ -148,7 +148,7 @@ class EventQueue:
                 self._last_progress = event
         return self._is_dropping
 
-    def _tell_what_was_dropped(self) -> None:
+    def _deliver_what_was_dropped(self) -> None:
         count, progress, self._dropped, self._last_progress, self._is_dropping = (
             self._dropped,
             self._last_progress,
@@ -167,7 +167,7 @@ class EventQueue:
             self._add(progress)
 
     def close(self) -> None:
-        """Take no more events; what waits is told, and the display is closed then.
+        """Take no more events; what waits is delivered, and the display is closed then.
 
         Waits for nothing (`flush` does). May be called twice.
         """
@@ -176,7 +176,7 @@ class EventQueue:
         with self._lock:
             if self._is_closed:
                 return
-            self._tell_what_was_dropped()
+            self._deliver_what_was_dropped()
             self._is_ended = self._is_closed = True
             self._filled.notify()
             if self._thread is None:
@@ -189,9 +189,9 @@ class EventQueue:
     def _run(self) -> None:
         while (item := self._next()) is not None:
             try:
-                self._tell_one(item)
+                self._deliver_one(item)
             except Exception as error:
-                _log.error("%r could not be told", item, exc_info=error)
+                _log.error("%r could not be delivered", item, exc_info=error)
             except BaseException as error:
                 self._escaped = self._escaped or error
             if os.getpid() != self._process:  # a callback has forked, and this is the child
@@ -205,23 +205,23 @@ class EventQueue:
                 self._is_drained = True
                 self._changed.notify_all()
 
-    def _tell_one(self, item: SkywardEvent | Callable[[], object]) -> None:
+    def _deliver_one(self, item: SkywardEvent | Callable[[], object]) -> None:
         if callable(item):
             item()
         else:
-            self._tell(item)
+            self._deliver(item)
 
     def _next(self) -> SkywardEvent | Callable[[], object] | None:
-        """Note that the last one was told; return the next one, when there is one, or None at the end."""
+        """Note that the last one was delivered; return the next one, when there is one, or None at the end."""
         with self._lock:
             if self._began:
                 self._began = 0.0
-                self.told += 1
-                if self._awaited and self.told >= min(self._awaited):
+                self.delivered += 1
+                if self._awaited and self.delivered >= min(self._awaited):
                     self._changed.notify_all()
             while not self._waiting:
                 if self._dropped:
-                    self._tell_what_was_dropped()
+                    self._deliver_what_was_dropped()
                 elif self._is_closed:
                     self._is_over = True
                     return None
@@ -234,25 +234,26 @@ class EventQueue:
     # ── waiting for it ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def flush(self, patience_seconds: float = PATIENCE_SECONDS, longest_seconds: float = FLUSH_SECONDS) -> bool:
-        """Wait until all that was put so far was told, and after `close` until the display is closed; False if the
-        callbacks take too long.
+        """Wait until all events so far are delivered, and after `close` until the display is closed.
 
-        Too long is more than `patience_seconds` for one event, or `longest_seconds` for all; what is left then is told
+        Returns False if the callbacks take too long.
+
+        Too long is more than `patience_seconds` for one event, or `longest_seconds` for all; the rest is delivered
         when they are ready. Raises what a callback has raised to end the program, as `sys.exit` does. Called by a
         callback it does not wait.
         """
-        is_told = self._wait(self.number, longest_seconds, patience_seconds) and (
+        is_delivered = self._wait(self.number, longest_seconds, patience_seconds) and (
             not self._is_closed or self._wait(None, longest_seconds, patience_seconds)
         )
         with self._lock:
             escaped, self._escaped = self._escaped, None
         if escaped is not None:
             raise escaped
-        return is_told
+        return is_delivered
 
     @property
     def is_own_thread(self) -> bool:
-        """Whether a callback asks."""
+        """Whether the caller is a callback."""
         return self._thread is not None and self._thread.ident == threading.get_ident()
 
     def _wait(self, number: int | None, timeout: float, patience: float) -> bool:
@@ -261,7 +262,7 @@ class EventQueue:
             return False
         deadline = time.monotonic() + timeout
         with self._lock:
-            while not (self._is_drained or (number is not None and self.told >= number)):
+            while not (self._is_drained or (number is not None and self.delivered >= number)):
                 until = min(deadline, self._began + patience) if self._began else deadline
                 left = until - time.monotonic()
                 if left <= 0 or self._thread is None:

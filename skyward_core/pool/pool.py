@@ -36,7 +36,7 @@ from skyward_core.providers.base import Provider
 from skyward_core.providers.local import Local
 from skyward_core.serialization import pickling
 from skyward_core.session.attached import Attached, DetachedCall
-from skyward_core.session.session import Opening
+from skyward_core.session.session import Session
 from skyward_core.spec import LONGEST_SECONDS, PoolSpec, Wishes, signature
 from skyward_core.work import NO_WORK, Work
 from skyward_core.worker.masking import SecretValues
@@ -103,7 +103,7 @@ class ComputePool:
         self._prepared = prepared
         self._id = ""
         self._opening = threading.RLock()
-        self._open: Opening | Attached | None = None
+        self._open: Session | Attached | None = None
         self._process = 0
         """The process that has opened it."""
         self._was_opened = False
@@ -135,7 +135,7 @@ class ComputePool:
         which is kept in memory alone.
         The lease is verified before anything in it is followed: the folder of a node of this machine must be this
         user's alone, and a lease that leads to other machines must be signed with this user's key (SKYWARD_LEASE_KEY,
-        `signing.py`), unless `is_trusted` says that nobody else could have altered it. Raises Unreachable,
+        `signing.py`), unless `is_trusted` says that no other user could have altered it. Raises Unreachable,
         CredentialsError or HostKeyChanged, and NodeLost if the scheduler that the lease names is gone.
         """
         refuse_greenlets()
@@ -165,10 +165,10 @@ class ComputePool:
         self._raise_in_a_fork()
         refuse_greenlets()
         terminations = self._terminations
-        opened: Opening | None = None
+        opened: Session | None = None
         try:
             with self._opening:
-                if isinstance(self._open, Opening) and not self._open.is_running:
+                if isinstance(self._open, Session) and not self._open.is_running:
                     raise PoolClosed(
                         "the pool has ended, and closing it has not succeeded yet: close it, and open it then"
                     )
@@ -178,7 +178,7 @@ class ComputePool:
                     self._was_opened = True
                     self._final = self._receipt = self._why_ended = self._unconfirmed = None
                     self._process = os.getpid()
-                    self._open = opened = Opening(
+                    self._open = opened = Session(
                         prepared.spec, prepared.providers, prepared.on_event, prepared.work, secrets
                     )
                     self._start(opened, terminations)
@@ -187,9 +187,9 @@ class ComputePool:
                 self._flush(opened)
         return self
 
-    def _start(self, opened: Opening, terminations: int) -> None:
+    def _start(self, opened: Session, terminations: int) -> None:
         self._id = opened.pool_id
-        if self._terminations != terminations:  # by a signal handler, when there was nothing yet that could be told
+        if self._terminations != terminations:  # by a signal handler, before there was a session
             opened.terminate_now()
         self._prepared.log_provider()
         try:
@@ -202,10 +202,10 @@ class ComputePool:
         self._finalizer = weakref.finalize(self, _collected, opened)
         self._finalizer.atexit = False
 
-    def _flush(self, opened: Opening) -> None:
+    def _flush(self, opened: Session) -> None:
         """Wait for the callbacks, without the lock: one of them may be closing the pool.
 
-        If that is interrupted, nobody else closes it: no block has begun.
+        If that is interrupted, no other code closes it: no block has begun.
         """
         try:
             opened.events.flush()
@@ -219,7 +219,7 @@ class ComputePool:
 
         Raises InstancesLeft if some could not be confirmed gone, unless they cost nothing and end themselves (`Hosts`
         without a price): then there is a warning and an `InstancesUnconfirmed` event, and `unconfirmed` names them.
-        Raises LedgerError if the ledger could not be told that all are: then the reaper tries that for two minutes, and
+        Raises LedgerError if the ledger could not be written: then the reaper tries that for two minutes, and
         closing again tries it at once. In a fork of the process that has opened the pool it does nothing.
         """
         if self._is_in_a_fork:
@@ -241,7 +241,7 @@ class ComputePool:
             opened.release()
         finally:
             self._final, self._receipt, self._why_ended = opened.final, opened.receipt, opened.why_ended
-            self._unconfirmed = opened.unconfirmed if isinstance(opened, Opening) else None
+            self._unconfirmed = opened.unconfirmed if isinstance(opened, Session) else None
         self._open = None  # only now: after an interrupt, InstancesLeft or LedgerError, closing again tries again
         if self._finalizer is not None:
             self._finalizer.detach()
@@ -259,7 +259,7 @@ class ComputePool:
         try:
             self.close()
         except InstancesLeft as error:
-            if not isinstance(opened, Opening):
+            if not isinstance(opened, Session):
                 raise
             opened.hand_over(error)
             self._unconfirmed = error
@@ -276,7 +276,7 @@ class ComputePool:
         """
         self._terminations += 1
         opened = self._open
-        if isinstance(opened, Opening):
+        if isinstance(opened, Session):
             opened.terminate_now()
 
     def __enter__(self) -> Self:
@@ -299,7 +299,7 @@ class ComputePool:
 
     def submit[R](self, pending: PendingCompute[R]) -> CallFuture[R]:
         """Hand a call over and return at once; `.result()` waits, `.cancel()` stops it even while it runs, `.seconds`
-        and `.cost` tell what it took.
+        and `.cost` have its duration and cost.
         """
         return cast("CallFuture[R]", self._cluster.submit([checked(pending)], self._prepared.replace_object)[0])
 
@@ -357,7 +357,7 @@ class ComputePool:
         read by the call itself.
         """
         cluster = self._cluster
-        if isinstance(self._open, Opening):
+        if isinstance(self._open, Session):
             self._open.live_by_lease()
         return DetachedCall(
             cluster.start_detached(checked(pending), self._prepared.replace_object), lambda: self._cluster
@@ -379,12 +379,12 @@ class ComputePool:
         """Leave the pool running, for `lease_seconds` (at least the spec's) from now; return its lease, for `attach`.
         This object is closed then.
 
-        Whoever attaches keeps it alive for longer. When the lease runs out the nodes end themselves, and `skyward
+        An attached process keeps it alive for longer. When the lease runs out the nodes end themselves, and `skyward
         sweep` ends what does not. Calls that were not started detached are given up. `cost` is what was spent so far;
         the ledger goes on counting, and has the whole bill once the pool is ended. The account of a pool with a budget
         pays for the whole lease now: BudgetExceeded says what is left if it cannot. With `max_cost` the lease ends when
-        that is used up. Raises Unreachable if a node cannot be told, and LedgerError. After an error the pool is open
-        as before.
+        that is used up. Raises Unreachable if a node cannot be reached, and LedgerError. After an error the pool is
+        open as before.
         """
         self._raise_in_a_fork()
         if lease_seconds is not None and not 0 < lease_seconds <= LONGEST_SECONDS:
@@ -394,7 +394,7 @@ class ComputePool:
             )
         with self._opening:
             opened = self._open
-            if not isinstance(opened, Opening):
+            if not isinstance(opened, Session):
                 raise PoolClosed(self._why_closed() if opened is None else "an attached pool is left by closing it")
             lease = signed(opened.detach(self._prepared.spec.lease_seconds if lease_seconds is None else lease_seconds))
             self._final = opened.final
@@ -460,7 +460,7 @@ class ComputePool:
         """USD spent so far; after the end the whole bill."""
         if self._final is not None:
             return self._final.total_cost
-        return self._open.meter.update().accumulated_cost if isinstance(self._open, Opening) else 0.0
+        return self._open.meter.update().accumulated_cost if isinstance(self._open, Session) else 0.0
 
     def share_cost(self, shares: Mapping[Work, float]) -> None:
         """Say what parts of the cost, in USD, are for: where several tasks use one pool, `skyward cost --by task`
@@ -567,7 +567,7 @@ def _left(attached: Attached, process: int) -> None:
         attached.stop("the pool object was collected")
 
 
-def _collected(opened: Opening) -> None:
+def _collected(opened: Session) -> None:
     if opened.is_running and not opened.is_fork:
         ids = ", ".join(node.instance.id for node in opened.lease.nodes) if opened.lease else "none"
         try:

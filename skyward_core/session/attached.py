@@ -1,4 +1,4 @@
-"""A pool that somebody else has opened: used, kept alive and left, but neither replaced in part nor paid for from
+"""A pool that another process has opened: used, kept alive and left, but neither replaced in part nor paid for from
 here.
 """
 
@@ -120,7 +120,7 @@ class Attached:
                     self._retries,
                     None,
                     None,
-                    lambda: self.events.told,
+                    lambda: self.events.delivered,
                 ),
             )
             cluster.start(
@@ -141,7 +141,7 @@ class Attached:
             self._leave("the pool could not be attached to")
             if isinstance(error, NodeLost):
                 raise NodeLost(
-                    f"pool {self.lease.pool_id} is not there any more, or has another head than its lease tells of:"
+                    f"pool {self.lease.pool_id} is not there any more, or has another head than its lease names:"
                     f" {error}"
                 ) from error
             raise
@@ -162,7 +162,7 @@ class Attached:
         return path
 
     def _reach_all(self, deadline: float) -> Mapping[str, Any]:
-        """Reach the head, then the others; return what the head was told by its opener.
+        """Reach the head, then the others; return the settings that the head has from its owner.
 
         Raises NodeLost if the head has ended, which its machine may outlive.
         """
@@ -268,17 +268,17 @@ class Attached:
     def _keep_here(self) -> None:
         """Signs of life for nodes of this machine; over SSH each way sees to its own."""
         for transport in self._transports.here():
-            with contextlib.suppress(OSError):  # it has ended, which the cluster tells
+            with contextlib.suppress(OSError):  # it has ended, which the cluster reports
                 transport.extend_lease(self._lease_seconds)
 
-    # ── what the cluster tells ───────────────────────────────────────────────────────────────────────────────────────
+    # ── events of the cluster ───────────────────────────────────────────────────────────────────────────────────────
 
     def joined(self, rank: int) -> None:
-        """Nodes come and go by their opener's doing."""
+        """The owner of the pool adds and removes nodes; this process only notes it."""
         self._away.pop(rank, None)
 
     def left(self, rank: int) -> None:
-        """Likewise."""
+        """Note when a node went away; its place may be filled again."""
         self._away.setdefault(rank, time.monotonic())
 
     def _give_up_absent(self) -> None:
@@ -314,7 +314,7 @@ class Attached:
         self._ended.set()
         for beat in self._beats:
             beat.end()
-        self._transports.close()  # nobody can use the nodes from here any more: their leases are not kept by this one
+        self._transports.close()  # this process cannot use the nodes any more, and does not renew their leases
 
 
 def _verify_folder(node: Node) -> None:
@@ -347,7 +347,7 @@ class DetachedCall[R]:
         self._lines: list[str] = []
         self._outcome: Outcome | None = None
         self._node = 0
-        """The rank of the node that has told the outcome."""
+        """The rank of the node that has reported the outcome."""
 
     def __repr__(self) -> str:
         return f"<DetachedCall {self.call_id}>"
@@ -377,7 +377,7 @@ class DetachedCall[R]:
         """Wait for the call to end; return its result or raise its exception. May be asked again, and by others.
 
         Raises TimeoutError, NodeLost (its node was lost under it, or took the result along), CallCrashed,
-        ResultNotLoaded, and `concurrent.futures.CancelledError` if somebody has cancelled it.
+        ResultNotLoaded, and `concurrent.futures.CancelledError` if it was cancelled.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         pauses = Backoff(FIRST_POLL_SECONDS, POLL_SECONDS).pauses()
@@ -418,7 +418,7 @@ class DetachedCall[R]:
 
 
 class KeptEntry:
-    """The pool's entry in this process's ledger: whoever uses a pool keeps a sweep from taking it for dead.
+    """The pool's entry in this process's ledger: a pool in use is not dead to a sweep.
 
     A ledger that cannot be used is asked again at each beat; only its answer that it has no such pool, or that nobody
     may spend for it any more, is believed.

@@ -21,8 +21,8 @@ type Stop = Callable[[str, SkywardError | None], None]
 
 
 class Clock:
-    """Takes some steps at each look, and others every few seconds. A step that fails is logged once, keeps no other
-    from being taken, and is tried again.
+    """Takes some steps at each look, and others every few seconds. A step that fails is logged once, does not
+    prevent others, and is tried again.
 
     A step that raises LeaseLost stops the pool. Times are of `time.monotonic`, in seconds.
     """

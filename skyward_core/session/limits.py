@@ -65,7 +65,7 @@ class OpeningLimits:
             except Exception as error:  # whatever it is: no other thread looks at the money
                 self._log(
                     logging.ERROR,
-                    "the money of a pool that opens could not be looked after, and is again in a moment",
+                    "the money of a pool that opens could not be checked; it is checked again in a moment",
                     error=error,
                 )
                 continue

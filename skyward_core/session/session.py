@@ -69,7 +69,7 @@ from skyward_core.session.clock import Clock
 from skyward_core.session.limits import Limits, OpeningLimits
 from skyward_core.session.renewal import Renewal
 from skyward_core.session.session_reaper import SessionReaper
-from skyward_core.session.state import Claims, State
+from skyward_core.session.state import Claims, SessionState
 from skyward_core.spec import PoolSpec
 from skyward_core.work import NO_WORK, Work
 
@@ -97,7 +97,7 @@ class _Undo(ExitStack[None]):
         super().__exit__(kind, error, trace)
 
 
-class Opening:
+class Session:
     """One opening of a pool. Knows nothing of the pool object, so that a forgotten pool can be collected."""
 
     def __init__(
@@ -205,7 +205,7 @@ class Opening:
                     self.spec.retries,
                     self.meter,
                     self._secrets,
-                    lambda: self.events.told,
+                    lambda: self.events.delivered,
                 )
                 undo.callback(cluster.close, PoolClosed("the pool could not be opened"))
                 cluster.start(machines.scheduler, deadline, machines.check)
@@ -229,7 +229,7 @@ class Opening:
                 self._raise_if_given_up()
                 # before the undo is let go: an asynchronous exception may come between any two lines: then `stop`
                 # undoes
-                self._claims.state = State.OPEN
+                self._claims.state = SessionState.OPEN
                 undo.pop_all()
         except BaseException as error:
             self.events.close()
@@ -302,7 +302,7 @@ class Opening:
         return opening
 
     def _clock(self, limits: Limits, book: Book) -> Clock:
-        """Look at lease, money and work each second; at the reaper, and at what the ledger and the callbacks are told
+        """Look at lease, money and work each second; at the reaper, and at what the ledger and the callbacks get
         of the cost, every few seconds.
         """
         often = [self._renewal.raise_if_lost, limits.check_money, limits.check_work]
@@ -437,7 +437,7 @@ class Opening:
         except Exception as error:  # the interpreter would print its traceback, which does not say what to do
             words = (
                 "%s could not be closed at the program's end: %s. Its reaper tries again, and so does `skyward sweep`;"
-                " `skyward ps` tells what is left"
+                " `skyward ps` shows what is left"
             )
             self.events.log(logging.ERROR, words, self.pool_id, error)
         finally:
@@ -514,7 +514,7 @@ class Opening:
         """Count one event, and put it on its way to the callbacks; return its number in `events`. Waits for no
         callback, but for the first event's.
 
-        That one, `InfraCreating`, is told before anything is rented: who writes the pool's id down has it then,
+        That one, `InfraCreating`, is delivered before anything is rented: a callback can store the pool's id then,
         whatever happens to this process.
         """
         self._count(event)

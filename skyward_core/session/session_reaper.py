@@ -37,7 +37,7 @@ class SessionReaper:
             self._reaper = Reaper.start(self._charge)
         except NotPicklable as error:
             words = (
-                "the pool has no reaper, for its provider cannot travel to another process (%s): after a kill, `skyward"
+                "the pool has no reaper, because its provider cannot be pickled (%s): after a kill, `skyward"
                 " sweep` ends it"
             )
             self._log(logging.WARNING, words, error)

@@ -24,7 +24,7 @@ Not for ever: that thread may wait for a callback in which this one is.
 """
 
 
-class State(Enum):
+class SessionState(Enum):
     """Where a session stands; what comes after `STOPPED` is in `Claims.is_released` and `Claims.is_written_down`."""
 
     NEW = auto()
@@ -52,7 +52,7 @@ class Claims:
     """
 
     def __init__(self) -> None:
-        self.state = State.NEW
+        self.state = SessionState.NEW
         self.why_ended: SkywardError | None = None
         """Why the pool has ended itself, if it has: what its calls raise from then on."""
         self.is_to_end = False
@@ -76,26 +76,28 @@ class Claims:
     @property
     def is_running(self) -> bool:
         """Whether calls can be made."""
-        return self.state in (State.OPEN, State.DETACHING, State.LEAVING)
+        return self.state in (SessionState.OPEN, SessionState.DETACHING, SessionState.LEAVING)
 
     # ── stop ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def claim_stop(self, reason: str, error: SkywardError | None) -> bool:
-        """Begin to stop, and tell whether this thread is the one that has to do it; it calls `end_stop` afterwards.
+        """Begin to stop; return whether this thread has to do it. It calls `end_stop` afterwards.
 
         If another thread stops the pool, wait for it. If another thread detaches the pool, leave the request to that
-        one, as long as it can hear it.
+        one, as long as it can still obey.
         """
         with self._changing:
             # An interrupt may have cut the detaching off, in this thread: then it is open.
-            is_cut_off = self.state in (State.DETACHING, State.LEAVING) and self._detacher == threading.get_ident()
-            is_ours = is_cut_off or self.state is State.OPEN
+            is_cut_off = (
+                self.state in (SessionState.DETACHING, SessionState.LEAVING) and self._detacher == threading.get_ident()
+            )
+            is_ours = is_cut_off or self.state is SessionState.OPEN
             if is_ours:
-                self.state = State.STOPPED
+                self.state = SessionState.STOPPED
                 self._is_over.clear()
                 self._stopper = threading.get_ident()
                 self.why_ended = error
-            elif self.state is State.DETACHING:
+            elif self.state is SessionState.DETACHING:
                 self._asked_to_stop = self._asked_to_stop or (reason, error)
         if not is_ours and not self.is_running and self._stopper != threading.get_ident():
             self._is_over.wait(JOIN_SECONDS)
@@ -110,9 +112,9 @@ class Claims:
     def claim_detach(self) -> None:
         """Begin to detach. Raises what has ended the pool, if another thread was quicker."""
         with self._changing:
-            is_ours = self.state is State.OPEN
+            is_ours = self.state is SessionState.OPEN
             if is_ours:
-                self.state, self._detacher, self._asked_to_stop = State.DETACHING, threading.get_ident(), None
+                self.state, self._detacher, self._asked_to_stop = SessionState.DETACHING, threading.get_ident(), None
         if not is_ours:
             self._is_over.wait(JOIN_SECONDS)  # then the machines are gone
             if self.why_ended is not None:
@@ -128,8 +130,8 @@ class Claims:
             asked = self._asked_to_stop
             if asked is None and self.is_to_end:
                 asked = "terminate_now() was called while the pool was detached: its machines are ended", None
-            if asked is None and self.state is State.DETACHING:
-                self.state = State.LEAVING
+            if asked is None and self.state is SessionState.DETACHING:
+                self.state = SessionState.LEAVING
                 return
         reason, error = asked or ("the pool was closed while it was detached", None)
         raise error or PoolClosed(reason)
@@ -137,9 +139,9 @@ class Claims:
     def let_go(self) -> None:
         """The pool is detached."""
         with self._changing:
-            if self.state is not State.LEAVING:  # a signal handler has closed the pool
+            if self.state is not SessionState.LEAVING:  # a signal handler has closed the pool
                 raise PoolClosed("the pool was closed while it was detached")
-            self.state = State.DETACHED
+            self.state = SessionState.DETACHED
             self.is_released = self.is_written_down = True
 
     def go_on(self) -> tuple[str, SkywardError | None] | None:
@@ -148,8 +150,11 @@ class Claims:
         Returns the request to stop it that came meanwhile, if there was one.
         """
         with self._changing:
-            if self.state not in (State.DETACHING, State.LEAVING) or self._detacher != threading.get_ident():
+            if (
+                self.state not in (SessionState.DETACHING, SessionState.LEAVING)
+                or self._detacher != threading.get_ident()
+            ):
                 return None
-            self.state = State.OPEN
+            self.state = SessionState.OPEN
             asked, self._asked_to_stop = self._asked_to_stop, None
         return asked

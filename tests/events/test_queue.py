@@ -78,7 +78,7 @@ def test_events_are_told_in_order_and_each_once() -> None:
         assert all(
             one < other for one, other in pairwise(number for number in numbers if number // 1000 == first // 1000)
         )
-    assert queue.told == queue.number == 2000
+    assert queue.delivered == queue.number == 2000
 
 
 def test_who_puts_an_event_does_not_wait(blocked: Blocked) -> None:
@@ -138,7 +138,7 @@ def test_an_event_that_is_being_told_for_long_is_not_waited_for_anew(blocked: Bl
     assert not queue.flush(patience_seconds=30.0)
     assert time.monotonic() - began < 20.0
     blocked.may_go_on.set()
-    wait_until(lambda: queue.told == number, "the event to be told")
+    wait_until(lambda: queue.delivered == number, "the event to be told")
     assert ended(queue)
 
 

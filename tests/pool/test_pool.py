@@ -36,7 +36,7 @@ from skyward_core.ledger.rows import Account, Bucket, CostBy, Period
 from skyward_core.pool.pool import _left
 from skyward_core.provisioning.lifecycle import Machines
 from skyward_core.session import clock
-from skyward_core.session.session import Opening
+from skyward_core.session.session import Session
 from skyward_core.worker.slot import TERM_SECONDS
 from skyward_core.worker.watchdog import DETACHED, read_lease, read_paid, uptime
 from tests.conftest import Told, connections, members, shared, wait_until
@@ -1014,7 +1014,7 @@ def test_a_ledger_that_is_away_while_a_pool_closes_learns_of_its_end(
         pool = sky.ComputePool(provider=sky.Local(price_per_hour=3600), display="quiet", budget="outage").open()
         pool_id = pool.lease.pool_id
         opened = pool._open
-        assert isinstance(opened, Opening)
+        assert isinstance(opened, Session)
         machines, reaper = opened.machines, opened._reaper.reaper
         assert machines is not None
         assert reaper is not None
@@ -1171,7 +1171,7 @@ def test_the_clock_of_a_pool_goes_on_whatever_happens(
     next.
     """
     monkeypatch.setattr(clock, "CLOCK_SECONDS", 0.001)
-    opened = Opening(sky.PoolSpec.of(display="quiet"), [sky.Local()], None)
+    opened = Session(sky.PoolSpec.of(display="quiet"), [sky.Local()], None)
     looks: list[int] = []
 
     def fails() -> None:
@@ -1194,7 +1194,7 @@ def test_the_clock_of_a_pool_goes_on_whatever_happens(
 
 def test_what_is_due_is_done_even_if_the_rest_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lost lease comes first, and no step of a look is left out: money, work and reaper are looked at."""
-    opened = Opening(sky.PoolSpec.of(display="quiet", lease_seconds=60), [sky.Local()], None)
+    opened = Session(sky.PoolSpec.of(display="quiet", lease_seconds=60), [sky.Local()], None)
     done: list[str] = []
 
     def does(name: str) -> Any:

@@ -16,8 +16,8 @@ import skyward_core as sky
 from skyward_core.events.events import CostFinal
 from skyward_core.machines.instances import Lease
 from skyward_core.session import session
-from skyward_core.session.session import Opening
-from skyward_core.session.state import State
+from skyward_core.session.session import Session
+from skyward_core.session.state import SessionState
 from tests.conftest import Told
 
 OVER_BUDGET = sky.BudgetExceeded("the money is used up: the pool has closed", "team")
@@ -29,7 +29,7 @@ class World:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.done: list[str] = []
         self.told = Told()
-        self.opened = opened = Opening(sky.PoolSpec.of(display="quiet", lease_seconds=60), [sky.Local()], self.told)
+        self.opened = opened = Session(sky.PoolSpec.of(display="quiet", lease_seconds=60), [sky.Local()], self.told)
         self.hooks: dict[str, Any] = {}
         """What happens meanwhile, by what is done."""
         do = self.do
@@ -46,7 +46,7 @@ class World:
         monkeypatch.setattr(opened._bookkeeping, "paid_for", self._paid_for)
         monkeypatch.setattr(opened.meter, "final", lambda: CostFinal(1.0, 1.0, 1.0, 0, 1, 0.0))
         monkeypatch.setattr(session, "living_alone", self._living_alone)
-        opened._claims.state = State.OPEN
+        opened._claims.state = SessionState.OPEN
 
     def do(self, what: str) -> None:
         self.done.append(what)
@@ -120,7 +120,7 @@ def test_a_pool_that_was_detached_is_not_stopped(world: World) -> None:
     world.stop()
     world.opened.release()
     assert world.done == ["nodes told", "ledger told", "left"]
-    assert world.opened._claims.state is State.DETACHED
+    assert world.opened._claims.state is SessionState.DETACHED
 
 
 def test_a_detach_that_the_ledger_refuses_gives_way_to_who_wants_to_stop(world: World) -> None:
@@ -149,7 +149,7 @@ def test_a_detach_that_fails_leaves_the_pool_open(world: World) -> None:
         world.hooks["nodes told"] = fails
         with pytest.raises(type(error)):
             world.opened.detach(600)
-        assert world.opened._claims.state is State.OPEN
+        assert world.opened._claims.state is SessionState.OPEN
     world.opened.stop("the pool was closed")
     assert world.done[-3:] == ["closed with PoolClosed", "released", "written down"]
 
@@ -159,11 +159,11 @@ def test_a_signal_handler_may_close_a_pool_that_is_being_detached(world: World) 
     returned.
     """
     for moment in ("nodes told", "ledger told"):
-        world.opened._claims.state = State.OPEN
+        world.opened._claims.state = SessionState.OPEN
         world.hooks[moment] = lambda: world.opened.stop("the pool was closed")
         with pytest.raises(sky.PoolClosed, match="closed while it was detached"):
             world.opened.detach(600)
-        assert world.opened._claims.state is State.STOPPED
+        assert world.opened._claims.state is SessionState.STOPPED
         assert "released" in world.done
 
 
