@@ -178,7 +178,7 @@ def test_ps_shows_what_is_open(skyward: Skyward, ledger: Ledger, clock: Clock, f
     assert "the newest 2" in skyward("ps --all --limit 2")
 
 
-def test_ps_tells_programs_the_same(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
+def test_ps_as_json_has_the_same_pools(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
     """As JSON, with units in the names and times in ISO 8601."""
     open_pool(ledger, clock, folder, "sky-live", owner=HERE, age_seconds=7200, machines=2)
     (pool,) = json.loads(skyward("ps --json"))
@@ -225,7 +225,7 @@ KEYS = {
 
 
 @pytest.mark.parametrize("by", KEYS)
-def test_the_bill_adds_up_by_whatever(
+def test_the_total_is_the_same_by_each_key(
     skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider, by: str
 ) -> None:
     """The total is the same by each key, with what spot has saved."""
@@ -273,9 +273,7 @@ def test_what_costs_little_is_added_up(skyward: Skyward, ledger: Ledger, clock: 
 # ── sweep and stop ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_sweep_is_dry_unless_it_is_told_otherwise(
-    skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
-) -> None:
+def test_a_sweep_is_dry_without_yes(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
     """It says what it would do and why, and exits with 3; with --yes it does it; then there is nothing to do."""
     open_pool(ledger, clock, folder, "sky-dead", owner=DEAD, machines=2)
     open_pool(ledger, clock, folder, "sky-live", owner=HERE)
@@ -306,7 +304,7 @@ def test_a_sweep_that_fails_in_part_says_so(
 
 
 def test_a_sweep_says_what_it_has_done(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """Ended, closed and written down are three things; programs are told the same."""
+    """Ended, closed and adopted are three things, in words and in JSON."""
     for number in range(2):
         open_pool(ledger, clock, folder, f"sky-gone-{number}", owner=DEAD)
         folder.terminate([instance.id for instance in folder.instances()])
@@ -343,11 +341,11 @@ def test_a_sweep_that_only_fails_says_so(
     assert capsys.readouterr().out.splitlines()[-1] == "1 failure"
 
 
-def test_whom_a_sweep_asks_can_be_said(
+def test_a_sweep_lists_the_providers_of_its_options(
     skyward: Skyward, ledger: Ledger, folder: FolderProvider, tmp_path: Path
 ) -> None:
-    """By name, or as JSON with its fields; machines that no ledger knows are left until they are old, and somebody
-    else's unless asked for.
+    """By name, or as JSON with its fields; machines that no ledger knows are left until they are old, and another
+    user's unless `--unknown` is given.
     """
     (tmp_path / "other").mkdir()
     other = FolderProvider(folder=str(tmp_path / "other"))
@@ -363,7 +361,7 @@ def test_whom_a_sweep_asks_can_be_said(
 
 
 def test_a_pool_is_stopped_by_its_id(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """Live or not; one that nobody knows is an error that says where to look."""
+    """Live or not; an unknown one is an error that says where to look."""
     open_pool(ledger, clock, folder, "sky-live", owner=HERE, machines=2)
     assert re.fullmatch(
         r"sky-live has ended: 2 machines ended \(sky-live\S+, sky-live\S+\); nothing of it is left\n",
@@ -377,7 +375,7 @@ def test_a_pool_is_stopped_by_its_id(skyward: Skyward, ledger: Ledger, clock: Cl
 def test_a_stop_says_whether_it_has_ended_anything(
     skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
 ) -> None:
-    """Of a pool that is not there, and of one whose machines are gone, nobody reads that something was ended."""
+    """For an unknown pool, and for one without machines, it does not say that something was ended."""
     where = shlex.quote(json.dumps({"name": "folder", "folder": folder.folder}))
     assert skyward(f"stop nope --provider {where}").startswith(
         "nothing was ended: the ledger has no pool 'nope', and folder lists no machine of it"
@@ -390,7 +388,7 @@ def test_a_stop_says_whether_it_has_ended_anything(
 
 
 def test_a_receipt_is_json(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """What became of each thing; of a pool that nobody knows there is none."""
+    """What became of each thing; an unknown pool has none."""
     open_pool(ledger, clock, folder, "sky-1", owner=HERE, machines=2)
     skyward("stop sky-1")
     told = json.loads(skyward("receipt sky-1"))
@@ -403,10 +401,8 @@ def test_a_receipt_is_json(skyward: Skyward, ledger: Ledger, clock: Clock, folde
 # ── offers, why ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_why_tells_every_try(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """In their order, with the provider's own word; a pool that has tried nothing says so, one that nobody knows is an
-    error.
-    """
+def test_why_lists_every_attempt(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
+    """In their order, with the provider's own words; a pool without attempts says so, an unknown one is an error."""
     open_pool(ledger, clock, folder, "sky-1", owner=HERE)
     assert "sky-1 has not tried" in skyward("why sky-1")
     refused = Attempt(
@@ -436,7 +432,7 @@ def test_why_tells_every_try(skyward: Skyward, ledger: Ledger, clock: Clock, fol
 
 
 def test_offers_are_listed_with_their_age(skyward: Skyward, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The cheapest first; what nobody sells fails, with the reason."""
+    """The cheapest first; a search without offers fails, with the reason."""
     sold = [
         Offer(
             provider="folder",
@@ -468,7 +464,7 @@ def test_offers_are_listed_with_their_age(skyward: Skyward, monkeypatch: pytest.
     assert "has 1 of them" in skyward("offers --accelerator L4 --count 8", code=1)
 
 
-def test_a_price_below_a_hundredth_of_a_cent_is_told(
+def test_a_price_below_a_hundredth_of_a_cent_is_not_zero(
     skyward: Skyward,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -493,7 +489,7 @@ def test_a_price_below_a_hundredth_of_a_cent_is_told(
 # ── budgets ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_budget_is_set_and_told(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
+def test_a_budget_is_set_and_listed(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
     """With what is spent, reserved and left in this period; what each run may cost has no sum."""
     assert skyward("budget set team --limit 100 --per day") == "team: 100 USD per day\n"
     skyward("budget set runs --limit 5.50 --per run")
@@ -555,7 +551,7 @@ def test_a_reader_that_goes_is_no_traceback(url: str, ledger: Ledger, clock: Clo
     assert (done.stdout, done.stderr) == ("", "")
 
 
-# ── what programs are told ───────────────────────────────────────────────────────────────────────────────────────────
+# ── JSON for programs ───────────────────────────────────────────────────────────────────────────────────────────
 
 KINDS = {"string": str, "number": int | float, "integer": int, "boolean": bool, "null": type(None)}
 BUCKETS = {*map(str, Bucket), BILLING_ROUNDING}
@@ -593,7 +589,7 @@ def _kind_of(name: str, place: str) -> str:
     return "<bucket>" if name in BUCKETS else "<field>" if place == "work" else name
 
 
-def test_programs_are_told_what_the_page_says(
+def test_json_has_the_fields_of_the_page(
     skyward: Skyward,
     ledger: Ledger,
     clock: Clock,

@@ -1,4 +1,4 @@
-"""What people, terminals and damaged files do to the `skyward` command: it says so in words, does the rest, and shows
+"""What people, terminals and damaged files do to the `skyward` command: it reports the fault in words, does the rest, and shows
 no traceback.
 """
 
@@ -127,7 +127,7 @@ def test_a_pool_whose_owner_cannot_be_read_lives_by_its_lease(
     folder: FolderProvider,
     clock: Clock,
 ) -> None:
-    """It is listed, has a receipt, is reported, and ended when its lease has run out: nothing bills on for a text."""
+    """It is listed, has a receipt, is reported, and ended when its lease has run out: an unreadable owner does not keep machines."""
     damage("UPDATE skyward_pools SET owner_process = 'garbage' WHERE id = 'sky-odd'")
     code, told, complaint = run("ps --json")
     assert (code, {pool["pool"]: pool["state"] for pool in json.loads(told)}["sky-odd"]) == (1, "live")
@@ -151,7 +151,7 @@ def test_a_resource_that_cannot_be_read_stops_nothing(
     folder: FolderProvider,
     ledger: Ledger,
 ) -> None:
-    """It is told apart from the rest, in ps, cost, receipt and sweep; a dead pool's machine is ended all the same."""
+    """Each command names it, in ps, cost, receipt and sweep; a dead pool's machine is ended all the same."""
     damage(RESOURCE_DAMAGES[what])
     for line in ("ps", "cost --by day", "cost --by bucket --json", "cost --by pool", "receipt sky-odd"):
         code, told, complaint = run(line)
@@ -212,7 +212,7 @@ def test_other_rows_that_cannot_be_read(
 def test_a_version_that_is_none_is_refused(
     version: str, ledger: Ledger, skyward: Skyward, damage: Damage, url: str
 ) -> None:
-    """Nobody migrates, or writes into, what is not known to be a ledger of a known version."""
+    """No command migrates, or writes into, a database that is no ledger of a known version."""
     damage(f"UPDATE skyward_meta SET value = '{version}'")
     told = skyward("ps", code=1)
     assert f"says that it has version {version!r}, which is none" in told
@@ -494,7 +494,7 @@ def test_no_url_of_a_ledger_is_a_traceback(url: str, tmp_path: Path, where: str)
 def test_a_bill_by_work_is_whole_without_a_pools_row(
     three: None, run: Callable[..., tuple[int, str, str]], damage: Damage
 ) -> None:
-    """Its resources are nobody's work, and are paid for all the same."""
+    """Its resources belong to no work, and are in the total."""
     whole = json.loads(run("cost --by run --json")[1])["total"]
     damage("UPDATE skyward_pools SET id = 'sky-lost' WHERE id = 'sky-odd'")
     code, out, _ = run("cost --by run --json")
@@ -505,7 +505,7 @@ def test_a_bill_by_work_is_whole_without_a_pools_row(
 def test_a_terminal_obeys_nothing_that_a_row_holds(
     three: None, run: Callable[..., tuple[int, str, str]], damage: Damage
 ) -> None:
-    """Others may write to a ledger that is shared: their words are shown, escape sequences included."""
+    """Others may write to a ledger that is shared: their text is shown, with escape sequences written out."""
     damage("UPDATE skyward_pools SET owner_user = 'x\x1b[2J' WHERE id = 'sky-odd'")
     _, out, told = run("ps --all")
     assert "\x1b" not in out + told

@@ -138,7 +138,7 @@ def test_an_event_that_is_being_told_for_long_is_not_waited_for_anew(blocked: Bl
     assert not queue.flush(patience_seconds=30.0)
     assert time.monotonic() - began < 20.0
     blocked.may_go_on.set()
-    wait_until(lambda: queue.delivered == number, "the event to be told")
+    wait_until(lambda: queue.delivered == number, "the delivery of the event")
     assert ended(queue)
 
 
