@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import difflib
 import json
 import os
 import random
@@ -152,18 +153,23 @@ def explored(root: Path, module: str, tests: Sequence[str], sample: int | None =
 def mutants_of(copy: Path, module: str) -> Iterator[tuple[str, str]]:
     """Yield name and diff of each mutant but those that change a text for people."""
     from mutmut.configuration import reset_config
-    from mutmut.mutation.diff_apply import get_diff_for_mutant
+    from mutmut.mutation.diff_apply import generated_function_names
     from mutmut.mutation.file_mutation import mutate_file_contents
     from mutmut.utils.format_utils import get_mutant_name
 
     reset_config()  # it is read from the pyproject.toml of the current folder
     with chdir(copy):
         mutated = mutate_file_contents(module, Path(module).read_text())
+    lines, spans = mutated.code.splitlines(), mutated.line_span_by_function_name
     for function in mutated.mutant_names:
-        name = get_mutant_name(Path(module), function)
-        diff = get_diff_for_mutant(name, source=mutated.code, path=module)
+        sides = [
+            [line.replace(name, function.partition("__mutmut_")[0]) for line in lines[span.start - 1 : span.end]]
+            for name in generated_function_names(function)
+            for span in [spans[name]]
+        ]
+        diff = "\n".join(difflib.unified_diff(*sides, module, module, lineterm=""))
         if not _is_of_text(diff):
-            yield name, diff
+            yield get_mutant_name(Path(module), function), diff
 
 
 def _is_of_text(diff: str) -> bool:
@@ -230,4 +236,5 @@ def _status(exit_code: int | None) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was begun is ended in either case
     sys.exit(main())
