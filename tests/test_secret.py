@@ -293,6 +293,8 @@ def test_the_ledgers_file_holds_no_value(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_pool_warns_of_what_it_cannot_hide(caplog: pytest.LogCaptureFixture) -> None:
     """Of what looks like a secret in env, with what to write, and of values that are too short to be masked; names
     only.
+
+    Looks inside: the values are read when the pool opens.
     """
     pool: Any = sky.ComputePool.from_spec(
         both_envs().with_(secrets={"PIN": sky.Secret.from_store("pin")}), secrets={"PIN": "42a"}
@@ -602,6 +604,8 @@ class NoRunner(RunnerFactory):
 def test_the_packet_with_the_values_is_sent_again_when_it_was_taken_back(tmp_path: Path) -> None:
     """A call is cancelled before its runner has begun it: the runner has not got the values yet, and the next packet
     brings them.
+
+    Looks inside: the packet is taken back at one moment.
     """
     slot = Slot(NoRunner(), (str(tmp_path),))
     try:

@@ -184,6 +184,8 @@ def test_every_field_says_what_it_is() -> None:
 def test_what_is_installed_is_read_once_and_only_for_what_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading the entry points opens a file of each distribution: an Airflow that parses hundreds of operators cannot
     wait for that each time.
+
+    Looks inside: its cache is cleared, as another process has none.
     """
     scans: list[str] = []
     monkeypatch.setattr(base, "entry_points", lambda group: scans.append(group) or ())

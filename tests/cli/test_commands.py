@@ -673,7 +673,10 @@ def test_the_command_itself_is_light() -> None:
 
 
 def test_the_page_shows_commands_that_are_understood() -> None:
-    """Each command line of docs/commands.md is one that the parser takes."""
+    """Each command line of docs/commands.md is one that the parser takes.
+
+    Looks inside: to run the commands would do what they say.
+    """
     shown = re.findall(r"^(?:\$ )?skyward (.+)$", (ROOT / "docs" / "commands.md").read_text(), re.MULTILINE)
     assert len(shown) > 8
     for line in shown:

@@ -190,6 +190,8 @@ def test_a_detached_call_is_taken_in_once(
     """The answer is lost with the connection: the request is repeated, and is idempotent.
 
     If that fails, the error has the call's id.
+
+    Looks inside: the connection is cut between two steps that are private.
     """
     ask_on, heals = module.ask_on, list[Callable[[], None]]()
 
@@ -242,7 +244,10 @@ def test_a_broadcast_waits_for_a_worker_that_is_away() -> None:
 
 
 def test_an_attached_client_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a lost node is not replaced, broadcasts to it raise. They wait for a node that is back or has just left."""
+    """Where a lost node is not replaced, broadcasts to it raise. They wait for a node that is back or has just left.
+
+    Looks inside: the clock that does it looks every few seconds.
+    """
     given_up = list[int]()
     attached: Any = SimpleNamespace(_away={}, cluster=SimpleNamespace(give_up=lambda _, rank: given_up.append(rank)))
     for rank in (1, 2):
@@ -387,7 +392,10 @@ def test_connecting_to_a_frozen_scheduler_ends_in_time(lone: sky.ComputePool, mo
 
 @pytest.mark.slow
 def test_a_callback_may_close_the_pool(far: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """During the upload of another call's large arguments: that call's future ends too."""
+    """During the upload of another call's large arguments: that call's future ends too.
+
+    Looks inside: the way to a node is held up, which no caller can do.
+    """
     going, turns = threading.Event(), iter([True, False])
     for node in far.lease.nodes:
         transport = cluster_of(far)._transports.to(node.instance)
@@ -403,7 +411,10 @@ def test_a_callback_may_close_the_pool(far: sky.ComputePool, monkeypatch: pytest
 
 @pytest.mark.slow
 def test_an_upload_delays_no_other_call(far: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results, lines and later calls go on."""
+    """Results, lines and later calls go on.
+
+    Looks inside: the way to a node is held up, which no caller can do.
+    """
     going, began = threading.Event(), threading.Event()
     for node in far.lease.nodes:
         transport = cluster_of(far)._transports.to(node.instance)
@@ -433,7 +444,10 @@ def test_a_slow_callback_delays_no_result(lone: sky.ComputePool) -> None:
 
 @pytest.mark.slow
 def test_a_result_in_transit_keeps_the_pool_busy(far: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The idle `timeout` does not run meanwhile, and a held node has one call more."""
+    """The idle `timeout` does not run meanwhile, and a held node has one call more.
+
+    Looks inside: the way to a node is held up, which no caller can do.
+    """
     going, began = threading.Event(), threading.Event()
     for node in far.lease.nodes:
         transport = cluster_of(far)._transports.to(node.instance)

@@ -367,7 +367,10 @@ def test_a_large_result_counts_when_it_is_here() -> None:
 
 
 def test_a_cancelled_call_that_is_handed_back_does_not_go_out() -> None:
-    """It was cancelled in flight."""
+    """It was cancelled in flight.
+
+    Looks inside: a call that waits for nothing does nothing else that shows.
+    """
     pool = Pool(workers=["0-0"])
     pool.submit(entry("a"))
     pool.dispatcher.cancel("a")

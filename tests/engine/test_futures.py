@@ -54,7 +54,10 @@ def test_a_call_that_waits_is_small() -> None:
 
 
 def test_several_threads_wait_for_one_future() -> None:
-    """All are woken, one that waited too short a time too; the future is then done for whoever comes."""
+    """All are woken, one that waited too short a time too; the future is then done for whoever comes.
+
+    Looks inside: only the condition knows who waits.
+    """
     future = CallFuture[int]("a", print)
     got = list[int]()
     with pytest.raises(TimeoutError):
@@ -94,7 +97,10 @@ def test_waiting_for_some_of_many_works_with_others_beside_them() -> None:
 
 
 def test_an_interrupted_wait_leaves_no_waiter() -> None:
-    """The lock is held again after a wait, however it ended, and nobody is waited for who has gone."""
+    """The lock is held again after a wait, however it ended, and nobody is waited for who has gone.
+
+    Looks inside: only the condition knows who waits.
+    """
     condition = SmallCondition()
     with condition:
         started = time.monotonic()

@@ -340,6 +340,8 @@ def test_waiting_calls_with_large_arguments_end_when_the_head_is_lost(tmp_path: 
 def test_a_large_function_survives_a_loss(tmp_path: Path) -> None:
     """Functions that are too large for a message are on a worker; after its loss the calls run again with a new
     copy.
+
+    Sleeps: the calls have to last until the node is killed.
     """
     baggage = os.urandom(3 << 20)
 

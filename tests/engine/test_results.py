@@ -258,7 +258,10 @@ def test_what_is_no_function_is_refused_at_the_call(wrong: Any) -> None:
 
 
 def test_a_map_with_wrong_arguments_sends_nothing(own_pool: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function that takes another number of arguments than there are iterables is refused here."""
+    """A function that takes another number of arguments than there are iterables is refused here.
+
+    Looks inside: what is not sent shows nowhere else.
+    """
     sent = list[object]()
     monkeypatch.setattr(own_pool._cluster, "submit", lambda *what, **_: sent.append(what))
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'b'"):

@@ -43,6 +43,7 @@ def _without_addresses(line: str) -> str:
     return line.partition(" object at 0x")[0]
 
 
+@pytest.mark.slow
 def test_histories_are_full_of_events() -> None:
     """Each kind of action occurs often: histories without events would hold all invariants."""
     seen: dict[type, int] = {}
@@ -270,7 +271,11 @@ def first_found(broken: type, monkeypatch: pytest.MonkeyPatch) -> int | None:
     return next((seed for seed in range(HISTORIES) if explore(seed, Dispatcher if is_part else broken)), None)
 
 
-@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+@pytest.mark.parametrize(
+    "broken",
+    [pytest.param(one, marks=[pytest.mark.slow] if one is ForgetsToStopAfterACut else []) for one in BROKEN],
+    ids=lambda broken: broken.__name__,
+)
 def test_it_finds(broken: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within as many histories as `make quick` runs."""
     assert first_found(broken, monkeypatch) is not None

@@ -223,7 +223,11 @@ def test_the_stream_of_a_reconnect_is_like_the_first() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler_is", ["there", "frozen", "flooded", "gone"])
 def test_closing_neither_hangs_nor_logs(scheduler_is: str, caplog: pytest.LogCaptureFixture) -> None:
-    """In every state of the scheduler. A thread that waits for a future gets an error."""
+    """In every state of the scheduler. A thread that waits for a future gets an error.
+
+    Sleeps: a thread that is about to wait shows nothing. Looks inside: a pool closes this client as the last of several
+    things.
+    """
     with contextlib.ExitStack() as stack:
         threads = stack.enter_context(ThreadPoolExecutor(1))
         pool = stack.enter_context(open_pool(nodes=1))
@@ -287,7 +291,10 @@ def busy(processes: int) -> Iterator[None]:
 @pytest.mark.long
 @pytest.mark.timeout(400)
 def test_futures_outlive_a_freeze_of_the_scheduler() -> None:
-    """The pool gives up its own connection after some seconds and makes another; the user's waits."""
+    """The pool gives up its own connection after some seconds and makes another; the user's waits.
+
+    Sleeps: the freeze has to last.
+    """
     with open_pool() as pool:
         client = pool.dask_client()
         scheduler: Any = client.run_on_scheduler(os.getpid)

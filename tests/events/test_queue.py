@@ -112,7 +112,10 @@ def test_a_flush_gives_up_when_a_callback_blocks_and_what_is_left_is_told_later(
 
 
 def test_a_flush_waits_as_long_as_there_is_progress() -> None:
-    """The patience is for one event, not for all."""
+    """The patience is for one event, not for all.
+
+    Sleeps: events have to take longer than the patience, all in all.
+    """
 
     def slow(event: Any) -> None:
         time.sleep(PATIENCE_SECONDS)
@@ -129,7 +132,10 @@ def test_a_flush_waits_as_long_as_there_is_progress() -> None:
 
 
 def test_an_event_that_is_being_told_for_long_is_not_waited_for_anew(blocked: Blocked) -> None:
-    """The timeout counts from when the callback got the event."""
+    """The timeout counts from when the callback got the event.
+
+    Looks inside: half a minute passes by changing when it began.
+    """
     queue = EventQueue(blocked)
     number = queue.put(line(0))
     assert blocked.is_in.wait(60)
@@ -179,6 +185,8 @@ def test_nothing_comes_after_the_bill() -> None:
 def test_what_waits_is_bounded_and_what_matters_is_kept(kinds: list[str], most: int) -> None:
     """Beyond the limit lines and progress are dropped and counted; other events never, and the last progress comes
     last.
+
+    Looks inside: what waits is told to nobody yet.
     """
     may_go_on = threading.Event()
     seen: list[Any] = []

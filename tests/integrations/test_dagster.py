@@ -123,6 +123,7 @@ def spread(context: dg.AssetExecutionContext, compute: SkywardResource):
     return places, squares, compute.run(context, square, 5)
 
 
+@pytest.mark.slow
 def test_two_assets_share_one_pool_and_each_tells_its_lines_its_cost_and_its_time(instance):
     """In one process two assets use one pool; values, all of the printed lines, and the shares of the bill are where
     they belong.

@@ -590,6 +590,8 @@ class Gated(sky.Local):
 def test_the_first_submit_does_not_wait_for_machines(events: list[Any]) -> None:
     """The flow goes on while they are rented, and may do something meanwhile; a task's timeout begins when they are
     there.
+
+    Sleeps: the call has to take longer than the task's limit.
     """
     provider = Gated()
 
@@ -716,7 +718,10 @@ def test_a_flow_that_is_tried_again_at_once_stops_what_the_first_attempt_began(
 
 
 def test_a_flow_that_ends_well_finishes_its_calls(events: list[Any], tmp_path: Path) -> None:
-    """A call that runs when the flow returns is waited for, as with Prefect's own runner."""
+    """A call that runs when the flow returns is waited for, as with Prefect's own runner.
+
+    Sleeps: the call has to go on after the flow has returned.
+    """
     go, began = tmp_path / "go", tmp_path / "began"
     futures = []
 

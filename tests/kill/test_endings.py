@@ -423,6 +423,8 @@ def test_an_impatient_user_and_a_termination_that_hangs(program: Program, hangin
 def test_a_burst_of_interrupts(program: Program, point: str) -> None:
     """Ctrl-C again and again, wherever the program is by then: in the call, in the opening, in the closing, at its
     end.
+
+    Sleeps: so far apart are the keystrokes.
     """
     program.start(CALLS).come_to(
         program.is_running_a_call if point == "a call runs" else lambda: list(program.bill.glob("local-*.json"))

@@ -122,7 +122,10 @@ def versions(url: str) -> tuple[Any, Any]:
 
 
 def test_the_migrations_lead_to_the_tables(ledger: Ledger) -> None:
-    """Alembic finds no difference between the migrated schema and the tables in `tables.py`."""
+    """Alembic finds no difference between the migrated schema and the tables in `tables.py`.
+
+    Looks inside: Alembic compares by a connection of the ledger's own.
+    """
     with ledger._database.read() as connection:
         # of SQLite's defaults Alembic compares the quotes, which differ without a meaning
         opts = {"version_table": ALEMBIC_TABLE, "compare_server_default": connection.dialect.name != "sqlite"}
@@ -200,7 +203,10 @@ def test_a_ledger_of_version_3_is_migrated(ledger: Ledger) -> None:
 
 @pytest.mark.parametrize("statements", [BEFORE_ALEMBIC, VERSION_3, VERSION_2, VERSION_1])
 def test_a_ledger_of_a_release_before_alembic_is_stamped(ledger: Ledger, statements: tuple[str, ...]) -> None:
-    """Alembic's version is that of the ledger after the next migration, and no migration runs twice."""
+    """Alembic's version is that of the ledger after the next migration, and no migration runs twice.
+
+    Looks inside: no verb of the ledger writes what is written here.
+    """
     make_old(ledger, statements)
     with ledger._database.write() as connection:
         migrate(connection, NEXT)
@@ -212,7 +218,10 @@ def test_a_ledger_of_a_release_before_alembic_is_stamped(ledger: Ledger, stateme
 
 
 def test_a_migration_that_fails_changes_nothing(file_ledger: Ledger, tmp_path: Path) -> None:
-    """Neither the schema nor the version; a later one runs once. The entries are there throughout."""
+    """Neither the schema nor the version; a later one runs once. The entries are there throughout.
+
+    Looks inside: no verb of the ledger writes what is written here.
+    """
     intent = intend(file_ledger)
     path = tmp_path / "state/ledger.db"
     before = schema(path)
@@ -229,7 +238,10 @@ def test_a_migration_that_fails_changes_nothing(file_ledger: Ledger, tmp_path: P
 
 @pytest.mark.slow
 def test_in_postgresql_a_migration_that_fails_changes_nothing(postgresql_url: str) -> None:
-    """A newer schema is refused there too."""
+    """A newer schema is refused there too.
+
+    Looks inside: no verb of the ledger writes what is written here.
+    """
     with Ledger(postgresql_url) as ledger:
         with pytest.raises(RuntimeError, match="power"), ledger._database.write() as connection:
             migrate(connection, FAILING)
@@ -242,7 +254,10 @@ def test_in_postgresql_a_migration_that_fails_changes_nothing(postgresql_url: st
 
 
 def test_a_newer_ledger_is_refused_and_not_changed(file_ledger: Ledger, tmp_path: Path) -> None:
-    """A release refuses a version that it does not know."""
+    """A release refuses a version that it does not know.
+
+    Looks inside: no verb of the ledger writes what is written here.
+    """
     with file_ledger._database.write() as connection:
         migrate(connection, NEXT)
     before = schema(tmp_path / "state/ledger.db")

@@ -786,6 +786,7 @@ def test_a_closed_pool_says_so_and_can_be_opened_anew() -> None:
     assert len(told.of(sky.CostFinal)) == 2
 
 
+@pytest.mark.slow
 def test_the_story_of_a_pool_is_told_in_order() -> None:
     """Events come in the order of what happens, and agree with each other about machines and calls."""
     told = Told()
@@ -903,6 +904,7 @@ def _from_a_callback(pool: sky.ComputePool) -> None:
         wait_until(lambda: not pool.is_active, "the pool to be closed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [_normal, _body_fails, _two_threads, _from_a_callback])
 def test_the_bill_comes_once(way: Any) -> None:
     """However a pool ends, CostFinal is told exactly once and is the last event."""
@@ -963,6 +965,7 @@ def test_the_bill_is_price_times_time() -> None:
     assert bill.total_seconds <= after - before
 
 
+@pytest.mark.slow
 def test_a_pool_is_in_the_ledger_while_it_is_open_and_after_it() -> None:
     """What its machines' seconds went to stands there as soon as it is open; when it has ended, the bill is the sum of
     the ledger's rows.
@@ -1221,6 +1224,7 @@ def test_an_attached_pool_that_is_forgotten_in_a_fork_is_not_left(process: int, 
     assert len(reasons) == stopped
 
 
+@pytest.mark.slow
 def test_a_forgotten_pool_warns_and_is_closed() -> None:
     """A pool that is collected while open warns with ResourceWarning, naming its machines, and gives them back."""
     told = Told()

@@ -438,7 +438,10 @@ def test_a_lost_machine_is_ended_while_the_pool_goes_on(
 def test_a_replacement_waits_for_the_money_of_the_lost_one(
     make: Make, opened: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was all for one machine, which hears nothing any more; when that is gone there is as much for another."""
+    """It was all for one machine, which hears nothing any more; when that is gone there is as much for another.
+
+    Looks inside: a replacement does more than rent.
+    """
     monkeypatch.setattr(termination, "FIRST_PAUSE_SECONDS", 0.01)
     provider = make(UnheardOf)
     machines, purse, meter = opened(provider, max_cost=5.0)
@@ -452,6 +455,8 @@ def test_a_replacement_waits_for_the_money_of_the_lost_one(
 def test_a_machine_that_stands_by_shortens_the_other_one(make: Make, opened: Any) -> None:
     """The node is told so, and for longer again when the one that was to be taken back is gone; its tags say how long
     at the most.
+
+    Looks inside: a replacement does more than rent.
     """
     provider = make(FakeProvider)
     machines, purse, _ = opened(provider, max_cost=10.0)  # a cent each second, and a minute for the end
@@ -492,7 +497,10 @@ class Way:
 
 
 def test_only_who_answers_has_heard_for_how_long_it_is_paid() -> None:
-    """With a sign of life, which tells it; one that is silent is not waited for."""
+    """With a sign of life, which tells it; one that is silent is not waited for.
+
+    Looks inside: ways to machines are given, without machines.
+    """
     transports = Transports(60.0, lambda _: None)
     assert transports.send_paid_time() == set()
     ways = [

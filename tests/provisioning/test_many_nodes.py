@@ -252,6 +252,8 @@ def test_slow_nodes_have_as_long_as_the_pool_to_open_and_are_asked_for_a_sign_of
 ) -> None:
     """A node that needs longer for each command than an open pool's may take is opened all the same, and its lease is
     extended; an open pool has its limit.
+
+    Sleeps: the nodes have to be slow.
     """
     monkeypatch.setattr(ssh_transport, "COMMAND_SECONDS", 0.05)
     seconds = [0.3]
@@ -374,7 +376,10 @@ def test_a_machine_that_cannot_begin_anew_leaves_its_rank_vacant(rent: Rent, mon
 
 
 def test_what_all_are_sent_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that ask for it at once, before it is there, wait for the first of them."""
+    """Threads that ask for it at once, before it is there, wait for the first of them.
+
+    Looks inside: its caches are cleared, as another process has none.
+    """
     made: list[str] = []
     compile_all, caches = (
         code_upload.compileall.compile_dir,
@@ -413,7 +418,10 @@ def test_what_all_are_sent_is_made_once(tmp_path: Path, monkeypatch: pytest.Monk
 def test_nodes_of_another_architecture_are_sent_the_uv_of_theirs_and_do_without_where_it_cannot_be_had(
     rent: Rent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, can_fetch: bool
 ) -> None:
-    """Fetched once for all nodes; a client that cannot fetch it says so, and leaves it to the nodes."""
+    """Fetched once for all nodes; a client that cannot fetch it says so, and leaves it to the nodes.
+
+    Looks inside: the real one would fetch a program.
+    """
     asked: list[str] = []
     packed = tmp_path / "uv.gz"
     packed.write_bytes(gzip.compress(b"of another architecture"))

@@ -51,6 +51,8 @@ def test_a_node_that_a_failed_replacement_has_dropped_does_not_fail_the_restart(
     """The restart tells all nodes of the new head.
 
     One of them is dropped, and ended, by its own replacement while it is told.
+
+    Looks inside: the drop comes between two steps of a restart.
     """
 
     class Dropped:

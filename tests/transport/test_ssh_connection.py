@@ -553,6 +553,7 @@ def test_buffers_arrive_one_after_another_and_come_back(connection, tmp_path):
     assert not (tmp_path / "value").exists()
 
 
+@pytest.mark.slow
 def test_a_large_value_is_not_copied_whole(connection):
     """What goes into a file takes no second copy of itself on its way, nor does what comes back."""
     size = 8 * FETCH_WINDOW_BYTES

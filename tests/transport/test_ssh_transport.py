@@ -110,6 +110,8 @@ def way(lead: Callable[..., Way]) -> Way:
 def test_a_script_is_started_once_and_told_to_its_end(lead, monkeypatch):
     """The script runs with the instance's tag, on what was sent, uv and our package; once, though the answer to its
     start was lost. Its exit code is told.
+
+    Looks inside: one answer is lost, which no server does when asked.
     """
     way = lead()
     ask, starts = way.transport._command, []
@@ -145,7 +147,10 @@ def test_a_script_is_started_once_and_told_to_its_end(lead, monkeypatch):
 
 @pytest.mark.parametrize(("kind", "file"), [("Linux aarch64", "aarch64"), ("Linux riscv64", None)])
 def test_a_host_is_sent_the_uv_of_its_own_architecture(lead, monkeypatch, tmp_path, kind, file):
-    """By what `uname` says there; where none is known nothing is sent, and the host has to find one itself."""
+    """By what `uname` says there; where none is known nothing is sent, and the host has to find one itself.
+
+    Looks inside: the real one would fetch a program.
+    """
     (tmp_path / "uv.gz").write_bytes(gzip.compress(b"of another architecture"))
     fetched: list[str] = []
     monkeypatch.setattr(
@@ -169,6 +174,8 @@ def test_a_host_is_sent_the_uv_of_its_own_architecture(lead, monkeypatch, tmp_pa
 def test_a_script_that_runs_is_not_touched_when_its_start_is_asked_for_again(lead):
     """Not even if only a part of the script arrives then, or none: bash reads a script while it runs it, and would take
     the cut for its end.
+
+    Looks inside: the command is kept, and sent a second time.
     """
     way = lead()
     wait = 'until [ -e "$SKYWARD_INSTANCE_DIRECTORY/go" ]; do sleep 0.05; done\n'
@@ -194,7 +201,10 @@ def test_a_script_that_runs_is_not_touched_when_its_start_is_asked_for_again(lea
 
 
 def test_only_a_part_of_a_script_is_not_started(lead):
-    """It is refused, nothing of it stays, and the whole is started when it comes."""
+    """It is refused, nothing of it stays, and the whole is started when it comes.
+
+    Looks inside: half of a command is lost, which no server does when asked.
+    """
     way = lead()
     ask = way.transport._command
 

@@ -244,7 +244,10 @@ def test_a_group_on_a_host_is_made_in_the_same_place(case: str, tmp_path: Path) 
 
 
 def test_a_reaper_leaves_the_node_where_the_group_above_takes_no_process(tmp_path: Path) -> None:
-    """One that hands controllers down refuses; all reapers share a group below it."""
+    """One that hands controllers down refuses; all reapers share a group below it.
+
+    Looks inside: the groups are folders that the test has made.
+    """
     (tmp_path / "cgroup.procs").mkdir()  # cannot be written to
     (tmp_path / "skyward-reapers").mkdir()
     reaper_process._enter_above(str(tmp_path))

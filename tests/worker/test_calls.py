@@ -289,6 +289,8 @@ def follow(client: Any, following: Following) -> None:
 def test_messages_outlive_a_connection() -> None:
     """What is said while a client has no connection reaches the one it makes next; what it acknowledges takes no memory
     any more.
+
+    Looks inside: what the scheduler keeps shows nowhere else.
     """
 
     async def test(head: Head) -> None:
@@ -322,6 +324,8 @@ def test_messages_outlive_a_connection() -> None:
 def test_tasks_outlive_a_connection_until_their_client_releases_them(tmp_path: Path, state: str) -> None:
     """A task goes on without its client, whose next connection is told how it stands, gets its result, and lets go of
     it by releasing its future.
+
+    Looks inside: what the scheduler keeps shows nowhere else.
     """
 
     async def test(head: Head) -> None:
@@ -362,6 +366,8 @@ def test_a_release_by_dask_after_a_reconnect_lets_nothing_go(tmp_path: Path) -> 
     """Dask's client reconnects by itself and then releases its old futures: tasks of which it knows nothing any more.
 
     They stay.
+
+    Looks inside: what the scheduler keeps shows nowhere else.
     """
 
     async def test(head: Head) -> None:
@@ -477,6 +483,8 @@ def test_the_load_of_workers_is_told(tmp_path: Path) -> None:
 def test_what_a_client_releases_is_forgotten_at_once() -> None:
     """A connected client that releases its tasks leaves nothing behind in the scheduler: neither tasks, nor wishes, nor
     records.
+
+    Looks inside: what the scheduler keeps shows nowhere else.
     """
 
     async def test(head: Head) -> None:
@@ -494,7 +502,10 @@ def test_what_a_client_releases_is_forgotten_at_once() -> None:
 
 
 def test_what_was_kept_for_a_client_gone_for_good_is_dropped(tmp_path: Path) -> None:
-    """A client that stays away, or says that it leaves, is remembered no longer; its detached calls are."""
+    """A client that stays away, or says that it leaves, is remembered no longer; its detached calls are.
+
+    Looks inside: what the scheduler keeps shows nowhere else.
+    """
 
     async def test(head: Head) -> None:
         await head.worker()
@@ -524,7 +535,10 @@ def test_what_was_kept_for_a_client_gone_for_good_is_dropped(tmp_path: Path) -> 
 
 
 def test_a_client_that_comes_back_in_time_is_not_given_up(tmp_path: Path) -> None:
-    """Resuming stops the clock of whoever was gone, and no clock outlives the scheduler."""
+    """Resuming stops the clock of whoever was gone, and no clock outlives the scheduler.
+
+    Looks inside: what the scheduler keeps shows nowhere else.
+    """
 
     async def test(head: Head) -> None:
         first = await head.client()
@@ -603,6 +617,8 @@ def test_a_call_that_has_ended_does_not_run_again_when_its_result_is_lost(tmp_pa
 def test_a_task_of_dasks_own_may_stall_its_worker(tmp_path: Path, key: str) -> None:
     """A worker imports what such a task needs in the loop that tells that it lives, and has time for it; once the task
     has ended it is to be heard again.
+
+    Looks inside: an hour passes by changing when it was looked at.
     """
 
     async def pass_silently(scheduler: Any, seconds: float) -> None:
@@ -629,7 +645,10 @@ def test_a_task_of_dasks_own_may_stall_its_worker(tmp_path: Path, key: str) -> N
 
 
 def test_a_detached_call_that_waits_is_taken_back() -> None:
-    """Cancelled while there is no worker, a call is told to be cancelled to whoever follows it, and never runs."""
+    """Cancelled while there is no worker, a call is told to be cancelled to whoever follows it, and never runs.
+
+    Looks inside: what the scheduler keeps shows nowhere else.
+    """
 
     async def test(head: Head) -> None:
         client, other = await head.client(), await head.client()
@@ -773,6 +792,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.slow
 def test_a_detached_call_outlives_the_process_that_sent_it(one_node: Nodes, tmp_path: Path) -> None:
     """Its sender killed, a call goes on; another client finds it, follows its log, reads its outcome, and has it
     forgotten.

@@ -125,7 +125,10 @@ hardly ever shows one.
 
 @pytest.mark.parametrize("fork", CHAINS)
 def test_a_process_that_forks_all_the_time_is_caught(fork: str, mark: str, tmp_path: Path, no_groups: None) -> None:
-    """Each process of the chain lives for a moment only, has another session and no environment."""
+    """Each process of the chain lives for a moment only, has another session and no environment.
+
+    Sleeps: its processes have to live for a moment.
+    """
     go, beat, chain = tmp_path / "go", tmp_path / "beat", tmp_path / "chain"
     chain.write_text(CHAINS[fork])
     program = "sh" if fork == "sh" else f"{sys.executable} -I -S"

@@ -112,6 +112,8 @@ def test_a_symlink_that_appears_after_the_look_is_not_followed(
     walk; it may lead to one's own home.
 
     It stands in the place of the folder, or of one above it.
+
+    Looks inside: the symlink appears between two private steps.
     """
     shared = made(tmp_path / "shared", 0o1777)
     target = made(made(tmp_path / "home") / "nodes")
@@ -154,7 +156,10 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
 
 
 def test_roots_that_a_container_cannot_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where root is no user of the namespace, its files show the kernel's stand-in as their owner."""
+    """Where root is no user of the namespace, its files show the kernel's stand-in as their owner.
+
+    Looks inside: the test has no namespace of users.
+    """
     (tmp_path / "map").write_text("      1000       1000          1\n")
     monkeypatch.setattr(private_folders, "UID_MAP", tmp_path / "map")
     assert private_folders._roots() == (0, int(private_folders.OVERFLOW_UID.read_text()))

@@ -165,6 +165,8 @@ def send_batch(client: Any, key: str, annotations: dict[str, Any], batch: bytes 
 def test_a_batch_outlives_a_broken_connection_until_it_is_released() -> None:
     """A batch is a task that KEEP wants too: the client's next connection finds it, for the worker it was meant for,
     and lets go of it.
+
+    Looks inside: what the scheduler keeps shows nowhere else.
     """
 
     async def test(head: Head) -> None:
@@ -194,7 +196,10 @@ def test_a_batch_outlives_a_broken_connection_until_it_is_released() -> None:
 
 
 def test_a_batch_that_cannot_become_a_task_fails_alone() -> None:
-    """Its future has the error; the stream that it came by goes on, and nothing of it stays."""
+    """Its future has the error; the stream that it came by goes on, and nothing of it stays.
+
+    Looks inside: what the scheduler keeps shows nowhere else.
+    """
 
     async def test(head: Head) -> None:
         client = await head.client()
