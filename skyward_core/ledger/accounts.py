@@ -48,9 +48,7 @@ class Accounts:
             )
 
     def left_usd(self, account: str, pool_id: str) -> Decimal:
-        """Return what a pool could reserve from an account now, in USD; negative if more was spent than had been
-        reserved.
-        """
+        """Return what a pool could reserve from an account now, in USD; negative after overspending."""
         with self._database.read() as connection:
             row = _account_row(connection, account)
             scope = _scope(Period(row["period"]), pool_id, self._database.clock())
@@ -60,18 +58,19 @@ class Accounts:
         """Reserve money for a pool, in one transaction that is isolated from all others."""
         amount = micro_usd(usd)
         if amount <= 0:
-            raise BadRequest(f"One reserves a positive sum; given {usd} USD.")
+            raise BadRequest(f"A reservation is a positive sum; given {usd} USD.")
         with self._database.write() as connection:
             must_live(connection, pool_id)
             return self._reserve(connection, _account_row(connection, account, is_locked=True), pool_id, amount)
 
     def roll(self, account: str, pool_id: str, spent_usd: Decimal, next_usd: Decimal) -> Reservation:
-        """Settle a pool's reservations from an account with what it has spent since the last settlement, and reserve
-        for the next interval: both or neither.
+        """Settle a pool's reservations from an account, and reserve for the next interval: both or neither.
+
+        `spent_usd` is the cost since the last settlement.
         """
         spent, amount = micro_usd(spent_usd), micro_usd(next_usd)
         if spent < 0 or amount < 0:
-            raise BadRequest(f"One spends and reserves nothing or more; given {spent_usd} and {next_usd} USD.")
+            raise BadRequest(f"Spent and reserved sums are not negative; given {spent_usd} and {next_usd} USD.")
         with self._database.write() as connection:
             must_live(connection, pool_id)
             row = _account_row(connection, account, is_locked=True)
@@ -90,7 +89,7 @@ class Accounts:
         if amount and committed + amount > limit:
             left = in_usd(limit - committed)
             raise BudgetExceeded(
-                f"Account {name!r} has {left} USD left of {in_usd(limit)} for {scope}; {in_usd(amount)} asked for.",
+                f"Account {name!r} has {left} USD left of {in_usd(limit)} for {scope}; {in_usd(amount)} requested.",
                 name,
                 left,
             )
@@ -119,7 +118,7 @@ class Accounts:
         number = reservation if isinstance(reservation, int) else reservation.id
         spent = micro_usd(spent_usd)
         if spent < 0:
-            raise BadRequest(f"One spends nothing or more; given {spent_usd} USD.")
+            raise BadRequest(f"A spent sum is not negative; given {spent_usd} USD.")
         with self._database.write() as connection:
             row = (
                 connection.execute(select(RESERVATIONS).where(RESERVATIONS.c.id == number).with_for_update())
@@ -134,8 +133,8 @@ class Accounts:
             if row["settled_microseconds"] is not None:
                 if row["spent_micro_usd"] != spent:
                     raise LedgerConflict(
-                        f"Reservation {number} was settled with {in_usd(row['spent_micro_usd'])} USD; now {spent_usd}"
-                        " is said."
+                        f"Reservation {number} was settled with {in_usd(row['spent_micro_usd'])} USD already; given"
+                        f" {spent_usd} USD."
                     )
                 return reservation_of(row)
             _commit_more(connection, row["account"], row["scope"], spent - row["reserved_micro_usd"])
@@ -150,12 +149,10 @@ class Accounts:
         return reservation_of(connection.execute(statement.returning(*RESERVATIONS.c)).mappings().one())
 
     def settle_pool(self, pool_id: str, spent_usd: Decimal) -> None:
-        """Settle all open reservations of a pool, so that its settled sums together are what it has spent; again
-        changes nothing.
-        """
+        """Settle all open reservations of a pool, so that its settled sums add up to `spent_usd`. Idempotent."""
         spent = micro_usd(spent_usd)
         if spent < 0:
-            raise BadRequest(f"One spends nothing or more; given {spent_usd} USD.")
+            raise BadRequest(f"A spent sum is not negative; given {spent_usd} USD.")
         are_its = RESERVATIONS.c.pool_id == pool_id
         its_accounts = select(RESERVATIONS.c.account).where(are_its, RESERVATIONS.c.settled_microseconds.is_(None))
         with self._database.write() as connection:
@@ -192,15 +189,13 @@ class Accounts:
 
 
 def _account_row(connection: Connection, account: str, *, is_locked: bool = False) -> Values:
-    """Return an account's row; locked, so that everything that reserves from it goes one after the other (in SQLite all
-    writers do anyway).
-    """
+    """Return the row of an account. A lock serializes reservations from it (SQLite serializes all writers)."""
     wanted = select(ACCOUNTS).where(ACCOUNTS.c.name == account)
     row = connection.execute(wanted.with_for_update() if is_locked else wanted).mappings().first()
     if row is None:
         there = ", ".join(sorted(connection.execute(select(ACCOUNTS.c.name)).scalars())) or "none"
         how = f"`skyward budget set {account} --limit USD --per month`, or `Ledger.set_account`"
-        raise BadRequest(f"The ledger has no account {account!r}; it has: {there}. Make it: {how}.")
+        raise BadRequest(f"The ledger has no account {account!r}; it has: {there}. Create it: {how}.")
     return row
 
 

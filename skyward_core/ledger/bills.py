@@ -85,7 +85,7 @@ class Bills:
             func.sum(_COST),
             func.sum(_ON_DEMAND),
         )
-        # else all resources are wanted, and a list of 5,000 pools costs more than it saves
+        # without a limit all resources are needed, and a list of 5,000 ids costs more time than it saves
         if limit is not None or not include_ended:
             sums = sums.where(r.pool_id.in_(newest.with_only_columns(POOLS.c.id)))
         with self._database.read() as connection:
@@ -103,8 +103,9 @@ class Bills:
         work: Work = NO_WORK,
         unreadable: list[UnreadableRow] | None = None,
     ) -> list[CostRow]:
-        """Return the bill, added up by `by`: of all, of one pool, of intents from `since` until before `until`, or of
-        pools for this work.
+        """Return the bill, added up by `by`.
+
+        It is the bill of all pools, one pool, intents from `since` until before `until`, or pools for this work.
         """
         conditions: list[ColumnElement[bool]] = []
         if pool_id is not None:
@@ -125,7 +126,7 @@ class Bills:
                 return _bucket_rows(connection, conditions)
             key = _cost_keys()[by]
             if by is CostBy.RESOURCE:
-                # adding up single rows takes time too
+                # sums over single rows would take more time
                 wanted = select(key, literal(1), _MILLISECONDS, _COST, _ON_DEMAND).where(*conditions)
             else:
                 joined = RESOURCES.join(POOLS, RESOURCES.c.pool_id == POOLS.c.id) if by is CostBy.OWNER else RESOURCES
@@ -136,7 +137,7 @@ class Bills:
             return [_cost_row(by, *row) for row in connection.execute(wanted.order_by(key))]
 
     def set_shares(self, pool_id: str, shares: Mapping[Work, Decimal]) -> None:
-        """Record which work parts of a pool's cost are for, in USD; they replace earlier shares.
+        """Record the parts of a pool's cost by work, in USD. They replace earlier shares.
 
         Allowed after the end of the pool.
         """
@@ -153,7 +154,7 @@ class Bills:
                 connection.execute(insert(SHARES), rows)
 
     def shares(self, pool_id: str) -> dict[Work, Decimal]:
-        """Return which work parts of a pool's cost are for, in USD."""
+        """Return the parts of a pool's cost by work, in USD."""
         with self._database.read() as connection:
             rows = connection.execute(
                 select(SHARES).where(SHARES.c.pool_id == pool_id).order_by(SHARES.c.id)
@@ -161,9 +162,7 @@ class Bills:
             return {work_of(row): in_usd(row["micro_usd"]) for row in rows}
 
     def prune(self, ended_before: datetime, *, is_dry_run: bool = True) -> Pruned:
-        """Take away the details of pools that ended before then, of which nothing is open; again with the same changes
-        nothing.
-        """
+        """Delete the details of pools that ended before then and have no open entries. Idempotent."""
         p, r = POOLS.c, RESERVATIONS.c
         is_closed = (p.ended_microseconds < stamp(ended_before)) & (p.spec_json != PRUNED_SPEC)
         is_open = p.id.in_(select(RESOURCES.c.pool_id).where(IS_OPEN)) | p.id.in_(
@@ -183,12 +182,12 @@ class Bills:
                 )
                 reservations += int(connection.execute(select(func.count()).where(r.pool_id.in_(some))).scalar_one())
                 if not is_dry_run:
-                    _take_details(connection, some)
+                    _delete_details(connection, some)
         return Pruned(len(pools), attempts, reservations)
 
 
 def _whole(number: object) -> int:
-    """A sum that the database has made; 0 where a damaged row has made it no number at all."""
+    """Return a sum of the database as an integer; 0 if a damaged row has made it something else."""
     try:
         return int(cast("Any", number))
     except (TypeError, ValueError, OverflowError):
@@ -201,7 +200,7 @@ def _pool_row(
     return PoolRow(entry, open_resources, resources, milliseconds / 1000, in_usd(cost), in_usd(on_demand))
 
 
-def _take_details(connection: Connection, pool_ids: Sequence[str]) -> None:
+def _delete_details(connection: Connection, pool_ids: Sequence[str]) -> None:
     connection.execute(delete(ATTEMPTS).where(ATTEMPTS.c.pool_id.in_(pool_ids)))
     connection.execute(delete(RESERVATIONS).where(RESERVATIONS.c.pool_id.in_(pool_ids)))
     rows = connection.execute(
@@ -215,9 +214,7 @@ def _take_details(connection: Connection, pool_ids: Sequence[str]) -> None:
 
 
 def _slim(tags_json: str) -> str:
-    """Keep of a machine's tags what a receipt says of it, and what tells it from others of its pool should it be listed
-    once more.
-    """
+    """Keep only the tags that a receipt shows, and those that identify the machine if it is listed again."""
     try:
         return json.dumps(
             {name: value for name, value in json.loads(tags_json).items() if name in (TYPE_TAG, LAUNCH_TAG, RANK_TAG)},
@@ -227,7 +224,7 @@ def _slim(tags_json: str) -> str:
         return tags_json
 
 
-# ── cost, in whole numbers that add up on both databases ─────────────────────────────────────────────────────────────
+# ── cost, in integers, so that both databases add up alike ────────────────────────────────────────────────────────────
 
 
 def _total_milliseconds(buckets: Sequence[Bucket]) -> ColumnElement[int]:
@@ -238,7 +235,7 @@ def _total_milliseconds(buckets: Sequence[Bucket]) -> ColumnElement[int]:
 
 
 def _billed_micro_usd(price_per_hour: ColumnElement[int]) -> ColumnElement[int]:
-    """As `Price.cost` counts; what was never bound and has no seconds costs nothing."""
+    """Return the same as `Price.cost`. A resource that was never bound and has no seconds costs nothing."""
     r = RESOURCES.c
     increments = ((_MILLISECONDS + 999) // 1000 + r.increment_seconds - 1) // r.increment_seconds
     seconds = increments * r.increment_seconds
@@ -270,7 +267,7 @@ _HAS_NUMBERS = and_(
 
 
 def _without_numbers(connection: Connection, conditions: Sequence[ColumnElement[bool]]) -> list[UnreadableRow]:
-    """Return the rows of which a bill cannot be made: SQLite compares and adds up text and infinities as it likes."""
+    """Return the rows that cannot be billed, because SQLite accepts text and infinities as numbers."""
     wanted = select(RESOURCES).where(*conditions, not_(_HAS_NUMBERS)).order_by(RESOURCES.c.id)
     return [
         UnreadableRow(RESOURCES.name, row["id"], str(row["pool_id"]), "a price or a time is no number")
@@ -322,9 +319,7 @@ def _is_for(work: Work) -> list[ColumnElement[bool]]:
 
 
 def _work_rows(connection: Connection, by: CostBy, conditions: Sequence[ColumnElement[bool]]) -> list[CostRow]:
-    """Add up by the work: each pool's sums are dealt out in whole milliseconds and micro-dollars, so that nothing is
-    lost to rounding.
-    """
+    """Add up by work. Shares are whole milliseconds and micro-dollars; the rest of a pool's sums is its own."""
     sums = select(
         RESOURCES.c.pool_id, func.count(), func.sum(_MILLISECONDS), func.sum(_COST), func.sum(_ON_DEMAND)
     ).where(*conditions)
@@ -341,14 +336,14 @@ def _work_rows(connection: Connection, by: CostBy, conditions: Sequence[ColumnEl
     totals: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     for pool_id, (resources, milliseconds, cost, on_demand) in found.items():
         its_shares = shares.get(pool_id, [])
-        # more is shared out than it costs where not all of its resources are asked for
+        # the shares may exceed the cost if the conditions leave out some of its resources
         whole = max(cost, sum(part for _, part in its_shares))
         left = [milliseconds, cost, on_demand]
         for work, part in its_shares:
-            dealt = [amount * part // whole if whole else 0 for amount in (milliseconds, cost, on_demand)]
-            left = [rest - amount for rest, amount in zip(left, dealt, strict=True)]
-            _add(totals[_WORK_KEYS[by](work)], 0, *dealt)
-        # its pool's row may be damaged: the bill is whole all the same
+            parts = [amount * part // whole if whole else 0 for amount in (milliseconds, cost, on_demand)]
+            left = [rest - amount for rest, amount in zip(left, parts, strict=True)]
+            _add(totals[_WORK_KEYS[by](work)], 0, *parts)
+        # the row of the pool may be damaged: its cost counts all the same
         _add(totals[_WORK_KEYS[by](works.get(pool_id, Work()))], resources, *left)
     return [_cost_row(by, key, *sums) for key, sums in sorted(totals.items())]
 
@@ -358,9 +353,7 @@ def _add(total: list[int], *amounts: int) -> None:
 
 
 def _bucket_rows(connection: Connection, conditions: Sequence[ColumnElement[bool]]) -> list[CostRow]:
-    """Price each bucket as the difference of what was reached with it and without it: whatever is rounded, the shares
-    add up to the whole.
-    """
+    """Return the cost of each bucket as the difference of two running totals, so that all add up to the bill."""
     columns: list[ColumnElement[Any]] = []
     before, before_on_demand = literal(0, BigInteger), literal(0, BigInteger)
     r = RESOURCES.c

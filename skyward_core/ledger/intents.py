@@ -12,7 +12,7 @@ from sqlalchemy import Connection, RowMapping, Select, bindparam, insert, select
 from skyward_core.errors import BadRequest, LedgerConflict
 from skyward_core.ledger.database import NUMBERS_PER_STATEMENT, Database
 from skyward_core.ledger.pools import known_pool, must_live
-from skyward_core.ledger.rows import Bucket, Intent, Rented, UnreadableRow, Wish, micro_usd
+from skyward_core.ledger.rows import Bucket, Intent, Rented, ResourceRequest, UnreadableRow, micro_usd
 from skyward_core.ledger.tables import IS_OPEN, RESOURCES, Values, intent_of, milliseconds_of, read_rows, stamp
 
 
@@ -23,38 +23,40 @@ class Intents:
         """Use this database."""
         self._database = database
 
-    def intend_all(self, pool_id: str, wishes: Sequence[Wish]) -> list[Intent]:
+    def intend_all(self, pool_id: str, requests: Sequence[ResourceRequest]) -> list[Intent]:
         """Record resources that are about to be requested, all or none.
 
         They are committed when this returns: make the creating call only then.
         """
-        rows = [self._row_of(pool_id, wish) for wish in wishes]
+        rows = [self._row_of(pool_id, request) for request in requests]
         with self._database.write() as connection:
             must_live(connection, pool_id)
             return _written(connection, rows)
 
-    def adopt(self, pool_id: str, wish: Wish, cloud_id: str) -> Intent:
+    def adopt(self, pool_id: str, request: ResourceRequest, cloud_id: str) -> Intent:
         """Record a resource that exists and has no intent: intent and binding at once.
 
         The same call again changes nothing.
         """
         with self._database.write() as connection:
-            known_pool(connection, pool_id, is_alone=True)  # two sweeps may have found the same
-            intent = _written(connection, [self._row_of(pool_id, wish)])[0]
+            known_pool(connection, pool_id, is_alone=True)  # two sweeps may have found the same resource
+            intent = _written(connection, [self._row_of(pool_id, request)])[0]
             return self._change_all(connection, [intent.id], self._binding({intent.id: cloud_id}, []))[0]
 
-    def _row_of(self, pool_id: str, wish: Wish) -> dict[str, Any]:
-        price = wish.price
+    def _row_of(self, pool_id: str, request: ResourceRequest) -> dict[str, Any]:
+        price = request.price
         if price.increment_seconds < 1 or price.minimum_seconds < 0 or price.minimum_usd < 0:
-            raise BadRequest(f"A billing increment is at least one second and a minimum not negative; given {price}.")
+            raise BadRequest(
+                f"A billing increment is at least one second, and a minimum is not negative; given {price}."
+            )
         return {
             "pool_id": pool_id,
-            "kind": wish.kind.value,
-            "provider": wish.provider,
-            "region": wish.region,
-            "name": wish.name,
-            "token": wish.token,
-            "tags_json": json.dumps(dict(wish.tags), sort_keys=True),
+            "kind": request.kind.value,
+            "provider": request.provider,
+            "region": request.region,
+            "name": request.name,
+            "token": request.token,
+            "tags_json": json.dumps(dict(request.tags), sort_keys=True),
             "price_micro_usd_per_hour": micro_usd(price.per_hour),
             "on_demand_micro_usd_per_hour": micro_usd(
                 price.per_hour if price.on_demand_per_hour is None else price.on_demand_per_hour
@@ -65,7 +67,7 @@ class Intents:
             "minimum_micro_usd": micro_usd(price.minimum_usd),
             "extras_json": json.dumps([extra.model_dump() for extra in price.extras]),
             "intended_microseconds": stamp(self._database.clock()),
-            "expires_microseconds": stamp(wish.expires_at),
+            "expires_microseconds": stamp(request.expires_at),
         }
 
     def bind_all(self, ids: Mapping[int, str], as_rented: Mapping[int, Rented] | None = None) -> list[Intent]:
@@ -95,8 +97,8 @@ class Intents:
                 } | changed
             if row["cloud_id"] != cloud_id:
                 conflicts.append(
-                    f"{row['kind']} {row['name']!r} at {row['provider']} is {row['cloud_id']} in the ledger, now"
-                    f" {cloud_id} is said. One request has created two things: terminate {cloud_id}, or write an intent"
+                    f"{row['kind']} {row['name']!r} at {row['provider']} is {row['cloud_id']} in the ledger, but"
+                    f" {cloud_id} now. One request has created two resources: terminate {cloud_id}, or record an intent"
                     " of its own for it."
                 )
             return {}
@@ -105,11 +107,11 @@ class Intents:
 
     def ask_end_all(self, numbers: Iterable[int]) -> list[Intent]:
         """Record that the termination of these was requested; the first time is kept."""
-        asked = stamp(self._database.clock())
+        requested = stamp(self._database.clock())
 
         def change(row: Values) -> dict[str, Any]:
             return (
-                {"end_asked_microseconds": asked}
+                {"end_asked_microseconds": requested}
                 if row["end_asked_microseconds"] is None and row["gone_microseconds"] is None
                 else {}
             )
@@ -127,7 +129,7 @@ class Intents:
     ) -> list[Intent]:
         """Record that these are gone or never existed, with the evidence; the first evidence is kept."""
         if not evidence.strip():
-            raise BadRequest("An intent is closed with the evidence that the thing is gone; none was given.")
+            raise BadRequest("An intent is closed with the evidence that its resource is gone; none was given.")
         gone = stamp(self._database.clock())
 
         def change(row: Values) -> dict[str, Any]:
@@ -166,7 +168,7 @@ class Intents:
     def _change_all(
         self, connection: Connection, numbers: Iterable[int], change: Callable[[Values], dict[str, Any]]
     ) -> list[Intent]:
-        """Apply what `change` makes of the locked rows; return the intents in the order of their numbers as given."""
+        """Lock rows, apply the changes that `change` returns, and return the intents in the order of `numbers`."""
         wanted = list(numbers)
         rows = {row["id"]: row for row in self._locked(connection, sorted(set(wanted)))}
         if missing := next((number for number in wanted if number not in rows), None):
@@ -190,9 +192,7 @@ class Intents:
         return [intent_of({**rows[number], **changes.get(number, {})}) for number in wanted]
 
     def _locked(self, connection: Connection, numbers: Sequence[int]) -> Generator[RowMapping]:
-        """In the order of their numbers, as everybody locks them: two who change the same rows wait for each other and
-        never in a circle.
-        """
+        """Generate locked rows in the order of their numbers. All writers use this order, so there is no deadlock."""
         for start in range(0, len(numbers), NUMBERS_PER_STATEMENT):
             some = select(RESOURCES).where(RESOURCES.c.id.in_(numbers[start : start + NUMBERS_PER_STATEMENT]))
             yield from connection.execute(some.order_by(RESOURCES.c.id).with_for_update()).mappings()
@@ -200,9 +200,7 @@ class Intents:
     def open_intents(
         self, *, pool_id: str | None = None, provider: str | None = None, unreadable: list[UnreadableRow] | None = None
     ) -> list[Intent]:
-        """Return the entries that are not known to be gone, oldest first: all, those of one pool, or those at one
-        provider.
-        """
+        """Return the entries that are not known to be gone, oldest first: all, of one pool, or at one provider."""
         return self._intents(select(RESOURCES).where(IS_OPEN), pool_id, provider, unreadable)
 
     def intents(
@@ -229,7 +227,7 @@ def _as_rented(row: Values, rented: Rented) -> dict[str, Any]:
 
 
 def _written(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> list[Intent]:
-    """Insert those whose tokens are new; return all in their order."""
+    """Insert rows with new tokens; return the intents of all in their order."""
     by_token: dict[str, Intent] = {}
     tokens = [row["token"] for row in rows]
     for start in range(0, len(tokens), NUMBERS_PER_STATEMENT):
@@ -244,18 +242,17 @@ def _written(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> list[
             row[of] for of in ("pool_id", "kind", "provider", "region", "name")
         ):
             raise LedgerConflict(
-                f"Token {found.token!r} stands for {found.kind} {found.name!r} of pool {found.pool_id!r} at"
+                f"Token {found.token!r} belongs to {found.kind} {found.name!r} of pool {found.pool_id!r} at"
                 f" {found.provider}. Use a new token."
             )
     return [by_token[token] for token in tokens]
 
 
 def _noted(row: Values, totals: Mapping[Bucket, int]) -> dict[str, Any]:
-    """Return what changes when these totals are noted: what a close had filled in makes room for them, and once it has
-    there is no more room.
+    """Return the changes of a row for new totals by bucket. They replace the old ones if their sum does not shrink.
 
-    They take the place of those before all together, for what was idle may turn out to have run: all together they
-    never shrink.
+    They replace all buckets together, because idle time may turn out to be running time. Seconds that a close has
+    filled in are reduced by the growth of the sum. When none of them are left, the sum cannot grow any more.
     """
     filled, filled_bucket = row["filled_milliseconds"], row["filled_bucket"]
     known = {

@@ -1,10 +1,8 @@
-"""What one opening of a pool writes into the ledger: what it asks for, what came of it, what each second went to, and
-the evidence of its end.
+"""What one session writes into the ledger: requests, their results, the seconds by bucket, and the evidence of the end.
 
-Before a creating call an error of the ledger is raised: nothing is asked for that is not written down. After it, and
-above all while machines are given back, errors are kept, and raised by `close` when the machines are gone: a full disk
-must not keep a machine running. The history of tries is not money: what the ledger does not take of it is told in the
-log, and that is all.
+Before a creating call, errors of the ledger are raised, because every request must be recorded first. After it, and
+above all during the teardown, errors are kept, and `close` raises them when the machines are gone: a full disk must not
+keep a machine running. The history of attempts is not money. Errors while it is written are only logged.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from skyward_core.errors import ZERO_USD, LeaseLost, LedgerConflict, LedgerError, Refusal, SkywardError
 from skyward_core.events.events import InstanceStopping, SkywardEvent
-from skyward_core.ledger.budgets import Grant
+from skyward_core.ledger.budgets import Commitment
 from skyward_core.ledger.metering import Meter
-from skyward_core.ledger.rows import Attempt, Bucket, Intent, Price, Rented, ResourceKind, Wish
+from skyward_core.ledger.rows import Attempt, Bucket, Intent, Price, Rented, ResourceKind, ResourceRequest
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.offers import Extra, Offer
 from skyward_core.machines.owner import Owner
@@ -47,16 +45,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("skyward")
 
-NOTES, RENEWALS = "what the seconds went to", "the pool's lease"
+NOTES, RENEWALS = "the seconds by bucket", "the pool's lease"
 
 
 def price_of(offer: Offer | Instance, provider: Provider) -> Price:
-    """Return what a machine costs with all that is billed beside it, as the provider counts."""
+    """Return the price of a machine with all extras, and with the provider's billing rules."""
     on_demand = offer.on_demand_price_per_hour
-    beside = _usd_of(offer.extras_per_hour)
+    extras = _usd_of(offer.extras_per_hour)
     return Price(
-        Decimal(repr(offer.price_per_hour)) + beside,
-        None if on_demand is None else Decimal(repr(on_demand)) + beside,
+        Decimal(repr(offer.price_per_hour)) + extras,
+        None if on_demand is None else Decimal(repr(on_demand)) + extras,
         offer.is_spot,
         provider.billing_increment_seconds,
         provider.billing_minimum_seconds,
@@ -65,9 +63,9 @@ def price_of(offer: Offer | Instance, provider: Provider) -> Price:
     )
 
 
-def wish_for_found(instance: Instance, provider: Provider, pool_id: str, expires_at: datetime) -> Wish:
-    """Return the entry for a machine that a listing shows and the ledger does not have."""
-    return Wish(
+def request_for_found(instance: Instance, provider: Provider, pool_id: str, expires_at: datetime) -> ResourceRequest:
+    """Return the request for a machine that a listing shows and the ledger does not have."""
+    return ResourceRequest(
         kind=ResourceKind.INSTANCE,
         provider=provider.name,
         region=instance.region,
@@ -84,7 +82,7 @@ def _usd_of(extras: Iterable[Extra]) -> Decimal:
 
 
 class Launch:
-    """One creating call that is written down: the tags that it must carry, and the numbers of its intents by rank."""
+    """One recorded creating call: the tags of its machines, and the numbers of its intents by rank."""
 
     def __init__(
         self, tags: dict[str, str], intents: Sequence[Intent], first_rank: int, asked_at: float, price: Price
@@ -96,18 +94,18 @@ class Launch:
         self.by_rank = {first_rank + index: intent.id for index, intent in enumerate(intents)}
 
     def answered_by(self, instance: Instance) -> int | None:
-        """Return the number of the intent that a machine is the answer to; by its rank alone if the provider does not
-        tell of which call it came.
+        """Return the number of the intent of a machine; None if another call has created it.
+
+        Without a launch tag its rank decides.
         """
-        is_of_it = instance.tags.get(LAUNCH_TAG, self.tags[LAUNCH_TAG]) == self.tags[LAUNCH_TAG]
-        return self.by_rank.get(instance.rank) if is_of_it else None
+        is_of_this_launch = instance.tags.get(LAUNCH_TAG, self.tags[LAUNCH_TAG]) == self.tags[LAUNCH_TAG]
+        return self.by_rank.get(instance.rank) if is_of_this_launch else None
 
 
-class Book:
-    """The pool's page of the ledger, and the witness of its giving back (`teardown.Witness`). Safe to use from several
-    threads.
+class Journal:
+    """The ledger's entries of one session. Safe to use from several threads. Call `open` first and `close` last.
 
-    `open` first, `close` last.
+    It also receives the confirmed ends of a teardown (`teardown.Witness`).
     """
 
     def __init__(
@@ -134,14 +132,14 @@ class Book:
         self._lock = threading.Lock()
         self._numbers: dict[str, int] = {}
         self._unbound: dict[int, Launch] = {}
-        """The calls that have asked for what has no id yet, by the number of the intent."""
+        """The creating calls of intents without an id, by the number of the intent."""
         self._launches = 0
         self._trouble: dict[str, LedgerError] = {}
 
-    # ── before anything is asked for ─────────────────────────────────────────────────────────────────────────────────
+    # ── before the request ───────────────────────────────────────────────────────────────────────────────────────────
 
     def open(self) -> None:
-        """Write down the pool. Raises LedgerError; then nothing must be asked for."""
+        """Record the pool. Raises LedgerError; then nothing must be requested."""
         self._ledger.open_pool(
             self._pool_id,
             owner=self._owner,
@@ -153,35 +151,33 @@ class Book:
         )
 
     def turn_to(self, provider: Provider, account: str) -> None:
-        """From now on this one is asked, for this account; what another was asked for is known to be gone.
+        """Record the provider and account of all later requests. Raises LedgerError, LeaseLost.
 
-        Raises LedgerError, LeaseLost.
+        All machines at an earlier provider must be known to be gone.
         """
         if (provider, account) != (self._provider, self._provider_account):
             self._ledger.turn_to(self._pool_id, provider.to_json(), account)
         self._provider, self._provider_account = provider, account
 
     def recent_attempts(self, seconds: float) -> list[Attempt]:
-        """Return what became of everybody's tries to rent machines in the last so many seconds; nothing if the ledger
-        does not tell.
-        """
+        """Return the attempts of all pools in the last so many seconds; none if the ledger cannot be read."""
         try:
             return self._ledger.attempts(since=self._now() - timedelta(seconds=seconds))
         except LedgerError:
             return []
 
-    def tried(self, offer: Offer, seconds: float, error: SkywardError | None = None) -> None:
-        """Write down what became of a try to rent machines."""
+    def note_attempt(self, offer: Offer, seconds: float, error: SkywardError | None = None) -> None:
+        """Record the result of an attempt to rent machines."""
         attempt = Attempt(
             self._pool_id, self._now(), offer.provider, offer.region, offer.instance_type, offer.is_spot, seconds
         )
         if error is not None:
             attempt = replace(attempt, error=type(error).__name__, code=error.code, message=str(error))
-        self._note_attempt(attempt)
+        self._write_attempt(attempt)
 
-    def was_refused(self, refusal: Refusal) -> None:
-        """Write down that a provider as a whole could not be asked, or sells nothing that fits."""
-        self._note_attempt(
+    def note_refusal(self, refusal: Refusal) -> None:
+        """Record that a provider could not be queried, or has no offer that fits."""
+        self._write_attempt(
             Attempt(
                 self._pool_id,
                 self._now(),
@@ -196,29 +192,28 @@ class Book:
             )
         )
 
-    def _note_attempt(self, attempt: Attempt) -> None:
-        """Write down a try.
+    def _write_attempt(self, attempt: Attempt) -> None:
+        """Record an attempt; an error of the ledger is only logged.
 
-        What cannot be written is lost for `skyward why` and for who rests, and for nothing else: it ends no pool and
-        hides no error.
+        A lost attempt is missing in `skyward why` and in the choice of offers. It must not end a pool or hide an error.
         """
         try:
             self._ledger.note_attempts([attempt])
         except LedgerError as error:
             _log.warning(
-                "the ledger does not take what became of a try to rent machines; `skyward why` will lack it: %s", error
+                "the ledger could not record an attempt to rent machines; `skyward why` will lack it: %s", error
             )
 
-    def intend(self, offer: Offer, count: int, first_rank: int, grant: Grant) -> Launch:
-        """Write down machines that are about to be asked for in one call.
+    def intend(self, offer: Offer, count: int, first_rank: int, commitment: Commitment) -> Launch:
+        """Record machines that are about to be requested in one call.
 
-        Raises LedgerError, and LeaseLost if the pool was judged dead.
+        Raises LedgerError, and LeaseLost if the pool was condemned.
         """
         with self._lock:
             self._launches += 1
             token = f"{self._pool_id}-{self._launches}"
         now = self._now()
-        latest = grant.hard_end if grant.latest_end is None else grant.latest_end
+        latest = commitment.hard_end if commitment.latest_end is None else commitment.latest_end
         limit = None if latest is None else now + timedelta(seconds=latest - self._meter.now())
         if self._spec.max_lifetime is not None:
             end = now + timedelta(seconds=self._spec.max_lifetime + self._spec.provision_timeout)
@@ -238,8 +233,8 @@ class Book:
         if limit is not None:
             tags[EXPIRES_TAG] = str(int(limit.timestamp()) + 1)
         price = price_of(offer, self._provider)
-        wishes = [
-            Wish(
+        requests = [
+            ResourceRequest(
                 kind=ResourceKind.INSTANCE,
                 provider=self._provider.name,
                 region=offer.region,
@@ -251,16 +246,17 @@ class Book:
             )
             for rank in range(first_rank, first_rank + count)
         ]
-        launch = Launch(tags, self._ledger.intend_all(self._pool_id, wishes), first_rank, self._meter.now(), price)
+        launch = Launch(tags, self._ledger.intend_all(self._pool_id, requests), first_rank, self._meter.now(), price)
         with self._lock:
             self._unbound |= dict.fromkeys(launch.by_rank.values(), launch)
         return launch
 
-    # ── what came of it ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── after the request ────────────────────────────────────────────────────────────────────────────────────────────
 
     def bind(self, launch: Launch, instances: Sequence[Instance]) -> None:
-        """Write down the ids of what was launched; what fewer came than were asked for, never was, and what came
-        unasked is there all the same.
+        """Record the ids of the launched machines.
+
+        Intents without a machine are closed. Machines without an intent are recorded too.
         """
         ids = {
             number: instance.id for instance in instances if (number := launch.by_rank.get(instance.rank)) is not None
@@ -276,19 +272,20 @@ class Book:
             for instance in instances
             if self._provider.tells_what_is_paid and (number := launch.by_rank.get(instance.rank)) is not None
         }
-        with self._kept("the ids of what was launched"):
+        with self._kept("the ids of launched machines"):
             self._ledger.bind_all(ids, as_rented)
-        self._never_were(launch.by_rank.values() - ids.keys(), "fewer came than were asked for")
+        self._never_were(launch.by_rank.values() - ids.keys(), "fewer machines came than were requested")
         self.found(instances)
 
     def _price_as_rented(self, instance: Instance, launch: Launch) -> Price:
-        """What a machine costs: never more than what was set aside for it, and less if the provider says so."""
-        told = Decimal(repr(instance.price_per_hour)) + _usd_of(launch.price.extras)
-        is_told = self._provider.tells_what_is_paid and instance.price_per_hour
-        return replace(launch.price, per_hour=min(told, launch.price.per_hour)) if is_told else launch.price
+        """Return the price of a machine: that of its intent, or a lower one that the provider reports."""
+        if not (self._provider.tells_what_is_paid and instance.price_per_hour):
+            return launch.price
+        paid = Decimal(repr(instance.price_per_hour)) + _usd_of(launch.price.extras)
+        return replace(launch.price, per_hour=min(paid, launch.price.per_hour))
 
     def refused(self, launch: Launch, why: str) -> None:
-        """The provider had none of it, and says so: nothing was created."""
+        """The provider has refused the whole launch: nothing was created."""
         self._never_were(launch.by_rank.values(), f"{self._provider.name} had none: {why}")
 
     def _never_were(self, numbers: Iterable[int], evidence: str) -> None:
@@ -297,11 +294,11 @@ class Book:
             for number in gone:
                 self._unbound.pop(number, None)
         if gone:
-            with self._kept("what never was"):
+            with self._kept("machines that were never created"):
                 self._ledger.close_all(gone, evidence)
 
     def found(self, instances: Iterable[Instance]) -> None:
-        """Write down machines of the pool that only a listing tells of: the answer to their launch was lost."""
+        """Record machines of the pool from a listing: the answer to their launch was lost."""
         with self._lock:
             new = [instance for instance in instances if instance.id not in self._numbers]
         answers = [(instance, self._answered_by(instance)) for instance in new]
@@ -310,13 +307,13 @@ class Book:
             self._meter.start(
                 instance, asked_at, price_of(instance, self._provider) if launch is None else launch.price
             )
-        # its first error ends this: each may have taken half a minute, and the machines are still to be ended
-        with self._kept("what was found"):
+        # the first error ends the loop: each may take half a minute, and the machines must still be terminated
+        with self._kept("machines of a listing"):
             for instance, launch in answers:
                 self._adopt(instance, launch)
 
     def _answered_by(self, instance: Instance) -> Launch | None:
-        """The launch that a machine is the answer to, as long as nothing else was."""
+        """Return the launch that has created a machine; None if its intent has another machine."""
         with self._lock:
             return next(
                 (launch for number, launch in self._unbound.items() if launch.answered_by(instance) == number), None
@@ -325,17 +322,17 @@ class Book:
     def _adopt(self, instance: Instance, launch: Launch | None) -> None:
         number = None if launch is None else self._taken(launch, instance)
         if number is not None:
-            with contextlib.suppress(LedgerConflict):  # a sweep has seen another one first
+            with contextlib.suppress(LedgerConflict):  # a sweep has bound another machine before
                 self._ledger.bind(number, instance.id)
                 return
         adopted = self._ledger.adopt(
-            self._pool_id, wish_for_found(instance, self._provider, self._pool_id, self._now()), instance.id
+            self._pool_id, request_for_found(instance, self._provider, self._pool_id, self._now()), instance.id
         )
         with self._lock:
             self._numbers[instance.id] = adopted.id
 
     def _taken(self, launch: Launch, instance: Instance) -> int | None:
-        """Take the number that a machine is the answer to; None if another one has it."""
+        """Return the intent of a machine, which is bound from now on; None if another machine has it."""
         number = launch.answered_by(instance)
         with self._lock:
             if number is None or self._unbound.pop(number, None) is None:
@@ -343,53 +340,55 @@ class Book:
             self._numbers[instance.id] = number
             return number
 
-    # ── the witness ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── confirmation of the teardown ──────────────────────────────────────────────────────────────────────────────────
 
     def rented(self) -> set[str]:
         """Return the ids of the machines that are not known to be gone."""
         return self._meter.rented()
 
     def ending(self, instance_ids: Iterable[str]) -> None:
-        """Termination of these will be asked for now."""
+        """The termination of these will be requested now."""
         for instance_id in instance_ids:
             self._meter.enter(instance_id, Bucket.TERMINATING)
             self._emit(InstanceStopping(instance_id))
 
     def asked(self, instance_ids: Iterable[str]) -> None:
-        """Termination of these was asked for."""
-        with self._kept("what was to end"):
+        """The termination of these was requested."""
+        with self._kept("requested terminations"):
             self._ledger.ask_end_all(self._numbers_of(instance_ids))
 
     def gone(self, instance_ids: Iterable[str], evidence: str) -> None:
-        """These are gone, and this is how it is known."""
+        """These are gone, with the evidence."""
         ids = list(instance_ids)
         for instance_id in ids:
             self._meter.end(instance_id)
         self.note()
-        with self._kept("what is gone"):
+        with self._kept("machines that are gone"):
             self._ledger.close_all(self._numbers_of(ids), evidence)
 
     def _numbers_of(self, instance_ids: Iterable[str]) -> list[int]:
         with self._lock:
             return [self._numbers[instance_id] for instance_id in instance_ids if instance_id in self._numbers]
 
-    # ── while it is open ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── periodic ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def note(self) -> None:
-        """Write down what the seconds went to so far."""
+        """Record the seconds by bucket so far."""
         buckets = self._meter.buckets()
         with self._lock:
             seconds = {
-                self._numbers[instance_id]: its for instance_id, its in buckets.items() if instance_id in self._numbers
+                self._numbers[instance_id]: its_seconds
+                for instance_id, its_seconds in buckets.items()
+                if instance_id in self._numbers
             }
         if seconds:
             with self._kept(NOTES):
                 self._ledger.note_all(seconds)
 
     def renew(self) -> None:
-        """Lengthen the pool's lease.
+        """Renew the pool's lease. Raises LeaseLost if it was condemned.
 
-        Raises LeaseLost if it was judged dead; an outage of the ledger is kept, for the machines do well without it.
+        Other errors of the ledger are kept, because the machines do not need it.
         """
         with self._kept(RENEWALS):
             self._ledger.renew(self._pool_id, self._now() + timedelta(seconds=self._spec.lease_seconds))
@@ -397,28 +396,27 @@ class Book:
     def live_by_lease(self, seconds: float) -> None:
         """Let the pool outlive this process, for so many seconds from now.
 
-        Raises LedgerError, and LeaseLost if it was judged dead.
+        Raises LedgerError, and LeaseLost if it was condemned.
         """
         self._ledger.live_by_lease(self._pool_id, self._now() + timedelta(seconds=seconds))
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def nothing_is_left(self) -> None:
-        """The provider lists nothing of the pool any more: what was asked for and never got an id is not there."""
+        """The provider lists no machine of the pool any more: close the intents that never got an id."""
         with self._lock:
             unbound = sorted(self._unbound)
         self._never_were(unbound, f"{self._provider.name} lists nothing of the pool")
 
     def close(self) -> None:
-        """Write down the end of the pool. Raises what the ledger has refused since it was opened, if it matters still:
-        the machines are gone all the same.
+        """Record the end of the pool, and raise the kept errors of the ledger. The machines are gone before.
 
-        Called again after an error of the ledger it tries again.
+        After an error it may be called again.
         """
         with self._kept("the end"):
-            self._settle()  # before the end: killed in between the pool is one that a sweep still looks after
+            self._settle()  # before the end: after a crash in between, a sweep still handles the pool
             self._ledger.end_pool(self._pool_id)
-            self._settle()  # nothing can be reserved for it any more, but something may have been meanwhile
+            self._settle()  # a reservation may have come in between; from now on none can come
         trouble, self._trouble = self._trouble, {}
         if trouble:
             *others, last = trouble.values()
@@ -432,9 +430,9 @@ class Book:
 
     @contextlib.contextmanager
     def _kept(self, what: str) -> Generator[None]:
-        """Keep an error of the ledger for `close`; LeaseLost is told at once.
+        """Keep an error of the ledger for `close`; raise LeaseLost at once.
 
-        What is written anew all the time is mended when it is written again.
+        The error of a periodic write is dropped when a later write succeeds.
         """
         try:
             yield
@@ -442,8 +440,8 @@ class Book:
             raise
         except LedgerError as error:
             error.add_note(
-                f"not written down: {what}; the machines themselves are dealt with all the same, and `skyward sweep`"
-                " mends what the ledger missed"
+                f"not recorded: {what}; the machines themselves are handled all the same, and `skyward sweep` completes"
+                " the ledger"
             )
             self._trouble[what] = error
         else:

@@ -1,13 +1,12 @@
-"""The ledger: what was requested, what was created, what it costs, and what is gone. SQLite by default, PostgreSQL by
-URL.
+"""The ledger: requested and created resources, their cost, and their end. SQLite by default, PostgreSQL by URL.
 
 An intent is committed before the call that creates a resource, bound to the cloud's id after it, and closed with the
-evidence that the resource is gone. A crash in between leaves an open intent with all that is needed to find the
-resource: kind, provider, region, name, token, tags.
+evidence that the resource is gone. A crash in between leaves an open intent with the data to find the resource: kind,
+provider, region, name, token, tags.
 
-`rows.py` has the values and `tables.py` the tables. `database.py` owns the connections and transactions; `pools.py`,
-`intents.py`, `bills.py` and `accounts.py` each read and write one group of tables with it. `Ledger` is the one class
-that other packages use.
+`rows.py` has the values, `tables.py` the tables, `schema.py` and `migrations` their versions. `database.py` owns the
+connections and transactions; `sql_engine.py` opens SQLite and PostgreSQL. `pools.py`, `intents.py`, `bills.py` and
+`accounts.py` each read and write one group of tables. `Ledger` is the one class that other packages use.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from skyward_core.ledger.rows import (
     Pruned,
     Rented,
     Reservation,
+    ResourceRequest,
     UnreadableRow,
-    Wish,
 )
 from skyward_core.machines.owner import Owner
 from skyward_core.paths import first_private, state_places
@@ -48,7 +47,7 @@ from skyward_core.work import NO_WORK, Work
 from skyward_core.worker.private_folders import NotPrivate
 
 BUSY_TIMEOUT_SECONDS = 30.0
-"""How long a statement waits for another process that is writing; a write takes milliseconds."""
+"""How long a statement waits for a writer in another process. A write takes milliseconds."""
 ELSEWHERE = (
     "name another place, SKYWARD_LEDGER=sqlite:////var/lib/skyward/ledger.db or postgresql+psycopg://host/database"
 )
@@ -58,9 +57,8 @@ _log = logging.getLogger("skyward")
 def default_url(environ: Mapping[str, str] = os.environ, *, must_last: bool = False) -> str:
     """Return the ledger's URL: `SKYWARD_LEDGER`, or a SQLite file under the user's state directory.
 
-    Where that may not be written to, it is a file in the user's runtime folder, after a warning: such a ledger may be
-    gone after a reboot. `must_last` raises LedgerError instead, for what is paid from an account; and so does whoever
-    has no home at all.
+    If that directory is not writable, it is a file in the user's runtime folder, with a warning, because a reboot may
+    delete it. `must_last` raises LedgerError instead: a budget needs it. A user without a home raises it too.
     """
     if url := environ.get("SKYWARD_LEDGER"):
         return url
@@ -69,11 +67,11 @@ def default_url(environ: Mapping[str, str] = os.environ, *, must_last: bool = Fa
         folder = home[1]()
     except (RuntimeError, KeyError) as error:
         raise LedgerError(
-            f"there is no place for the ledger, for this user has no home ({error}): set HOME, or {ELSEWHERE}"
+            f"there is no place for the ledger, because this user has no home ({error}): set HOME, or {ELSEWHERE}"
         ) from error
     if not folder.is_absolute():
         raise LedgerError(
-            f"there is no place for the ledger, for this user has no home ({folder} leads nowhere): set HOME, or"
+            f"there is no place for the ledger, because this user has no home ({folder} leads nowhere): set HOME, or"
             f" {ELSEWHERE}"
         )
     if _can_be_written(folder):
@@ -96,7 +94,7 @@ def default_url(environ: Mapping[str, str] = os.environ, *, must_last: bool = Fa
 
 
 def _can_be_written(folder: Path) -> bool:
-    """Whether files can be made in a folder, or the folder itself."""
+    """Return whether files can be created in a folder, or the folder itself."""
     there = next(path for path in (folder, *folder.parents) if path.exists())
     return os.access(there, os.W_OK | os.X_OK)
 
@@ -107,8 +105,7 @@ def now() -> datetime:
 
 
 class Ledger:
-    """An open ledger, usable from many threads; each process opens its own (not across a fork). Close it, or use it as
-    a context manager.
+    """An open ledger. Close it, or use it as a context manager. Safe to use from several threads, not across a fork.
 
     Every method is one transaction, committed when it returns, and raises LedgerError when the database cannot be used.
     SQLite files are in WAL mode: readers never wait, and nothing waits for them. Do not put the file on a network file
@@ -118,7 +115,7 @@ class Ledger:
     def __init__(
         self, url: str, *, clock: Callable[[], datetime] = now, busy_timeout_seconds: float = BUSY_TIMEOUT_SECONDS
     ) -> None:
-        """Open the ledger at a SQLAlchemy URL; create it if it does not exist, migrate it from an older version."""
+        """Open the ledger at a SQLAlchemy URL, and create or migrate it."""
         self._database = Database(url, clock, busy_timeout_seconds)
         self.url = self._database.url
         self._pools = Pools(self._database)
@@ -127,7 +124,7 @@ class Ledger:
         self._accounts = Accounts(self._database)
 
     def close(self) -> None:
-        """Close all connections; may be called twice. A later call opens a connection for its transaction."""
+        """Close all connections. May be called twice. A later call opens its own connection."""
         self._database.close()
 
     def __enter__(self) -> Self:
@@ -138,8 +135,7 @@ class Ledger:
     ) -> None:
         self.close()
 
-    # ── pools
-    # ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── pools ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def open_pool(
         self,
@@ -164,9 +160,9 @@ class Ledger:
         )
 
     def turn_to(self, pool_id: str, provider: Mapping[str, Any], provider_account: str) -> None:
-        """Record the provider and account of a pool from now on. All machines at an earlier provider must be known to
-        be gone.
+        """Record the provider and account of a pool from now on.
 
+        All machines at an earlier provider must be known to be gone.
         Raises LeaseLost if the pool was condemned or has ended, LedgerConflict if it is unknown.
         """
         self._pools.turn_to(pool_id, provider, provider_account)
@@ -187,9 +183,9 @@ class Ledger:
         return pool_id in self.condemn_all({pool_id: seen})
 
     def condemn_all(self, seen: Mapping[str, datetime]) -> set[str]:
-        """Condemn pools, each unless its lease was renewed: `seen` has the ends that were read. From now on nothing is
-        requested for them.
+        """Condemn pools, each unless its lease was renewed: `seen` has the ends that were read.
 
+        From now on nothing is requested for them.
         Returns the ids of those that are dead: condemned now or before, or ended. The leases of the others were
         renewed: read them again. Raises LedgerConflict if one is unknown.
         """
@@ -213,7 +209,7 @@ class Ledger:
     def pools(self, *, include_ended: bool = False, unreadable: list[UnreadableRow] | None = None) -> list[PoolEntry]:
         """Return the pools, oldest first.
 
-        Rows that cannot be read go into `unreadable`; without that list they raise, here and in the other listings.
+        Rows that cannot be read are appended to `unreadable`; without that list they raise, as in the other listings.
         """
         return self._pools.pools(include_ended=include_ended, unreadable=unreadable)
 
@@ -223,11 +219,10 @@ class Ledger:
         """Return the pools with what each has cost so far, oldest first; with `limit` only so many of the newest."""
         return self._bills.pool_rows(include_ended=include_ended, limit=limit, unreadable=unreadable)
 
-    # ── attempts
-    # ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── attempts ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def note_attempts(self, attempts: Sequence[Attempt]) -> None:
-        """Record the results of tries to rent machines."""
+        """Record the results of attempts to rent machines."""
         self._pools.note_attempts(attempts)
 
     def attempts(
@@ -237,33 +232,31 @@ class Ledger:
         since: datetime | None = None,
         unreadable: list[UnreadableRow] | None = None,
     ) -> list[Attempt]:
-        """Return tries to rent machines, oldest first: those of a pool, those since a time, or all."""
+        """Return attempts to rent machines, oldest first: of one pool, since a time, or all."""
         return self._pools.attempts(pool_id=pool_id, since=since, unreadable=unreadable)
 
-    # ── intents
-    # ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── intents ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def intend(self, pool_id: str, wish: Wish) -> Intent:
+    def intend(self, pool_id: str, request: ResourceRequest) -> Intent:
         """Record one resource that is about to be requested; see `intend_all`."""
-        return self.intend_all(pool_id, [wish])[0]
+        return self.intend_all(pool_id, [request])[0]
 
-    def intend_all(self, pool_id: str, wishes: Sequence[Wish]) -> list[Intent]:
-        """Record resources that are about to be requested, all or none. They are committed when this returns: make the
-        creating call only then.
+    def intend_all(self, pool_id: str, requests: Sequence[ResourceRequest]) -> list[Intent]:
+        """Record resources that are about to be requested, all or none.
 
+        They are committed when this returns: make the creating call only then.
         For a known token the entry is returned unchanged: the call is a retry. Raises LedgerConflict if the token
         belongs to another resource or the pool is unknown, LeaseLost if the pool was condemned or has ended.
         """
-        return self._intents.intend_all(pool_id, wishes)
+        return self._intents.intend_all(pool_id, requests)
 
-    def adopt(self, pool_id: str, wish: Wish, cloud_id: str) -> Intent:
-        """Record a resource that exists and has no intent: intent and binding at once. The same call again changes
-        nothing.
+    def adopt(self, pool_id: str, request: ResourceRequest, cloud_id: str) -> Intent:
+        """Record a resource that exists and has no intent: intent and binding at once. Idempotent.
 
         Allowed for a pool that is condemned or has ended: what exists must be ended. Errors as of `intend_all` and
         `bind`.
         """
-        return self._intents.adopt(pool_id, wish, cloud_id)
+        return self._intents.adopt(pool_id, request, cloud_id)
 
     def bind(self, intent: Intent | int, cloud_id: str) -> Intent:
         """Record the cloud's id of one created resource; see `bind_all`."""
@@ -302,21 +295,17 @@ class Ledger:
         return self._intents.close_all(numbers, evidence, fill=fill, paid_until=paid_until)
 
     def note_all(self, seconds: Mapping[int, Mapping[Bucket, float]]) -> None:
-        """Record how the seconds of resources were spent so far: totals by bucket, in whole milliseconds. The same
-        totals again change nothing.
+        """Record the seconds of resources so far: totals by bucket, in whole milliseconds. Idempotent.
 
         The buckets of a resource are replaced together if their sum does not shrink: a second may move to another
-        bucket and is never lost. Allowed after the
-        close: noted seconds then replace those that the close has filled in, and are never added to them.
+        bucket and is never lost. After the close, noted seconds replace those that the close has filled in.
         """
         self._intents.note_all(seconds)
 
     def open_intents(
         self, *, pool_id: str | None = None, provider: str | None = None, unreadable: list[UnreadableRow] | None = None
     ) -> list[Intent]:
-        """Return the entries that are not known to be gone, oldest first: all, those of one pool, or those at one
-        provider.
-        """
+        """Return the entries that are not known to be gone, oldest first: all, of one pool, or at one provider."""
         return self._intents.open_intents(pool_id=pool_id, provider=provider, unreadable=unreadable)
 
     def intents(
@@ -325,8 +314,7 @@ class Ledger:
         """Return all entries, open and closed, oldest first."""
         return self._intents.intents(pool_id=pool_id, provider=provider, unreadable=unreadable)
 
-    # ── cost
-    # ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── cost ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def cost_rows(
         self,
@@ -338,9 +326,9 @@ class Ledger:
         work: Work = NO_WORK,
         unreadable: list[UnreadableRow] | None = None,
     ) -> list[CostRow]:
-        """Return the bill, added up by `by`: of all, of one pool, of intents from `since` until before `until`, or of
-        pools for this work.
+        """Return the bill, added up by `by`.
 
+        It is the bill of all pools, one pool, intents from `since` until before `until`, or pools for this work.
         A pool is for `work` if its own work has the same text in each field that is not empty in `work`. The sum of the
         rows does not depend on `by`. By bucket there is one more row, `BILLING_ROUNDING`. By run, task and asset,
         shares of a pool's cost (`set_shares`) count for the work that they name. The rest of the cost, and the number
@@ -350,19 +338,18 @@ class Ledger:
         return self._bills.cost_rows(by, pool_id=pool_id, since=since, until=until, work=work, unreadable=unreadable)
 
     def set_shares(self, pool_id: str, shares: Mapping[Work, Decimal]) -> None:
-        """Record which work parts of a pool's cost are for, in USD; they replace earlier shares. Allowed after the end
-        of the pool.
+        """Record the parts of a pool's cost by work, in USD. They replace earlier shares.
 
+        Allowed after the end of the pool.
         Raises BadRequest for a negative share, LedgerConflict if the pool is unknown.
         """
         self._bills.set_shares(pool_id, shares)
 
     def shares(self, pool_id: str) -> dict[Work, Decimal]:
-        """Return which work parts of a pool's cost are for, in USD."""
+        """Return the parts of a pool's cost by work, in USD."""
         return self._bills.shares(pool_id)
 
-    # ── money
-    # ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── accounts ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def set_account(self, account: Account) -> None:
         """Create an account, or change its limit or period; a new period counts from zero."""
@@ -373,9 +360,7 @@ class Ledger:
         return self._accounts.accounts(unreadable=unreadable)
 
     def left_usd(self, account: str, pool_id: str) -> Decimal:
-        """Return what a pool could reserve from an account now, in USD; negative if more was spent than had been
-        reserved.
-        """
+        """Return what a pool could reserve from an account now, in USD; negative after overspending."""
         return self._accounts.left_usd(account, pool_id)
 
     def reserve(self, account: str, pool_id: str, usd: Decimal) -> Reservation:
@@ -387,9 +372,9 @@ class Ledger:
         return self._accounts.reserve(account, pool_id, usd)
 
     def roll(self, account: str, pool_id: str, spent_usd: Decimal, next_usd: Decimal) -> Reservation:
-        """Settle a pool's reservations from an account with what it has spent since the last settlement, and reserve
-        for the next interval: both or neither.
+        """Settle a pool's reservations from an account, and reserve for the next interval: both or neither.
 
+        `spent_usd` is the cost since the last settlement.
         `settle_pool` describes how the sum is divided among several reservations. The next reservation may be 0 USD.
         Errors as of `reserve`; after BudgetExceeded nothing has changed.
         """
@@ -403,17 +388,15 @@ class Ledger:
         return self._accounts.settle(reservation, spent_usd)
 
     def settle_pool(self, pool_id: str, spent_usd: Decimal) -> None:
-        """Settle all open reservations of a pool, so that its settled sums together are what it has spent; again
-        changes nothing.
+        """Settle all open reservations of a pool, so that its settled sums add up to `spent_usd`. Idempotent.
 
-        Oldest first, each takes what it had reserved, and the newest what is beyond: so no period and no account pays
-        for another while there is enough. If more than was spent has been settled already, the open ones are settled
-        with nothing.
+        The oldest comes first. Each pays at most its own sum, and the newest pays the rest: so no period and no account
+        pays for another one while there is enough. If the settled sum is larger already, the open ones pay nothing.
         """
         self._accounts.settle_pool(pool_id, spent_usd)
 
     def release(self, reservation: Reservation | int) -> Reservation:
-        """Give a reservation back unspent."""
+        """Free a reservation unspent."""
         return self.settle(reservation, ZERO_USD)
 
     def open_reservations(
@@ -422,21 +405,16 @@ class Ledger:
         """Return the reservations that are not settled, oldest first."""
         return self._accounts.open_reservations(pool_id=pool_id, unreadable=unreadable)
 
-    # ── pruning
-    # ────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── pruning ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def prune(self, ended_before: datetime, *, is_dry_run: bool = True) -> Pruned:
-        """Take away the details of pools that ended before then, of which nothing is open; again with the same changes
-        nothing.
+        """Delete the details of pools that ended before then and have no open entries. Idempotent.
 
-        Their specs, their tries to rent machines, the tags of their machines and their settled reservations go. What
-        they have cost stays, machine by machine, and so does what accounts have spent: bills, receipts and budgets say
-        what they said before.
+        Details are specs, attempts to rent machines, tags of machines and settled reservations. The cost of each
+        machine and the spending of accounts stay: bills, receipts and budgets show the same as before.
         """
         return self._bills.prune(ended_before, is_dry_run=is_dry_run)
 
     def vacuum(self) -> None:
-        """Give the room of what was pruned back to the disk (SQLite), or to the tables (PostgreSQL, where it is done by
-        itself too).
-        """
+        """Free the space of deleted rows: on the disk (SQLite), or in the tables (PostgreSQL)."""
         self._database.vacuum()

@@ -1,4 +1,4 @@
-"""The ledger's tables of pools and of tries to rent machines (`Ledger` is their public interface)."""
+"""The ledger's tables of pools and of attempts to rent machines (`Ledger` is their public interface)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAY_SPEND = POOLS.c.condemned_microseconds.is_(None) & POOLS.c.ended_microsecon
 
 
 class Pools:
-    """The rows of pools, and of the tries to rent machines for them."""
+    """The rows of pools, and of the attempts to rent machines for them."""
 
     def __init__(self, database: Database) -> None:
         """Use this database."""
@@ -53,7 +53,7 @@ class Pools:
         }
         with self._database.write() as connection:
             if connection.execute(select(POOLS.c.id).where(POOLS.c.id == pool_id)).first() is not None:
-                raise LedgerConflict(f"The ledger already has a pool {pool_id!r}. Take a new id.")
+                raise LedgerConflict(f"The ledger already has a pool {pool_id!r}. Use a new id.")
             return pool_of(connection.execute(insert(POOLS).values(values).returning(*POOLS.c)).mappings().one())
 
     def turn_to(self, pool_id: str, provider: Mapping[str, Any], provider_account: str) -> None:
@@ -133,14 +133,14 @@ class Pools:
     def pools(self, *, include_ended: bool = False, unreadable: list[UnreadableRow] | None = None) -> list[PoolEntry]:
         """Return the pools, oldest first.
 
-        Rows that cannot be read go into `unreadable`; without that list they raise, here and in the other listings.
+        Rows that cannot be read are appended to `unreadable`; without that list they raise, as in the other listings.
         """
         with self._database.read() as connection:
             wanted = select_pools(include_ended).order_by(POOLS.c.created_microseconds, POOLS.c.id)
             return read_rows(connection.execute(wanted).mappings(), pool_of, unreadable)
 
     def note_attempts(self, attempts: Sequence[Attempt]) -> None:
-        """Record the results of tries to rent machines."""
+        """Record the results of attempts to rent machines."""
         rows = [
             {
                 "pool_id": attempt.pool_id,
@@ -167,7 +167,7 @@ class Pools:
         since: datetime | None = None,
         unreadable: list[UnreadableRow] | None = None,
     ) -> list[Attempt]:
-        """Return tries to rent machines, oldest first: those of a pool, those since a time, or all."""
+        """Return attempts to rent machines, oldest first: of one pool, since a time, or all."""
         wanted = select(ATTEMPTS, POOLS.c.spec_json).join(POOLS).order_by(ATTEMPTS.c.at_microseconds, ATTEMPTS.c.id)
         if pool_id is not None:
             wanted = wanted.where(ATTEMPTS.c.pool_id == pool_id)
@@ -182,7 +182,7 @@ def select_pools(include_ended: bool) -> Select[Any]:
 
 
 def must_live(connection: Connection, pool_id: str) -> None:
-    """Raise LeaseLost for a pool that may not spend any more; nobody can condemn it until the transaction is over."""
+    """Raise LeaseLost if a pool is condemned or has ended; it cannot be condemned before the transaction ends."""
     entry = known_pool(connection, pool_id)
     if entry.ended_at is not None:
         raise LeaseLost(
@@ -192,13 +192,14 @@ def must_live(connection: Connection, pool_id: str) -> None:
     if entry.condemned_at is not None:
         raise LeaseLost(
             f"Pool {pool_id!r} was judged dead at {entry.condemned_at:%Y-%m-%d %H:%M:%S} UTC: its lease had run out, or"
-            " its owner was not there any more. Its machines are being ended. Open another."
+            " its owner was dead. Its machines are being terminated. Open another."
         )
 
 
 def known_pool(connection: Connection, pool_id: str, *, is_alone: bool = False) -> PoolEntry:
-    """Return a pool that stays as it is until the transaction is over; alone, nobody else can write down anything of it
-    either.
+    """Return a pool, and lock its row until the transaction ends.
+
+    With `is_alone`, no other transaction can add entries of the pool meanwhile.
     """
     row = (
         connection.execute(select(POOLS).where(POOLS.c.id == pool_id).with_for_update(read=not is_alone))

@@ -1,6 +1,4 @@
-"""What a pool has rented, what became of each thing, and what it has cost: plain data, out of the ledger, for whoever
-has to account for it.
-"""
+"""The receipt of a pool as plain data: what it has rented, how each resource ended, and what it has cost."""
 
 from __future__ import annotations
 
@@ -16,16 +14,15 @@ from skyward_core.providers.base import TYPE_TAG
 
 
 def receipt(ledger: Ledger, pool_id: str, *, unreadable: list[UnreadableRow] | None = None) -> dict[str, Any]:
-    """Return the receipt of a pool, made of what `json.dumps` takes. Raises LedgerError, and LedgerConflict if the
-    ledger does not know the pool.
+    """Return the receipt of a pool as data for `json.dumps`; of a live pool, the receipt so far.
 
-    Entries that cannot be read are left out and put into `unreadable`; without that list they are raised.
+    Raises LedgerError, and LedgerConflict if the ledger does not have the pool. Entries that cannot be read are
+    appended to `unreadable`, and raised without that list.
 
-    Times are UTC in ISO 8601, None for what has not happened; money is USD to the micro-dollar, seconds are kept to the
-    millisecond. `resources` are in the order in which they were asked for; their costs add up to `total_cost_usd`, and
-    so do those of `buckets`, which have the billing rounding as one of them. `lines` say what of it was for machines
-    and what for disks, addresses and the like, and add up to it too. `left` are the resources that nobody has seen to
-    be gone. It may be asked for at any time: while the pool lives it tells what there is so far.
+    Times are UTC in ISO 8601, None if it has not happened; money is USD to the micro-dollar, seconds are exact to the
+    millisecond. `resources` are in the order of their requests. Their costs add up to `total_cost_usd`, and so do the
+    `buckets`, one of which is the billing rounding. `lines` divide the same total into machines, disks, addresses and
+    so on. `left` are the resources that are not known to be gone.
     """
     pool = ledger.pool(pool_id)
     if pool is None:
@@ -84,7 +81,7 @@ def _resource(intent: Intent, bill: CostRow) -> dict[str, Any]:
 
 
 def _lines(intents: Iterable[Intent], bills: Mapping[str, CostRow]) -> dict[str, float]:
-    """What machines, and what each kind of thing that is billed beside them, has cost in all."""
+    """Return the total cost of the machines, and of each kind of extra."""
     totals: dict[str, Decimal] = {}
     for intent in intents:
         for name, usd in intent.price.lines(bills[str(intent.id)].cost_usd).items():
@@ -93,7 +90,7 @@ def _lines(intents: Iterable[Intent], bills: Mapping[str, CostRow]) -> dict[str,
 
 
 def _name(intent: Intent) -> dict[str, Any]:
-    """What a person needs to find it at the provider."""
+    """Return what a person needs to find a resource at the provider."""
     return {
         "kind": intent.kind.value,
         "provider": intent.provider,

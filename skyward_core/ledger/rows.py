@@ -1,4 +1,4 @@
-"""What the ledger's entries are, as values: pools, what was asked for and what became of it, bills, accounts.
+"""The ledger's entries as values: pools, requested resources and their states, bills, accounts.
 
 Money is `Decimal` USD, times are UTC.
 """
@@ -32,7 +32,7 @@ class ResourceKind(StrEnum):
 
 
 class Bucket(StrEnum):
-    """What a second of a resource was spent on; each second falls into one. The order is that of a resource's life."""
+    """What a second of a resource was spent on; each is in one bucket. Their order is that of a resource's life."""
 
     LAUNCHING = "launching"
     BOOTSTRAPPING = "bootstrapping"
@@ -43,11 +43,11 @@ class Bucket(StrEnum):
 
 
 BILLING_ROUNDING = "billing rounding"
-"""Key of the cost row for what is billed beyond the seconds noted: begun minutes, minimum hours."""
+"""Key of the cost row for billed time beyond the noted seconds: begun minutes, minimum hours."""
 
 
 class Period(StrEnum):
-    """What the limit of an account holds for: one pool, one UTC day, or one UTC month."""
+    """What the limit of an account is for: one pool, one UTC day, or one UTC month."""
 
     RUN = "run"
     DAY = "day"
@@ -55,9 +55,9 @@ class Period(StrEnum):
 
 
 class CostBy(StrEnum):
-    """What `Ledger.cost_rows` adds up by.
+    """The key by which `Ledger.cost_rows` adds up.
 
-    A resource belongs to the UTC day of its intent; RUN, TASK and ASSET are those of the work that a pool is for.
+    A resource belongs to the UTC day of its intent. RUN, TASK and ASSET are those of the pool's work.
     """
 
     RESOURCE = "resource"
@@ -72,12 +72,12 @@ class CostBy(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PoolEntry:
-    """A pool as the ledger knows it.
+    """A pool in the ledger.
 
-    `provider` is the provider as `Provider.to_json()` gives it. `ended_at` is None while nobody has said that it has
-    ended. `lives_by_lease`: it was detached, or has detached calls, and outlives its owner until its lease runs out.
-    `condemned_at`: a sweep has judged it dead and ends its machines. `account` is the one that pays, `provider_account`
-    is whose machines they are in the provider's words ("": not known). `work` is what it is rented for.
+    `provider` is the result of `Provider.to_json()`. `ended_at` is None until the end of the pool is recorded.
+    `lives_by_lease`: the pool was detached, or has detached calls, and outlives its owner until its lease expires.
+    `condemned_at`: a sweep has condemned it and ends its machines. `account` is the account that pays.
+    `provider_account` is the provider's account that has the machines ("": unknown). `work` is the pool's purpose.
     """
 
     id: str
@@ -93,10 +93,10 @@ class PoolEntry:
     provider_account: str = ""
     work: Work = NO_WORK
     trouble: str = ""
-    """What of its row could not be read, in words: its owner, so that nothing but its lease tells whether it lives."""
+    """Why its owner could not be read; "" if it could. Then only its lease shows whether it lives."""
 
     def why_dead(self, now: datetime, owner_state: OwnerState) -> str:
-        """Return why nobody may count on this pool's machines any more; "" if it is live."""
+        """Return why this pool is dead; "" if it lives."""
         if self.ended_at is not None:
             return "the pool has ended"
         if self.condemned_at is not None:
@@ -109,17 +109,17 @@ class PoolEntry:
 
 
 class UnreadableRow(LedgerError):
-    """A row of the ledger whose text or numbers mean nothing: mend it, or delete it.
+    """A row of the ledger with values that cannot be read. A person must correct or delete it.
 
-    `pool_id` is "" if it is about no pool.
+    `pool_id` is "" if the row belongs to no pool.
     """
 
     def __init__(self, table: str, key: object, pool_id: str, reason: str) -> None:
-        """Say which row of which table it is, and what could not be read."""
+        """Name the row, its table and the reason."""
         super().__init__(
             f"row {key!r} of {table} in the ledger cannot be"
-            f" read{f' (pool {pool_id!r})' if pool_id and pool_id != key else ''}: {reason}. Mend that row, or delete"
-            " it, with the database's own shell (sqlite3, psql)."
+            f" read{f' (pool {pool_id!r})' if pool_id and pool_id != key else ''}"
+            f": {reason}. Correct that row, or delete it, with the database's own shell (sqlite3, psql)."
         )
         self.pool_id = pool_id
         self.is_pool = key == pool_id
@@ -128,9 +128,10 @@ class UnreadableRow(LedgerError):
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One try to rent machines: `error` is "" if they came, else the class of ours; `code` is the provider's own word.
+    """One attempt to rent machines.
 
-    The rest as in `errors.Refusal`.
+    `error` is "" after a success, else the class of our error; `code` is the provider's own code. The other fields are
+    those of `errors.Refusal`.
     """
 
     pool_id: str
@@ -144,17 +145,16 @@ class Attempt:
     code: str = ""
     message: str = ""
     nodes: int = 1
-    """How many machines its pool wants: what is known of the pool, not written down with each try."""
+    """The number of nodes of its pool. It is read from the pool, not stored with each attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What a resource costs, in USD per hour, as it was launched, and how the provider counts: begun increments, and at
-    least a minimum.
+    """The price of a resource in USD per hour at its launch, and the provider's billing rules: increments and minimums.
 
-    `per_hour` has everything in it; `on_demand_per_hour` is what the same thing costs without spot, the same if not
-    given. `extras` say what of both is billed beside the machine. `minimum_usd` is paid at least, if there was anything
-    at all.
+    `per_hour` includes all extras. `on_demand_per_hour` is the price without spot; None if it is the same. `extras` are
+    the parts of both prices that are billed in addition to the machine. `minimum_usd` is the lowest cost of a resource
+    that existed.
     """
 
     per_hour: Decimal = ZERO_USD
@@ -166,15 +166,15 @@ class Price:
     extras: tuple[Extra, ...] = ()
 
     def cost(self, seconds: float) -> Decimal:
-        """Return what so many seconds cost, in USD with six places, rounded up once: begun increments, at least the
-        minimum.
+        """Return the cost of so many seconds in USD, rounded up once to six places.
 
-        The ledger's SQL counts the same (`ledger.cost_rows`); a test compares them.
+        Begun increments count as whole ones, and the minimum applies. The ledger's SQL computes the same
+        (`ledger.cost_rows`); a test compares them.
         """
         return self._billed(self.per_hour, seconds)
 
     def on_demand_cost(self, seconds: float) -> Decimal:
-        """Return what they would cost without spot."""
+        """Return the cost of so many seconds without spot."""
         return self._billed(self.per_hour if self.on_demand_per_hour is None else self.on_demand_per_hour, seconds)
 
     def _billed(self, per_hour: Decimal, seconds: float) -> Decimal:
@@ -188,9 +188,7 @@ class Price:
         )
 
     def lines(self, cost: Decimal) -> dict[str, Decimal]:
-        """Return what of a cost, in USD, was for the machine ("machine") and for each of the extras, by its name; they
-        add up to it.
-        """
+        """Divide a cost in USD into the parts of the machine ("machine") and of each extra, by name."""
         per_hour = self.per_hour or Decimal(1)
         shares = {
             extra.name: (cost * Decimal(repr(extra.usd_per_hour)) / per_hour).quantize(MICRO_USD, ROUND_FLOOR)
@@ -200,7 +198,7 @@ class Price:
 
 
 def micro_usd(usd: Decimal) -> int:
-    """Round up to a whole micro-dollar: what is refused too early costs nothing, what is spent unseen does."""
+    """Return whole micro-dollars, rounded up: a limit must stop a little too early, never too late."""
     return int(usd.quantize(MICRO_USD, ROUND_CEILING) / MICRO_USD)
 
 
@@ -210,11 +208,11 @@ def _up(number: int, by: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
-    """One thing that is about to be asked for: what an intent says of it before there is an answer.
+class ResourceRequest:
+    """One resource that is about to be requested: the part of its intent that is known before the answer.
 
-    `token` is the creating call's idempotency token with what tells the things of one call apart; `tags` are those that
-    it will carry.
+    `token` is the idempotency token of the creating call, with a suffix for each resource of the call. `tags` are the
+    tags that the resource will have.
     """
 
     kind: ResourceKind
@@ -229,9 +227,7 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Rented:
-    """What a provider has given in place of quite what was asked for: at a lower price, USD per hour, with tags that
-    tell what it is.
-    """
+    """How a resource differs from the request: its lower price in USD per hour, and its tags."""
 
     per_hour: Decimal
     tags: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -239,10 +235,10 @@ class Rented:
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """One thing that we asked a provider for, and what has become of it.
+    """One requested resource, and its state.
 
-    Open until `gone_at` is set. `cloud_id` is None while nobody knows whether the creating call took effect: find out
-    by `token`, `name` and `tags`.
+    Open until `gone_at` is set. `cloud_id` is None while it is unknown whether the creating call took effect. Then
+    `token`, `name` and `tags` find the resource.
     """
 
     id: int
@@ -266,7 +262,7 @@ class Intent:
 
 @dataclass(frozen=True, slots=True)
 class CostRow:
-    """A line of a bill: what it is for, how many resources, their seconds, and USD as priced and as on demand."""
+    """A line of a bill: its key, the number of resources, their seconds, and the cost in USD, real and on demand."""
 
     key: str
     resources: int
@@ -276,15 +272,15 @@ class CostRow:
 
     @property
     def saved_usd(self) -> Decimal:
-        """What spot has saved against on demand."""
+        """The on-demand cost minus the real cost."""
         return self.on_demand_usd - self.cost_usd
 
 
 @dataclass(frozen=True, slots=True)
 class PoolRow:
-    """A pool with what it has asked for and what that has cost so far: a line of `skyward ps`.
+    """A pool with its resources and their cost so far: a line of `skyward ps`.
 
-    `seconds` are those of all its resources together.
+    `seconds` is the sum of all its resources.
     """
 
     entry: PoolEntry
@@ -296,14 +292,12 @@ class PoolRow:
 
 
 PRUNED_SPEC = '{"pruned": true}'
-"""Takes the place of the spec of a pool whose details were pruned (`Ledger.prune`)."""
+"""Replaces the spec of a pool whose details were pruned (`Ledger.prune`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """What `Ledger.prune` has taken away, or would take: details of so many pools, tries to rent machines, and
-    reservations that were settled.
-    """
+    """How many pools, attempts and settled reservations `Ledger.prune` has pruned, or would prune."""
 
     pools: int
     attempts: int
@@ -312,7 +306,7 @@ class Pruned:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """A limit in USD for each period, shared by all pools that name it."""
+    """A limit in USD for each period, shared by all pools that use the account."""
 
     name: str
     limit_usd: Decimal
@@ -321,7 +315,7 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Money set aside for a pool. `scope` is the period it counts in: `pool <id>`, `2026-11-21` or `2026-11`."""
+    """Reserved money of a pool. `scope` is the period to which it belongs: `pool <id>`, `2026-11-21` or `2026-11`."""
 
     id: int
     account: str

@@ -1,6 +1,4 @@
-"""The purse: no history of launches and losses can cost more than `max_cost`, no interval begins that the account has
-not set aside, and both are told in time.
-"""
+"""Spending limits: no history of launches and losses costs more than `max_cost`, and no interval begins unreserved."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from hypothesis import strategies as st
 
 from skyward_core import Instance, InstanceState
 from skyward_core.errors import BudgetExceeded, LeaseLost, LedgerError
-from skyward_core.ledger.budgets import Fill, Grant, Purse
+from skyward_core.ledger.budgets import Commitment, Fill, SpendingLimit
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.metering import Meter
 from skyward_core.ledger.rows import Account, Period, Price, Reservation
@@ -61,35 +59,33 @@ def usd(price: str, increment: int = 1, minimum: int = 0) -> Price:
 
 @dataclass
 class Pool:
-    """What a pool does with its purse, on a clock that the test turns."""
+    """A pool with a spending limit, on a clock that the test moves."""
 
     clock: Clock
     meter: Meter
-    purse: Purse
+    limit: SpendingLimit
     names: list[str] = field(default_factory=list)
-    grants: dict[str, Grant] = field(default_factory=dict)
+    commitments: dict[str, Commitment] = field(default_factory=dict)
 
-    def launch(self, machines: int, price: Price) -> Grant:
-        """Ask for machines and get them at once."""
-        grant = self.purse.grant(machines, price)
-        self.came(machines, price, grant)
-        return grant
+    def launch(self, machines: int, price: Price) -> Commitment:
+        """Request machines and get them at once."""
+        commitment = self.limit.commit(machines, price)
+        self.came(machines, price, commitment)
+        return commitment
 
-    def came(self, machines: int, price: Price, grant: Grant) -> None:
+    def came(self, machines: int, price: Price, commitment: Commitment) -> None:
         ids = [f"m-{len(self.names) + index}" for index in range(machines)]
         for name in ids:
             self.meter.start(machine(name), self.clock(), price)
-        self.purse.launched(ids, grant)
+        self.limit.launched(ids, commitment)
         self.names += ids
-        self.grants |= dict.fromkeys(ids, grant)
+        self.commitments |= dict.fromkeys(ids, commitment)
 
     def go_until(self, fill: Fill, longest: float = 2 * HOUR, step: float = 1.0) -> list[Fill]:
-        """Let seconds pass, looking each time, until it is as empty as that; return what was seen on the way, each
-        once.
-        """
+        """Check each second until the fill is reached; return the fills on the way, each once."""
         seen: list[Fill] = []
         for _ in range(int(longest / step)):
-            now, reason = self.purse.turn()
+            now, reason = self.limit.check()
             assert (reason != "") == (now > Fill.FULL)
             if not seen or seen[-1] != now:
                 seen.append(now)
@@ -102,29 +98,29 @@ class Pool:
 def pool(max_cost: float | None, **settings: object) -> Pool:
     clock = Clock()
     meter = Meter(clock)
-    return Pool(clock, meter, Purse("sky-1", meter, max_cost=max_cost, **settings))  # type: ignore[arg-type]
+    return Pool(clock, meter, SpendingLimit("sky-1", meter, max_cost=max_cost, **settings))  # type: ignore[arg-type]
 
 
 # ── max_cost: what may be launched ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_without_a_limit_everything_is_granted_for_ever() -> None:
-    """Neither a hard end nor a paid time, and it stays full."""
+def test_without_a_limit_launches_have_no_end() -> None:
+    """There is no hard end and no paid time, and it stays full."""
     it = pool(None)
-    grant = it.launch(100, usd("1000"))
-    assert (grant.lifetime_seconds, grant.hard_end) == (None, None)
+    commitment = it.launch(100, usd("1000"))
+    assert (commitment.lifetime_seconds, commitment.hard_end) == (None, None)
     it.clock.seconds += 1e6
-    assert it.purse.turn() == (Fill.FULL, "")
-    assert it.purse.paid_seconds() is None
+    assert it.limit.check() == (Fill.FULL, "")
+    assert it.limit.paid_seconds() is None
 
 
-def test_what_costs_nothing_has_no_end() -> None:
-    """Machines that are free, as those of this one, live as long as they like, whatever the limit."""
+def test_free_machines_have_no_end() -> None:
+    """Free machines, as those of `Local`, have no end, whatever the limit."""
     it = pool(0.01)
     assert it.launch(3, usd("0")).hard_end is None
     it.clock.seconds += 1e6
-    assert it.purse.turn() == (Fill.FULL, "")
-    assert it.purse.paid_seconds() is None
+    assert it.limit.check() == (Fill.FULL, "")
+    assert it.limit.paid_seconds() is None
 
 
 @pytest.mark.parametrize(
@@ -139,20 +135,20 @@ def test_what_costs_nothing_has_no_end() -> None:
 def test_a_launch_whose_first_minute_is_not_covered_is_refused(
     max_cost: float, machines: int, price: Price, left: str
 ) -> None:
-    """Before anything is asked for, with the arithmetic and what to do; what is left is told."""
+    """Before the request, with the arithmetic, an advice and the money that is left."""
     it = pool(max_cost)
     with pytest.raises(BudgetExceeded, match=r"in their first minute.*max_cost=.*Raise max_cost") as caught:
-        it.purse.grant(machines, price)
+        it.limit.commit(machines, price)
     assert (caught.value.account, caught.value.left_usd) == ("", Decimal(left))
 
 
-def test_the_first_minute_that_is_just_covered_is_granted() -> None:
+def test_a_launch_whose_first_minute_is_just_covered_is_allowed() -> None:
     """One minute for exactly its price: a hard end in 60 s, of which a tenth is for the boot."""
     it = pool(1.0)
-    grant = it.purse.grant(1, usd("60"))
-    assert grant.hard_end == it.clock() + 60
-    assert grant.lifetime_seconds == pytest.approx(54.0)
-    assert pool(2.0).purse.grant(2, usd("60")).hard_end == it.clock() + 60
+    commitment = it.limit.commit(1, usd("60"))
+    assert commitment.hard_end == it.clock() + 60
+    assert commitment.lifetime_seconds == pytest.approx(54.0)
+    assert pool(2.0).limit.commit(2, usd("60")).hard_end == it.clock() + 60
 
 
 def test_a_hard_end_is_where_the_money_ends() -> None:
@@ -160,53 +156,53 @@ def test_a_hard_end_is_where_the_money_ends() -> None:
     may need to boot.
     """
     it = pool(10.0)
-    grant = it.launch(2, usd("0.5"))
-    assert grant.hard_end == it.clock() + 10 * HOUR
-    assert grant.lifetime_seconds == 10 * HOUR - 120
-    assert it.purse.paid_seconds() == 10 * HOUR
+    commitment = it.launch(2, usd("0.5"))
+    assert commitment.hard_end == it.clock() + 10 * HOUR
+    assert commitment.lifetime_seconds == 10 * HOUR - 120
+    assert it.limit.paid_seconds() == 10 * HOUR
 
 
-def test_begun_hours_are_whole_ones() -> None:
-    """Where hours are counted a machine ends with the last hour that is covered."""
+def test_with_billing_by_the_hour_the_hard_end_is_after_a_whole_hour() -> None:
+    """A machine ends with the last hour that is covered."""
     it = pool(2.9)
-    assert it.purse.grant(1, usd("1", increment=3600)).hard_end == it.clock() + 2 * HOUR
+    assert it.limit.commit(1, usd("1", increment=3600)).hard_end == it.clock() + 2 * HOUR
 
 
-def test_money_that_is_committed_cannot_be_granted_again() -> None:
-    """All is committed to the first machines until they are known to be gone; what they did not use is free then."""
+def test_committed_money_cannot_be_committed_again() -> None:
+    """All money is committed to the first machines until they are known to be gone; then the rest is free."""
     it = pool(14.4)
     it.launch(2, usd("7.2"))  # for an hour
     it.clock.seconds += 600
     with pytest.raises(BudgetExceeded) as caught:
-        it.purse.grant(1, usd("7.2"))
+        it.limit.commit(1, usd("7.2"))
     assert caught.value.left_usd == 0
     it.meter.end("m-0")  # after 1.20 USD of 7.20
-    assert it.purse.grant(1, usd("7.2")).hard_end == it.clock() + 3000
+    assert it.limit.commit(1, usd("7.2")).hard_end == it.clock() + 3000
 
 
 def test_two_launches_at_once_do_not_share_the_same_money() -> None:
-    """A grant is set aside before its machines are there: a second one, asked for while the first call is on its way,
+    """A commitment is set aside before its machines are there: a second one, asked for while the first call is on its way,
     finds nothing left.
     """
     it = pool(10.0)
-    first = it.purse.grant(1, usd("10"))
+    first = it.limit.commit(1, usd("10"))
     with pytest.raises(BudgetExceeded):
-        it.purse.grant(1, usd("10"))
+        it.limit.commit(1, usd("10"))
     it.came(1, usd("10"), first)
     with pytest.raises(BudgetExceeded):
-        it.purse.grant(1, usd("10"))
+        it.limit.commit(1, usd("10"))
 
 
-def test_many_threads_share_what_there_is() -> None:
-    """Of eight that ask at the same moment one gets it."""
+def test_of_many_threads_one_gets_the_money() -> None:
+    """Eight request it at the same moment."""
     it = pool(1.0)
-    got: list[Grant] = []
+    got: list[Commitment] = []
     ready = threading.Barrier(8)
 
     def ask() -> None:
         ready.wait()
         try:
-            got.append(it.purse.grant(1, usd("1")))
+            got.append(it.limit.commit(1, usd("1")))
         except BudgetExceeded:
             pass
 
@@ -218,46 +214,48 @@ def test_many_threads_share_what_there_is() -> None:
     assert len(got) == 1
 
 
-def test_what_a_provider_has_refused_is_free_again() -> None:
-    """`returned` gives all of it back, once; of fewer machines than were asked for the rest is free too."""
+def test_the_money_of_a_refused_launch_is_free_again() -> None:
+    """`returned` frees all of it, once. If fewer machines come than were requested, the rest is free too."""
     it = pool(10.0)
-    grant = it.purse.grant(2, usd("5"))
-    it.purse.returned(grant)
-    it.purse.returned(grant)
-    again = it.purse.grant(2, usd("5"))
+    commitment = it.limit.commit(2, usd("5"))
+    it.limit.returned(commitment)
+    it.limit.returned(commitment)
+    again = it.limit.commit(2, usd("5"))
     assert again.hard_end == it.clock() + HOUR
     it.came(1, usd("5"), again)
-    assert it.purse.grant(1, usd("5")).hard_end == it.clock() + HOUR
+    assert it.limit.commit(1, usd("5")).hard_end == it.clock() + HOUR
 
 
 def test_a_launch_whose_answer_was_lost_stays_committed() -> None:
-    """Its machines may live until the end that they were told, so their money is nobody else's."""
+    """Its machines may live until their hard end, so the money stays committed."""
     it = pool(10.0)
-    it.purse.grant(1, usd("10"))
+    it.limit.commit(1, usd("10"))
     it.clock.seconds += 1800
     with pytest.raises(BudgetExceeded):
-        it.purse.grant(1, usd("1"))
+        it.limit.commit(1, usd("1"))
 
 
-def test_a_launch_whose_answer_was_lost_is_free_when_nothing_of_it_is_left() -> None:
-    """Only what its machines have cost until then is not; and only of that launch."""
+def test_the_money_of_a_launch_whose_answer_was_lost_is_free_when_its_machines_are_gone() -> None:
+    """Without the cost of its machines until then; other launches keep their money."""
     it = pool(10.0)
-    lost = it.purse.grant(1, usd("10"))
+    lost = it.limit.commit(1, usd("10"))
     it.meter.start(machine("found"), it.clock(), usd("10"))
     it.clock.seconds += 1800
     it.meter.end("found")
-    it.purse.returned(lost)
-    again = it.purse.grant(1, usd("10"))
+    it.limit.returned(lost)
+    again = it.limit.commit(1, usd("10"))
     assert again.hard_end == it.clock() + 1800
     with pytest.raises(BudgetExceeded):
-        it.purse.grant(1, usd("10"))
+        it.limit.commit(1, usd("10"))
 
 
 @pytest.mark.parametrize(("max_cost", "price"), [(1e6, "0.000001"), (float("inf"), "1")])
 def test_money_for_longer_than_there_are_dates(max_cost: float, price: str) -> None:
-    """Nothing overflows: what is written down of the grant are dates."""
-    grant = pool(max_cost).purse.grant(1, usd(price))
-    assert grant.hard_end is None or START + timedelta(seconds=grant.hard_end) < datetime(2037, 1, 1, tzinfo=UTC)
+    """Nothing overflows: the ends of a commitment are recorded as dates."""
+    commitment = pool(max_cost).limit.commit(1, usd(price))
+    assert commitment.hard_end is None or START + timedelta(seconds=commitment.hard_end) < datetime(
+        2037, 1, 1, tzinfo=UTC
+    )
 
 
 # ── max_cost: machines that share what there is ──────────────────────────────────────────────────────────────────────
@@ -265,14 +263,14 @@ def test_money_for_longer_than_there_are_dates(max_cost: float, price: str) -> N
 SPOT, ON_DEMAND = usd("1"), usd("3")
 
 
-def granted(it: Pool, price: Price = ON_DEMAND, heard: set[str] | None = None, **words: Any) -> Grant:
-    """Launch one machine; of those that there are these hear for how long they are paid, all if not given."""
-    grant = it.purse.grant(1, price, tell=lambda: it.meter.rented() if heard is None else heard, **words)
-    it.came(1, price, grant)
-    return grant
+def granted(it: Pool, price: Price = ON_DEMAND, heard: set[str] | None = None, **words: Any) -> Commitment:
+    """Launch one machine; `heard` are the machines that confirm their paid time, all if not given."""
+    commitment = it.limit.commit(1, price, notify=lambda: it.meter.rented() if heard is None else heard, **words)
+    it.came(1, price, commitment)
+    return commitment
 
 
-def test_the_parts_of_a_pool_are_granted_together() -> None:
+def test_the_parts_of_a_pool_get_the_same_hard_end() -> None:
     """An on-demand and a spot machine at 3 and 1 USD last for 25 hours of 100 USD, both until the same moment; the
     second is asked for a little later.
     """
@@ -290,7 +288,7 @@ def test_parts_that_are_too_dear_together_are_refused_before_the_first() -> None
     with pytest.raises(
         BudgetExceeded, match=r"1 x 3 USD per hour and 2 x 200 cost 6\.7166.. USD in their first minute"
     ):
-        it.purse.grant(1, ON_DEMAND, along=[(2, usd("200"))])
+        it.limit.commit(1, ON_DEMAND, along=[(2, usd("200"))])
     granted(it)
 
 
@@ -301,55 +299,55 @@ def test_another_machine_shortens_the_others_until_one_is_gone() -> None:
     it = pool(3.0)
     granted(it)
     horizon = it.clock() + HOUR
-    grant = granted(it)
-    assert (grant.hard_end, grant.latest_end) == (it.clock() + HOUR / 2, horizon)
-    assert it.purse.paid_seconds() == HOUR / 2
+    commitment = granted(it)
+    assert (commitment.hard_end, commitment.latest_end) == (it.clock() + HOUR / 2, horizon)
+    assert it.limit.paid_seconds() == HOUR / 2
     it.clock.seconds += 60
-    it.purse.turn()
-    assert it.purse.paid_seconds() == HOUR / 2 - 60
+    it.limit.check()
+    assert it.limit.paid_seconds() == HOUR / 2 - 60
     it.meter.end("m-0")
-    assert it.purse.turn() == (Fill.FULL, "")
-    assert it.purse.paid_seconds() == HOUR - 120  # both have cost a minute
+    assert it.limit.check() == (Fill.FULL, "")
+    assert it.limit.paid_seconds() == HOUR - 120  # both have cost a minute
     it.go_until(Fill.USED_UP)
     assert HOUR - 120 < it.clock() - 1000.0 <= HOUR - 60, "not when the second one would have ended at first"
 
 
-def test_who_does_not_hear_it_keeps_its_end_and_its_money() -> None:
+def test_a_machine_that_does_not_confirm_an_earlier_end_keeps_its_end_and_its_money() -> None:
     """A lost machine that nobody reaches costs what it may until its own end; the others make room, or there is
     none.
     """
     it = pool(6.0)
     it.launch(2, ON_DEMAND)
-    grant = granted(it, heard={"m-1"})
-    assert grant.hard_end == it.clock() + HOUR / 2  # 3 USD are the lost one's
-    assert it.purse.paid_seconds() == HOUR / 2
+    commitment = granted(it, heard={"m-1"})
+    assert commitment.hard_end == it.clock() + HOUR / 2  # 3 USD are the lost one's
+    assert it.limit.paid_seconds() == HOUR / 2
     it.clock.seconds += 600
     it.meter.end("m-2")  # half a USD
-    it.purse.turn()
-    assert it.purse.paid_seconds() == 3000 - 600, "of 6 USD 3 are the lost one's to its own end"
+    it.limit.check()
+    assert it.limit.paid_seconds() == 3000 - 600, "of 6 USD 3 are the lost one's to its own end"
     alone = pool(6.0)
     alone.launch(1, ON_DEMAND)
     with pytest.raises(BudgetExceeded):
         granted(alone, heard=set())
-    alone.purse.turn()
-    assert alone.purse.paid_seconds() == 2 * HOUR, "it was to make room, and there is nobody to make it for"
+    alone.limit.check()
+    assert alone.limit.paid_seconds() == 2 * HOUR, "it was to make room, and there is nobody to make it for"
     alone.meter.end("m-0")
     granted(alone)
 
 
-def test_those_that_hear_too_late_count_for_as_long_as_they_are_there() -> None:
+def test_machines_that_confirm_too_late_are_committed_until_they_are_gone() -> None:
     """Telling them has taken longer than they were to live: they end now, and are billed until that is done."""
     it = pool(0.3)  # 300 s of one machine
     price = usd("3.6")
-    it.came(1, price, it.purse.grant(1, price, ending_seconds=60))
+    it.came(1, price, it.limit.commit(1, price, ending_seconds=60))
 
-    def tell() -> set[str]:
+    def notify() -> set[str]:
         it.clock.seconds += 100
-        assert it.purse.paid_seconds() == 0
+        assert it.limit.paid_seconds() == 0
         return {"m-0"}
 
-    grant = it.purse.grant(1, price, ending_seconds=60, tell=tell)
-    assert grant.hard_end == it.clock() + 140  # of 300 s the first one has 100, and 60 for its end
+    commitment = it.limit.commit(1, price, ending_seconds=60, notify=notify)
+    assert commitment.hard_end == it.clock() + 140  # of 300 s the first one has 100, and 60 for its end
 
 
 def test_no_machine_lives_longer_than_its_tags_say() -> None:
@@ -361,8 +359,8 @@ def test_no_machine_lives_longer_than_its_tags_say() -> None:
     horizon = it.clock() + HOUR
     it.clock.seconds += 600
     it.meter.end("m-0")
-    grant = granted(it, SPOT)
-    assert grant.hard_end == grant.latest_end == horizon
+    commitment = granted(it, SPOT)
+    assert commitment.hard_end == commitment.latest_end == horizon
     it.clock.seconds += HOUR - 630
     with pytest.raises(BudgetExceeded, match=r"end in 30 s"):
         granted(it, SPOT)
@@ -371,19 +369,19 @@ def test_no_machine_lives_longer_than_its_tags_say() -> None:
 
 
 @pytest.mark.parametrize(("max_cost", "machines", "per_hour"), [(1.0, 1, "1"), (2.0, 3, "1.7"), (0.65, 1, "18")])
-def test_what_ending_takes_is_set_aside(max_cost: float, machines: int, per_hour: str) -> None:
-    """A cloud that bills for 45 s more: nodes are told to end so much earlier, and the pool closes before that."""
+def test_the_time_of_a_termination_is_committed(max_cost: float, machines: int, per_hour: str) -> None:
+    """A cloud that bills for 45 s more: nodes end so much earlier, and the pool closes before that."""
     it = pool(max_cost)
     price, ending = usd(per_hour), 45.0
-    it.came(machines, price, grant := it.purse.grant(machines, price, ending_seconds=ending))
-    assert grant.hard_end is not None
-    assert grant.lifetime_seconds is not None
-    paid = it.purse.paid_seconds()
+    it.came(machines, price, commitment := it.limit.commit(machines, price, ending_seconds=ending))
+    assert commitment.hard_end is not None
+    assert commitment.lifetime_seconds is not None
+    paid = it.limit.paid_seconds()
     assert paid is not None
-    assert 0 < grant.lifetime_seconds < paid == grant.hard_end - it.clock() - ending
-    it.meter.start(machine("found"), it.clock(), usd("0.000001"))  # without a grant
+    assert 0 < commitment.lifetime_seconds < paid == commitment.hard_end - it.clock() - ending
+    it.meter.start(machine("found"), it.clock(), usd("0.000001"))  # without a commitment
     it.go_until(Fill.USED_UP, 3 * HOUR)
-    paid = it.purse.paid_seconds()
+    paid = it.limit.paid_seconds()
     assert paid is not None
     assert paid > 0
     it.clock.seconds += 1 + ending
@@ -391,11 +389,11 @@ def test_what_ending_takes_is_set_aside(max_cost: float, machines: int, per_hour
     assert it.meter.total() <= Decimal(repr(max_cost))
 
 
-def test_ending_is_part_of_the_least_that_is_covered() -> None:
-    """One that could not be given back in time is not rented."""
-    with pytest.raises(BudgetExceeded, match=r"in their first minute and the 60 s that giving them back may take"):
-        pool(1.9).purse.grant(1, usd("60"), ending_seconds=60)
-    assert pool(2.0).purse.grant(1, usd("60"), ending_seconds=60).lifetime_seconds == 54.0
+def test_a_launch_whose_termination_is_not_covered_is_refused() -> None:
+    """A machine that could not be terminated in time is not rented."""
+    with pytest.raises(BudgetExceeded, match=r"in their first minute and the 60 s that their termination may take"):
+        pool(1.9).limit.commit(1, usd("60"), ending_seconds=60)
+    assert pool(2.0).limit.commit(1, usd("60"), ending_seconds=60).lifetime_seconds == 54.0
 
 
 # ── max_cost: over any history ───────────────────────────────────────────────────────────────────────────────────────
@@ -432,7 +430,7 @@ def test_if_all_machines_ran_until_their_hard_end_the_bill_would_be_within_max_c
     machine, by the ledger's arithmetic.
     """
     it = pool(limit / 1_000_000)
-    asked: list[tuple[Grant, int, float, Price]] = []
+    asked: list[tuple[Commitment, int, float, Price]] = []
     lives: dict[str, list[float]] = {}
     cost_of: dict[str, Price] = {}
     lost: list[tuple[int, float, float, Price]] = []
@@ -441,35 +439,37 @@ def test_if_all_machines_ran_until_their_hard_end_the_bill_would_be_within_max_c
         try:
             if what == "launch":
                 began, known = it.clock(), len(it.names)
-                grant = it.launch(number, its)
-                lives |= {name: [began, grant.hard_end or 0.0] for name in it.names[known:]}
+                commitment = it.launch(number, its)
+                lives |= {name: [began, commitment.hard_end or 0.0] for name in it.names[known:]}
                 cost_of |= dict.fromkeys(it.names[known:], its)
             elif what == "slow launch":
-                asked.append((it.purse.grant(number, its), number, it.clock(), its))
+                asked.append((it.limit.commit(number, its), number, it.clock(), its))
             elif what == "lost answer":
-                grant = it.purse.grant(number, its)
-                lost.append((number, it.clock(), grant.hard_end or 0.0, its))
+                commitment = it.limit.commit(number, its)
+                lost.append((number, it.clock(), commitment.hard_end or 0.0, its))
         except BudgetExceeded:
             pass
         if what == "answer" and asked:
-            grant, wanted, began, its = asked.pop(0)
+            commitment, wanted, began, its = asked.pop(0)
             known = len(it.names)
             ids = [f"m-{known + index}" for index in range(min(number, wanted))]
             for name in ids:
                 it.meter.start(machine(name), began, its)
-            it.purse.launched(ids, grant)
+            it.limit.launched(ids, commitment)
             it.names += ids
-            lives |= {name: [began, max(it.clock(), grant.hard_end or 0.0)] for name in ids}
+            lives |= {name: [began, max(it.clock(), commitment.hard_end or 0.0)] for name in ids}
             cost_of |= dict.fromkeys(ids, its)
         elif what == "refusal" and asked:
-            it.purse.returned(asked.pop()[0])
+            it.limit.returned(asked.pop()[0])
         elif what == "gone" and it.names:
             name = it.names[number % len(it.names)]
             if name in it.meter.rented():
                 it.meter.end(name)
                 lives[name][1] = it.clock()
         elif what == "pass":  # no machine outlives its hard end: its own clock sees to that
-            ends = [lives[name][1] for name in it.meter.rented()] + [grant.hard_end or 0.0 for grant, *_ in asked]
+            ends = [lives[name][1] for name in it.meter.rented()] + [
+                commitment.hard_end or 0.0 for commitment, *_ in asked
+            ]
             it.clock.seconds = min([it.clock.seconds + number, *(end for end in ends if end >= it.clock.seconds)])
             for name in it.meter.rented():
                 if lives[name][1] <= it.clock.seconds:
@@ -477,10 +477,11 @@ def test_if_all_machines_ran_until_their_hard_end_the_bill_would_be_within_max_c
         bill = sum((cost_of[name].cost(end - began) for name, (began, end) in lives.items()), Decimal(0))
         bill += sum((count * its.cost(end - began) for count, began, end, its in lost), Decimal(0))
         bill += sum(
-            (count * its.cost((grant.hard_end or 0.0) - began) for grant, count, began, its in asked), Decimal(0)
+            (count * its.cost((commitment.hard_end or 0.0) - began) for commitment, count, began, its in asked),
+            Decimal(0),
         )
         assert bill <= Decimal(limit) / 1_000_000
-        paid = it.purse.paid_seconds()
+        paid = it.limit.paid_seconds()
         assert paid is None or all(it.clock() + paid <= lives[name][1] for name in it.meter.rented())
 
 
@@ -498,10 +499,10 @@ class World:
     price: dict[str, Price] = field(default_factory=dict)
     gone: set[str] = field(default_factory=set)
     deaf: set[str] = field(default_factory=set)
-    asked: list[tuple[Grant, int, float, Price]] = field(default_factory=list)
+    asked: list[tuple[Commitment, int, float, Price]] = field(default_factory=list)
     pauses: int = 0
 
-    def tell(self) -> set[str]:
+    def notify(self) -> set[str]:
         """All that can hear are told, one after the other, which takes time; whoever is killed on the way has told some
         of them.
         """
@@ -511,7 +512,7 @@ class World:
             self._end_what_is_due()
             if name in self.gone or self.ends[name] - self.ending <= self.it.clock():
                 continue  # on its way to its end, and deaf
-            paid = self.it.purse.paid_seconds()
+            paid = self.it.limit.paid_seconds()
             if paid is not None:
                 self.ends[name] = self.it.clock() + paid + self.ending
             heard.add(name)
@@ -522,16 +523,16 @@ class World:
     def there(self) -> set[str]:
         return self.began.keys() - self.gone
 
-    def launch(self, count: int, price: Price, along: Sequence[tuple[int, Price]] = ()) -> Grant:
-        return self.it.purse.grant(count, price, along=along, ending_seconds=self.ending, tell=self.tell)
+    def launch(self, count: int, price: Price, along: Sequence[tuple[int, Price]] = ()) -> Commitment:
+        return self.it.limit.commit(count, price, along=along, ending_seconds=self.ending, notify=self.notify)
 
-    def came(self, count: int, began: float, price: Price, grant: Grant) -> None:
+    def came(self, count: int, began: float, price: Price, commitment: Commitment) -> None:
         ids = [f"m-{len(self.began) + index}" for index in range(count)]
         for name in ids:
             self.it.meter.start(machine(name), began, price)
-            self.began[name], self.price[name], self.ends[name] = began, price, grant.hard_end or 0.0
-            assert (grant.hard_end or 0.0) <= (grant.latest_end or 0.0)
-        self.it.purse.launched(ids, grant)
+            self.began[name], self.price[name], self.ends[name] = began, price, commitment.hard_end or 0.0
+            assert (commitment.hard_end or 0.0) <= (commitment.latest_end or 0.0)
+        self.it.limit.launched(ids, commitment)
 
     def end(self, name: str, at: float) -> None:
         self.ends[name] = at
@@ -540,7 +541,9 @@ class World:
 
     def pass_time(self, seconds: int) -> None:
         """No machine outlives what it was told."""
-        moments = [self.ends[name] for name in self.there] + [grant.hard_end or 0.0 for grant, *_ in self.asked]
+        moments = [self.ends[name] for name in self.there] + [
+            commitment.hard_end or 0.0 for commitment, *_ in self.asked
+        ]
         self.it.clock.seconds = min(
             [self.it.clock.seconds + seconds, *(at for at in moments if at >= self.it.clock.seconds)]
         )
@@ -560,7 +563,8 @@ class World:
             Decimal(0),
         )
         bill += sum(
-            (count * its.cost((grant.hard_end or 0.0) - began) for grant, count, began, its in self.asked), Decimal(0)
+            (count * its.cost((commitment.hard_end or 0.0) - began) for commitment, count, began, its in self.asked),
+            Decimal(0),
         )
         assert bill <= self.limit
 
@@ -617,17 +621,17 @@ def test_no_history_of_parts_replacements_and_stand_bys_can_cost_more(
         names = sorted(world.there)
         try:
             if what == "stand by":
-                grant = world.launch(number, its)
-                world.came(number, it.clock(), its, grant)
+                commitment = world.launch(number, its)
+                world.came(number, it.clock(), its, commitment)
             elif what == "slow":
                 world.asked.append((world.launch(number, its), number, it.clock(), its))
         except BudgetExceeded:
             pass
         if what == "answer" and world.asked:
-            grant, wanted, began, its = world.asked.pop(0)
-            world.came(min(number, wanted), began, its, grant)
+            commitment, wanted, began, its = world.asked.pop(0)
+            world.came(min(number, wanted), began, its, commitment)
         elif what == "refusal" and world.asked:
-            it.purse.returned(world.asked.pop()[0])
+            it.limit.returned(world.asked.pop()[0])
         elif what == "gone" and names:
             world.end(names[number % len(names)], it.clock())
         elif what == "deaf" and names:
@@ -635,10 +639,10 @@ def test_no_history_of_parts_replacements_and_stand_bys_can_cost_more(
         elif what == "hears":
             world.deaf.clear()
         elif what == "turn":
-            it.purse.turn()
+            it.limit.check()
         elif what == "beat":
             world.pauses = 0
-            world.tell()
+            world.notify()
             world.pauses = pauses
         elif what == "pass":
             world.pass_time(number)
@@ -662,17 +666,17 @@ def test_it_warns_drains_and_is_used_up_in_time(
     it = pool(max_cost)
     price = usd(per_hour)
     began = it.clock()
-    grant = it.launch(machines, price)
-    assert grant.lifetime_seconds is not None
+    commitment = it.launch(machines, price)
+    assert commitment.lifetime_seconds is not None
     seen: dict[Fill, tuple[float, Decimal]] = {}
     while Fill.USED_UP not in seen:
-        fill, reason = it.purse.turn()
+        fill, reason = it.limit.check()
         if fill not in seen:
             assert not seen or fill > max(seen), "it goes one way only"
             seen[fill] = (it.clock(), it.meter.total())
             assert reason == "" if fill is Fill.FULL else "max_cost" in reason
-        assert it.clock() - began < grant.lifetime_seconds + boot_seconds, (
-            "a node has ended itself before it was told why"
+        assert it.clock() - began < commitment.lifetime_seconds + boot_seconds, (
+            "a node has ended itself before the pool has closed"
         )
         it.clock.seconds += 1.0
     assert list(seen) == [Fill.FULL, Fill.WARNED, Fill.DRAINED, Fill.USED_UP]
@@ -683,7 +687,7 @@ def test_it_warns_drains_and_is_used_up_in_time(
     assert it.meter.total() > Decimal("0.85") * limit  # and not much too early
 
 
-def test_an_hour_that_is_paid_is_used() -> None:
+def test_an_hour_that_is_billed_is_used() -> None:
     """Where hours are counted the whole limit may be billed from the start: the pool goes on until that hour is nearly
     over.
     """
@@ -703,24 +707,24 @@ def test_the_first_machine_that_ends_counts() -> None:
     it.launch(1, usd("1", increment=3600))  # all three hours
     it.clock.seconds += 1.0
     it.meter.end("m-0")
-    grant = it.purse.grant(1, usd("0.8", increment=3600))
-    it.came(1, usd("0.8", increment=3600), grant)
-    assert grant.hard_end == it.clock() + 2 * HOUR
+    commitment = it.limit.commit(1, usd("0.8", increment=3600))
+    it.came(1, usd("0.8", increment=3600), commitment)
+    assert commitment.hard_end == it.clock() + 2 * HOUR
     assert it.go_until(Fill.USED_UP, 3 * HOUR)[-1] is Fill.USED_UP
-    assert it.clock() < grant.hard_end
+    assert it.clock() < commitment.hard_end
 
 
-def test_what_is_gone_in_time_makes_room_again() -> None:
-    """A machine that would have used up the money is gone: what was drained is not so any more."""
+def test_a_drained_pool_is_full_again_when_a_machine_is_gone() -> None:
+    """The rest of that machine's money is free."""
     it = pool(3.0)
     it.launch(1, usd("1.5", increment=3600))
     assert it.go_until(Fill.DRAINED, 3 * HOUR)[-1] is Fill.DRAINED
     it.meter.end("m-0")
-    assert it.purse.turn()[0] is Fill.WARNED
+    assert it.limit.check()[0] is Fill.WARNED
 
 
-def test_machines_that_only_a_listing_tells_of_count_too() -> None:
-    """Without a grant there is no hard end to go by: the bill itself uses the money up."""
+def test_machines_that_only_a_listing_shows_count_too() -> None:
+    """They have no commitment and no hard end: their bill uses the money up."""
     it = pool(1.0)
     it.meter.start(machine("found"), it.clock(), usd("1"))
     assert it.go_until(Fill.USED_UP) == [Fill.FULL, Fill.WARNED, Fill.DRAINED, Fill.USED_UP]
@@ -757,8 +761,8 @@ def opened(
         pool_id, owner=Owner.here(), provider={"name": "fake"}, spec_json="{}", lease_expires_at=START, account=TEAM
     )
     meter = Meter(clock)
-    purse = Purse(pool_id, meter, max_cost=max_cost, account=TEAM, accounts=ledger, lease_seconds=LEASE_SECONDS)
-    return Pool(clock, meter, purse)
+    limit = SpendingLimit(pool_id, meter, max_cost=max_cost, account=TEAM, accounts=ledger, lease_seconds=LEASE_SECONDS)
+    return Pool(clock, meter, limit)
 
 
 def reserved(ledger: Ledger, pool_id: str = "sky-1") -> Decimal:
@@ -770,30 +774,30 @@ def committed(ledger: Ledger, limit: str, pool_id: str = "sky-1") -> Decimal:
     return Decimal(limit) - ledger.left_usd(TEAM, pool_id)
 
 
-def test_the_account_is_asked_before_the_launch(ledger: Ledger, clock: Clock) -> None:
+def test_the_money_of_an_account_is_reserved_before_the_launch(ledger: Ledger, clock: Clock) -> None:
     """For the boot and two leases of all machines; a pool of an account without that much launches nothing, and
     reserves nothing.
     """
     it = opened(ledger, clock, "10")
-    it.purse.grant(2, usd("36"))  # a cent a second
+    it.limit.commit(2, usd("36"))  # a cent a second
     assert reserved(ledger) == 2 * (120 + 2 * 120) * Decimal("0.01")
     other = opened(ledger, clock, "10", "sky-2")
     with pytest.raises(BudgetExceeded) as caught:
-        other.purse.grant(1, usd("36"))
+        other.limit.commit(1, usd("36"))
     assert (caught.value.account, caught.value.left_usd) == (TEAM, Decimal("2.8"))
     assert reserved(ledger, "sky-2") == 0
-    assert other.purse.paid_seconds() is None
+    assert other.limit.paid_seconds() is None
 
 
-def test_what_is_reserved_is_rolled_on_while_time_passes(ledger: Ledger, clock: Clock) -> None:
+def test_reservations_are_renewed_while_time_passes(ledger: Ledger, clock: Clock) -> None:
     """Over twenty minutes the account holds what was spent and what is next, never more than two leases of it, and
     nodes are told no more than that.
     """
     it = opened(ledger, clock, "1000")
     it.launch(2, usd("36"))
     for _ in range(1200):
-        assert it.purse.turn() == (Fill.FULL, "")
-        paid = it.purse.paid_seconds()
+        assert it.limit.check() == (Fill.FULL, "")
+        paid = it.limit.paid_seconds()
         assert paid is not None
         assert paid >= LEASE_SECONDS
         held = committed(ledger, "1000")
@@ -809,8 +813,8 @@ def test_a_machine_more_is_reserved_for_up_to_where_the_others_are_paid_for(ledg
     it.launch(1, usd("72"))
     assert reserved(ledger) == 360 * Decimal("0.01") + 260 * Decimal("0.02")
     clock.seconds += 100
-    it.purse.turn()
-    paid = it.purse.paid_seconds()
+    it.limit.check()
+    paid = it.limit.paid_seconds()
     assert paid == 2 * LEASE_SECONDS
     assert committed(ledger, "1000") == it.meter.total() + Decimal("0.03") * 240
 
@@ -822,12 +826,12 @@ def test_a_launch_that_is_on_its_way_stays_reserved_for_when_the_account_is_aske
     it = opened(ledger, clock, "1000")
     it.launch(1, usd("36"))
     clock.seconds += 150
-    asked_at, grant = clock(), it.purse.grant(1, usd("72"))
+    asked_at, commitment = clock(), it.limit.commit(1, usd("72"))
     clock.seconds += 60
-    it.purse.turn()
+    it.limit.check()
     it.meter.start(machine("slow"), asked_at, usd("72"))
-    it.purse.launched(["slow"], grant)
-    paid = it.purse.paid_seconds()
+    it.limit.launched(["slow"], commitment)
+    paid = it.limit.paid_seconds()
     assert paid is not None
     assert it.meter.projected(clock() + paid) <= committed(ledger, "1000")
 
@@ -837,9 +841,9 @@ def test_what_was_never_answered_is_not_reserved_for_ever(ledger: Ledger, clock:
     longer.
     """
     it = opened(ledger, clock, "1000")
-    it.purse.grant(1, usd("36"))
+    it.limit.commit(1, usd("36"))
     for _ in range(3600):
-        it.purse.turn()
+        it.limit.check()
         clock.seconds += 1.0
     assert reserved(ledger) == 360 * Decimal("0.01")
 
@@ -853,15 +857,15 @@ def test_what_came_to_nothing_does_not_keep_the_account_from_the_next_candidate(
     """
     it = opened(ledger, clock, "5")
     for number in range(20):
-        asked_at, lost = clock(), it.purse.grant(1, usd("36"))
+        asked_at, lost = clock(), it.limit.commit(1, usd("36"))
         assert reserved(ledger) <= Decimal("3.6")
         clock.seconds += 2
         if has_come:
             it.meter.start(machine(f"found-{number}"), asked_at, usd("36"))
             it.meter.end(f"found-{number}")
-        it.purse.returned(lost)
+        it.limit.returned(lost)
     it.launch(1, usd("36"))
-    paid = it.purse.paid_seconds()
+    paid = it.limit.paid_seconds()
     assert paid is not None
     assert it.meter.projected(clock() + paid) <= committed(ledger, "5") <= 5
 
@@ -869,9 +873,9 @@ def test_what_came_to_nothing_does_not_keep_the_account_from_the_next_candidate(
 def test_what_may_still_run_stays_reserved(ledger: Ledger, clock: Clock) -> None:
     """A launch of which nobody knows yet is not given back when another one is asked for."""
     it = opened(ledger, clock, "5")
-    it.purse.grant(1, usd("36"))
+    it.limit.commit(1, usd("36"))
     with pytest.raises(BudgetExceeded):
-        it.purse.grant(1, usd("36"))
+        it.limit.commit(1, usd("36"))
     assert reserved(ledger) == Decimal("3.6")
 
 
@@ -883,13 +887,13 @@ def test_a_launch_into_time_that_is_nearly_over_renews_first(ledger: Ledger, clo
     it.launch(1, usd("36"))
     clock.seconds += 355
     it.launch(1, usd("36"))
-    assert it.purse.paid_seconds() == 2 * LEASE_SECONDS
+    assert it.limit.paid_seconds() == 2 * LEASE_SECONDS
     poor = opened(ledger, clock, "1000", "sky-2")
     poor.launch(1, usd("36"))
     ledger.set_account(Account(TEAM, Decimal("1"), Period.MONTH))
     clock.seconds += 365  # its time is over
     with pytest.raises(BudgetExceeded):
-        poor.purse.grant(1, usd("36"))
+        poor.limit.commit(1, usd("36"))
 
 
 def test_an_account_that_runs_dry_warns_drains_and_ends_before_paid_time_does(ledger: Ledger, clock: Clock) -> None:
@@ -899,9 +903,9 @@ def test_an_account_that_runs_dry_warns_drains_and_ends_before_paid_time_does(le
     it = opened(ledger, clock, "20")
     it.launch(1, usd("36"))
     assert it.go_until(Fill.USED_UP) == [Fill.FULL, Fill.WARNED, Fill.DRAINED, Fill.USED_UP]
-    fill, reason = it.purse.turn()
+    fill, reason = it.limit.check()
     assert (fill, TEAM in reason, "left of 20" in reason) == (Fill.USED_UP, True, True)
-    paid = it.purse.paid_seconds()
+    paid = it.limit.paid_seconds()
     assert paid is not None
     assert 13.0 <= paid <= 15.0
     clock.seconds += paid
@@ -915,8 +919,8 @@ def test_money_that_comes_back_takes_the_warning_back(ledger: Ledger, clock: Clo
     it.go_until(Fill.DRAINED)
     ledger.set_account(Account(TEAM, Decimal("50"), Period.MONTH))
     clock.seconds += 1.0
-    assert it.purse.turn() == (Fill.FULL, "")
-    assert it.purse.paid_seconds() == 2 * LEASE_SECONDS
+    assert it.limit.check() == (Fill.FULL, "")
+    assert it.limit.paid_seconds() == 2 * LEASE_SECONDS
 
 
 class Failing:
@@ -941,7 +945,7 @@ class Failing:
 
 def with_outage(ledger: Ledger, clock: Clock) -> tuple[Pool, Failing]:
     it, accounts = opened(ledger, clock, "1000"), Failing(ledger)
-    it.purse = Purse("sky-1", it.meter, account=TEAM, accounts=accounts, lease_seconds=LEASE_SECONDS)
+    it.limit = SpendingLimit("sky-1", it.meter, account=TEAM, accounts=accounts, lease_seconds=LEASE_SECONDS)
     it.launch(1, usd("36"))
     return it, accounts
 
@@ -953,12 +957,12 @@ def test_an_outage_of_the_ledger_does_not_end_a_pool_whose_time_is_paid(ledger: 
     it, accounts = with_outage(ledger, clock)
     accounts.is_out = True
     for _ in range(360 - 31):
-        assert it.purse.turn() == (Fill.FULL, "")
+        assert it.limit.check() == (Fill.FULL, "")
         clock.seconds += 1.0
     assert 140 <= accounts.asked <= 160
     accounts.is_out = False
-    assert it.purse.turn() == (Fill.FULL, "")
-    assert it.purse.paid_seconds() == 2 * LEASE_SECONDS
+    assert it.limit.check() == (Fill.FULL, "")
+    assert it.limit.paid_seconds() == 2 * LEASE_SECONDS
 
 
 def test_an_outage_that_outlasts_what_is_paid_ends_the_pool_in_time(ledger: Ledger, clock: Clock) -> None:
@@ -967,14 +971,14 @@ def test_an_outage_that_outlasts_what_is_paid_ends_the_pool_in_time(ledger: Ledg
     accounts.is_out = True
     assert it.go_until(Fill.USED_UP) == [Fill.FULL, Fill.DRAINED, Fill.USED_UP]
     assert clock() < 1000 + 360 - 10
-    assert f"nothing more could be reserved from account '{TEAM}'" in it.purse.turn()[1]
+    assert f"nothing more could be reserved from account '{TEAM}'" in it.limit.check()[1]
 
 
-def test_nodes_are_told_their_paid_time_while_the_ledger_does_not_answer(ledger: Ledger, clock: Clock) -> None:
-    """A database that is locked for half a minute must not keep anybody from a lease."""
+def test_paid_seconds_does_not_wait_for_the_ledger(ledger: Ledger, clock: Clock) -> None:
+    """A database that is locked for half a minute must not stop the renewal of leases."""
     it, accounts = with_outage(ledger, clock)
-    told: list[float | None] = []
-    thread = threading.Thread(target=lambda: told.append(it.purse.paid_seconds()))
+    seen: list[float | None] = []
+    thread = threading.Thread(target=lambda: seen.append(it.limit.paid_seconds()))
 
     def look_meanwhile() -> None:
         thread.start()
@@ -982,29 +986,46 @@ def test_nodes_are_told_their_paid_time_while_the_ledger_does_not_answer(ledger:
 
     accounts.meanwhile = look_meanwhile
     clock.seconds += 200
-    it.purse.turn()
-    assert told == [160.0]
+    it.limit.check()
+    assert seen == [160.0]
 
 
-def test_a_pool_that_was_judged_dead_reserves_nothing_more(ledger: Ledger, clock: Clock) -> None:
-    """LeaseLost comes through, from `turn` and from `grant`."""
+def test_a_check_does_not_wait_for_messages_to_nodes() -> None:
+    """Earlier ends travel over SSH, and a node may not answer. The clock of the session checks meanwhile."""
+    it = pool(10.0)
+    it.launch(1, usd("1"))
+    seen: list[tuple[Fill, str]] = []
+    thread = threading.Thread(target=lambda: seen.append(it.limit.check()))
+
+    def notify() -> set[str]:
+        thread.start()
+        thread.join(10.0)
+        assert seen == [(Fill.FULL, "")]
+        return it.meter.rented()
+
+    it.limit.commit(1, usd("1"), notify=notify)
+    assert thread.ident is not None
+
+
+def test_a_condemned_pool_reserves_nothing_more(ledger: Ledger, clock: Clock) -> None:
+    """`check` and `commit` raise LeaseLost."""
     it = opened(ledger, clock, "1000")
     it.launch(1, usd("36"))
     assert ledger.condemn("sky-1", seen=START)
     clock.seconds += 200
     with pytest.raises(LeaseLost):
-        it.purse.turn()
+        it.limit.check()
     with pytest.raises(LeaseLost):
-        it.purse.grant(1, usd("36"))
+        it.limit.commit(1, usd("36"))
 
 
 def test_a_limit_and_an_account_both_hold(ledger: Ledger, clock: Clock) -> None:
     """The emptier one counts, and paid time is the shorter of the two."""
     it = opened(ledger, clock, "1000", max_cost=5.0)
     it.launch(1, usd("36"))  # 500 s
-    assert it.purse.paid_seconds() == 360
+    assert it.limit.paid_seconds() == 360
     assert it.go_until(Fill.USED_UP)[-1] is Fill.USED_UP
-    assert "max_cost" in it.purse.turn()[1]
+    assert "max_cost" in it.limit.check()[1]
     assert it.meter.total() < 5
 
 
@@ -1038,37 +1059,37 @@ def test_two_pools_on_one_account_never_overdraw_it(
     clock = Clock()
     with Ledger(f"sqlite:///{tmp_path_factory.mktemp('ledger')}/l.db", clock=clock.date) as ledger:
         pools = [opened(ledger, clock, str(limit), f"sky-{index}") for index in (0, 1)]
-        asked: tuple[list[tuple[Grant, int, float]], ...] = ([], [])
+        asked: tuple[list[tuple[Commitment, int, float]], ...] = ([], [])
         for what, index, number, seconds in steps:
             it = pools[index]
             try:
                 if what == "launch":
                     it.launch(number, price)
                 elif what == "slow launch":
-                    asked[index].append((it.purse.grant(number, price), number, clock()))
+                    asked[index].append((it.limit.commit(number, price), number, clock()))
             except BudgetExceeded:
                 pass
             if what == "answer" and asked[index]:
-                grant, count, began = asked[index].pop()
+                commitment, count, began = asked[index].pop()
                 ids = [f"m-{len(it.names) + one}" for one in range(count)]
                 for name in ids:
                     it.meter.start(machine(name), began, price)
-                it.purse.launched(ids, grant)
+                it.limit.launched(ids, commitment)
                 it.names += ids
             elif what == "refusal" and asked[index]:
-                it.purse.returned(asked[index].pop()[0])
+                it.limit.returned(asked[index].pop()[0])
             elif what == "gone" and it.names:
                 it.meter.end(it.names[number % len(it.names)])
             elif what == "pass":
                 for _ in range(int(seconds)):
                     clock.seconds += 1.0
                     for one in pools:
-                        one.purse.turn()
-                        if not one.purse.paid_seconds():
+                        one.limit.check()
+                        if not one.limit.paid_seconds():
                             end_all(one.meter)
             assert ledger.left_usd(TEAM, "sky-0") >= 0
             spent = sum((one.meter.total() for one in pools), Decimal(0))
-            could = sum((one.meter.projected(clock() + (one.purse.paid_seconds() or 0.0)) for one in pools), Decimal(0))
+            could = sum((one.meter.projected(clock() + (one.limit.paid_seconds() or 0.0)) for one in pools), Decimal(0))
             assert spent <= could <= committed(ledger, str(limit), "sky-0")
         for it, pool_id in zip(pools, ("sky-0", "sky-1"), strict=True):
             end_all(it.meter)

@@ -19,8 +19,8 @@ from pydantic import PrivateAttr
 import skyward_core as sky
 from skyward_core import Instance, Offer
 from skyward_core.errors import LeaseLost, LedgerConflict, LedgerError, NoCapacity, Refusal
-from skyward_core.ledger.budgets import Grant
-from skyward_core.ledger.journal import Book, Launch
+from skyward_core.ledger.budgets import Commitment
+from skyward_core.ledger.journal import Journal, Launch
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.metering import Meter
 from skyward_core.ledger.rows import Account, Bucket, CostBy, Intent, Period
@@ -62,7 +62,7 @@ class Clock:
 
 
 class Outage:
-    """A ledger of which verbs can be made to fail, as on a full disk; `calls` are those that were tried."""
+    """A ledger whose methods can be made to fail, as on a full disk; `calls` are the attempted ones."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -83,7 +83,7 @@ class Outage:
 
 @dataclass
 class Scene:
-    """A book, what it writes into, whose machines it writes down, and a clock that the test turns."""
+    """A journal with its ledger, its provider, and a clock that the test moves."""
 
     clock: Clock
     url: str
@@ -91,7 +91,7 @@ class Scene:
     outage: Outage
     provider: FakeProvider
     meter: Meter
-    book: Book
+    book: Journal
     told: Told
 
     @property
@@ -101,9 +101,11 @@ class Scene:
     def intents(self) -> list[Intent]:
         return self.ledger.intents(pool_id=POOL)
 
-    def launch(self, count: int = 2, first_rank: int = 0, grant: Grant | None = None) -> tuple[Launch, list[Instance]]:
-        """Write down and ask for machines; not what came of it."""
-        launch = self.book.intend(self.offer, count, first_rank, grant or Grant())
+    def launch(
+        self, count: int = 2, first_rank: int = 0, grant: Commitment | None = None
+    ) -> tuple[Launch, list[Instance]]:
+        """Record and request machines, without the result."""
+        launch = self.book.intend(self.offer, count, first_rank, grant or Commitment())
         return launch, self.provider.launch(self.offer, count, launch.tags, "")
 
     def rent(self, count: int = 2, first_rank: int = 0) -> list[Instance]:
@@ -124,7 +126,7 @@ type Make = Callable[..., Scene]
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
-    """Open a book at a provider of some kind."""
+    """Open a journal at a provider of some kind."""
     ledgers: list[Ledger] = []
 
     def make(
@@ -140,7 +142,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
             Meter(clock),
             kind(folder=str(tmp_path / "machines"), price_per_hour=price),
         )
-        book = Book(cast("Ledger", outage), POOL, PoolSpec.of(**spec), provider, meter, told, now=clock.date)
+        book = Journal(cast("Ledger", outage), POOL, PoolSpec.of(**spec), provider, meter, told, now=clock.date)
         if is_opened:
             book.open()
         return Scene(clock, url, ledger, outage, provider, meter, book, told)
@@ -153,7 +155,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 # ── before anything is asked for ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_pool_is_written_down_with_all_that_it_takes_to_end_it(make: Make) -> None:
+def test_a_pool_is_recorded_with_all_that_a_sweep_needs(make: Make) -> None:
     """Its owner, its provider, its spec, its account and its first lease."""
     it = make(budget="team", lease_seconds=90)
     entry = it.ledger.pool(POOL)
@@ -165,7 +167,7 @@ def test_a_pool_is_written_down_with_all_that_it_takes_to_end_it(make: Make) -> 
 
 
 class LookingProvider(FakeProvider):
-    """Looks into the ledger through a connection of its own whenever it is asked to launch."""
+    """Reads the ledger through its own connection at each launch."""
 
     _seen: list[tuple[object, ...]] = PrivateAttr(default_factory=list)
     _file: list[str] = PrivateAttr(default_factory=list)
@@ -178,8 +180,8 @@ class LookingProvider(FakeProvider):
         return super().launch(offer, count, tags, startup)
 
 
-def test_what_is_asked_for_is_committed_before_it_is_asked_for(make: Make, tmp_path: Path) -> None:
-    """Another process sees the intents, unbound and open, by the time that the creating call begins."""
+def test_an_intent_is_committed_before_the_creating_call(make: Make, tmp_path: Path) -> None:
+    """Another process sees the intents, unbound and open, when the creating call begins."""
     it = make(LookingProvider)
     provider = cast("LookingProvider", it.provider)
     provider._file.append(f"{tmp_path}/ledger.db")
@@ -187,8 +189,8 @@ def test_what_is_asked_for_is_committed_before_it_is_asked_for(make: Make, tmp_p
     assert provider._seen == [(f"{POOL}-1-{rank}", None, None) for rank in range(3)]
 
 
-def test_an_intent_has_all_that_it_takes_to_find_the_thing(make: Make) -> None:
-    """Name, region, price, and the very tags that the creating call carries, each with its own rank."""
+def test_an_intent_has_all_that_is_needed_to_find_its_machine(make: Make) -> None:
+    """Name, region, price, and the tags of the creating call, each with its own rank."""
     it = make()
     it.pass_time(0.5)
     launch, instances = it.launch(2, first_rank=3)
@@ -213,8 +215,8 @@ def test_an_intent_has_all_that_it_takes_to_find_the_thing(make: Make) -> None:
     assert sorted(launch.by_rank) == [3, 4]
 
 
-def test_each_call_has_a_token_of_its_own(make: Make) -> None:
-    """Two launches for the same rank are two things."""
+def test_each_creating_call_has_its_own_token(make: Make) -> None:
+    """Two launches of the same rank have two intents."""
     it = make()
     first, second = it.launch(1)[0], it.launch(1)[0]
     assert first.tags[LAUNCH_TAG] != second.tags[LAUNCH_TAG]
@@ -234,17 +236,17 @@ def test_a_machine_with_an_end_says_so_in_its_tags(
 ) -> None:
     """The earlier of what the money and `max_lifetime` allow, as a whole second that is not too early."""
     it = make(**spec)
-    launch, _ = it.launch(1, grant=Grant(500.0, None if hard_end_seconds is None else it.clock() + hard_end_seconds))
+    launch, _ = it.launch(
+        1, grant=Commitment(500.0, None if hard_end_seconds is None else it.clock() + hard_end_seconds)
+    )
     (intent,) = it.intents()
     assert intent.expires_at == START + timedelta(seconds=expected)
     assert 0 <= int(launch.tags[EXPIRES_TAG]) - (START.timestamp() + expected) <= 1
 
 
 @pytest.mark.parametrize("error", [LedgerError, LeaseLost])
-def test_without_the_ledger_nothing_is_asked_for(make: Make, error: type[Exception]) -> None:
-    """What the ledger raises before a creating call is raised at once, by `open` and by `intend`, and left out of the
-    end.
-    """
+def test_without_the_ledger_nothing_is_requested(make: Make, error: type[Exception]) -> None:
+    """`open` and `intend` raise errors of the ledger at once; `close` does not raise them again."""
     it = make(is_opened=False)
     it.outage.error = lambda: error("no")
     it.outage.failing = {"open_pool", "intend_all"}
@@ -253,17 +255,17 @@ def test_without_the_ledger_nothing_is_asked_for(make: Make, error: type[Excepti
     it.outage.failing = {"intend_all"}
     it.book.open()
     with pytest.raises(error):
-        it.book.intend(it.offer, 1, 0, Grant())
+        it.book.intend(it.offer, 1, 0, Commitment())
     assert it.provider.machines.launched == []
     it.book.close()
 
 
-def test_nothing_is_asked_for_on_behalf_of_a_pool_that_was_judged_dead(make: Make) -> None:
+def test_nothing_is_requested_for_a_condemned_pool(make: Make) -> None:
     """A sweep has condemned it: LeaseLost, and no intent."""
     it = make()
     assert it.ledger.condemn(POOL, seen=START + timedelta(seconds=120))
     with pytest.raises(LeaseLost):
-        it.book.intend(it.offer, 1, 0, Grant())
+        it.book.intend(it.offer, 1, 0, Commitment())
     assert it.intents() == []
 
 
@@ -309,8 +311,8 @@ def test_from_launch_to_end_each_machine_is_one_entry(make: Make) -> None:
     assert [event.instance_id for event in it.told.of(sky.InstanceStopping)] == ["fake-0", "fake-1"]
 
 
-def test_time_that_termination_takes_is_terminating(make: Make) -> None:
-    """From when its end was asked for until it is known to be gone."""
+def test_the_time_of_a_termination_is_in_its_bucket(make: Make) -> None:
+    """From the request of its termination until it is known to be gone."""
     it = make()
     it.rent(1)
     it.pass_time(30)
@@ -323,10 +325,10 @@ def test_time_that_termination_takes_is_terminating(make: Make) -> None:
     assert (intent.seconds[Bucket.TERMINATING], sum(intent.seconds.values())) == (12, 42)
 
 
-def test_what_the_provider_had_none_of_is_closed_and_costs_nothing(make: Make) -> None:
-    """With its words as the evidence."""
+def test_the_intents_of_a_refused_launch_are_closed_and_cost_nothing(make: Make) -> None:
+    """The evidence is the provider's message."""
     it = make()
-    launch = it.book.intend(it.offer, 2, 0, Grant())
+    launch = it.book.intend(it.offer, 2, 0, Commitment())
     it.pass_time(10)
     it.book.refused(launch, "sold out")
     assert [intent.evidence for intent in it.intents()] == ["fake had none: sold out"] * 2
@@ -334,10 +336,10 @@ def test_what_the_provider_had_none_of_is_closed_and_costs_nothing(make: Make) -
     assert it.book.rented() == set()
 
 
-def test_of_fewer_machines_than_asked_for_the_others_never_were(make: Make) -> None:
+def test_if_fewer_machines_come_the_other_intents_are_closed(make: Make) -> None:
     """By their ranks, whichever came."""
     it = make()
-    launch = it.book.intend(it.offer, 3, 0, Grant())
+    launch = it.book.intend(it.offer, 3, 0, Commitment())
     came = it.provider.launch(it.offer, 3, launch.tags, "")[1:2]
     it.book.bind(launch, came)
     assert [(intent.cloud_id, intent.evidence) for intent in it.intents()] == [
@@ -348,14 +350,14 @@ def test_of_fewer_machines_than_asked_for_the_others_never_were(make: Make) -> N
 
 
 class TellingProvider(FakeProvider):
-    """Says what its machines really cost, which may be less than offered."""
+    """Reports the real prices of its machines, which may be lower than offered."""
 
     tells_what_is_paid: ClassVar[bool] = True
 
 
 @pytest.mark.parametrize(("told", "billed"), [(18.0, 18), (36.0, 36), (72.0, 36), (0.0, 36)])
-def test_a_machine_that_costs_less_than_its_offer_is_billed_as_what_it_is(make: Make, told: float, billed: int) -> None:
-    """By the meter and by the ledger, also if it is of another type; and never more than was set aside for it."""
+def test_a_machine_that_costs_less_than_its_offer_is_billed_at_its_price(make: Make, told: float, billed: int) -> None:
+    """By the meter and the ledger, also if it is of another type; never more than the reserved price."""
     it = make(TellingProvider)
     launch, (machine,) = it.launch(1)
     it.book.bind(launch, [machine.model_copy(update={"price_per_hour": told, "instance_type": "another"})])
@@ -376,12 +378,10 @@ def test_a_provider_that_tells_other_sums_is_billed_as_it_has_offered(make: Make
     assert it.meter.total() == it.ledger.cost_rows(CostBy.POOL)[0].cost_usd == Decimal(1)
 
 
-def test_what_came_unasked_is_written_down_too(make: Make) -> None:
-    """One machine more than was asked for, and two that claim the same rank: each has an entry of its own and is
-    billed.
-    """
+def test_machines_that_were_not_requested_are_recorded_too(make: Make) -> None:
+    """One machine too many, and two with the same rank: each has its own entry and is billed."""
     it = make()
-    launch = it.book.intend(it.offer, 2, 0, Grant())
+    launch = it.book.intend(it.offer, 2, 0, Commitment())
     came = it.provider.launch(it.offer, 3, launch.tags, "")
     came[1] = came[1].model_copy(update={"rank": 0})
     it.book.bind(launch, came)
@@ -398,12 +398,10 @@ def test_what_came_unasked_is_written_down_too(make: Make) -> None:
 # ── what only a listing tells of ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_machine_whose_launch_was_never_answered_is_the_answer_to_its_intent(make: Make) -> None:
-    """Found when the pool is given back: bound by token and rank, billed from when it was asked for, at the price that
-    was asked for.
-    """
+def test_a_machine_whose_launch_was_never_answered_is_bound_to_its_intent(make: Make) -> None:
+    """The teardown finds it. It is bound by token and rank, and billed from its request at the requested price."""
     it = make(LossyProvider)
-    launch = it.book.intend(it.offer, 2, 0, Grant())
+    launch = it.book.intend(it.offer, 2, 0, Commitment())
     with pytest.raises(ConnectionError):
         it.provider.launch(it.offer, 2, launch.tags, "")
     # a listing may lack it
@@ -420,8 +418,8 @@ def test_a_machine_whose_launch_was_never_answered_is_the_answer_to_its_intent(m
     assert it.meter.total() == it.ledger.cost_rows(CostBy.POOL)[0].cost_usd == 1
 
 
-def test_the_token_tells_which_launch_a_machine_is_of(make: Make) -> None:
-    """Two calls for the same rank, both lost: each machine is bound to its own, in whatever order they are listed."""
+def test_the_token_identifies_the_launch_of_a_machine(make: Make) -> None:
+    """Two lost calls of the same rank: each machine is bound to its own intent, in any order of the listing."""
     it = make()
     _, (first,) = it.launch(1)
     _, (second,) = it.launch(1)
@@ -432,16 +430,16 @@ def test_the_token_tells_which_launch_a_machine_is_of(make: Make) -> None:
     ]
 
 
-def test_where_the_provider_does_not_tell_the_token_the_rank_must_do(make: Make) -> None:
-    """The oldest call that has had no answer for that rank."""
+def test_without_a_token_the_rank_identifies_the_launch(make: Make) -> None:
+    """It is bound to the oldest unanswered launch of its rank."""
     it = make()
     _, instances = it.launch(2)
     it.book.found([instance.model_copy(update={"tags": {}}) for instance in instances])
     assert [intent.cloud_id for intent in it.intents()] == ["fake-0", "fake-1"]
 
 
-def test_a_machine_of_which_no_intent_tells_gets_one(make: Make) -> None:
-    """It is there, and must be ended: written down with its tags, once, however often it is listed.
+def test_a_machine_without_an_intent_gets_one(make: Make) -> None:
+    """It exists and must be terminated, so it is recorded with its tags, once, however often it is listed.
 
     Also when a sweep has condemned the pool.
     """
@@ -460,10 +458,8 @@ def test_a_machine_of_which_no_intent_tells_gets_one(make: Make) -> None:
     assert it.meter.total() == it.ledger.cost_rows(CostBy.POOL)[0].cost_usd == Decimal("0.3")
 
 
-def test_an_intent_that_a_sweep_has_bound_to_another_machine_is_left_alone(make: Make) -> None:
-    """One call has created two machines: this one gets an entry of its own, so that closing one does not close the
-    other.
-    """
+def test_an_intent_that_a_sweep_has_bound_to_another_machine_does_not_change(make: Make) -> None:
+    """One call has created two machines. This one gets its own entry, so that each is closed on its own."""
     it = make()
     launch, (instance,) = it.launch(1)
     it.ledger.bind(launch.by_rank[0], "seen-by-a-sweep")
@@ -475,10 +471,10 @@ def test_an_intent_that_a_sweep_has_bound_to_another_machine_is_left_alone(make:
     ]
 
 
-def test_what_was_asked_for_and_never_listed_is_closed_when_nothing_is_left(make: Make) -> None:
+def test_an_intent_without_a_machine_is_closed_when_the_provider_lists_none(make: Make) -> None:
     """The launch has failed for good; the provider's listing is the evidence."""
     it = make()
-    it.book.intend(it.offer, 2, 0, Grant())
+    it.book.intend(it.offer, 2, 0, Commitment())
     it.give_back()
     assert [intent.evidence for intent in it.intents()] == ["fake lists nothing of the pool"] * 2
 
@@ -487,10 +483,8 @@ def test_what_was_asked_for_and_never_listed_is_closed_when_nothing_is_left(make
 
 
 @pytest.mark.parametrize("verb", ["bind_all", "ask_end_all", "note_all", "close_all", "end_pool", "all verbs"])
-def test_an_outage_keeps_no_machine_running_and_is_told_at_the_end(make: Make, verb: str) -> None:
-    """Once machines are asked for errors of the ledger wait: all is given back, and then `close` raises, saying what
-    mends it; closing again is quiet.
-    """
+def test_an_outage_keeps_no_machine_running_and_is_raised_at_the_end(make: Make, verb: str) -> None:
+    """After a request, errors of the ledger wait until all machines are gone. Then `close` raises; a second one does not."""
     it = make()
     launch, instances = it.launch(2)
     it.outage.failing = {verb}
@@ -510,10 +504,8 @@ def test_an_outage_keeps_no_machine_running_and_is_told_at_the_end(make: Make, v
     assert entry.ended_at is not None
 
 
-def test_machines_found_during_an_outage_are_given_back(make: Make) -> None:
-    """What cannot be written down is metered and ended all the same, and the ledger is tried once for each listing, not
-    for each machine.
-    """
+def test_machines_found_during_an_outage_are_terminated(make: Make) -> None:
+    """They are metered and terminated all the same. The ledger is tried once for each listing, not for each machine."""
     it = make()
     it.launch(5)
     it.outage.failing = {"all verbs"}
@@ -524,10 +516,8 @@ def test_machines_found_during_an_outage_are_given_back(make: Make) -> None:
         it.book.close()
 
 
-def test_a_locked_database_is_such_an_outage(make: Make, tmp_path: Path) -> None:
-    """Another process holds the real file's lock: machines go, the error comes at the end, and what it missed stays
-    open for a sweep.
-    """
+def test_a_locked_database_is_an_outage(make: Make, tmp_path: Path) -> None:
+    """Another process holds the lock of the file: machines end, the error comes last, and entries stay open for a sweep."""
     it = make()
     it.rent(2)
     with closing(sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)) as other:
@@ -540,8 +530,8 @@ def test_a_locked_database_is_such_an_outage(make: Make, tmp_path: Path) -> None
     assert len(it.ledger.open_intents(pool_id=POOL)) == 2
 
 
-def test_an_outage_that_is_over_and_mended_is_not_told(make: Make) -> None:
-    """Seconds and leases are written anew all the time: one that failed once is no error at the end."""
+def test_an_outage_that_is_over_is_not_raised(make: Make) -> None:
+    """Seconds and leases are written periodically: a later success replaces an error."""
     it = make()
     it.rent(1)
     it.outage.failing = {"note_all", "renew"}
@@ -560,11 +550,11 @@ def test_an_outage_that_is_over_and_mended_is_not_told(make: Make) -> None:
 def test_a_history_that_cannot_be_written_ends_no_pool_and_hides_no_error(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is no money: the log has it, and `close` has nothing to say."""
+    """Attempts are not money: the error is logged, and `close` does not raise it."""
     it = make()
     it.outage.failing = {"note_attempts"}
-    it.book.tried(it.offer, 0.1, NoCapacity("none left"))
-    it.book.was_refused(
+    it.book.note_attempt(it.offer, 0.1, NoCapacity("none left"))
+    it.book.note_refusal(
         Refusal("fake", "", "", spot=False, error="CredentialsError", code="401", message="who", seconds=0.1)
     )
     it.rent(1)
@@ -579,7 +569,7 @@ def test_a_history_that_cannot_be_written_ends_no_pool_and_hides_no_error(
         it.book.close()
 
 
-def test_several_troubles_are_told_as_one(make: Make) -> None:
+def test_several_errors_are_raised_as_one(make: Make) -> None:
     """The last is raised, with the others as its notes."""
     it = make()
     it.rent(1)
@@ -596,7 +586,7 @@ def test_several_troubles_are_told_as_one(make: Make) -> None:
 
 
 def test_the_lease_is_renewed_from_now(make: Make) -> None:
-    """By `lease_seconds`; and for as long as is asked for when the pool is to outlive this process."""
+    """By `lease_seconds`; or for a given time if the pool outlives this process."""
     it = make(lease_seconds=60)
     it.pass_time(30)
     it.book.renew()
@@ -609,8 +599,8 @@ def test_the_lease_is_renewed_from_now(make: Make) -> None:
     assert (entry.lease_expires_at, entry.lives_by_lease) == (START + timedelta(seconds=630), True)
 
 
-def test_a_lease_that_is_lost_is_told_at_once(make: Make) -> None:
-    """The pool was condemned: its owner must close, and giving back goes on as ever."""
+def test_a_lost_lease_is_raised_at_once(make: Make) -> None:
+    """The pool was condemned: its owner must close it, and the teardown goes on as usual."""
     it = make()
     it.rent(1)
     assert it.ledger.condemn(POOL, seen=START + timedelta(seconds=120))
@@ -624,9 +614,9 @@ def test_a_lease_that_is_lost_is_told_at_once(make: Make) -> None:
 
 
 def test_an_outage_of_the_ledger_costs_no_lease(make: Make) -> None:
-    """`renew` keeps the error, `live_by_lease` raises it: there the pool's life depends on it.
+    """`renew` keeps the error; `live_by_lease` raises it, because the life of the pool depends on it.
 
-    A ledger that has never heard of the pool is told at the end.
+    A ledger without the pool is an error at the end.
     """
     it = make()
     it.outage.failing = {"renew", "live_by_lease"}
@@ -642,7 +632,7 @@ def test_an_outage_of_the_ledger_costs_no_lease(make: Make) -> None:
 # ── the account ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_at_the_end_the_account_has_paid_what_was_spent(make: Make) -> None:
+def test_at_the_end_the_account_has_paid_the_bill(make: Make) -> None:
     """All that was reserved is settled with the bill; the rest is free again."""
     it = make(budget="team")
     it.ledger.reserve("team", POOL, Decimal(50))
@@ -655,7 +645,7 @@ def test_at_the_end_the_account_has_paid_what_was_spent(make: Make) -> None:
 
 
 def test_the_account_is_settled_before_the_pool_has_ended(make: Make) -> None:
-    """Killed in between, the pool is one that a sweep still looks after; what was reserved meanwhile is settled too."""
+    """After a crash in between, a sweep still handles the pool. Later reservations are settled too."""
     it = make(budget="team")
     it.ledger.reserve("team", POOL, Decimal(50))
     it.outage.failing, it.outage.error = {"end_pool"}, lambda: cast("Exception", KeyboardInterrupt())

@@ -1,4 +1,4 @@
-"""The ledger: what is written is committed, what is killed stays readable, what is limited is never overdrawn."""
+"""The ledger: writes are committed, a killed writer leaves a readable file, and no limit is overdrawn."""
 
 import os
 import shutil
@@ -35,7 +35,7 @@ from skyward_core.ledger.rows import (
     PoolEntry,
     Price,
     ResourceKind,
-    Wish,
+    ResourceRequest,
 )
 from skyward_core.ledger.tables import POOLS, RESOURCES, milliseconds_of
 from skyward_core.machines.owner import Owner
@@ -50,7 +50,7 @@ USD = Decimal
 
 
 class Clock:
-    """A time of day that moves when it is told to."""
+    """A time of day that the test moves."""
 
     def __init__(self) -> None:
         self.time = NOON
@@ -61,19 +61,19 @@ class Clock:
 
 @pytest.fixture
 def clock() -> Clock:
-    """Noon, until told otherwise."""
+    """Noon, until the test moves it."""
     return Clock()
 
 
 @pytest.fixture
 def sqlite_url(tmp_path: Path) -> str:
-    """A ledger file that is not there yet, in a directory that is not there yet."""
+    """A ledger file that does not exist yet, in a directory that does not exist yet."""
     return f"sqlite:///{tmp_path}/state/ledger.db"
 
 
 @pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
 def url(request: pytest.FixtureRequest) -> str:
-    """A ledger that is not there yet, in either kind of database."""
+    """A ledger that does not exist yet, in each kind of database."""
     return request.getfixturevalue("sqlite_url" if request.param == "sqlite" else "postgresql_url")
 
 
@@ -87,7 +87,7 @@ def ledger(url: str, clock: Clock) -> Iterator[Ledger]:
 
 @pytest.fixture
 def file_ledger(sqlite_url: str, clock: Clock) -> Iterator[Ledger]:
-    """Likewise, in a file: for what only files do."""
+    """The same in a file, for tests of files."""
     with Ledger(sqlite_url, clock=clock, busy_timeout_seconds=10) as opened:
         open_pool(opened, "p")
         yield opened
@@ -97,8 +97,8 @@ def open_pool(ledger: Ledger, pool_id: str, owner: Owner = OWNER) -> PoolEntry:
     return ledger.open_pool(pool_id, owner=owner, provider=PROVIDER, spec_json="{}", lease_expires_at=LATER)
 
 
-def wish(token: str = "t1", pool_id: str = "p", price: Price = Price()) -> Wish:
-    return Wish(
+def wish(token: str = "t1", pool_id: str = "p", price: Price = Price()) -> ResourceRequest:
+    return ResourceRequest(
         kind=ResourceKind.INSTANCE,
         provider="verda",
         region="FIN-01",
@@ -192,7 +192,7 @@ def run_on(url: str, statement: str) -> None:
 
 
 def test_an_intent_is_committed_before_it_returns(ledger: Ledger, url: str) -> None:
-    """Another process sees it at once, with all that is needed to find the thing."""
+    """Another process sees it at once, with all that is needed to find the resource."""
     intent = intend(ledger, price=Price(USD("1.5"), USD("3"), is_spot=True))
     with Ledger(url) as other:
         assert other.open_intents() == [intent]
@@ -201,8 +201,8 @@ def test_an_intent_is_committed_before_it_returns(ledger: Ledger, url: str) -> N
     assert intent.price == Price(USD("1.5"), USD(3), is_spot=True)
 
 
-def test_an_intent_goes_from_asked_to_gone(ledger: Ledger, clock: Clock) -> None:
-    """Each step has its time; the first time of each stands; an intent that is closed is not open."""
+def test_an_intent_goes_from_requested_to_gone(ledger: Ledger, clock: Clock) -> None:
+    """Each step has its time, and the first time of each is kept. A closed intent is not open."""
     intent = intend(ledger)
     for minutes, step in enumerate(
         (
@@ -225,8 +225,8 @@ def test_an_intent_goes_from_asked_to_gone(ledger: Ledger, clock: Clock) -> None
     assert ledger.intents(pool_id="p") == [again]
 
 
-def test_a_token_that_is_known_returns_its_entry(ledger: Ledger) -> None:
-    """A call that is tried again is no second intent; the same token for another thing is refused."""
+def test_a_known_token_returns_its_entry(ledger: Ledger) -> None:
+    """A repeated call creates no second intent. The same token for another resource is refused."""
     intent = ledger.bind(intend(ledger), "i-1")
     assert intend(ledger) == intent
     open_pool(ledger, "q")
@@ -235,16 +235,16 @@ def test_a_token_that_is_known_returns_its_entry(ledger: Ledger) -> None:
     assert ledger.intents() == [intent]
 
 
-def test_two_things_from_one_request_are_told(ledger: Ledger) -> None:
-    """Another cloud id for a bound intent is refused, and the entry left as it was."""
+def test_two_resources_of_one_request_are_a_conflict(ledger: Ledger) -> None:
+    """Another cloud id for a bound intent is refused, and the entry does not change."""
     bound = ledger.bind(intend(ledger), "i-1")
     with pytest.raises(LedgerConflict, match="terminate i-2"):
         ledger.bind(bound, "i-2")
     assert ledger.open_intents() == [bound]
 
 
-def test_an_answer_that_comes_late_opens_the_intent_again(ledger: Ledger) -> None:
-    """It was closed because a listing did not show it; now it has an id, so that there is something to end."""
+def test_a_late_answer_opens_the_intent_again(ledger: Ledger) -> None:
+    """It was closed because a listing did not show it. Now it has an id, and a machine must be terminated."""
     intent = intend(ledger)
     ledger.close_all([intent.id], "not listed")
     bound = ledger.bind(intent, "i-1")
@@ -253,7 +253,7 @@ def test_an_answer_that_comes_late_opens_the_intent_again(ledger: Ledger) -> Non
 
 
 @pytest.mark.parametrize("kind", ["key pair", "volume", "other"])
-def test_what_is_no_machine_can_still_be_read(file_ledger: Ledger, sqlite_url: str, kind: str) -> None:
+def test_entries_of_earlier_kinds_can_be_read(file_ledger: Ledger, sqlite_url: str, kind: str) -> None:
     """Earlier versions had kinds that this one does not create: their rows stay readable, and are no machines."""
     open_pool(file_ledger, "old")
     intend(file_ledger, pool_id="old")
@@ -261,7 +261,7 @@ def test_what_is_no_machine_can_still_be_read(file_ledger: Ledger, sqlite_url: s
     assert [its.kind for its in file_ledger.open_intents()] == [ResourceKind.OTHER]
 
 
-def test_open_intents_can_be_narrowed(ledger: Ledger) -> None:
+def test_open_intents_can_be_filtered(ledger: Ledger) -> None:
     """By pool and by provider."""
     open_pool(ledger, "q")
     ours, theirs = intend(ledger, "a"), intend(ledger, "b", "q")
@@ -270,10 +270,8 @@ def test_open_intents_can_be_narrowed(ledger: Ledger) -> None:
     assert ledger.open_intents(provider="verda") == [ours, theirs]
 
 
-def test_what_makes_no_sense_is_refused(ledger: Ledger) -> None:
-    """Pools nobody opened or opened twice, naive times, no evidence, seconds that run backwards, entries of another
-    ledger.
-    """
+def test_wrong_arguments_are_refused(ledger: Ledger) -> None:
+    """Unknown or duplicate pools, naive times, no evidence, negative seconds, entries of another ledger."""
     with pytest.raises(LedgerConflict, match='no pool "nobody\'s"'):
         intend(ledger, pool_id="nobody's")
     with pytest.raises(LedgerConflict, match="already has a pool 'p'"):
@@ -292,7 +290,7 @@ def test_what_makes_no_sense_is_refused(ledger: Ledger) -> None:
 
 
 def test_a_pool_ends_once_and_its_open_intents_stay(ledger: Ledger, clock: Clock) -> None:
-    """An ended pool is listed only when asked for; what it left stays to be swept."""
+    """An ended pool is listed only on request. Its open intents stay for a sweep."""
     left = intend(ledger)
     ledger.end_pool("p")
     clock.time = LATER
@@ -307,7 +305,7 @@ def test_a_pool_ends_once_and_its_open_intents_stay(ledger: Ledger, clock: Clock
 
 
 def test_a_lease_is_renewed_and_never_shortened(ledger: Ledger) -> None:
-    """Whoever lengthens it last, with whatever it thinks; a pool that lives by its lease goes on doing so."""
+    """In any order of renewals. A pool that lives by its lease continues to do so."""
     ledger.renew("p", LATER + timedelta(minutes=5))
     ledger.renew("p", LATER)
     pool = ledger.pool("p")
@@ -331,10 +329,8 @@ def spending_verbs(ledger: Ledger) -> list[Callable[[], object]]:
 
 
 @pytest.mark.parametrize("is_condemned", [True, False])
-def test_nothing_is_asked_for_on_behalf_of_the_dead(ledger: Ledger, is_condemned: bool) -> None:
-    """A pool that was condemned, or has ended, loses its lease in every verb that would spend; what is true of it is
-    still written down.
-    """
+def test_nothing_is_requested_for_a_dead_pool(ledger: Ledger, is_condemned: bool) -> None:
+    """Every method that spends raises LeaseLost for a condemned or ended pool. Facts are still recorded."""
     ledger.set_account(Account("team", USD(10), Period.RUN))
     intent = intend(ledger, "old")
     if is_condemned:
@@ -359,9 +355,7 @@ def test_nothing_is_asked_for_on_behalf_of_the_dead(ledger: Ledger, is_condemned
 
 
 def test_a_pool_is_condemned_unless_its_lease_was_renewed(ledger: Ledger, clock: Clock) -> None:
-    """Who saw an old lease must look again; who condemns second is told that it is done; the first time stands; what
-    has ended is dead anyway.
-    """
+    """A caller with an old lease must read again. The first time of a condemnation is kept. An ended pool is dead."""
     ledger.renew("p", LATER + timedelta(minutes=1))
     assert not ledger.condemn("p", seen=LATER)
     assert ledger.pool("p").condemned_at is None  # type: ignore[union-attr]
@@ -395,9 +389,7 @@ def test_many_pools_are_condemned_and_ended_at_once(ledger: Ledger) -> None:
 
 @pytest.mark.parametrize("verb", ["renew", "intend"])
 def test_a_lease_is_either_renewed_or_condemned(ledger: Ledger, url: str, verb: str) -> None:
-    """Twenty times at once with its owner: if the sweep was told that the pool is dead, the owner is told too, from
-    then on.
-    """
+    """Twenty races with its owner: after the sweep has condemned the pool, the owner gets LeaseLost."""
     with Ledger(url) as other:
         for number in range(20):
             pool_id, start, outcome = f"r{number}", threading.Barrier(2), {}
@@ -432,8 +424,8 @@ def test_a_lease_is_either_renewed_or_condemned(ledger: Ledger, url: str, verb: 
 # ── many at once ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_many_are_written_down_at_once_in_their_order(ledger: Ledger) -> None:
-    """More than one statement takes; those whose tokens are known keep their entries; all of it, or nothing."""
+def test_many_intents_are_recorded_at_once_in_their_order(ledger: Ledger) -> None:
+    """In several statements, all or none. Entries with known tokens do not change."""
     known = ledger.bind(intend(ledger, "t7"), "i-7")
     intents = ledger.intend_all("p", [wish(f"t{number}") for number in range(1100)])
     assert [intent.token for intent in intents] == [f"t{number}" for number in range(1100)]
@@ -462,8 +454,8 @@ def test_many_are_written_down_at_once_in_their_order(ledger: Ledger) -> None:
     )
 
 
-def test_a_second_id_does_not_keep_the_others_from_being_bound(ledger: Ledger) -> None:
-    """Each that contradicts is named, and stays as it was; what can be written down, is."""
+def test_a_conflicting_id_does_not_stop_the_binding_of_others(ledger: Ledger) -> None:
+    """Each conflict is named and changes nothing; all others are recorded."""
     first, second, third = ledger.intend_all("p", [wish("a"), wish("b"), wish("c")])
     ledger.bind_all({first.id: "i-1", second.id: "i-2"})
     with pytest.raises(LedgerConflict, match=r"terminate i-8.*terminate i-9"):
@@ -479,7 +471,7 @@ def seconds_of(ledger: Ledger) -> list[dict[Bucket, float]]:
 
 
 def test_noted_totals_replace_each_other_and_never_shrink(ledger: Ledger) -> None:
-    """To the millisecond; what is not named stays."""
+    """To the millisecond; other buckets stay."""
     one, other = ledger.intend_all("p", [wish("a"), wish("b")])
     ledger.note_all({one.id: {Bucket.LAUNCHING: 12.3456, Bucket.IDLE: 5}, other.id: {Bucket.IDLE: 1}})
     ledger.note_all({one.id: {Bucket.IDLE: 7.25}, other.id: {Bucket.IDLE: 0.5}})
@@ -487,10 +479,8 @@ def test_noted_totals_replace_each_other_and_never_shrink(ledger: Ledger) -> Non
     assert seconds_of(ledger) == [{Bucket.LAUNCHING: 12.346, Bucket.IDLE: 7.25}, {Bucket.IDLE: 1}]
 
 
-def test_a_second_may_turn_out_to_have_gone_elsewhere(ledger: Ledger) -> None:
-    """The buckets of a resource are replaced together: their sum is the life of the resource, whatever was thought of
-    it before.
-    """
+def test_a_second_may_move_to_another_bucket(ledger: Ledger) -> None:
+    """The buckets of a resource are replaced together, because their sum is its life."""
     intent = intend(ledger)
     ledger.note_all({intent.id: {Bucket.LAUNCHING: 1, Bucket.IDLE: 5}})
     ledger.note_all({intent.id: {Bucket.LAUNCHING: 1, Bucket.IDLE: 1, Bucket.RUNNING_CALLS: 6}})
@@ -500,8 +490,8 @@ def test_a_second_may_turn_out_to_have_gone_elsewhere(ledger: Ledger) -> None:
     assert seconds_of(ledger) == [{Bucket.LAUNCHING: 1, Bucket.IDLE: 1, Bucket.RUNNING_CALLS: 6}]
 
 
-def test_what_nobody_noted_is_filled_in_at_the_close(ledger: Ledger, clock: Clock) -> None:
-    """Of what was bound, from its intent on; nothing of what never was; a second close changes nothing."""
+def test_seconds_that_were_never_noted_are_filled_in_at_the_close(ledger: Ledger, clock: Clock) -> None:
+    """Of a bound resource, from its intent on; of an unbound one, none. A second close changes nothing."""
     noted, unnoted, unbound, unfilled = ledger.intend_all("p", [wish(token) for token in "abcd"])
     ledger.bind_all({noted.id: "i-1", unnoted.id: "i-2", unfilled.id: "i-4"})
     ledger.note_all({noted.id: {Bucket.LAUNCHING: 60, Bucket.IDLE: 30}, unfilled.id: {Bucket.LAUNCHING: 60}})
@@ -518,10 +508,8 @@ def test_what_nobody_noted_is_filled_in_at_the_close(ledger: Ledger, clock: Cloc
     ]
 
 
-def test_what_was_gone_long_before_it_was_known_is_filled_in_until_then(ledger: Ledger, clock: Clock) -> None:
-    """The close tells when it was known; never more is filled in than until then, and nothing that is known is taken
-    back.
-    """
+def test_a_machine_that_was_gone_long_before_is_filled_in_until_then(ledger: Ledger, clock: Clock) -> None:
+    """The close has the time at which it was gone. No seconds are filled in after it, and no known ones are lost."""
     early, late, short = ledger.intend_all("p", [wish(token) for token in "abc"])
     ledger.bind_all({early.id: "i-1", late.id: "i-2", short.id: "i-3"})
     ledger.note_all({short.id: {Bucket.IDLE: 90}})
@@ -532,8 +520,8 @@ def test_what_was_gone_long_before_it_was_known_is_filled_in_until_then(ledger: 
     assert {its.gone_at for its in closed} == {clock.time}
 
 
-def test_what_is_noted_late_takes_the_place_of_what_was_filled_in(ledger: Ledger, clock: Clock) -> None:
-    """An owner that was taken for dead knows better what the seconds went to, but the machine had no more of them."""
+def test_late_notes_replace_filled_in_seconds(ledger: Ledger, clock: Clock) -> None:
+    """An owner that was believed dead knows the buckets better, but the sum does not grow."""
     intent = ledger.bind(intend(ledger), "i-1")
     ledger.note_all({intent.id: {Bucket.LAUNCHING: 60, Bucket.IDLE: 10}})
     clock.time = NOON + timedelta(seconds=600)
@@ -659,14 +647,14 @@ def test_a_resource_is_billed_as_its_provider_counts(
     assert price.cost(seconds) == USD(expected_usd)
 
 
-def test_what_was_never_created_costs_nothing(ledger: Ledger) -> None:
+def test_a_resource_that_was_never_created_costs_nothing(ledger: Ledger) -> None:
     """An unbound intent has no minimum to pay."""
     intend(ledger, price=Price(USD(6), minimum_seconds=3600, minimum_usd=USD(1)))
     (row,) = ledger.cost_rows()
     assert row.cost_usd == 0
 
 
-def test_however_it_is_added_up_the_sum_is_the_same(ledger: Ledger, clock: Clock) -> None:
+def test_the_sum_of_a_bill_does_not_depend_on_the_key(ledger: Ledger, clock: Clock) -> None:
     """By resource, pool, owner, day and bucket: equal to the micro-dollar, and on demand too, with odd prices, times
     and billing rules.
     """
@@ -700,8 +688,8 @@ def test_however_it_is_added_up_the_sum_is_the_same(ledger: Ledger, clock: Clock
     assert sum(row.cost_usd for row in rows[CostBy.RESOURCE]) > 60
 
 
-def test_a_bill_can_be_narrowed(ledger: Ledger, clock: Clock) -> None:
-    """To one pool, and to what was intended from one time until before another."""
+def test_a_bill_can_be_filtered(ledger: Ledger, clock: Clock) -> None:
+    """By pool, and by the time of the intent."""
     open_pool(ledger, "q")
     intend(ledger, "a")
     clock.time = LATER
@@ -712,10 +700,8 @@ def test_a_bill_can_be_narrowed(ledger: Ledger, clock: Clock) -> None:
     assert sum(row.resources for row in ledger.cost_rows(CostBy.BUCKET, since=LATER + timedelta(1))) == 0
 
 
-def test_a_list_of_pools_tells_what_each_has_cost(ledger: Ledger, clock: Clock) -> None:
-    """What is open and what it has come to, oldest pool first; ended pools only when asked for, and only the newest so
-    many.
-    """
+def test_a_list_of_pools_has_the_cost_of_each(ledger: Ledger, clock: Clock) -> None:
+    """Open resources and costs, oldest pool first; ended pools only on request, and only the newest ones."""
     for minutes, pool_id in enumerate("qrs", 1):
         clock.time = NOON + timedelta(minutes=minutes)
         open_pool(ledger, pool_id)
@@ -746,8 +732,8 @@ def test_a_list_of_pools_tells_what_each_has_cost(ledger: Ledger, clock: Clock) 
 # ── money ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_limit_counts_what_is_reserved_and_what_is_spent(ledger: Ledger) -> None:
-    """What was not spent is free again; beyond the limit nothing is written."""
+def test_a_limit_counts_reservations_and_spending(ledger: Ledger) -> None:
+    """Unspent money is free again. A reservation above the limit changes nothing."""
     ledger.set_account(Account("team", USD(10), Period.MONTH))
     first, second = ledger.reserve("team", "p", USD(6)), ledger.reserve("team", "p", USD(4))
     with pytest.raises(BudgetExceeded, match=r"0\.000000 USD left") as refused:
@@ -764,8 +750,8 @@ def test_a_limit_counts_what_is_reserved_and_what_is_spent(ledger: Ledger) -> No
     assert ledger.open_reservations(pool_id="p") == []
 
 
-def test_spending_more_than_reserved_is_written_down(ledger: Ledger) -> None:
-    """The truth is kept, and what is left is negative: nothing more can be reserved."""
+def test_overspending_is_recorded(ledger: Ledger) -> None:
+    """The rest is negative, and nothing more can be reserved."""
     ledger.set_account(Account("team", USD(10), Period.RUN))
     ledger.settle(ledger.reserve("team", "p", USD(9)), USD(11))
     assert ledger.left_usd("team", "p") == -1
@@ -773,10 +759,8 @@ def test_spending_more_than_reserved_is_written_down(ledger: Ledger) -> None:
         ledger.reserve("team", "p", USD("0.01"))
 
 
-def test_the_end_of_a_pool_settles_all_that_it_reserved(ledger: Ledger, clock: Clock) -> None:
-    """Its settled sums together are what it has spent: each reservation pays up to what it is, oldest first, so that no
-    day pays for another.
-    """
+def test_the_end_of_a_pool_settles_all_its_reservations(ledger: Ledger, clock: Clock) -> None:
+    """Its settled sums add up to its cost. Each pays at most its own sum, oldest first, so no day pays for another."""
     open_pool(ledger, "q")
     ledger.set_account(Account("team", USD(10), Period.DAY))
     ledger.settle(ledger.reserve("team", "p", USD(2)), USD(1))
@@ -796,7 +780,7 @@ def test_the_end_of_a_pool_settles_all_that_it_reserved(ledger: Ledger, clock: C
 
 @pytest.mark.parametrize(("spent", "left"), [("0.5", "9"), ("11", "-1")])
 def test_a_pool_that_spent_less_than_settled_or_more_than_reserved(ledger: Ledger, spent: str, left: str) -> None:
-    """What was settled stands, and the rest is nothing; what is beyond all reservations is written down."""
+    """Settled sums do not change, and the rest is zero. Overspending is recorded."""
     ledger.set_account(Account("team", USD(10), Period.RUN))
     ledger.settle(ledger.reserve("team", "p", USD(2)), USD(1))
     for _ in range(3):
@@ -807,10 +791,8 @@ def test_a_pool_that_spent_less_than_settled_or_more_than_reserved(ledger: Ledge
         ledger.settle_pool("p", USD(-1))
 
 
-def test_reservations_roll_on_whole_or_not_at_all(ledger: Ledger, clock: Clock) -> None:
-    """What was reserved is settled with what was spent since, and what comes next is reserved; if that is too much,
-    nothing has changed.
-    """
+def test_a_renewal_of_reservations_is_atomic(ledger: Ledger, clock: Clock) -> None:
+    """The old reservation is settled and the next one made, or nothing changes if the limit does not allow it."""
     ledger.set_account(Account("team", USD(10), Period.DAY))
     ledger.set_account(Account("other", USD(10), Period.DAY))
     elsewhere = ledger.reserve("other", "p", USD(10))
@@ -856,7 +838,7 @@ def test_a_limit_holds_for_its_period(
 
 
 def test_an_account_can_be_changed_and_must_exist(ledger: Ledger) -> None:
-    """A new limit counts at once; an unknown account is refused with those that there are."""
+    """A new limit counts at once. The error for an unknown account lists the known ones."""
     ledger.set_account(Account("team", USD(1), Period.DAY))
     ledger.set_account(Account("team", USD("2.5"), Period.DAY))
     assert ledger.accounts() == [Account("team", USD("2.5"), Period.DAY)]
@@ -904,9 +886,7 @@ def run_script(script: str, *args: str, **options: object) -> subprocess.Complet
 
 
 def test_eight_processes_at_once_overdraw_nothing(ledger: Ledger, url: str) -> None:
-    """They reserve, and settle some, until the account refuses: what is committed is below the limit, by less than one
-    reservation.
-    """
+    """They reserve and settle until the account refuses: less than one reservation is left then."""
     ledger.set_account(Account("team", USD(30), Period.MONTH))
     done = run_script(EIGHT_RESERVE, url, NOON.isoformat())  # of the same month as the account
     assert done.returncode == 0, done.stderr
@@ -926,7 +906,7 @@ from datetime import UTC, datetime
 from decimal import Decimal
 import alembic.runtime.environment  # once, before the forks
 from sqlalchemy import Engine, event
-from skyward_core.ledger.rows import Account, Bucket, Period, ResourceKind, Wish
+from skyward_core.ledger.rows import Account, Bucket, Period, ResourceKind, ResourceRequest
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.machines.owner import Owner
 from skyward_core.work import Work
@@ -952,7 +932,7 @@ def history(url, said):
         for token in ("t1", "t2"):
             made = ledger.reserve("team", "p", Decimal(3))
             say(f"reserved {made.id}")
-            intent = ledger.intend("p", Wish(ResourceKind.INSTANCE, "x", "y", token, token, {}, NOON))
+            intent = ledger.intend("p", ResourceRequest(ResourceKind.INSTANCE, "x", "y", token, token, {}, NOON))
             say(f"intended {token}")
             ledger.bind(intent, "i-" + token)
             say(f"bound {token}")
@@ -981,8 +961,9 @@ while True:
 
 @pytest.mark.slow
 def test_a_writer_killed_at_any_statement_leaves_a_readable_ledger(tmp_path: Path) -> None:
-    """SIGKILL before and after every statement and before every commit, from an empty file on: what had returned is
-    there, and no more than one verb beyond it.
+    """SIGKILL before and after every statement and before every commit, from an empty file on.
+
+    Everything that had returned is there, and at most one more change.
     """
     done = run_script(KILLED_AT, str(tmp_path))
     assert done.returncode == 0, done.stderr
@@ -1022,7 +1003,7 @@ def check_what_was_left(ledger: Ledger, said: list[str]) -> None:
 
 
 def test_a_reader_blocks_no_writer(file_ledger: Ledger, tmp_path: Path) -> None:
-    """While another holds a read transaction open, a pool writes; the reader goes on seeing what it saw."""
+    """A pool writes during an open read transaction, which still sees the old state."""
     raw = sqlite3.connect(tmp_path / "state/ledger.db", isolation_level=None)
     raw.execute("BEGIN")
     assert raw.execute("SELECT count(*) FROM skyward_resources").fetchone() == (0,)
@@ -1067,8 +1048,8 @@ def test_a_ledger_that_is_closed_while_it_is_used_keeps_no_connection(
         assert connections() == 0
 
 
-def test_a_ledger_that_stays_locked_is_told(file_ledger: Ledger, tmp_path: Path) -> None:
-    """A writer that never ends is named as the cause; readers do not mind it, and all is well when it has gone."""
+def test_a_ledger_that_stays_locked_is_an_error(file_ledger: Ledger, tmp_path: Path) -> None:
+    """The error names the writer as the cause. Readers do not wait, and later writers work."""
     raw = sqlite3.connect(tmp_path / "state/ledger.db", isolation_level=None)
     raw.execute("BEGIN IMMEDIATE")
     with Ledger(str(file_ledger.url), busy_timeout_seconds=0.05) as impatient:
@@ -1080,7 +1061,7 @@ def test_a_ledger_that_stays_locked_is_told(file_ledger: Ledger, tmp_path: Path)
 
 
 def test_threads_share_a_ledger(ledger: Ledger) -> None:
-    """Verbs from many threads lose nothing."""
+    """Calls from many threads lose nothing."""
     intent = intend(ledger)
     threads = [
         threading.Thread(
@@ -1096,8 +1077,8 @@ def test_threads_share_a_ledger(ledger: Ledger) -> None:
 
 
 @pytest.mark.parametrize("garbage", [b"not a database at all" * 100, b"SQLite format 3\0" + b"\x5a" * 5000])
-def test_a_garbage_file_is_told_and_left_alone(tmp_path: Path, garbage: bytes) -> None:
-    """The message says what to do; the file is as it was, for whoever wants to look into it."""
+def test_a_garbage_file_is_refused_and_not_changed(tmp_path: Path, garbage: bytes) -> None:
+    """The message says what to do."""
     path = tmp_path / "ledger.db"
     path.write_bytes(garbage)
     with pytest.raises(LedgerError, match=r"is damaged, or no ledger\. Move it away"):
@@ -1105,8 +1086,8 @@ def test_a_garbage_file_is_told_and_left_alone(tmp_path: Path, garbage: bytes) -
     assert path.read_bytes() == garbage
 
 
-def test_a_ledger_that_is_damaged_later_is_told(file_ledger: Ledger, tmp_path: Path) -> None:
-    """Pages that were overwritten behind our back."""
+def test_a_ledger_that_is_damaged_later_is_an_error(file_ledger: Ledger, tmp_path: Path) -> None:
+    """Another program has overwritten pages."""
     for number in range(200):
         intend(file_ledger, f"t{number}")
     file_ledger.close()
@@ -1133,8 +1114,8 @@ except LedgerError as error:
 
 
 @pytest.mark.parametrize("is_made", [False, True])
-def test_a_read_only_directory_is_told(tmp_path: Path, is_made: bool) -> None:
-    """For somebody who may not write there: whether the ledger has been made or not."""
+def test_a_read_only_directory_is_an_error(tmp_path: Path, is_made: bool) -> None:
+    """With a ledger in it, and without."""
     folder = tmp_path / "read-only"
     folder.mkdir()
     if is_made:
@@ -1148,8 +1129,8 @@ def test_a_read_only_directory_is_told(tmp_path: Path, is_made: bool) -> None:
     assert "name another ledger (SKYWARD_LEDGER)" in done.stdout
 
 
-def test_a_place_where_no_directory_can_be_made_is_told(tmp_path: Path) -> None:
-    """A file stands where the directory should be."""
+def test_a_directory_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
+    """There is a file with its name."""
     (tmp_path / "state").write_text("")
     with pytest.raises(LedgerError, match="Check the path"):
         Ledger(f"sqlite:///{tmp_path}/state/ledger.db")
@@ -1158,7 +1139,7 @@ def test_a_place_where_no_directory_can_be_made_is_told(tmp_path: Path) -> None:
 FILL = """
 import resource, signal, sys
 from datetime import UTC, datetime
-from skyward_core.ledger.rows import ResourceKind, Wish
+from skyward_core.ledger.rows import ResourceKind, ResourceRequest
 from skyward_core.errors import LedgerError
 from skyward_core.ledger.ledger import Ledger
 NOON = datetime(2026, 11, 21, 12, tzinfo=UTC)
@@ -1167,15 +1148,15 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), int(sys.argv[2])))
 with Ledger(sys.argv[1]) as ledger:
     for number in range(100_000):
         try:
-            ledger.intend("p", Wish(ResourceKind.INSTANCE, "x", "y", "n", str(number), {}, NOON))
+            ledger.intend("p", ResourceRequest(ResourceKind.INSTANCE, "x", "y", "n", str(number), {}, NOON))
         except LedgerError as error:
             print(number, error)
             break
 """
 
 
-def test_a_full_disk_is_told_and_loses_nothing(file_ledger: Ledger, sqlite_url: str) -> None:
-    """The file may not grow any more: what had returned before is there."""
+def test_a_full_disk_is_an_error_and_loses_nothing(file_ledger: Ledger, sqlite_url: str) -> None:
+    """All earlier writes are there."""
     done = run_script(FILL, sqlite_url, str(200_000))
     assert done.returncode == 0, done.stderr
     written, _, message = done.stdout.partition(" ")
@@ -1193,15 +1174,15 @@ def test_a_full_disk_is_told_and_loses_nothing(file_ledger: Ledger, sqlite_url: 
         ("postgresql+psycopg://ada:secret@127.0.0.1:9/x", "is not installed|cannot be reached"),
     ],
 )
-def test_a_url_that_leads_nowhere_is_told(url: str, message: str) -> None:
-    """Each with what is wrong, and without its password."""
+def test_a_wrong_url_is_an_error(url: str, message: str) -> None:
+    """The message has the reason, and no password."""
     with pytest.raises(LedgerError, match=message) as told:
         Ledger(url)
     assert "secret" not in str(told.value)
 
 
-def test_the_ledger_lies_under_the_state_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Unless SKYWARD_LEDGER says otherwise; a directory that is made is the user's alone."""
+def test_the_default_ledger_is_in_the_state_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without SKYWARD_LEDGER. A new directory is private."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert default_url({}) == f"sqlite:///{tmp_path}/skyward/ledger.db"
     assert default_url({"SKYWARD_LEDGER": "sqlite:////x.db"}) == "sqlite:////x.db"
@@ -1238,8 +1219,8 @@ def test_attempts_are_kept_in_their_order(ledger: Ledger, clock: Clock) -> None:
     assert ledger.attempts(pool_id="sky-other") == []
 
 
-def test_nobody_turns_for_a_dead_pool(ledger: Ledger) -> None:
-    """A pool that was condemned stays where its machines are."""
+def test_the_provider_of_a_dead_pool_cannot_change(ledger: Ledger) -> None:
+    """A condemned pool keeps the provider of its machines."""
     intend(ledger)
     (pool,) = ledger.pools()
     ledger.condemn(pool.id, seen=pool.lease_expires_at)
@@ -1261,7 +1242,7 @@ def pay(ledger: Ledger, pool_id: str, work: Work, usd: int) -> None:
     )
     price = Price(Decimal(usd) / 2)
     wishes = [
-        Wish(ResourceKind.INSTANCE, "verda", "FIN-01", f"{pool_id}-{n}", f"{pool_id}-{n}", {}, LATER, price)
+        ResourceRequest(ResourceKind.INSTANCE, "verda", "FIN-01", f"{pool_id}-{n}", f"{pool_id}-{n}", {}, LATER, price)
         for n in range(2)
     ]
     intents = ledger.intend_all(pool_id, wishes)
@@ -1273,8 +1254,8 @@ def bill(ledger: Ledger, by: CostBy, **which: object) -> dict[str, tuple[int, De
     return {row.key: (row.resources, row.cost_usd) for row in ledger.cost_rows(by, **which)}
 
 
-def test_a_pool_is_written_down_with_its_work(ledger: Ledger) -> None:
-    """And found again by any part of it; one without has none."""
+def test_a_pool_is_recorded_with_its_work(ledger: Ledger) -> None:
+    """It is found by any field of its work."""
     pay(ledger, "q", TRAIN, 2)
     assert {pool.id: pool.work for pool in ledger.pools()} == {"p": Work(), "q": TRAIN}
     assert bill(ledger, CostBy.POOL, work=Work(run=TRAIN.run, task="train")) == {"q": (2, Decimal(2))}
@@ -1282,9 +1263,7 @@ def test_a_pool_is_written_down_with_its_work(ledger: Ledger) -> None:
 
 
 def test_costs_add_up_by_run_task_and_asset(ledger: Ledger) -> None:
-    """All tries of a task count together, in all runs; shares of a pool go where they belong, and the rest to the
-    pool's own work. Sums stay the same.
-    """
+    """All attempts of a task count together, in all runs. Shares count for their work, the rest for the pool's own."""
     dagster = Work(system="dagster", workflow="job", run="r1")
     pay(ledger, "one", TRAIN, 2)
     pay(ledger, "two", replace(TRAIN, attempt="2"), 4)
@@ -1318,10 +1297,8 @@ def test_costs_add_up_by_run_task_and_asset(ledger: Ledger) -> None:
     assert sum(row.seconds for row in ledger.cost_rows(CostBy.ASSET)) == pytest.approx(10 * 3600)
 
 
-def test_more_shares_than_cost_are_dealt_out_in_proportion(ledger: Ledger) -> None:
-    """What was shared out while the pool lived may be more than its bill, by rounding: the sum stays that of the
-    bill.
-    """
+def test_shares_above_the_cost_are_reduced_in_proportion(ledger: Ledger) -> None:
+    """Shares of a live pool may exceed its bill by rounding; the sum is still the bill."""
     pay(ledger, "q", TRAIN, 2)
     ledger.set_shares("q", {Work(asset="a"): Decimal(3), Work(asset="b"): Decimal(1)})
     assert bill(ledger, CostBy.ASSET) == {
@@ -1331,7 +1308,7 @@ def test_more_shares_than_cost_are_dealt_out_in_proportion(ledger: Ledger) -> No
     }
 
 
-def test_a_share_is_no_debt_and_of_a_pool_that_is_there(ledger: Ledger) -> None:
+def test_a_share_is_not_negative_and_needs_its_pool(ledger: Ledger) -> None:
     """Negative shares and those of unknown pools are refused."""
     with pytest.raises(BadRequest, match="zero or more"):
         ledger.set_shares("p", {Work(): Decimal("-0.1")})
@@ -1343,8 +1320,8 @@ def test_a_share_is_no_debt_and_of_a_pool_that_is_there(ledger: Ledger) -> None:
 
 
 @pytest.mark.slow
-def test_a_database_without_an_encoding_serves_too(postgresql_server: str) -> None:
-    """As those have that were set up under LC_ALL=C."""
+def test_a_database_without_an_encoding_works(postgresql_server: str) -> None:
+    """A server that was set up with LC_ALL=C has such databases."""
     run_on(
         postgresql_server, "CREATE DATABASE ascii ENCODING 'SQL_ASCII' LC_COLLATE 'C' LC_CTYPE 'C' TEMPLATE template0"
     )
@@ -1357,10 +1334,8 @@ def test_a_database_without_an_encoding_serves_too(postgresql_server: str) -> No
 
 
 @pytest.mark.slow
-def test_a_row_that_stays_locked_is_told(postgresql_url: str, clock: Clock) -> None:
-    """Another's transaction that does not end is the cause of an error, not of a wait without end; readers do not mind
-    it.
-    """
+def test_a_row_that_stays_locked_is_an_error(postgresql_url: str, clock: Clock) -> None:
+    """A transaction that does not end causes an error, not an endless wait. Readers do not wait."""
     with Ledger(postgresql_url, clock=clock, busy_timeout_seconds=0.05) as impatient:
         open_pool(impatient, "p")
         holder = create_engine(postgresql_url)
@@ -1377,7 +1352,7 @@ EVERYBODY_AT_ONCE = """
 import os, random, sys, threading, traceback
 from datetime import datetime, timedelta
 from decimal import Decimal
-from skyward_core.ledger.rows import Account, Bucket, Period, ResourceKind, Wish
+from skyward_core.ledger.rows import Account, Bucket, Period, ResourceKind, ResourceRequest
 from skyward_core.errors import BudgetExceeded, LeaseLost, LedgerConflict
 from skyward_core.ledger.ledger import Ledger
 
@@ -1385,7 +1360,7 @@ url, now = sys.argv[1], datetime.fromisoformat(sys.argv[2])
 POOLS, LATER = [f"p{number}" for number in range(6)], now + timedelta(hours=1)
 
 def wish(name, token):
-    return Wish(ResourceKind.INSTANCE, "x", "r", name, token, {}, LATER)
+    return ResourceRequest(ResourceKind.INSTANCE, "x", "r", name, token, {}, LATER)
 
 def cents(draw, most):
     return Decimal(draw.randrange(most)) / 100
@@ -1458,11 +1433,10 @@ FROM skyward_balances b JOIN skyward_reservations r ON r.account = b.account AND
 
 
 @pytest.mark.slow
-def test_on_a_server_all_verbs_at_once_neither_overdraw_nor_lock_each_other_out(
-    postgresql_url: str, clock: Clock
-) -> None:
-    """Three processes of six threads: no deadlock, no other error; each balance is what its reservations say, and above
-    the limit only by overspending.
+def test_on_a_server_concurrent_methods_neither_overdraw_nor_deadlock(postgresql_url: str, clock: Clock) -> None:
+    """Three processes of six threads: no error, and each balance is the sum of its reservations.
+
+    A balance exceeds the limit only by overspending.
     """
     with Ledger(postgresql_url, clock=clock) as ledger:
         for account in "ab":
@@ -1481,10 +1455,10 @@ def test_on_a_server_all_verbs_at_once_neither_overdraw_nor_lock_each_other_out(
 
 
 @pytest.mark.slow
-def test_a_connection_that_the_server_has_closed_is_made_anew(
+def test_a_connection_that_the_server_has_closed_is_replaced(
     postgresql_server: str, postgresql_url: str, clock: Clock
 ) -> None:
-    """A server that was restarted between two verbs costs nothing."""
+    """A restart of the server between two calls causes no error."""
     with Ledger(postgresql_url, clock=clock) as ledger:
         open_pool(ledger, "p")
         run_on(
@@ -1553,7 +1527,7 @@ def another_resource(resource: Mapping[str, Any], number: int) -> dict[str, Any]
 @pytest.mark.generated
 @pytest.mark.parametrize("by", CostBy)
 def test_a_bill_of_many_resources_is_right(large: Ledger, by: CostBy) -> None:
-    """Whatever it is added up by: `skyward cost`."""
+    """By every key: `skyward cost`."""
     rows = large.cost_rows(by)
     # the first has a second less in each
     assert sum(row.seconds for row in rows) == pytest.approx(6 * (MANY // 1000 * sum(range(1000)) + MANY * 0.1 - 1))
@@ -1589,8 +1563,8 @@ def modes(folder: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
 
 
-def test_the_file_and_what_is_beside_it_are_closed_to_others(tmp_path: Path) -> None:
-    """Whatever the umask; so is the folder where the ledger is by default."""
+def test_the_files_of_a_ledger_are_private(tmp_path: Path) -> None:
+    """With any umask; the default folder too."""
     before = os.umask(0)
     try:
         with Ledger(f"sqlite:///{tmp_path / 'new' / 'ledger.db'}") as ledger:
@@ -1601,10 +1575,8 @@ def test_the_file_and_what_is_beside_it_are_closed_to_others(tmp_path: Path) -> 
         os.umask(before)
 
 
-def test_a_ledger_that_others_could_read_is_closed_to_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With a warning, once, and with all that it holds; its folder is the user's own business, unless it is the one by
-    default.
-    """
+def test_a_ledger_that_others_could_read_becomes_private(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With one warning, and without a loss of entries. Only the default folder changes its mode too."""
     path = tmp_path / "ledger.db"
     with Ledger(f"sqlite:///{path}") as ledger, Ledger(f"sqlite:///{path}"):
         ledger.set_account(Account("team", Decimal(1), Period.RUN))
@@ -1622,8 +1594,8 @@ def test_a_ledger_that_others_could_read_is_closed_to_them(tmp_path: Path, caplo
     assert tmp_path.stat().st_mode & 0o777 == 0o755
 
 
-def test_the_folder_by_default_is_closed_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An earlier version, or somebody's umask, may have left it open."""
+def test_the_default_folder_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier version, or a wide umask, may have left it open."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     (tmp_path / "skyward").mkdir(mode=0o755)
     Ledger(default_url({})).close()
@@ -1631,16 +1603,16 @@ def test_the_folder_by_default_is_closed_to_others(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777])
-def test_a_ledger_in_a_folder_of_all_is_refused(tmp_path: Path, mode: int) -> None:
-    """Others could put a journal beside it, which SQLite would believe."""
+def test_a_ledger_in_a_folder_that_others_can_write_is_refused(tmp_path: Path, mode: int) -> None:
+    """Others could put a journal file there, which SQLite would apply."""
     tmp_path.chmod(mode)
     with pytest.raises(LedgerError, match=rf"SKYWARD_LEDGER.*may be written to by everybody \(mode {mode:04o}\)"):
         Ledger(f"sqlite:///{tmp_path / 'ledger.db'}")
     assert modes(tmp_path) == {}
 
 
-def test_the_locks_of_an_open_ledger_outlive_another_opening(tmp_path: Path) -> None:
-    """To look at the file's mode must not open it: closing any descriptor of a file drops all its locks (fcntl(2))."""
+def test_the_locks_of_an_open_ledger_survive_another_open(tmp_path: Path) -> None:
+    """A check of the file's mode must not open it, because a close drops all its locks (fcntl(2))."""
     path = tmp_path / "ledger.db"
     with Ledger(f"sqlite:///{path}") as ledger, ledger._database.write():
         Ledger(f"sqlite:///{path}").close()
@@ -1650,7 +1622,7 @@ def test_the_locks_of_an_open_ledger_outlive_another_opening(tmp_path: Path) -> 
 
 
 def test_a_transaction_that_a_signal_interrupts_keeps_no_lock(tmp_path: Path) -> None:
-    """The exception is still there while its handlers write: SIGTERM ends a task, whose pool is closed and noted."""
+    """The exception still exists while its handlers write, as after SIGTERM of a task."""
     with Ledger(f"sqlite:///{tmp_path / 'ledger.db'}", busy_timeout_seconds=0.5) as ledger:
 
         def interrupt(*_: object) -> None:

@@ -16,7 +16,7 @@ from skyward_core.ledger.ledger import default_url
 
 @pytest.fixture
 def read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home that may not be written to, for root too, and a runtime folder that may."""
+    """A read-only home, for root too, and a writable runtime folder."""
     home, runtime = tmp_path / "home", tmp_path / "run"
     home.mkdir()
     runtime.mkdir(mode=0o700)
@@ -29,7 +29,7 @@ def read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return runtime
 
 
-def test_who_has_no_home_is_told_what_to_set(
+def test_the_error_without_a_home_says_what_to_set(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """No HOME, and no entry in the user database: a LedgerError with an example, and one line from the command."""
@@ -69,7 +69,7 @@ def test_a_read_only_home_has_its_ledger_in_the_runtime_folder(
 
 
 def test_a_budget_needs_a_ledger_that_lasts(read_only: Path) -> None:
-    """An account that is gone after a reboot would be full again."""
+    """After a reboot the account would be full again."""
     with (
         pytest.raises(sky.LedgerError, match=r"a budget needs a ledger that lasts.*SKYWARD_LEDGER="),
         sky.ComputePool(provider=sky.Local(price_per_hour=1.2), budget="team", display="quiet"),
@@ -77,8 +77,8 @@ def test_a_budget_needs_a_ledger_that_lasts(read_only: Path) -> None:
         pass
 
 
-def test_the_usual_place_is_taken_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SKYWARD_LEDGER, else the state folder, also where nothing of that is there yet."""
+def test_the_usual_place_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SKYWARD_LEDGER, else the state folder, even if it does not exist yet."""
     assert default_url({"SKYWARD_LEDGER": "sqlite:////x.db"}) == "sqlite:////x.db"
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "not/there/yet"))
     assert default_url({}) == f"sqlite:///{tmp_path}/not/there/yet/skyward/ledger.db"

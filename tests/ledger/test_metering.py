@@ -72,10 +72,8 @@ def test_a_machine_costs_its_price_for_each_hour() -> None:
     assert (update.elapsed_seconds, update.hourly_rate, update.spot_count, update.ondemand_count) == (5400.0, 2.0, 0, 1)
 
 
-def test_what_is_billed_beside_a_machine_is_counted_with_it() -> None:
-    """Also where only a listing tells of the machine, with no price that was agreed; what on-demand would have cost has
-    it too, and so does the first event.
-    """
+def test_extras_are_counted_with_their_machine() -> None:
+    """Also if only a listing shows the machine, without an agreed price. The on-demand cost and the event have them too."""
     clock = Clock()
     meter = Meter(clock)
     disk = by_month("disk", 72.0, "a price page", "2026-11-22")  # 0.1 USD an hour
@@ -88,8 +86,8 @@ def test_what_is_billed_beside_a_machine_is_counted_with_it() -> None:
     assert (told.price_spot, told.price_on_demand) == (2.1, 5.1)
 
 
-def test_the_time_counts_from_the_asking() -> None:
-    """A machine that is noted late is billed from when it was asked for."""
+def test_a_machine_is_billed_from_its_request() -> None:
+    """Also if the meter learns of it later."""
     clock = Clock()
     meter = Meter(clock)
     asked_at = meter.now()
@@ -98,8 +96,8 @@ def test_the_time_counts_from_the_asking() -> None:
     assert meter.update().accumulated_cost == 1.0
 
 
-def test_a_machine_that_is_gone_costs_no_more() -> None:
-    """After `end` a machine's share of the bill stands still, also when it is ended again."""
+def test_a_machine_that_is_gone_costs_nothing_more() -> None:
+    """After `end` its cost does not change, also after a second `end`."""
     clock = Clock()
     meter = Meter(clock)
     meter.start(machine("a", 1.0), clock())
@@ -120,7 +118,7 @@ def test_a_machine_that_is_gone_costs_no_more() -> None:
     assert meter.rented() == set()
 
 
-def test_the_whole_bill_comes_once() -> None:
+def test_the_final_bill_is_returned_once() -> None:
     """`final` gives the bill over all machines there were, with what spot has saved, and never a second one."""
     clock = Clock()
     meter = Meter(clock)
@@ -136,8 +134,8 @@ def test_the_whole_bill_comes_once() -> None:
     assert meter.final() is None
 
 
-def test_nothing_rented_costs_nothing() -> None:
-    """A pool that got no machine has a bill too: zero."""
+def test_a_pool_without_machines_costs_nothing() -> None:
+    """Its bill is zero."""
     assert Meter(Clock()).final() == CostFinal(0.0, 0.0, 0.0, 0, 0, 0.0)
 
 
@@ -166,9 +164,7 @@ def test_time_is_billed_as_the_provider_counts(increment: int, minimum: int, sec
 
 
 def test_a_price_may_be_given() -> None:
-    """What the ledger was told that a machine costs counts, whatever the machine says of itself; one that is counted is
-    not counted anew.
-    """
+    """The price in the ledger counts, not that of the machine. A counted machine is not counted again."""
     clock = Clock()
     meter = Meter(clock)
     meter.start(machine("a", 2.0), clock(), Price(Decimal(5)))
@@ -178,9 +174,7 @@ def test_a_price_may_be_given() -> None:
 
 
 def test_a_machine_that_is_rented_again_is_billed_twice() -> None:
-    """A host that was given back and taken again keeps its name: both times count, and its buckets are those of the
-    second.
-    """
+    """A host keeps its name: both rentals count, and its buckets are those of the second."""
     clock = Clock()
     meter = Meter(clock)
     meter.start(machine("a", 1.0), clock())
@@ -198,7 +192,7 @@ def test_a_machine_that_is_rented_again_is_billed_twice() -> None:
 # ── what it will be ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_is_committed_counts_each_machine_to_its_hard_end() -> None:
+def test_the_committed_cost_counts_each_machine_to_its_hard_end() -> None:
     """A machine that is gone counts with what it cost, one without a hard end, or past it, until now."""
     clock = Clock()
     meter = Meter(clock, increment_seconds=3600)
@@ -212,7 +206,7 @@ def test_what_is_committed_counts_each_machine_to_its_hard_end() -> None:
     assert meter.committed({}) == meter.total() == 2 + 3 + 3 + 3
 
 
-def test_the_bill_of_later_counts_who_is_rented_now() -> None:
+def test_a_projected_bill_counts_the_machines_that_are_rented_now() -> None:
     """It has the billing minimum and begun increments of then; a time that has passed is now."""
     clock = Clock()
     meter = Meter(clock, increment_seconds=60, minimum_seconds=600)
@@ -247,10 +241,8 @@ def test_each_second_falls_into_the_bucket_of_its_phase() -> None:
     }
 
 
-def test_a_life_only_goes_forward() -> None:
-    """News that come late change nothing: what is lost or being ended is not ready again, and what is gone is nothing
-    else any more.
-    """
+def test_a_machine_never_goes_back_to_an_earlier_phase() -> None:
+    """Late reports change nothing: a lost or terminating machine is not ready again, and `gone` is final."""
     clock = Clock()
     meter = Meter(clock)
     meter.start(machine("a", 1.0), clock())
@@ -268,8 +260,8 @@ def test_a_life_only_goes_forward() -> None:
     assert meter.buckets() == {"a": NOTHING | {Bucket.TERMINATING: 10.0}, "b": NOTHING | {Bucket.LAUNCHING: 10.0}}
 
 
-def test_a_phase_may_have_begun_before_it_is_told() -> None:
-    """Its time is taken as told, but neither before that of the phase before nor later than now."""
+def test_a_phase_may_have_begun_before_it_is_reported() -> None:
+    """The reported time counts, but it is not before the previous phase and not after now."""
     clock = Clock()
     meter = Meter(clock)
     meter.start(machine("a", 1.0), clock())
@@ -281,8 +273,8 @@ def test_a_phase_may_have_begun_before_it_is_told() -> None:
     assert meter.buckets() == {"a": NOTHING | {Bucket.LAUNCHING: 4.0, Bucket.IDLE: 6.0, Bucket.LOST: 1.0}}
 
 
-def test_running_is_no_phase() -> None:
-    """Who says that a machine runs calls from now on is told how to say it."""
+def test_running_is_not_a_phase() -> None:
+    """The error names the right method."""
     with pytest.raises(ValueError, match="`ran`"):
         Meter(Clock()).enter("a", Bucket.RUNNING_CALLS)
 
@@ -312,17 +304,15 @@ def test_calls_take_their_slots_part_of_the_ready_time() -> None:
     assert final.buckets["running calls"] == 0.025
 
 
-def test_no_more_time_runs_than_there_was() -> None:
-    """What calls say beyond the time that the machine was ready is no time of its life."""
+def test_running_time_never_exceeds_ready_time() -> None:
+    """Calls may report more than that."""
     _, meter = ready()
     meter.ran("a", 1000.0)
     assert meter.buckets() == {"a": NOTHING | {Bucket.RUNNING_CALLS: 100.0}}
 
 
-def test_calls_that_still_run_are_no_idle_time() -> None:
-    """What the node has counted shows before a call's end, is not added to what the call tells then, and does not
-    shrink.
-    """
+def test_the_time_of_running_calls_is_not_idle() -> None:
+    """The node's count shows before the end of a call, is not added to the call's own report, and does not shrink."""
     clock, meter = ready(slots=2)
     meter.seen_running("a", 90.0)
     meter.seen_running("a", 0.0)
@@ -333,8 +323,8 @@ def test_calls_that_still_run_are_no_idle_time() -> None:
     assert meter.buckets() == {"a": NOTHING | {Bucket.RUNNING_CALLS: 50.0, Bucket.IDLE: 60.0}}
 
 
-def test_what_ran_before_the_loss_ran() -> None:
-    """A call that is told after its node was lost counts as running; the time since the loss is lost."""
+def test_calls_before_the_loss_of_a_node_count_as_running() -> None:
+    """A late report of a call counts as running; the time since the loss is lost."""
     clock, meter = ready(slots=1)
     meter.enter("a", Bucket.LOST)
     clock.seconds += 20
@@ -362,7 +352,7 @@ PRICES = st.decimals(0, 100, places=6)
 
 
 def bill(price: Decimal, increment: int, minimum: int, milliseconds: int) -> int:
-    """Whole micro-dollars, by fractions: what `Price.cost` counts in another way."""
+    """Return whole micro-dollars, computed with fractions; `Price.cost` computes them in another way."""
     seconds = max(ceil(Fraction(milliseconds, 1000 * increment)) * increment, minimum)
     return ceil(Fraction(price) * 1_000_000 * seconds / 3600)
 
@@ -509,9 +499,7 @@ def bought() -> Iterator[Bought]:
     ("call", "error"), [(sleep, type(None)), (fail, KeyError), (leave, sky.CallCrashed), (crash, sky.CallCrashed)]
 )
 def test_a_call_knows_its_time_and_its_share(bought: Bought, call: Any, error: type[BaseException]) -> None:
-    """However it ends, and not before: the time that it has kept its slot busy, and what that has cost, which is in the
-    meter's running calls.
-    """
+    """After its end, however it ends: the time in its slot, and its cost, which is in the bucket of running calls."""
     before = bought.running_seconds()
     future = bought.submit(call(0.3))
     assert (future.seconds, future.cost) == (None, None)
@@ -534,7 +522,7 @@ def test_shares_add_up_to_what_running_calls_cost(bought: Bought) -> None:
 
 
 def test_a_cancelled_call_has_run_too(bought: Bought) -> None:
-    """Who cancels a call learns no time of it, but the bill does."""
+    """The call has no time, but the bill has it."""
     before = bought.running_seconds()
     future = bought.begin(60.0)
     future.cancel()
@@ -544,9 +532,7 @@ def test_a_cancelled_call_has_run_too(bought: Bought) -> None:
 
 @pytest.mark.slow
 def test_a_long_call_shows_before_its_end(bought: Bought) -> None:
-    """A client that is killed in the middle of a training has written down that it ran: the node's own count comes
-    every few seconds.
-    """
+    """The node's count arrives every few seconds, so a killed client has recorded the running time."""
     before = bought.running_seconds()
     future = bought.begin(60.0)
     wait_until(lambda: bought.running_seconds() > before + 1.0, "the running call to be counted", 30)
@@ -557,8 +543,8 @@ def test_a_long_call_shows_before_its_end(bought: Bought) -> None:
     assert bought.running_seconds() < counted + 30
 
 
-def test_a_report_that_was_missed_can_be_made_up_for(bought: Bought) -> None:
-    """What a batch returns tells the same as its reports: whose outcomes they are, and for how long each call ran."""
+def test_the_result_of_a_batch_replaces_lost_reports(bought: Bought) -> None:
+    """It has the same outcomes, and the duration of each call."""
     returned = Outcomes({"c": Outcome("c", Ending.RESULT, seconds=2.0)}, 0, bought.instance_id)
     back = pickle.loads(pickle.dumps(returned))
     assert (back.node, back.instance_id, back["c"].seconds) == (0, bought.instance_id, 2.0)

@@ -16,7 +16,17 @@ from skyward_core import cli
 from skyward_core.errors import LedgerError
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.receipt import receipt
-from skyward_core.ledger.rows import Account, Attempt, Bucket, CostBy, Period, Price, Pruned, ResourceKind, Wish
+from skyward_core.ledger.rows import (
+    Account,
+    Attempt,
+    Bucket,
+    CostBy,
+    Period,
+    Price,
+    Pruned,
+    ResourceKind,
+    ResourceRequest,
+)
 from skyward_core.providers.base import LAUNCH_TAG, OWNER_TAG, RANK_TAG, TYPE_TAG
 from tests.ledger.test_ledger import (  # noqa: F401 - fixtures
     LATER,
@@ -57,7 +67,7 @@ def ledger(url: str, clock: Clock) -> Iterator[Ledger]:
 
 def use(ledger: Ledger, pool_id: str, *, closes: bool) -> None:
     ledger.open_pool(pool_id, owner=OWNER, provider=PROVIDER, spec_json=SPEC, lease_expires_at=LATER, account="team")
-    wish = Wish(
+    wish = ResourceRequest(
         ResourceKind.INSTANCE, "local", "here", f"{pool_id}-0", pool_id, TAGS, LATER, Price(Decimal("1.5"), Decimal(4))
     )
     (intent,) = ledger.intend_all(pool_id, [wish])
@@ -84,7 +94,7 @@ def use(ledger: Ledger, pool_id: str, *, closes: bool) -> None:
 
 
 def money(ledger: Ledger, clock: Clock) -> object:
-    """All that bills, receipts and budgets say, this month and when the old pools lived."""
+    """Bills, receipts and budgets, of this month and of the month of the old pools."""
     bills = {by: ledger.cost_rows(by) for by in CostBy}
     receipts = [receipt(ledger, pool_id) for pool_id in ("old", "left", "lives", "new")]
     left = [ledger.left_usd("team", "any")]
@@ -94,8 +104,8 @@ def money(ledger: Ledger, clock: Clock) -> object:
     return bills, receipts, left, ledger.pool_rows(include_ended=True)[-1].cost_usd
 
 
-def test_details_go_and_money_stays(ledger: Ledger, clock: Clock) -> None:
-    """Only of pools that ended long ago and of which nothing is open; a dry run touches nothing; again there is nothing
+def test_prune_deletes_details_and_keeps_money(ledger: Ledger, clock: Clock) -> None:
+    """Only of pools that ended long ago without open entries; a dry run changes nothing; the second time there is nothing
     to do.
     """
     before, since = money(ledger, clock), NOON - timedelta(days=90)
@@ -114,8 +124,8 @@ def test_details_go_and_money_stays(ledger: Ledger, clock: Clock) -> None:
 
 
 @pytest.mark.slow
-def test_a_file_becomes_smaller(sqlite_url: str, clock: Clock) -> None:
-    """By most of what it was, where pools have specs and tries as real ones do."""
+def test_a_pruned_file_becomes_smaller(sqlite_url: str, clock: Clock) -> None:
+    """By more than half, with specs and attempts as in real pools."""
     file = Path(sqlite_url.removeprefix("sqlite:///"))
     with Ledger(sqlite_url, clock=clock) as ledger:
         ledger.set_account(Account("team", Decimal(5000), Period.MONTH))
@@ -129,14 +139,14 @@ def test_a_file_becomes_smaller(sqlite_url: str, clock: Clock) -> None:
         assert file.stat().st_size < 0.4 * before
 
 
-def test_the_command_is_dry_unless_it_is_told_otherwise(
+def test_the_command_is_a_dry_run_by_default(
     ledger: Ledger,
     clock: Clock,
     url: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """It exits with 3 while there is something to take away; `why` says that it was; JSON has its numbers."""
+    """It exits with 3 while there is something to delete; `why` says that it was deleted; JSON has the numbers."""
     monkeypatch.setenv("SKYWARD_LEDGER", url)
     days = "1d"
     made_smaller = list[str]()
@@ -166,7 +176,7 @@ def test_the_command_is_dry_unless_it_is_told_otherwise(
 
 @pytest.mark.slow
 def test_a_minimal_role_is_enough(postgresql_server: str, postgresql_url: str, clock: Clock) -> None:
-    """The GRANTs of docs/ledger.md, after the owner has made the tables: every verb works, and no table can be made,
+    """The GRANTs of docs/ledger.md, after the owner has created the tables: every method works, and no table can be created,
     changed or dropped.
     """
     page = (ROOT / "docs/ledger.md").read_text()

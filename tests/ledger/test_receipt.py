@@ -14,7 +14,7 @@ from skyward_core.errors import LedgerConflict
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.metering import Meter
 from skyward_core.ledger.receipt import receipt
-from skyward_core.ledger.rows import Bucket, CostBy, Price, ResourceKind, Wish
+from skyward_core.ledger.rows import Bucket, CostBy, Price, ResourceKind, ResourceRequest
 from skyward_core.machines.offers import Extra
 from skyward_core.machines.owner import Owner
 from skyward_core.providers.base import TYPE_TAG
@@ -24,7 +24,7 @@ SPOT = Price(Decimal("1.5"), Decimal(4), is_spot=True, increment_seconds=60)
 
 
 class Clock:
-    """A time of day that moves when it is told to."""
+    """A time of day that the test moves."""
 
     def __init__(self) -> None:
         self.time = NOON
@@ -38,7 +38,7 @@ class Clock:
 
 @pytest.fixture
 def clock() -> Clock:
-    """Noon, until told otherwise."""
+    """Noon, until the test moves it."""
     return Clock()
 
 
@@ -61,7 +61,9 @@ def intend(
     ledger: Ledger, name: str, price: Price = SPOT, kind: ResourceKind = ResourceKind.INSTANCE, pool_id: str = "p"
 ) -> int:
     tags = {TYPE_TAG: "1xH100"} if kind is ResourceKind.INSTANCE else {}
-    wish = Wish(kind, "verda", "FIN-01", name, f"token-{pool_id}-{name}", tags, NOON + timedelta(hours=9), price)
+    wish = ResourceRequest(
+        kind, "verda", "FIN-01", name, f"token-{pool_id}-{name}", tags, NOON + timedelta(hours=9), price
+    )
     return ledger.intend(pool_id, wish).id
 
 
@@ -93,7 +95,7 @@ def of_an_afternoon(ledger: Ledger, clock: Clock) -> dict[str, Any]:
     return receipt(ledger, "p")
 
 
-def test_a_receipt_tells_what_became_of_each_thing(ledger: Ledger, clock: Clock) -> None:
+def test_a_receipt_has_the_state_of_each_resource(ledger: Ledger, clock: Clock) -> None:
     """Each resource has its times, its evidence, its seconds and its price; what nobody has seen to be gone is said to
     be left.
     """
@@ -149,7 +151,7 @@ def test_a_receipt_adds_up(ledger: Ledger, clock: Clock) -> None:
         assert told["buckets"][bucket]["seconds"] == sum(resource["seconds"][bucket] for resource in told["resources"])
 
 
-def test_a_receipt_says_what_was_billed_beside_machines(ledger: Ledger, clock: Clock) -> None:
+def test_a_receipt_has_a_line_for_each_extra(ledger: Ledger, clock: Clock) -> None:
     """Each thing is a line, with the source of its price; the lines of a resource add up to its cost, and those of all
     resources to the bill.
     """
@@ -181,7 +183,7 @@ def test_a_receipt_is_json(ledger: Ledger, clock: Clock) -> None:
     assert "secret" not in written
 
 
-def test_a_receipt_may_be_had_while_the_pool_lives(ledger: Ledger) -> None:
+def test_a_live_pool_has_a_receipt(ledger: Ledger) -> None:
     """A pool that has rented nothing yet has one, without an end."""
     told = receipt(ledger, "p")
     assert (told["ended_at"], told["resources"], told["left"], told["total_cost_usd"], told["saved_usd"]) == (
@@ -193,8 +195,8 @@ def test_a_receipt_may_be_had_while_the_pool_lives(ledger: Ledger) -> None:
     )
 
 
-def test_no_receipt_for_a_pool_that_is_not_known(ledger: Ledger) -> None:
-    """It is refused in words that name the ledger and the pool."""
+def test_an_unknown_pool_has_no_receipt(ledger: Ledger) -> None:
+    """The error names the ledger and the pool."""
     with pytest.raises(LedgerConflict, match="no pool 'q'"):
         receipt(ledger, "q")
 
