@@ -245,7 +245,7 @@ def usd(cents: int) -> Decimal:
 
 
 class Shared:
-    """One ledger as drivers and a sweep of another process see it, and the bare tables: whoever checks the verbs looks
+    """One ledger as drivers and a sweep of another process see it, and the bare tables: a check of the methods looks
     past them.
     """
 

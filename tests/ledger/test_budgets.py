@@ -258,7 +258,7 @@ def test_money_for_longer_than_there_are_dates(max_cost: float, price: str) -> N
     )
 
 
-# ── max_cost: machines that share what there is ──────────────────────────────────────────────────────────────────────
+# ── max_cost: machines that share the money ──────────────────────────────────────────────────────────────────────────
 
 SPOT, ON_DEMAND = usd("1"), usd("3")
 
@@ -293,9 +293,7 @@ def test_parts_that_are_too_dear_together_are_refused_before_the_first() -> None
 
 
 def test_another_machine_shortens_the_others_until_one_is_gone() -> None:
-    """One that stands by has what it needs, and when the one that is taken back is gone the rest lasts for as long as
-    before.
-    """
+    """The replacement has enough money. When the replaced machine is gone, the others last as long as before."""
     it = pool(3.0)
     granted(it)
     horizon = it.clock() + HOUR
@@ -313,9 +311,7 @@ def test_another_machine_shortens_the_others_until_one_is_gone() -> None:
 
 
 def test_a_machine_that_does_not_confirm_an_earlier_end_keeps_its_end_and_its_money() -> None:
-    """A lost machine that nobody reaches costs what it may until its own end; the others make room, or there is
-    none.
-    """
+    """A lost machine that does not answer keeps its money; only the others can get an earlier end."""
     it = pool(6.0)
     it.launch(2, ON_DEMAND)
     commitment = granted(it, heard={"m-1"})
@@ -330,13 +326,13 @@ def test_a_machine_that_does_not_confirm_an_earlier_end_keeps_its_end_and_its_mo
     with pytest.raises(BudgetExceeded):
         granted(alone, heard=set())
     alone.limit.check()
-    assert alone.limit.paid_seconds() == 2 * HOUR, "it was to make room, and there is nobody to make it for"
+    assert alone.limit.paid_seconds() == 2 * HOUR, "it had an earlier end for a launch that failed"
     alone.meter.end("m-0")
     granted(alone)
 
 
 def test_machines_that_confirm_too_late_are_committed_until_they_are_gone() -> None:
-    """Telling them has taken longer than they were to live: they end now, and are billed until that is done."""
+    """The messages took longer than they were to live: they end now, and are billed until they are gone."""
     it = pool(0.3)  # 300 s of one machine
     price = usd("3.6")
     it.came(1, price, it.limit.commit(1, price, ending_seconds=60))
@@ -426,9 +422,7 @@ steps = st.lists(
 def test_if_all_machines_ran_until_their_hard_end_the_bill_would_be_within_max_cost(
     limit: int, price: Price, other: Price, steps: list[tuple[str, int]]
 ) -> None:
-    """After each step of any history, those machines included whose launch was never answered; counted here, machine by
-    machine, by the ledger's arithmetic.
-    """
+    """After each step of any history, with the machines of unanswered launches; counted here with the ledger's rules."""
     it = pool(limit / 1_000_000)
     asked: list[tuple[Commitment, int, float, Price]] = []
     lives: dict[str, list[float]] = {}
@@ -487,8 +481,9 @@ def test_if_all_machines_ran_until_their_hard_end_the_bill_would_be_within_max_c
 
 @dataclass
 class World:
-    """Machines as they are: each ends when it was told to, and is billed for `ending` seconds more; nobody else may end
-    it, for the client may be dead.
+    """The real machines: each ends at the end that it has received, and is billed for `ending` seconds more.
+
+    Nothing else ends it, because the client may be dead.
     """
 
     it: Pool
@@ -503,9 +498,7 @@ class World:
     pauses: int = 0
 
     def notify(self) -> set[str]:
-        """All that can hear are told, one after the other, which takes time; whoever is killed on the way has told some
-        of them.
-        """
+        """Send the paid time to all machines that answer, one after the other; each message takes time."""
         heard = set[str]()
         for name in sorted(self.there - self.deaf):
             self.it.clock.seconds += self.pauses
@@ -540,7 +533,7 @@ class World:
         self.gone.add(name)
 
     def pass_time(self, seconds: int) -> None:
-        """No machine outlives what it was told."""
+        """Let time pass; each machine ends at the end that it has received."""
         moments = [self.ends[name] for name in self.there] + [
             commitment.hard_end or 0.0 for commitment, *_ in self.asked
         ]
@@ -597,11 +590,12 @@ world_steps = st.lists(
     pauses=st.sampled_from([0, 0, 1, 40]),
     steps=world_steps,
 )
-def test_no_history_of_parts_replacements_and_stand_bys_can_cost_more(
+def test_no_history_of_parts_and_replacements_can_cost_more(
     limit: int, price: Price, other: Price, ending: float, pauses: int, steps: list[tuple[str, int]]
 ) -> None:
-    """At no moment, those included in which only some have been told their new end, could the machines cost more if
-    nobody ended them any more.
+    """At no moment could the machines cost more if they all ended by their own clocks.
+
+    Also when only some have received their new end.
     """
     it = pool(limit / 1_000_000)
     world = World(it, Decimal(limit) / 1_000_000, ending)
@@ -660,8 +654,9 @@ def test_no_history_of_parts_replacements_and_stand_bys_can_cost_more(
 def test_it_warns_drains_and_is_used_up_in_time(
     max_cost: float, machines: int, per_hour: str, boot_seconds: float
 ) -> None:
-    """In that order, once each, for pools that last from six minutes to two hours: no machine has ended itself before,
-    and giving back fits into the limit.
+    """In that order, once each, for pools of six minutes to two hours: no machine has ended itself before.
+
+    The teardown fits into the limit.
     """
     it = pool(max_cost)
     price = usd(per_hour)
@@ -688,9 +683,7 @@ def test_it_warns_drains_and_is_used_up_in_time(
 
 
 def test_an_hour_that_is_billed_is_used() -> None:
-    """Where hours are counted the whole limit may be billed from the start: the pool goes on until that hour is nearly
-    over.
-    """
+    """With billing by the hour, the whole limit may be billed at the start: the pool runs until that hour is nearly over."""
     it = pool(1.0)
     it.launch(1, usd("1", increment=3600))
     it.clock.seconds += 1.0
@@ -700,9 +693,7 @@ def test_an_hour_that_is_billed_is_used() -> None:
 
 
 def test_the_first_machine_that_ends_counts() -> None:
-    """Before a machine's hard end comes the pool has closed, though the others could be paid for longer: nodes are
-    never ended without a word.
-    """
+    """The pool closes before the first hard end, although the others are paid for longer, so that it can say why."""
     it = pool(3.0)
     it.launch(1, usd("1", increment=3600))  # all three hours
     it.clock.seconds += 1.0
@@ -754,15 +745,17 @@ def opened(
     max_cost: float | None = None,
     period: Period = Period.MONTH,
 ) -> Pool:
-    """A pool whose machines an account pays."""
+    """Open a pool whose machines an account pays."""
     if TEAM not in [account.name for account in ledger.accounts()]:
         ledger.set_account(Account(TEAM, Decimal(limit), period))
     ledger.open_pool(
         pool_id, owner=Owner.here(), provider={"name": "fake"}, spec_json="{}", lease_expires_at=START, account=TEAM
     )
     meter = Meter(clock)
-    limit = SpendingLimit(pool_id, meter, max_cost=max_cost, account=TEAM, accounts=ledger, lease_seconds=LEASE_SECONDS)
-    return Pool(clock, meter, limit)
+    spending = SpendingLimit(
+        pool_id, meter, max_cost=max_cost, account=TEAM, accounts=ledger, lease_seconds=LEASE_SECONDS
+    )
+    return Pool(clock, meter, spending)
 
 
 def reserved(ledger: Ledger, pool_id: str = "sky-1") -> Decimal:
@@ -770,14 +763,12 @@ def reserved(ledger: Ledger, pool_id: str = "sky-1") -> Decimal:
 
 
 def committed(ledger: Ledger, limit: str, pool_id: str = "sky-1") -> Decimal:
-    """What of the account is spent or reserved."""
+    """Return the spent and reserved money of the account."""
     return Decimal(limit) - ledger.left_usd(TEAM, pool_id)
 
 
 def test_the_money_of_an_account_is_reserved_before_the_launch(ledger: Ledger, clock: Clock) -> None:
-    """For the boot and two leases of all machines; a pool of an account without that much launches nothing, and
-    reserves nothing.
-    """
+    """For the boot and two leases of all machines. With less in the account nothing is launched or reserved."""
     it = opened(ledger, clock, "10")
     it.limit.commit(2, usd("36"))  # a cent a second
     assert reserved(ledger) == 2 * (120 + 2 * 120) * Decimal("0.01")
@@ -790,8 +781,9 @@ def test_the_money_of_an_account_is_reserved_before_the_launch(ledger: Ledger, c
 
 
 def test_reservations_are_renewed_while_time_passes(ledger: Ledger, clock: Clock) -> None:
-    """Over twenty minutes the account holds what was spent and what is next, never more than two leases of it, and
-    nodes are told no more than that.
+    """For twenty minutes the account holds the cost so far and at most two leases more.
+
+    Nodes receive no longer paid time than that.
     """
     it = opened(ledger, clock, "1000")
     it.launch(2, usd("36"))
@@ -805,8 +797,8 @@ def test_reservations_are_renewed_while_time_passes(ledger: Ledger, clock: Clock
         clock.seconds += 1.0
 
 
-def test_a_machine_more_is_reserved_for_up_to_where_the_others_are_paid_for(ledger: Ledger, clock: Clock) -> None:
-    """And counts in what is rolled on."""
+def test_another_machine_is_reserved_up_to_the_paid_time_of_the_others(ledger: Ledger, clock: Clock) -> None:
+    """And it counts in the renewal."""
     it = opened(ledger, clock, "1000")
     it.launch(1, usd("36"))
     clock.seconds += 100
@@ -819,10 +811,8 @@ def test_a_machine_more_is_reserved_for_up_to_where_the_others_are_paid_for(ledg
     assert committed(ledger, "1000") == it.meter.total() + Decimal("0.03") * 240
 
 
-def test_a_launch_that_is_on_its_way_stays_reserved_for_when_the_account_is_asked_again(
-    ledger: Ledger, clock: Clock
-) -> None:
-    """The call takes a minute in which the reservations are rolled on: its machine is paid for when it comes."""
+def test_a_pending_launch_stays_reserved_through_a_renewal(ledger: Ledger, clock: Clock) -> None:
+    """The call takes a minute with a renewal in it: its machine is paid when it comes."""
     it = opened(ledger, clock, "1000")
     it.launch(1, usd("36"))
     clock.seconds += 150
@@ -836,10 +826,8 @@ def test_a_launch_that_is_on_its_way_stays_reserved_for_when_the_account_is_aske
     assert it.meter.projected(clock() + paid) <= committed(ledger, "1000")
 
 
-def test_what_was_never_answered_is_not_reserved_for_ever(ledger: Ledger, clock: Clock) -> None:
-    """Nobody keeps the lease of a machine that nobody knows: its money is set aside for as long as it can live, and no
-    longer.
-    """
+def test_a_launch_that_was_never_answered_is_not_reserved_forever(ledger: Ledger, clock: Clock) -> None:
+    """The lease of an unknown machine is not renewed, so its money is reserved only as long as it can live."""
     it = opened(ledger, clock, "1000")
     it.limit.commit(1, usd("36"))
     for _ in range(3600):
@@ -849,12 +837,8 @@ def test_what_was_never_answered_is_not_reserved_for_ever(ledger: Ledger, clock:
 
 
 @pytest.mark.parametrize("has_come", [False, True])
-def test_what_came_to_nothing_does_not_keep_the_account_from_the_next_candidate(
-    ledger: Ledger, clock: Clock, has_come: bool
-) -> None:
-    """Twenty candidates refuse, or their machines are found and ended: the account holds what was spent and what the
-    next one needs, and never twice.
-    """
+def test_failed_launches_leave_the_account_to_the_next_candidate(ledger: Ledger, clock: Clock, has_come: bool) -> None:
+    """Twenty candidates refuse, or their machines are terminated: the account holds the cost and one launch, never two."""
     it = opened(ledger, clock, "5")
     for number in range(20):
         asked_at, lost = clock(), it.limit.commit(1, usd("36"))
@@ -870,8 +854,8 @@ def test_what_came_to_nothing_does_not_keep_the_account_from_the_next_candidate(
     assert it.meter.projected(clock() + paid) <= committed(ledger, "5") <= 5
 
 
-def test_what_may_still_run_stays_reserved(ledger: Ledger, clock: Clock) -> None:
-    """A launch of which nobody knows yet is not given back when another one is asked for."""
+def test_machines_that_may_still_run_stay_reserved(ledger: Ledger, clock: Clock) -> None:
+    """An unanswered launch keeps its reservation when another one is requested."""
     it = opened(ledger, clock, "5")
     it.limit.commit(1, usd("36"))
     with pytest.raises(BudgetExceeded):
@@ -879,7 +863,7 @@ def test_what_may_still_run_stays_reserved(ledger: Ledger, clock: Clock) -> None
     assert reserved(ledger) == Decimal("3.6")
 
 
-def test_a_launch_into_time_that_is_nearly_over_renews_first(ledger: Ledger, clock: Clock) -> None:
+def test_a_launch_at_the_end_of_the_paid_time_renews_first(ledger: Ledger, clock: Clock) -> None:
     """A machine that would end a moment after it came is not asked for: more is reserved for all, or the launch is
     refused.
     """
@@ -896,7 +880,7 @@ def test_a_launch_into_time_that_is_nearly_over_renews_first(ledger: Ledger, clo
         poor.limit.commit(1, usd("36"))
 
 
-def test_an_account_that_runs_dry_warns_drains_and_ends_before_paid_time_does(ledger: Ledger, clock: Clock) -> None:
+def test_an_empty_account_warns_drains_and_ends_the_pool_in_its_paid_time(ledger: Ledger, clock: Clock) -> None:
     """In that order, with the account's own words; at the end half of the margin is left for giving back, and nothing
     was overdrawn.
     """
@@ -912,8 +896,8 @@ def test_an_account_that_runs_dry_warns_drains_and_ends_before_paid_time_does(le
     assert it.meter.total() <= committed(ledger, "20") <= 20
 
 
-def test_money_that_comes_back_takes_the_warning_back(ledger: Ledger, clock: Clock) -> None:
-    """Also from drained: the limit was raised, so that the next interval can be reserved."""
+def test_new_money_in_the_account_ends_the_warning(ledger: Ledger, clock: Clock) -> None:
+    """Also of a drained pool: the limit was raised, so the next interval can be reserved."""
     it = opened(ledger, clock, "20")
     it.launch(1, usd("36"))
     it.go_until(Fill.DRAINED)
@@ -924,7 +908,7 @@ def test_money_that_comes_back_takes_the_warning_back(ledger: Ledger, clock: Clo
 
 
 class Failing:
-    """Accounts that cannot be asked while `is_out`."""
+    """Accounts that raise errors while `is_out`."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -965,7 +949,7 @@ def test_an_outage_of_the_ledger_does_not_end_a_pool_whose_time_is_paid(ledger: 
     assert it.limit.paid_seconds() == 2 * LEASE_SECONDS
 
 
-def test_an_outage_that_outlasts_what_is_paid_ends_the_pool_in_time(ledger: Ledger, clock: Clock) -> None:
+def test_an_outage_longer_than_the_paid_time_ends_the_pool_in_time(ledger: Ledger, clock: Clock) -> None:
     """The reason says that nothing more could be reserved."""
     it, accounts = with_outage(ledger, clock)
     accounts.is_out = True
@@ -1019,8 +1003,8 @@ def test_a_condemned_pool_reserves_nothing_more(ledger: Ledger, clock: Clock) ->
         it.limit.commit(1, usd("36"))
 
 
-def test_a_limit_and_an_account_both_hold(ledger: Ledger, clock: Clock) -> None:
-    """The emptier one counts, and paid time is the shorter of the two."""
+def test_max_cost_and_an_account_hold_together(ledger: Ledger, clock: Clock) -> None:
+    """The one with less money counts, and the paid time is the shorter of the two."""
     it = opened(ledger, clock, "1000", max_cost=5.0)
     it.launch(1, usd("36"))  # 500 s
     assert it.limit.paid_seconds() == 360

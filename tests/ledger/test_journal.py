@@ -82,7 +82,7 @@ class Outage:
 
 
 @dataclass
-class Scene:
+class JournalCase:
     """A journal with its ledger, its provider, and a clock that the test moves."""
 
     clock: Clock
@@ -91,7 +91,7 @@ class Scene:
     outage: Outage
     provider: FakeProvider
     meter: Meter
-    book: Journal
+    journal: Journal
     told: Told
 
     @property
@@ -102,26 +102,26 @@ class Scene:
         return self.ledger.intents(pool_id=POOL)
 
     def launch(
-        self, count: int = 2, first_rank: int = 0, grant: Commitment | None = None
+        self, count: int = 2, first_rank: int = 0, commitment: Commitment | None = None
     ) -> tuple[Launch, list[Instance]]:
         """Record and request machines, without the result."""
-        launch = self.book.intend(self.offer, count, first_rank, grant or Commitment())
+        launch = self.journal.intend(self.offer, count, first_rank, commitment or Commitment())
         return launch, self.provider.launch(self.offer, count, launch.tags, "")
 
     def rent(self, count: int = 2, first_rank: int = 0) -> list[Instance]:
         launch, instances = self.launch(count, first_rank)
-        self.book.bind(launch, instances)
+        self.journal.bind(launch, instances)
         return instances
 
     def give_back(self) -> None:
-        give_back(self.provider, POOL, self.book, clock=self.clock, pause=self.clock.pause)
-        self.book.nothing_is_left()
+        give_back(self.provider, POOL, self.journal, clock=self.clock, pause=self.clock.pause)
+        self.journal.nothing_is_left()
 
     def pass_time(self, seconds: float) -> None:
         self.clock.seconds += seconds
 
 
-type Make = Callable[..., Scene]
+type Make = Callable[..., JournalCase]
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
     def make(
         kind: type[FakeProvider] = FakeProvider, price: float = float(PRICE), is_opened: bool = True, **spec: Any
-    ) -> Scene:
+    ) -> JournalCase:
         clock, told, url = Clock(), Told(), f"sqlite:///{tmp_path}/ledger.db"
         ledger = Ledger(url, clock=clock.date, busy_timeout_seconds=0.05)
         ledgers.append(ledger)
@@ -142,10 +142,10 @@ def make(tmp_path: Path) -> Iterator[Make]:
             Meter(clock),
             kind(folder=str(tmp_path / "machines"), price_per_hour=price),
         )
-        book = Journal(cast("Ledger", outage), POOL, PoolSpec.of(**spec), provider, meter, told, now=clock.date)
+        journal = Journal(cast("Ledger", outage), POOL, PoolSpec.of(**spec), provider, meter, told, now=clock.date)
         if is_opened:
-            book.open()
-        return Scene(clock, url, ledger, outage, provider, meter, book, told)
+            journal.open()
+        return JournalCase(clock, url, ledger, outage, provider, meter, journal, told)
 
     yield make
     for ledger in ledgers:
@@ -166,7 +166,7 @@ def test_a_pool_is_recorded_with_all_that_a_sweep_needs(make: Make) -> None:
     assert (entry.ended_at, entry.lives_by_lease) == (None, False)
 
 
-class LookingProvider(FakeProvider):
+class LedgerReadingProvider(FakeProvider):
     """Reads the ledger through its own connection at each launch."""
 
     _seen: list[tuple[object, ...]] = PrivateAttr(default_factory=list)
@@ -182,8 +182,8 @@ class LookingProvider(FakeProvider):
 
 def test_an_intent_is_committed_before_the_creating_call(make: Make, tmp_path: Path) -> None:
     """Another process sees the intents, unbound and open, when the creating call begins."""
-    it = make(LookingProvider)
-    provider = cast("LookingProvider", it.provider)
+    it = make(LedgerReadingProvider)
+    provider = cast("LedgerReadingProvider", it.provider)
     provider._file.append(f"{tmp_path}/ledger.db")
     it.rent(3)
     assert provider._seen == [(f"{POOL}-1-{rank}", None, None) for rank in range(3)]
@@ -237,7 +237,7 @@ def test_a_machine_with_an_end_says_so_in_its_tags(
     """The earlier of what the money and `max_lifetime` allow, as a whole second that is not too early."""
     it = make(**spec)
     launch, _ = it.launch(
-        1, grant=Commitment(500.0, None if hard_end_seconds is None else it.clock() + hard_end_seconds)
+        1, commitment=Commitment(500.0, None if hard_end_seconds is None else it.clock() + hard_end_seconds)
     )
     (intent,) = it.intents()
     assert intent.expires_at == START + timedelta(seconds=expected)
@@ -251,13 +251,13 @@ def test_without_the_ledger_nothing_is_requested(make: Make, error: type[Excepti
     it.outage.error = lambda: error("no")
     it.outage.failing = {"open_pool", "intend_all"}
     with pytest.raises(error):
-        it.book.open()
+        it.journal.open()
     it.outage.failing = {"intend_all"}
-    it.book.open()
+    it.journal.open()
     with pytest.raises(error):
-        it.book.intend(it.offer, 1, 0, Commitment())
+        it.journal.intend(it.offer, 1, 0, Commitment())
     assert it.provider.machines.launched == []
-    it.book.close()
+    it.journal.close()
 
 
 def test_nothing_is_requested_for_a_condemned_pool(make: Make) -> None:
@@ -265,7 +265,7 @@ def test_nothing_is_requested_for_a_condemned_pool(make: Make) -> None:
     it = make()
     assert it.ledger.condemn(POOL, seen=START + timedelta(seconds=120))
     with pytest.raises(LeaseLost):
-        it.book.intend(it.offer, 1, 0, Commitment())
+        it.journal.intend(it.offer, 1, 0, Commitment())
     assert it.intents() == []
 
 
@@ -279,17 +279,17 @@ def test_from_launch_to_end_each_machine_is_one_entry(make: Make) -> None:
     it = make()
     launch, instances = it.launch(2)
     it.pass_time(10)
-    it.book.bind(launch, instances)
+    it.journal.bind(launch, instances)
     assert [intent.cloud_id for intent in it.intents()] == ["fake-0", "fake-1"]
     it.meter.enter("fake-0", Bucket.BOOTSTRAPPING)
     it.meter.enter("fake-1", Bucket.BOOTSTRAPPING)
     it.pass_time(20)
     it.meter.enter("fake-0", Bucket.IDLE)
     it.pass_time(70)
-    it.book.note()
+    it.journal.note()
     assert sum(it.intents()[0].seconds.values()) == 100
     it.give_back()
-    it.book.close()
+    it.journal.close()
     first, second = it.intents()
     assert (first.evidence, second.evidence) == ("fake lists it no more",) * 2
     assert first.end_asked_at == first.gone_at == START + timedelta(seconds=100)
@@ -316,11 +316,11 @@ def test_the_time_of_a_termination_is_in_its_bucket(make: Make) -> None:
     it = make()
     it.rent(1)
     it.pass_time(30)
-    it.book.ending(["fake-0"])
+    it.journal.ending(["fake-0"])
     it.pass_time(12)
-    it.book.gone(["fake-0"], "seen to be gone")
+    it.journal.gone(["fake-0"], "seen to be gone")
     it.pass_time(1000)
-    it.book.note()
+    it.journal.note()
     (intent,) = it.intents()
     assert (intent.seconds[Bucket.TERMINATING], sum(intent.seconds.values())) == (12, 42)
 
@@ -328,39 +328,41 @@ def test_the_time_of_a_termination_is_in_its_bucket(make: Make) -> None:
 def test_the_intents_of_a_refused_launch_are_closed_and_cost_nothing(make: Make) -> None:
     """The evidence is the provider's message."""
     it = make()
-    launch = it.book.intend(it.offer, 2, 0, Commitment())
+    launch = it.journal.intend(it.offer, 2, 0, Commitment())
     it.pass_time(10)
-    it.book.refused(launch, "sold out")
+    it.journal.refused(launch, "sold out")
     assert [intent.evidence for intent in it.intents()] == ["fake had none: sold out"] * 2
     assert it.ledger.cost_rows(CostBy.POOL)[0].cost_usd == 0
-    assert it.book.rented() == set()
+    assert it.journal.rented() == set()
 
 
 def test_if_fewer_machines_come_the_other_intents_are_closed(make: Make) -> None:
     """By their ranks, whichever came."""
     it = make()
-    launch = it.book.intend(it.offer, 3, 0, Commitment())
+    launch = it.journal.intend(it.offer, 3, 0, Commitment())
     came = it.provider.launch(it.offer, 3, launch.tags, "")[1:2]
-    it.book.bind(launch, came)
+    it.journal.bind(launch, came)
     assert [(intent.cloud_id, intent.evidence) for intent in it.intents()] == [
-        (None, "fewer came than were asked for"),
+        (None, "fewer machines came than were requested"),
         ("fake-1", None),
-        (None, "fewer came than were asked for"),
+        (None, "fewer machines came than were requested"),
     ]
 
 
-class TellingProvider(FakeProvider):
+class PriceReportingProvider(FakeProvider):
     """Reports the real prices of its machines, which may be lower than offered."""
 
     tells_what_is_paid: ClassVar[bool] = True
 
 
-@pytest.mark.parametrize(("told", "billed"), [(18.0, 18), (36.0, 36), (72.0, 36), (0.0, 36)])
-def test_a_machine_that_costs_less_than_its_offer_is_billed_at_its_price(make: Make, told: float, billed: int) -> None:
+@pytest.mark.parametrize(("reported", "billed"), [(18.0, 18), (36.0, 36), (72.0, 36), (0.0, 36)])
+def test_a_machine_that_costs_less_than_its_offer_is_billed_at_its_price(
+    make: Make, reported: float, billed: int
+) -> None:
     """By the meter and the ledger, also if it is of another type; never more than the reserved price."""
-    it = make(TellingProvider)
+    it = make(PriceReportingProvider)
     launch, (machine,) = it.launch(1)
-    it.book.bind(launch, [machine.model_copy(update={"price_per_hour": told, "instance_type": "another"})])
+    it.journal.bind(launch, [machine.model_copy(update={"price_per_hour": reported, "instance_type": "another"})])
     it.pass_time(100)
     it.give_back()
     assert it.meter.total() == Decimal(billed) / 36
@@ -372,7 +374,7 @@ def test_a_machine_that_costs_less_than_its_offer_is_billed_at_its_price(make: M
 def test_a_provider_that_tells_other_sums_is_billed_as_it_has_offered(make: Make) -> None:
     it = make()
     launch, (machine,) = it.launch(1)
-    it.book.bind(launch, [machine.model_copy(update={"price_per_hour": 18.0})])
+    it.journal.bind(launch, [machine.model_copy(update={"price_per_hour": 18.0})])
     it.pass_time(100)
     it.give_back()
     assert it.meter.total() == it.ledger.cost_rows(CostBy.POOL)[0].cost_usd == Decimal(1)
@@ -381,27 +383,27 @@ def test_a_provider_that_tells_other_sums_is_billed_as_it_has_offered(make: Make
 def test_machines_that_were_not_requested_are_recorded_too(make: Make) -> None:
     """One machine too many, and two with the same rank: each has its own entry and is billed."""
     it = make()
-    launch = it.book.intend(it.offer, 2, 0, Commitment())
+    launch = it.journal.intend(it.offer, 2, 0, Commitment())
     came = it.provider.launch(it.offer, 3, launch.tags, "")
     came[1] = came[1].model_copy(update={"rank": 0})
-    it.book.bind(launch, came)
+    it.journal.bind(launch, came)
     assert sorted(intent.cloud_id or "" for intent in it.ledger.open_intents(pool_id=POOL)) == [
         "fake-0",
         "fake-1",
         "fake-2",
     ]
-    assert it.book.rented() == {"fake-0", "fake-1", "fake-2"}
+    assert it.journal.rented() == {"fake-0", "fake-1", "fake-2"}
     it.give_back()
     assert it.ledger.open_intents(pool_id=POOL) == []
 
 
-# ── what only a listing tells of ─────────────────────────────────────────────────────────────────────────────────────
+# ── machines of a listing ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_machine_whose_launch_was_never_answered_is_bound_to_its_intent(make: Make) -> None:
     """The teardown finds it. It is bound by token and rank, and billed from its request at the requested price."""
     it = make(LossyProvider)
-    launch = it.book.intend(it.offer, 2, 0, Commitment())
+    launch = it.journal.intend(it.offer, 2, 0, Commitment())
     with pytest.raises(ConnectionError):
         it.provider.launch(it.offer, 2, launch.tags, "")
     # a listing may lack it
@@ -410,7 +412,7 @@ def test_a_machine_whose_launch_was_never_answered_is_bound_to_its_intent(make: 
     )
     it.pass_time(50)
     it.give_back()
-    it.book.close()
+    it.journal.close()
     assert [(intent.token, intent.cloud_id, intent.evidence) for intent in it.intents()] == [
         (f"{POOL}-1-{rank}", f"fake-{rank}", "fake lists it no more") for rank in (0, 1)
     ]
@@ -423,7 +425,7 @@ def test_the_token_identifies_the_launch_of_a_machine(make: Make) -> None:
     it = make()
     _, (first,) = it.launch(1)
     _, (second,) = it.launch(1)
-    it.book.found([second, first])
+    it.journal.found([second, first])
     assert [(intent.token, intent.cloud_id) for intent in it.intents()] == [
         (f"{POOL}-1-0", first.id),
         (f"{POOL}-2-0", second.id),
@@ -434,7 +436,7 @@ def test_without_a_token_the_rank_identifies_the_launch(make: Make) -> None:
     """It is bound to the oldest unanswered launch of its rank."""
     it = make()
     _, instances = it.launch(2)
-    it.book.found([instance.model_copy(update={"tags": {}}) for instance in instances])
+    it.journal.found([instance.model_copy(update={"tags": {}}) for instance in instances])
     assert [intent.cloud_id for intent in it.intents()] == ["fake-0", "fake-1"]
 
 
@@ -446,10 +448,10 @@ def test_a_machine_without_an_intent_gets_one(make: Make) -> None:
     it = make()
     it.rent(1)
     strange = it.provider.launch(it.offer, 1, {POOL_TAG: POOL, RANK_TAG: "7", "colour": "red"}, "")
-    it.book.found([*strange, *strange])
+    it.journal.found([*strange, *strange])
     it.ledger.condemn(POOL, seen=START + timedelta(seconds=120))
     another = it.provider.launch(it.offer, 1, {POOL_TAG: POOL, RANK_TAG: "8"}, "")
-    it.book.found([*strange, *another])
+    it.journal.found([*strange, *another])
     assert [intent.cloud_id for intent in it.intents()] == ["fake-0", "fake-1", "fake-2"]
     assert it.intents()[1].tags["colour"] == "red"
     it.pass_time(10)
@@ -463,8 +465,8 @@ def test_an_intent_that_a_sweep_has_bound_to_another_machine_does_not_change(mak
     it = make()
     launch, (instance,) = it.launch(1)
     it.ledger.bind(launch.by_rank[0], "seen-by-a-sweep")
-    it.book.found([instance])
-    it.book.gone([instance.id], "gone")
+    it.journal.found([instance])
+    it.journal.gone([instance.id], "gone")
     assert [(intent.cloud_id, intent.evidence) for intent in it.intents()] == [
         ("seen-by-a-sweep", None),
         (instance.id, "gone"),
@@ -474,7 +476,7 @@ def test_an_intent_that_a_sweep_has_bound_to_another_machine_does_not_change(mak
 def test_an_intent_without_a_machine_is_closed_when_the_provider_lists_none(make: Make) -> None:
     """The launch has failed for good; the provider's listing is the evidence."""
     it = make()
-    it.book.intend(it.offer, 2, 0, Commitment())
+    it.journal.intend(it.offer, 2, 0, Commitment())
     it.give_back()
     assert [intent.evidence for intent in it.intents()] == ["fake lists nothing of the pool"] * 2
 
@@ -488,17 +490,17 @@ def test_an_outage_keeps_no_machine_running_and_is_raised_at_the_end(make: Make,
     it = make()
     launch, instances = it.launch(2)
     it.outage.failing = {verb}
-    it.book.bind(launch, instances)
+    it.journal.bind(launch, instances)
     it.pass_time(10)
-    it.book.note()
+    it.journal.note()
     it.give_back()
     assert it.provider.machines.running == {}
-    assert it.book.rented() == set()
+    assert it.journal.rented() == set()
     with pytest.raises(LedgerError, match="the disk is full") as caught:
-        it.book.close()
+        it.journal.close()
     assert any("skyward sweep" in note for note in caught.value.__notes__)
     it.outage.failing = set()
-    it.book.close()
+    it.journal.close()
     entry = it.ledger.pool(POOL)
     assert entry is not None
     assert entry.ended_at is not None
@@ -513,7 +515,7 @@ def test_machines_found_during_an_outage_are_terminated(make: Make) -> None:
     assert it.provider.machines.running == {}
     assert it.outage.calls.count("bind") + it.outage.calls.count("adopt") <= 2
     with pytest.raises(LedgerError):
-        it.book.close()
+        it.journal.close()
 
 
 def test_a_locked_database_is_an_outage(make: Make, tmp_path: Path) -> None:
@@ -524,7 +526,7 @@ def test_a_locked_database_is_an_outage(make: Make, tmp_path: Path) -> None:
         other.execute("begin immediate")
         it.give_back()
         with pytest.raises(LedgerError):
-            it.book.close()
+            it.journal.close()
         other.execute("rollback")
     assert it.provider.machines.running == {}
     assert len(it.ledger.open_intents(pool_id=POOL)) == 2
@@ -536,14 +538,14 @@ def test_an_outage_that_is_over_is_not_raised(make: Make) -> None:
     it.rent(1)
     it.outage.failing = {"note_all", "renew"}
     it.pass_time(10)
-    it.book.note()
-    it.book.renew()
+    it.journal.note()
+    it.journal.renew()
     it.outage.failing = set()
     it.pass_time(10)
-    it.book.note()
-    it.book.renew()
+    it.journal.note()
+    it.journal.renew()
     it.give_back()
-    it.book.close()
+    it.journal.close()
     assert sum(it.intents()[0].seconds.values()) == 20
 
 
@@ -553,20 +555,20 @@ def test_a_history_that_cannot_be_written_ends_no_pool_and_hides_no_error(
     """Attempts are not money: the error is logged, and `close` does not raise it."""
     it = make()
     it.outage.failing = {"note_attempts"}
-    it.book.note_attempt(it.offer, 0.1, NoCapacity("none left"))
-    it.book.note_refusal(
+    it.journal.note_attempt(it.offer, 0.1, NoCapacity("none left"))
+    it.journal.note_refusal(
         Refusal("fake", "", "", spot=False, error="CredentialsError", code="401", message="who", seconds=0.1)
     )
     it.rent(1)
     it.give_back()
-    it.book.close()
+    it.journal.close()
     assert [record.levelname for record in caplog.records if "the disk is full" in record.getMessage()] == [
         "WARNING"
     ] * 2
     it.outage.failing = {"close_all"}
-    it.book.gone(["fake-0"], "seen")
+    it.journal.gone(["fake-0"], "seen")
     with pytest.raises(LedgerError, match="the disk is full"):
-        it.book.close()
+        it.journal.close()
 
 
 def test_several_errors_are_raised_as_one(make: Make) -> None:
@@ -575,10 +577,10 @@ def test_several_errors_are_raised_as_one(make: Make) -> None:
     it.rent(1)
     for verb, words in (("ask_end_all", "the disk is full"), ("close_all", "the file is gone")):
         it.outage.failing, it.outage.error = {verb}, lambda words=words: LedgerError(words)
-        (it.book.asked if verb == "ask_end_all" else lambda ids: it.book.gone(ids, "seen"))(["fake-0"])
+        (it.journal.asked if verb == "ask_end_all" else lambda ids: it.journal.gone(ids, "seen"))(["fake-0"])
     it.outage.failing = set()
     with pytest.raises(LedgerError, match="the file is gone") as caught:
-        it.book.close()
+        it.journal.close()
     assert "the disk is full" in caught.value.__notes__
 
 
@@ -589,11 +591,11 @@ def test_the_lease_is_renewed_from_now(make: Make) -> None:
     """By `lease_seconds`; or for a given time if the pool outlives this process."""
     it = make(lease_seconds=60)
     it.pass_time(30)
-    it.book.renew()
+    it.journal.renew()
     entry = it.ledger.pool(POOL)
     assert entry is not None
     assert entry.lease_expires_at == START + timedelta(seconds=90)
-    it.book.live_by_lease(600)
+    it.journal.live_by_lease(600)
     entry = it.ledger.pool(POOL)
     assert entry is not None
     assert (entry.lease_expires_at, entry.lives_by_lease) == (START + timedelta(seconds=630), True)
@@ -605,11 +607,11 @@ def test_a_lost_lease_is_raised_at_once(make: Make) -> None:
     it.rent(1)
     assert it.ledger.condemn(POOL, seen=START + timedelta(seconds=120))
     with pytest.raises(LeaseLost):
-        it.book.renew()
+        it.journal.renew()
     with pytest.raises(LeaseLost):
-        it.book.live_by_lease(600)
+        it.journal.live_by_lease(600)
     it.give_back()
-    it.book.close()
+    it.journal.close()
     assert it.ledger.open_intents(pool_id=POOL) == []
 
 
@@ -620,13 +622,13 @@ def test_an_outage_of_the_ledger_costs_no_lease(make: Make) -> None:
     """
     it = make()
     it.outage.failing = {"renew", "live_by_lease"}
-    it.book.renew()
+    it.journal.renew()
     with pytest.raises(LedgerError):
-        it.book.live_by_lease(600)
+        it.journal.live_by_lease(600)
     it.outage.error = lambda: LedgerConflict("no such pool")
-    it.book.renew()
+    it.journal.renew()
     with pytest.raises(LedgerConflict):
-        it.book.close()
+        it.journal.close()
 
 
 # ── the account ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -639,7 +641,7 @@ def test_at_the_end_the_account_has_paid_the_bill(make: Make) -> None:
     it.rent(2)
     it.pass_time(100)
     it.give_back()
-    it.book.close()
+    it.journal.close()
     assert it.ledger.open_reservations() == []
     assert it.ledger.left_usd("team", POOL) == 98
 
@@ -650,7 +652,7 @@ def test_the_account_is_settled_before_the_pool_has_ended(make: Make) -> None:
     it.ledger.reserve("team", POOL, Decimal(50))
     it.outage.failing, it.outage.error = {"end_pool"}, lambda: cast("Exception", KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        it.book.close()
+        it.journal.close()
     entry = it.ledger.pool(POOL)
     assert entry is not None
     assert (entry.ended_at, it.ledger.open_reservations()) == (None, [])
@@ -663,6 +665,6 @@ def test_the_account_is_settled_before_the_pool_has_ended(make: Make) -> None:
         end_pool(pool_id)
 
     it.outage.end_pool = reserve_and_end
-    it.book.close()
+    it.journal.close()
     assert it.ledger.open_reservations() == []
     assert it.ledger.left_usd("team", POOL) == 100

@@ -1,4 +1,4 @@
-"""Where the ledger lies when nobody says so, and what happens where it may not lie there."""
+"""The default place of the ledger, and the behaviour if it is not writable."""
 
 import logging
 import os
@@ -34,12 +34,12 @@ def test_the_error_without_a_home_says_what_to_set(
 ) -> None:
     """No HOME, and no entry in the user database: a LedgerError with an example, and one line from the command."""
 
-    def nobody(uid: int) -> NoReturn:
+    def no_user(uid: int) -> NoReturn:
         raise KeyError(f"getpwuid(): uid not found: {uid}")
 
     for name in ("HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME", "SKYWARD_LEDGER"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    monkeypatch.setattr(pwd, "getpwuid", no_user)
     with pytest.raises(
         sky.LedgerError, match=r"this user has no home.*SKYWARD_LEDGER=sqlite:////var/lib/skyward/ledger\.db"
     ):

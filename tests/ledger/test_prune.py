@@ -154,16 +154,20 @@ def test_the_command_is_a_dry_run_by_default(
     monkeypatch.setattr(Ledger, "vacuum", lambda self: (made_smaller.append(str(self.url)), really(self))[1])
     ledger.prune(NOON - timedelta(days=3650))
     assert cli.main(["ledger", "prune", "--older-than", days]) == cli.TO_DO
-    told = capsys.readouterr().out
+    printed = capsys.readouterr().out
     assert re.match(
         r"to be taken away: details of \d pools, \d tries to rent machines, \d settled reservations\nnothing was touched; --yes does it\n",
-        told,
+        printed,
     )
     assert made_smaller == []
     assert cli.main(["ledger", "prune", "--older-than", days, "--yes", "--json"]) == 0
     assert len(made_smaller) == 1
-    told = json.loads(capsys.readouterr().out)
-    assert (told["is_dry_run"], told["attempts"], told["reservations"]) == (False, 3 * told["pools"], told["pools"])
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["is_dry_run"], printed["attempts"], printed["reservations"]) == (
+        False,
+        3 * printed["pools"],
+        printed["pools"],
+    )
     assert cli.main(["ledger", "prune", "--older-than", days]) == 0
     assert "has details left" in capsys.readouterr().out
     assert cli.main(["why", "old"]) == 0

@@ -96,14 +96,14 @@ def of_an_afternoon(ledger: Ledger, clock: Clock) -> dict[str, Any]:
 
 
 def test_a_receipt_has_the_state_of_each_resource(ledger: Ledger, clock: Clock) -> None:
-    """Each resource has its times, its evidence, its seconds and its price; what nobody has seen to be gone is said to
+    """Each resource has its times, its evidence, its seconds and its price; a resource that is not known to be gone is said to
     be left.
     """
-    told = of_an_afternoon(ledger, clock)
-    assert (told["pool_id"], told["owner"], told["provider"], told["account"]) == ("p", "ada@laptop", "verda", None)
-    assert (told["created_at"], told["ended_at"]) == ("2026-11-21T12:00:00+00:00", "2026-11-21T12:51:00+00:00")
-    assert [resource["name"] for resource in told["resources"]] == ["p-0", "p-1", "key", "p-2"]
-    assert told["resources"][0] == {
+    found = of_an_afternoon(ledger, clock)
+    assert (found["pool_id"], found["owner"], found["provider"], found["account"]) == ("p", "ada@laptop", "verda", None)
+    assert (found["created_at"], found["ended_at"]) == ("2026-11-21T12:00:00+00:00", "2026-11-21T12:51:00+00:00")
+    assert [resource["name"] for resource in found["resources"]] == ["p-0", "p-1", "key", "p-2"]
+    assert found["resources"][0] == {
         "kind": "instance",
         "provider": "verda",
         "region": "FIN-01",
@@ -130,25 +130,27 @@ def test_a_receipt_has_the_state_of_each_resource(ledger: Ledger, clock: Clock) 
         "cost_usd": 1.275,  # 51 minutes at 1.50 USD per hour
         "on_demand_usd": 3.4,
     }
-    assert told["left"] == [
+    assert found["left"] == [
         {"kind": "instance", "provider": "verda", "region": "FIN-01", "name": "p-1", "cloud_id": "i-1"}
     ]
-    assert [resource["cost_usd"] for resource in told["resources"][1:]] == [0.013889, 0.0, 0.0]
+    assert [resource["cost_usd"] for resource in found["resources"][1:]] == [0.013889, 0.0, 0.0]
 
 
 def test_a_receipt_adds_up(ledger: Ledger, clock: Clock) -> None:
     """The resources' costs, the buckets' and the ledger's row of the pool are one sum, and so are the savings."""
-    told = of_an_afternoon(ledger, clock)
+    found = of_an_afternoon(ledger, clock)
     (row,) = ledger.cost_rows(CostBy.POOL, pool_id="p")
-    assert told["total_cost_usd"] == float(row.cost_usd) == 1.288889
-    assert told["on_demand_usd"] == float(row.on_demand_usd) == 3.413889
-    assert told["saved_usd"] == float(row.saved_usd) == 2.125
-    for lines in (told["resources"], list(told["buckets"].values())):
-        assert round(sum(line["cost_usd"] for line in lines), 6) == told["total_cost_usd"]
-        assert round(sum(line["on_demand_usd"] for line in lines), 6) == told["on_demand_usd"]
-    assert list(told["buckets"]) == [*map(str, Bucket), "billing rounding"]
+    assert found["total_cost_usd"] == float(row.cost_usd) == 1.288889
+    assert found["on_demand_usd"] == float(row.on_demand_usd) == 3.413889
+    assert found["saved_usd"] == float(row.saved_usd) == 2.125
+    for lines in (found["resources"], list(found["buckets"].values())):
+        assert round(sum(line["cost_usd"] for line in lines), 6) == found["total_cost_usd"]
+        assert round(sum(line["on_demand_usd"] for line in lines), 6) == found["on_demand_usd"]
+    assert list(found["buckets"]) == [*map(str, Bucket), "billing rounding"]
     for bucket in Bucket:
-        assert told["buckets"][bucket]["seconds"] == sum(resource["seconds"][bucket] for resource in told["resources"])
+        assert found["buckets"][bucket]["seconds"] == sum(
+            resource["seconds"][bucket] for resource in found["resources"]
+        )
 
 
 def test_a_receipt_has_a_line_for_each_extra(ledger: Ledger, clock: Clock) -> None:
@@ -161,32 +163,32 @@ def test_a_receipt_has_a_line_for_each_extra(ledger: Ledger, clock: Clock) -> No
     other = intend(ledger, "p-1", Price(Decimal("1.25"), extras=(disk,)))
     ledger.bind_all({gone: "i-0", other: "i-1"})
     ledger.note_all({gone: {Bucket.IDLE: 3600.0}, other: {Bucket.IDLE: 1000.0}})
-    told = receipt(ledger, "p")
-    assert told["resources"][0]["price_per_hour_usd"] == told["resources"][0]["cost_usd"] == 1.35
-    assert told["resources"][0]["extras_per_hour"] == [disk.model_dump(), address.model_dump()]
-    assert told["resources"][0]["lines"] == {"machine": 1.0, "disk": 0.25, "public IPv4": 0.1}
-    assert told["resources"][1]["lines"] == {"machine": 0.277779, "disk": 0.069444}
-    assert (told["lines"], told["total_cost_usd"]) == (
+    found = receipt(ledger, "p")
+    assert found["resources"][0]["price_per_hour_usd"] == found["resources"][0]["cost_usd"] == 1.35
+    assert found["resources"][0]["extras_per_hour"] == [disk.model_dump(), address.model_dump()]
+    assert found["resources"][0]["lines"] == {"machine": 1.0, "disk": 0.25, "public IPv4": 0.1}
+    assert found["resources"][1]["lines"] == {"machine": 0.277779, "disk": 0.069444}
+    assert (found["lines"], found["total_cost_usd"]) == (
         {"machine": 1.277779, "disk": 0.319444, "public IPv4": 0.1},
         1.697223,
     )
-    assert told["resources"][0]["on_demand_usd"] == 2.35
+    assert found["resources"][0]["on_demand_usd"] == 2.35
 
 
 def test_a_receipt_is_json(ledger: Ledger, clock: Clock) -> None:
     """It comes back from JSON as it went in, and holds no more of the provider than its name: the rest may be
     secret.
     """
-    told = of_an_afternoon(ledger, clock)
-    written = json.dumps(told, allow_nan=False)
-    assert json.loads(written) == told
+    found = of_an_afternoon(ledger, clock)
+    written = json.dumps(found, allow_nan=False)
+    assert json.loads(written) == found
     assert "secret" not in written
 
 
 def test_a_live_pool_has_a_receipt(ledger: Ledger) -> None:
     """A pool that has rented nothing yet has one, without an end."""
-    told = receipt(ledger, "p")
-    assert (told["ended_at"], told["resources"], told["left"], told["total_cost_usd"], told["saved_usd"]) == (
+    found = receipt(ledger, "p")
+    assert (found["ended_at"], found["resources"], found["left"], found["total_cost_usd"], found["saved_usd"]) == (
         None,
         [],
         [],
@@ -232,8 +234,8 @@ def test_the_meters_bill_is_the_ledgers(ledger: Ledger, clock: Clock) -> None:
         meter.end(instance_id)
     ledger.note_all({numbers[instance_id]: seconds for instance_id, seconds in meter.buckets().items()})
     ledger.close_all(numbers.values(), "seen")
-    told, final = receipt(ledger, "p"), meter.final()
+    found, final = receipt(ledger, "p"), meter.final()
     assert final is not None
-    assert told["total_cost_usd"] == final.total_cost == float(meter.total())
-    assert told["saved_usd"] == final.savings_vs_ondemand
-    assert {name: line["cost_usd"] for name, line in told["buckets"].items() if line["cost_usd"]} == final.buckets
+    assert found["total_cost_usd"] == final.total_cost == float(meter.total())
+    assert found["saved_usd"] == final.savings_vs_ondemand
+    assert {name: line["cost_usd"] for name, line in found["buckets"].items() if line["cost_usd"]} == final.buckets
