@@ -27,7 +27,7 @@ from typing import ClassVar
 
 from skyward_core.cleanup.sweep import sweep
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.rows import Bucket, Price, ResourceKind, Wish
+from skyward_core.ledger.rows import Bucket, Price, ResourceKind, ResourceRequest
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.owner import Owner
 from skyward_core.providers.base import Provider
@@ -179,8 +179,8 @@ def _pool(ledger: Ledger, pool_id: str) -> None:
     )
 
 
-def _wish(pool_id: str, rank: int) -> Wish:
-    return Wish(
+def _wish(pool_id: str, rank: int) -> ResourceRequest:
+    return ResourceRequest(
         kind=ResourceKind.INSTANCE,
         provider="local",
         region="local",

@@ -28,7 +28,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import skyward_core as sky
-from skyward_core.ledger.journal import Book
+from skyward_core.ledger.journal import Journal
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.metering import Meter
 from skyward_core.ledger.receipt import receipt
@@ -280,7 +280,7 @@ def test_the_ledgers_file_holds_no_value(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("WORD", "tok-0123456789")
     spec = sky.PoolSpec.of(**{"secrets": ("WORD",), **both_envs().model_dump(exclude_unset=True)})
     with Ledger(f"sqlite:///{tmp_path}/ledger.db") as ledger:
-        Book(ledger, "sky-1", spec, FakeProvider(folder=str(tmp_path)), Meter(time.monotonic), lambda _: None).open()
+        Journal(ledger, "sky-1", spec, FakeProvider(folder=str(tmp_path)), Meter(time.monotonic), lambda _: None).open()
         told = receipt(ledger, "sky-1")
         written = b"".join(path.read_bytes() for path in tmp_path.glob("ledger.db*"))
     for value in ("tok-0123456789", "opensesame1", "hf_0123456789"):

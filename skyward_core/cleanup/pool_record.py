@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from skyward_core.cleanup.policy import answers, asked_by, paid_until, unsure_seconds
 from skyward_core.errors import ZERO_USD, LedgerConflict, LedgerError
-from skyward_core.ledger.journal import wish_for_found
+from skyward_core.ledger.journal import request_for_found
 from skyward_core.ledger.rows import Bucket, CostBy, Intent, PoolEntry, ResourceKind
 from skyward_core.machines.instances import Instance
 from skyward_core.providers.base import Provider
@@ -197,7 +197,7 @@ class PoolRecord:
                 [
                     self._ledger.adopt(
                         self._pool_id,
-                        wish_for_found(instance, self._provider, self._pool_id, self._clock()),
+                        request_for_found(instance, self._provider, self._pool_id, self._clock()),
                         instance.id,
                     )
                 ]

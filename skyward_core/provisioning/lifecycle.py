@@ -30,8 +30,8 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from skyward_core.events.events import InfraCreating
-from skyward_core.ledger.budgets import Purse
-from skyward_core.ledger.journal import Book
+from skyward_core.ledger.budgets import SpendingLimit
+from skyward_core.ledger.journal import Journal
 from skyward_core.ledger.metering import Meter
 from skyward_core.machines.instances import Lease
 from skyward_core.providers.base import Provider
@@ -68,8 +68,8 @@ class Machines:
         *,
         emit: Emit,
         meter: Meter,
-        book: Book,
-        purse: Purse,
+        book: Journal,
+        purse: SpendingLimit,
     ) -> None:
         own = tuple(provider.for_pool() for provider in providers)
         self._spec = spec

@@ -24,8 +24,8 @@ from collections.abc import Callable, Sequence
 from skyward_core.accelerators import Accelerator
 from skyward_core.errors import BadRequest, BudgetExceeded, InstancesLeft, NoCapacity, PoolClosed, SkywardError
 from skyward_core.events.events import InstanceLaunching, InstanceProvisioned, InstanceStopping, SkywardEvent
-from skyward_core.ledger.budgets import Grant, Purse
-from skyward_core.ledger.journal import Book, price_of
+from skyward_core.ledger.budgets import Commitment, SpendingLimit
+from skyward_core.ledger.journal import Journal, price_of
 from skyward_core.ledger.metering import Meter
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.offers import Offer, total_of
@@ -51,7 +51,15 @@ class Rental:
     """
 
     def __init__(
-        self, spec: PoolSpec, provider: Provider, pool_id: str, *, emit: Emit, meter: Meter, book: Book, purse: Purse
+        self,
+        spec: PoolSpec,
+        provider: Provider,
+        pool_id: str,
+        *,
+        emit: Emit,
+        meter: Meter,
+        book: Journal,
+        purse: SpendingLimit,
     ) -> None:
         self._spec = spec
         self._provider = provider
@@ -72,7 +80,7 @@ class Rental:
         """True once a launch was asked for and its answer was lost: there may be machines that this process does not
         know.
         """
-        self._unsure = set[Grant]()
+        self._unsure = set[Commitment]()
         """What such launches were granted, until a listing that came late enough has no machine of the pool."""
         self._has_asked = False
         """Whether any launch was begun at all."""
@@ -120,7 +128,7 @@ class Rental:
                 f"{self._provider.name} had {len(instances)} of {count} x {offer.instance_type} in {offer.region}; they"
                 " have been given back"
             )
-            self._book.tried(offer, time.monotonic() - began, few)
+            self._book.note_attempt(offer, time.monotonic() - began, few)
             raise few
         return instances
 
@@ -149,11 +157,11 @@ class Rental:
             is_refused = True
             self._book.refused(launch, str(error))
             self._purse.returned(grant)
-            self._book.tried(offer, time.monotonic() - began, error)
+            self._book.note_attempt(offer, time.monotonic() - began, error)
             raise
         except BaseException as error:
             if isinstance(error, SkywardError):
-                self._book.tried(offer, time.monotonic() - began, error)
+                self._book.note_attempt(offer, time.monotonic() - began, error)
             # never taken back: another launch that went well says nothing of this one
             self._is_launch_unsure = is_unsure = True
             # the money stays set aside: what was launched lives as long as it was granted, or until it is known to be
@@ -174,10 +182,10 @@ class Rental:
             self.end_all()
             raise PoolClosed("the pool is closing")
         if len(instances) == count:
-            self._book.tried(offer, time.monotonic() - began)
+            self._book.note_attempt(offer, time.monotonic() - began)
         return instances
 
-    def _granted(self, offer: Offer, count: int, along: Sequence[Part]) -> tuple[Grant, Accelerator | None]:
+    def _granted(self, offer: Offer, count: int, along: Sequence[Part]) -> tuple[Commitment, Accelerator | None]:
         """Set money aside for these machines; return the grant, and what calls on the machines may use.
 
         Raises BadRequest, BudgetExceeded.
@@ -188,15 +196,15 @@ class Rental:
             # refuses before the machine is paid for what would be refused after it
             self._spec.neuron_cores_of(accelerator)
             prices = [(part.count, price_of(part.offer, self._provider)) for part in along]
-            grant = self._purse.grant(
+            grant = self._purse.commit(
                 count,
                 price_of(offer, self._provider),
                 along=prices,
                 ending_seconds=self._provider.ending_seconds,
-                tell=self.transports.send_paid_time,
+                notify=self.transports.send_paid_time,
             )
         except (BadRequest, BudgetExceeded) as error:
-            self._book.tried(offer, time.monotonic() - began, error)
+            self._book.note_attempt(offer, time.monotonic() - began, error)
             raise
         return grant, accelerator
 

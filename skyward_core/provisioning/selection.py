@@ -25,7 +25,7 @@ from skyward_core.errors import (
     SkywardError,
 )
 from skyward_core.events.events import CandidateRefused, InfraCreated
-from skyward_core.ledger.journal import Book
+from skyward_core.ledger.journal import Journal
 from skyward_core.machines import spot
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.offers import Offer
@@ -62,7 +62,7 @@ class Selection:
     """
 
     def __init__(
-        self, spec: PoolSpec, providers: Sequence[Provider], rental: Rental, *, emit: Emit, book: Book
+        self, spec: PoolSpec, providers: Sequence[Provider], rental: Rental, *, emit: Emit, book: Journal
     ) -> None:
         self._spec = spec
         self._providers = tuple(providers)
@@ -124,7 +124,7 @@ class Selection:
         found, refusals = candidates(self._spec, sold)
         for one in refusals:
             self._emit(_refused(one))
-            self._book.was_refused(one)
+            self._book.note_refusal(one)
         rest = (
             resting(self._book.recent_attempts(MEMORY_SECONDS), datetime.now(UTC), self._spec.nodes)
             if len(found) > 1

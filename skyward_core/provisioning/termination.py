@@ -44,7 +44,7 @@ class Rents(Protocol):
 
 
 class Witness(Protocol):
-    """Who is told what is gone: `journal.Book`."""
+    """Who is told what is gone: `journal.Journal`."""
 
     def gone(self, instance_ids: Iterable[str], evidence: str) -> None: ...
 

@@ -3,8 +3,8 @@
     opened ──> the pool is in the ledger ──> its end is written ──> the ledger is closed
                                              └─ refused: written anew by the next `close_book`, or by the reaper
 
-SQLAlchemy is loaded when the ledger is opened, and not with this module. `Ledger`, `Book` and `Purse` have their own
-locks.
+SQLAlchemy is loaded when the ledger is opened, and not with this module. `Ledger`, `Journal` and `SpendingLimit` have
+their own locks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from skyward_core.errors import BudgetExceeded, LedgerError, SkywardError
 from skyward_core.events.events import SkywardEvent
-from skyward_core.ledger.budgets import Purse
-from skyward_core.ledger.journal import Book
+from skyward_core.ledger.budgets import SpendingLimit
+from skyward_core.ledger.journal import Journal
 from skyward_core.ledger.metering import Meter
 from skyward_core.ledger.rows import SECONDS_PER_HOUR, ResourceKind
 from skyward_core.providers.base import Provider
@@ -41,8 +41,8 @@ class Bookkeeping:
         self._pool_id = pool_id
         self._meter = meter
         self._log = log
-        self.book: Book | None = None
-        self.purse: Purse | None = None
+        self.book: Journal | None = None
+        self.purse: SpendingLimit | None = None
         self.receipt: Mapping[str, Any] | None = None
         self._ledger: Ledger | None = None
         self._usual_seconds = 0.0
@@ -57,14 +57,14 @@ class Bookkeeping:
 
     def open_ledger(
         self, undo: ExitStack, spec: PoolSpec, provider: Provider, emit: Callable[[SkywardEvent], object], work: Work
-    ) -> tuple[str, Book, Purse]:
+    ) -> tuple[str, Journal, SpendingLimit]:
         """Connect to the ledger; return its URL, and the pool's journal and budget. Nothing is written yet."""
         ledger_module = importlib.import_module("skyward_core.ledger.ledger")
         url = ledger_module.default_url(must_last=spec.budget is not None)
         self._ledger = ledger = ledger_module.Ledger(url, busy_timeout_seconds=LEDGER_BUSY_SECONDS)
         undo.callback(ledger.close)
-        self.book = book = Book(ledger, self._pool_id, spec, provider, self._meter, emit, work=work)
-        self.purse = purse = Purse(
+        self.book = book = Journal(ledger, self._pool_id, spec, provider, self._meter, emit, work=work)
+        self.purse = purse = SpendingLimit(
             self._pool_id,
             self._meter,
             max_cost=spec.max_cost,
@@ -121,7 +121,7 @@ class Bookkeeping:
         finally:
             self.take_receipt()  # what the ledger has refused is raised already
 
-    def _write_anew(self, book: Book, ledger: Ledger, refusal: LedgerError) -> None:
+    def _write_anew(self, book: Journal, ledger: Ledger, refusal: LedgerError) -> None:
         """Write down the end of all that is open in the ledger still: it is gone, and the meter knows since when.
 
         Raises `refusal` if it cannot.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from skyward_core.errors import BudgetExceeded, SkywardError
 from skyward_core.events.events import BudgetWarning, SkywardEvent
-from skyward_core.ledger.budgets import Fill, Purse
+from skyward_core.ledger.budgets import Fill, SpendingLimit
 from skyward_core.ledger.metering import Meter
 from skyward_core.session.clock import Stop
 from skyward_core.session.renewal import Renewal
@@ -36,7 +36,7 @@ class OpeningLimits:
     def __init__(
         self,
         spec: PoolSpec,
-        purse: Purse,
+        purse: SpendingLimit,
         renewal: Renewal,
         give_up: Callable[[SkywardError], None],
         log: Callable[..., object],
@@ -61,7 +61,7 @@ class OpeningLimits:
     def _run(self) -> None:
         while not self._ended.wait(self._renewal.beat_seconds):
             try:
-                fill, reason = self._purse.turn()
+                fill, reason = self._purse.check()
             except Exception as error:  # whatever it is: no other thread looks at the money
                 self._log(
                     logging.ERROR,
@@ -88,7 +88,7 @@ class Limits:
         spec: PoolSpec,
         cluster: Cluster,
         transports: Transports,
-        purse: Purse,
+        purse: SpendingLimit,
         meter: Meter,
         *,
         emit: Callable[[SkywardEvent], object],
@@ -114,7 +114,7 @@ class Limits:
     def check_money(self) -> None:
         """Warn, take no more calls, or end the pool, as the money goes."""
         account = self._spec.budget or ""
-        fill, reason = self._purse.turn()
+        fill, reason = self._purse.check()
         before, self._fill = self._fill, fill
         if fill >= Fill.WARNED > before:
             self._emit(BudgetWarning(float(self._meter.total()), self._spec.max_cost, self._spec.budget, reason))

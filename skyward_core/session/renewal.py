@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from skyward_core.concurrency.periodic import PeriodicThread
 from skyward_core.errors import LeaseLost
-from skyward_core.ledger.journal import Book
+from skyward_core.ledger.journal import Journal
 
 MOST_BEAT_SECONDS = 5.0
 
@@ -46,7 +46,7 @@ class Renewal:
         self._beats.append(beat)
         beat.start()
 
-    def renew(self, book: Book) -> None:
+    def renew(self, book: Journal) -> None:
         """Lengthen the pool's lease in the ledger. The clock, which looks each second, acts if it is lost."""
         try:
             book.renew()

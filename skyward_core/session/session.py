@@ -56,8 +56,8 @@ from skyward_core.events.events import (
     registered_callback,
 )
 from skyward_core.events.queue import EventQueue
-from skyward_core.ledger.budgets import Purse
-from skyward_core.ledger.journal import Book
+from skyward_core.ledger.budgets import SpendingLimit
+from skyward_core.ledger.journal import Journal
 from skyward_core.ledger.metering import Meter
 from skyward_core.ledger.rows import Bucket
 from skyward_core.machines.instances import Lease
@@ -252,7 +252,7 @@ class Session:
         if self.why_ended is not None:
             raise PoolClosed("the pool was given up while it opened")
 
-    def _open_books(self, undo: ExitStack) -> tuple[Book, Purse]:
+    def _open_books(self, undo: ExitStack) -> tuple[Journal, SpendingLimit]:
         """Write the pool into the ledger, and give it a reaper: after a kill from here on, reaper and sweeps know of
         all that is left.
         """
@@ -286,7 +286,7 @@ class Session:
         return self.machines is not None and self.machines.may_be_left
 
     def _keep_while_opening(
-        self, undo: ExitStack, machines: lifecycle.Machines, book: Book, purse: Purse
+        self, undo: ExitStack, machines: lifecycle.Machines, book: Journal, purse: SpendingLimit
     ) -> OpeningLimits:
         """Renew the lease, and what is reserved, while the machines come up; return what does the latter."""
 
@@ -301,7 +301,7 @@ class Session:
         undo.callback(opening.end)
         return opening
 
-    def _clock(self, limits: Limits, book: Book) -> Clock:
+    def _clock(self, limits: Limits, book: Journal) -> Clock:
         """Look at lease, money and work each second; at the reaper, and at what the ledger and the callbacks get
         of the cost, every few seconds.
         """

@@ -17,7 +17,7 @@ from skyward_core.cleanup.release import release
 from skyward_core.cleanup.sweep import sweep
 from skyward_core.errors import CredentialsError
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.rows import ResourceKind, Wish
+from skyward_core.ledger.rows import ResourceKind, ResourceRequest
 from skyward_core.machines.owner import Owner
 from tests.cleanup.test_sweep import DEAD, ELSEWHERE, CloudProvider, Time, World
 
@@ -54,7 +54,9 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
         ledger.open_pool(
             POOL, owner=dead, provider=Quiet().to_json(), spec_json="{}", lease_expires_at=now - timedelta(hours=1)
         )
-        intent = ledger.intend(POOL, Wish(ResourceKind.INSTANCE, "quiet", "r", f"{POOL}-0", f"{POOL}-1-0", {}, now))
+        intent = ledger.intend(
+            POOL, ResourceRequest(ResourceKind.INSTANCE, "quiet", "r", f"{POOL}-0", f"{POOL}-1-0", {}, now)
+        )
         ledger.bind(intent, "i-1")
         ledger.turn_to(POOL, Quiet().to_json(), "theirs")
         yield ledger

@@ -28,7 +28,17 @@ from skyward_core.cleanup.release import end_pool, release
 from skyward_core.cleanup.sweep import sweep
 from skyward_core.errors import BadRequest, LeaseLost, LedgerError
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.rows import Account, Bucket, CostBy, Intent, Period, PoolEntry, Price, ResourceKind, Wish
+from skyward_core.ledger.rows import (
+    Account,
+    Bucket,
+    CostBy,
+    Intent,
+    Period,
+    PoolEntry,
+    Price,
+    ResourceKind,
+    ResourceRequest,
+)
 from skyward_core.machines.owner import Owner, OwnerState
 from skyward_core.providers.base import (
     CREATED_TAG,
@@ -208,8 +218,8 @@ class World:
             pool_id, [self.wish(pool_id, rank, first, owner) for rank in range(first, first + nodes)]
         )
 
-    def wish(self, pool_id: str, rank: int, first: int = 0, owner: Owner = DEAD) -> Wish:
-        return Wish(
+    def wish(self, pool_id: str, rank: int, first: int = 0, owner: Owner = DEAD) -> ResourceRequest:
+        return ResourceRequest(
             kind=ResourceKind.INSTANCE,
             provider=self.provider.name,
             region="nowhere-1",

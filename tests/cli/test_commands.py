@@ -20,7 +20,16 @@ from skyward_core.cleanup import survey
 from skyward_core.cli.app import command_tree
 from skyward_core.errors import CredentialsError, InstancesLeft
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.rows import BILLING_ROUNDING, Account, Attempt, Bucket, Period, Price, ResourceKind, Wish
+from skyward_core.ledger.rows import (
+    BILLING_ROUNDING,
+    Account,
+    Attempt,
+    Bucket,
+    Period,
+    Price,
+    ResourceKind,
+    ResourceRequest,
+)
 from skyward_core.machines.offers import Offer
 from skyward_core.machines.owner import Owner
 from skyward_core.providers import base
@@ -127,7 +136,7 @@ def open_pool(
         tags = {POOL_TAG: pool_id, LAUNCH_TAG: f"{pool_id}-1", RANK_TAG: "0"}
         price = Price(Decimal(2), Decimal(8), is_spot=True)
         wishes = [
-            Wish(
+            ResourceRequest(
                 ResourceKind.INSTANCE,
                 "folder",
                 "here",

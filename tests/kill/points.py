@@ -358,7 +358,7 @@ class Round:
         that the ledger does not know.
         """
         from skyward_core.ledger.ledger import Ledger
-        from skyward_core.ledger.rows import Account, Period, Price, ResourceKind, Wish
+        from skyward_core.ledger.rows import Account, Period, Price, ResourceKind, ResourceRequest
         from skyward_core.machines.owner import Owner
 
         here = Owner.here()
@@ -389,7 +389,7 @@ class Round:
                         lease_expires_at=clock() + LONG,
                     )
                     wishes = [
-                        Wish(
+                        ResourceRequest(
                             ResourceKind.INSTANCE, provider.name, "here-1", f"{pool_id}-{rank}", f"{pool_id}-1-{rank}", tags | {"skyward-rank": str(rank)},
                             clock() + LONG, Price(Decimal("3.6")),
                         )

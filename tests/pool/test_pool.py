@@ -1132,7 +1132,7 @@ def test_a_lease_is_not_longer_than_max_cost_lasts() -> None:
     [
         "skyward_core.session.session.Meter",
         "skyward_core.session.session_reaper.Charge.of",
-        "skyward_core.session.bookkeeping.Book.open",
+        "skyward_core.session.bookkeeping.Journal.open",
         "skyward_core.session.session.lifecycle.Machines",
     ],
 )

@@ -20,8 +20,8 @@ import pytest
 import skyward_core as sky
 from skyward_core.errors import BootstrapFailed, ConnectionLost, PoolClosed
 from skyward_core.image.image import Image
-from skyward_core.ledger.budgets import Grant
-from skyward_core.ledger.journal import Book
+from skyward_core.ledger.budgets import Commitment
+from skyward_core.ledger.journal import Journal
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.metering import Meter
 from skyward_core.machines.instances import Instance
@@ -62,9 +62,9 @@ def test_a_launch_says_which_packages_are_wanted(tmp_path: Path, cache: bool, ke
     kind = type("Keeping", (FakeProvider,), {"keeps_images": keeps, "name": "keeping"})
     image = Image(cache=cache)
     with Ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
-        book = Book(ledger, "sky-1", PoolSpec(image=image), kind(folder=str(tmp_path)), Meter(), lambda _: None)
+        book = Journal(ledger, "sky-1", PoolSpec(image=image), kind(folder=str(tmp_path)), Meter(), lambda _: None)
         book.open()
-        tags = book.intend(OFFER, 1, 0, Grant(None, None)).tags
+        tags = book.intend(OFFER, 1, 0, Commitment(None, None)).tags
     assert tags.get(IMAGE_TAG) == (image.content_hash() if is_tagged else None)
 
 

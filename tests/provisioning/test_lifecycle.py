@@ -13,8 +13,8 @@ import skyward_core as sky
 from skyward_core import Instance, Offer, Requirements
 from skyward_core.engine.certificates import make_certificate
 from skyward_core.errors import CommandFailed, ConnectionLost, CredentialsError
-from skyward_core.ledger.budgets import Purse
-from skyward_core.ledger.journal import Book
+from skyward_core.ledger.budgets import SpendingLimit
+from skyward_core.ledger.journal import Journal
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.metering import Meter
 from skyward_core.providers.base import EXPIRES_TAG
@@ -294,10 +294,17 @@ def test_a_machine_that_comes_while_the_pool_closes_is_given_back_at_once(make: 
     provider = make(FakeProvider)
     meter, spec = Meter(), sky.PoolSpec.of()
     with Ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
-        book = Book(ledger, "sky-1", spec, provider, meter, told)
+        book = Journal(ledger, "sky-1", spec, provider, meter, told)
         book.open()
         machines = lifecycle.Machines(
-            spec, [provider], "sky-1", certificate, emit=told, meter=meter, book=book, purse=Purse("sky-1", meter)
+            spec,
+            [provider],
+            "sky-1",
+            certificate,
+            emit=told,
+            meter=meter,
+            book=book,
+            purse=SpendingLimit("sky-1", meter),
         )
         _close_while_it_launches(machines, provider)
         assert [intent.evidence for intent in ledger.intents(pool_id="sky-1")] == ["fake lists it no more"]
@@ -369,23 +376,23 @@ def test_a_mixed_wish_with_a_limit_rents_both_kinds(make: Make) -> None:
     assert [(event.node, event.spot) for event in told.of(sky.InstanceProvisioned)] == [(0, False), (1, True)]
     refused = Told()
     with pytest.raises(
-        sky.BudgetExceeded, match=r"1 x 36.0 USD per hour and 1 x 12.0 .* 60 s that giving them back may take"
+        sky.BudgetExceeded, match=r"1 x 36.0 USD per hour and 1 x 12.0 .* 60 s that their termination may take"
     ):
         open_pool(make(NeverReadyProvider, spot_is_sold=True), refused, spot=0.5, max_cost=1.5)
     assert refused.of(sky.InstanceLaunching) == []
 
 
 @pytest.fixture
-def opened(make: Make, tmp_path: Path) -> Iterator[Callable[..., tuple[lifecycle.Machines, Purse, Meter]]]:
+def opened(make: Make, tmp_path: Path) -> Iterator[Callable[..., tuple[lifecycle.Machines, SpendingLimit, Meter]]]:
     """Make the machines of a pool that is open already, and end them."""
     with ExitStack() as stack:
 
-        def open_one(provider: FakeProvider, **wishes: Any) -> tuple[lifecycle.Machines, Purse, Meter]:
+        def open_one(provider: FakeProvider, **wishes: Any) -> tuple[lifecycle.Machines, SpendingLimit, Meter]:
             meter, spec, told = Meter(), sky.PoolSpec.of(**wishes), Told()
             ledger = stack.enter_context(Ledger(f"sqlite:///{tmp_path / 'ledger.db'}"))
-            book = Book(ledger, "sky-1", spec, provider, meter, told)
+            book = Journal(ledger, "sky-1", spec, provider, meter, told)
             book.open()
-            purse = Purse("sky-1", meter, max_cost=spec.max_cost)
+            purse = SpendingLimit("sky-1", meter, max_cost=spec.max_cost)
             machines = lifecycle.Machines(
                 spec, [provider], "sky-1", Future[Any](), emit=told, meter=meter, book=book, purse=purse
             )
@@ -466,7 +473,7 @@ def test_a_machine_that_stands_by_shortens_the_other_one(make: Make, opened: Any
     assert 430 < (read_paid(directory) or 0) - uptime() <= 440
     assert (end_of(other) - end_of(there.instance)) in (0, 1)
     machines._rental.end(there)
-    purse.turn()
+    purse.check()
     assert 930 < purse.paid_seconds() <= 940
 
 

@@ -27,8 +27,8 @@ from pydantic import PrivateAttr
 import skyward_core as sky
 from skyward_core.engine.certificates import make_certificate
 from skyward_core.errors import CommandFailed, CommandTimedOut
-from skyward_core.ledger.budgets import Purse
-from skyward_core.ledger.journal import Book
+from skyward_core.ledger.budgets import SpendingLimit
+from skyward_core.ledger.journal import Journal
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.metering import Meter
 from skyward_core.machines.instances import Endpoint, Instance
@@ -171,7 +171,7 @@ def rent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rent]:
             certificate.set_result(CERTIFICATE)
             spec, meter = sky.PoolSpec.of(nodes=nodes_wanted, lease_seconds=3600), Meter()
             ledger = undo.enter_context(Ledger(f"sqlite:///{tmp_path / 'ledger.db'}"))
-            book = Book(ledger, "sky-many", spec, cloud, meter, told)
+            book = Journal(ledger, "sky-many", spec, cloud, meter, told)
             book.open()
             machines = lifecycle.Machines(
                 spec,
@@ -181,7 +181,7 @@ def rent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rent]:
                 emit=told,
                 meter=meter,
                 book=book,
-                purse=Purse("sky-many", meter),
+                purse=SpendingLimit("sky-many", meter),
             )
             undo.callback(machines.release)
             return Many(nodes, together, machines, meter, told)
