@@ -28,9 +28,9 @@ from skyward_core.errors import (
 )
 from skyward_core.machines.instances import InstanceState
 from skyward_core.machines.offers import Offer, Requirements, matches
-from skyward_core.providers.aws import account, offers, prices
+from skyward_core.providers.aws import account, offers, prices, region_offers
+from skyward_core.providers.aws import instances as aws_instances
 from skyward_core.providers.aws import launch as aws_launch
-from skyward_core.providers.aws import provider as aws
 from skyward_core.providers.base import LAUNCH_TAG, RANK_TAG, Provider, Sale, load
 from skyward_core.providers.ssh_keys import host_key, our_key
 from skyward_core.provisioning.price_list import price_list
@@ -49,7 +49,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(standard.ExponentialBackoff, "delay_amount", lambda *_: 0)
     monkeypatch.setattr(aws_launch, "AGAIN_SECONDS", (0.0, 0.0))
-    monkeypatch.setattr(aws, "FIRST_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(aws_instances, "FIRST_LOOK_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -224,7 +224,7 @@ def test_every_type_with_a_chip_answers_to_its_wish() -> None:
             offer = machine[0]
             wish = parse(f"{offer.accelerators}x{offer.accelerator}-{offer.accelerator_memory_gb:g}GB")
             assert matches(offer, Requirements(accelerator=wish)) is None
-            assert any(kind["InstanceType"].startswith(family.rstrip("*")) for family in aws.ACCELERATED)
+            assert any(kind["InstanceType"].startswith(family.rstrip("*")) for family in region_offers.ACCELERATED)
             found += 1
     assert found > 60
 
@@ -427,7 +427,7 @@ def test_a_machine_that_aws_does_not_know_yet_is_not_gone(cloud: FakeAWS) -> Non
     assert cloud.alive() == set()
     provider.terminate(["i-0123456789abcdef0"])
     for age_seconds, is_refused in ((55.0, True), (61.0, False)):
-        provider._young.made[machine.id] = time.monotonic() - age_seconds
+        provider._recent.created[machine.id] = time.monotonic() - age_seconds
         cloud.fail("TerminateInstances", "InvalidInstanceID.NotFound", times=1)
         with pytest.raises(ProviderFailed) if is_refused else contextlib.nullcontext():
             provider.terminate([machine.id])
@@ -875,7 +875,7 @@ def test_the_others_are_told_if_one_ends_on_the_way(cloud: FakeAWS) -> None:
 def test_a_machine_without_an_address_is_ended(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
     """When its time is up; nothing is left."""
     cloud.pending_listings = 10**9
-    monkeypatch.setattr(aws, "ADDRESS_SECONDS", 0.05)
+    monkeypatch.setattr(aws_instances, "ADDRESS_SECONDS", 0.05)
     with pytest.raises(ProviderFailed, match="no address"):
         make(cloud).launch(OFFER, 2, tags(), STARTUP)
     assert cloud.alive() == set()
@@ -914,7 +914,7 @@ def test_all_pages_of_a_listing_are_read(cloud: FakeAWS, monkeypatch: pytest.Mon
 def test_a_listing_survives_tags_that_somebody_has_changed(cloud: FakeAWS) -> None:
     """The machine must still be found, and ended."""
     (machine,) = make(cloud).launch(OFFER, 1, tags(), STARTUP)
-    cloud.machine(machine.id).add_tags({RANK_TAG: "first", aws.PRICE_TAG: "much"})
+    cloud.machine(machine.id).add_tags({RANK_TAG: "first", aws_launch.PRICE_TAG: "much"})
     cloud.backend().delete_tags([machine.id], {LAUNCH_TAG: None})
     (listed,) = make(cloud).instances(POOL)
     assert (listed.id, listed.rank, listed.price_per_hour, listed.endpoint) == (machine.id, 0, 0.0, None)

@@ -19,9 +19,9 @@ from skyward_core.machines.instances import Instance
 from skyward_core.machines.offers import Offer, Requirements, matches
 from skyward_core.providers.aws import cluster, offers
 from skyward_core.providers.aws import fleet as aws_fleet
+from skyward_core.providers.aws import instances as aws_instances
 from skyward_core.providers.aws import launch as aws_launch
-from skyward_core.providers.aws import provider as aws
-from skyward_core.providers.aws.account import Account
+from skyward_core.providers.aws.account import AwsAccount
 from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, POOL_TAG, RANK_TAG
 from skyward_core.spec import PoolSpec
 from tests.providers.contract import POOL, STARTUP, tags
@@ -48,7 +48,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(standard.ExponentialBackoff, "delay_amount", lambda *_: 0)
     monkeypatch.setattr(aws_launch, "AGAIN_SECONDS", (0.0, 0.0))
-    monkeypatch.setattr(aws, "FIRST_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(aws_instances, "FIRST_LOOK_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -71,8 +71,8 @@ def cloud(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAWS]:
 
 
 @pytest.fixture
-def account(cloud: FakeAWS) -> Iterator[Account]:
-    with Account(None, cloud.url, None) as asked:
+def account(cloud: FakeAWS) -> Iterator[AwsAccount]:
+    with AwsAccount(None, cloud.url, None) as asked:
         yield asked
 
 
@@ -355,13 +355,13 @@ def test_templates_do_not_outlive_a_launch(cloud: FakeAWS) -> None:
 
 
 def test_a_template_that_cannot_be_deleted_is_in_nobodys_way(
-    cloud: FakeAWS, account: Account, caplog: pytest.LogCaptureFixture
+    cloud: FakeAWS, account: AwsAccount, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The machines are there; it is taken away later."""
     spot(cloud, a=0.2)
     cloud.fail("DeleteLaunchTemplate", "UnauthorizedOperation", 403)
     assert len(make(cloud).launch(SPOT, 1, tags(), STARTUP)) == 1
-    assert "taken away later" in caplog.text
+    assert "deleted later" in caplog.text
     ((_, name),) = cloud.fleets.templates
     assert name.startswith("skyward-")
     assert aws_launch.prune_launches(account, "us-east-1", now()) == [f"launch template {name} in us-east-1"]
@@ -481,7 +481,7 @@ def test_too_few_machines_are_given_back(cloud: FakeAWS) -> None:
     """It was all or nothing; whatever came in spite of that is on its way out before anybody tries elsewhere."""
     spot(cloud, a=0.2)
     cloud.fleets.short_of = 1
-    with pytest.raises(NoCapacity, match="2 of 3 machines came") as caught:
+    with pytest.raises(NoCapacity, match="only 2 of 3 machines were created") as caught:
         make(cloud).launch(SPOT, 3, tags(), STARTUP)
     assert caught.value.code == "InsufficientInstanceCapacity"
     assert cloud.alive() == set()
@@ -492,7 +492,7 @@ def test_too_few_machines_that_stay_are_no_lack_of_capacity(cloud: FakeAWS) -> N
     spot(cloud, a=0.2)
     cloud.fleets.short_of = 1
     cloud.fail("TerminateInstances", "InternalError", 500, times=99)
-    with pytest.raises(ProviderFailed, match="could not be given back"):
+    with pytest.raises(ProviderFailed, match="could not be terminated"):
         make(cloud).launch(SPOT, 2, tags(), STARTUP)
     assert {instance.id for instance in make(cloud).instances(POOL)} == cloud.alive() != set()
 
@@ -553,7 +553,7 @@ def test_what_is_paid_is_told(cloud: FakeAWS) -> None:
     assert "0.2" in [value for name, value in words.items() if name.startswith("TagSpecification.1.")]
     assert {instance.price_per_hour for instance in (*launched, *make(cloud).instances(POOL))} == {0.15}
     (words,) = cloud.words("CreateTags")
-    assert words["Tag.1.Key"] == aws.PRICE_TAG
+    assert words["Tag.1.Key"] == aws_launch.PRICE_TAG
     spot(cloud, a=0.2)
     make(cloud).launch(SPOT, 1, tags(launch="L1"), STARTUP)
     assert len(cloud.words("CreateTags")) == 1  # nothing else to say
@@ -885,7 +885,7 @@ def left(cloud: FakeAWS) -> set[str]:
 OLD, YOUNG = timedelta(hours=2), timedelta(minutes=50)
 
 
-def test_what_is_old_is_taken_away(cloud: FakeAWS, account: Account) -> None:
+def test_what_is_old_is_taken_away(cloud: FakeAWS, account: AwsAccount) -> None:
     """All pages of it, and nothing that a launch may be about; a dry run says the same and does nothing."""
     for n in range(4):
         leave(cloud, OLD, f"old{n}")
@@ -919,7 +919,7 @@ def test_a_sweep_takes_away_what_all_regions_have(cloud: FakeAWS) -> None:
     assert left(cloud) == set()
 
 
-def test_a_group_that_is_in_use_stays(cloud: FakeAWS, account: Account) -> None:
+def test_a_group_that_is_in_use_stays(cloud: FakeAWS, account: AwsAccount) -> None:
     """Until its machines are terminated, however old it is."""
     launched = make(cloud).launch(TOGETHER, 2, tags() | {CREATED_TAG: str(int((now() - OLD).timestamp()))}, STARTUP)
     for is_dry_run in (True, False):
@@ -935,7 +935,7 @@ def test_a_group_that_is_in_use_stays(cloud: FakeAWS, account: Account) -> None:
         ]
 
 
-def test_one_that_cannot_be_taken_away_keeps_no_other(cloud: FakeAWS, account: Account) -> None:
+def test_one_that_cannot_be_taken_away_keeps_no_other(cloud: FakeAWS, account: AwsAccount) -> None:
     """It is told in the end."""
     for n in range(2):
         leave(cloud, OLD, f"old{n}")
@@ -945,7 +945,7 @@ def test_one_that_cannot_be_taken_away_keeps_no_other(cloud: FakeAWS, account: A
     assert left(cloud) == {"skyward-old0"}
 
 
-def test_an_outage_is_no_cleanliness(cloud: FakeAWS, account: Account) -> None:
+def test_an_outage_is_no_cleanliness(cloud: FakeAWS, account: AwsAccount) -> None:
     """Without the right to look there is nothing of ours; without an answer nobody knows."""
     leave(cloud, OLD, "old")
     cloud.fail("DescribePlacementGroups", "UnauthorizedOperation", 403)
@@ -985,13 +985,13 @@ STEPS = ["CreateLaunchTemplate", "CreateFleet", "DescribeInstances", "CreateTags
 
 @pytest.mark.parametrize("step", STEPS)
 def test_a_client_killed_at_any_step_leaves_nothing_that_is_not_found(
-    cloud: FakeAWS, account: Account, step: str, monkeypatch: pytest.MonkeyPatch
+    cloud: FakeAWS, account: AwsAccount, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Machines by their tags, with ranks of their own and at no price too low; the rest when it is old."""
     spot(cloud, a=0.2, b=0.15)
     cloud.fleets.is_split = True
-    ask: Callable[..., Any] = Account.ask
-    pages: Callable[..., Any] = Account.pages
+    ask: Callable[..., Any] = AwsAccount.ask
+    pages: Callable[..., Any] = AwsAccount.pages
     is_over: list[bool] = []
 
     def die(operation: str, words: dict[str, Any]) -> None:
@@ -1005,19 +1005,19 @@ def test_a_client_killed_at_any_step_leaves_nothing_that_is_not_found(
                 (ask if operation != "describe_instances" else pages)(account, "us-east-1", "ec2", operation, **words)
             raise Killed
 
-    def dying_ask(self: Account, region: str, service: str, operation: str, **words: Any) -> Any:
+    def dying_ask(self: AwsAccount, region: str, service: str, operation: str, **words: Any) -> Any:
         if self is not account:
             die(operation, {name: word for name, word in words.items() if name != "once"})
         return ask(self, region, service, operation, **words)
 
-    def dying_pages(self: Account, region: str, service: str, operation: str, what: str, **words: Any) -> Any:
+    def dying_pages(self: AwsAccount, region: str, service: str, operation: str, what: str, **words: Any) -> Any:
         if self is not account:
             die(operation, words)
         return pages(self, region, service, operation, what, **words)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Account, "ask", dying_ask)
-        patch.setattr(Account, "pages", dying_pages)
+        patch.setattr(AwsAccount, "ask", dying_ask)
+        patch.setattr(AwsAccount, "pages", dying_pages)
         with pytest.raises(Killed):
             make(cloud).launch(SPOT, 3, tags() | {CREATED_TAG: str(int((now() - OLD).timestamp()))}, STARTUP)
     assert is_over

@@ -19,8 +19,9 @@ from skyward_core.errors import CredentialsError, ProviderFailed
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.offers import Offer
 from skyward_core.providers.aws import images
+from skyward_core.providers.aws import instances as aws_instances
 from skyward_core.providers.aws import launch as aws_launch
-from skyward_core.providers.aws import provider as aws
+from skyward_core.providers.aws import provider as aws_provider
 from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, IMAGE_TAG, OWNER_TAG, STARTED_FROM_TAG, load
 from skyward_core.providers.userdata import FORGET
 from tests.providers.contract import STARTUP, tags
@@ -44,7 +45,7 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(standard.ExponentialBackoff, "delay_amount", lambda *_: 0)
     monkeypatch.setattr(aws_launch, "AGAIN_SECONDS", (0.0,))
     monkeypatch.setattr(images, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(aws, "FIRST_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(aws_instances, "FIRST_LOOK_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -383,10 +384,10 @@ def test_what_is_of_no_use_is_taken_away_with_its_snapshots(cloud: FakeAWS) -> N
     assert {image.id for image in stay} == set(cloud.images.images)
     assert {snapshot for image in stay for snapshot in image.snapshots} == set(cloud.images.snapshots)
     assert planned == [
-        f"image {over.id} in us-east-1, 100 GiB with the packages of over: it has not been used for long enough",
+        f"image {over.id} in us-east-1, 100 GiB with the packages of over: it has not been used for too long",
         f"image {failed.id} in us-east-1, 100 GiB with the packages of failed: it has failed",
-        f"image {older.id} in us-east-1, 100 GiB with the packages of {HASH}: {newer.id} has the same, and is newer",
-        f"image {untagged_old.id} in us-east-1, 100 GiB with the packages of old: it has not been used for long enough",
+        f"image {older.id} in us-east-1, 100 GiB with the packages of {HASH}: {newer.id} has the same packages, and is newer",
+        f"image {untagged_old.id} in us-east-1, 100 GiB with the packages of old: it has not been used for too long",
     ]
     assert prune() == []
 
@@ -500,7 +501,7 @@ def test_who_may_not_list_snapshots_has_kept_nothing(cloud: FakeAWS) -> None:
 def test_what_launches_have_left_goes_too(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
     """Templates and groups of `prune_launches`; that one of the two fails keeps the other from nothing."""
     monkeypatch.setattr(
-        aws,
+        aws_provider,
         "prune_launches",
         lambda _, region, now, *, is_dry_run: [f"template in {region} at {now:%H:%M}, {is_dry_run}"],
     )
@@ -513,7 +514,7 @@ def test_what_launches_have_left_goes_too(cloud: FakeAWS, monkeypatch: pytest.Mo
     def fail(*_: object, **__: object) -> list[str]:
         raise ProviderFailed("out")
 
-    monkeypatch.setattr(aws, "prune_launches", fail)
+    monkeypatch.setattr(aws_provider, "prune_launches", fail)
     with pytest.raises(ProviderFailed):
         prune()
     assert cloud.images.images == {}
@@ -526,9 +527,7 @@ def test_the_command_tells_what_it_would_take_away(
     image = cloud.images.add(OURS | {EXPIRES_TAG: "1"})
     url = f"sqlite:///{tmp_path / 'ledger.db'}"
     words = ["--ledger", url, "sweep", "--provider", '{"name": "aws"}']
-    line = (
-        f"aws: image {image.id} in us-east-1, 100 GiB with the packages of {HASH}: it has not been used for long enough"
-    )
+    line = f"aws: image {image.id} in us-east-1, 100 GiB with the packages of {HASH}: it has not been used for too long"
     assert main(words) == 3
     assert capsys.readouterr().out == f"to be taken away: {line}\nnothing was touched; `skyward sweep --yes` does it\n"
     assert main([*words, "--json"]) == 3

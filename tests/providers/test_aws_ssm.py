@@ -19,8 +19,8 @@ import pytest
 import skyward_core as sky
 from skyward_core.errors import BadRequest, ConnectionLost, CredentialsError, Unreachable
 from skyward_core.machines.instances import Endpoint, InstanceState
+from skyward_core.providers.aws import instances as aws_instances
 from skyward_core.providers.aws import launch, session_manager
-from skyward_core.providers.aws import provider as aws
 from skyward_core.providers.base import LAUNCH_TAG, load
 from skyward_core.providers.ssh_keys import host_key, our_key
 from skyward_core.transport.proxy_command import PYTHON
@@ -152,7 +152,7 @@ def as_us(fake: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_ENDPOINT_URL", fake.url)
-    monkeypatch.setattr(aws, "FIRST_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(aws_instances, "FIRST_LOOK_SECONDS", 0.0)
     monkeypatch.setattr(launch, "AGAIN_SECONDS", (0.0, 0.0))
 
 

@@ -1,4 +1,4 @@
-"""What is asked of AWS, and what its answers mean: sessions, errors, states."""
+"""Calls to AWS, and the meaning of its answers: clients, errors, states."""
 
 from __future__ import annotations
 
@@ -34,13 +34,12 @@ STATES: Mapping[str, InstanceState] = {
     "pending": InstanceState.PENDING,
     "running": InstanceState.RUNNING,
     "stopping": InstanceState.STOPPING,
-    "stopped": InstanceState.STOPPING,  # its disk is paid for
-    # Nothing leads back from it, and it is not billed (EC2 guide, "Instance lifecycle"); a large machine stays in it
-    # for minutes.
+    "stopped": InstanceState.STOPPING,  # its disk is still billed
+    # This state is final and is not billed (EC2 guide, "Instance lifecycle"). A large machine stays in it for minutes.
     "shutting-down": InstanceState.GONE,
     "terminated": InstanceState.GONE,
 }
-"""A state that is not here is PENDING: the machine is there, and must be ended."""
+"""A state that is not in this table counts as PENDING: the machine exists and must be terminated."""
 
 COMING = (InstanceState.PENDING, InstanceState.RUNNING)
 
@@ -63,7 +62,7 @@ MEANINGS: Mapping[type[SkywardError], str] = {
 }
 """Error codes of EC2, SSM, STS and the price list (fact sheet, 0.2).
 
-What follows a dot in a code counts for nothing; a 5xx with another code is an outage.
+The part of a code after a dot is ignored. A status 5xx with another code is an outage.
 """
 
 log = logging.getLogger(__name__)
@@ -71,18 +70,18 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def _models() -> Any:
-    """The SDK's descriptions of the services, which are read from files: 0.1 s for EC2's, paid once a process."""
+    """Return the SDK's loader of service descriptions. Reading EC2's takes 0.1 s, once in each process."""
     return importlib.import_module("botocore.loaders").create_loader()
 
 
-class Account:
-    """What is asked of AWS in one verb: a context manager.
+class AwsAccount:
+    """Calls to AWS during one method of the provider: a context manager.
 
-    Failures become our errors; requests are repeated by the SDK, those said `once` are not.
+    Failures become our errors. The SDK retries requests, except those with `once`.
     """
 
     def __init__(self, profile: str | None, endpoint_url: str | None, keys: tuple[str, str, str | None] | None) -> None:
-        """Begin as a profile, or with the keys given: id, secret and session token."""
+        """Use a profile, or these keys: id, secret and session token."""
         try:
             self._sdk = importlib.import_module("botocore.session")
         except ModuleNotFoundError as error:
@@ -108,7 +107,7 @@ class Account:
             return getattr(self._client(region, service, once=once), operation)(**words)
 
     def pages(self, region: str, service: str, operation: str, what: str, **words: Any) -> list[Any]:
-        """Ask for all pages of a list."""
+        """Return the items of all pages of a list."""
         with self._translated(f"{service} {operation} in {region}"):
             pages = (
                 self._client(region, service)
@@ -118,7 +117,7 @@ class Account:
             return [item for page in pages for item in page[what]]
 
     def machines(self, region: str, wanted: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return the machines that pass a filter, ended ones too."""
+        """Return the machines that pass a filter, terminated ones included."""
         reservations = self.pages(region, "ec2", "describe_instances", "Reservations", Filters=[wanted])
         return [machine for reservation in reservations for machine in reservation["Instances"]]
 
@@ -127,17 +126,17 @@ class Account:
             self._client(region, "ec2").get_waiter(what).wait(WaiterConfig={"Delay": 1, "MaxAttempts": 20}, **words)
 
     def endpoint(self, region: str, service: str) -> str:
-        """Return where a service is asked."""
+        """Return the URL of a service."""
         return str(self._client(region, service).meta.endpoint_url)
 
     def _client(self, region: str, service: str, *, once: bool = False) -> Any:
-        with self._lock:  # making clients is not for several threads; using them is
+        with self._lock:  # a client may be used, but not created, by several threads at once
             if (region, service, once) not in self._clients:
                 if not self._clients and (credentials := self._session.get_credentials()) is not None:
                     frozen = credentials.get_frozen_credentials()
                     self._secrets = tuple(secret for secret in (frozen.secret_key, frozen.token) if secret)
-                # InsufficientInstanceCapacity is a 500: the SDK would ask the same zone again for seconds (measured,
-                # fact sheet 1.4)
+                # InsufficientInstanceCapacity is a 500: the SDK would retry the same zone for seconds (measured, fact
+                # sheet 1.4)
                 settings = importlib.import_module("botocore.config").Config(
                     retries={"mode": "standard", "total_max_attempts": 1 if once else ATTEMPTS},
                     connect_timeout=CONNECT_SECONDS,
@@ -166,10 +165,10 @@ class Account:
             yield
             return
         except kinds.ClientError as error:
-            told, cause = error.response.get("Error", {}), error
-            code = str(told.get("Code", ""))
+            answer, cause = error.response.get("Error", {}), error
+            code = str(answer.get("Code", ""))
             kind = meaning(code, error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-            message = f"AWS answered {what} with {code}: {told.get('Message', '')}"
+            message = f"AWS answered {what} with {code}: {answer.get('Message', '')}"
         except refused as error:
             kind, code, cause = CredentialsError, "", error
             message = (
@@ -179,9 +178,9 @@ class Account:
         except (kinds.HTTPClientError, kinds.ConnectionError, kinds.WaiterError, garbled) as error:
             kind, code, cause, message = ProviderFailed, "", error, f"AWS did not answer {what}: {error}"
         except (kinds.BotoCoreError, ValueError) as error:
-            kind, code, cause, message = BadRequest, "", error, f"AWS cannot be asked {what}: {error}"
+            kind, code, cause, message = BadRequest, "", error, f"AWS cannot be called for {what}: {error}"
         text = functools.reduce(lambda text, secret: text.replace(secret, "***"), self._secrets, message)
-        # SignatureDoesNotMatch repeats what was signed, a session token too: then its cause is not told either
+        # SignatureDoesNotMatch repeats the signed text, which may have a session token: then the cause is left out
         raise kind(text[: _http.QUOTED_CHARACTERS]).coded(code) from (cause if text == message else None)
 
 
@@ -197,7 +196,7 @@ def meaning(code: str, status: int) -> type[SkywardError]:
 
 @contextmanager
 def collected(failures: list[SkywardError]) -> Generator[None]:
-    """Keep what one step fails with, so that the next one is taken."""
+    """Collect the error of one step, so that the next step runs."""
     try:
         yield
     except SkywardError as error:
@@ -205,16 +204,15 @@ def collected(failures: list[SkywardError]) -> Generator[None]:
 
 
 def each[T, R](things: Sequence[T], ask: Callable[[T], R]) -> list[R]:
-    """Ask about several things at once; the answers in their order. Raises the first failure when all are through."""
+    """Call `ask` for each thing, at once; return the results in order. Raises the first failure when all have ended."""
     return side_by_side(ask, things, "skyward-aws", MOST_THREADS)
 
 
 def each_region[R](regions: Sequence[str], ask: Callable[[str], R]) -> tuple[list[R], dict[str, SkywardError]]:
-    """Ask regions of which one may be done without, all at once; return the answers, and what was in the way of the
-    others, which the log tells.
+    """Call `ask` for each region, at once; return the results, and the errors of the other regions.
 
-    Not for machines that may be there: a region that cannot be asked for those is no empty one. What neither
-    credentials nor waiting may mend is raised.
+    The caller must not use this to find machines: a region that does not answer may have some. An error is raised if
+    neither other credentials nor a later try can help.
     """
 
     def answer(region: str) -> tuple[R | None, SkywardError | None]:
@@ -223,13 +221,13 @@ def each_region[R](regions: Sequence[str], ask: Callable[[str], R]) -> tuple[lis
         except (CredentialsError, NoCapacity, ProviderFailed) as error:
             return None, error
 
-    told = dict(zip(regions, each(regions, answer), strict=True))
-    failures = {region: error for region, (_, error) in told.items() if error is not None}
-    return [cast("R", found) for found, error in told.values() if error is None], failures
+    answers = dict(zip(regions, each(regions, answer), strict=True))
+    failures = {region: error for region, (_, error) in answers.items() if error is not None}
+    return [cast("R", found) for found, error in answers.values() if error is None], failures
 
 
-def each_enabled[R](account: Account, regions: Sequence[str], ask: Callable[[str], R]) -> list[R]:
-    """Ask all regions for machines that may be there; return the answers of those that the account has enabled.
+def each_enabled[R](account: AwsAccount, regions: Sequence[str], ask: Callable[[str], R]) -> list[R]:
+    """Call `ask` for each region, to find machines; return the results of the regions that the account has enabled.
 
     Any other failure is raised.
     """
@@ -241,28 +239,27 @@ def each_enabled[R](account: Account, regions: Sequence[str], ask: Callable[[str
     return answers
 
 
-def not_enabled(account: Account, regions: Sequence[str], failures: Mapping[str, SkywardError]) -> set[str]:
-    """Return which of the regions that have failed the account has not enabled, in the words of AWS: no machine can be
-    made, listed or ended there.
+def not_enabled(account: AwsAccount, regions: Sequence[str], failures: Mapping[str, SkywardError]) -> set[str]:
+    """Return those of the failed regions that AWS reports as not enabled in the account; they can have no machines.
 
-    One of the regions that have answered is asked. Nothing is returned if it does not say so: a region that is out is
-    no empty one.
+    A region that has answered is asked. Without its answer the result is empty: a region with an outage may have
+    machines.
     """
     refused = sorted(region for region, error in failures.items() if isinstance(error, CredentialsError))
     witness = next((region for region in regions if region not in failures), None)
     if not refused or witness is None:
         return set()
     try:
-        told = account.ask(witness, "ec2", "describe_regions", RegionNames=refused, AllRegions=True)["Regions"]
+        found = account.ask(witness, "ec2", "describe_regions", RegionNames=refused, AllRegions=True)["Regions"]
     except SkywardError as error:
-        log.warning("%s does not say whether %s is enabled in the account: %s", witness, ", ".join(refused), error)
+        log.warning("%s does not report whether %s is enabled in the account: %s", witness, ", ".join(refused), error)
         return set()
-    closed = {str(region["RegionName"]) for region in told if region.get("OptInStatus") == "not-opted-in"} & set(
+    closed = {str(region["RegionName"]) for region in found if region.get("OptInStatus") == "not-opted-in"} & set(
         refused
     )
     for region in sorted(closed):
         log.warning(
-            "%s is not enabled in the AWS account, so no machine is looked for there: take it out of region=, or"
+            "%s is not enabled in the AWS account, so no machine is looked for there: remove it from region=, or"
             " enable it",
             region,
         )
@@ -270,10 +267,9 @@ def not_enabled(account: Account, regions: Sequence[str], failures: Mapping[str,
 
 
 def why_no_region(failures: Mapping[str, SkywardError]) -> SkywardError:
-    """Return what to raise where all regions, or all that count, have failed: the error of the only one, or one that
-    tells of each.
+    """Return the error to raise if all regions, or all that matter, have failed: one that names each failure.
 
-    Its kind is that of the first; none is told as sold out as long as another could not be asked.
+    It is NoCapacity only if all errors are; otherwise its type is that of the first other error.
     """
     errors = list(failures.values())
     worst = next((error for error in errors if not isinstance(error, NoCapacity)), errors[0])
@@ -285,12 +281,10 @@ def state_of(machine: Mapping[str, Any]) -> InstanceState:
     return STATES.get(machine["State"]["Name"], InstanceState.PENDING)
 
 
-def terminated(account: Account, region: str, ids: Sequence[str]) -> tuple[set[str], dict[str, SkywardError]]:
-    """Ask for the end of machines; return those that were ended, and what is in the way of others. What the region does
-    not know is in neither.
+def terminated(account: AwsAccount, region: str, ids: Sequence[str]) -> tuple[set[str], dict[str, SkywardError]]:
+    """Terminate machines; return the ids that were accepted, and the errors of others. Unknown ids are in neither.
 
-    One id that it does not know, or refuses to end, fails the whole call (fact sheet, 1.5): then each is asked for
-    alone.
+    One id that is unknown or refused fails the whole call (fact sheet, 1.5). Then each id gets its own call.
     """
     try:
         account.ask(region, "ec2", "terminate_instances", InstanceIds=list(ids))

@@ -1,19 +1,17 @@
-"""What joins the machines of a pool on EC2: Elastic Fabric Adapters (EFA), and a cluster placement group, which has
-them near each other.
+"""Network and placement of a pool's machines on EC2: Elastic Fabric Adapters (EFA) and cluster placement groups.
 
-Only for machines that are to work together, and of a type that has EFA: whoever pays for that waits for the network.
-Without EFA the gain of a placement group is small and its price is not: it finds no place more often, and capacity
-matters more.
+Both are only for machines that work together, and whose type has EFA. Without EFA a placement group gains little, and
+it makes capacity harder to find.
 
-A placement group is of one pool and one zone, for its machines keep it there:
+A placement group belongs to one pool and one zone, because its machines keep it in that zone:
 
-    absent --placement--> empty --launch--> in use --its machines are terminated, for minutes--> empty --tidy,
-    prune_launches, a later launch--> absent
+    absent ──placement──> empty ──launch──> in use ──its machines are terminated, takes minutes──> empty
+    empty ──tidy, prune_launches, or a later launch──> absent
 
-It costs nothing, and AWS refuses to delete one that is in use. So nobody waits for its end: those that a launch has
-made and not used are deleted by it, the others when they are old, by whoever launches such machines next or by
-`prune_launches`. A client that is killed anywhere in between leaves an empty group at most. It carries the tags of the
-launch that has made it, the pool and the time among them.
+It costs nothing, and AWS refuses to delete one that is in use. So no process waits for its end. A launch deletes the
+groups that it has created and not used. Old groups are deleted by a later launch of such machines, or by
+`prune_launches`. A client that is killed leaves at most an empty group. A group carries the tags of the launch that
+created it, with the pool and the time.
 
 "EC2 guide" is the Amazon EC2 User Guide, "fact sheet" the one of 2026-11-20.
 """
@@ -27,18 +25,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from skyward_core.errors import BadRequest, CredentialsError, SkywardError
-from skyward_core.providers.aws.account import COMING, Account, each, state_of
+from skyward_core.providers.aws.account import COMING, AwsAccount, each, state_of
 from skyward_core.providers.aws.launch import OLD_SECONDS, created_at, placement_group_deleted, placement_groups
 from skyward_core.providers.base import POOL_TAG, Tags
 
 MOST_TIDIED = 8
-"""So many old placement groups are taken away by one launch at most, all at once: it is in nobody's way."""
+"""The most old placement groups that one launch deletes, all at once, so that the launch is not delayed."""
 
 log = logging.getLogger(__name__)
 
 
-def kinds_of(account: Account, region: str, types: Sequence[str]) -> list[dict[str, Any]]:
-    """Return what DescribeInstanceTypes says of some types."""
+def kinds_of(account: AwsAccount, region: str, types: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the descriptions of instance types by DescribeInstanceTypes."""
     return account.pages(
         region,
         "ec2",
@@ -49,14 +47,14 @@ def kinds_of(account: Account, region: str, types: Sequence[str]) -> list[dict[s
 
 
 def has_efa(kind: Mapping[str, Any]) -> bool:
-    """Tell whether a type has EFA, by what DescribeInstanceTypes says of it."""
+    """Return whether a type has EFA, by its description of DescribeInstanceTypes."""
     return bool((kind.get("NetworkInfo") or {}).get("EfaInfo"))
 
 
 def efa_cards(kind: Mapping[str, Any]) -> list[int]:
-    """Return the indices of the network cards of a type that can have an EFA.
+    """Return the indices of a type's network cards that can have an EFA.
 
-    The first card of a p6-b300 has none (fact sheet, 1.3).
+    The first card of a p6-b300 cannot (fact sheet, 1.3).
     """
     network = kind.get("NetworkInfo") or {}
     most = (network.get("EfaInfo") or {}).get("MaximumEfaInterfaces", 0)
@@ -69,11 +67,11 @@ def efa_cards(kind: Mapping[str, Any]) -> list[int]:
 
 
 def interfaces(group_id: str, cards: Sequence[int], *, is_public: bool) -> list[dict[str, Any]]:
-    """Return the network interfaces of a machine, subnet left out: one, or one a card with EFA.
+    """Return the network interfaces of a machine, without the subnet: one, or one for each card with EFA.
 
-    A machine with more than one interface gets no public address in the creating call, and AWS refuses the very word
-    (fact sheet, 1.3): with a public address there is one interface. The first one carries IP, and EFA if its card can;
-    the others carry EFA alone, which needs no addresses.
+    A machine with several interfaces cannot get a public address in the creating call: AWS refuses the parameter (fact
+    sheet, 1.3). So a machine with a public address has one interface. The first interface carries IP, and EFA if its
+    card can. The others carry EFA only, and need no addresses.
     """
     first: dict[str, Any] = {"DeviceIndex": 0, "Groups": [group_id], "DeleteOnTermination": True}
     if 0 in cards:
@@ -92,16 +90,14 @@ def interfaces(group_id: str, cards: Sequence[int], *, is_public: bool) -> list[
     return [first, *others] if others else [first | {"AssociatePublicIpAddress": is_public}]
 
 
-class Cluster:
-    """What joins the machines of one launch. Without descriptions of their types (`kinds`) nothing does: they work
-    alone.
+class ClusterNetwork:
+    """EFA and placement groups for the machines of one launch; neither, without descriptions of their types (`kinds`).
 
-    Credentials that do not allow it are no reason to have no machines: then there is no EFA, or no placement group, and
-    the log says so.
+    If the credentials do not allow EFA or placement groups, the machines start without them, with a warning.
     """
 
     def __init__(
-        self, account: Account, region: str, tags: Tags, kinds: Sequence[Mapping[str, Any]] = (), *, is_public: bool
+        self, account: AwsAccount, region: str, tags: Tags, kinds: Sequence[Mapping[str, Any]] = (), *, is_public: bool
     ) -> None:
         self._account = account
         self._region = region
@@ -109,20 +105,20 @@ class Cluster:
         self._is_public = is_public
         self._kinds = {str(kind["InstanceType"]): kind for kind in kinds if has_efa(kind)}
         self._open_groups: dict[str, bool] = {}
-        """Whether EFA can be had with a security group."""
+        """Whether EFA is possible with a security group, by its id."""
         self._placements: dict[str, str | None] = {}
-        """The placement group of each zone that was asked for; None where we may not have one."""
-        self._told: set[str] = set()
+        """The placement group of each zone; None where the credentials do not allow one."""
+        self._logged_types: set[str] = set()
 
     def interfaces(self, instance_type: str, group_id: str) -> list[dict[str, Any]]:
-        """Return the network interfaces of a machine in a security group, which is opened for EFA."""
+        """Return the network interfaces of a machine; open its security group for EFA."""
         kind = self._kinds.get(instance_type)
         if kind is None or not self._is_open(group_id):
             return interfaces(group_id, (), is_public=self._is_public)
         cards = efa_cards(kind)
         made = interfaces(group_id, cards, is_public=self._is_public)
-        if instance_type not in self._told:
-            self._told.add(instance_type)
+        if instance_type not in self._logged_types:
+            self._logged_types.add(instance_type)
             has = sum(one.get("InterfaceType") in ("efa", "efa-only") for one in made)
             why = (
                 "; machines with a public address have one network interface: use_private_ip=True has them all"
@@ -133,8 +129,9 @@ class Cluster:
         return made
 
     def _is_open(self, group_id: str) -> bool:
-        """Let a security group's machines through to each other in both directions: EFA wants that said of the group
-        itself (fact sheet, 1.3).
+        """Allow all traffic between a security group's machines, both ways; return whether EFA is possible.
+
+        EFA needs rules that name the group itself (fact sheet, 1.3).
         """
         if group_id not in self._open_groups:
             rule = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group_id}]}
@@ -153,20 +150,18 @@ class Cluster:
         return self._open_groups[group_id]
 
     def placement(self, instance_type: str, zone: str) -> dict[str, Any]:
-        """Return what a creating call says of the machines' place in a zone; the placement group is there when this
-        returns.
-        """
+        """Return the placement parameters of a creating call; the placement group exists when this returns."""
         kind = self._kinds.get(instance_type)
         if kind is None or "cluster" not in (kind.get("PlacementGroupInfo") or {}).get("SupportedStrategies", ()):
             return {}
         if zone not in self._placements:
             if not self._placements:
-                self._take_old_ones_away()
-            self._placements[zone] = self._made(zone)
+                self._delete_old_groups()
+            self._placements[zone] = self._create_group(zone)
         name = self._placements[zone]
         return {} if name is None else {"Placement": {"GroupName": name}}
 
-    def _made(self, zone: str) -> str | None:
+    def _create_group(self, zone: str) -> str | None:
         name = f"skyward-{re.sub(r'[^A-Za-z0-9._-]', '_', self._tags[POOL_TAG])}-{zone}"
         pairs = [{"Key": key, "Value": value} for key, value in {"Name": name, **self._tags}.items()]
         try:
@@ -182,15 +177,12 @@ class Cluster:
             log.warning("no placement group for the machines: %s", error)
             return None
         except BadRequest as error:
-            if error.code != "InvalidPlacementGroup.Duplicate":  # of an earlier launch of the pool
+            if error.code != "InvalidPlacementGroup.Duplicate":  # an earlier launch of the pool has created it
                 raise
         return name
 
-    def _take_old_ones_away(self) -> None:
-        """Delete placement groups that earlier pools have left.
-
-        One listing; what is in the way of it is in the way of nobody.
-        """
+    def _delete_old_groups(self) -> None:
+        """Delete placement groups that earlier pools have left. A failure is logged and stops no launch."""
         oldest_kept = time.time() - OLD_SECONDS
         try:
             there = placement_groups(self._account, self._region)
@@ -204,9 +196,9 @@ class Cluster:
             log.info("placement groups of earlier pools are left: %s", error)
 
     def zones(self) -> set[str]:
-        """Return where the pool has machines now, if those launched must be beside them: EFA reaches no other zone.
+        """Return the zones in which new machines must be, because EFA works only within a zone; empty if any zone does.
 
-        Nothing if any place will do.
+        These are the zones in which the pool has machines now.
         """
         if not self._kinds:
             return set()
@@ -214,12 +206,12 @@ class Cluster:
         return {str(machine["Placement"]["AvailabilityZone"]) for machine in there if state_of(machine) in COMING}
 
     def tidy(self, zone: str | None) -> None:
-        """Delete the placement groups that were asked for, but for that of the zone with the machines.
+        """Delete the placement groups of this launch, except in the zone that has the machines.
 
-        Never fails; one in use is left by AWS itself.
+        Never fails. AWS refuses to delete a group that is in use.
         """
         for name in [name for other, name in self._placements.items() if name is not None and other != zone]:
             try:
                 placement_group_deleted(self._account, self._region, name)
             except SkywardError as error:
-                log.info("placement group %s is left, and taken away later: %s", name, error)
+                log.info("placement group %s is left, and deleted later: %s", name, error)

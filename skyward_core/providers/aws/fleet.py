@@ -1,30 +1,28 @@
-"""Spot machines of EC2: one EC2 Fleet of type `instant` over all pools (a type in a zone) that cost no more than what
-was offered.
+"""Spot machines of EC2: one EC2 Fleet of type `instant` over all spot pools that cost at most the offered price.
 
-EC2 chooses the pool, by what is there and what it costs (`price-capacity-optimized`): all machines of a launch are of
-one type, in one zone, and there at once, or there are none. What it needs besides machines is a launch template or two,
-which are in nobody's way and cost nothing:
+A spot pool is a type in a zone. EC2 chooses one by capacity and price (`price-capacity-optimized`). All machines of a
+launch have one type and one zone and exist at once, or there are none. A fleet needs launch templates, which cost
+nothing:
 
-| step | what is there | killed after it |
+| step | what exists | if the client is killed after it |
 | --- | --- | --- |
-| templates are made, with the pool's tags | templates | `prune_launches` deletes them when they are an hour old |
-| the fleet is asked for, with a token | templates; perhaps machines with tags | reaper and sweep end them by their tags |
-| the answer is there | templates, machines or none | the same |
+| templates are created, with the pool's tags | templates | `prune_launches` deletes them when they are an hour old |
+| the fleet is requested, with a token | templates; perhaps machines with tags | reaper and sweep find them by tags |
+| the answer arrives | templates, machines or none | the same |
 | templates are deleted, whatever the answer was | machines or none | the same |
-| each machine gets its type and price (`settled`) | machines | they count at the price that was offered |
+| each machine gets tags with its place and price (`settled`) | machines | they count at the offered price |
 
-The fleet itself is a record without cost, which AWS forgets by itself; nothing asks for it again.
+The fleet itself is a record without cost, which AWS deletes by itself. Nothing reads it later.
 
-A template's name is made from its content and the token of the launch, and the token of the fleet from all that is
-asked for: the same launch asked again is the same call. An answer that is lost is asked for again with the same token;
-an answer that says "none" is final, and asked for again with another one.
+The name of a template is made from its content and the token of the launch. The token of the fleet is made from all
+parameters. So the same launch makes the same call again. If an answer is lost, the call is sent again with the same
+token. An answer without machines is final; a new try has another token.
 
-A `MaxPrice` is not set: with the price of now in it a machine would be taken back as soon as that rises at all (fact
-sheet, 1.4: leave it out). The pools are those that cost no more than what was offered, by prices asked for a moment
-before.
+No `MaxPrice` is set: with the present price as a limit, EC2 would take a machine back at the first rise (fact sheet,
+1.4: leave it out). The spot pools are those that cost at most the offered price, by prices read a moment before.
 
 "Fact sheet" is the one of 2026-11-20.
-"""  # noqa: E501
+"""
 
 from __future__ import annotations
 
@@ -50,21 +48,19 @@ from skyward_core.errors import (
     SkywardError,
 )
 from skyward_core.providers.aws import launch as aws_launch
-from skyward_core.providers.aws.account import COMING, Account, each, meaning, number, state_of, terminated
+from skyward_core.providers.aws.account import COMING, AwsAccount, each, meaning, number, state_of, terminated
 from skyward_core.providers.aws.launch import PRICE_TAG, template_deleted
 from skyward_core.providers.base import LAUNCH_TAG, Tags
 
 CALL_TAG = "skyward-call"
-"""Token of the fleet that a machine is of: EC2 does not tell it of itself, and a launch may have asked for other
-machines as well.
-"""
+"""Token of a machine's fleet. EC2 does not report it, and a launch may have requested other machines too."""
 PLACE_TAG = "skyward-place"
-"""Which machine of its launch it is, from 0 on, where `AmiLaunchIndex` does not tell it from another one."""
+"""The machine's place in its launch, from 0 on, if another machine has the same `AmiLaunchIndex`."""
 
 UNTRIED = ("UnfulfillableCapacity", "Failed to fulfill capacity. Please review errors in the response.")
-"""What EC2 says of a pool that it has not tried, because another one has failed (fact sheet, 1.4)."""
+"""What EC2 reports for a spot pool that it has not tried, because another one has failed (fact sheet, 1.4)."""
 OUTAGE = re.compile(r"Internal|Unavailable|ServiceUnavailable|ServerInternal")
-"""Codes in a fleet's errors have no status beside them that would tell an outage from a mistake of ours."""
+"""Error codes that mean an outage. A fleet's errors have no HTTP status that would show it."""
 WORST_FIRST: Sequence[type[SkywardError]] = (
     QuotaExceeded,
     CredentialsError,
@@ -73,51 +69,62 @@ WORST_FIRST: Sequence[type[SkywardError]] = (
     ProviderFailed,
     BadRequest,
 )
-"""Which of several pools' errors is told: what is true of them all first, then what another try may find otherwise."""
+"""Which of several pools' errors is raised: first those that hold for all pools, then those that a retry may cure."""
 FLEET_ONLY, LAUNCH_ONLY = ("instance", "volume"), ("network-interface",)
-"""What an instant fleet tags in its own words, and what only its template can tag: neither is said in both, where one
-would replace the other.
+"""Resources that an instant fleet tags by its own parameters, and those that only its template can tag.
+
+No resource is in both: one list of tags would replace the other.
 """
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
-    """A spot pool: a type in the zone of a subnet, and what RunInstances would say of it, `words`, but for type,
-    subnet, market, number and tags.
+class SpotPool:
+    """A spot pool: a type in the zone of a subnet.
+
+    `parameters` are those of RunInstances, without type, subnet, market, number and tags.
     """
 
     instance_type: str
     zone: str
     subnet_id: str
-    words: Mapping[str, Any]
+    parameters: Mapping[str, Any]
 
 
 def launched(
-    account: Account, region: str, pools: Sequence[Pool], count: int, tags: Tags, tagging: Sequence[Mapping[str, Any]]
+    account: AwsAccount,
+    region: str,
+    pools: Sequence[SpotPool],
+    count: int,
+    tags: Tags,
+    tagging: Sequence[Mapping[str, Any]],
 ) -> tuple[list[str], str]:
-    """Rent `count` machines in one of these pools; return their ids, and their zone ("" if EC2 does not tell).
-    `tagging` is as RunInstances has it.
+    """Rent `count` machines in one of these pools; return their ids, and their zone ("" if EC2 does not report it).
 
-    Raises NoCapacity when no pool has them all; then there are none of them, or they are on their way out.
+    `tagging` has the form of RunInstances. Raises NoCapacity if no pool has them all; then no machine is left, except
+    some that are terminating.
     """
-    market = [[pool.instance_type, pool.zone, pool.subnet_id, pool.words] for pool in pools]
+    market = [[pool.instance_type, pool.zone, pool.subnet_id, pool.parameters] for pool in pools]
     call = _digest([tags[LAUNCH_TAG], region, count, market])
     in_template = [spec for spec in tagging if spec["ResourceType"] in LAUNCH_ONLY]
-    data = [_data(pool.words, in_template) for pool in pools]
+    data = [_data(pool.parameters, in_template) for pool in pools]
     names = [f"skyward-{_digest([tags[LAUNCH_TAG], one])[:40]}" for one in data]
     with _templates(account, region, dict(zip(names, data, strict=True)), tags):
-        return _asked(account, region, _fleet(pools, names, count, tagging, call), pools, call)
+        return _requested(account, region, _fleet(pools, names, count, tagging, call), pools, call)
 
 
-def _data(words: Mapping[str, Any], tagging: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the words of RunInstances as a template has them: user data is base64 there already."""
-    return {**words, "UserData": base64.b64encode(words["UserData"]).decode(), "TagSpecifications": list(tagging)}
+def _data(parameters: Mapping[str, Any], tagging: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return parameters of RunInstances in the form of a template, in which user data is base64."""
+    return {
+        **parameters,
+        "UserData": base64.b64encode(parameters["UserData"]).decode(),
+        "TagSpecifications": list(tagging),
+    }
 
 
 def _fleet(
-    pools: Sequence[Pool], names: Sequence[str], count: int, tagging: Sequence[Mapping[str, Any]], call: str
+    pools: Sequence[SpotPool], names: Sequence[str], count: int, tagging: Sequence[Mapping[str, Any]], call: str
 ) -> dict[str, Any]:
     configs: dict[str, list[dict[str, Any]]] = {}
     for pool, name in zip(pools, names, strict=True):
@@ -135,7 +142,7 @@ def _fleet(
             "InstanceInterruptionBehavior": "terminate",
             "SingleInstanceType": True,
             "SingleAvailabilityZone": True,
-            # all or nothing, which it is only with one of the two before it (fact sheet, 1.4)
+            # all or none; it works only with one of the two settings above (fact sheet, 1.4)
             "MinTargetCapacity": count,
         },
         "TagSpecifications": [
@@ -145,10 +152,12 @@ def _fleet(
 
 
 @contextmanager
-def _templates(account: Account, region: str, wanted: Mapping[str, Mapping[str, Any]], tags: Tags) -> Generator[None]:
-    """Make launch templates, and delete them in the end.
+def _templates(
+    account: AwsAccount, region: str, wanted: Mapping[str, Mapping[str, Any]], tags: Tags
+) -> Generator[None]:
+    """Create launch templates, and delete them at exit.
 
-    One that is there already is of the same launch and has the same content.
+    A template that exists already is from the same launch and has the same content.
     """
     pairs = [{"Key": key, "Value": value} for key, value in tags.items()]
 
@@ -171,7 +180,7 @@ def _templates(account: Account, region: str, wanted: Mapping[str, Mapping[str, 
         try:
             template_deleted(account, region, name)
         except SkywardError as error:
-            log.warning("launch template %s is left in %s, and taken away later: %s", name, region, error)
+            log.warning("launch template %s is left in %s, and deleted later: %s", name, region, error)
 
     try:
         each(list(wanted), make)
@@ -180,16 +189,16 @@ def _templates(account: Account, region: str, wanted: Mapping[str, Mapping[str, 
         each(list(wanted), delete)
 
 
-def _asked(
-    account: Account, region: str, words: Mapping[str, Any], pools: Sequence[Pool], call: str
+def _requested(
+    account: AwsAccount, region: str, parameters: Mapping[str, Any], pools: Sequence[SpotPool], call: str
 ) -> tuple[list[str], str]:
-    """Ask for the fleet until an answer is final.
+    """Request the fleet until an answer is final.
 
-    That EC2 was asked too often may stand in the answer: then nothing was made, and it is asked anew.
+    The answer may report throttling. Then nothing was created, and the request is repeated.
     """
-    count = words["TargetCapacitySpecification"]["TotalTargetCapacity"]
+    count = parameters["TargetCapacitySpecification"]["TotalTargetCapacity"]
     for turn, pause in enumerate((*aws_launch.AGAIN_SECONDS, None)):
-        answer = _answer(account, region, words, _digest([call, turn]))
+        answer = _answer(account, region, parameters, _digest([call, turn]))
         if answer is None:
             return _found(account, region, call, count), ""
         got = answer.get("Instances", [])
@@ -198,30 +207,30 @@ def _asked(
             return ids, _zone(got[0], pools)
         error = _why_none(answer.get("Errors", []), pools, f"{count} x {_types(pools)} in {region} as spot")
         if ids:
-            _give_back(account, region, ids, count)
-            raise NoCapacity(f"{len(ids)} of {count} machines came, and are given back: {error}").coded(
+            _terminate_partial(account, region, ids, count)
+            raise NoCapacity(f"only {len(ids)} of {count} machines were created, and are terminated: {error}").coded(
                 error.code or UNTRIED[0]
             ) from error
         if pause is None or not isinstance(error, RateLimited):
             raise error
         time.sleep(pause)
-    raise AssertionError  # the last round returns or raises
+    raise AssertionError  # the last pass returns or raises
 
 
-def _answer(account: Account, region: str, words: Mapping[str, Any], token: str) -> Mapping[str, Any] | None:
-    """Send the creating call, again with its token while nobody knows what became of it; None if that goes on."""
+def _answer(account: AwsAccount, region: str, parameters: Mapping[str, Any], token: str) -> Mapping[str, Any] | None:
+    """Send the creating call, again with its token while its outcome is unknown; return None if it stays unknown."""
     for pause in (*aws_launch.AGAIN_SECONDS, None):
         try:
-            return account.ask(region, "ec2", "create_fleet", once=True, ClientToken=token, **words)
+            return account.ask(region, "ec2", "create_fleet", once=True, ClientToken=token, **parameters)
         except ProviderFailed as error:
             if pause is None:
-                log.warning("%s; what it may have made is looked for", error)
+                log.warning("%s; machines that it may have created are looked for", error)
                 return None
             time.sleep(pause)
-    raise AssertionError  # the last round returns
+    raise AssertionError  # the last pass returns
 
 
-def _found(account: Account, region: str, call: str, count: int) -> list[str]:
+def _found(account: AwsAccount, region: str, call: str, count: int) -> list[str]:
     listed = account.machines(region, {"Name": f"tag:{CALL_TAG}", "Values": [call]})
     ids = [machine["InstanceId"] for machine in listed if state_of(machine) in COMING]
     if len(ids) < count:
@@ -231,33 +240,34 @@ def _found(account: Account, region: str, call: str, count: int) -> list[str]:
     return ids
 
 
-def _give_back(account: Account, region: str, ids: Sequence[str], count: int) -> None:
-    """Ask for the end of machines that are too few.
+def _terminate_partial(account: AwsAccount, region: str, ids: Sequence[str], count: int) -> None:
+    """Terminate machines of an incomplete fleet.
 
-    Raises ProviderFailed if they stay: then they are looked for, and ended, by their tags.
+    Raises ProviderFailed if that fails. Then the sweep finds and terminates them by their tags.
     """
     _, left = terminated(account, region, ids)
     if left:
         error = next(iter(left.values()))
         raise ProviderFailed(
-            f"{len(ids)} of {count} machines came, and {', '.join(sorted(left))} could not be given back: {error}"
+            f"only {len(ids)} of {count} machines were created, and {', '.join(sorted(left))} could not be terminated:"
+            f" {error}"
         ).coded(error.code) from error
 
 
-def _why_none(errors: Sequence[Mapping[str, Any]], pools: Sequence[Pool], wanted: str) -> SkywardError:
-    """Return what the pools' errors come to: each pool's code is told, those that were not tried left out.
+def _why_none(errors: Sequence[Mapping[str, Any]], pools: Sequence[SpotPool], wanted: str) -> SkywardError:
+    """Return one error for the pools' errors, with the code of each pool that was tried.
 
-    An answer without any says that nothing is there.
+    An answer without errors means no capacity.
     """
     tried = [error for error in errors if (error.get("ErrorCode"), error.get("ErrorMessage")) != UNTRIED] or errors
-    told = {_place(error, pools): str(error.get("ErrorCode", "")) for error in tried}
+    codes = {_place(error, pools): str(error.get("ErrorCode", "")) for error in tried}
     kinds = [(_meaning(str(error.get("ErrorCode", ""))), error) for error in tried] or [
         (NoCapacity, dict(zip(("ErrorCode", "ErrorMessage"), UNTRIED, strict=True)))
     ]
     kind = next(kind for kind in WORST_FIRST if any(kind is found for found, _ in kinds))
     mine = [error for found, error in kinds if found is kind]
     worst = next((error for error in mine if error.get("ErrorCode") != "Unsupported"), mine[0])
-    reasons = ", ".join(f"{place}: {code}" for place, code in told.items())
+    reasons = ", ".join(f"{place}: {code}" for place, code in codes.items())
     return kind(f"no pool has {wanted}: {reasons}. {worst.get('ErrorMessage', '')}").coded(
         str(worst.get("ErrorCode", ""))
     )
@@ -267,7 +277,7 @@ def _meaning(code: str) -> type[SkywardError]:
     return meaning(code, HTTPStatus.INTERNAL_SERVER_ERROR if OUTAGE.match(code) else HTTPStatus.BAD_REQUEST)
 
 
-def _place(thing: Mapping[str, Any], pools: Sequence[Pool]) -> str:
+def _place(thing: Mapping[str, Any], pools: Sequence[SpotPool]) -> str:
     override = (thing.get("LaunchTemplateAndOverrides") or {}).get("Overrides") or {}
     return (
         f"{override.get('InstanceType', 'any type')} in {_zone(thing, pools) or 'any zone'}"
@@ -275,33 +285,32 @@ def _place(thing: Mapping[str, Any], pools: Sequence[Pool]) -> str:
     )
 
 
-def _zone(thing: Mapping[str, Any], pools: Sequence[Pool]) -> str:
-    """Return the zone of a machine or an error of the answer, by its subnet; "" if EC2 does not tell."""
+def _zone(thing: Mapping[str, Any], pools: Sequence[SpotPool]) -> str:
+    """Return the zone of a machine or an error of the answer, by its subnet; "" if EC2 does not report it."""
     override = (thing.get("LaunchTemplateAndOverrides") or {}).get("Overrides") or {}
     return next((pool.zone for pool in pools if pool.subnet_id == override.get("SubnetId")), "")
 
 
-def _types(pools: Iterable[Pool]) -> str:
+def _types(pools: Iterable[SpotPool]) -> str:
     return " or ".join(dict.fromkeys(pool.instance_type for pool in pools))
 
 
 def _digest(content: object) -> str:
-    """Return 64 characters, as many as a token may have, that stand for some content."""
+    """Return a hash of some content, with 64 characters, the longest that a token may be."""
     return hashlib.sha256(
         json.dumps(content, sort_keys=True, default=lambda value: base64.b64encode(value).decode()).encode()
     ).hexdigest()
 
 
-# ── which machine is which, and what it costs ────────────────────────────────────────────────────────────────────────
+# ── places and prices of machines ────────────────────────────────────────────────────────────────────────────────────
 
 
 def ranked(machines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the machines of a listing with an `AmiLaunchIndex` that no other machine of their launch has.
+    """Return the machines of a listing with an `AmiLaunchIndex` that is unique within their launch.
 
-    EC2 counts within one call of RunInstances, and nobody says how many of those a fleet is made of. A machine has the
-    place that its tag says, else the one that EC2 says, else the first free one, in the order of the ids; any reader of
-    the same listing, ended machines included, finds the same. `settled` writes down what EC2 does not say, so that it
-    stays.
+    EC2 counts within one call of RunInstances, and a fleet may make several such calls. A machine has the place of its
+    tag, else the index of EC2, else the first free place, in the order of the ids. Each reader of the same listing,
+    terminated machines included, finds the same places. `settled` writes the missing ones as tags, so that they stay.
     """
     launches: dict[str, list[Mapping[str, Any]]] = {}
     for machine in machines:
@@ -323,17 +332,16 @@ def _places(machines: Iterable[Mapping[str, Any]]) -> list[tuple[Mapping[str, An
 
 
 def settled(
-    account: Account,
+    account: AwsAccount,
     region: str,
     launch: str,
     found: Iterable[Mapping[str, Any]],
     prices: Mapping[tuple[str, str], float],
 ) -> list[dict[str, Any]]:
-    """Write down what was got: what the machines cost, where that is less than what was offered, and their places.
-    Returns them as they are told from now on.
+    """Tag the machines with their price, if it is not the offered one, and with their places; return them so tagged.
 
-    `prices` are by type and zone. What cannot be written is told in the log: then they count at the price that was
-    offered, which is the most that they cost.
+    `prices` are by type and zone. If tagging fails, a warning is logged, and the machines count at the offered price,
+    which is the highest that they can cost.
     """
     ours = {machine["InstanceId"]: machine for machine in found}
     listed = ours | {
@@ -342,29 +350,31 @@ def settled(
     }
     indices = {machine_id: machine.get("AmiLaunchIndex") for machine_id, machine in listed.items()}
     machines = [machine for machine in ranked(listed.values()) if machine["InstanceId"] in ours]
-    wishes: dict[tuple[tuple[str, str], ...], list[dict[str, Any]]] = {}
+    changes: dict[tuple[tuple[str, str], ...], list[dict[str, Any]]] = {}
     for machine in machines:
-        wish: dict[str, str] = {}
+        tags_to_write: dict[str, str] = {}
         price = prices.get((machine["InstanceType"], machine["Placement"]["AvailabilityZone"]))
         if price is not None and price != number(_tag(machine, PRICE_TAG)):
-            wish[PRICE_TAG] = repr(price)
+            tags_to_write[PRICE_TAG] = repr(price)
         if machine["AmiLaunchIndex"] != indices[machine["InstanceId"]]:
-            wish[PLACE_TAG] = str(machine["AmiLaunchIndex"])
-        if wish:
-            wishes.setdefault(tuple(wish.items()), []).append(machine)
+            tags_to_write[PLACE_TAG] = str(machine["AmiLaunchIndex"])
+        if tags_to_write:
+            changes.setdefault(tuple(tags_to_write.items()), []).append(machine)
 
     def write(pairs: tuple[tuple[str, str], ...]) -> None:
-        some = [machine["InstanceId"] for machine in wishes[pairs]]
+        some = [machine["InstanceId"] for machine in changes[pairs]]
         tags = [{"Key": key, "Value": value} for key, value in pairs]
         try:
             account.ask(region, "ec2", "create_tags", Resources=some, Tags=tags)
         except SkywardError as error:
-            log.warning("what %s cost is told as the price that was offered: %s", ", ".join(some), error)
+            log.warning(
+                "%s count at the offered price, because their tags could not be written: %s", ", ".join(some), error
+            )
             return
-        for machine in wishes[pairs]:
+        for machine in changes[pairs]:
             machine["Tags"] = [*(tag for tag in machine["Tags"] if tag["Key"] not in dict(pairs)), *tags]
 
-    each(list(wishes), write)
+    each(list(changes), write)
     return machines
 
 

@@ -1,20 +1,19 @@
-"""Images of prepared machines that EC2 keeps between pools: AMIs of our own, found again by tag. "Fact sheet" is the
-one of 2026-11-20, 1.7.
+"""Images of prepared machines that EC2 keeps between pools: AMIs of our own, found again by tag.
 
-States of one, and who undoes what when a client is stopped between two lines:
+"Fact sheet" is the one of 2026-11-20, 1.7. The states of an image:
 
-    nothing ──keep──▶ asked for ──▶ pending ──▶ available ──prune──▶ deregistered ──prune──▶ its snapshots deleted
+    absent ──keep──▶ requested ──▶ pending ──▶ available ──prune──▶ deregistered ──prune──▶ its snapshots deleted
                           │            └──▶ failed ───────prune──▶
-                          └── no snapshot in time: `keep` itself deregisters what came of it
+                          └── no snapshot in time: `keep` itself deregisters the image
 
-Its tags are its record, set in the creating call: of what (IMAGE_TAG), made from which other image (BASE_TAG), until
-when (EXPIRES_TAG). It stands in no ledger, for it is to outlive every pool that uses it: an entry would keep its pool's
-page open. So whoever is stopped in between leaves what the next pool finds and uses, or what the next `prune` takes
-away: snapshots carry the same tags, and are found without their image.
+Its tags are its record, set in the creating call: its packages (IMAGE_TAG), the image it was made from (BASE_TAG), and
+its expiry (EXPIRES_TAG). It has no row in the ledger, because it outlives every pool that uses it: a row would keep the
+pool's entry open. If the client is stopped in between, the next pool uses the image, or the next `prune` deletes it.
+Snapshots have the same tags, and are found without their image.
 
-A machine is started from the newest one that was made from the very image that it would be started from otherwise. When
-AWS brings out a newer one, with other drivers, none fits any more and the next pool makes one: what is kept saves time
-and does not keep old systems alive.
+A machine starts from the newest kept image that was made from its own base image. When AWS publishes a newer base
+image, with other drivers, no kept image fits, and the next pool makes one. So kept images save time but do not preserve
+old systems.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from skyward_core.errors import BadRequest, CredentialsError, ProviderFailed, SkywardError
-from skyward_core.providers.aws.account import Account, collected, number
+from skyward_core.providers.aws.account import AwsAccount, collected, number
 from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, IMAGE_TAG, OWNER_TAG
 
 BASE_TAG = "skyward-image-base"
-"""The id of the image that a kept one was made from."""
+"""The id of the image from which a kept one was made."""
 AVAILABLE, PENDING = "available", "pending"
 FAILED = ("failed", "error", "invalid")
 SNAPSHOT_SECONDS, LOOK_SECONDS = 30.0, 0.5
-"""How long to wait for a snapshot that was asked for to be begun, and between two looks."""
-YOUNG_SNAPSHOT = timedelta(days=1)
-"""A snapshot without an image is younger than that while its image is being made."""
+"""How long to wait until a requested snapshot is begun, and how long between two checks."""
+NEW_SNAPSHOT_AGE = timedelta(days=1)
+"""A younger snapshot without an image may belong to an image that is being made."""
 RENEWED_AFTER_SECONDS = 3600.0
-"""How much longer an image must be going to live, for its tag to be written anew."""
+"""The expiry tag is written again only if it moves by more than this."""
 GONE = ("InvalidAMIID.NotFound", "InvalidAMIID.Unavailable")
 GONE_SNAPSHOT = "InvalidSnapshot.NotFound"
 USED_SNAPSHOT = "InvalidSnapshot.InUse"
@@ -50,8 +49,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Which kept image fits: of what, made from which image, with a root disk of so many GiB at the most."""
+class KeptImageQuery:
+    """Which kept image fits: its packages, its base image, and the largest size of its root disk in GiB."""
 
     image_hash: str
     base: str
@@ -59,34 +58,32 @@ class Wanted:
 
 
 def root_gb(image: Mapping[str, Any]) -> int:
-    """Return the size in GiB of the root disk that an image asks for; 0 if it does not tell."""
+    """Return the size in GiB of the root disk that an image asks for; 0 if it is not given."""
     devices = [
         device for device in image.get("BlockDeviceMappings", []) if device.get("DeviceName") == image["RootDeviceName"]
     ]
     return max((device.get("Ebs", {}).get("VolumeSize", 0) for device in devices), default=0)
 
 
-def wanted(image_hash: str, base: Mapping[str, Any], disk_gb: int) -> Wanted:
-    """Return what fits in place of `base` for machines that are to have `disk_gb`: a disk can be larger than its image,
-    never smaller.
+def wanted(image_hash: str, base: Mapping[str, Any], disk_gb: int) -> KeptImageQuery:
+    """Return which images can replace `base` for machines with `disk_gb`.
+
+    A disk can be larger than its image, never smaller.
     """
-    return Wanted(image_hash, base["ImageId"], max(disk_gb, root_gb(base)))
+    return KeptImageQuery(image_hash, base["ImageId"], max(disk_gb, root_gb(base)))
 
 
-def kept(account: Account, region: str, want: Wanted, *states: str) -> list[dict[str, Any]]:
-    """Return the kept images that fit and are in one of these states, the newest first."""
+def kept(account: AwsAccount, region: str, want: KeptImageQuery, *states: str) -> list[dict[str, Any]]:
+    """Return the kept images that fit and are in one of these states, newest first."""
     filters = {f"tag:{IMAGE_TAG}": [want.image_hash], f"tag:{BASE_TAG}": [want.base], "state": list(states)}
     found = [image for image in _ours(account, region, filters) if root_gb(image) <= want.most_gb]
     return sorted(found, key=lambda image: str(image.get("CreationDate", "")), reverse=True)
 
 
-def lengthen(account: Account, region: str, image: Mapping[str, Any], until: datetime) -> None:
-    """Keep an image that is used until then at least.
-
-    What fails costs the image some days of its life, and nobody a machine.
-    """
-    told = number(_tags(image).get(EXPIRES_TAG))
-    if told is not None and told + RENEWED_AFTER_SECONDS > until.timestamp():
+def lengthen(account: AwsAccount, region: str, image: Mapping[str, Any], until: datetime) -> None:
+    """Keep a used image until then at least. A failure is logged; it only shortens the image's life."""
+    expires_at = number(_tags(image).get(EXPIRES_TAG))
+    if expires_at is not None and expires_at + RENEWED_AFTER_SECONDS > until.timestamp():
         return
     try:
         account.ask(
@@ -100,11 +97,11 @@ def lengthen(account: Account, region: str, image: Mapping[str, Any], until: dat
         log.warning("%s could not be marked as used: %s", image["ImageId"], error)
 
 
-# ── making one ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── creating an image ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def keep(
-    account: Account,
+    account: AwsAccount,
     region: str,
     machine_id: str,
     image_hash: str,
@@ -114,12 +111,11 @@ def keep(
     until: datetime,
     owner: str,
 ) -> str | None:
-    """Begin to make an image of a machine; return its id once the snapshot of the root disk is begun. None if one that
-    fits is there or on its way.
+    """Begin to create an image of a machine; return its id once the snapshot of the root disk is begun.
 
-    A snapshot shows what was on the disk when it was asked for. CreateImage asks for it a moment after it has answered,
-    so the answer does not prove that the moment is over: a snapshot that is listed does. Raises what AWS has refused it
-    with; ProviderFailed if no snapshot was begun in time: whatever comes of it then is deregistered.
+    Returns None if an image that fits exists or is being made. A snapshot has the content of the disk at its begin.
+    CreateImage begins it only after it has answered, so the answer is no proof; a listed snapshot is. Raises AWS's
+    refusal, or ProviderFailed if no snapshot was begun in time; then the image is deregistered.
     """
     (machine,) = account.machines(region, {"Name": "instance-id", "Values": [machine_id]}) or [None]
     if machine is None:
@@ -129,7 +125,7 @@ def keep(
         return None
     if there := kept(account, region, wanted(image_hash, base, disk_gb), AVAILABLE, PENDING):
         log.info(
-            "%s has the packages of %s, and is %s: no other image is made",
+            "%s has the packages of %s, and is %s: no other image is created",
             there[0]["ImageId"],
             image_hash,
             there[0]["State"],
@@ -144,7 +140,7 @@ def keep(
         CREATED_TAG: str(int(now.timestamp())),
         EXPIRES_TAG: str(int(until.timestamp())),
     }
-    image_id = _asked_for(account, region, machine_id, name, tags)
+    image_id = _request(account, region, machine_id, name, tags)
     try:
         _await_snapshot(account, region, _root_volume(machine), image_hash)
     except BaseException:
@@ -153,10 +149,10 @@ def keep(
     return image_id or name
 
 
-def _asked_for(account: Account, region: str, machine_id: str, name: str, tags: Mapping[str, str]) -> str | None:
+def _request(account: AwsAccount, region: str, machine_id: str, name: str, tags: Mapping[str, str]) -> str | None:
     """Send the creating call, once: it has no token, but a name that only one image can have.
 
-    None if its answer is lost, or it was sent before.
+    Returns None if its answer is lost, or if the image exists already.
     """
     pairs = [{"Key": key, "Value": value} for key, value in tags.items()]
     try:
@@ -172,7 +168,7 @@ def _asked_for(account: Account, region: str, machine_id: str, name: str, tags: 
             TagSpecifications=[{"ResourceType": kind, "Tags": pairs} for kind in ("image", "snapshot")],
         )
     except ProviderFailed as error:
-        log.warning("nobody knows whether %s is being made: %s", name, error)
+        log.warning("it is unknown whether %s is being created: %s", name, error)
         return None
     except BadRequest as error:
         if error.code != TAKEN_NAME:
@@ -189,7 +185,7 @@ def _root_volume(machine: Mapping[str, Any]) -> str:
     return str(devices.get(machine.get("RootDeviceName", ""), ""))
 
 
-def _await_snapshot(account: Account, region: str, volume_id: str, image_hash: str) -> None:
+def _await_snapshot(account: AwsAccount, region: str, volume_id: str, image_hash: str) -> None:
     deadline = time.monotonic() + SNAPSHOT_SECONDS
     trouble: SkywardError | None = None
     while True:
@@ -201,7 +197,7 @@ def _await_snapshot(account: Account, region: str, volume_id: str, image_hash: s
                 )
             ):
                 return
-        except SkywardError as error:  # an outage may be over in time
+        except SkywardError as error:  # an outage may end in time
             trouble = error
         if time.monotonic() > deadline:
             raise ProviderFailed(
@@ -210,31 +206,28 @@ def _await_snapshot(account: Account, region: str, volume_id: str, image_hash: s
         time.sleep(LOOK_SECONDS)
 
 
-def _give_up(account: Account, region: str, name: str) -> None:
-    """Take away what has come of a creating call so far: an image that is made later could have what nobody should
-    read.
-    """
+def _give_up(account: AwsAccount, region: str, name: str) -> None:
+    """Delete the image of a creating call that has failed: a later snapshot could contain private data."""
     try:
         for image in _ours(account, region, {"name": [name]}):
             _remove(account, region, image)
     except SkywardError as error:
-        log.warning("%s may be made all the same, and should be deregistered: %s", name, error)
+        log.warning("%s may still be created, and should be deregistered: %s", name, error)
 
 
-# ── taking them away ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── deleting images ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def prune(account: Account, region: str, now: datetime, keep_days: float, *, is_dry_run: bool) -> list[str]:
-    """Take away images that have failed, of which a newer one is there, or whose time is over, and snapshots without an
-    image; say what, a line each.
+def prune(account: AwsAccount, region: str, now: datetime, keep_days: float, *, is_dry_run: bool) -> list[str]:
+    """Delete images that have failed, are replaced or have expired, and snapshots without an image; return a line each.
 
-    `keep_days` counts from its making for an image that has lost its tag. Asked for again after it was stopped
-    anywhere, it goes on. Raises the first failure once everything else is done.
+    An image without its expiry tag expires `keep_days` after its creation. The call is idempotent and can continue
+    after it was stopped. Raises the first failure once everything else is done.
     """
     images = _ours(account, region, {"tag-key": [IMAGE_TAG]})
     doomed = list(_doomed(images, now, timedelta(days=keep_days)))
     orphans = _orphans(_listed_snapshots(account, region), images, now)
-    told: list[str] = []
+    lines: list[str] = []
     failures: list[SkywardError] = []
     for image, why in doomed:
         line = (
@@ -244,18 +237,18 @@ def prune(account: Account, region: str, now: datetime, keep_days: float, *, is_
         with collected(failures):
             if not is_dry_run:
                 _remove(account, region, image)
-                log.info("taken away: %s", line)
-            told.append(line)
+                log.info("deleted: %s", line)
+            lines.append(line)
     for snapshot in orphans:
         line = (
             f"snapshot {snapshot['SnapshotId']} in {region}, {snapshot.get('VolumeSize', '?')} GiB: its image is gone"
         )
         with collected(failures):
             if is_dry_run or _deleted(account, region, snapshot["SnapshotId"]):
-                told.append(line)
+                lines.append(line)
     if failures:
         raise failures[0]
-    return told
+    return lines
 
 
 def _doomed(
@@ -273,9 +266,9 @@ def _doomed(
         if image["State"] in FAILED:
             yield image, "it has failed"
         elif is_over:
-            yield image, "it has not been used for long enough"
+            yield image, "it has not been used for too long"
         elif image["State"] == AVAILABLE and newest[_kind(image)] is not image:
-            yield image, f"{newest[_kind(image)]['ImageId']} has the same, and is newer"
+            yield image, f"{newest[_kind(image)]['ImageId']} has the same packages, and is newer"
 
 
 def _kind(image: Mapping[str, Any]) -> tuple[str, str, int]:
@@ -283,35 +276,33 @@ def _kind(image: Mapping[str, Any]) -> tuple[str, str, int]:
     return tags[IMAGE_TAG], tags.get(BASE_TAG, ""), root_gb(image)
 
 
-def _listed_snapshots(account: Account, region: str) -> list[dict[str, Any]]:
-    """Return the snapshots that carry our tag; none if these credentials may not list any: then they can have kept
-    nothing.
-    """
+def _listed_snapshots(account: AwsAccount, region: str) -> list[dict[str, Any]]:
+    """Return the snapshots with our tag; none if the credentials may not list them, because then they created none."""
     try:
         return _snapshots(account, region, {"tag-key": [IMAGE_TAG]})
     except CredentialsError as error:
         if error.code != UNAUTHORIZED:
             raise
-        log.info("snapshots in %s cannot be looked for: %s", region, error)
+        log.info("snapshots in %s cannot be listed: %s", region, error)
         return []
 
 
 def _orphans(
     snapshots: Sequence[dict[str, Any]], images: Sequence[Mapping[str, Any]], now: datetime
 ) -> list[dict[str, Any]]:
-    """Snapshots that belong to none of our images. One whose image is being made stands in none for a while."""
+    """Return the snapshots that belong to none of our images, except new ones: their image may be in the making."""
     used = {snapshot_id for image in images for snapshot_id in _snapshots_of(image)}
     return [
         one
         for one in snapshots
-        if one["SnapshotId"] not in used and _date(one.get("StartTime"), now) + YOUNG_SNAPSHOT <= now
+        if one["SnapshotId"] not in used and _date(one.get("StartTime"), now) + NEW_SNAPSHOT_AGE <= now
     ]
 
 
-def _remove(account: Account, region: str, image: Mapping[str, Any]) -> None:
-    """Deregister an image, then delete its snapshots, in the only order that EC2 allows.
+def _remove(account: AwsAccount, region: str, image: Mapping[str, Any]) -> None:
+    """Deregister an image, then delete its snapshots: the only order that EC2 allows.
 
-    What somebody else has done meanwhile is done.
+    It is no error if another client has done it already.
     """
     try:
         account.ask(region, "ec2", "deregister_image", ImageId=image["ImageId"])
@@ -322,8 +313,8 @@ def _remove(account: Account, region: str, image: Mapping[str, Any]) -> None:
         _deleted(account, region, snapshot_id)
 
 
-def _deleted(account: Account, region: str, snapshot_id: str) -> bool:
-    """Delete a snapshot; False, and it stays, if another image stands on it."""
+def _deleted(account: AwsAccount, region: str, snapshot_id: str) -> bool:
+    """Delete a snapshot; return False, and leave it, if another image uses it."""
     try:
         account.ask(region, "ec2", "delete_snapshot", SnapshotId=snapshot_id)
     except BadRequest as error:
@@ -335,20 +326,20 @@ def _deleted(account: Account, region: str, snapshot_id: str) -> bool:
     return True
 
 
-# ── what is there ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── listing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _ours(account: Account, region: str, filters: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
-    """Return this account's images that pass the filters and carry our tag: nobody else's has anything to say here."""
-    found = account.pages(region, "ec2", "describe_images", "Images", Owners=["self"], Filters=_words(filters))
+def _ours(account: AwsAccount, region: str, filters: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
+    """Return this account's images that pass the filters and have our tag, never images of other accounts."""
+    found = account.pages(region, "ec2", "describe_images", "Images", Owners=["self"], Filters=_filters(filters))
     return [image for image in found if IMAGE_TAG in _tags(image)]
 
 
-def _snapshots(account: Account, region: str, filters: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
-    return account.pages(region, "ec2", "describe_snapshots", "Snapshots", OwnerIds=["self"], Filters=_words(filters))
+def _snapshots(account: AwsAccount, region: str, filters: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
+    return account.pages(region, "ec2", "describe_snapshots", "Snapshots", OwnerIds=["self"], Filters=_filters(filters))
 
 
-def _words(filters: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
+def _filters(filters: Mapping[str, Sequence[str]]) -> list[dict[str, Any]]:
     return [{"Name": name, "Values": list(values)} for name, values in filters.items()]
 
 
@@ -364,13 +355,11 @@ def _tags(thing: Mapping[str, Any]) -> dict[str, str]:
     return {tag["Key"]: tag["Value"] for tag in thing.get("Tags", [])}
 
 
-def _date(told: object, now: datetime) -> datetime:
-    """Read a date of EC2, as text or as the SDK has read it; one that cannot be read is now: nothing is old for
-    that.
-    """
-    if isinstance(told, datetime):
-        return told
+def _date(value: object, now: datetime) -> datetime:
+    """Return a date of EC2, which is text or a datetime; `now` if it is unreadable, so that nothing counts as old."""
+    if isinstance(value, datetime):
+        return value
     try:
-        return datetime.fromisoformat(str(told))
+        return datetime.fromisoformat(str(value))
     except ValueError:
         return now

@@ -1,4 +1,4 @@
-"""The creating calls of EC2, and what they need to be there."""
+"""The creating calls of EC2, and the resources that they need."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from skyward_core.errors import (
     SkywardError,
 )
 from skyward_core.machines.offers import Offer
-from skyward_core.providers.aws.account import COMING, Account, collected, meaning, number, state_of
+from skyward_core.providers.aws.account import COMING, AwsAccount, collected, meaning, number, state_of
 from skyward_core.providers.aws.offers import WITHOUT_IMAGE
 from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, POOL_TAG, Tags
 
 AGAIN_SECONDS = (0.5, 1.0, 2.0, 4.0)
-"""Pauses before a creating call, whose answer is not known or which was throttled, is sent again with its token."""
+"""Pauses before a creating call whose answer was lost, or that was throttled, is sent again with its token."""
 OLD_SECONDS = 3600.0
-"""What a launch leaves beside machines is taken away by others when it is so old."""
+"""Resources of a launch, other than machines, are deleted by other clients when they are this old."""
 GROUP_NAME, CLOSED_GROUP_NAME = "skyward-ssh", "skyward-ssm"
 PRICE_TAG, ON_DEMAND_PRICE_TAG = "skyward-price-per-hour", "skyward-on-demand-price-per-hour"
 
@@ -39,7 +39,10 @@ log = logging.getLogger(__name__)
 
 
 def image_parameter(accelerator: str | None, architectures: Sequence[str]) -> str:
-    """Return where AWS keeps the id of the image for these chips (fact sheet, 1.7). Raises BadRequest if none fits."""
+    """Return the SSM parameter with the id of AWS's image for these chips (fact sheet, 1.7).
+
+    Raises BadRequest if none fits.
+    """
     architecture = "arm64" if "arm64" in architectures else "x86_64"
     if accelerator is None:
         return UBUNTU_IMAGE.format(debian_architecture=DEBIAN_ARCHITECTURES[architecture])
@@ -49,11 +52,10 @@ def image_parameter(accelerator: str | None, architectures: Sequence[str]) -> st
 
 
 def credit_of(kind: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a creating call says of a type's CPU credits, by what DescribeInstanceTypes says of it: that there
-    are to be no more than it earns.
+    """Return the creating call's parameters for a type's CPU credits: no more credits than the machine earns.
 
-    Left out, T3, T3a and T4g are "unlimited": what they use beyond their share is billed beside their price, by the
-    vCPU-hour (EC2 guide, "Unlimited mode"). Other types refuse the word.
+    `kind` is the type's description of DescribeInstanceTypes. Without these parameters T3, T3a and T4g are "unlimited":
+    CPU beyond their share is billed by the vCPU-hour (EC2 guide, "Unlimited mode"). Other types refuse them.
     """
     return {"CreditSpecification": {"CpuCredits": "standard"}} if kind.get("BurstablePerformanceSupported") else {}
 
@@ -67,9 +69,7 @@ def placed(subnet_id: str, interfaces: Iterable[Mapping[str, Any]], count: int) 
 
 
 def tagged(offer: Offer, tags: Tags, price: float) -> dict[str, Any]:
-    """Tags of machines, disks and interfaces, with what they cost: the price that is true when they are made is told
-    nowhere later.
-    """
+    """Return the tags of machines, disks and interfaces, with the price at their creation, which EC2 does not keep."""
     prices = {PRICE_TAG: repr(price)}
     if (dear := offer.on_demand_price_per_hour) is not None:
         prices[ON_DEMAND_PRICE_TAG] = repr(dear)
@@ -81,25 +81,24 @@ def tagged(offer: Offer, tags: Tags, price: float) -> dict[str, Any]:
     }
 
 
-def created(account: Account, region: str, words: Mapping[str, Any], launch: str) -> list[dict[str, Any]]:
-    """Send the creating call, again with its token while nobody knows what became of it; if that goes on, look for what
-    it may have made.
+def created(account: AwsAccount, region: str, parameters: Mapping[str, Any], launch: str) -> list[dict[str, Any]]:
+    """Send the creating call, again with its token while its outcome is unknown; return the machines.
 
-    The token holds everything that tells this call from the launch's others: with other words than before, EC2 refuses
-    it.
+    If the outcome stays unknown, look for machines that it may have created. The token is made from all parameters that
+    differ between the calls of a launch: EC2 refuses a token with other parameters than before.
     """
     names = (
         launch,
         region,
-        words["NetworkInterfaces"][0]["SubnetId"],
-        words["InstanceType"],
-        str(words["MinCount"]),
-        words["ImageId"],
+        parameters["NetworkInterfaces"][0]["SubnetId"],
+        parameters["InstanceType"],
+        str(parameters["MinCount"]),
+        parameters["ImageId"],
     )
-    token = hashlib.sha256(" ".join(names).encode()).hexdigest()  # of 64 characters, as many as it may have
+    token = hashlib.sha256(" ".join(names).encode()).hexdigest()  # a token has at most 64 characters
     for pause in (*AGAIN_SECONDS, None):
         try:
-            return account.ask(region, "ec2", "run_instances", once=True, ClientToken=token, **words)["Instances"]
+            return account.ask(region, "ec2", "run_instances", once=True, ClientToken=token, **parameters)["Instances"]
         except ProviderFailed as error:
             if pause is not None:
                 time.sleep(pause)
@@ -109,21 +108,20 @@ def created(account: Account, region: str, words: Mapping[str, Any], launch: str
                 for machine in account.machines(region, {"Name": f"tag:{LAUNCH_TAG}", "Values": [launch]})
                 if machine.get("ClientToken") == token and state_of(machine) in COMING
             ]
-            if len(found) < words["MinCount"]:
-                raise ProviderFailed(f"{error}; {len(found)} of {words['MinCount']} machines are listed so far").coded(
-                    error.code
-                ) from error
+            if len(found) < parameters["MinCount"]:
+                raise ProviderFailed(
+                    f"{error}; {len(found)} of {parameters['MinCount']} machines are listed so far"
+                ).coded(error.code) from error
             return found
-    raise AssertionError  # the last round returns or raises
+    raise AssertionError  # the last pass returns or raises
 
 
-def group_of(account: Account, region: str, vpc_id: str, cidr: str | None) -> str:
-    """Return the security group of all pools in a VPC, made if it is not there, with rules for this client and for
-    machines among themselves.
+def group_of(account: AwsAccount, region: str, vpc_id: str, cidr: str | None) -> str:
+    """Return the security group of all pools in a VPC, created if it does not exist.
 
-    A rule is added for each new address, and none is widened or taken away: another client may stand on it. Without
-    `cidr` it is another group, of machines that nobody logs in to from outside: a port that the first one has open for
-    one pool is not open for the other.
+    Its rules allow SSH from this client, and all traffic between the machines. A rule is added for each new address; no
+    rule is widened or removed, because another client may need it. Without `cidr` it is another group, without logins
+    from outside, so that a port opened for one pool is not open for the other.
     """
     name, from_clients = (
         (GROUP_NAME, "SSH from their clients") if cidr is not None else (CLOSED_GROUP_NAME, "nothing from outside")
@@ -142,7 +140,7 @@ def group_of(account: Account, region: str, vpc_id: str, cidr: str | None) -> st
                 TagSpecifications=[{"ResourceType": "security-group", "Tags": [{"Key": "Name", "Value": name}]}],
             )
         except BadRequest as error:
-            if error.code != "InvalidGroup.Duplicate":  # somebody was quicker
+            if error.code != "InvalidGroup.Duplicate":  # another client has created it meanwhile
                 raise
         account.wait_for(region, "security_group_exists", Filters=wanted)
         groups = account.pages(region, "ec2", "describe_security_groups", "SecurityGroups", Filters=wanted)
@@ -185,15 +183,15 @@ def _rules(there: Iterable[Mapping[str, Any]], group_id: str, cidr: str | None) 
         yield {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group_id}]}
 
 
-# ── what launches leave ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── resources that launches leave ────────────────────────────────────────────────────────────────────────────────────
 
 
 def created_at(tags: Tags) -> float:
-    """Return when something was made, in seconds since 1970; now if its tag does not tell: it counts as new."""
+    """Return the time of creation, in seconds since 1970, from a tag; now without the tag, so that it counts as new."""
     return number(tags.get(CREATED_TAG)) or time.time()
 
 
-def placement_groups(account: Account, region: str) -> dict[str, dict[str, str]]:
+def placement_groups(account: AwsAccount, region: str) -> dict[str, dict[str, str]]:
     """Return the placement groups of pools, by name, with their tags."""
     found = account.ask(
         region, "ec2", "describe_placement_groups", Filters=[{"Name": "tag-key", "Values": [POOL_TAG]}]
@@ -204,10 +202,10 @@ def placement_groups(account: Account, region: str) -> dict[str, dict[str, str]]
     }
 
 
-def placement_group_deleted(account: Account, region: str, name: str) -> bool:
-    """Delete a placement group; False if it is in use, as it is until its machines are terminated.
+def placement_group_deleted(account: AwsAccount, region: str, name: str) -> bool:
+    """Delete a placement group; return False if it is in use, which ends when its machines are terminated.
 
-    One that is gone already is as good as deleted.
+    One that does not exist counts as deleted.
     """
     try:
         account.ask(region, "ec2", "delete_placement_group", GroupName=name)
@@ -218,8 +216,8 @@ def placement_group_deleted(account: Account, region: str, name: str) -> bool:
     return True
 
 
-def template_deleted(account: Account, region: str, name: str) -> None:
-    """Delete a launch template; one that is gone already is as good as deleted."""
+def template_deleted(account: AwsAccount, region: str, name: str) -> None:
+    """Delete a launch template; one that does not exist counts as deleted."""
     try:
         account.ask(region, "ec2", "delete_launch_template", LaunchTemplateName=name)
     except BadRequest as error:
@@ -227,13 +225,12 @@ def template_deleted(account: Account, region: str, name: str) -> None:
             raise
 
 
-def prune_launches(account: Account, region: str, now: datetime, *, is_dry_run: bool = False) -> list[str]:
-    """Take away what launches have left in a region: launch templates of clients that were killed, and placement groups
-    that nobody is in any more.
+def prune_launches(account: AwsAccount, region: str, now: datetime, *, is_dry_run: bool = False) -> list[str]:
+    """Delete what launches have left in a region: launch templates of killed clients, and unused placement groups.
 
-    Only what is older than OLD_SECONDS: no launch takes as long. Returns what went, or would go, in words. Raises the
-    first failure once everything else is done; what credentials may not even list is left alone, for then they have
-    made none of it.
+    Only resources older than OLD_SECONDS are deleted: no launch takes as long. Returns a text for each resource that is
+    deleted, or would be. Raises the first failure once everything else is done. Resources that the credentials may not
+    list are skipped, because the same credentials cannot have created them.
     """
     oldest_kept = now.timestamp() - OLD_SECONDS
     gone: list[str] = []
@@ -245,7 +242,7 @@ def prune_launches(account: Account, region: str, now: datetime, *, is_dry_run: 
     except CredentialsError as error:
         if error.code.partition(".")[0] != "UnauthorizedOperation":
             raise
-        log.info("launch templates and placement groups in %s cannot be looked for: %s", region, error)
+        log.info("launch templates and placement groups in %s cannot be listed: %s", region, error)
         return []
     for template in templates:
         name, tags = template["LaunchTemplateName"], {tag["Key"]: tag["Value"] for tag in template.get("Tags", [])}
@@ -265,7 +262,7 @@ def prune_launches(account: Account, region: str, now: datetime, *, is_dry_run: 
     return gone
 
 
-def _used(account: Account, region: str, names: Sequence[str]) -> set[str]:
+def _used(account: AwsAccount, region: str, names: Sequence[str]) -> set[str]:
     """Return which of these placement groups have machines that are not terminated."""
     machines = account.machines(region, {"Name": "placement-group-name", "Values": list(names)})
     return {
@@ -274,9 +271,13 @@ def _used(account: Account, region: str, names: Sequence[str]) -> set[str]:
 
 
 def why_failed(machine: Mapping[str, Any]) -> SkywardError:
-    """Return the error that a machine has ended with before it had an address (fact sheet, 1.6)."""
+    """Return the error for a machine that ended before it had an address (fact sheet, 1.6)."""
     reason = machine.get("StateReason", {})
     code = str(reason.get("Code", ""))
-    word = code.removeprefix("Server.").removeprefix("Client.")
-    kind = meaning(word, HTTPStatus.BAD_REQUEST if code.startswith("Client.") else HTTPStatus.INTERNAL_SERVER_ERROR)
-    return kind(f"{machine['InstanceId']} ended while it was made: {code} {reason.get('Message', '')}").coded(word)
+    reason_code = code.removeprefix("Server.").removeprefix("Client.")
+    kind = meaning(
+        reason_code, HTTPStatus.BAD_REQUEST if code.startswith("Client.") else HTTPStatus.INTERNAL_SERVER_ERROR
+    )
+    return kind(f"{machine['InstanceId']} ended during its creation: {code} {reason.get('Message', '')}").coded(
+        reason_code
+    )

@@ -1,4 +1,4 @@
-"""Rent machines of EC2: the image, the subnets and the creating calls of one launch."""
+"""Rents machines of EC2: the image, the subnets and the creating calls of one launch."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from skyward_core.errors import BadRequest, NoCapacity, ProviderFailed, QuotaExc
 from skyward_core.machines.offers import Offer
 from skyward_core.providers import _http
 from skyward_core.providers.aws import images as aws_images
-from skyward_core.providers.aws.account import Account
-from skyward_core.providers.aws.cluster import Cluster, kinds_of
-from skyward_core.providers.aws.fleet import Pool, launched
+from skyward_core.providers.aws.account import AwsAccount
+from skyward_core.providers.aws.cluster import ClusterNetwork, kinds_of
+from skyward_core.providers.aws.fleet import SpotPool, launched
 from skyward_core.providers.aws.launch import created, credit_of, group_of, image_parameter, placed, tagged
 from skyward_core.providers.aws.offers import Prices
 from skyward_core.providers.base import IMAGE_TAG, LAUNCH_TAG, STARTED_FROM_TAG, Tags
@@ -44,11 +44,12 @@ class Launcher:
     """Rents machines with the settings of a provider, through one account."""
 
     settings: LaunchSettings
-    account: Account
+    account: AwsAccount
 
     def run(self, offer: Offer, count: int, tags: Tags, user_data: bytes, prices: Prices) -> list[str]:
-        """Start machines from a kept image that fits, if there is one; from the base image, if that one is deleted
-        meanwhile. Return their ids.
+        """Start machines from a kept image that fits, else from the base image; return their ids.
+
+        The base image is used too if the kept image is deleted meanwhile.
         """
         kinds = kinds_of(self.account, offer.region, (offer.instance_type, *offer.or_types))
         base = self._image(offer, kinds)
@@ -61,7 +62,7 @@ class Launcher:
         except BadRequest as error:
             if error.code not in aws_images.GONE:
                 raise
-            log.info("%s is gone, %s is taken: %s", image["ImageId"], base["ImageId"], error)
+            log.info("%s is gone, %s is used instead: %s", image["ImageId"], base["ImageId"], error)
             return self._run_from(offer, count, tags, user_data, base, prices, kinds)
         aws_images.lengthen(
             self.account, offer.region, image, datetime.now(UTC) + timedelta(days=self.settings.image_keep_days)
@@ -79,9 +80,7 @@ class Launcher:
                 aws_images.AVAILABLE,
             )
         except SkywardError as error:
-            log.warning(
-                "cannot find out whether %s has an image with these packages, so they are installed: %s", region, error
-            )
+            log.warning("images in %s cannot be listed, so the packages are installed: %s", region, error)
             return None
         return found[0] if found else None
 
@@ -95,12 +94,12 @@ class Launcher:
         prices: Prices,
         kinds: Sequence[Mapping[str, Any]],
     ) -> list[str]:
-        """Find out what a launch needs, and ask for the machines; return their ids."""
+        """Prepare what a launch needs, and rent the machines; return their ids."""
         region = offer.region
         types = (offer.instance_type, *offer.or_types)
-        words = self._words(offer, user_data, image)
+        parameters = self._parameters(offer, user_data, image)
         credit = {str(kind["InstanceType"]): credit_of(kind) for kind in kinds}
-        cluster = Cluster(
+        cluster = ClusterNetwork(
             self.account,
             region,
             tags,
@@ -117,11 +116,11 @@ class Launcher:
         try:
             if offer.is_spot:
                 ids, zone = self._run_fleet(
-                    offer, count, tags, words, credit, _pools(types, subnets, prices, offer), cluster
+                    offer, count, tags, parameters, credit, _pools(types, subnets, prices, offer), cluster
                 )
             else:
                 ids, zone = self._run_in_turn(
-                    offer, count, tags, {**words, **credit.get(offer.instance_type, {})}, subnets, cluster
+                    offer, count, tags, {**parameters, **credit.get(offer.instance_type, {})}, subnets, cluster
                 )
         except NoCapacity:
             cluster.tidy(None)
@@ -135,26 +134,27 @@ class Launcher:
         offer: Offer,
         count: int,
         tags: Tags,
-        words: Mapping[str, Any],
+        parameters: Mapping[str, Any],
         credit: Mapping[str, Mapping[str, Any]],
         places: Sequence[tuple[str, Mapping[str, Any]]],
-        cluster: Cluster,
+        cluster: ClusterNetwork,
     ) -> tuple[list[str], str]:
-        """Rent spot machines in one of these places, a type and a subnet each; return their ids, and the zone if it is
-        known. `credit` is what types add.
+        """Rent spot machines in one of these places; return their ids, and the zone if it is known.
+
+        A place is a type and a subnet. `credit` has additional parameters of each type.
         """
         region = offer.region
         if not places:
             raise NoCapacity(
-                f"no zone of {region} sells {offer.instance_type} as spot for ${offer.price_per_hour:g} any more"
+                f"no zone of {region} still sells {offer.instance_type} as spot for ${offer.price_per_hour:g}"
             ).coded("SpotPriceTooHigh")
-        common = {name: word for name, word in words.items() if name != "InstanceType"}
+        common = {name: value for name, value in parameters.items() if name != "InstanceType"}
         cidr = None if self.settings.use_ssm else self._ssh_cidr()
         groups = {
             vpc: group_of(self.account, region, vpc, cidr) for vpc in sorted({subnet["VpcId"] for _, subnet in places})
         }
         pools = [
-            Pool(
+            SpotPool(
                 instance_type,
                 subnet["AvailabilityZone"],
                 subnet["SubnetId"],
@@ -176,9 +176,9 @@ class Launcher:
         offer: Offer,
         count: int,
         tags: Tags,
-        words: Mapping[str, Any],
+        parameters: Mapping[str, Any],
         subnets: Sequence[Mapping[str, Any]],
-        cluster: Cluster,
+        cluster: ClusterNetwork,
     ) -> tuple[list[str], str]:
         """Rent machines on demand in the first zone that has them all; return their ids, and the zone."""
         region = offer.region
@@ -196,26 +196,26 @@ class Launcher:
                 made = created(
                     self.account,
                     region,
-                    {**words, **place, **tagged(offer, tags, offer.price_per_hour)},
+                    {**parameters, **place, **tagged(offer, tags, offer.price_per_hour)},
                     tags[LAUNCH_TAG],
                 )
                 return [machine["InstanceId"] for machine in made], zone
             except QuotaExceeded:
-                raise  # it is the region's
+                raise  # the quota holds for the whole region
             except NoCapacity as error:
                 refusals[f"{zone} ({subnet['SubnetId']})"] = error
         worst = next((error for error in refusals.values() if error.code != "Unsupported"), None) or next(
             iter(refusals.values())
         )
-        told = ", ".join(f"{place}: {error.code}" for place, error in refusals.items())
-        raise NoCapacity(f"no zone of {region} has {count} x {offer.instance_type}: {told}. {worst}").coded(
+        codes = ", ".join(f"{place}: {error.code}" for place, error in refusals.items())
+        raise NoCapacity(f"no zone of {region} has {count} x {offer.instance_type}: {codes}. {worst}").coded(
             worst.code
         ) from worst
 
-    def _words(self, offer: Offer, user_data: bytes, image: Mapping[str, Any]) -> dict[str, Any]:
-        """What a creating call says in every zone."""
+    def _parameters(self, offer: Offer, user_data: bytes, image: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the parameters of a creating call that are the same in every zone."""
         root, size_gb = str(image["RootDeviceName"]), max(self.settings.disk_gb, aws_images.root_gb(image))
-        words: dict[str, Any] = {
+        parameters: dict[str, Any] = {
             "ImageId": image["ImageId"],
             "InstanceType": offer.instance_type,
             "UserData": user_data,
@@ -226,10 +226,10 @@ class Launcher:
             ],
         }
         if self.settings.instance_profile is not None:
-            words["IamInstanceProfile"] = {
+            parameters["IamInstanceProfile"] = {
                 "Arn" if self.settings.instance_profile.startswith("arn:") else "Name": self.settings.instance_profile
             }
-        return words
+        return parameters
 
     def _image(self, offer: Offer, kinds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         image_id = self.settings.ami
@@ -252,27 +252,27 @@ class Launcher:
         )
         subnets = self.account.pages(region, "ec2", "describe_subnets", "Subnets", Filters=[wanted])
         missing = set(self.settings.subnet_ids) - {subnet["SubnetId"] for subnet in subnets}
-        if missing and self.settings.is_one_region:  # several regions have each their own
+        if missing and self.settings.is_one_region:  # each of several regions has its own subnets
             raise BadRequest(f"{region} has no subnet {', '.join(sorted(missing))}")
         if not subnets:
             what = f"subnet {', '.join(sorted(missing))}" if missing else "default subnets"
-            told = (
-                f"{region} has no {what}: name some with subnet_ids=, or make a default VPC (`aws ec2"
+            message = (
+                f"{region} has no {what}: name some with subnet_ids=, or create a default VPC (`aws ec2"
                 f" create-default-vpc --region {region}`)"
             )
-            raise BadRequest(told) if self.settings.is_one_region else NoCapacity(told).coded("VPCIdNotSpecified")
+            raise BadRequest(message) if self.settings.is_one_region else NoCapacity(message).coded("VPCIdNotSpecified")
         return subnets
 
     def _ssh_cidr(self) -> str:
         if self.settings.ssh_cidr is not None:
             return self.settings.ssh_cidr
         try:
-            with _http.Api("the service that tells our public address", "") as api:
-                told = str(api.request("GET", self.settings.checkip_url))
-            address = ip_address(told.strip())
+            with _http.Api("the service that returns our public address", "") as api:
+                text = str(api.request("GET", self.settings.checkip_url))
+            address = ip_address(text.strip())
         except (SkywardError, ValueError) as error:
             raise ProviderFailed(
-                f"{self.settings.checkip_url} did not tell from which address we come: {error}; say it with ssh_cidr="
+                f"{self.settings.checkip_url} did not return our public address: {error}; set ssh_cidr="
             ) from error
         return f"{address}/{address.max_prefixlen}"
 
@@ -280,11 +280,10 @@ class Launcher:
 def _pools(
     types: Sequence[str], subnets: Sequence[Mapping[str, Any]], prices: Prices, offer: Offer
 ) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return types and subnets where a spot machine costs no more than what was offered: that is what the bill and what
-    the money allows are counted by.
+    """Return the types and subnets in which a spot machine costs at most the offered price.
 
-    One subnet a zone, that with the most addresses left: a fleet may name a type in a zone once (Karpenter and
-    ParallelCluster do the same).
+    Costs and spending limits are counted by that price. There is one subnet for each zone, the one with the most free
+    addresses: a fleet may name a type in a zone only once (Karpenter and ParallelCluster do the same).
     """
     largest: dict[str, Mapping[str, Any]] = {}
     for subnet in sorted(

@@ -1,4 +1,4 @@
-"""What EC2 sells: types, prices on demand and spot prices, zone by zone. "Fact sheet" is the one of 2026-11-20."""
+"""Offers of EC2: types, on-demand prices, and spot prices by zone. "Fact sheet" is the one of 2026-11-20."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from skyward_core.errors import (
     SkywardError,
 )
 from skyward_core.machines.offers import Extra, Offer, by_month
-from skyward_core.providers.aws.account import PAGE, Account, each, number
+from skyward_core.providers.aws.account import PAGE, AwsAccount, each, number
 from skyward_core.providers.aws.prices import PRICES, REGION
 
 GB = 1e9
 MIB = 1024**2
 MOST_PRICED_ONE_BY_ONE = 16
 NO_SPOT_POOL = 0.95
-"""At this share of the on-demand price, and above it, nothing is left over that is sold as spot (fact sheet, 1.2)."""
+"""A spot price at or above this share of the on-demand price means hardly any spot capacity (fact sheet, 1.2)."""
 
 MOST_OTHER_TYPES = 8
-"""So many types may stand for another one: a fleet is asked for each of them in each zone."""
+"""The most types that may replace another one: a fleet names each of them in each zone."""
 
 OTHER_DEVICES = ("FpgaInfo", "MediaAcceleratorInfo", "InferenceAcceleratorInfo")
-UNTOLD_CHIPS: Mapping[str, tuple[str, int]] = {"trn2u.48xlarge": ("Trainium2", 16)}
-"""What DescribeInstanceTypes leaves out (fact sheet, 1.2)."""
+UNLISTED_CHIPS: Mapping[str, tuple[str, int]] = {"trn2u.48xlarge": ("Trainium2", 16)}
+"""Chips that DescribeInstanceTypes leaves out (fact sheet, 1.2)."""
 
 SXM = ("V100", "A100", "H100", "H200")
-"""What EC2 has as SXM boards, in its families p3 to p5 (fact sheet, section 6). AWS does not tell."""
+"""Chips that EC2 has as SXM boards, in its families p3 to p5 (fact sheet, section 6). No API reports it."""
 
 
 WITHOUT_IMAGE: Mapping[str, str] = {
@@ -43,19 +43,19 @@ WITHOUT_IMAGE: Mapping[str, str] = {
 
 GP3_USD_PER_GB_MONTH = 0.08
 LEAST_CHIP_DISK_GB = 100
-"""The root disk of AWS's images with drivers, which no `disk_gb` makes smaller, is about so large (fact sheet, 1.7)."""
+"""About the least root disk of AWS's images with drivers; `disk_gb` cannot make it smaller (fact sheet, 1.7)."""
 PUBLIC_IPV4 = Extra(name="public IPv4", usd_per_hour=0.005, source="AWS's price page of VPC", checked="2026-11-22")
 
 type Prices = dict[tuple[str, str], float]
-"""What machines cost now as spot, in USD per hour, by type and zone."""
+"""Present spot prices, in USD per hour, by type and zone."""
 
 log = logging.getLogger(__name__)
 
 
 def machine_of(kind: Mapping[str, Any], region: str) -> tuple[Offer, frozenset[str]] | None:
-    """Read what DescribeInstanceTypes says: an offer without a price, and how it is sold.
+    """Return a type of DescribeInstanceTypes as an offer without a price, and its usage classes.
 
-    None for chips that we do not know and for parts of a chip.
+    Returns None for chips that the catalogue does not know, and for parts of a chip.
     """
     chip = _chip(kind)
     if chip is None:
@@ -78,13 +78,14 @@ def machine_of(kind: Mapping[str, Any], region: str) -> tuple[Offer, frozenset[s
 
 
 def _chip(kind: Mapping[str, Any]) -> tuple[str | None, int, float | None] | None:
-    """Name, number and memory of a type's chips: no name where it has none, None where they are not ours to offer.
+    """Return name, number and memory of a type's chips.
 
-    The memory is the catalogue's size that is nearest to what AWS tells: 22888 MiB are the L4's 24 GB, p4d and p4de are
-    both "A100", and the 524288 MiB of a Trainium2 are wrong altogether (fact sheet, 1.2).
+    The name is None for a type without chips. The result is None for chips that cannot be offered. The memory is the
+    catalogue's size that is nearest to AWS's figure: 22888 MiB are the L4's 24 GB, p4d and p4de are both "A100", and
+    the 524288 MiB of a Trainium2 are wrong (fact sheet, 1.2).
     """
     devices = [*(kind.get("GpuInfo") or {}).get("Gpus", []), *(kind.get("NeuronInfo") or {}).get("NeuronDevices", [])]
-    name, count = UNTOLD_CHIPS.get(kind["InstanceType"], ("", 0))
+    name, count = UNLISTED_CHIPS.get(kind["InstanceType"], ("", 0))
     if devices:
         name, count = str(devices[0]["Name"]), int(devices[0].get("Count") or 0)
     elif not count:
@@ -93,21 +94,19 @@ def _chip(kind: Mapping[str, Any]) -> tuple[str | None, int, float | None] | Non
         chip = find(name)
     except BadRequest:
         return None
-    told = (devices[0].get("MemoryInfo", {}).get("SizeInMiB", 0) if devices else 0) * MIB / GB
-    return (chip.name, count, min(chip.memory_gb, key=lambda size: abs(size - told))) if count else None
+    reported_gb = (devices[0].get("MemoryInfo", {}).get("SizeInMiB", 0) if devices else 0) * MIB / GB
+    return (chip.name, count, min(chip.memory_gb, key=lambda size: abs(size - reported_gb))) if count else None
 
 
 def sold_as(offer: Offer, classes: frozenset[str], price: float | None, spot: Collection[float]) -> list[Offer]:
-    """Return the offers of one type of machine: on demand if that has a price, and spot at each of the prices given
-    (`spread`).
-    """
+    """Return the offers of one type: on demand if it has such a price, and spot at each of these prices (`spread`)."""
     sold: list[Offer] = []
     if price is not None and "on-demand" in classes:
         sold.append(offer.model_copy(update={"price_per_hour": price, "on_demand_price_per_hour": price}))
     for cost in sorted(spot):
         if price is not None and cost >= NO_SPOT_POOL * price:
             log.debug(
-                "spot %s costs $%g of $%g in %s: there is little to be had",
+                "spot %s costs $%g of $%g in %s: little capacity is left",
                 offer.instance_type,
                 cost,
                 price,
@@ -121,10 +120,10 @@ def sold_as(offer: Offer, classes: frozenset[str], price: float | None, spot: Co
 
 
 def billed_beside(disk_gb: float, *, has_chips: bool, is_public: bool) -> tuple[Extra, ...]:
-    """Return what is billed beside a machine: its disk and its public address. Prices are those of us-east-1; other
-    regions' disks cost up to twice as much.
+    """Return what is billed beside a machine: its disk and its public address.
 
-    Neither traffic, of which nobody knows how much there will be, nor kept images, which outlive machines.
+    Prices are those of us-east-1; in other regions disks cost up to twice as much. Traffic is left out because its
+    amount is unknown, and kept images because they outlive machines.
     """
     disk_gb = max(disk_gb, LEAST_CHIP_DISK_GB) if has_chips else disk_gb
     disk = by_month(
@@ -137,8 +136,7 @@ def billed_beside(disk_gb: float, *, has_chips: bool, is_public: bool) -> tuple[
 
 
 def spread(prices: Iterable[float], share: float) -> list[float]:
-    """Return at which prices pools of one type are sold: those that are within a share of the cheapest together, at the
-    price of the dearest of them.
+    """Group the spot prices of one type: prices within a share above the cheapest one become the highest of them.
 
     >>> spread([0.31, 0.2, 0.22, 0.3], 0.1)
     [0.22, 0.31]
@@ -157,14 +155,13 @@ def spread(prices: Iterable[float], share: float) -> list[float]:
 def with_others(
     sold: Sequence[Offer], spot: Mapping[str, Collection[float]], alike: Mapping[str, Hashable]
 ) -> list[Offer]:
-    """Give each spot offer the types that do as well for no more money, the cheapest ones. All of `sold` fulfil the
-    wish; `spot` has what each type costs.
+    """Give each spot offer the cheapest equivalent types that cost at most its price.
 
-    As well: the same chips, and whatever `alike` says of a type: machines of one pool must fit together, and be
-    prepared from the same image.
+    All offers of `sold` match the requirements; `spot` has the prices of each type. Equivalent types have the same
+    chips and the same value in `alike`: machines of one pool must fit together and start from the same image.
     """
 
-    def kin(offer: Offer) -> Hashable:
+    def equivalence(offer: Offer) -> Hashable:
         return (
             offer.region,
             offer.accelerator,
@@ -177,13 +174,13 @@ def with_others(
     types: dict[Hashable, dict[str, float]] = {}
     for offer in sold:
         if offer.is_spot:
-            types.setdefault(kin(offer), {})[offer.instance_type] = min(spot[offer.instance_type])
+            types.setdefault(equivalence(offer), {})[offer.instance_type] = min(spot[offer.instance_type])
     cheapest = {
         key: sorted(some, key=lambda name: (some[name], name))[: MOST_OTHER_TYPES + 1] for key, some in types.items()
     }
 
     def widened(offer: Offer) -> Offer:
-        key = kin(offer)
+        key = equivalence(offer)
         others = [
             name for name in cheapest[key] if name != offer.instance_type and types[key][name] <= offer.price_per_hour
         ]
@@ -192,8 +189,8 @@ def with_others(
     return [widened(offer) if offer.is_spot else offer for offer in sold]
 
 
-def prices_of(account: Account, region: str, types: Sequence[str]) -> dict[str, float]:
-    """Return prices on demand, USD per hour: of the price list if it may be asked, else of our table."""
+def prices_of(account: AwsAccount, region: str, types: Sequence[str]) -> dict[str, float]:
+    """Return on-demand prices, in USD per hour, from AWS's price list; from our table if the list cannot be read."""
     table = {name: PRICES[name] for name in types if name in PRICES}
     if not types:
         return table
@@ -205,12 +202,12 @@ def prices_of(account: Account, region: str, types: Sequence[str]) -> dict[str, 
             else [_products(account, region)]
         )
     except SkywardError as error:
-        log.info("AWS's price list cannot be asked, our own table of %s stands in: %s", REGION, error)
+        log.info("AWS's price list cannot be read, our own table of %s is used: %s", REGION, error)
         return table
     return {name: price for some in products for item in some for name, price in _listed(json.loads(item))}
 
 
-def _products(account: Account, region: str, **wish: str) -> list[str]:
+def _products(account: AwsAccount, region: str, **conditions: str) -> list[str]:
     # locations have other names than regions, but for `regionCode`
     wanted = {
         "regionCode": region,
@@ -218,16 +215,16 @@ def _products(account: Account, region: str, **wish: str) -> list[str]:
         "tenancy": "Shared",
         "preInstalledSw": "NA",
         "capacitystatus": "Used",
-        **wish,
+        **conditions,
     }
     filters = [{"Type": "TERM_MATCH", "Field": name, "Value": value} for name, value in wanted.items()]
     return account.pages("us-east-1", "pricing", "get_products", "PriceList", ServiceCode="AmazonEC2", Filters=filters)
 
 
 def _listed(item: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield type and price of a product, if it has one by the hour.
+    """Yield type and price of a product that is sold by the hour in a region.
 
-    Local Zones, which cost more, and Capacity Blocks are products of their own.
+    Local Zones, which cost more, and Capacity Blocks are separate products, and are left out.
     """
     attributes = item["product"]["attributes"]
     if (
@@ -241,8 +238,8 @@ def _listed(item: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
                 yield attributes["instanceType"], price
 
 
-def spot_prices(account: Account, region: str, types: Sequence[str]) -> Prices:
-    """Return what types cost now as spot, in USD per hour, by type and zone; Local Zones and the like left out."""
+def spot_prices(account: AwsAccount, region: str, types: Sequence[str]) -> Prices:
+    """Return present spot prices, in USD per hour, by type and zone, without Local Zones and similar zones."""
     chunks = [types[start : start + PAGE] for start in range(0, len(types), PAGE)]
 
     def ask(chunk: Sequence[str]) -> list[dict[str, Any]]:

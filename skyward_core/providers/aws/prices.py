@@ -1,5 +1,6 @@
-"""What EC2's machines cost on demand, for accounts that may not ask AWS's price list (`pricing:GetProducts`):
-accelerated types and a few others.
+"""On-demand prices of EC2, for accounts without the right to read AWS's price list (`pricing:GetProducts`).
+
+The table has accelerated types and a few others.
 
 USD per hour of one machine, Linux, us-east-1, some rounded to four figures. In other regions they are an estimate.
 """

@@ -1,141 +1,83 @@
-"""AWS EC2 as a provider: RunInstances for machines on demand, one zone after another, and a fleet over all zones for
-spot; everything is found again by tag.
+"""AWS EC2 as a provider: RunInstances for machines on demand, one zone after another; a fleet over all zones for spot.
 
-Its parts are the other modules of this package, which nothing else imports.
+All resources are found again by their tags. The other modules of this package are parts of this provider; nothing else
+imports them.
 
-The SDK is botocore, on which boto3 stands; it is imported when a verb is called. Where a fact comes from is said beside
-it; "EC2 guide" is the Amazon EC2 User Guide, "fact sheet" the one of 2026-11-20.
+The SDK is botocore, the base of boto3. It is imported when a method is called. Each fact has its source beside it:
+"EC2 guide" is the Amazon EC2 User Guide, "fact sheet" the one of 2026-11-20.
 """
 
 from __future__ import annotations
 
 import gzip
 import logging
-import math
 import re
-import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_network
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from pydantic import Field, PrivateAttr, SecretStr, field_validator, model_validator
 
-from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, ProviderFailed, SkywardError
-from skyward_core.machines.instances import Endpoint, Instance, InstanceState
-from skyward_core.machines.offers import Extra, Offer, Requirements, matches
+from skyward_core.machines.instances import Instance, InstanceState
+from skyward_core.machines.offers import Offer, Requirements, matches
 from skyward_core.providers import userdata
 from skyward_core.providers.aws import images as aws_images
 from skyward_core.providers.aws.account import (
-    COMING,
-    Account,
+    AwsAccount,
     each,
     each_enabled,
     each_region,
     not_enabled,
-    number,
-    state_of,
     terminated,
     why_no_region,
 )
-from skyward_core.providers.aws.cluster import has_efa
 from skyward_core.providers.aws.fleet import ranked, settled
-from skyward_core.providers.aws.launch import (
-    DEBIAN_ARCHITECTURES,
-    ON_DEMAND_PRICE_TAG,
-    PRICE_TAG,
-    prune_launches,
-    why_failed,
-)
+from skyward_core.providers.aws.instances import HostKeys, InstanceReader, RecentMachines
+from skyward_core.providers.aws.launch import prune_launches
 from skyward_core.providers.aws.launcher import Launcher, LaunchSettings
-from skyward_core.providers.aws.offers import (
-    WITHOUT_IMAGE,
-    Prices,
-    billed_beside,
-    machine_of,
-    prices_of,
-    sold_as,
-    spot_prices,
-    spread,
-    with_others,
-)
-from skyward_core.providers.aws.session_manager import command, plugin
-from skyward_core.providers.base import LAUNCH_TAG, OWNER_TAG, POOL_TAG, RANK_TAG, Provider, Sale, Tags
+from skyward_core.providers.aws.offers import spot_prices
+from skyward_core.providers.aws.region_offers import RegionOffers
+from skyward_core.providers.aws.session_manager import plugin
+from skyward_core.providers.base import LAUNCH_TAG, OWNER_TAG, POOL_TAG, Provider, Sale, Tags
 from skyward_core.providers.ssh_keys import Key, host_key, our_key
-from skyward_core.providers.tagging import of_machine
 
-ADDRESS_SECONDS = 300.0
-"""How long a machine may take from the creating call to an address; seconds are usual."""
-FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS = 0.5, 5.0
 USER_DATA_BYTES = 16 * 1024
 DISK_GB = 100
-LEAST_MEMORY_GB = 2.0
-"""What a machine has at least if nobody has said how much it needs: the system, a node of ours and a call want some."""
 IMAGE_KEEP_DAYS = 14
 MACHINE_ID = "cat /var/lib/cloud/data/instance-id"
 
-YOUNG_SECONDS = 60.0
-"""After a creating call EC2 may say for seconds that it does not know the machine (`InvalidInstanceID.NotFound`): then
-it is not gone, but still to come.
-"""
-CHIP_FAMILIES = ("g", "p", "trn", "inf")
-ACCELERATED = tuple(f"{family}*" for family in CHIP_FAMILIES)
-"""The families with chips that the catalogue knows; the whole list of types is a dozen pages."""
-
-
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Young:
-    """The machines that a creating call has returned in this process, and when, by time.monotonic.
-
-    No part of a provider's value: any two are equal.
-    """
-
-    made: dict[str, float] = field(default_factory=dict[str, float], compare=False)
-
-    def note(self, ids: Iterable[str]) -> None:
-        now = time.monotonic()
-        for old in [machine_id for machine_id, at in self.made.items() if at + YOUNG_SECONDS < now]:
-            self.made.pop(old, None)
-        self.made.update(dict.fromkeys(ids, now))
-
-    def among(self, ids: Iterable[str]) -> set[str]:
-        return {
-            machine_id for machine_id in ids if self.made.get(machine_id, -math.inf) + YOUNG_SECONDS > time.monotonic()
-        }
 
 
 class AWS(Provider):
     """Rent machines of EC2. Credentials come from the fields, or from where AWS's own tools take them.
 
     Args:
-        region: one, or several that offers are asked of and machines looked for in.
-        use_ssm: log in through Session Manager, and open no port. Needs AWS's session-manager-plugin here and rights
-            for the machines: docs/clouds/aws.md.
-        profile: of ~/.aws/config and ~/.aws/credentials.
-        subnet_ids: where machines may be; by default the default subnets, one a zone, of the region's default VPC.
-        ssh_cidr: from where machines may be logged in to, as "203.0.113.7/32"; by default from the address that
-            `checkip_url` sees us with.
-        checkip_url: tells a caller's public address as plain text.
+        region: one region, or several. Offers and machines are looked for in all of them.
+        use_ssm: log in through Session Manager, and open no port. It needs AWS's session-manager-plugin on this
+            machine, and rights for the rented machines: docs/clouds/aws.md.
+        profile: a profile of ~/.aws/config and ~/.aws/credentials.
+        subnet_ids: the subnets for machines. By default these are the default subnets of the region's default VPC, one
+            in each zone.
+        ssh_cidr: the network from which machines accept logins, as "203.0.113.7/32". By default it is the address with
+            which `checkip_url` sees this client.
+        checkip_url: a service that returns the caller's public address as plain text.
         use_private_ip: log in at the private addresses, and give machines no public ones. Their subnets need another
-            way out, and `ssh_cidr` must be set unless nobody needs an address to log in, with `use_ssm`.
-        disk_gb: size of the root disk, in GiB; the image may ask for more.
-        spot_spread: zones whose spot prices are at most by this share above the cheapest one's are one offer, at the
-            price of the dearest of them.
+            route to the internet. `ssh_cidr` must be set, except with `use_ssm`.
+        disk_gb: size of the root disk, in GiB. It is larger if the image needs more.
+        spot_spread: zones whose spot prices are at most this share above the cheapest one are one offer. Its price is
+            the highest of theirs.
         instance_profile: name or ARN of the IAM instance profile that the machines get.
-        ami: image to use in place of AWS's own; cloud-init must run in it. Chips that AWS has no image for are offered
-            only with it.
-        image_keep_days: for how long after its last use an image of a prepared machine (`Image(cache=True)`) is kept,
-            until a sweep takes it away.
-        ssh_key: path of an OpenSSH private key without passphrase; by default one that is made under the state
-            directory.
-        endpoint_url: of all of AWS's services, for tests and proxies; AWS_ENDPOINT_URL says the same.
-        access_key_id: with `secret_access_key`, and `session_token` where there is one, in place of what the
-            environment has.
+        ami: the image to use in place of AWS's own; cloud-init must run in it. Chips without an image of AWS are
+            offered only with it.
+        image_keep_days: how many days after its last use an image of a prepared machine (`Image(cache=True)`) is kept,
+            until a sweep deletes it.
+        ssh_key: path of an OpenSSH private key without passphrase. By default one is made under the state directory.
+        endpoint_url: endpoint of all of AWS's services, for tests and proxies; same as AWS_ENDPOINT_URL.
+        access_key_id: used with `secret_access_key`, and `session_token` if there is one, in place of the credentials
+            of the environment.
         secret_access_key: see `access_key_id`.
         session_token: see `access_key_id`.
     """
@@ -145,8 +87,8 @@ class AWS(Provider):
     notice_url: ClassVar[str] = "http://169.254.169.254"
     listing_lag_seconds: ClassVar[float] = 15.0
     ending_seconds: ClassVar[float] = 30.0
-    """Until one that shuts down by itself is `shutting-down`, which is not billed (EC2 user guide, instance life
-    cycle).
+    """Seconds until a machine that shuts down by itself is `shutting-down`, a state that is not billed (EC2 guide,
+    "Instance lifecycle").
     """
     billing_minimum_seconds: ClassVar[int] = 60
     tells_what_is_paid: ClassVar[bool] = True
@@ -171,19 +113,19 @@ class AWS(Provider):
     secret_access_key: SecretStr | None = Field(default=None, exclude=True, repr=False)
     session_token: SecretStr | None = Field(default=None, exclude=True, repr=False)
 
-    _young: _Young = PrivateAttr(default_factory=_Young)
+    _recent: RecentMachines = PrivateAttr(default_factory=RecentMachines)
 
-    # ── the four verbs ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── offers, launch, instances, terminate ─────────────────────────────────────────────────────────────────────────
 
     def offers(self, want: Requirements) -> list[Offer]:
-        """Return what the regions sell. Prices on demand are those of AWS's price list, or of our own table where we
-        may not ask for it.
+        """Return the offers of all regions.
 
-        A region that cannot be asked is left out, which the log tells; raised if it might have had what no other one
-        has.
+        On-demand prices are those of AWS's price list, or of our own table without the right to read the list. A region
+        that does not answer is left out, with a warning. Raises its error if no other region has a matching offer.
         """
         with self._account() as account:
-            answers, failures = each_region(self._regions, lambda region: self._offers_in(account, region, want))
+            finder = RegionOffers(self._launcher(account), self.spot_spread)
+            answers, failures = each_region(self._regions, lambda region: finder.find(region, want))
         sold = Sale((offer for offers in answers for offer in offers), failures)
         if failures and not any(matches(offer, want) is None for offer in sold):
             raise why_no_region(failures)
@@ -192,29 +134,29 @@ class AWS(Provider):
         return sold
 
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
-        """Rent all `count` machines in one zone, trying one after the other, or all at once for spot; return those that
-        have an address.
+        """Rent all `count` machines in one zone; return those that have an address.
 
-        Raises NoCapacity if no zone has them all. The creating call may be sent again with its token, which makes no
-        second machine.
+        On demand it tries one zone after the other; for spot a fleet tries all at once. Raises NoCapacity if no zone
+        has them all. The creating call is idempotent: it may be sent again with its token.
         """
         if self.use_ssm:
             plugin()
         key = our_key(self.ssh_key)
+        reader = self._reader()
         with self._account() as account:
             prices = spot_prices(account, offer.region, [offer.instance_type, *offer.or_types]) if offer.is_spot else {}
             made = self._launcher(account).run(offer, count, tags, self._user_data(key, tags, startup), prices)
-            self._young.note(made)
-            found = self._with_addresses(account, offer.region, tags[LAUNCH_TAG], made)
+            self._recent.note(made)
+            found = reader.wait_for_addresses(account, offer.region, tags[LAUNCH_TAG], made)
             if offer.is_spot:
                 found = settled(account, offer.region, tags[LAUNCH_TAG], found, prices)
-        keys = _HostKeys(key)
+        keys = HostKeys(key)
         return sorted(
-            (self._instance(machine, offer.region, keys) for machine in found), key=lambda instance: instance.rank
+            (reader.read(machine, offer.region, keys) for machine in found), key=lambda instance: instance.rank
         )
 
     def instances(self, pool_id: str | None = None) -> list[Instance]:
-        """Return the machines that carry a pool's tag, in all regions that the account has enabled."""
+        """Return the machines that have a pool's tag, in all regions that the account has enabled."""
         wanted = (
             {"Name": "tag-key", "Values": [POOL_TAG]}
             if pool_id is None
@@ -226,8 +168,8 @@ class AWS(Provider):
                 self._regions,
                 lambda region: [(region, machine) for machine in ranked(account.machines(region, wanted))],
             )
-        keys = _HostKeys(self._key())
-        listed = [self._instance(machine, region, keys) for machines in found for region, machine in machines]
+        keys, reader = HostKeys(self._key()), self._reader()
+        listed = [reader.read(machine, region, keys) for machines in found for region, machine in machines]
         return [
             instance
             for instance in listed
@@ -235,17 +177,16 @@ class AWS(Provider):
         ]
 
     def terminate(self, ids: Sequence[str]) -> None:
-        """Ask every region for the end of these machines; their disks go with them. An id tells no region, and one that
-        nobody knows is gone.
+        """Terminate these machines in every region, because an id does not contain its region; disks are deleted too.
 
-        Unless it was made in this process less than YOUNG_SECONDS ago.
+        A machine that no region knows is gone, except one that this process created less than RECENT_SECONDS ago.
         """
         wanted = sorted(set(ids))
         if not wanted:
             return
         with self._account() as account:
             answers = each(self._regions, lambda region: terminated(account, region, wanted))
-            unknown = self._young.among(wanted) - {
+            unknown = self._recent.among(wanted) - {
                 machine_id for done, failed in answers for machine_id in (*done, *failed)
             }
             refusals = {
@@ -263,7 +204,7 @@ class AWS(Provider):
             if machine_id not in ended
         }
         left |= {
-            machine_id: ProviderFailed(f"AWS does not know {machine_id} yet, which it has just made")
+            machine_id: ProviderFailed(f"AWS does not know {machine_id} yet, which it has just created")
             for machine_id in unknown
         }
         if left:
@@ -273,7 +214,7 @@ class AWS(Provider):
             raise InstancesLeft(f"{', '.join(sorted(left))} may still run: {error}", sorted(left)) from error
 
     def keep_image(self, instance: Instance, image_hash: str) -> str | None:
-        """Begin to make an AMI of a machine, for later launches with these packages; see `images.py`."""
+        """Begin to create an AMI of a machine, for later launches with these packages; see `images.py`."""
         now = datetime.now(UTC)
         with self._account() as account:
             return aws_images.keep(
@@ -288,8 +229,8 @@ class AWS(Provider):
             )
 
     def prune(self, now: datetime, *, is_dry_run: bool) -> list[str]:
-        """Take away images of ours that are of no use any more, with their snapshots, and what launches have left that
-        is no machine.
+        """Delete images of ours that are no longer needed, with their snapshots, and resources of launches that are not
+        machines.
         """
         with self._account() as account:
 
@@ -305,13 +246,11 @@ class AWS(Provider):
         return [line for steps in found for lines in steps for line in lines]
 
     def ends_for_good(self) -> bool:
-        """Power off terminates it."""
+        """Return True: a machine that powers off is terminated."""
         return True
 
     def account(self) -> str:
-        """Return the number of the AWS account, which is the same in all regions: the first one that answers tells
-        it.
-        """
+        """Return the number of the AWS account, from the first region that answers. It is the same in all regions."""
         failures: dict[str, SkywardError] = {}
         with self._account() as account:
             for region in self._regions:
@@ -322,88 +261,10 @@ class AWS(Provider):
         raise why_no_region(failures)
 
     def console_url(self, instance: Instance) -> str | None:
-        """Return the machine's page in the console of its region."""
+        """Return the URL of the machine's page in the console of its region."""
         return f"https://{instance.region}.console.aws.amazon.com/ec2/home?region={instance.region}#InstanceDetails:instanceId={instance.id}"
 
-    # ── what is sold ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _offers_in(self, account: Account, region: str, want: Requirements) -> list[Offer]:
-        filters: list[dict[str, Any]] = [
-            {"Name": "processor-info.supported-architecture", "Values": list(DEBIAN_ARCHITECTURES)}
-        ]
-        families = (
-            (want.instance_type,)
-            if want.instance_type is not None
-            else ACCELERATED
-            if want.accelerator is not None
-            else ()
-        )
-        if families:
-            filters.append({"Name": "instance-type", "Values": list(families)})
-        kinds = account.pages(region, "ec2", "describe_instance_types", "InstanceTypes", Filters=filters)
-        machines = [machine for kind in kinds if (machine := machine_of(kind, region)) is not None]
-        log.debug(
-            "%s has %d types of machine with chips that the catalogue does not know, or with parts of one",
-            region,
-            len(kinds) - len(machines),
-        )
-        if self.ami is None:
-            machines = [(offer, classes) for offer, classes in machines if offer.accelerator not in WITHOUT_IMAGE]
-        any_price = want.model_copy(update={"max_price_per_hour": None, "memory_gb": _least_memory_gb(want)})
-        machines = [(offer, classes) for offer, classes in machines if matches(offer, any_price) is None]
-        # a region of several that has no place for machines is left out here, rather than refused for each of its types
-        # when they are launched
-        zones = (
-            {subnet["AvailabilityZone"] for subnet in self._launcher(account).subnets(region)}
-            if self.subnet_ids or len(self._regions) > 1
-            else None
-        )
-        prices = prices_of(account, region, [offer.instance_type for offer, _ in machines])
-        spot_types = [offer.instance_type for offer, classes in machines if "spot" in classes]
-        spot: dict[str, set[float]] = {}
-        for (instance_type, zone), price in self._spot_prices(account, region, spot_types).items():
-            if zones is None or zone in zones:
-                spot.setdefault(instance_type, set()).add(price)
-        sold = [
-            one.model_copy(
-                update={"nodes": want.nodes, "extras_per_hour": self._beside(has_chips=offer.accelerator is not None)}
-            )
-            for offer, classes in machines
-            for one in sold_as(
-                offer,
-                classes,
-                prices.get(offer.instance_type),
-                spread(spot.get(offer.instance_type, ()), self.spot_spread),
-            )
-        ]
-        # with EFA all machines of a pool have it, or none: what is between them chooses one network for all
-        alike = {
-            kind["InstanceType"]: (
-                "arm64" in kind["ProcessorInfo"]["SupportedArchitectures"],
-                want.nodes > 1 and has_efa(kind),
-            )
-            for kind in kinds
-        }
-        return sold if want.instance_type is not None else with_others(sold, spot, alike)
-
-    def _beside(self, *, has_chips: bool) -> tuple[Extra, ...]:
-        return billed_beside(self.disk_gb, has_chips=has_chips, is_public=not self.use_private_ip)
-
-    def _spot_prices(self, account: Account, region: str, types: Sequence[str]) -> Prices:
-        """Return what spot machines cost; nothing where we may not ask for it: what is sold on demand is offered all
-        the same.
-        """
-        try:
-            return spot_prices(account, region, types)
-        except CredentialsError as error:
-            if error.code.partition(".")[0] != "UnauthorizedOperation":
-                raise
-            log.warning(
-                "%s is offered on demand only: the credentials lack ec2:DescribeSpotPriceHistory. %s", region, error
-            )
-            return {}
-
-    # ── how it is launched ───────────────────────────────────────────────────────────────────────────────────────────
+    # ── parts of the provider ────────────────────────────────────────────────────────────────────────────────────────
 
     def _user_data(self, key: Key, tags: Tags, startup: str) -> bytes:
         boot = userdata.boot_script(startup, tags, MACHINE_ID)
@@ -412,12 +273,12 @@ class AWS(Provider):
             content = gzip.compress(content, mtime=0)  # cloud-init unpacks it
         if len(content) > USER_DATA_BYTES:
             raise BadRequest(
-                f"the startup script is too long: user data of EC2 is {USER_DATA_BYTES} bytes at most, and this is"
+                f"the startup script is too long: user data of EC2 has at most {USER_DATA_BYTES} bytes, and this has"
                 f" {len(content)}, compressed"
             )
         return content
 
-    def _launcher(self, account: Account) -> Launcher:
+    def _launcher(self, account: AwsAccount) -> Launcher:
         settings = LaunchSettings(
             ami=self.ami,
             checkip_url=self.checkip_url,
@@ -432,94 +293,31 @@ class AWS(Provider):
         )
         return Launcher(settings, account)
 
-    def _with_addresses(self, account: Account, region: str, launch: str, ids: Sequence[str]) -> list[dict[str, Any]]:
-        """Wait until each machine has an address or has failed.
-
-        Raises NoCapacity, QuotaExceeded, BadRequest or ProviderFailed if all have failed.
-        """
-        deadline = time.monotonic() + ADDRESS_SECONDS
-        pauses = Backoff(FIRST_LOOK_SECONDS, LONGEST_LOOK_SECONDS, 1.5).pauses()
-        while True:
-            listed = account.machines(region, {"Name": f"tag:{LAUNCH_TAG}", "Values": [launch]})
-            found = {machine["InstanceId"]: machine for machine in listed if machine["InstanceId"] in ids}
-            failed = {machine_id: machine for machine_id, machine in found.items() if state_of(machine) not in COMING}
-            ready = {
-                machine_id: machine
-                for machine_id, machine in found.items()
-                if machine_id not in failed and self._address(machine)
-            }
-            if len(ready) + len(failed) == len(ids) or time.monotonic() > deadline:
-                break
-            time.sleep(next(pauses))
-        if left := [machine_id for machine_id in ids if machine_id not in ready]:
-            terminated(account, region, left)  # a stopped one costs its disk; what fails here is found by its tags
-        if not ready and not failed:
-            raise ProviderFailed(f"{', '.join(left)} had no address after {ADDRESS_SECONDS:.0f} s; asked for their end")
-        if not ready:
-            raise why_failed(next(iter(failed.values())))
-        return list(ready.values())
-
-    # ── what is there ────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _address(self, machine: Mapping[str, Any]) -> str | None:
-        """Return what the machine is logged in at: its id, once it runs in its network, where Session Manager finds the
-        way.
-        """
-        if self.use_ssm:
-            return (
-                machine["InstanceId"]
-                if machine.get("PrivateIpAddress") and state_of(machine) is InstanceState.RUNNING
-                else None
-            )
-        return machine.get("PrivateIpAddress" if self.use_private_ip else "PublicIpAddress") or None
-
-    def _instance(self, machine: Mapping[str, Any], region: str, keys: _HostKeys) -> Instance:
-        """Read what DescribeInstances says.
-
-        All machines of a creating call have its tags: their ranks are told by their places in it.
-        """
-        tags = {tag["Key"]: tag["Value"] for tag in machine.get("Tags", [])}
-        first = tags.get(RANK_TAG, "")
-        rank = (int(first) if first.isdigit() else 0) + int(machine.get("AmiLaunchIndex", 0))
-        return Instance(
-            id=machine["InstanceId"],
+    def _reader(self) -> InstanceReader:
+        return InstanceReader(
             provider=self.name,
-            pool_id=tags.get(POOL_TAG, ""),
-            rank=rank,
-            state=state_of(machine),
-            region=region,
-            instance_type=machine["InstanceType"],
-            is_spot=machine.get("InstanceLifecycle") == "spot",
-            price_per_hour=number(tags.get(PRICE_TAG)) or 0.0,
-            on_demand_price_per_hour=number(tags.get(ON_DEMAND_PRICE_TAG)),
-            extras_per_hour=self._beside(has_chips=machine["InstanceType"].startswith(CHIP_FAMILIES)),
-            ip=machine.get("PublicIpAddress") or None,
-            private_ip=machine.get("PrivateIpAddress") or None,
-            tags=of_machine(tags, rank),
-            directory=userdata.directory_of(machine["InstanceId"]),
-            endpoint=keys.endpoint(
-                self._address(machine), tags.get(LAUNCH_TAG), self._proxy_command(machine["InstanceId"], region)
-            ),
+            disk_gb=self.disk_gb,
+            use_private_ip=self.use_private_ip,
+            use_ssm=self.use_ssm,
+            profile=self.profile,
+            endpoint_url=self.endpoint_url,
         )
 
-    def _proxy_command(self, machine_id: str, region: str) -> tuple[str, ...] | None:
-        return command(machine_id, region, self.profile, self.endpoint_url) if self.use_ssm else None
-
     def _key(self) -> Key | None:
-        """Our SSH key; None where it is not: machines are listed, and ended, without it."""
+        """Return our SSH key; None if there is none. Machines can be listed and terminated without it."""
         try:
             return our_key(self.ssh_key)
         except BadRequest:
             return None
 
-    def _account(self) -> Account:
+    def _account(self) -> AwsAccount:
         keys = None
         if self.access_key_id is not None and self.secret_access_key is not None:
             token = self.session_token.get_secret_value() if self.session_token is not None else None
             keys = (self.access_key_id.get_secret_value(), self.secret_access_key.get_secret_value(), token)
-        return Account(self.profile, self.endpoint_url, keys)
+        return AwsAccount(self.profile, self.endpoint_url, keys)
 
-    # ── what is set ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── validation of the fields ─────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def _regions(self) -> tuple[str, ...]:
@@ -535,8 +333,8 @@ class AWS(Provider):
             or not all(re.fullmatch(r"[a-z]{2}(-[a-z]+)+-[0-9]", name) for name in regions)
         ):
             raise ValueError(
-                'write "us-east-1", or several different regions: zones, as "us-east-1a", are chosen when machines are'
-                " launched"
+                'write "us-east-1", or several different regions; a zone, such as "us-east-1a", is chosen when machines'
+                " are launched"
             )
         return region
 
@@ -548,54 +346,19 @@ class AWS(Provider):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if (self.access_key_id is None) != (self.secret_access_key is None):
-            raise ValueError("access_key_id= and secret_access_key= come together")
+            raise ValueError("access_key_id= and secret_access_key= must be given together")
         if self.ami is not None and len(self._regions) > 1:
-            raise ValueError("ami= needs one region: an image has another id in each")
+            raise ValueError("ami= needs one region: an image has a different id in each region")
         if self.use_private_ip and self.ssh_cidr is None and not self.use_ssm:
             raise ValueError(
-                "use_private_ip=True needs ssh_cidr=, the private network that you come from: no service can tell it;"
-                " or use_ssm=True"
+                "use_private_ip=True needs ssh_cidr=, the private network of this client, which no service can"
+                " find out; or use_ssm=True"
             )
         if self.use_ssm and self.ssh_cidr is not None:
-            raise ValueError(
-                "use_ssm=True opens no port, so ssh_cidr= has nothing to open it for: leave one of them out"
-            )
+            raise ValueError("use_ssm=True opens no port, so ssh_cidr= has no effect: remove one of them")
         if self.use_ssm and self.access_key_id is not None:
             raise ValueError(
-                "use_ssm=True takes credentials from the environment or a profile: every connection asks AWS anew, in a"
-                " process of its own"
+                "use_ssm=True takes credentials from the environment or a profile: every connection is a process of its"
+                " own that calls AWS"
             )
         return self
-
-
-def _least_memory_gb(want: Requirements) -> float | None:
-    """Return how much memory is needed: what was asked for, or enough for a node; any will do where a type was
-    named.
-    """
-    return LEAST_MEMORY_GB if want.memory_gb is None and want.instance_type is None else want.memory_gb
-
-
-class _HostKeys:
-    """How machines are logged in to; the host key of a launch is derived once."""
-
-    def __init__(self, key: Key | None) -> None:
-        self._key = key
-        self._public: dict[str, str] = {}
-
-    def endpoint(
-        self, host: str | None, launch: str | None, proxy_command: tuple[str, ...] | None = None
-    ) -> Endpoint | None:
-        if host is None or launch is None or self._key is None:
-            return None
-        if launch not in self._public:
-            self._public[launch] = host_key(launch, self._key).public
-        return Endpoint(
-            host=host,
-            port=22,
-            user="root",
-            key=str(self._key.path),
-            host_key=self._public[launch],
-            known_hosts="/dev/null",
-            config="/dev/null",
-            proxy_command=proxy_command,
-        )
