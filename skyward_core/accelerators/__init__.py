@@ -1,8 +1,8 @@
-"""Which accelerators to ask for: `Accelerator`, its factories, and `parse` for strings.
+"""The accelerators that a machine needs: `Accelerator`, its factories, and `parse` for strings.
 
-One value, spelled as one likes: "A100-40GB", `NVIDIA.A100_40GB`, `A100(memory="40GB")`,
-`Accelerator.NVIDIA.A100(memory="40GB")`. What is known of a chip stands in `catalog`, how it can be partitioned in
-`mig`; here are names and the checks that join them.
+One value has several spellings: "A100-40GB", `NVIDIA.A100_40GB`, `A100(memory="40GB")`,
+`Accelerator.NVIDIA.A100(memory="40GB")`. `catalog` has the facts about each chip, and `mig` its partitions. This module
+has the names, and the checks that use both.
 """
 
 import functools
@@ -93,7 +93,7 @@ class _Gpu(Protocol):
 
 
 def _gpu(name: str) -> _Gpu:
-    """Make the factory of one chip of the catalogue."""
+    """Return the factory of one chip of the catalogue."""
 
     def factory(
         count: int = 1,
@@ -105,7 +105,7 @@ def _gpu(name: str) -> _Gpu:
 
     factory.__name__ = factory.__qualname__ = re.sub(r"\W", "_", name)
     factory.__doc__ = (
-        f'Ask for `count` {name} in each machine. `memory` ("80GB") chooses among the sizes that exist, `form_factor`'
+        f'Require `count` {name} in each machine. `memory` ("80GB") chooses among the sizes that exist, `form_factor`'
         ' among "SXM", "PCIe" and "NVL"; `mig` splits each: one profile as often as it fits, or exactly the list.'
         " Raises BadRequest with the valid choices."
     )
@@ -114,11 +114,10 @@ def _gpu(name: str) -> _Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Accelerator:
-    """Accelerators of one machine: `count` chips called `name` in the catalogue, `memory_gb` each, in the vendor's
-    figure.
+    """Accelerators of one machine: `count` chips with the catalogue's `name`, each with `memory_gb` (vendor's figure).
 
-    `form_factor` None means any. `mig` are the partitions of each GPU, largest first; given as one name it becomes as
-    many as fit. Any of it that does not exist raises BadRequest with what does. Compares by value.
+    `form_factor` None means any. `mig` has the partitions of each GPU, largest first; one name becomes as many
+    partitions as fit. A value that does not exist raises BadRequest with the valid ones. Compares by value.
 
     >>> str(Accelerator.NVIDIA.H100(count=4))
     '4 x H100 80GB'
@@ -152,7 +151,7 @@ class Accelerator:
 
     @property
     def vendor(self) -> Vendor:
-        """Who makes it: "NVIDIA", "AMD", "AWS" or "Google"."""
+        """The manufacturer: "NVIDIA", "AMD", "AWS" or "Google"."""
         return find(self.name).vendor
 
     def __str__(self) -> str:
@@ -239,9 +238,7 @@ class Accelerator:
         Quadro_RTX_8000 = staticmethod(_gpu("Quadro RTX 8000"))
 
     class AMD:
-        """AMD's GPUs: `MI` and `RadeonPro` take the model, the ones that are rented most have a factory of their
-        own.
-        """
+        """AMD's GPUs: `MI` and `RadeonPro` take the model; common ones have a factory of their own."""
 
         MI300X = staticmethod(_gpu("MI300X"))
         MI325X = staticmethod(_gpu("MI325X"))
@@ -250,12 +247,12 @@ class Accelerator:
 
         @staticmethod
         def MI(model: str, count: int = 1) -> "Accelerator":  # noqa: N802 - the name of the product
-            """Ask for Instinct GPUs by what follows "MI" in their name: `MI("300X")`."""
+            """Require Instinct GPUs, by the part of their name after "MI": `MI("300X")`."""
             return _make(f"MI{model.upper().removeprefix('MI')}", count)
 
         @staticmethod
         def RadeonPro(model: str, count: int = 1) -> "Accelerator":  # noqa: N802 - the name of the product
-            """Ask for Radeon Pro GPUs by model: `RadeonPro("V710")`."""
+            """Require Radeon Pro GPUs by model: `RadeonPro("V710")`."""
             return _make(f"Radeon Pro {model}", count)
 
     class AWS:
@@ -263,12 +260,12 @@ class Accelerator:
 
         @staticmethod
         def Trainium(version: int = 2, count: int = 1) -> "Accelerator":  # noqa: N802 - the name of the product
-            """Ask for Trainium chips of the first or second generation."""
+            """Require Trainium chips of the first or second generation."""
             return _make(f"Trainium{version}", count)
 
         @staticmethod
         def Inferentia(version: int = 2, count: int = 1) -> "Accelerator":  # noqa: N802 - the name of the product
-            """Ask for Inferentia chips of the first or second generation."""
+            """Require Inferentia chips of the first or second generation."""
             return _make(f"Inferentia{version}", count)
 
     class Google:
@@ -276,13 +273,12 @@ class Accelerator:
 
         @staticmethod
         def TPU(version: str = "v5p", count: int = 1) -> "Accelerator":  # noqa: N802 - the name of the product
-            """Ask for single TPU chips: `TPU("v5p")`."""
+            """Require single TPU chips: `TPU("v5p")`."""
             return _make(f"TPU-{version}", count)
 
         @staticmethod
         def TPUSlice(accelerator_type: str) -> "Accelerator":  # noqa: N802 - the name of the product
-            """Ask for a slice by Google's accelerator type. `count` is in chips: "v5p-8" counts TensorCores, and is 4
-            chips.
+            """Require a slice by Google's accelerator type. `count` is in chips: "v5p-8" has 8 TensorCores, 4 chips.
 
             v2, v3, v4 and v5p count TensorCores, two to a chip; v5e and v6e count chips
             (docs.cloud.google.com/tpu/docs).
@@ -291,15 +287,13 @@ class Accelerator:
 
 
 class _ByValueToo(EnumType):
-    # NVIDIA["A100-40GB"]: the values are the names that people know, and no identifiers
+    # NVIDIA["A100-40GB"]: the values are the usual names, which are no identifiers
     def __getitem__[Member](cls: type[Member], name: str) -> Member:
         return cast(Any, cls)._value2member_map_.get(name) or cast(Any, EnumType).__getitem__(cls, name)
 
 
 class NVIDIA(StrEnum, metaclass=_ByValueToo):
-    """The names of NVIDIA's GPUs, for type hints and wherever an accelerator is asked for by string: `NVIDIA.A100` is
-    "A100".
-    """
+    """The names of NVIDIA's GPUs, for type hints and in place of strings: `NVIDIA.A100` is "A100"."""
 
     T4 = "T4"
     T4g = "T4g"
@@ -358,11 +352,10 @@ class NVIDIA(StrEnum, metaclass=_ByValueToo):
 
 
 def parse(wish: "str | NVIDIA | Accelerator") -> Accelerator:
-    """Read an accelerator from its name, with memory, form factor or count: "A100-40GB", "H100-SXM", "4xA100",
-    "A100:4".
+    """Return an accelerator from its name, with memory, form factor or count: "A100-40GB", "H100-SXM", "4xA100".
 
-    Case does not matter, nor what stands between the words. An `Accelerator` is returned as it is. Raises BadRequest
-    with the three nearest names.
+    "A100:4" has a count too. Case and the separators of words do not matter. An `Accelerator` is returned unchanged.
+    Raises BadRequest with the three nearest names.
 
     >>> parse("2xh100-nvl")
     Accelerator(name='H100', memory_gb=94, count=2, mig=(), form_factor='NVL')
@@ -371,24 +364,23 @@ def parse(wish: "str | NVIDIA | Accelerator") -> Accelerator:
         return wish
     if not isinstance(wish, str) or not wish.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadRequest(
-            f'accelerator={wish!r} is no accelerator: write a name such as "A100" or "4xH100", or use'
+            f'accelerator={wish!r} is not an accelerator: write a name such as "A100" or "4xH100", or use'
             " skyward_core.accelerators.A100()"
         )
     return _parsed(str(wish))
 
 
 @functools.lru_cache(maxsize=128)
-def _parsed(wish: str) -> Accelerator:
-    text, count = _count(wish.strip())
+def _parsed(name: str) -> Accelerator:
+    text, count = _count(name.strip())
     words = re.split(r"[\s_-]+", text)
     memory = _take(words, r"\d+GB")
     form_factor = _take(words, r"SXM\d?|PCIe|NVL")
-    return _make(" ".join(words) or wish, count, memory, None, cast("FormFactor | None", form_factor))
+    return _make(" ".join(words) or name, count, memory, None, cast("FormFactor | None", form_factor))
 
 
 def is_nvidia(name: str | Accelerator | None) -> bool:
-    """True if this is one of NVIDIA's, by the catalogue, or by the word in a driver's name that the catalogue does not
-    have.
+    """Return whether this is a chip of NVIDIA, by the catalogue, or else by "nvidia" in a driver's name.
 
     >>> is_nvidia("H100"), is_nvidia("MI300X"), is_nvidia(None)
     (True, False, False)
@@ -399,7 +391,7 @@ def is_nvidia(name: str | Accelerator | None) -> bool:
 
 
 def is_trainium(name: str | Accelerator | None) -> bool:
-    """True if this is a Trainium of any generation.
+    """Return whether this is a Trainium of any generation.
 
     >>> is_trainium("Trainium2"), is_trainium("H100")
     (True, False)
@@ -474,30 +466,32 @@ def _make(
 ) -> Accelerator:
     chip = find(name)
     memory_gb = _memory_gb(memory) if memory is not None else chip.memory_choices(_form_factor(chip, form_factor))[0]
-    # a single profile is expanded there
+    # Accelerator expands a single profile
     return Accelerator(chip.name, memory_gb, count, cast("tuple[str, ...]", mig or ()), form_factor)
 
 
 def _memory_gb(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+)\s*GB\s*", str(text), re.IGNORECASE)
     if match is None:
-        raise BadRequest(f'memory={text!r} is no memory of an accelerator: write it as the vendor does, such as "80GB"')
+        raise BadRequest(
+            f'memory={text!r} is not the memory of an accelerator: write the vendor figure, such as "80GB"'
+        )
     return int(match.group(1))
 
 
-def _form_factor(chip: Chip, wish: str | None) -> str | None:
-    if wish is None:
+def _form_factor(chip: Chip, wanted: str | None) -> str | None:
+    if wanted is None:
         return None
-    plain = re.sub(r"\d$", "", str(wish)).casefold()  # SXM4, SXM5: the socket follows from the chip
+    plain = re.sub(r"\d$", "", str(wanted)).casefold()  # SXM4, SXM5: the chip determines the number
     for known in chip.form_factors:
         if known.casefold() == plain:
             return known
-    told = (
+    advice = (
         f"it comes as {' or '.join(chip.form_factors)}"
         if chip.form_factors
         else "leave form_factor out, there is only one"
     )
-    raise BadRequest(f"there is no {chip.name} with form factor {wish!r}; {told}")
+    raise BadRequest(f"there is no {chip.name} with form factor {wanted!r}; {advice}")
 
 
 def _called(chip: Chip, form_factor: str | None) -> str:
@@ -507,7 +501,7 @@ def _called(chip: Chip, form_factor: str | None) -> str:
 def _slice(accelerator_type: str) -> Accelerator:
     match = re.fullmatch(r"(?:TPU-)?(v\d\w*)-(\d+)", str(accelerator_type), re.IGNORECASE)
     if match is None:
-        raise BadRequest(f'{accelerator_type!r} is no TPU slice: write version and size, such as "v5p-8"')
+        raise BadRequest(f'{accelerator_type!r} is not a TPU slice: write version and size, such as "v5p-8"')
     chip, size = find(f"TPU-{match.group(1)}"), int(match.group(2))
     if size < 1 or size % chip.cores:
         raise BadRequest(
@@ -524,7 +518,7 @@ def _count(text: str) -> tuple[str, int]:
 
 
 def _take(words: list[str], pattern: str) -> str | None:
-    """Remove the first word after the name that matches, and return it."""
+    """Remove and return the first word after the name that matches."""
     for index, word in enumerate(words[1:], start=1):
         if re.fullmatch(pattern, word, re.IGNORECASE):
             return words.pop(index)
@@ -532,7 +526,7 @@ def _take(words: list[str], pattern: str) -> str | None:
 
 
 def _known(name: str | Accelerator | None, holds: Callable[[Accelerator], bool]) -> bool:
-    """True if the name is in the catalogue and the statement holds; names seen on machines may be in no catalogue."""
+    """Return whether the name is in the catalogue and `holds` is true for it; drivers may report other names."""
     try:
         return name is not None and holds(parse(name))
     except BadRequest:

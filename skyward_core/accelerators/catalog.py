@@ -1,6 +1,6 @@
 """One row for each chip that the supported clouds rent, or that the documents name.
 
-A fact about a chip stands here and nowhere else.
+This is the only place for facts about a chip.
 """
 
 import re
@@ -15,13 +15,13 @@ type FormFactor = Literal["SXM", "PCIe", "NVL"]
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """What is known of one chip.
+    """The facts about one chip.
 
-    `memory_gb` are the sizes that exist, in the vendor's own figure for one chip, the default first. `form_factors` are
-    those that are told apart when renting; `memory_of` names those that come with fewer sizes. `mig` says that the
-    driver can partition it. `aliases` are other names in use. `cores` is how many TensorCores a TPU slice's name counts
-    for this chip. `neuron_cores` are its physical NeuronCores, of which AWS's runtime takes `neuron_cores_in_one` for
-    one if nothing else is said. `source` is where the row was read, `checked` when.
+    `memory_gb` has the existing sizes, in the vendor's figure for one chip, the default first. `form_factors` are those
+    that offers distinguish; `memory_of` has those with fewer sizes. `mig` means that the driver can partition it.
+    `aliases` are other names. `cores` is how many TensorCores a TPU slice's name counts for this chip. `neuron_cores`
+    is the number of physical NeuronCores; by default AWS's runtime treats `neuron_cores_in_one` of them as one.
+    `source` and `checked` are the source of the row and its date.
     """
 
     name: str
@@ -50,7 +50,7 @@ _RUNPOD = "RunPod documentation, docs.runpod.io/references/gpu-types.md"
 _GPUHUNT = "dstackai/gpuhunt, src/gpuhunt/_internal/constraints.py"
 _VAST = (
     "Vast.ai, GPU names of the offers API (fact sheet of 2026-11-20, section 4.6); size as on NVIDIA's product page,"
-    " not checked anew"
+    " not checked again"
 )
 _ROCM = "AMD ROCm, GPU hardware specifications, rocm.docs.amd.com/en/latest/reference/gpu-specs.html"
 _NEURON = "; cores: AWS Neuron documentation, NeuronCore architecture, and EC2 DescribeInstanceTypes, CoreInfo"
@@ -171,8 +171,7 @@ CHIPS: tuple[Chip, ...] = (
     Chip("TPU-v6e", "Google", (32,), _TPU + "v6e"),
 )
 
-# words around a name that say nothing about which chip it is, in drivers' and clouds' spellings ("NVIDIA H100 80GB
-# HBM3")
+# words in drivers' and clouds' names ("NVIDIA H100 80GB HBM3") that do not identify the chip
 _NOISE = frozenset(
     {
         "nvidia",
@@ -192,8 +191,7 @@ _NOISE = frozenset(
 
 
 def find(name: str) -> Chip:
-    """Return the row of a chip, by its name in any case and with spaces, hyphens, underscores or nothing between its
-    words.
+    """Return the row of a chip by its name, in any case and with any separator of words, or none.
 
     Raises BadRequest with the three nearest names.
 
@@ -210,7 +208,7 @@ def find(name: str) -> Chip:
 
 
 def nearest(name: str, choices: tuple[str, ...], count: int = 3) -> list[str]:
-    """Return the `count` choices most like this name, the most alike first."""
+    """Return the `count` choices that are most similar to this name, the most similar first."""
     from difflib import get_close_matches
 
     keys = {_key(choice): choice for choice in choices}

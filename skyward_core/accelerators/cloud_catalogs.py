@@ -1,6 +1,6 @@
-"""Who rents which chip: what the built-in clouds have in their catalogues.
+"""The chips in the catalogues of the built-in clouds.
 
-Whether a machine is free now, and what it costs, they tell themselves.
+Only a cloud's API reports whether a machine is free now, and its price.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ CLOUDS: Mapping[str, str] = {
     "vastai": "Vast.ai",
     "runpod": "RunPod",
 }
-"""Names of the providers, and of the clouds in sentences."""
+"""Names of the providers, and the clouds' names for messages."""
 
 RENTED: Mapping[str, tuple[str, ...]] = {
     "aws": (
@@ -154,7 +154,7 @@ Tests compare it with those lists, and with AWS's own.
 
 
 def rented_by(name: str) -> tuple[str, ...]:
-    """Return the clouds that rent this chip of the catalogue, in the words of `CLOUDS`.
+    """Return the clouds that rent this chip of the catalogue, by their names in `CLOUDS`.
 
     >>> rented_by("MI325X")
     ('DigitalOcean',)
@@ -163,8 +163,9 @@ def rented_by(name: str) -> tuple[str, ...]:
 
 
 def advice(accelerator: Accelerator) -> str:
-    """Say who rents it; if nobody does, what is rented that has as much memory, of the same vendor if there is such a
-    chip, and is nearest to it.
+    """Return which clouds rent the accelerator, as text; if none does, the most similar chip that is rented.
+
+    It has at least as much memory, if possible the same vendor, and the nearest size.
 
     >>> advice(Accelerator("GB200", 186))
     'GB200 is rented by none of the built-in clouds; nearest to it in memory is B300 288GB (AWS, DigitalOcean, Verda,

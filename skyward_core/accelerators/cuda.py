@@ -1,4 +1,4 @@
-"""Which CUDA a text speaks of: what an image or a package needs its host's driver to know."""
+"""The CUDA version in a text: the version that a driver must support for an image or a package."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import re
 CUDA = re.compile(r"(?<![a-z0-9])cu(?:da)?[-:]?(1[0-9])[.-]?([0-9])?")
 """As in cu128, cu1281, cuda12x, cuda:12.4.1, cuda-13.0, nvidia-cublas-cu12.
 
-Versions before 10 have no driver that is too old for them.
+Versions before 10 work with every driver.
 """
 
 
 def cuda_of(text: str) -> float | None:
-    """Return the newest CUDA that a requirement, the URL of an index or the name of an image speaks of; None if it
-    speaks of none.
+    """Return the newest CUDA version in a requirement, an index's URL or an image's name; None if it has none.
 
     >>> [cuda_of(text) for text in ("torch==2.9.1+cu128", "cupy-cuda12x", "nvidia/cuda:12.4.1-ubuntu22.04", "torch")]
     [12.8, 12.0, 12.4, None]

@@ -1,8 +1,8 @@
-"""MIG (Multi-Instance GPU): the profiles that a chip can be split in, how many fit, and which sets fit together.
+"""MIG (Multi-Instance GPU): the profiles into which a chip can be split, how many fit, and which sets fit together.
 
-A chip has memory slices in a row (8 where it has 7 compute slices, else as many as compute slices). A profile takes
-`width` of them beginning at one of its `starts`, and no slice belongs to two. That is all the accounting there is:
-`nvidia-smi mig -lgipp` prints the same placements.
+A chip has memory slices in a row: 8 if it has 7 compute slices, else as many as compute slices. A profile takes `width`
+of them from one of its `starts`, and no slice belongs to two profiles. `nvidia-smi mig -lgipp` prints the same
+placements.
 """
 
 import re
@@ -15,24 +15,23 @@ from skyward_core.accelerators.catalog import find, nearest
 from skyward_core.errors import BadRequest
 
 CHANGED_BY_RESET = ("A100", "A30")
-"""Chips, those of Ampere, that change to MIG mode with a reset of the GPU; later ones change by themselves (fact sheet
-of 2026-11-20, section 7.4).
+"""Ampere chips, which need a reset of the GPU to change to MIG mode; later chips do not (fact sheet of 2026-11-20,
+section 7.4).
 """
 
 RESET_MAY_BE_REFUSED = (
-    "an A100 or A30 changes to MIG mode with a reset of the GPU, which a virtual machine may be refused: then the pool"
-    " fails when its machines have been prepared and paid for. H100, H200 and B200 need no reset"
+    "an A100 or A30 changes to MIG mode with a reset of the GPU, which a virtual machine may not allow: then the pool"
+    " fails after its machines were prepared and billed. H100, H200 and B200 need no reset"
 )
-"""NVIDIA: "VM reboot is required" where passthrough hides the reset (NVML, nvmlDeviceSetMigMode); a rented machine does
-not come back from a reboot.
+"""NVIDIA: "VM reboot is required" if passthrough hides the reset (NVML, nvmlDeviceSetMigMode).
+
+A rented machine does not return after a reboot.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class MigProfile:
-    """One way to cut a piece from a GPU: `slices` are compute slices, `width` memory slices, `memory_gb` as NVIDIA
-    rounds it in the name.
-    """
+    """One kind of partition: `slices` are compute slices, `width` memory slices; `memory_gb` is as in the name."""
 
     name: str
     count_that_fit: int
@@ -58,7 +57,7 @@ class _Partitioned(Protocol):
 
 
 def profiles(name: str, memory_gb: int) -> tuple[MigProfile, ...]:
-    """Return the profiles of a chip with that much memory, smallest first; none where there is no MIG.
+    """Return the profiles of a chip with that much memory, smallest first; none without MIG.
 
     >>> [(profile.name, profile.count_that_fit) for profile in profiles("A100", 40)][-2:]
     [('4g.20gb', 1), ('7g.40gb', 1)]
@@ -85,7 +84,7 @@ def check(name: str, memory_gb: int, wanted: Sequence[str]) -> None:
 
 
 def split(name: str, memory_gb: int, wish: str | Iterable[str]) -> tuple[str, ...]:
-    """Return the partitions of one GPU, largest first, the order in which the driver finds room for all.
+    """Return the partitions of one GPU, largest first: in that order the driver can place all of them.
 
     A single name means as many as fit, a collection of names exactly those. Raises BadRequest as `check` does.
 
@@ -105,21 +104,21 @@ def split(name: str, memory_gb: int, wish: str | Iterable[str]) -> tuple[str, ..
 
 
 def needs_reset(accelerator: _Partitioned) -> bool:
-    """Tell whether a GPU is reset, or its machine rebooted, to be split as this accelerator wishes."""
+    """Return whether a GPU needs a reset, or its machine a reboot, for the partitions of this accelerator."""
     return bool(accelerator.mig) and accelerator.name in CHANGED_BY_RESET
 
 
 def partitions(accelerator: _Partitioned) -> tuple[str, ...]:
-    """Return the workers that each GPU of this accelerator is split in, in the order to create them; none: the GPU
-    stays whole.
+    """Return the partitions of each GPU of this accelerator, in the order of creation; none if the GPU stays whole.
 
-    `Accelerator` has resolved the shorthand already: `H100(mig="3g.40gb")` gives two, `H100(mig=["3g.40gb"])` one.
+    Each partition gets a worker. `Accelerator` has expanded single names: `H100(mig="3g.40gb")` has two partitions,
+    `H100(mig=["3g.40gb"])` has one.
     """
     return accelerator.mig
 
 
 def _fits(chosen: Sequence[MigProfile], taken: int = 0) -> bool:
-    """True if there is a place for each, `taken` being a bit for each memory slice that is gone."""
+    """Return whether there is a place for each profile; `taken` has a bit for each used memory slice."""
     if not chosen:
         return True
     first, *rest = chosen
@@ -128,7 +127,7 @@ def _fits(chosen: Sequence[MigProfile], taken: int = 0) -> bool:
 
 
 def _media_fit(wanted: Sequence[str]) -> bool:
-    """True if the media engines suffice: one `+me` for each GPU, and beside `+me.all` only partitions without (`-me`).
+    """Return whether the media engines suffice: one `+me` for each GPU, and with `+me.all` only `-me` partitions.
 
     From the user guide's columns of hardware units: one OFA for the whole GPU, and `+me.all` takes every NVDEC.
     """
@@ -138,7 +137,7 @@ def _media_fit(wanted: Sequence[str]) -> bool:
 
 
 def _what_fits(chosen: Sequence[MigProfile]) -> list[str]:
-    """A part of the wish that fits, the largest first."""
+    """Return those of the profiles that fit together, largest first."""
     kept = list[MigProfile]()
     for profile in chosen:
         if _fits([*kept, profile]) and _media_fit([each.name for each in (*kept, profile)]):
@@ -162,7 +161,7 @@ def _no_mig(name: str, memory_gb: int) -> str:
             f" {memory_gb}GB"
         )
     return (
-        f"{name} has no MIG; leave `mig` out, or choose one that has it:"
+        f"{name} has no MIG; leave `mig` out, or choose a chip that has it:"
         f" {', '.join(dict.fromkeys(table.chip for table in TABLES))}"
     )
 
@@ -181,10 +180,10 @@ def _no_profile(profile: str, name: str, memory_gb: int, known: tuple[str, ...])
 
 
 def _seven(names: str) -> tuple[MigProfile, ...]:
-    """The profiles of a chip of 7 compute and 8 memory slices; `names` in the order of the user guide: 1g, 1g+me, 1g of
-    double memory, 2g, 3g, 4g, 7g.
+    """Return the profiles of a chip with 7 compute and 8 memory slices.
 
-    Places as `nvidia-smi mig -lgipp` prints them, the same on A100 and H100 (user guide, "Getting Started with MIG").
+    `names` have the order of the user guide: 1g, 1g+me, 1g of double memory, 2g, 3g, 4g, 7g. Places are those of
+    `nvidia-smi mig -lgipp`, the same on A100 and H100 (user guide, "Getting Started with MIG").
     """
     everywhere = tuple(range(7))
     shapes = (
@@ -202,8 +201,9 @@ def _seven(names: str) -> tuple[MigProfile, ...]:
 
 
 def _even(total: int, names: str) -> tuple[MigProfile, ...]:
-    """The profiles of a chip with as many memory slices as compute slices, `total` of each; a profile begins at
-    multiples of its own size.
+    """Return the profiles of a chip with `total` compute slices and as many memory slices.
+
+    A profile begins at multiples of its own size.
     """
     sizes = {name: int(name.partition("g")[0]) for name in names.split()}
     return tuple(
@@ -238,7 +238,7 @@ TABLES: tuple[_Table, ...] = (
     _Table("B200", 180, _seven("1g.23gb 1g.23gb+me 1g.45gb 2g.45gb 3g.90gb 4g.90gb 7g.180gb"), _GUIDE),
     _Table("GB200", 186, _seven("1g.23gb 1g.23gb+me 1g.47gb 2g.47gb 3g.93gb 4g.93gb 7g.186gb"), _OPERATOR),
     _Table("GB200", 189, _seven("1g.24gb 1g.24gb+me 1g.47gb 2g.47gb 3g.95gb 4g.95gb 7g.189gb"), _PARTED),
-    # 288 GB = 269 GiB, which is what NVIDIA's names of these two count
+    # 288 GB = 269 GiB: NVIDIA's names for these two use GiB
     _Table("B300", 288, _seven("1g.34gb 1g.34gb+me 1g.67gb 2g.67gb 3g.135gb 4g.135gb 7g.269gb"), _OPERATOR),
     _Table("GB300", 288, _seven("1g.35gb 1g.35gb+me 1g.70gb 2g.70gb 3g.139gb 4g.139gb 7g.278gb"), _OPERATOR),
     _Table("A30", 24, _even(4, "1g.6gb 1g.6gb+me 2g.12gb 2g.12gb+me 4g.24gb"), _GUIDE),

@@ -1,11 +1,11 @@
-"""NeuronCores: which ones the calls of a node may use, and which of them each call that runs at once.
+"""NeuronCores: the cores that a node's calls may use, and their division among calls that run at the same time.
 
-AWS's runtime gives a core to one process until that process ends, and takes all cores of the machine if nothing is
-said: with several calls at once the second would find none. So the cores are divided among the calls that a worker runs
-at once, in rows, and each process of a call is told its own in `NEURON_RT_VISIBLE_CORES`. Cores are numbered through
-the machine, from 0 to chips x cores of a chip - 1. What the user's own environment says goes before the catalogue:
-`NEURON_RT_VISIBLE_CORES` are the cores to divide, `NEURON_RT_NUM_CORES` leaves the choice to the runtime, and
-`NEURON_LOGICAL_NC_CONFIG` is how many cores of a Trainium2 count as one.
+AWS's runtime gives a core to one process until that process ends. By default a process takes all cores of the machine,
+so a second call would find none. So the cores are divided into rows, one for each slot of a worker. Each runner process
+gets its cores in `NEURON_RT_VISIBLE_CORES`. Cores are numbered through the machine, from 0 to chips x cores of a chip -
+1. The user's environment has precedence over the catalogue: `NEURON_RT_VISIBLE_CORES` has the cores to divide,
+`NEURON_RT_NUM_CORES` leaves the choice to the runtime, and `NEURON_LOGICAL_NC_CONFIG` is how many cores of a Trainium2
+count as one.
 
 Sources: AWS Neuron documentation 2.33, "Neuron Runtime configuration" (NeuronCore allocation) and "Logical NeuronCore
 configuration", 2026-11. That logical cores, and not physical ones, are numbered is from its tutorials ("0-63" on a
@@ -21,17 +21,16 @@ from skyward_core.errors import BadRequest
 
 VISIBLE, NUMBER = "NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES"
 LOGICAL = ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE")
-"""The variable that says how many physical cores are one, and its older name."""
+"""The variable for the number of physical cores that count as one, and its older name."""
 
 
 def slot_cores(
     accelerator: Accelerator | None, environment: Mapping[str, str], slots: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the cores of each of the calls that a worker with this accelerator runs at once; nothing without
-    NeuronCores, or where the runtime chooses.
+    """Return the cores of each slot of a worker with this accelerator.
 
-    `environment` is that of the calls. Raises BadRequest if there are fewer cores than calls, or if a variable of
-    Neuron's cannot be read.
+    The result is empty without NeuronCores, or if the runtime chooses. `environment` is that of the calls. Raises
+    BadRequest if there are fewer cores than slots, or if a variable of Neuron is malformed.
 
     >>> slot_cores(Accelerator("Trainium1", 32, 2), {}, 2)
     ((0, 1), (2, 3))
@@ -55,10 +54,10 @@ def slot_cores(
 
 
 def _cores_of(chip: Chip, environment: Mapping[str, str]) -> int:
-    """How many cores of a chip are numbered."""
+    """Return how many cores of a chip have numbers."""
     together = chip.neuron_cores_in_one
     name = next((name for name in LOGICAL if name in environment), None)
-    if together > 1 and name is not None:  # other chips know no logical cores
+    if together > 1 and name is not None:  # other chips have no logical cores
         if environment[name] not in ("1", "2"):
             raise BadRequest(
                 f'{name}={environment[name]!r}: write "1" (each of the {chip.neuron_cores} cores of a {chip.name}'
@@ -69,7 +68,7 @@ def _cores_of(chip: Chip, environment: Mapping[str, str]) -> int:
 
 
 def _read(text: str) -> tuple[int, ...]:
-    """Read cores and ranges of them, "0-3,6"; both ends belong to a range."""
+    """Return the cores of a text such as "0-3,6"; a range includes both ends."""
     cores: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)

@@ -1,1 +1,1 @@
-"""What a machine must have before it is a node: packages, environment variables, volumes."""
+"""Preparation of a machine before it is a node: packages, environment variables, volumes."""

@@ -1,4 +1,4 @@
-"""`Image`: what a node needs installed, as a value, and the script that installs it."""
+"""`Image`: the packages and environment of a node, as a value, and the script that installs them."""
 
 from __future__ import annotations
 
@@ -24,15 +24,13 @@ from skyward_core.secret import masked, refuse_masks
 
 
 def _refuse(*_: object, **__: object) -> NoReturn:
-    raise TypeError("an image is a value: make a new one, with env={**image.env, ...}")
+    raise TypeError("an image cannot be changed: create a new one, with env={**image.env, ...}")
 
 
 class FrozenIndexes(dict[str, tuple[str, ...]]):
-    """Packages by the index that they come from; compares and prints as a dict, hashes by value, and cannot be
-    changed.
-    """
+    """Packages by their index; compares and prints as a dict, hashes by value, and cannot be changed."""
 
-    # A dict has no hash because it can change.
+    # A dict has no hash, because it can change.
     def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return hash(frozenset(self.items()))
 
@@ -43,21 +41,19 @@ class FrozenIndexes(dict[str, tuple[str, ...]]):
 
 
 class FrozenEnv(dict[str, str]):
-    """Environment variables that compare as a dict, print as one without what looks like a secret, hash by value, and
-    cannot be changed.
-    """
+    """Environment variables; compares as a dict, prints without likely secrets, hashes by value, cannot be changed."""
 
     def __repr__(self) -> str:
         return repr(masked(self))
 
     __str__ = __sentry_repr__ = __repr__
 
-    # A dict has no hash because it can change.
+    # A dict has no hash, because it can change.
     def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return hash(frozenset(self.items()))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FrozenEnv, (dict(self),)  # pickle would fill an empty one, item by item
+        return FrozenEnv, (dict(self),)  # by default pickle fills an empty one, item by item
 
     __setitem__ = __delitem__ = __ior__ = update = setdefault = pop = popitem = clear = _refuse
 
@@ -67,18 +63,18 @@ _RESERVED = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS",
 
 
 class Image(Frozen):
-    """What a node has installed.
+    """The packages and environment of a node.
 
     `python` is "major.minor" and defaults to the interpreter that builds the image: functions travel as bytecode, so
-    both sides must agree. `pip` holds requirements (PEP 508); `pip_indexes` names, for an index that is not the package
-    index, those of them that come from it, and from it alone. `pip_extra_index_url` is one more index beside the
-    package index: what it has comes from it, in whatever version, and the rest from the package index. With
-    `require_hashes` nothing is installed that has another hash than the package index told this client before anything
-    was rented; `lock`, the path of a lock file that has hashes, or its text, takes the place of `pip`. `apt` holds
-    Debian package names, also as "name=version". `env` is set in every call, its values literally; in repr and JSON
-    those that look like secrets are masked (docs/secrets.md). With `cache` a provider that can keep disks (AWS) keeps
-    that of the first machine with these packages, and later machines start from it; elsewhere it changes nothing. Lists
-    become tuples. Raises BadRequest before anything starts.
+    both sides must agree. `pip` holds requirements (PEP 508). `pip_indexes` has, for an index other than the package
+    index, the packages that come from it, and only from it. `pip_extra_index_url` is an additional index: packages
+    that it has come from it, in any version, and the others from the package index. With `require_hashes` only files
+    are installed whose hashes the package index gave this client before anything was rented. `lock`, the path of a lock
+    file with hashes, or its text, replaces `pip`. `apt` holds Debian package names, also as "name=version". `env` is
+    set in every call, its values literally; in repr and JSON values that look like secrets are masked
+    (docs/secrets.md). With `cache` a provider that can keep disks (AWS) keeps the disk of the first machine with these
+    packages, and later machines start from it; with other providers it has no effect. Lists become tuples. Raises
+    BadRequest before anything starts.
 
     >>> Image(python="3.13", pip=["torch"], env={"OMP_NUM_THREADS": "1"}).pip
     ('torch',)
@@ -100,31 +96,29 @@ class Image(Frozen):
 
     @property
     def is_bare(self) -> bool:
-        """Whether there is nothing to install beside the node's own needs; `env` does not count."""
+        """Whether only the node's own packages are installed; `env` does not count."""
         return not self.pip and not self.apt and self.lock is None
 
     @property
     def min_cuda(self) -> float | None:
-        """The CUDA that the packages and their indexes speak of, as "+cu128" and ".../whl/cu128" do; None if they do
-        not.
+        """The CUDA version in the names of the packages and their indexes, as "+cu128"; None if they have none.
 
         >>> Image(pip=["torch"], pip_extra_index_url="https://download.pytorch.org/whl/cu128").min_cuda
         12.8
         """
-        told = [
+        versions = [
             version
             for text in (*self.pip, *(self.lock or "").splitlines(), *self.pip_indexes, self.pip_extra_index_url or "")
             if (version := cuda_of(text)) is not None
         ]
-        return max(told, default=None)
+        return max(versions, default=None)
 
     def content_hash(self, *, runtime: Sequence[str] | None = None) -> str:
-        """Return 12 hexadecimal characters that name what is on the disk of a prepared machine; it names environments
-        and snapshots.
+        """Return 12 hexadecimal characters that identify the installed software; they name environments and snapshots.
 
-        Two images have the same if and only if they install the same: python, pip, apt (in any order), the indexes,
-        hashes and `runtime`, what the node itself needs (default: `runtime_pins()`). `env` is left out: it is exported
-        after the installation and cannot change it; and so is `cache`. The same in every process and on every machine.
+        Two images have the same hash if and only if they install the same: python, pip, apt (in any order), the
+        indexes, hashes and `runtime`, the node's own packages (default: `runtime_pins()`). `env` and `cache` are left
+        out, because they do not change the installation. The hash is the same in every process and on every machine.
         """
         parts: dict[str, Any] = {
             "python": self.python,
@@ -145,11 +139,10 @@ class Image(Frozen):
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
     def locked(self, *, runtime: Sequence[str] | None = None) -> Image:
-        """Return this image with a lock that holds all that is installed and is complete; itself if it has one, or need
-        not have one.
+        """Return this image with a complete lock; the image itself if it has one, or needs none.
 
-        Asks the package index of this client (or the one that `env` names) which versions to take, and their hashes.
-        `runtime` is as in `content_hash`. Raises BadRequest if it cannot be told.
+        Versions and hashes come from the package index of this client, or from the one that `env` names. `runtime` is
+        as in `content_hash`. Raises BadRequest if the index does not give them.
         """
         pins = tuple(runtime_pins() if runtime is None else runtime)
         known = self.lock or ""
@@ -160,28 +153,25 @@ class Image(Frozen):
         return self.model_copy(update={"pip": (), "lock": lock})
 
     def bootstrap(self, ttl: int = 0, *, runtime: Sequence[str] | None = None) -> str:
-        """Return a bash script that prepares a machine for this image, as whoever runs it. It may run twice: then it
-        installs nothing.
+        """Return a bash script that prepares a machine for this image, as any user. It is idempotent.
 
-        `ttl`, in seconds, turns the machine off so long after the script started (root or sudo needed); 0 means never.
-        `runtime` is as in `content_hash`. Everything lives under `$SKYWARD_HOME` (default `~/.cache/skyward`), but uv's
-        own cache, which stays where uv has it; the environment is `$SKYWARD_HOME/envs/<content_hash>`. `$SKYWARD_UV`
-        names uv's binary and `$SKYWARD_PYTHON` an interpreter of the right version, if they are set. Lines on stdout
-        that begin with `::skyward ` tell the phases, the failure and the end (see `shell`). What is appended runs in
-        the same shell, under the same trap, with the image's `env`, `SKYWARD_HOME` and `SKYWARD_ENV_PYTHON` (the
-        environment's interpreter) exported; it may call `skyward_phase NAME`.
+        `ttl`, in seconds, turns the machine off this long after the script started (root or sudo needed); 0 means
+        never. `runtime` is as in `content_hash`. All files are under `$SKYWARD_HOME` (default `~/.cache/skyward`),
+        except uv's own cache; the environment is `$SKYWARD_HOME/envs/<content_hash>`. `$SKYWARD_UV` names uv's binary
+        and `$SKYWARD_PYTHON` an interpreter of the right version, if they are set. Lines on stdout that begin with
+        `::skyward ` report the phases, the failure and the end (see `shell`). Appended text runs in the same shell,
+        under the same trap, with the image's `env`, `SKYWARD_HOME` and `SKYWARD_ENV_PYTHON` (the environment's
+        interpreter) exported. It may call `skyward_phase NAME`.
 
         Raises BadRequest if `ttl` is negative, and for an image with hashes that is not `locked`.
         """
         if ttl < 0:
-            raise BadRequest(
-                f"ttl={ttl} seconds is in the past: give 0 for a machine that is not turned off by itself, or more"
-            )
+            raise BadRequest(f"ttl={ttl} seconds is in the past: give 0 for a machine that is not turned off, or more")
         refuse_masks(self.env, "the image's env")
         pins = tuple(runtime_pins() if runtime is None else runtime)
         return shell.script(
             shell.prelude(),
-            shell.export(self.env),  # first: indexes and proxies for what is installed stand here
+            shell.export(self.env),  # first: it may have the indexes and proxies for the installation
             shell.shutdown_after(ttl),
             shell.python_environment(self.content_hash(runtime=pins), self.python, self._steps(pins), self.apt),
             'export SKYWARD_ENV_PYTHON="$skyward_environment/bin/python"',
@@ -197,7 +187,7 @@ class Image(Frozen):
             return steps(pins, self.pip, self.pip_extra_index_url, self.pip_indexes)
         if self.lock is None or lacks(self.lock, pins):
             raise BadRequest(
-                "the image's packages have no hashes yet: take image.locked(), which asks the package index for them"
+                "the image's packages have no hashes yet: use image.locked(), which gets them from the package index"
             )
         extra = [self.pip_extra_index_url] if self.pip_extra_index_url is not None else []
         return locked_steps(self.lock, [*self.pip_indexes, *extra])
@@ -219,7 +209,7 @@ class Image(Frozen):
                 )
             if entry.lstrip().startswith("-"):
                 raise ValueError(
-                    f"pip has the entry {entry!r}, an option: only requirements can stand here; an index goes to"
+                    f"pip has the entry {entry!r}, an option: only requirements are allowed here; an index goes to"
                     " pip_extra_index_url"
                 )
             _refuse_login("pip", entry)
@@ -262,20 +252,22 @@ class Image(Frozen):
         return text
 
     @model_validator(mode="after")
-    def _say_each_thing_once(self) -> Image:
+    def _has_no_contradictions(self) -> Image:
         if self.lock is not None:
             if self.pip:
                 raise ValueError(
                     "pip and lock cannot be together: lock the packages too (uv pip compile --generate-hashes)"
                 )
             return self
-        asked = {name_of(entry) for entry in self.pip}
-        if strangers := [name for names in self.pip_indexes.values() for name in names if canonical(name) not in asked]:
+        listed = {name_of(entry) for entry in self.pip}
+        if strangers := [
+            name for names in self.pip_indexes.values() for name in names if canonical(name) not in listed
+        ]:
             raise ValueError(f"pip_indexes names {strangers[0]!r}, which is not in pip: name it there too")
         if self.require_hashes and self.pip_extra_index_url is not None:
             raise ValueError(
-                "require_hashes and pip_extra_index_url cannot be together: say with pip_indexes which packages come"
-                " from there, or give a lock"
+                "require_hashes and pip_extra_index_url cannot be together: list the packages from there with"
+                " pip_indexes, or give a lock"
             )
         return self
 
@@ -298,7 +290,7 @@ class Image(Frozen):
 
 
 def refuse_unexportable(env: Mapping[str, str]) -> None:
-    """Raise BadRequest for variables that no script can export, and for those that belong to us."""
+    """Raise BadRequest for variables that no script can export, and for names reserved for Skyward."""
     for name, value in env.items():
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise BadRequest(
@@ -306,22 +298,22 @@ def refuse_unexportable(env: Mapping[str, str]) -> None:
             )
         if name in _RESERVED or name.startswith("SKYWARD_"):
             raise BadRequest(
-                f"env has {name!r}, which belongs to {'us' if name.startswith('SKYWARD_') else 'bash'}: choose another"
-                " name"
+                f"env has {name!r}, which is reserved for {'Skyward' if name.startswith('SKYWARD_') else 'bash'}:"
+                " choose another name"
             )
         if "\0" in value:
             raise BadRequest(f"env[{name!r}] holds a NUL character, which no environment variable can")
 
 
 def _refuse_login(field: str, requirement: str) -> None:
-    """Raise ValueError for the URL of a package with a user in it, which for HTTP is a password or a token.
+    """Raise ValueError for a package's URL that contains a user, which over HTTP means a password or a token.
 
-    That of git over SSH is no secret.
+    The user of git over SSH is no secret.
     """
     if _LOGIN.search(requirement):
         what = name_of(requirement) if "@" in requirement.partition("://")[0] else "a package"
         raise ValueError(
-            f"{field} must not hold a password or token, for images are written to logs and to the ledger, and {what}"
+            f"{field} must not hold a password or token, because images are written to logs and the ledger, and {what}"
             " comes from a URL with one: put it into ~/.netrc on the machine, or for git into env, as GIT_CONFIG_KEY_0"
         )
 
@@ -333,16 +325,14 @@ def _sound_index(field: str, url: str) -> str:
         raise ValueError(f'{field}={url!r} is not the URL of an index: write "https://..."')
     if parts.username is not None:
         raise ValueError(
-            f"{field} must not hold a password or token, for images are written to logs: put it into ~/.netrc on the"
-            " machine"
+            f"{field} must not hold a password or token, because images are written to logs: put it into ~/.netrc on"
+            " the machine"
         )
     return url
 
 
 def runtime_pins() -> tuple[str, ...]:
-    """Return what a node needs to run calls, at the versions that this client has: both ends of Dask's protocol must be
-    the same.
-    """
+    """Return a node's own packages at this client's versions: both ends of Dask's protocol need the same ones."""
     return tuple(
         f"{name}=={version(name)}"
         for name in ("cloudpickle", "dask", "distributed", "nvidia-ml-py", "psutil", "uvloop")

@@ -1,6 +1,6 @@
-"""Making the lock of an image: on the client, with its own uv, before anything is rented.
+"""Creates the lock of an image: on the client, with its own uv, before anything is rented.
 
-What is asked over the network is the package index alone.
+The network is used only for the package index.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ COMPILE = ("--universal", "--generate-hashes", "--quiet", "--no-header", "--no-a
 def locked(
     python: str, requirements: Sequence[str], pinned: Mapping[str, Sequence[str]], known: str, env: Mapping[str, str]
 ) -> str:
-    """Return a lock of these requirements and all that they need, for Linux on every architecture, after the `known`
-    one, whose versions hold.
+    """Return a lock of these requirements and their dependencies, for Linux on every architecture.
 
-    `env` is the image's: a mirror or a proxy for the nodes is asked here too. Raises BadRequest with uv's words.
+    It begins with the `known` lock, whose versions are kept. `env` is the image's: its mirror or proxy is used here
+    too. Raises BadRequest with uv's message.
     """
     with tempfile.TemporaryDirectory(prefix="skyward-lock-") as folder:
         (Path(folder) / PROJECT).write_text(project(requirements, pinned))
@@ -61,8 +61,8 @@ def locked(
             raise BadRequest(f"the image's packages cannot be locked: {error.stderr.strip()}") from error
         except subprocess.TimeoutExpired as error:
             raise BadRequest(
-                f"the package index did not say within {COMPILE_SECONDS:.0f} s what the image's packages need, so they"
-                " cannot be locked"
+                f"the package index did not resolve the image's packages within {COMPILE_SECONDS:.0f} s, so they cannot"
+                " be locked"
             ) from error
     there = names_of(known)
     return known + "".join(f"{line}\n" for line in read_lock(done.stdout).splitlines() if name_of(line) not in there)

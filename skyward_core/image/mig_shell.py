@@ -1,10 +1,11 @@
-r"""Shell text that partitions a node's GPUs with MIG, and a program that gives them back as they were.
+r"""Shell text that partitions a node's GPUs with MIG, and a program that restores them.
 
 As in `shell`, the program is constant and values enter it only as quoted words. Files of the node's directory:
 
-    mig         written  "INDEX MODE BOOT" of each GPU, before anything is changed there: its mode ("Enabled" or
-    "Disabled") and this boot's id partitions  written  the UUID of each partition, one a line, in the order of
-    `nvidia-smi -L`; there when all of them are
+    mig         "INDEX MODE BOOT" of each GPU, written before the GPU is changed: its mode ("Enabled" or "Disabled"),
+                and the id of this boot
+    partitions  the UUID of each partition, one in each line, in the order of `nvidia-smi -L`; written when all
+                partitions exist
 
 Commands and their output: NVIDIA MIG User Guide, "Getting Started with MIG", 2026-11.
 """
@@ -14,12 +15,11 @@ from collections.abc import Sequence
 
 
 def partition_gpus(profiles: Sequence[str], gpus: int) -> str:
-    """Return lines of bash that split each of the first `gpus` GPUs into these profiles; nothing for no profiles. They
-    may run twice.
+    """Return lines of bash that split each of the first `gpus` GPUs into these profiles; "" without profiles.
 
-    The profiles are created in this order, which must be the largest first. The lines follow `shell.prelude()`'s text
-    in the same shell, and need `$SKYWARD_INSTANCE_DIRECTORY`, root or sudo without a password. Phase: "mig". A GPU that
-    somebody else has partitioned is left as it is, and fails it.
+    The lines are idempotent. The profiles are created in this order, which must be the largest first. The lines follow
+    `shell.prelude()`'s text in the same shell, and need `$SKYWARD_INSTANCE_DIRECTORY`, root or sudo without a password.
+    Phase: "mig". A GPU that another user has partitioned is not changed, and fails the phase.
     """
     if not profiles:
         return ""
@@ -28,8 +28,8 @@ def partition_gpus(profiles: Sequence[str], gpus: int) -> str:
     )
 
 
-# `-lgi` and `-L` end with an error where there is nothing to list: what they print decides. Everything is captured
-# before it is searched, for `grep -q` would close the pipe on a program that still writes.
+# `-lgi` and `-L` end with an error if there is nothing to list, so their output decides. It is captured before it is
+# searched, because `grep -q` would close the pipe of a program that still writes.
 _PARTITION = r"""skyward_smi() {
   skyward_sudo "$skyward_nvidia_smi" "$@"
 }
@@ -63,7 +63,7 @@ skyward_look_at_gpus() { # how many are needed
     return 1
   fi
 }
-skyward_claim() { # index: remembers how the GPU is, before anything is changed
+skyward_claim() { # index: records the state of the GPU, before anything is changed
   local modes
   modes=$(skyward_mig_mode "$1")
   case $modes in
@@ -73,11 +73,11 @@ skyward_claim() { # index: remembers how the GPU is, before anything is changed
       return 1
       ;;
   esac
-  if grep -qs "^$1 " "$SKYWARD_INSTANCE_DIRECTORY/mig"; then # what is there is of an earlier run of these lines
+  if grep -qs "^$1 " "$SKYWARD_INSTANCE_DIRECTORY/mig"; then # an earlier run of these lines has created the partitions
     skyward_smi mig -i "$1" -dci >/dev/null 2>&1 || :
     skyward_smi mig -i "$1" -dgi >/dev/null 2>&1 || :
   elif skyward_is_partitioned "$1"; then
-    printf 'GPU %s is partitioned already; if nobody needs that: sudo nvidia-smi mig -i %s -dci; sudo nvidia-smi mig -i %s -dgi\n' "$1" "$1" "$1"
+    printf 'GPU %s is partitioned already; if no other user needs that: sudo nvidia-smi mig -i %s -dci; sudo nvidia-smi mig -i %s -dgi\n' "$1" "$1" "$1"
     return 1
   else
     printf '%s %s %s\n' "$1" "${modes%% *}" "$(cat /proc/sys/kernel/random/boot_id)" >>"$SKYWARD_INSTANCE_DIRECTORY/mig"
@@ -87,7 +87,7 @@ skyward_enable() { # index
   local told reset
   [ "$(skyward_mig_mode "$1")" != 'Enabled Enabled' ] || return 0
   told=$(skyward_smi -i "$1" -mig 1 2>&1) || :
-  if [ "$(skyward_mig_mode "$1")" = 'Disabled Enabled' ]; then # Ampere needs a reset, Hopper and later do it by themselves
+  if [ "$(skyward_mig_mode "$1")" = 'Disabled Enabled' ]; then # Ampere needs a reset, Hopper and later do not
     reset=$(skyward_smi --gpu-reset -i "$1" 2>&1) || :
     told+=$'\n'$reset
   fi
@@ -118,7 +118,7 @@ skyward_create() { # index, profiles
     return 1
   fi
 }
-skyward_list_partitions() { # number of GPUs: the UUIDs of what they are split into
+skyward_list_partitions() { # number of GPUs: prints the UUIDs of their partitions
   local told line gpu=-1
   told=$("$skyward_nvidia_smi" -L)
   while IFS= read -r line; do
@@ -156,10 +156,9 @@ skyward_partition() { # number of GPUs, profiles of each
 }
 """  # noqa: E501
 
-# A command begun under sudo outlives the SIGKILL that ends the node; it is waited for, or it would change a GPU again
-# that has been given back. A process that was killed a moment ago may still be held by the driver, hence the tries.
-# grep with -q finds one also where another process ends while it looks; with -l that was an error, and nothing was
-# waited for.
+# A command under sudo survives the SIGKILL that ends the node. The program waits for it, because it would change a GPU
+# that has been restored. The driver may still hold a process that was just killed, hence the tries. grep -q finds a
+# process even if another one ends during the search; with -l that was an error, and the program did not wait.
 UNPARTITION = r"""smi() {
   if [ "$(id -u)" -eq 0 ]; then nvidia-smi "$@"; else sudo -n nvidia-smi "$@"; fi 2>&1
 }
@@ -170,7 +169,7 @@ is_as_before() { # index, mode
   [ "$(smi -i "$1" --query-gpu=mig.mode.current,mig.mode.pending --format=csv,noheader)" = "$2, $2" ] || return 1
   [ "$2" = Disabled ] || ! is_partitioned "$1"
 }
-give_back() { # index, mode, boot: partitions go with a reboot, so what is there after one is not ours
+give_back() { # index, mode, boot: a reboot removes partitions, so those found after one are not ours
   [ "$3" = "$(cat /proc/sys/kernel/random/boot_id)" ] || ! is_partitioned "$1" || return 0
   for _ in 1 2 3 4 5; do
     told=$(smi mig -i "$1" -dci; smi mig -i "$1" -dgi; [ "$2" = Enabled ] || smi -i "$1" -mig 0)
@@ -192,6 +191,6 @@ done <"$1"
 wait
 rm -f -- "$1"
 """
-"""POSIX sh, without single quotes: gives the GPUs back that the file $1, a node's `mig`, lists, says which it could
-not, and removes the file.
+"""POSIX sh, without single quotes: restores the GPUs listed in the file $1, a node's `mig`, prints those that it could
+not restore, and removes the file.
 """

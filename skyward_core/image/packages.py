@@ -1,6 +1,6 @@
-"""How an image's packages are asked for: which of them from which index, and files by their hashes.
+"""Arguments and files for uv: which of an image's packages come from which index, and the hashes of files.
 
-Pure text, for uv on a node and on the client alike.
+Pure text, for uv on a node and on the client.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 NAME = re.compile(r"\s*([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)")
-"""The name that a requirement begins with (PEP 508)."""
+"""The name at the start of a requirement (PEP 508)."""
 _HASH = re.compile(r"--hash[= ]([a-z0-9]+):([0-9a-f]+)")
 _WEAK = ("md5", "sha1")
 PROJECT, LOCK = "pyproject.toml", "requirements.txt"
@@ -21,19 +21,19 @@ PROJECT, LOCK = "pyproject.toml", "requirements.txt"
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One `uv pip install` with these arguments. `file` is one that it reads, by its name, of these contents."""
+    """One `uv pip install` with these arguments. `file` is the name and the content of a file that it reads."""
 
     arguments: tuple[str, ...]
     file: tuple[str, str] | None = None
 
 
 def canonical(name: str) -> str:
-    """Return a distribution's name as the package index has it (PEP 503)."""
+    """Return a distribution's name in the form of the package index (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def name_of(requirement: str) -> str:
-    """Return the canonical name of what a requirement asks for, "" if it has none, as a bare URL."""
+    """Return the canonical name in a requirement; "" if it has none, for instance a bare URL."""
     found = NAME.match(requirement)
     return canonical(found[1]) if found is not None else ""
 
@@ -41,12 +41,11 @@ def name_of(requirement: str) -> str:
 def steps(
     pins: Sequence[str], pip: Sequence[str], extra_index: str | None, pinned: Mapping[str, Sequence[str]]
 ) -> list[Step]:
-    """Return how to install what a node needs (`pins`) and `pip`: the packages that `pinned` names from their index
-    alone, the others from the package index.
+    """Return the steps that install a node's own packages (`pins`) and `pip`.
 
-    With an extra index, whatever that one has comes from it and from nowhere else, so that no stranger's package of the
-    same name is taken for one's own. What a node needs is installed before that one is asked: it may have one old
-    version of Dask, which then would be the only one.
+    Packages in `pinned` come only from their index, the others from the package index. Packages that the extra index
+    has come only from it, so that no other user's package of the same name is installed. A node's own packages are
+    installed before the extra index is used: otherwise an old version of Dask there would be the only choice.
     """
     if not pinned and extra_index is None:
         return [Step(("--", *pins, *pip))]
@@ -58,17 +57,17 @@ def steps(
 
 
 def locked_steps(lock: str, indexes: Iterable[str]) -> list[Step]:
-    """Return how to install a lock and nothing else.
+    """Return the steps that install a lock and nothing else.
 
-    Whichever index has a file of the right hash, it is the right file.
+    Any index may serve a file, because its hash is checked.
     """
-    asked = [word for index in indexes for word in ("--index", index)]
-    strategy = ("--index-strategy", "unsafe-best-match") if asked else ()
-    return [Step(("--require-hashes", *asked, *strategy), (LOCK, lock))]
+    index = [word for index in indexes for word in ("--index", index)]
+    strategy = ("--index-strategy", "unsafe-best-match") if index else ()
+    return [Step(("--require-hashes", *index, *strategy), (LOCK, lock))]
 
 
 def project(requirements: Iterable[str], pinned: Mapping[str, Sequence[str]]) -> str:
-    """Return a pyproject.toml with these dependencies, of which some come from an index of their own."""
+    """Return a pyproject.toml with these dependencies, some of which come from other indexes."""
     listed = list(dict.fromkeys(requirements))
     places = {canonical(name): f"index-{number}" for number, names in enumerate(pinned.values()) for name in names}
     lines = [
@@ -77,7 +76,7 @@ def project(requirements: Iterable[str], pinned: Mapping[str, Sequence[str]]) ->
         'version = "0"',
         f"dependencies = {json.dumps(listed, ensure_ascii=False)}",
     ]
-    lines += ["[tool.uv.workspace]  # so that no folder above is asked", "members = []", "[tool.uv.sources]"]
+    lines += ["[tool.uv.workspace]  # so that uv reads no folder above", "members = []", "[tool.uv.sources]"]
     lines += [f"{name} = {{ index = {json.dumps(place)} }}" for name, place in places.items()]
     for number, url in enumerate(pinned):
         lines += [
@@ -93,8 +92,9 @@ def project(requirements: Iterable[str], pinned: Mapping[str, Sequence[str]]) ->
 
 
 def read_lock(text: str) -> str:
-    """Return a lock as lines of a requirements file, each with its hashes, of a requirements file or a pylock.toml (PEP
-    751). Raises ValueError.
+    """Return a lock as lines of a requirements file, each with its hashes. Raises ValueError.
+
+    `text` is a requirements file or a pylock.toml (PEP 751).
     """
     lines = _of_pylock(text) if re.search(r"^lock-version\s*=", text, re.MULTILINE) else _logical_lines(text)
     if not lines:
@@ -103,7 +103,7 @@ def read_lock(text: str) -> str:
         what = line.split()[0]
         if line.startswith("-"):
             raise ValueError(
-                f"the lock has {what!r}: only packages can stand in it (uv export --no-emit-project; indexes go to"
+                f"the lock has {what!r}: only packages are allowed in it (uv export --no-emit-project; indexes go to"
                 " pip_indexes)"
             )
         if not name_of(line) or not re.match(r"\S+\s*(==\s*\S|@)", line):
@@ -126,7 +126,7 @@ def names_of(lock: str) -> set[str]:
 
 
 def lacks(lock: str, pins: Iterable[str]) -> list[str]:
-    """Return which of these, each as name==version, a lock does not have."""
+    """Return those pins (name==version) that a lock does not have."""
     there = {(name_of(line), _version(line)) for line in lock.splitlines()}
     return [pin for pin in pins if (name_of(pin), _version(pin)) not in there]
 
@@ -145,7 +145,7 @@ def _of_pylock(text: str) -> list[str]:
     try:
         packages = cast("list[dict[str, Any]]", tomllib.loads(text).get("packages", []))
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"the lock is no TOML: {error}") from error
+        raise ValueError(f"the lock is not valid TOML: {error}") from error
     lines: list[str] = []
     for package in packages:
         files = [*package.get("wheels", []), *([package["sdist"]] if "sdist" in package else [])]
@@ -154,8 +154,8 @@ def _of_pylock(text: str) -> list[str]:
         )
         if "version" not in package or not hashes:
             raise ValueError(
-                f"the lock has {package.get('name')!r} from a folder or a repository: only packages of an index can"
-                " stand in it"
+                f"the lock has {package.get('name')!r} from a folder or a repository: only packages of an index are"
+                " allowed in it"
             )
         marker = f" ; {package['marker']}" if "marker" in package else ""
         lines.append(" ".join([f"{package['name']}=={package['version']}{marker}", *hashes]))

@@ -1,7 +1,7 @@
 """Shell text from plain values.
 
 Every function here is pure and returns lines of bash. The program is constant; values enter it only as quoted words.
-All that follows `prelude` may use the functions it defines, and tells its reader on stdout, one line each:
+Text after `prelude` may use its functions, and reports on stdout, one line each:
 
     ::skyward phase NAME
     ::skyward failed phase=NAME exit=CODE command=TEXT
@@ -16,25 +16,22 @@ from skyward_core.image.uv_wheels import WHEELS
 
 
 def prelude() -> str:
-    """Return the head of a script: strict mode, where things live (`SKYWARD_HOME`), the trap that tells of a failure,
-    and all functions.
-    """
+    """Return the head of a script: strict mode, `SKYWARD_HOME`, the trap that reports a failure, and all functions."""
     return "\n".join(_PARTS)
 
 
 def shutdown_after(ttl_seconds: int) -> str:
-    """Return a line that turns the machine off in so many seconds, in place of any earlier such wish; nothing for 0.
+    """Return a line that turns the machine off after some seconds, and replaces an earlier such timer; "" for 0.
 
-    Needs root, or sudo without a password. Where systemd keeps the time, seconds are rounded up to minutes.
+    It needs root, or sudo without a password. With systemd, seconds are rounded up to minutes.
     """
     return _call("skyward_shutdown_after", [str(ttl_seconds)]) if ttl_seconds else ""
 
 
 def python_environment(name: str, python: str, steps: Iterable[Step], apt: Iterable[str]) -> str:
-    """Return lines that make sure of the apt packages and of `$SKYWARD_HOME/envs/NAME`, an environment with Python
-    `python` (as "3.13").
+    """Return lines that install the apt packages, and `$SKYWARD_HOME/envs/NAME`, an environment with Python `python`.
 
-    Phases: "uv" and "deps" unless the environment is complete, "apt" if a package is missing.
+    `python` is as "3.13". Phases: "uv" and "deps" unless the environment is complete, "apt" if a package is missing.
     """
     packages = list(apt)
     install = _call("skyward_apt", packages) + "\n" if packages else ""
@@ -62,21 +59,21 @@ def source(path: str) -> str:
 
 
 def done(phase: str) -> str:
-    """Return the line that tells that all went well up to and with this phase."""
+    """Return the line that reports the success of all phases up to this one."""
     return f"printf '::skyward done phase=%s\\n' {shlex.quote(phase)}"
 
 
 def script(*parts: str) -> str:
     """Join parts to a bash script, leaving out the empty ones."""
     return (
-        "#!/usr/bin/env bash\n# shellcheck disable=SC1003,SC2016,SC2088 # a value that looks like an expansion is meant literally\n"
+        "#!/usr/bin/env bash\n# shellcheck disable=SC1003,SC2016,SC2088 # a value that looks like an expansion is literal text\n"
         + "\n".join(part for part in parts if part)
         + "\n"
     )
 
 
 def _quoted(value: str) -> str:
-    # shlex.quote leaves out the quotes where it can; shellcheck takes its "export A==" for a slip
+    # shlex.quote omits quotes if it can; shellcheck reports its "export A==" as a mistake
     return "'" + value.replace("'", "'\"'\"'") + "'"
 
 
@@ -84,31 +81,31 @@ def _call(function: str, words: Iterable[str]) -> str:
     return f"{function} {shlex.join(words)}"
 
 
-# cloud-init runs user data without HOME; `~` asks the password database then.
+# cloud-init runs user data without HOME; then `~` comes from the password database.
 _STRICT = r"""set -euo pipefail
-set -E  # or the trap below would not see into functions
+set -E  # so that the trap below works in functions
 [ -n "${HOME:-}" ] || HOME=~
 export HOME
 export SKYWARD_HOME="${SKYWARD_HOME:-$HOME/.cache/skyward}"
 case $SKYWARD_HOME in /*) ;; *) SKYWARD_HOME="$PWD/$SKYWARD_HOME" ;; esac
 """
 
-_TOLD = r"""skyward_phase_name=uv
+_REPORTS = r"""skyward_phase_name=uv
 skyward_command=
 skyward_phase() {
   skyward_phase_name=$1
   printf '::skyward phase %s\n' "$1"
 }
-skyward_run() { # remembers the command with its words filled in, for the trap
+skyward_run() { # keeps the command with its expanded arguments, for the trap
   skyward_command=$*
-  "$@" </dev/null # the script itself may come on stdin, and apt-get would read the rest of it
+  "$@" </dev/null # the script itself may come from stdin, and apt-get would read the rest of it
   skyward_command=
 }
 skyward_failed() {
-  [ "$BASH_SUBSHELL" -eq 0 ] || return 0 # the parent shell tells, once
+  [ "$BASH_SUBSHELL" -eq 0 ] || return 0 # the parent shell reports it, once
   local command=${skyward_command:-$2}
   command=${command#skyward_}
-  [ -z "${SKYWARD_RESERVE:-}" ] || rm -f -- "$SKYWARD_RESERVE" # so that a full disk has room for these lines
+  [ -z "${SKYWARD_RESERVE:-}" ] || rm -f -- "$SKYWARD_RESERVE" # so that a full disk has space for these lines
   case $(df --output=pcent -- "$SKYWARD_HOME" 2>/dev/null || true) in
     *100%*) printf '\nThe disk that holds %s is full, or nearly so.\n' "$SKYWARD_HOME" ;;
   esac
@@ -132,8 +129,8 @@ skyward_unlock() {
 }
 """
 
-# The timer leads its own process group (setsid), so that a later wish takes it and its sleep along; "skyward-ttl" in
-# its command line shows that the pid is still the timer's.
+# The timer leads its own process group (setsid), so that a later call can kill it with its sleep. "skyward-ttl" in its
+# command line shows that the pid is still the timer's.
 _SHUTDOWN = r"""skyward_shutdown_after() {
   local timer="$SKYWARD_HOME/ttl.pid" pid root=()
   [ "$EUID" -eq 0 ] || root=(sudo -n --)
@@ -152,7 +149,7 @@ _SHUTDOWN = r"""skyward_shutdown_after() {
 }
 """
 
-# UV_PYTHON would win over the environment that we name by VIRTUAL_ENV; --python wins over both.
+# UV_PYTHON has precedence over VIRTUAL_ENV; --python has precedence over both.
 _UV = r"""skyward_uv() {
   "${skyward_uv_command[@]}" "$@"
 }
@@ -181,7 +178,7 @@ skyward_install_uv() {
 }
 """
 
-# pip goes first because it knows the machine's own index. Whoever brings the file, its hash decides.
+# pip is tried first because it knows the machine's own index. The hash is checked for each source of the file.
 _FETCH_UV = r"""skyward_fetch_uv() { # folder
   local kind requirement url sha256
   kind=$(uname -s)-$(uname -m)
@@ -196,7 +193,7 @@ _FETCH_UV = r"""skyward_fetch_uv() { # folder
   fi
   mkdir -p -- "$1/bin"
   skyward_download "$url" "$1/uv.whl"
-  printf '%s  %s\n' "$sha256" "$1/uv.whl" | sha256sum -c - >/dev/null || skyward_missing "$url is not the file that it was (sha256 $sha256)"
+  printf '%s  %s\n' "$sha256" "$1/uv.whl" | sha256sum -c - >/dev/null || skyward_missing "$url has changed (its sha256 must be $sha256)"
   skyward_unpack_uv "$1/uv.whl" >"$1/bin/uv"
   chmod 755 "$1/bin/uv"
   rm -f -- "$1/uv.whl"
@@ -227,7 +224,7 @@ sys.stdout.buffer.write(wheel.read(next(name for name in wheel.namelist() if nam
     skyward_missing "there is nothing to unpack uv with: install unzip, python3, bsdtar or busybox on the machine, or in its image"
   fi
 }
-skyward_missing() { # what to do about it
+skyward_missing() { # the message, with a remedy
   printf '%s\n' "$1" >&2
   return 1
 }
@@ -262,8 +259,8 @@ skyward_apt() {
 }
 """
 
-# The mark is written last: an environment without it is what a killed build left. bin/python is looked at too, because
-# the interpreter it points to may have been removed since.
+# The mark is written last: an environment without it is from a killed build. bin/python is checked too, because its
+# target, the interpreter, may have been removed.
 _ENVIRONMENT = r"""skyward_is_complete() {
   [ -f "$skyward_environment/.skyward-complete" ] && [ -x "$skyward_environment/bin/python" ]
 }
@@ -298,4 +295,4 @@ found = "%d.%d" % sys.version_info[:2]
 if found != sys.argv[1]: sys.exit("This interpreter is Python %s, not %s: unset SKYWARD_PYTHON or let it name another." % (found, sys.argv[1]))'
 """
 
-_PARTS = (_STRICT, _TOLD, _LOCKS, _SHUTDOWN, _UV, _FETCH_UV, _APT, _ENVIRONMENT)
+_PARTS = (_STRICT, _REPORTS, _LOCKS, _SHUTDOWN, _UV, _FETCH_UV, _APT, _ENVIRONMENT)

@@ -1,8 +1,7 @@
-"""The uv that machines are given which have none and are not like this client: wheels of the package index, by version
-and hash.
+"""Wheels of uv, by version and hash, for machines that have no uv and cannot use this client's.
 
-The version is that of `uv.lock`, and a test compares every line with it. The files for musl are linked statically and
-run on any Linux of their architecture; uv looks at the machine, and not at itself, for which Python it has to fetch.
+The version is that of `uv.lock`; a test compares every line with it. The musl files are linked statically and run on
+any Linux of their architecture. uv chooses the Python to download by the machine, not by its own binary.
 """
 
 from __future__ import annotations
@@ -17,19 +16,18 @@ VERSION = "0.13.8"
 class Wheel:
     """A file of the package index.
 
-    `other_sha256` is that of the file for glibc alone, which pip takes on machines that have it; empty where there is
-    none.
+    `other_sha256` is the hash of the file for glibc, which pip prefers on machines with glibc; empty if there is none.
     """
 
     url: str
     sha256: str
     uv_platform: str
-    """As `uv pip install --python-platform` calls it."""
+    """The platform's name for `uv pip install --python-platform`."""
     other_sha256: str = ""
 
     @property
     def requirement(self) -> str:
-        """A line of a requirements file that nothing else fulfils."""
+        """A line of a requirements file that only this file fulfils."""
         hashes = [f"--hash=sha256:{one}" for one in (self.sha256, self.other_sha256) if one]
         return " ".join([f"uv=={VERSION}", *hashes])
 
@@ -49,4 +47,4 @@ WHEELS: Mapping[str, Wheel] = {
         uv_platform="aarch64-unknown-linux-musl",
     ),
 }
-"""By what `uname -m` says on Linux."""
+"""By the output of `uname -m` on Linux."""

@@ -14,13 +14,13 @@ from skyward_core.frozen import Frozen
 
 
 class S3Volume(Frozen):
-    """A bucket of S3 under an absolute path.
+    """A bucket of S3, mounted at an absolute path.
 
-    `prefix` narrows it to the keys below one "folder"; it gets the "/" at its end that mounting needs. `mount_path`
-    loses its own. `endpoint_url` is that of another service than Amazon's that speaks S3
-    ("https://minio.example.org:9000"), and `region` the bucket's; None leaves both to the node's environment
-    (AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL; AWS_REGION, AWS_DEFAULT_REGION). Credentials are no part of a volume: they
-    go to the environment too. Raises BadRequest.
+    `prefix` limits it to the keys below one "folder"; it gets the "/" at its end that mounting needs, and `mount_path`
+    loses its own. `endpoint_url` is the URL of another service with the S3 protocol ("https://minio.example.org:9000"),
+    and `region` is the bucket's. With None the node's environment has them (AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL;
+    AWS_REGION, AWS_DEFAULT_REGION). Credentials are not part of a volume: the environment has them too. Raises
+    BadRequest.
 
     >>> volume = S3Volume(mount_path="/data/", bucket="my-bucket", prefix="datasets")
     >>> volume.mount_path, volume.prefix, volume.read_only
@@ -50,10 +50,10 @@ class S3Volume(Frozen):
     def _is_a_bucket_name(cls, bucket: str) -> str:
         if "/" in bucket:
             raise ValueError(
-                f'bucket={bucket!r} must be the name alone, without "s3://"; what follows the name goes to prefix'
+                f'bucket={bucket!r} must be only the name, without "s3://"; the text after the name goes to prefix'
             )
         if fault := _fault_of_bucket(bucket):
-            raise ValueError(f"bucket={bucket!r} is no name of an S3 bucket: it must {fault}")
+            raise ValueError(f"bucket={bucket!r} is not a valid name of an S3 bucket: it must {fault}")
         return bucket
 
     @field_validator("prefix")
@@ -89,12 +89,12 @@ class S3Volume(Frozen):
     @classmethod
     def _looks_like_a_region(cls, region: str | None) -> str | None:
         if region is not None and not re.fullmatch(r"[a-z0-9][a-z0-9-]*", region):
-            raise ValueError(f'region={region!r} is no name of a region: write "eu-central-1"')
+            raise ValueError(f'region={region!r} is not the name of a region: write "eu-central-1"')
         return region
 
 
 type Volume = S3Volume
-"""Any volume; `kind` tells them apart in JSON."""
+"""Any volume; `kind` distinguishes them in JSON."""
 
 
 def refuse_overlaps(volumes: Sequence[Volume]) -> None:
@@ -105,7 +105,7 @@ def refuse_overlaps(volumes: Sequence[Volume]) -> None:
             raise BadRequest(f"two volumes have the mount_path {outer!r}: give each a path of its own")
         if inner.startswith(f"{outer}/"):
             raise BadRequest(
-                f"a volume's mount_path {inner!r} lies inside another's, {outer!r}: give each a path beside the other's"
+                f"a volume's mount_path {inner!r} is inside another's, {outer!r}: give each a path outside the other's"
             )
 
 
@@ -113,7 +113,7 @@ _ENDPOINT = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,
 
 
 def _fault_of_bucket(name: str) -> str:
-    """Return what the name must do and does not, or "".
+    """Return the rule that the name violates, or "".
 
     Source: "General purpose bucket naming rules" of the Amazon S3 User Guide, checked 2026-11.
     """

@@ -1,8 +1,7 @@
 r"""Shell text that mounts volumes on a node.
 
-As in `shell`, the program is constant and values enter it only as quoted words. Who asks the service for what is kept
-out of the words: credentials stay in the environment, where `ps` does not show them and the line of a failed command
-does not either.
+As in `shell`, the program is constant and values enter it only as quoted words. Credentials are never words: they stay
+in the environment, so that neither `ps` nor the line of a failed command shows them.
 """
 
 import shlex
@@ -12,21 +11,20 @@ from skyward_core.image.volume import Volume
 
 
 def mount_volumes(volumes: Sequence[Volume]) -> str:
-    """Return lines of bash that mount every volume, in this order; nothing for none. They may run twice: then they
-    mount nothing.
+    """Return lines of bash that mount all volumes, in this order; "" without volumes. The lines are idempotent.
 
     They follow `Image.bootstrap()`'s text, or `shell.prelude()`, in the same shell, and need
-    `$SKYWARD_INSTANCE_DIRECTORY`. Phases: "volumes", and "apt" where s3fs must be installed first; `mount-s3`
-    (mountpoint-s3) is taken where the image brings it. A volume that cannot be mounted fails the phase, with what the
-    mounting program said above the line that tells so.
+    `$SKYWARD_INSTANCE_DIRECTORY`. Phases: "volumes", and "apt" if s3fs must be installed first; `mount-s3`
+    (mountpoint-s3) is used if the image has it. A volume that cannot be mounted fails the phase. The message of the
+    mounting program stands above the line with the failure.
 
-    Each mount point is a line of `$SKYWARD_INSTANCE_DIRECTORY/mounts` before anything is mounted there;
-    `termination_shell` reads it. What somebody else has mounted at the path is left as it is, and fails the phase.
+    Each mount point is written to `$SKYWARD_INSTANCE_DIRECTORY/mounts` before anything is mounted there;
+    `termination_shell` reads that file. A mount of another user at the path is not changed, and fails the phase.
 
-    Credentials, the first that there are: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_SESSION_TOKEN) of the
+    The first credentials found are used: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_SESSION_TOKEN) of the
     environment, the machine's own files (`~/.aws/credentials`, s3fs's passwd files), the role of an EC2 instance, none
-    (public buckets). Where the volume names no endpoint or region, AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL and
-    AWS_REGION, AWS_DEFAULT_REGION of the environment do.
+    (public buckets). If the volume has no endpoint or region, AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL and AWS_REGION,
+    AWS_DEFAULT_REGION of the environment are used.
     """
     if not volumes:
         return ""
@@ -42,7 +40,7 @@ def _mount(volume: Volume) -> str:
     )
 
 
-# `mountpoint` would not do: it asks the file system, and a dead one does not answer.
+# `mountpoint` cannot be used: it calls the file system, and a dead one does not answer.
 _UNMOUNT = r"""skyward_is_mounted() {
   findmnt --noheadings --mountpoint "$1" >/dev/null 2>&1
 }
@@ -55,8 +53,8 @@ skyward_unmount() { # as root, or as the user who mounted it
 }
 """  # noqa: E501
 
-# s3fs asks for an instance's role for minutes where nobody answers (seen: more than 20 s without a route), and 1.90
-# asks for its name without the token that IMDSv2 wants: so we find the name. Other clouds have a service at that
+# Without an answer s3fs requests an instance's role for minutes (seen: more than 20 s without a route), and 1.90
+# requests its name without the token that IMDSv2 needs: so we find the name. Other clouds have a service at that
 # address too, but no roles.
 _CREDENTIALS = r"""skyward_metadata() { # method, path, header: the body, if the status is 200
   timeout 2 bash -c 'exec 3<>/dev/tcp/169.254.169.254/80
@@ -84,9 +82,9 @@ skyward_find_credentials() {
 }
 """  # noqa: E501
 
-# The name of an s3fs mount says whose it is and what is behind it: skyward- and a hash of everything that makes two
-# mounts the same. mountpoint-s3 gives its mounts one name; there the list of this instance decides. Somebody else's
-# mount never gets onto the list.
+# The name of an s3fs mount identifies its owner and its content: skyward- and a hash of all its settings. All mounts of
+# mountpoint-s3 have the same name; for them the list of this instance decides. Another user's mount is never on that
+# list.
 _PLACE = r"""skyward_mounted_by() {
   findmnt --noheadings --output SOURCE --mountpoint "$1" 2>/dev/null | tail -n 1
 }
@@ -121,10 +119,10 @@ skyward_clear() { # mount path, what is mounted there
 }
 """
 
-# s3fs leaves its parent before it has asked the service, and where that refuses it ends without a word (and with status
-# 0, in the foreground too). Until it has decided, its file system does not answer; once it has decided to end, it
-# answers one question more at most: so two answers are proof. Listing the files would say no more, and costs a request
-# for each of them.
+# s3fs detaches before it contacts the service. If the service refuses, s3fs ends without a message (and with status 0,
+# in the foreground too). Until it knows, its file system does not answer. Before it ends, it answers at most one more
+# request. So two answers prove that the mount works. Listing the files would prove no more, and costs a request for
+# each of them.
 _MOUNT = r"""skyward_answers() {
   for _ in first second; do
     # f_type of every FUSE file system, statfs(2)
@@ -172,12 +170,12 @@ skyward_volume() { # mount path, ro or rw, bucket, prefix, endpoint, region
     fi
   fi
 }
-skyward_by_s3fs() { # objects have no owner and mode of their own: they are the node's user's
+skyward_by_s3fs() { # objects have no owner or mode: they get the node's user
   local options
   options="fsname=$5,uid=$(id -u),gid=$(id -g),umask=0022,mp_umask=0022,connect_timeout=10,sigv4"
   case $2 in
     ro) options+=,ro ;;
-    *) options+=,stat_cache_expire=5 ;; # what another node has written over is seen after so many seconds
+    *) options+=,stat_cache_expire=5 ;; # seconds until this node sees a file that another node has replaced
   esac
   if [ -n "$endpoint" ]; then
     options+=",url=$endpoint,use_path_request_style"

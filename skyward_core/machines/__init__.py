@@ -1,3 +1,1 @@
-"""Machines as values: instances, nodes, leases and their signatures, offers and their ranking, spot strategies,
-owners.
-"""
+"""Machines as values: instances, nodes, leases and their signatures, offers, spot strategies, owners."""

@@ -1,6 +1,4 @@
-"""Machines: what a provider rents us (`Instance`), what we make of it (`Node`), and the written claim on both
-(`Lease`).
-"""
+"""Machines: a rented one (`Instance`), one that runs our software (`Node`), and the written claim on them (`Lease`)."""
 
 from __future__ import annotations
 
@@ -14,19 +12,19 @@ from skyward_core.machines.offers import Extra
 
 
 class InstanceState(StrEnum):
-    """What a provider says of a machine. Only GONE costs nothing for certain."""
+    """The state of a machine, as its provider reports it. Only GONE certainly costs nothing."""
 
-    PENDING = "pending"  # paid for or about to be, not yet reachable
+    PENDING = "pending"  # billed now or soon, not yet reachable
     RUNNING = "running"
-    STOPPING = "stopping"  # on its way out, may still be paid for
+    STOPPING = "stopping"  # ending, may still be billed
     GONE = "gone"
 
 
 class Endpoint(BaseModel):
-    """Where and as whom to log in. Plain JSON, no secrets: `key` is a path.
+    """The host, port and user of a login. Plain JSON, no secrets: `key` is a path.
 
-    What is None is decided by ~/.ssh/config and, after it, by OpenSSH's defaults: the port, the user, the keys and the
-    agent, the known_hosts file. `host` may be an alias of that file.
+    Fields that are None come from ~/.ssh/config and, after it, from OpenSSH's defaults: the port, the user, the keys,
+    the agent, the known_hosts file. `host` may be an alias of that file.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -35,26 +33,25 @@ class Endpoint(BaseModel):
     port: int | None = Field(default=None, ge=1, le=65535)
     user: str | None = None
     key: str | None = None
-    """Path of a private key without passphrase. The agent and other keys are not tried then."""
+    """Path of a private key without passphrase. With it, the agent and other keys are not tried."""
     host_key: str | None = None
     """The machine's public key as in a `.pub` file: "ssh-ed25519 AAAA..."."""
     host_key_grace_seconds: float = Field(default=0.0, ge=0)
-    """For so long after its first answer a new machine may show another key: one whose startup script, which brings
-    this one, runs later than its sshd.
+    """How long after its first answer a new machine may show another key.
+
+    A machine needs it if its startup script, which installs this key, runs after its sshd.
     """
     known_hosts: str | None = None
-    """Path; "/dev/null" trusts the first key seen, which suits addresses that a cloud hands from one machine to the
-    next.
-    """
+    """Path; "/dev/null" trusts the first key seen, which suits addresses that a cloud reuses for other machines."""
     config: str | None = None
     """Path of the file to read in place of ~/.ssh/config."""
     proxy_command: tuple[str, ...] | None = Field(default=None, min_length=1)
-    """A command, with its arguments, whose stdin and stdout are the connection (`proxy_command.Proxy`); `host` is then
-    a name for messages and host keys only.
+    """A command, with its arguments, whose stdin and stdout are the connection (`proxy_command.Proxy`).
 
-    No secrets: it is run with the environment of whoever connects. The word "{python}" stands for that one's
-    interpreter. It ends when its input does, says in the last line of its stderr what is wrong, and exits with 77 if
-    credentials are refused and 78 if it asks for what cannot be; else it is tried again.
+    `host` is then only a name for messages and host keys. The command has no secrets: it runs with the environment of
+    the connecting process. "{python}" stands for that process's interpreter. The command ends when its input ends. The
+    last line of its stderr has the reason of a failure. It exits with 77 if credentials are refused, and with 78 if the
+    request is invalid. After any other code it is tried again.
     """
 
     def __str__(self) -> str:
@@ -78,19 +75,19 @@ class Instance(BaseModel):
     price_per_hour: float = 0.0
     on_demand_price_per_hour: float | None = None
     extras_per_hour: tuple[Extra, ...] = ()
-    """What is billed beside it, as far as its provider can tell."""
+    """What is billed beside the machine, as far as its provider reports it."""
     ip: str | None = None
     private_ip: str | None = None
     tags: dict[str, str] = {}
-    """What it was tagged with in the creating call, as far as the provider tells."""
+    """Its tags from the creating call, as far as the provider reports them."""
     directory: str | None = None
-    """Where its files are: on this machine, or on its own if it has an `endpoint`."""
+    """The folder of its files: on this machine, or on the machine of its `endpoint`."""
     endpoint: Endpoint | None = None
     """How to log in; None for an instance that is a set of processes of this machine."""
 
 
 class Node(BaseModel):
-    """An instance that answers, with its rank and workers, as we see it."""
+    """An instance that runs our software, with its rank and workers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -111,8 +108,7 @@ class Node(BaseModel):
 
 
 class Lease(BaseModel):
-    """The written claim on what we are paying for: enough, with the provider's own credentials, to use it or to give it
-    back from any process.
+    """The written claim on the machines of a pool: any process with the provider's credentials can use or end them.
 
     Plain JSON, no secrets: keys and certificates stay with the client that opened the pool.
     """
@@ -121,16 +117,14 @@ class Lease(BaseModel):
 
     pool_id: str
     provider: dict[str, Any]
-    """The provider as `Provider.to_json()` gives it."""
+    """The provider, from `Provider.to_json()`."""
     nodes: tuple[Node, ...] = ()
     scheduler: str = ""
     """Address of the pool's Dask scheduler."""
     created_at: datetime
     expires_at: datetime | None = None
     signature: str = ""
-    """Made by the opener, over all but the paths of SSH keys (`signing.py`); "" where the nodes are processes of this
-    machine.
-    """
+    """Made by the owner, over all but the paths of SSH keys (`signing.py`); "" if the nodes run on this machine."""
 
     def with_key(self, key: str) -> Lease:
         """Return the lease with another path of the SSH key, for a process that has it elsewhere."""

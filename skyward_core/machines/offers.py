@@ -1,4 +1,4 @@
-"""What is wanted, what is sold, and which of it is taken. Pure functions over frozen values."""
+"""Requirements, offers, and the choice of an offer. Pure functions over frozen values."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MEMORY_TOLERANCE = 0.075
 
 
 GB_PER_UNIT = {"mb": 1e-3, "gb": 1.0, "tb": 1e3, "mib": 2**20 / 1e9, "gib": 2**30 / 1e9, "tib": 2**40 / 1e9}
-TOLD_REASONS = 20
+MOST_REASONS = 20
 
 
 type Architecture = Annotated[
     Literal["x86_64", "arm64"],
     BeforeValidator(lambda name: ARCHITECTURES.get(name, name) if isinstance(name, str) else name),
 ]
-"""The processor of a machine, as AWS calls it; other names of the same are taken too."""
+"""The processor of a machine, by AWS's name; other names of it are accepted."""
 
 ARCHITECTURES: Mapping[str, Literal["x86_64", "arm64"]] = {
     "x86_64": "x86_64",
@@ -32,7 +32,7 @@ ARCHITECTURES: Mapping[str, Literal["x86_64", "arm64"]] = {
     "arm64": "arm64",
     "aarch64": "arm64",
 }
-"""What `uname -m`, Debian, Vast.ai and AWS call them."""
+"""Names of `uname -m`, Debian, Vast.ai and AWS."""
 
 GRACE = ("GH200", "GB200", "GB300")
 """Chips that sit on a board with NVIDIA's own processor, which is arm64 (data sheets of the GH200, GB200 NVL72 and
@@ -41,14 +41,15 @@ GB300 NVL72, checked 2026-11).
 
 
 def architecture_beside(accelerator: str | None) -> Literal["x86_64", "arm64"]:
-    """Return the processor of machines with this chip, or none, at a provider that has no other arm64 machines and does
-    not tell.
+    """Return the processor of machines with this chip, or without one.
+
+    It is for providers that do not report it, and have arm64 machines only with these chips.
     """
     return "arm64" if accelerator in GRACE else "x86_64"
 
 
 class Requirements(BaseModel):
-    """The hardware part of a wish. Memory in GB = 10⁹ bytes, prices in USD per hour for one machine."""
+    """The hardware that a spec needs. Memory in GB = 10⁹ bytes, prices in USD per hour for one machine."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
@@ -59,17 +60,15 @@ class Requirements(BaseModel):
     max_price_per_hour: float | None = Field(default=None, gt=0)
     architecture: Architecture | None = None
     nodes: int = Field(default=1, ge=1)
-    """So many machines are to work together: a provider may join them by another network than strangers."""
+    """How many machines work together: a provider may give them a special network."""
     min_cuda: float | None = None
-    """What the driver of NVIDIA's GPUs must know for the packages that are to be installed; None where they do not say
-    it.
-    """
+    """The CUDA version that NVIDIA's driver must support for the image's packages; None if they do not name one."""
 
 
 class Extra(BaseModel):
-    """Something that is billed beside a machine for as long as it is there, in USD per hour for one machine.
+    """Something that is billed beside a machine as long as the machine exists, in USD per hour for one machine.
 
-    `source` is where its price comes from, and `checked` when that was read.
+    `source` is the source of the price, and `checked` its date.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -81,24 +80,23 @@ class Extra(BaseModel):
 
 
 HOURS_PER_MONTH = 720
-"""Of a price by the month: 30 days, the month in which an hour costs most."""
+"""For prices by the month: 30 days, the month in which an hour costs most."""
 
 
 def by_month(name: str, usd_per_month: float, source: str, checked: str) -> Extra:
-    """Return what costs so much a month."""
+    """Return an extra with a price by the month."""
     return Extra(name=name, usd_per_hour=round(usd_per_month / HOURS_PER_MONTH, 6), source=source, checked=checked)
 
 
 def total_of(extras: Iterable[Extra]) -> float:
-    """Return what these cost together, in USD per hour."""
+    """Return the sum of the extras, in USD per hour."""
     return sum((extra.usd_per_hour for extra in extras), 0.0)
 
 
 class Offer(BaseModel):
     """One thing a provider sells now. `accelerators` is the number of chips, each with `accelerator_memory_gb`.
 
-    `price_per_hour` is what the machine itself costs, as the provider tells it and is told it; `total_per_hour` is what
-    is paid.
+    `price_per_hour` is the price of the machine itself, in the provider's own terms; `total_per_hour` is the full cost.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -115,39 +113,38 @@ class Offer(BaseModel):
     accelerators: int = 0
     accelerator_memory_gb: float | None = None
     form_factor: str | None = None
-    """"SXM", "PCIe" or "NVL", where the provider tells."""
+    """"SXM", "PCIe" or "NVL", if the provider reports it."""
     architecture: Architecture | None = None
-    """The machine's processor; None where nobody tells, or it may be either."""
+    """The machine's processor; None if it is unknown, or may be either."""
     or_types: tuple[str, ...] = ()
-    """Other types with the same chips that fulfil the same wish for no more money: the machines of a launch are all of
-    this type or all of one of those.
+    """Other types that match the same requirements, with the same chips and at most this price.
+
+    All machines of a launch have this type, or all have one of those.
     """
     nodes: int = 1
-    """How many machines are to work together, as they were asked for."""
+    """How many machines work together, from the requirements."""
     min_cuda: float | None = None
-    """What the driver must know, as it was asked for."""
+    """The CUDA version that the driver must support, from the requirements."""
     extras_per_hour: tuple[Extra, ...] = ()
     """What is billed beside the machine: its disk, its address, an estimate of its traffic."""
 
     @property
     def total_per_hour(self) -> float:
-        """What one machine costs with all that is billed beside it, in USD: what offers are ranked, limited and counted
-        by.
-        """
+        """The cost of one machine with its extras, in USD. Offers are ranked, limited and counted by it."""
         return self.price_per_hour + total_of(self.extras_per_hour) if self.extras_per_hour else self.price_per_hour
 
     @property
     def name(self) -> str:
-        """What it is called in messages."""
+        """Its name in messages."""
         return f"{self.provider}/{self.region} {self.instance_type}{' spot' if self.is_spot else ''}"
 
 
 def matches(offer: Offer, want: Requirements) -> str | None:
-    """Return None if the offer is good enough, else the reason why it is not."""
+    """Return None if the offer matches, else the reason why it does not."""
     if want.instance_type is not None and offer.instance_type != want.instance_type:
         return f"is no {want.instance_type}"
     if want.architecture not in {None, offer.architecture}:
-        return f"is {offer.architecture}" if offer.architecture else "does not tell its architecture"
+        return f"is {offer.architecture}" if offer.architecture else "does not report its architecture"
     if (accelerator := want.accelerator) is not None:
         if offer.accelerator != accelerator.name:
             return f"has {offer.accelerator or 'no accelerator'}"
@@ -156,7 +153,7 @@ def matches(offer: Offer, want: Requirements) -> str | None:
         if _has_other_memory(offer, accelerator):
             return f"has them with {offer.accelerator_memory_gb or 0:g} GB"
         if accelerator.form_factor is not None and offer.form_factor != accelerator.form_factor:
-            return f"has them as {offer.form_factor}" if offer.form_factor else "does not tell their form factor"
+            return f"has them as {offer.form_factor}" if offer.form_factor else "does not report their form factor"
     if want.vcpus is not None and offer.vcpus < want.vcpus:
         return f"has {offer.vcpus:g} CPUs"
     if want.memory_gb is not None and offer.memory_gb < want.memory_gb:
@@ -170,43 +167,44 @@ def matches(offer: Offer, want: Requirements) -> str | None:
 
 
 def _has_other_memory(offer: Offer, accelerator: Accelerator) -> bool:
-    """Whether the offer's chips are another variant.
+    """Return whether the offer's chips are another variant.
 
-    Drivers and clouds tell up to 7 % less than the data sheet (GiB for GB, reserved parts).
+    Drivers and clouds report up to 7 % less than the data sheet (GiB for GB, reserved parts).
     """
-    told = offer.accelerator_memory_gb
-    return told is not None and abs(told - accelerator.memory_gb) > MEMORY_TOLERANCE * accelerator.memory_gb
+    reported = offer.accelerator_memory_gb
+    return reported is not None and abs(reported - accelerator.memory_gb) > MEMORY_TOLERANCE * accelerator.memory_gb
 
 
 def rank(offers: Iterable[Offer], want: Requirements) -> list[Offer]:
     """Return the offers that match, cheapest first, then the smallest.
 
-    Raises NoCapacity with the rejections' reasons when none does.
+    Raises NoCapacity with the reasons if no offer matches.
     """
     offers = list(offers)
     good = [offer for offer in offers if matches(offer, want) is None]
     if not good:
-        raise NoCapacity(f"nobody offers {describe(want)}: {why_none(offers, want)}")
+        raise NoCapacity(f"no provider offers {describe(want)}: {why_none(offers, want)}")
     return sorted(good, key=lambda offer: (offer.total_per_hour, offer.vcpus, offer.memory_gb))
 
 
 def why_none(offers: Sequence[Offer], want: Requirements) -> str:
-    """Say for the first offers why each does not match, those with the right accelerator before the others; and if
-    there is none of those, who rents it.
+    """Return why each of the first offers does not match, those with the right accelerator first.
+
+    If no offer has the accelerator, the text names the clouds that rent it.
     """
     wanted = want.accelerator.name if want.accelerator is not None else None
-    near = sorted(offers, key=lambda offer: (offer.accelerator != wanted, offer.total_per_hour))[:TOLD_REASONS]
-    told = [f"{offer.name} {matches(offer, want)}" for offer in near]
+    near = sorted(offers, key=lambda offer: (offer.accelerator != wanted, offer.total_per_hour))[:MOST_REASONS]
+    reasons = [f"{offer.name} {matches(offer, want)}" for offer in near]
     more = [f"and {len(offers) - len(near)} others"] if len(offers) > len(near) else []
-    reasons = "; ".join([*told, *more]) or "there are no offers at all"
+    text = "; ".join([*reasons, *more]) or "no provider has any offer"
     if want.accelerator is None or any(offer.accelerator == wanted for offer in offers):
-        return reasons
-    rehearsal = (
-        f' Local(simulate="{want.accelerator.name}") stands in for one here.'
+        return text
+    simulation = (
+        f' Local(simulate="{want.accelerator.name}") simulates one here.'
         if any(offer.provider == "local" for offer in offers)
         else ""
     )
-    return f"{reasons}. {advice(want.accelerator)}{rehearsal}"
+    return f"{text}. {advice(want.accelerator)}{simulation}"
 
 
 def select_instance(
@@ -216,10 +214,10 @@ def select_instance(
     memory: str | None = None,
     architecture: Architecture | None = None,
 ) -> Offer:
-    """Return the smallest of these offers that has the accelerator, so many CPU cores and so much memory ("128GB"); of
-    two alike the cheaper one.
+    """Return the smallest of these offers with the accelerator, CPU cores and memory ("128GB"); of equals the cheaper.
 
-    Smallest: fewest accelerators, then CPUs, then memory. Raises NoCapacity with the reasons when none does.
+    The smallest has the fewest accelerators, then CPUs, then memory. Raises NoCapacity with the reasons if none
+    matches.
     """
     wanted = parse(accelerator) if isinstance(accelerator, str) else accelerator
     want = Requirements(
@@ -247,7 +245,7 @@ def memory_gb(text: str) -> float:
 
 
 def describe(want: Requirements) -> str:
-    """Say in words what is wanted."""
+    """Return the requirements as text."""
     parts = [
         (want.instance_type, f"machine {want.instance_type!r}"),
         (want.accelerator, str(want.accelerator)),
@@ -256,4 +254,4 @@ def describe(want: Requirements) -> str:
         (want.memory_gb, f"{want.memory_gb or 0:g} GB of memory"),
         (want.max_price_per_hour, f"at most ${want.max_price_per_hour or 0:g} an hour"),
     ]
-    return ", ".join(words for wish, words in parts if wish is not None) or "a machine"
+    return ", ".join(text for value, text in parts if value is not None) or "a machine"

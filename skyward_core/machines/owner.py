@@ -1,4 +1,4 @@
-"""Who answers for a pool: a process, named so that any other process of its host can tell whether it still lives."""
+"""The owner of a pool: a process, named so that any other process of its host can check whether it lives."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ PID_NAMESPACE = Path("/proc/self/ns/pid")
 
 
 class OwnerState(StrEnum):
-    """Whether an owner lives, as far as can be told from here."""
+    """Whether an owner lives, as far as this process can see."""
 
     ALIVE = "alive"
     DEAD = "dead"
-    # of another host, another boot of this one, or another container, or hidden: nobody here can see its process
+    # its process is on another host, in another boot or container, or hidden: it is not visible here
     UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process: its user and host for people; boot, pid namespace, pid and start (clock ticks since boot) never repeat
-    together.
+    """A process. `user` and `host` are for people.
+
+    The combination of boot, pid namespace, pid and start (clock ticks since boot) never repeats.
     """
 
     user: str
@@ -40,7 +41,7 @@ class Owner:
 
     @classmethod
     def here(cls) -> Self:
-        """Return this very process."""
+        """Return this process."""
         process = this_process()
         return cls(_user(), socket.gethostname(), _boot(), _namespace(), process.pid, process.started)
 
@@ -51,24 +52,24 @@ class Owner:
 
     @property
     def process(self) -> str:
-        """The part that tells this process from all others, as one word; `parse` reads it."""
+        """The part that identifies the process, as one word; `parse` reads it."""
         return f"{self.boot}.{self.namespace}.{self.pid}.{self.started}"
 
     @classmethod
     def parse(cls, name: str, process: str) -> Self:
-        """Return the owner from its `name` and `process`. Raises ValueError for what is neither."""
+        """Return the owner from its `name` and `process`. Raises ValueError if they are malformed."""
         user, _, host = name.rpartition("@")
         boot, namespace, pid, started = process.split(".")
         return cls(user, host, boot, namespace, int(pid), started)
 
     @classmethod
     def unknown(cls, name: str) -> Self:
-        """Return an owner of whom only the name is known: whether it lives cannot be told."""
+        """Return an owner of which only the name is known: its state is UNKNOWN."""
         user, _, host = name.rpartition("@")
         return cls(user, host, "", "", 0, "")
 
     def state(self) -> OwnerState:
-        """Tell whether the process lives; UNKNOWN if it is none that could be seen from here."""
+        """Return whether the process lives; UNKNOWN if it would not be visible here."""
         if (self.host, self.boot, self.namespace) != (socket.gethostname(), _boot(), _namespace()) or not self.boot:
             return OwnerState.UNKNOWN
         started = process_start(self.pid)
@@ -85,7 +86,7 @@ def _user() -> str:
 
 
 def _boot() -> str:
-    """This boot of the kernel; empty where it does not say."""
+    """Return the id of this boot of the kernel; empty if it is not available."""
     try:
         return BOOT_ID.read_text().strip()
     except OSError:
@@ -93,7 +94,7 @@ def _boot() -> str:
 
 
 def _namespace() -> str:
-    """The number of this process's pid namespace: a pid means nothing outside of it."""
+    """Return the number of this process's pid namespace, in which its pid is valid."""
     try:
         return PID_NAMESPACE.readlink().name.removeprefix("pid:[").removesuffix("]")
     except OSError:

@@ -1,10 +1,8 @@
-"""Signatures of leases. A lease says to which machines a process logs in, as whom, and by which command: whoever could
-alter it could have his own code run.
+"""Signatures of leases. A lease names the machines, users and commands of logins, so a forged lease could run code.
 
-The opener signs a lease that leads to other machines with a key of its user: SKYWARD_LEASE_KEY, else the file
-`lease.key` of the state folder, which is made when it is first needed. Who attaches has the same key, for it is the
-same user, or was given it. The path of the SSH key is not signed: it differs from machine to machine, and leads to no
-other one.
+The owner signs a lease of machines over SSH with a key of its user: SKYWARD_LEASE_KEY, else the file `lease.key` of the
+state folder, which is created at first use. A process that attaches has the same key, because it runs as the same user,
+or received the key. The path of the SSH key is not signed: it differs between machines, and leads to no other machine.
 """
 
 from __future__ import annotations
@@ -29,30 +27,29 @@ VARIABLE = "SKYWARD_LEASE_KEY"
 PURPOSE = b"skyward lease 1\n"
 SHORTEST_KEY = 16
 _CURE = (
-    f"Give both processes the same {VARIABLE}. Else attach with is_trusted=True if nobody else can write to where the"
-    " lease comes from, and release with credentials=, the provider itself"
+    f"Give both processes the same {VARIABLE}. Else attach with is_trusted=True if no other user can write to the"
+    " source of the lease, and release with credentials=, the provider itself"
 )
 _log = logging.getLogger("skyward")
 
 
 def signed(lease: Lease) -> Lease:
-    """Return the lease with a signature; as it is where it leads to this machine alone, or where no key can be kept."""
+    """Return the lease with a signature; unchanged if it names only this machine, or if no key can be stored."""
     if not _leads_elsewhere(lease) and not _asks_elsewhere(lease):
         return lease
     try:
         key = _key(may_make=True)
-    except (OSError, RuntimeError, KeyError) as error:  # the latter two: no home
-        _log.warning("the lease is not signed, for no key of it can be kept: %s. %s", error, _CURE)
+    except (OSError, RuntimeError, KeyError) as error:  # the latter two: the user has no home
+        _log.warning("the lease is not signed, because its key cannot be stored: %s. %s", error, _CURE)
         return lease
     return lease.model_copy(update={"signature": f"{_name_of(key)}:{_mac(key, lease)}"})
 
 
 def verify(lease: Lease, *, asks_provider: bool = False) -> None:
-    """Raise CredentialsError unless the lease leads to this machine alone, where its folders are checked, or is as one
-    with our key has signed it.
+    """Raise CredentialsError unless the lease names only this machine, or has a valid signature with our key.
 
-    `asks_provider` says that its provider is followed too: credentials of this process go to the address that is its
-    `endpoint_url`.
+    On this machine the folders are checked instead. With `asks_provider` the provider of the lease is used too: this
+    process's credentials go to the address in its `endpoint_url`.
     """
     if not _leads_elsewhere(lease) and not (asks_provider and _asks_elsewhere(lease)):
         return
@@ -60,15 +57,17 @@ def verify(lease: Lease, *, asks_provider: bool = False) -> None:
         key = _key(may_make=False)
     except (OSError, RuntimeError, KeyError) as error:
         raise CredentialsError(
-            f"the lease of pool {lease.pool_id} cannot be verified, for there is no key: {error}. {_CURE}"
+            f"the lease of pool {lease.pool_id} cannot be verified, because there is no key: {error}. {_CURE}"
         ) from error
     name, _, mac = lease.signature.partition(":")
     if not hmac.compare_digest(name.encode(), _name_of(key).encode()):
         what = "is signed with another key" if name else "is not signed"
-        raise CredentialsError(f"the lease of pool {lease.pool_id} {what}, and may lead to anybody's machines. {_CURE}")
+        raise CredentialsError(
+            f"the lease of pool {lease.pool_id} {what}, and may name any other user's machines. {_CURE}"
+        )
     if not hmac.compare_digest(mac.encode(), _mac(key, lease).encode()):
         raise CredentialsError(
-            f"the lease of pool {lease.pool_id} was altered since it was signed: ask its opener for `pool.lease` again"
+            f"the lease of pool {lease.pool_id} was changed after it was signed: get `pool.lease` from its owner again"
         )
 
 
@@ -100,13 +99,13 @@ def _read(place: Path) -> bytes:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
             raise PermissionError(
-                f"{place} is not this user's alone (user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}):"
+                f"{place} is not private to this user (user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}):"
                 " remove it"
             )
         key = file.read()
     if len(key) < SHORTEST_KEY:
         raise PermissionError(
-            f"{place} has {len(key)} bytes, which anybody can guess: remove it, and a new one is made"
+            f"{place} has {len(key)} bytes, which is too short to be secret: remove it, and a new key is created"
         )
     return key
 

@@ -1,4 +1,4 @@
-"""How much of a pool runs on spot machines: cheaper, and taken back when somebody pays more."""
+"""How much of a pool runs on spot machines: they are cheaper, and the provider may preempt them."""
 
 import difflib
 import math
@@ -11,7 +11,7 @@ from skyward_core.errors import BadRequest
 
 @dataclass(frozen=True, slots=True)
 class Always:
-    """Only spot machines. If none is free, ask again `retries` times, `interval` seconds apart, before giving up."""
+    """Only spot machines. If none is free, try again `retries` times, `interval` seconds apart, before giving up."""
 
     retries: int = 10
     interval: float = 1.0
@@ -25,7 +25,7 @@ class Always:
 
 @dataclass(frozen=True, slots=True)
 class IfAvailable:
-    """Spot machines, and on-demand ones where spot is not sold or none is free."""
+    """Spot machines; on-demand ones if spot is not sold or none is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Spot:
 
 
 def parse(like: SpotLike) -> Strategy:
-    """Return the strategy that is meant. 1.0 is `Always()`: all machines spot, and as stubborn about it.
+    """Return the strategy for a value. 1.0 is `Always()`: all machines are spot, with its retries.
 
     Raises BadRequest, with the nearest valid spelling.
     """
@@ -83,17 +83,16 @@ def parse(like: SpotLike) -> Strategy:
             return Always() if like == 1 else Percent(float(like))
         case _:
             raise BadRequest(
-                f'spot={like!r} is no strategy: write "always", "if-available", "never", a share such as 0.8, or'
+                f'spot={like!r} is not a strategy: write "always", "if-available", "never", a share such as 0.8, or'
                 " Spot.Always()"
             )
 
 
 def split(strategy: Strategy | None, nodes: int, spot_sold: bool) -> tuple[int, int]:
-    """Return how many of the machines are on demand and how many are spot, in this order of ranks: node 0 is on demand
-    if any is.
+    """Return the numbers of on-demand and of spot machines; the lowest ranks are on demand.
 
-    `None` (nothing was asked for) and IfAvailable mean spot where it is sold and on demand elsewhere. A share is
-    rounded up to whole machines. Raises BadRequest if spot is demanded where it is not sold.
+    `None` (no strategy was given) and IfAvailable mean spot if it is sold, else on demand. A share is rounded up to
+    whole machines. Raises BadRequest if spot is required but not sold.
     """
     if nodes < 1:
         raise BadRequest(f"nodes={nodes}: a pool has at least 1")
@@ -104,30 +103,30 @@ def split(strategy: Strategy | None, nodes: int, spot_sold: bool) -> tuple[int, 
             return (0, nodes) if spot_sold else (nodes, 0)
         case Always() | Percent() if not spot_sold:
             raise BadRequest(
-                f'no spot machine that fits is sold here, and {strategy} demands it: try spot="if-available" or'
+                f'no spot machine that fits is sold here, and {strategy} requires it: try spot="if-available" or'
                 ' spot="never"'
             )
         case Always():
             return 0, nodes
         case Percent(share):
-            # by the decimal digits: as binary floats, 0.1 x 30 is a little more than 3
+            # by the decimal digits: with binary floats 0.1 x 30 is a little more than 3
             spot = math.ceil(Fraction(str(share)) * nodes)
             return nodes - spot, spot
 
 
 def to_json(strategy: Strategy) -> dict[str, Any]:
-    """Return plain data that `from_json` reads: the kind, and the fields of the strategy beside it."""
+    """Return plain data that `from_json` reads: the kind, and the fields of the strategy."""
     return {"kind": _KIND_OF[type(strategy)], **asdict(strategy)}
 
 
 def from_json(data: object) -> Strategy:
     """Return the strategy that `to_json` wrote; the shortcuts of `parse` are read too. Raises BadRequest."""
     if not isinstance(data, dict):
-        return parse(data)  # pyright: ignore[reportArgumentType] - parse refuses what it does not know
+        return parse(data)  # pyright: ignore[reportArgumentType] - parse refuses other types
     fields: dict[str, Any] = {**data}
     kind = str(fields.pop("kind", ""))
     if kind not in _KINDS:
-        raise BadRequest(f'a spot strategy has a kind; {kind!r} is none: did you mean "{_nearest(kind, _KINDS)}"?')
+        raise BadRequest(f'a spot strategy has a kind; {kind!r} is not one: did you mean "{_nearest(kind, _KINDS)}"?')
     try:
         return _KINDS[kind](**fields)
     except TypeError as error:
@@ -139,7 +138,7 @@ def _parse_name(name: str) -> Strategy:
         near = difflib.get_close_matches(name, _NAMED, n=1)
         hint = f'did you mean "{near[0]}"? ' if near else ""
         raise BadRequest(
-            f'spot={name!r} is no strategy: {hint}Write "always", "if-available", "never", a share such as 0.8, or'
+            f'spot={name!r} is not a strategy: {hint}Write "always", "if-available", "never", a share such as 0.8, or'
             " Spot.Always()"
         )
     return _NAMED[name]

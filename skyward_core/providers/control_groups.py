@@ -1,10 +1,10 @@
-"""Control groups (cgroup v2) for the nodes of this machine: whatever forks in one stays in it, and the kernel kills all
-of it at once (`cgroup.kill`).
+"""Control groups (cgroup v2) for the nodes of this machine: child processes stay in the group of their parent, and the
+kernel kills all of them at once (`cgroup.kill`).
 
-A group is a folder below the group of the process that makes it, or beside that (`_home`). It needs a kernel of 5.14 or
-later and a folder that this user may write to: root has one nearly everywhere, other users below their systemd user
-manager (`user@.service` and what it starts), and nobody in most containers. Its name tells what it is of,
-`skyward.INSTANCE.POOL.RANK`, and its owner whose it is: so any process of the same user finds it.
+A group is a folder below the group of the process that creates it, or beside that group (`_home`). It needs a kernel of
+5.14 or later, and a folder that this user may write to. Root has one nearly everywhere, other users below their systemd
+user manager (`user@.service` and its children), and no user in most containers. Its name has the instance, the pool and
+the rank, `skyward.INSTANCE.POOL.RANK`, and its owner is the user: so any process of the same user finds it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAME_SHAPE = re.compile(
 LIMITS = ("memory.max", "memory.high", "pids.max", "cpu.max", "cpuset.cpus", "io.max")
 NO_LIMIT = ("", "max", "max 100000")
 ABANDONED_SECONDS = 60.0
-"""An empty group that is older than this belongs to a node that has ended; a younger one may be about to be entered."""
+"""An empty group that is older belongs to a node that has ended. A newer one may soon get its first process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,25 +39,25 @@ class ControlGroup:
 
     @classmethod
     def of(cls, path: Path) -> Self | None:
-        """Read a folder's name; None for any other."""
+        """Return the group of a folder; None for a folder with another name."""
         found = NAME_SHAPE.fullmatch(path.name)
         return cls(path, found["instance"], found["pool"], int(found["rank"])) if found else None
 
     @property
     def is_populated(self) -> bool:
-        """Whether there is a living process in it or in a group below it."""
+        """Whether a living process is in it or in a group below it."""
         try:
             return "populated 1" in (self.path / "cgroup.events").read_text()
         except OSError:  # removed
             return False
 
     def kill(self) -> None:
-        """Have the kernel kill all that is in it, forks under way included, whoever it runs as."""
+        """Have the kernel kill all processes in it, of any user, including forks in progress."""
         with contextlib.suppress(OSError):
             (self.path / "cgroup.kill").write_text("1")
 
     def remove(self) -> bool:
-        """Remove it with the groups below it; False if it is populated still."""
+        """Remove it with the groups below it; return False if it is still populated."""
         for folder, _, _ in os.walk(self.path, topdown=False):
             with contextlib.suppress(OSError):
                 os.rmdir(folder)
@@ -65,7 +65,7 @@ class ControlGroup:
 
 
 def make(instance_id: str, pool_id: str, rank: str) -> ControlGroup | None:
-    """Make a group for a node, below that of this process or beside it; None where that cannot be had."""
+    """Create a group for a node, below that of this process or beside it; return None if that is impossible."""
     home = _home()
     group = None if home is None else ControlGroup.of(home / f"skyward.{instance_id}.{pool_id}.{rank}")
     if group is None:
@@ -81,10 +81,7 @@ def make(instance_id: str, pool_id: str, rank: str) -> ControlGroup | None:
 
 
 def all_groups() -> list[ControlGroup]:
-    """Return the groups of nodes that this user has made, wherever they are in the hierarchy.
-
-    A read of its folders: some milliseconds.
-    """
+    """Return the groups of nodes that this user has created, anywhere in the hierarchy. It takes some milliseconds."""
     hierarchy = call_groups.mount()
     found: list[ControlGroup] = []
     if hierarchy is not None:
@@ -102,7 +99,7 @@ def all_groups() -> list[ControlGroup]:
 
 
 def remove_abandoned() -> None:
-    """Remove the empty groups of nodes that have ended when nobody was there to do it."""
+    """Remove the empty groups of nodes that have ended while no process was there to remove them."""
     for group in all_groups():
         with contextlib.suppress(OSError):
             if not group.is_populated and time.time() - group.path.stat().st_ctime > ABANDONED_SECONDS:
@@ -110,19 +107,19 @@ def remove_abandoned() -> None:
 
 
 def _home() -> Path | None:
-    """Where groups of nodes are made; None if it is not to be seen here.
+    """Return the folder for groups of nodes; None if the hierarchy is not visible.
 
-    A group with processes of its own hands no controller down (cgroups(7)). So it is the group above that of this
-    process if that hands `memory` down, and if what is made there escapes no limit of this process's group: such as the
-    group above a login session's or a terminal's.
+    A group that has processes cannot pass controllers to the groups below it (cgroups(7)). So the folder is the parent
+    of this process's group, if the parent passes `memory` and this process's group has no limits of its own. An example
+    is the parent of a login session's group.
     """
     own = call_groups.own_group()
     if own is None:
         return None
     above = own.parent
-    hands_down = "memory" in _read(above / "cgroup.subtree_control").split()
+    passes_memory = "memory" in _read(above / "cgroup.subtree_control").split()
     is_ours = os.access(above, os.W_OK) and os.access(above / "cgroup.procs", os.W_OK)
-    return above if hands_down and is_ours and all(_read(own / name).strip() in NO_LIMIT for name in LIMITS) else own
+    return above if passes_memory and is_ours and all(_read(own / name).strip() in NO_LIMIT for name in LIMITS) else own
 
 
 def _read(path: Path) -> str:

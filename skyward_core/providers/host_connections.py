@@ -1,4 +1,4 @@
-"""SSH to many hosts at once, for `Hosts`: the connections, the host keys that were seen, the answers of the scripts."""
+"""SSH to many hosts at once, for `Hosts`: connections, host keys that were seen, and answers of the scripts."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ PROCESS_SHAPE = re.compile(r"/proc/([0-9]+)/environ:(\w+)=(.*)")
 
 @dataclass(frozen=True, slots=True)
 class SeenKeys:
-    """The host keys that were seen, by address; None: they are not remembered.
+    """The host keys that were seen, by address; with None, they are not remembered.
 
-    No part of the provider's value: any two are equal.
+    They are no part of a provider's value: any two are equal.
     """
 
     seen: dict[str, str] | None = field(default=None, compare=False)
@@ -36,9 +36,9 @@ class SeenKeys:
         return None if self.seen is None else self.seen.get(address)
 
     def note(self, address: str, key: str | None) -> None:
-        """Remember a key that was verified, or seen first.
+        """Remember a key that was verified, or seen for the first time.
 
-        Raises HostKeyChanged if another one was seen meanwhile, by another connection.
+        Raises HostKeyChanged if another connection has seen a different key meanwhile.
         """
         if self.seen is not None and key is not None and (before := self.seen.setdefault(address, key)) != key:
             raise HostKeyChanged(f"{address} has shown two host keys: {before} and {key}")
@@ -46,14 +46,14 @@ class SeenKeys:
 
 @dataclass(frozen=True, slots=True)
 class HostAnswer:
-    """What a host has printed: values by name, and the tags of each process that carries an instance's."""
+    """The output of a script on a host: values by name, and the tags of each process of an instance."""
 
     values: Mapping[str, Sequence[str]]
     processes: Sequence[Mapping[str, str]] = ()
 
     @classmethod
     def read(cls, output: str) -> Self:
-        """Read what the host has printed; a login shell may have said more."""
+        """Read the output of a script; other lines, for instance of a login shell, are ignored."""
         values: dict[str, list[str]] = {}
         processes: dict[str, dict[str, str]] = {}
         for line in output.splitlines():
@@ -68,16 +68,14 @@ class HostAnswer:
         return self.values.get(name, ())
 
     def one(self, name: str) -> str:
-        """Return the value; raises CommandFailed if the host has not told it."""
+        """Return a value; raises CommandFailed if the output does not have it."""
         if name not in self.values:
-            raise CommandFailed(f"the host did not tell its {name}")
+            raise CommandFailed(f"the host did not report its {name}")
         return self.values[name][0]
 
 
 class HostConnections:
-    """SSH connections to several hosts, used side by side; closed at the end of its context, whatever still waits on
-    them.
-    """
+    """SSH connections to several hosts, used at the same time; closed at exit, even while commands run on them."""
 
     def __init__(self, endpoints: Mapping[str, Endpoint], keys: SeenKeys) -> None:
         self._endpoints = endpoints
@@ -95,13 +93,14 @@ class HostConnections:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for connection in self._connections.values():
-            connection.close()  # which also ends what waits for it in the threads
+            connection.close()  # this also ends commands that wait in the threads
         self._threads.join()
         self._loop.close()
 
     def connect(self, straggler_seconds: float | None = None) -> dict[str, SkywardError]:
-        """Connect to all; return the errors of those that do not answer, with a limit: some time after the first that
-        does.
+        """Connect to all hosts; return the errors of those that do not answer.
+
+        With `straggler_seconds` the others may take so much longer than the first host that answers.
         """
         futures = {address: self._threads.submit(self._connect, address) for address in self._endpoints}
         if straggler_seconds is not None:
@@ -125,38 +124,39 @@ class HostConnections:
     def ask(
         self,
         script: str,
-        words: Mapping[str, Sequence[str]],
+        arguments: Mapping[str, Sequence[str]],
         *,
         stdin: str | None = None,
         timeout_seconds: float = COMMAND_SECONDS,
     ) -> tuple[dict[str, HostAnswer], dict[str, SkywardError]]:
-        """Run a script with these words on each of these hosts; return what was told, and the errors: CommandFailed for
-        an exit code other than 0.
+        """Run a script with these arguments on each of these hosts; return the answers, and the errors.
+
+        An exit code other than 0 is CommandFailed.
         """
         return _settled(
             {
                 address: self._threads.submit(self._ask, address, script, its, stdin, timeout_seconds)
-                for address, its in words.items()
+                for address, its in arguments.items()
             }
         )
 
     def endpoint(self, address: str) -> Endpoint:
-        """Return how a connected host is reached, with the key that it has shown."""
+        """Return the endpoint of a connected host, with the key that it has shown."""
         return self._endpoints[address].model_copy(update={"host_key": self._connections[address].host_key})
 
     def _ask(
-        self, address: str, script: str, words: Sequence[str], stdin: str | None, timeout_seconds: float
+        self, address: str, script: str, arguments: Sequence[str], stdin: str | None, timeout_seconds: float
     ) -> HostAnswer:
         done = self._connections[address].run(
-            shlex.join(["sh", "-c", script, "skyward", *words]), stdin=stdin, timeout_seconds=timeout_seconds
+            shlex.join(["sh", "-c", script, "skyward", *arguments]), stdin=stdin, timeout_seconds=timeout_seconds
         )
         if done.exit_code:
-            raise CommandFailed(f"{address} could not do what it was asked", done.exit_code, done.output)
+            raise CommandFailed(f"a command failed on {address}", done.exit_code, done.output)
         return HostAnswer.read(done.output)
 
 
 def _settled[T](futures: Mapping[str, Future[T]]) -> tuple[dict[str, T], dict[str, SkywardError]]:
-    """Wait for all; return results and errors of ours. Raises others."""
+    """Wait for all; return the results, and the errors that are ours. Raises other errors."""
     results: dict[str, T] = {}
     failures: dict[str, SkywardError] = {}
     for address, future in futures.items():

@@ -1,19 +1,19 @@
-"""What `Hosts` asks of a host, in sh."""
+"""Scripts that `Hosts` runs on a host, in sh."""
 
 from skyward_core.providers.termination_shell import ENDING
 
-PLACES = r"""skyward_places() { # sets skyward_home, where all of ours is on this host, and skyward_ip, its address as this connection sees it
+PLACES = r"""skyward_places() { # sets skyward_home, the folder of all our files on this host, and skyward_ip, its address for this connection
   skyward_home=${SKYWARD_HOME:-${HOME:-~}/.cache/skyward}
   case $skyward_home in /*) ;; *) skyward_home=$PWD/$skyward_home ;; esac
   skyward_home=${skyward_home%/}
-  # shellcheck disable=SC2086 # client's address and port, ours
+  # shellcheck disable=SC2086 # addresses and ports of the client and this host
   set -- ${SSH_CONNECTION:-}
   skyward_ip=${3:-}
 }
 skyward_lock() { # seconds: takes the machine's lock on descriptor 9
   exec 9</proc
   flock -w "$1" 9 && return 0
-  [ -r /proc/1/cmdline ] || return 1 # mounted with hidepid: whose lock it is cannot be told
+  [ -r /proc/1/cmdline ] || return 1 # mounted with hidepid: the holder of the lock is invisible
   for _ in 1 2 3 4 5 6; do
     [ -z "$(skyward_holders)" ] || return 1
     flock -w 0.5 9 && return 0
@@ -21,15 +21,15 @@ skyward_lock() { # seconds: takes the machine's lock on descriptor 9
   [ -r "${HOME:-/}" ] || return 0
   exec 9<"${HOME:-/}"
   flock -w "$1" 9
-  [ $? -ne 1 ] # with 1 it is held; on NFS folders cannot be locked
+  [ $? -ne 1 ] # 1 means that it is held; other codes: NFS cannot lock folders
 }
-skyward_holders() { # tells the pools that have processes here: our own by their tags, other users' by the command lines of their guards
+skyward_holders() { # prints the pools that have processes here: our own by their tags, other users' by the command lines of their guards
   {
     grep -hsaz '^skyward-pool=' /proc/[0-9]*/cmdline
     env -i PATH="$PATH" LC_ALL=C grep -hsaz '^SKYWARD_POOL_ID=' /proc/[0-9]*/environ
   } | tr '\0' '\n' | sed 's/^[^=]*=/::skyward held /' | sort -u
 }
-skyward_list() { # tells the tags of all processes of nodes. What looks is found too, or else the look was none
+skyward_list() { # prints the tags of all processes of nodes. The search must also find its own process, else it has failed
   skyward_tags=$(env -i PATH="$PATH" LC_ALL=C SKYWARD_LOOK=1 grep -sHazE \
     '^SKYWARD_(LOOK|INSTANCE_ID|POOL_ID|RANK|INSTANCE_DIRECTORY|INSTANCE_TYPE|PRICE_PER_HOUR|PRIVATE_IP|TAGS)=' /proc/[0-9]*/environ 9<&- | tr '\0' '\n')
   case $skyward_tags in
@@ -37,7 +37,7 @@ skyward_list() { # tells the tags of all processes of nodes. What looks is found
     *) echo "grep does not find the tags of processes here" && exit 1 ;;
   esac
 }
-skyward_sweep() { # removes what is cached, unless a node of ours is here
+skyward_sweep() { # removes the caches, unless a node of ours is here
   if skyward_lock 1 && [ -z "$(skyward_holders)" ]; then
     for skyward_cache in envs uv uv.partial uv.lock apt.lock ship uv-cache python; do skyward_remove "$skyward_home/$skyward_cache"; done
     rmdir "$skyward_home/instances" "$skyward_home" 2>/dev/null
@@ -45,17 +45,17 @@ skyward_sweep() { # removes what is cached, unless a node of ours is here
   fi
 }
 """  # noqa: E501
-"""The lock is /proc: it is one for each pid namespace, as far as pools see each other, and root's, so that no user can
-make, exchange or close it.
+"""The lock is /proc. Each pid namespace has one, so pools that see each other share it. It belongs to root, so no user
+can create, replace or remove it.
 
-Any user may hold it, though. A pool that holds it is seen by its guard within moments. If there is none, the lock of
-this user's home is taken instead, which only this user's own pools hold.
+But any user can hold it. If a pool holds it, its guard is visible within moments. If no guard is visible, the lock of
+this user's home is taken instead, which only this user's pools hold.
 """
 
 LOOK = (
     PLACES
     + r"""skyward_places
-unset OMP_NUM_THREADS OMP_THREAD_LIMIT # nproc believes them
+unset OMP_NUM_THREADS OMP_THREAD_LIMIT # nproc would obey them
 echo "::skyward vcpus $(nproc)"
 echo "::skyward machine $(uname -m)"
 sed -n 's/^MemTotal: *\([0-9]*\) kB$/::skyward memory_kib \1/p' /proc/meminfo
@@ -65,7 +65,7 @@ fi
 skyward_holders
 """  # noqa: E501
 )
-"""What the host is, and which pools hold it; with GPUs if $1 says so: their driver may take seconds."""
+"""Prints the host's properties and the pools that hold it; GPUs only if $1 is "gpus", which may take seconds."""
 
 START = (
     ENDING
@@ -83,10 +83,10 @@ trap 'exit 1' HUP INT TERM
 mkdir -p -- "$directory" || exit 1
 for skyward_place in "$skyward_home" "$skyward_home/instances" "$directory"; do
   case "$(stat -L -c '%u %a' -- "$skyward_place")" in
-    "$(id -u) "*[2367]) ;; # everybody may write to it
+    "$(id -u) "*[2367]) ;; # every user may write to it
     "$(id -u) "*) continue ;;
   esac
-  echo "$skyward_place belongs to another user, or everybody may write to it: what runs there could be exchanged. Set SKYWARD_HOME to a folder of your own" >&2
+  echo "$skyward_place belongs to another user, or every user may write to it: its programs could be replaced. Set SKYWARD_HOME to a folder of your own" >&2
   exit 1
 done
 cat >"$directory/startup.sh" || exit 1
@@ -99,7 +99,7 @@ echo "::skyward ip $skyward_ip"
 echo "::skyward directory $directory"
 """  # noqa: E501
 )
-"""Takes the lock and starts the script on stdin under it, cut loose from this connection; or tells who holds the host.
+"""Takes the lock and starts the script on stdin under it, detached from this connection; or prints who holds the host.
 """
 
 LIST = (
@@ -135,7 +135,7 @@ END = (
     *" ${guard:-none} "*)
       kill -TERM "$guard" 2>/dev/null
       patience=100
-      [ ! -f "$directory/mig" ] || patience=$((skyward_unpartition_seconds * 50 + patience)) # the guard gives the GPUs back
+      [ ! -f "$directory/mig" ] || patience=$((skyward_unpartition_seconds * 50 + patience)) # the guard restores the GPUs
       while [ "$patience" -gt 0 ] && kill -0 "$guard" 2>/dev/null; do
         patience=$((patience - 1))
         sleep 0.02
@@ -143,7 +143,7 @@ END = (
       ;;
   esac
   skyward_kill "$1" "$directory"
-  [ ! -f "$directory/mig" ] || skyward_lock 5 || : # nobody else may begin with a GPU that is being given back
+  [ ! -f "$directory/mig" ] || skyward_lock 5 || : # no other pool may begin to use a GPU that is being restored
   skyward_clean "$1" "$directory" | sed 's/^/::skyward warning /'
 }
 skyward_places
@@ -155,9 +155,8 @@ skyward_list
 [ "$keep" = keep ] || skyward_sweep || :
 """  # noqa: E501
 )
-"""Asks the guards of these instances to end them. After 2 s (longer with GPUs to give back), or without a guard, it
-kills them itself.
-
-Then it lists what is left."""
+"""Signals the guards of these instances to end them. After 2 s (longer with GPUs to restore), or without a guard, it
+kills the instances itself. Then it lists the processes that are left.
+"""
 
 SWEEP = ENDING + PLACES + "skyward_places\nskyward_sweep\n"

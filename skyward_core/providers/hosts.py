@@ -1,10 +1,10 @@
-"""Machines that you own, reached over SSH, as a provider.
+"""Machines that you own, over SSH, as a provider.
 
-An instance is the set of processes on a host that carry its tag in the environment they were started with; the first of
-them is the guard (`provisioning.guard`), which the provider starts and which ends all the others. A host carries one
-instance at a time: the guard holds a lock of the whole machine, on descriptor 9, and the kernel frees it when the guard
-is dead, however it died. The provider keeps no instances in memory: which host an id may be on is told by the first
-digits of its number. What it does keep, for the life of a pool, is the host keys that it has seen (`for_pool`).
+An instance is the set of processes on a host that have its tag in their first environment. One of them is the guard
+(`provisioning.guard`). The provider starts it, and it ends all the others. A host carries one instance at a time: the
+guard holds a lock of the whole machine, on descriptor 9, and the kernel releases it when the guard dies. The provider
+keeps no instances in memory: the first digits of an id's number name its host. For the life of a pool it keeps only the
+host keys that it has seen (`for_pool`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from skyward_core.worker.watchdog import POOL_TAG as POOL_VARIABLE
 
 GB = 1e9
 STRAGGLER_SECONDS = 3.0
-"""How much longer than the first host the others may take to answer, where some of them are enough."""
+"""How long the other hosts may take after the first one has answered, if some of them are enough."""
 END_SECONDS = COMMAND_SECONDS + 2 * UNPARTITION_SECONDS
-"""For ending a node: its guard gives the GPUs back, and if it does not, then we do."""
+"""The time limit for ending a node: its guard restores the GPUs, and if it fails, the provider does."""
 MARK_DIGITS = 5
 ID_SHAPE = re.compile(r"host-[0-9a-f]{12}")
 ADDRESS_SHAPE = re.compile(
@@ -52,16 +52,16 @@ class Hosts(Provider):
     >>> Hosts("10.0.0.5", "ubuntu@gpu-box:2222", "root@[fd00::5]:22").addresses
     ('10.0.0.5', 'ubuntu@gpu-box:2222', 'root@[fd00::5]:22')
 
-    What an address leaves open is taken from `user`, `port` and `key` (the path of a private key without passphrase),
-    and after them from the agent and ~/.ssh/config, in place of which `config` may name another. Host keys are those of
-    `known_hosts` (a path; ~/.ssh/known_hosts by default), else pinned at first contact.
+    `user`, `port` and `key` (the path of a private key without passphrase) hold for addresses without their own. After
+    them the SSH agent and ~/.ssh/config are used; `config` may name another file. Host keys come from `known_hosts` (a
+    path; ~/.ssh/known_hosts by default), else they are pinned at first contact.
 
-    All that is ever on a host is below one directory, ~/.cache/skyward or its SKYWARD_HOME. Environments stay
-    cached there for the next pool, until `sweep_environments`; with `keep_environments=False` they go with the node
-    that was the host's last. `price_per_hour` is USD for one host.
+    All files on a host are below one directory, ~/.cache/skyward or its SKYWARD_HOME. Environments stay cached there
+    for the next pool, until `sweep_environments`. With `keep_environments=False` they are removed with the last node of
+    the host. `price_per_hour` is USD for one host.
     """
 
-    model_config = ConfigDict(hide_input_in_errors=True)  # a password that was written into an address must not be told
+    model_config = ConfigDict(hide_input_in_errors=True)  # an address may contain a password, which no message may show
 
     name: ClassVar[str] = "hosts"
     terminate_confirms: ClassVar[bool] = True
@@ -69,9 +69,9 @@ class Hosts(Provider):
     ending_seconds: ClassVar[float] = 5.0
 
     addresses: tuple[str, ...] = Field(min_length=1)
-    """Each `[user@]host[:port]`, with IPv6 addresses in brackets; `host` may be an alias of the SSH configuration.
+    """Each is `[user@]host[:port]`, with IPv6 addresses in brackets; `host` may be an alias of the SSH configuration.
 
-    Used in this order.
+    They are used in this order.
     """
     user: str | None = Field(default=None, min_length=1)
     port: int | None = Field(default=None, ge=1, le=65535)
@@ -103,23 +103,19 @@ class Hosts(Provider):
         return self
 
     def for_pool(self) -> Self:
-        """Return a copy that pins each host's key when it first sees it, and from then on refuses another one.
-
-        A pool has one for its life.
-        """
+        """Return a copy for one pool's life. It pins each host's key at first sight and refuses a different one."""
         copy = self.model_copy()
         copy._keys = SeenKeys({})
         return copy
 
-    # ── the four verbs ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── offers, launch, instances, terminate ─────────────────────────────────────────────────────────────────────────
 
     def offers(self, want: Requirements) -> list[Offer]:
-        """Return an offer for each kind of host: all of them if no accelerator is wanted, else those with equal
-        accelerators together.
+        """Return an offer for each kind of host: hosts with equal accelerators.
 
-        An offer tells the least of what its hosts have that suit `want`. Hosts that do not answer are left out with a
-        warning. Raises HostKeyChanged if any host shows a wrong key, and if none answers what the first of them ends
-        with.
+        All hosts are one kind if no accelerator is wanted. An offer has the minimum of what its matching hosts have.
+        Hosts that do not answer are left out with a warning. Raises HostKeyChanged if any host shows a wrong key. If no
+        host answers, raises the error of the first one.
         """
         with self._connections(self.addresses) as connections:
             seen, silent = self._look(connections, is_for_gpus=want.accelerator is not None)
@@ -140,10 +136,10 @@ class Hosts(Provider):
         ]
 
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
-        """Start `startup` on the first `count` hosts that have what the offer says and are free; ranks rise from
-        tags["skyward-rank"] in the hosts' order.
+        """Start `startup` on the first `count` free hosts that match the offer.
 
-        Raises NoCapacity, with what is in the way on each host, if there is none.
+        Ranks rise from tags["skyward-rank"] in the hosts' order. Raises NoCapacity, with the reason for each host, if
+        no host is free.
         """
         first = int(tags[RANK_TAG])
         instances: list[Instance] = []
@@ -151,9 +147,9 @@ class Hosts(Provider):
             seen, silent = self._look(connections, is_for_gpus=offer.accelerator is not None)
             if not seen:
                 _raise_first(silent)
-            in_the_way = {address: f"does not answer: {error}" for address, error in silent.items()}
-            in_the_way |= {address: reason for address, host in seen.items() if (reason := host.unfit_for(offer))}
-            free = [address for address in self.addresses if address not in in_the_way]
+            reasons = {address: f"does not answer: {error}" for address, error in silent.items()}
+            reasons |= {address: reason for address, host in seen.items() if (reason := host.unfit_for(offer))}
+            free = [address for address in self.addresses if address not in reasons]
             while free and len(instances) < count:
                 ranks = [
                     rank
@@ -164,18 +160,18 @@ class Hosts(Provider):
                 free = free[len(chosen) :]
                 started, refused = self._start(connections, chosen, offer, tags, startup)
                 instances += started
-                in_the_way |= refused
+                reasons |= refused
         if not instances:
             raise NoCapacity(
-                "no host is free: " + "; ".join(f"{address} {in_the_way[address]}" for address in self.addresses)
+                "no host is free: " + "; ".join(f"{address} {reasons[address]}" for address in self.addresses)
             )
         return sorted(instances, key=lambda instance: instance.rank)
 
     def instances(self, pool_id: str | None = None) -> list[Instance]:
-        """Return the pool's instances of which any process lives; without a pool, those of all pools of the users that
-        we log in as, pool by pool.
+        """Return the pool's instances with a living process; without a pool, those of all pools, pool by pool.
 
-        Raises the error of the first host that does not answer: what it carries is not known.
+        Only the processes of the users that we log in as are seen. Raises the error of the first host that does not
+        answer, because its instances are unknown.
         """
         with self._connections(self.addresses) as connections:
             _raise_first(connections.connect())
@@ -189,24 +185,22 @@ class Hosts(Provider):
         return sorted(found, key=lambda instance: (instance.pool_id, instance.rank))
 
     def terminate(self, ids: Sequence[str]) -> dict[str, str]:
-        """End every process of these instances and remove what they leave; environments stay cached unless
-        `keep_environments` is False.
+        """End every process of these instances and remove their files; return the proof of each end.
 
-        Returns how each end is known.
-
-        Asks only hosts that may carry one of them. Raises InstancesLeft with those that outlive it, and those that may
-        be on a host that does not answer.
+        Environments stay cached unless `keep_environments` is False. Only hosts that may carry one of the instances are
+        contacted. Raises InstancesLeft with the instances that survive, and those that may be on a host that does not
+        answer.
         """
-        # others were never ours, and ids become paths there
+        # ids become paths on the hosts, and ids of another shape are not ours
         wanted = {instance_id for instance_id in ids if ID_SHAPE.fullmatch(instance_id)}
         places = {address: sorted(wanted & self._possible(address, wanted)) for address in self.addresses}
-        asked = {address: its for address, its in places.items() if its}
-        if not asked:
+        ids_of = {address: its for address, its in places.items() if its}
+        if not ids_of:
             return {}
-        with self._connections(list(asked)) as connections:
+        with self._connections(list(ids_of)) as connections:
             failures = dict(connections.connect())
             keep = "keep" if self.keep_environments else "remove"
-            reached = {address: (keep, *its) for address, its in asked.items() if address not in failures}
+            reached = {address: (keep, *its) for address, its in ids_of.items() if address not in failures}
             answers, failed = connections.ask(END, reached, timeout_seconds=END_SECONDS)
         failures |= failed
         for address, answer in answers.items():
@@ -219,9 +213,9 @@ class Hosts(Provider):
             for tags in answer.processes
             if tags[INSTANCE_TAG] in wanted
         }
-        left |= {instance_id for address in failures for instance_id in asked[address]} - (found - left)
+        left |= {instance_id for address in failures for instance_id in ids_of[address]} - (found - left)
         if left:
-            why = "; ".join(str(error) for error in failures.values()) or "they outlive SIGKILL"
+            why = "; ".join(str(error) for error in failures.values()) or "they survive SIGKILL"
             raise InstancesLeft(f"{', '.join(sorted(left))} may still run: {why}", sorted(left)) from next(
                 iter(failures.values()), None
             )
@@ -232,16 +226,16 @@ class Hosts(Provider):
         return {instance_id: PROOFS[kind] for instance_id, _, kind in proofs}
 
     def may_be_left_to_its_lease(self) -> bool:
-        """Without a price: its guard ends the node, if the host lives at all."""
+        """Return True for hosts without a price: the guard ends the node, if the host runs at all."""
         return self.price_per_hour == 0
 
-    # ── and a fifth ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── environments ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def sweep_environments(self) -> list[str]:
-        """Remove the cached environments of all hosts; return the addresses of those that were left as they are,
-        because a node runs there.
+        """Remove the cached environments of all hosts; return the addresses of hosts that were skipped.
 
-        Raises the error of the first host that does not answer, after the others were swept.
+        A host is skipped while a node runs there. Raises the error of the first host that does not answer, after the
+        others were swept.
         """
         with self._connections(self.addresses) as connections:
             failures = dict(connections.connect())
@@ -251,14 +245,14 @@ class Hosts(Provider):
         _raise_first(failures | failed)
         return [address for address in self.addresses if not answers[address].all("swept")]
 
-    # ── between addresses, hosts and instances ───────────────────────────────────────────────────────────────────────
+    # ── addresses, hosts and instances ───────────────────────────────────────────────────────────────────────────────
 
     def _endpoint(self, address: str) -> Endpoint:
         parts = ADDRESS_SHAPE.fullmatch(address)
         if parts is None or not 1 <= int(parts["port"] or 1) <= 65535:
             raise ValueError(
-                'an address is "host", "user@host" or "user@host:2222", with an IPv6 address in brackets; passwords are'
-                " not taken"
+                'an address is "host", "user@host" or "user@host:2222", with an IPv6 address in brackets; it must not'
+                " contain a password"
             )
         return Endpoint(
             host=parts["ipv6"] or parts["host"],
@@ -280,9 +274,9 @@ class Hosts(Provider):
     def _look(
         self, connections: HostConnections, *, is_for_gpus: bool
     ) -> tuple[dict[str, _Host], dict[str, SkywardError]]:
-        """Ask what the hosts are; return that, and the errors of those that do not answer.
+        """Return the properties of the hosts, and the errors of those that do not answer.
 
-        Raises HostKeyChanged, and BadRequest for our own files.
+        Raises HostKeyChanged, and BadRequest for faults in our own files.
         """
         silent = dict(connections.connect(STRAGGLER_SECONDS))
         there = [address for address in self.addresses if address not in silent]
@@ -297,17 +291,17 @@ class Hosts(Provider):
     def _start(
         self, connections: HostConnections, chosen: Mapping[str, int], offer: Offer, tags: Tags, startup: str
     ) -> tuple[list[Instance], dict[str, str]]:
-        """Start nodes of these ranks; return those that started, and what was in the way on the other hosts."""
+        """Start nodes of these ranks; return those that started, and the reason for each other host."""
         ids = {address: f"host-{self._mark(address)}{secrets.token_hex(6)[: 12 - MARK_DIGITS]}" for address in chosen}
         fixed = (repr(offer.price_per_hour), offer.instance_type, str(len(startup.encode())))
         its_tags = {address: of_machine(tags, rank) for address, rank in chosen.items()}
-        words = {
+        arguments = {
             address: (ids[address], its[POOL_TAG], its[RANK_TAG], *fixed, to_word(its))
             for address, its in its_tags.items()
         }
-        answers, failures = connections.ask(START, words, stdin=startup)
+        answers, failures = connections.ask(START, arguments, stdin=startup)
         for error in failures.values():
-            if not isinstance(error, CommandFailed):  # it may have started: the caller sweeps by tag
+            if not isinstance(error, CommandFailed):  # the node may have started: the caller finds it by its tag
                 raise error
         refused = {address: f"could not start a node: {error}" for address, error in failures.items()}
         refused |= {address: _held_by(answer.all("held")) for address, answer in answers.items() if answer.all("taken")}
@@ -346,8 +340,9 @@ class Hosts(Provider):
         return hashlib.sha256(f"{endpoint.host.lower()} {endpoint.port}".encode()).hexdigest()[:MARK_DIGITS]
 
     def _possible(self, address: str, ids: Iterable[str]) -> set[str]:
-        """Which of these may be on this host: those with its mark, and those with none that is known here (launched
-        under another name of the host).
+        """Return the ids that may be on this host: those with its mark, and those with an unknown mark.
+
+        A mark is unknown if the instance was launched under another name of the host.
         """
         marks = {self._mark(other) for other in self.addresses}
         mine = self._mark(address)
@@ -358,14 +353,14 @@ class Hosts(Provider):
         }
 
     def _found(self, answer: HostAnswer, endpoint: Endpoint, pool_id: str | None) -> list[Instance]:
-        """The instances of a pool, or of all pools, on one host.
+        """Return the instances of a pool, or of all pools, on one host.
 
-        What its guard alone could tell, and is dead, is filled in.
+        Values that only a guard has get defaults if the guard is dead.
         """
         merged: dict[str, dict[str, str]] = {}
         for variables in answer.processes:
             is_of_pool = POOL_VARIABLE in variables and pool_id in (None, variables[POOL_VARIABLE])
-            # others are of another provider, which must end them
+            # ids of another shape belong to another provider, which must end them
             if is_of_pool and ID_SHAPE.fullmatch(variables[INSTANCE_TAG]):
                 merged.setdefault(variables[INSTANCE_TAG], {}).update(variables)
         return [
@@ -413,11 +408,11 @@ def _instance(
 
 
 def _held_by(pools: Sequence[str]) -> str:
-    return f"is held by pool {', '.join(pools)}" if pools else "is held by somebody else's pool"
+    return f"is held by pool {', '.join(pools)}" if pools else "is held by another user's pool"
 
 
 def _raise_first(failures: Mapping[str, SkywardError]) -> None:
-    """Raise what the first of these hosts failed with, a wrong host key before all else; nothing if there is none."""
+    """Raise the first host's error, but a wrong host key before all others; do nothing without errors."""
     for error in sorted(failures.values(), key=lambda error: not isinstance(error, HostKeyChanged)):
         raise error
 
@@ -444,7 +439,7 @@ class _Host:
             memory_gb=int(answer.one("memory_kib")) * 1024 / GB,
             accelerator=_catalogue_name(names[0]) if gpus else None,
             accelerators=names.count(names[0]) if gpus else 0,
-            # "[N/A]" where processor and GPU share it
+            # "[N/A]" if processor and GPU share their memory
             accelerator_memory_gb=int(mib) * 1024**2 / GB if mib.isdigit() else None,
             architecture=ARCHITECTURES.get(answer.one("machine")),
             held=answer.all("held"),
@@ -467,9 +462,7 @@ class _Host:
 
 
 def _catalogue_name(driver_name: str) -> str:
-    """The catalogue's name for what the driver calls, say, "NVIDIA H100 80GB HBM3"; the driver's own where the
-    catalogue has none.
-    """
+    """Return the catalogue's name for a driver's name such as "NVIDIA H100 80GB HBM3"; without one, the driver's."""
     try:
         return parse(driver_name).name
     except BadRequest:

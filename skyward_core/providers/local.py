@@ -1,9 +1,9 @@
 """This machine as a provider: an instance is a set of processes in a session of its own, with a directory and a log.
 
-The embedded default, used by the quick start and most tests. Its truth is the process table: an instance is every
-process that was started with its tag in the environment (`worker.watchdog`) and all that is below such a process, found
-from any process of the same user, and needs no file to be found. Two things keep what has shed the tag in sight: the
-keeper, from which all of it comes (`worker.keeper`), and where the host allows it a control group (`control_groups`).
+It is the default, used by the quick start and most tests. Its state is the process table. An instance is every process
+that was started with its tag in the environment (`worker.watchdog`), and all processes below one of these. Any process
+of the same user finds it, without a file. Two mechanisms keep processes visible that have removed the tag: the keeper,
+above all of them (`worker.keeper`), and where the host allows it a control group (`control_groups`).
 docs/decisions/0011 has the states.
 """
 
@@ -74,7 +74,7 @@ KEPT_PREFIXES = ("LC_", "NVIDIA_", "SSL_CERT_", "UV_", "PIP_", "XDG_")
 KEPT_ENDINGS = ("_CA_BUNDLE", "_proxy", "_PROXY")
 INSTALLER_PREFIXES, PROXY_ENDINGS = ("UV_", "PIP_"), ("_proxy", "_PROXY")
 WITH_USER = re.compile(r"(^|://)[^\s/@]+@")
-"""The address of an index or a proxy with a user in it, and mostly a password."""
+"""The address of an index or a proxy that contains a user, and mostly a password."""
 LOGIN_NAME = re.compile(r"USERNAME|PASSWORD|TOKEN|CREDENTIAL")
 
 
@@ -87,10 +87,9 @@ class Local(Provider):
     `price_per_hour` (USD for one node) makes cost visible without a cloud. A node sees a small part of this process's
     environment (paths, locale, certificates, proxies), as a machine elsewhere would; `ComputePool(env=...)` adds to it.
 
-    `simulate` ("A100", "A100:2", an `Accelerator`) lets this machine stand in for one that has these accelerators, so
-    that a program for them can be tried
-    without: pools that ask for them open, calls find them in `instance_info().accelerators`, with `is_simulated`, and
-    see no GPU, not even one that is here.
+    `simulate` ("A100", "A100:2", an `Accelerator`) makes this machine pretend to have these accelerators, so that a
+    program for them can be tried without them. Pools that need them open. Calls find them in
+    `instance_info().accelerators`, with `is_simulated`. Calls see no GPU, not even a real one of this machine.
     """
 
     name: ClassVar[str] = "local"
@@ -110,7 +109,8 @@ class Local(Provider):
 
     price_per_hour: float = Field(default=0.0, ge=0)
     simulate: (
-        Annotated[str, BeforeValidator(lambda wish: _in_words(wish)), AfterValidator(lambda wish: _whole(wish))] | None
+        Annotated[str, BeforeValidator(lambda value: _as_text(value)), AfterValidator(lambda text: _checked(text))]
+        | None
     ) = None
 
     @property
@@ -119,8 +119,8 @@ class Local(Provider):
         return self.simulate is not None
 
     def standing_in_for(self, accelerator: Accelerator) -> Local:
-        """Return this provider; where the machine has no GPU, and the accelerator is whole, one that simulates it."""
-        return self if accelerator.mig or gpus_here() else self.model_copy(update={"simulate": _in_words(accelerator)})
+        """Return a copy that simulates the accelerator; this provider if the machine has a GPU, or for MIG."""
+        return self if accelerator.mig or gpus_here() else self.model_copy(update={"simulate": _as_text(accelerator)})
 
     def offers(self, want: Requirements) -> list[Offer]:
         """Return one offer: this machine, with the GPUs that its driver shows, or those that it simulates."""
@@ -150,58 +150,56 @@ class Local(Provider):
         return [self._launch_one(of_machine(tags, int(tags[RANK_TAG]) + index), startup) for index in range(count)]
 
     def instances(self, pool_id: str | None = None) -> list[Instance]:
-        """Return the pool's instances of which any process lives; without a pool, those of all pools of this user, pool
-        by pool.
+        """Return the pool's instances with a living process; without a pool, those of all this user's pools.
 
-        A process lives for an instance if it carries its tag, has a keeper of it above it (which carries the tag), or
-        is in its control group.
+        They are sorted by pool. A process belongs to an instance if it has its tag, is below its keeper (which has the
+        tag), or is in its control group.
         """
         found: dict[str, Instance] = {}
         for pid, environ in tagged_processes():
             instance_id, pool = environ.get(INSTANCE_TAG, ""), environ.get(POOL_VARIABLE)
-            # others' machines may be processes of this one: containers, the test bed
+            # machines of other providers may be processes here: containers, the test bed
             if not ID_SHAPE.fullmatch(instance_id) or instance_id in found:
                 continue
             if pool is not None and pool_id in (None, pool):
-                found[instance_id] = _told_by(pid, environ, pool, instance_id)
+                found[instance_id] = _from_process(pid, environ, pool, instance_id)
         for group in control_groups.all_groups():
             if group.instance_id not in found and pool_id in (None, group.pool_id) and group.is_populated:
-                found[group.instance_id] = _told_by(
+                found[group.instance_id] = _from_process(
                     0, {RANK_VARIABLE: str(group.rank)}, group.pool_id, group.instance_id
                 )
         return sorted(found.values(), key=lambda instance: (instance.pool_id, instance.rank))
 
     def ends_for_good(self) -> bool:
-        """Its processes are all that it is."""
+        """Return True: an instance is nothing but its processes."""
         return True
 
     def terminate(self, ids: Sequence[str]) -> dict[str, str]:
-        """End every process of these instances, with SIGTERM and after a second with SIGKILL, and remove their
-        directories; return how each end is known.
+        """End every process of these instances, and remove their directories; return the proof of each end.
 
-        An instance is gone when two looks in a row find nothing of it: a process that is in the middle of execve(2)
-        shows no environment. Its keepers go
-        last: as long as one lives nothing that comes from it is lost.
+        SIGTERM is sent first, SIGKILL after a second. An instance is gone when two searches in a row find none of its
+        processes: during execve(2) a process shows no environment. Its keepers end last: while one lives, all processes
+        below it are found.
         """
-        # others were never ours, and ids become paths below
+        # ids become paths below, and ids of another shape are not ours
         wanted = {instance_id for instance_id in ids if ID_SHAPE.fullmatch(instance_id)}
         directories = {instance_id: _directories(instance_id) for instance_id in wanted}
         groups = {group.instance_id: group for group in control_groups.all_groups() if group.instance_id in wanted}
         were_populated = {instance_id for instance_id, group in groups.items() if group.is_populated}
         were_kept = {instance_id for instance_id in wanted if any(members(instance_id).values())}
         started = time.monotonic()
-        left, told, unseen = set(wanted), set[str](), set[str]()
+        left, signalled, unseen = set(wanted), set[str](), set[str]()
         while left:
             seconds = time.monotonic() - started
             alive = _signal(left, signal.SIGKILL if seconds > TERM_SECONDS else 0)
-            _signal(alive - told, signal.SIGTERM)
-            told |= alive
+            _signal(alive - signalled, signal.SIGTERM)
+            signalled |= alive
             alive |= _killed(
                 {groups[instance_id] for instance_id in left & groups.keys()},
                 set() if seconds > 2 * TERM_SECONDS else alive,
             )
             if alive and seconds > KILL_SECONDS:
-                raise InstancesLeft(f"processes of {', '.join(sorted(alive))} outlive SIGKILL", sorted(alive))
+                raise InstancesLeft(f"processes of {', '.join(sorted(alive))} survive SIGKILL", sorted(alive))
             left, unseen = (left - unseen) | alive, left - alive
             if left:
                 time.sleep(0.01)
@@ -215,14 +213,14 @@ class Local(Provider):
             group.remove()
         for instance_id in wanted:
             for directory in directories[instance_id]:
-                if is_private(directory.parent):  # in a folder of another user's it is none of ours, whatever its name
+                if is_private(directory.parent):  # in another user's folder it is not ours, whatever its name
                     shutil.rmtree(directory, ignore_errors=True)
             shutil.rmtree(memory_directory(instance_id), ignore_errors=True)
         return {instance_id: proof for instance_id, proof in proofs.items() if proof}
 
     def _launch_one(self, tags: dict[str, str], startup: str) -> Instance:
         instance_id = f"local-{uuid.uuid4().hex[:12]}"
-        directory = _made(instance_id)
+        directory = _make_folders(instance_id)
         owner = this_process()
         environ = kept_environment() | {
             INSTANCE_TAG: instance_id,
@@ -233,13 +231,13 @@ class Local(Provider):
             DIRECTORY_VARIABLE: str(directory),
             "SKYWARD_OWNER": f"{owner.pid}:{owner.started}",
         }
-        words = _keeper(
+        command = _keeper_command(
             control_groups.make(instance_id, tags[POOL_TAG], tags[RANK_TAG]), directory, memory_directory(instance_id)
         )
         control_groups.remove_abandoned()
         with _in_memory(f"exec </dev/null\n{startup}") as script, (directory / "log").open("wb") as log:
             process = subprocess.Popen(
-                [*words, "bash", "/proc/self/fd/0"],
+                [*command, "bash", "/proc/self/fd/0"],
                 cwd=directory,
                 env=environ,
                 stdin=script,
@@ -252,8 +250,9 @@ class Local(Provider):
 
 
 def kept_environment() -> dict[str, str]:
-    """Return the part of this process's environment that a node inherits: where things are, never credentials or an
-    orchestrator's settings.
+    """Return the part of this process's environment that a node inherits: paths, locale, certificates, proxies.
+
+    It never has credentials or an orchestrator's settings.
     """
     return {
         name: value
@@ -263,9 +262,7 @@ def kept_environment() -> dict[str, str]:
 
 
 def installing_environment() -> dict[str, str]:
-    """Return what of this process's environment installing packages needs and calls must not see: indexes and proxies
-    with a password in them.
-    """
+    """Return the variables for installing packages that calls must not see: indexes and proxies with a password."""
     return {name: value for name, value in _of_nodes().items() if _holds_password(name, value)}
 
 
@@ -283,10 +280,10 @@ def _holds_password(name: str, value: str) -> bool:
     return has_user or (is_of_installer and LOGIN_NAME.search(name) is not None)
 
 
-def _keeper(group: ControlGroup | None, *leftovers: str | Path) -> list[str]:
-    """The words that start a command below a keeper.
+def _keeper_command(group: ControlGroup | None, *leftovers: str | Path) -> list[str]:
+    """Return the command line that starts a command below a keeper.
 
-    The leftovers are removed by it at the end if this process is gone by then.
+    The keeper removes the leftovers at the end, if this process is gone by then.
     """
     options = ["--group", str(group.path)] if group is not None else []
     for path in leftovers:
@@ -295,9 +292,9 @@ def _keeper(group: ControlGroup | None, *leftovers: str | Path) -> list[str]:
 
 
 def _killed(groups: Iterable[ControlGroup], spared: AbstractSet[str]) -> set[str]:
-    """Kill what is in these groups, but for spared instances: their own processes are ending, in order.
+    """Kill all processes in these groups, except for spared instances, whose processes are ending in order.
 
-    Returns those that are not empty.
+    Returns the instances whose groups are not empty.
     """
     populated = [group for group in groups if group.is_populated]
     for group in populated:
@@ -307,7 +304,7 @@ def _killed(groups: Iterable[ControlGroup], spared: AbstractSet[str]) -> set[str
 
 
 def _proof(instance_id: str, directories: Sequence[Path], was_populated: bool, was_kept: bool) -> str:
-    """How it is known that nothing of an instance is left; "" if nothing is known of it at all."""
+    """Return the proof that nothing of an instance is left; "" if there is no trace of it at all."""
     kept = keeper.BY_TREE if was_kept else ""
     for directory in directories:
         with contextlib.suppress(OSError):
@@ -327,10 +324,10 @@ def _signal(ids: set[str], sig: int) -> set[str]:
     return {instance_id for instance_id in ids if kill_instance(instance_id, sig)}
 
 
-def _made(instance_id: str) -> Path:
-    """Make the folders of an instance, on disk and in memory, before anybody else can know its id.
+def _make_folders(instance_id: str) -> Path:
+    """Create the folders of an instance, on disk and in memory, before another process can know its id.
 
-    Raises BadRequest where no folder is safe.
+    Raises BadRequest if no folder is safe.
     """
     try:
         directory = first_private(NODES, state_places(), is_locked=True) / instance_id
@@ -343,7 +340,7 @@ def _made(instance_id: str) -> Path:
 
 
 def _in_memory(text: str) -> BinaryIO:
-    """A file that has no name, with this text: what is run from a path could be another's by then."""
+    """Return a file without a name, with this text: another user could replace a file that has a path."""
     file = os.fdopen(os.memfd_create("skyward-startup"), "w+b")
     file.write(text.encode())
     file.seek(0)
@@ -351,34 +348,36 @@ def _in_memory(text: str) -> BinaryIO:
 
 
 def _directories(instance_id: str) -> list[Path]:
-    """Where an instance's folder may be: in our own places, and, if it was started with other settings, where its
-    processes say.
+    """Return the paths that an instance's folder may have: in our state places, and those that its processes name.
+
+    The latter differ if it was started with other settings.
     """
-    told = [
+    named = [
         _directory_of(pid, environ, instance_id)
         for pid, environ in tagged_processes()
         if environ.get(INSTANCE_TAG) == instance_id
     ]
     return list(
-        dict.fromkeys([*(folder / instance_id for folder in existing(NODES, state_places())), *map(Path, told)])
+        dict.fromkeys([*(folder / instance_id for folder in existing(NODES, state_places())), *map(Path, named)])
     )
 
 
 def _directory_of(pid: int, environ: Mapping[str, str], instance_id: str) -> str:
-    """The folder of an instance as one of its processes tells.
+    """Return the folder of an instance that one of its processes names.
 
-    A process of another user, which root can see too, is not believed.
+    A process of another user, which root can see too, is not trusted.
     """
-    told = environ.get(DIRECTORY_VARIABLE, "")
+    named = environ.get(DIRECTORY_VARIABLE, "")
     with contextlib.suppress(OSError):
-        if os.stat(f"/proc/{pid}").st_uid == os.geteuid() and os.path.isabs(told) and Path(told).name == instance_id:
-            return told
+        if os.stat(f"/proc/{pid}").st_uid == os.geteuid() and os.path.isabs(named) and Path(named).name == instance_id:
+            return named
     return str(existing(NODES, state_places())[0] / instance_id)
 
 
-def _told_by(pid: int, environ: Mapping[str, str], pool_id: str, instance_id: str) -> Instance:
-    """The instance that one of its processes tells; what a call on the node has taken out of that process's environment
-    is filled in.
+def _from_process(pid: int, environ: Mapping[str, str], pool_id: str, instance_id: str) -> Instance:
+    """Return the instance of a process, from the process's environment.
+
+    Variables that a call on the node has removed get defaults.
     """
     rank = environ.get(RANK_VARIABLE, "")
     tags = from_word(environ.get(TAGS_VARIABLE, ""), pool_id, int(rank) if rank.isdigit() else 0)
@@ -405,24 +404,22 @@ def _instance(tags: dict[str, str], instance_id: str, price: float, directory: s
     )
 
 
-def _in_words(wish: Any) -> Any:
-    """An accelerator as a string that `parse` reads."""
-    if not isinstance(wish, Accelerator):
-        return wish
-    if wish.mig:
+def _as_text(value: Any) -> Any:
+    """Return an accelerator as a string that `parse` reads; any other value as it is."""
+    if not isinstance(value, Accelerator):
+        return value
+    if value.mig:
         raise ValueError("partitions of a GPU are not simulated: leave mig out")
-    return f"{wish.count}x{wish.name}-{wish.memory}" + (f"-{wish.form_factor}" if wish.form_factor else "")
+    return f"{value.count}x{value.name}-{value.memory}" + (f"-{value.form_factor}" if value.form_factor else "")
 
 
-def _whole(wish: str) -> str:
-    parse(wish)  # raises BadRequest with the nearest names
-    return wish
+def _checked(text: str) -> str:
+    parse(text)  # raises BadRequest with the nearest names
+    return text
 
 
 def _catalogue_name(driver_name: str) -> str:
-    """The catalogue's name for what the driver calls, say, "NVIDIA H100 80GB HBM3"; the driver's own where the
-    catalogue has none.
-    """
+    """Return the catalogue's name for a driver's name such as "NVIDIA H100 80GB HBM3"; without one, the driver's."""
     try:
         return parse(driver_name).name
     except BadRequest:

@@ -1,8 +1,8 @@
-"""Shell text that ends a node on a machine reached over SSH: the same for its guard, from inside, and for a provider,
-from outside.
+"""Shell text that ends a node on a machine over SSH: for its guard, on the machine, and for a provider, from outside.
 
-POSIX sh over coreutils, grep and util-linux, as a bare Debian has them. The shell that runs it may carry the instance's
-tag itself: what it starts for a moment runs with an empty environment, so that the tag finds the node and nothing else.
+It is POSIX sh with coreutils, grep and util-linux, as a minimal Debian has them. The shell that runs it may have the
+instance's tag itself. Its short-lived commands run with an empty environment, so that a search for the tag finds only
+the node.
 """
 
 import shlex
@@ -10,19 +10,17 @@ import shlex
 from skyward_core.image.mig_shell import UNPARTITION
 
 UNPARTITION_SECONDS = 40
-"""How long giving the GPUs back may take: some ten calls of nvidia-smi for each, of half a second to two, several GPUs
-at once.
-"""
+"""How long restoring the GPUs may take: about ten calls of nvidia-smi for each, of 0.5 to 2 s; GPUs run in parallel."""
 
 PROOFS = {
     "group": "its control group (cgroup v2) is empty, and nothing is left below its keeper",
     "tree": "nothing is left below its keeper, from which all of its processes come (no control group)",
     "tag": (
-        "no process carries its tag; its keeper was killed and it had no control group: a process that has shed the tag"
+        "no process has its tag; its keeper was killed and it had no control group: a process that has removed the tag"
         " would not be seen"
     ),
 }
-"""How it is known that nothing of a node is left, by what held its processes together; for receipts.
+"""Proofs that nothing of a node is left, by the mechanism that kept its processes together; for receipts.
 
 `worker/keeper.py` has the states.
 """
@@ -40,7 +38,7 @@ _ENDING = r"""skyward_find() { # id: sets skyward_pids to the processes with thi
     return 0
   fi
   skyward_table=$(exec env -i PATH="$PATH" LC_ALL=C cat /proc/[0-9]*/stat 2>/dev/null 9<&-)
-  set -f # names of processes may be anything
+  set -f # names of processes may have any characters
   skyward_ifs=$IFS
   IFS='
 '
@@ -76,8 +74,8 @@ _ENDING = r"""skyward_find() { # id: sets skyward_pids to the processes with thi
   set +f
   skyward_pids=${skyward_pids% }
 }
-skyward_kill() { # id, directory: SIGKILL until nobody is left, for 10 s at most; fails if somebody outlives that, stuck in the kernel
-  # Its keepers go last: what loses its parent has one of them for a parent then, and is seen.
+skyward_kill() { # id, directory: SIGKILL until no process is left, for 10 s at most; fails if a process survives, stuck in the kernel
+  # Its keepers are killed last: they become the parents of orphans, which are then found below them.
   skyward_tries=500
   skyward_find "$1"
   while [ -n "$skyward_pids" ]; do
@@ -103,7 +101,7 @@ skyward_group_of() { # id, directory: sets skyward_group to the node's control g
   { read -r skyward_group <"$2/group"; } 2>/dev/null
   case $skyward_group in /*/skyward."$1") [ -e "$skyward_group/cgroup.kill" ] ;; *) false ;; esac
 }
-skyward_unmount() { # directory: undoes what the node has mounted, last first
+skyward_unmount() { # directory: unmounts what the node has mounted, last first
   [ -f "$1/mounts" ] || return 0
   { cat "$1/mounts" && echo; } | tac | while IFS= read -r skyward_point; do
     [ -n "$skyward_point" ] || continue
@@ -113,9 +111,9 @@ skyward_unmount() { # directory: undoes what the node has mounted, last first
     } </dev/null >/dev/null 2>&1
   done
 }
-skyward_unpartition() { # directory: gives the GPUs back as they were; a driver that hangs, and cannot be killed, holds nobody up for longer than that
+skyward_unpartition() { # directory: restores the GPUs; waits at most this long for a driver that hangs and cannot be killed
   [ -f "$1/mig" ] || return 0
-  # The lock on descriptor 9 is kept: nobody else may begin with a GPU that is being given back. The last word shows others who has it.
+  # The lock on descriptor 9 is kept: no other pool may begin to use a GPU that is being restored. The last argument shows others who has it.
   skyward_told=$1/mig.told
   { true >"$skyward_told"; } 2>/dev/null || skyward_told=/dev/null
   timeout -k 1 "$skyward_unpartition_seconds" sh -c "$skyward_unpartition_program" skyward "$1/mig" skyward-pool=giving-back-GPUs \
@@ -126,17 +124,17 @@ skyward_unpartition() { # directory: gives the GPUs back as they were; a driver 
     env -i PATH="$PATH" sleep 0.05 9<&-
   done
   cat "$skyward_told"
-  [ ! -f "$1/mig" ] || echo "the GPUs could not be given back in $skyward_unpartition_seconds s: they may still be partitioned"
+  [ ! -f "$1/mig" ] || echo "the GPUs could not be restored in $skyward_unpartition_seconds s: they may still be partitioned"
   rm -f -- "$1/mig"
 }
-skyward_remove() { # path ...: a folder goes at once or, with somebody writing into it, soon
+skyward_remove() { # path ...: tries again if a process still writes into a folder
   for skyward_try in 1 2 3 4 5; do
     rm -rf --one-file-system -- "$@" 2>/dev/null && return 0
     [ "$skyward_try" = 5 ] || sleep 0.05
   done
   return 1
 }
-skyward_clean() { # id, directory: what the node leaves beside its processes
+skyward_clean() { # id, directory: removes all that the node leaves, other than processes
   skyward_unmount "$2"
   skyward_unpartition "$2"
   skyward_remove /dev/shm/skyward-*-"$1"
@@ -150,5 +148,5 @@ skyward_unpartition_program={shlex.quote(UNPARTITION)}
 {_ENDING}"""
 """Functions, all named `skyward_...`.
 
-Descriptor 9 is the provider's lock on the machine: it must not live on in what is started for a moment.
+Descriptor 9 is the provider's lock on the machine. Short-lived commands must not inherit it.
 """

@@ -343,7 +343,7 @@ def test_what_somebody_else_has_partitioned_is_left_as_it_is(machine: Machine) -
     machine.gpus.run("mig", "-i", "1", "-cgi", "4g.40gb")
     code, said = machine.partition(HALVES)
     assert code != 0
-    assert "GPU 1 is partitioned already; if nobody needs that: sudo nvidia-smi mig -i 1 -dci" in said
+    assert "GPU 1 is partitioned already; if no other user needs that: sudo nvidia-smi mig -i 1 -dci" in said
     assert "::skyward failed phase=mig exit=1 command=partition 2 3g.40gb,3g.40gb" in said
     machine.give_back()
     assert (machine.gpus.modes, machine.gpus.partitions) == (["Disabled", "Enabled"], [[], ["4g.40gb"]])
@@ -578,7 +578,7 @@ def test_a_driver_that_hangs_holds_nobody_up(machine: Machine, monkeypatch: pyte
     began = time.monotonic()
     said = machine.give_back(SKYWARD_KEEP_DIRECTORY="")
     assert time.monotonic() - began < 20
-    assert "the GPUs could not be given back in 1 s: they may still be partitioned" in said
+    assert "the GPUs could not be restored in 1 s: they may still be partitioned" in said
     assert not machine.directory.exists()
 
 

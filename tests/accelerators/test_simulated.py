@@ -109,7 +109,7 @@ def test_a_provider_that_the_settings_name_is_obeyed(
 
 def test_an_explicit_local_refuses_with_advice(gpus: list[tuple[str, float]]) -> None:
     """It says how to try the program here all the same."""
-    with pytest.raises(sky.NoCapacity, match=r'has no accelerator.*Local\(simulate="A100"\) stands in for one here'):
+    with pytest.raises(sky.NoCapacity, match=r'has no accelerator.*Local\(simulate="A100"\) simulates one here'):
         sky.ComputePool(provider=sky.Local(), accelerator="A100", display="quiet").open()
     with pytest.raises(sky.NoCapacity, match=r'has A100.*Local\(simulate="H100"\)'):
         sky.ComputePool(provider=sky.Local(simulate="A100"), accelerator="H100", display="quiet").open()

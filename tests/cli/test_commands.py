@@ -469,7 +469,7 @@ def test_offers_are_listed_with_their_age(skyward: Skyward, monkeypatch: pytest.
     assert told["age_seconds"] < 300
     assert [offer["instance_type"] for offer in told["offers"]] == ["t1"]
     assert "the cheapest 1 of 3" in skyward("offers --limit 1")
-    assert "does not tell its architecture" in skyward("offers --architecture arm64", code=1)
+    assert "does not report its architecture" in skyward("offers --architecture arm64", code=1)
     assert "has 1 of them" in skyward("offers --accelerator L4 --count 8", code=1)
 
 

@@ -122,8 +122,8 @@ def test_an_image_cannot_be_changed():
         ({"lock": "torch==1\n"}, "without a sha256 hash"),
         ({"lock": "torch==1 --hash=md5:1\n"}, "without a sha256 hash"),
         ({"lock": "torch>=1 --hash=sha256:1\n"}, "without a version"),
-        ({"lock": "-e .\n"}, "only packages can stand in it"),
-        ({"lock": "--extra-index-url https://x.org\n"}, "only packages can stand in it"),
+        ({"lock": "-e .\n"}, "only packages are allowed in it"),
+        ({"lock": "--extra-index-url https://x.org\n"}, "only packages are allowed in it"),
         (
             {"lock": 'lock-version = "1.0"\n[[packages]]\nname = "own"\ndirectory = {path = "."}\n'},
             "'own' from a folder or a repository",
@@ -156,7 +156,7 @@ def test_an_image_cannot_be_changed():
         ({"env": {"A\n": ""}}, "letters, digits"),
         ({"env": {"": ""}}, "letters, digits"),
         ({"env": {"UID": "0"}}, "bash"),
-        ({"env": {"SKYWARD_HOME": "/"}}, "belongs to us"),
+        ({"env": {"SKYWARD_HOME": "/"}}, "reserved for Skyward"),
         ({"env": {"A": "\0"}}, "NUL"),
         ({"env": {"A": 1}}, "string"),
     ],
@@ -664,7 +664,7 @@ def test_without_pip_the_file_of_the_index_is_fetched_and_checked(machine, tmp_p
     script = Image().bootstrap(runtime=NO_RUNTIME)
     run = machine.run(script)
     assert run.returncode != 0
-    assert "is not the file that it was" in run.stderr
+    assert "has changed" in run.stderr
     assert told(run.stdout)[-1].startswith("failed phase=uv exit=1 command=fetch_uv")
     assert not (machine.home / "uv").exists()
     run = machine.run(script.replace(wanted.sha256, hashlib.sha256((tmp_path / "uv.whl").read_bytes()).hexdigest()))

@@ -55,8 +55,8 @@ def test_any_processor_will_do_unless_one_is_asked_for() -> None:
         "t3.small"
     ]
     assert select_instance([T3, T4G], architecture="arm64") == T4G
-    assert matches(UNTOLD, Requirements(architecture="arm64")) == "does not tell its architecture"
-    with pytest.raises(sky.NoCapacity, match=r"nobody offers x86_64: .* is arm64"):
+    assert matches(UNTOLD, Requirements(architecture="arm64")) == "does not report its architecture"
+    with pytest.raises(sky.NoCapacity, match=r"no provider offers x86_64: .* is arm64"):
         rank([T4G], Requirements(architecture="x86_64"))
 
 

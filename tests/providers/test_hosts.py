@@ -787,7 +787,7 @@ def test_a_home_that_another_user_could_exchange_is_refused(machines, squatted: 
     (host.root / "root/.bashrc").write_text("export SKYWARD_HOME=/shared/home\n")
     provider = provider_of([host])
     with pytest.raises(
-        sky.NoCapacity, match=r"/shared/home belongs to another user, or everybody may write to it.*SKYWARD_HOME"
+        sky.NoCapacity, match=r"/shared/home belongs to another user, or every user may write to it.*SKYWARD_HOME"
     ):
         launch(provider)
     assert provider.instances(POOL) == []

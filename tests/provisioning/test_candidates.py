@@ -197,7 +197,7 @@ class Market(sky.Local):
         (Sold(DEAR, error=ProviderFailed("down").coded("503")), "down"),
         (Sold(DEAR, error=CredentialsError("who")), "who"),
         (Sold(Market(), (offer(),)), "no spot machine free"),
-        (Sold(Market()), "there are no offers at all"),
+        (Sold(Market()), "no provider has any offer"),
     ],
     ids=["outage", "credentials", "none free", "nothing now"],
 )
@@ -923,7 +923,7 @@ def test_a_form_factor_is_met_where_it_is_told() -> None:
     assert [matches(offer(**chip, form_factor=form), wanted) for form in ("SXM", "PCIe", None)] == [
         None,
         "has them as PCIe",
-        "does not tell their form factor",
+        "does not report their form factor",
     ]
 
 
