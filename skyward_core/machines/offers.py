@@ -196,7 +196,7 @@ def why_none(offers: Sequence[Offer], want: Requirements) -> str:
     near = sorted(offers, key=lambda offer: (offer.accelerator != wanted, offer.total_per_hour))[:MOST_REASONS]
     reasons = [f"{offer.name} {matches(offer, want)}" for offer in near]
     more = [f"and {len(offers) - len(near)} others"] if len(offers) > len(near) else []
-    text = "; ".join([*reasons, *more]) or "no provider has any offer"
+    text = "; ".join([*reasons, *more]) or "there are no offers at all"
     if want.accelerator is None or any(offer.accelerator == wanted for offer in offers):
         return text
     simulation = (

@@ -1,7 +1,7 @@
-"""Accelerators: what is written, what is meant, which MIG partitions exist, and what is refused with which advice.
+"""Accelerators: spellings, meanings, MIG partitions, and refusals with their advice.
 
-Expected values are the tables of the reference (seeds 001 and 003), save where the vendors contradict them: there is no
-40 GB H100, a B200 has 180 GB, one GPU of a GB200 186 GB. Profiles and counts are those of NVIDIA's MIG user guide.
+Expected values are the tables of the reference (seeds 001 and 003), except where the vendors contradict them: there is
+no 40 GB H100, a B200 has 180 GB, one GPU of a GB200 186 GB. Profiles and counts are those of NVIDIA's MIG user guide.
 """
 
 import copy
@@ -67,8 +67,9 @@ MIG_ROWS = [
 
 @pytest.mark.parametrize(("name", "memory_gb"), FACTORIES.items())
 def test_each_factory_of_the_reference_knows_its_memory(name, memory_gb):
-    """The factory of the class and that of the module make the same accelerator, with the vendor's memory by default
-    and any other size on request.
+    """The factories of the class and the module agree.
+
+    The default is the vendor's memory; other sizes can be chosen.
     """
     factory = getattr(Accelerator.NVIDIA, name)
     made = factory()
@@ -99,7 +100,7 @@ def test_each_factory_of_the_reference_knows_its_memory(name, memory_gb):
     ],
 )
 def test_other_vendors_have_factories_too(made, name, memory_gb, vendor):
-    """Each spelling of the reference for chips of other vendors makes one chip with its memory."""
+    """Each spelling of the reference gives one chip with its memory."""
     assert (made.name, made.memory_gb, made.count, made.vendor) == (name, memory_gb, 1, vendor)
 
 
@@ -108,9 +109,7 @@ def test_other_vendors_have_factories_too(made, name, memory_gb, vendor):
     [("v5p-8", "TPU-v5p", 4), ("v4-32", "TPU-v4", 16), ("v5litepod-16", "TPU-v5e", 16), ("v6e-8", "TPU-v6e", 8)],
 )
 def test_a_slice_is_counted_in_chips(accelerator_type, name, chips):
-    """Google counts TensorCores in the names of v2 to v5p, of which a chip has two, and chips in those of v5e and
-    v6e.
-    """
+    """Google's names count TensorCores for v2 to v5p, two in each chip, and chips for v5e and v6e."""
     made = Accelerator.Google.TPUSlice(accelerator_type)
     assert (made.name, made.count) == (name, chips)
 
@@ -119,8 +118,8 @@ def test_a_slice_is_counted_in_chips(accelerator_type, name, chips):
     ("form_factor", "memory_gb", "told"),
     [("SXM", 80, "SXM"), ("PCIe", 80, "PCIe"), ("NVL", 94, "NVL"), ("sxm5", 80, "SXM"), (None, 80, None)],
 )
-def test_a_form_factor_brings_its_memory(form_factor, memory_gb, told):
-    """An H100 NVL has 94 GB, the others 80; a socket's generation follows from the chip."""
+def test_a_form_factor_determines_the_memory(form_factor, memory_gb, told):
+    """An H100 NVL has 94 GB, the others 80. The chip determines the number after "SXM"."""
     made = Accelerator.NVIDIA.H100(form_factor=form_factor)
     assert (made.memory_gb, made.form_factor) == (memory_gb, told)
 
@@ -153,17 +152,16 @@ def test_a_form_factor_brings_its_memory(form_factor, memory_gb, told):
         (Accelerator("L4", 24, 2), Accelerator("L4", 24, 2)),
     ],
 )
-def test_a_wish_is_read(wish, meant):
-    """A name is read with its memory, form factor and count, in any case and as drivers and clouds write it; a value is
-    read as itself.
+def test_a_name_is_parsed(wish, meant):
+    """With memory, form factor and count, in any case, and in the spellings of drivers and clouds.
+
+    A value stays itself.
     """
     assert parse(wish) == meant
 
 
-def test_a_name_is_read_once() -> None:
-    """Orchestrators parse their files again and again, with a name in each of hundreds of tasks; what is wrong with one
-    is said each time.
-    """
+def test_a_name_is_parsed_once() -> None:
+    """Orchestrators parse their files often, with a name in each of hundreds of tasks. Errors are raised each time."""
     assert parse("2xh100-nvl") is parse("2xh100-nvl")
     for _ in range(2):
         with pytest.raises(BadRequest, match="A100"):
@@ -172,7 +170,7 @@ def test_a_name_is_read_once() -> None:
 
 @pytest.mark.parametrize("value", ["T4", "L4", "L40", "L40S", "A10", "A10G", "A100-40GB", "A100-80GB", "H100-80GB", "H100-SXM", "H100-PCIe", "H100-NVL", "H200", "B100", "B200", "GB200", "GH200", "A100", "H100"])  # fmt: skip
 def test_each_literal_of_the_reference_is_a_member(value):
-    """A literal is found by value and by identifier, is the string itself, and can be asked for."""
+    """A literal is found by value and by identifier, equals the string, and can be parsed."""
     member = NVIDIA[value]
     assert member == value == str(member)
     assert member is NVIDIA(value) is getattr(NVIDIA, value.replace("-", "_"))
@@ -181,15 +179,13 @@ def test_each_literal_of_the_reference_is_a_member(value):
 
 
 def test_a_literal_that_does_not_exist_is_a_key_error():
-    """`NVIDIA[...]` behaves as a mapping for what it does not hold."""
+    """`NVIDIA[...]` behaves as a mapping."""
     with pytest.raises(KeyError):
         NVIDIA["H10"]
 
 
-def test_every_chip_can_be_asked_for_in_every_way():
-    """No row of the catalogue lacks a factory or an enum member that makes it, and none is made that the catalogue
-    lacks.
-    """
+def test_every_chip_has_a_factory_and_a_member():
+    """Each row of the catalogue has a factory or an enum member, and each of these has a row."""
     factories = {name: made for name, made in vars(Accelerator.NVIDIA).items() if isinstance(made, staticmethod)}
     assert {made().name for made in factories.values()} == {chip.name for chip in CHIPS if chip.vendor == "NVIDIA"}
     assert {parse(member).name for member in NVIDIA} == {chip.name for chip in CHIPS if chip.vendor == "NVIDIA"}
@@ -198,7 +194,7 @@ def test_every_chip_can_be_asked_for_in_every_way():
     assert all(getattr(accelerators, name) for name in accelerators.__all__)
 
 
-def test_a_factory_tells_its_signature():
+def test_a_factory_has_a_signature():
     """An editor can complete `H100(`: the parameters have names, in the order of the reference."""
     for factory in (Accelerator.NVIDIA.H100, accelerators.H100):
         assert list(inspect.signature(factory).parameters) == ["count", "memory", "mig", "form_factor"]
@@ -206,9 +202,10 @@ def test_a_factory_tells_its_signature():
         assert "H100" in factory.__doc__
 
 
-def test_every_row_of_the_catalogue_is_sound():
-    """A row has a source, a month, memory sizes, and a name of its own; a chip has MIG tables for all its sizes or for
-    none.
+def test_every_row_of_the_catalogue_is_complete():
+    """A row has a source, a month, memory sizes, and a unique name.
+
+    A chip has MIG tables for all its sizes, or for none.
     """
     assert len({chip.name for chip in CHIPS}) == len(CHIPS)
     for chip in CHIPS:
@@ -222,7 +219,7 @@ def test_every_row_of_the_catalogue_is_sound():
     assert all(table.source for table in TABLES)
 
 
-# ── who rents it ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the clouds that rent it ──────────────────────────────────────────────────────────────────────────────────────────
 
 # fact sheet of 2026-11-20: the clouds' own names, sections 2.6, 3.6, 4.6 and 5.5; AWS's are in its own descriptions, of
 # which moto has a copy
@@ -293,19 +290,19 @@ def of_aws() -> set[str | None]:
         ("runpod", lambda: {getattr(chip_of_runpod(name), "name", name) for name in RUNPOD.split(", ")}),
     ],
 )
-def test_who_rents_a_chip_is_what_the_clouds_own_names_mean(cloud, sold):
-    """What a provider of ours makes of the names in its cloud's catalogue, all of them and no others."""
+def test_the_table_of_rented_chips_matches_the_clouds_names(cloud, sold):
+    """It has exactly the chips that our providers read from the names in the cloud's catalogue."""
     assert set(RENTED[cloud]) == sold()
     assert len(set(RENTED[cloud])) == len(RENTED[cloud])
 
 
-def test_the_names_of_the_market_are_searched_for():
-    """Each name of the fact sheet is one that a search at Vast.ai may use."""
+def test_vastais_names_are_known():
+    """Each name of the fact sheet can be used in a search at Vast.ai."""
     assert set(VAST.split(", ")) <= set(GPU_NAMES)
 
 
-def test_the_clouds_are_those_that_are_built_in():
-    """In one order everywhere; machines of one's own are no cloud."""
+def test_the_clouds_are_the_built_in_ones():
+    """The order is the same everywhere; a user's own machines are no cloud."""
     assert set(RENTED) == set(CLOUDS) == set(BUILT_IN) - {"local", "hosts"}
 
 
@@ -320,8 +317,8 @@ def test_the_clouds_are_those_that_are_built_in():
         ("Radeon Pro V710", "none of the built-in clouds; nearest to it in memory is MI50 32GB (Vast.ai)"),
     ],
 )
-def test_who_finds_none_is_told_who_rents_it(wish, told):
-    """Where no offer has the chip at all the refusal says whom to ask, or what to take instead."""
+def test_a_refusal_names_the_clouds_that_rent_the_chip(wish, told):
+    """If no offer has the chip, the message names its clouds, or a similar chip."""
     offer = Offer(
         provider="x",
         instance_type="t",
@@ -342,7 +339,7 @@ def test_who_finds_none_is_told_who_rents_it(wish, told):
 
 
 def test_a_substitute_is_never_smaller_if_there_is_a_larger_one():
-    """And it is rented by somebody."""
+    """Some cloud rents the substitute."""
     for chip in CHIPS:
         if not rented_by(chip.name):
             name, memory = (
@@ -363,18 +360,18 @@ def row_of(chip):
         f"{cloud} ¹" if cloud == "AWS" and chip.name in aws_offers.WITHOUT_IMAGE else cloud
         for cloud in rented_by(chip.name)
     ]
-    return f"| {chip.name} | {chip.vendor} | {memory} | {', '.join(chip.form_factors)} | {'yes' if chip.mig else ''} | {', '.join(clouds) or 'nobody'} |"
+    return f"| {chip.name} | {chip.vendor} | {memory} | {', '.join(chip.form_factors)} | {'yes' if chip.mig else ''} | {', '.join(clouds) or 'no cloud'} |"
 
 
-def test_the_pages_table_is_the_catalogue():
-    """One row for each chip in the catalogue's order; what it should be is printed."""
+def test_the_table_of_the_docs_is_the_catalogue():
+    """One row for each chip in the catalogue's order; the failure prints the right table."""
     page = Path(accelerators.__file__).parents[2] / "docs/accelerators.md"
     head = "| name | by | GB | form factors | MIG | rented by |\n| --- | --- | --- | --- | --- | --- |\n"
     assert head + "\n".join(row_of(chip) for chip in CHIPS) + "\n\n" in page.read_text()
 
 
-def test_the_pages_table_of_cores_is_the_catalogue():
-    """Each chip with NeuronCores, how many it has and how many are numbered."""
+def test_the_docs_table_of_cores_is_the_catalogue():
+    """Each chip with NeuronCores, with its physical and its numbered cores."""
     page = (Path(accelerators.__file__).parents[2] / "docs/accelerators.md").read_text()
     for chip in CHIPS:
         assert (
@@ -393,7 +390,7 @@ def test_the_pages_table_of_cores_is_the_catalogue():
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(wish, near):
-    """The refusal names three chips, the likely one among them, and where all of them stand."""
+    """The message has three chips, with the likely one, and the place of the catalogue."""
     with pytest.raises(BadRequest) as refusal:
         parse(wish)
     assert all(repr(name) in str(refusal.value) for name in near)
@@ -425,8 +422,8 @@ def test_an_unknown_name_is_refused_with_the_nearest(wish, near):
         (lambda: Accelerator.AWS.Trainium(version=7), "Trainium2"),
     ],
 )
-def test_what_does_not_exist_is_refused_with_what_does(ask, advice):
-    """A size, form factor, count or version that does not exist is a BadRequest that names those that do."""
+def test_a_nonexistent_variant_is_refused_with_the_existing_ones(ask, advice):
+    """A size, form factor, count or version that does not exist is a BadRequest with the valid ones."""
     with pytest.raises(BadRequest) as refusal:
         ask()
     assert advice in str(refusal.value)
@@ -434,7 +431,7 @@ def test_what_does_not_exist_is_refused_with_what_does(ask, advice):
 
 @pytest.mark.parametrize(("name", "memory_gb", "profile", "workers", "each_gb"), MIG_ROWS)
 def test_each_profile_of_the_reference_makes_its_workers(name, memory_gb, profile, workers, each_gb):
-    """A single profile splits a GPU into as many workers as fit, each with its memory, and not one more."""
+    """A single profile splits a GPU into as many workers as fit, each with its memory."""
     made = getattr(Accelerator.NVIDIA, name)(memory=f"{memory_gb}GB", mig=profile)
     assert partitions(made) == (profile,) * workers
     assert next(each.memory_gb for each in profiles(name, memory_gb) if each.name == profile) == each_gb
@@ -443,7 +440,7 @@ def test_each_profile_of_the_reference_makes_its_workers(name, memory_gb, profil
 
 
 def test_a_list_of_profiles_means_exactly_those():
-    """One name is as many as fit, a list is itself, largest first; the whole GPU has no partitions."""
+    """One name is as many as fit. A list stays as it is, largest first. The whole GPU has no partitions."""
     h100 = Accelerator.NVIDIA.H100
     assert partitions(h100(mig="3g.40gb")) == ("3g.40gb", "3g.40gb")
     assert (
@@ -481,7 +478,7 @@ def test_a_list_of_profiles_means_exactly_those():
     ],
 )
 def test_the_layouts_of_the_vendor_fit(name, memory_gb, wish):
-    """Mixed sets that NVIDIA documents are accepted, whatever their order."""
+    """Mixed sets of NVIDIA's documents are accepted, in any order."""
     check(name, memory_gb, wish)
     assert split(name, memory_gb, wish) == split(name, memory_gb, wish[::-1])
 
@@ -510,17 +507,15 @@ def test_the_layouts_of_the_vendor_fit(name, memory_gb, wish):
         ("B200", 192, ["1g.23gb"], "180GB"),
     ],
 )
-def test_partitions_that_cannot_be_are_refused(name, memory_gb, wish, advice):
-    """A chip without MIG, a profile of another memory size, and a set that does not fit are BadRequests that name what
-    would do.
-    """
+def test_impossible_partitions_are_refused(name, memory_gb, wish, advice):
+    """A chip without MIG, a profile of another memory size, or a set that does not fit is a BadRequest with valid ones."""
     with pytest.raises(BadRequest) as refusal:
         check(name, memory_gb, wish)
     assert advice in str(refusal.value)
 
 
-def test_a_factory_refuses_partitions_that_cannot_be():
-    """The check stands where the accelerator is made, before anything is rented."""
+def test_a_factory_refuses_impossible_partitions():
+    """The check is at construction, before anything is rented."""
     with pytest.raises(BadRequest, match="A100 40GB has no MIG profile"):
         Accelerator.NVIDIA.A100(memory="40GB", mig="3g.40gb")
     with pytest.raises(BadRequest, match="T4 has no MIG"):
@@ -538,8 +533,8 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize("accelerator", EXAMPLES, ids=str)
-def test_an_accelerator_survives_the_journey(accelerator):
-    """JSON, pickle and copy give back an equal value with an equal hash."""
+def test_an_accelerator_survives_json_pickle_and_copy(accelerator):
+    """The values are equal, with equal hashes."""
     for again in (
         Accelerator.from_json(json.loads(json.dumps(accelerator.to_json()))),
         pickle.loads(pickle.dumps(accelerator)),
@@ -550,7 +545,7 @@ def test_an_accelerator_survives_the_journey(accelerator):
 
 
 def test_json_may_be_short():
-    """A name suffices, a string does too, a single profile is as many as fit, and null is not given."""
+    """A name or a string is enough, a single profile is as many as fit, and null means not given."""
     assert Accelerator.from_json({"name": "a100"}) == Accelerator.from_json("A100") == Accelerator("A100", 80)
     assert Accelerator.from_json({"name": "H100", "form_factor": "NVL", "memory_gb": None}) == Accelerator(
         "H100", 94, form_factor="NVL"
@@ -568,7 +563,7 @@ def test_json_may_be_short():
     ],
 )
 def test_wrong_json_is_refused(data, advice):
-    """An unknown field, a missing name and a value of the wrong type are BadRequests."""
+    """An unknown field, a missing name or a value of the wrong type is a BadRequest."""
     with pytest.raises(BadRequest) as refusal:
         Accelerator.from_json(data)
     assert advice in str(refusal.value)
@@ -583,14 +578,14 @@ def test_wrong_json_is_refused(data, advice):
         (Accelerator.NVIDIA.H100(mig="3g.40gb"), "H100 80GB, MIG 3g.40gb + 3g.40gb"),
     ],
 )
-def test_an_accelerator_reads_well(accelerator, text):
-    """The text names count, chip, memory, form factor and partitions; without partitions it can be read back."""
+def test_an_accelerator_has_a_readable_text(accelerator, text):
+    """It has count, chip, memory, form factor and partitions. Without partitions it can be parsed."""
     assert str(accelerator) == text
     assert accelerator.mig or parse(text) == accelerator
 
 
 def test_an_accelerator_cannot_be_changed():
-    """It is a value: frozen, and without room for other attributes."""
+    """It is frozen, and cannot have other attributes."""
     accelerator = Accelerator.NVIDIA.T4()
     with pytest.raises(AttributeError):
         accelerator.count = 2
@@ -613,15 +608,13 @@ def test_an_accelerator_cannot_be_changed():
         (Accelerator.AWS.Inferentia(2), False, False),
     ],
 )
-def test_vendors_are_told_apart(name, nvidia, trainium):
-    """Names, accelerators and names that only a driver knows are told apart; nothing is neither."""
+def test_vendors_are_distinguished(name, nvidia, trainium):
+    """It works for names, accelerators and names that only a driver uses. None has no vendor."""
     assert (is_nvidia(name), is_trainium(name)) == (nvidia, trainium)
 
 
 def test_the_import_is_light():
-    """A fresh interpreter that imports the accelerators loads nothing but the standard library and this package, and
-    difflib only for a refusal.
-    """
+    """A new interpreter loads only the standard library and this package; difflib only for a refusal."""
     root = Path(accelerators.__file__).parents[2]
     program = f"import sys; sys.path.insert(0, {str(root)!r}); before = {{*sys.modules}}; import skyward_core.accelerators; print(*({{*sys.modules}} - before))"
     loaded = subprocess.run(

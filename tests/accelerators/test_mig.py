@@ -1,6 +1,4 @@
-"""MIG without a GPU: what a spec asks for, what a node is told, and the shell text that partitions and gives back, run
-here against a stand-in.
-"""
+"""MIG without a GPU: specs, settings of nodes, and the shell text that partitions and restores, run with a stand-in."""
 
 import os
 import signal
@@ -47,7 +45,7 @@ SUDO = """\
 FAKE_ROOT=1 exec "$@"
 """
 
-# ── what is asked for ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── specs ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 pytestmark = pytest.mark.slow
 
@@ -67,9 +65,7 @@ def spec(**wishes: Any) -> sky.PoolSpec:
     ],
 )
 def test_a_partition_is_a_worker(accelerator: sky.Accelerator | None, workers: int) -> None:
-    """One worker for each partition of each GPU, else one; the machine must have the processor and memory of all of
-    them.
-    """
+    """One worker for each partition of each GPU, else one. The machine must have CPUs and memory for all of them."""
     wanted = spec(accelerator=accelerator, cpu=3, memory="5GB", concurrency=2)
     assert wanted.workers_per_node == workers
     assert (wanted.requirements.vcpus, wanted.requirements.memory_gb) == (3 * workers, 5.0 * workers)
@@ -80,8 +76,8 @@ def test_a_partition_is_a_worker(accelerator: sky.Accelerator | None, workers: i
     wanted.refuse_what_cannot_be()
 
 
-def told(wanted: sky.PoolSpec, ports: tuple[int, ...] = ()) -> NodeSettings:
-    """What the first node of such a pool is told."""
+def node_settings(wanted: sky.PoolSpec, ports: tuple[int, ...] = ()) -> NodeSettings:
+    """Return the settings of the first node of such a pool."""
     instance = Instance(
         id="host-1",
         provider="hosts",
@@ -100,23 +96,21 @@ def told(wanted: sky.PoolSpec, ports: tuple[int, ...] = ()) -> NodeSettings:
         transports.close()
 
 
-def test_what_is_said_of_one_worker_stays_that_of_one_worker() -> None:
-    """The limit of memory is one worker's, and so are its calls at once and its accelerators: one chip, a part of which
-    it sees.
-    """
-    settings = told(
+def test_limits_of_one_worker_stay_those_of_one_worker() -> None:
+    """They are the memory limit, the calls at once, and the accelerators: one chip, of which the worker sees a part."""
+    settings = node_settings(
         spec(accelerator=sky.Accelerator.NVIDIA.H100(count=2, mig="3g.40gb"), memory="5GB", concurrency=3),
         (1, 2, 3, 4, 5),
     )
     assert (settings.memory_limit_bytes, settings.slots, settings.accelerators) == (5 * 10**9, 3, ("H100",))
     assert settings.workers == ({}, {}, {}, {})
     assert (settings.scheduler_port, settings.worker_ports) == (1, (2, 3, 4, 5))
-    whole = told(spec(accelerator=sky.Accelerator.NVIDIA.H100(count=2)))
+    whole = node_settings(spec(accelerator=sky.Accelerator.NVIDIA.H100(count=2)))
     assert (whole.workers, whole.accelerators, whole.memory_limit_bytes) == (({},), ("H100", "H100"), None)
 
 
 def test_this_machine_is_not_partitioned() -> None:
-    """Local refuses before anything is started, and names who does it; Hosts refuses nothing."""
+    """Local refuses before anything is started, and names a provider that can. Hosts refuses nothing."""
     wish = sky.PoolSpec.of(provider=sky.Local(), accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb"))
     with pytest.raises(sky.NotYetSupported, match=r"local does not do mig: .*use Hosts with its address"):
         refuse(wish, sky.Local())
@@ -125,10 +119,10 @@ def test_this_machine_is_not_partitioned() -> None:
 
 
 @pytest.mark.parametrize("chip", [sky.Accelerator.NVIDIA.A100(mig="3g.40gb"), sky.Accelerator.NVIDIA.A30(mig="1g.6gb")])
-def test_of_amperes_on_rented_machines_one_is_warned(caplog: pytest.LogCaptureFixture, chip: sky.Accelerator) -> None:
-    """A virtual machine may refuse the reset that they need: said before one is paid for.
+def test_amperes_on_rented_machines_cause_a_warning(caplog: pytest.LogCaptureFixture, chip: sky.Accelerator) -> None:
+    """A virtual machine may refuse their reset, so the warning comes before one is billed.
 
-    Machines of one's own, whole chips and later ones need no warning.
+    A user's own machines, whole chips and later chips cause no warning.
     """
     warn(sky.PoolSpec.of(accelerator=chip), [sky.Hosts("gpu-1")])
     warn(sky.PoolSpec.of(accelerator=sky.Accelerator(chip.name, chip.memory_gb, 1)), [sky.AWS()])
@@ -140,20 +134,20 @@ def test_of_amperes_on_rented_machines_one_is_warned(caplog: pytest.LogCaptureFi
 
 @pytest.mark.parametrize("provider", [sky.AWS(), sky.Verda(), sky.DigitalOcean()])
 @pytest.mark.parametrize("chip", ["H100", "H200", "B200", "B300", "RTX_PRO_6000"])
-def test_later_chips_are_partitioned_where_they_are_rented(provider: sky.Provider, chip: str) -> None:
+def test_later_chips_are_partitioned_on_rented_machines(provider: sky.Provider, chip: str) -> None:
     """They change to MIG mode without a reset."""
     make = getattr(sky.Accelerator.NVIDIA, chip)
     name, memory = make().name, make().memory_gb
     refuse(sky.PoolSpec.of(accelerator=make(mig=profiles(name, memory)[0].name)), provider)
 
 
-def test_every_chip_that_is_partitioned_is_one_of_the_catalogue() -> None:
-    """What is said of some of them is said of names that there are."""
+def test_the_special_chips_are_in_the_catalogue() -> None:
+    """The lists of special chips use existing names."""
     assert set(CHANGED_BY_RESET) < {table.chip for table in TABLES}
 
 
-def test_local_pools_say_so_before_they_start() -> None:
-    """Opening such a pool on this machine raises, and launches nothing."""
+def test_a_local_pool_with_partitions_is_refused_before_it_starts() -> None:
+    """Opening such a pool raises, and launches nothing."""
     events: list[object] = []
     with pytest.raises(sky.NotYetSupported, match="use Hosts"):
         sky.ComputePool(
@@ -165,13 +159,13 @@ def test_local_pools_say_so_before_they_start() -> None:
     assert not [event for event in events if isinstance(event, sky.InstanceProvisioned)]
 
 
-# ── what a worker sees ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── partitions of a worker ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_each_worker_sees_one_partition() -> None:
-    """In their order, over what the client has said of the worker; everything else stays."""
+    """In order; it replaces the client's setting for the worker, and other settings stay."""
     settings = replace(
-        told(spec(accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb"))),
+        node_settings(spec(accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb"))),
         workers=({"A": "1", "CUDA_VISIBLE_DEVICES": "0"}, {}),
     )
     shown = with_partitions(settings, "MIG-a\nMIG-b\n")
@@ -181,22 +175,22 @@ def test_each_worker_sees_one_partition() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "MIG-a\n", "MIG-a\nMIG-b\nMIG-c\n"])
-def test_partitions_that_are_not_those_of_the_workers_are_an_error(text: str) -> None:
-    """Too few or too many would let two workers meet, or one see the whole GPU."""
+def test_a_wrong_number_of_partitions_is_an_error(text: str) -> None:
+    """With too few or too many, two workers could share a partition, or one see the whole GPU."""
     with pytest.raises(ValueError, match=f"{len(text.split())} partitions of GPUs for 2 workers"):
-        with_partitions(told(spec(accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb"))), text)
+        with_partitions(node_settings(spec(accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb"))), text)
 
 
 def test_a_node_reads_its_partitions_beside_its_settings(tmp_path: Path) -> None:
-    """Without the file the settings are what the client wrote."""
-    settings = told(spec(accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb")))
+    """Without the file the settings are those of the client."""
+    settings = node_settings(spec(accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb")))
     (tmp_path / "settings.json").write_text(settings.to_json())
     assert read_settings(tmp_path) == settings
     (tmp_path / "partitions").write_text("MIG-a\nMIG-b\n")
     assert read_settings(tmp_path) == with_partitions(settings, "MIG-a MIG-b")
 
 
-# ── the shell text, on a machine with GPUs that are none ─────────────────────────────────────────────────────────────
+# ── the shell text, with stand-in GPUs ───────────────────────────────────────────────────────────────────────────────
 
 
 class Machine:
@@ -216,7 +210,7 @@ class Machine:
         }
 
     def start(self, profiles: Sequence[str], gpus: int = 2) -> "subprocess.Popen[str]":
-        """Begin to partition, in a process group of its own."""
+        """Begin to partition, in its own process group."""
         script = shell.script(shell.prelude(), partition_gpus(profiles, gpus), shell.done("mig"))
         (self.directory / "script").write_text(script)
         argv = [*self.prefix, "bash", str(self.directory / "script")]
@@ -225,13 +219,13 @@ class Machine:
         )
 
     def partition(self, profiles: Sequence[str], gpus: int = 2) -> tuple[int, str]:
-        """Partition; return the exit code and what was said."""
+        """Partition; return the exit code and the output."""
         with self.start(profiles, gpus) as process:
             said, _ = process.communicate(timeout=30)
             return process.returncode, said
 
     def give_back(self, **environ: str) -> str:
-        """What the node's guard does last, and a provider from outside; return what is said."""
+        """Restore the GPUs as guard and provider do; return the output."""
         script = f'set -u\n{termination_shell.ENDING}\nskyward_clean host-000000000000 "$SKYWARD_INSTANCE_DIRECTORY"\n'
         done = subprocess.run(
             [*self.prefix, "dash", "-c", script],
@@ -251,7 +245,7 @@ class Machine:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    """Two H100, none of them partitioned."""
+    """Return a machine with two H100, neither of them partitioned."""
     return Machine(tmp_path)
 
 
@@ -266,23 +260,24 @@ def machine(tmp_path: Path) -> Machine:
     ],
 )
 def test_the_text_passes_shellcheck(dialect: str, script: str) -> None:
-    """No finding, but for functions and variables of the whole that a part does not use; the program has no single
-    quote that would end its own.
+    """Functions and variables that a part does not use are no fault.
+
+    The program has no single quotes, which would end its own quoting.
     """
     argv = [SHELLCHECK, f"--shell={dialect}", "--exclude=SC2329,SC2317,SC2034", "-"]
     assert subprocess.run(argv, input=script, capture_output=True, text=True, check=False).stdout == ""
     assert "'" not in UNPARTITION
 
 
-def test_a_whole_gpu_costs_no_line() -> None:
-    """Without profiles there is no text, and no phase."""
+def test_without_profiles_there_is_no_text() -> None:
+    """There is no phase either."""
     assert partition_gpus((), 2) == ""
     assert "mig" not in node_script(spec(accelerator="H100")).partition("::skyward phase skyward")[2]
 
 
 @pytest.mark.parametrize("profiles", [HALVES, MIXED, ("7g.80gb",)])
-def test_gpus_are_split_and_given_back(machine: Machine, profiles: tuple[str, ...]) -> None:
-    """Every partition has its line, GPU by GPU; afterwards all is as it was, and nothing is said."""
+def test_gpus_are_split_and_restored(machine: Machine, profiles: tuple[str, ...]) -> None:
+    """Every partition has its line, GPU by GPU. Afterwards all is as before, without output."""
     code, said = machine.partition(profiles)
     assert (code, said.splitlines()) == (0, ["::skyward phase mig", "::skyward done phase=mig"])
     assert machine.gpus.partitions == [list(profiles)] * 2
@@ -292,12 +287,12 @@ def test_gpus_are_split_and_given_back(machine: Machine, profiles: tuple[str, ..
     assert (machine.gpus.modes, machine.gpus.partitions) == (DISABLED, WHOLE)
     assert not (machine.directory / "mig").exists()
     seen = machine.gpus.changes
-    assert machine.give_back() == ""  # somebody else may have the GPUs by now
+    assert machine.give_back() == ""  # another user may have the GPUs by now
     assert machine.gpus.changes == seen
 
 
 def test_other_gpus_of_the_machine_are_left_alone(tmp_path: Path) -> None:
-    """Of four GPUs two are wanted: the partitions of the fourth are neither taken nor undone."""
+    """Two of four GPUs are used: the partitions of the fourth are neither used nor removed."""
     machine = Machine(tmp_path, count=4)
     machine.gpus.run("-i", "3", "-mig", "1")
     machine.gpus.run("mig", "-i", "3", "-cgi", "7g.80gb", "-C")
@@ -308,10 +303,10 @@ def test_other_gpus_of_the_machine_are_left_alone(tmp_path: Path) -> None:
     assert machine.gpus.partitions == [[], [], [], ["7g.80gb"]]
 
 
-def test_small_ones_first_would_not_fit(machine: Machine) -> None:
-    """The order that `Accelerator` chooses matters: the other way round the driver finds no room.
+def test_small_profiles_first_would_not_fit(machine: Machine) -> None:
+    """The order of `Accelerator` matters: in the reverse order the driver finds no space.
 
-    What was made until then is undone.
+    The partitions created until then are removed.
     """
     wish = sky.Accelerator.NVIDIA.H100(count=2, mig=["1g.10gb", "1g.10gb", "2g.20gb", "3g.40gb"])
     code, said = machine.partition(MIXED[::-1])
@@ -326,8 +321,8 @@ def test_small_ones_first_would_not_fit(machine: Machine) -> None:
     assert machine.gpus.partitions == [list(MIXED)] * 2
 
 
-def test_a_mode_that_was_there_before_stays(machine: Machine) -> None:
-    """A GPU whose owner keeps it in MIG mode is in MIG mode afterwards, without partitions as before."""
+def test_an_earlier_mig_mode_is_restored(machine: Machine) -> None:
+    """A GPU in MIG mode without partitions is the same afterwards."""
     machine.gpus.set(0, current="Enabled", pending="Enabled")
     assert machine.partition(HALVES)[0] == 0
     assert (machine.directory / "mig").read_text() == f"0 Enabled {BOOT}\n1 Disabled {BOOT}\n"
@@ -335,9 +330,10 @@ def test_a_mode_that_was_there_before_stays(machine: Machine) -> None:
     assert (machine.gpus.modes, machine.gpus.partitions) == (["Enabled", "Disabled"], WHOLE)
 
 
-def test_what_somebody_else_has_partitioned_is_left_as_it_is(machine: Machine) -> None:
-    """The second GPU is somebody's, without even a compute instance: that is told, and what was done to the first one
-    is undone.
+def test_partitions_of_another_user_are_not_changed(machine: Machine) -> None:
+    """The second GPU has another user's partitions, without a compute instance.
+
+    The message names it, and the first GPU is restored.
     """
     machine.gpus.set(1, current="Enabled", pending="Enabled")
     machine.gpus.run("mig", "-i", "1", "-cgi", "4g.40gb")
@@ -349,8 +345,8 @@ def test_what_somebody_else_has_partitioned_is_left_as_it_is(machine: Machine) -
     assert (machine.gpus.modes, machine.gpus.partitions) == (["Disabled", "Enabled"], [[], ["4g.40gb"]])
 
 
-def test_lines_that_run_again_begin_anew(machine: Machine) -> None:
-    """Their own partitions are no one else's; the mode of the very beginning is what is kept in mind."""
+def test_lines_that_run_again_start_again(machine: Machine) -> None:
+    """Their own earlier partitions are removed, and the first recorded mode is kept."""
     machine.partition(HALVES)
     first = machine.partitions
     assert machine.partition(MIXED)[0] == 0
@@ -363,10 +359,8 @@ def test_lines_that_run_again_begin_anew(machine: Machine) -> None:
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("needs_reset", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_it_may_die_at_any_command(tmp_path: Path, when: str, needs_reset: bool) -> None:
-    """SIGKILL of everything, just before or just after each command that changes something, leaves enough to put it all
-    back.
-    """
+def test_after_sigkill_at_any_command_all_can_be_restored(tmp_path: Path, when: str, needs_reset: bool) -> None:
+    """SIGKILL comes just before or just after each command that changes something."""
     commands = 6 if needs_reset else 4
     for number in range(1, commands + 1):
         folder = tmp_path / str(number)
@@ -381,9 +375,10 @@ def test_it_may_die_at_any_command(tmp_path: Path, when: str, needs_reset: bool)
         assert (machine.gpus.modes, machine.gpus.partitions) == (DISABLED, WHOLE), f"command {number}"
 
 
-def test_after_a_reboot_only_the_mode_is_ours(tmp_path: Path) -> None:
-    """What has been partitioned since, somebody else has; a mode that lasts, as an A100's does, is taken back where
-    nobody uses it.
+def test_after_a_reboot_only_the_mode_is_restored(tmp_path: Path) -> None:
+    """Partitions after the reboot belong to another user.
+
+    A mode that persists, as an A100's does, is restored if the GPU is unused.
     """
     machine = Machine(tmp_path)
     (machine.directory / "mig").write_text("0 Disabled another-boot\n1 Disabled another-boot\n")
@@ -395,10 +390,8 @@ def test_after_a_reboot_only_the_mode_is_ours(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
-def test_who_is_not_root_asks_sudo() -> None:
-    """Partitioned and given back through a sudo without password; where there is none that is told before anything is
-    done.
-    """
+def test_without_root_sudo_is_used() -> None:
+    """It needs no password. Without sudo the error comes before anything is changed."""
     with tempfile.TemporaryDirectory() as folder:
         machine = Machine(Path(folder))
         sudo = machine.gpus.program.with_name("sudo")
@@ -422,7 +415,7 @@ def test_who_is_not_root_asks_sudo() -> None:
 
 
 def partitioning(machine: Machine) -> list[int]:
-    """Commands that cut a GPU of this machine just now."""
+    """Return the commands that partition a GPU of this machine now."""
     found = [
         (one.pid, one.info["cmdline"] or [], one.info["status"]) for one in psutil.process_iter(["cmdline", "status"])
     ]
@@ -434,8 +427,8 @@ def partitioning(machine: Machine) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_command_that_outlives_the_node_is_waited_for(machine: Machine) -> None:
-    """The script dies, what it has begun as root does not: giving back begins when that is over."""
+def test_a_command_that_survives_the_node_is_waited_for(machine: Machine) -> None:
+    """The script dies, its command under sudo does not: the restoration begins after the command."""
     machine.gpus.set(seconds=3.0)
     process = machine.start(HALVES, 1)
     wait_until(lambda: any("-cgi" in change for change in machine.gpus.changes), "the partitions to be on their way")
@@ -449,11 +442,11 @@ def test_a_command_that_outlives_the_node_is_waited_for(machine: Machine) -> Non
     assert (machine.gpus.modes, machine.gpus.partitions) == (DISABLED, WHOLE)
 
 
-# ── what can be in the way ───────────────────────────────────────────────────────────────────────────────────────────
+# ── failures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_an_ampere_is_reset(tmp_path: Path) -> None:
-    """Where the mode waits for a reset there is one, on the way back too."""
+    """If the mode needs a reset, there is one; for the restoration too."""
     machine = Machine(tmp_path, needs_reset=True)
     assert machine.partition(HALVES)[0] == 0
     assert machine.gpus.partitions == [list(HALVES)] * 2
@@ -462,10 +455,10 @@ def test_an_ampere_is_reset(tmp_path: Path) -> None:
     assert sum("--gpu-reset" in change for change in machine.gpus.changes) == 4
 
 
-def test_a_reset_that_is_refused_is_told_with_a_way_out(tmp_path: Path) -> None:
-    """As by a virtual machine; the wish is taken back.
+def test_a_refused_reset_is_reported_with_a_remedy(tmp_path: Path) -> None:
+    """A virtual machine may refuse it; the pending mode is removed.
 
-    Once it was rebooted in MIG mode it works, and stays in that mode.
+    After a reboot in MIG mode it works, and the mode stays.
     """
     machine = Machine(tmp_path, needs_reset=True, refuses_reset=True)
     code, said = machine.partition(HALVES)
@@ -484,8 +477,8 @@ def test_a_reset_that_is_refused_is_told_with_a_way_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("needs_reset", [False, True])
-def test_who_uses_the_gpu_is_named(machine: Machine, needs_reset: bool) -> None:
-    """A process on the GPU is in the way of the mode; it is not ended."""
+def test_the_processes_of_a_busy_gpu_are_named(machine: Machine, needs_reset: bool) -> None:
+    """They prevent the change of the mode, and are not ended."""
     machine.gpus.set(needs_reset=needs_reset)
     machine.gpus.set(0, processes=[(4711, "/usr/bin/train"), (4712, "python")])
     code, said = machine.partition(HALVES)
@@ -498,7 +491,7 @@ def test_who_uses_the_gpu_is_named(machine: Machine, needs_reset: bool) -> None:
     assert (machine.gpus.modes, machine.gpus.partitions) == (DISABLED, WHOLE)
 
 
-def test_what_names_nobody_gives_advice(machine: Machine) -> None:
+def test_without_a_process_to_name_there_is_advice(machine: Machine) -> None:
     """The command fails and lists no process: monitoring is the usual reason."""
     machine.gpus.set(fails="-mig")
     code, said = machine.partition(HALVES)
@@ -526,9 +519,12 @@ def test_what_names_nobody_gives_advice(machine: Machine) -> None:
         ),
     ],
 )
-def test_a_machine_that_cannot_says_why(machine: Machine, program: str | None, gpus: int, words: str) -> None:
-    """No driver, a driver that does not answer, too few GPUs, GPUs without MIG; nothing is written down, so nothing is
-    given back.
+def test_a_machine_that_cannot_be_partitioned_reports_the_reason(
+    machine: Machine, program: str | None, gpus: int, words: str
+) -> None:
+    """No driver, a driver that does not answer, too few GPUs, or GPUs without MIG.
+
+    Nothing is recorded, so nothing is restored.
     """
     if program is None:
         machine.gpus.program.unlink()
@@ -541,8 +537,8 @@ def test_a_machine_that_cannot_says_why(machine: Machine, program: str | None, g
     assert not (machine.directory / "mig").exists()
 
 
-def test_a_list_that_lacks_some_is_an_error(machine: Machine) -> None:
-    """Two partitions were asked for and the driver lists one: no worker is told of anything."""
+def test_an_incomplete_list_of_partitions_is_an_error(machine: Machine) -> None:
+    """Of two partitions the driver lists one: no worker gets any."""
     machine.gpus.set(hides=1)
     code, said = machine.partition(HALVES, 1)
     assert code != 0
@@ -550,12 +546,12 @@ def test_a_list_that_lacks_some_is_an_error(machine: Machine) -> None:
     assert not (machine.directory / "partitions").exists()
 
 
-# ── giving back, in spite of everything ──────────────────────────────────────────────────────────────────────────────
+# ── failed restorations ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.slow
-def test_a_gpu_that_cannot_be_given_back_is_told(machine: Machine) -> None:
-    """The other one is given back, and the clean-up goes on to its end."""
+def test_a_gpu_that_cannot_be_restored_is_reported(machine: Machine) -> None:
+    """The other one is restored, and the clean-up continues."""
     machine.partition(HALVES)
     machine.gpus.set(1, processes=[(4711, "somebody")])
     said = machine.give_back(SKYWARD_KEEP_DIRECTORY="")
@@ -566,8 +562,8 @@ def test_a_gpu_that_cannot_be_given_back_is_told(machine: Machine) -> None:
     assert not machine.directory.exists()
 
 
-def test_a_driver_that_hangs_holds_nobody_up(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After its time giving back is given up, and told, with the command that hangs; the clean-up goes on."""
+def test_a_driver_that_hangs_does_not_block_the_end(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its time limit the restoration is given up, and the output has the command. The clean-up continues."""
     monkeypatch.setattr(
         termination_shell,
         "ENDING",
@@ -582,8 +578,8 @@ def test_a_driver_that_hangs_holds_nobody_up(machine: Machine, monkeypatch: pyte
     assert not machine.directory.exists()
 
 
-def test_an_offer_of_gpus_is_matched_for_all_its_workers() -> None:
-    """Two workers of 8 CPUs each do not fit on a machine with 8."""
+def test_an_offer_must_have_cpus_for_all_its_workers() -> None:
+    """Two workers with 8 CPUs each do not fit on a machine with 8."""
     small = Offer(
         provider="p",
         instance_type="t",

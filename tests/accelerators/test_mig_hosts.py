@@ -1,6 +1,4 @@
-"""Pools of MIG partitions on real machines whose GPUs are a stand-in: one worker for each partition, and GPUs that are
-given back whatever happens.
-"""
+"""Pools of MIG partitions on real machines with stand-in GPUs: one worker for each partition, and restored GPUs."""
 
 import os
 import signal
@@ -38,13 +36,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @sky.compute
 def seen() -> tuple[str | None, sky.InstanceInfo]:
-    """What this worker may use, and where it is."""
+    """Return the partition of this worker, and its instance."""
     return os.environ.get("CUDA_VISIBLE_DEVICES"), sky.instance_info()
 
 
 @sky.compute
 def seen_by_a_child() -> str:
-    """What a program that the call starts may use."""
+    """Return the partition that a child process of the call sees."""
     return subprocess.run(
         [sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"],
         capture_output=True,
@@ -55,20 +53,20 @@ def seen_by_a_child() -> str:
 
 @sky.compute
 def used(number: int) -> str:
-    """Take so long that no worker gets two of few; return what this one may use."""
+    """Take so long that each worker gets a call; return this one's partition."""
     time.sleep(1.0)
     return os.environ["CUDA_VISIBLE_DEVICES"]
 
 
 @sky.compute
 def crash() -> None:
-    """End the process of the call."""
+    """Kill the process of the call."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
 def machines(fleet: Fleet, mirror: Mirror) -> Iterator[list[Host]]:
-    """Two machines of one's own with two GPUs each; they keep their environments from one test to the next."""
+    """Yield two machines with two GPUs each; they keep their environments between tests."""
     hosts = [fleet.create() for _ in range(2)]
     for host in hosts:
         mirror.configure(host)
@@ -79,7 +77,7 @@ def machines(fleet: Fleet, mirror: Mirror) -> Iterator[list[Host]]:
 
 @pytest.fixture
 def gpus(machines: list[Host]) -> Iterator[list[Gpus]]:
-    """Their GPUs, new. Whatever a test does, what was done to them is undone, and no process of a node is left."""
+    """Yield their GPUs in a new state. Afterwards all changes are undone, and no process of a node is left."""
     gpus = [install(host.root / PLACE, count=2) for host in machines]
     yield gpus
     wait_until(
@@ -127,8 +125,9 @@ def as_before(gpus: Sequence[Gpus]) -> bool:
 
 
 def test_each_partition_is_a_worker(machines, gpus, tmp_path):
-    """Broadcast gives one result for each partition, in the order of nodes and workers; single calls use them all;
-    afterwards the GPUs are whole again.
+    """Broadcast has a result for each partition, in the order of nodes and workers.
+
+    Single calls use all workers. Afterwards the GPUs are whole again.
     """
     told = Told()
     with pool_on(machines, tmp_path, told, memory="256MB", env={"CUDA_VISIBLE_DEVICES": "all"}) as pool:
@@ -150,7 +149,7 @@ def test_each_partition_is_a_worker(machines, gpus, tmp_path):
         assert [event.slots for event in told.of(sky.PoolReady)] == [4]
         # it would ask of partitions what NVML refuses
         assert set(pool.dask_client().run(attrgetter("NVML_STATE.name"), nvml).values()) == {"DISABLED_CONFIG"}
-        assert [one.partitions for one in gpus] == [[["3g.40gb", "3g.40gb"], []]] * 2  # of two GPUs one was asked for
+        assert [one.partitions for one in gpus] == [[["3g.40gb", "3g.40gb"], []]] * 2  # the spec needs one of two GPUs
     steps = [
         step
         for step, _ in groupby(
@@ -163,9 +162,10 @@ def test_each_partition_is_a_worker(machines, gpus, tmp_path):
     assert as_before(gpus)
 
 
-def test_small_ones_after_large_ones(machines, gpus, tmp_path):
-    """Eight workers on one machine: four kinds of partitions on each of two GPUs, made in the order in which they fit,
-    and each has a call at once.
+def test_large_partitions_are_created_before_small_ones(machines, gpus, tmp_path):
+    """Eight workers on one machine: four kinds of partitions on each of two GPUs.
+
+    They are created in an order that fits, and each runs a call at the same time.
     """
     with pool_on(machines[:1], tmp_path, accelerator=MIXED) as pool:
         assert gpus[0].partitions == [["3g.40gb", "2g.20gb", "1g.10gb", "1g.10gb"]] * 2
@@ -175,8 +175,9 @@ def test_small_ones_after_large_ones(machines, gpus, tmp_path):
 
 
 def test_a_worker_that_dies_comes_back_with_its_own_partition(machines, gpus, tmp_path):
-    """A call's process, and then the worker's itself: both come again, and see what they saw before; the node is not
-    replaced.
+    """The process of a call, then the worker process: both start again, with the same partition.
+
+    The node is not replaced.
     """
     told = Told()
     with pool_on(machines[:1], tmp_path, told) as pool:
@@ -196,9 +197,10 @@ def test_a_worker_that_dies_comes_back_with_its_own_partition(machines, gpus, tm
     assert as_before(gpus)
 
 
-def test_hosts_that_do_not_see_each_other(fleet, mirror, tmp_path):
-    """Two workers a node with a port of their own each, through the client; and again after a node was lost and its
-    host has become another node.
+def test_hosts_that_cannot_reach_each_other_run_partitions(fleet, mirror, tmp_path):
+    """Each of the two workers of a node has its own port, through the client.
+
+    It works again after a node was lost and its host became another node.
     """
     hosts = [fleet.create(isolated=True) for _ in range(2)]
     for host in hosts:
@@ -232,12 +234,13 @@ def test_hosts_that_do_not_see_each_other(fleet, mirror, tmp_path):
         host.crash()
 
 
-# ── what was done is undone ──────────────────────────────────────────────────────────────────────────────────────────
+# ── GPUs are restored ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_guard_gives_the_gpus_back(machines, gpus, tmp_path):
-    """Nobody is left who could: when the lease runs out the node ends by itself, and its GPUs are as before, an enabled
-    mode included.
+def test_the_guard_restores_the_gpus(machines, gpus, tmp_path):
+    """No client is left: at the end of its lease the node ends itself.
+
+    Its GPUs are as before, an enabled mode included.
     """
     gpus[1].set(1, current="Enabled", pending="Enabled")
     pool = pool_on(machines, tmp_path, accelerator=MIXED, lease_seconds=LEASE_SECONDS).open()
@@ -251,10 +254,8 @@ def test_the_guard_gives_the_gpus_back(machines, gpus, tmp_path):
     )
 
 
-def test_a_slow_driver_is_not_hurried(machines, gpus, tmp_path):
-    """Who closes the pool waits for the guard as long as that gives GPUs back: nothing is killed in the middle and done
-    a second time.
-    """
+def test_a_slow_driver_is_waited_for(machines, gpus, tmp_path):
+    """The close waits while the guard restores the GPUs: nothing is killed midway and repeated."""
     with pool_on(machines[:1], tmp_path):
         before = len(gpus[0].changes)
         gpus[0].set(seconds=1.0)
@@ -262,10 +263,8 @@ def test_a_slow_driver_is_not_hurried(machines, gpus, tmp_path):
     assert as_before(gpus)
 
 
-def test_without_a_guard_the_provider_gives_them_back(machines, gpus, tmp_path):
-    """Guard and supervisor are killed, and so nobody on the host knows of anything: `terminate` does it, and lets no
-    other pool in meanwhile.
-    """
+def test_without_a_guard_the_provider_restores_the_gpus(machines, gpus, tmp_path):
+    """Guard and supervisor are killed. `terminate` restores them, and no other pool can begin meanwhile."""
     pool = pool_on(machines[:1], tmp_path).open()
     provider = pool.spec.provider
     (node,) = pool.detach().nodes
@@ -286,9 +285,10 @@ def test_without_a_guard_the_provider_gives_them_back(machines, gpus, tmp_path):
 
 
 @pytest.mark.parametrize(("stops_at", "stops_when"), [(1, "after"), (2, "before"), (2, "after"), (3, "after")])
-def test_a_bootstrap_that_dies_in_the_middle(machines, gpus, tmp_path, stops_at, stops_when):
-    """The script is killed between two commands on one of two hosts: the pool does not open, and the GPUs of both are
-    as before.
+def test_a_bootstrap_that_dies_midway_leaves_restored_gpus(machines, gpus, tmp_path, stops_at, stops_when):
+    """The script is killed between two commands on one of two hosts:
+
+    the pool does not open, and all GPUs are as before.
     """
     gpus[1].set(stops_at=stops_at, stops_when=stops_when, stops_by="pkill -KILL -f '^bash ./bootstrap.sh'")
     with pytest.raises(sky.BootstrapFailed) as caught, pool_on(machines, tmp_path, accelerator=MIXED):
@@ -298,7 +298,7 @@ def test_a_bootstrap_that_dies_in_the_middle(machines, gpus, tmp_path, stops_at,
     assert as_before(gpus)
 
 
-# ── what is refused ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def failure(machines: Sequence[Host], folder: Path) -> sky.BootstrapFailed:
@@ -308,8 +308,8 @@ def failure(machines: Sequence[Host], folder: Path) -> sky.BootstrapFailed:
     return caught.value
 
 
-def test_somebody_elses_partitions_are_left_alone(machines, gpus, tmp_path):
-    """The error names the GPU and how to make it free; nothing of it is touched."""
+def test_partitions_of_another_user_are_left_alone(machines, gpus, tmp_path):
+    """The error names the GPU and the commands that free it; nothing is changed."""
     gpus[0].set(0, current="Enabled", pending="Enabled")
     gpus[0].run("mig", "-i", "0", "-cgi", "4g.40gb", "-C")
     error = failure(machines[:1], tmp_path)
@@ -319,8 +319,8 @@ def test_somebody_elses_partitions_are_left_alone(machines, gpus, tmp_path):
     assert len(gpus[0].changes) == 1
 
 
-def test_a_reset_that_is_refused(machines, gpus, tmp_path):
-    """An A100 in a virtual machine: the error says what to do by hand, and the wish for MIG mode is taken back."""
+def test_a_refused_reset_fails_the_pool_with_advice(machines, gpus, tmp_path):
+    """An A100 in a virtual machine: the error has the manual steps, and the pending MIG mode is removed."""
     gpus[0].set(needs_reset=True, refuses_reset=True)
     error = failure(machines[:1], tmp_path)
     assert "could not be reset" in str(error)
@@ -328,15 +328,15 @@ def test_a_reset_that_is_refused(machines, gpus, tmp_path):
     assert as_before(gpus)
 
 
-def test_a_gpu_that_is_in_use(machines, gpus, tmp_path):
+def test_the_error_names_the_processes_of_a_busy_gpu(machines, gpus, tmp_path):
     """Whoever uses it is named."""
     gpus[0].set(0, processes=[(4711, "/usr/bin/train")])
     assert "while processes use it: 4711, /usr/bin/train" in str(failure(machines[:1], tmp_path))
     assert as_before(gpus)
 
 
-def test_what_cannot_be_given_back_is_told(machines, gpus, tmp_path, caplog):
-    """Somebody uses a partition of the pool's when it ends: the provider warns, and everything else is cleaned up."""
+def test_a_gpu_that_cannot_be_restored_causes_a_warning(machines, gpus, tmp_path, caplog):
+    """Another process uses a partition of the pool at its end. All else is cleaned up."""
     with pool_on(machines[:1], tmp_path) as pool:
         directory = pool.lease.nodes[0].instance.directory
         machines[0].run(f"kill -KILL $(cat {directory}/guard)")

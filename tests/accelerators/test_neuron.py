@@ -1,7 +1,7 @@
-"""NeuronCores: which of them the calls of a node may use, and what each process of a call is told.
+"""NeuronCores: the cores that a node's calls may use, and the environment of each call's process.
 
 Expected numbers are those of AWS's Neuron documentation ("Neuron Runtime configuration", "Logical NeuronCore
-configuration") and of EC2's own descriptions of its types; nothing here has met a Trainium.
+configuration") and of EC2's own descriptions of its types. These tests have never run on a Trainium.
 """
 
 import json
@@ -32,11 +32,11 @@ NEURON = ("Trainium1", "Trainium2", "Inferentia1", "Inferentia2")
 
 
 def numbers(*ends: int) -> tuple[tuple[int, ...], ...]:
-    """Rows of numbers from each end to the next."""
+    """Return rows of numbers from each end to the next."""
     return tuple(tuple(range(first, last)) for first, last in pairwise(ends))
 
 
-# ── which cores ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── cores ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -65,12 +65,10 @@ def numbers(*ends: int) -> tuple[tuple[int, ...], ...]:
     ],
     ids=str,
 )
-def test_the_cores_of_each_call(
+def test_the_cores_of_each_slot(
     accelerator: sky.Accelerator | None, environment: dict[str, str], slots: int, cores: tuple[tuple[int, ...], ...]
 ) -> None:
-    """All cores of the chips that were asked for, in rows among the calls that run at once; what the environment says
-    goes before.
-    """
+    """The cores of all chips are divided into rows, one for each slot. The environment has precedence."""
     assert slot_cores(accelerator, environment, slots) == cores
 
 
@@ -87,26 +85,26 @@ def test_the_cores_of_each_call(
         (Trainium(2), {"NEURON_LOGICAL_NC_CONFIG": "4"}, 1, 'write "1"'),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_rented(
+def test_an_impossible_division_is_refused_before_anything_is_rented(
     accelerator: sky.Accelerator, environment: dict[str, str], slots: int, advice: str
 ) -> None:
-    """The pool cannot be made, and the message says what would do."""
+    """The pool cannot be created, and the message has valid values."""
     with pytest.raises(sky.BadRequest) as refusal:
         sky.ComputePool(provider=sky.AWS(), accelerator=accelerator, env=environment, concurrency=slots)
     assert advice in str(refusal.value)
 
 
 def test_the_catalogues_cores_are_those_that_ec2_describes() -> None:
-    """Each type with Neuron devices, by the number of cores in its description; other chips have none."""
+    """It covers each type with Neuron devices; other chips have no cores."""
     from moto.ec2.models.instance_types import INSTANCE_TYPES
 
-    told = {
+    described = {
         find(device["Name"]).name: device["CoreInfo"]["Count"]
         for kind in INSTANCE_TYPES.values()
         for device in (kind.get("NeuronInfo") or {}).get("NeuronDevices", [])
     }
-    assert told == {chip.name: chip.neuron_cores for chip in CHIPS if chip.neuron_cores}
-    assert {*told} == {*NEURON} == {chip.name for chip in CHIPS if chip.vendor == "AWS"}
+    assert described == {chip.name: chip.neuron_cores for chip in CHIPS if chip.neuron_cores}
+    assert {*described} == {*NEURON} == {chip.name for chip in CHIPS if chip.vendor == "AWS"}
     assert {chip.name for chip in CHIPS if chip.neuron_cores_in_one > 1} == {"Trainium2"}
 
 
@@ -124,11 +122,11 @@ TRN1 = Offer(
 )
 
 
-# ── what a node is told ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── the settings of a node ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def told(offer: Offer = CPUS, **wishes: Any) -> NodeSettings:
-    """What the first node of such a pool is told, as it reads it, on such a machine."""
+def node_settings(offer: Offer = CPUS, **wishes: Any) -> NodeSettings:
+    """Return the settings of the first node of such a pool on such a machine."""
     instance = Instance(
         id="i-1",
         provider="aws",
@@ -152,16 +150,17 @@ def told(offer: Offer = CPUS, **wishes: Any) -> NodeSettings:
     return settings
 
 
-def test_each_slot_is_told_its_cores_in_the_runtimes_own_words() -> None:
-    """A range where it is one, as the runtime's older versions want it; the accelerators stay one name for each
-    chip.
+def test_each_slot_gets_its_cores_in_the_runtimes_format() -> None:
+    """Consecutive cores are a range, for older versions of the runtime.
+
+    The accelerators stay one name for each chip.
     """
-    settings = told(accelerator=Trainium(1, 16), concurrency=3)
+    settings = node_settings(accelerator=Trainium(1, 16), concurrency=3)
     assert settings.accelerators == ("Trainium1",) * 16
     assert [settings.environment_of(0, slot) for slot in range(3)] == [
         {"NEURON_RT_VISIBLE_CORES": cores} for cores in ("0-9", "10-20", "21-31")
     ]
-    odd = told(
+    odd = node_settings(
         accelerator=Trainium(1, 16),
         image=sky.Image(env={"NEURON_RT_VISIBLE_CORES": "7"}),
         env={"NEURON_RT_VISIBLE_CORES": "0-2,5,7-8"},
@@ -169,33 +168,33 @@ def test_each_slot_is_told_its_cores_in_the_runtimes_own_words() -> None:
     assert odd.environment_of(0, 0) == {"NEURON_RT_VISIBLE_CORES": "0-2,5,7-8"}, (
         "the pool's environment stands over the image's"
     )
-    assert told(accelerator=Inferentia(), concurrency=2).environment_of(0, 1) == {"NEURON_RT_VISIBLE_CORES": "1"}
+    assert node_settings(accelerator=Inferentia(), concurrency=2).environment_of(0, 1) == {
+        "NEURON_RT_VISIBLE_CORES": "1"
+    }
 
 
-def test_a_machine_asked_for_by_its_type_is_told_what_it_has() -> None:
-    """`machine=` alone is enough: its chips, and its cores divided; accelerators that are asked for by name are those
-    that are told.
-    """
-    settings = told(TRN1, machine="trn1.32xlarge", concurrency=2)
+def test_a_machine_chosen_by_its_type_gets_the_settings_of_its_chips() -> None:
+    """`machine=` alone is enough for its chips and their cores. Accelerators that are named have precedence."""
+    settings = node_settings(TRN1, machine="trn1.32xlarge", concurrency=2)
     assert settings.accelerators == ("Trainium1",) * 16
     assert [settings.environment_of(0, slot)["NEURON_RT_VISIBLE_CORES"] for slot in range(2)] == ["0-15", "16-31"]
-    assert told(TRN1, machine="trn1.32xlarge", accelerator=Trainium(1, 2)).accelerators == ("Trainium1",) * 2
-    assert told(machine="c7i.large").accelerators == ()
+    assert node_settings(TRN1, machine="trn1.32xlarge", accelerator=Trainium(1, 2)).accelerators == ("Trainium1",) * 2
+    assert node_settings(machine="c7i.large").accelerators == ()
 
 
 @pytest.mark.parametrize(
     ("name", "told_gb", "gb"), [("A100", 42.9, 40), ("A100", 80.0, 80), ("H100", None, 80), ("T4", 15.0, 16)]
 )
-def test_what_a_machine_has_is_a_chip_of_the_catalogue(name: str, told_gb: float | None, gb: int) -> None:
-    """Clouds tell its memory in other units, or not at all."""
+def test_the_chips_of_a_machine_are_those_of_the_catalogue(name: str, told_gb: float | None, gb: int) -> None:
+    """Clouds report their memory in other units, or not at all."""
     offer = CPUS.model_copy(update={"accelerator": name, "accelerators": 2, "accelerator_memory_gb": told_gb})
     assert sky.PoolSpec.of(machine="x").accelerator_on(offer) == sky.Accelerator(name, gb, 2)
 
 
-def test_elsewhere_nothing_is_told() -> None:
-    """Without NeuronCores, and where the runtime chooses, the environment is as it was."""
+def test_without_neuroncores_the_environment_is_unchanged() -> None:
+    """It is unchanged too if the runtime chooses."""
     for wishes in ({}, {"accelerator": "H100"}, {"accelerator": Trainium(), "env": {"NEURON_RT_NUM_CORES": "1"}}):
-        settings = told(**wishes, concurrency=2)
+        settings = node_settings(**wishes, concurrency=2)
         assert (settings.neuron_cores, settings.cores_of(1), settings.environment_of(0, 1)) == ((), (), {})
 
 
@@ -212,7 +211,7 @@ INFO = InstanceInfo(
 )
 
 
-def test_the_cores_travel_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cores_survive_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without any the text is what versions without them read; a text without them is read too."""
     assert INFO.neuron_cores == []
     assert "neuron_cores" not in json.loads(to_env(INFO))
@@ -221,11 +220,11 @@ def test_the_cores_travel_in_the_environment(monkeypatch: pytest.MonkeyPatch) ->
         assert instance_info() == info
 
 
-# ── a pool, on a machine that says it has them ───────────────────────────────────────────────────────────────────────
+# ── a pool on a machine that pretends to have them ───────────────────────────────────────────────────────────────────
 
 
 class NeuronBox(sky.Local):
-    """This machine, as if two Trainium chips were in it."""
+    """This machine, with two pretended Trainium chips."""
 
     def offers(self, want: sky.Requirements) -> list[sky.Offer]:
         (offer,) = super().offers(sky.Requirements())
@@ -234,8 +233,9 @@ class NeuronBox(sky.Local):
 
 @sky.compute
 def seen(folder: str, calls: int) -> tuple[str, list[int], list[str], str, int]:
-    """Wait until so many calls run at once; return what this one may use, by the environment, by us, and by a program
-    that it starts.
+    """Wait until so many calls run at once; return the cores of this one.
+
+    They are those of the environment, of our API, and of a child process.
     """
     (Path(folder) / str(os.getpid())).touch()
     wait_until(lambda: len(os.listdir(folder)) >= calls, "the other calls")
@@ -247,15 +247,13 @@ def seen(folder: str, calls: int) -> tuple[str, list[int], list[str], str, int]:
 
 @sky.compute
 def crash() -> None:
-    """End the process of the call."""
+    """Kill the process of the call."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slow
-def test_calls_at_once_have_cores_of_their_own(tmp_path: Path) -> None:
-    """Three calls share four cores without meeting; a process that takes the place of a crashed one gets the cores that
-    are free, and no others.
-    """
+def test_calls_at_the_same_time_have_different_cores(tmp_path: Path) -> None:
+    """Three calls share four cores without overlap. A process that replaces a crashed one gets only the free cores."""
     rows = {"0": [0], "1": [1], "2-3": [2, 3]}
     with sky.ComputePool(
         provider=NeuronBox(), accelerator=Trainium(1, 2), concurrency=3, retries=0, display="quiet"
@@ -272,17 +270,17 @@ def test_calls_at_once_have_cores_of_their_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_pool_that_asks_for_no_chips_is_told_those_that_its_machine_has() -> None:
-    """As with `machine="trn1.2xlarge"`; more calls at once than cores are refused before anything is rented."""
+def test_a_pool_without_accelerators_gets_those_of_its_machine() -> None:
+    """Like `machine="trn1.2xlarge"`. More calls at once than cores are refused before anything is rented."""
     events: list[Any] = []
     with sky.ComputePool(provider=NeuronBox(), display="quiet", on_event=events.append) as pool:
-        assert (told_here() >> pool) == ("Trainium1", ["Trainium1", "Trainium1"], [0, 1, 2, 3])
+        assert (chips_of_this_call() >> pool) == ("Trainium1", ["Trainium1", "Trainium1"], [0, 1, 2, 3])
     with pytest.raises(sky.BadRequest, match="4 NeuronCores"):
         sky.ComputePool(provider=NeuronBox(), concurrency=5, display="quiet", on_event=events.append).open()
     assert len([event for event in events if isinstance(event, sky.InstanceLaunching)]) == 1
 
 
 @sky.compute
-def told_here() -> tuple[str | None, list[str], list[int]]:
-    """What a call is told of chips."""
+def chips_of_this_call() -> tuple[str | None, list[str], list[int]]:
+    """Return the chips in the environment of a call."""
     return sky.current_accelerator(), sky.instance_info().accelerators, sky.instance_info().neuron_cores

@@ -1,6 +1,4 @@
-"""A machine without an accelerator stands in for one that has it: where it was asked to, and where nobody said who
-should rent one.
-"""
+"""Simulated accelerators: on a machine without them, if the provider simulates, or if no provider is given."""
 
 import logging
 import os
@@ -20,7 +18,7 @@ def seen() -> tuple[sky.InstanceInfo, str | None, str | None]:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
-    """The GPUs of this machine: none, unless a test adds some."""
+    """Return the GPUs of this machine: none, unless a test adds some."""
     found: list[tuple[str, float]] = []
     monkeypatch.setattr(local, "gpus_here", lambda: tuple(found))
     return found
@@ -37,8 +35,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
         (sky.accelerators.H100(form_factor="SXM"), "H100", 1, 80, "SXM"),
     ],
 )
-def test_it_offers_what_it_simulates(wish: Any, name: str, count: int, memory_gb: int, form_factor: str | None) -> None:
-    """However it is spelled, and after a way through JSON."""
+def test_local_offers_what_it_simulates(
+    wish: Any, name: str, count: int, memory_gb: int, form_factor: str | None
+) -> None:
+    """In every spelling, and after JSON."""
     provider = sky.Local(simulate=wish, price_per_hour=1.5)
     assert base.load(provider.to_json()) == provider
     (offer,) = provider.offers(sky.Requirements())
@@ -58,25 +58,23 @@ def test_it_offers_what_it_simulates(wish: Any, name: str, count: int, memory_gb
     [("A1000", "nearest are 'A100'"), (sky.accelerators.H100(mig="3g.40gb"), "not simulated"), (3, "string")],
 )
 def test_what_cannot_be_simulated_is_refused(wish: Any, words: str) -> None:
-    """In words, where the provider is made."""
+    """The provider cannot be created, and the message has the reason."""
     with pytest.raises(ValueError, match=words):
         sky.Local(simulate=wish)
 
 
-def test_calls_know_that_it_is_simulated(gpus: list[tuple[str, float]]) -> None:
-    """The list of accelerators is filled as on a machine that has them, and no device is seen: not even one that is
-    here.
-    """
+def test_calls_know_that_accelerators_are_simulated(gpus: list[tuple[str, float]]) -> None:
+    """The list of accelerators is filled as on a real machine, but no device is visible, not even a real one."""
     gpus.append(("NVIDIA GeForce RTX 4090", 24.0))
     with sky.ComputePool(provider=sky.Local(simulate="A100:2"), accelerator="A100:2", display="quiet") as pool:
         info, first, devices = pool.run(seen())
     assert (info.accelerators, info.is_simulated, first, devices) == (["A100", "A100"], True, "A100", "")
 
 
-def test_without_a_provider_this_machine_stands_in(
+def test_without_a_provider_this_machine_simulates(
     gpus: list[tuple[str, float]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The program for the cloud runs on a laptop, which one line says, as a warning."""
+    """A program for the cloud runs on a laptop, with one warning."""
     with caplog.at_level(logging.INFO, "skyward"), sky.ComputePool(accelerator="A100", display="quiet") as pool:
         info, _, _ = pool.run(seen())
         assert pool.spec.provider is None
@@ -87,10 +85,8 @@ def test_without_a_provider_this_machine_stands_in(
     assert "\n" not in warning
 
 
-def test_a_machine_with_gpus_is_what_it_is(gpus: list[tuple[str, float]]) -> None:
-    """Nothing is simulated where there is a GPU, or none is asked for, or partitions of one, or the settings name a
-    provider.
-    """
+def test_a_machine_with_gpus_simulates_nothing(gpus: list[tuple[str, float]]) -> None:
+    """Neither without accelerators in the spec, nor for partitions, nor if the settings name a provider."""
     assert complete(sky.PoolSpec.of())[1] == (sky.Local(),)
     assert complete(sky.PoolSpec.of(accelerator=sky.accelerators.H100(mig="3g.40gb")))[1] == (sky.Local(),)
     assert complete(sky.PoolSpec.of(accelerator="A100", provider="local"))[1] == (sky.Local(),)
@@ -99,16 +95,16 @@ def test_a_machine_with_gpus_is_what_it_is(gpus: list[tuple[str, float]]) -> Non
     assert complete(sky.PoolSpec.of(accelerator="A100"))[1] == (sky.Local(),)
 
 
-def test_a_provider_that_the_settings_name_is_obeyed(
+def test_a_provider_in_the_settings_does_not_simulate(
     gpus: list[tuple[str, float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`SKYWARD_PROVIDER=local` is somebody's word."""
+    """`SKYWARD_PROVIDER=local` is the user's choice."""
     monkeypatch.setenv("SKYWARD_PROVIDER", "local")
     assert complete(sky.PoolSpec.of(accelerator="A100"))[1] == (sky.Local(),)
 
 
 def test_an_explicit_local_refuses_with_advice(gpus: list[tuple[str, float]]) -> None:
-    """It says how to try the program here all the same."""
+    """The message names the argument for a simulation."""
     with pytest.raises(sky.NoCapacity, match=r'has no accelerator.*Local\(simulate="A100"\) simulates one here'):
         sky.ComputePool(provider=sky.Local(), accelerator="A100", display="quiet").open()
     with pytest.raises(sky.NoCapacity, match=r'has A100.*Local\(simulate="H100"\)'):

@@ -1,4 +1,4 @@
-"""Images: what they refuse, what names them, and what their script does to a machine."""
+"""Images: refused values, the content hash, and the effect of the script on a machine."""
 
 import contextlib
 import dataclasses
@@ -40,7 +40,7 @@ NO_RUNTIME = ()
 
 
 def test_the_example_of_the_reference():
-    """The reference's image is taken as it is written; lists become tuples, and nothing is required."""
+    """The reference's image is valid as written; lists become tuples, and no field is required."""
     image = Image(python="3.13", pip=["torch", "numpy"], apt=["ffmpeg"], env={"CUDA_VISIBLE_DEVICES": "0"})
     assert (image.python, image.pip, image.apt, image.env) == (
         "3.13",
@@ -59,9 +59,7 @@ def test_the_example_of_the_reference():
 
 
 def test_an_image_is_a_value():
-    """Images compare and hash by value, whatever the order of their variables, and come back equal from JSON and
-    pickle.
-    """
+    """Images compare and hash by value, in any order of variables, and survive JSON and pickle."""
     image = Image(pip=["six"], env={"A": "1", "B": "two\nlines"})
     assert len({image, Image(env={"B": "two\nlines", "A": "1"}, pip=("six",))}) == 1
     assert Image.model_validate_json(image.model_dump_json()) == image
@@ -72,7 +70,7 @@ def test_an_image_is_a_value():
 
 
 def test_an_image_cannot_be_changed():
-    """Neither a field nor a variable of an image can be changed; the caller's own dict stays the caller's."""
+    """Neither a field nor a variable of an image can be changed; the caller's own dict is not shared."""
     variables = {"A": "1"}
     image = Image(env=variables)
     variables["A"] = "2"
@@ -86,7 +84,7 @@ def test_an_image_cannot_be_changed():
         lambda env: env.setdefault("B", "3"),
         lambda env: env.__ior__({"B": "3"}),
     ):
-        with pytest.raises(TypeError, match="make a new one"):
+        with pytest.raises(TypeError, match="create a new one"):
             change(image.env)
     assert image.env == {"A": "1"}
 
@@ -106,7 +104,7 @@ def test_an_image_cannot_be_changed():
             "a package comes from one index",
         ),
         ({"pip": ["torch"], "pip_indexes": {"https://x.org": ["torchvision"]}}, "which is not in pip"),
-        ({"pip": ["torch"], "pip_extra_index_url": "https://x.org", "require_hashes": True}, "say with pip_indexes"),
+        ({"pip": ["torch"], "pip_extra_index_url": "https://x.org", "require_hashes": True}, "with pip_indexes"),
         ({"pip": ["torch"], "lock": "torch==1 --hash=sha256:1"}, "pip and lock cannot be together"),
         ({"pip": ["ours @ git+https://x:hunter2@github.com/o/ours"]}, "and ours comes from a URL with one"),
         (
@@ -161,8 +159,8 @@ def test_an_image_cannot_be_changed():
         ({"env": {"A": 1}}, "string"),
     ],
 )
-def test_what_no_machine_can_do_is_refused(fields, advice):
-    """A wrong field raises a ValueError when the image is made, and its message says what to write."""
+def test_invalid_fields_are_refused_with_advice(fields, advice):
+    """A wrong field raises a ValueError when the image is created, and its message says what to write."""
     with pytest.raises(BadRequest) as caught:
         Image(**fields)
     assert advice in str(caught.value)
@@ -170,9 +168,7 @@ def test_what_no_machine_can_do_is_refused(fields, advice):
 
 
 def test_a_refusal_repeats_no_password():
-    """Neither in its own words nor in what it was caused by; a user of SSH, and a variable that is filled in on the
-    node, are no secrets.
-    """
+    """Neither its text nor its cause has it. Users of SSH, and variables that the node fills in, are no passwords."""
     for wish in (
         {"pip": ["ours @ git+https://x:hunter2@github.com/o/ours"]},
         {"pip_extra_index_url": "https://x:hunter2@pypi.example.org"},
@@ -196,24 +192,24 @@ def test_a_refusal_repeats_no_password():
         "7zip",
     ],
 )
-def test_names_that_debian_has_are_taken(package):
-    """A package's name, with an architecture, version or release, is taken."""
+def test_valid_debian_names_are_accepted(package):
+    """A package's name may have an architecture, version or release."""
     assert Image(apt=[package]).apt == (package,)
 
 
-def test_an_image_is_bare_if_nothing_is_to_be_installed():
-    """Packages make an image more than bare; variables do not."""
+def test_an_image_without_packages_is_bare():
+    """Variables do not count."""
     assert Image().is_bare
     assert Image(env={"A": "1"}).is_bare
     assert not Image(pip=["six"]).is_bare
     assert not Image(apt=["ffmpeg"]).is_bare
 
 
-# ── its name ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the content hash ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_hash_names_what_is_installed():
-    """Packages in any order have one hash, and anything else installed has another; variables are not installed."""
+def test_the_hash_identifies_the_installed_software():
+    """The order of packages does not matter, any other difference does; variables are not installed."""
     one = Image(python="3.13", pip=["torch", "numpy"], apt=["ffmpeg", "git"])
     name = one.content_hash(runtime=["dask==1"])
     assert len(name) == 12
@@ -248,9 +244,7 @@ def test_the_hash_names_what_is_installed():
 
 
 def test_the_hash_is_the_same_in_another_process():
-    """Two processes, with different hash seeds, give an image the same name; the client's own versions are part of it
-    by default.
-    """
+    """Processes with different hash seeds agree. The client's own versions are part of it."""
     code = "from skyward_core.image.image import Image; print(Image(pip=['b', 'a'], apt=['git'], env={'A': '1'}).content_hash())"
     names = {
         subprocess.run(
@@ -265,8 +259,8 @@ def test_the_hash_is_the_same_in_another_process():
     assert names == {Image(pip=["a", "b"], apt=["git"]).content_hash(runtime=runtime_pins())}
 
 
-def test_the_runtime_is_what_this_client_has():
-    """A node gets the versions that the client's own modules tell."""
+def test_the_runtime_pins_are_the_versions_of_this_client():
+    """A node gets the versions of the client's own modules."""
     import cloudpickle
     import dask
     import distributed
@@ -283,7 +277,7 @@ def test_the_runtime_is_what_this_client_has():
     assert any(pin.startswith("nvidia-ml-py==") for pin in runtime_pins())
 
 
-# ── its script, as text ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── the script as text ───────────────────────────────────────────────────────────────────────────────────────────────
 
 FULL = {
     "pip": ["torch>=2.9; python_version<'3.15'", "pkg[extra]==1.*", "a @ https://x.org/a.whl#sha256=0"],
@@ -305,7 +299,7 @@ FULL = {
     ids=lambda fields: "+".join(fields) or "bare",
 )
 def test_the_script_passes_shellcheck(fields, ttl):
-    """No combination of fields makes a script that shellcheck finds anything in."""
+    """It holds for all combinations of fields."""
     assert _shellcheck(Image(**fields).bootstrap(ttl)) == ""
 
 
@@ -315,16 +309,16 @@ _NASTY = st.text(st.sampled_from("aZ0 '\"\\$(){}[]`;&|<>*?!#~=-\té…"), min_si
 @settings(max_examples=20, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(pip=st.lists(_NASTY, max_size=3), values=st.lists(_NASTY.filter(lambda value: value != MASK), max_size=3))
 @pytest.mark.slow
-def test_nasty_words_pass_shellcheck(pip, values):
-    """Quotes, substitutions and globs in any place never make a script that shellcheck finds anything in."""
+def test_special_characters_pass_shellcheck(pip, values):
+    """Quotes, substitutions and globs in any place cause no fault."""
     image = Image(pip=_acceptable(pip), env={f"V{rank}": value for rank, value in enumerate(values)})
     assert _shellcheck(image.bootstrap()) == ""
 
 
 @settings(max_examples=30, deadline=None, database=None)
 @given(values=st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=30), max_size=5))
-def test_variables_arrive_as_they_were_written(values):
-    """Whatever text a variable has, newlines included, bash exports exactly that text."""
+def test_variables_are_exported_literally(values):
+    """bash exports exactly the given text, newlines included."""
     env = {f"V{rank}": value for rank, value in enumerate(values)}
     seen = subprocess.run(
         ["/bin/bash", "-c", f"{shell.export(Image(env=env).env)}\n/usr/bin/env -0"],
@@ -336,18 +330,18 @@ def test_variables_arrive_as_they_were_written(values):
     assert {name: value for name, _, value in pairs if name.startswith("V")} == env
 
 
-def test_a_script_is_the_same_each_time():
-    """One image makes one script, so that it can be compared and cached."""
+def test_an_image_always_has_the_same_script():
+    """So it can be compared and cached."""
     assert Image(**FULL).bootstrap(60) == Image(**FULL).bootstrap(60)
 
 
-def test_a_machine_cannot_be_turned_off_in_the_past():
-    """A negative ttl is refused."""
+def test_a_negative_ttl_is_refused():
+    """A machine cannot be turned off in the past."""
     with pytest.raises(BadRequest, match="ttl=-1"):
         Image().bootstrap(ttl=-1)
 
 
-# ── its script, run with stand-ins for uv, apt and shutdown ──────────────────────────────────────────────────────────
+# ── the script, run with stand-ins for uv, apt and shutdown ──────────────────────────────────────────────────────────
 
 
 class Machine:
@@ -388,7 +382,7 @@ class Machine:
         }
 
     def stand_in(self, name: str, body: str) -> Path:
-        """Put a command on the PATH that logs its words, each in brackets, and then does `body`."""
+        """Put a command on the PATH that logs its arguments, each in brackets, and then runs `body`."""
         path = self.bin / name
         path.unlink(missing_ok=True)
         path.write_text(
@@ -398,11 +392,11 @@ class Machine:
         return path
 
     def is_a(self, kind: str) -> None:
-        """Let `uname` call it that."""
+        """Set the output of `uname`."""
         self.stand_in("uname", f"case $1 in -s) echo Linux ;; -m) echo {kind} ;; esac")
 
     def uv(self, body: str = "") -> None:
-        """Put a uv there that makes an environment of a link to this interpreter, after `body`."""
+        """Put a uv on the PATH that creates an environment with a link to this interpreter, after `body`."""
         self.stand_in(
             "uv",
             body + '\nif [ "$1" = venv ]; then mkdir -p "${@: -1}/bin"; ln -s "$REAL_PYTHON" "${@: -1}/bin/python"; fi',
@@ -432,9 +426,10 @@ def told(output: str) -> list[str]:
     return [line.removeprefix("::skyward ") for line in output.splitlines() if line.startswith("::skyward ")]
 
 
-def test_the_script_tells_its_phases_and_hands_on_the_environment(machine):
-    """A good run tells uv, deps and done; what follows in the same shell sees the environment's interpreter and the
-    image's variables.
+def test_the_script_reports_its_phases_and_exports_the_environment(machine):
+    """A good run reports uv, deps and done.
+
+    Later text in the same shell has the interpreter and the image's variables.
     """
     machine.uv()
     image = Image(pip=["six"], env={"GREETING": "it's $HOME"})
@@ -461,8 +456,8 @@ def test_the_script_tells_its_phases_and_hands_on_the_environment(machine):
     database=None,
 )
 @given(pip=st.lists(_NASTY, max_size=4))
-def test_requirements_arrive_as_they_were_written(machine, pip):
-    """Whatever text a requirement has, uv is given exactly that word, after a "--" that ends its options."""
+def test_requirements_are_passed_literally(machine, pip):
+    """uv receives exactly the given text, after a "--" that ends its options."""
     machine.uv()
     machine.log.write_text("")
     image = Image(pip=_acceptable(pip))
@@ -474,7 +469,7 @@ def test_requirements_arrive_as_they_were_written(machine, pip):
 
 
 def test_a_second_run_does_nothing(machine):
-    """Once an environment is complete, uv is not even looked for, and no phase is told."""
+    """If the environment is complete, uv is not looked for, and no phase is reported."""
     machine.uv()
     script = Image(pip=["six"]).bootstrap(runtime=NO_RUNTIME)
     assert machine.run(script).returncode == 0
@@ -484,8 +479,8 @@ def test_a_second_run_does_nothing(machine):
     assert (run.returncode, told(run.stdout), machine.log.read_text()) == (0, ["done phase=deps"], "")
 
 
-def test_an_environment_whose_interpreter_is_gone_is_built_anew(machine):
-    """A complete environment that points to a removed interpreter is not trusted."""
+def test_an_environment_whose_interpreter_is_gone_is_built_again(machine):
+    """A complete environment with a removed interpreter is not trusted."""
     machine.uv()
     image = Image()
     assert machine.run(image.bootstrap(runtime=NO_RUNTIME)).returncode == 0
@@ -498,9 +493,9 @@ def test_an_environment_whose_interpreter_is_gone_is_built_anew(machine):
     assert python.resolve() == Path(sys.executable).resolve()
 
 
-def test_a_failed_installation_is_told_with_its_command_and_tried_again(machine):
-    """The installer's own exit code and words are told on one line, the script ends with that code, and the next run
-    starts over.
+def test_a_failed_installation_is_reported_with_its_command_and_tried_again(machine):
+    """One line has the installer's exit code and command, the script ends with that code, and the next run starts
+    again.
     """
     machine.uv('if [ "$1" = pip ]; then exit 7; fi')
     image = Image(pip=["no such\tthing"[:7]])
@@ -518,7 +513,7 @@ def test_a_failed_installation_is_told_with_its_command_and_tried_again(machine)
 
 
 def test_a_killed_build_is_repaired(machine):
-    """If the script is killed while it installs, the next run removes what it left and builds the environment."""
+    """If the script is killed during an installation, the next run removes its files and builds the environment."""
     machine.uv('if [ "$1" = pip ]; then kill -KILL "$PPID"; exit 1; fi')
     image = Image(pip=["six"])
     environment = machine.home / "envs" / image.content_hash(runtime=NO_RUNTIME)
@@ -530,11 +525,11 @@ def test_a_killed_build_is_repaired(machine):
     assert not (environment / "left-over").exists()
 
 
-def test_two_at_a_time_build_once(machine):
-    """Two nodes of one machine want the same environment: one builds it, the other waits and takes it."""
+def test_two_nodes_at_the_same_time_build_once(machine):
+    """Two nodes of one machine need the same environment: one builds it, the other waits and uses it."""
     gate = machine.home.parent / "gate"
     os.mkfifo(gate)
-    # opening it for reading waits until somebody opens it for writing
+    # opening it for reading waits until another process opens it for writing
     machine.uv(f'if [ "$1" = venv ]; then : <"{gate}"; fi')
     script = Image(pip=["six"]).bootstrap(runtime=NO_RUNTIME)
     pair = [
@@ -566,7 +561,7 @@ def test_two_at_a_time_build_once(machine):
 
 
 def test_an_interpreter_of_another_version_is_refused(machine):
-    """SKYWARD_PYTHON that is not the version the image asks for fails the bootstrap, and says so."""
+    """If SKYWARD_PYTHON has another version than the image, the bootstrap fails with that reason."""
     machine.uv()
     other = "3.7"
     run = machine.run(Image(python=other).bootstrap(runtime=NO_RUNTIME))
@@ -576,10 +571,8 @@ def test_an_interpreter_of_another_version_is_refused(machine):
 
 
 @pytest.mark.parametrize("interpreter", [None, "/opt/a python"])
-def test_uv_is_told_which_interpreter_to_take(machine, interpreter):
-    """The environment is made with the interpreter that SKYWARD_PYTHON names, else with the version; packages go to it
-    and nowhere else.
-    """
+def test_uv_gets_the_interpreter(machine, interpreter):
+    """It is the one that SKYWARD_PYTHON names, else the version. Packages go only into the environment."""
     machine.uv()
     image = Image(pip_extra_index_url="https://x.org/simple")
     machine.run(image.bootstrap(runtime=["dask==1"]), **({"SKYWARD_PYTHON": interpreter} if interpreter else {}))
@@ -592,10 +585,8 @@ def test_uv_is_told_which_interpreter_to_take(machine, interpreter):
     ]
 
 
-def test_uv_is_found_where_it_is(machine):
-    """The uv is the one SKYWARD_UV names, else the one on the PATH, else python3's module, else installed from the
-    package index, once.
-    """
+def test_uv_is_found_in_order(machine):
+    """SKYWARD_UV first, then the PATH, then python3's module; else it is installed from the package index, once."""
     machine.uv()
     given = machine.bin / "given uv"
     shutil.copy(machine.bin / "uv", given)
@@ -644,9 +635,9 @@ FETCHERS = {
 @pytest.mark.parametrize("fetcher", FETCHERS)
 @pytest.mark.parametrize("kind", ["x86_64", "aarch64"])
 def test_without_pip_the_file_of_the_index_is_fetched_and_checked(machine, tmp_path, fetcher, kind):
-    """By curl, wget or Python, whichever there is; unpacked by unzip or Python.
+    """curl, wget or Python downloads it, and unzip or Python unpacks it.
 
-    The file of the machine's own architecture, and no other than that file.
+    It is the file of the machine's own architecture, and no other.
     """
     with zipfile.ZipFile(tmp_path / "uv.whl", "w", zipfile.ZIP_DEFLATED) as wheel:
         wheel.writestr("uv-9.data/scripts/uvx", "not this one")
@@ -677,8 +668,8 @@ def test_without_pip_the_file_of_the_index_is_fetched_and_checked(machine, tmp_p
     ("kind", "advice"),
     [("riscv64", "no uv is known for Linux-riscv64"), ("x86_64", "neither curl, wget nor python3 to fetch it")],
 )
-def test_where_uv_cannot_be_had_the_phase_is_uv(machine, kind, advice):
-    """Without uv and without anything to fetch it, the failure is told in phase uv, once, with what to do."""
+def test_without_any_uv_the_phase_uv_fails(machine, kind, advice):
+    """Without uv and any program to download it, the phase uv fails once, with advice."""
     machine.is_a(kind)
     run = machine.run(Image().bootstrap(runtime=NO_RUNTIME))
     assert run.returncode == 1
@@ -687,10 +678,8 @@ def test_where_uv_cannot_be_had_the_phase_is_uv(machine, kind, advice):
 
 
 @pytest.mark.parametrize("kind", ["x86_64", "aarch64"])
-def test_the_uv_of_other_machines_is_that_of_the_lock(kind):
-    """Version, files and hashes that nodes are sent are those of `uv.lock`: whoever updates that one updates the
-    table.
-    """
+def test_the_uv_for_other_machines_is_that_of_the_lock_file(kind):
+    """Version, files and hashes are those of `uv.lock`: an update there needs an update here."""
     (locked,) = [
         package for package in tomllib.loads((ROOT / "uv.lock").read_text())["package"] if package["name"] == "uv"
     ]
@@ -713,10 +702,8 @@ def test_the_uv_of_other_machines_is_that_of_the_lock(kind):
         (("Darwin", "x86_64"), False, "x86_64"),
     ],
 )
-def test_our_own_uv_is_sent_only_where_it_runs(monkeypatch, client, is_musl, sent):
-    """A Mac with the same processor has another program, and a host with musl may not run the one that is made for
-    glibc.
-    """
+def test_the_clients_uv_is_sent_only_to_machines_that_can_run_it(monkeypatch, client, is_musl, sent):
+    """A Mac with the same processor has another program, and a host with musl may not run one for glibc."""
     monkeypatch.setattr("platform.system", lambda: client[0])
     monkeypatch.setattr("platform.machine", lambda: client[1])
     monkeypatch.setattr(code_upload, "_compressed_uv", lambda: "own")
@@ -727,9 +714,10 @@ def test_our_own_uv_is_sent_only_where_it_runs(monkeypatch, client, is_musl, sen
 
 
 @pytest.mark.slow
-def test_the_uv_of_another_architecture_is_fetched_and_kept(tmp_path, monkeypatch):
-    """What the client sends to arm64 machines is a static program for them (ELF: EM_AARCH64 is 183), fetched once;
-    another hash is refused.
+def test_the_uv_for_another_architecture_is_downloaded_and_cached(tmp_path, monkeypatch):
+    """For arm64 it is a static program (ELF:
+
+    EM_AARCH64 is 183), downloaded once. A file with another hash is refused.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     code_upload._fetched_uv.cache_clear()
@@ -752,8 +740,8 @@ def test_the_uv_of_another_architecture_is_fetched_and_kept(tmp_path, monkeypatc
         code_upload._fetched_uv.cache_clear()
 
 
-def test_a_home_is_found_without_home(machine):
-    """cloud-init runs scripts without HOME: the home of whoever runs it is taken."""
+def test_the_home_is_found_without_HOME(machine):
+    """cloud-init runs scripts without HOME: the home of the user is used."""
     script = shell.script(shell.prelude(), 'printf "%s\\n" "$HOME" "$SKYWARD_HOME"')
     run = subprocess.run(
         [machine.bin / "bash"], input=script, env={"PATH": str(machine.bin)}, capture_output=True, text=True, check=True
@@ -775,9 +763,7 @@ DPKG = 'case "${@: -1}" in have) printf "installed 1.0-1" ;; gone) printf "confi
     ],
 )
 def test_only_missing_packages_are_installed(machine, packages, missing):
-    """The machine knows what is there, removed packages and other versions are not; the list of packages is updated
-    only if one is missing.
-    """
+    """Removed packages and other versions count as missing. The list of packages is updated only if one is missing."""
     machine.uv()
     for tool, body in (
         ("dpkg-query", DPKG),
@@ -797,8 +783,8 @@ def test_only_missing_packages_are_installed(machine, packages, missing):
         assert Path(f"{machine.log}.frontend").read_text().split() == ["noninteractive"]
 
 
-def test_a_failed_apt_is_told_in_its_phase(machine):
-    """The exit code of apt is told with the phase and the command."""
+def test_a_failed_apt_is_reported_in_its_phase(machine):
+    """The report has the phase, the command and apt's exit code."""
     machine.uv()
     for tool, body in (
         ("dpkg-query", DPKG),
@@ -816,7 +802,7 @@ def test_a_failed_apt_is_told_in_its_phase(machine):
 # Never run a script with a ttl but on this PATH: it holds no real shutdown.
 @pytest.mark.parametrize(("ttl", "minutes"), [(1, 1), (60, 1), (61, 2), (3600, 60)])
 def test_a_machine_is_turned_off_by_systemd(machine, ttl, minutes):
-    """Seconds are rounded up to minutes, an earlier wish is called off first, and no process of ours is left."""
+    """Seconds are rounded up to minutes, an earlier timer is cancelled first, and no process of ours is left."""
     machine.uv()
     machine.stand_in("shutdown", "exit 0")
     machine.stand_in("true", "exit 0")
@@ -827,8 +813,9 @@ def test_a_machine_is_turned_off_by_systemd(machine, ttl, minutes):
 
 
 def test_without_systemd_a_timer_turns_the_machine_off(machine):
-    """Where shutdown cannot keep the time, a process in the background does; a second run replaces it, and a third with
-    0 leaves it.
+    """If shutdown cannot keep the time, a background process does.
+
+    A second run replaces it, one with ttl 0 keeps it.
     """
     machine.uv()
     machine.stand_in("shutdown", "exit 1")
@@ -851,7 +838,7 @@ def test_without_systemd_a_timer_turns_the_machine_off(machine):
 
 
 def test_the_timer_ends_in_a_shutdown(machine):
-    """When its sleep is over, the timer shuts down, and if that fails turns the power off."""
+    """After its sleep the timer shuts down, and if that fails it turns the power off."""
     machine.uv()
     finished = machine.home.parent / "finished"
     os.mkfifo(finished)
@@ -866,14 +853,12 @@ def test_the_timer_ends_in_a_shutdown(machine):
     assert machine.called("poweroff") == ["[-f]"]
 
 
-# ── its script, run for real ─────────────────────────────────────────────────────────────────────────────────────────
+# ── the script, run with real tools ──────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
 def real(tmp_path):
-    """The variables under which the script uses the real uv and this interpreter, traps of uv's environment
-    included.
-    """
+    """Return the variables for the real uv and this interpreter, with misleading variables of uv."""
     return {
         **os.environ,
         "SKYWARD_HOME": str(tmp_path / "sky home"),
@@ -890,8 +875,9 @@ def _bash(script: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_a_real_environment_is_built_once(real, tmp_path):
-    """The first run installs the package and the client's own Dask; the second touches nothing and needs neither
-    network nor cache.
+    """The first run installs the package and the client's Dask.
+
+    The second changes nothing, without network or cache.
     """
     image = Image(pip=["six==1.17.0"])
     environment = Path(real["SKYWARD_HOME"], "envs", image.content_hash())
@@ -916,10 +902,8 @@ def test_a_real_environment_is_built_once(real, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_package_that_does_not_exist_is_told(real):
-    """A requirement that no index has fails phase deps, with uv's explanation on stderr, and leaves no environment that
-    looks complete.
-    """
+def test_a_package_that_does_not_exist_is_reported(real):
+    """Phase deps fails, with uv's explanation on stderr, and no environment is left as complete."""
     image = Image(pip=["skyward-no-such-package-exists==99"])
     run = _bash(image.bootstrap(runtime=NO_RUNTIME), real)
     assert run.returncode != 0
@@ -931,7 +915,7 @@ def test_a_package_that_does_not_exist_is_told(real):
 
 @pytest.mark.slow
 def test_a_real_environment_is_repaired(real):
-    """What a killed build left, here a broken interpreter and a stray file, is replaced by a working environment."""
+    """A broken interpreter and a stray file of a killed build are replaced by a working environment."""
     image = Image(pip=["six"])
     environment = Path(real["SKYWARD_HOME"], "envs", image.content_hash(runtime=NO_RUNTIME))
     (environment / "bin").mkdir(parents=True)
@@ -942,7 +926,7 @@ def test_a_real_environment_is_repaired(real):
 
 @pytest.mark.slow
 def test_uv_is_installed_from_the_package_index(real):
-    """On a machine that has Python but no uv, uv comes from the package index and makes the environment."""
+    """It happens on a machine that has Python but no uv."""
     path = Path(real["SKYWARD_HOME"]).with_name("bin")
     path.mkdir()
     for tool in ("bash", "env", "flock", "mkdir", "mv", "rm", "uname"):
@@ -1004,7 +988,7 @@ def _snapshot(folder: Path) -> dict[str, tuple[int, int]]:
         ({"pip": ["focus12", "cuddle", "recurse-cu"]}, None),
     ],
 )
-def test_an_image_says_which_cuda_it_needs(fields: dict[str, Any], expected: float | None) -> None:
-    """By the wheels' own names; nothing where they do not say it. A pool asks for it."""
+def test_an_image_has_the_cuda_version_of_its_packages(fields: dict[str, Any], expected: float | None) -> None:
+    """It comes from the names of the wheels; None without one. A pool requires it."""
     assert Image(**fields).min_cuda == expected
     assert sky.PoolSpec.of(image=Image(**fields)).requirements.min_cuda == expected

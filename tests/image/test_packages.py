@@ -1,6 +1,4 @@
-"""Which index packages come from, and that they are the files that they were: real installations from two small indexes
-on this machine.
-"""
+"""The index of each package and the hashes of its files: real installations from two small indexes on this machine."""
 
 import hashlib
 import http.server
@@ -28,7 +26,7 @@ RUNTIME = ("runtimepkg==2.0",)
 
 
 class Indexes:
-    """Two package indexes below one address: the one that is asked by default, and another one."""
+    """Two package indexes below one address: the default one, and another one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -38,7 +36,7 @@ class Indexes:
         threading.Thread(target=self.server.serve_forever, args=(0.01,), name="indexes", daemon=True).start()
 
     def add(self, index: str, name: str, version: str, *needs: str, note: str = "") -> Path:
-        """Publish a wheel with one module that tells its version and where it is from."""
+        """Publish a wheel with one module that has its version and its index."""
         path = self.folder / index / name / f"{name}-{version}-py3-none-any.whl"
         path.parent.mkdir(parents=True, exist_ok=True)
         needed = "".join(f"Requires-Dist: {need}\n" for need in needs)
@@ -89,10 +87,10 @@ class Indexes:
 
 @pytest.fixture
 def indexes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Indexes]:
-    """Two indexes.
+    """Yield two indexes.
 
-    Both have a package that only the other one should have, and an old version of something that everybody needs is in
-    the extra one.
+    Both have a package that only the other one should have. The extra one has an old version of a package that all
+    need.
     """
     made = Indexes(tmp_path / "indexes")
     monkeypatch.setenv("UV_DEFAULT_INDEX", f"{made.url}/default")
@@ -138,9 +136,10 @@ def install(tmp_path: Path) -> Callable[..., dict[str, str] | str]:
 
 
 @pytest.mark.slow
-def test_what_an_extra_index_has_comes_from_it_and_what_nodes_need_does_not(indexes, install) -> None:
-    """A stranger's newer package of the same name is not taken (dependency confusion), and an old copy in the extra
-    index hides nothing of a node's own.
+def test_an_extra_index_has_precedence_except_for_the_nodes_own_packages(indexes, install) -> None:
+    """A newer foreign package of the same name is not installed (dependency confusion).
+
+    An old copy in the extra index does not replace a node's own package.
     """
     image = Image(pip=["torchy", "ours"], pip_extra_index_url=f"{indexes.url}/extra")
     assert install(image, "ours", "torchy", "runtimepkg", "common") == {
@@ -151,8 +150,8 @@ def test_what_an_extra_index_has_comes_from_it_and_what_nodes_need_does_not(inde
     }
 
 
-def test_a_package_that_is_pinned_to_an_index_comes_from_it_and_nothing_else_does(indexes, install) -> None:
-    """The index of a pin is asked for those packages alone; with an extra index beside it too."""
+def test_only_pinned_packages_come_from_their_index(indexes, install) -> None:
+    """It holds with an extra index too."""
     pinned = Image(pip=["torchy", "common"], pip_indexes={f"{indexes.url}/extra": ["Torchy"]})
     assert install(pinned, "torchy", "runtimepkg", "common") == {
         "torchy": "4.0+cu128 of extra",
@@ -169,10 +168,8 @@ def test_a_package_that_is_pinned_to_an_index_comes_from_it_and_nothing_else_doe
     assert install(both, "torchy", "ours") == {"torchy": "4.0+cu128 of extra", "ours": "2.0 of third"}
 
 
-def test_with_hashes_only_the_files_that_the_client_has_seen_are_installed(indexes, install, monkeypatch) -> None:
-    """What the nodes need is locked with the rest, for every architecture; another file of the same name and version is
-    refused.
-    """
+def test_with_hashes_only_files_with_the_locked_hashes_are_installed(indexes, install, monkeypatch) -> None:
+    """The node's own packages are locked too, for every architecture. Another file of the same version is refused."""
     image = Image(pip=["torchy"], pip_indexes={f"{indexes.url}/extra": ["torchy"]}, require_hashes=True)
     with pytest.raises(BadRequest, match="no hashes yet"):
         image.bootstrap(runtime=RUNTIME)
@@ -195,21 +192,22 @@ def test_with_hashes_only_the_files_that_the_client_has_seen_are_installed(index
     assert install(again, "torchy", "runtimepkg") == {"torchy": "4.0+cu128 of extra", "runtimepkg": "2.0 of default"}
 
 
-def test_an_index_and_a_lock_tell_which_cuda_they_need() -> None:
-    """As requirements do: hosts with an older driver are not rented for them."""
+def test_an_index_and_a_lock_have_a_cuda_version() -> None:
+    """Like requirements; hosts with an older driver are not rented for them."""
     assert Image(pip=["torch"], pip_indexes={"https://download.pytorch.org/whl/cu128": ["torch"]}).min_cuda == 12.8
     assert Image(lock="torch==2.9.1+cu130 --hash=sha256:aa").min_cuda == 13.0
 
 
-def test_what_cannot_be_locked_is_told_before_anything_is_rented(indexes) -> None:
-    """With uv's own words."""
+def test_a_failed_lock_is_raised_before_anything_is_rented(indexes) -> None:
+    """The message is uv's."""
     with pytest.raises(BadRequest, match=r"cannot be locked: [\s\S]*nowhere"):
         Image(pip=["nowhere"], require_hashes=True).locked(runtime=RUNTIME)
 
 
-def test_a_lock_is_completed_with_what_nodes_need(indexes, install, tmp_path) -> None:
-    """The user's own versions and hashes hold; what is missing comes with the hashes that the package index tells; a
-    lock that has all asks nobody.
+def test_a_lock_is_completed_with_the_nodes_own_packages(indexes, install, tmp_path) -> None:
+    """The user's versions and hashes stay; missing ones come with the package index's hashes.
+
+    With a complete lock no index is used.
     """
     common = hashlib.sha256((indexes.folder / "default/common/common-3.0-py3-none-any.whl").read_bytes()).hexdigest()
     ours = hashlib.sha256((indexes.folder / "extra/ours/ours-1.0-py3-none-any.whl").read_bytes()).hexdigest()
@@ -251,8 +249,8 @@ wheels = [{ url = "https://x.org/six.whl", hashes = { sha256 = "aa" } }]
     )
 
 
-def test_what_uv_exports_is_read(tmp_path) -> None:
-    """A lock is the same however often it is read."""
+def test_an_export_of_uv_is_read(tmp_path) -> None:
+    """Reading a lock twice gives the same."""
     text = "six==1.17.0 ; python_full_version < '3.14' \\\n    --hash=sha256:aa \\\n    --hash=sha256:bb\n"
     assert (
         read_lock(read_lock(text))
@@ -264,7 +262,7 @@ def test_what_uv_exports_is_read(tmp_path) -> None:
 
 @pytest.mark.slow
 def test_a_pool_whose_image_requires_hashes_runs() -> None:
-    """From the package index itself: all that a node needs is installed by its hash."""
+    """From the real package index: all packages of a node are installed by their hashes."""
 
     @sky.compute
     def found() -> str:
@@ -296,18 +294,16 @@ KEPT = {
 @pytest.mark.parametrize(
     "name", ["NVIDIA_API_KEY", "XDG_SECRET_TOKEN", "LC_API_KEY", "SSL_CERT_PASSWORD", "MY_PASSWORD_PROXY"]
 )
-def test_what_looks_like_a_secret_reaches_no_node_by_its_prefix_or_ending(monkeypatch, name) -> None:
-    """NVIDIA's own services read NVIDIA_API_KEY, and NVIDIA_ is among the prefixes that nodes inherit."""
+def test_a_likely_secret_is_not_inherited_by_its_prefix_or_ending(monkeypatch, name) -> None:
+    """NVIDIA's own services read NVIDIA_API_KEY, and nodes inherit variables with the prefix NVIDIA_."""
     monkeypatch.setenv(name, "nvapi-123")
     monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "all")
     assert name not in kept_environment() | installing_environment()
     assert kept_environment()["NVIDIA_VISIBLE_DEVICES"] == "all"
 
 
-def test_passwords_of_indexes_and_proxies_are_for_what_installs_alone(monkeypatch, tmp_path) -> None:
-    """On this machine too: they are in no process of a node, but for uv while it installs; what an image asks for by
-    its `env` calls see.
-    """
+def test_passwords_of_indexes_and_proxies_are_only_for_the_installation(monkeypatch, tmp_path) -> None:
+    """On this machine too, no process of a node has them, except uv. Calls see variables of the image's `env`."""
     for name, value in {**SECRETS, **KEPT}.items():
         monkeypatch.setenv(name, value)
     assert not SECRETS.keys() & kept_environment().keys()

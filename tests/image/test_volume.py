@@ -1,6 +1,4 @@
-"""S3 volumes: which paths, buckets, prefixes and services are taken, which stand beside each other, and the words of
-their script.
-"""
+"""S3 volumes: valid paths, buckets, prefixes and services, overlaps, and the quoting of the script."""
 
 import subprocess
 import sys
@@ -20,7 +18,7 @@ SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 
 
 def test_the_example_of_the_reference():
-    """The reference's volume is taken as it is written; only the bucket and the path are required."""
+    """The reference's volume is valid as written; only the bucket and the path are required."""
     volume = S3Volume(mount_path="/data", bucket="my-bucket", prefix="datasets/", read_only=True)
     assert (volume.mount_path, volume.bucket, volume.prefix, volume.read_only) == (
         "/data",
@@ -33,8 +31,8 @@ def test_the_example_of_the_reference():
     )
 
 
-def test_a_list_of_volumes_travels_through_json():
-    """Volumes in a model come back equal from JSON, and say there what kind they are."""
+def test_a_list_of_volumes_survives_json():
+    """Volumes come back equal, and their JSON has their kind."""
 
     class Wish(BaseModel):
         volume: tuple[Volume, ...] = ()
@@ -50,7 +48,7 @@ def test_a_list_of_volumes_travels_through_json():
 
 
 def test_a_volume_is_a_value():
-    """Volumes hash, compare by value whichever way the path and prefix are written, and cannot be changed."""
+    """Volumes hash, compare by value in any spelling of path and prefix, and cannot be changed."""
     volume = S3Volume(mount_path="//data//x/", bucket="my-bucket", prefix="datasets")
     assert len({volume, S3Volume(mount_path="/data/x", bucket="my-bucket", prefix="datasets/")}) == 1
     with pytest.raises(ValidationError):
@@ -61,7 +59,7 @@ def test_a_volume_is_a_value():
     "path", ["", "data", "./data", "~/data", "/", "//", "/.", "/data/../etc", "/da\nta", "/da\0ta", "s3://data"]
 )
 def test_a_path_that_is_not_absolute_is_refused(path):
-    """A mount path is absolute, on one line, does not climb and is not the root."""
+    """A mount path is absolute, is one line, has no "..", and is not the root."""
     with pytest.raises(BadRequest, match=r"write \"/data\""):
         S3Volume(mount_path=path, bucket="my-bucket")
 
@@ -82,8 +80,8 @@ def test_a_path_that_is_not_absolute_is_refused(path):
         "256-bucket",
     ],
 )
-def test_names_that_aws_allows_are_taken(bucket):
-    """A bucket's name by AWS's rules is taken."""
+def test_valid_bucket_names_are_accepted(bucket):
+    """The rules are AWS's."""
     assert S3Volume(mount_path="/data", bucket=bucket).bucket == bucket
 
 
@@ -107,29 +105,29 @@ def test_names_that_aws_allows_are_taken(bucket):
         ("bucket.mrap", "'.mrap'"),
         ("bucket--use1-az4--x-s3", "'--x-s3'"),
         ("bucket--table-s3", "'--table-s3'"),
-        ("s3://my-bucket", "name alone"),
+        ("s3://my-bucket", "only the name"),
         ("my-bucket/datasets", "prefix"),
         ("bücket", "lowercase letters, digits"),
         ("bucket\n", "lowercase letters, digits"),
         ("bucket٣", "lowercase letters, digits"),
     ],
 )
-def test_names_that_aws_refuses_are_refused_with_the_rule(bucket, reason):
-    """A name that breaks one of AWS's rules is refused, and the rule is told."""
+def test_invalid_bucket_names_are_refused_with_the_rule(bucket, reason):
+    """The message has the rule of AWS that the name violates."""
     with pytest.raises(BadRequest) as caught:
         S3Volume(mount_path="/data", bucket=bucket)
     assert reason in str(caught.value)
 
 
 @pytest.mark.parametrize("prefix", ["/datasets", "/", "a\nb", "é" * 512])
-def test_a_prefix_that_no_key_has_is_refused(prefix):
+def test_an_invalid_prefix_is_refused(prefix):
     """A prefix does not start with a slash, is one line, and fits in a key of 1024 bytes with its slash."""
     with pytest.raises(BadRequest, match="prefix"):
         S3Volume(mount_path="/data", bucket="my-bucket", prefix=prefix)
 
 
 def test_an_unknown_field_is_refused_with_the_nearest_name():
-    """A misspelt field is refused and the right one told; another kind of volume is refused too."""
+    """The message has the right name; another kind of volume is refused too."""
     with pytest.raises(BadRequest, match="did you mean 'read_only'"):
         S3Volume(mount_path="/data", bucket="my-bucket", readonly=True)
     with pytest.raises(BadRequest, match="'s3'"):
@@ -145,8 +143,8 @@ def test_an_unknown_field_is_refused_with_the_nearest_name():
         (None, None),
     ],
 )
-def test_the_url_of_another_service_is_taken(given, taken):
-    """Scheme, host and port are taken, and a slash at the end is not kept."""
+def test_the_url_of_another_service_is_accepted(given, taken):
+    """Scheme, host and port are kept, a slash at the end is removed."""
     assert S3Volume(mount_path="/data", bucket="my-bucket", endpoint_url=given).endpoint_url == taken
 
 
@@ -165,14 +163,14 @@ def test_the_url_of_another_service_is_taken(given, taken):
         "",
     ],
 )
-def test_what_is_no_url_of_a_service_is_refused(url):
-    """Another scheme, a path, a query or a word that does not belong there is refused, and an example told."""
+def test_an_invalid_url_of_a_service_is_refused(url):
+    """Another scheme, a path, a query or extra text is refused with an example."""
     with pytest.raises(BadRequest, match=r"https://minio\.example\.org:9000"):
         S3Volume(mount_path="/data", bucket="my-bucket", endpoint_url=url)
 
 
 def test_a_password_in_the_url_is_refused_without_repeating_it():
-    """Credentials in the URL are refused; the message says where they go."""
+    """The message says where credentials go."""
     with pytest.raises(BadRequest) as caught:
         S3Volume(mount_path="/data", bucket="my-bucket", endpoint_url="https://key:hush@x.org")
     assert "AWS_SECRET_ACCESS_KEY" in str(caught.value)
@@ -180,14 +178,14 @@ def test_a_password_in_the_url_is_refused_without_repeating_it():
 
 
 @pytest.mark.parametrize("region", ["", "EU", "eu central", "eu,ro", "-eu", "eu\n"])
-def test_what_is_no_region_is_refused(region):
+def test_an_invalid_region_is_refused(region):
     """A region is one word of lowercase letters, digits and hyphens."""
     assert S3Volume(mount_path="/data", bucket="my-bucket", region="eu-central-1").region == "eu-central-1"
     with pytest.raises(BadRequest, match="eu-central-1"):
         S3Volume(mount_path="/data", bucket="my-bucket", region=region)
 
 
-# ── side by side ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── several volumes ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def volumes_at(*paths):
@@ -204,21 +202,21 @@ def test_volumes_beside_each_other_are_taken(paths):
     "paths", [("/data", "/data/"), ("/x", "/data/x/y", "/data"), ("/data", "/x", "/data/x"), ("/a", "/a-b", "/a/b")]
 )
 def test_a_volume_over_or_inside_another_is_refused(paths):
-    """Two volumes at one path, or one inside the other in whichever order, are refused, and the path named."""
+    """The order does not matter; the message has the path."""
     with pytest.raises(BadRequest, match=r"'/(data|a)'.*a path"):
         refuse_overlaps(volumes_at(*paths))
 
 
-# ── the script's words ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── the script ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_no_volumes_need_no_script():
-    """Without volumes nothing is said, no phase either."""
+    """Without volumes the script is empty, without a phase."""
     assert mount_volumes([]) == ""
 
 
 def test_the_script_passes_shellcheck():
-    """shellcheck finds nothing in the script that mounts, after an image's."""
+    """It is checked together with an image's script."""
     volumes = [
         S3Volume(mount_path="/it's $HOME", bucket="a.b.c", prefix="`x`"),
         S3Volume(mount_path="/out", bucket="out", read_only=False, region="eu-west-1"),
@@ -239,8 +237,8 @@ WORDS = st.text(
 
 @settings(max_examples=50, deadline=None)
 @given(WORDS, WORDS)
-def test_nasty_words_reach_the_shell_literally(path, prefix):
-    """Quotes, substitutions and globs in a path or prefix arrive as they were written."""
+def test_special_characters_reach_the_shell_literally(path, prefix):
+    """Quotes, substitutions and globs in a path or prefix are not interpreted."""
     volume = S3Volume(mount_path=f"/x{path}", bucket="my-bucket", prefix=f"x{prefix}", endpoint_url="http://x.org:1")
     call = mount_volumes([volume]).splitlines()[-1]
     told = subprocess.run(

@@ -1,6 +1,4 @@
-"""Volumes on real hosts, against a real S3 protocol (moto's server): what is mounted, what is refused, what is told,
-and what is left.
-"""
+"""Volumes on real hosts, with a real S3 protocol (moto's server): mounts, refusals, reports and unmounts."""
 
 import contextlib
 import http.server
@@ -31,9 +29,7 @@ OBJECTS = {"top.txt": "top", "datasets/a.txt": "a", "datasets/deep/b.txt": "b", 
 
 @dataclass
 class Service:
-    """An S3 service that hosts reach; it asks nobody who they are, but gives private objects to signed requests
-    only.
-    """
+    """An S3 service for hosts; it accepts any key, but gives private objects only to signed requests."""
 
     url: str
 
@@ -53,7 +49,7 @@ class Service:
                 client.put_object(Bucket=bucket, Key=key, Body=text.encode(), ACL=acl)
 
     def objects(self, bucket: str) -> dict[str, str]:
-        """What is in the bucket, without the empty objects that stand for folders."""
+        """Return the objects of the bucket, without the empty ones that stand for folders."""
         with self.client() as client:
             keys = [entry["Key"] for entry in client.list_objects_v2(Bucket=bucket).get("Contents", [])]
             return {
@@ -87,7 +83,7 @@ class Node:
         return self.host.run(f"mkdir -p {self.directory}; {self.prefix} bash -s 2>&1", text=script, seconds=110.0)
 
     def unmount(self) -> subprocess.CompletedProcess[str]:
-        """As the end of a node does it."""
+        """Unmount as at the end of a node."""
         return self.host.run(f"{self.prefix} sh -s 2>&1", text=f"{ENDING}skyward_unmount {self.directory}\n")
 
     def said(self, command: str) -> str:
@@ -96,20 +92,20 @@ class Node:
         return done.stdout.strip()
 
     def mounts(self) -> list[str]:
-        """Where a FUSE file system is mounted, in the order in which it was."""
+        """Return the FUSE mount points, in the order of mounting."""
         return self.said("findmnt --noheadings --raw --output TARGET,FSTYPE | awk '$2 ~ /^fuse/ {print $1}'").split()
 
     def listed(self) -> list[str]:
         return self.said(f"cat {self.directory}/mounts").split("\n")
 
     def daemons(self) -> list[str]:
-        """Pids of the s3fs processes that live there."""
+        """Return the pids of the living s3fs processes."""
         return self.host.run("pgrep -x s3fs").stdout.split()
 
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    """A fleet for the tests of this file."""
+    """Yield a fleet for the tests of this file."""
     if reason := why_not():
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
     with Fleet() as fleet:
@@ -118,12 +114,12 @@ def fleet() -> Iterator[Fleet]:
 
 @pytest.fixture(scope="module")
 def hosts(fleet: Fleet) -> tuple[Host, Host]:
-    """Two hosts that have a FUSE device."""
+    """Return two hosts with a FUSE device."""
     return with_fuse(fleet.create()), with_fuse(fleet.create())
 
 
 def with_fuse(host: Host) -> Host:
-    """Give the host the device that udev would make."""
+    """Create the device on the host that udev would create."""
     done = host.run("[ -e /dev/fuse ] || mknod -m 666 /dev/fuse c 10 229")
     assert done.returncode == 0, done.stderr
     return host
@@ -131,7 +127,7 @@ def with_fuse(host: Host) -> Host:
 
 @pytest.fixture(scope="module")
 def service(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """The service, with the bucket `weather`."""
+    """Yield the service, with the bucket `weather`."""
     log = tmp_path_factory.mktemp("moto") / "log"
     with log.open("wb") as output:
         argv = [sys.executable, "-m", "moto.server", "--host", fleet.network.gateway, "--port", "0"]
@@ -149,7 +145,7 @@ def service(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture
 def nodes(hosts: tuple[Host, Host], service: Service, request: pytest.FixtureRequest) -> Iterator[tuple[Node, Node]]:
-    """One instance on each host; afterwards none of their volumes is left."""
+    """Yield one instance on each host; afterwards none of their volumes is left."""
     name = re.sub(r"\W", "-", request.node.name)
     nodes = tuple(Node(host, f"/root/{name}", service) for host in hosts)
     yield nodes
@@ -165,16 +161,16 @@ def node(nodes: tuple[Node, Node]) -> Node:
 
 
 @dataclass
-class Doorkeeper:
-    """An S3 service that lets nobody in, and remembers what they showed."""
+class RefusingService:
+    """An S3 service that refuses every request, and keeps the credentials of each."""
 
     url: str
     seen: list[dict[str, str]]
 
 
 @pytest.fixture
-def doorkeeper(fleet: Fleet) -> Iterator[Doorkeeper]:
-    """A service that answers each request with 403."""
+def refusing_service(fleet: Fleet) -> Iterator[RefusingService]:
+    """Yield a service that answers each request with 403."""
     seen: list[dict[str, str]] = []
 
     class Refusal(http.server.BaseHTTPRequestHandler):
@@ -194,7 +190,7 @@ def doorkeeper(fleet: Fleet) -> Iterator[Doorkeeper]:
     server = http.server.HTTPServer((fleet.network.gateway, 0), Refusal)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
-    yield Doorkeeper(f"http://{fleet.network.gateway}:{server.server_port}", seen)
+    yield RefusingService(f"http://{fleet.network.gateway}:{server.server_port}", seen)
     server.shutdown()
     thread.join()
     server.server_close()
@@ -205,7 +201,7 @@ def data(**fields: object) -> S3Volume:
 
 
 def refusal(done: subprocess.CompletedProcess[str]) -> str:
-    """The one line that tells what failed."""
+    """Return the line that reports the failure."""
     assert done.returncode != 0, done.stdout
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("::skyward failed")]
     assert "::skyward done" not in done.stdout
@@ -216,8 +212,9 @@ def refusal(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_a_read_only_volume_is_read_only_on_every_host(nodes, service):
-    """Two hosts see the keys below the prefix, and no others; nothing can be written, changed or removed, and the
-    bucket is as it was.
+    """Two hosts see only the keys below the prefix.
+
+    Nothing can be written, changed or removed; the bucket is unchanged.
     """
     for node in nodes:
         done = node.mount(data(prefix="datasets"))
@@ -237,10 +234,8 @@ def test_a_read_only_volume_is_read_only_on_every_host(nodes, service):
     assert service.objects("weather") == OBJECTS
 
 
-def test_what_is_written_on_one_host_is_an_object_and_seen_on_the_other(nodes, service):
-    """A file becomes an object below the prefix, also where no key was; the other host sees it, its new contents, and
-    that it is gone.
-    """
+def test_a_file_becomes_an_object_that_the_other_host_sees(nodes, service):
+    """It is below the prefix, even without earlier keys. The other host sees new contents and removals too."""
     service.fill("results", {})
     one, other = nodes
     for node in nodes:
@@ -258,10 +253,8 @@ def test_what_is_written_on_one_host_is_an_object_and_seen_on_the_other(nodes, s
     wait_until(lambda: other.host.run("cat /out/deep/weights").returncode != 0, "what was removed")
 
 
-def test_volumes_stand_side_by_side(node, service):
-    """A read-only volume and a writable one, of two buckets, are each its own; both are on the list, in the order of
-    the wish.
-    """
+def test_several_volumes_can_be_mounted(node, service):
+    """A read-only volume and a writable one, of two buckets; the list has both, in the given order."""
     service.fill("side", {})
     done = node.mount(data(), S3Volume(mount_path="/srv/it's out", bucket="side", read_only=False))
     assert done.returncode == 0, done.stdout
@@ -271,8 +264,8 @@ def test_volumes_stand_side_by_side(node, service):
     assert node.host.run("touch /data/x").returncode != 0
 
 
-def test_a_user_who_is_not_root_mounts_and_reads(node, service):
-    """Without root, and in a place of their own, a user mounts, reads what others have put there, and writes."""
+def test_a_user_without_root_mounts_reads_and_writes(node, service):
+    """The mount point is in the user's own folder."""
     service.fill("home", {"given": "theirs"})
     node.prefix = "setpriv --reuid=1234 --regid=1234 --clear-groups env HOME=/home/she SKYWARD_INSTANCE_DIRECTORY=/home/she/instance"
     node.directory = "/home/she/instance"
@@ -294,27 +287,28 @@ def test_a_user_who_is_not_root_mounts_and_reads(node, service):
     assert node.mounts() == []
 
 
-# ── who asks ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── credentials ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_credentials_reach_the_service_and_nobody_else(node, doorkeeper):
-    """Requests are signed with the environment's key and carry its token; neither secret nor token is printed, also
-    when the service refuses.
+def test_credentials_reach_only_the_service(node, refusing_service):
+    """Requests are signed with the environment's key and carry its token.
+
+    Neither secret nor token is printed, even if the service refuses.
     """
     token = "FwoGZXIvYXdzEtokenEXAMPLE"
-    done = node.mount(data(), env={**KEYS, "AWS_SESSION_TOKEN": token}, endpoint=doorkeeper.url)
+    done = node.mount(data(), env={**KEYS, "AWS_SESSION_TOKEN": token}, endpoint=refusing_service.url)
     assert re.fullmatch(r"::skyward failed phase=volumes exit=1 command=s3fs weather /data -o \S+", refusal(done))
     assert "invalid credentials" in done.stdout
-    assert all(f"Credential={KEYS['AWS_ACCESS_KEY_ID']}/" in request["authorization"] for request in doorkeeper.seen)
-    assert {request["x-amz-security-token"] for request in doorkeeper.seen} == {token}
+    assert all(
+        f"Credential={KEYS['AWS_ACCESS_KEY_ID']}/" in request["authorization"] for request in refusing_service.seen
+    )
+    assert {request["x-amz-security-token"] for request in refusing_service.seen} == {token}
     assert SECRET not in done.stdout
     assert token not in done.stdout
 
 
-def test_secrets_do_not_show_in_ps(node):
-    """The command line of the process that serves a volume holds no key; nothing of them is in the instance's
-    directory.
-    """
+def test_secrets_are_not_in_command_lines(node):
+    """No process that serves a volume has a key in its command line, and no file of the instance has one."""
     assert node.mount(data(), env={**KEYS, "AWS_SESSION_TOKEN": "token-EXAMPLE"}).returncode == 0
     commands = node.said("ps -e -ww -o args")
     assert "s3fs weather /data" in commands
@@ -323,7 +317,7 @@ def test_secrets_do_not_show_in_ps(node):
 
 
 def test_without_credentials_a_public_bucket_is_read(node, service):
-    """Where there are none, requests are not signed: what is public is read, and what is private is not."""
+    """Requests are not signed: public objects are read, private ones are not."""
     service.fill("open", {"all.txt": "for all"}, acl="public-read")
     assert node.mount(data(bucket="open"), S3Volume(mount_path="/private", bucket="weather"), env={}).returncode == 0
     assert node.said("cat /data/all.txt") == "for all"
@@ -331,13 +325,13 @@ def test_without_credentials_a_public_bucket_is_read(node, service):
     assert "top" not in node.host.run("cat /private/top.txt").stdout
 
 
-def test_without_credentials_a_refusal_says_that_there_are_none(node, doorkeeper):
-    """A service that wants to know who asks fails the phase, and the output says what was missing."""
-    done = node.mount(data(), env={}, endpoint=doorkeeper.url)
+def test_without_credentials_a_refusal_says_that_there_are_none(node, refusing_service):
+    """A service that needs credentials fails the phase, and the output names what is missing."""
+    done = node.mount(data(), env={}, endpoint=refusing_service.url)
     assert refusal(done).startswith("::skyward failed phase=volumes exit=1 command=s3fs weather /data")
     assert "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in done.stdout
-    assert doorkeeper.seen
-    assert not any("authorization" in request for request in doorkeeper.seen)
+    assert refusing_service.seen
+    assert not any("authorization" in request for request in refusing_service.seen)
 
 
 METADATA = """
@@ -359,9 +353,10 @@ http.server.HTTPServer(("169.254.169.254", 80), Metadata).serve_forever()
 """
 
 
-def test_without_keys_the_role_of_the_instance_is_taken(node):
-    """Where the metadata service (IMDSv2) names a role, its credentials sign the requests: a private object can be
-    read.
+def test_without_keys_the_role_of_the_instance_is_used(node):
+    """If the metadata service (IMDSv2) names a role, its credentials sign the requests:
+
+    a private object is readable.
     """
     node.said("ip addr add 169.254.169.254/32 dev lo")
     node.host.run(
@@ -382,11 +377,11 @@ def test_without_keys_the_role_of_the_instance_is_taken(node):
         node.host.run("kill $(pgrep -f metadata.py); ip addr del 169.254.169.254/32 dev lo")
 
 
-# ── what is refused ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_bucket_that_does_not_exist_fails_the_phase_with_the_reason(node):
-    """The command, its exit code and what s3fs has to say are told; nothing stays mounted, and no process behind."""
+    """The report has the command, its exit code and the message of s3fs. No mount and no process is left."""
     done = node.mount(data(bucket="no-such-bucket", prefix="datasets"))
     assert re.fullmatch(
         r"::skyward failed phase=volumes exit=1 command=s3fs no-such-bucket:/datasets /data -o \S+", refusal(done)
@@ -396,15 +391,15 @@ def test_a_bucket_that_does_not_exist_fails_the_phase_with_the_reason(node):
     wait_until(lambda: not node.daemons(), "s3fs to end")
 
 
-def test_a_service_that_nobody_runs_fails_the_phase(node, fleet):
-    """Where nobody listens the phase fails as well, in seconds."""
+def test_a_closed_port_fails_the_phase(node, fleet):
+    """It fails within seconds."""
     done = node.mount(data(), endpoint=f"http://{fleet.network.gateway}:9")
     assert "command=s3fs weather /data" in refusal(done)
     assert node.mounts() == []
 
 
-def test_what_somebody_else_has_mounted_is_left_alone(node):
-    """A path with a stranger's mount is refused, never listed, and not unmounted at the end either."""
+def test_a_mount_of_another_user_is_not_changed(node):
+    """Its path is refused, never listed, and not unmounted at the end."""
     node.said("mkdir -p /data && mount -t tmpfs hers /data && echo hers > /data/file")
     try:
         done = node.mount(data())
@@ -417,8 +412,8 @@ def test_what_somebody_else_has_mounted_is_left_alone(node):
         node.said("umount /data")
 
 
-def test_a_folder_with_files_in_it_is_not_hidden(node):
-    """A mount path with something in it is refused."""
+def test_a_mount_path_with_files_is_refused(node):
+    """The volume would hide the files."""
     node.said("mkdir -p /full && touch /full/.file")
     done = node.mount(data(mount_path="/full"))
     assert "exit=1 command=clear /full" in refusal(done)
@@ -426,7 +421,7 @@ def test_a_folder_with_files_in_it_is_not_hidden(node):
 
 
 def test_s3fs_that_cannot_be_installed_fails_the_apt_phase(fleet, service):
-    """A host without s3fs and without a way to get it fails in the phase apt, with apt's own words."""
+    """A host without s3fs and without packages fails in the phase apt, with apt's own message."""
     host = with_fuse(fleet.create())
     assert host.run("dpkg --remove s3fs && rm -f /var/cache/apt/archives/*.deb").returncode == 0
     done = Node(host, "/root/instance", service).mount(data())
@@ -437,11 +432,11 @@ def test_s3fs_that_cannot_be_installed_fails_the_apt_phase(fleet, service):
     host.crash()
 
 
-# ── again, and the end ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── repeated mounts, and unmounts ────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_is_mounted_already_is_used_if_it_is_the_same(node):
-    """The same wish again, also by a later instance, starts nothing; another mode, prefix or key mounts anew."""
+def test_an_existing_equal_mount_is_used(node):
+    """The same volume again, also for a later instance, starts nothing. Another mode, prefix or key mounts again."""
     assert node.mount(data()).returncode == 0
     (first,) = node.daemons()
     node.directory += "-later"
@@ -463,8 +458,8 @@ def test_what_is_mounted_already_is_used_if_it_is_the_same(node):
     assert node.listed() == ["/data"]
 
 
-def test_a_mount_whose_process_was_killed_is_mounted_anew(node):
-    """A path where a dead file system stands is cleared, mounted and read."""
+def test_a_dead_mount_is_mounted_again(node):
+    """The path of the dead file system is unmounted first."""
     assert node.mount(data()).returncode == 0
     node.said("pkill -KILL -x s3fs")
     wait_until(lambda: node.host.run("ls /data").returncode != 0, "the file system to be dead")
@@ -472,8 +467,8 @@ def test_a_mount_whose_process_was_killed_is_mounted_anew(node):
     assert node.said("cat /data/top.txt") == "top"
 
 
-def test_unmounting_takes_everything_off_and_can_be_repeated(node):
-    """What the list names is unmounted, also what is in use or dead; s3fs ends, and a second time changes nothing."""
+def test_unmounting_removes_all_mounts_and_can_be_repeated(node):
+    """All paths of the list are unmounted, also busy or dead ones; s3fs ends. A second time changes nothing."""
     assert (
         node.mount(
             data(), S3Volume(mount_path="/busy", bucket="weather"), S3Volume(mount_path="/dead", bucket="weather")
@@ -511,9 +506,10 @@ exec s3fs "$1$prefix" "$2" -o "$options"
 """
 
 
-def test_mountpoint_s3_is_used_where_the_image_brings_it(node, service):
-    """`mount-s3` is taken before s3fs, with its own words for the same wishes; again it is used, in another instance it
-    is a stranger's.
+def test_mountpoint_s3_is_used_if_the_image_has_it(node, service):
+    """`mount-s3` is preferred to s3fs, with its own options.
+
+    The same instance uses its mount again; for another instance it is a foreign mount.
     """
     service.fill("mine", {"in/x": "x"})
     node.host.run("cat > /usr/local/bin/mount-s3; chmod +x /usr/local/bin/mount-s3", text=MOUNT_S3)

@@ -22,7 +22,7 @@ def read(path: str) -> str:
 
 @sky.compute
 def write(path: str, text: str) -> str:
-    """Write a file, or return why not."""
+    """Write a file, or return the reason of a failure."""
     try:
         Path(path).write_text(text)
     except OSError as error:
@@ -31,8 +31,9 @@ def write(path: str, text: str) -> str:
 
 
 def test_calls_read_and_write_buckets(fleet: Fleet, mirror: Mirror, service: Service) -> None:
-    """Every node sees the bucket below its prefix; read-only is read-only; what is written is an object; the hosts are
-    left without mounts and secrets.
+    """All nodes see the bucket below its prefix; read-only holds; a file becomes an object.
+
+    At the end the hosts have no mounts and no secrets.
     """
     service.fill("pool-data", {"datasets/a.txt": "a", "other/b.txt": "b"})
     service.fill("pool-results", {})
@@ -62,9 +63,7 @@ def test_calls_read_and_write_buckets(fleet: Fleet, mirror: Mirror, service: Ser
 
 
 def test_a_missing_bucket_fails_the_pool_with_the_reason(fleet: Fleet, mirror: Mirror, service: Service) -> None:
-    """A volume that cannot be mounted is BootstrapFailed in the phase "volumes", with what s3fs says, and the host is
-    free again.
-    """
+    """It is BootstrapFailed in the phase "volumes", with the message of s3fs, and the host is free again."""
     host = fleet.create()
     mirror.configure(host)
     provider = sky.Hosts(host.ip, user="root", key=str(fleet.key_path), known_hosts="/dev/null", config="/dev/null")

@@ -1,4 +1,4 @@
-"""Which processor machines have: said by every offer, chosen by `architecture`, any by default."""
+"""The processor of machines: in every offer, chosen by `architecture`, any by default."""
 
 import platform
 import tomllib
@@ -42,9 +42,10 @@ T4G, T3, UNTOLD = (
 )
 
 
-def test_any_processor_will_do_unless_one_is_asked_for() -> None:
-    """The cheapest machine whatever it is; with `architecture` the cheapest of that kind, and none whose kind nobody
-    tells.
+def test_any_processor_matches_unless_one_is_required() -> None:
+    """The cheapest machine is chosen.
+
+    With `architecture` it is the cheapest of that kind; unknown ones do not match.
     """
     assert [offer.instance_type for offer in rank([T3, T4G, UNTOLD], Requirements())] == [
         "elsewhere",
@@ -64,8 +65,8 @@ def test_any_processor_will_do_unless_one_is_asked_for() -> None:
     ("wish", "kept"),
     [("arm64", "arm64"), ("aarch64", "arm64"), ("amd64", "x86_64"), ("x86_64", "x86_64"), (None, None)],
 )
-def test_a_pool_may_ask_for_it_by_any_of_its_names(wish: str | None, kept: str | None) -> None:
-    """It stands in the spec and in its requirements, also after JSON, and decides which machines are candidates."""
+def test_a_pool_accepts_all_names_of_an_architecture(wish: str | None, kept: str | None) -> None:
+    """It is in the spec and its requirements, also after JSON, and decides which machines are candidates."""
     spec = sky.PoolSpec.of(architecture=wish) if wish else sky.PoolSpec()
     assert sky.PoolSpec.model_validate_json(spec.model_dump_json()) == spec
     assert spec.requirements.architecture == kept
@@ -74,8 +75,8 @@ def test_a_pool_may_ask_for_it_by_any_of_its_names(wish: str | None, kept: str |
     assert {part.offer.architecture for one in found for part in one.parts} == ({kept} if kept else {"x86_64", "arm64"})
 
 
-def test_another_processor_is_refused_in_words() -> None:
-    """With what can be asked for."""
+def test_an_unknown_architecture_is_refused_with_the_valid_names() -> None:
+    """The message has the valid names."""
     with pytest.raises(BadRequest, match=r"architecture='sparc': .*'x86_64' or 'arm64'"):
         sky.ComputePool(architecture="sparc")
     with (
@@ -85,15 +86,16 @@ def test_another_processor_is_refused_in_words() -> None:
         pass
 
 
-def test_offers_are_asked_for_by_it() -> None:
-    """This machine is offered as what it is, and not as what it is not."""
+def test_offers_can_be_selected_by_architecture() -> None:
+    """This machine is offered only with its own architecture."""
     assert list(sky.offers("local", architecture=OTHER, max_age_seconds=0)) == []
     assert sky.offers("local", architecture=HERE, max_age_seconds=0)[0].architecture == HERE
 
 
-def test_the_market_tells_it_machine_by_machine() -> None:
-    """Machines of one class and price are one offer only where they have the same processor; Grace boards are known to
-    be arm64.
+def test_vastai_reports_the_architecture_of_each_machine() -> None:
+    """Machines of one class and price are one offer only with the same processor.
+
+    Grace boards are known to be arm64.
     """
     rows = [ask(1), ask(2, cpu_arch="amd64"), ask(3, cpu_arch="arm64"), ask(4, gpu_name="GH200 SXM", gpu_ram=97871)]
     read = [to_market_offer(row, (), is_spot=False) for row in rows]
@@ -105,10 +107,8 @@ def test_the_market_tells_it_machine_by_machine() -> None:
 
 
 @pytest.mark.parametrize(("told", "architecture"), [("x86_64", "x86_64"), ("aarch64", "arm64"), ("riscv64", None)])
-def test_a_host_says_what_it_is(told: str, architecture: str | None) -> None:
-    """By `uname -m`; another machine than these two is of no architecture that can be asked for, and fits where none
-    is.
-    """
+def test_a_host_reports_its_architecture(told: str, architecture: str | None) -> None:
+    """By `uname -m`. Other machines have no architecture, and match only without a requirement."""
     lines = f"::skyward vcpus 2\n::skyward memory_kib 1000000\n::skyward machine {told}\n"
     host = _Host.of(HostAnswer.read(lines))
     assert host.architecture == architecture
@@ -117,10 +117,8 @@ def test_a_host_says_what_it_is(told: str, architecture: str | None) -> None:
     assert (host.unfit_for(free.model_copy(update={"architecture": "arm64"})) == "") is (architecture == "arm64")
 
 
-def test_what_a_node_needs_is_there_for_both() -> None:
-    """All that the runtime pins need has a wheel for arm64 where it has one for x86_64, for both versions of Python
-    (`uv.lock`).
-    """
+def test_the_runtime_pins_have_wheels_for_both_architectures() -> None:
+    """Each has a wheel for arm64 if it has one for x86_64, for both versions of Python (`uv.lock`)."""
     locked = {
         package["name"]: package
         for package in tomllib.loads((Path(__file__).parents[2] / "uv.lock").read_text())["package"]

@@ -1,4 +1,4 @@
-"""An owner is one process, and no other that has its pid."""
+"""An owner is one process; another process with the same pid is a different owner."""
 
 import os
 import shutil
@@ -13,8 +13,8 @@ from skyward_core.machines.owner import Owner, OwnerState
 TELL = "from skyward_core.machines.owner import Owner; o = Owner.here(); print(o.name); print(o.process)"
 
 
-def test_this_process_is_alive_and_travels_as_two_words() -> None:
-    """What is written into tags is read back as the same owner."""
+def test_this_process_is_alive_and_survives_its_text_form() -> None:
+    """The text in tags is read back as the same owner."""
     here = Owner.here()
     assert here.state() is OwnerState.ALIVE
     assert Owner.parse(here.name, here.process) == here
@@ -22,21 +22,19 @@ def test_this_process_is_alive_and_travels_as_two_words() -> None:
 
 
 def test_a_process_that_has_ended_is_dead() -> None:
-    """Seen from another process of the same host."""
+    """Another process of the same host sees it."""
     told = subprocess.run([sys.executable, "-c", TELL], capture_output=True, text=True, check=True).stdout.split()
     assert Owner.parse(*told).state() is OwnerState.DEAD
 
 
 @pytest.mark.parametrize("elsewhere", [{"host": "other"}, {"boot": "b"}, {"boot": ""}, {"namespace": "1"}], ids=str)
-def test_nobody_is_called_dead_who_cannot_be_seen(elsewhere: dict[str, str]) -> None:
-    """Of another host, another boot or another container nothing is known, though no process here has that pid and
-    start.
-    """
+def test_an_invisible_owner_is_unknown_not_dead(elsewhere: dict[str, str]) -> None:
+    """It is on another host, in another boot or container, even if no process here has its pid and start."""
     assert replace(Owner.here(), started="1", **elsewhere).state() is OwnerState.UNKNOWN
 
 
-def test_a_pid_that_was_given_anew_is_another_owner() -> None:
-    """The same pid with another start is not the process that it was."""
+def test_a_reused_pid_is_another_owner() -> None:
+    """The same pid with another start is a different process."""
     assert replace(Owner.here(), started="1").state() is OwnerState.DEAD
 
 
@@ -54,10 +52,8 @@ print(*told, here.state().value)
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="only root mounts /proc")
 @pytest.mark.parametrize("hidepid", [1, 2])
-def test_who_is_hidden_is_not_called_dead(hidepid: int) -> None:
-    """Where /proc is mounted with `hidepid`, other users see nothing of a process; that it has ended the kernel tells
-    all the same.
-    """
+def test_a_hidden_owner_is_unknown_not_dead(hidepid: int) -> None:
+    """With `hidepid` on /proc, other users cannot see a process. The kernel still reports whether it has ended."""
     dead = subprocess.run([sys.executable, "-c", TELL], capture_output=True, text=True, check=True).stdout
     here = Owner.here()
     command = ["unshare", "--mount", sys.executable, "-c", AS_NOBODY, str(hidepid), f"{here.name} {here.process}", dead]
@@ -68,17 +64,17 @@ def test_who_is_hidden_is_not_called_dead(hidepid: int) -> None:
 
 
 @pytest.mark.parametrize("pid", [0, -1, 10**30, 2**22 + 1])
-def test_a_pid_that_cannot_be_is_nobody(pid: int) -> None:
-    """As a tag may name that somebody else wrote."""
+def test_an_impossible_pid_is_no_living_owner(pid: int) -> None:
+    """A tag of another user may contain it."""
     assert replace(Owner.here(), pid=pid).state() is OwnerState.DEAD
 
 
-def test_an_owner_without_a_start_is_not_called_dead() -> None:
-    """It was written down where /proc did not tell it."""
+def test_an_owner_without_a_start_is_unknown_not_dead() -> None:
+    """/proc did not have its start when it was written."""
     assert replace(Owner.here(), started="").state() is OwnerState.UNKNOWN
 
 
-def test_what_is_no_owner_is_refused() -> None:
-    """A tag that somebody else wrote."""
+def test_a_malformed_owner_is_refused() -> None:
+    """A tag of another user may contain it."""
     with pytest.raises(ValueError, match="unpack"):
         Owner.parse("ada@host", "nonsense")

@@ -1,6 +1,4 @@
-"""Who may say where a process logs in: leases are signed by their opener, and verified before anything in them is
-followed.
-"""
+"""Signatures of leases: the owner signs a lease, and a process verifies it before it uses anything in it."""
 
 import json
 import os
@@ -58,8 +56,11 @@ def altered(claim: Lease, where: tuple[Any, ...], value: object) -> Lease:
     return Lease.model_validate(fields)
 
 
-def test_a_lease_is_verified_after_a_way_through_json(state: Path) -> None:
-    """By another process of the same user; with another path of the SSH key too. The key is that user's alone."""
+def test_a_signed_lease_is_valid_after_json(state: Path) -> None:
+    """Another process of the same user verifies it, also with another path of the SSH key.
+
+    The key is private to the user.
+    """
     claim = signing.signed(ELSEWHERE)
     assert claim.signature
     again = Lease.model_validate_json(claim.model_dump_json())
@@ -87,17 +88,15 @@ INSTANCE = ("nodes", 0, "instance")
         ((*INSTANCE, "endpoint", "proxy_command"), ["sh", "-c", "touch /tmp/proof"]),
     ],
 )
-def test_an_altered_lease_is_refused(where: tuple[Any, ...], value: object) -> None:
-    """Whatever of it: machine, host key, and the commands that the client would run."""
+def test_a_changed_lease_is_refused(where: tuple[Any, ...], value: object) -> None:
+    """The change may be a machine, a host key, or a command that the client would run."""
     claim = altered(signing.signed(ELSEWHERE), where, value)
-    with pytest.raises(sky.CredentialsError, match="altered"):
+    with pytest.raises(sky.CredentialsError, match="changed after it was signed"):
         sky.ComputePool.attach(claim)
 
 
 def test_a_lease_without_our_signature_runs_nothing(tmp_path: Path) -> None:
-    """Neither one without a signature nor one with another key's is followed, not even its proxy command; who vouches
-    for it may.
-    """
+    """Without a signature of our key not even a proxy command runs. A caller may still trust a lease explicitly."""
     proof = tmp_path / "proof"
     claim = altered(
         ELSEWHERE, (*INSTANCE, "endpoint", "proxy_command"), ["sh", "-c", f"touch {proof}; echo no >&2; exit 78"]
@@ -114,9 +113,9 @@ def test_a_lease_without_our_signature_runs_nothing(tmp_path: Path) -> None:
 
 
 def test_a_providers_address_in_a_lease_is_verified_before_it_gets_our_credentials(tmp_path: Path) -> None:
-    """Who alters `endpoint_url` would be sent the API key.
+    """A forged `endpoint_url` would receive the API key.
 
-    Without nodes, and as one of this machine that became a cloud's, too.
+    It holds without nodes, and for a local lease that was changed to a cloud's.
     """
     claim = signing.signed(ELSEWHERE)
     address = {"name": "runpod", "endpoint_url": "http://127.0.0.1:1"}
@@ -125,15 +124,15 @@ def test_a_providers_address_in_a_lease_is_verified_before_it_gets_our_credentia
         altered(claim, ("provider",), address),
         altered(altered(claim, ("nodes",), []), ("provider",), address),
     ):
-        for signature, words in ((claim.signature, "altered"), ("", "is not signed")):
+        for signature, words in ((claim.signature, "changed after it was signed"), ("", "is not signed")):
             with pytest.raises(sky.CredentialsError, match=words):
                 sky.release(altered(changed, ("signature",), signature), ledger_url=nowhere)
     signing.verify(signing.signed(altered(claim, ("nodes",), [])), asks_provider=True)
 
 
 @pytest.mark.parametrize("size", [0, 15])
-def test_a_key_that_was_cut_short_is_not_used(state: Path, size: int, caplog: pytest.LogCaptureFixture) -> None:
-    """A full disk leaves an empty file: with it anybody could sign."""
+def test_a_truncated_key_is_not_used(state: Path, size: int, caplog: pytest.LogCaptureFixture) -> None:
+    """A full disk leaves an empty file, with which any user could sign."""
     signing.signed(ELSEWHERE)
     os.truncate(state / "lease.key", size)
     assert signing.signed(ELSEWHERE).signature == ""
@@ -142,8 +141,8 @@ def test_a_key_that_was_cut_short_is_not_used(state: Path, size: int, caplog: py
         signing.verify(ELSEWHERE)
 
 
-def test_two_computers_share_a_key(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a variable; nothing is written then. One that can be guessed is refused."""
+def test_two_computers_can_share_a_key(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key is in a variable, and no file is written. A short key is refused."""
     monkeypatch.setenv("SKYWARD_LEASE_KEY", "k" * 16)
     claim = signing.signed(ELSEWHERE)
     signing.verify(claim)
@@ -167,8 +166,8 @@ def test_two_computers_share_a_key(state: Path, monkeypatch: pytest.MonkeyPatch)
         ),
     ],
 )
-def test_a_key_that_others_may_know_is_not_used(state: Path, kind: str) -> None:
-    """Nor one that somebody has put there by a link."""
+def test_a_key_that_other_users_may_know_is_not_used(state: Path, kind: str) -> None:
+    """Neither is a link to another file."""
     signing.signed(ELSEWHERE)
     key = state / "lease.key"
     if kind == "open":
@@ -207,17 +206,15 @@ def made(tmp_path: Path, name: str, mode: int = 0o700, owner: int = 0) -> Path:
     ("mode", "owner", "words"),
     [(0o700, 61_001, "belongs to user 61001"), (0o755, 61_001, "belongs to"), (0o777, 0, "everybody")],
 )
-def test_the_folder_of_a_node_of_this_machine_is_looked_at_first(
-    tmp_path: Path, mode: int, owner: int, words: str
-) -> None:
-    """Certificate and key are taken from it: another user's, or one that he may write to, is not read."""
+def test_the_folder_of_a_local_node_is_checked_first(tmp_path: Path, mode: int, owner: int, words: str) -> None:
+    """It has certificate and key. A folder that another user owns or can write to is not read."""
     folder = made(tmp_path, "local-0123456789ab", mode, owner)
     with pytest.raises(sky.CredentialsError, match=f"not followed: .*{words}"):
         sky.ComputePool.attach(lease(str(folder), instance_id=folder.name), timeout_seconds=5)
 
 
 def test_a_folder_by_another_name_or_a_link_is_not_followed(tmp_path: Path) -> None:
-    """The id is a part of other paths too; `is_trusted` vouches for the lease, not for a folder."""
+    """The id is part of other paths too. `is_trusted` holds for the lease, not for a folder."""
     folder = made(tmp_path, "local-0123456789ab")
     (tmp_path / "link").mkdir()
     (tmp_path / "link" / folder.name).symlink_to(folder)
@@ -231,8 +228,8 @@ def test_a_folder_by_another_name_or_a_link_is_not_followed(tmp_path: Path) -> N
             sky.ComputePool.attach(lease(str(directory), instance_id=instance_id), timeout_seconds=5, is_trusted=True)
 
 
-def test_settings_of_another_node_are_not_taken(tmp_path: Path) -> None:
-    """A folder that was moved there tells of itself."""
+def test_settings_of_another_node_are_not_used(tmp_path: Path) -> None:
+    """A folder that was moved there has its own id in its settings."""
     folder = made(tmp_path, "local-0123456789ab")
     moved = folder.rename(tmp_path / "local-ab0123456789")
     with pytest.raises(sky.NodeLost, match="its head is local-0123456789ab"):

@@ -1,4 +1,4 @@
-"""Spot strategies: what is written, what is meant, and how nodes are split."""
+"""Spot strategies: their spellings, their meaning, and the split of nodes."""
 
 import json
 import pickle
@@ -32,7 +32,7 @@ STRATEGIES = [
     ],
 )
 def test_a_shortcut_means_its_strategy(like, meant):
-    """Each spelling of the reference is read as the strategy it stands for; a strategy is read as itself."""
+    """Each spelling of the reference is read as its strategy; a strategy is read as itself."""
     assert parse(like) == meant
 
 
@@ -54,7 +54,7 @@ def test_a_shortcut_means_its_strategy(like, meant):
     ],
 )
 def test_anything_else_is_refused_with_the_nearest_spelling(like, advice):
-    """What is no strategy raises BadRequest, and the message names one that is."""
+    """A value that is not a strategy raises BadRequest, and the message names a valid one."""
     with pytest.raises(BadRequest) as caught:
         parse(like)
     assert advice in str(caught.value)
@@ -74,20 +74,20 @@ def test_anything_else_is_refused_with_the_nearest_spelling(like, advice):
     ],
 )
 def test_impossible_numbers_are_refused(build):
-    """A strategy cannot be made with a number that means nothing."""
+    """A strategy cannot have an invalid number."""
     with pytest.raises(BadRequest):
         build()
 
 
 def test_never_is_a_value_and_may_be_called():
-    """`Spot.Never` is used without a call; calling it by habit gives the same."""
+    """`Spot.Never` is used without a call; a call returns the same."""
     assert Spot.Never() == Spot.Never
     assert Spot.Never()() == parse("never")
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
-def test_a_strategy_travels(strategy):
-    """Through JSON and through pickle a strategy comes back equal, and it hashes."""
+def test_a_strategy_survives_json_and_pickle(strategy):
+    """It comes back equal, and it hashes."""
     assert from_json(json.loads(json.dumps(to_json(strategy)))) == strategy
     assert pickle.loads(pickle.dumps(strategy)) == strategy
     assert len({strategy, from_json(to_json(strategy))}) == 1
@@ -95,7 +95,7 @@ def test_a_strategy_travels(strategy):
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
 def test_a_strategy_is_frozen(strategy):
-    """A strategy cannot be changed or given new fields."""
+    """A strategy cannot be changed or get new fields."""
     for name in ("retries", "share", "anything"):
         with pytest.raises((AttributeError, TypeError)):
             setattr(strategy, name, 3)
@@ -114,13 +114,13 @@ def test_a_strategy_is_frozen(strategy):
     ],
 )
 def test_foreign_json_is_refused(data):
-    """JSON that no strategy wrote raises BadRequest."""
+    """JSON that is not from a strategy raises BadRequest."""
     with pytest.raises(BadRequest):
         from_json(data)
 
 
-def test_json_may_hold_a_shortcut():
-    """A configuration file may say "if-available" or 0.8 where the long form could stand."""
+def test_json_may_have_a_shortcut():
+    """A configuration file may have "if-available" or 0.8 in place of the long form."""
     assert from_json("if-available") == Spot.IfAvailable()
     assert from_json(0.8) == Spot.Percent(0.8)
 
@@ -153,13 +153,13 @@ def test_nodes_are_split(strategy, nodes, spot_sold, on_demand, spot):
 
 
 @pytest.mark.parametrize("strategy", [Spot.Always(), Spot.Percent(0.1)])
-def test_spot_that_is_demanded_and_not_sold_is_refused(strategy):
-    """A demand for spot machines where none is sold raises BadRequest, which says what to ask for instead."""
+def test_spot_that_is_required_but_not_sold_is_refused(strategy):
+    """BadRequest says what to use instead."""
     with pytest.raises(BadRequest, match=r"sold.*if-available.*never"):
         split(strategy, 2, spot_sold=False)
 
 
 def test_a_pool_of_no_nodes_is_refused():
-    """There is nothing to split for less than one node."""
+    """A split needs at least one node."""
     with pytest.raises(BadRequest, match="at least 1"):
         split(None, 0, spot_sold=True)

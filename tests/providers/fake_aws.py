@@ -1,10 +1,10 @@
-"""A fake AWS: moto's server on this machine, with what moto lacks and with faults on demand.
+"""A fake AWS: moto's server on this machine, with additions and with faults on demand.
 
-moto knows instances, tags, subnets, security groups and types of machines. Here are added: client tokens (moto launches
-twice), a machine that is pending and gets its public address some listings later, the images' SSM parameters, spot
-prices by zone, the price list, a service that tells one's address, sessions of Session Manager with `agents` (the
-address of each machine's port 22 as a URL, once it has registered), and failures. One at a time: moto's state is the
-process's.
+moto has instances, tags, subnets, security groups and types of machines. This module adds client tokens (moto launches
+twice), machines that are pending and get their public address some listings later, the images' SSM parameters, spot
+prices by zone, the price list, a service that returns the caller's address, and failures. It also adds sessions of
+Session Manager with `agents`: the address of each machine's port 22 as a URL, once its agent has registered. Only one
+fake at a time is possible, because moto's state belongs to the process.
 """
 
 from __future__ import annotations
@@ -62,20 +62,20 @@ MESSAGE = "AWS was not able to validate the provided access credentials"
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request: the service, what it was to do, and with which words."""
+class AwsRequest:
+    """A request: service, action, parameters and region."""
 
     service: str
     action: str
-    words: dict[str, Any]
+    parameters: dict[str, Any]
     region: str
 
 
 @dataclass
 class Fault:
-    """What goes wrong with the next requests of an action; without a code and a body the connection breaks off.
+    """A failure of the next requests of an action. Without a code and a body the connection breaks.
 
-    With `is_done` it has taken effect.
+    With `is_done` the request takes effect before it fails.
     """
 
     action: str
@@ -85,7 +85,7 @@ class Fault:
     is_done: bool = False
     times: int = 1
     body: str = ""
-    when: Callable[[Asked], bool] = field(default=lambda _: True)
+    when: Callable[[AwsRequest], bool] = field(default=lambda _: True)
 
 
 type Answer = tuple[int, str, bytes]
@@ -95,14 +95,14 @@ type Answer = tuple[int, str, bytes]
 class FakeAWS:
     """AWS on a free port of 127.0.0.1; a context manager.
 
-    `spot` are prices by type and zone, `list_prices` those of the price list by region and type; None: we may not ask
-    for it. `pending_listings` is how many listings show a new machine as pending, without its public address, and
-    `hidden_listings` how many do not show it at all. `on_listing` is called before each. `not_enabled` are regions that
-    the account has not opted in to.
+    `spot` has prices by type and zone, `list_prices` those of the price list by region and type; with None the
+    credentials may not read it. `pending_listings` is how many listings show a new machine as pending, without its
+    public address, and `hidden_listings` how many do not show it at all. `on_listing` is called before each listing.
+    `not_enabled` are regions that the account has not enabled.
     """
 
     def __init__(self) -> None:
-        self.asked: list[Asked] = []
+        self.requests: list[AwsRequest] = []
         self.faults: list[Fault] = []
         self.is_refusing = False
         self.is_out = False
@@ -120,21 +120,21 @@ class FakeAWS:
         self.images = FakeImages(SNAPSHOT_GB, self._disk_of)
         self.fleets = FakeFleets(self)
         self.on_listing: Callable[[], None] = lambda: None
-        self._young: dict[str, list[Any]] = {}
+        self._new_machines: dict[str, list[Any]] = {}
         self._answers: dict[str, tuple[dict[str, Any], Answer]] = {}
         self._lock = threading.RLock()
         self._moto = DomainDispatcherApplication(create_backend_app)
         self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        numbers = iter(range(1, 250))  # moto makes up other people's addresses
+        numbers = iter(range(1, 250))  # moto invents addresses that belong to others
         self._patches.enter_context(
             mock.patch.object(elastic_network_interfaces, "random_public_ip", lambda: f"198.51.100.{next(numbers)}")
         )
 
         class Quiet(MotoRequestHandler):
             def log(self, *_: object, **__: object) -> None:
-                """Say nothing."""
+                """Log nothing."""
 
         self._server = make_server("127.0.0.1", 0, self._serve, threaded=True, request_handler=Quiet)
         self._thread = threading.Thread(
@@ -152,20 +152,20 @@ class FakeAWS:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Its URL."""
         return f"http://127.0.0.1:{self._server.server_port}"
 
-    # ── what a test can do to it ─────────────────────────────────────────────────────────────────────────────────────
+    # ── methods for tests ────────────────────────────────────────────────────────────────────────────────────────────
 
     def fail(self, action: str, code: str = "", status: int = 400, **how: Any) -> None:
-        """Let the next requests of an action go wrong."""
+        """Let the next requests of an action fail."""
         with self._lock:
             self.faults.append(Fault(action, code, status, **how))
 
-    def words(self, action: str) -> list[dict[str, Any]]:
-        """Return with which words an action was asked for, each time."""
+    def parameters(self, action: str) -> list[dict[str, Any]]:
+        """Return the parameters of each request of an action."""
         with self._lock:
-            return [asked.words for asked in self.asked if asked.action == action]
+            return [request.parameters for request in self.requests if request.action == action]
 
     def backend(self, region: str = "us-east-1") -> Any:
         """Return moto's EC2 of a region."""
@@ -188,13 +188,15 @@ class FakeAWS:
             machine = self.machine(machine_id)
             machine._state = instances.InstanceState(state, 0)
             machine.state_reason = instances.StateReason(message, code)
-            self._young.pop(machine_id, None)
+            self._new_machines.pop(machine_id, None)
 
-    def subnet_zone(self, asked: Asked) -> str:
-        """Return the zone that a RunInstances asks for."""
-        return str(self.backend(asked.region).get_subnet(asked.words["NetworkInterface.1.SubnetId"]).availability_zone)
+    def subnet_zone(self, request: AwsRequest) -> str:
+        """Return the zone of a RunInstances."""
+        return str(
+            self.backend(request.region).get_subnet(request.parameters["NetworkInterface.1.SubnetId"]).availability_zone
+        )
 
-    # ── how it answers ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _reset(self) -> None:
         for service in ("ec2", "sts", "ssm"):
@@ -208,49 +210,53 @@ class FakeAWS:
     def _serve(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
         content = environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         if environ["PATH_INFO"] == "/checkip":
-            self.asked.append(Asked("checkip", "checkip", {}, ""))
+            self.requests.append(AwsRequest("checkip", "checkip", {}, ""))
             return _send(start, (200, "text/plain", f"{self.address}\n".encode()))
         scope = re.search(r"Credential=[^/]+/\d+/([^/]+)/([^/]+)/", environ.get("HTTP_AUTHORIZATION", ""))
         region, service = scope.groups() if scope else ("", "")
         if target := environ.get("HTTP_X_AMZ_TARGET"):
-            asked = Asked(service, target.rpartition(".")[2], json.loads(content), region)
+            request = AwsRequest(service, target.rpartition(".")[2], json.loads(content), region)
         else:
-            words = dict(parse_qsl(content.decode(), keep_blank_values=True))
-            asked = Asked(service, words.pop("Action", ""), words, region)
+            parameters = dict(parse_qsl(content.decode(), keep_blank_values=True))
+            request = AwsRequest(service, parameters.pop("Action", ""), parameters, region)
         with self._lock:
-            self.asked.append(asked)
-            answer = self._answer(environ, asked)
+            self.requests.append(request)
+            answer = self._answer(environ, request)
         if answer is None:
             environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
             raise ConnectionError("the answer is lost")
         return _send(start, answer)
 
-    def _answer(self, environ: dict[str, Any], asked: Asked) -> Answer | None:
+    def _answer(self, environ: dict[str, Any], request: AwsRequest) -> Answer | None:
         if self.is_refusing:
-            code, status = REFUSALS.get(asked.service, ("UnrecognizedClientException", 400))
-            return _refusal(asked.service, code, status, MESSAGE)
-        if asked.region in self.not_enabled:
-            return _refusal(asked.service, *REFUSALS.get(asked.service, ("UnrecognizedClientException", 400)), MESSAGE)
+            code, status = REFUSALS.get(request.service, ("UnrecognizedClientException", 400))
+            return _refusal(request.service, code, status, MESSAGE)
+        if request.region in self.not_enabled:
+            return _refusal(
+                request.service, *REFUSALS.get(request.service, ("UnrecognizedClientException", 400)), MESSAGE
+            )
         if self.is_out:
-            return _refusal(asked.service, "Unavailable", 503, "The service is unavailable. Please try again shortly.")
+            return _refusal(
+                request.service, "Unavailable", 503, "The service is unavailable. Please try again shortly."
+            )
         fault = next(
             (
                 fault
                 for fault in self.faults
-                if fault.action in (asked.action, "*") and fault.times and fault.when(asked)
+                if fault.action in (request.action, "*") and fault.times and fault.when(request)
             ),
             None,
         )
         if fault is not None:
             fault.times -= 1
-        answer = self._do(environ, asked) if fault is None or fault.is_done else None
+        answer = self._do(environ, request) if fault is None or fault.is_done else None
         if fault is not None and fault.body:
             return fault.status, "text/html", fault.body.encode()
         if fault is not None:
-            return _refusal(asked.service, fault.code, fault.status, fault.message) if fault.code else None
+            return _refusal(request.service, fault.code, fault.status, fault.message) if fault.code else None
         return answer
 
-    def _do(self, environ: dict[str, Any], asked: Asked) -> Answer:
+    def _do(self, environ: dict[str, Any], request: AwsRequest) -> Answer:
         own = {
             "RunInstances": self._run_instances,
             "TerminateInstances": self._terminate,
@@ -260,25 +266,28 @@ class FakeAWS:
             "GetProducts": self._products,
             "DescribeRegions": self._regions,
             "StartSession": self._start_session,
-            "TerminateSession": lambda _, asked: _json({"SessionId": asked.words["SessionId"]}),
+            "TerminateSession": lambda _, request: _json({"SessionId": request.parameters["SessionId"]}),
         }
-        if (told := self.images.answer(asked.action, asked.words, asked.region)) is not None:
-            return _refusal("ec2", told[0], 400, told[0]) if told[1] is None else _xml(asked.action, told[1])
+        if (told := self.images.answer(request.action, request.parameters, request.region)) is not None:
+            return _refusal("ec2", told[0], 400, told[0]) if told[1] is None else _xml(request.action, told[1])
         told = self.fleets.answer(
-            asked.action, asked.words, asked.region, lambda words: self._run(environ, words, asked.region)
+            request.action,
+            request.parameters,
+            request.region,
+            lambda parameters: self._run(environ, parameters, request.region),
         )
         if told is not None:
-            return _refusal("ec2", told[0], 400, told[0]) if told[1] is None else _xml(asked.action, told[1])
-        if asked.action in own:
-            return own[asked.action](environ, asked)
-        return self._ask_moto(environ, asked)
+            return _refusal("ec2", told[0], 400, told[0]) if told[1] is None else _xml(request.action, told[1])
+        if request.action in own:
+            return own[request.action](environ, request)
+        return self._ask_moto(environ, request)
 
-    def _ask_moto(self, environ: dict[str, Any], asked: Asked) -> Answer:
+    def _ask_moto(self, environ: dict[str, Any], request: AwsRequest) -> Answer:
         told: list[Any] = []
         content = (
-            json.dumps(asked.words)
+            json.dumps(request.parameters)
             if "HTTP_X_AMZ_TARGET" in environ
-            else urlencode({"Action": asked.action, **asked.words})
+            else urlencode({"Action": request.action, **request.parameters})
         ).encode()
         given = environ | {"wsgi.input": io.BytesIO(content), "CONTENT_LENGTH": str(len(content))}
         body = b"".join(
@@ -288,107 +297,121 @@ class FakeAWS:
         )
         return told[0], told[1], body
 
-    def _run_instances(self, environ: dict[str, Any], asked: Asked) -> Answer:
-        token = asked.words["ClientToken"]
+    def _run_instances(self, environ: dict[str, Any], request: AwsRequest) -> Answer:
+        token = request.parameters["ClientToken"]
         if token in self._answers:
-            words, answer = self._answers[token]
+            parameters, answer = self._answers[token]
             return (
                 answer
-                if words == asked.words
-                else _refusal("ec2", "IdempotentParameterMismatch", 400, "The client token was used with other words")
+                if parameters == request.parameters
+                else _refusal(
+                    "ec2", "IdempotentParameterMismatch", 400, "The client token was used with other parameters"
+                )
             )
-        count, wanted = int(asked.words["MinCount"]), asked
+        count, wanted = int(request.parameters["MinCount"]), request
         if self.creates_left is not None and count > self.creates_left:
             count, self.creates_left = self.creates_left, 0
             if count:
-                wanted = Asked(
-                    "ec2", "RunInstances", {**asked.words, "MinCount": str(count), "MaxCount": str(count)}, asked.region
+                wanted = AwsRequest(
+                    "ec2",
+                    "RunInstances",
+                    {**request.parameters, "MinCount": str(count), "MaxCount": str(count)},
+                    request.region,
                 )
                 self._make(environ, wanted)
             return _refusal("ec2", "InternalError", 500, "An internal error has occurred")
         answer = self._make(environ, wanted)
         if answer[0] == 200:
-            self._answers[token] = (asked.words, answer)
+            self._answers[token] = (request.parameters, answer)
         return answer
 
-    def _run(self, environ: dict[str, Any], words: dict[str, Any], region: str) -> list[str]:
-        """Make the machines of a fleet."""
+    def _run(self, environ: dict[str, Any], parameters: dict[str, Any], region: str) -> list[str]:
+        """Create the machines of a fleet."""
         before = {machine.id for machine in self._machines()}
-        answer = self._make(environ, Asked("ec2", "RunInstances", dict(words), region))
+        answer = self._make(environ, AwsRequest("ec2", "RunInstances", dict(parameters), region))
         assert answer[0] == 200, answer
         return [machine.id for machine in self._machines() if machine.id not in before]
 
-    def _make(self, environ: dict[str, Any], asked: Asked) -> Answer:
-        if (code := self.fleets.refusal_of(asked.words, asked.region)) is not None:
+    def _make(self, environ: dict[str, Any], request: AwsRequest) -> Answer:
+        if (code := self.fleets.refusal_of(request.parameters, request.region)) is not None:
             return _refusal("ec2", code, 400, code)
         before = {machine.id for machine in self._machines()}
-        answer = self._ask_moto(environ, asked)
+        answer = self._ask_moto(environ, request)
         self.fleets.came_up(
-            asked.words, asked.region, [machine for machine in self._machines() if machine.id not in before]
+            request.parameters, request.region, [machine for machine in self._machines() if machine.id not in before]
         )
         for machine in self._machines():
             if machine.id not in before:
-                self._young[machine.id] = [self.hidden_listings, self.pending_listings, machine.nics[0].public_ip]
+                self._new_machines[machine.id] = [
+                    self.hidden_listings,
+                    self.pending_listings,
+                    machine.nics[0].public_ip,
+                ]
                 machine._state = instances.InstanceState("pending", 0)
                 machine.nics[0].public_ip = None
         return answer
 
-    def _terminate(self, environ: dict[str, Any], asked: Asked) -> Answer:
-        """End machines. moto fails of interfaces that it has deleted when a machine is ended again."""
-        ids = [value for name, value in asked.words.items() if name.startswith("InstanceId.")]
+    def _terminate(self, environ: dict[str, Any], request: AwsRequest) -> Answer:
+        """Terminate machines. moto fails if a machine is terminated twice, because its interfaces are deleted."""
+        ids = [value for name, value in request.parameters.items() if name.startswith("InstanceId.")]
         ended = {machine.id for machine in self._machines() if machine._state.name == "terminated"}
         if not (left := [machine_id for machine_id in ids if machine_id not in ended]):
             return _xml("TerminateInstances", "<instancesSet/>")
-        words = {name: value for name, value in asked.words.items() if not name.startswith("InstanceId.")}
+        parameters = {name: value for name, value in request.parameters.items() if not name.startswith("InstanceId.")}
         return self._ask_moto(
             environ,
-            Asked("ec2", asked.action, words | {f"InstanceId.{n}": one for n, one in enumerate(left, 1)}, asked.region),
+            AwsRequest(
+                "ec2",
+                request.action,
+                parameters | {f"InstanceId.{n}": one for n, one in enumerate(left, 1)},
+                request.region,
+            ),
         )
 
-    def _describe_instances(self, environ: dict[str, Any], asked: Asked) -> Answer:
+    def _describe_instances(self, environ: dict[str, Any], request: AwsRequest) -> Answer:
         self.on_listing()
         hidden: set[str] = set()
-        for machine_id, young in list(self._young.items()):
-            if young[0]:
-                young[0] -= 1
+        for machine_id, counters in list(self._new_machines.items()):
+            if counters[0]:
+                counters[0] -= 1
                 hidden.add(machine_id)
-            elif young[1]:
-                young[1] -= 1
+            elif counters[1]:
+                counters[1] -= 1
             else:
                 machine = self.machine(machine_id)
                 if machine._state.name == "pending":
                     machine._state = instances.InstanceState("running", 16)
-                    machine.nics[0].public_ip = young[2]
-                del self._young[machine_id]
-        asked = self.fleets.by_group(asked)
-        reservations = dict(self.backend(asked.region).reservations)
+                    machine.nics[0].public_ip = counters[2]
+                del self._new_machines[machine_id]
+        request = self.fleets.by_group(request)
+        reservations = dict(self.backend(request.region).reservations)
         shown = {name: _without(reservation, hidden) for name, reservation in reservations.items()}
-        with mock.patch.object(self.backend(asked.region), "reservations", shown):
-            return self._ask_moto(environ, asked)
+        with mock.patch.object(self.backend(request.region), "reservations", shown):
+            return self._ask_moto(environ, request)
 
     def _disk_of(self, machine_id: str) -> tuple[str, int]:
         device = self.machine(machine_id).block_device_mapping["/dev/sda1"]
         return str(device.volume_id), int(device.size)
 
-    def _regions(self, _: dict[str, Any], asked: Asked) -> Answer:
-        """Tell of the regions that are named, those that are not enabled too (`AllRegions`)."""
-        names = [value for name, value in asked.words.items() if name.startswith("RegionName.")]
-        assert asked.words["AllRegions"] == "true", "without it a region that is not enabled is an error"
+    def _regions(self, _: dict[str, Any], request: AwsRequest) -> Answer:
+        """Return the named regions, including those that are not enabled (`AllRegions`)."""
+        names = [value for name, value in request.parameters.items() if name.startswith("RegionName.")]
+        assert request.parameters["AllRegions"] == "true", "without it a region that is not enabled is an error"
         items = (
             f"<item><regionName>{name}</regionName><optInStatus>{'not-opted-in' if name in self.not_enabled else 'opt-in-not-required'}</optInStatus></item>"
             for name in names
         )
-        return _xml(asked.action, f"<regionInfo>{''.join(items)}</regionInfo>")
+        return _xml(request.action, f"<regionInfo>{''.join(items)}</regionInfo>")
 
-    def _spot_prices(self, _: dict[str, Any], asked: Asked) -> Answer:
-        types = {value for name, value in asked.words.items() if name.startswith("InstanceType.")}
+    def _spot_prices(self, _: dict[str, Any], request: AwsRequest) -> Answer:
+        types = {value for name, value in request.parameters.items() if name.startswith("InstanceType.")}
         entries = [
             (name, zone, price, stamp)
             for (name, zone), price in self.spot.items()
             for stamp, price in (("2026-11-21T00:00:00.000Z", price), ("2026-11-20T00:00:00.000Z", 99.0))
             if name in types
         ]
-        start = int(asked.words.get("NextToken") or 0)
+        start = int(request.parameters.get("NextToken") or 0)
         items = "".join(
             f"<item><instanceType>{name}</instanceType><productDescription>Linux/UNIX</productDescription><spotPrice>{price}</spotPrice>"
             f"<timestamp>{stamp}</timestamp><availabilityZone>{zone}</availabilityZone></item>"
@@ -400,39 +423,45 @@ class FakeAWS:
             f"<spotPriceHistorySet>{items}</spotPriceHistorySet><nextToken>{more}</nextToken>",
         )
 
-    def _parameter(self, _: dict[str, Any], asked: Asked) -> Answer:
-        if asked.words["Name"] not in IMAGES:
+    def _parameter(self, _: dict[str, Any], request: AwsRequest) -> Answer:
+        if request.parameters["Name"] not in IMAGES:
             return _refusal("ssm", "ParameterNotFound", 400, "")
         return _json(
-            {"Parameter": {"Name": asked.words["Name"], "Type": "String", "Value": IMAGES[asked.words["Name"]]}}
+            {
+                "Parameter": {
+                    "Name": request.parameters["Name"],
+                    "Type": "String",
+                    "Value": IMAGES[request.parameters["Name"]],
+                }
+            }
         )
 
-    def _start_session(self, _: dict[str, Any], asked: Asked) -> Answer:
-        if (asked.words.get("DocumentName"), asked.words.get("Parameters")) != (
+    def _start_session(self, _: dict[str, Any], request: AwsRequest) -> Answer:
+        if (request.parameters.get("DocumentName"), request.parameters.get("Parameters")) != (
             "AWS-StartSSHSession",
             {"portNumber": ["22"]},
         ):
             return _refusal(
                 "ssm", "InvalidDocument", 400, "Document with this name or these parameters does not exist."
             )
-        target = asked.words["Target"]
+        target = request.parameters["Target"]
         if (url := self.agents.get(target)) is None:
             return _refusal("ssm", "TargetNotConnected", 400, f"{target} is not connected.")
         return _json({"SessionId": f"ann-{target}", "TokenValue": SESSION_TOKEN, "StreamUrl": url})
 
-    def _products(self, _: dict[str, Any], asked: Asked) -> Answer:
+    def _products(self, _: dict[str, Any], request: AwsRequest) -> Answer:
         if self.list_prices is None:
             return _refusal(
                 "pricing", "AccessDeniedException", 400, "User is not authorized to perform: pricing:GetProducts"
             )
-        wanted = {one["Field"]: one["Value"] for one in asked.words["Filters"]}
+        wanted = {one["Field"]: one["Value"] for one in request.parameters["Filters"]}
         products = [
             _product(name, price, place)
             for (region, name), price in self.list_prices.items()
             for place, price in (("AWS Region", price), ("AWS Local Zone", 9.0))
             if region == wanted["regionCode"] and name == wanted.get("instanceType", name)
         ]
-        start = int(asked.words.get("NextToken") or 0)
+        start = int(request.parameters.get("NextToken") or 0)
         more = {"NextToken": str(start + PAGE)} if start + PAGE < len(products) else {}
         return _json({"FormatVersion": "aws_v1", "PriceList": products[start : start + PAGE], **more})
 

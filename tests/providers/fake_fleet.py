@@ -1,7 +1,7 @@
-"""What moto lacks of EC2 for `fake_aws`: instant fleets that choose a pool and fail with status 200, launch templates
-that are applied, placement groups.
+"""Parts of EC2 for `fake_aws` that moto lacks: instant fleets, launch templates that are applied, placement groups.
 
-A fleet becomes a RunInstances in the pool that is chosen, so that machines come up as all others do.
+Fleets choose a spot pool and fail with status 200. A fleet becomes a RunInstances in the chosen pool, so that its
+machines start like all others.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ PAGE = 2
 UNTRIED = ("UnfulfillableCapacity", "Failed to fulfill capacity. Please review errors in the response.")
 
 type Words = Mapping[str, str]
-type Told = tuple[str, str | None]
-"""A code and None, or anything and what stands in the answer."""
+type FleetAnswer = tuple[str, str | None]
+"""An error code and None, or any text and the content of the answer."""
 
 
 @dataclass
 class Group:
-    """A placement group, and the machines that were ever in it."""
+    """A placement group, and all machines that were in it."""
 
     tags: dict[str, str]
     machines: set[str] = field(default_factory=set)
@@ -34,9 +34,9 @@ class Group:
 class FakeFleets:
     """Fleets, templates and placement groups of all regions.
 
-    `refusals` says with which code and message a pool (type and zone) refuses, `untried` which ones EC2 says it has not
-    tried; `short_of` how many machines a fleet gets fewer than asked, in spite of everything; with `is_split` each of
-    its machines comes from a call of its own, with the same index.
+    `refusals` has the code and message with which a spot pool (type and zone) refuses; `untried` has the pools that EC2
+    reports as not tried. A fleet gets `short_of` machines fewer than requested. With `is_split` each of its machines
+    comes from a separate call, with the same index.
     """
 
     def __init__(self, cloud: Any) -> None:
@@ -50,38 +50,42 @@ class FakeFleets:
         self.groups: dict[tuple[str, str], Group] = {}
         self._answers: dict[str, tuple[Words, str]] = {}
 
-    def answer(self, action: str, words: Words, region: str, run: Callable[[Words], list[str]]) -> Told | None:
-        """Answer one action, with `run` as RunInstances; None for what is not ours."""
-        own: dict[str, Callable[..., Told]] = {
-            "CreateFleet": lambda: self._create_fleet(words, region, run),
-            "CreateLaunchTemplate": lambda: self._create_template(words, region),
-            "DescribeLaunchTemplates": lambda: self._describe_templates(words, region),
-            "DeleteLaunchTemplate": lambda: self._delete_template(words, region),
-            "CreatePlacementGroup": lambda: self._create_group(words, region),
-            "DescribePlacementGroups": lambda: self._describe_groups(words, region),
-            "DeletePlacementGroup": lambda: self._delete_group(words, region),
+    def answer(
+        self, action: str, parameters: Words, region: str, run: Callable[[Words], list[str]]
+    ) -> FleetAnswer | None:
+        """Answer one action, with `run` as RunInstances; None for other actions."""
+        own: dict[str, Callable[..., FleetAnswer]] = {
+            "CreateFleet": lambda: self._create_fleet(parameters, region, run),
+            "CreateLaunchTemplate": lambda: self._create_template(parameters, region),
+            "DescribeLaunchTemplates": lambda: self._describe_templates(parameters, region),
+            "DeleteLaunchTemplate": lambda: self._delete_template(parameters, region),
+            "CreatePlacementGroup": lambda: self._create_group(parameters, region),
+            "DescribePlacementGroups": lambda: self._describe_groups(parameters, region),
+            "DeletePlacementGroup": lambda: self._delete_group(parameters, region),
         }
         return own[action]() if action in own else None
 
     # ── fleets ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _create_fleet(self, words: Words, region: str, run: Callable[[Words], list[str]]) -> Told:
-        token = words["ClientToken"]
+    def _create_fleet(self, parameters: Words, region: str, run: Callable[[Words], list[str]]) -> FleetAnswer:
+        token = parameters["ClientToken"]
         if token in self._answers:
             before, told = self._answers[token]
-            return ("", told) if before == words else ("IdempotentParameterMismatch", None)
-        count = int(words["TargetCapacitySpecification.TotalTargetCapacity"])
+            return ("", told) if before == parameters else ("IdempotentParameterMismatch", None)
+        count = int(parameters["TargetCapacitySpecification.TotalTargetCapacity"])
         is_single = (
-            words.get("SpotOptions.SingleInstanceType") == words.get("SpotOptions.SingleAvailabilityZone") == "true"
+            parameters.get("SpotOptions.SingleInstanceType")
+            == parameters.get("SpotOptions.SingleAvailabilityZone")
+            == "true"
         )
         if (
-            words["Type"] != "instant"
+            parameters["Type"] != "instant"
             or not is_single
-            or words.get("SpotOptions.MinTargetCapacity") != str(count)
+            or parameters.get("SpotOptions.MinTargetCapacity") != str(count)
             or len(token) > 64
         ):
             return "InvalidParameterCombination", None
-        pools = list(self._pools(words, region))
+        pools = list(self._pools(parameters, region))
         if len({(name, zone) for name, zone, _, _ in pools}) < len(pools):
             return "InvalidFleetConfig", None  # the same pool twice
         if any((region, template) not in self.templates for _, _, _, template in pools):
@@ -101,7 +105,7 @@ class FakeFleets:
                 errors.append(self._error(refusal, name, subnet))
                 continue
             given = count - self.short_of
-            call = self._run_words(words, self.templates[region, template], name, subnet)
+            call = self._run_words(parameters, self.templates[region, template], name, subnet)
             parts = [1] * given if self.is_split else [given] if given else []
             for part in parts:
                 machines += run({**call, "MinCount": str(part), "MaxCount": str(part)})
@@ -120,20 +124,20 @@ class FakeFleets:
             break
         told = f"<fleetId>fleet-1</fleetId><errorSet>{'' if machines and not self.short_of else ''.join(errors)}</errorSet>"
         told += f"<fleetInstanceSet>{chosen if machines else ''}</fleetInstanceSet>"
-        self._answers[token] = (words, told)
+        self._answers[token] = (parameters, told)
         return "", told
 
-    def _pools(self, words: Words, region: str) -> Iterator[tuple[str, str, str, str]]:
+    def _pools(self, parameters: Words, region: str) -> Iterator[tuple[str, str, str, str]]:
         """Yield type, zone, subnet and template of each override."""
-        for key, subnet in words.items():
+        for key, subnet in parameters.items():
             if match := re.fullmatch(r"LaunchTemplateConfigs\.(\d+)\.Overrides\.(\d+)\.SubnetId", key):
                 config = f"LaunchTemplateConfigs.{match[1]}"
-                name = words[f"{config}.Overrides.{match[2]}.InstanceType"]
+                name = parameters[f"{config}.Overrides.{match[2]}.InstanceType"]
                 zone = str(self._cloud.backend(region).get_subnet(subnet).availability_zone)
-                yield name, zone, subnet, words[f"{config}.LaunchTemplateSpecification.LaunchTemplateName"]
+                yield name, zone, subnet, parameters[f"{config}.LaunchTemplateSpecification.LaunchTemplateName"]
 
-    def _run_words(self, words: Words, template: Words, name: str, subnet: str) -> dict[str, str]:
-        """Return the words of RunInstances that do what the fleet says, all tags together."""
+    def _run_words(self, parameters: Words, template: Words, name: str, subnet: str) -> dict[str, str]:
+        """Return the parameters of RunInstances for a fleet, with all tags."""
         call = {
             key.removeprefix("LaunchTemplateData."): value
             for key, value in template.items()
@@ -141,13 +145,13 @@ class FakeFleets:
         }
         tags = {
             key: value
-            for source in (call, words)
+            for source in (call, parameters)
             for key, value in source.items()
             if key.startswith("TagSpecification.")
         }
-        if len(tags) < sum(key.startswith("TagSpecification.") for source in (call, words) for key in source):
-            moved = sum(bool(re.fullmatch(r"TagSpecification\.\d+\.ResourceType", key)) for key in words)
-            tags = {key: value for key, value in words.items() if key.startswith("TagSpecification.")}
+        if len(tags) < sum(key.startswith("TagSpecification.") for source in (call, parameters) for key in source):
+            moved = sum(bool(re.fullmatch(r"TagSpecification\.\d+\.ResourceType", key)) for key in parameters)
+            tags = {key: value for key, value in parameters.items() if key.startswith("TagSpecification.")}
             for key, value in call.items():
                 if match := re.fullmatch(r"TagSpecification\.(\d+)(\..+)", key):
                     tags[f"TagSpecification.{int(match[1]) + moved}{match[2]}"] = value
@@ -172,35 +176,35 @@ class FakeFleets:
 
     # ── launch templates ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _create_template(self, words: Words, region: str) -> Told:
-        name = words["LaunchTemplateName"]
-        if words["ClientToken"] in self._answers:
+    def _create_template(self, parameters: Words, region: str) -> FleetAnswer:
+        name = parameters["LaunchTemplateName"]
+        if parameters["ClientToken"] in self._answers:
             return (
-                ("", self._answers[words["ClientToken"]][1])
-                if self._answers[words["ClientToken"]][0] == words
+                ("", self._answers[parameters["ClientToken"]][1])
+                if self._answers[parameters["ClientToken"]][0] == parameters
                 else ("IdempotentParameterMismatch", None)
             )
         if not re.fullmatch(r"[A-Za-z0-9().\-/_]{3,128}", name):
             return "InvalidLaunchTemplateName.MalformedException", None
         if (region, name) in self.templates:
             return "InvalidLaunchTemplateName.AlreadyExistsException", None
-        if any(key.startswith("LaunchTemplateData.InstanceMarketOptions") for key in words):
+        if any(key.startswith("LaunchTemplateData.InstanceMarketOptions") for key in parameters):
             return "InvalidParameterCombination", None
-        self.templates[region, name] = dict(words)
+        self.templates[region, name] = dict(parameters)
         return "", f"<launchTemplate>{self._template(name)}</launchTemplate>"
 
-    def _describe_templates(self, words: Words, region: str) -> Told:
+    def _describe_templates(self, parameters: Words, region: str) -> FleetAnswer:
         found = [(name, _tags(template)) for (place, name), template in self.templates.items() if place == region]
-        found = [(name, tags) for name, tags in found if words["Filter.1.Value.1"] in tags]
-        start = int(words.get("NextToken") or 0)
+        found = [(name, tags) for name, tags in found if parameters["Filter.1.Value.1"] in tags]
+        start = int(parameters.get("NextToken") or 0)
         items = "".join(
             f"<item>{self._template(name)}{_tag_set(tags)}</item>" for name, tags in found[start : start + PAGE]
         )
         more = f"<nextToken>{start + PAGE}</nextToken>" if start + PAGE < len(found) else ""
         return "", f"<launchTemplates>{items}</launchTemplates>{more}"
 
-    def _delete_template(self, words: Words, region: str) -> Told:
-        if self.templates.pop((region, words["LaunchTemplateName"]), None) is None:
+    def _delete_template(self, parameters: Words, region: str) -> FleetAnswer:
+        if self.templates.pop((region, parameters["LaunchTemplateName"]), None) is None:
             return "InvalidLaunchTemplateName.NotFoundException", None
         return "", ""
 
@@ -209,18 +213,18 @@ class FakeFleets:
 
     # ── placement groups ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _create_group(self, words: Words, region: str) -> Told:
-        if (region, words["GroupName"]) in self.groups:
+    def _create_group(self, parameters: Words, region: str) -> FleetAnswer:
+        if (region, parameters["GroupName"]) in self.groups:
             return "InvalidPlacementGroup.Duplicate", None
-        assert words["Strategy"] == "cluster"
-        self.groups[region, words["GroupName"]] = Group(_tags(words))
+        assert parameters["Strategy"] == "cluster"
+        self.groups[region, parameters["GroupName"]] = Group(_tags(parameters))
         return "", ""
 
-    def _describe_groups(self, words: Words, region: str) -> Told:
+    def _describe_groups(self, parameters: Words, region: str) -> FleetAnswer:
         found = [
             (name, group.tags)
             for (place, name), group in self.groups.items()
-            if place == region and words["Filter.1.Value.1"] in group.tags
+            if place == region and parameters["Filter.1.Value.1"] in group.tags
         ]
         items = "".join(
             f"<item><groupName>{name}</groupName><strategy>cluster</strategy><state>available</state>{_tag_set(tags)}</item>"
@@ -228,36 +232,37 @@ class FakeFleets:
         )
         return "", f"<placementGroupSet>{items}</placementGroupSet>"
 
-    def _delete_group(self, words: Words, region: str) -> Told:
-        group = self.groups.get((region, words["GroupName"]))
+    def _delete_group(self, parameters: Words, region: str) -> FleetAnswer:
+        group = self.groups.get((region, parameters["GroupName"]))
         if group is None:
             return "InvalidPlacementGroup.Unknown", None
         if any(self._cloud.machine(machine)._state.name != "terminated" for machine in group.machines):
             return "InvalidPlacementGroup.InUse", None
-        del self.groups[region, words["GroupName"]]
+        del self.groups[region, parameters["GroupName"]]
         return "", ""
 
-    # ── of every launch ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── every launch ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def refusal_of(self, words: Words, region: str) -> str | None:
-        """Return the code that EC2 refuses a RunInstances with, for its network interfaces, its CPU credits or its
-        place.
+    def refusal_of(self, parameters: Words, region: str) -> str | None:
+        """Return the code with which EC2 refuses a RunInstances; None if it does not.
+
+        The reason may be its network interfaces, its CPU credits or its placement.
         """
         if (
-            "CreditSpecification.CpuCredits" in words
-            and not INSTANCE_TYPES[words["InstanceType"]]["BurstablePerformanceSupported"]
+            "CreditSpecification.CpuCredits" in parameters
+            and not INSTANCE_TYPES[parameters["InstanceType"]]["BurstablePerformanceSupported"]
         ):
             return "InvalidParameterCombination"
-        cards = {key.split(".")[1] for key in words if key.startswith("NetworkInterface.")}
-        if len(cards) > 1 and any(key.endswith("AssociatePublicIpAddress") for key in words):
+        cards = {key.split(".")[1] for key in parameters if key.startswith("NetworkInterface.")}
+        if len(cards) > 1 and any(key.endswith("AssociatePublicIpAddress") for key in parameters):
             return "InvalidParameterCombination"
-        name = words.get("Placement.GroupName")
+        name = parameters.get("Placement.GroupName")
         if name is None:
             return None
         group = self.groups.get((region, name))
         if group is None:
             return "InvalidPlacementGroup.Unknown"
-        zone = str(self._cloud.backend(region).get_subnet(words["NetworkInterface.1.SubnetId"]).availability_zone)
+        zone = str(self._cloud.backend(region).get_subnet(parameters["NetworkInterface.1.SubnetId"]).availability_zone)
         there = [self._cloud.machine(machine) for machine in group.machines]
         return (
             "Unsupported"
@@ -265,36 +270,36 @@ class FakeFleets:
             else None
         )
 
-    def by_group(self, asked: Any) -> Any:
-        """Return a DescribeInstances that moto understands: it does not know the filter for placement groups."""
-        if asked.words.get("Filter.1.Name") != "placement-group-name":
-            return asked
-        names = {value for key, value in asked.words.items() if key.startswith("Filter.1.Value.")}
+    def by_group(self, request: Any) -> Any:
+        """Return a DescribeInstances that moto supports: it lacks the filter for placement groups."""
+        if request.parameters.get("Filter.1.Name") != "placement-group-name":
+            return request
+        names = {value for key, value in request.parameters.items() if key.startswith("Filter.1.Value.")}
         found = sorted(
             {machine for (_, name), group in self.groups.items() if name in names for machine in group.machines}
         ) or ["i-0"]
-        words = {key: value for key, value in asked.words.items() if not key.startswith("Filter.")}
-        words |= {
+        parameters = {key: value for key, value in request.parameters.items() if not key.startswith("Filter.")}
+        parameters |= {
             "Filter.1.Name": "instance-id",
             **{f"Filter.1.Value.{n}": machine for n, machine in enumerate(found, 1)},
         }
-        return dataclasses.replace(asked, words=words)
+        return dataclasses.replace(request, parameters=parameters)
 
-    def came_up(self, words: Words, region: str, machines: list[Any]) -> None:
-        """Put new machines into their placement group, and take the public address from those that AWS gives none."""
+    def came_up(self, parameters: Words, region: str, machines: list[Any]) -> None:
+        """Put new machines into their placement group; remove the public address of those that get none at AWS."""
         for machine in machines:
-            if "NetworkInterface.2.DeviceIndex" in words:
+            if "NetworkInterface.2.DeviceIndex" in parameters:
                 machine.nics[0].public_ip = None
-            if name := words.get("Placement.GroupName"):
+            if name := parameters.get("Placement.GroupName"):
                 machine._placement.group_name = name
                 self.groups[region, name].machines.add(machine.id)
-            if self.is_split and "InstanceMarketOptions.MarketType" in words:
+            if self.is_split and "InstanceMarketOptions.MarketType" in parameters:
                 machine.ami_launch_index = 0
 
 
-def _tags(words: Words) -> dict[str, str]:
-    keys = {key: value for key, value in words.items() if re.fullmatch(r"TagSpecification\.1\.Tag\.\d+\.Key", key)}
-    return {name: words[key.removesuffix("Key") + "Value"] for key, name in keys.items()}
+def _tags(parameters: Words) -> dict[str, str]:
+    keys = {key: value for key, value in parameters.items() if re.fullmatch(r"TagSpecification\.1\.Tag\.\d+\.Key", key)}
+    return {name: parameters[key.removesuffix("Key") + "Value"] for key, name in keys.items()}
 
 
 def _tag_set(tags: Mapping[str, str]) -> str:

@@ -1,7 +1,6 @@
-"""The images and snapshots of a fake AWS: those of AWS by their ids, and those that its machines were made into, by
-owner, tags and states.
+"""The images and snapshots of a fake AWS: AWS's own by their ids, and those of machines by owner, tags and states.
 
-moto has them without states, without tags of snapshots, and under any name twice.
+moto's have no states, its snapshots have no tags, and it accepts a name twice.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ class Image:
 
 @dataclass
 class FakeImages:
-    """What an account has of images, in all regions. `public` are the sizes of everybody's, by id; `disk_of` tells a
-    machine's root volume and its size.
+    """The images of an account, in all regions.
 
-    `on_create` is called with the machine when an image of it is asked for; `hidden_listings` is how many listings do
-    not show the snapshot of a new one.
+    `public` has the sizes of public images, by id; `disk_of` returns a machine's root volume and its size. `on_create`
+    is called with the machine when an image of it is requested; `hidden_listings` is how many listings do not show the
+    snapshot of a new one.
     """
 
     public: Mapping[str, int]
@@ -65,7 +64,7 @@ class FakeImages:
     _numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def finish(self, state: str = "available") -> None:
-        """Let all that is pending come to its end."""
+        """Complete all pending images, with this state."""
         for image in self.images.values():
             if image.state == "pending":
                 image.state = state
@@ -81,7 +80,7 @@ class FakeImages:
         state: str = "available",
         at: datetime | None = None,
     ) -> Image:
-        """Have an image in the account, with its snapshot."""
+        """Add an image to the account, with its snapshot."""
         number = next(self._numbers)
         snapshot = Snapshot(
             f"snap-{number:017x}", region, f"vol-{number:017x}", gb, dict(tags), "completed", at or self.now
@@ -93,8 +92,8 @@ class FakeImages:
         self.images[image.id] = image
         return image
 
-    def answer(self, action: str, words: Mapping[str, str], region: str) -> tuple[str, str | None] | None:
-        """Answer what is about images: an error's code and None, or nothing and the inner XML. None for what is not."""
+    def answer(self, action: str, parameters: Mapping[str, str], region: str) -> tuple[str, str | None] | None:
+        """Answer requests about images: an error code and None, or "" and the inner XML; None for other requests."""
         own = {
             "CreateImage": self._create,
             "DescribeImages": self._describe,
@@ -104,17 +103,17 @@ class FakeImages:
             "CreateTags": self._tag,
             "RunInstances": self._refuse_what_is_not_there,
         }
-        return own[action](words, region) if action in own else None
+        return own[action](parameters, region) if action in own else None
 
-    # ── the actions ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── actions ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _create(self, words: Mapping[str, str], region: str) -> tuple[str, str | None]:
-        if any((image.region, image.name) == (region, words["Name"]) for image in self.images.values()):
+    def _create(self, parameters: Mapping[str, str], region: str) -> tuple[str, str | None]:
+        if any((image.region, image.name) == (region, parameters["Name"]) for image in self.images.values()):
             return "InvalidAMIName.Duplicate", None
-        assert words["NoReboot"] == "true"
-        self.on_create(words["InstanceId"])
-        volume, gb = self.disk_of(words["InstanceId"])
-        tags = _tag_specifications(words)
+        assert parameters["NoReboot"] == "true"
+        self.on_create(parameters["InstanceId"])
+        volume, gb = self.disk_of(parameters["InstanceId"])
+        tags = _tag_specifications(parameters)
         number = next(self._numbers)
         snapshot = Snapshot(
             f"snap-{number:017x}",
@@ -128,8 +127,8 @@ class FakeImages:
         image = Image(
             f"ami-{number:017x}",
             region,
-            words["Name"],
-            words["InstanceId"],
+            parameters["Name"],
+            parameters["InstanceId"],
             gb,
             tags["image"],
             [snapshot.id],
@@ -139,8 +138,8 @@ class FakeImages:
         self.images[image.id] = image
         return "", f"<imageId>{image.id}</imageId>"
 
-    def _describe(self, words: Mapping[str, str], region: str) -> tuple[str, str | None]:
-        if (wanted := words.get("ImageId.1")) is not None:
+    def _describe(self, parameters: Mapping[str, str], region: str) -> tuple[str, str | None]:
+        if (wanted := parameters.get("ImageId.1")) is not None:
             if wanted in self.images:
                 return "", f"<imagesSet>{_image(self.images[wanted])}</imagesSet>"
             if wanted not in self.public:
@@ -149,8 +148,8 @@ class FakeImages:
                 "",
                 f"<imagesSet>{_image(Image(wanted, region, wanted, '', self.public[wanted], {}, [], 'available'))}</imagesSet>",
             )
-        assert words["Owner.1"] == "self"
-        filters = _filters(words)
+        assert parameters["Owner.1"] == "self"
+        filters = _filters(parameters)
         found = [
             image
             for image in self.images.values()
@@ -159,9 +158,9 @@ class FakeImages:
         ]
         return "", f"<imagesSet>{''.join(map(_image, found))}</imagesSet>"
 
-    def _describe_snapshots(self, words: Mapping[str, str], region: str) -> tuple[str, str | None]:
-        assert words["Owner.1"] == "self"
-        filters, found = _filters(words), []
+    def _describe_snapshots(self, parameters: Mapping[str, str], region: str) -> tuple[str, str | None]:
+        assert parameters["Owner.1"] == "self"
+        filters, found = _filters(parameters), []
         for snapshot in self.snapshots.values():
             if snapshot.region == region and _passes(
                 filters, snapshot.tags, {"volume-id": snapshot.volume, "status": snapshot.state}
@@ -172,13 +171,13 @@ class FakeImages:
                     found.append(snapshot)
         return "", f"<snapshotSet>{''.join(map(_snapshot, found))}</snapshotSet>"
 
-    def _deregister(self, words: Mapping[str, str], _: str) -> tuple[str, str | None]:
-        if self.images.pop(words["ImageId"], None) is None:
+    def _deregister(self, parameters: Mapping[str, str], _: str) -> tuple[str, str | None]:
+        if self.images.pop(parameters["ImageId"], None) is None:
             return "InvalidAMIID.Unavailable", None
         return "", "<return>true</return>"
 
-    def _delete_snapshot(self, words: Mapping[str, str], _: str) -> tuple[str, str | None]:
-        wanted = words["SnapshotId"]
+    def _delete_snapshot(self, parameters: Mapping[str, str], _: str) -> tuple[str, str | None]:
+        wanted = parameters["SnapshotId"]
         if any(wanted in image.snapshots for image in self.images.values()):
             return "InvalidSnapshot.InUse", None
         return (
@@ -187,18 +186,18 @@ class FakeImages:
             else ("InvalidSnapshot.NotFound", None)
         )
 
-    def _tag(self, words: Mapping[str, str], _: str) -> tuple[str, str | None] | None:
-        ids = [value for name, value in words.items() if name.startswith("ResourceId.")]
+    def _tag(self, parameters: Mapping[str, str], _: str) -> tuple[str, str | None] | None:
+        ids = [value for name, value in parameters.items() if name.startswith("ResourceId.")]
         if not all(one.startswith("ami-") for one in ids):
             return None
         if missing := [one for one in ids if one not in self.images]:
             return f"InvalidAMIID.NotFound {missing}", None
         for one in ids:
-            self.images[one].tags |= _pairs(words, "Tag")
+            self.images[one].tags |= _pairs(parameters, "Tag")
         return "", "<return>true</return>"
 
-    def _refuse_what_is_not_there(self, words: Mapping[str, str], region: str) -> tuple[str, str | None] | None:
-        wanted = words.get("ImageId", "")
+    def _refuse_what_is_not_there(self, parameters: Mapping[str, str], region: str) -> tuple[str, str | None] | None:
+        wanted = parameters.get("ImageId", "")
         if not wanted.startswith("ami-0000"):
             return None
         image = self.images.get(wanted)
@@ -207,31 +206,35 @@ class FakeImages:
         return None if image.state == "available" else ("InvalidAMIID.Unavailable", None)
 
 
-# ── how requests are read ────────────────────────────────────────────────────────────────────────────────────────────
+# ── reading of requests ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _pairs(words: Mapping[str, str], prefix: str) -> dict[str, str]:
+def _pairs(parameters: Mapping[str, str], prefix: str) -> dict[str, str]:
     keys = {
         name.removesuffix("Key"): value
-        for name, value in words.items()
+        for name, value in parameters.items()
         if re.fullmatch(rf"{re.escape(prefix)}\.[0-9]+\.Key", name)
     }
-    return {key: words[f"{place}Value"] for place, key in keys.items()}
+    return {key: parameters[f"{place}Value"] for place, key in keys.items()}
 
 
-def _tag_specifications(words: Mapping[str, str]) -> dict[str, dict[str, str]]:
+def _tag_specifications(parameters: Mapping[str, str]) -> dict[str, dict[str, str]]:
     kinds = {
-        name.removesuffix(".ResourceType"): value for name, value in words.items() if name.endswith(".ResourceType")
+        name.removesuffix(".ResourceType"): value
+        for name, value in parameters.items()
+        if name.endswith(".ResourceType")
     }
-    return {kind: _pairs(words, f"{place}.Tag") for place, kind in kinds.items()}
+    return {kind: _pairs(parameters, f"{place}.Tag") for place, kind in kinds.items()}
 
 
-def _filters(words: Mapping[str, str]) -> dict[str, list[str]]:
+def _filters(parameters: Mapping[str, str]) -> dict[str, list[str]]:
     names = {
-        name.removesuffix("Name"): value for name, value in words.items() if re.fullmatch(r"Filter\.[0-9]+\.Name", name)
+        name.removesuffix("Name"): value
+        for name, value in parameters.items()
+        if re.fullmatch(r"Filter\.[0-9]+\.Name", name)
     }
     return {
-        name: [value for key, value in words.items() if key.startswith(f"{place}Value.")]
+        name: [value for key, value in parameters.items() if key.startswith(f"{place}Value.")]
         for place, name in names.items()
     }
 
@@ -249,7 +252,7 @@ def _passes(filters: Mapping[str, list[str]], tags: Mapping[str, str], fields: M
     return True
 
 
-# ── how answers are written ──────────────────────────────────────────────────────────────────────────────────────────
+# ── writing of answers ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _tag_set(tags: Mapping[str, str]) -> str:

@@ -1,8 +1,8 @@
-"""A fake of EC2's metadata service (IMDSv2), as far as the notices before a spot machine is taken back go.
+"""A fake of EC2's metadata service (IMDSv2), only for preemption notices.
 
 In a test: `with FakeMetadata(folder) as service:`. On a host of the test bed, as a program: `python3 fake_metadata.py
-FOLDER ADDRESS PORT`. What lies in the folder as `instance-action` or `rebalance` is served; what does not is 404.
-Standard library only.
+FOLDER ADDRESS PORT`. The files `instance-action` and `rebalance` of the folder are served; a missing file is 404. It
+uses only the standard library.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ PATHS = {
 
 
 def instance_action(seconds_left: float, action: str = "terminate") -> str:
-    """Return what is served so long before a machine is taken."""
+    """Return the notice that is served this long before a machine is preempted."""
     return json.dumps({"action": action, "time": stamp(time.time() + seconds_left)})
 
 
 def stamp(seconds: float) -> str:
-    """Return a time as EC2 writes it."""
+    """Return a time in EC2's format."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 class FakeMetadata:
     """A service on an address of this machine; a context manager.
 
-    A test may let its tokens run out, have it hang, or fail with a status.
+    A test may expire its tokens, let it hang, or let it fail with a status.
     """
 
     def __init__(self, folder: Path, address: str = "127.0.0.1", port: int = 0) -> None:
@@ -81,7 +81,7 @@ class FakeMetadata:
                 self.wfile.write(body.encode())
 
             def log_message(self, *_: object) -> None:
-                """Say nothing."""
+                """Log nothing."""
 
         self._server = ThreadingHTTPServer((address, port), Handler)
         self._server.daemon_threads = False
@@ -101,7 +101,7 @@ class FakeMetadata:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """Its URL."""
         return "http://{}:{}".format(*self._server.server_address[:2])
 
 

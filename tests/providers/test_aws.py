@@ -1,4 +1,4 @@
-"""AWS: the contract of every cloud, and what is EC2's own."""
+"""AWS: the contract of every cloud, and behaviour of EC2 alone."""
 
 from __future__ import annotations
 
@@ -142,11 +142,11 @@ def of_type(name: str, region: str = "us-east-1", **fields: Any) -> Offer:
 
 
 def zones_asked(cloud: FakeAWS) -> list[str]:
-    return [cloud.subnet_zone(asked) for asked in cloud.asked if asked.action == "RunInstances"]
+    return [cloud.subnet_zone(request) for request in cloud.requests if request.action == "RunInstances"]
 
 
-def user_data(words: dict[str, Any]) -> bytes:
-    return base64.b64decode(words["UserData"])
+def user_data(parameters: dict[str, Any]) -> bytes:
+    return base64.b64decode(parameters["UserData"])
 
 
 def groups(cloud: FakeAWS, region: str = "us-east-1") -> list[Any]:
@@ -198,8 +198,8 @@ def every_type() -> dict[str, dict[str, Any]]:
         ("c7i.xlarge", (0, None, None, None)),
     ],
 )
-def test_a_chip_is_called_as_in_the_catalogue(name: str, chips: tuple[Any, ...]) -> None:
-    """With the catalogue's memory, by AWS's own descriptions of its types."""
+def test_a_chip_has_its_catalogue_name_and_memory(name: str, chips: tuple[Any, ...]) -> None:
+    """The input is AWS's own descriptions of its types."""
     machine = offers.machine_of(every_type()[name], "us-east-1")
     assert machine is not None
     offer = machine[0]
@@ -207,13 +207,13 @@ def test_a_chip_is_called_as_in_the_catalogue(name: str, chips: tuple[Any, ...])
 
 
 @pytest.mark.parametrize("name", ["g6f.xlarge", "gr6f.4xlarge", "dl2q.24xlarge", "vt1.3xlarge", "f2.6xlarge"])
-def test_parts_of_a_chip_and_chips_that_we_do_not_know_are_not_offered(name: str) -> None:
-    """Rather than taken for a machine with none."""
+def test_parts_of_a_chip_and_unknown_chips_are_not_offered(name: str) -> None:
+    """Such a type must not count as a machine without chips."""
     assert offers.machine_of(every_type()[name], "us-east-1") is None
 
 
-def test_every_type_with_a_chip_answers_to_its_wish() -> None:
-    """All that AWS describes with GPUs or Neuron devices, whole ones: the wish for its chip and memory finds it."""
+def test_requirements_for_a_chip_match_each_type_that_has_it() -> None:
+    """It covers all types of AWS with whole GPUs or Neuron devices."""
     found = 0
     for kind in every_type().values():
         if kind.get("GpuInfo") or kind.get("NeuronInfo"):
@@ -229,15 +229,15 @@ def test_every_type_with_a_chip_answers_to_its_wish() -> None:
     assert found > 60
 
 
-def test_our_own_table_is_of_types_that_there_are() -> None:
-    """And of prices that can be."""
+def test_our_price_table_has_only_existing_types() -> None:
+    """Its prices are plausible too."""
     gone = {name for name in prices.PRICES if name not in every_type()}
     assert {name.split(".")[0] for name in gone} <= {"g4ad"}
     assert all(0 < price < 200 for price in prices.PRICES.values())
 
 
 def test_prices_come_from_the_price_list(cloud: FakeAWS) -> None:
-    """All pages of it, of its region alone, and Local Zones cost more."""
+    """All pages are read, only of the region itself: Local Zones cost more."""
     cloud.list_prices = {
         ("us-east-1", "g4dn.xlarge"): 0.5,
         ("us-east-1", "g4dn.2xlarge"): 0.7,
@@ -245,15 +245,15 @@ def test_prices_come_from_the_price_list(cloud: FakeAWS) -> None:
     }
     sold = make(cloud).offers(Requirements(accelerator=parse("T4")))
     assert {offer.instance_type: offer.price_per_hour for offer in sold} == {"g4dn.xlarge": 0.5, "g4dn.2xlarge": 0.7}
-    assert all(words["Filters"] for words in cloud.words("GetProducts"))
+    assert all(parameters["Filters"] for parameters in cloud.parameters("GetProducts"))
     sold = make(cloud).offers(Requirements(vcpus=4))
     assert {offer.instance_type: offer.price_per_hour for offer in sold} == {"g4dn.xlarge": 0.5, "g4dn.2xlarge": 0.7}
 
 
 def test_the_disk_and_the_public_address_are_counted(cloud: FakeAWS) -> None:
-    """$0.08 per GB and month and $0.005 an hour (price pages, 2026-11-22); of a machine that is found again too.
+    """A listed machine has these extras too; its price tag has only the machine's own price.
 
-    Its tags carry its own price alone.
+    $0.08 per GB and month, $0.005 an hour (price pages, 2026-11-22).
     """
     provider = make(cloud, disk_gb=450)
     (offer,) = (offer for offer in provider.offers(T4) if not offer.is_spot)
@@ -270,8 +270,8 @@ def test_the_disk_and_the_public_address_are_counted(cloud: FakeAWS) -> None:
     ]
 
 
-def test_without_the_right_to_ask_for_prices_our_table_stands_in(cloud: FakeAWS) -> None:
-    """It is us-east-1's, and an estimate elsewhere; a type that it does not have is not sold on demand."""
+def test_without_the_right_to_read_the_price_list_our_table_is_used(cloud: FakeAWS) -> None:
+    """It has prices of us-east-1, which are an estimate elsewhere. A type that it lacks is not sold on demand."""
     cloud.list_prices = None
     (offer,) = make(cloud).offers(T4)
     assert offer.price_per_hour == prices.PRICES["g4dn.xlarge"] == 0.526
@@ -280,8 +280,8 @@ def test_without_the_right_to_ask_for_prices_our_table_stands_in(cloud: FakeAWS)
     assert make(cloud).offers(Requirements(instance_type="r7i.large")) == []
 
 
-def test_spot_is_offered_at_each_price_that_a_zone_has_now(cloud: FakeAWS) -> None:
-    """Older prices and Local Zones left out; the price on demand stands beside it."""
+def test_spot_is_offered_at_the_present_price_of_each_zone(cloud: FakeAWS) -> None:
+    """Older prices and Local Zones are left out; the offer also has the on-demand price."""
     cloud.spot = {
         ("g4dn.xlarge", "us-east-1a"): 0.3,
         ("g4dn.xlarge", "us-east-1c"): 0.2,
@@ -289,15 +289,15 @@ def test_spot_is_offered_at_each_price_that_a_zone_has_now(cloud: FakeAWS) -> No
     }
     spot = [offer for offer in make(cloud).offers(T4) if offer.is_spot]
     assert [(offer.price_per_hour, offer.on_demand_price_per_hour) for offer in spot] == [(0.2, 0.526), (0.3, 0.526)]
-    (words,) = {
-        json.dumps({name: value for name, value in words.items() if name.startswith("Product")})
-        for words in cloud.words("DescribeSpotPriceHistory")
+    (parameters,) = {
+        json.dumps({name: value for name, value in parameters.items() if name.startswith("Product")})
+        for parameters in cloud.parameters("DescribeSpotPriceHistory")
     }
-    assert json.loads(words) == {"ProductDescription.1": "Linux/UNIX"}
+    assert json.loads(parameters) == {"ProductDescription.1": "Linux/UNIX"}
 
 
 def test_spot_is_offered_for_the_zones_of_the_given_subnets(cloud: FakeAWS) -> None:
-    """A price in another zone is of no use."""
+    """Prices of other zones are ignored."""
     cloud.spot = {("g4dn.xlarge", "us-east-1a"): 0.3, ("g4dn.xlarge", "us-east-1c"): 0.2}
     subnets = {subnet.availability_zone: subnet.id for subnet in cloud.backend().describe_subnets()}
     (spot,) = [offer for offer in make(cloud, subnet_ids=(subnets["us-east-1a"],)).offers(T4) if offer.is_spot]
@@ -305,7 +305,7 @@ def test_spot_is_offered_for_the_zones_of_the_given_subnets(cloud: FakeAWS) -> N
 
 
 def test_spot_above_an_estimate_has_no_price_on_demand(cloud: FakeAWS) -> None:
-    """And a type without a price on demand is sold as spot alone, as p5e is."""
+    """A type without an on-demand price is offered only as spot; p5e is such a type."""
     cloud.list_prices = None
     cloud.spot = {("g4dn.xlarge", "eu-west-1a"): 0.6, ("p5e.48xlarge", "eu-west-1a"): 20.0}
     sold = make(cloud, region="eu-west-1").offers(T4)
@@ -317,13 +317,13 @@ def test_spot_above_an_estimate_has_no_price_on_demand(cloud: FakeAWS) -> None:
     assert [(offer.is_spot, offer.on_demand_price_per_hour) for offer in sold] == [(True, None)]
 
 
-def test_machines_that_are_no_linux_are_not_offered(cloud: FakeAWS) -> None:
+def test_types_that_cannot_run_linux_are_not_offered(cloud: FakeAWS) -> None:
     """Macs have processors of their own."""
     cloud.list_prices = {("us-east-1", "mac2.metal"): 0.65}
     assert make(cloud).offers(Requirements(instance_type="mac2.metal")) == []
 
 
-def test_chips_without_an_image_are_offered_with_one(cloud: FakeAWS) -> None:
+def test_chips_without_an_image_of_aws_are_offered_only_with_ami(cloud: FakeAWS) -> None:
     """AWS's images have no driver for V100s any more."""
     cloud.list_prices = None
     want = Requirements(accelerator=parse("V100-32GB"))
@@ -331,8 +331,8 @@ def test_chips_without_an_image_are_offered_with_one(cloud: FakeAWS) -> None:
     assert [offer.instance_type for offer in make(cloud, ami="ami-1").offers(want)] == ["p3dn.24xlarge"]
 
 
-def test_offers_of_several_regions(cloud: FakeAWS) -> None:
-    """Each with its own prices."""
+def test_offers_of_several_regions_have_their_own_prices(cloud: FakeAWS) -> None:
+    """There is an offer for each region."""
     cloud.list_prices = {("us-east-1", "g4dn.xlarge"): 0.5, ("us-west-2", "g4dn.xlarge"): 0.6}
     sold = make(cloud, region=("us-east-1", "us-west-2")).offers(T4)
     assert {offer.region: offer.price_per_hour for offer in sold} == {"us-east-1": 0.5, "us-west-2": 0.6}
@@ -347,12 +347,12 @@ BOTH = ("us-west-2", "us-east-1")
 
 
 @pytest.mark.parametrize(("code", "status"), [("AuthFailure", 401), ("Unavailable", 503), ("", 0)])
-def test_a_region_that_cannot_be_asked_takes_no_other_with_it(
+def test_a_region_that_does_not_answer_is_left_out_with_a_warning(
     cloud: FakeAWS, caplog: pytest.LogCaptureFixture, code: str, status: int
 ) -> None:
-    """One that the account has not enabled, one that is out, and one without a place for machines: the log tells it."""
+    """The account has not enabled it, it has an outage, or it has no subnet for machines."""
     if code:
-        cloud.fail("*", code, status, times=999, when=lambda asked: asked.region == "us-west-2")
+        cloud.fail("*", code, status, times=999, when=lambda request: request.region == "us-west-2")
     else:
         take_subnets(cloud, "us-west-2")
     provider = make(cloud, region=BOTH)
@@ -367,12 +367,12 @@ def test_a_region_that_cannot_be_asked_takes_no_other_with_it(
 @pytest.mark.parametrize(
     ("code", "status", "error"), [("AuthFailure", 401, CredentialsError), ("Unavailable", 503, ProviderFailed)]
 )
-def test_what_only_a_region_that_cannot_be_asked_may_have_is_not_told_as_sold_out(
+def test_a_region_that_does_not_answer_is_an_error_if_no_other_region_matches(
     cloud: FakeAWS, code: str, status: int, error: type[SkywardError]
 ) -> None:
-    """Nor when none can be asked; each of them is told."""
+    """If no region answers, the error names each of them."""
     cloud.list_prices = {("us-west-2", "g4dn.xlarge"): 0.6, ("us-east-1", "g4dn.12xlarge"): 3.9}
-    cloud.fail("*", code, status, times=9999, when=lambda asked: asked.region == "us-west-2")
+    cloud.fail("*", code, status, times=9999, when=lambda request: request.region == "us-west-2")
     provider = make(cloud, region=BOTH)
     with pytest.raises(error, match="in us-west-2") as caught:
         provider.offers(T4)
@@ -383,12 +383,12 @@ def test_what_only_a_region_that_cannot_be_asked_may_have_is_not_told_as_sold_ou
             verb()
 
 
-def test_a_region_that_the_account_has_not_enabled_keeps_no_pool_from_being_known_to_be_gone(
+def test_a_region_that_is_not_enabled_does_not_hide_that_a_pool_is_gone(
     cloud: FakeAWS, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever asks: the pool that rented the machine, and the reaper or a sweep after it, which remember nothing.
+    """It holds for the pool's provider, and for the reaper and a sweep, which have no memory.
 
-    AWS itself says that it is not enabled.
+    AWS reports the region's state.
     """
     cloud.not_enabled = {"us-west-2"}
     provider = make(cloud, region=BOTH)
@@ -401,9 +401,9 @@ def test_a_region_that_the_account_has_not_enabled_keeps_no_pool_from_being_know
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])
-def test_a_region_that_only_refuses_us_is_no_empty_one(cloud: FakeAWS, *, is_enabled: bool) -> None:
-    """It is enabled, or nobody says whether it is: there may be machines."""
-    cloud.fail("*", "AuthFailure", 401, times=9999, when=lambda asked: asked.region == "us-west-2")
+def test_a_region_that_refuses_the_credentials_does_not_count_as_empty(cloud: FakeAWS, *, is_enabled: bool) -> None:
+    """It is enabled, or its state is unknown: it may have machines."""
+    cloud.fail("*", "AuthFailure", 401, times=9999, when=lambda request: request.region == "us-west-2")
     if not is_enabled:
         cloud.fail("DescribeRegions", "UnauthorizedOperation", 403, times=9999)
     provider = make(cloud, region=BOTH)
@@ -413,9 +413,10 @@ def test_a_region_that_only_refuses_us_is_no_empty_one(cloud: FakeAWS, *, is_ena
         provider.terminate(["i-0123456789abcdef0"])
 
 
-def test_a_machine_that_aws_does_not_know_yet_is_not_gone(cloud: FakeAWS) -> None:
-    """`InvalidInstanceID.NotFound` comes for seconds after RunInstances; a minute after it, and of a machine of
-    nobody's, it is what it says.
+def test_a_recent_machine_that_aws_does_not_know_is_not_gone(cloud: FakeAWS) -> None:
+    """`InvalidInstanceID.NotFound` occurs for seconds after RunInstances.
+
+    A minute later, and for another client's machine, it means that the machine is gone.
     """
     provider = make(cloud)
     (machine,) = provider.launch(provider.offers(T4)[0], 1, tags(), STARTUP)
@@ -433,10 +434,12 @@ def test_a_machine_that_aws_does_not_know_yet_is_not_gone(cloud: FakeAWS) -> Non
             provider.terminate([machine.id])
 
 
-def test_regions_without_a_place_and_an_outage_are_an_outage(cloud: FakeAWS) -> None:
-    """Whichever comes first: waiting may mend it. All without a place say what to do."""
+def test_regions_without_subnets_and_an_outage_are_reported_as_an_outage(cloud: FakeAWS) -> None:
+    """The order does not matter, because a later try may work. If no region has a subnet, the error has advice."""
     take_subnets(cloud, "us-west-2")
-    cloud.fail("DescribeInstanceTypes", "Unavailable", 503, times=99, when=lambda asked: asked.region == "us-east-1")
+    cloud.fail(
+        "DescribeInstanceTypes", "Unavailable", 503, times=99, when=lambda request: request.region == "us-east-1"
+    )
     with pytest.raises(ProviderFailed, match=r"us-west-2 has no default subnets.*; .*in us-east-1"):
         make(cloud, region=BOTH).offers(T4)
     cloud.faults.clear()
@@ -445,19 +448,19 @@ def test_regions_without_a_place_and_an_outage_are_an_outage(cloud: FakeAWS) -> 
         make(cloud, region=BOTH).offers(T4)
 
 
-def test_a_mistake_in_a_region_is_told(cloud: FakeAWS) -> None:
+def test_an_invalid_request_in_one_region_is_raised(cloud: FakeAWS) -> None:
     """It is no reason to leave the region out."""
     cloud.fail(
-        "DescribeInstanceTypes", "InvalidParameterValue", times=9, when=lambda asked: asked.region == "us-west-2"
+        "DescribeInstanceTypes", "InvalidParameterValue", times=9, when=lambda request: request.region == "us-west-2"
     )
     with pytest.raises(sky.BadRequest, match="in us-west-2"):
         make(cloud, region=BOTH).offers(T4)
 
 
-def test_without_the_right_to_ask_for_spot_prices_there_is_what_is_sold_on_demand(
+def test_without_the_right_to_read_spot_prices_only_on_demand_is_offered(
     cloud: FakeAWS, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log names the right; any other refusal of the credentials is told."""
+    """The log names the missing right; any other refusal of the credentials is raised."""
     cloud.spot = {("g4dn.xlarge", "us-east-1a"): 0.2}
     cloud.fail("DescribeSpotPriceHistory", "UnauthorizedOperation", 403)
     assert [offer.is_spot for offer in make(cloud).offers(T4)] == [False]
@@ -476,10 +479,10 @@ def test_without_the_right_to_ask_for_spot_prices_there_is_what_is_sold_on_deman
         ({"instance_type": "t4g.nano"}, {"t4g.nano"}),
     ],
 )
-def test_who_says_nothing_of_memory_gets_enough_for_a_node(
+def test_without_a_memory_requirement_offers_have_enough_for_a_node(
     cloud: FakeAWS, wish: dict[str, Any], names: set[str]
 ) -> None:
-    """2 GB; smaller ones are there for who asks for little, or for that type."""
+    """It is 2 GB; smaller machines are offered for a smaller requirement, or for a named type."""
     cloud.list_prices = {
         ("us-east-1", name): price
         for name, price in (("t4g.nano", 0.0042), ("t3.micro", 0.01), ("t4g.small", 0.017), ("m7i.large", 0.1))
@@ -487,10 +490,8 @@ def test_who_says_nothing_of_memory_gets_enough_for_a_node(
     assert {offer.instance_type for offer in make(cloud).offers(Requirements(**wish))} == names
 
 
-def test_a_machine_says_which_processor_it_has(cloud: FakeAWS) -> None:
-    """The cheapest for who asks for nothing has another one than most clients, and is prepared as what it is; who asks
-    for one gets no other.
-    """
+def test_an_offer_has_the_processor_of_its_type(cloud: FakeAWS) -> None:
+    """The cheapest type may have another processor than the client; a requirement selects only its own."""
     cloud.list_prices = {("us-east-1", name): price for name, price in (("t4g.small", 0.017), ("m7i.large", 0.1))}
     assert {offer.instance_type: offer.architecture for offer in make(cloud).offers(Requirements())} == {
         "t4g.small": "arm64",
@@ -500,8 +501,8 @@ def test_a_machine_says_which_processor_it_has(cloud: FakeAWS) -> None:
         assert {offer.instance_type for offer in make(cloud).offers(Requirements(architecture=architecture))} == {name}
 
 
-def test_the_list_of_prices_has_what_is_asked_for_by_name(cloud: FakeAWS, tmp_path: Path) -> None:
-    """What is kept of an answer to all is no answer to who asks for little."""
+def test_a_named_type_is_found_though_other_offers_are_cached(cloud: FakeAWS, tmp_path: Path) -> None:
+    """A cached answer for all types does not answer a request for small ones."""
     cloud.list_prices = {("us-east-1", "t4g.nano"): 0.0042, ("us-east-1", "t4g.small"): 0.017}
     for wish, name in (({}, "t4g.small"), ({"instance_type": "t4g.nano"}, "t4g.nano")):
         assert [offer.instance_type for offer in price_list([make(cloud)], Requirements(**wish), tmp_path)] == [name]
@@ -510,68 +511,68 @@ def test_the_list_of_prices_has_what_is_asked_for_by_name(cloud: FakeAWS, tmp_pa
 # ── the creating call ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_creating_call_says_it_all(cloud: FakeAWS) -> None:
-    """All machines or none, tagged in the call, gone when they power off, with a disk that goes with them; no key
-    pair.
-    """
+def test_the_creating_call_has_all_parameters(cloud: FakeAWS) -> None:
+    """All machines or none; tagged in the call; terminated at power off, with their disks; without an EC2 key pair."""
     make(cloud, instance_profile="trainer").offers(T4)
     cloud.fail("RunInstances", "InvalidParameterValue", times=1)
     with pytest.raises(sky.BadRequest):
         make(cloud, instance_profile="trainer").launch(OFFER, 3, tags(), STARTUP)
-    (words,) = cloud.words("RunInstances")
-    assert (words["MinCount"], words["MaxCount"]) == ("3", "3")
-    assert words["InstanceInitiatedShutdownBehavior"] == "terminate"
-    assert words["MetadataOptions.HttpTokens"] == "required"
-    assert words["IamInstanceProfile.Name"] == "trainer"
-    assert words["NetworkInterface.1.AssociatePublicIpAddress"] == "true"
-    disk = {name.rpartition(".")[2]: value for name, value in words.items() if name.startswith("BlockDeviceMapping.1.")}
+    (parameters,) = cloud.parameters("RunInstances")
+    assert (parameters["MinCount"], parameters["MaxCount"]) == ("3", "3")
+    assert parameters["InstanceInitiatedShutdownBehavior"] == "terminate"
+    assert parameters["MetadataOptions.HttpTokens"] == "required"
+    assert parameters["IamInstanceProfile.Name"] == "trainer"
+    assert parameters["NetworkInterface.1.AssociatePublicIpAddress"] == "true"
+    disk = {
+        name.rpartition(".")[2]: value for name, value in parameters.items() if name.startswith("BlockDeviceMapping.1.")
+    }
     assert disk == {"DeviceName": "/dev/sda1", "VolumeSize": "100", "VolumeType": "gp3", "DeleteOnTermination": "true"}
-    assert {words[f"TagSpecification.{n}.ResourceType"] for n in (1, 2, 3)} == {
+    assert {parameters[f"TagSpecification.{n}.ResourceType"] for n in (1, 2, 3)} == {
         "instance",
         "volume",
         "network-interface",
     }
-    assert not [name for name in words if name.startswith(("KeyName", "InstanceMarketOptions", "TagSpecification.4"))]
+    assert not [
+        name for name in parameters if name.startswith(("KeyName", "InstanceMarketOptions", "TagSpecification.4"))
+    ]
     assert cloud.alive() == set()
 
 
 @pytest.mark.parametrize("name", ["t2.large", "t3.large", "t3a.large", "t4g.large"])
-def test_a_machine_uses_no_more_cpu_than_is_in_its_price(cloud: FakeAWS, name: str) -> None:
-    """AWS would bill what T3, T3a and T4g use beyond their credits, beside the price that the bill knows; with an image
-    of one's own, too.
-    """
+def test_a_burstable_type_gets_standard_credits(cloud: FakeAWS, name: str) -> None:
+    """AWS would bill CPU of T3, T3a and T4g beyond their credits. It holds with the user's own image too."""
     make(cloud).launch(of_type(name, accelerator=None), 1, tags(), STARTUP)
     make(cloud, ami="ami-0b0700000000000x8").launch(of_type(name, accelerator=None), 1, tags(launch="L1"), STARTUP)
-    assert [words["CreditSpecification.CpuCredits"] for words in cloud.words("RunInstances")] == [
+    assert [parameters["CreditSpecification.CpuCredits"] for parameters in cloud.parameters("RunInstances")] == [
         "standard",
         "standard",
     ]
 
 
-def test_a_machine_without_cpu_credits_is_not_asked_for_with_them(cloud: FakeAWS) -> None:
-    """AWS refuses the word for it."""
+def test_the_credit_parameter_is_left_out_for_other_types(cloud: FakeAWS) -> None:
+    """AWS refuses it for them."""
     make(cloud).launch(of_type("m7i.large", accelerator=None), 1, tags(), STARTUP)
-    assert not [name for words in cloud.words("RunInstances") for name in words if "Credit" in name]
+    assert not [name for parameters in cloud.parameters("RunInstances") for name in parameters if "Credit" in name]
 
 
-def test_a_zone_that_is_sold_out_is_asked_once(cloud: FakeAWS) -> None:
-    """Its answer is a 500, which the SDK would repeat; the next zone has them all, or none of them."""
+def test_a_sold_out_zone_is_tried_once(cloud: FakeAWS) -> None:
+    """Its answer is a 500, which the SDK would retry. The next zone creates all machines, or none."""
     cloud.fail(
         "RunInstances",
         "InsufficientInstanceCapacity",
         500,
         times=9,
-        when=lambda asked: cloud.subnet_zone(asked) < "us-east-1c",
+        when=lambda request: cloud.subnet_zone(request) < "us-east-1c",
     )
     launched = make(cloud).launch(OFFER, 2, tags(), STARTUP)
     assert len(launched) == 2
     assert zones_asked(cloud) == ["us-east-1a", "us-east-1b", "us-east-1c"]
-    assert len({words["ClientToken"] for words in cloud.words("RunInstances")}) == 3
+    assert len({parameters["ClientToken"] for parameters in cloud.parameters("RunInstances")}) == 3
 
 
-def test_what_all_zones_have_said_is_told(cloud: FakeAWS) -> None:
-    """The code is of one that sells such machines at all."""
-    cloud.fail("RunInstances", "Unsupported", times=9, when=lambda asked: cloud.subnet_zone(asked) != "us-east-1c")
+def test_the_error_names_the_answers_of_all_zones(cloud: FakeAWS) -> None:
+    """Its code comes from a zone that sells the type at all."""
+    cloud.fail("RunInstances", "Unsupported", times=9, when=lambda request: cloud.subnet_zone(request) != "us-east-1c")
     cloud.fail("RunInstances", "InsufficientInstanceCapacity", 500, times=9)
     with pytest.raises(
         NoCapacity, match=r"us-east-1c \(subnet-\w+\): InsufficientInstanceCapacity, us-east-1d"
@@ -581,8 +582,8 @@ def test_what_all_zones_have_said_is_told(cloud: FakeAWS) -> None:
     assert zones_asked(cloud) == ZONES
 
 
-def test_a_quota_is_the_regions(cloud: FakeAWS) -> None:
-    """No other zone is asked."""
+def test_after_a_quota_error_no_other_zone_is_tried(cloud: FakeAWS) -> None:
+    """The quota holds for the whole region."""
     cloud.fail("RunInstances", "VcpuLimitExceeded", times=9)
     with pytest.raises(QuotaExceeded):
         make(cloud).launch(OFFER, 1, tags(), STARTUP)
@@ -590,18 +591,18 @@ def test_a_quota_is_the_regions(cloud: FakeAWS) -> None:
 
 
 def test_a_call_whose_answer_is_lost_is_sent_again_with_its_token(cloud: FakeAWS) -> None:
-    """EC2 answers the second one with the machines of the first."""
+    """EC2 answers the second call with the machines of the first."""
     cloud.fail("RunInstances", is_done=True)
     launched = make(cloud).launch(OFFER, 2, tags(), STARTUP)
     assert {instance.id for instance in launched} == cloud.alive()
     assert len(launched) == 2
-    first, second = cloud.words("RunInstances")
+    first, second = cloud.parameters("RunInstances")
     assert first == second
     assert len(first["ClientToken"]) <= 64
 
 
-def test_what_goes_on_failing_is_looked_for(cloud: FakeAWS) -> None:
-    """By the tag of the launch, and by its token."""
+def test_after_lost_answers_the_machines_are_looked_for(cloud: FakeAWS) -> None:
+    """They are found by the tag of the launch, and by the token."""
     cloud.fail("RunInstances", is_done=True)
     cloud.fail("RunInstances", "InternalError", 500, times=9)
     launched = make(cloud).launch(OFFER, 2, tags(), STARTUP)
@@ -610,7 +611,7 @@ def test_what_goes_on_failing_is_looked_for(cloud: FakeAWS) -> None:
 
 
 def test_machines_of_another_call_are_not_taken_for_those_of_a_lost_one(cloud: FakeAWS) -> None:
-    """The same launch asked for on demand and then as spot: what is looked for is what this call has made."""
+    """The same launch is tried on demand, then as spot: only machines of the lost call count."""
     cloud.spot = {("g4dn.xlarge", "us-east-1a"): 0.2}
     (there,) = make(cloud).launch(OFFER, 1, tags(), STARTUP)
     cloud.fail("CreateFleet", "InternalError", 500, times=99)
@@ -619,8 +620,8 @@ def test_machines_of_another_call_are_not_taken_for_those_of_a_lost_one(cloud: F
     assert cloud.alive() == {there.id}
 
 
-def test_an_outage_while_creating_is_told_as_such(cloud: FakeAWS) -> None:
-    """It says nothing of the zone: no other is asked, for there may be a machine."""
+def test_an_outage_during_the_creating_call_is_raised_as_such(cloud: FakeAWS) -> None:
+    """No other zone is tried, because a machine may exist."""
     cloud.fail("RunInstances", "InternalError", 500, times=99)
     with pytest.raises(ProviderFailed) as caught:
         make(cloud).launch(OFFER, 1, tags(), STARTUP)
@@ -629,7 +630,7 @@ def test_an_outage_while_creating_is_told_as_such(cloud: FakeAWS) -> None:
 
 
 def test_throttling_of_the_creating_call_is_waited_out(cloud: FakeAWS) -> None:
-    """Once is nothing; for ever is RateLimited."""
+    """Throttling without end is RateLimited."""
     cloud.fail("RunInstances", "RequestLimitExceeded", 503)
     assert len(make(cloud).launch(OFFER, 1, tags(), STARTUP)) == 1
     cloud.fail("RunInstances", "RequestLimitExceeded", 503, times=99)
@@ -638,8 +639,8 @@ def test_throttling_of_the_creating_call_is_waited_out(cloud: FakeAWS) -> None:
     assert caught.value.code == "RequestLimitExceeded"
 
 
-def test_a_token_is_of_launch_place_and_market(cloud: FakeAWS) -> None:
-    """With other words than before, EC2 refuses a token."""
+def test_the_token_depends_on_launch_place_and_market(cloud: FakeAWS) -> None:
+    """EC2 refuses a token with other parameters than before."""
     cloud.spot = {("g4dn.xlarge", "us-east-1a"): 0.2}
     for offer, count, launch in (
         (OFFER, 1, "L1"),
@@ -650,28 +651,35 @@ def test_a_token_is_of_launch_place_and_market(cloud: FakeAWS) -> None:
     ):
         make(cloud).launch(offer, count, tags(launch=launch), STARTUP)
     assert (
-        len({words["ClientToken"] for action in ("RunInstances", "CreateFleet") for words in cloud.words(action)}) == 5
+        len(
+            {
+                parameters["ClientToken"]
+                for action in ("RunInstances", "CreateFleet")
+                for parameters in cloud.parameters(action)
+            }
+        )
+        == 5
     )
 
 
-def test_many_machines_are_one_call(cloud: FakeAWS) -> None:
-    """64 of them, over more than one page of a listing."""
+def test_many_machines_are_created_by_one_call(cloud: FakeAWS) -> None:
+    """64 machines, over several pages of a listing."""
     began = time.monotonic()
     launched = make(cloud).launch(OFFER, 64, tags(), STARTUP)
     assert [instance.rank for instance in launched] == list(range(64))
-    assert len(cloud.words("RunInstances")) == 1
-    assert len(cloud.asked) < 20
+    assert len(cloud.parameters("RunInstances")) == 1
+    assert len(cloud.requests) < 20
     assert time.monotonic() - began < 30
 
 
-# ── what a machine comes up with ─────────────────────────────────────────────────────────────────────────────────────
+# ── key, user data, image and disk ───────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_machine_knows_its_host_key_and_ours(cloud: FakeAWS) -> None:
-    """From its user data; whoever has our key can tell how it logs in."""
+def test_the_user_data_has_the_host_key_and_our_key(cloud: FakeAWS) -> None:
+    """A client with our key can derive the machine's host key."""
     (machine,) = make(cloud).launch(OFFER, 1, tags(), STARTUP)
     key = our_key()
-    config = json.loads(user_data(cloud.words("RunInstances")[0]).decode().removeprefix("#cloud-config\n"))
+    config = json.loads(user_data(cloud.parameters("RunInstances")[0]).decode().removeprefix("#cloud-config\n"))
     assert config["ssh_authorized_keys"] == [key.public]
     assert config["ssh_keys"]["ed25519_public"] == host_key(tags()[LAUNCH_TAG], key).public
     assert "id=$(cat /var/lib/cloud/data/instance-id)" in config["runcmd"][0][2]
@@ -693,16 +701,16 @@ def test_a_machine_knows_its_host_key_and_ours(cloud: FakeAWS) -> None:
 
 
 def test_long_user_data_is_compressed(cloud: FakeAWS) -> None:
-    """EC2 takes 16 KiB; what is longer even so is refused before anything is made."""
+    """EC2 takes 16 KiB. A longer text is refused before anything is created."""
     long = STARTUP + "".join(f"echo line {n}\n" for n in range(3000))
     make(cloud).launch(OFFER, 1, tags(), long)
-    sent = user_data(cloud.words("RunInstances")[0])
+    sent = user_data(cloud.parameters("RunInstances")[0])
     assert len(sent) <= 16 * 1024
     assert gzip.decompress(sent).startswith(b"#cloud-config\n")
     noise = "# " + "".join(hashlib.sha256(bytes(str(n), "ascii")).hexdigest() for n in range(1000))
     with pytest.raises(sky.BadRequest, match="16384 bytes"):
         make(cloud).launch(OFFER, 1, tags(launch="L1"), noise)
-    assert len(cloud.words("RunInstances")) == 1
+    assert len(cloud.parameters("RunInstances")) == 1
 
 
 @pytest.mark.parametrize(
@@ -716,37 +724,40 @@ def test_long_user_data_is_compressed(cloud: FakeAWS) -> None:
         ("c8g.4xlarge", None, "canonical/ubuntu/server/24.04/stable/current/arm64"),
     ],
 )
-def test_the_image_is_of_the_chip_and_the_processor(
+def test_the_image_fits_the_chip_and_the_processor(
     cloud: FakeAWS, name: str, accelerator: str | None, parameter: str
 ) -> None:
-    """Where AWS says that its latest is."""
+    """Its id comes from AWS's parameter for the latest image."""
     make(cloud).launch(of_type(name, accelerator=accelerator), 1, tags(), STARTUP)
-    (asked,) = cloud.words("GetParameter")
-    assert parameter in asked["Name"]
-    assert cloud.words("RunInstances")[0]["ImageId"] == IMAGES[asked["Name"]]
+    (request,) = cloud.parameters("GetParameter")
+    assert parameter in request["Name"]
+    assert cloud.parameters("RunInstances")[0]["ImageId"] == IMAGES[request["Name"]]
 
 
 def test_a_disk_is_no_smaller_than_its_image(cloud: FakeAWS) -> None:
-    """AWS refuses it otherwise."""
+    """AWS would refuse it."""
     for disk_gb, offer in ((10, of_type("trn1.2xlarge", accelerator="Trainium1")), (500, OFFER)):
         make(cloud, disk_gb=disk_gb).launch(offer, 1, tags(launch=f"L{disk_gb}"), STARTUP)
-    assert [words["BlockDeviceMapping.1.Ebs.VolumeSize"] for words in cloud.words("RunInstances")] == ["120", "500"]
+    assert [parameters["BlockDeviceMapping.1.Ebs.VolumeSize"] for parameters in cloud.parameters("RunInstances")] == [
+        "120",
+        "500",
+    ]
 
 
-def test_an_image_of_ones_own(cloud: FakeAWS) -> None:
-    """Nobody is asked which is the latest; one that is not there is refused."""
+def test_the_users_own_image_is_used(cloud: FakeAWS) -> None:
+    """The latest image of AWS is not looked up. An unknown image is refused."""
     make(cloud, ami="ami-0b0700000000000x8").launch(OFFER, 1, tags(), STARTUP)
-    assert cloud.words("GetParameter") == []
-    assert cloud.words("RunInstances")[0]["ImageId"] == "ami-0b0700000000000x8"
+    assert cloud.parameters("GetParameter") == []
+    assert cloud.parameters("RunInstances")[0]["ImageId"] == "ami-0b0700000000000x8"
     with pytest.raises(sky.BadRequest, match="InvalidAMIID"):
         make(cloud, ami="ami-none").launch(OFFER, 1, tags(launch="L1"), STARTUP)
 
 
-# ── where it is ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── network ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_machines_can_be_logged_in_to_from_here_and_from_each_other(cloud: FakeAWS) -> None:
-    """And from nowhere else; the group of all pools is made once."""
+def test_machines_accept_connections_only_from_this_client_and_each_other(cloud: FakeAWS) -> None:
+    """The security group of all pools is created once."""
     make(cloud).launch(OFFER, 1, tags(), STARTUP)
     make(cloud).launch(OFFER, 1, tags(launch="L1"), STARTUP)
     (group,) = groups(cloud)
@@ -754,23 +765,25 @@ def test_machines_can_be_logged_in_to_from_here_and_from_each_other(cloud: FakeA
     assert [
         pair["GroupId"] for rule in group.ingress_rules for pair in ([rule.source_group] if rule.source_group else [])
     ] == [group.id]
-    assert {words["NetworkInterface.1.SecurityGroupId.1"] for words in cloud.words("RunInstances")} == {group.id}
-    assert len(cloud.words("AuthorizeSecurityGroupIngress")) == 2
+    assert {parameters["NetworkInterface.1.SecurityGroupId.1"] for parameters in cloud.parameters("RunInstances")} == {
+        group.id
+    }
+    assert len(cloud.parameters("AuthorizeSecurityGroupIngress")) == 2
 
 
-def test_another_address_gets_a_rule_of_its_own(cloud: FakeAWS) -> None:
-    """None is widened, and none taken from another client."""
+def test_each_client_address_has_its_own_rule(cloud: FakeAWS) -> None:
+    """No rule is widened, and no rule of another client is removed."""
     make(cloud).launch(OFFER, 1, tags(), STARTUP)
     cloud.address = "198.51.100.200"
     make(cloud).launch(OFFER, 1, tags(launch="L1"), STARTUP)
     make(cloud, ssh_cidr="192.0.2.0/24").launch(OFFER, 1, tags(launch="L2"), STARTUP)
     make(cloud, ssh_cidr="2001:db8::/64").launch(OFFER, 1, tags(launch="L3"), STARTUP)
     assert cidrs(cloud) == {f"{OUR_ADDRESS}/32", "198.51.100.200/32", "192.0.2.0/24", "2001:db8::/64"}
-    assert len([asked for asked in cloud.asked if asked.service == "checkip"]) == 2
+    assert len([request for request in cloud.requests if request.service == "checkip"]) == 2
 
 
-def test_somebody_who_was_quicker_has_made_the_group(cloud: FakeAWS) -> None:
-    """Group and rules that are there by now are no error."""
+def test_a_group_that_another_client_has_created_meanwhile_is_used(cloud: FakeAWS) -> None:
+    """Group and rules that exist already are no error."""
     cloud.fail("CreateSecurityGroup", "InvalidGroup.Duplicate", is_done=True)
     cloud.fail("AuthorizeSecurityGroupIngress", "InvalidPermission.Duplicate", is_done=True, times=2)
     assert len(make(cloud).launch(OFFER, 1, tags(), STARTUP)) == 1
@@ -778,27 +791,27 @@ def test_somebody_who_was_quicker_has_made_the_group(cloud: FakeAWS) -> None:
 
 
 @pytest.mark.parametrize("address", ["<html>", "", "203.0.113.7, 203.0.113.8"])
-def test_without_our_address_nothing_is_opened(cloud: FakeAWS, address: str) -> None:
-    """The way out is told."""
+def test_without_our_public_address_no_port_is_opened(cloud: FakeAWS, address: str) -> None:
+    """The error names the remedy."""
     cloud.address = address
     with pytest.raises(ProviderFailed, match="ssh_cidr="):
         make(cloud).launch(OFFER, 1, tags(), STARTUP)
-    assert cloud.words("RunInstances") == []
+    assert cloud.parameters("RunInstances") == []
     assert groups(cloud) == []
 
 
 def test_private_machines_have_no_public_address(cloud: FakeAWS) -> None:
-    """And are logged in to at their private one, from the network that was named."""
+    """Logins use the private address, from the given network."""
     (machine,) = make(cloud, use_private_ip=True, ssh_cidr="10.0.0.0/8").launch(OFFER, 1, tags(), STARTUP)
     assert machine.ip is None
     assert machine.endpoint is not None
     assert machine.endpoint.host == machine.private_ip
-    assert cloud.words("RunInstances")[0]["NetworkInterface.1.AssociatePublicIpAddress"] == "false"
+    assert cloud.parameters("RunInstances")[0]["NetworkInterface.1.AssociatePublicIpAddress"] == "false"
     assert cidrs(cloud) == {"10.0.0.0/8"}
 
 
 def test_machines_are_put_into_the_given_subnets(cloud: FakeAWS) -> None:
-    """One that is not there is told."""
+    """An unknown subnet is an error."""
     subnets = {subnet.availability_zone: subnet.id for subnet in cloud.backend().describe_subnets()}
     make(cloud, subnet_ids=(subnets["us-east-1d"],)).launch(OFFER, 1, tags(), STARTUP)
     assert zones_asked(cloud) == ["us-east-1d"]
@@ -806,8 +819,8 @@ def test_machines_are_put_into_the_given_subnets(cloud: FakeAWS) -> None:
         make(cloud, subnet_ids=(subnets["us-east-1d"], "subnet-00000000")).launch(OFFER, 1, tags(launch="L1"), STARTUP)
 
 
-def test_a_region_without_a_default_vpc_says_what_to_do(cloud: FakeAWS) -> None:
-    """Before anything is made."""
+def test_a_region_without_a_default_vpc_is_refused_with_advice(cloud: FakeAWS) -> None:
+    """It is refused before anything is created."""
     for subnet in cloud.backend().describe_subnets():
         cloud.backend().delete_subnet(subnet.id)
     with pytest.raises(sky.BadRequest, match="subnet_ids="):
@@ -817,15 +830,15 @@ def test_a_region_without_a_default_vpc_says_what_to_do(cloud: FakeAWS) -> None:
     assert caught.value.code == "VPCIdNotSpecified"
 
 
-# ── until it has an address ──────────────────────────────────────────────────────────────────────────────────────────
+# ── the wait for an address ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_new_machine_is_waited_for(cloud: FakeAWS) -> None:
-    """It is missing in listings, and then has no address; `instances` tells that as it is."""
+def test_launch_waits_until_a_machine_has_an_address(cloud: FakeAWS) -> None:
+    """Listings first lack the machine, then its address; `instances` reports it without one."""
     cloud.hidden_listings, cloud.pending_listings = 2, 3
     (machine,) = make(cloud).launch(OFFER, 1, tags(), STARTUP)
     assert machine.endpoint is not None
-    assert len(cloud.words("DescribeInstances")) == 6
+    assert len(cloud.parameters("DescribeInstances")) == 6
     cloud.hidden_listings = 0
     cloud.fail("DescribeInstances", "InternalError", 500, times=99)
     with pytest.raises(ProviderFailed):
@@ -846,10 +859,10 @@ def test_a_new_machine_is_waited_for(cloud: FakeAWS) -> None:
         ("stopped", "Server.SpotInstanceShutdown", NoCapacity, "SpotInstanceShutdown"),
     ],
 )
-def test_a_machine_that_ends_on_the_way_tells_why(
+def test_a_machine_that_ends_during_launch_is_reported_with_its_reason(
     cloud: FakeAWS, state: str, code: str, error: type[SkywardError], word: str
 ) -> None:
-    """In AWS's own word; one that is stopped is ended, for its disk is paid for."""
+    """The error has AWS's code. A stopped machine is terminated, because its disk is billed."""
     cloud.pending_listings = 9
     cloud.on_listing = lambda: [cloud.put(machine, state, code) for machine in cloud.alive()] and None
     with pytest.raises(error) as caught:
@@ -858,8 +871,8 @@ def test_a_machine_that_ends_on_the_way_tells_why(
     assert cloud.alive() == set()
 
 
-def test_the_others_are_told_if_one_ends_on_the_way(cloud: FakeAWS) -> None:
-    """Fewer than asked for is no error."""
+def test_launch_returns_the_others_if_one_machine_ends(cloud: FakeAWS) -> None:
+    """Fewer machines than requested are no error."""
     cloud.pending_listings = 2
 
     def end_one() -> None:
@@ -872,8 +885,8 @@ def test_the_others_are_told_if_one_ends_on_the_way(cloud: FakeAWS) -> None:
     assert {instance.id for instance in launched} == cloud.alive()
 
 
-def test_a_machine_without_an_address_is_ended(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When its time is up; nothing is left."""
+def test_a_machine_without_an_address_is_terminated(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It happens at the deadline; no machine is left."""
     cloud.pending_listings = 10**9
     monkeypatch.setattr(aws_instances, "ADDRESS_SECONDS", 0.05)
     with pytest.raises(ProviderFailed, match="no address"):
@@ -881,7 +894,7 @@ def test_a_machine_without_an_address_is_ended(cloud: FakeAWS, monkeypatch: pyte
     assert cloud.alive() == set()
 
 
-# ── listing and ending ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── listing and terminating ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -896,23 +909,23 @@ def test_a_machine_without_an_address_is_ended(cloud: FakeAWS, monkeypatch: pyte
         ("levitating", InstanceState.PENDING),
     ],
 )
-def test_a_state_is_told_as_what_it_costs(cloud: FakeAWS, word: str, state: InstanceState | None) -> None:
-    """One that is ending is not paid for and never comes back; one that is off is not gone."""
+def test_a_state_is_reported_by_its_cost(cloud: FakeAWS, word: str, state: InstanceState | None) -> None:
+    """A machine that is ending is not billed and never returns; a stopped one is not gone."""
     (machine,) = make(cloud).launch(OFFER, 1, tags(), STARTUP)
     cloud.put(machine.id, word)
     assert [instance.state for instance in make(cloud).instances(POOL)] == ([] if state is None else [state])
 
 
 def test_all_pages_of_a_listing_are_read(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven launches, five on a page."""
+    """Seven launches, five on each page."""
     monkeypatch.setattr(account, "PAGE", 5)
     for rank in range(7):
         make(cloud).launch(OFFER, 1, tags(first_rank=rank, launch=f"L{rank}"), STARTUP)
     assert sorted(instance.rank for instance in make(cloud).instances(POOL)) == list(range(7))
 
 
-def test_a_listing_survives_tags_that_somebody_has_changed(cloud: FakeAWS) -> None:
-    """The machine must still be found, and ended."""
+def test_a_listing_tolerates_malformed_tags(cloud: FakeAWS) -> None:
+    """The machine must still be found and terminated."""
     (machine,) = make(cloud).launch(OFFER, 1, tags(), STARTUP)
     cloud.machine(machine.id).add_tags({RANK_TAG: "first", aws_launch.PRICE_TAG: "much"})
     cloud.backend().delete_tags([machine.id], {LAUNCH_TAG: None})
@@ -921,7 +934,7 @@ def test_a_listing_survives_tags_that_somebody_has_changed(cloud: FakeAWS) -> No
 
 
 def test_machines_are_listed_without_our_key(cloud: FakeAWS, tmp_path: Path) -> None:
-    """Whoever sweeps need not be able to log in."""
+    """A sweep need not be able to log in."""
     (machine,) = make(cloud).launch(OFFER, 1, tags(), STARTUP)
     elsewhere = make(cloud, ssh_key=str(tmp_path / "none"))
     assert [(instance.id, instance.endpoint) for instance in elsewhere.instances(POOL)] == [(machine.id, None)]
@@ -929,17 +942,20 @@ def test_machines_are_listed_without_our_key(cloud: FakeAWS, tmp_path: Path) -> 
     assert cloud.alive() == set()
 
 
-def test_a_pattern_is_no_name_of_a_pool(cloud: FakeAWS) -> None:
-    """EC2's filters know wildcards."""
+def test_a_pattern_does_not_match_other_pools(cloud: FakeAWS) -> None:
+    """EC2's filters have wildcards."""
     make(cloud).launch(OFFER, 1, tags(), STARTUP)
     assert make(cloud).instances("sky-contract-*") == []
 
 
-def test_one_machine_that_cannot_be_ended_keeps_no_other(cloud: FakeAWS) -> None:
-    """Its id is told; the region fails the whole call because of it."""
+def test_a_machine_that_cannot_be_terminated_does_not_keep_others(cloud: FakeAWS) -> None:
+    """The error names its id; the region fails the whole call because of it."""
     launched = [instance.id for instance in make(cloud).launch(OFFER, 3, tags(), STARTUP)]
     cloud.fail(
-        "TerminateInstances", "OperationNotPermitted", times=9, when=lambda asked: launched[1] in asked.words.values()
+        "TerminateInstances",
+        "OperationNotPermitted",
+        times=9,
+        when=lambda request: launched[1] in request.parameters.values(),
     )
     with pytest.raises(InstancesLeft) as caught:
         make(cloud).terminate(launched)
@@ -947,8 +963,8 @@ def test_one_machine_that_cannot_be_ended_keeps_no_other(cloud: FakeAWS) -> None
     assert cloud.alive() == {launched[1]}
 
 
-def test_machines_of_several_regions_are_listed_and_ended(cloud: FakeAWS) -> None:
-    """An id tells no region: each is asked, and what one does not know another may."""
+def test_machines_of_several_regions_are_listed_and_terminated(cloud: FakeAWS) -> None:
+    """An id does not contain its region, so each region is called."""
     both = make(cloud, region=("us-east-1", "eu-west-1"))
     east = both.launch(OFFER, 2, tags(), STARTUP)
     west = both.launch(of_type("g4dn.xlarge", "eu-west-1"), 1, tags(first_rank=2, launch="L1"), STARTUP)
@@ -961,23 +977,23 @@ def test_machines_of_several_regions_are_listed_and_ended(cloud: FakeAWS) -> Non
     assert cloud.alive() == set()
 
 
-def test_a_region_that_is_out_keeps_what_may_be_there(cloud: FakeAWS) -> None:
-    """What the other one has ended is not among it."""
+def test_a_region_with_an_outage_reports_its_machines_as_left(cloud: FakeAWS) -> None:
+    """Machines that the other region has terminated are not among them."""
     both = make(cloud, region=("us-east-1", "eu-west-1"))
     east = both.launch(OFFER, 1, tags(), STARTUP)
     west = both.launch(of_type("g4dn.xlarge", "eu-west-1"), 1, tags(first_rank=1, launch="L1"), STARTUP)
-    cloud.fail("TerminateInstances", "Unavailable", 503, times=99, when=lambda asked: asked.region == "eu-west-1")
+    cloud.fail("TerminateInstances", "Unavailable", 503, times=99, when=lambda request: request.region == "eu-west-1")
     with pytest.raises(InstancesLeft) as caught:
         both.terminate([east[0].id, west[0].id])
     assert caught.value.ids == (west[0].id,)
     assert cloud.alive() == {west[0].id}
-    cloud.fail("DescribeInstances", "Unavailable", 503, times=99, when=lambda asked: asked.region == "eu-west-1")
+    cloud.fail("DescribeInstances", "Unavailable", 503, times=99, when=lambda request: request.region == "eu-west-1")
     with pytest.raises(ProviderFailed):
         both.instances(POOL)
 
 
-def test_where_a_person_looks(cloud: FakeAWS) -> None:
-    """The console of the machine's own region."""
+def test_the_console_url_names_the_machine_and_its_region(cloud: FakeAWS) -> None:
+    """It is the console of the machine's own region."""
     (machine,) = make(cloud).launch(OFFER, 1, tags(), STARTUP)
     url = make(cloud).console_url(machine)
     assert (
@@ -1034,28 +1050,28 @@ def test_where_a_person_looks(cloud: FakeAWS) -> None:
         ("InvalidInstanceID.NotFound", 400, sky.BadRequest),
     ],
 )
-def test_a_code_says_what_to_do_next(code: str, status: int, kind: type[SkywardError]) -> None:
-    """Whatever the status beside it: no capacity is a 500."""
+def test_an_error_code_determines_the_error(code: str, status: int, kind: type[SkywardError]) -> None:
+    """The HTTP status does not matter: no capacity is a 500."""
     assert account.meaning(code, status) is kind
 
 
-def test_an_answer_that_is_none_is_an_outage(cloud: FakeAWS) -> None:
-    """A page of a proxy, or of a server that has fallen over."""
+def test_an_unreadable_answer_is_an_outage(cloud: FakeAWS) -> None:
+    """It may be a page of a proxy, or of a broken server."""
     cloud.fail("DescribeInstances", body="<html>502 Bad Gateway", status=502, times=99)
     with pytest.raises(ProviderFailed):
         make(cloud).instances(POOL)
 
 
 def test_a_refusal_keeps_its_cause(cloud: FakeAWS) -> None:
-    """The SDK's own error, for who debugs."""
+    """The SDK's own error is kept for debugging."""
     cloud.fail("DescribeInstances", "InvalidParameterValue")
     with pytest.raises(sky.BadRequest, match="injected") as caught:
         make(cloud).instances(POOL)
     assert "ClientError" in repr(caught.value.__cause__)
 
 
-def test_nobody_there_is_an_outage() -> None:
-    """Nor does it say anything of the credentials."""
+def test_a_closed_port_is_an_outage() -> None:
+    """It is no error of the credentials."""
     provider = sky.AWS(
         endpoint_url="http://127.0.0.1:9", access_key_id="AKIAIOSFODNN7EXAMPLE", secret_access_key=SECRET
     )  # type: ignore[arg-type]
@@ -1063,8 +1079,8 @@ def test_nobody_there_is_an_outage() -> None:
         provider.instances(POOL)
 
 
-def test_a_message_with_a_secret_in_it_is_told_without(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
-    """SignatureDoesNotMatch repeats the request that was signed, session token and all."""
+def test_a_secret_is_removed_from_an_error_message(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SignatureDoesNotMatch repeats the signed request, with the session token."""
     monkeypatch.setenv("AWS_SESSION_TOKEN", "FwoGZXIvYXdzEBYaDHsession")
     cloud.fail(
         "DescribeInstances",
@@ -1079,10 +1095,10 @@ def test_a_message_with_a_secret_in_it_is_told_without(cloud: FakeAWS, monkeypat
 
 
 @pytest.mark.parametrize("variables", [{"AWS_PROFILE": "none"}, {"AWS_ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE"}])
-def test_half_credentials_are_none(
+def test_incomplete_credentials_are_refused(
     cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variables: dict[str, str]
 ) -> None:
-    """A profile that there is not, or a key without its secret."""
+    """A profile that does not exist, or a key without its secret."""
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
@@ -1092,15 +1108,15 @@ def test_half_credentials_are_none(
         make(cloud).account()
 
 
-def test_without_the_sdk_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_sdk_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     """boto3 is an extra."""
     monkeypatch.setitem(sys.modules, "botocore.session", None)
     with pytest.raises(sky.BadRequest, match=r"skyward-core\[aws\]"):
         sky.AWS().instances(POOL)
 
 
-def test_credentials_of_a_profile(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """From its file, before those of the environment."""
+def test_credentials_come_from_the_profile(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The profile's file has precedence over the environment."""
     (tmp_path / "credentials").write_text("[lab]\naws_access_key_id = AKIALABORATORY\naws_secret_access_key = s\n")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     assert make(cloud, profile="lab").account() == ACCOUNT
@@ -1108,8 +1124,8 @@ def test_credentials_of_a_profile(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatc
         make(cloud, profile="other").account()
 
 
-def test_an_endpoint_of_its_own(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a field, which goes with the JSON."""
+def test_the_endpoint_can_be_a_field(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The field is part of the JSON."""
     monkeypatch.delenv("AWS_ENDPOINT_URL")
     provider = make(cloud, endpoint_url=cloud.url)
     assert provider.account() == ACCOUNT
@@ -1135,14 +1151,14 @@ def test_an_endpoint_of_its_own(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch)
         {"zone": "us-east-1a"},
     ],
 )
-def test_what_cannot_be_is_refused(fields: dict[str, Any]) -> None:
-    """When it is written."""
+def test_contradictory_fields_are_refused(fields: dict[str, Any]) -> None:
+    """They are refused at construction."""
     with pytest.raises(sky.BadRequest):
         load({"name": "aws", **fields})
 
 
-def test_it_is_plain_data() -> None:
-    """With what was set; an address is a network of one."""
+def test_the_provider_is_plain_data() -> None:
+    """The JSON has the fields that were set; a single address becomes a network."""
     provider = sky.AWS(region=("us-east-1", "us-gov-west-1"), ssh_cidr="203.0.113.7", use_ssm=False)
     assert provider.to_json() == {
         "name": "aws",

@@ -72,13 +72,14 @@ def cloud(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAWS]:
 
 @pytest.fixture
 def account(cloud: FakeAWS) -> Iterator[AwsAccount]:
-    with AwsAccount(None, cloud.url, None) as asked:
-        yield asked
+    with AwsAccount(None, cloud.url, None) as request:
+        yield request
 
 
 def now() -> datetime:
-    """Return the time as of this call: the product reads its own clock too, and a run of all tests takes longer than
-    some of these ages.
+    """Return the present time.
+
+    The product reads its own clock, and a run of all tests takes longer than some of these ages.
     """
     return datetime.now(UTC)
 
@@ -88,11 +89,11 @@ def spot(cloud: FakeAWS, **prices: float) -> None:
     cloud.spot = {("g4dn.xlarge", f"us-east-1{letter}"): price for letter, price in prices.items()}
 
 
-def pools_asked(cloud: FakeAWS) -> list[set[tuple[str, str]]]:
-    """Return of each fleet the types and zones."""
+def requested_pools(cloud: FakeAWS) -> list[set[tuple[str, str]]]:
+    """Return the types and zones of each requested fleet."""
     return [
-        {(name, zone) for name, zone, _, _ in cloud.fleets._pools(words, "us-east-1")}
-        for words in cloud.words("CreateFleet")
+        {(name, zone) for name, zone, _, _ in cloud.fleets._pools(parameters, "us-east-1")}
+        for parameters in cloud.parameters("CreateFleet")
     ]
 
 
@@ -104,7 +105,7 @@ def zones_of(cloud: FakeAWS, launched: list[Instance]) -> set[str]:
     return {cloud.machine(instance.id)._placement.zone for instance in launched}
 
 
-# ── what is offered ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── offers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -119,16 +120,16 @@ def zones_of(cloud: FakeAWS, launched: list[Instance]) -> set[str]:
         ([1.0, 5.0, 21.9], 30.0, [21.9]),
     ],
 )
-def test_pools_of_about_one_price_are_sold_together(prices: list[float], share: float, sold: list[float]) -> None:
-    """At the price of the dearest: what is paid is never more than what was offered.
+def test_similar_spot_prices_become_one_price(prices: list[float], share: float, sold: list[float]) -> None:
+    """The price is the highest of them, so the cost never exceeds the offer.
 
-    Counted from the cheapest one, so that no chain of small steps gets dear.
+    The share counts from the cheapest one, so that many small steps do not add up.
     """
     assert offers.spread(prices, share) == sold
 
 
-def test_zones_of_about_one_price_are_one_offer(cloud: FakeAWS) -> None:
-    """How near they must be is the user's to say; dearer ones are further offers."""
+def test_zones_with_similar_prices_are_one_offer(cloud: FakeAWS) -> None:
+    """The user sets the share; dearer zones are further offers."""
     spot(cloud, a=0.2, b=0.21, c=0.3)
     sold = [offer.price_per_hour for offer in make(cloud).offers(T4) if offer.is_spot]
     assert sold == [0.21, 0.3]
@@ -142,9 +143,10 @@ def test_zones_of_about_one_price_are_one_offer(cloud: FakeAWS) -> None:
         make(cloud, spot_spread=-0.1)
 
 
-def test_other_types_that_do_as_well_are_told(cloud: FakeAWS) -> None:
-    """The same chips, what was asked for of the rest, and for no more money somewhere; on demand there is one type, and
-    with `machine=` too.
+def test_an_offer_lists_equivalent_types(cloud: FakeAWS) -> None:
+    """They have the same chips, match the requirements, and cost at most the price in some zone.
+
+    On demand, and with `machine=`, there is only one type.
     """
     cloud.spot = {
         ("g4dn.xlarge", A): 0.2,
@@ -170,15 +172,15 @@ def test_other_types_that_do_as_well_are_told(cloud: FakeAWS) -> None:
     assert [offer.or_types for offer in make(cloud).offers(T4) if offer.is_spot] == [()]
 
 
-def test_a_type_of_another_processor_does_not_stand_for_one(cloud: FakeAWS) -> None:
+def test_a_type_with_another_processor_is_not_equivalent(cloud: FakeAWS) -> None:
     """It needs another image."""
     cloud.spot = {("c7i.xlarge", A): 0.1, ("c7g.xlarge", A): 0.05, ("m7i.xlarge", A): 0.06}
     sold = {offer.instance_type: offer.or_types for offer in make(cloud).offers(Requirements(vcpus=4)) if offer.is_spot}
     assert sold == {"c7i.xlarge": ("m7i.xlarge",), "c7g.xlarge": (), "m7i.xlarge": ()}
 
 
-def test_with_efa_no_type_without_it_stands_for_one(cloud: FakeAWS) -> None:
-    """What runs over all machines chooses one network for them; a machine that is alone has none to choose."""
+def test_for_several_nodes_a_type_without_efa_is_not_equivalent_to_one_with_it(cloud: FakeAWS) -> None:
+    """The machines of a pool need one network. A single machine needs none."""
     cloud.spot = {("g6.8xlarge", A): 1.0, ("g6.16xlarge", A): 0.9, ("g6.4xlarge", A): 0.8}
     for nodes, others in ((2, ("g6.16xlarge",)), (1, ("g6.4xlarge", "g6.16xlarge"))):
         sold = {
@@ -189,8 +191,8 @@ def test_with_efa_no_type_without_it_stands_for_one(cloud: FakeAWS) -> None:
         assert (sold["g6.8xlarge"].or_types, sold["g6.8xlarge"].nodes) == (others, nodes)
 
 
-def test_few_types_stand_for_one() -> None:
-    """The cheapest: each is asked for in each zone."""
+def test_an_offer_lists_only_the_cheapest_equivalent_types() -> None:
+    """The fleet names each of them in each zone."""
     sold = [of_type(f"c{n}.xlarge", is_spot=True, price_per_hour=1.0) for n in range(20)]
     prices = {offer.instance_type: {1.0 - n / 100} for n, offer in enumerate(sold)}
     found = offers.with_others(sold, prices, {})
@@ -198,20 +200,18 @@ def test_few_types_stand_for_one() -> None:
     assert found[19].or_types == tuple(f"c{n}.xlarge" for n in range(18, 10, -1))
 
 
-def test_how_many_work_together_is_in_the_wish() -> None:
-    """And no reason to refuse an offer."""
+def test_the_number_of_nodes_does_not_reject_an_offer() -> None:
+    """It is part of the requirements."""
     want = PoolSpec(nodes=3).requirements
     assert want.nodes == 3
     assert matches(OFFER, want) is None
 
 
-# ── how a fleet is asked for ─────────────────────────────────────────────────────────────────────────────────────────
+# ── the request for a fleet ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_fleet_is_asked_for_all_pools_that_cost_no_more(cloud: FakeAWS) -> None:
-    """In one call, of which EC2 chooses; all machines or none, in one zone and of one type; gone when they power
-    off.
-    """
+def test_a_fleet_names_all_spot_pools_at_or_below_the_price(cloud: FakeAWS) -> None:
+    """EC2 chooses among them in one call: all machines or none, one zone, one type; terminated at power off."""
     cloud.spot = {
         ("g4dn.xlarge", A): 0.2,
         ("g4dn.xlarge", B): 0.18,
@@ -221,20 +221,20 @@ def test_a_fleet_is_asked_for_all_pools_that_cost_no_more(cloud: FakeAWS) -> Non
     }
     offer = SPOT.model_copy(update={"or_types": ("g4dn.2xlarge",)})
     launched = make(cloud, ami="ami-0b0700000000000x8").launch(offer, 3, tags(first_rank=2), STARTUP)
-    assert cloud.words("RunInstances") == []
-    assert pools_asked(cloud) == [{("g4dn.xlarge", A), ("g4dn.xlarge", B), ("g4dn.2xlarge", C)}]
-    (words,) = cloud.words("CreateFleet")
-    assert (words["Type"], words["TargetCapacitySpecification.TotalTargetCapacity"]) == ("instant", "3")
-    assert words["TargetCapacitySpecification.DefaultTargetCapacityType"] == "spot"
-    assert {name.partition(".")[2]: value for name, value in words.items() if name.startswith("SpotOptions.")} == {
+    assert cloud.parameters("RunInstances") == []
+    assert requested_pools(cloud) == [{("g4dn.xlarge", A), ("g4dn.xlarge", B), ("g4dn.2xlarge", C)}]
+    (parameters,) = cloud.parameters("CreateFleet")
+    assert (parameters["Type"], parameters["TargetCapacitySpecification.TotalTargetCapacity"]) == ("instant", "3")
+    assert parameters["TargetCapacitySpecification.DefaultTargetCapacityType"] == "spot"
+    assert {name.partition(".")[2]: value for name, value in parameters.items() if name.startswith("SpotOptions.")} == {
         "AllocationStrategy": "price-capacity-optimized",
         "InstanceInterruptionBehavior": "terminate",
         "SingleInstanceType": "true",
         "SingleAvailabilityZone": "true",
         "MinTargetCapacity": "3",
     }
-    assert not [name for name in words if "MaxPrice" in name]
-    (template,) = cloud.words("CreateLaunchTemplate")
+    assert not [name for name in parameters if "MaxPrice" in name]
+    (template,) = cloud.parameters("CreateLaunchTemplate")
     data = {name.partition(".")[2]: value for name, value in template.items() if name.startswith("LaunchTemplateData.")}
     assert data["InstanceInitiatedShutdownBehavior"] == "terminate"
     assert data["MetadataOptions.HttpTokens"] == "required"
@@ -254,29 +254,32 @@ def test_a_fleet_is_asked_for_all_pools_that_cost_no_more(cloud: FakeAWS) -> Non
     cloud.fleets.refusals["*", "*"] = NONE_LEFT
     with pytest.raises(NoCapacity):
         make(cloud, instance_profile="trainer").launch(offer, 1, tags(launch="L1"), STARTUP)
-    assert cloud.words("CreateLaunchTemplate")[-1]["LaunchTemplateData.IamInstanceProfile.Name"] == "trainer"
+    assert cloud.parameters("CreateLaunchTemplate")[-1]["LaunchTemplateData.IamInstanceProfile.Name"] == "trainer"
 
 
-def test_spot_machines_use_no_more_cpu_than_is_in_their_price(cloud: FakeAWS) -> None:
-    """Types with CPU credits have a template of their own: for others AWS refuses the word."""
+def test_burstable_spot_types_get_standard_credits(cloud: FakeAWS) -> None:
+    """Types with CPU credits have a template of their own, because AWS refuses the parameter for others."""
     cloud.spot = {("t3.large", A): 0.03, ("m7i.large", A): 0.02, ("t3a.large", A): 0.04}
     offer = of_type(
         "t3.large", accelerator=None, is_spot=True, price_per_hour=0.05, or_types=("m7i.large", "t3a.large")
     )
     make(cloud).launch(offer, 1, tags(), STARTUP)
     assert {
-        words.get("LaunchTemplateData.CreditSpecification.CpuCredits") for words in cloud.words("CreateLaunchTemplate")
+        parameters.get("LaunchTemplateData.CreditSpecification.CpuCredits")
+        for parameters in cloud.parameters("CreateLaunchTemplate")
     } == {"standard", None}
-    (words,) = cloud.words("CreateFleet")
-    templates = {name: template for name, _, _, template in cloud.fleets._pools(words, "us-east-1")}
+    (parameters,) = cloud.parameters("CreateFleet")
+    templates = {name: template for name, _, _, template in cloud.fleets._pools(parameters, "us-east-1")}
     assert templates["t3.large"] == templates["t3a.large"] != templates["m7i.large"]
     del cloud.spot["m7i.large", A]
     make(cloud).launch(offer, 1, tags(launch="L1"), STARTUP)
-    assert cloud.words("CreateLaunchTemplate")[-1]["LaunchTemplateData.CreditSpecification.CpuCredits"] == "standard"
+    assert (
+        cloud.parameters("CreateLaunchTemplate")[-1]["LaunchTemplateData.CreditSpecification.CpuCredits"] == "standard"
+    )
 
 
-def test_spot_machines_are_told_as_what_they_are(cloud: FakeAWS) -> None:
-    """With the tags of the creating call, their real type and price; a listing tells the same."""
+def test_spot_machines_are_listed_with_their_type_and_price(cloud: FakeAWS) -> None:
+    """They have the tags of the creating call; a listing returns the same."""
     cloud.spot = {("g4dn.xlarge", A): 0.2, ("g4dn.2xlarge", C): 0.15}
     launched = make(cloud).launch(SPOT.model_copy(update={"or_types": ("g4dn.2xlarge",)}), 2, tags(), STARTUP)
     listed = sorted(make(cloud).instances(POOL), key=lambda instance: instance.rank)
@@ -288,39 +291,37 @@ def test_spot_machines_are_told_as_what_they_are(cloud: FakeAWS) -> None:
         assert instance.endpoint is not None
 
 
-def test_each_thing_is_tagged_by_the_one_that_can(cloud: FakeAWS) -> None:
-    """Machines and disks by the fleet, interfaces by the template; a tag that both say may stand for the other's."""
+def test_fleet_and_template_tag_different_resources(cloud: FakeAWS) -> None:
+    """The fleet tags machines and disks, the template interfaces. A tag in both could replace the other's."""
     spot(cloud, a=0.2)
     make(cloud).launch(SPOT, 1, tags(), STARTUP)
     said = {
         action: {
             (name.partition("TagSpecification")[0], value)
-            for name, value in cloud.words(action)[0].items()
+            for name, value in cloud.parameters(action)[0].items()
             if name.endswith("ResourceType")
         }
         for action in ("CreateFleet", "CreateLaunchTemplate")
     }
     assert said["CreateFleet"] == {("", "instance"), ("", "volume")}
     assert said["CreateLaunchTemplate"] == {("", "launch-template"), ("LaunchTemplateData.", "network-interface")}
-    for words in (cloud.words("CreateFleet")[0], cloud.words("CreateLaunchTemplate")[0]):
-        kinds = {name.removesuffix("ResourceType") for name in words if name.endswith("ResourceType")}
-        pools = {name for name, value in words.items() if value == POOL_TAG}
+    for parameters in (cloud.parameters("CreateFleet")[0], cloud.parameters("CreateLaunchTemplate")[0]):
+        kinds = {name.removesuffix("ResourceType") for name in parameters if name.endswith("ResourceType")}
+        pools = {name for name, value in parameters.items() if value == POOL_TAG}
         assert {kind for kind in kinds if any(name.startswith(kind) for name in pools)} == kinds
 
 
-def test_dearer_zones_are_not_asked(cloud: FakeAWS) -> None:
-    """The bill counts the offer's price; what has become dearer since it was made is no capacity, and nothing is left
-    or asked.
-    """
+def test_zones_above_the_offered_price_are_not_requested(cloud: FakeAWS) -> None:
+    """If all zones have become dearer, it is no capacity; no request is sent and nothing is left."""
     spot(cloud, a=0.21, b=0.3)
     with pytest.raises(NoCapacity) as caught:
         make(cloud).launch(SPOT, 1, tags(), STARTUP)
     assert caught.value.code == "SpotPriceTooHigh"
-    assert [asked.action for asked in cloud.asked if asked.action.startswith(("Create", "Run"))] == []
+    assert [request.action for request in cloud.requests if request.action.startswith(("Create", "Run"))] == []
 
 
-def test_a_zone_is_asked_for_once(cloud: FakeAWS) -> None:
-    """EC2 refuses the same pool twice: of two subnets in a zone it is the one with more addresses left."""
+def test_a_fleet_names_a_zone_once(cloud: FakeAWS) -> None:
+    """EC2 refuses the same spot pool twice. Of two subnets in a zone the one with more free addresses is used."""
     spot(cloud, a=0.2)
     vpc = cloud.backend().describe_subnets()[0].vpc_id
     small = cloud.backend().create_subnet(vpc, "172.31.192.0/24", A).id
@@ -338,8 +339,8 @@ def test_a_zone_is_asked_for_once(cloud: FakeAWS) -> None:
 # ── templates ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_templates_do_not_outlive_a_launch(cloud: FakeAWS) -> None:
-    """Whatever becomes of it: it holds the user data of machines."""
+def test_templates_are_deleted_after_every_launch(cloud: FakeAWS) -> None:
+    """They contain the user data of machines."""
     spot(cloud, a=0.2)
     make(cloud).launch(SPOT, 1, tags(), STARTUP)
     assert cloud.fleets.templates == {}
@@ -351,13 +352,13 @@ def test_templates_do_not_outlive_a_launch(cloud: FakeAWS) -> None:
     with pytest.raises(ProviderFailed):
         make(cloud).launch(SPOT, 1, tags(launch="L2"), STARTUP)
     assert cloud.fleets.templates == {}
-    assert len({words["LaunchTemplateName"] for words in cloud.words("CreateLaunchTemplate")}) == 3
+    assert len({parameters["LaunchTemplateName"] for parameters in cloud.parameters("CreateLaunchTemplate")}) == 3
 
 
-def test_a_template_that_cannot_be_deleted_is_in_nobodys_way(
+def test_a_template_that_cannot_be_deleted_does_not_fail_the_launch(
     cloud: FakeAWS, account: AwsAccount, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The machines are there; it is taken away later."""
+    """The machines are returned; the template is deleted later."""
     spot(cloud, a=0.2)
     cloud.fail("DeleteLaunchTemplate", "UnauthorizedOperation", 403)
     assert len(make(cloud).launch(SPOT, 1, tags(), STARTUP)) == 1
@@ -368,8 +369,8 @@ def test_a_template_that_cannot_be_deleted_is_in_nobodys_way(
     assert cloud.fleets.templates == {}
 
 
-def test_a_template_of_the_same_launch_is_taken(cloud: FakeAWS) -> None:
-    """A client was killed between making and deleting it: its name says what is in it."""
+def test_an_existing_template_of_the_same_launch_is_used(cloud: FakeAWS) -> None:
+    """A client was killed between its creation and its deletion. The name identifies the content."""
     spot(cloud, a=0.2)
     cloud.fail("DeleteLaunchTemplate", "InternalError", 500, times=9)
     first = make(cloud).launch(SPOT, 1, tags(), STARTUP)
@@ -378,7 +379,7 @@ def test_a_template_of_the_same_launch_is_taken(cloud: FakeAWS) -> None:
     cloud.fleets._answers = {
         token: told
         for token, told in cloud.fleets._answers.items()
-        if token in {one["ClientToken"] for one in cloud.words("CreateFleet")}
+        if token in {one["ClientToken"] for one in cloud.parameters("CreateFleet")}
     }
     assert [instance.id for instance in make(cloud).launch(SPOT, 1, tags(), STARTUP)] == [
         instance.id for instance in first
@@ -387,22 +388,20 @@ def test_a_template_of_the_same_launch_is_taken(cloud: FakeAWS) -> None:
     assert len(cloud.alive()) == 1
 
 
-def test_a_template_that_cannot_be_made_is_told(cloud: FakeAWS) -> None:
-    """Nothing is asked for then."""
+def test_a_template_that_cannot_be_created_fails_the_launch(cloud: FakeAWS) -> None:
+    """No fleet is requested then."""
     spot(cloud, a=0.2)
     cloud.fail("CreateLaunchTemplate", "UnauthorizedOperation", 403)
     with pytest.raises(CredentialsError, match="create_launch_template"):
         make(cloud).launch(SPOT, 1, tags(), STARTUP)
-    assert cloud.words("CreateFleet") == []
+    assert cloud.parameters("CreateFleet") == []
 
 
-# ── what EC2 answers ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── answers of EC2 ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_all_pools_have_said_is_told(cloud: FakeAWS) -> None:
-    """With status 200 and no machine; those that were not tried are left out, and the code is of one that sells such
-    machines at all.
-    """
+def test_the_error_names_the_codes_of_all_pools_that_were_tried(cloud: FakeAWS) -> None:
+    """The answer has status 200 and no machine. Its code is from a pool that sells such machines."""
     spot(cloud, a=0.18, b=0.19, c=0.2)
     cloud.fleets.refusals = {("g4dn.xlarge", A): ("Unsupported", "no such type"), ("g4dn.xlarge", B): NONE_LEFT}
     cloud.fleets.untried = {("g4dn.xlarge", C)}
@@ -414,7 +413,7 @@ def test_what_all_pools_have_said_is_told(cloud: FakeAWS) -> None:
     assert caught.value.code == "InsufficientInstanceCapacity"
     assert C not in str(caught.value)
     assert cloud.alive() == set()
-    assert len(cloud.words("CreateFleet")) == 1
+    assert len(cloud.parameters("CreateFleet")) == 1
 
 
 @pytest.mark.parametrize(
@@ -432,15 +431,15 @@ def test_what_all_pools_have_said_is_told(cloud: FakeAWS) -> None:
         ([], NoCapacity),
     ],
 )
-def test_a_fleets_errors_say_what_to_do_next(codes: list[str], kind: type[SkywardError]) -> None:
-    """They have no status beside them; what is true of all pools comes first."""
+def test_a_fleets_error_codes_determine_the_error(codes: list[str], kind: type[SkywardError]) -> None:
+    """They have no HTTP status; errors that hold for all pools come first."""
     error = aws_fleet._why_none([{"ErrorCode": code, "ErrorMessage": "why"} for code in codes], [], "1 x it")
     assert type(error) is kind
     assert error.code in (*codes, UNTRIED[0])
 
 
-def test_throttling_that_hides_in_an_answer_is_waited_out(cloud: FakeAWS) -> None:
-    """It is no lack of machines. The answer to its token stands, so another token is used."""
+def test_throttling_inside_an_answer_is_retried(cloud: FakeAWS) -> None:
+    """It is no lack of machines. The answer to a token is final, so another token is used."""
     spot(cloud, a=0.2, b=0.2)
     cloud.fleets.refusals = {
         ("g4dn.xlarge", A): NONE_LEFT,
@@ -456,20 +455,20 @@ def test_throttling_that_hides_in_an_answer_is_waited_out(cloud: FakeAWS) -> Non
     steps = mend()
     answer = cloud.fleets._create_fleet
 
-    def then(*words: Any) -> Any:
-        told = answer(*words)
+    def then(*parameters: Any) -> Any:
+        told = answer(*parameters)
         next(steps)
         return told
 
     cloud.fleets._create_fleet = then  # type: ignore[method-assign]
     assert len(make(cloud).launch(SPOT, 1, tags(), STARTUP)) == 1
-    tokens = [words["ClientToken"] for words in cloud.words("CreateFleet")]
+    tokens = [parameters["ClientToken"] for parameters in cloud.parameters("CreateFleet")]
     assert len(tokens) == len(set(tokens)) == 3
     assert max(map(len, tokens)) <= 64
 
 
-def test_throttling_for_ever_is_told_as_such(cloud: FakeAWS) -> None:
-    """Nothing was made, and nobody has said that there is nothing."""
+def test_endless_throttling_is_rate_limited(cloud: FakeAWS) -> None:
+    """No machine was created, and the capacity is unknown."""
     spot(cloud, a=0.2)
     cloud.fleets.refusals["*", "*"] = ("RequestLimitExceeded", "Request limit exceeded.")
     with pytest.raises(RateLimited):
@@ -477,8 +476,8 @@ def test_throttling_for_ever_is_told_as_such(cloud: FakeAWS) -> None:
     assert cloud.fleets.templates == {}
 
 
-def test_too_few_machines_are_given_back(cloud: FakeAWS) -> None:
-    """It was all or nothing; whatever came in spite of that is on its way out before anybody tries elsewhere."""
+def test_too_few_machines_are_terminated(cloud: FakeAWS) -> None:
+    """It must be all or none: machines of an incomplete fleet are terminated before another try."""
     spot(cloud, a=0.2)
     cloud.fleets.short_of = 1
     with pytest.raises(NoCapacity, match="only 2 of 3 machines were created") as caught:
@@ -487,8 +486,8 @@ def test_too_few_machines_are_given_back(cloud: FakeAWS) -> None:
     assert cloud.alive() == set()
 
 
-def test_too_few_machines_that_stay_are_no_lack_of_capacity(cloud: FakeAWS) -> None:
-    """Nobody may take them for gone: they are found, and ended, by their tags."""
+def test_too_few_machines_that_cannot_be_terminated_are_an_outage(cloud: FakeAWS) -> None:
+    """They must not count as gone: their tags find them."""
     spot(cloud, a=0.2)
     cloud.fleets.short_of = 1
     cloud.fail("TerminateInstances", "InternalError", 500, times=99)
@@ -497,19 +496,19 @@ def test_too_few_machines_that_stay_are_no_lack_of_capacity(cloud: FakeAWS) -> N
     assert {instance.id for instance in make(cloud).instances(POOL)} == cloud.alive() != set()
 
 
-def test_a_fleet_whose_answer_is_lost_is_asked_for_again_with_its_token(cloud: FakeAWS) -> None:
-    """EC2 answers with the machines of the first time."""
+def test_a_fleet_whose_answer_is_lost_is_requested_again_with_its_token(cloud: FakeAWS) -> None:
+    """EC2 answers with the machines of the first request."""
     spot(cloud, a=0.2)
     cloud.fail("CreateFleet", is_done=True)
     launched = make(cloud).launch(SPOT, 2, tags(), STARTUP)
     assert {instance.id for instance in launched} == cloud.alive()
     assert len(launched) == 2
-    first, second = cloud.words("CreateFleet")
+    first, second = cloud.parameters("CreateFleet")
     assert first == second
 
 
-def test_a_fleet_that_goes_on_failing_is_looked_for(cloud: FakeAWS) -> None:
-    """By the tag that only its machines have; they are told like any other."""
+def test_after_lost_answers_the_machines_of_the_fleet_are_looked_for(cloud: FakeAWS) -> None:
+    """They are found by a tag that only they have."""
     spot(cloud, a=0.2, b=0.19)
     cloud.fail("CreateFleet", is_done=True)
     cloud.fail("CreateFleet", "InternalError", 500, times=9)
@@ -518,8 +517,8 @@ def test_a_fleet_that_goes_on_failing_is_looked_for(cloud: FakeAWS) -> None:
     assert [(instance.rank, instance.price_per_hour) for instance in launched] == [(0, 0.19), (1, 0.19)]
 
 
-def test_a_fleet_that_was_not_made_is_an_outage(cloud: FakeAWS) -> None:
-    """Machines may come up later: it says nothing of the capacity."""
+def test_a_fleet_that_is_not_found_is_an_outage(cloud: FakeAWS) -> None:
+    """Machines may still appear, so it is no lack of capacity."""
     spot(cloud, a=0.2)
     cloud.fail("CreateFleet", "InternalError", 500, times=99)
     with pytest.raises(ProviderFailed, match="0 of 1 machines are listed"):
@@ -530,49 +529,50 @@ def test_a_fleet_that_was_not_made_is_an_outage(cloud: FakeAWS) -> None:
     ("code", "status", "kind"),
     [("MaxFleetCountExceeded", 400, QuotaExceeded), ("UnauthorizedOperation", 403, CredentialsError)],
 )
-def test_a_refusal_of_the_call_is_told_as_it_is(
+def test_a_refusal_of_the_call_is_raised_without_retry(
     cloud: FakeAWS, code: str, status: int, kind: type[SkywardError]
 ) -> None:
-    """Once: it is not about one pool."""
+    """It does not concern a single pool."""
     spot(cloud, a=0.2)
     cloud.fail("CreateFleet", code, status, times=99)
     with pytest.raises(kind):
         make(cloud).launch(SPOT, 1, tags(), STARTUP)
-    assert len(cloud.words("CreateFleet")) == 1
+    assert len(cloud.parameters("CreateFleet")) == 1
     assert cloud.fleets.templates == {}
 
 
-# ── which machine is which, and what it costs ────────────────────────────────────────────────────────────────────────
+# ── places and prices of machines ────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_is_paid_is_told(cloud: FakeAWS) -> None:
-    """The creating call has the price that was offered, the most that it can be; one call writes down the real one."""
+def test_the_real_price_is_written_as_a_tag(cloud: FakeAWS) -> None:
+    """The creating call has the offered price, which is the maximum; one more call writes the real price."""
     spot(cloud, a=0.2, b=0.15)
     launched = make(cloud).launch(SPOT, 3, tags(), STARTUP)
-    (words,) = cloud.words("CreateFleet")
-    assert "0.2" in [value for name, value in words.items() if name.startswith("TagSpecification.1.")]
+    (parameters,) = cloud.parameters("CreateFleet")
+    assert "0.2" in [value for name, value in parameters.items() if name.startswith("TagSpecification.1.")]
     assert {instance.price_per_hour for instance in (*launched, *make(cloud).instances(POOL))} == {0.15}
-    (words,) = cloud.words("CreateTags")
-    assert words["Tag.1.Key"] == aws_launch.PRICE_TAG
+    (parameters,) = cloud.parameters("CreateTags")
+    assert parameters["Tag.1.Key"] == aws_launch.PRICE_TAG
     spot(cloud, a=0.2)
     make(cloud).launch(SPOT, 1, tags(launch="L1"), STARTUP)
-    assert len(cloud.words("CreateTags")) == 1  # nothing else to say
+    assert len(cloud.parameters("CreateTags")) == 1  # nothing else to say
 
 
-def test_without_the_right_to_say_so_the_price_that_was_offered_stands(
+def test_without_the_right_to_tag_machines_count_at_the_offered_price(
     cloud: FakeAWS, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And is told by everybody."""
+    """Every listing has that price."""
     spot(cloud, a=0.2, b=0.15)
     cloud.fail("CreateTags", "UnauthorizedOperation", 403, times=9)
     (machine,) = make(cloud).launch(SPOT, 1, tags(), STARTUP)
     assert [instance.price_per_hour for instance in (machine, *make(cloud).instances(POOL))] == [0.2, 0.2]
-    assert "the price that was offered" in caplog.text
+    assert "the offered price" in caplog.text
 
 
-def test_machines_of_several_calls_have_ranks_of_their_own(cloud: FakeAWS) -> None:
-    """EC2 counts within one call, and a fleet may be many: the places are written down, and hold when a machine is
-    gone.
+def test_machines_of_several_calls_have_different_ranks(cloud: FakeAWS) -> None:
+    """EC2 counts within one call, and a fleet may make several.
+
+    The places are tags, and stay when a machine is gone.
     """
     spot(cloud, a=0.2)
     cloud.fleets.is_split = True
@@ -587,9 +587,10 @@ def test_machines_of_several_calls_have_ranks_of_their_own(cloud: FakeAWS) -> No
     assert left.items() <= listed.items()
 
 
-def test_ranks_are_told_apart_before_they_are_written_down(cloud: FakeAWS) -> None:
-    """A client was killed after the fleet had come, or may not write: whoever lists the machines finds the same ranks
-    each time, and no rank twice.
+def test_ranks_differ_before_they_are_written_as_tags(cloud: FakeAWS) -> None:
+    """The client was killed after the fleet came, or may not write tags.
+
+    Each reader of the listing finds the same ranks.
     """
     spot(cloud, a=0.2)
     cloud.fleets.is_split = True
@@ -629,8 +630,8 @@ def listed(name: str, index: int, place: str = "", launch: str = "L") -> dict[st
         ([], {}),
     ],
 )
-def test_no_place_is_told_twice(machines: list[tuple[Any, ...]], places: dict[str, int]) -> None:
-    """A tag counts most, then what EC2 says, then the order of the ids; each launch counts for itself."""
+def test_places_within_a_launch_are_unique(machines: list[tuple[Any, ...]], places: dict[str, int]) -> None:
+    """The tag has precedence, then EC2's index, then the order of the ids; each launch is counted separately."""
     for order in (machines, machines[::-1]):
         found = {
             machine["InstanceId"]: machine["AmiLaunchIndex"]
@@ -653,16 +654,16 @@ def test_no_place_is_told_twice(machines: list[tuple[Any, ...]], places: dict[st
         ("c7i.xlarge", []),
     ],
 )
-def test_which_cards_have_efa_is_told_by_aws(name: str, cards: list[int]) -> None:
-    """By its own descriptions of its types."""
+def test_cards_with_efa_come_from_awss_descriptions(name: str, cards: list[int]) -> None:
+    """The input is AWS's own descriptions of its types."""
     assert cluster.efa_cards(every_type()[name]) == cards
     assert cluster.has_efa(every_type()[name]) == bool(cards)
 
 
-def test_machines_that_have_no_public_address_get_all_efa_interfaces() -> None:
-    """The first card carries IP besides, the others nothing else; a first card without EFA is a plain one.
+def test_machines_without_a_public_address_get_all_efa_interfaces() -> None:
+    """The first card also carries IP, the others only EFA.
 
-    The word for public addresses is not said.
+    A first card without EFA is a normal interface. The parameter for public addresses is left out.
     """
     first, *others = cluster.interfaces("sg-1", [0, 1, 2], is_public=False)
     assert first == {
@@ -682,63 +683,65 @@ def test_machines_that_have_no_public_address_get_all_efa_interfaces() -> None:
 
 
 def test_machines_with_a_public_address_have_one_interface() -> None:
-    """AWS gives none otherwise. A first card without EFA carries none then."""
+    """AWS gives no public address otherwise. If the first card has no EFA, the machine has none."""
     (one,) = cluster.interfaces("sg-1", [0, 1, 2], is_public=True)
     assert (one["InterfaceType"], one["AssociatePublicIpAddress"]) == ("efa", True)
     (one,) = cluster.interfaces("sg-1", [1, 2], is_public=True)
     assert ("InterfaceType" in one, one["AssociatePublicIpAddress"]) == (False, True)
 
 
-def launches(cloud: FakeAWS, offer: Offer) -> list[Offer]:
-    """Return an offer on demand, and as spot."""
+def offers_of_both_markets(cloud: FakeAWS, offer: Offer) -> list[Offer]:
+    """Return an offer on demand, and the same as spot."""
     cloud.spot |= {(offer.instance_type, A): 1.0, (offer.instance_type, B): 0.9}
     return [offer, offer.model_copy(update={"is_spot": True, "price_per_hour": 1.0})]
 
 
-def asked_of(cloud: FakeAWS) -> dict[str, str]:
-    """Return with which words the last launch was made, whichever way."""
-    asked = [one for one in cloud.asked if one.action in ("RunInstances", "CreateLaunchTemplate")][-1]
-    return {name.removeprefix("LaunchTemplateData."): value for name, value in asked.words.items()}
+def launch_parameters(cloud: FakeAWS) -> dict[str, str]:
+    """Return the parameters of the last launch, by either call."""
+    request = [one for one in cloud.requests if one.action in ("RunInstances", "CreateLaunchTemplate")][-1]
+    return {name.removeprefix("LaunchTemplateData."): value for name, value in request.parameters.items()}
 
 
 @pytest.mark.parametrize("market", [0, 1])
-def test_machines_that_work_together_are_near_each_other(
+def test_machines_that_work_together_share_efa_and_a_placement_group(
     cloud: FakeAWS, market: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With EFA, a placement group of the pool and the zone that carries the pool's tags, and a security group that lets
-    them through both ways.
+    """The group belongs to the pool and the zone, and has the pool's tags.
+
+    The security group allows all traffic inside.
     """
     caplog.set_level(logging.INFO)
-    offer = launches(cloud, TOGETHER)[market]
+    offer = offers_of_both_markets(cloud, TOGETHER)[market]
     launched = make(cloud).launch(offer, 2, tags(), STARTUP)
     (zone,) = zones_of(cloud, launched)
     assert list(cloud.fleets.groups) == [("us-east-1", f"skyward-{POOL}-{zone}")]
     (group,) = cloud.fleets.groups.values()
     assert group.machines == {instance.id for instance in launched}
     assert (group.tags[POOL_TAG], group.tags[CREATED_TAG]) == (POOL, tags()[CREATED_TAG])
-    assert asked_of(cloud)["NetworkInterface.1.InterfaceType"] == "efa"
+    assert launch_parameters(cloud)["NetworkInterface.1.InterfaceType"] == "efa"
     assert "g6.8xlarge gets 1 of its 1 EFA interfaces" in caplog.text
-    (words,) = cloud.words("AuthorizeSecurityGroupEgress")
-    assert (words["IpPermissions.1.IpProtocol"], words["IpPermissions.1.Groups.1.GroupId"]) == ("-1", words["GroupId"])
+    (parameters,) = cloud.parameters("AuthorizeSecurityGroupEgress")
+    assert (parameters["IpPermissions.1.IpProtocol"], parameters["IpPermissions.1.Groups.1.GroupId"]) == (
+        "-1",
+        parameters["GroupId"],
+    )
 
 
 @pytest.mark.parametrize("market", [0, 1])
-def test_a_machine_that_is_alone_has_neither(cloud: FakeAWS, market: int) -> None:
-    """Nor has one of a type without EFA, whose capacity matters more."""
+def test_a_single_machine_has_neither_efa_nor_a_placement_group(cloud: FakeAWS, market: int) -> None:
+    """Neither has a type without EFA, because capacity matters more."""
     for offer, count in ((TOGETHER.model_copy(update={"nodes": 1}), 1), (OFFER.model_copy(update={"nodes": 4}), 4)):
-        make(cloud).launch(launches(cloud, offer)[market], count, tags(launch=f"L{count}"), STARTUP)
-        assert not [name for name in asked_of(cloud) if name.endswith(("InterfaceType", "GroupName"))]
+        make(cloud).launch(offers_of_both_markets(cloud, offer)[market], count, tags(launch=f"L{count}"), STARTUP)
+        assert not [name for name in launch_parameters(cloud) if name.endswith(("InterfaceType", "GroupName"))]
     assert cloud.fleets.groups == {}
-    assert cloud.words("AuthorizeSecurityGroupEgress") == []
-    assert cloud.words("DescribePlacementGroups") == []
+    assert cloud.parameters("AuthorizeSecurityGroupEgress") == []
+    assert cloud.parameters("DescribePlacementGroups") == []
 
 
 @pytest.mark.parametrize("market", [0, 1])
-def test_one_machine_more_joins_the_others(cloud: FakeAWS, market: int) -> None:
-    """What replaces a lost machine, or the spot part of a pool: beside the others, in their group, with EFA as they
-    have it.
-    """
-    offer = launches(cloud, TOGETHER)[market]
+def test_an_additional_machine_joins_the_others(cloud: FakeAWS, market: int) -> None:
+    """A replacement, or the spot part of a pool, is in the same zone and group, with EFA."""
+    offer = offers_of_both_markets(cloud, TOGETHER)[market]
     first = make(cloud).launch(offer, 1, tags(), STARTUP)
     (zone,) = zones_of(cloud, first)
     cloud.spot = {(offer.instance_type, name): 0.5 for name in (A, B, C)}
@@ -750,67 +753,69 @@ def test_one_machine_more_joins_the_others(cloud: FakeAWS, market: int) -> None:
     assert zones_of(cloud, [*first, *later]) == {zone}
     (group,) = cloud.fleets.groups.values()
     assert len(group.machines) == 3
-    assert asked_of(cloud)["NetworkInterface.1.InterfaceType"] == "efa"
+    assert launch_parameters(cloud)["NetworkInterface.1.InterfaceType"] == "efa"
 
 
-def test_several_of_one_launch_work_together(cloud: FakeAWS) -> None:
-    """Whatever the offer was asked for."""
+def test_several_machines_of_one_launch_work_together(cloud: FakeAWS) -> None:
+    """It does not depend on the number of nodes in the offer."""
     make(cloud).launch(TOGETHER.model_copy(update={"nodes": 1}), 2, tags(), STARTUP)
-    assert asked_of(cloud)["NetworkInterface.1.InterfaceType"] == "efa"
+    assert launch_parameters(cloud)["NetworkInterface.1.InterfaceType"] == "efa"
     assert len(cloud.fleets.groups) == 1
 
 
-def test_beside_the_others_or_not_at_all(cloud: FakeAWS) -> None:
-    """EFA reaches no other zone."""
+def test_a_machine_in_another_zone_than_its_pool_is_refused(cloud: FakeAWS) -> None:
+    """EFA works only within a zone."""
     make(cloud).launch(TOGETHER, 1, tags(), STARTUP)
     cloud.fail("RunInstances", "InsufficientInstanceCapacity", 500, times=99)
     with pytest.raises(NoCapacity):
         make(cloud).launch(TOGETHER, 1, tags(first_rank=1, launch="L1"), STARTUP)
-    assert {cloud.subnet_zone(asked) for asked in cloud.asked if asked.action == "RunInstances"} == {A}
+    assert {cloud.subnet_zone(request) for request in cloud.requests if request.action == "RunInstances"} == {A}
     elsewhere = next(subnet.id for subnet in cloud.backend().describe_subnets() if subnet.availability_zone == B)
     with pytest.raises(NoCapacity, match="us-east-1a"):
         make(cloud, subnet_ids=(elsewhere,)).launch(TOGETHER, 1, tags(first_rank=1, launch="L2"), STARTUP)
 
 
 @pytest.mark.parametrize("market", [0, 1])
-def test_private_machines_have_an_interface_a_card(cloud: FakeAWS, market: int) -> None:
-    """And no public address, which AWS would not give them."""
-    offer = launches(cloud, of_type("p4d.24xlarge", accelerator="A100", nodes=2))[market]
+def test_private_machines_have_an_interface_for_each_card(cloud: FakeAWS, market: int) -> None:
+    """They have no public address, which AWS would not give them."""
+    offer = offers_of_both_markets(cloud, of_type("p4d.24xlarge", accelerator="A100", nodes=2))[market]
     launched = make(cloud, use_private_ip=True, ssh_cidr="10.0.0.0/8").launch(offer, 2, tags(), STARTUP)
-    words = asked_of(cloud)
-    assert [words[f"NetworkInterface.{n}.InterfaceType"] for n in range(1, 5)] == [
+    parameters = launch_parameters(cloud)
+    assert [parameters[f"NetworkInterface.{n}.InterfaceType"] for n in range(1, 5)] == [
         "efa",
         "efa-only",
         "efa-only",
         "efa-only",
     ]
-    assert not [name for name in words if name.endswith("AssociatePublicIpAddress")]
+    assert not [name for name in parameters if name.endswith("AssociatePublicIpAddress")]
     assert [instance.ip for instance in launched] == [None, None]
 
 
-def test_public_machines_say_what_they_do_without(cloud: FakeAWS, caplog: pytest.LogCaptureFixture) -> None:
-    """And how to have it."""
+def test_the_log_names_the_missing_efa_interfaces_of_public_machines(
+    cloud: FakeAWS, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It names the remedy too."""
     caplog.set_level(logging.INFO)
     make(cloud).launch(of_type("p4d.24xlarge", accelerator="A100", nodes=2), 2, tags(), STARTUP)
     assert (
         "p4d.24xlarge gets 1 of its 4 EFA interfaces; machines with a public address have one network interface: use_private_ip=True"
         in caplog.text
     )
-    assert "NetworkInterface.2.DeviceIndex" not in asked_of(cloud)
+    assert "NetworkInterface.2.DeviceIndex" not in launch_parameters(cloud)
 
 
 def test_each_zone_has_a_group_and_a_template_of_its_own(cloud: FakeAWS) -> None:
-    """For machines keep a group in their zone; those that were not needed are taken away."""
-    spot_offer = launches(cloud, TOGETHER)[1]
+    """Machines keep a group in their zone. Unused groups are deleted."""
+    spot_offer = offers_of_both_markets(cloud, TOGETHER)[1]
     launched = make(cloud).launch(spot_offer, 2, tags(), STARTUP)
     assert zones_of(cloud, launched) == {B}
-    assert len(cloud.words("CreatePlacementGroup")) == len(cloud.words("CreateLaunchTemplate")) == 2
+    assert len(cloud.parameters("CreatePlacementGroup")) == len(cloud.parameters("CreateLaunchTemplate")) == 2
     assert list(cloud.fleets.groups) == [("us-east-1", f"skyward-{POOL}-{B}")]
     assert cloud.fleets.templates == {}
 
 
-def test_groups_of_zones_that_have_no_machines_are_taken_away(cloud: FakeAWS) -> None:
-    """On demand, zone after zone; and all of them, when nothing came of it."""
+def test_groups_of_zones_without_machines_are_deleted(cloud: FakeAWS) -> None:
+    """On demand this happens zone after zone; without any machine all groups are deleted."""
     cloud.fail("RunInstances", "InsufficientInstanceCapacity", 500)
     launched = make(cloud).launch(TOGETHER, 2, tags(), STARTUP)
     assert zones_of(cloud, launched) == {B}
@@ -822,40 +827,40 @@ def test_groups_of_zones_that_have_no_machines_are_taken_away(cloud: FakeAWS) ->
     assert cloud.fleets.groups == {}
 
 
-def test_groups_are_left_while_nobody_knows_where_machines_are(cloud: FakeAWS) -> None:
-    """The answer was lost, or does not tell: they are taken away when they are old."""
-    offer = launches(cloud, TOGETHER)[1]
+def test_groups_are_kept_while_the_zone_of_the_machines_is_unknown(cloud: FakeAWS) -> None:
+    """The answer was lost or has no zone. The groups are deleted when they are old."""
+    offer = offers_of_both_markets(cloud, TOGETHER)[1]
     cloud.fleets.says_no_zone = True
     make(cloud).launch(offer, 2, tags(), STARTUP)
     assert len(cloud.fleets.groups) == 2
-    assert cloud.words("DeletePlacementGroup") == []
+    assert cloud.parameters("DeletePlacementGroup") == []
 
 
 @pytest.mark.parametrize("market", [0, 1])
 @pytest.mark.parametrize(
     ("action", "word"), [("CreatePlacementGroup", "GroupName"), ("AuthorizeSecurityGroupEgress", "InterfaceType")]
 )
-def test_without_the_right_machines_come_without_it(
+def test_without_the_right_machines_start_without_efa_or_group(
     cloud: FakeAWS, market: int, action: str, word: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A slower network is told in the log; no machines would be worse."""
-    offer = launches(cloud, TOGETHER)[market]
+    """A warning is logged. A slower network is better than no machines."""
+    offer = offers_of_both_markets(cloud, TOGETHER)[market]
     cloud.fail(action, "UnauthorizedOperation", 403, times=99)
     assert len(make(cloud).launch(offer, 2, tags(), STARTUP)) == 2
-    assert not [name for name in asked_of(cloud) if name.endswith(word)]
+    assert not [name for name in launch_parameters(cloud) if name.endswith(word)]
     assert "UnauthorizedOperation" in caplog.text
 
 
 def test_an_outage_is_not_taken_for_a_missing_right(cloud: FakeAWS) -> None:
-    """It is raised before anything is made."""
+    """It is raised before anything is created."""
     cloud.fail("CreatePlacementGroup", "InternalError", 500, times=99)
     with pytest.raises(ProviderFailed):
         make(cloud).launch(TOGETHER, 2, tags(), STARTUP)
     assert cloud.alive() == set()
 
 
-def test_what_is_there_already_is_taken(cloud: FakeAWS) -> None:
-    """Group and rule, from a launch before or from somebody who was quicker."""
+def test_an_existing_group_and_rule_are_used(cloud: FakeAWS) -> None:
+    """They are from an earlier launch, or from another client."""
     cloud.fail("AuthorizeSecurityGroupEgress", "InvalidPermission.Duplicate", is_done=True)
     cloud.fleets.groups["us-east-1", f"skyward-{POOL}-{A}"] = Group({POOL_TAG: POOL})
     launched = make(cloud).launch(TOGETHER, 2, tags(), STARTUP)
@@ -863,18 +868,18 @@ def test_what_is_there_already_is_taken(cloud: FakeAWS) -> None:
     assert group.machines == {instance.id for instance in launched}
 
 
-# ── what launches leave ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── resources that launches leave ────────────────────────────────────────────────────────────────────────────────────
 
 
 def leave(cloud: FakeAWS, age: timedelta, name: str) -> None:
-    """Leave a template and a placement group of a pool, so old."""
+    """Create a template and a placement group of a pool, of this age."""
     made = {POOL_TAG: f"sky-{name}", CREATED_TAG: str(int((now() - age).timestamp()))}
-    words = {
+    parameters = {
         f"TagSpecification.1.Tag.{n}.{part}": text
         for n, pair in enumerate(made.items(), 1)
         for part, text in zip(("Key", "Value"), pair, strict=True)
     }
-    cloud.fleets.templates["us-east-1", f"skyward-{name}"] = words
+    cloud.fleets.templates["us-east-1", f"skyward-{name}"] = parameters
     cloud.fleets.groups["us-east-1", f"skyward-{name}-{A}"] = Group(made)
 
 
@@ -885,8 +890,8 @@ def left(cloud: FakeAWS) -> set[str]:
 OLD, YOUNG = timedelta(hours=2), timedelta(minutes=50)
 
 
-def test_what_is_old_is_taken_away(cloud: FakeAWS, account: AwsAccount) -> None:
-    """All pages of it, and nothing that a launch may be about; a dry run says the same and does nothing."""
+def test_old_resources_of_launches_are_deleted(cloud: FakeAWS, account: AwsAccount) -> None:
+    """All pages are read; resources of present launches stay. A dry run reports the same and deletes nothing."""
     for n in range(4):
         leave(cloud, OLD, f"old{n}")
     leave(cloud, YOUNG, "young")
@@ -901,8 +906,8 @@ def test_what_is_old_is_taken_away(cloud: FakeAWS, account: AwsAccount) -> None:
     assert aws_launch.prune_launches(account, "us-east-1", now()) == []
 
 
-def test_a_sweep_takes_away_what_all_regions_have(cloud: FakeAWS) -> None:
-    """By the provider's own verb."""
+def test_prune_deletes_resources_of_all_regions(cloud: FakeAWS) -> None:
+    """It is the provider's own method."""
     leave(cloud, OLD, "old")
     cloud.fleets.groups["eu-west-1", "skyward-west"] = Group(
         {POOL_TAG: "sky-west", CREATED_TAG: str(int((now() - OLD).timestamp()))}
@@ -920,7 +925,7 @@ def test_a_sweep_takes_away_what_all_regions_have(cloud: FakeAWS) -> None:
 
 
 def test_a_group_that_is_in_use_stays(cloud: FakeAWS, account: AwsAccount) -> None:
-    """Until its machines are terminated, however old it is."""
+    """It stays until its machines are terminated, at any age."""
     launched = make(cloud).launch(TOGETHER, 2, tags() | {CREATED_TAG: str(int((now() - OLD).timestamp()))}, STARTUP)
     for is_dry_run in (True, False):
         assert aws_launch.prune_launches(account, "us-east-1", now(), is_dry_run=is_dry_run) == []
@@ -935,8 +940,8 @@ def test_a_group_that_is_in_use_stays(cloud: FakeAWS, account: AwsAccount) -> No
         ]
 
 
-def test_one_that_cannot_be_taken_away_keeps_no_other(cloud: FakeAWS, account: AwsAccount) -> None:
-    """It is told in the end."""
+def test_a_resource_that_cannot_be_deleted_does_not_keep_others(cloud: FakeAWS, account: AwsAccount) -> None:
+    """Its error is raised at the end."""
     for n in range(2):
         leave(cloud, OLD, f"old{n}")
     cloud.fail("DeleteLaunchTemplate", "InvalidParameterValue")
@@ -945,8 +950,8 @@ def test_one_that_cannot_be_taken_away_keeps_no_other(cloud: FakeAWS, account: A
     assert left(cloud) == {"skyward-old0"}
 
 
-def test_an_outage_is_no_cleanliness(cloud: FakeAWS, account: AwsAccount) -> None:
-    """Without the right to look there is nothing of ours; without an answer nobody knows."""
+def test_an_outage_is_not_reported_as_nothing_to_delete(cloud: FakeAWS, account: AwsAccount) -> None:
+    """Without the right to list, nothing there is ours. Without an answer the state is unknown."""
     leave(cloud, OLD, "old")
     cloud.fail("DescribePlacementGroups", "UnauthorizedOperation", 403)
     assert aws_launch.prune_launches(account, "us-east-1", now()) == []
@@ -959,13 +964,13 @@ def test_an_outage_is_no_cleanliness(cloud: FakeAWS, account: AwsAccount) -> Non
         aws_launch.prune_launches(account, "us-east-1", now())
 
 
-def test_the_next_launch_takes_away_what_earlier_pools_have_left(cloud: FakeAWS) -> None:
-    """With one listing, a few at a time; whatever is in the way of it is in the way of nobody."""
+def test_a_launch_deletes_old_groups_of_earlier_pools(cloud: FakeAWS) -> None:
+    """It makes one listing and deletes a few at a time; a failure does not stop the launch."""
     leave(cloud, YOUNG, "young")
     for n in range(cluster.MOST_TIDIED + 2):
         leave(cloud, OLD, f"old{n}")
     make(cloud).launch(TOGETHER, 2, tags(), STARTUP)
-    assert len(cloud.words("DescribePlacementGroups")) == 1
+    assert len(cloud.parameters("DescribePlacementGroups")) == 1
     groups = {name for _, name in cloud.fleets.groups}
     assert {f"skyward-young-{A}", f"skyward-{POOL}-{A}"} <= groups
     assert len(groups) == 2 + 2
@@ -973,47 +978,49 @@ def test_the_next_launch_takes_away_what_earlier_pools_have_left(cloud: FakeAWS)
     assert len(make(cloud).launch(TOGETHER, 2, tags("sky-other", launch="L1"), STARTUP)) == 2
 
 
-# ── killed in between ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── a killed client ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Killed(BaseException):
-    """The process is gone: nothing after this runs."""
+    """The process has died: no later code runs."""
 
 
 STEPS = ["CreateLaunchTemplate", "CreateFleet", "DescribeInstances", "CreateTags"]
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_client_killed_at_any_step_leaves_nothing_that_is_not_found(
+def test_a_client_killed_at_any_step_leaves_only_resources_that_are_found(
     cloud: FakeAWS, account: AwsAccount, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Machines by their tags, with ranks of their own and at no price too low; the rest when it is old."""
+    """Machines are found by their tags, with unique ranks and no price too low; the rest is deleted when it is old."""
     spot(cloud, a=0.2, b=0.15)
     cloud.fleets.is_split = True
     ask: Callable[..., Any] = AwsAccount.ask
     pages: Callable[..., Any] = AwsAccount.pages
     is_over: list[bool] = []
 
-    def die(operation: str, words: dict[str, Any]) -> None:
+    def die(operation: str, parameters: dict[str, Any]) -> None:
         if is_over:
             raise Killed
         if operation.replace("_", "") == step.lower() and not (
-            step == "DescribeInstances" and not cloud.words("CreateFleet")
+            step == "DescribeInstances" and not cloud.parameters("CreateFleet")
         ):
             is_over.append(True)
             if step != "DescribeInstances":
-                (ask if operation != "describe_instances" else pages)(account, "us-east-1", "ec2", operation, **words)
+                (ask if operation != "describe_instances" else pages)(
+                    account, "us-east-1", "ec2", operation, **parameters
+                )
             raise Killed
 
-    def dying_ask(self: AwsAccount, region: str, service: str, operation: str, **words: Any) -> Any:
+    def dying_ask(self: AwsAccount, region: str, service: str, operation: str, **parameters: Any) -> Any:
         if self is not account:
-            die(operation, {name: word for name, word in words.items() if name != "once"})
-        return ask(self, region, service, operation, **words)
+            die(operation, {name: word for name, word in parameters.items() if name != "once"})
+        return ask(self, region, service, operation, **parameters)
 
-    def dying_pages(self: AwsAccount, region: str, service: str, operation: str, what: str, **words: Any) -> Any:
+    def dying_pages(self: AwsAccount, region: str, service: str, operation: str, what: str, **parameters: Any) -> Any:
         if self is not account:
-            die(operation, words)
-        return pages(self, region, service, operation, what, **words)
+            die(operation, parameters)
+        return pages(self, region, service, operation, what, **parameters)
 
     with monkeypatch.context() as patch:
         patch.setattr(AwsAccount, "ask", dying_ask)
@@ -1034,10 +1041,8 @@ def test_a_client_killed_at_any_step_leaves_nothing_that_is_not_found(
 # ── end to end ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_pool_lives_on_a_fleet(fleet: Fleet, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Spot machines of another type than the first choice, from calls of their own; nothing is left, no template
-    either.
-    """
+def test_a_pool_runs_on_a_fleet(fleet: Fleet, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Spot machines of an equivalent type, from separate calls. Nothing is left, no template either."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
     hosting = Hosting(fleet, mirror.configure)

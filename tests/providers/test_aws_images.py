@@ -1,5 +1,6 @@
-"""Images that AWS keeps between pools: found by tag and what they were made from, made once, used, and taken away when
-they are of no use.
+"""Images that AWS keeps between pools:
+
+found by tag and base image, created once, used, and deleted when they are useless.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def launch(provider: sky.AWS, offer: Offer = CPU, *, image: str | None = HASH, t
 
 
 def started_from(cloud: FakeAWS) -> list[str]:
-    return [words["ImageId"] for words in cloud.words("RunInstances")]
+    return [parameters["ImageId"] for parameters in cloud.parameters("RunInstances")]
 
 
 def tags_of(image: Image | Snapshot) -> dict[str, str]:
@@ -88,12 +89,13 @@ def tags_of(image: Image | Snapshot) -> dict[str, str]:
     }
 
 
-# ── making one, and starting from it ─────────────────────────────────────────────────────────────────────────────────
+# ── creating an image, and starting from it ──────────────────────────────────────────────────────────────────────────
 
 
-def test_a_machine_is_made_into_an_image_and_the_next_one_starts_from_it(cloud: FakeAWS) -> None:
-    """Without a reboot, tagged in the creating call, its snapshot too; what started from it says so, and is not made
-    into another one.
+def test_an_image_of_a_machine_is_created_and_the_next_machine_starts_from_it(cloud: FakeAWS) -> None:
+    """Image and snapshot are tagged in the creating call, without a reboot.
+
+    A machine started from it is not captured again.
     """
     cloud.images.hidden_listings = 2
     first = launch(make())
@@ -105,7 +107,7 @@ def test_a_machine_is_made_into_an_image_and_the_next_one_starts_from_it(cloud: 
     (snapshot,) = cloud.images.snapshots.values()
     assert tags_of(image) == tags_of(snapshot) == OURS
     assert image.tags == snapshot.tags
-    assert len(cloud.words("DescribeSnapshots")) == 3
+    assert len(cloud.parameters("DescribeSnapshots")) == 3
     cloud.images.finish()
     second = launch(make(), token="L1")
     assert started_from(cloud) == [UBUNTU, image_id]
@@ -115,19 +117,20 @@ def test_a_machine_is_made_into_an_image_and_the_next_one_starts_from_it(cloud: 
         second.id: image_id,
     }
     assert make().keep_image(second, HASH) is None
-    assert len(cloud.words("CreateImage")) == 1
+    assert len(cloud.parameters("CreateImage")) == 1
 
 
 def test_the_snapshot_is_of_the_root_disk_of_that_machine(cloud: FakeAWS) -> None:
-    """That another machine with the same packages has one says nothing of this one's moment."""
+    """A snapshot of another machine with the same packages proves nothing for this one."""
     machine = launch(make())
     cloud.images.snapshots["snap-x"] = Snapshot("snap-x", "us-east-1", "vol-other", 100, dict(OURS), "completed")
     make().keep_image(machine, HASH)
     volume, _ = cloud.images.disk_of(machine.id)
-    assert {(words["Filter.1.Name"], words["Filter.1.Value.1"]) for words in cloud.words("DescribeSnapshots")} == {
-        ("volume-id", volume)
-    }
-    assert len(cloud.words("DescribeSnapshots")) == 2
+    assert {
+        (parameters["Filter.1.Name"], parameters["Filter.1.Value.1"])
+        for parameters in cloud.parameters("DescribeSnapshots")
+    } == {("volume-id", volume)}
+    assert len(cloud.parameters("DescribeSnapshots")) == 2
 
 
 @pytest.mark.parametrize(
@@ -142,10 +145,10 @@ def test_the_snapshot_is_of_the_root_disk_of_that_machine(cloud: FakeAWS) -> Non
     ],
     ids=["packages", "base", "pending", "failed", "larger", "region"],
 )
-def test_what_does_not_fit_is_not_used(
+def test_an_image_that_does_not_fit_is_not_used(
     cloud: FakeAWS, different: dict[str, str], state: str, gb: int, region: str
 ) -> None:
-    """Other packages, made from another image, not ready, with a larger disk than was asked for, elsewhere."""
+    """Other packages, another base image, not available, a larger disk, or another region."""
     cloud.images.add(OURS | different, state=state, gb=gb, region=region)
     launch(make())
     assert started_from(cloud) == [UBUNTU]
@@ -159,15 +162,15 @@ def test_what_does_not_fit_is_not_used(
     ],
     ids=["arm64", "NVIDIA"],
 )
-def test_machines_of_another_kind_start_from_another_image(cloud: FakeAWS, offer: Offer) -> None:
-    """What AWS has for them is not what it was made from."""
+def test_machines_with_another_base_image_do_not_use_it(cloud: FakeAWS, offer: Offer) -> None:
+    """AWS's image for them is not its base image."""
     cloud.images.add(OURS)
     launch(make(), offer)
     assert started_from(cloud)[0] in set(IMAGES.values()) - {UBUNTU}
 
 
-def test_an_image_made_from_ones_own_is_for_that_one(cloud: FakeAWS) -> None:
-    """`ami=` is what is started from when nothing is kept, and nothing else's image stands in for it."""
+def test_an_image_made_from_a_users_ami_is_only_for_that_ami(cloud: FakeAWS) -> None:
+    """`ami=` is the base image, and no image with another base replaces it."""
     mine = cloud.images.add({}, gb=30)
     cloud.images.add(OURS)
     launch(make(ami=mine.id))
@@ -176,8 +179,8 @@ def test_an_image_made_from_ones_own_is_for_that_one(cloud: FakeAWS) -> None:
     assert started_from(cloud) == [mine.id, kept.id]
 
 
-def test_the_newest_one_is_taken(cloud: FakeAWS) -> None:
-    """Of several that two pools have made at once."""
+def test_the_newest_image_is_used(cloud: FakeAWS) -> None:
+    """Two pools may have created images at the same time."""
     cloud.images.add(OURS, at=NOW - timedelta(hours=2))
     newest = cloud.images.add(OURS, at=NOW - timedelta(hours=1))
     cloud.images.add(OURS, at=NOW - timedelta(hours=3))
@@ -185,22 +188,22 @@ def test_the_newest_one_is_taken(cloud: FakeAWS) -> None:
     assert started_from(cloud) == [newest.id]
 
 
-def test_nobody_who_has_not_asked_for_it_gets_one(cloud: FakeAWS) -> None:
-    """Without `cache=True` nothing is looked for."""
+def test_without_cache_no_image_is_used(cloud: FakeAWS) -> None:
+    """Without `cache=True` no image is looked for."""
     cloud.images.add(OURS)
     launch(make(), image=None)
     assert started_from(cloud) == [UBUNTU]
-    assert not [words for words in cloud.words("DescribeImages") if "Owner.1" in words]
+    assert not [parameters for parameters in cloud.parameters("DescribeImages") if "Owner.1" in parameters]
 
 
-def test_a_disk_is_as_large_as_its_image_at_least(cloud: FakeAWS) -> None:
-    """And as `disk_gb` says if that is more."""
+def test_a_disk_is_at_least_as_large_as_its_image(cloud: FakeAWS) -> None:
+    """It is larger if `disk_gb` is."""
     kept = cloud.images.add(OURS, gb=100)
     launch(make(disk_gb=100))
     launch(make(disk_gb=200), token="L1")
     launch(make(disk_gb=50), token="L2")
     assert started_from(cloud) == [kept.id, kept.id, UBUNTU]
-    assert [words["BlockDeviceMapping.1.Ebs.VolumeSize"] for words in cloud.words("RunInstances")] == [
+    assert [parameters["BlockDeviceMapping.1.Ebs.VolumeSize"] for parameters in cloud.parameters("RunInstances")] == [
         "100",
         "200",
         "50",
@@ -208,44 +211,46 @@ def test_a_disk_is_as_large_as_its_image_at_least(cloud: FakeAWS) -> None:
 
 
 @pytest.mark.parametrize("state", ["pending", "available"])
-def test_what_is_there_or_on_its_way_is_not_made_again(cloud: FakeAWS, state: str) -> None:
-    """Another pool was quicker."""
+def test_an_existing_or_pending_image_is_not_created_again(cloud: FakeAWS, state: str) -> None:
+    """Another pool has begun earlier."""
     machine = launch(make())
     cloud.images.add(OURS, state=state)
     assert make().keep_image(machine, HASH) is None
-    assert cloud.words("CreateImage") == []
+    assert cloud.parameters("CreateImage") == []
 
 
-def test_one_that_has_failed_or_is_too_large_is_made_again(cloud: FakeAWS) -> None:
-    """Nobody would use it."""
+def test_an_image_that_failed_or_is_too_large_is_created_again(cloud: FakeAWS) -> None:
+    """No machine would use it."""
     machine = launch(make())
     cloud.images.add(OURS, state="failed")
     cloud.images.add(OURS, gb=500)
     assert make().keep_image(machine, HASH) is not None
 
 
-def test_an_image_that_cannot_be_looked_for_costs_no_machine(cloud: FakeAWS, caplog: pytest.LogCaptureFixture) -> None:
-    """The packages are installed, as if none were there."""
+def test_a_failed_search_for_images_does_not_fail_the_launch(cloud: FakeAWS, caplog: pytest.LogCaptureFixture) -> None:
+    """The packages are installed, as without an image."""
     cloud.images.add(OURS)
-    cloud.fail("DescribeImages", "UnauthorizedOperation", 403, times=99, when=lambda asked: "Owner.1" in asked.words)
+    cloud.fail(
+        "DescribeImages", "UnauthorizedOperation", 403, times=99, when=lambda request: "Owner.1" in request.parameters
+    )
     launch(make())
     assert started_from(cloud) == [UBUNTU]
     assert "UnauthorizedOperation" in caplog.text
 
 
 @pytest.mark.parametrize("code", images.GONE)
-def test_an_image_that_is_taken_away_at_that_moment_costs_no_machine(cloud: FakeAWS, code: str) -> None:
-    """The machine is started from what it would be started from without it, with another token."""
+def test_an_image_deleted_during_a_launch_does_not_fail_it(cloud: FakeAWS, code: str) -> None:
+    """The machine starts from the base image, with another token."""
     kept = cloud.images.add(OURS)
-    cloud.fail("RunInstances", code, when=lambda asked: asked.words["ImageId"] == kept.id)
+    cloud.fail("RunInstances", code, when=lambda request: request.parameters["ImageId"] == kept.id)
     machine = launch(make())
     assert started_from(cloud) == [kept.id, UBUNTU]
     assert STARTED_FROM_TAG not in machine.tags
-    assert len({words["ClientToken"] for words in cloud.words("RunInstances")}) == 2
+    assert len({parameters["ClientToken"] for parameters in cloud.parameters("RunInstances")}) == 2
 
 
-def test_spot_machines_start_from_it_too(cloud: FakeAWS) -> None:
-    """By the template of their fleet; and from what it was made from, if it is taken away at that moment."""
+def test_spot_machines_start_from_the_kept_image(cloud: FakeAWS) -> None:
+    """The template of their fleet names it; the base image is used if it is deleted at that moment."""
     cloud.spot = {("c7i.xlarge", "us-east-1a"): 0.05}
     spot = CPU.model_copy(update={"is_spot": True, "price_per_hour": 0.05})
     kept = cloud.images.add(OURS)
@@ -253,32 +258,32 @@ def test_spot_machines_start_from_it_too(cloud: FakeAWS) -> None:
     cloud.fleets.refusals = {("*", "*"): ("InvalidAMIID.NotFound", f"The image id '[{kept.id}]' does not exist")}
     with pytest.raises(sky.BadRequest, match="does not exist"):
         launch(make(), spot, token="L1")
-    assert [words["LaunchTemplateData.ImageId"] for words in cloud.words("CreateLaunchTemplate")] == [
+    assert [parameters["LaunchTemplateData.ImageId"] for parameters in cloud.parameters("CreateLaunchTemplate")] == [
         kept.id,
         kept.id,
         UBUNTU,
     ]
 
 
-def test_a_machine_forgets_whose_disk_it_has(cloud: FakeAWS) -> None:
-    """Before anybody is let in, once for each machine: who the other one was, and whose key could log in there."""
+def test_a_machine_removes_the_identity_of_the_captured_machine(cloud: FakeAWS) -> None:
+    """Before logins, once for each machine, host keys and authorized keys of the captured machine are replaced."""
     launch(make())
     config = json.loads(
-        base64.b64decode(cloud.words("RunInstances")[0]["UserData"]).decode().removeprefix("#cloud-config\n")
+        base64.b64decode(cloud.parameters("RunInstances")[0]["UserData"]).decode().removeprefix("#cloud-config\n")
     )
     assert config["bootcmd"] == [["cloud-init-per", "instance", "skyward-forget", "sh", "-c", FORGET]]
 
 
-# ── what goes wrong while one is made ────────────────────────────────────────────────────────────────────────────────
+# ── failures during the creation ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_refusal_is_told(cloud: FakeAWS) -> None:
-    """By credentials that may not make images; nothing is waited for."""
+def test_a_refusal_to_create_an_image_is_raised(cloud: FakeAWS) -> None:
+    """The credentials lack the right; there is no wait."""
     machine = launch(make())
     cloud.fail("CreateImage", "UnauthorizedOperation", 403)
     with pytest.raises(CredentialsError):
         make().keep_image(machine, HASH)
-    assert cloud.words("DescribeSnapshots") == []
+    assert cloud.parameters("DescribeSnapshots") == []
 
 
 def test_a_lost_answer_does_not_matter_if_the_snapshot_is_begun(cloud: FakeAWS) -> None:
@@ -286,11 +291,11 @@ def test_a_lost_answer_does_not_matter_if_the_snapshot_is_begun(cloud: FakeAWS) 
     machine = launch(make())
     cloud.fail("CreateImage", is_done=True)
     assert make().keep_image(machine, HASH) == f"skyward-{HASH}-{machine.id}"
-    assert len(cloud.words("CreateImage")) == len(cloud.images.images) == 1
+    assert len(cloud.parameters("CreateImage")) == len(cloud.images.images) == 1
 
 
-def test_asked_for_again_by_its_name_it_is_the_same(cloud: FakeAWS) -> None:
-    """A listing that comes late must not make two of it."""
+def test_a_second_request_with_the_same_name_finds_the_image(cloud: FakeAWS) -> None:
+    """A late listing must not cause a second image."""
     machine = launch(make())
     make().keep_image(machine, HASH)
     (image,) = cloud.images.images.values()
@@ -299,8 +304,8 @@ def test_asked_for_again_by_its_name_it_is_the_same(cloud: FakeAWS) -> None:
     assert list(cloud.images.images) == [image.id]
 
 
-def test_nothing_is_kept_of_a_moment_that_is_not_known(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written next may be secret: an image whose snapshot is not begun in time is taken away again."""
+def test_an_image_without_a_snapshot_in_time_is_deregistered(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later data on the disk may be secret."""
     monkeypatch.setattr(images, "SNAPSHOT_SECONDS", 0.05)
     cloud.images.hidden_listings = 10**6
     machine = launch(make())
@@ -309,41 +314,41 @@ def test_nothing_is_kept_of_a_moment_that_is_not_known(cloud: FakeAWS, monkeypat
     assert (cloud.images.images, cloud.images.snapshots) == ({}, {})
 
 
-def test_an_outage_while_it_is_waited_for_is_waited_out(cloud: FakeAWS) -> None:
-    """It proves nothing."""
+def test_an_outage_during_the_wait_for_the_snapshot_is_retried(cloud: FakeAWS) -> None:
+    """It proves nothing about the snapshot."""
     machine = launch(make())
     cloud.fail("DescribeSnapshots", "Unavailable", 503, times=7)
     assert make().keep_image(machine, HASH) in cloud.images.images
 
 
-def test_a_machine_that_is_gone_is_not_kept(cloud: FakeAWS) -> None:
-    """A client asks for it that has not noticed yet."""
+def test_no_image_is_created_of_a_machine_that_is_gone(cloud: FakeAWS) -> None:
+    """The client has not noticed its end yet."""
     machine = launch(make())
     with pytest.raises(ProviderFailed, match="i-0123 is not listed"):
         make().keep_image(machine.model_copy(update={"id": "i-0123"}), HASH)
 
 
-# ── how long they are kept ───────────────────────────────────────────────────────────────────────────────────────────
+# ── expiry and deletion ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def expires(image: Image) -> float:
     return float(image.tags[EXPIRES_TAG])
 
 
-def test_each_use_lengthens_its_life(cloud: FakeAWS) -> None:
-    """As the provider that uses it says; what would add less than an hour is not written."""
+def test_each_use_extends_the_expiry(cloud: FakeAWS) -> None:
+    """The provider's setting counts; less than an hour is not written."""
     now = datetime.now(UTC).timestamp()
     kept = cloud.images.add(OURS | {EXPIRES_TAG: str(int(now + 86_400))})
     launch(make(image_keep_days=3))
     assert expires(kept) == pytest.approx(now + 3 * 86_400, abs=60)
     launch(make(image_keep_days=3), token="L1")
     launch(make(image_keep_days=2), token="L2")
-    assert len(cloud.words("CreateTags")) == 1
+    assert len(cloud.parameters("CreateTags")) == 1
     assert expires(kept) == pytest.approx(now + 3 * 86_400, abs=60)
 
 
-def test_a_tag_that_cannot_be_written_costs_no_machine(cloud: FakeAWS) -> None:
-    """And one without a date gets one."""
+def test_a_failed_write_of_the_expiry_does_not_fail_the_launch(cloud: FakeAWS) -> None:
+    """An image without an expiry gets one."""
     kept = cloud.images.add(OURS)
     cloud.fail("CreateTags", "UnauthorizedOperation", 403)
     launch(make())
@@ -361,10 +366,8 @@ def prune(*, is_dry_run: bool = False, **fields: Any) -> list[str]:
     return make(**fields).prune(NOW, is_dry_run=is_dry_run)
 
 
-def test_what_is_of_no_use_is_taken_away_with_its_snapshots(cloud: FakeAWS) -> None:
-    """One whose time is over, one that has failed, one of which a newer one is there; a dry run says the same and
-    touches nothing.
-    """
+def test_useless_images_are_deleted_with_their_snapshots(cloud: FakeAWS) -> None:
+    """Expired, failed or replaced images. A dry run reports the same and deletes nothing."""
     over = cloud.images.add(until(-0.1) | {IMAGE_TAG: "over"})
     failed = cloud.images.add(until(9) | {IMAGE_TAG: "failed"}, state="failed")
     older = cloud.images.add(until(9), at=NOW - timedelta(days=2))
@@ -392,15 +395,15 @@ def test_what_is_of_no_use_is_taken_away_with_its_snapshots(cloud: FakeAWS) -> N
     assert prune() == []
 
 
-def test_days_are_the_providers_where_the_tag_is_missing(cloud: FakeAWS) -> None:
-    """Somebody has taken the tag off."""
+def test_an_image_without_its_expiry_tag_expires_by_the_providers_days(cloud: FakeAWS) -> None:
+    """A user has removed the tag."""
     cloud.images.add(OURS, at=NOW - timedelta(days=20))
     assert prune(image_keep_days=30) == []
     assert len(prune(image_keep_days=10)) == 1
 
 
-def test_an_interrupted_one_goes_on(cloud: FakeAWS) -> None:
-    """Killed after an image was deregistered and before its snapshot was deleted: that one is found by its tag."""
+def test_an_interrupted_deletion_continues(cloud: FakeAWS) -> None:
+    """The client was killed between image and snapshot: the snapshot is found by its tag."""
     image = cloud.images.add(until(-1), at=NOW - timedelta(days=30))
     del cloud.images.images[image.id]
     (line,) = prune(is_dry_run=True)
@@ -409,8 +412,8 @@ def test_an_interrupted_one_goes_on(cloud: FakeAWS) -> None:
     assert cloud.images.snapshots == {}
 
 
-def test_the_snapshot_of_an_image_that_is_being_made_stays(cloud: FakeAWS) -> None:
-    """For a while nothing says that it belongs to one; and one that is not ours is none of our business."""
+def test_the_snapshot_of_an_image_in_the_making_stays(cloud: FakeAWS) -> None:
+    """For a while no image lists it. Snapshots of other users stay too."""
     image = cloud.images.add(until(9), at=NOW - timedelta(hours=23))
     del cloud.images.images[image.id]
     stranger = Snapshot(
@@ -421,8 +424,8 @@ def test_the_snapshot_of_an_image_that_is_being_made_stays(cloud: FakeAWS) -> No
     assert len(cloud.images.snapshots) == 2
 
 
-def test_a_snapshot_that_somebody_else_uses_stays(cloud: FakeAWS) -> None:
-    """An image that a user has registered from it; AWS does not let it be deleted."""
+def test_a_snapshot_that_another_image_uses_stays(cloud: FakeAWS) -> None:
+    """A user has registered that image from it; AWS refuses the deletion."""
     image = cloud.images.add(until(-1), at=NOW - timedelta(days=30))
     cloud.images.add({"Name": "mine"}).snapshots.append(image.snapshots[0])
     assert len(prune()) == 1
@@ -431,18 +434,20 @@ def test_a_snapshot_that_somebody_else_uses_stays(cloud: FakeAWS) -> None:
     assert prune() == []
 
 
-def test_one_failure_hides_no_other_image(cloud: FakeAWS) -> None:
-    """The others go, then it is raised."""
+def test_a_failure_does_not_stop_other_deletions(cloud: FakeAWS) -> None:
+    """The others are deleted, then it is raised."""
     kept, gone = cloud.images.add(until(-1)), cloud.images.add(until(-1))
-    cloud.fail("DeregisterImage", "UnauthorizedOperation", 403, when=lambda asked: asked.words["ImageId"] == kept.id)
+    cloud.fail(
+        "DeregisterImage", "UnauthorizedOperation", 403, when=lambda request: request.parameters["ImageId"] == kept.id
+    )
     with pytest.raises(CredentialsError):
         prune()
     assert set(cloud.images.images) == {kept.id}
     assert gone.snapshots[0] not in cloud.images.snapshots
 
 
-def test_two_sweeps_at_once_do_not_trip_over_each_other(cloud: FakeAWS) -> None:
-    """What another one has taken away meanwhile is gone, and that is what was wanted."""
+def test_two_sweeps_at_the_same_time_do_not_fail(cloud: FakeAWS) -> None:
+    """It is no error if the other sweep has deleted an image already."""
     image = cloud.images.add(until(-1))
     cloud.fail("DeregisterImage", "InvalidAMIID.Unavailable", is_done=True)
     cloud.fail("DeleteSnapshot", "InvalidSnapshot.NotFound", is_done=True)
@@ -450,19 +455,15 @@ def test_two_sweeps_at_once_do_not_trip_over_each_other(cloud: FakeAWS) -> None:
     assert (cloud.images.images, cloud.images.snapshots) == ({}, {})
 
 
-def test_all_regions_are_looked_at(cloud: FakeAWS) -> None:
-    """An image is its region's."""
+def test_images_of_all_regions_are_pruned(cloud: FakeAWS) -> None:
+    """An image belongs to one region."""
     here, there = cloud.images.add(until(-1)), cloud.images.add(until(-1), region="us-west-2")
     cloud.images.add(until(-1), region="eu-west-1")
     assert [line.split()[1] for line in prune(region=("us-east-1", "us-west-2"))] == [here.id, there.id]
 
 
-def test_a_region_that_the_account_has_not_enabled_holds_nothing(
-    cloud: FakeAWS, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is named in the log, and the others are pruned; where nobody can say that it is not enabled, its refusal is
-    raised as ever.
-    """
+def test_a_region_that_is_not_enabled_has_no_images(cloud: FakeAWS, caplog: pytest.LogCaptureFixture) -> None:
+    """The log names it, and the others are pruned. If no region reports it as not enabled, its refusal is raised."""
     cloud.not_enabled = {"us-west-2"}
     here = cloud.images.add(until(-1))
     assert [line.split()[1] for line in prune(region=("us-east-1", "us-west-2"))] == [here.id]
@@ -475,7 +476,7 @@ def test_a_region_that_the_account_has_not_enabled_holds_nothing(
         prune(region="us-west-2")
 
 
-def test_an_outage_is_not_read_as_nothing_there(cloud: FakeAWS) -> None:
+def test_an_outage_is_not_an_empty_list_of_images(cloud: FakeAWS) -> None:
     """Without the list of images every snapshot would look like an orphan."""
     image = cloud.images.add(until(9), at=NOW - timedelta(days=9))
     cloud.fail("DescribeImages", "Unavailable", 503, times=99)
@@ -484,10 +485,8 @@ def test_an_outage_is_not_read_as_nothing_there(cloud: FakeAWS) -> None:
     assert image.snapshots[0] in cloud.images.snapshots
 
 
-def test_who_may_not_list_snapshots_has_kept_nothing(cloud: FakeAWS) -> None:
-    """A sweep with the credentials of one who has never used this goes well; an outage, and credentials that are no
-    good at all, are told.
-    """
+def test_without_the_right_to_list_snapshots_none_are_deleted(cloud: FakeAWS) -> None:
+    """Such credentials cannot have created any. An outage, or invalid credentials, is an error."""
     cloud.images.add(until(-1))
     for code, kind in (("Unavailable", ProviderFailed), ("AuthFailure", CredentialsError)):
         fault = {"code": code, "status": 503 if kind is ProviderFailed else 401}
@@ -498,8 +497,8 @@ def test_who_may_not_list_snapshots_has_kept_nothing(cloud: FakeAWS) -> None:
     assert len(prune()) == 1
 
 
-def test_what_launches_have_left_goes_too(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Templates and groups of `prune_launches`; that one of the two fails keeps the other from nothing."""
+def test_prune_also_deletes_resources_of_launches(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are templates and groups of `prune_launches`; a failure of one part does not stop the other."""
     monkeypatch.setattr(
         aws_provider,
         "prune_launches",
@@ -520,29 +519,29 @@ def test_what_launches_have_left_goes_too(cloud: FakeAWS, monkeypatch: pytest.Mo
     assert cloud.images.images == {}
 
 
-def test_the_command_tells_what_it_would_take_away(
+def test_the_command_lists_what_it_would_delete(
     cloud: FakeAWS, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In words and as JSON; there is something to do then (3). With --yes it does it."""
+    """As text and as JSON, with exit code 3 if there is work; with --yes it deletes."""
     image = cloud.images.add(OURS | {EXPIRES_TAG: "1"})
     url = f"sqlite:///{tmp_path / 'ledger.db'}"
-    words = ["--ledger", url, "sweep", "--provider", '{"name": "aws"}']
+    parameters = ["--ledger", url, "sweep", "--provider", '{"name": "aws"}']
     line = f"aws: image {image.id} in us-east-1, 100 GiB with the packages of {HASH}: it has not been used for too long"
-    assert main(words) == 3
+    assert main(parameters) == 3
     assert capsys.readouterr().out == f"to be taken away: {line}\nnothing was touched; `skyward sweep --yes` does it\n"
-    assert main([*words, "--json"]) == 3
+    assert main([*parameters, "--json"]) == 3
     assert json.loads(capsys.readouterr().out)["pruned"] == [line]
-    assert main([*words, "--yes"]) == 0
+    assert main([*parameters, "--yes"]) == 0
     assert capsys.readouterr().out == f"taken away: {line}\n1 thing of no use taken away\n"
-    assert main(words) == 0
+    assert main(parameters) == 0
     assert capsys.readouterr().out == "nothing is to be done\n"
 
 
 # ── the sweep ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_sweep_takes_them_away(cloud: FakeAWS, tmp_path: Path) -> None:
-    """It says so in its report; a dry run says what it would take away. A failure there is one of the report's."""
+def test_a_sweep_deletes_them(cloud: FakeAWS, tmp_path: Path) -> None:
+    """The report lists them; in a dry run it lists what would be deleted. A failure is part of the report."""
     cloud.images.add(OURS | {EXPIRES_TAG: "1"})
     url = f"sqlite:///{tmp_path / 'ledger.db'}"
     assert len(cloud.images.images) == 1
@@ -559,8 +558,8 @@ def test_a_sweep_takes_them_away(cloud: FakeAWS, tmp_path: Path) -> None:
     assert cloud.images.images == {}
 
 
-def test_how_long_is_plain_data() -> None:
-    """A day at least: what is used every day is not made every day."""
+def test_the_days_are_plain_data() -> None:
+    """At least one day: an image in daily use is not created daily."""
     assert load(json.loads(json.dumps(sky.AWS(image_keep_days=30).to_json()))) == sky.AWS(image_keep_days=30)
     with pytest.raises(ValueError, match="greater than or equal to 1"):
         sky.AWS(image_keep_days=0)

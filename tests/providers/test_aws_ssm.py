@@ -1,5 +1,6 @@
-"""AWS(use_ssm=True): SSH through Session Manager, with AWS's plugin played by a script that joins what the fake's
-session names.
+"""AWS(use_ssm=True): SSH through Session Manager.
+
+A script stands for AWS's plugin and connects to the address in the fake's session.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ while piece := os.read(0, 65536):
 
 
 class Plugin:
-    """AWS's plugin, as a script on PATH. `notes` are what its processes were called with, by their ids."""
+    """AWS's plugin, as a script on PATH. `notes` has the arguments of its processes, by their ids."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -77,11 +78,11 @@ class Plugin:
 
     @property
     def path(self) -> str:
-        """For the environment."""
+        """The value for PATH."""
         return f"{self._folder}{os.pathsep}{os.environ['PATH']}"
 
     def install(self, version: str = "1.2.707.0", last: str = "") -> None:
-        """Put it there. `last` is what it does when its input has ended."""
+        """Install it. `last` is what it runs when its input has ended."""
         part = self._folder / "part"
         part.write_text(PLUGIN.format(python=sys.executable, version=version, last=last))
         part.chmod(0o755)
@@ -104,8 +105,8 @@ class Plugin:
         return {
             pid
             for pid in processes()
-            if b"i-" in (words := arguments(pid))
-            and (b"aws.session_manager" in words or str(self._folder).encode() in words)
+            if b"i-" in (parameters := arguments(pid))
+            and (b"aws.session_manager" in parameters or str(self._folder).encode() in parameters)
         }
 
 
@@ -138,7 +139,7 @@ def cloud(monkeypatch: pytest.MonkeyPatch, plugin: Plugin) -> Iterator[FakeAWS]:
 
 
 def as_us(fake: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let AWS be the fake, and nobody's credentials but the test's be there."""
+    """Use the fake as AWS, and only the test's credentials."""
     for name in (
         "AWS_SESSION_TOKEN",
         "AWS_PROFILE",
@@ -158,7 +159,7 @@ def as_us(fake: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def endpoint(server: Server, key: str, cloud: FakeAWS) -> Endpoint:
-    """The server, as a machine whose agent has registered."""
+    """Return the server as a machine whose agent has registered."""
     cloud.agents["i-0a"] = f"wss://127.0.0.1:{server.port}"
     return reached_by(server, key, session_manager.command("i-0a", "us-east-1", None, None))
 
@@ -182,11 +183,11 @@ def group_of(cloud: FakeAWS, machine_id: str) -> Any:
     return name
 
 
-# ── how machines are launched ────────────────────────────────────────────────────────────────────────────────────────
+# ── launches ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_no_port_is_opened_and_nobody_is_asked_for_an_address(cloud: FakeAWS) -> None:
-    """The machine's group lets in what is in it; the group of the other pools stays as it is."""
+def test_no_port_is_opened_and_no_public_address_is_looked_up(cloud: FakeAWS) -> None:
+    """The machine's group allows only traffic inside; the group of other pools does not change."""
     sky.AWS(ssh_cidr="198.51.100.0/24").launch(OFFER, 1, tags(launch="another"), STARTUP)
     (machine,) = sky.AWS(use_ssm=True).launch(OFFER, 1, tags(), STARTUP)
     group = group_of(cloud, machine.id)
@@ -195,12 +196,12 @@ def test_no_port_is_opened_and_nobody_is_asked_for_an_address(cloud: FakeAWS) ->
         (rule.ip_protocol, rule.ip_range, rule.prefix_list_id, rule.source_group["GroupId"])
         for rule in group.ingress_rules
     ] == [("-1", {}, None, group.id)]
-    assert {word["GroupName"] for word in cloud.words("CreateSecurityGroup")} == {"skyward-ssh", "skyward-ssm"}
-    assert cloud.words("checkip") == []
+    assert {word["GroupName"] for word in cloud.parameters("CreateSecurityGroup")} == {"skyward-ssh", "skyward-ssm"}
+    assert cloud.parameters("checkip") == []
 
 
-def test_a_machine_is_reached_by_its_id(cloud: FakeAWS) -> None:
-    """With a host key that was known before, a command without secrets, and the same from any process."""
+def test_a_machine_is_logged_in_to_by_its_id(cloud: FakeAWS) -> None:
+    """Its host key is known before; the command has no secrets, and is the same from any process."""
     wish, provider = tags(), sky.AWS(use_ssm=True)
     (machine,) = provider.launch(OFFER, 1, wish, STARTUP)
     ours = our_key()
@@ -220,12 +221,12 @@ def test_a_machine_is_reached_by_its_id(cloud: FakeAWS) -> None:
     assert load(provider.to_json()).instances(machine.pool_id) == [machine]
 
 
-def test_a_machine_without_a_public_address_needs_no_network_of_ours(cloud: FakeAWS) -> None:
-    """As long as it has one in its own network."""
+def test_a_machine_needs_only_a_private_address(cloud: FakeAWS) -> None:
+    """The client needs no route to its network."""
     cloud.pending_listings = 2
     (machine,) = sky.AWS(use_ssm=True, use_private_ip=True).launch(OFFER, 1, tags(), STARTUP)
-    assert cloud.words("RunInstances")[0]["NetworkInterface.1.AssociatePublicIpAddress"] == "false"
-    assert len(cloud.words("DescribeInstances")) == 3
+    assert cloud.parameters("RunInstances")[0]["NetworkInterface.1.AssociatePublicIpAddress"] == "false"
+    assert len(cloud.parameters("DescribeInstances")) == 3
     assert machine.endpoint is not None
     assert machine.endpoint.host == machine.id
 
@@ -234,18 +235,18 @@ def test_a_machine_without_a_public_address_needs_no_network_of_ours(cloud: Fake
     ("version", "reason"),
     [(None, "needs AWS's session-manager-plugin on PATH"), ("1.2.497.0", "after 1.2.497.0"), ("what?", "after")],
 )
-def test_without_a_plugin_that_keeps_tokens_nothing_is_launched(
+def test_without_a_plugin_that_keeps_tokens_secret_nothing_is_launched(
     cloud: FakeAWS, plugin: Plugin, version: str | None, reason: str
 ) -> None:
-    """Where to get it is told."""
+    """The error names its download page."""
     provider = sky.AWS(use_ssm=True)
     assert provider.offers(T4)
-    cloud.asked.clear()
+    cloud.requests.clear()
     plugin.remove() if version is None else plugin.install(version)
     with pytest.raises(BadRequest, match=reason) as refused:
         provider.launch(OFFER, 1, tags(), STARTUP)
     assert "docs.aws.amazon.com" in str(refused.value)
-    assert cloud.asked == []
+    assert cloud.requests == []
 
 
 @pytest.mark.parametrize(
@@ -255,20 +256,20 @@ def test_without_a_plugin_that_keeps_tokens_nothing_is_launched(
         ({"ssh_cidr": "203.0.113.0/24"}, "opens no port"),
     ],
 )
-def test_what_does_not_go_with_it_is_refused(fields: dict[str, Any], reason: str) -> None:
-    """When it is written, without telling a secret."""
+def test_contradictory_fields_are_refused(fields: dict[str, Any], reason: str) -> None:
+    """At construction, and without a secret in the message."""
     with pytest.raises(BadRequest, match=reason) as refused:
         load({"name": "aws", "use_ssm": True, **fields})
     assert SECRET not in str(refused.value)
 
 
-# ── how they are connected to ────────────────────────────────────────────────────────────────────────────────────────
+# ── connections ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_commands_files_and_ports_go_through_the_plugin(
     endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin, echo: Echo, tmp_path: Path
 ) -> None:
-    """It is called as AWS's CLI calls it; no process has a secret among its arguments; none is left."""
+    """It is called as AWS's CLI calls it. No process has a secret in its arguments; none is left."""
     with SSHConnection(endpoint).connect(30) as connection:
         assert connection.run("echo hello").output == "hello\n"
         connection.put(os.urandom(1 << 20), "big")
@@ -276,69 +277,71 @@ def test_commands_files_and_ports_go_through_the_plugin(
         assert say(connection.forward_local("127.0.0.1", echo.port), b"hello") == b"HELLO"
         ((pid, called),) = plugin.notes.items()
         assert plugin.living == {pid}
-        asked = {"Target": "i-0a", "DocumentName": "AWS-StartSSHSession", "Parameters": {"portNumber": ["22"]}}
+        request = {"Target": "i-0a", "DocumentName": "AWS-StartSSHSession", "Parameters": {"portNumber": ["22"]}}
         assert called["argv"] == [
             "AWS_SSM_START_SESSION_RESPONSE",
             "us-east-1",
             "StartSession",
             "",
-            json.dumps(asked),
+            json.dumps(request),
             cloud.url,
         ]
         assert called["answer"]["TokenValue"] == SESSION_TOKEN
         assert not [
-            words
-            for words in map(arguments, processes())
-            if SESSION_TOKEN.encode() in words or SECRET.encode() in words
+            parameters
+            for parameters in map(arguments, processes())
+            if SESSION_TOKEN.encode() in parameters or SECRET.encode() in parameters
         ]
     assert plugin.living == set()
-    assert cloud.words("StartSession") == [asked]
+    assert cloud.parameters("StartSession") == [request]
 
 
-def test_a_machine_whose_agent_comes_late_is_waited_for(
+def test_a_machine_whose_agent_registers_late_is_waited_for(
     endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through refusals, throttling and an outage, by one process."""
+    """One process waits through refusals, throttling and an outage."""
     cloud.fail("StartSession", "TargetNotConnected", message="i-0a is not connected.")
     cloud.fail("StartSession", "ThrottlingException")
     cloud.fail("StartSession", "InternalServerError", 500)
     with SSHConnection(endpoint).connect(60) as connection:
         assert connection.run("true").exit_code == 0
-    assert len(cloud.words("StartSession")) == 4
+    assert len(cloud.parameters("StartSession")) == 4
     assert len(plugin.notes) == 1
 
 
-def test_a_machine_whose_agent_never_comes(endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin) -> None:
-    """What is missing is told at the end, and nothing is left waiting."""
+def test_a_machine_whose_agent_never_registers_is_an_error(endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin) -> None:
+    """The error at the end names what is missing; no process is left waiting."""
     cloud.agents.clear()
     with (
         SSHConnection(endpoint) as connection,
         pytest.raises(Unreachable, match=r"TargetNotConnected.*AmazonSSMManagedInstanceCore.*internet"),
     ):
         connection.connect(4)
-    assert cloud.words("StartSession")
+    assert cloud.parameters("StartSession")
     assert plugin.living == set()
 
 
 @pytest.mark.parametrize(
     ("code", "kind"), [("AccessDeniedException", CredentialsError), ("InvalidDocument", BadRequest)]
 )
-def test_what_waiting_does_not_mend_is_told_at_once(
+def test_a_permanent_refusal_is_raised_at_once(
     endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin, code: str, kind: type[Exception]
 ) -> None:
-    """In AWS's words."""
+    """The message is AWS's."""
     cloud.fail("StartSession", code, message="User ann may not do ssm:StartSession", times=99)
     with (
         SSHConnection(endpoint) as connection,
         pytest.raises(kind, match=f"{code}: User ann may not do ssm:StartSession"),
     ):
         connection.connect(60)
-    assert len(cloud.words("StartSession")) == 1
+    assert len(cloud.parameters("StartSession")) == 1
     assert plugin.living == set()
 
 
-def test_no_credentials(endpoint: Endpoint, cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever attaches has some of its own, or is told so."""
+def test_without_credentials_a_connection_is_refused(
+    endpoint: Endpoint, cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that attaches needs credentials of its own."""
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with SSHConnection(endpoint) as connection, pytest.raises(CredentialsError, match="AWS_PROFILE"):
@@ -346,26 +349,26 @@ def test_no_credentials(endpoint: Endpoint, cloud: FakeAWS, monkeypatch: pytest.
 
 
 def test_a_process_without_the_plugin_cannot_attach(endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin) -> None:
-    """No session is asked for."""
+    """No session is requested."""
     plugin.remove()
     with SSHConnection(endpoint) as connection, pytest.raises(BadRequest, match="on PATH"):
         connection.connect(60)
-    assert cloud.words("StartSession") == []
+    assert cloud.parameters("StartSession") == []
 
 
-def test_a_session_that_nobody_joins_is_ended(
+def test_a_session_without_a_plugin_process_is_terminated(
     endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin, tmp_path: Path
 ) -> None:
-    """The plugin tells its version, and is gone when it is to be run."""
+    """The plugin prints its version, and is deleted before it is run."""
     place = tmp_path / "plugin" / session_manager.PLUGIN
     place.write_text(f"#!/bin/sh\nrm -f {place}\necho 1.2.707.0\n")
     with SSHConnection(endpoint) as connection, pytest.raises(BadRequest, match="cannot be run"):
         connection.connect(60)
-    assert cloud.words("TerminateSession") == [{"SessionId": "ann-i-0a"}]
+    assert cloud.parameters("TerminateSession") == [{"SessionId": "ann-i-0a"}]
 
 
-def test_a_session_that_breaks_is_made_anew(endpoint: Endpoint, plugin: Plugin) -> None:
-    """With another process."""
+def test_a_broken_session_is_replaced(endpoint: Endpoint, plugin: Plugin) -> None:
+    """Another process carries the new one."""
     lost = threading.Event()
     with SSHConnection(endpoint, on_lost=lambda _: lost.set()).connect(30) as connection:
         (first,) = plugin.living
@@ -404,8 +407,8 @@ def shell(text: str) -> tuple[str, ...]:
     return ("sh", "-c", text)
 
 
-def test_what_a_proxy_says_aside_does_not_disturb(server: Server, key: str, own_home: None) -> None:
-    """And one that does not go by itself is killed."""
+def test_other_output_of_a_proxy_does_no_harm(server: Server, key: str, own_home: None) -> None:
+    """A proxy that does not end by itself is killed."""
     endpoint = reached_by(server, key, (PYTHON, "-c", RELAY, str(server.port), "stays"))
     before = set(processes())
     with SSHConnection(endpoint).connect(30) as connection:
@@ -418,7 +421,7 @@ def test_what_a_proxy_says_aside_does_not_disturb(server: Server, key: str, own_
 
 
 def test_a_proxy_that_fails_is_tried_again(server: Server, key: str, tmp_path: Path) -> None:
-    """Its last words are told."""
+    """Its last line of output is reported."""
     counted = f"echo x >>{tmp_path}/tries; echo no way >&2; echo through >&2; exit 1"
     with (
         SSHConnection(reached_by(server, key, shell(counted))) as connection,
@@ -428,8 +431,8 @@ def test_a_proxy_that_fails_is_tried_again(server: Server, key: str, tmp_path: P
     assert (tmp_path / "tries").read_text().count("x") > 1
 
 
-def test_what_it_has_said_once_is_not_forgotten(server: Server, key: str, tmp_path: Path) -> None:
-    """A last try that is cut short before it can say a word tells nothing of why."""
+def test_the_last_reason_of_a_proxy_is_kept(server: Server, key: str, tmp_path: Path) -> None:
+    """A last try that is cut short has no reason of its own."""
     text = f"[ -e {tmp_path}/tried ] || {{ touch {tmp_path}/tried; echo no agent yet >&2; exit 1; }}; exec sleep 600"
     with (
         SSHConnection(reached_by(server, key, shell(text))) as connection,
@@ -438,7 +441,7 @@ def test_what_it_has_said_once_is_not_forgotten(server: Server, key: str, tmp_pa
         connection.connect(1)
 
 
-def test_a_silent_one_is_named(server: Server, key: str) -> None:
+def test_the_error_names_a_proxy_without_output(server: Server, key: str) -> None:
     with (
         SSHConnection(reached_by(server, key, shell("exit 0"))) as connection,
         pytest.raises(Unreachable, match="said nothing"),
@@ -446,7 +449,7 @@ def test_a_silent_one_is_named(server: Server, key: str) -> None:
         connection.connect(0.5)
 
 
-def test_one_that_cannot_be_started_is_not_tried_again(server: Server, key: str) -> None:
+def test_a_proxy_that_cannot_be_started_is_not_tried_again(server: Server, key: str) -> None:
     with (
         SSHConnection(reached_by(server, key, ("/no/such/command",))) as connection,
         pytest.raises(BadRequest, match="/no/such/command"),
@@ -454,8 +457,8 @@ def test_one_that_cannot_be_started_is_not_tried_again(server: Server, key: str)
         connection.connect(60)
 
 
-def test_a_machine_that_shows_another_key_is_refused(server: Server, key: str) -> None:
-    """The proxy changes nothing of whom is trusted, nor who is let in."""
+def test_a_machine_with_a_wrong_host_key_is_refused(server: Server, key: str) -> None:
+    """A proxy does not change the check of host keys, or of our key."""
     command = (PYTHON, "-c", RELAY, str(server.port))
     other = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ3R1nVJ0uC1Vd9b4v2m8QkN2d1b7vYw3X0pJxv4m5sP"
     with (
@@ -472,8 +475,8 @@ def test_a_machine_that_shows_another_key_is_refused(server: Server, key: str) -
         connection.connect(60)
 
 
-class Newborn(list[str]):
-    """The users of a server that does not know any key when the first one comes."""
+class NewServerUsers(list[str]):
+    """The users of a server that has no key yet at the first login."""
 
     def __init__(self, server: Server) -> None:
         super().__init__()
@@ -487,16 +490,16 @@ class Newborn(list[str]):
 
 
 def test_the_grace_of_a_machine_begins_when_it_answers(server: Server, key: str, tmp_path: Path) -> None:
-    """Its agent may come later than the whole grace; without any, a refusal is final."""
+    """Its agent may come later than the whole grace. Without any, a refusal is final."""
     late = f"[ -e {tmp_path}/late ] || {{ touch {tmp_path}/late; sleep 1.5; }}; exec {sys.executable} -c '{RELAY}' {server.port}"
-    server.users = Newborn(server)
+    server.users = NewServerUsers(server)
     with SSHConnection(reached_by(server, key, shell(late))).connect(60, auth_grace_seconds=1.4) as connection:
         assert connection.run("true").exit_code == 0
     assert len(server.users) == 2
 
 
-def test_closing_in_the_middle_leaves_no_process(server: Server, key: str, tmp_path: Path) -> None:
-    """A proxy that has not said a word, and does not listen."""
+def test_closing_during_a_login_leaves_no_process(server: Server, key: str, tmp_path: Path) -> None:
+    """The proxy prints nothing, and ignores signals."""
     note = tmp_path / "pid"
     endpoint = reached_by(
         server,
@@ -520,7 +523,7 @@ def test_closing_in_the_middle_leaves_no_process(server: Server, key: str, tmp_p
     thread.join()
     assert [type(error) for error in failures] == [ConnectionLost]
     assert not arguments(pid)
-    # a dead one that nobody has buried has none
+    # a zombie process has none
     assert not [one for one in processes() if group(one) == pid and arguments(one)]
 
 
@@ -532,8 +535,8 @@ def group(pid: int) -> int | None:
 
 
 def test_a_proxy_ends_when_its_client_is_killed(endpoint: Endpoint, plugin: Plugin, tmp_path: Path) -> None:
-    """By the end of its input."""
-    text = "from skyward_core.transport.ssh_connection import SSHConnection; from skyward_core.machines.instances import Endpoint; import sys, time\n"
+    """It ends at the end of its input."""
+    text = "from skyward_core.transport.ssh_connection import Connection; from skyward_core.machines.instances import Endpoint; import sys, time\n"
     text += "connection = SSHConnection(Endpoint.model_validate_json(sys.argv[1])).connect(60); print('there', flush=True); time.sleep(600)"
     reading, writing = os.pipe()
     pid = os.posix_spawn(
@@ -554,29 +557,27 @@ def test_a_proxy_ends_when_its_client_is_killed(endpoint: Endpoint, plugin: Plug
 
 
 class ManagedAWS(HostedAWS):
-    """Hosts whose agents register some time after they are up: at the second request for a session."""
+    """Hosts whose agents register some time after the start: at the second request for a session."""
 
-    def _start_session(self, environ: dict[str, Any], asked: Any) -> Any:
-        target = asked.words["Target"]
+    def _start_session(self, environ: dict[str, Any], request: Any) -> Any:
+        target = request.parameters["Target"]
         if (
-            len([one for one in self.words("StartSession") if one["Target"] == target]) > 1
+            len([one for one in self.parameters("StartSession") if one["Target"] == target]) > 1
             and (ip := self._hosting.ip(target)) is not None
         ):
             self.agents[target] = f"wss://{ip}:22"
-        return super()._start_session(environ, asked)
+        return super()._start_session(environ, request)
 
 
 @pytest.mark.timeout(180)
-def test_a_pool_lives_behind_session_manager(
+def test_a_pool_runs_through_session_manager(
     fleet: Fleet,
     mirror: Mirror,
     plugin: Plugin,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """Bare machines are prepared and used through sessions alone, and nothing is left of machines, sessions or
-    ports.
-    """
+    """Bare machines are prepared and used only through sessions. No machine, session or port is left."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
     hosting, told = Hosting(fleet, mirror.configure), Told()
@@ -606,7 +607,7 @@ def test_a_pool_lives_behind_session_manager(
                     rule.ip_range for machine in hosting.hosts for rule in group_of(cloud, machine).ingress_rules
                 )
             assert cloud.alive() == set()
-            assert cloud.words("checkip") == []
+            assert cloud.parameters("checkip") == []
             assert plugin.living == set()
     finally:
         hosting.close()

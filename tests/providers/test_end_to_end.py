@@ -1,7 +1,7 @@
-"""Each cloud's fake rents out hosts of the test bed: a pool comes up on them with nothing but what the provider has
-sent, runs, loses one, and ends.
+"""Pools on each cloud's fake, which rents out hosts of the test bed.
 
-Credentials are looked for in everything that was written meanwhile.
+A pool uses only what the provider has sent. It opens, runs, loses a machine, and ends. Afterwards all that was written
+is searched for credentials.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from skyward_core.providers.vastai import boot as vastai_boot
 from skyward_core.provisioning.guard import guard_script
 from tests.conftest import Told, wait_until
 from tests.providers.contract import tags
-from tests.providers.fake_aws import Asked, FakeAWS
+from tests.providers.fake_aws import AwsRequest, FakeAWS
 from tests.providers.fake_digitalocean import TOKEN, Droplet, FakeDigitalOcean
 from tests.providers.fake_runpod import KEY as RUNPOD_KEY
 from tests.providers.fake_runpod import FakeRunPod, cpu
@@ -54,7 +54,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # a minute on an idle
 
 @sky.compute
 def where() -> str:
-    """Name of the host."""
+    """Return the name of the host."""
     return platform.node()
 
 
@@ -74,7 +74,7 @@ def talks() -> str:
 
 @dataclass(frozen=True)
 class Rented:
-    """A cloud whose machines are hosts, and how to take one of them away as that cloud does."""
+    """A cloud whose machines are hosts, and the cloud's own way to preempt one."""
 
     provider: sky.Provider
     hosting: Hosting
@@ -177,10 +177,10 @@ class HostedAWS(FakeAWS):
         super().__init__()
         self._hosting = hosting
 
-    def _make(self, environ: dict[str, Any], asked: Asked) -> Any:
+    def _make(self, environ: dict[str, Any], request: AwsRequest) -> Any:
         before = {machine.id for machine in self._machines()}
-        answer = super()._make(environ, asked)
-        data = base64.b64decode(asked.words["UserData"])
+        answer = super()._make(environ, request)
+        data = base64.b64decode(request.parameters["UserData"])
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
         for machine in self._machines():
             if machine.id not in before:
@@ -188,7 +188,7 @@ class HostedAWS(FakeAWS):
                 self._hosting.rent(machine.id, lambda host, machine_id=machine.id: cloud_init(host, machine_id, text))
         return answer
 
-    def _describe_instances(self, environ: dict[str, Any], asked: Asked) -> Any:
+    def _describe_instances(self, environ: dict[str, Any], request: AwsRequest) -> Any:
         for machine_id in list(self._young):
             if (ip := self._hosting.ip(machine_id)) is not None:
                 self._young[machine_id] = [0, 0, ip]
@@ -196,13 +196,13 @@ class HostedAWS(FakeAWS):
         for machine_id in self.alive():
             if self._hosting.is_off(machine_id):
                 self.put(machine_id, "terminated", "Client.InstanceInitiatedShutdown")
-        return super()._describe_instances(environ, asked)
+        return super()._describe_instances(environ, request)
 
-    def _terminate(self, environ: dict[str, Any], asked: Asked) -> Any:
-        for name, machine_id in asked.words.items():
+    def _terminate(self, environ: dict[str, Any], request: AwsRequest) -> Any:
+        for name, machine_id in request.parameters.items():
             if name.startswith("InstanceId."):
                 self._hosting.end(machine_id)
-        return super()._terminate(environ, asked)
+        return super()._terminate(environ, request)
 
     def preempt(self, machine_id: str) -> None:
         """A spot instance is taken back."""
@@ -220,7 +220,7 @@ def aws(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rented]:
 
 
 class HostedVast(FakeVast):
-    """Containers that are hosts. Each may destroy itself with a key of its own."""
+    """Containers that are hosts. Each can destroy itself with its own key."""
 
     def __init__(self, hosting: Hosting, address: str) -> None:
         self.address = address
@@ -279,7 +279,7 @@ def vastai(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rented
 
 
 class HostedRunPod(FakeRunPod):
-    """Pods that are hosts. Each may delete itself with a key of its own."""
+    """Pods that are hosts. Each can delete itself with its own key."""
 
     def __init__(self, hosting: Hosting, address: str) -> None:
         self.address = address
@@ -338,7 +338,7 @@ CLOUDS = {"aws": aws, "digitalocean": digitalocean, "runpod": runpod, "vastai": 
 def rented(
     request: pytest.FixtureRequest, fleet: Fleet, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[Rented]:
-    """A cloud of bare machines that install from the mirror."""
+    """Yield a cloud of bare machines that install from the mirror."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
     hosting = Hosting(fleet, mirror.configure)
@@ -353,15 +353,16 @@ def rented(
 
 
 def contents(folder: Path) -> Iterator[str]:
-    """What is in the files of a folder; SQLite may be taking some of its own away."""
+    """Yield the content of a folder's files; SQLite may delete some of its own meanwhile."""
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError, IsADirectoryError):
             yield path.read_bytes().decode(errors="replace")
 
 
 def places_of(value: str, rented: Rented) -> list[str]:
-    """Where on the machines that run a value stands: files of nodes, on disk and in memory, and the start environments
-    and arguments of all processes.
+    """Return the places that contain a value, on the running machines.
+
+    The places are files of nodes, on disk and in memory, and start environments and arguments of all processes.
     """
     look = "cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline 2>/dev/null | grep -c -a -f /dev/shm/look.$$; grep -rl -f /dev/shm/look.$$"
     command = f"umask 077; cat >/dev/shm/look.$$; {look} ~/.cache /tmp /var/lib /var/log /dev/shm 2>/dev/null | grep -v /look; rm /dev/shm/look.$$"
@@ -374,17 +375,16 @@ def places_of(value: str, rented: Rented) -> list[str]:
     ]
 
 
-def test_a_pool_lives_on_a_cloud(
+def test_a_pool_runs_on_a_cloud(
     rented: Rented,
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Launched, prepared over SSH with a host key that was known before, used; a machine is taken back and replaced
-    under running calls; nothing is left.
+    """It is launched, prepared over SSH with a known host key, and used; a preempted machine is replaced during calls.
 
-    Of secrets nothing is written: neither of the cloud's, nor of those of calls and of what looks like one in `env`.
+    Nothing is left. No secret is written: neither the cloud's, nor those of calls, nor likely ones in `env`.
     """
     caplog.set_level(logging.DEBUG)
     token, password, told = f"tok-{uuid.uuid4().hex}", f"pw-{uuid.uuid4().hex}", Told()
@@ -433,9 +433,10 @@ def test_a_pool_lives_on_a_cloud(
         assert not [text[:200] for text in texts if secret in text]
 
 
-def test_a_machine_ends_itself_when_nobody_is_left(rented: Rented, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last rope: its lease runs out, its guard runs the end command, and the cloud says so, or lists it as one to
-    be terminated.
+def test_a_machine_ends_itself_without_its_client(rented: Rented, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lease expires and its guard runs the end command.
+
+    Then the cloud reports its end, or lists it as one to be terminated.
     """
     provider = rented.provider
     offer = rank(provider.offers(WISH), WISH)[0]

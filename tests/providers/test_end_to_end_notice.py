@@ -1,5 +1,6 @@
-"""A spot machine of AWS is taken back, with the notice at its metadata address: its calls end, a machine that was
-prepared meanwhile takes its place.
+"""A spot machine of AWS is preempted, with a notice at its metadata address.
+
+Its calls end, and a machine that was prepared meanwhile replaces it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 @sky.compute
 def work(folder: str, mark: str) -> int:
-    """Begin, wait for the file `go-MARK` on the host, return the node."""
+    """Begin, wait for the file `go-MARK` on the host, return the node's number."""
     node = sky.instance_info().node
     Path(folder, f"{mark}-on-{node}").touch()
     while not Path(folder, f"go-{mark}").exists():
@@ -39,14 +40,12 @@ def work(folder: str, mark: str) -> int:
 
 @sky.compute
 def where() -> int:
-    """The node."""
+    """Return the node's number."""
     return sky.instance_info().node
 
 
 def serve_metadata(host: Host) -> None:
-    """Give a host a metadata service at the address that EC2's machines have it at, which serves the files of
-    /root/notices.
-    """
+    """Start a metadata service on a host, at the address of EC2's, which serves the files of /root/notices."""
     (host.root / NOTICES).mkdir()
     (host.root / "root/metadata.py").write_text(Path(fake_metadata.__file__).read_text())
     done = host.run(
@@ -60,7 +59,7 @@ def serve_metadata(host: Host) -> None:
 def cloud(
     fleet: Fleet, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[tuple[HostedAWS, Hosting]]:
-    """An AWS that sells spot machines, each of which is a host with a metadata service of its own."""
+    """Yield an AWS that sells spot machines, each of which is a host with its own metadata service."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
 
@@ -81,9 +80,10 @@ def cloud(
         hosting.close()
 
 
-def test_a_notice_costs_no_call(cloud: tuple[HostedAWS, Hosting]) -> None:
-    """With retries=0 nothing may be lost: what runs ends where it runs, what comes goes elsewhere, and the machine is
-    given back before AWS takes it.
+def test_a_preemption_notice_loses_no_call(cloud: tuple[HostedAWS, Hosting]) -> None:
+    """With retries=0 no call may be lost: present calls end on the machine, and new ones go elsewhere.
+
+    The machine is terminated before AWS takes it.
     """
     aws, hosting = cloud
     told = Told()
@@ -152,6 +152,6 @@ def test_a_notice_costs_no_call(cloud: tuple[HostedAWS, Hosting]) -> None:
 
 
 def stands_by(told: Told) -> bool:
-    """Tell whether a machine is prepared that no node is on yet."""
+    """Return whether a machine is prepared that has no node yet."""
     first = {event.instance_id for event in told.of(sky.BootstrapCompleted)}
     return any(event.step == "server" and event.instance_id not in first for event in told.of(sky.BootstrapProgress))

@@ -1,4 +1,4 @@
-"""Hosts' four verbs: as a value everywhere, and on the test bed's machines, with real guards and their deaths."""
+"""`Hosts`: as a value, and on the machines of the test bed, with real guards and their deaths."""
 
 import json
 import logging
@@ -34,8 +34,8 @@ POOL = "sky-test-hosts"
 # ── as a value ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_it_is_plain_data_both_ways() -> None:
-    """What was set travels as JSON and comes back equal; copies and its text hold no more than that."""
+def test_the_provider_survives_json() -> None:
+    """The fields come back equal; copies and the text contain no more than them."""
     provider = sky.Hosts("10.0.0.5", "ubuntu@gpu-box:2222", key="~/.ssh/id", price_per_hour=1.5)
     fields = provider.to_json()
     assert fields == {
@@ -55,7 +55,7 @@ def test_it_is_plain_data_both_ways() -> None:
 
 
 def test_a_pools_own_copy_remembers_host_keys() -> None:
-    """Each for itself, and once for each address; what no pool has remembers nothing."""
+    """Each copy has its own keys, one for each address. A provider outside a pool remembers none."""
     provider = sky.Hosts("gpu-1", "gpu-2")
     one, other = provider.for_pool(), provider.for_pool()
     one._keys.note("gpu-1", "key a")
@@ -87,8 +87,8 @@ def test_a_pools_own_copy_remembers_host_keys() -> None:
         ("root@[fe80::1%eth0]:2222", {}, {"host": "fe80::1%eth0", "user": "root", "port": 2222}),
     ],
 )
-def test_an_address_says_where_and_as_whom(address: str, fields: dict, endpoint: dict) -> None:
-    """User and port of an address go before those of the provider; both before ~/.ssh/config."""
+def test_an_address_sets_host_user_and_port(address: str, fields: dict, endpoint: dict) -> None:
+    """User and port of an address have precedence over the provider's, and both over ~/.ssh/config."""
     assert sky.Hosts(address, **fields)._endpoint(address) == sky.Endpoint(**endpoint)
 
 
@@ -116,14 +116,14 @@ def test_an_address_says_where_and_as_whom(address: str, fields: dict, endpoint:
         ((), {"addresses": "gpu-box"}),
     ],
 )
-def test_what_cannot_be_meant_is_refused(addresses: tuple[str, ...], fields: dict) -> None:
-    """No host, one host twice, and what is no address, port or price raise ValueError at once."""
+def test_invalid_fields_are_refused(addresses: tuple[str, ...], fields: dict) -> None:
+    """No host, a host named twice, and an invalid address, port or price raise ValueError at once."""
     with pytest.raises(ValueError):
         sky.Hosts(*addresses, **fields)
 
 
 def test_two_ports_of_one_address_are_two_hosts() -> None:
-    """Machines behind one address are told apart by their ports."""
+    """Ports distinguish machines behind one address."""
     assert len(sky.Hosts("gate:2201", "gate:2202").addresses) == 2
 
 
@@ -134,8 +134,8 @@ def test_two_ports_of_one_address_are_two_hosts() -> None:
         lambda: sky.Hosts("gpu-box", key="-----BEGIN OPENSSH PRIVATE KEY-----\nhunter2"),
     ],
 )
-def test_a_secret_in_the_wrong_place_is_not_told(make: Callable[[], object]) -> None:
-    """A password in an address and a key in place of its path are refused, and the error does not repeat them."""
+def test_a_secret_in_the_wrong_field_is_not_repeated(make: Callable[[], object]) -> None:
+    """A password in an address, or a key in place of its path, is refused without repeating it."""
     with pytest.raises(ValueError) as caught:
         make()
     assert "hunter2" not in str(caught.value)
@@ -144,9 +144,7 @@ def test_a_secret_in_the_wrong_place_is_not_told(make: Callable[[], object]) -> 
 
 @pytest.mark.parametrize("name", ["LOOK", "START", "LIST", "END", "SWEEP"])
 def test_the_scripts_are_plain_sh(name: str) -> None:
-    """Neither shellcheck nor dash finds anything in what hosts are asked; functions that a script does not use are no
-    fault of it.
-    """
+    """shellcheck and dash find no fault in the scripts for hosts. Functions that a script does not use are no fault."""
     script = getattr(hosts, name)
     lines = subprocess.run(
         [SHELLCHECK, "--shell=sh", "--exclude=SC2329,SC2317,SC2034", "-"],
@@ -159,8 +157,8 @@ def test_the_scripts_are_plain_sh(name: str) -> None:
     assert subprocess.run(["dash", "-n"], input=script, capture_output=True, text=True, check=False).stderr == ""
 
 
-def test_an_id_says_which_host_it_may_be_on() -> None:
-    """An id with a host's mark is asked for there alone; one of another time's host, everywhere."""
+def test_an_id_determines_its_possible_hosts() -> None:
+    """An id with a host's mark is looked for only there; one with an unknown mark, on all hosts."""
     provider = sky.Hosts("a", "b")
     (of_a, of_b, of_nobody) = (
         f"host-{mark}1234567" for mark in (provider._mark("a"), provider._mark("b"), sky.Hosts("c")._mark("c"))
@@ -171,7 +169,7 @@ def test_an_id_says_which_host_it_may_be_on() -> None:
 
 
 def test_only_hosts_without_a_price_may_be_left_to_their_lease() -> None:
-    """A host that costs something is billed as long as it is not confirmed gone, and so is every machine of a cloud."""
+    """A host with a price is billed until it is confirmed gone, and so is every machine of a cloud."""
     assert sky.Hosts("10.0.0.1").may_be_left_to_its_lease()
     assert not sky.Hosts("10.0.0.1", price_per_hour=1.5).may_be_left_to_its_lease()
     assert not any(
@@ -179,16 +177,17 @@ def test_only_hosts_without_a_price_may_be_left_to_their_lease() -> None:
     )
 
 
-def test_ids_of_others_are_nobodys_business() -> None:
-    """Ids that were never ours, the beginning of one, and paths reach no host: not even a connection is tried."""
+def test_foreign_ids_cause_no_connection() -> None:
+    """Ids of another shape, prefixes of ids, and paths are ignored."""
     sky.Hosts("host.invalid").terminate(
         ["local-000000000000", "host-00000000000", "host-", "", ".", "host-/../../../../x", "i-0123456789abcdef0"]
     )
 
 
-def test_what_the_drivers_of_gpus_say() -> None:
-    """Names become the catalogue's, MiB become GB; a second kind does not count; memory may be unknown, the name
-    too.
+def test_the_drivers_output_becomes_accelerators() -> None:
+    """Names become the catalogue's, MiB become GB.
+
+    A second kind of GPU does not count. Memory or name may be unknown.
     """
 
     def host(*gpus: str) -> hosts._Host:
@@ -261,7 +260,7 @@ def said(host: Host, command: str) -> str:
 
 
 def guard_of(host: Host, instance: sky.Instance) -> str:
-    """The pid, as the host counts, of a guard once it is up."""
+    """Return the pid, on the host, of a guard that has started."""
     wait_until(lambda: (host.root / f"{instance.directory}/guard".lstrip("/")).exists(), "the guard to be up")
     return said(host, f"cat {instance.directory}/guard")
 
@@ -279,7 +278,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def left_on(host: Host) -> list[str]:
-    """What is on a host that was not there when it came up."""
+    """Return what is on a host that was not there at its start."""
     found = said(
         host, "find /root /tmp /dev/shm -mindepth 1; ps -eo args= | grep -v -e sshd -e 'ps -eo' -e grep -e find || true"
     ).splitlines()
@@ -293,8 +292,9 @@ CACHE_ONLY = ["/root/.cache", "/root/.cache/skyward", "/root/.cache/skyward/inst
 
 @pytest.mark.slow
 def test_a_host_offers_what_it_has(machines) -> None:
-    """Processors and memory are the host's own, whatever the caller's environment says; without GPUs there is no offer
-    of them.
+    """CPUs and memory are the host's own, whatever the environment of the caller.
+
+    Without GPUs there is no GPU offer.
     """
     (host,) = machines(1)
     (host.root / "root/.bashrc").write_text("echo welcome; export OMP_NUM_THREADS=1\n")
@@ -313,8 +313,8 @@ def test_a_host_offers_what_it_has(machines) -> None:
 
 
 @pytest.mark.slow
-def test_hosts_of_two_processors_are_one_offer_unless_one_is_asked_for(machines) -> None:
-    """What `uname -m` says there; with `architecture` those of that kind alone are offered, and launched on."""
+def test_hosts_with_two_architectures_are_one_offer_unless_one_is_required(machines) -> None:
+    """The architecture comes from `uname -m`. With `architecture` only such hosts are offered and used."""
     hosts = machines(2)
     uname = hosts[1].root / "usr/local/bin/uname"
     uname.write_text("#!/bin/sh\necho aarch64\n")
@@ -330,9 +330,7 @@ def test_hosts_of_two_processors_are_one_offer_unless_one_is_asked_for(machines)
 
 
 def test_hosts_with_equal_gpus_are_one_offer(machines) -> None:
-    """GPUs are asked of the driver; hosts are grouped by them, and a node that wants them starts on such a host
-    alone.
-    """
+    """The driver reports the GPUs, and hosts are grouped by them. A node that needs them starts on such a host."""
     plain, one, two = machines(3)
     for host in (one, two):
         smi = host.root / "usr/local/bin/nvidia-smi"
@@ -362,7 +360,7 @@ def test_hosts_with_equal_gpus_are_one_offer(machines) -> None:
 
 @pytest.mark.slow
 def test_instances_are_found_by_tag_from_another_process(machines) -> None:
-    """What one process has launched another one finds, whole and in the order of ranks, and can terminate."""
+    """Another process finds the instances, complete and in the order of ranks, and can terminate them."""
     pair = machines(2)
     provider = provider_of(pair, price_per_hour=2.5)
     launched = launch(provider, 2, first=3)
@@ -409,8 +407,9 @@ TAGS = {
 
 @pytest.mark.slow
 def test_all_pools_are_listed_with_their_tags(machines) -> None:
-    """Tags come back whole, each machine's with its own rank, of all pools at once from a process that knows the
-    provider alone; so the machines can be ended.
+    """A process that knows only the provider lists all pools.
+
+    Each machine has its complete tags, with its own rank, so the machines can be ended.
     """
     trio = machines(3)
     provider = provider_of(trio)
@@ -449,10 +448,8 @@ def test_all_pools_are_listed_with_their_tags(machines) -> None:
 
 
 @pytest.mark.slow
-def test_a_node_whose_guard_is_dead_is_listed_with_what_its_processes_carry(machines) -> None:
-    """Without its guard, a node that carries no word of tags, or one that is none, is listed with its pool and its
-    rank.
-    """
+def test_a_node_whose_guard_is_dead_is_listed_by_its_processes(machines) -> None:
+    """Even without valid tags it is listed, with its pool and its rank."""
     (host,) = machines(1)
     provider = provider_of([host])
     (instance,) = launch(provider, first=4)
@@ -468,8 +465,9 @@ def test_a_node_whose_guard_is_dead_is_listed_with_what_its_processes_carry(mach
 
 @pytest.mark.slow
 def test_terminate_leaves_the_host_as_it_was(machines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes deaf to signals, folders in memory and the directory are gone when terminate returns; what is cached
-    stays. Doing it again is silent.
+    """Processes that ignore signals, folders in memory and the directory are gone when terminate returns.
+
+    Caches stay. A second call is no error.
     """
     (host,) = machines(1)
     provider = provider_of([host])
@@ -492,9 +490,10 @@ def test_terminate_leaves_the_host_as_it_was(machines, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_terminate_does_without_a_guard(machines) -> None:
-    """Where the guard was killed, or stands still, the node is ended from outside; another pool's node on another host
-    is not touched.
+def test_terminate_works_without_a_guard(machines) -> None:
+    """If the guard was killed or stopped, the node is ended from outside.
+
+    Another pool's node on another host is not.
     """
     dead, still, _ = trio = machines(3)
     provider = provider_of(trio)
@@ -513,9 +512,9 @@ def test_terminate_does_without_a_guard(machines) -> None:
 
 @pytest.mark.slow
 def test_a_host_carries_one_node(machines) -> None:
-    """Hosts that another pool holds are skipped; when all are held, NoCapacity says which by whom.
+    """Hosts that another pool holds are skipped. If all are held, NoCapacity names the hosts and the pools.
 
-    When a guard was killed its host is free again.
+    When a guard was killed, its host becomes free again.
     """
     first, second = pair = machines(2)
     provider = provider_of(pair)
@@ -533,7 +532,7 @@ def test_a_host_carries_one_node(machines) -> None:
 
 @pytest.mark.slow
 def test_a_node_without_its_guard_still_holds_its_host(machines) -> None:
-    """While processes of a node live, nobody starts another beside them."""
+    """While processes of a node live, no second node starts on its host."""
     (host,) = machines(1)
     provider = provider_of([host])
     (instance,) = launch(provider)
@@ -548,7 +547,7 @@ def test_a_node_without_its_guard_still_holds_its_host(machines) -> None:
 
 @pytest.mark.slow
 def test_another_users_pool_holds_the_host(machines) -> None:
-    """The lock is the whole machine's: a pool of another user is seen, and told from the command line of its guard."""
+    """The lock is the machine's: another user's pool is visible by the command line of its guard."""
     (host,) = machines(1)
     script = "exec 9</proc; flock -n 9; exec sh -c 'sleep 300; :' skyward-pool=sky-nobody"
     said(
@@ -563,7 +562,7 @@ def test_another_users_pool_holds_the_host(machines) -> None:
 
 @pytest.mark.slow
 def test_another_user_cannot_block_a_host(machines) -> None:
-    """Not with a file, a pipe or a link under the name that the lock once had, nor by holding the lock: he has no pool.
+    """A file, pipe or link with the lock's former name has no effect, nor holding the lock without a pool.
 
     Our own pools still exclude each other.
     """
@@ -584,8 +583,8 @@ def test_another_user_cannot_block_a_host(machines) -> None:
 
 
 @pytest.mark.slow
-def test_pools_that_come_at_once_share_no_host(machines) -> None:
-    """Two that launch at the same moment, without looking first, get one host between them."""
+def test_pools_that_launch_at_the_same_time_share_no_host(machines) -> None:
+    """Two launches at the same moment, without an earlier check, get one host between them."""
     (host,) = machines(1)
     provider = provider_of([host])
     script = guard_script(300, None)
@@ -610,8 +609,8 @@ def test_pools_that_come_at_once_share_no_host(machines) -> None:
 
 
 @pytest.mark.slow
-def test_a_lease_that_runs_out_ends_the_node(machines) -> None:
-    """A client that never comes back: the guard ends all of the node by itself, and the host is free and as it was."""
+def test_an_expired_lease_ends_the_node(machines) -> None:
+    """If the client never returns, the guard ends the whole node. The host is free, and as before."""
     (host,) = machines(1)
     provider = provider_of([host])
     (instance,) = launch(provider, lease_seconds=6)
@@ -621,9 +620,10 @@ def test_a_lease_that_runs_out_ends_the_node(machines) -> None:
 
 
 @pytest.mark.slow
-def test_another_host_key_is_refused(machines) -> None:
-    """With the host's key known, another one is HostKeyChanged from every verb that asks that host; the pinned one of
-    an instance is refused likewise.
+def test_a_different_host_key_is_refused(machines) -> None:
+    """With a known key, every method raises HostKeyChanged for a different one.
+
+    So does a connection to an instance with its pinned key.
     """
     good, bad = pair = machines(2)
     known = bad.directory / "both"
@@ -651,8 +651,9 @@ def test_another_host_key_is_refused(machines) -> None:
 
 @pytest.mark.slow
 def test_a_key_is_pinned_for_the_life_of_a_pool(machines) -> None:
-    """Nobody has written it down: what a pool has seen first holds for all of its verbs, of hosts that it does not use
-    too; the next pool begins anew.
+    """No file has the key. A pool keeps the first key that it sees for all methods, also of hosts that it does not use.
+
+    The next pool pins again.
     """
     used, spare = pair = machines(2)
     plain = provider_of(pair)
@@ -673,19 +674,17 @@ def test_a_key_is_pinned_for_the_life_of_a_pool(machines) -> None:
 
 
 @pytest.mark.slow
-def test_a_host_that_does_not_answer(
+def test_a_host_that_does_not_answer_is_skipped_or_an_error(
     machines, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is left out of offers and launches with a warning, is an error when asked for instances, and its instances are
-    left when they are terminated.
-    """
+    """Offers and launches skip it with a warning. Listing is an error, and its instances count as left."""
     monkeypatch.setattr(host_connections, "CONNECT_SECONDS", 1.0)
     monkeypatch.setattr(hosts, "STRAGGLER_SECONDS", 0.3)
     lost, good = pair = machines(2)
     provider = provider_of(pair)
     on_lost, on_good = launch(provider, 2)
     lost.partition()
-    provider.terminate([on_good.id])  # not on the lost host, which is not asked
+    provider.terminate([on_good.id])  # not on the lost host, which is not contacted
     with caplog.at_level(logging.WARNING):
         (instance,) = launch(provider, 2, "sky-other")
     assert instance.ip == good.ip
@@ -703,10 +702,8 @@ def test_a_host_that_does_not_answer(
 
 
 @pytest.mark.slow
-def test_an_id_from_another_name_of_the_host(machines) -> None:
-    """A host that is called otherwise now still gives back what was launched on it; without an answer nobody says that
-    it is gone.
-    """
+def test_an_instance_is_terminated_under_another_name_of_its_host(machines) -> None:
+    """If the host does not answer, the instance is not reported as gone."""
     (host,) = machines(1)
     (instance,) = launch(provider_of([host]))
     same = sky.Hosts(f"root@{host.ip}:22", key=str(host.key_path), known_hosts="/dev/null", config="/dev/null")
@@ -716,8 +713,8 @@ def test_an_id_from_another_name_of_the_host(machines) -> None:
 
 
 @pytest.mark.slow
-def test_a_wrong_key_of_ours(machines, tmp_path: Path) -> None:
-    """A host that refuses our key is CredentialsError, a key file that is none BadRequest."""
+def test_a_refused_or_malformed_key_is_an_error(machines, tmp_path: Path) -> None:
+    """A host that refuses our key is CredentialsError; a malformed key file is BadRequest."""
     (host,) = machines(1)
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "key")], check=True)
     with pytest.raises(sky.CredentialsError):
@@ -728,9 +725,7 @@ def test_a_wrong_key_of_ours(machines, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_full_disk_starts_nothing(machines) -> None:
-    """A host without room is told so in NoCapacity, keeps nothing, and its lock is free; a pool goes on to the next
-    one.
-    """
+    """NoCapacity names the host's reason. The host keeps no files and its lock is free; a pool uses the next host."""
     full, good = pair = machines(2)
     said(full, "mkdir -p ~/.cache/skyward/instances")
     full.fill_disk()
@@ -744,8 +739,8 @@ def test_a_full_disk_starts_nothing(machines) -> None:
 
 
 @pytest.mark.slow
-def test_a_look_that_sees_nothing_is_an_error(machines) -> None:
-    """On a host whose grep cannot do what is asked of it, no answer is taken for absence."""
+def test_a_search_that_finds_nothing_at_all_is_an_error(machines) -> None:
+    """If grep on a host does not work, its answer does not mean that there are no instances."""
     (host,) = machines(1)
     provider = provider_of([host])
     (instance,) = launch(provider)
@@ -760,8 +755,8 @@ def test_a_look_that_sees_nothing_is_an_error(machines) -> None:
 
 
 @pytest.mark.slow
-def test_a_home_of_the_hosts_own(machines) -> None:
-    """The host's SKYWARD_HOME is where its files are."""
+def test_the_hosts_own_home_is_used(machines) -> None:
+    """Files are in the host's SKYWARD_HOME."""
     (host,) = machines(1)
     (host.root / "root/.bashrc").write_text("export SKYWARD_HOME='/root/my files/'\n")
     provider = provider_of([host])
@@ -777,10 +772,10 @@ def test_a_home_of_the_hosts_own(machines) -> None:
     "squatted",
     ["-o nobody -m 755 /shared/home", "-o nobody -m 755 /shared/home /shared/home/instances", "-m 777 /shared/home"],
 )
-def test_a_home_that_another_user_could_exchange_is_refused(machines, squatted: str) -> None:
-    """What runs there would be his: nothing is started, and the error says what to set.
+def test_a_home_that_another_user_could_replace_is_refused(machines, squatted: str) -> None:
+    """Its programs would be the other user's: nothing is started, and the error names the remedy.
 
-    The same folder, closed and one's own, serves.
+    A private folder of our own is accepted.
     """
     (host,) = machines(1)
     said(host, f"mkdir -m 1777 /shared; install -d {squatted}")
@@ -797,8 +792,8 @@ def test_a_home_that_another_user_could_exchange_is_refused(machines, squatted: 
 
 
 @pytest.mark.slow
-def test_environments_are_swept_where_nobody_uses_them(machines) -> None:
-    """Cached environments go when asked for, and not from under a node; what else lies in the directory stays."""
+def test_environments_are_swept_on_hosts_without_nodes(machines) -> None:
+    """Cached environments are removed on request, but not while a node runs. Other files in the directory stay."""
     busy, idle = pair = machines(2)
     for host in pair:
         said(host, "mkdir -p ~/.cache/skyward/envs/e/bin ~/.cache/skyward/ship ~/.cache/skyward/mine")
@@ -813,8 +808,8 @@ def test_environments_are_swept_where_nobody_uses_them(machines) -> None:
 
 
 @pytest.mark.slow
-def test_environments_may_go_with_the_node(machines) -> None:
-    """With keep_environments=False nothing remains but the folder that the node's home was in."""
+def test_environments_can_be_removed_with_the_node(machines) -> None:
+    """With keep_environments=False only the parent folder of the node's home remains."""
     (host,) = machines(1)
     provider = provider_of([host], keep_environments=False)
     (instance,) = launch(provider)

@@ -1,4 +1,4 @@
-"""Local's four verbs with real processes: found by tag from anywhere, gone when asked, gone when the client is."""
+"""`Local` with real processes: found by tag, gone after terminate, gone when the client is."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ SCRIPT = "env -0 >env; touch started; sleep 300 & sleep 300"
 
 @pytest.fixture
 def pool_id() -> Iterator[str]:
-    """A pool id of our own; what still runs under it at the end is terminated."""
+    """Yield a pool id; instances that still run under it at the end are terminated."""
     pool_id = f"sky-test-{uuid.uuid4().hex[:8]}"
     yield pool_id
     provider = sky.Local()
@@ -53,14 +53,14 @@ def processes_of(instance_id: str) -> list[int]:
 
 
 def kill_keepers(instance_id: str) -> None:
-    """Leave an instance without what holds its processes together, and carries its tags whatever they do."""
+    """Kill the keepers of an instance, so that only the tags connect its processes."""
     for pid in sorted(pid for pid, is_keeper in watchdog.members(instance_id).items() if is_keeper):
         os.kill(pid, signal.SIGSTOP)  # so that the second does not end all when the first is gone
         os.kill(pid, signal.SIGKILL)
 
 
 def groups_of(instance_id: str) -> set[int]:
-    """The process groups of an instance; what its script has called a moment ago may be gone by now."""
+    """Return the process groups of an instance, without those that have ended meanwhile."""
     groups = set()
     for pid in processes_of(instance_id):
         with contextlib.suppress(ProcessLookupError):
@@ -69,7 +69,7 @@ def groups_of(instance_id: str) -> set[int]:
 
 
 def test_the_one_offer_is_this_machine() -> None:
-    """Processors, memory and price are those of this machine and this provider."""
+    """Processors and memory are this machine's, the price is this provider's."""
     (offer,) = sky.Local(price_per_hour=1.5).offers(sky.Requirements())
     assert offer.vcpus == len(os.sched_getaffinity(0))
     assert offer.memory_gb == pytest.approx(psutil.virtual_memory().total / 1e9)
@@ -78,7 +78,7 @@ def test_the_one_offer_is_this_machine() -> None:
 
 
 def test_instances_are_found_by_tag_from_another_process(pool_id: str) -> None:
-    """What one process has launched another one finds, whole, in the order of ranks, and can terminate."""
+    """Another process finds the instances, complete and in the order of ranks, and can terminate them."""
     launched = launch(pool_id, 2, sky.Local(price_per_hour=2.5))
     code = f"""
         import skyward_core as sky
@@ -109,9 +109,10 @@ TAGS = {
 """What a pool says about itself, and a value with all that shells and line-wise readers trip over."""
 
 
-def test_tags_are_found_whole_by_another_process(pool_id: str) -> None:
-    """Tags are in the machine from the creating call on, each machine with its own rank, and a process that knows
-    nothing but the provider reads them all.
+def test_another_process_finds_complete_tags(pool_id: str) -> None:
+    """The tags exist from the creating call on, each machine with its own rank.
+
+    The process knows only the provider.
     """
     (offer,) = sky.Local().offers(sky.Requirements())
     launched = sky.Local().launch(offer, 2, {"skyward-pool": pool_id, "skyward-rank": "3", **TAGS}, "sleep 300")
@@ -123,9 +124,10 @@ def test_tags_are_found_whole_by_another_process(pool_id: str) -> None:
     assert [instance for instance in found if instance.pool_id == pool_id] == launched
 
 
-def test_a_script_is_run_from_no_path(pool_id: str) -> None:
-    """What lies in a folder could be exchanged between its check and its start: bash reads a file without a name, and
-    no file of the node holds the script.
+def test_a_script_is_run_without_a_path(pool_id: str) -> None:
+    """A file with a path could be replaced between check and start.
+
+    bash reads an unnamed file, and no file of the node has the script.
     """
     (instance,) = launch(
         pool_id,
@@ -140,9 +142,7 @@ def test_a_script_is_run_from_no_path(pool_id: str) -> None:
 
 
 def test_without_a_pool_the_instances_of_all_pools_are_listed(pool_id: str) -> None:
-    """Every instance of this user is listed, whichever pool it is of; what another provider has started as processes of
-    this machine is not.
-    """
+    """All instances of this user are listed, of any pool. Processes of other providers on this machine are not."""
     (mine,), (other,) = launch(pool_id), launch(f"{pool_id}-other")
     foreign = {
         **os.environ,
@@ -168,9 +168,7 @@ def test_without_a_pool_the_instances_of_all_pools_are_listed(pool_id: str) -> N
     "word", ["", "{", "[1]", '{"odd": 1}', '{"skyward-pool": "sky-somebody-else", "skyward-rank": "9"}']
 )
 def test_an_instance_that_has_lost_its_tags_is_still_found(word: str, pool_id: str) -> None:
-    """Where all that lives of an instance is a process that was given other variables, it is listed with the pool and
-    the rank that it still carries.
-    """
+    """If only a process with other variables is left, the instance is listed with its pool and its rank."""
     kept = f"SKYWARD_INSTANCE_ID=$SKYWARD_INSTANCE_ID SKYWARD_POOL_ID=$SKYWARD_POOL_ID SKYWARD_RANK=7 SKYWARD_TAGS='{word}'"
     (instance,) = launch(pool_id, script=f"touch started; exec env -i {kept} sleep 300")
     kill_keepers(instance.id)
@@ -182,8 +180,9 @@ def test_an_instance_that_has_lost_its_tags_is_still_found(word: str, pool_id: s
 
 
 def test_each_instance_has_a_session_a_directory_and_a_log(pool_id: str) -> None:
-    """Instances share neither process group (one is the keepers', one the script's) nor files; the log holds what the
-    script says; the directory is private.
+    """Instances share no process groups (one for keepers, one for the script) and no files.
+
+    The log has the output; the directory is private.
     """
     instances = launch(pool_id, 2, script=f"echo hello from $SKYWARD_RANK; {SCRIPT}")
     groups = [groups_of(instance.id) for instance in instances]
@@ -197,7 +196,7 @@ def test_each_instance_has_a_session_a_directory_and_a_log(pool_id: str) -> None
 def test_a_process_that_cannot_be_seen_for_a_moment_is_not_taken_for_gone(
     pool_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle of execve(2) a process shows no environment: one look that finds nothing proves nothing."""
+    """During execve(2) a process shows no environment: one search without a result proves nothing."""
     (instance,) = launch(pool_id, script="touch started; exec sleep 300")
     look, looks = watchdog.tagged_processes, iter([False])
     monkeypatch.setattr(watchdog, "tagged_processes", lambda: look() if next(looks, True) else iter(()))
@@ -207,8 +206,9 @@ def test_a_process_that_cannot_be_seen_for_a_moment_is_not_taken_for_gone(
 
 
 def test_terminate_ends_every_process_and_removes_the_directory(pool_id: str) -> None:
-    """Children, those in sessions of their own and those that ignore SIGTERM included, are gone when terminate returns;
-    other instances are not.
+    """Children in sessions of their own, and those that ignore SIGTERM, are gone when terminate returns.
+
+    Other instances still run.
     """
     stubborn = "trap '' TERM; setsid bash -c 'trap \"\" TERM; touch away; sleep 300 & wait; sleep 300' & while [ ! -e away ]; do sleep 0.01; done; touch started; sleep 300; sleep 300"
     (hard,) = launch(pool_id, script=stubborn)
@@ -221,8 +221,8 @@ def test_terminate_ends_every_process_and_removes_the_directory(pool_id: str) ->
     assert [instance.id for instance in sky.Local().instances(pool_id)] == [other.id]
 
 
-def test_terminating_what_is_gone_is_silent(pool_id: str) -> None:
-    """Terminating twice, and an id that never was, is no error; so is nothing at all."""
+def test_terminating_a_gone_instance_is_no_error(pool_id: str) -> None:
+    """Neither is terminating twice, an unknown id, or an empty list."""
     (instance,) = launch(pool_id)
     provider = sky.Local()
     provider.terminate([instance.id])
@@ -231,7 +231,7 @@ def test_terminating_what_is_gone_is_silent(pool_id: str) -> None:
 
 
 def test_an_id_is_compared_whole(pool_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Terminating the beginning of an id, nothing at all or a path touches nothing."""
+    """Terminating a prefix of an id, an empty id or a path has no effect."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))  # should it remove too much, then here
     (instance,) = launch(pool_id)
     sky.Local().terminate([instance.id[:-1], "local-", "", ".", "local-/../"])
@@ -241,7 +241,7 @@ def test_an_id_is_compared_whole(pool_id: str, tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_node_sees_paths_and_proxies_but_no_secrets(pool_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What every machine needs is inherited; credentials, Python's settings and an orchestrator's are not."""
+    """A node inherits what every machine has; not credentials, Python's settings or an orchestrator's."""
     kept = {
         "LC_ALL": "C.UTF-8",
         "https_proxy": "http://proxy:3128",
@@ -272,8 +272,9 @@ def test_a_node_sees_paths_and_proxies_but_no_secrets(pool_id: str, monkeypatch:
 
 @pytest.mark.slow
 def test_nothing_of_a_pool_is_in_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dask's own folders, of the scheduler too, are in the node's: they go with it, and nobody else can be there first
-    with his modules.
+    """Dask's folders, the scheduler's too, are in the node's own folder, and are removed with it.
+
+    No other user can put modules there first.
     """
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # the nodes' too
     with sky.ComputePool(provider=sky.Local(), display="quiet") as pool:
@@ -334,9 +335,7 @@ def left_of(ids: list[str]) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
 def test_nodes_end_with_their_client(sig: signal.Signals, tmp_path: Path) -> None:
-    """A client that is killed while a call runs takes every process of its nodes, and their memory, along within
-    seconds.
-    """
+    """When a client is killed during a call, all processes of its nodes, and their memory, are gone within seconds."""
     process, told = client(tmp_path)
     try:
         wait_until(lambda: "ready" in told.read_text(), "the client's pool", 60)
@@ -351,7 +350,7 @@ def test_nodes_end_with_their_client(sig: signal.Signals, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_nodes_end_when_their_client_is_killed_while_they_start(tmp_path: Path) -> None:
-    """A client that is killed before its nodes are ready leaves nothing either."""
+    """A client that is killed before its nodes are ready leaves nothing."""
     process, told = client(tmp_path)
     try:
         wait_until(lambda: told.read_text().count("local-") == 2, "the instances", 60)
@@ -364,7 +363,7 @@ def test_nodes_end_when_their_client_is_killed_while_they_start(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_nodes_end_when_their_client_is_killed_while_packages_are_installed(tmp_path: Path) -> None:
-    """A client that is killed during an installation stops the installation."""
+    """The installation stops too."""
     slow_uv = tmp_path / "bin" / "uv"
     slow_uv.parent.mkdir()
     slow_uv.write_text("#!/bin/sh\ntouch $HOME/uv-began\nsleep 300\n")
@@ -391,8 +390,8 @@ def test_nodes_end_when_their_client_is_killed_while_packages_are_installed(tmp_
 
 
 @pytest.mark.slow
-def test_a_program_that_ends_with_an_open_pool_gives_it_back(tmp_path: Path) -> None:
-    """sys.exit with an open pool and a running call neither hangs nor leaves machines or directories."""
+def test_a_program_that_exits_with_an_open_pool_tears_it_down(tmp_path: Path) -> None:
+    """sys.exit during a call neither hangs nor leaves machines or directories."""
     process, told = client(tmp_path, ending="exit")
     try:
         assert process.wait(timeout=60) == 0, (tmp_path / "errors").read_text()

@@ -197,7 +197,7 @@ class Market(sky.Local):
         (Sold(DEAR, error=ProviderFailed("down").coded("503")), "down"),
         (Sold(DEAR, error=CredentialsError("who")), "who"),
         (Sold(Market(), (offer(),)), "no spot machine free"),
-        (Sold(Market()), "no provider has any offer"),
+        (Sold(Market()), "there are no offers at all"),
     ],
     ids=["outage", "credentials", "none free", "nothing now"],
 )

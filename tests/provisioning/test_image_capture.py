@@ -366,5 +366,5 @@ def test_the_second_pool_starts_from_the_disk_of_the_first(
         assert [path.name for path in (root / "root/.cache/skyward/instances").iterdir()] == [node.instance.id]
         assert "stranger" not in (root / "root/.ssh/authorized_keys").read_text()
     assert not {"uv", "deps", "keep"} & {event.step for event in second.of(sky.BootstrapProgress)}
-    assert len(cloud.words("CreateImage")) == 1
+    assert len(cloud.parameters("CreateImage")) == 1
     assert cloud.alive() == set()
