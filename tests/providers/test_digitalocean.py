@@ -363,7 +363,7 @@ def test_the_machine_gets_its_host_key_our_key_and_the_startup_script(
 
 def test_image_and_network_can_be_chosen(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
     """An image's number is sent as a number. The network is omitted unless it is configured."""
-    with pytest.raises(ValueError, match="say which with region="):
+    with pytest.raises(ValueError, match="name that region with region="):
         make(vpc_uuid="760e09ef-dc84-11e8-981e-3cfdfeaae000")
     provider = make(image="42", region="nyc1", vpc_uuid="760e09ef-dc84-11e8-981e-3cfdfeaae000")
     provider.launch(an_offer(provider), 1, tags(), STARTUP)
@@ -619,14 +619,14 @@ def test_a_machine_that_is_off_before_it_had_an_address_is_destroyed(
     rows = {"id": 1, "status": "off"}
     answers = iter(["in-progress", "completed"])
 
-    class Told:
-        def ask(self, *_: object, **__: object) -> Any:
+    class Answers:
+        def request(self, *_: object, **__: object) -> Any:
             return {
                 "actions": [{"type": "power_off", "status": "completed"}, {"type": "create", "status": next(answers)}]
             }
 
-    assert launch._failure(Told(), rows) == ""  # type: ignore[arg-type]
-    assert launch._failure(Told(), rows) == "it is off"  # type: ignore[arg-type]
+    assert launch._failure(Answers(), rows) == ""  # type: ignore[arg-type]
+    assert launch._failure(Answers(), rows) == "it is off"  # type: ignore[arg-type]
 
 
 def test_a_machine_without_an_address_is_destroyed_after_the_limit(
