@@ -217,7 +217,7 @@ class Cluster:
 
         Raises NodeLost if it does not answer in time.
         """
-        self._disconnect(is_to_return=True)
+        self._disconnect()
         self._connect(address, timeout_seconds, time.monotonic() + timeout_seconds)
 
     def restart(self, lease: Lease, address: str, timeout_seconds: float) -> None:
@@ -271,13 +271,13 @@ class Cluster:
         except (TimeoutError, CancelledError) as error:
             if self._is_closing:
                 raise PoolClosed("the pool is closing") from error
-            self._disconnect(is_to_return=True)
+            self._disconnect()
             raise NodeLost(f"the pool's scheduler at {address} takes connections and does not answer") from error
 
-    def _disconnect(self, *, is_to_return: bool = False) -> None:
+    def _disconnect(self) -> None:
         connection = self.owner.run(self.owner.disconnect)
         if connection is not None:
-            connection.close(is_to_return=is_to_return)
+            connection.close()
 
     # ── calls out ────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -1,7 +1,7 @@
 """Connections to a pool's scheduler: the engine's, and the user's (`engine.user_client` owns that one).
 
-The engine's connection is a Dask client, the topics that it listens to, the futures of the tasks that it follows, and
-questions with a deadline.
+The engine's connection is a Dask client, the topics that it listens to, the tasks that it follows, and questions with a
+deadline. It has no Dask futures: each of them costs a coroutine, an event and a callback, and a call needs one number.
 
 A connection has a number, its epoch. It posts each message with that number to the owner of the engine, and decides
 nothing. All access to private names of Dask's client is in this file (`worker/dask_names.py` lists them).
@@ -21,7 +21,7 @@ from typing import Any, Protocol, cast
 
 import dask.config  # noqa: TID253 - with worker/node.py owns Dask
 import distributed  # noqa: TID253
-from distributed.client import ClosedClientError, done_callback  # noqa: TID253
+from distributed.client import ClosedClientError  # noqa: TID253
 from distributed.scheduler import KilledWorker  # noqa: TID253
 
 from skyward_core.engine.certificates import PoolCertificate
@@ -37,6 +37,8 @@ from skyward_core.worker.wire import Batch, Report
 
 ASKING_SECONDS = 0.2
 USER_SECONDS = 60.0  # how long a user's client tries to connect, also after a cut
+FINISHED_SECONDS = 0.01  # how long the end of a task may wait: its outcomes were reported before
+WORKER_GONE = "the worker that ran it is gone"
 _log = logging.getLogger("skyward")
 
 
@@ -50,7 +52,8 @@ class Inbox(Protocol):
     def on_resumed(self, epoch: int, resumed: Resumed) -> None: ...
     def on_report(self, epoch: int, report: Callable[[], Report]) -> None: ...
     def on_pool_news(self, epoch: int, news: Callable[[], PoolNews]) -> None: ...
-    def on_task_end(self, epoch: int, number: int, *, is_finished: bool, reason: str) -> None: ...
+    def on_tasks_finished(self, epoch: int, numbers: Collection[int]) -> None: ...
+    def on_task_failed(self, epoch: int, number: int, reason: str) -> None: ...
     def on_ping(self, epoch: int, ran: Collection[Ran] | None) -> None: ...
 
 
@@ -67,24 +70,52 @@ class DaskClient(distributed.Client):
             raise
 
 
+class TaskListener(Protocol):
+    """Receives how tasks end. Called in Dask's thread; must not wait."""
+
+    def finished(self, key: str) -> None:
+        """The task's result is in the memory of a worker."""
+        ...
+
+    def failed(self, key: str, reason: str) -> None:
+        """The task has no result and will not have one."""
+        ...
+
+    def all_failed(self, reason: str) -> None:
+        """The scheduler has forgotten all tasks."""
+        ...
+
+
 class PoolClient(DaskClient):
-    """Dask's client, without its automatic reconnect: the pool finds out whether the scheduler is lost."""
+    """Dask's client, without its automatic reconnect: the pool finds out whether the scheduler is lost.
 
-    is_to_return = False
-    """Whether another client will replace this one and needs its tasks: closing does not release them."""
+    It has no futures: the listener receives how tasks end.
+    """
 
-    def _release_key(self, key: Any) -> None:
-        if not self.is_to_return:
-            cast(Any, super())._release_key(key)
-        elif (state := cast(Any, self).futures.pop(key, None)) is not None:
-            state.cancel()
+    listener: TaskListener | None = None
 
     async def _reconnect(self) -> None:
         self.scheduler_comm = None
         self.status = "connecting"
-        for state in self.futures.values():
-            state.cancel(reason="scheduler-connection-lost", msg="the pool's scheduler does not answer any more")
-        self.futures.clear()
+
+    def _handle_key_in_memory(self, key: Any = None, type: Any = None, workers: Any = None) -> None:  # noqa: A002
+        if self.listener is not None:
+            self.listener.finished(key)
+
+    def _handle_task_erred(self, key: Any = None, exception: Any = None, traceback: Any = None) -> None:
+        if self.listener is not None:
+            # the message of KilledWorker advises to read logs that do not exist here
+            is_killed = isinstance(exception, KilledWorker)
+            self.listener.failed(key, WORKER_GONE if is_killed else f"the scheduler could not take it: {exception}")
+
+    def _handle_cancelled_keys(self, keys: Collection[Any], reason: Any = None, msg: Any = None) -> None:
+        if self.listener is not None:
+            for key in keys:
+                self.listener.failed(key, WORKER_GONE)
+
+    def _handle_restart(self) -> None:
+        if self.listener is not None:
+            self.listener.all_failed("the cluster was restarted by a Dask client")
 
 
 class UserDaskClient(DaskClient):
@@ -115,13 +146,24 @@ def _allow_silence(connection: socket.socket, seconds: float) -> None:
 
 
 class Connection:
-    """A client of one scheduler, and the tasks that it follows. `close` ends it."""
+    """A client of one scheduler, and the tasks that it follows. `close` ends it.
+
+    A task is followed from before it is sent until it has ended or is released, and is posted once: `pop` of a
+    dictionary is atomic, and who gets the number posts it or takes the task back.
+    """
 
     def __init__(self, client: PoolClient) -> None:
         self.client = client
         self.epoch = 0
-        self._tasks: dict[str, distributed.Future[Any]] = {}
-        """By key. Dask's thread adds the tasks of the earlier connection before it reads how they have ended."""
+        self._inbox: Inbox | None = None
+        self._followed: dict[str, int] = {}
+        """By key: the numbers of the tasks that have not ended."""
+        self._known: dict[str, Callable[[int], object] | None] = {}
+        """Tasks of the earlier connection that are not followed yet, by key: how to post their end, if they have ended.
+        Only Dask's thread uses it.
+        """
+        self._finished: list[int] = []
+        """Numbers of finished tasks that are not posted yet. Only Dask's thread uses it."""
 
     @property
     def is_open(self) -> bool:
@@ -134,6 +176,8 @@ class Connection:
         Post every message from now on. Raises NotSent.
         """
         self.epoch = epoch
+        self._inbox = inbox
+        self.client.listener = self
 
         def on_topic(event: tuple[float, Any]) -> None:
             if isinstance(event[1], Mapping):
@@ -151,8 +195,8 @@ class Connection:
         self.send(calls.resume(self.client.id, topic, after, epoch))
 
     def _on_answer(self, resumed: Resumed, inbox: Inbox) -> None:
-        for key in resumed.tasks:  # the scheduler says next how tasks have ended: their futures must exist by then
-            self._tasks.setdefault(key, distributed.Future(key, self.client))
+        # The scheduler says next how these tasks have ended, perhaps before the engine follows them.
+        self._known.update(dict.fromkeys(resumed.tasks))
         inbox.on_resumed(self.epoch, resumed)
 
     # ── out ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -167,32 +211,31 @@ class Connection:
         except ClosedClientError as error:
             raise NotSent from error
 
-    def send_batch(self, number: int, key: str, batch: Batch, address: str | None, inbox: Inbox) -> None:
+    def send_batch(self, number: int, key: str, batch: Batch, address: str | None) -> None:
         """Send a batch as a task, and follow it. If it raises, the batch has not gone out."""
         annotations = {"workers": [address]} if address else {}
         message = {"op": RUN_BATCH, "key": key, "batch": pickle.dumps(batch, protocol=5), "annotations": annotations}
-        task = distributed.Future[Any](key, self.client)
-        self.send(message)
-        self._tasks[key] = task
-        self.follow(number, key, inbox)
+        self._followed[key] = number
+        try:
+            self.send(message)
+        except BaseException:
+            self._followed.pop(key, None)
+            raise
 
-    def follow(self, number: int, key: str, inbox: Inbox) -> None:
-        """Post when a task has ended."""
-        # Not task.add_done_callback: that starts a thread which lives as long as the process.
-        call: Callable[..., object] = cast(Any, self.client.loop).add_callback
+    def follow(self, number: int, key: str) -> None:
+        """Follow a task that an earlier connection has sent; the scheduler's answer has named it."""
         with contextlib.suppress(RuntimeError):  # its thread has ended: the next connection asks for the task's state
-            call(done_callback, self._tasks[key], lambda task: self._on_task_end(number, task, inbox))
+            cast(Any, self.client.loop).add_callback(self._follow, number, key)
 
-    def _on_task_end(self, number: int, task: distributed.Future[Any], inbox: Inbox) -> None:
-        if task.status in ("cancelled", "lost") and not self.is_open:
-            return  # the connection is cut: the state of the batch is unknown
-        is_finished = task.status == "finished"
-        inbox.on_task_end(self.epoch, number, is_finished=is_finished, reason="" if is_finished else _cause(task))
+    def _follow(self, number: int, key: str) -> None:
+        if (post := self._known.pop(key, None)) is not None:
+            post(number)
+        else:
+            self._followed[key] = number
 
     def take_back(self, key: str) -> bool:
         """Release a task that has not ended; False if it has."""
-        task = self._tasks.get(key)
-        if task is None or task.status != "pending":
+        if self._followed.pop(key, None) is None:
             return False
         self.release([key])
         return True
@@ -200,15 +243,53 @@ class Connection:
     def release(self, keys: Collection[str]) -> None:
         """Let the scheduler forget tasks."""
         for key in keys:
-            if (task := self._tasks.pop(key, None)) is not None:
-                task.release()
+            self._followed.pop(key, None)
+        with contextlib.suppress(NotSent):  # the scheduler's answer to the next connection names tasks without a caller
+            self.send({"op": "client-releases-keys", "keys": list(keys), "client": self.client.id})
+
+    # ── how tasks end, in Dask's thread ──────────────────────────────────────────────────────────────────────────────
+
+    def finished(self, key: str) -> None:
+        """Post a finished task, together with others: all that its callers wait for was reported before."""
+        self._end(key, self._post_finished)
+
+    def failed(self, key: str, reason: str) -> None:
+        """Post a task that has no result."""
+        self._end(key, lambda number: self._post_failed(number, reason))
+
+    def all_failed(self, reason: str) -> None:
+        """Post all tasks as failed."""
+        for key in list(self._followed):
+            self.failed(key, reason)
+
+    def _end(self, key: str, post: Callable[[int], object]) -> None:
+        if (number := self._followed.pop(key, None)) is not None:
+            post(number)
+        elif key in self._known:
+            self._known[key] = post
+
+    def _post_finished(self, number: int) -> None:
+        self._finished.append(number)
+        if len(self._finished) == 1:
+            cast(Any, self.client.loop).call_later(FINISHED_SECONDS, self._post_all_finished)
+
+    def _post_all_finished(self) -> None:
+        numbers, self._finished = self._finished, []
+        if self._inbox is not None:
+            self._inbox.on_tasks_finished(self.epoch, numbers)
+
+    def _post_failed(self, number: int, reason: str) -> None:
+        if self._inbox is not None:
+            self._inbox.on_task_failed(self.epoch, number, reason)
 
     # ── questions ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def gather(self, key: str, is_open: Callable[[], bool], *, is_direct: bool) -> Told:
+    def gather(self, key: str, is_open: Callable[[], bool]) -> Told:
         """Return a task's result. Raises NodeLost if it is out of reach, or when `is_open` returns False."""
-        answer: Any = self.client.gather(self._tasks[key], direct=is_direct, asynchronous=True)
-        return cast(Told, wait_in_loop(self.client, answer, is_open))
+        answer = self.ask("gather", is_open, {"keys": [key]})
+        if answer["status"] != "OK":
+            raise NodeLost("the node that had the result is gone")
+        return cast(Told, answer["data"][key])
 
     def ask(self, operation: str, is_open: Callable[[], bool], what: Mapping[str, Any]) -> Any:
         """Call an operation of the scheduler, and return its answer. Raises NodeLost if there will be none."""
@@ -228,13 +309,8 @@ class Connection:
             _log.debug("the scheduler does not answer: %s", error)
         inbox.on_ping(self.epoch, ran)
 
-    def close(self, *, is_to_return: bool = False) -> None:
-        """Close.
-
-        `is_to_return`: another connection to the same scheduler follows, and the scheduler keeps this client's tasks
-        for it.
-        """
-        self.client.is_to_return = is_to_return
+    def close(self) -> None:
+        """Close. The scheduler keeps this client's tasks for the next connection."""
         with contextlib.suppress(Exception):  # the nodes may be gone already
             self.client.close(timeout=2)
 
@@ -334,12 +410,3 @@ def wait_in_loop(client: distributed.Client, answer: Any, is_open: Callable[[], 
 
 async def _answer(client: Any, operation: str, what: Mapping[str, Any]) -> Any:
     return await getattr(client.scheduler, operation)(**what)
-
-
-def _cause(task: distributed.Future[Any]) -> str:
-    state: Any = cast(Any, task)._state
-    error = state.exception if task.status == "error" else None
-    # its message is Dask's advice to read logs that do not exist here
-    if error is None or isinstance(error, KilledWorker):
-        return "the worker that ran it is gone"
-    return f"the scheduler could not take it: {error}"

@@ -254,9 +254,18 @@ class Owner:
         """Post it."""
         self.post(lambda: self.dispatcher.pool_news(epoch, news(), time.monotonic()))
 
-    def on_task_end(self, epoch: int, number: int, *, is_finished: bool, reason: str) -> None:
+    def on_tasks_finished(self, epoch: int, numbers: Collection[int]) -> None:
         """Post it."""
-        self.post(lambda: self.dispatcher.task_ended(epoch, number, is_finished=is_finished, reason=reason))
+
+        def finished() -> None:
+            for number in numbers:
+                self.dispatcher.task_ended(epoch, number, is_finished=True, reason="")
+
+        self.post(finished)
+
+    def on_task_failed(self, epoch: int, number: int, reason: str) -> None:
+        """Post it."""
+        self.post(lambda: self.dispatcher.task_ended(epoch, number, is_finished=False, reason=reason))
 
     def on_ping(self, epoch: int, ran: Collection[Ran] | None) -> None:
         """Post it."""
@@ -316,11 +325,11 @@ class Owner:
         match action:
             case do.Send(epoch, number, key, batch, address):
                 try:
-                    connection.send_batch(number, key, batch, address, self)
+                    connection.send_batch(number, key, batch, address)
                 except Exception as error:  # the callers of these calls must learn of it
                     self.dispatcher.unsent(epoch, number, error, is_its_fault=not isinstance(error, NotSent))
             case do.Follow(_, number, key):
-                connection.follow(number, key, self)
+                connection.follow(number, key)
             case do.TakeBack(epoch, number, key):
                 if connection.take_back(key):
                     self.dispatcher.taken_back(epoch, number)
@@ -443,11 +452,7 @@ class Owner:
     def _gather(self, connection: Connection, action: do.Gather) -> None:
         epoch, number = action.epoch, action.number
         try:
-            outcomes = connection.gather(
-                action.key,
-                lambda: self.connection is connection and not self._is_closed,
-                is_direct=self.dispatcher.is_here,
-            )
+            outcomes = connection.gather(action.key, lambda: self.connection is connection and not self._is_closed)
         except Exception as failure:
             error = failure
             self.post(lambda: self.dispatcher.not_gathered(epoch, number, error))

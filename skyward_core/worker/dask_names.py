@@ -11,20 +11,19 @@ CLIENT = (
     "distributed.client:Client._send_to_scheduler(msg)",
     "distributed.client:Client.scheduler_comm",
     "distributed.client:Client.loop",
-    # engine/connection.py: a client without automatic reconnect, whose successor finds its tasks
+    # engine/connection.py: a client without automatic reconnect
     "distributed.client:Client._reconnect()",
-    "distributed.client:Client._release_key(key)",
-    "distributed.client:Client.futures",
     "distributed.client:Client._loop_runner",
     "distributed.utils:LoopRunner.stop(timeout)",
-    "distributed.client:FutureState.cancel(reason, msg)",
+    # engine/connection.py: how tasks end, without futures
+    "distributed.client:Client._handle_key_in_memory(key, type, workers)",
+    "distributed.client:Client._handle_task_erred(key, exception, traceback)",
+    "distributed.client:Client._handle_cancelled_keys(keys, reason, msg)",
+    "distributed.client:Client._handle_restart()",
+    "distributed.scheduler:Scheduler.gather(keys)",
     # engine/connection.py: a user's client, whose streams send at once and outlive a frozen scheduler
     "distributed.client:Client._ensure_connected(timeout)",
     "distributed.comm.tcp:TCP.stream",
-    # engine/connection.py: how a task has ended, without a thread that stays for ever
-    "distributed.client:done_callback(future, callback)",
-    "distributed.client:Future._state",
-    "distributed.client:FutureState.exception",
     "distributed.client:ClosedClientError",
 )
 STREAMS = (

@@ -54,7 +54,7 @@ def cut(pool: sky.ComputePool) -> Callable[[], None]:
     """Cut a pool's client off from its scheduler; return a function that connects it again."""
     cluster: Any = cluster_of(pool)
     address = cluster.client.scheduler.address
-    cluster._disconnect(is_to_return=True)
+    cluster._disconnect()
     return lambda: cluster.resume(address, 20)
 
 
