@@ -183,7 +183,13 @@ class Dispatcher:
             [name for node in nodes if node.instance.id in alive for name in self.members.names_at(node.rank)]
         )
         self._count_slots()
-        self._calls.lose(self._calls.without_arguments(is_there), HEAD_LOST)
+        # The files of a lost machine exist until its memory is cleared: they count as gone.
+        self._calls.lose(
+            self._calls.without_arguments(
+                lambda parcel: self.members.instance_of(parcel) is not None and is_there(parcel)
+            ),
+            HEAD_LOST,
+        )
         self._losses.lose_unkept(now)
 
     def resumed(self, epoch: int, resumed: Resumed, now: float) -> None:

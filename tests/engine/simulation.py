@@ -469,10 +469,7 @@ class World:
 
     def _fail(self, action: do.Fail) -> None:
         caller = self._end(action.call_id, "failed")
-        is_of_arguments = (
-            action.arguments.path is not None
-            and action.arguments.path not in self.machine_at(action.arguments.path).files
-        )
+        is_of_arguments = action.arguments.path is not None and not self._has_file(action.arguments.path)
         is_lost = (
             isinstance(action.error, NodeLost)
             and not self.is_over
@@ -765,6 +762,11 @@ class World:
         self.resumed_at = math.inf
         self.say("restart", [(rank, node.instance.id) for rank, node in self.nodes.items()])
         self._handle("restarted", (tuple(self.nodes.values()), self._is_there, self.now), {})
+
+    def _has_file(self, path: str) -> bool:
+        """Whether a file is on a machine of the pool: the memory of others is cleared at any time."""
+        machine = self.machine_at(path)
+        return path in machine.files and any(node.instance.id == machine.id for node in self.nodes.values())
 
     def _is_there(self, parcel: Parcel) -> bool:
         return parcel.path in self.machine_at(str(parcel.path)).files

@@ -13,7 +13,7 @@ from skyward_core.errors import NodeLost, PoolClosed, SkywardError
 from skyward_core.events.events import CallProgress, CallRetrying
 from skyward_core.worker.scheduler_messages import HELD, Resumed, WorkerHeld, WorkerJoined, WorkerLeft
 from skyward_core.worker.wire import Call, Ending, Outcome, Output, Parcel, Report
-from tests.engine.model import FUNCTION_SPANS, LARGE, SPANS, node_of
+from tests.engine.model import FUNCTION_SPANS, LARGE, SPANS, machine_id, node_of
 
 SMALL = Parcel(b"small")
 TOPIC = "skyward-topic"
@@ -137,6 +137,20 @@ def test_a_call_that_has_gone_out_is_lost_with_the_head() -> None:
     pool.submit(entry("a"))
     pool.dispatcher.restarted([node_of(7, 0, 1, 1)], lambda parcel: True, 0.0)
     assert "head" in str(pool.errors()["a"])
+
+
+def test_waiting_arguments_are_lost_with_their_machine_even_if_their_file_is_still_there() -> None:
+    """The file of a lost machine exists until its memory is cleared: a call that is sent meanwhile would not find it."""
+    pool = Pool(is_here=True)
+    pool.submit(entry("x"), entry("y"))
+    pool.submit(entry("gone", arguments=Parcel(b"", (), f"/dev/shm/skyward-0-{machine_id(0)}/a", SPANS)))
+    pool.submit(entry("kept", arguments=Parcel(b"", (), f"/dev/shm/skyward-0-{machine_id(1)}/b", SPANS)))
+    pool.errors()
+    pool.dispatcher.restarted([node_of(7, 0, 1, 1), pool.nodes[1]], lambda parcel: True, 0.0)
+    errors = pool.errors()
+    assert isinstance(errors.pop("gone"), NodeLost)
+    assert "kept" not in errors
+    assert "kept" in pool.dispatcher.entries
 
 
 # ── fault 5: a pool that closes while batches are being uploaded ─────────────────────────────────────────────────────

@@ -333,7 +333,10 @@ def test_waiting_calls_with_large_arguments_end_when_the_head_is_lost(tmp_path: 
         assert [future.result(timeout=LOSS_SECONDS) in (0, 1) for future in out] == [True, True]
         for future in waiting:
             error = future.exception(timeout=LOSS_SECONDS)
-            assert isinstance(error, sky.NodeLost) if error is not None else future.result() == 100_000.0
+            if error is None:
+                assert future.result() == 100_000.0
+            else:
+                assert isinstance(error, sky.NodeLost), error
 
 
 @pytest.mark.slow
