@@ -17,10 +17,11 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, cast
 
-from skyward_core.errors import NotPicklable
+from skyward_core.errors import NodeLost, NotPicklable
 from skyward_core.serialization import exceptions, pickling, sources
 from skyward_core.worker.call_groups import MemoryAllowance
 from skyward_core.worker.environment_variable import RewrittenVariable
@@ -171,9 +172,12 @@ def _invoke(packet: Packet, functions: dict[str, sources.Loaded]) -> tuple[Any, 
     function = functions.get(packet.call.function)
     if function is None:
         assert packet.function is not None
-        function = functions[packet.call.function] = sources.unpack(*packet.function.contents(is_last_reader=False))
+        with _lost_with_its_machine("function"):
+            parts = packet.function.contents(is_last_reader=False)
+        function = functions[packet.call.function] = sources.unpack(*parts)
     sources.install(function.sources)  # another call may have brought other texts since
-    memory, data, buffers = packet.call.arguments.open()
+    with _lost_with_its_machine("arguments"):
+        memory, data, buffers = packet.call.arguments.open()
     args, kwargs = sources.unpack(data, buffers).value
     value = function.value(*args, **kwargs)
     if inspect.iscoroutine(value):
@@ -182,6 +186,17 @@ def _invoke(packet: Packet, functions: dict[str, sources.Loaded]) -> tuple[Any, 
         value = list(value)
     _refuse_pending(value)
     return value, memory
+
+
+@contextlib.contextmanager
+def _lost_with_its_machine(what: str) -> Generator[None]:
+    """Raise NodeLost instead of FileNotFoundError: the machine that had the large value in its memory is gone."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise NodeLost(
+            f"the machine that had the call's large {what} in its memory is gone: submit it again"
+        ) from error
 
 
 def _refuse_pending(value: Any) -> None:

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from skyward_core.errors import NodeLost
+from skyward_core.serialization import exceptions
 from skyward_core.worker import runner_factory
 from skyward_core.worker import slot as slots
 from skyward_core.worker.runner_factory import Forked, RunnerExit, RunnerFactory
@@ -460,3 +462,20 @@ def test_a_forked_child_that_leaves_the_call_takes_no_part_in_the_next_ones(
     assert run.endings() == dict.fromkeys(calls, Ending.RESULT)
     assert [news.call_id for news in run.news if isinstance(news, Outcome)] == list(calls)
     assert set(pids.read_text().split()) == {str(slot.pid)}
+
+
+@pytest.mark.parametrize("lost", ["arguments", "function"])
+def test_large_values_of_a_lost_machine_are_reported_as_lost(slot: Slot, tmp_path: Path, lost: str) -> None:
+    """A batch was sent when the machine that has its large values in memory died: the call does not begin."""
+    batch = batch_of(call="pass")
+    gone = Parcel(b"", (), str(tmp_path / "gone"), ((0, 10),))
+    if lost == "arguments":
+        batch = batch._replace(calls=(batch.calls[0]._replace(arguments=gone),))
+    else:
+        batch = batch._replace(functions={"exec": gone})
+    run = Run(slot, batch)
+    assert run.endings() == {"call": Ending.ERROR}
+    (outcome,) = (news for news in run.news if isinstance(news, Outcome))
+    error = exceptions.unpack(*outcome.parcel.contents(), 0, outcome.text)
+    assert isinstance(error, NodeLost)
+    assert "submit it again" in str(error)
