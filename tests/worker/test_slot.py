@@ -29,11 +29,11 @@ from tests.conftest import wait_until
 
 RUNNER = """
 import os, socket, sys, time
-from skyward_core.worker.runner import Line, run_calls
+from skyward_core.worker.runner import RunnerChannels, run_calls
 while os.path.exists(f"{sys.argv[6]}/closed"):
     time.sleep(0.001)
 calls, outcomes, stdout, stderr = map(int, sys.argv[1:5])
-run_calls(Line(socket.socket(fileno=calls), socket.socket(fileno=outcomes), stdout, stderr, bytes.fromhex(sys.argv[5]), "", (sys.argv[6],), {}))
+run_calls(RunnerChannels(socket.socket(fileno=calls), socket.socket(fileno=outcomes), stdout, stderr, bytes.fromhex(sys.argv[5]), "", (sys.argv[6],), {}))
 """
 
 
