@@ -113,7 +113,7 @@ def test_the_architecture_names_each_lock() -> None:
 
 
 def test_what_the_architecture_names_in_the_code_exists() -> None:
-    """A path such as `engine/owner.py` is a file of the core, and `Owner._do` is a method of it."""
+    """A path such as `engine/owner.py` is a file of the core, and `EngineThread._do` is a method of it."""
     text = ARCHITECTURE.read_text()
     files = re.findall(r"`(\w+/[\w/]+\.py|compute\.py|pool\.py)`", text)
     methods = re.findall(r"`([A-Z]\w+\.\w+)`", text)

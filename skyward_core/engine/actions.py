@@ -192,7 +192,7 @@ class Discard:
 
 
 @dataclass(frozen=True, slots=True)
-class Emit:
+class EmitEvent:
     """Emit an event. A log line names its call: the call's result must come after the line."""
 
     event: SkywardEvent
@@ -255,7 +255,7 @@ type Action = (
     | Fail
     | Cancelled
     | Discard
-    | Emit
+    | EmitEvent
     | Ran
     | Joined
     | Left

@@ -32,7 +32,7 @@ from skyward_core.worker.wire import Ending, Outcome, Parcel
 PROGRESS_SECONDS = 0.1
 
 
-class Calls:
+class CallTable:
     """The calls that have not ended.
 
     It decides which of them wait again and which end, and how. `act` takes the actions.
@@ -191,7 +191,7 @@ class Calls:
         reason = f"the call ended, but its result could not be fetched: {cause}"
         entry.losses += 1
         if self._may_run_again(entry):
-            self._do(do.Emit(CallRetrying(call_id, entry.losses + 1, self._retries + 1, reason)))
+            self._do(do.EmitEvent(CallRetrying(call_id, entry.losses + 1, self._retries + 1, reason)))
             self._queue.add([entry])
         else:
             self.fail([call_id], self._node_lost(entry, reason, cause))
@@ -222,7 +222,7 @@ class Calls:
             if self._may_run_again(entry):
                 self.clear_aside(entry)
                 again.append(call_id)
-                self._do(do.Emit(CallRetrying(call_id, entry.losses + 1, self._retries + 1, reason)))
+                self._do(do.EmitEvent(CallRetrying(call_id, entry.losses + 1, self._retries + 1, reason)))
             else:
                 if not self._queue.ended(call_id):
                     self._queue.drop({call_id})
@@ -328,4 +328,4 @@ class Calls:
         is_all = self._done + self._cancelled == self.submitted
         if counts != self._progress and (is_all or now - self._progress_at > PROGRESS_SECONDS):
             self._progress, self._progress_at = counts, now
-            self._do(do.Emit(CallProgress(*counts)))
+            self._do(do.EmitEvent(CallProgress(*counts)))

@@ -23,12 +23,12 @@ import distributed  # noqa: TID253 - with connection.py owns Dask in this packag
 
 from skyward_core.compute import PendingCompute
 from skyward_core.engine.certificates import PoolCertificate
-from skyward_core.engine.connection import Connection, NotSent, connect
+from skyward_core.engine.connection import NotSent, SchedulerConnection, connect
 from skyward_core.engine.detached_calls import DetachedCalls, ask_on, packed_function
 from skyward_core.engine.dispatcher import Dispatcher
 from skyward_core.engine.futures import CallFuture
 from skyward_core.engine.outbox import Entry
-from skyward_core.engine.owner import Counts, Owner, Watcher
+from skyward_core.engine.owner import Counts, EngineThread, Watcher
 from skyward_core.errors import BadRequest, NodeLost, PoolClosed, SkywardError
 from skyward_core.events.events import SkywardEvent
 from skyward_core.machines.instances import Lease
@@ -69,7 +69,7 @@ class Cluster:
     ) -> None:
         is_here = all(node.instance.endpoint is None for node in lease.nodes)
         self.dispatcher = Dispatcher(lease.nodes, f"skyward-{uuid.uuid4().hex}", retries, is_here=is_here)
-        self.owner = Owner(self.dispatcher, transports, emit, delivered, counts, secrets)
+        self.owner = EngineThread(self.dispatcher, transports, emit, delivered, counts, secrets)
         self._certificate = certificate
         self._transports = transports
         self._ranks = sorted(node.rank for node in lease.nodes)
@@ -117,7 +117,7 @@ class Cluster:
             return
         self._is_closing = True
         self._lost = self._lost or error
-        connection: list[Connection | None] = []
+        connection: list[SchedulerConnection | None] = []
 
         def end() -> None:
             self.dispatcher.close(error)
@@ -154,7 +154,7 @@ class Cluster:
         return self._connection.client
 
     @property
-    def _connection(self) -> Connection:
+    def _connection(self) -> SchedulerConnection:
         if (connection := self.owner.connection) is None:
             raise self._lost or NodeLost("the pool's scheduler is out of reach just now: try again")
         return connection
@@ -175,7 +175,7 @@ class Cluster:
         return self.owner.ended_at if self.is_idle else time.monotonic()
 
     def has_work(self) -> bool:
-        """Tell whether any call runs or waits: of this client or another, a detached one, or a task of Dask's own.
+        """Return whether any call runs or waits: of this client or another, a detached one, or a task of Dask's own.
 
         Asks the scheduler if need be.
         """
@@ -188,7 +188,7 @@ class Cluster:
             return False  # the scheduler is out of reach; pings notice that
 
     def has(self, rank: int) -> bool:
-        """Tell whether all workers of a node are there."""
+        """Return whether all workers of a node are there."""
         return self.dispatcher.members.has(rank)
 
     def missing(self, rank: int) -> list[int]:
@@ -258,7 +258,7 @@ class Cluster:
             client = connect(address, self._certificate, timeout_seconds)
         except OSError as error:
             raise NodeLost(f"the pool's scheduler at {address} does not answer") from error
-        connection = Connection(client)
+        connection = SchedulerConnection(client)
         try:
             answer = self.owner.run(lambda: self.owner.connect(connection))
         except (NotSent, PoolClosed) as error:

@@ -46,7 +46,7 @@ class NotSent(Exception):
     """A message has not gone out: the connection is closed."""
 
 
-class Inbox(Protocol):
+class ReportInbox(Protocol):
     """Takes the messages of a connection. Called in Dask's thread; must not wait."""
 
     def on_resumed(self, epoch: int, resumed: Resumed) -> None: ...
@@ -145,7 +145,7 @@ def _allow_silence(connection: socket.socket, seconds: float) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, option, round(1000 * seconds))
 
 
-class Connection:
+class SchedulerConnection:
     """A client of one scheduler, and the tasks that it follows. `close` ends it.
 
     A task is followed from before it is sent until it has ended or is released, and is posted once: `pop` of a
@@ -155,7 +155,7 @@ class Connection:
     def __init__(self, client: PoolClient) -> None:
         self.client = client
         self.epoch = 0
-        self._inbox: Inbox | None = None
+        self._inbox: ReportInbox | None = None
         self._followed: dict[str, int] = {}
         """By key: the numbers of the tasks that have not ended."""
         self._known: dict[str, Callable[[int], object] | None] = {}
@@ -170,7 +170,7 @@ class Connection:
         """Whether the connection is open, as far as is known: a frozen scheduler keeps it open."""
         return self.client.status == "running"
 
-    def listen(self, epoch: int, topic: str, after: int, inbox: Inbox) -> None:
+    def listen(self, epoch: int, topic: str, after: int, inbox: ReportInbox) -> None:
         """Listen to the pool, and to a topic after this message number.
 
         Post every message from now on. Raises NotSent.
@@ -194,7 +194,7 @@ class Connection:
             raise NotSent from error
         self.send(calls.resume(self.client.id, topic, after, epoch))
 
-    def _on_answer(self, resumed: Resumed, inbox: Inbox) -> None:
+    def _on_answer(self, resumed: Resumed, inbox: ReportInbox) -> None:
         # The scheduler says next how these tasks have ended, perhaps before the engine follows them.
         self._known.update(dict.fromkeys(resumed.tasks))
         inbox.on_resumed(self.epoch, resumed)
@@ -295,12 +295,12 @@ class Connection:
         """Call an operation of the scheduler, and return its answer. Raises NodeLost if there will be none."""
         return asked(self.client, operation, is_open, what)
 
-    def ping(self, inbox: Inbox) -> None:
+    def ping(self, inbox: ReportInbox) -> None:
         """Ask the scheduler how long calls have run: a frozen scheduler keeps its connections and does not answer."""
         with contextlib.suppress(RuntimeError):
             cast(Any, self.client.loop).add_callback(self._ping, inbox)
 
-    async def _ping(self, inbox: Inbox) -> None:
+    async def _ping(self, inbox: ReportInbox) -> None:
         ran: Collection[Ran] | None = None
         try:
             async with asyncio.timeout(PING_SECONDS):

@@ -61,7 +61,7 @@ class ConnectionState:
         return True
 
     def is_live_in(self, epoch: int) -> bool:
-        """Tell whether the present connection has this epoch and is live."""
+        """Return whether the present connection has this epoch and is live."""
         return self.is_live and epoch == self.epoch
 
     def hear(self, epoch: int) -> bool:

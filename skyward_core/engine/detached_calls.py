@@ -9,8 +9,8 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from skyward_core.engine.connection import Connection
-from skyward_core.engine.owner import Owner
+from skyward_core.engine.connection import SchedulerConnection
+from skyward_core.engine.owner import EngineThread
 from skyward_core.engine.results import value_of
 from skyward_core.errors import NodeLost, SkywardError
 from skyward_core.serialization import pickling, sources
@@ -28,7 +28,7 @@ class DetachedCalls:
     """The detached calls of one cluster. `lost` returns why the cluster has ended, or None."""
 
     def __init__(
-        self, owner: Owner, transports: Transports, retries: int, lost: Callable[[], SkywardError | None]
+        self, owner: EngineThread, transports: Transports, retries: int, lost: Callable[[], SkywardError | None]
     ) -> None:
         self.schedulers = 1
         """How many schedulers the pool has had: the answer of one is not valid for another."""
@@ -97,7 +97,9 @@ class DetachedCalls:
         return self._transports.to(node.instance)
 
 
-def ask_on(owner: Owner, connection: Connection, operation: str, deadline: float, arguments: Mapping[str, Any]) -> Any:
+def ask_on(
+    owner: EngineThread, connection: SchedulerConnection, operation: str, deadline: float, arguments: Mapping[str, Any]
+) -> Any:
     """Ask the scheduler on this connection, while it is the present one and until the deadline (time.monotonic)."""
     return connection.ask(operation, lambda: owner.connection is connection and time.monotonic() < deadline, arguments)
 

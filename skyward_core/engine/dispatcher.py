@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from skyward_core.engine import actions as do
-from skyward_core.engine.calls import Calls
+from skyward_core.engine.calls import CallTable
 from skyward_core.engine.connection_state import ConnectionState
 from skyward_core.engine.fetches import Fetching
 from skyward_core.engine.function_files import FunctionsOnNodes
@@ -56,7 +56,7 @@ class Dispatcher:
         self._kept = KeptCalls()
         self._functions = FunctionsOnNodes(act)
         self._connection = ConnectionState(act)
-        self._calls = Calls(self._queue, self.members, self._connection, retries, act)
+        self._calls = CallTable(self._queue, self.members, self._connection, retries, act)
         self._shipments = Shipments(topic, self._connection, self._queue, self._calls, self._functions, self._kept, act)
         self._placement = Placement(
             self.members, self._connection, self._queue, self._calls, self._shipments, self._functions, act
@@ -228,7 +228,7 @@ class Dispatcher:
         """A worker has joined or left, is held, or keeps calls; or a node has measured something."""
         if not self._connection.is_live_in(epoch):  # the scheduler's answer lists the workers of that time
             if isinstance(news, Mapping) and epoch == self._connection.epoch:
-                self._do(do.Emit(Metrics(**news)))
+                self._do(do.EmitEvent(Metrics(**news)))
             return
         match news:
             case WorkerJoined(name, address):
@@ -245,7 +245,7 @@ class Dispatcher:
                 self.members.hold(news.address, news.left)
                 self._count_slots()
             case _:
-                self._do(do.Emit(Metrics(**news)))
+                self._do(do.EmitEvent(Metrics(**news)))
 
     def task_ended(self, epoch: int, number: int, *, is_finished: bool, reason: str) -> None:
         """The task of a batch has ended: outcomes that were not reported are in its result, or lost with its worker."""
@@ -286,7 +286,7 @@ class Dispatcher:
             event = LogLine(
                 report.node, report.instance_id, line, output.timestamp, output.call_id, output.stream, output.level
             )
-            self._do(do.Emit(event, output.call_id))
+            self._do(do.EmitEvent(event, output.call_id))
 
     # ── from transfers ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -387,7 +387,7 @@ class Dispatcher:
         self._count_slots()
         self._calls.stop_unwanted()  # the batch of a cancelled call may go to this worker
         if is_complete:
-            self._do(do.Emit(BootstrapCompleted(self.members.nodes[rank].instance.id)))
+            self._do(do.EmitEvent(BootstrapCompleted(self.members.nodes[rank].instance.id)))
             self._do(do.Joined(rank))
 
     def _leave(self, name: str, address: str) -> None:

@@ -77,7 +77,7 @@ class Fetches:
                 yield fetching
 
     def is_under_way(self, call_id: str) -> bool:
-        """Tell whether an outcome is in transit, and does not wait for a wire that is cut."""
+        """Return whether an outcome is in transit, and does not wait for a wire that is cut."""
         fetching = self.by_call.get(call_id)
         return fetching is not None and fetching.error is None
 

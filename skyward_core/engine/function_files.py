@@ -63,7 +63,7 @@ class FunctionFiles:
             file.users.discard(number)
 
     def is_coming(self, names: Collection[str]) -> bool:
-        """Tell whether one of these functions is being uploaded."""
+        """Return whether one of these functions is being uploaded."""
         return any(name in self._coming for name in names)
 
     def plan(self, names: Collection[str]) -> None:

@@ -125,7 +125,7 @@ class KeptCalls:
         self._lost[number] = set(calls)
 
     def was_lost(self, report: Report, call_id: str) -> bool:
-        """Tell whether a call of a batch had not ended when that was lost."""
+        """Return whether a call of a batch had not ended when that was lost."""
         return call_id in self._lost.get(batch_of(report.origin), ())
 
     def ended(self, report: Report, calls: Collection[str]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 
 from skyward_core.engine import actions as do
-from skyward_core.engine.calls import Calls
+from skyward_core.engine.calls import CallTable
 from skyward_core.engine.connection_state import ConnectionState
 from skyward_core.engine.kept_calls import KeptCalls, batch_of
 from skyward_core.engine.members import Members
@@ -33,7 +33,7 @@ class Losses:
         members: Members,
         connection: ConnectionState,
         queue: Queue,
-        calls: Calls,
+        calls: CallTable,
         shipments: Shipments,
         kept: KeptCalls,
         act: Callable[[do.Action], object],
@@ -140,7 +140,7 @@ class Losses:
         self._kept.begin(batches, awaited, before, heard)
 
     def is_repeated(self, report: Report) -> bool:
-        """Tell whether a report was heard before, or its batch is done; note the report's number.
+        """Return whether a report was heard before, or its batch is done; note the report's number.
 
         Workers repeat all reports that were not released, when they join and when they are asked.
         """

@@ -53,7 +53,7 @@ class Members:
         ]
 
     def has(self, rank: int) -> bool:
-        """Tell whether all workers of a node are present."""
+        """Return whether all workers of a node are present."""
         return rank in self.nodes and not self.missing(rank)
 
     def join(self, name: str, address: str) -> bool:
@@ -117,10 +117,10 @@ class Members:
         )
 
     def knows(self, instance_id: str) -> bool:
-        """Tell whether an instance is one of the pool's nodes."""
+        """Return whether an instance is one of the pool's nodes."""
         return any(node.instance.id == instance_id for node in self.nodes.values())
 
     def is_there(self, instance_id: str) -> bool:
-        """Tell whether a worker of this instance is present."""
+        """Return whether a worker of this instance is present."""
         ranks = {rank_of(name) for name in self.workers}
         return any(node.instance.id == instance_id and node.rank in ranks for node in self.nodes.values())

@@ -152,7 +152,7 @@ class _SilentHead:
 
     @property
     def is_gone(self) -> bool:
-        """Tell whether enough listings are without the machine: a cloud may leave one out once."""
+        """Return whether enough listings are without the machine: a cloud may leave one out once."""
         return self.head is not None and self.misses >= (1 if self.head.endpoint is None else LISTINGS)
 
 

@@ -159,7 +159,7 @@ class Queue:
         return list(self._out)
 
     def is_out(self, call_id: str) -> bool:
-        """Tell whether a call has gone out and not ended."""
+        """Return whether a call has gone out and not ended."""
         return call_id in self._out
 
     def unended(self, shipment: Shipment) -> list[str]:

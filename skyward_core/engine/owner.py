@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from distributed.protocol.serialize import to_serialize  # noqa: TID253 - with connection.py owns Dask in this package
 
 from skyward_core.engine import actions as do
-from skyward_core.engine.connection import Connection, NotSent
+from skyward_core.engine.connection import NotSent, SchedulerConnection
 from skyward_core.engine.connection_state import PING_SECONDS
 from skyward_core.engine.dispatcher import TICK_SECONDS, Dispatcher, PoolNews
 from skyward_core.engine.futures import CallFuture
@@ -73,7 +73,7 @@ class Counts(Protocol):
         ...
 
 
-class Owner:
+class EngineThread:
     """Runs a dispatcher. `start` starts its thread, `close` ends it; messages that are posted after that are dropped.
 
     `delivered` returns the number of the last event that callbacks and displays have taken.
@@ -89,7 +89,7 @@ class Owner:
         secrets: SecretValues | None = None,
     ) -> None:
         self.dispatcher = dispatcher
-        self.connection: Connection | None = None
+        self.connection: SchedulerConnection | None = None
         """The present connection to a scheduler. Only the owner's thread sets it."""
         self.futures: dict[str, CallFuture[Any]] = {}
         """The futures of all calls that have not ended. Callers add them; the thread that sets a future removes it."""
@@ -218,7 +218,7 @@ class Owner:
 
     # ── the connection ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def connect(self, connection: Connection) -> Future[None]:
+    def connect(self, connection: SchedulerConnection) -> Future[None]:
         """In the owner's thread: use this connection; the future ends when the scheduler has answered on it."""
         dispatcher = self.dispatcher
         epoch = dispatcher.connected(time.monotonic())
@@ -229,7 +229,7 @@ class Owner:
         connection.listen(epoch, dispatcher.topic, dispatcher.heard, self)
         return answer
 
-    def disconnect(self) -> Connection | None:
+    def disconnect(self) -> SchedulerConnection | None:
         """In the owner's thread: use no connection; return the one before, which the caller closes."""
         connection, self.connection = self.connection, None
         self.dispatcher.disconnected()
@@ -294,7 +294,7 @@ class Owner:
                 self._settle(action.call_id, lambda: _raise(action.error), [action.arguments])
             case do.Cancelled():
                 self._settle(action.call_id, lambda: None, [action.arguments])
-            case do.Emit(event, call_id):
+            case do.EmitEvent(event, call_id):
                 number = self._emit(event)
                 if call_id is not None and call_id in self.futures:
                     self._last_lines[call_id] = number if isinstance(number, int) else 0
@@ -321,7 +321,7 @@ class Owner:
                 if self.connection is not None and self.connection.epoch == action.epoch:
                     self._do_on(self.connection, action)
 
-    def _do_on(self, connection: Connection, action: do.Action) -> None:
+    def _do_on(self, connection: SchedulerConnection, action: do.Action) -> None:
         match action:
             case do.Send(epoch, number, key, batch, address):
                 try:
@@ -449,7 +449,7 @@ class Owner:
         except Exception as error:
             _log.debug("%s could not be removed from %s, which may be gone: %s", parcel.path, instance_id, error)
 
-    def _gather(self, connection: Connection, action: do.Gather) -> None:
+    def _gather(self, connection: SchedulerConnection, action: do.Gather) -> None:
         epoch, number = action.epoch, action.number
         try:
             outcomes = connection.gather(action.key, lambda: self.connection is connection and not self._is_closed)
@@ -464,7 +464,7 @@ class Owner:
                 )
             )
 
-    def _ask_load(self, connection: Connection, epoch: int) -> None:
+    def _ask_load(self, connection: SchedulerConnection, epoch: int) -> None:
         until = time.monotonic() + PING_SECONDS
         try:
             load = connection.ask(
@@ -486,7 +486,7 @@ def _put_function(transport: Transport, function: Parcel) -> Parcel | None:
         return None
 
 
-def _try_to_send(connection: Connection, message: Mapping[str, Any]) -> None:
+def _try_to_send(connection: SchedulerConnection, message: Mapping[str, Any]) -> None:
     try:
         connection.send(message)
     except NotSent as error:  # the connection is closed: the message is sent again on the next one

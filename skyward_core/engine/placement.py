@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from skyward_core.engine import actions as do
-from skyward_core.engine.calls import Calls
+from skyward_core.engine.calls import CallTable
 from skyward_core.engine.connection_state import ConnectionState
 from skyward_core.engine.function_files import FunctionsOnNodes
 from skyward_core.engine.members import Members
@@ -46,7 +46,7 @@ class Placement:
         members: Members,
         connection: ConnectionState,
         queue: Queue,
-        calls: Calls,
+        calls: CallTable,
         shipments: Shipments,
         functions: FunctionsOnNodes,
         act: Callable[[do.Action], object],

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from skyward_core.engine import actions as do
-from skyward_core.engine.calls import Calls
+from skyward_core.engine.calls import CallTable
 from skyward_core.engine.connection_state import ConnectionState
 from skyward_core.engine.function_files import FunctionsOnNodes
 from skyward_core.engine.kept_calls import KeptCalls
@@ -76,7 +76,7 @@ class Shipments:
         topic: str,
         connection: ConnectionState,
         queue: Queue,
-        calls: Calls,
+        calls: CallTable,
         functions: FunctionsOnNodes,
         kept: KeptCalls,
         act: Callable[[do.Action], object],

@@ -144,7 +144,7 @@ class World:
             do.Fail: self._fail,
             do.Cancelled: self._cancelled,
             do.Discard: lambda action: self._drop_file(action.parcel),
-            do.Emit: self._emit,
+            do.EmitEvent: self._emit,
             do.Ran: self._ran,
             do.CutOff: lambda _: setattr(self, "is_cut", True),
         }
@@ -548,7 +548,7 @@ class World:
         caller.state, caller.ended_at = state, self.now
         return caller
 
-    def _emit(self, action: do.Emit) -> None:
+    def _emit(self, action: do.EmitEvent) -> None:
         event = action.event
         if isinstance(event, CallProgress):
             self.progress = event

@@ -17,7 +17,7 @@ import pytest
 import skyward_core as sky
 from skyward_core.engine import detached_calls as module
 from skyward_core.engine import fetches
-from skyward_core.engine.connection import Connection
+from skyward_core.engine.connection import SchedulerConnection
 from skyward_core.engine.function_files import FunctionFiles
 from skyward_core.errors import BudgetExceeded, ConnectionLost
 from skyward_core.session.attached import Attached
@@ -162,9 +162,9 @@ def test_a_call_that_was_sent_just_before_the_cut_runs_once(
     """The connection loses all that comes after the call was sent: the next connection finds the task, once."""
     cluster = cluster_of(lone)
     followed = list[str]()
-    follow = Connection.follow
+    follow = SchedulerConnection.follow
     monkeypatch.setattr(
-        Connection, "follow", lambda self, number, key: (followed.append(key), follow(self, number, key))
+        SchedulerConnection, "follow", lambda self, number, key: (followed.append(key), follow(self, number, key))
     )
     first = cluster.owner.connection
     monkeypatch.setattr(first, "_end", lambda key, post: None)
@@ -369,14 +369,14 @@ def test_connecting_to_a_frozen_scheduler_ends_in_time(lone: sky.ComputePool, mo
     """
     cluster = cluster_of(lone)
     address, scheduler = cluster.client.scheduler.address, cluster.client.run_on_scheduler(os.getpid)
-    listen = Connection.listen
+    listen = SchedulerConnection.listen
 
-    def freeze(self: Connection, *args: Any) -> None:
+    def freeze(self: SchedulerConnection, *args: Any) -> None:
         os.kill(scheduler, signal.SIGSTOP)
         listen(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Connection, "listen", freeze)
+        patch.setattr(SchedulerConnection, "listen", freeze)
         try:
             with pytest.raises(sky.NodeLost, match="takes connections and does not answer"):
                 cluster.resume(address, 3.0)

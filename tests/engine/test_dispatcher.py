@@ -106,7 +106,7 @@ class Pool:
 
     def progress(self) -> tuple[int, int, int, int]:
         """Return the counts of the last progress event."""
-        event = [action.event for action in self.take(do.Emit) if isinstance(action.event, CallProgress)][-1]
+        event = [action.event for action in self.take(do.EmitEvent) if isinstance(action.event, CallProgress)][-1]
         return event.submitted, event.done, event.failed, event.cancelled
 
 
@@ -509,7 +509,7 @@ def test_a_call_runs_again_as_often_as_retries_allows() -> None:
     pool = Pool(retries=1)
     pool.submit(entry("a"))
     pool.dispatcher.task_ended(pool.epoch, 0, is_finished=False, reason="gone")
-    events = [action.event for action in pool.take(do.Emit) if isinstance(action.event, CallRetrying)]
+    events = [action.event for action in pool.take(do.EmitEvent) if isinstance(action.event, CallRetrying)]
     assert [(event.attempt, event.attempts) for event in events] == [(2, 2)]
     (sent,) = pool.take(do.Send)
     pool.dispatcher.task_ended(pool.epoch, sent.number, is_finished=False, reason="gone")

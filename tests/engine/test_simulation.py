@@ -9,7 +9,7 @@ import pytest
 
 from skyward_core.engine import actions as do
 from skyward_core.engine import dispatcher as dispatching
-from skyward_core.engine.calls import Calls
+from skyward_core.engine.calls import CallTable
 from skyward_core.engine.connection_state import ConnectionState
 from skyward_core.engine.dispatcher import Dispatcher
 from skyward_core.engine.function_files import FunctionsOnNodes
@@ -63,7 +63,7 @@ def test_histories_are_full_of_events() -> None:
 # ── broken dispatchers: each is one broken part, or a Dispatcher that puts its parts together wrongly ────────────────
 
 
-class QueuesWhileDraining(Calls):
+class QueuesWhileDraining(CallTable):
     """Calls that come back wait again, although the pool begins no calls."""
 
     def _refuse(self, call_ids: Sequence[str]) -> None:
@@ -90,7 +90,7 @@ class HearsOldConnections(Dispatcher):
         super().resumed(self.epoch, resumed, now)
 
 
-class MiscountsLosses(Calls):
+class MiscountsLosses(CallTable):
     """A call may run once more than `retries` allows."""
 
     def _may_run_again(self, entry: Any) -> bool:
@@ -108,7 +108,7 @@ class CountsWhatWasNotSent(Dispatcher):
         super().disconnected()
 
 
-class ForgetsToStop(Calls):
+class ForgetsToStop(CallTable):
     """Calls that are cancelled run on."""
 
     def take_to_stop(self) -> set[str]:
@@ -129,14 +129,14 @@ class ForgetsToStopAfterACut(Dispatcher):
         self._calls._to_stop &= before
 
 
-class LeavesArguments(Calls):
+class LeavesArguments(CallTable):
     """Arguments stay in the memory of a node."""
 
     def clear_aside(self, entry: Any) -> None:
         entry.aside = None
 
 
-class LeavesOutcomes(Calls):
+class LeavesOutcomes(CallTable):
     """Outcomes without a caller stay in the memory of a node."""
 
     def discard(self, parcel: Parcel) -> None:
@@ -174,7 +174,7 @@ class LosesUnheardAtOnce(Losses):
         super().decide()
 
 
-class TakesReturnedForLost(Calls):
+class TakesReturnedForLost(CallTable):
     """Calls that were handed back, and not begun, count as lost."""
 
     def take_back(self, call_ids: Sequence[str]) -> None:
@@ -221,7 +221,7 @@ class DeafWhileAsking(ConnectionState):
             super().cut(epoch)
 
 
-class MiscountsProgress(Calls):
+class MiscountsProgress(CallTable):
     """Calls that fail are not counted."""
 
     def fail(self, call_ids: Iterable[str], error: Any) -> None:
@@ -254,7 +254,7 @@ class ForgetsFailedUploads(Placement):
         super().upload_failed(number, instance_id, (), error, is_its_fault=is_its_fault)
 
 
-PARTS = (Calls, ConnectionState, FunctionsOnNodes, Losses, Placement, Shipments)
+PARTS = (CallTable, ConnectionState, FunctionsOnNodes, Losses, Placement, Shipments)
 BROKEN = [
     kind
     for part in (*PARTS, Dispatcher)

@@ -536,7 +536,7 @@ def group(pid: int) -> int | None:
 
 def test_a_proxy_ends_when_its_client_is_killed(endpoint: Endpoint, plugin: Plugin, tmp_path: Path) -> None:
     """It ends at the end of its input."""
-    text = "from skyward_core.transport.ssh_connection import Connection; from skyward_core.machines.instances import Endpoint; import sys, time\n"
+    text = "from skyward_core.transport.ssh_connection import SSHConnection; from skyward_core.machines.instances import Endpoint; import sys, time\n"
     text += "connection = SSHConnection(Endpoint.model_validate_json(sys.argv[1])).connect(60); print('there', flush=True); time.sleep(600)"
     reading, writing = os.pipe()
     pid = os.posix_spawn(
