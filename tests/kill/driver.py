@@ -224,7 +224,7 @@ def drive(scenario: Scenario, url: str, boundaries: Boundaries, clock: SharedClo
                 boundaries.enter(Phase.ENDING)
             pool.close()
     boundaries.enter(Phase.AFTER)
-    boundaries.transport("the end")
+    boundaries.reach("the end")
 
 
 class _Raised(Exception):

@@ -99,9 +99,8 @@ def _prepare(service: RunningService) -> None:
         importlib.import_module(f"skyward_core.{name}")
     driver.prepare_process()
     _turn_dates(service)
-    database.opened = functools.cache(
-        database.opened
-    )  # an engine knows how it has compiled what it was asked, and a fork inherits that; connections are closed
+    # an engine knows how it has compiled what it was asked, and a fork inherits that; connections are closed
+    database.open_engine = functools.cache(database.open_engine)
 
 
 def _turn_dates(service: RunningService) -> None:
