@@ -1060,6 +1060,7 @@ def test_what_decides_has_no_thread_no_clock_and_no_machine() -> None:
     standard = {"__future__", "collections", "collections.abc", "dataclasses", "typing"}
     values = {
         "skyward_core.concurrency.backoff",
+        "skyward_core.engine.membership_actions",
         "skyward_core.errors",
         "skyward_core.events.events",
         "skyward_core.machines.instances",

@@ -349,7 +349,7 @@ def test_while_somebody_is_being_prepared_no_second_machine_is_rented(world: Wor
     world.kill(1)
     for _ in range(100):
         world.turn(0.25)
-    assert [name for name, _ in world.aside if name != "skyward-ask"] == ["skyward-relieve-1"]
+    assert [name for name, _ in world.in_thread if name != "skyward-query"] == ["skyward-stand-by-1"]
     world.go_on(1)
     assert world.machines.standing_by == {}
     assert world.all_are_there()

@@ -315,7 +315,7 @@ def test_a_mark_tells_what_has_happened_since_the_last_look(steps: list[str]) ->
 def test_a_mark_is_seen_across_a_fork() -> None:
     """The supervisor sees what the runner notes, and what stands there after its death."""
     alone("""
-        busy = Busy()
+        busy = BusyFlag()
         pid = os.fork()
         if pid == 0:
             busy.begin()
