@@ -298,7 +298,7 @@ def test_what_nodes_are_sent_is_kept_in_no_folder_of_another_user(users: Users, 
     nowhere = {"XDG_CACHE_HOME": str(cache), "XDG_STATE_HOME": str(users.folder / "nowhere")}
     out, errors = users.run(BOB, BOB_SHIPS, **nowhere)
     assert out == ""
-    assert "BadRequest: what nodes are sent cannot be kept" in errors.splitlines()[-1]
+    assert "BadRequest: the archives for nodes cannot be stored" in errors.splitlines()[-1]
     assert list(hers.rglob("*")) == []
 
 

@@ -1,3 +1,1 @@
-"""Plain threads: several things at once, one thing again and again; and processes whose threads were replaced by
-greenlets.
-"""
+"""Plain threads, a periodic thread, and the check for processes whose threads were replaced by greenlets."""

@@ -10,12 +10,12 @@ from typing import Any
 from skyward_core.errors import BadRequest
 
 MODULES = ("thread", "threading", "socket", "select", "selectors", "subprocess", "queue", "time")
-"""What a pool's threads and event loops stand on: replaced, they wait for each other for ever."""
+"""Modules that a pool's threads and event loops use. If they are replaced, the threads wait for each other for ever."""
 
 
 def refuse_greenlets(modules: Mapping[str, ModuleType] = sys.modules) -> None:
     """Raise BadRequest if gevent or eventlet has replaced modules of the standard library: a pool would hang in `open`
-    without a word.
+    without an error.
     """
     for library, patched in (("gevent", _by_gevent(modules)), ("eventlet", _by_eventlet(modules))):
         if patched:

@@ -1,4 +1,4 @@
-"""A thread that does one thing again and again, and nothing else, so that nothing else can hold it up."""
+"""A thread that calls one function periodically, so that no other work delays it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class PeriodicThread:
         self._ended.set()
 
     def join(self, timeout_seconds: float) -> None:
-        """Wait for a call that runs, if there is one, unless it is the one that waits."""
+        """Wait for a call that runs. Does nothing in the thread itself."""
         if self._thread.ident not in (None, threading.get_ident()):
             self._thread.join(timeout_seconds)
 
@@ -43,6 +43,6 @@ class PeriodicThread:
         while not self._ended.wait(self._seconds):
             try:
                 self._step()
-            except Exception as error:  # whatever it is: the next beat may succeed
-                if not self._ended.is_set():  # what it needs may be gone by then
+            except Exception as error:  # whatever it is: the next call may succeed
+                if not self._ended.is_set():  # after the end its resources may be gone
                     self._on_error(error)

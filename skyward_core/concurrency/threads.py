@@ -1,8 +1,7 @@
-"""Several things at once, in plain threads.
+"""Runs several functions at the same time, in plain threads.
 
-A pool that was left open is given back when the interpreter ends, in an `atexit` callback. concurrent.futures has
-closed its executors for good by then ("cannot schedule new futures after interpreter shutdown"), so that nothing of
-what giving back needs may run in one; threads still start.
+An `atexit` callback tears down a pool that was left open. By then concurrent.futures has closed its executors ("cannot
+schedule new futures after interpreter shutdown"), so teardown cannot use them. Plain threads still start.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ class Threads:
         self._threads: list[threading.Thread] = []
 
     def submit[**P, R](self, work: Callable[P, R], *args: P.args, **words: P.kwargs) -> Future[R]:
-        """Begin a piece of work; here and now, where no thread can be started any more.
+        """Start a function in a thread, or run it in this one if no thread can be started.
 
-        It has begun, and cannot be cancelled.
+        Its future cannot be cancelled.
         """
         outcome: Future[R] = Future()
-        # one that was cancelled, as asyncio does with what it waits for, would take no result
+        # asyncio cancels futures that it waits for, and a cancelled one would take no result
         outcome.set_running_or_notify_cancel()
 
         def run() -> None:
             try:
                 outcome.set_result(work(*args, **words))
-            except BaseException as error:  # it is whoever asks for the result that has to know
+            except BaseException as error:  # the caller of `result` gets it
                 outcome.set_exception(error)
 
         thread = threading.Thread(target=run, name=f"{self._name}-{len(self._threads)}", daemon=True)
@@ -49,16 +48,16 @@ class Threads:
         return outcome
 
     def join(self) -> None:
-        """Return when all work is done. What has failed is told by its future alone."""
+        """Wait until all work is done. A failure is only in its future."""
         for thread in self._threads:
             thread.join()
 
 
 class PlainExecutor(ThreadPoolExecutor):
-    """For what insists on an executor, as asyncio's loops do: each piece of work in a plain thread of its own."""
+    """An executor for asyncio's loops: each function runs in a plain thread of its own."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(1)  # it starts no thread before it is given work, and it is given none
+        super().__init__(1)  # it starts a thread with its first work, and gets none
         self._plain = Threads(name)
 
     @override
@@ -73,10 +72,10 @@ class PlainExecutor(ThreadPoolExecutor):
 
 
 def side_by_side[T, R](work: Callable[[T], R], things: Sequence[T], name: str, most: int = MOST_THREADS) -> list[R]:
-    """Return what `work` makes of each thing, in their order, a few at a time. Raises the first one's error, when all
-    are done.
+    """Return `work(thing)` for each thing, in order, with a few threads. Raises the first one's error when all are
+    done.
 
-    Interrupted, it begins no more, and waits for what has begun: nothing goes on behind the caller's back.
+    If it is interrupted it starts no more work, and waits for the work that has started.
     """
     if len(things) == 1:
         return [work(things[0])]
@@ -91,7 +90,7 @@ def side_by_side[T, R](work: Callable[[T], R], things: Sequence[T], name: str, m
                 return
             try:
                 outcome.set_result(work(thing))
-            except BaseException as error:  # told by the future
+            except BaseException as error:  # it is in the future
                 outcome.set_exception(error)
 
     threads = Threads(name)

@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 LIFETIME = timedelta(days=365)
-CLOCK_SKEW = timedelta(days=1)  # nodes with a wrong clock must still find it valid
+CLOCK_SKEW = timedelta(days=1)  # the certificate must also be valid on nodes with a wrong clock
 
 
 @dataclass(frozen=True, slots=True, repr=False)

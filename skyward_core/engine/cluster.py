@@ -175,9 +175,9 @@ class Cluster:
         return self.owner.ended_at if self.is_idle else time.monotonic()
 
     def has_work(self) -> bool:
-        """Return whether any call runs or waits: of this client or another, a detached one, or a task of Dask's own.
+        """Return whether any call runs or waits: of any client, a detached one, or a task of Dask's own.
 
-        Asks the scheduler if need be.
+        Asks the scheduler if this client has none.
         """
         if not self.is_idle:
             return True
@@ -188,11 +188,11 @@ class Cluster:
             return False  # the scheduler is out of reach; pings notice that
 
     def has(self, rank: int) -> bool:
-        """Return whether all workers of a node are there."""
+        """Return whether all workers of a node are present."""
         return self.dispatcher.members.has(rank)
 
     def missing(self, rank: int) -> list[int]:
-        """Return the indexes of the workers of a node that are not there."""
+        """Return the indexes of the workers of a node that are absent."""
         return self.dispatcher.members.missing(rank)
 
     def hold(self, rank: int) -> int:

@@ -405,7 +405,10 @@ def wait_in_loop(client: distributed.Client, answer: Any, is_open: Callable[[], 
                 raise NodeLost("the pool's scheduler has not answered in time, or the connection to it was cut")
         return question.result()
     except (OSError, CancelledError) as error:
-        raise NodeLost(f"the pool's scheduler does not answer: {error}") from error
+        raise NodeLost(
+            "the pool's scheduler does not answer: the connection to it was lost. Try again: the pool connects again by"
+            " itself"
+        ) from error
 
 
 async def _answer(client: Any, operation: str, what: Mapping[str, Any]) -> Any:

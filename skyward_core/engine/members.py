@@ -107,9 +107,9 @@ class Members:
         return self.nodes.get(rank_of(name))
 
     def instance_of(self, parcel: Parcel) -> str | None:
-        """Return the id of the instance whose memory has a parcel; None if no node of the pool is that one.
+        """Return the id of the instance whose memory has a parcel; None if it is not a node of the pool.
 
-        The path contains the instance's id. The longest is meant: one id may be the beginning of another.
+        The path contains the instance's id. The longest match counts, because one id may be the beginning of another.
         """
         path = str(parcel.path)
         return max(

@@ -14,9 +14,8 @@ States of a node, by rank. `turn` moves it on, by the present members and not by
 A node that is leaving gets no more calls, and another machine is prepared to replace it. The node is retired when that
 machine is ready and its last call has ended, or when its time is up. Then its workers end, their calls are lost, and
 the prepared machine takes over the rank; it is dismissed if a restart of the cluster has filled the rank by then. All
-else (the machine goes early, no
-machine is available, the head is lost) is an ordinary loss. The head does not leave: its notice is emitted, and it is
-replaced when it is lost.
+other cases (the machine goes early, no machine is available, the head is lost) are ordinary losses. The head does not
+leave: its notice is emitted, and it is replaced when it is lost.
 
 The head: connected ──cut──▶ silent ──it answers──▶ connected
                               └──gone, ended, dead, or silent for too long──▶ lost ──restart──▶ connected
@@ -85,7 +84,7 @@ LISTINGS = 2
 ASK_SECONDS = 2.0
 JOIN_ANEW_SECONDS = 30.0  # for a node to join a new head
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 60.0
-NOBODY_LEFT_SECONDS = 300.0
+HOPELESS_SECONDS = 300.0
 HOLD_SECONDS = 1.0
 LOOKS_AT_REST = 2  # in a row without a call: the messages of the last call have arrived by then
 LATE_SECONDS = 5.0  # how long a machine may outlive the time of its notice
@@ -152,7 +151,7 @@ class _SilentHead:
 
     @property
     def is_gone(self) -> bool:
-        """Return whether enough listings are without the machine: a cloud may leave one out once."""
+        """Whether enough listings are without the machine: a cloud may omit a machine once."""
         return self.head is not None and self.misses >= (1 if self.head.endpoint is None else LISTINGS)
 
 
@@ -238,7 +237,7 @@ class Membership:
             self._fill(now)
 
     def replaced(self, rank: int, failure: Exception | None, now: float) -> None:
-        """An attempt to fill a vacancy has ended."""
+        """An attempt to replace a node has ended."""
         vacancy = self._vacant[rank]
         vacancy.is_trying = False
         if failure is None:
@@ -246,7 +245,7 @@ class Membership:
             return
         if self._has_given_up or isinstance(failure, PoolClosed):
             return
-        self._emit(Error(f"no node in the place of node {rank} yet: {failure}"))
+        self._emit(Error(f"node {rank} is not replaced yet: {failure}"))
         self._actions.append(GiveUp(_lost(f"node {rank} is lost and not replaced: {failure}", failure), rank))
         vacancy.put_off(now)  # without end: while the head lives its workers work, and without them it is lost
 
@@ -276,9 +275,9 @@ class Membership:
             leaving.is_asking, leaving.is_retired = False, is_retired
 
     def answered(self, since: float, *, is_dead: bool, is_listed: bool | None) -> None:
-        """The questions about a head that is silent since this time are answered.
+        """The requests about a head that is silent since this time are answered.
 
-        None: its provider has not answered.
+        `is_listed` None: its provider has not answered.
         """
         silence = self._head
         if not isinstance(silence, _SilentHead) or silence.since != since:
@@ -295,7 +294,7 @@ class Membership:
     def survivors(self, nodes: Sequence[Node], answers: Mapping[int, bool], view: MembershipView) -> Survivors:
         """Return the nodes that may become the head, by the nodes' answers to whether they live.
 
-        A node that does not answer counts as living only if no node answers, neither yes nor no: to wait for it in vain
+        A node that does not answer counts as living only if no node answers, neither yes nor no: a useless wait for it
         takes long.
         """
         dead = tuple(node.instance.id for node in nodes if answers.get(node.rank) is False)
@@ -327,7 +326,7 @@ class Membership:
         if isinstance(lost := self._head, _Lost):
             self._emit(Error(f"the cluster could not be restarted yet: {error}"))
             # then no more machines are rented: they would have no work
-            if now - lost.retry.since > NOBODY_LEFT_SECONDS:
+            if now - lost.retry.since > HOPELESS_SECONDS:
                 self._has_given_up = True
                 self._actions.append(
                     GiveUp(
@@ -362,7 +361,7 @@ class Membership:
     def _check_workers_of_head(self, overdue_seconds: float, now: float, view: MembershipView) -> None:
         """Workers of the head are away: restart them after a while, since a frozen worker is not dead.
 
-        In the end the head is lost.
+        Later the head is lost.
         """
         if overdue_seconds > HEAD_WORKERS_SECONDS:
             self._lose_head(
@@ -387,7 +386,7 @@ class Membership:
                 self._actions.append(ReplaceNode(rank))
 
     def _dismiss(self) -> None:
-        """Give back machines that stand by for ranks which a restart of the cluster has filled."""
+        """Release machines that stand by for ranks which a restart of the cluster has filled."""
         for rank in sorted(self._standing_by - self._leaving.keys() - self._vacant.keys()):
             self._standing_by.discard(rank)
             self._actions.append(Dismiss(rank))
@@ -431,7 +430,7 @@ class Membership:
             self._actions.append(StandBy(rank, leaving.instance_id))
 
     def _hold_or_retire(self, rank: int, leaving: _Leaving, now: float) -> None:
-        """Give a node no more calls, and retire it in the end.
+        """Give a node no more calls, and later retire it.
 
         Repeated every HOLD_SECONDS: a worker that joins again is free.
         """
@@ -509,7 +508,7 @@ class Membership:
                     InstanceLost(
                         node.instance.id,
                         node.rank,
-                        DIED if node.instance.id in dead else "it did not learn of the new head",
+                        DIED if node.instance.id in dead else "it did not get the address of the new head",
                     )
                 )
 

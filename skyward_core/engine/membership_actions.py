@@ -27,12 +27,12 @@ class AskHead:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Connect to the same head again, here and now; `resumed` if it answers."""
+    """Connect to the same head again, in this thread; `resumed` if it answers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Restart the cluster, here and now; then `restarted` or `not_restarted`. `before`: its nodes so far."""
+    """Restart the cluster, in this thread; then `restarted` or `not_restarted`. `before`: its nodes so far."""
 
     before: tuple[Node, ...]
 
@@ -62,7 +62,7 @@ class StandBy:
 
 @dataclass(frozen=True, slots=True)
 class Dismiss:
-    """Give back the machine that stands by for this rank: its place was filled otherwise."""
+    """Release the machine that stands by for this rank, which has a node again."""
 
     rank: int
 
@@ -85,7 +85,7 @@ class Retire:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """Make the calls raise that wait for a node of this rank, or (None) all calls."""
+    """Let the calls that wait for a node of this rank raise, or (None) all calls."""
 
     error: NodeLost
     rank: int | None = None

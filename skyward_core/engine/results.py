@@ -64,7 +64,7 @@ class Results:
         self._queue: queue.SimpleQueue[Settled | None] = queue.SimpleQueue()
         self._waiting: list[Settled] = []
         self._behind = 0
-        """The number of the event for which a result has waited in vain: until its delivery no result waits."""
+        """The number of the event for which a result has waited too long: until its delivery no result waits."""
         self._last_delivered = 0
         self._delivered_at = 0.0
         """When `delivered` was last seen to grow."""
@@ -76,7 +76,7 @@ class Results:
 
     @property
     def is_own_thread(self) -> bool:
-        """Whether the results' thread asks: code of a value that is being loaded."""
+        """Whether this is the results' thread, which runs code of a value that it loads."""
         return threading.current_thread() is self._thread
 
     def put(self, settled: Settled) -> None:
@@ -86,7 +86,7 @@ class Results:
         self._queue.put(settled)
 
     def close(self) -> None:
-        """End the thread once all futures are set, and wait for that, unless the thread itself asks."""
+        """End the thread once all futures are set, and wait for that. The thread itself does not wait."""
         self._queue.put(None)
         if self._thread.is_alive() and not self.is_own_thread:
             self._thread.join()
@@ -128,7 +128,7 @@ class Results:
             self.set(due.pop(0))
 
     def set(self, item: Settled) -> None:
-        """Set a future here and now.
+        """Set a future in this thread.
 
         Another thread may call this only if the value is loaded: loading may run code of its types.
         """
@@ -162,7 +162,7 @@ class Callbacks:
         self._is_closed = False
 
     def put(self, call: Callable[[], object]) -> None:
-        """Let the thread call something. Does not wait; after `close` it is called here and now."""
+        """Let the thread call a function, without waiting. After `close` it is called in this thread."""
         with self._lock:
             if not self._is_closed:
                 self._queue.put(call)
@@ -213,7 +213,7 @@ def plain_value(outcome: Outcome) -> Any:
         raise NotPlain
     try:
         return _PlainUnpickler(io.BytesIO(parcel.data)).load()
-    except Exception as error:  # the results' thread meets the same error, and names it
+    except Exception as error:  # the results' thread gets the same error, and reports it
         raise NotPlain from error
 
 
@@ -250,13 +250,10 @@ def value_of(outcome: Outcome, node: int) -> Any:
 def _not_loaded(failure: BaseException, data: Bytes, buffers: Sequence[Bytes], node: int) -> ResultNotLoaded:
     missing = failure.name.partition(".")[0] if isinstance(failure, ModuleNotFoundError) and failure.name else ""
     if missing:
-        why = (
-            f"its type is of {missing!r}, which is not installed here. Install the package that has it and take"
-            " error.load()"
-        )
+        why = f"its type is of {missing!r}, which is not installed here. Install its package and call error.load()"
     else:
         cause = one_line(failure) if isinstance(failure, Exception) else type(failure).__name__
-        why = f"{cause}. Mend that and take error.load()"
+        why = f"{cause}. Fix that and call error.load()"
     message = (
         f"the call succeeded on node {node}, but its result cannot be loaded here: {why}; or let the function return"
         " plain values (numbers, lists, dictionaries, NumPy arrays). There is no need to run it again:"

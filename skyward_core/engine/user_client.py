@@ -24,7 +24,7 @@ END_SECONDS = 2.0
 
 
 class UserClient:
-    """Holds the client of one opening, or of one attachment. Used from any thread."""
+    """Holds the client of one session, or of one attached pool. May be used from any thread."""
 
     def __init__(
         self,

@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Self, Unpack, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, Unpack, cast
 
 from skyward_core.compute import ComputeFunction, PendingBatch, PendingCompute
 from skyward_core.concurrency.greenlets import refuse_greenlets
 from skyward_core.engine.futures import CallFuture
-from skyward_core.errors import BadRequest, InstancesLeft, PoolClosed, SkywardError
+from skyward_core.errors import BadRequest, InstancesLeft, NotPicklable, PoolClosed, SkywardError
 from skyward_core.events import console
 from skyward_core.events.events import Callback, CostFinal, compose, registered_callback
 from skyward_core.events.queue import EventQueue
@@ -454,6 +454,13 @@ class ComputePool:
         if self._open is None or self._open.lease is None:
             raise PoolClosed(self._why_closed())
         return signed(self._open.lease)
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be pickled: a copy in another process could not end the pool's machines."""
+        raise NotPicklable(
+            "a pool belongs to the process that has opened it and cannot be pickled: pass `pool.lease` to the other"
+            " process, and call sky.ComputePool.attach(lease) there"
+        )
 
     @property
     def cost(self) -> float:

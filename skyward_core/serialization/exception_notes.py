@@ -1,6 +1,4 @@
-"""What an exception of a call is told to its reader with (PEP 678): the cure of what is missing on a node and is there
-on the client.
-"""
+"""Notes (PEP 678) for exceptions of calls: what to do about a module or file that only the client has."""
 
 from __future__ import annotations
 
@@ -13,9 +11,9 @@ from importlib.metadata import packages_distributions
 
 
 def note_for(error: BaseException) -> str | None:
-    """Return what to do about an exception that a call has raised on a node, None where we know nothing.
+    """Return what to do about an exception that a call has raised on a node; None if that is unknown.
 
-    Asks what is installed here.
+    Looks at the packages that are installed here.
     """
     if isinstance(error, ModuleNotFoundError) and error.name:
         return _missing_module(error.name)

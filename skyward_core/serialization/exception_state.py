@@ -1,8 +1,8 @@
-"""Exceptions made without running their `__init__`: from their class, their arguments and their attributes.
+"""Makes exceptions without running their `__init__`: from their class, their arguments and their attributes.
 
-Python pickles an exception as its class and `args`, and calls the class with these. That fails, or gives another
-message, wherever `__init__` takes other arguments than it hands on, and it forgets what C code keeps beside `__dict__`
-(the `name` of a NameError).
+Python pickles an exception as its class and `args`, and calls the class with them. If `__init__` passes other arguments
+on than it takes, this fails or changes the message. It also loses fields that C code keeps outside of `__dict__` (the
+`name` of a NameError).
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that a program has made, and
 _WAYS = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__", "__getnewargs__", "__getnewargs_ex__")
 _DATA = (types.MemberDescriptorType, types.GetSetDescriptorType)
 _NO_FIELDS = {"args", "characters_written"}
-"""What is set apart from the fields of C, and what cannot be read where there is none; no name with two underscores is
-a field either.
-"""
+"""Names that are no fields of C: `args` is set separately, `characters_written` cannot always be read."""
 
 
 class ExceptionState(NamedTuple):
-    """What an exception holds: `args`, its `__dict__` without notes, and what lies in `__slots__` or in fields of C."""
+    """The contents of an exception: `args`, its `__dict__` without notes, and the values of `__slots__` or C fields."""
 
     args: tuple[Any, ...]
     attributes: dict[str, Any]
@@ -32,30 +30,30 @@ class ExceptionState(NamedTuple):
 
 
 def has_own_pickling(kind: type[BaseException]) -> bool:
-    """Tell whether a class says itself how it is pickled, by a method or in `copyreg`."""
+    """Return whether a class defines how it is pickled, by a method or in `copyreg`."""
     base: Any = _static_base(kind)
     registered = getattr(copyreg.dispatch_table.get(kind), "__module__", None)
-    # which Dask has take over every exception there is
+    # tblib registers all exceptions, and Dask calls it
     is_registered = registered is not None and not registered.startswith("tblib")
     return is_registered or any(getattr(kind, way, None) is not getattr(base, way, None) for way in _WAYS)
 
 
 def is_from_python(kind: type[BaseException]) -> bool:
-    """Tell whether a class was made by a program, and not in C."""
+    """Return whether a class is defined in Python, and not in C."""
     return bool(kind.__flags__ & _HEAP_TYPE)
 
 
 def make(kind: type[BaseException], message: str = "", members: Iterable[BaseException] | None = None) -> BaseException:
     """Return an empty exception of this class; `members` are those of a group.
 
-    Raises TypeError for a class of C that wants to be called.
+    Raises TypeError for a class of C that must be called.
     """
     base: Any = _static_base(kind)
     return base.__new__(kind) if members is None else base.__new__(kind, message, list(members))
 
 
 def state_of(error: BaseException) -> ExceptionState:
-    """Return what an exception holds."""
+    """Return the contents of an exception."""
     attributes = {**object.__getattribute__(error, "__dict__")}
     notes = attributes.pop("__notes__", ())
     texts = tuple(note for note in notes if isinstance(note, str)) if isinstance(notes, list | tuple) else ()  # pyright: ignore[reportUnknownVariableType]
@@ -63,14 +61,14 @@ def state_of(error: BaseException) -> ExceptionState:
     for name, descriptor in _descriptors(type(error)).items():
         with suppress(AttributeError):  # an empty slot
             value = descriptor.__get__(error, type(error))
-            # None is a value of a slot, and nothing in a field of C
+            # None is a value in a slot, but means "empty" in a field of C
             if value is not None or is_from_python(descriptor.__objclass__):
                 fields[name] = value
     return ExceptionState(error.args, attributes, fields, texts)
 
 
 def fill(error: BaseException, state: ExceptionState) -> None:
-    """Give an exception what another one held, whatever its class does when an attribute is set."""
+    """Set the contents of an exception, without the `__setattr__` of its class."""
     BaseException.__setattr__(error, "args", state.args)
     attributes = object.__getattribute__(error, "__dict__")
     attributes.update(state.attributes)
@@ -89,9 +87,7 @@ def add_note(error: BaseException, note: str) -> None:
 
 
 def reduced(error: BaseException) -> Any:
-    """Return how to pickle an exception whose class leaves that to Python; NotImplemented where Python's way is the
-    right one.
-    """
+    """Return how to pickle an exception whose class does not define it; NotImplemented if Python's way is right."""
     kind = type(error)
     if not is_from_python(kind) or has_own_pickling(kind):
         return NotImplemented
@@ -108,7 +104,7 @@ def _fill_from(error: BaseException, state: tuple[Any, ...]) -> None:
 
 
 def _static_base(kind: type[BaseException]) -> type:
-    """The class of C that an exception's memory is laid out for."""
+    """Return the class of C that determines an exception's memory layout."""
     base: Any = kind
     while base.__flags__ & _HEAP_TYPE:
         base = base.__base__

@@ -1,8 +1,8 @@
-"""How an exception travels from a node to its caller: as its own class, with all that can travel of it.
+"""Exceptions travel from a node to the caller as their own class, with all parts that can be pickled.
 
-Each part is pickled by itself: the class, each argument, each attribute. A socket among them stays where it is, and a
-tensor that cannot be loaded here is left out; a note of the exception names both. It is made here without running its
-`__init__`, unless its class says how it is pickled. Its cause, its context and the members of a group travel in the
+Each part is pickled by itself: the class, each argument, each attribute. A socket stays on the node, and a tensor that
+cannot be loaded here is left out; a note of the exception names both. The exception is made here without running its
+`__init__`, unless its class defines how it is pickled. Its cause, its context and the members of a group travel in the
 same way.
 
 What remains is `RemoteError`: for a class that cannot be loaded here, and for those that would end or cancel the
@@ -24,10 +24,10 @@ from skyward_core.serialization.pickling import Pickled
 from skyward_core.serialization.unpicklable import one_line
 
 DEEPEST = 50
-"""Causes of causes, and groups in groups, beyond which an exception is told by its text."""
+"""Deeper causes of causes, and groups in groups, travel as text."""
 MESSAGE_CHARACTERS = 10_000
 CONTROL = (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError)
-"""They would end or cancel the caller, to whom nothing of the kind has happened."""
+"""They would end or cancel the caller, which was neither ended nor cancelled."""
 
 
 class RemoteTraceback(Exception):
@@ -85,9 +85,9 @@ class PackedException(NamedTuple):
 
 
 def pack(error: BaseException, clean: Callable[[Any], Any] = lambda value: value) -> Pickled:
-    """Pickle an exception and what it refers to; what cannot travel is left out.
+    """Pickle an exception and what it refers to; parts that cannot travel are left out.
 
-    `clean` takes what must not travel out of a text or a collection.
+    `clean` removes secrets from a text or a collection.
     """
     packing = _Packing(clean)
     packing.place_of(error)
@@ -106,7 +106,7 @@ class _Packing:
         self._depth = 0
 
     def place_of(self, error: BaseException) -> int:
-        """Take an exception in, if it is not there, and return its place."""
+        """Add an exception to the table, if it is not there, and return its place."""
         if id(error) not in self._places:
             place = self._places[id(error)] = len(self.table)
             self.table.append(None)
@@ -146,7 +146,7 @@ class _Packing:
         )
 
     def _in_own_pickling(self, error: BaseException) -> Pickled | None:
-        """Pickle an exception as its class says; None if it says nothing, or if that does not work."""
+        """Pickle an exception as its class defines it; None if it does not, or if that fails."""
         kind = type(error)
         if not exception_state.is_from_python(kind) or not (
             exception_state.has_own_pickling(kind) or not _can_be_bare(error)
@@ -193,14 +193,14 @@ def _can_be_bare(error: BaseException) -> bool:
 def unpack(data: Any, buffers: Sequence[Any], node: int, text: str) -> BaseException:
     """Rebuild an exception that was raised on a node, whose traceback there is `text`.
 
-    Raises whatever is wrong with the data.
+    Raises any error of the unpickler.
     """
     carried = pickling.loads(data, buffers)
     return _Rebuilding(cast(PackedException, carried).table, node, text).result()
 
 
 def remote_error(node: int, text: str, name: str = "", message: str = "", reason: str = "") -> RemoteError:
-    """Return the error for an exception that stays on its node: what it is comes first, its traceback after."""
+    """Return the error for an exception that stays on its node: first its type and message, then its traceback."""
     last = next((line for line in reversed(text.splitlines()) if line.strip()), "")
     first = _headline(name, message) if name else last or "an unknown exception"
     return RemoteError(f"{first} (raised on node {node}; {reason or 'it cannot be rebuilt here'})", text, name)
@@ -213,7 +213,7 @@ class _Rebuilding:
         self._text = text
         self._made: dict[int, BaseException] = {}
         self._is_whole: set[int] = set()
-        """Places of those that came in their class's own way, or are RemoteErrors: nothing is put into them."""
+        """Places of exceptions that are complete: pickled as their class defines it, or RemoteErrors."""
 
     def result(self) -> BaseException:
         """Return the exception, with the traceback of the node at the end of its chain of causes."""
@@ -255,7 +255,7 @@ class _Rebuilding:
                     message, places = raised.members
                     return exception_state.make(kind, message, [self._make(member) for member in places])
                 return exception_state.make(kind)
-        except Exception as failure:  # importing its module, or its metaclass, runs anybody's code
+        except Exception as failure:  # importing its module runs other people's code
             reason = f"its class cannot be loaded here: {one_line(failure)}"
         self._is_whole.add(place)
         return remote_error(self._node, self._text if place == 0 else "", raised.name, raised.message, reason)
@@ -307,7 +307,7 @@ class _Rebuilding:
 
 
 def _in_own_pickling(raised: ExceptionParts, kind: type[BaseException]) -> BaseException | None:
-    """Load an exception as its class wants it; None if that says nothing, or if its code fails here."""
+    """Load an exception as its class defines it; None if it does not, or if its code fails here."""
     if raised.own is not None:
         with suppress(Exception):
             whole = pickling.loads(raised.own)
@@ -323,15 +323,16 @@ def _text_in_place_of(piece: PackedPart) -> str:
 
 
 def name_of(kind: type) -> str:
-    """Return the name of a class, with its module unless everybody has it."""
+    """Return the name of a class, with its module unless that is `builtins` or `__main__`."""
     return (
         kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
     )
 
 
 def text_of(error: BaseException, clean: Callable[[str], str] = lambda text: text) -> str:
-    """Return what an exception says, whatever its class makes of it; `clean` before it is cut, so that no half of a
-    secret is left.
+    """Return the text of an exception, even if its class raises.
+
+    `clean` runs first, so that no part of a secret stays.
     """
     return clean(_safely(str, error))[:MESSAGE_CHARACTERS]
 
@@ -349,7 +350,7 @@ def _headline(name: str, message: str) -> str:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """Return the end of the chain of causes: what was there first."""
+    """Return the end of the chain of causes: the first exception."""
     seen: set[int] = set()
     while error.__cause__ is not None and id(error) not in seen:
         seen.add(id(error))
@@ -358,5 +359,5 @@ def _first_cause(error: BaseException) -> BaseException:
 
 
 def _set(error: BaseException, name: str, value: object) -> None:
-    """Set an attribute also where the class refuses it, as a frozen dataclass does."""
+    """Set an attribute even if the class refuses it, as a frozen dataclass does."""
     BaseException.__setattr__(error, name, value)

@@ -1,6 +1,4 @@
-"""What a pickle of `pickling.py` calls when it is loaded: stand-ins for the user's modules, classes, cached
-functions.
-"""
+"""Functions that pickles of `pickling.py` call: stand-ins for user modules, classes and cached functions."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ _carried_classes: weakref.WeakSet[type] = weakref.WeakSet()
 
 
 class _StandIn(types.ModuleType):
-    """A module of the user's project on a node: what has travelled of it."""
+    """A module of the user's project on a node, with the parts that have travelled."""
 
     def __getattr__(self, name: str) -> Any:
         reason = self.__dict__.get("__skyward_absent__", {}).get(name)
@@ -89,7 +87,7 @@ def served_class(module: str, qualname: str, make: Callable[..., type], args: tu
         return make(*args)
     try:
         cls = functools.reduce(getattr, qualname.split("."), cast(Any, importlib.import_module(module)))
-    # importing runs the user's code; if a body needs the module, its own import raises the same, in the right place
+    # the import runs the user's code; if a body needs the module, its own import raises the same error
     except Exception:
         served_modules.discard(module)
         return make(*args)

@@ -19,10 +19,10 @@ _EXTENSIONS = tuple(importlib.machinery.EXTENSION_SUFFIXES)
 
 
 def belongs_to_user(module: types.ModuleType) -> bool:
-    """Whether a module is part of the user's own project, and so travels by value.
+    """Return whether a module is part of the user's own project, and so travels by value.
 
-    A module without a file, made by a program rather than read (a notebook's `__main__`, an Airflow DAG), is the user's
-    unless it calls itself a part of an installed package, as `torch.ops` does. On a node, a module that came as source
+    A module without a file, made by a program (a notebook's `__main__`, an Airflow DAG), is the user's unless its name
+    is in an installed package, as `torch.ops` is. On a node, a module that came as source
     is not the user's: the client has it.
     """
     if getattr(getattr(module, "__loader__", None), "client_has_it", False):
@@ -36,7 +36,7 @@ def belongs_to_user(module: types.ModuleType) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def is_of_user(name: str, file: str | None) -> bool:
-    """Whether a module of this name and (absolute) file would belong to the user's project; see `belongs_to_user`."""
+    """Return whether a module of this name and (absolute) file is the user's; see `belongs_to_user`."""
     if name in ("__main__", "__mp_main__"):
         return True
     top = name.partition(".")[0]
@@ -62,7 +62,7 @@ def _is_installed(name: str, file: str) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _holds_distributions(directory: str) -> bool:
-    """Whether distributions are installed in this directory whatever its name, as `pip install --target` does."""
+    """Return whether distributions are installed in this directory, as `pip install --target` does."""
     with suppress(OSError):
         return any(entry.endswith(".dist-info") for entry in os.listdir(directory))
     return False
@@ -76,5 +76,5 @@ def home_module(obj: Any) -> types.ModuleType | None:
 
 
 def is_user_module(value: Any) -> typing.TypeGuard[types.ModuleType]:
-    """Whether a value is a module of the user's project."""
+    """Return whether a value is a module of the user's project."""
     return issubclass(type(value), types.ModuleType) and belongs_to_user(value)

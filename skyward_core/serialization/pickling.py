@@ -7,13 +7,14 @@ bare node, and a new version of it needs no new node.
 
 A module of the user's project becomes a stand-in on the node. Functions name what they use of it: from `helpers.f(x)`
 and `pkg.sub.CONST`, read off the bytecode, exactly `helpers.f` and `pkg.sub.CONST` travel, with the values they have
-now; a lock or a client beside them stays at home. Where a function does something else with a module (`getattr(helpers,
-name)`, `run(helpers)`), or a module is itself an argument, all of its globals travel that can; reading one that could
-not raises an AttributeError that says why. Functions of one module share its globals on the node as they do here.
+now; a lock or a client beside them stays on the client. Where a function does something else with a module
+(`getattr(helpers, name)`, `run(helpers)`), or a module is itself an argument, all of its globals travel that can;
+reading one that could not raises an AttributeError that says why. Functions of one module share its globals on the node
+as they do here.
 
 Classes come back as themselves: an instance returned from a node is an instance of the client's own class, which a
-result never alters. What a function imports inside its body travels as source text: see `sources.py`. Such modules the
-node names to the client, which has them, and a class of theirs that comes by value becomes the node's own.
+result never alters. What a function imports inside its body travels as source text: see `sources.py`. The node
+returns objects of such modules by name, and a class of theirs that arrives by value becomes the node's own.
 """
 
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
@@ -101,9 +102,9 @@ def dumps(
     """Pickle a value for a process that has the installed distributions but not the user's project; see the head of
     this file for the rule.
 
-    `label` is what an error calls the value: "result", "args"; for a tuple it may be a tuple of one name for each item.
-    `replace` is asked for each object met, plain scalars and containers aside, whether to pickle another one in its
-    place: for a Prefect task, its function. Functions that travel by value, methods among them, are appended to
+    `label` is the value's name in an error: "result", "args"; for a tuple it may be a tuple of one name for each item.
+    `replace` is called for each object except plain scalars and containers, and may return another one to pickle: for a
+    Prefect task, its function. Functions that travel by value, methods among them, are appended to
     `carried`.
     Nothing is left registered with cloudpickle, and what a user has registered stays so. Raises `NotPicklable`, whose
     `path` names the part that cannot travel, such as `args[0].client.lock`, `train.<closure>.db` or `train.<global>
@@ -122,9 +123,7 @@ def dumps(
 
 
 def dumps_or_raise(obj: Any) -> Pickled:
-    """Pickle a value as `dumps` does; raises whatever is in the way, at once: nothing is looked for in the value's
-    parts.
-    """
+    """Pickle a value as `dumps` does. Raises the pickler's error at once, without a search for the part."""
     return _dumped(obj, _Trials(None), None)
 
 
@@ -149,7 +148,8 @@ def loads(pickled: Pickled | bytes | bytearray | memoryview, buffers: Iterable[A
     return pickle.loads(pickled, buffers=buffers)
 
 
-# ── plain values: no class of anybody, so the C pickler alone is both right and quick ────────────────────────────────
+# ── plain values: they have no classes of users, so the C pickler alone is right and fast
+# ────────────────────────────────
 
 _PLAIN_ITEMS = 64  # beyond that, walking costs more than cloudpickle's set-up (about 15 µs)
 _PLAIN_DEPTH = 4
@@ -286,8 +286,7 @@ class _Pickler(cloudpickle.Pickler):
         if slots["__closure__"]:
             slots["__closure__"] = tuple(self._cell(cell) for cell in slots["__closure__"])
         installed = [module for module in slots["_cloudpickle_submodules"] if not is_user_module(module)]
-        # cloudpickle loads this list for its effect and forgets it: the right place for what must be in the stand-ins
-        # before a call
+        # cloudpickle only loads this list: so it can fill the stand-ins before a call
         slots["_cloudpickle_submodules"] = [*installed, *self._parts(function)]
         return make, (code, base, *rest), (attributes, slots), None, None, set_state
 
@@ -355,7 +354,7 @@ class _Pickler(cloudpickle.Pickler):
 
     def _reduce_alias(self, alias: typing.TypeAliasType) -> Any:
         if id(alias) in self._open_aliases:
-            return itself, (Any,)  # a recursive alias: pickle has no way to tie that knot
+            return itself, (Any,)  # a recursive alias cannot be pickled
         self._open_aliases.add(id(alias))
         value: Any = Any
         with suppress(NameError):
@@ -377,11 +376,11 @@ _TYPE_REDUCERS: dict[type, Callable[[_Pickler, Any], Any]] = {
     typing.ParamSpecArgs: lambda _, p: (getattr, (p.__origin__, "args")),
     typing.ParamSpecKwargs: lambda _, p: (getattr, (p.__origin__, "kwargs")),
 }
-"""What Python pickles by its name alone although it can be made anew."""
+"""Types that Python pickles only by name, although they can be made again."""
 
 
 class _Trials:
-    """Says of a value whether it can be pickled by itself.
+    """Tries whether a value can be pickled by itself.
 
     `replace` is the caller's; the answers for module globals are kept.
     """
@@ -404,7 +403,7 @@ class _Trials:
         return None
 
     def parts_of(self, obj: Any) -> Parts | None:
-        """The parts of what is pickled in a way of our own; None: of anything else."""
+        """Return the parts of values that this module pickles in its own way; None for others."""
         if self.replace is not None and (other := self.replace(obj)) is not NotImplemented:
             return [("", other)]
         kind = cast("type[Any]", type(obj))

@@ -1,15 +1,13 @@
-"""What functions import inside their bodies: modules of the user's project, as source text, found on the client and
-imported on a node.
+"""Modules of the user's project that functions import inside their bodies: their source text travels to the node.
 
-`pickling` carries by value what a function reads of modules that are imported already. An import inside a body is a
-name only, and nothing is known of the module before it runs: so its text travels, and that of all the project's modules
-it imports in turn, at its head or inside bodies, each with the packages it lies in. Found are names that stand in an
-import statement; no module is imported in order to find another.
+`pickling` carries by value what a function reads of imported modules. An import inside a body is only a name. So the
+module's text travels, with the texts of all project modules that it imports, at its head or inside bodies, and of the
+packages that contain them. Only names in import statements are found. No module is imported during the search.
 
-On the node such a module is imported afresh, once in each runner, when the body's import runs: what the client has
-changed in the module's globals since it imported the module itself is not seen. What is installed on the node goes
-before a text of the same name. An instance of its classes comes back as an instance of the client's, which imports the
-module if it has not. Files beside the modules, and extension modules, do not travel.
+On the node each runner imports such a module once, when the body's import runs. It does not see changes that the client
+has made to the module's globals. A package that is installed on the node goes before a text of the same name. An
+instance of its classes comes back as an instance of the client's, which imports the module if it has not. Files beside
+the modules, and extension modules, do not travel.
 """
 
 from __future__ import annotations
@@ -148,7 +146,7 @@ def _targets(imports: Iterable[_Import], package: str) -> Iterator[str]:
 
 
 class _SourceSearch:
-    """From names to sources, and on to what these import, until nothing new is found."""
+    """Finds the sources of names, then of what these import, until nothing new is found."""
 
     def __init__(self) -> None:
         self.found: dict[str, Source] = {}
@@ -169,7 +167,7 @@ class _SourceSearch:
                     break  # has no submodules, or is not the user's
 
     def _visit(self, name: str) -> Iterable[str]:
-        """Take a module in, if it is the user's, and return what it imports."""
+        """Add a module, if it is the user's, and return what it imports."""
         if name in self._foreign and name not in sys.modules:
             return ()
         file, folders = _locate(name, self._folders.get(name.rpartition(".")[0]))
@@ -190,7 +188,7 @@ _foreign: tuple[Any, set[str]] = (None, set())
 
 
 def _foreign_names() -> set[str]:
-    """Return the names known not to be the user's: known until the search path or one of its directories changes."""
+    """Return names that are known not to be the user's. Emptied when the search path or one of its folders changes."""
     global _foreign  # noqa: PLW0603 - one assignment, so that other threads see both parts change together
     surroundings = [(entry, _mtime_ns(entry)) for entry in sys.path]
     if _foreign[0] != surroundings:
@@ -230,7 +228,7 @@ def _locate(name: str, parent_folders: Sequence[str] | None) -> _Location:
 
 
 def _find_spec(name: str, parent_folders: Sequence[str] | None) -> importlib.machinery.ModuleSpec | None:
-    with suppress(Exception):  # finders are anybody's code
+    with suppress(Exception):  # finders may be other people's code
         if parent_folders is None:
             return importlib.util.find_spec(name)  # of a name without dots, this imports nothing
         return importlib.machinery.PathFinder.find_spec(name, parent_folders)
@@ -265,7 +263,7 @@ def _read(file: str) -> _SourceText | None:
 def _imports_in_text(text: str) -> Iterator[_Import]:
     try:
         tree = ast.parse(text)
-    # it travels all the same: importing it raises the error, with the line
+    # the text travels all the same: its import raises the error, with the line
     except (SyntaxError, ValueError, RecursionError):
         return
     for statement in ast.walk(tree):
@@ -281,11 +279,10 @@ _served: dict[str, Source] = {}
 
 
 def install(sources: Iterable[Source]) -> None:
-    """Make these modules importable, after what the node has itself.
+    """Make these modules importable, after the node's own packages.
 
-    When a text differs from the one served so far, every module that was imported from a text is forgotten, since any
-    of them may hold what is
-    old: the next import gets the new one.
+    If a text has changed, all modules that were imported from texts are forgotten, because any of them may have old
+    values. The next import gets the new text.
     """
     texts = {source.name: source for source in sources}
     if not texts:
@@ -304,7 +301,7 @@ def install(sources: Iterable[Source]) -> None:
 
 
 def begin_call() -> None:
-    """Forget which sources came with the last call; `install` and `unpack` say which come with the next.
+    """Forget which sources came with the last call; `install` and `unpack` set those of the next.
 
     Modules stay imported.
     """
@@ -318,8 +315,9 @@ def _forget_modules() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Stands first and asks all others: what they find is taken, but for folders without `__init__.py`, for any
-    directory may hold one of that name.
+    """The first finder.
+
+    It prefers what the others find, except folders without `__init__.py`, which may be anything.
     """
 
     def find_spec(
@@ -334,7 +332,7 @@ class _Finder(importlib.abc.MetaPathFinder):
                 source.file is None or not isinstance(spec.loader, importlib.machinery.NamespaceLoader | None)
             ):
                 return spec
-        # A package's search path stays empty: that some nodes see the client's disk must make no difference.
+        # A package's search path stays empty: nodes that see the client's disk must behave like all others.
         spec = importlib.machinery.ModuleSpec(
             fullname, _Loader(source), origin=source.file, is_package=source.is_package
         )
@@ -347,7 +345,7 @@ _finder = _Finder()
 
 class _Loader(importlib.abc.ExecutionLoader):
     client_has_it = True
-    """Read by `ownership.belongs_to_user`: what is in the module is named to the client."""
+    """Read by `ownership.belongs_to_user`: objects of the module return to the client by name."""
 
     def __init__(self, source: Source) -> None:
         self._source = source

@@ -18,16 +18,16 @@ from typing import Any, cast
 from skyward_core.errors import NotPicklable
 
 SCALARS = frozenset({int, float, str, bool, bytes, complex, type(None)})
-"""What always travels, and has no parts."""
+"""Types that can always be pickled and have no parts."""
 
 type Parts = Iterable[tuple[str, Any]]
-"""Parts of a value, each with what one would write behind the value to get it: `.lock`, `[0]`."""
+"""Parts of a value, each with the expression that leads to it: `.lock`, `[0]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PickleProbe:
-    """What the pickler answers: why a value cannot be pickled (None: it can), and the parts of those values it alone
-    knows (None: not one of them).
+    """Questions to the pickler: why a value cannot be pickled (None: it can), and the parts of values that only the
+    pickler knows (None: other values).
     """
 
     error_of: Callable[[Any], Exception | None]
@@ -36,16 +36,16 @@ class PickleProbe:
 
 _MAX_DEPTH = 32
 _MAX_TRIALS = 5_000
-_MAX_ITEMS = 1_000  # of one container; what lies beyond is told by naming the container
+_MAX_ITEMS = 1_000  # of one container; an error beyond them names the container
 
 
-def diagnose(obj: Any, label: str | tuple[str, ...], error: Exception, ask: PickleProbe) -> NotPicklable:
-    """Name the part that fails by itself: it cannot be pickled although each of its own parts can.
+def diagnose(obj: Any, label: str | tuple[str, ...], error: Exception, probe: PickleProbe) -> NotPicklable:
+    """Return an error that names the part that fails by itself: it cannot be pickled although all of its parts can.
 
     `label` is what the value is called, or for a tuple the names of its items. The error's `path` leads from there to
     the part.
     """
-    search = _Search(ask)
+    search = _Search(probe)
     if isinstance(label, tuple):
         whole, found = ", ".join(label), search.among(zip(label, obj, strict=False))
     else:
@@ -56,18 +56,16 @@ def diagnose(obj: Any, label: str | tuple[str, ...], error: Exception, ask: Pick
 
 
 class _Search:
-    """A walk from a value that fails, through parts that fail, down to the culprit; bounded, and safe in circles."""
+    """A search from a value that fails, through parts that fail, to the cause. It is bounded, and safe in cycles."""
 
-    def __init__(self, ask: PickleProbe) -> None:
-        self._ask = ask
+    def __init__(self, probe: PickleProbe) -> None:
+        self._probe = probe
         self._failing: dict[int, Any] = {}
         self._left = _MAX_TRIALS
         self._depth = 0
 
     def within(self, path: str, obj: Any, error: Exception) -> tuple[str, Any, Exception] | None:
-        """Return the culprit at or below this object, which fails; None if it fails only because of what it is itself a
-        part of.
-        """
+        """Return the cause at or below this object; None if it fails only because of an object around it."""
         self._failing[id(obj)] = obj
         blames_a_part = False
         self._depth += 1
@@ -82,7 +80,7 @@ class _Search:
         return None if blames_a_part else (path, obj, error)
 
     def among(self, items: Iterable[tuple[str, Any]]) -> tuple[str, Any, Exception] | None:
-        """Return the culprit in the first of these that fails."""
+        """Return the cause in the first of these that fails."""
         for path, item in items:
             if (failure := self._error_of(item)) is not None and (found := self.within(path, item, failure)):
                 return found
@@ -92,12 +90,12 @@ class _Search:
         if type(part) in SCALARS or self._left == 0:
             return None
         self._left -= 1
-        return self._ask.error_of(part)
+        return self._probe.error_of(part)
 
     def _parts(self, obj: Any) -> Generator[tuple[str, Any]]:
-        # a user's __getstate__, __getattr__ or iterator may raise: then the object itself is the culprit
+        # a user's __getstate__, __getattr__ or iterator may raise: then the object itself is the cause
         with suppress(Exception):
-            known = self._ask.parts_of(obj)
+            known = self._probe.parts_of(obj)
             yield from _parts_of(obj) if known is None else known
 
 
@@ -135,7 +133,7 @@ def _items_of(items: Mapping[Any, Any]) -> Generator[tuple[str, Any]]:
 
 
 def _parts_of_instance(obj: Any) -> Generator[tuple[str, Any]]:
-    """What the object itself hands to pickle, so that a `__getstate__` which leaves the lock at home is believed."""
+    """Return what the object gives to pickle, so that a `__getstate__` that leaves a lock out is respected."""
     reduced = obj.__reduce_ex__(5)
     if isinstance(reduced, str):
         return

@@ -386,7 +386,7 @@ class DetachedCall[R]:
                 raise TimeoutError(f"call {self.call_id} is {known['state']} after {timeout} s")
             time.sleep(next(pauses))
         if known["state"] == "lost":
-            raise NodeLost(f"call {self.call_id} was lost with its node: {known['reason']}")
+            raise _lost_call(self.call_id, known["reason"], known["dask_error"])
         if self._outcome is None or self._is_cancelled:
             raise CancelledError(f"call {self.call_id} was cancelled")
         return cast(R, self._cluster().detached_value(self._outcome, self._node))
@@ -476,3 +476,12 @@ class KeptEntry:
         self._is_over = True
         if self._ledger is not None:
             self._ledger.close()
+
+
+def _lost_call(call_id: str, reason: str, dask_error: str) -> NodeLost:
+    error = NodeLost(
+        f"call {call_id} was lost with its node: {reason}. Start it again if it may run twice; in a pool with retries=1"
+        " or more a lost call runs again by itself"
+    )
+    error.__cause__ = RuntimeError(dask_error) if dask_error else None
+    return error

@@ -1,8 +1,7 @@
-"""What the nodes are sent: a copy of our own package, as this client runs it, so that both sides always speak the same
-language; and uv where there is none.
+"""The uploads to nodes: a copy of our own package, so that client and node have the same version; and uv, if needed.
 
-This client's own uv is sent where it runs, elsewhere one of `image.uv_wheels`, which our uv fetches from the client's
-own index and checks by its hash.
+The client's own uv is uploaded where it runs. Other machines get one of `image.uv_wheels`, which our uv fetches from
+the client's index and checks by its hash.
 """
 
 from __future__ import annotations
@@ -45,16 +44,14 @@ class CodeArchive:
 
 @dataclass(frozen=True, slots=True)
 class CompressedFile:
-    """A file that is compressed with gzip, and how many bytes it has when it is not."""
+    """A file compressed with gzip, and its size in bytes without compression."""
 
     path: Path
     unpacked_bytes: int
 
 
 _making = threading.Lock()
-"""Threads that ask at once wait for the first: `cache` alone has each of them make it, and 64 nodes are prepared in 64
-threads.
-"""
+"""Only one thread makes an archive. With `cache` alone each of 64 threads, for 64 nodes, would make it."""
 
 
 def shipped_archive() -> CodeArchive:
@@ -67,11 +64,11 @@ def shipped_archive() -> CodeArchive:
 
 
 def shipped_uv(system: str, machine: str, *, is_musl: bool = False) -> CompressedFile | None:
-    """Return the uv for a machine that `uname` calls so, compressed with gzip to less than half. Made once for each uv,
-    under the user's cache.
+    """Return the uv for this `uname`, compressed with gzip to less than half. Made once for each uv, in the user's
+    cache.
 
-    None for a kind of machine that we know no uv for. Raises OSError or SubprocessError if it has to be fetched first
-    and cannot be.
+    None for a kind of machine without a known uv. Raises OSError or SubprocessError if it must be fetched, and cannot
+    be.
     """
     with _making:
         if (system, machine) == ("Linux", platform.machine()) and platform.system() == "Linux" and not is_musl:
@@ -80,7 +77,7 @@ def shipped_uv(system: str, machine: str, *, is_musl: bool = False) -> Compresse
 
 
 def shipped_package() -> Path:
-    """Return a directory that holds a copy of our package and nothing else, for PYTHONPATH.
+    """Return a directory that has only a copy of our package, for PYTHONPATH.
 
     Made once for each content, under the user's cache.
     """
@@ -95,13 +92,13 @@ def _archive() -> CodeArchive:
     if not path.exists():
         partial = path.with_name(f"{path.name}.{uuid.uuid4().hex[:8]}")
         with tarfile.open(partial, "w:gz", compresslevel=3) as archive:
-            archive.add(package / PACKAGE, PACKAGE, filter=_owned_by_nobody)
+            archive.add(package / PACKAGE, PACKAGE, filter=_without_owner)
         partial.replace(path)
     return CodeArchive(package.name, path)
 
 
-def _owned_by_nobody(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Leave out who the files belong to here."""
+def _without_owner(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Remove the files' owner and group from an entry."""
     entry.uid = entry.gid = 0
     entry.uname = entry.gname = ""
     return entry
@@ -126,13 +123,14 @@ def _fetched_uv(machine: str) -> CompressedFile:
             _fetch(wheel, Path(folder))
             _compress(Path(folder) / "bin" / "uv", path)
     with path.open("rb") as packed:
-        packed.seek(-4, os.SEEK_END)  # RFC 1952: the size comes last
+        packed.seek(-4, os.SEEK_END)  # RFC 1952: the size is at the end
         return CompressedFile(path, int.from_bytes(packed.read(4), "little"))
 
 
 def _fetch(wheel: Wheel, folder: Path) -> None:
-    """Unpack a wheel that is not for this machine; our uv knows the client's index, proxy and certificates, and refuses
-    what has another hash.
+    """Unpack a wheel that is for another machine.
+
+    Our uv knows the client's index, proxy and certificates, and refuses a wheel with another hash.
     """
     requirements = folder / "uv.txt"
     requirements.write_text(f"{wheel.requirement}\n")
@@ -200,8 +198,8 @@ def _package() -> Path:
 
 
 def _folder() -> Path:
-    """Where it is kept. What lies there is run, here and on the nodes: nobody else may have put it there."""
+    """Return the private folder of the archives. Their content runs here and on nodes: no other user may write it."""
     try:
         return first_private("ship", cache_places())
     except NotPrivate as error:
-        raise BadRequest(f"what nodes are sent cannot be kept: {error}") from error
+        raise BadRequest(f"the archives for nodes cannot be stored: {error}") from error

@@ -1,14 +1,13 @@
-"""A command that is the way to a machine, as OpenSSH's ProxyCommand: it is started, listened to, and ended with the
-connection that it carries.
+"""A command through which a machine is reached, as OpenSSH's ProxyCommand. It ends with the connection that it carries.
 
     started ──our end of its socket is closed──▶ ending ──it exits, or is killed CLOSE_SECONDS later──▶ ended
 
 Its stdin and stdout are one end of a pair of sockets; the other end is given to asyncssh. asyncssh's own
-`proxy_command` is not used: it takes what a command says on stderr for words of the machine, in the middle of the
-stream, and kills the command without a chance to say goodbye.
+`proxy_command` is not used: it mixes the command's stderr into the stream, and kills the command without a graceful
+shutdown.
 
-Whoever starts one owns it and ends it. If this process is killed, the kernel closes our end: a command that reads the
-end of its input has to end by itself.
+The code that starts a command owns it and ends it. If this process is killed, the kernel closes our end: a command that
+reads the end of its input must end by itself.
 """
 
 from __future__ import annotations
@@ -26,20 +25,18 @@ from typing import Self, cast
 from skyward_core.errors import BadRequest, CredentialsError, SkywardError
 
 PYTHON = "{python}"
-"""As a word of a command: the interpreter of the process that connects, which need not be where the one was that wrote
-the endpoint.
+"""Stands in a command for the Python interpreter of the process that connects: it may differ from the endpoint's
+author's.
 """
 REFUSED, WRONG = os.EX_NOPERM, os.EX_CONFIG
-"""Exit codes that trying again does not mend, from sysexits.h: credentials are refused, or what was asked for cannot
-be.
-"""
+"""Exit codes after which a retry is useless, from sysexits.h: credentials are refused, or the request is wrong."""
 CLOSE_SECONDS = 1.0
 KILL_SECONDS = 2.0
 TAIL_BYTES = 4096
 
 
 class Proxy(asyncio.SubprocessProtocol):
-    """A running command. `socket` is our end of the way, for one connection. To be used on one loop."""
+    """A running command. `socket` is our end, for one connection. To be used on one loop."""
 
     def __init__(self, ours: socket.socket) -> None:
         self.socket = ours
@@ -76,9 +73,7 @@ class Proxy(asyncio.SubprocessProtocol):
         return proxy
 
     async def end(self) -> None:
-        """Close its socket, whose connection is at its end, and wait until it has exited; kill it, with what it has
-        started, if that takes too long.
-        """
+        """Close the socket and wait until the command has exited; after a while kill it, with its children."""
         self.socket.close()
         try:
             with contextlib.suppress(TimeoutError):
@@ -93,12 +88,12 @@ class Proxy(asyncio.SubprocessProtocol):
             self._transport.close()
 
     def verdict(self) -> SkywardError | None:
-        """Return what an ended command has refused for good; None if trying again may help."""
+        """Return the error of a command that has refused for good; None if a retry may help."""
         kind = {REFUSED: CredentialsError, WRONG: BadRequest}.get(self._transport.get_returncode() or 0)
         return kind(self.last_words() or f"it ended with {self._transport.get_returncode()}") if kind else None
 
     def last_words(self) -> str:
-        """Return the last line that it has said on stderr; "" if there was none."""
+        """Return the last line of its stderr; "" if it wrote none."""
         lines = [line.strip() for line in self._said.decode(errors="replace").splitlines()]
         return next((line for line in reversed(lines) if line), "")
 
@@ -107,7 +102,8 @@ class Proxy(asyncio.SubprocessProtocol):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._transport.get_pid(), signal.SIGKILL)
 
-    # ── told by the loop ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── callbacks of the loop
+    # ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.SubprocessTransport", transport)
@@ -119,5 +115,5 @@ class Proxy(asyncio.SubprocessProtocol):
         self._has_exited.set()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Note that it has exited and that its stderr is at the end."""
+        """Note that it has exited and has closed its stderr."""
         self._is_finished.set()

@@ -1,5 +1,4 @@
-"""What runs on one SSH connection at a time: a command's bytes in and out, as asyncssh's callbacks tell of them. Part
-of `ssh_connection.py`.
+"""Input and output of one command on an SSH connection, from asyncssh's callbacks. Part of `ssh_connection.py`.
 
 Bytes go from the caller's buffers into the channel and from the channel into one buffer of the right size;
 `ssh_connection.py` says why asyncssh's streams are left out.
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import cast
 
-import asyncssh  # noqa: TID253  a closet of the file that owns it
+import asyncssh  # noqa: TID253  a part of ssh_connection.py
 
 from skyward_core.errors import BadRequest
 
@@ -22,11 +21,11 @@ PIECE_BYTES = 256 * 1024
 WRITE_AHEAD_BYTES = 1 << 20
 READ_AHEAD_BYTES = 1 << 20
 TAIL_CHARACTERS = 64 * 1024
-LARGE_BYTES = 4 << 20  # from here on memory comes in pages of its own, given back with the last view of them
+LARGE_BYTES = 4 << 20  # larger values get pages of their own, which are freed with the last view of them
 
 
 class ChannelSession(asyncssh.SSHClientSession[bytes]):
-    """A command on the machine, as asyncssh tells of it.
+    """A command on the machine, with asyncssh's callbacks.
 
     Its callbacks must not raise: that would end the connection.
     """
@@ -34,7 +33,7 @@ class ChannelSession(asyncssh.SSHClientSession[bytes]):
     channel: asyncssh.SSHClientChannel[bytes]
 
     def __init__(self) -> None:
-        self.name = ""  # what KILL finds it by
+        self.name = ""  # KILL finds the command by it
         self.is_made = False
         self.feeding: asyncio.Task[None] | None = None
         self.ended = asyncio.Event()
@@ -46,7 +45,7 @@ class ChannelSession(asyncssh.SSHClientSession[bytes]):
         chan.set_write_buffer_limits(WRITE_AHEAD_BYTES)
 
     def eof_received(self) -> bool:
-        """Let what we still send go on."""
+        """Keep our side open: input may still be sent."""
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -60,23 +59,23 @@ class ChannelSession(asyncssh.SSHClientSession[bytes]):
         self._may_write.set()
 
     async def send(self, content: Path | bytes | Sequence[memoryview], *, end: bool = True) -> None:
-        """Send the command's input, no faster than it reads, and, unless more is to come, that this was all."""
+        """Send the command's input, no faster than it reads, and then the end of file if `end`."""
         try:
             for piece in pieces(content):
                 self.channel.write(piece)
                 if not self._may_write.is_set():
                     await self._may_write.wait()
         except OSError:
-            pass  # the command ended without reading all of it, or the connection did: the reading side tells which
+            pass  # the command or the connection has ended: the reading side finds out which
         if end:
             self.finish()
 
     def finish(self) -> None:
-        """Tell the command that its input is at its end."""
+        """Send the end of file to the command."""
         try:
             self.channel.write_eof()
         except OSError:
-            pass  # likewise
+            pass  # the same
 
 
 class ChannelBuffer(ChannelSession):
@@ -108,7 +107,7 @@ class ChannelBuffer(ChannelSession):
         self.eof_received()
 
     async def read(self) -> bytes:
-        """Return what has come since the last time, waiting for some; nothing at the end."""
+        """Wait for output and return it; nothing at the end."""
         while not self._pieces and not self._is_at_end:
             self._news.clear()
             await self._news.wait()
@@ -121,9 +120,7 @@ class ChannelBuffer(ChannelSession):
         return whole
 
     async def read_until(self, mark: bytes) -> tuple[bytes, int | None]:
-        """Return what comes before a mark and the number after it, up to the end of that line; None if the end comes
-        first.
-        """
+        """Return the output before a mark, and the number in the mark's line; None if the output ends before."""
         said, seen = bytearray(), 0
         while piece := await self.read():
             said += piece
@@ -135,7 +132,7 @@ class ChannelBuffer(ChannelSession):
 
 
 class Download(ChannelSession):
-    """FETCH: the bytes of a file go to their place as they come."""
+    """The output of FETCH: the bytes of a file go directly into their buffer."""
 
     def __init__(self, mark: bytes, into: memoryview | None) -> None:
         super().__init__()
@@ -182,7 +179,7 @@ class Download(ChannelSession):
         self.settled.set()
 
     def _begin(self, data: bytes) -> bytes:
-        """Look for the line with the size, past what a login shell may say; return what comes after it."""
+        """Find the line with the size, after any output of a login shell; return the bytes after it."""
         assert self._head is not None
         *lines, self._head = (self._head + data).split(b"\n")
         for number, line in enumerate(lines):
@@ -223,7 +220,7 @@ def memory(size: int) -> memoryview:
 
 
 def pieces(content: Path | bytes | Iterable[memoryview]) -> Iterator[bytes]:
-    """Cut the content into pieces. Views pass for bytes: asyncssh copies what it is given in any case."""
+    """Cut the content into pieces. Views pass for bytes: asyncssh copies its input in any case."""
     if isinstance(content, Path):
         with content.open("rb") as file:
             while piece := file.read(PIECE_BYTES):
@@ -235,7 +232,7 @@ def pieces(content: Path | bytes | Iterable[memoryview]) -> Iterator[bytes]:
 
 
 class TextStream:
-    """A command's output: bytes in, lines out. The whole of it is kept, or its end if the lines are told."""
+    """A command's output: bytes in, lines out. Keeps all of it, or only its end if there is a callback for lines."""
 
     def __init__(self, on_line: Callable[[str], None] | None) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")

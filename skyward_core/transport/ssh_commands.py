@@ -26,7 +26,7 @@ from skyward_core.transport.ssh_channels import ChannelBuffer, ChannelSession, T
 from skyward_core.transport.ssh_link import SSHLink, attempts
 
 KILL_SECONDS = 2.0
-# sshd counts a session a moment longer than we do; where its MaxSessions is smaller, one of ours may end soon
+# sshd counts a session slightly longer than we do; if its MaxSessions is smaller, one of ours may end soon
 REFUSED_SECONDS = 5.0
 SESSIONS = 10
 """Commands at once on one connection; further ones wait. OpenSSH's default for MaxSessions, sshd_config(5)."""
@@ -36,12 +36,12 @@ KILL = """\
 leader=$(cat /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n' | sed -n "s/^SKYWARD_COMMAND=$1[.]//p" | head -n 1)
 [ -z "$leader" ] || kill -KILL "-$leader"
 """
-"""OpenSSH 9.2 ends the processes of a session when asked to, but not of one that runs as root: there, commands carry a
-name and the pid of their group.
+"""OpenSSH 9.2 ends the processes of a session on request, but not those of root. Commands of root have a name and the
+pid of their group in their environment.
 """
 
 SHELL_LINE = "(eval {command}) </dev/null 2>&1; printf '\\n%s %s\\n' {mark} $?\n"
-"""In a subshell of its own: a syntax error, or `exit`, ends a shell that reads its commands from stdin."""
+"""A subshell, because a syntax error or `exit` ends a shell that reads its commands from stdin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class Commands:
                 if self._link.ssh is not ssh or session.is_made:
                     break
         assert refusal is not None
-        if self._link.ssh is not ssh:  # it was lost meanwhile, and maybe made anew: the new one has refused nothing
+        if self._link.ssh is not ssh:  # it was lost meanwhile; a new connection has refused nothing
             raise ConnectionLost(f"the SSH connection to {self.endpoint} is gone: {refusal}") from refusal
         raise refusal
 
@@ -157,7 +157,7 @@ class Commands:
             await self._kill(session.name)
 
     async def _kill(self, name: str) -> None:
-        """Kill what runs under a name; give up after KILL_SECONDS."""
+        """Kill the command of this name; give up after KILL_SECONDS."""
         killer = ChannelBuffer()
         try:
             async with asyncio.timeout(KILL_SECONDS):

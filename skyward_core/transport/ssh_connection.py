@@ -8,10 +8,10 @@ A `SSHConnection` is used from any thread and blocks its caller; asyncssh works 
      └──────────────────┴──────────────────────── close ─────────────────┴──────────────────▶ closed
 
 - new, lost: `run`, `put` and the forwards raise at once; nothing connects by itself.
-- connected: a silent machine is noticed `keepalive_seconds * (keepalive_count + 1)` after its last word, a closed
+- connected: a silent machine is noticed `keepalive_seconds * (keepalive_count + 1)` after its last answer, a closed
   socket at once. What runs at that moment raises `ConnectionLost`: whether its command took effect is not known.
 - `reconnect` keeps the pinned host key and opens the forwards again on the ports they had.
-- closed is final; `close` may be called twice; it interrupts all that waits in other threads.
+- closed is final; `close` is idempotent, and interrupts callers that wait in other threads.
 
 Host keys: the one that the endpoint names; else those that the known_hosts file has for this host; else the first one
 seen, held for the life of the `SSHConnection`. Any other refuses the connection with `HostKeyChanged`.
@@ -74,7 +74,7 @@ class SSHConnection:
         self._forwards = Forwards(endpoint, link)
 
     def connect(self, timeout_seconds: float = 60.0, *, auth_grace_seconds: float = 0.0) -> Self:
-        """Connect, dialling again with growing pauses while nobody answers; on a living connection do nothing.
+        """Connect, again with growing pauses while the machine does not answer. On a living connection do nothing.
 
         Raises at once CredentialsError (the machine refuses our keys), HostKeyChanged and BadRequest (a key or
         configuration file that cannot be read), and Unreachable after `timeout_seconds`. A machine that was launched a
@@ -171,8 +171,7 @@ class SSHConnection:
         unpacked_bytes: int | None = None,
         timeout_seconds: float | None = None,
     ) -> None:
-        """Write a file on the machine, in the place of one that may be there. Others see the old file or the whole new
-        one, never a part.
+        """Write a file on the machine, atomically: readers see the old file or the whole new one, never a part.
 
         `source` is a file here, or its content: bytes or any other contiguous buffer, or several of them to be written
         one after another. `remote` is relative to the user's home, its folders are made. Two round trips, however small
@@ -203,7 +202,7 @@ class SSHConnection:
         """Listen on 127.0.0.1 here and pass connections on to `remote_host:remote_port` as the machine sees it; return
         the port here.
 
-        A connection to a port that nobody listens on there is accepted here and closed. Lasts until `close`, across
+        A connection to a port without a listener there is accepted here and closed. Lasts until `close`, across
         `reconnect`.
         """
         return self._calls.call(

@@ -37,7 +37,7 @@ trap - EXIT
 """Writes stdin to $1, with $5 decompressed, with mode $3 in the folder $4; it has $2 bytes there.
 
 A lost connection looks to `cat` like the end of the file, so the size is checked first.
-Nothing reads the message then: SIGPIPE must not kill the shell before it has removed its part.
+No process reads the message then: SIGPIPE must not kill the shell before it has removed its part.
 """
 
 FETCH = """\
@@ -52,7 +52,7 @@ rm -f -- "$1"
 """
 """Writes a line with the size of the file $1, after the word $2, and the file.
 
-With $3 it removes the file once somebody says, on stdin, that it has it.
+With $3 it removes the file once the reader confirms the transfer on stdin.
 """
 
 

@@ -26,7 +26,7 @@ NO_FORWARDING = (
 )
 OPEN_PROHIBITED = 1  # "administratively prohibited", RFC 4254, 5.1
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.05, 1.0
-# the kernel repeats a lost SYN after 1, 3, 7 s: dialling anew finds a machine that just came up sooner
+# the kernel repeats a lost SYN after 1, 3, 7 s: a new attempt finds a machine that has just started sooner
 FIRST_DIAL_SECONDS, LONGEST_DIAL_SECONDS = 3.0, 15.0
 LOGIN_SECONDS = 30.0  # an sshd that looks up names without a name server answers after 10 to 20 s
 CLOSE_SECONDS = 1.0
@@ -36,7 +36,7 @@ VERDICTS = (
     asyncssh.KeyExchangeFailed,
     asyncssh.IllegalUserName,
 )
-"""Errors by which the machine refuses us, or we refuse the machine: no fault of the proxy command."""
+"""Errors by which the machine refuses us, or we refuse the machine: the proxy command is not at fault."""
 
 
 class SSHLink:
@@ -105,14 +105,14 @@ class SSHLink:
                         f"{self._endpoint}, or a jump host before it, cannot be trusted: {error}"
                     ) from error
                 except asyncssh.ChannelOpenError as error:
-                    if error.code == OPEN_PROHIBITED:  # by the jump host: nothing else is opened on the way
+                    if error.code == OPEN_PROHIBITED:  # by the jump host: only it opens channels here
                         raise Unreachable(f"the jump host before {self._endpoint} {NO_FORWARDING}") from error
                     problem = error
                 except socket.gaierror as error:
                     if error.errno == socket.EAI_NONAME:
                         raise Unreachable(f"there is no host named {self._endpoint.host}") from error
                     problem = error
-                except _SilenceError as error:  # the last try may be too short for a word
+                except _SilenceError as error:  # the last attempt may be too short for an answer
                     problem = problem or error
                 except (asyncssh.Error, asyncssh.ChannelListenError, OSError) as error:
                     problem = error
@@ -139,7 +139,7 @@ class SSHLink:
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
                 await ssh.wait_closed()
-        except TimeoutError:  # what is still to be sent is lost
+        except TimeoutError:  # data that is not sent yet is lost
             ssh.abort()
             await ssh.wait_closed()
         self._release_proxy()
@@ -151,7 +151,7 @@ class SSHLink:
             await asyncio.wait(self._ending_proxies)
 
     async def _dial(self, options: dict[str, Any], dial_seconds: float, login_seconds: float) -> None:
-        """One attempt, through the proxy command if there is one: `dial_seconds` for the machine to pick up,
+        """One attempt, through the proxy command if there is one: `dial_seconds` for the machine to answer,
         `login_seconds` for all of it.
 
         Raises what the proxy refuses for good. Any other failure includes the proxy's last words, unless the machine
@@ -186,7 +186,7 @@ class SSHLink:
             self._note_loss(callbacks, None)
 
     def _note_loss(self, callbacks: LoginCallbacks, error: Exception | None) -> None:
-        """Called when a connection ends; one that is no longer ours, or never was, does not count."""
+        """Called when a connection ends. Ignores any but the present one."""
         if self.ssh is None or callbacks.ssh is not self.ssh:
             return
         self.ssh, self.lost = None, _words(error) if error else "the machine closed it"
@@ -207,7 +207,7 @@ class SSHLink:
         return ending
 
     async def _end_now(self, proxy: Proxy) -> None:
-        """End a proxy whose connection came to nothing.
+        """End a proxy whose connection has failed.
 
         If this is cancelled, the proxy still ends, and `close` waits for it.
         """
@@ -215,11 +215,11 @@ class SSHLink:
 
 
 class _SilenceError(ConnectionError):
-    """A try through a proxy command came to nothing, and the command did not say why."""
+    """An attempt through a proxy command has failed without a message of the command."""
 
 
 async def attempts(started: float, timeout: float) -> AsyncIterator[tuple[float, float]]:
-    """Yield (seconds left, seconds to wait for the machine to pick up) for each attempt, with a pause between them that
+    """Yield (seconds left, seconds to wait for an answer) for each attempt, with a pause between them that
     grows; at least one.
     """
     clock = asyncio.get_running_loop().time

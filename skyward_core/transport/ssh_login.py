@@ -109,7 +109,7 @@ async def log_in(
         "client_factory": lambda: callbacks,
         "login_timeout": login_seconds,
     }
-    # other kinds of keys stay on offer, so that a machine that has none of this kind is told from a broken one
+    # other kinds of keys stay on offer, so that a machine that has none of this kind differs from a broken one
     if pinned:
         arguments["server_host_key_algs"] = _unique([*pinned.sig_algorithms, *get_default_public_key_algs()])
     deadline = asyncio.get_running_loop().time() + login_seconds

@@ -15,11 +15,11 @@ from skyward_core.errors import ConnectionLost, Unreachable
 
 
 class Loop:
-    """A thread that runs an asyncio loop, for one connection or shared by many; whoever makes it closes it."""
+    """A thread that runs an asyncio loop, for one connection or many. The code that makes it closes it."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        # machines are also given back when the interpreter ends, and asyncio's own executor takes nothing any more then
+        # teardown also runs when the interpreter ends, and asyncio's own executor accepts no work by then
         self._loop.set_default_executor(PlainExecutor("skyward-ssh-work"))
         self._lock = threading.Lock()
         self._closed = False
@@ -47,7 +47,7 @@ class Loop:
             future.cancel()
 
     def close(self) -> None:
-        """Cancel what still runs and end the thread. May be called twice."""
+        """Cancel all coroutines and end the thread. Idempotent."""
         with self._lock:
             first, self._closed = not self._closed, True
         if first:
@@ -65,10 +65,10 @@ class Loop:
 
 
 def _turn(loop: asyncio.AbstractEventLoop) -> None:
-    """The life of the loop's thread. Knows the loop alone, so that an abandoned `Loop` can be collected."""
+    """Run the loop. Refers to the loop only, so that an abandoned `Loop` can be collected."""
     log = logging.getLogger("asyncssh")
     if log.level == logging.NOTSET:
-        # it tells each connection and channel at INFO, into the task logs of orchestrators
+        # it logs each connection and channel at INFO, into the task logs of orchestrators
         log.setLevel(logging.WARNING)
     asyncio.set_event_loop(loop)
     try:
@@ -82,7 +82,7 @@ def _turn(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _settle() -> None:
-    """Cancel all tasks, then let transports that were told to close do so."""
+    """Cancel all tasks, then let transports close."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()

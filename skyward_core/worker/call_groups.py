@@ -1,17 +1,16 @@
-"""Limits of memory that the kernel keeps: a control group (cgroup v2) for each process of calls, where the node has a
-group that may hand `memory` down.
+"""Memory limits that the kernel enforces: a control group (cgroup v2) for each runner.
 
-A group that hands a controller down holds no process itself (cgroups(7), "no internal processes"). So the node's group
-(docs/decisions/0011) is divided:
+This needs a node whose group may delegate the controller `memory`. A group that delegates a controller has no processes
+itself (cgroups(7), "no internal processes"). So the node's group (docs/decisions/0011) is divided:
 
     skyward.INSTANCE...    the node's own, made at its launch; killed, found and removed as a whole
     ├── node               keepers, supervisor, workers and all else
     └── calls-N            one process of calls with all that these start: memory.max is the limit, no swap, and who
     goes over it is killed with the rest
 
-Nothing here is needed: where a step fails, a node is as without it, and the worker's own watch
-(`slot.MEMORY_CHECK_SECONDS`) bounds the process of a call. That one goes on beside the groups. It sees the process of
-the call alone, ten times a second; the kernel sees each page, and what the call has started too.
+All of this is optional. If a step fails, only the worker's own check (`slot.MEMORY_CHECK_SECONDS`) limits a call. That
+check always runs: ten times a second, and only for the runner itself. The kernel counts each page, and includes the
+processes that the call has started.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from pathlib import Path
 
 NODE, CALLS = "node", "calls-"
 MOVES = 50
-"""How often what is in the node's group is moved on: what forks meanwhile is met the next time."""
+"""How often the processes of the node's group are moved: a process that forks meanwhile is moved the next time."""
 
 
 class CallGroups:
@@ -33,10 +32,10 @@ class CallGroups:
         self._limit_bytes = limit_bytes
         self._made = 0
         self._over: set[Path] = set()
-        """Of processes that have ended; what they have started may be in them still."""
+        """Groups of processes that have ended. Processes that they have started may still be in them."""
 
     def make(self) -> Path | None:
-        """Make the group of one process more; None if the kernel refuses."""
+        """Make a group for another process; None if the kernel refuses."""
         self._made += 1
         path = self._group / f"{CALLS}{os.getpid()}-{self._made}"
         try:
@@ -51,9 +50,7 @@ class CallGroups:
         return path
 
     def end(self, path: Path) -> bool:
-        """Tell whether the kernel has killed what was in a group because it took too much memory; the group is removed
-        once it is empty.
-        """
+        """Return whether the kernel has killed a group for lack of memory. Remove empty groups."""
         was_killed = _count(path / "memory.events", "oom_kill") > 0
         self._over.add(path)
         for old in list(self._over):
@@ -65,9 +62,7 @@ class CallGroups:
 
 
 def call_groups(instance_id: str, limit_bytes: int | None) -> CallGroups | None:
-    """Divide the control group of this node, in which this process is; None without a limit, or where the kernel keeps
-    none.
-    """
+    """Divide the control group of this node, which has this process; None without a limit or a group."""
     own = None if limit_bytes is None else own_group()
     if limit_bytes is None or own is None:
         return None
@@ -86,7 +81,7 @@ def _divide(group: Path) -> bool:
         for _ in range(MOVES):
             pids = read(group / "cgroup.procs").split()
             for pid in pids:
-                with contextlib.suppress(OSError):  # it has ended, or has become somebody else's
+                with contextlib.suppress(OSError):  # it has ended, or belongs to another user now
                     write(rest / "cgroup.procs", pid)
             if not pids:
                 break
@@ -106,8 +101,9 @@ def enter(group: Path) -> bool:
 
 
 class MemoryAllowance:
-    """The limit of this process's own group, made larger by the results that it has put into memory: the kernel counts
-    these as the process's.
+    """The memory limit of this process's group.
+
+    It grows by results in memory, which the kernel counts for the process.
     """
 
     def __init__(self, group: Path, limit_bytes: int) -> None:
@@ -116,7 +112,7 @@ class MemoryAllowance:
         self._results: dict[str, int] = {}
 
     def make(self, more_bytes: int) -> None:
-        """Make room for a result that is to be written."""
+        """Raise the limit for a result that is to be written."""
         self._results = {path: size for path, size in self._results.items() if os.path.exists(path)}
         with contextlib.suppress(OSError):
             write(self._group / "memory.max", str(self._limit_bytes + sum(self._results.values()) + more_bytes))
@@ -126,13 +122,13 @@ class MemoryAllowance:
         self._results[path] = size
 
     def settle(self) -> None:
-        """Take back what results needed that have been fetched."""
+        """Lower the limit by results that were fetched."""
         if self._results:
             self.make(0)
 
 
 def own_group() -> Path | None:
-    """The folder of this process's control group; None if it is not to be seen here."""
+    """Return the folder of this process's control group; None if it is not visible here."""
     found = mount()
     with contextlib.suppress(OSError):
         own = next(
@@ -146,7 +142,7 @@ def own_group() -> Path | None:
 
 
 def mount() -> tuple[Path, Path] | None:
-    """Where cgroup v2 is mounted: which of its folders is the root there, and the mount point."""
+    """Return where cgroup v2 is mounted: the folder that is the root there, and the mount point."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
             front, _, back = line.partition(" - ")
@@ -157,12 +153,12 @@ def mount() -> tuple[Path, Path] | None:
 
 
 def read(path: Path) -> str:
-    """Ask the kernel something."""
+    """Read a file of the kernel."""
     return path.read_text()
 
 
 def write(path: Path, text: str) -> None:
-    """Tell the kernel something: one write, to a file that it has made."""
+    """Write to a file of the kernel, in one write."""
     descriptor = os.open(path, os.O_WRONLY)
     try:
         os.write(descriptor, text.encode())
@@ -171,7 +167,7 @@ def write(path: Path, text: str) -> None:
 
 
 def _count(path: Path, name: str) -> int:
-    """A number of one of the kernel's tables of a name and a number in each line; 0 if it is not there."""
+    """Return a number of one of the kernel's tables, whose lines are a name and a number; 0 if it is missing."""
     with contextlib.suppress(OSError, ValueError):
         return int(dict(line.split() for line in read(path).splitlines()).get(name, 0))
     return 0

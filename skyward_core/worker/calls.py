@@ -27,7 +27,7 @@ from skyward_core.worker.retained_batches import OLDER, RELEASE, REPEAT_REPORTS
 from skyward_core.worker.wire import Ending, Outcome, Report
 
 KEEP = "skyward-keep"
-"""A client of Dask's that wants the tasks of all others, and never leaves."""
+"""A Dask client that wants the tasks of all other clients, and never leaves."""
 
 RESUME, ACKNOWLEDGE, LEAVE, CANCEL = "skyward-resume", "skyward-acknowledge", "skyward-leave", "skyward-cancel"
 """Operations on a client's stream to the scheduler; CANCEL also on the scheduler's to a worker."""
@@ -142,7 +142,7 @@ class Topic:
 @dataclass(slots=True)
 class Detached:
     """The record of a detached call. `state` is "waiting", "running", "ended" (its outcome is among its messages),
-    "cancelled" or "lost" (see `reason`).
+    "cancelled" or "lost" (see `reason` and `dask_error`).
 
     `worker` is the name (RANK-INDEX) of the last worker that got it, `runs` how often a worker got it, `submitted_at`
     the head's clock.
@@ -156,6 +156,7 @@ class Detached:
     worker: str = ""
     runs: int = 0
     reason: str = ""
+    dask_error: str = ""
 
 
 class CallMemory(SchedulerPlugin):
@@ -290,7 +291,7 @@ class CallMemory(SchedulerPlugin):
     # ── tasks ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def is_replaced(self, client: str) -> bool:
-        """Tell whether another client has resumed this one's topic: that client knows which batches had come by then,
+        """Return whether another client has resumed this one's topic: that client knows which batches had come by then,
         and sends the others again.
         """
         return client in self._replaced
@@ -399,7 +400,7 @@ class CallMemory(SchedulerPlugin):
     # ── detached calls ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def skyward_busy(self) -> bool:
-        """Tell whether any task of any client runs or waits."""
+        """Return whether any task of any client runs or waits."""
         scheduler = self._scheduler
         return bool(
             scheduler.unrunnable
@@ -472,7 +473,8 @@ class CallMemory(SchedulerPlugin):
             call.state = "ended"
         elif finish in {"erred", "forgotten"}:
             call.state = "lost"
-            call.reason = news.get("exception_text") or "the worker that ran it is gone"
+            call.dask_error = news.get("exception_text") or ""
+            call.reason = "the scheduler could not run it" if call.dask_error else "the worker that ran it is gone"
 
     def _record(self, call: Detached) -> dict[str, Any]:
         task = self._scheduler.tasks.get(detached_key(call.call_id))
@@ -489,6 +491,7 @@ class CallMemory(SchedulerPlugin):
             "runs": call.runs,
             "submitted_at": call.submitted_at,
             "reason": call.reason,
+            "dask_error": call.dask_error,
             "messages_in_all": call.topic.number,
             "has_result": task is not None and task.state == "memory",
         }

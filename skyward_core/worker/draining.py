@@ -1,8 +1,8 @@
-"""Nodes that are to be given no more calls, in the scheduler: what runs there, or waits there already, goes on.
+"""Held nodes, in the scheduler: they get no more calls; calls that run or wait there continue.
 
-For Dask such a worker is paused; the worker itself is not told, for then it would begin none of the calls that it has.
-A worker process that comes back has another address and is not held: whoever wants it held asks again, as for the
-number of calls left, every now and then.
+For Dask a held worker is paused. The worker itself is not informed, because it would then begin none of its waiting
+calls. A worker process that restarts has another address and is not held. So the client repeats the request, and gets
+the number of calls left.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HOLD = "skyward_hold"
 
 
 class NodeHolding(SchedulerPlugin):
-    """Takes up the operation HOLD; tells on `topic` what comes of it."""
+    """Adds the operation HOLD to the scheduler, and reports held workers on `topic`."""
 
     name = "skyward-holding"
 
@@ -31,13 +31,14 @@ class NodeHolding(SchedulerPlugin):
         self._left: dict[str, int] = {}
 
     async def start(self, scheduler: Scheduler) -> None:
-        """Take up the operation."""
+        """Add the operation to the scheduler."""
         self._scheduler = scheduler
         scheduler.handlers[HOLD] = self.hold
 
     def hold(self, rank: int) -> int:
-        """Give the workers of a node no more calls; return how many batches of calls, of whichever client, they have
-        left. May be asked again.
+        """Give the workers of a node no more calls; return how many batches of any client they have left.
+
+        Idempotent.
         """
         workers = [
             worker for worker in self._scheduler.workers.values() if str(worker.name).partition("-")[0] == str(rank)
@@ -55,5 +56,5 @@ class NodeHolding(SchedulerPlugin):
         return len(worker.processing) + worker.metrics.get(OLDER, 0)
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
-        """Forget a worker that is gone."""
+        """Forget a worker that has left."""
         self._left.pop(worker, None)

@@ -22,9 +22,9 @@ class InstanceInfo:
     `accelerators` are the names of what this worker may use, one per device. `head_addr` and `head_port` are where the
     workers of this call can meet: an address that all nodes reach and a port that is free on the head. `job_id` is the
     same on all workers of one broadcast, and different for each call. `neuron_cores` are the numbers of the NeuronCores
-    (Trainium, Inferentia) that this process may use, also told to AWS's runtime as NEURON_RT_VISIBLE_CORES: a part of
-    the node's if calls run there at once. Empty elsewhere, and where the runtime is left the choice. `is_simulated`
-    says that there are no such accelerators: `Local` stands in for a machine that has them.
+    (Trainium, Inferentia) that this process may use, also in NEURON_RT_VISIBLE_CORES for AWS's runtime: a part of the
+    node's if calls run there at once. Empty elsewhere, and if the runtime chooses. `is_simulated`: `Local` simulates
+    these accelerators.
     """
 
     node: int
@@ -53,7 +53,7 @@ class InstanceInfo:
 def instance_info() -> InstanceInfo:
     """Return where this code runs; outside a pool, the only worker of the only node, with `job_id` "local".
 
-    Raises `BadRequest` if the environment variable `SKYWARD_INSTANCE_INFO` holds something else than `to_env` writes.
+    Raises `BadRequest` if the environment variable `SKYWARD_INSTANCE_INFO` has a value that `to_env` does not write.
 
     >>> instance_info().rank
     0
@@ -72,9 +72,9 @@ def instance_info() -> InstanceInfo:
 def to_env(info: InstanceInfo) -> str:
     """Return the value for the environment variable `SKYWARD_INSTANCE_INFO` that `instance_info` reads."""
     fields = asdict(info)
-    if not info.neuron_cores:  # a version from before there were any, in an environment of the user's own, reads it too
+    if not info.neuron_cores:  # an older version in the user's own environment does not know the field
         del fields["neuron_cores"]
-    if not info.is_simulated:  # likewise
+    if not info.is_simulated:  # the same
         del fields["is_simulated"]
     return json.dumps(fields)
 

@@ -1,10 +1,9 @@
-"""The keeper of a node: the parent of everything that the node starts, so that its end takes all of it along, tagged or
-not.
+"""The keeper of a node: the ancestor of all its processes, which kills all of them when the node ends, tagged or not.
 
-Run as a script, `python -I -S keeper.py [--group PATH] [--remove PATH] ... -- COMMAND ...`, it is up within
-milliseconds: it imports nothing of this package. It becomes a child subreaper (prctl(2)). Whatever a call starts, in
-whatever session, with whatever environment and as whatever user, stays below it in the process tree when its parent
-dies. Two processes of it stand above the command:
+Run as a script, `python -I -S keeper.py [--group PATH] [--remove PATH] ... -- COMMAND ...`, it starts within
+milliseconds, because it imports nothing of this package. It becomes a child subreaper (prctl(2)). Whatever a call
+starts, in whatever session, with whatever environment and as whatever user, stays below it in the process tree when its
+parent dies. Two keeper processes are above the command:
 
     keeper ── second keeper ── command (the startup shell, then the supervisor) ── workers, runners ── what calls start
 
@@ -44,8 +43,9 @@ LONGEST_PAUSE_SECONDS = 0.2
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent dies (prctl(2), PR_SET_CHILD_SUBREAPER): what a call
-    leaves behind stays in sight.
+    """Become the parent of every descendant whose own parent dies (prctl(2), PR_SET_CHILD_SUBREAPER).
+
+    So processes that a call leaves behind stay below this one.
     """
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
@@ -104,9 +104,9 @@ def parent_of(pid: int) -> int:
 
 
 def kill_all(pids: Iterable[int]) -> None:
-    """Send SIGKILL to these and to everything below them, reapers spared.
+    """Send SIGKILL to these processes and all below them, except reapers.
 
-    Each one as soon as it is seen: a process that forks all the time must be hit between two of its forks.
+    Each is killed as soon as it is found: a process that forks all the time must be killed between two forks.
     """
     for pid in pids:
         if name_of(pid) != REAPER:
@@ -117,9 +117,7 @@ def kill_all(pids: Iterable[int]) -> None:
 
 
 def end_all_below() -> None:
-    """Kill and reap everything below this process, which adopts orphans, until the kernel says that it has no child
-    left but reapers.
-    """
+    """Kill and reap all processes below this one, which adopts orphans, until only reapers are left."""
     pause, rounds_without = 0.0005, 0
     while True:
         kill_all(children_of(os.getpid()))
@@ -137,9 +135,9 @@ def end_all_below() -> None:
 
 
 def keep(become: Callable[[], object]) -> None:
-    """Fork, have the child become what it is to be, and return when it has ended and nothing is left below.
+    """Fork, run `become` in the child, and return when it has ended and no process is left below.
 
-    Passes SIGTERM on to it.
+    Forwards SIGTERM to the child.
     """
     adopt_orphans()
     child = 0
@@ -190,7 +188,7 @@ def _enter(group: str) -> bool:
 
 
 def _is_alone(directory: str) -> bool:
-    """Tell whether nobody else will remove what the node leaves: its owner is gone, or has let go of it."""
+    """Return whether this process must remove the node's files: its owner is gone, or has detached it."""
     pid, _, started = os.environ.get("SKYWARD_OWNER", "").partition(":")
     is_owned = pid.isdigit() and started != "" and start_of(int(pid)) == started
     return not is_owned or os.path.exists(os.path.join(directory, "detached"))
@@ -220,9 +218,9 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _finish(how: str, to_remove: Sequence[str]) -> None:
-    """Say that nothing of the node runs, and remove what it leaves if nobody else will.
+    """Write that no process of the node runs, and remove its files if the owner will not.
 
-    Each keeper does it: either may be the only one left.
+    Both keepers do this, because either may be the only one left.
     """
     directory = os.environ.get("SKYWARD_INSTANCE_DIRECTORY", "")
     # its folder may be gone by now

@@ -1,5 +1,6 @@
-"""Log records of calls keep their level and their lines: what a `logging.StreamHandler` writes to stdout or stderr
-travels as one record.
+"""Log records of calls keep their level and their lines.
+
+What a `logging.StreamHandler` writes to stdout or stderr travels as one record.
 
 A record is one line of the runner's output, `MARK:LEVEL "TEXT"`, with its text as JSON, so that a traceback has no line
 ends on its way. MARK is the secret that ends the output of a call: no call can forge it. What is written in any other
@@ -25,7 +26,7 @@ class LogLines(NamedTuple):
 
 
 def keep_levels(mark: bytes, streams: tuple[TextIO, TextIO]) -> None:
-    """Have each log handler of this process that writes to one of `streams` write whole records from now on.
+    """Let each log handler of this process that writes to one of `streams` write whole records from now on.
 
     It changes `logging.StreamHandler` itself: the handlers are the calls' own (`logging.basicConfig()`), or Python's
     last resort, and need not exist yet.

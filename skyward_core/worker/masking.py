@@ -1,7 +1,6 @@
-"""Secret values in text: replaced by MASK wherever they stand, as they are or as others quote them.
+"""Replaces secret values in text by MASK, plain or quoted in a common way.
 
-It helps against accidents. Code that has a value can print it in a form that nobody looks for: reversed, encrypted, in
-pieces.
+This helps against accidents only. Code that has a value can print it reversed, encrypted or in pieces.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from urllib.parse import quote, quote_plus
 
 MASK = "***"
 SHORTEST = 4
-"""Characters of the shortest value that is masked: a shorter one stands in words that have nothing to do with it."""
+"""Characters of the shortest value that is masked: a shorter one is part of unrelated words."""
 SHORTEST_LINE = 8
 """The same for one line of a value of several lines, such as a private key."""
 SHORTEST_IN_PICKLE = 12
@@ -106,9 +105,7 @@ class Mask:
             ]
 
     def pickle(self, data: bytes) -> bytes:
-        """Return a pickle, or a buffer of one, in which the values, where they still stand, are as many stars: its
-        lengths stay right.
-        """
+        """Return a pickle, or a buffer of one, with the values replaced by stars of the same length."""
         return data if self._in_pickle is None else self._in_pickle.sub(lambda found: b"*" * len(found[0]), data)
 
     def _mask_one(self, error: BaseException) -> None:

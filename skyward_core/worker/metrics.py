@@ -1,7 +1,7 @@
 """Samples of a node: processor and memory through psutil, GPUs through NVML where there is one.
 
-A sample is a dict of the fields of `events.Metrics`, which the client makes of it: importing all events would cost
-every node's start ten milliseconds.
+A sample is a dict with the fields of `events.Metrics`, which the client makes from it: importing all events would
+take 10 ms at each node's start.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ GB = 1e9
 class Sampler:
     """Takes a sample every `interval_seconds` in a thread of its own, from `start` to `stop`."""
 
-    def __init__(self, tell: Callable[[Sample], None], instance_id: str, node: int, interval_seconds: float) -> None:
-        self._tell = tell
+    def __init__(self, report: Callable[[Sample], None], instance_id: str, node: int, interval_seconds: float) -> None:
+        self._report = report
         self._instance_id = instance_id
         self._node = node
         self._interval_seconds = interval_seconds
@@ -41,7 +41,7 @@ class Sampler:
         # psutil measures the processor between two calls; the first one says nothing
         sample(self._instance_id, self._node, gpus)
         while not self._stopped.wait(self._interval_seconds):
-            self._tell(sample(self._instance_id, self._node, gpus))
+            self._report(sample(self._instance_id, self._node, gpus))
 
 
 def sample(instance_id: str, node: int, gpus: list[Any]) -> Sample:
@@ -94,7 +94,7 @@ def _nvml_handles() -> list[Any]:
 def _gpu_values(gpus: list[Any]) -> dict[str, float]:
     """Means over the GPUs (temperature: the highest).
 
-    What NVML does not tell, as utilisation of one that is partitioned, is left out.
+    Values that NVML does not have, such as the utilisation of a partitioned GPU, are left out.
     """
     import pynvml
 

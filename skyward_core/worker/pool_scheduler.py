@@ -65,7 +65,7 @@ class SilentWorkers:
 
 
 class NoSpans:
-    """Replaces Dask's spans: Dask would begin one with each call on an idle scheduler, and keep it for ever."""
+    """Replaces Dask's spans. Dask begins one with each call on an idle scheduler, and never deletes it."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         """Take the arguments of every extension of Dask's scheduler."""
@@ -171,7 +171,7 @@ class PoolScheduler(Scheduler):
 
 
 def _is_dasks_own(task: Any) -> bool:
-    """Tell whether a task came from a plain Dask client, and is none of our batches."""
+    """Return whether a task came from a plain Dask client, and is none of our batches."""
     return not (isinstance(task.key, str) and task.key.startswith(PREFIX))
 
 

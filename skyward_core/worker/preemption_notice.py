@@ -1,14 +1,13 @@
-"""The notice before a spot machine is taken back, asked for on the machine itself.
+"""The notice before a spot machine is taken back, polled on the machine itself.
 
-EC2 tells it at the machine's metadata service (IMDSv2; facts: AWS's user guide, "Spot Instance interruption notices"
+EC2 has it at the machine's metadata service (IMDSv2; facts: AWS's user guide, "Spot Instance interruption notices"
 and "rebalance recommendations"): `spot/instance-action` is 404 until about two minutes before the machine is taken,
 then JSON with action and time, on a best effort basis; `events/recommendations/rebalance` may say earlier that the risk
-has grown. AWS recommends to ask every five seconds.
+has grown. AWS recommends to poll every five seconds.
 
-The asking is a process of its own, forked by the node's supervisor: a service that hangs holds up nothing, and it ends
-with the supervisor. What it hears it prints, a line `::skyward notice JSON` of the node's log, which the client
-follows: that way does not lead through the head. A failure to ask is no notice. It is printed once, without the mark of
-the node's last words.
+A process of its own polls, forked by the node's supervisor: a service that hangs delays nothing else, and the process
+ends with the supervisor. It prints each notice as a line `::skyward notice JSON` of the node's log. The client reads
+the log without the head. A failed request is no notice; the first failure is logged.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ TOKEN_SECONDS = 21_600
 """The longest life of a token that EC2 grants."""
 ANSWER_BYTES = 65_536
 NOTICE_SECONDS = 120.0
-"""How long before a machine is taken AWS says so; what is told as more than that is a clock gone wrong."""
+"""How long before a machine is taken AWS announces it. A longer time means that a clock is wrong."""
 
 TOKEN = "/latest/api/token"  # noqa: S105 - a path
 INTERRUPTION = "/latest/meta-data/spot/instance-action"
@@ -52,7 +51,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What a machine was told. `action` is what will be done with it ("terminate", "stop", "hibernate"; "" if nothing
+    """A notice for a machine. `action` is what will be done with it ("terminate", "stop", "hibernate"; "" if nothing
     is said).
 
     `at` is when, in seconds since 1970 (of a recommendation: when it was made), `seconds_left` how long that was off
@@ -98,25 +97,25 @@ class MetadataService:
     def interruption(self) -> Notice | None:
         """Return whether the machine is to be taken back.
 
-        Raises OSError, HTTPException or ValueError for any answer that does not tell.
+        Raises OSError, HTTPException or ValueError for any other answer.
         """
-        told = self._told(INTERRUPTION)
-        return None if told is None else _interruption(*told)
+        answer = self._content_of(INTERRUPTION)
+        return None if answer is None else _interruption(*answer)
 
     def rebalance(self) -> Notice | None:
         """Return whether that is more likely than before. Raises the same."""
-        told = self._told(REBALANCE)
-        return None if told is None else _rebalance(told[0])
+        answer = self._content_of(REBALANCE)
+        return None if answer is None else _rebalance(answer[0])
 
-    def _told(self, path: str) -> tuple[bytes, float] | None:
-        """Return what is said there, and the service's time; None if nothing is."""
+    def _content_of(self, path: str) -> tuple[bytes, float] | None:
+        """Return the content of a path, and the service's time; None if it has none."""
         status, body, now = self._get(path)
         if status not in (200, 404):
             raise HTTPException(f"{path}: status {status}")
         return (body, now) if status == 200 else None
 
     def _get(self, path: str) -> tuple[int, bytes, float]:
-        """Ask with the token that we have; with a new one if it is not taken any more."""
+        """Send a request with the present token, or with a new one if the present one has expired."""
         if self._token:
             answer = self._send("GET", path, {"X-aws-ec2-metadata-token": self._token})
             if answer[0] != 401:
@@ -128,7 +127,7 @@ class MetadataService:
         return self._send("GET", path, {"X-aws-ec2-metadata-token": self._token})
 
     def _send(self, method: str, path: str, headers: dict[str, str]) -> tuple[int, bytes, float]:
-        """Return status, body, and what time it is by the service's clock, in seconds since 1970."""
+        """Return status, body, and the time of the service's clock, in seconds since 1970."""
         with contextlib.closing(HTTPConnection(*self._place, timeout=self._answer_seconds)) as connection:
             connection.request(method, path, headers=headers)
             response = connection.getresponse()
@@ -136,24 +135,21 @@ class MetadataService:
 
 
 class NoticePoller:
-    """Asks a metadata service, and tells each notice once.
-
-    `complain` is told of the first failure to ask, and of no other.
-    """
+    """Polls a metadata service, and passes each notice on once. `complain` gets the first failure only."""
 
     def __init__(
-        self, metadata: MetadataService, tell: Callable[[Notice], object], complain: Callable[[str], object]
+        self, metadata: MetadataService, report: Callable[[Notice], object], complain: Callable[[str], object]
     ) -> None:
         self._metadata = metadata
-        self._tell = tell
+        self._report = report
         self._complain = complain
-        self._told: set[tuple[Kind, str, float]] = set()
+        self._reported: set[tuple[Kind, str, float]] = set()
         self._has_complained = False
 
     def look(self) -> None:
-        """Ask once for each kind: that one cannot be had hides nothing of the other.
+        """Request each kind of notice once. A failure of one does not affect the other.
 
-        Raises nothing but what `tell` and `complain` raise.
+        Raises nothing but what `report` and `complain` raise.
         """
         for ask in (self._metadata.interruption, self._metadata.rebalance):
             try:
@@ -166,13 +162,13 @@ class NoticePoller:
                         f" {ASK_EVERY_SECONDS:g} s"
                     )
                 continue
-            if notice is not None and (mark := (notice.kind, notice.action, notice.at)) not in self._told:
-                self._tell(notice)
-                self._told.add(mark)
+            if notice is not None and (mark := (notice.kind, notice.action, notice.at)) not in self._reported:
+                self._report(notice)
+                self._reported.add(mark)
 
 
 def listen(url: str) -> NoReturn:
-    """Ask for ever, and print what is told: the main function of a process that dies with its parent."""
+    """Poll for ever and print each notice: the main function of a process that dies with its parent."""
     listener = NoticePoller(
         MetadataService(url),
         lambda notice: print(MARK + notice.to_text(), flush=True),
@@ -184,16 +180,16 @@ def listen(url: str) -> NoReturn:
 
 
 def _interruption(body: bytes, now: float) -> Notice:
-    """Read `{"action": "terminate", "time": "2026-11-21T08:22:00Z"}`. One that does not say when counts as far off as
-    AWS promises.
+    """Read `{"action": "terminate", "time": "2026-11-21T08:22:00Z"}`. Without a time it
+    counts as NOTICE_SECONDS away.
 
-    Raises ValueError for what is no such thing.
+    Raises ValueError for any other text.
     """
-    told = _object(body)
-    action = str(told.get("action"))
+    answer = _object(body)
+    action = str(answer.get("action"))
     if action not in ACTIONS:
         raise ValueError(f"{INTERRUPTION}: {body[:200]!r}")
-    at = _seconds_since_1970(told.get("time"))
+    at = _seconds_since_1970(answer.get("time"))
     return Notice(
         Kind.INTERRUPTION,
         action,
@@ -203,7 +199,7 @@ def _interruption(body: bytes, now: float) -> Notice:
 
 
 def _rebalance(body: bytes) -> Notice:
-    """Read `{"noticeTime": "2026-11-21T08:20:00Z"}`. Raises ValueError for what is no such thing."""
+    """Read `{"noticeTime": "2026-11-21T08:20:00Z"}`. Raises ValueError for any other text."""
     at = _seconds_since_1970(_object(body).get("noticeTime"))
     if at is None:
         raise ValueError(f"{REBALANCE}: {body[:200]!r}")
@@ -212,8 +208,8 @@ def _rebalance(body: bytes) -> Notice:
 
 def _object(body: bytes) -> dict[str, Any]:
     match json.loads(body):
-        case dict() as told:
-            return cast("dict[str, Any]", told)
+        case dict() as answer:
+            return cast("dict[str, Any]", answer)
         case _:
             raise ValueError(f"no JSON object: {body[:200]!r}")
 
@@ -233,10 +229,7 @@ def _within_a_notice(seconds: float) -> float:
 
 
 def _time_of(response: HTTPResponse) -> float:
-    """What the service says that time it is: the machine's own clock may be wrong.
-
-    The machine's own if it says nothing.
-    """
+    """Return the service's time, because the machine's own clock may be wrong; the machine's if there is none."""
     try:
         return parsedate_to_datetime(str(response.getheader("Date"))).timestamp()
     except ValueError:

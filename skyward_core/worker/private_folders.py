@@ -1,8 +1,8 @@
 """Folders that no other user can read, change, rename or replace.
 
 A folder is private if it belongs to this user, has mode 0700, and every folder above it belongs to root or to this user
-and lets nobody else rename what is in it: it is not writable by others, or it has the sticky bit, as /tmp has. The path
-is walked with open descriptors and without following symlinks, so that what was checked is what is opened.
+and lets no other user rename its entries: it is not writable by others, or it has the sticky bit, as /tmp has. The path
+is followed with open descriptors and without symlinks, so that the checked folder is the opened one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _READ = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class NotPrivate(PermissionError):
-    """A folder, or one above it, that another user could change or exchange; the message names it and the reason."""
+    """A folder, or one above it, that another user could change or replace; the message names it and the reason."""
 
     def __init__(self, message: str) -> None:
         super().__init__(errno.EPERM, message)
@@ -39,8 +39,8 @@ def opened_private(path: Path, *, make: bool = False) -> Generator[int]:
     """Open a private folder; with `make`, make it where it is missing, and those above it (mode 0700). Its descriptor
     serves `dir_fd=` and `os.fchdir`.
 
-    A folder of this user that others may only read is closed to them; one that others may write to is refused, for they
-    may have put something there. Raises NotPrivate, or another OSError where it cannot be opened or made.
+    A folder of this user that others may only read is closed to them. One that others may write to is refused, because
+    they may have put files there. Raises NotPrivate, or another OSError where it cannot be opened or made.
     """
     path = real_path(path)
     with contextlib.ExitStack() as open_folders:
@@ -71,8 +71,8 @@ def make_private(path: Path) -> Path:
 
 
 def real_path(path: Path) -> Path:
-    """Return where a private folder of this path is: the path without symlinks above it, of which nobody else can
-    exchange a part. It need not be there.
+    """Return where a private folder of this path is: the path without symlinks above it, of which no other user can
+    replace a part. It may be missing.
 
     Raises NotPrivate for a symlink of another user.
     """
@@ -94,9 +94,9 @@ def make_file(path: Path, content: bytes = b"") -> None:
 
 
 def check_private(path: Path) -> None:
-    """Raise NotPrivate, or another OSError, for what is no private folder.
+    """Raise NotPrivate, or another OSError, if this is no private folder.
 
-    So is a path with `..`: it leads through folders that are not looked at, and another user can exchange one of them
+    A path with `..` is none: it leads through folders that are not looked at, and another user can exchange one of them
     for a symlink afterwards.
     """
     if ".." in path.parts:
@@ -106,7 +106,7 @@ def check_private(path: Path) -> None:
 
 
 def is_private(path: Path) -> bool:
-    """Tell whether there is such a folder and it is private."""
+    """Return whether this folder exists and is private."""
     try:
         check_private(path)
     except OSError:
@@ -115,9 +115,7 @@ def is_private(path: Path) -> bool:
 
 
 def other_writers(status: os.stat_result) -> str:
-    """Return who beside the owner may write to what this is the status of; "" if that is nobody but root and the
-    owner's own group.
-    """
+    """Return who may write to a file with this status, beside its owner, root and the owner's own group; "" if none."""
     if status.st_mode & stat.S_IWOTH:
         return "everybody"
     return f"group {status.st_gid}" if status.st_mode & stat.S_IWGRP and not _is_own_group(status.st_gid) else ""
@@ -126,8 +124,8 @@ def other_writers(status: os.stat_result) -> str:
 def _without_links(path: Path) -> Path:
     """Return where a path leads.
 
-    Raises NotPrivate for a symlink of another user: /run may be one, and a home, but not what somebody has put into
-    /tmp.
+    Raises NotPrivate for a symlink of another user: /run may be one, and a home, but not a symlink that another user
+    has put into /tmp.
     """
     found, left, links = Path("/"), list(reversed(path.parts[1:])), 0
     while left:

@@ -23,7 +23,7 @@ def stop(pid: int) -> None:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Tell whether a process's main thread is stopped or traced (field 3 of proc(5) stat), or the process is gone."""
+    """Return whether a process's main thread is stopped or traced (field 3 of proc(5) stat), or the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(") ")[2][0] in "TtZX"
     except OSError:

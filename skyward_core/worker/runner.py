@@ -1,7 +1,7 @@
-"""The process in which calls run: one call at a time, in its main thread, until its worker closes the line.
+"""The process in which calls run: one call at a time, in its main thread, until its worker closes the queue.
 
-It owns nothing that must be undone. It may die at any line: the worker that watches it knows from the packets it has
-taken and the outcomes it has sent which call it was busy with.
+It owns nothing that needs cleanup, and may die at any point. From the packets that it has taken and the outcomes that
+it has sent, its worker knows which call was running.
 """
 
 from __future__ import annotations
@@ -30,17 +30,16 @@ from skyward_core.worker.log_records import keep_levels
 from skyward_core.worker.masking import Mask, SecretValues
 from skyward_core.worker.wire import INLINE_BYTES, Call, Ending, Outcome, Parcel
 
-JOB_PLACE = "{job}"  # where the text of the instance's information holds the id of the job
+JOB_PLACE = "{job}"  # stands for the job's id in the text of the instance's information
 _libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerChannels:
-    """The runner's ends of its lines to the worker: packets of calls come in, packets of outcomes go out, what calls
-    write goes to two pipes.
+    """The runner's ends of its channels to the worker: packets of calls, packets of outcomes, and two output pipes.
 
     `info` is the text of the instance's information (`info.to_env`) with JOB_PLACE in it. `mark` separates the output
-    of one call from the next one's; it is secret, so that no call can forge it. `room` is set where the kernel bounds
+    of one call from the next one's; it is secret, so that no call can forge it. `room` is set if the kernel limits
     this process's memory.
     """
 
@@ -56,11 +55,10 @@ class RunnerChannels:
 
 
 class Packet(NamedTuple):
-    """What travels to a runner: a call, and its function unless this runner has seen it; `fresh` lets it forget all it
-    has seen.
+    """A message to a runner: a call, and its function unless the runner has it; `fresh` lets it forget its functions.
 
     `may_reuse`: the file of the arguments is the client's, and the result may take it over. `secrets` come with the
-    first call that a runner gets; `needs_secrets` stands in each packet where there are any.
+    first call that a runner gets; `needs_secrets` is set in each packet of a pool with secrets.
     """
 
     call: Call
@@ -72,7 +70,7 @@ class Packet(NamedTuple):
 
 
 def run_calls(line: RunnerChannels) -> NoReturn:
-    """Run calls until the line is closed, then end the process."""
+    """Run calls until the queue is closed, then end the process."""
     _settle_in(line)
     functions: dict[str, sources.Loaded] = {}
     info = RewrittenVariable(ENV)
@@ -95,14 +93,14 @@ def run_calls(line: RunnerChannels) -> NoReturn:
             _end_child(outcome)
         _end_output(line)
         line.outcomes.send(pickle.dumps(_fit(outcome, line, spent), protocol=5))
-        del packet, request, outcome, spent  # while the next call is waited for, nothing of this one stays in memory
+        del packet, request, outcome, spent  # frees the memory of this call before the wait for the next one
     os._exit(0)
 
 
 def _end_child(outcome: Outcome) -> NoReturn:
-    """End a process that a call has forked and that has left the call as its parent does.
+    """End a process that a call has forked and that has returned from the call.
 
-    It must not answer: the parent answers for the call.
+    It must send no outcome: its parent does.
     """
     with contextlib.suppress(Exception):
         if outcome.ending is Ending.ERROR:
@@ -113,10 +111,9 @@ def _end_child(outcome: Outcome) -> NoReturn:
 
 
 def _is_complete(request: Packet, functions: dict[str, sources.Loaded], is_furnished: bool) -> bool:
-    """Tell whether this runner has all that the call needs.
+    """Return whether this runner has the function and the secrets that the call needs.
 
-    The slot takes packets back while the runner takes them: it may get the one with the function, or with the secrets,
-    and the runner one that stood behind it.
+    The slot may take back the packet with the function or the secrets while the runner takes a later one.
     """
     return (request.function is not None or request.call.function in functions) and (
         is_furnished or not request.needs_secrets
@@ -135,7 +132,7 @@ def _settle_in(line: RunnerChannels) -> None:
     keep_levels(line.mark, (sys.stdout, sys.stderr))
     os.environ.update(line.env)
     if numpy_random := sys.modules.get("numpy.random"):
-        numpy_random.seed()  # a fork copies numpy's generator: without this all runners of a node draw the same numbers
+        numpy_random.seed()  # a fork copies NumPy's generator: without this all runners of a node get the same numbers
 
 
 type Spent = tuple[str, mmap.mmap] | None
@@ -153,8 +150,7 @@ def _run(packet: Packet, functions: dict[str, sources.Loaded], mask: Mask) -> tu
             spent,
         )
     except SystemExit as error:
-        # sys.exit in a call must end neither this runner's other calls nor, once it is re-raised there, the client's
-        # program.
+        # sys.exit in a call must end neither this runner's other calls nor the client's program
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
         text = mask.text(f"the call ended its process with sys.exit({error.code!r})")
         return (
@@ -200,9 +196,9 @@ def _lost_with_its_machine(what: str) -> Generator[None]:
 
 
 def _refuse_pending(value: Any) -> None:
-    """Raise TypeError for a result that is a call not made, or a container that begins with one.
+    """Raise TypeError for a result that is a pending call, or a container that begins with one.
 
-    Known by its attribute: `compute` stands above this.
+    It is recognised by an attribute, because this layer must not import `compute`.
     """
     one = value
     if type(value) in (list, tuple, dict) and value:
@@ -219,12 +215,12 @@ def _failed(call_id: str, error: BaseException, seconds: float, mask: Mask) -> O
     try:
         text = "".join(traceback.format_exception(error.with_traceback(_below_invoke(error))))
         pickled = exceptions.pack(error, mask.value)
-    except Exception:  # the exception's own code has run, which may raise anything
+    except Exception:  # the exception's own code runs here, and may raise anything
         text, pickled = (
             f"{exceptions.name_of(type(error))}: {exceptions.text_of(error, mask.text)}",
             pickling.Pickled(b""),
         )
-    error.with_traceback(None)  # its frames, and what lies in their variables
+    error.with_traceback(None)  # its frames, and the values of their variables
     return Outcome(
         call_id,
         Ending.ERROR,
@@ -235,7 +231,7 @@ def _failed(call_id: str, error: BaseException, seconds: float, mask: Mask) -> O
 
 
 def _below_invoke(error: BaseException) -> Any:
-    """The traceback without our own two frames at its top."""
+    """Return the traceback without our own frames at its top."""
     tb = error.__traceback__
     while tb is not None and tb.tb_next is not None and tb.tb_frame.f_code.co_filename == __file__:
         tb = tb.tb_next
@@ -277,7 +273,7 @@ def _fit(outcome: Outcome, line: RunnerChannels, spent: Spent) -> Outcome:
 
 
 def _end_output(line: RunnerChannels) -> None:
-    """Push out what the call has written and put the mark behind it, on both streams."""
+    """Flush the output of the call and write the mark after it, on both streams."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # the call may have closed or replaced them
             stream.flush()

@@ -1,10 +1,10 @@
-"""The values of a pool's secrets on its nodes: in memory, from the scheduler to the workers to the processes of calls,
-over the pool's TLS.
+"""The values of a pool's secrets on its nodes: only in memory, from scheduler to workers to runners, over the pool's
+TLS.
 
-The pool's opener tells the scheduler on each connection that it makes to one, before the first call. A worker asks the
-scheduler before its first batch and gives them to each runner with its first call. So a replaced node, a worker that
-begins anew and a new head have them like the first ones, and a client that attaches needs none. Nothing here is
-written: neither to a file nor to the environment of a process that is being started.
+The pool's owner sends them to the scheduler on each new connection, before the first call. A worker gets them from the
+scheduler before its first batch, and sends them to each runner with its first call. So replaced nodes, restarted
+workers and a new head get them too, and an attached client needs none. They are never written to a file, nor to the
+environment of a process that starts.
 """
 
 from __future__ import annotations
@@ -19,17 +19,15 @@ from distributed.diagnostics.plugin import SchedulerPlugin  # noqa: TID253
 from skyward_core.worker.masking import SecretValues
 
 PUT_SECRETS = "skyward-put-secrets"
-"""The operation of a client's stream that hands the values over."""
+"""The operation of a client's stream that sends the values."""
 GET_SECRETS = "skyward_get_secrets"
 """The operation that waits for them."""
 PATIENCE_SECONDS = 60.0
-"""For how long a worker waits for a pool's opener that is to come: after a change of the head somebody else's call may
-be there first.
-"""
+"""How long a worker waits for the pool's owner: after a change of the head another client's call may come first."""
 
 
 class SecretStore(SchedulerPlugin):
-    """Keeps the values in the scheduler as they came, packed: it has no use for them itself."""
+    """Keeps the values in the scheduler, still pickled: the scheduler does not use them."""
 
     name = "skyward-secrets"
 
@@ -38,18 +36,18 @@ class SecretStore(SchedulerPlugin):
         self._are_here = asyncio.Event()
 
     async def start(self, scheduler: Scheduler) -> None:
-        """Take up the operations."""
+        """Add the operations to the scheduler."""
         streams: dict[str, Any] = scheduler.stream_handlers
         streams[PUT_SECRETS] = self.put
         scheduler.handlers[GET_SECRETS] = self.get
 
     def put(self, client: str, secrets: Any) -> None:
-        """Take the values from the pool's opener."""
+        """Take the values from the pool's owner."""
         self._packed = secrets
         self._are_here.set()
 
     async def get(self) -> Any:
-        """Return them, when they are here; None if nobody brings them."""
+        """Wait for the values and return them; None if they do not come."""
         try:
             async with asyncio.timeout(PATIENCE_SECONDS):
                 await self._are_here.wait()
@@ -59,7 +57,7 @@ class SecretStore(SchedulerPlugin):
 
 
 async def ask_for(scheduler: Any, names: Collection[str]) -> SecretValues:
-    """Ask the scheduler, over a worker's connection to it. Raises LookupError if it has not got all of them."""
+    """Get the values from the scheduler. Raises LookupError if some are missing."""
     found: SecretValues | None = await getattr(scheduler, GET_SECRETS)()
     if missing := [name for name in names if found is None or name not in found]:
         raise LookupError(f"the pool's secrets are not here: {', '.join(missing)}")

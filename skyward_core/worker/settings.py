@@ -1,5 +1,6 @@
-"""What a node is told: one JSON file, written by the client, read when the node starts and again when the client has
-written another.
+"""The settings of a node: one JSON file, which the client writes.
+
+The node reads it at its start and after each change.
 """
 
 from __future__ import annotations
@@ -24,27 +25,27 @@ class NodeOwner:
     started: str
 
     def is_alive(self) -> bool:
-        """Tell whether that very process still runs; a zombie counts as gone."""
+        """Return whether this process still runs. A zombie counts as gone."""
         return self.started != "" and process_start(self.pid) == self.started
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    """All that a node needs to know.
+    """All settings of a node.
 
     `workers` holds one mapping of environment variables for each worker of the node (a MIG partition is a worker:
     `with_partitions`), `slots` is how many calls each of them runs at once, `accelerators` are those that one worker
     may use. `scheduler` is the address of the pool's scheduler; None on the head, which starts it. `value_directories`
-    are folders for large values, the first in this machine's memory; the node makes and removes it. The client takes
-    them from there. `tls_certificate` and `tls_key` are PEM texts. `memory_limit_bytes` bounds the process of a call.
-    `neuron_cores` are the NeuronCores of each slot; empty without any, and where Neuron's runtime is left the choice.
+    are folders for large values, the first in this machine's memory; the node makes and removes it. The client fetches
+    values from them. `tls_certificate` and `tls_key` are PEM texts. `memory_limit_bytes` bounds the process of a call.
+    `neuron_cores` are the NeuronCores of each slot; empty without any, and where Neuron's runtime chooses.
 
     `timeout_seconds` is how long the node lives without a running call, `max_lifetime_seconds` how long at most (None:
     no end), `lease_seconds` how long after its start without a sign of life from a client, unless one lengthens it
     (`watchdog.write_lease`). `is_guarded` says that a guard runs beside the supervisor, which ends the node then by
     writing the file `ended`. `scheduler_port` and `worker_ports`, one for each worker, are where to listen; 0 and
-    empty: wherever there is room. A client that writes settings with another `generation` has the node begin anew with
-    them. `secret_names` are the variables that calls find beside their environment: their values never stand here
+    empty: the kernel chooses. If a client writes settings with another `generation`, the node starts again with
+    them. `secret_names` are the secret variables of calls; their values are never in this file
     (`worker/secret_values.py`). `notice_url` is where it asks whether its machine is to be taken back
     (`worker/preemption_notice.py`); empty: it does not ask. Without `workers` it runs no calls.
     `is_simulated`: its accelerators are not there. `keeps_calls`: its workers outlive their scheduler while they have
@@ -86,15 +87,14 @@ class NodeSettings:
         return self.neuron_cores[slot] if self.neuron_cores else ()
 
     def environment_of(self, worker: int, slot: int) -> dict[str, str]:
-        """Return what the processes of calls in this slot of this worker find in their environment, beside what the
-        whole node has.
-        """
+        """Return the environment variables that calls in this slot of this worker have, beside those of the node."""
         cores = self.cores_of(slot)
         return self.workers[worker] | ({"NEURON_RT_VISIBLE_CORES": _ranges(cores)} if cores else {})
 
     def may_become(self, other: NodeSettings) -> bool:
-        """Tell whether living workers may go on under other settings: only their place in the pool is another one, and
-        they are to keep their calls.
+        """Return whether living workers may continue with other settings.
+
+        They may if only their place in the pool changes, and if they are to keep their calls.
         """
         theirs = (
             other.slots,
@@ -155,9 +155,7 @@ def with_partitions(settings: NodeSettings, text: str) -> NodeSettings:
 
 
 def _ranges(cores: Sequence[int]) -> str:
-    """Write numbers as Neuron's runtime reads them: "0-3,6", and a range alone where it is one, which is all that its
-    older versions read.
-    """
+    """Write numbers as Neuron's runtime reads them: "0-3,6". Its older versions read only a single range."""
     runs: list[list[int]] = []
     for core in cores:
         if runs and core == runs[-1][-1] + 1:
@@ -187,7 +185,7 @@ def process_start(pid: int) -> str | None:
 
 
 def _is_there(pid: int) -> bool:
-    """Tell whether there is a process, or a zombie, of that pid: the kernel says so of anybody's."""
+    """Return whether a process or zombie has this pid, whatever user owns it."""
     try:
         os.kill(pid, 0)
     except PermissionError:
@@ -203,7 +201,7 @@ def this_process() -> NodeOwner:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a private file (mode 0600) that a reader sees whole or not at all."""
+    """Write a private file (mode 0600) atomically."""
     partial = path.with_name(f".{path.name}.partial")
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     with os.fdopen(descriptor, "w") as file:

@@ -28,7 +28,7 @@ def shard(*arrays: Any, shuffle: bool = False, seed: int | None = None) -> Any:
 
     With n rows and w workers, worker r gets rows r, r + w, r + 2w, ...: ⌈n/w⌉ or ⌊n/w⌋ of them, never padded. With
     `shuffle` the rows are put into a random order first, the same for all arrays and on all workers. Without `seed`
-    that order hangs on the call's `job_id`, which all workers of one broadcast share: it differs from broadcast to
+    that order depends on the call's `job_id`, which all workers of one broadcast share: it differs from broadcast to
     broadcast. Give `seed` for the same order each time, and wherever two calls of `shard` in different broadcasts must
     agree.
 

@@ -1,7 +1,7 @@
-"""Dask's batched streams, made for calls that somebody waits for.
+"""Dask's batched streams, changed so that messages of calls go out at once.
 
-A message costs each side some 0.2 ms, mostly in the kernel, and Dask exchanges eight of them for a task, of which four
-are on the way of a call. The others are told when there is something else to tell.
+A message costs each side about 0.2 ms, mostly in the kernel. Dask exchanges eight messages for a task; a call waits for
+four of them. The others are sent together with the next message.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ _CAN_WAIT = {"free-keys", "release-worker-data", "client-releases-keys", ACKNOWL
 
 
 class Told(UserDict[str, Outcome]):
-    """The outcomes of a batch whose reports have told all there is: nobody is in a hurry for them. Not a dict: Dask
-    looks through those for their size.
+    """The outcomes of a batch whose reports were sent already, so they are not urgent. Not a dict: Dask measures those.
 
     `node` and `instance_id` are of the node that ran it.
     """
@@ -37,16 +36,16 @@ _TOLD = dump_type(Told)
 
 
 class PromptStream(BatchedSend):
-    """Sends at once, but for what nobody waits for: that goes with the next message, or after CAN_WAIT_SECONDS.
+    """Sends at once, except what no call waits for: that goes with the next message, or after CAN_WAIT_SECONDS.
 
-    The order stays as it is.
+    The order does not change.
     """
 
     _is_due = False
 
     @property
     def next_deadline(self) -> None:
-        """Never: else Dask would set itself a timer after each message, even one of no time."""
+        """None: otherwise Dask would start a timer after each message."""
 
     @next_deadline.setter
     def next_deadline(self, _: float | None) -> None:
@@ -68,10 +67,10 @@ class PromptStream(BatchedSend):
 
 
 def send_at_once(stream: Any) -> None:
-    """Make one of Dask's streams a prompt one, which it remains."""
+    """Make one of Dask's streams a `PromptStream`."""
     stream.__class__ = PromptStream
     if stream.comm is not None:
-        # else each message is measured, at the cost of sending it, only to find that it is small
+        # otherwise Dask measures each message, which costs as much as sending it
         stream.comm.allow_offload = False
 
 

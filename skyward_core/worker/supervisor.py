@@ -1,17 +1,16 @@
 """The first process of a node: `python -m skyward_core.worker.supervisor DIRECTORY`.
 
-It imports Dask once and forks everything else from there: the scheduler (on the head), the workers, the runners in
-which calls run, and on spot machines who listens for the notice that they are taken back. So a node starts with one
-import instead of one for each process, and a crashed runner is replaced within milliseconds. It stays single-threaded
-(forking is only safe so), never runs a user's code, reaps the dead, and is the node's watchdog: when its owner is gone,
-or one of its clocks has run out, it takes the whole node down.
+It imports Dask once and forks all other processes: the scheduler (on the head), the workers, the runners in which calls
+run, and on spot machines the poller of preemption notices. So a node starts with one import for all processes, and a
+crashed runner is replaced within milliseconds. It has one thread, because only then forking is safe. It never runs the
+user's code. It reaps dead processes, and it is the node's watchdog: it ends the node when its owner is gone, or when
+one of its clocks has run out.
 
-Files of DIRECTORY: `settings.json` is written by the client, and written again to have the node begin anew as another;
-`lease` is written by whoever may lengthen it; `partitions`, if there is one, by the bootstrap script, and names the GPU
-of each worker; `supervisor` holds this process's pid; `head.json` is written by the head when its scheduler listens;
-`ended` says to the guard, where there is one, why the node ends. The supervisor may be started before `settings.json`
-is there. `missed` is written by the client when workers stay away from the scheduler, and taken away when they are
-dead.
+Files of DIRECTORY: the client writes `settings.json`, and writes it again to restart the node in another place. Clients
+write `lease` to renew it. `partitions`, if it exists, is written by the bootstrap script and names the GPU of each
+worker. `supervisor` has this process's pid. The head writes `head.json` when its scheduler listens. `ended` says to the
+guard, if there is one, why the node ends. The client writes `missed` when workers stay away from the scheduler; the
+supervisor removes it and kills them. The supervisor may start before `settings.json` exists.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from skyward_core.concurrency.backoff import Backoff
-from skyward_core.worker import node  # the one costly import: everything forked from here has it already
+from skyward_core.worker import node  # the only costly import: all forked processes have it already
 from skyward_core.worker.call_groups import CallGroups, MemoryAllowance, call_groups, enter
 from skyward_core.worker.info import InstanceInfo, to_env
 from skyward_core.worker.keeper import adopt_orphans
@@ -66,17 +65,16 @@ CRASH_LOOP_DEATHS = 5  # a worker process of the head that dies so often ...
 CRASH_LOOP_SECONDS = 60.0  # ... within this time takes the node down
 FIRST_PAUSE_SECONDS = 0.2
 LONGEST_PAUSE_SECONDS = 5.0
-YOUNG_SECONDS = 8.0  # for so long after it was begun anew a worker that is missed may still be on its way
-LISTEN_AGAIN_SECONDS = 30.0  # what listens for notices raises nothing: somebody has killed it
+RESTART_GRACE_SECONDS = 8.0  # a worker that has restarted may need so long to join
+LISTEN_AGAIN_SECONDS = 30.0  # the poller of notices raises nothing: another process has killed it
 HELD_SIGNALS = (signal.SIGCHLD, signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
 class RunnerProcess:
-    """A process for calls: the worker that it belongs to, which of that worker's slots it serves, and the mark that
-    says whether it has a call.
+    """A process for calls: its worker, the worker's slot that it serves, and the flag that says whether it has a call.
 
-    `group` is its control group, where the kernel bounds its memory.
+    `group` is its control group, if the kernel limits its memory.
     """
 
     index: int
@@ -86,17 +84,14 @@ class RunnerProcess:
 
 
 class CallQueue(socket.socket):
-    """A runner's end of the queue of its calls.
-
-    While it waits there for the next one it is not busy, and else it is.
-    """
+    """A runner's end of the queue of its calls. The runner is idle while it waits in `recv`, and busy otherwise."""
 
     def __init__(self, fileno: int, busy: BusyFlag) -> None:
         super().__init__(fileno=fileno)
         self._busy = busy
 
     def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
-        """Wait for the next call; b"" when the worker has closed the line."""
+        """Wait for the next call; b"" when the worker has closed the queue."""
         self._busy.end()
         packet = super().recv(bufsize, flags)
         self._busy.begin()
@@ -105,30 +100,30 @@ class CallQueue(socket.socket):
 
 @dataclass(frozen=True, slots=True)
 class CrashHistory:
-    """When a worker process died, of late: the last CRASH_LOOP_SECONDS, on time.monotonic's clock."""
+    """When a worker process died in the last CRASH_LOOP_SECONDS (time.monotonic)."""
 
     times: tuple[float, ...] = ()
 
     def and_at(self, now: float) -> CrashHistory:
-        """Return these and one more."""
+        """Return these times and one more."""
         return CrashHistory((*(time for time in self.times if now - time < CRASH_LOOP_SECONDS), now))
 
     @property
     def is_loop(self) -> bool:
-        """Tell whether it is no use to try again."""
+        """Whether the process dies too often to be started again."""
         return len(self.times) >= CRASH_LOOP_DEATHS
 
     @property
     def pause_seconds(self) -> float:
-        """How long to wait before the next one is started."""
+        """How long to wait before the next process is started."""
         return Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS).seconds(len(self.times))
 
 
 class Supervisor:
-    """Forks, reaps, watches.
+    """Forks the node's processes, reaps dead ones, and ends the node when it is time.
 
-    `_workers` maps the pid of each worker process to its index, `_runners` that of each runner to what belongs to it,
-    `_due` the index of a worker process that has died to the time (time.monotonic) at which the next one is started.
+    `_workers` maps pids of worker processes to their indexes, and `_runners` pids of runners to their data. `_due` maps
+    the index of a dead worker to the time (time.monotonic) at which it is started again.
     """
 
     def __init__(self, directory: Path, settings: NodeSettings, watch: Watch) -> None:
@@ -145,7 +140,7 @@ class Supervisor:
         self._deaths: defaultdict[int, CrashHistory] = defaultdict(CrashHistory)
         self._settings_seen: tuple[int, int, int] | None = None
         self._groups: CallGroups | None = None
-        self._spared = frozenset(descendants())  # what the startup script has left running is not ours to kill
+        self._spared = frozenset(descendants())  # processes of the startup script must not be killed
 
     def run(self) -> NoReturn:
         """Start the node's processes and watch until the end; never returns."""
@@ -183,7 +178,7 @@ class Supervisor:
         self._listen_at = time.monotonic() if self._settings.notice_url and self._settings.workers else math.inf
 
     def _bound_memory(self) -> None:
-        """Have the kernel bound the memory of calls where it may, and say whether it does."""
+        """Let the kernel limit the memory of calls, if it can; log whether it does."""
         limit = self._settings.memory_limit_bytes
         self._groups = call_groups(self._settings.instance_id, limit)
         if limit is not None:
@@ -242,9 +237,9 @@ class Supervisor:
     def _free_slot(self, index: int) -> int:
         """Return the first slot of a worker that no process serves.
 
-        A worker asks for another process when it was told that the one before has ended. If that could not be told in
-        time, because one is stuck in the kernel, there may be no free slot: then it is the one with the fewest
-        processes, and what they hold is not to be had.
+        A worker requests another process when the supervisor has reported the end of the one before. A process that is
+        stuck in the kernel is not reported in time. Then no slot may be free, and the one with the fewest processes is
+        used.
         """
         held = Counter(runner.slot for runner in self._runners.values() if runner.index == index)
         return min(range(self._settings.slots), key=lambda slot: held[slot])
@@ -287,10 +282,9 @@ class Supervisor:
         )
 
     def _fork(self, main: Callable[[], NoReturn]) -> int:
-        """Fork a child that keeps none of the supervisor's lines open and dies with it.
+        """Fork a child that closes the supervisor's sockets and dies with the supervisor.
 
-        Signals are held back meanwhile: one that is meant for the child must not find the supervisor's way of taking it
-        there, which ends the node.
+        Signals are blocked during the fork: the supervisor's handlers, which end the node, must not run in the child.
         """
         supervisor = os.getpid()
         signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
@@ -312,7 +306,8 @@ class Supervisor:
         finally:
             os._exit(70)
 
-    # ── the dead ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── processes that have ended
+    # ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _reap(self) -> None:
         while True:
@@ -340,14 +335,14 @@ class Supervisor:
                 self._end(f"the scheduler died with {code}")
 
     def _was_too_large(self, runner: RunnerProcess) -> bool:
-        """Whether the kernel has killed what was in the control group of a runner that has ended; the group goes."""
+        """Return whether the kernel has killed a runner for lack of memory; remove its control group."""
         return self._groups is not None and runner.group is not None and self._groups.end(runner.group)
 
     def _bury_worker(self, index: int, code: int) -> None:
-        """A worker process is gone, and with it whoever waits for its calls. The next one is started after a pause.
+        """Handle the end of a worker process: kill its runners, and start it again after a pause.
 
-        On the head, dying again and again is the worker's own fault. Elsewhere it may only mean that there is no
-        scheduler, while a new head is found.
+        On the head, repeated crashes are the worker's own fault and end the node. On other nodes there may be no
+        scheduler while the head is replaced.
         """
         if index in self._controls:
             self._controls.pop(index).close()
@@ -378,9 +373,9 @@ class Supervisor:
             self._end(reason)
 
     def _look_at_settings(self) -> None:
-        """Begin anew if the client has written settings of another generation.
+        """Restart the node if the client has written settings of another generation.
 
-        What cannot be read is told and passed over.
+        Log settings that are unreadable.
         """
         path = self._directory / "settings.json"
         try:
@@ -402,9 +397,9 @@ class Supervisor:
             self._begin_anew(settings)
 
     def _look_for_missed(self) -> None:
-        """Kill workers that the client misses: one that stands still does nothing, and does not die.
+        """Kill the workers that are missing at the scheduler: a frozen worker does not end by itself.
 
-        Their successors come as after any death.
+        They are started again as after any crash.
         """
         path = self._directory / MISSED
         try:
@@ -415,13 +410,13 @@ class Supervisor:
         now = time.monotonic()
         for pid, index in self._workers.items():
             died_at = max(self._deaths[index].times, default=-math.inf)
-            if str(index) in missed and now - died_at > YOUNG_SECONDS:
+            if str(index) in missed and now - died_at > RESTART_GRACE_SECONDS:
                 self._log(f"worker {index} is missed by the pool, and is killed")
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
     def _carry_on(self, settings: NodeSettings) -> None:
-        """Tell living workers the node's new place: they go there with their calls, or end at once if they have none.
+        """Send living workers the node's new place: they go there with their calls, or end if they have none.
 
         The head was another node.
         """
@@ -437,10 +432,7 @@ class Supervisor:
         self._due = dict.fromkeys(self._due, time.monotonic())
 
     def _begin_anew(self, settings: NodeSettings) -> None:
-        """Kill all that has been forked, forget it, and start with other settings: another rank, another head.
-
-        Dask stays imported.
-        """
+        """Kill all forked processes and start them again with other settings: another rank, another head."""
         began = time.monotonic()
         for control in self._controls.values():
             control.close()
@@ -453,7 +445,7 @@ class Supervisor:
         self._scheduler_pid = self._listener_pid = 0
         (self._directory / "head.json").unlink(missing_ok=True)
         self._settings = settings
-        self._watch.note_call()  # the client is there, and what it has lost will run again
+        self._watch.note_call()  # the client is there, and will run its lost calls again
         self._log(f"begins anew as generation {settings.generation}, all gone after {time.monotonic() - began:.3f} s")
         self._start()
 
@@ -470,19 +462,18 @@ class Supervisor:
 
 
 def end_node(settings: NodeSettings, directory: Path | None = None) -> NoReturn:
-    """Kill every process of the node and remove what it keeps in memory, and its directory if that is given; the caller
-    last.
+    """Kill all processes of the node and remove its files in memory, and its directory if that is given; then exit.
 
-    Its keepers are left: they end when the caller does, and take along what may have slipped by.
+    The keepers live on: they end after the caller, and kill processes that were missed.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while not all(members(settings.instance_id).values()):
         kill_instance(settings.instance_id)
-        # until the kernel has taken them down; a process that forks meanwhile is found in the next round
+        # until the kernel has ended them; a process that forks meanwhile is found in the next round
         time.sleep(0.01)
         reap_all()
     _remove_memory(settings)
-    if directory is not None:  # nobody is left to read it
+    if directory is not None:  # no process reads it any more
         shutil.rmtree(directory, ignore_errors=True)
     os._exit(0)
 
@@ -490,8 +481,9 @@ def end_node(settings: NodeSettings, directory: Path | None = None) -> NoReturn:
 def end_guarded_node(
     directory: Path, settings: NodeSettings, reason: str, spared: frozenset[ProcessIdentity]
 ) -> NoReturn:
-    """Tell the guard why the node ends, unless somebody has done so already, and kill what the caller has forked, then
-    itself. The guard does the rest.
+    """Write for the guard why the node ends, unless that is written already; kill all forked processes, and exit.
+
+    The guard does the rest.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if not (directory / "ended").exists():
@@ -503,7 +495,7 @@ def end_guarded_node(
 
 
 def _remove_memory(settings: NodeSettings) -> None:
-    """The last of the folders for values is the node's own directory, which others still need."""
+    """Remove the folders for values, except the last: it is the node's directory, which is still needed."""
     for place in settings.value_directories[:-1]:
         shutil.rmtree(place, ignore_errors=True)
 
@@ -520,7 +512,7 @@ def await_settings(directory: Path, owner: NodeOwner | None) -> NodeSettings:
 
 
 def read_settings(directory: Path) -> NodeSettings:
-    """Return what the client has written, and what this machine has found about its GPUs.
+    """Return the client's settings, with this machine's GPU partitions.
 
     Raises OSError, ValueError, KeyError or TypeError.
     """
@@ -533,7 +525,7 @@ def read_settings(directory: Path) -> NodeSettings:
 
 
 def main() -> NoReturn:
-    """Become the supervisor of the node whose files are in the directory given as the only argument."""
+    """Run the supervisor of the node whose directory is the only argument."""
     directory = Path(sys.argv[1])
     write_atomically(directory / "supervisor", f"{os.getpid()}\n")
     owner_text = os.environ.get("SKYWARD_OWNER")

@@ -1,11 +1,11 @@
-"""The node's own end: what belongs to it, when it must stop, and how it takes everything along.
+"""How a node ends: which processes belong to it, when it must stop, and how it kills all of them.
 
-A local instance is the set of processes that carry its tag in the environment they were started with. The tag is there
-from the creating call on, is inherited, and cannot be lost with a file.
+A local instance is the set of processes that have its tag in the environment with which they started. The first process
+has it, all others inherit it, and it cannot be lost with a file.
 
-Four clocks end a node: `timeout` since the last running call, `max_lifetime` since its start, the lease, which a client
-lengthens as long as it lives, and the time until which it is paid for, which the pool's opener tells. All of them are
-read off /proc/uptime: the time of day may be wrong and may jump.
+Four clocks end a node: `timeout` since the last running call; `max_lifetime` since its start; the lease, which clients
+renew; and the time until which it is paid for, which the pool's owner writes. All use /proc/uptime, because the time of
+day may be wrong and may jump.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ LEASE = "lease"
 BUSY = "busy"
 PAID = "paid"
 DETACHED = "detached"
-"""Its opener has let go of the node: a living opener does not stand for the lease any more."""
+"""The pool is detached: the living owner does not replace the lease any more."""
 MISSED = "missed"
-"""Indexes of workers that stay away from the scheduler, as the pool's opener tells: they are killed, and begin anew."""
-LEASE_SHAPE = re.compile(rb"[0-9]+(\.[0-9]+)?\s*")  # what the guard, a shell script, can read too
+"""Indexes of workers that stay away from the scheduler; the pool's owner writes them. They are killed and restarted."""
+LEASE_SHAPE = re.compile(rb"[0-9]+(\.[0-9]+)?\s*")  # the guard, a shell script, can read it too
 PR_SET_PDEATHSIG = 1
 
 
@@ -76,11 +76,10 @@ def members(instance_id: str) -> dict[int, bool]:
 
 
 def kill_instance(instance_id: str, sig: int = signal.SIGKILL) -> int:
-    """Send a signal to every process of an instance but the calling one; return how many there were. Call again until
-    it says 0: a fork may slip by.
+    """Send a signal to every process of an instance but the calling one; return how many there were.
 
-    SIGKILL spares the keepers as long as there is anything else: below a living keeper nothing gets lost. Processes
-    that it may not kill count too.
+    Call it again until it returns 0: it may miss a process that forks. SIGKILL spares the keepers while other processes
+    live, because a living keeper finds all processes below it. Processes that it may not kill count too.
     """
     alive = members(instance_id)
     others = {pid for pid, is_keeper in alive.items() if not is_keeper}
@@ -138,10 +137,9 @@ def _children() -> dict[int, list[ProcessIdentity]]:
 
 
 def kill_descendants(spared: AbstractSet[ProcessIdentity], deadline_seconds: float) -> set[ProcessIdentity]:
-    """Kill, and reap, all that comes from this process but what is spared; return what still lives at the deadline
-    (stuck in the kernel).
+    """Kill and reap all descendants of this process that are not spared; return those that live at the deadline.
 
-    Sees what was orphaned on the way only if this process adopts orphans.
+    These are stuck in the kernel. It finds orphans only if this process adopts them.
     """
     deadline = time.monotonic() + deadline_seconds
     while alive := descendants(spared):
@@ -151,14 +149,14 @@ def kill_descendants(spared: AbstractSet[ProcessIdentity], deadline_seconds: flo
             with contextlib.suppress(ProcessLookupError):
                 os.kill(birth.pid, signal.SIGKILL)
         reap_all()
-        # until the kernel has taken them down; a process that forked meanwhile is found in the next round
+        # until the kernel has ended them; a process that forked meanwhile is found in the next round
         time.sleep(0.002)
     reap_all()
     return set()
 
 
 def reap_all() -> None:
-    """Take note of all children that have ended, whoever they were."""
+    """Reap all children that have ended."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -187,7 +185,7 @@ def write_lease(directory: Path, until: float, *, may_shorten: bool = False) -> 
     """Let a node's lease run until this uptime of its machine, in seconds, unless it runs longer already. Several
     clients may do so at once.
 
-    `may_shorten` takes back what was said in error: it runs until then even if it ran longer.
+    `may_shorten` corrects an error: the lease runs until then even if it ran longer.
     Raises ValueError for what is not a point in time, OSError if the node's directory is gone.
     """
     _refuse_what_is_no_time(until)
@@ -202,12 +200,12 @@ def write_lease(directory: Path, until: float, *, may_shorten: bool = False) -> 
 
 
 def read_paid(directory: Path) -> float | None:
-    """Return the uptime in seconds until which the node is paid for; None if nobody has said."""
+    """Return the uptime in seconds until which the node is paid for; None if that was never written."""
     return _read_uptime(directory / PAID)
 
 
 def write_paid(directory: Path, until: float) -> None:
-    """Say until which uptime, in seconds, the node is paid for; it may be less than before.
+    """Write until which uptime, in seconds, the node is paid for. It may be less than before.
 
     Raises ValueError for what is not a point in time, OSError if the node's directory is gone.
     """
@@ -216,23 +214,23 @@ def write_paid(directory: Path, until: float) -> None:
 
 
 def read_busy(directory: Path) -> float:
-    """Return the uptime in seconds until which a client has said that the pool has calls to run; 0 if none has."""
+    """Return the uptime at which a client last reported that the pool has calls to run; 0 if none has."""
     return _read_uptime(directory / BUSY) or 0.0
 
 
 def write_busy(directory: Path) -> None:
-    """Say that the pool has calls to run, maybe on other nodes. Raises OSError if the node's directory is gone."""
+    """Report that the pool has calls to run, maybe on other nodes. Raises OSError if the node's directory is gone."""
     write_atomically(directory / BUSY, f"{uptime():.3f}\n")
 
 
 def _refuse_what_is_no_time(until: float) -> None:
-    """Who could not read it would go on as before: a machine that nobody ends."""
+    """Raise ValueError for a time that cannot be read back: the node would ignore it and might never end."""
     if not math.isfinite(until) or until < 0:
         raise ValueError(f"an uptime in seconds is a point in time, not {until}")
 
 
 def _read_uptime(path: Path) -> float | None:
-    """The one number in a file; None if there is none that can be read."""
+    """Return the number in a file; None if it cannot be read."""
     try:
         text = path.read_bytes()
     except OSError:
@@ -260,14 +258,14 @@ class BusyFlag:
         self._count[0] += self._count[0] & 1
 
     def look(self) -> bool:
-        """Tell whether a call runs, or one has run since the last look. Each look counts: there is one who looks."""
+        """Return whether a call runs, or has run since the last look. Only one caller may look."""
         seen, self._seen = self._seen, self._count[0]
         return self._seen % 2 == 1 or self._seen != seen
 
 
 @dataclass(frozen=True, slots=True)
 class Clocks:
-    """What a node may live through, in seconds. `max_lifetime_seconds` None: without end."""
+    """Time limits of a node, in seconds. `max_lifetime_seconds` None: no limit."""
 
     timeout_seconds: float
     max_lifetime_seconds: float | None = None
@@ -291,9 +289,7 @@ class Clocks:
 
 
 class Watch:
-    """The clocks of one node as they stand: when it started, when a call ran last, and the last lease that could be
-    read.
-    """
+    """The present clocks of one node: when it started, when a call ran last, and the last readable lease."""
 
     def __init__(self, directory: Path, clock: Callable[[], float]) -> None:
         self._directory = directory
@@ -309,8 +305,7 @@ class Watch:
     def verdict(self, settings: NodeSettings, marks: Iterable[BusyFlag]) -> str | None:
         """Look at the marks of all runners, the lease and the clocks; return why the node must end now, or None.
 
-        A client process of this machine stands for the lease as long as it lives; when it has gone, and left no lease,
-        so must the node.
+        An owner on this machine replaces the lease while it lives. If it is gone and has left no lease, the node ends.
         """
         now = self._clock()
         looks = [mark.look() for mark in marks]  # at every mark, not only up to the first that is busy

@@ -1,10 +1,10 @@
-"""How a call and its outcome look between client, worker and runner.
+"""The messages between client, worker and runner: calls, batches, outcomes, reports.
 
 A `Parcel` is a pickled value whose large buffers are kept apart: inline, or in one file of a folder in memory
 (`/dev/shm`) that both ends see. Named tuples, not dataclasses: thousands of them are pickled in a second, and the C
 pickler knows tuples.
 
-Whoever puts a parcel into a file owns it until it is handed over; `release` is the undo and may be called twice.
+The process that puts a parcel into a file owns the file until it hands it over. `release` removes it; idempotent.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Parcel(NamedTuple):
         return len(self.data) + sum(memoryview(buffer).nbytes for buffer in self.buffers)
 
     def moved_to_file(self, directories: Sequence[str]) -> Parcel:
-        """Return the same parcel with everything in one new file, in the first of the directories that has room.
+        """Return the parcel with all of its data in one new file, in the first of the directories that has room.
 
-        Raises OSError when none has.
+        Raises OSError if none has room.
         """
         *others, last = directories
         for directory in others:
@@ -70,16 +70,16 @@ class Parcel(NamedTuple):
         return self._written(Path(last) / uuid.uuid4().hex, os.O_EXCL)
 
     def moved_into_spent_file(self, path: str, memory: mmap.mmap) -> tuple[Parcel, bool]:
-        """Put the parcel into a file that came with other values, now spent, whose mapping is `memory`; return it, and
-        whether that could be done.
+        """Put the parcel into the file of spent values, whose mapping is `memory`; return it, and whether that
+        succeeded.
 
-        Fresh pages cost more than copying does: a value that lies in the file already stays where it is, another is
-        written over what was there. Neither may be done while anything still refers to the old values; the parcel
-        returned then has views of them, to be put aside as usual.
+        Fresh pages cost more than copying. A value that is in the file already stays there; any other overwrites the
+        file. Both fail while anything refers to the old values. Then the parcel has views of them, and the caller
+        writes it to a new file.
         """
         inside = [_span_within(memory, memoryview(buffer)) for buffer in self.buffers]
         if not any(inside):
-            with contextlib.suppress(OSError):  # no room for what the file lacks: a file elsewhere may have it
+            with contextlib.suppress(OSError):  # no room to extend the file: another folder may have room
                 return (self._written(Path(path), 0), True) if _closed(memory) else (self, False)
             return self, False
         spans = tuple(span for span in inside if span is not None)
@@ -97,8 +97,8 @@ class Parcel(NamedTuple):
     ) -> tuple[mmap.mmap | None, bytes | memoryview, tuple[bytearray | memoryview, ...]]:
         """Return the mapping of the file, if there is one, the pickle and its buffers, which are writable.
 
-        The last reader gets the file's own pages; others get a private mapping, whose pages are copied when they are
-        written to. Memory is given back with the last user of the values, once the file is released.
+        The last reader gets the file's own pages. Others get a private mapping, which copies pages on write. The kernel
+        frees the memory when the file is released and nothing refers to the values.
         """
         if self.path is None:
             return (
@@ -130,9 +130,7 @@ class Parcel(NamedTuple):
                 os.unlink(self.path)
 
     def as_file_at(self, path: str) -> tuple[Parcel, tuple[bytes | bytearray | memoryview, ...]]:
-        """Return the parcel as it is once `path` holds these pieces, one after another: for a file that somebody else
-        writes, on another machine.
-        """
+        """Return the parcel as a file at `path`, and the content of that file in pieces."""
         parts: Sequence[bytes | bytearray | memoryview] = (self.data, *self.buffers)
         spans = _spans(memoryview(part).nbytes for part in parts)
         ends = [start + size for start, size in spans]
@@ -146,7 +144,7 @@ class Parcel(NamedTuple):
         return Parcel(b"", (), path, spans), tuple(pieces)
 
     def with_content(self, content: memoryview) -> Parcel:
-        """Return the parcel with what its file holds, `content`, in its buffers instead."""
+        """Return the parcel with `content`, the content of its file, in its buffers."""
         parts = [content[start : start + size] for start, size in self.spans]
         data = self.data or bytes(parts.pop(0))
         return Parcel(data, tuple(parts))
@@ -198,10 +196,10 @@ class Batch(NamedTuple):
 
 
 class Sealed(NamedTuple):
-    """A pickled batch on its way through the scheduler, which looks at it no more than at any buffer.
+    """A pickled batch that passes through the scheduler as an opaque buffer.
 
-    Dask searches what it pickles for the name of the main module, which by-value functions mention, and pickles such a
-    thing a second time, slowly.
+    Dask searches its pickles for the name of the main module, which functions by value contain, and then pickles the
+    object a second time, slowly.
     """
 
     data: bytes | memoryview
@@ -226,8 +224,8 @@ class Outcome(NamedTuple):
     """The end of one call: for RESULT the value, for ERROR the exception (either may be empty: see `text`), for a crash
     its exit code and last lines.
 
-    `text` says for OUT_OF_MEMORY who has killed it, if not its worker. `seconds`: for how long it kept its slot busy,
-    however it ended.
+    `text` names for OUT_OF_MEMORY what has killed the call, if not its worker. `seconds`: how long it kept its slot
+    busy, however it ended.
     """
 
     call_id: str
@@ -253,11 +251,11 @@ class Output(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a worker tells a client, in the order in which it happened.
+    """A message from a worker to a client: outcomes and output, in order.
 
-    `origin` names the batch and the worker process that had it, `number` counts its reports from 1 on. What is told
-    again, to a client that has found another head, bears the same number; numbers may be missing, where output was
-    dropped for want of room.
+    `origin` names the batch and its worker process. `number` counts the batch's reports from 1 on. A report that is
+    repeated, for a client of another head, keeps its number. Numbers are missing where output was dropped for lack of
+    room.
     """
 
     node: int
@@ -268,7 +266,7 @@ class Report(NamedTuple):
 
 
 def _spans(sizes: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Where each part lies: from a multiple of 64 bytes on, so that arrays stay aligned for vector instructions."""
+    """Return offset and size of each part. Offsets are multiples of 64: arrays stay aligned for vector instructions."""
     spans, end = list[tuple[int, int]](), 0
     for size in sizes:
         spans.append((end, size))
@@ -277,7 +275,7 @@ def _spans(sizes: Iterable[int]) -> tuple[tuple[int, int], ...]:
 
 
 def _span_within(memory: mmap.mmap, buffer: memoryview) -> tuple[int, int] | None:
-    """Where in the mapping a buffer lies; None if it lies elsewhere, or cannot be asked because it is read-only."""
+    """Return offset and size of a buffer in the mapping; None if it is elsewhere, or read-only: no address then."""
     if buffer.readonly or not buffer.nbytes:
         return None
     start = ctypes.addressof(ctypes.c_char.from_buffer(buffer)) - ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -1,4 +1,4 @@
-"""A process that gevent or eventlet has patched gets no pool: it is told so at once, in words."""
+"""A process that gevent or eventlet has patched gets no pool, and a clear error at once."""
 
 import os
 import subprocess

@@ -129,7 +129,7 @@ def test_what_has_begun_cannot_be_cancelled() -> None:
 
 
 def test_a_cancelled_task_leaves_no_error_behind() -> None:
-    """What its thread comes to is nobody's any more."""
+    """The outcome of its thread has no receiver any more."""
     may_end = threading.Event()
 
     async def cancelled() -> None:

@@ -11,7 +11,7 @@ from skyward_core.engine.connection import PoolClient, connect
 
 @pytest.mark.parametrize("is_there", [False, True])
 def test_a_connection_that_fails_leaves_nothing_to_be_closed(monkeypatch: pytest.MonkeyPatch, is_there: bool) -> None:
-    """Nobody listens, or who does is silent.
+    """No process listens, or the listener is silent.
 
     Collected as garbage, Dask's client would close itself, on a loop that is closed by then.
     """

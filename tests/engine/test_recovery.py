@@ -23,8 +23,8 @@ from skyward_core.engine.membership import (
     FIRST_PAUSE_SECONDS,
     HEAD_PATIENCE_SECONDS,
     HEAD_WORKERS_SECONDS,
+    HOPELESS_SECONDS,
     LONGEST_PAUSE_SECONDS,
-    NOBODY_LEFT_SECONDS,
     REJOIN_SECONDS,
     RESTART_WORKERS_SECONDS,
 )
@@ -265,7 +265,7 @@ class FakeMachines:
         self.on_restart()
         if self.fails_to_restart or not self.world.nodes[0].answers:
             self.fails_to_restart = max(0, self.fails_to_restart - 1)
-            if self.world.nodes[0].is_hollow:  # there is nobody who could say that it does not come
+            if self.world.nodes[0].is_hollow:  # no process could report that it does not come
                 self.world.now += HEIR_SECONDS
             raise SkywardError("the new head did not come up in time")
         for rank in [rank for rank, machine in self.world.nodes.items() if not machine.is_wired]:
@@ -367,7 +367,7 @@ def world() -> World:
 
 
 def test_nothing_happens_while_all_are_there(world: World) -> None:
-    """As long as every node is there, nothing is told, asked or rented."""
+    """As long as every node is there, there are no events, requests or new machines."""
     world.go_on(60)
     assert (world.told.events, world.machines.replaced, world.machines.restarts) == ([], [], 0)
 
@@ -383,7 +383,7 @@ def test_a_worker_that_comes_back_soon_is_not_lost(world: World) -> None:
 
 
 def test_a_node_that_stays_away_is_told_once_and_replaced(world: World) -> None:
-    """After REJOIN_SECONDS the node is lost, with nothing else told, and another machine is put in its place."""
+    """After REJOIN_SECONDS the node is lost, without other events, and another machine replaces it."""
     lost = world.cut(1)
     world.go_on(REJOIN_SECONDS - 0.25)
     assert world.lost() == []
@@ -396,7 +396,7 @@ def test_a_node_that_stays_away_is_told_once_and_replaced(world: World) -> None:
 
 
 def test_a_node_that_says_that_it_ends_is_not_waited_for(world: World) -> None:
-    """A node whose log says that it has ended is lost at once, and its last words are told."""
+    """A node whose log says that it has ended is lost at once, and the event has its last words."""
     lost = world.kill(2, "the lease ran out")
     world.turn()
     assert [(event.instance_id, event.reason) for event in world.told.of(sky.InstanceLost)] == [
@@ -405,7 +405,7 @@ def test_a_node_that_says_that_it_ends_is_not_waited_for(world: World) -> None:
 
 
 def test_where_there_is_no_machine_it_is_tried_again_later_and_later(world: World) -> None:
-    """NoCapacity is told as an error each time, the pauses grow up to a limit, and calls that only that node could run
+    """NoCapacity is an Error event each time, the pauses grow up to a limit, and calls that only that node could run
     fail.
     """
     world.has_capacity = False
@@ -438,7 +438,7 @@ def test_two_nodes_are_replaced_at_once(world: World) -> None:
 
 
 def test_one_rank_is_never_replaced_twice_at_once(world: World) -> None:
-    """While a replacement is under way no second one begins, however long it takes and whoever comes and goes."""
+    """While a replacement is under way no second one begins, however long it takes and whichever nodes come and go."""
     world.kill(1)
     world.turn()
     world.turn(REJOIN_SECONDS + 0.1)
@@ -466,7 +466,7 @@ def test_a_node_that_comes_back_before_its_replacement_is_rented_stays(world: Wo
 
 
 def test_a_replacement_that_is_lost_is_replaced(world: World) -> None:
-    """The node in the place of a lost one may be lost too, each is told once."""
+    """A replacement may be lost too. Each loss is emitted once."""
     ids = []
     for _ in range(3):
         ids.append(world.kill(1).id)
@@ -490,15 +490,15 @@ def test_a_replacement_that_leaves_at_once_is_noticed(world: World) -> None:
 
 
 def test_when_nobody_is_left_for_long_everything_fails(world: World) -> None:
-    """While any node works, or for some minutes, calls wait; when nobody is left and nobody comes they raise, and no
+    """While any node works, or for some minutes, calls wait; when no node is left and none comes they raise, and no
     machine is rented any more.
     """
     world.has_capacity = False
     world.kill(1)
     world.kill(2)
-    # the head's scheduler lives, its worker does not come back: in the end it is lost too
+    # the head's scheduler lives, its worker does not come back: later it is lost too
     world.cluster.there.discard(0)
-    world.go_on(NOBODY_LEFT_SECONDS - 10)
+    world.go_on(HOPELESS_SECONDS - 10)
     assert None not in {rank for rank, _ in world.cluster.given_up}
     world.go_on(HEAD_WORKERS_SECONDS + 2 * LONGEST_PAUSE_SECONDS)
     (error,) = [error for rank, error in world.cluster.given_up if rank is None]
@@ -511,7 +511,7 @@ def test_when_nobody_is_left_for_long_everything_fails(world: World) -> None:
 
 
 def test_a_head_without_its_worker_has_it_begun_anew(world: World) -> None:
-    """The machine of a living scheduler is not given back because its worker stands still: that is told, and its
+    """The machine of a living scheduler is not released because its worker is frozen: that is emitted, and its
     supervisor kills it and brings it back.
     """
     world.cluster.leaves(0)
@@ -552,7 +552,7 @@ def test_while_one_node_is_left_nothing_is_given_up(world: World) -> None:
     """However long a node cannot be replaced: as long as another is there, only the calls for that node fail."""
     world.has_capacity = False
     world.kill(1)
-    world.go_on(4 * NOBODY_LEFT_SECONDS, step=5)
+    world.go_on(4 * HOPELESS_SECONDS, step=5)
     assert {rank for rank, _ in world.cluster.given_up} == {1}
 
 
@@ -561,7 +561,7 @@ def test_while_one_node_is_left_nothing_is_given_up(world: World) -> None:
 
 @pytest.mark.parametrize("is_asked_in_vain", [False, True])
 def test_a_head_that_answers_again_is_not_lost(world: World, is_asked_in_vain: bool) -> None:
-    """A wire that is cut for less than the patience costs nothing: the cluster is resumed, and no loss is told,
+    """A wire that is cut for less than the patience costs nothing: the cluster is resumed, and no loss is emitted,
     whatever the provider can say meanwhile.
     """
     world.is_asked_in_vain = is_asked_in_vain
@@ -603,7 +603,7 @@ def test_nodes_seem_lost_to_nobody_while_the_head_is_silent(world: World) -> Non
 
 
 def test_who_was_away_before_the_cut_has_as_long_as_ever_after_it(world: World) -> None:
-    """The time in which nobody could have come back, because the head was silent, does not count."""
+    """The time in which no node could come back, because the head was silent, does not count."""
     world.cut(1)
     world.go_on(REJOIN_SECONDS - 1)
     world.cut(0)
@@ -624,7 +624,7 @@ def test_who_was_away_before_the_cut_has_as_long_as_ever_after_it(world: World) 
     ],
 )
 def test_a_lost_head_is_succeeded_by_a_node_that_is_left(world: World, how: str, seconds: float, reason: str) -> None:
-    """However the loss is known: it is told once, the cluster comes up anew on the next node, and the rank that falls
+    """However the loss is known: it is emitted once, the cluster restarts on the next node, and the rank that falls
     vacant is filled.
     """
     heir = world.nodes[1]
@@ -645,7 +645,7 @@ def test_a_lost_head_is_succeeded_by_a_node_that_is_left(world: World, how: str,
 
 
 def test_where_no_node_answers_it_is_the_client_that_is_cut_off(world: World) -> None:
-    """Nobody is given up while nobody answers: all of them live until their leases run out. Then the head is lost."""
+    """No node is given up while none answers: all live until their leases expire. Then the head is lost."""
     world = World(lease_seconds=120)
     for rank in world.nodes:
         world.cut(rank)
@@ -762,7 +762,7 @@ def test_a_restart_that_fails_is_tried_again(world: World) -> None:
 
 
 def test_a_second_head_lost_on_its_way_up_is_told(world: World) -> None:
-    """The heir dies while it becomes the head: told once, and the third node takes over."""
+    """The next head dies while it becomes the head: one event, and the third node takes over."""
 
     def die() -> None:
         world.machines.on_restart = lambda: None
@@ -777,7 +777,7 @@ def test_a_second_head_lost_on_its_way_up_is_told(world: World) -> None:
 
 
 def test_a_node_that_cannot_be_told_of_the_new_head_is_told_lost(world: World) -> None:
-    """A node that is out of reach while the cluster comes up anew is dropped there; that is a loss, told once, and it
+    """A node that is out of reach while the cluster comes up anew is dropped there; that is a loss, emitted once, and it
     is replaced.
     """
     world.cut(0)
@@ -801,7 +801,7 @@ def test_a_node_that_does_not_come_over_to_the_new_head_is_lost(world: World) ->
 
 
 def test_a_single_node_that_is_lost_is_rented_anew() -> None:
-    """A pool of one node has nobody who could become the head: another machine is rented, once there is one."""
+    """A pool of one node has no other node that could become the head: another machine is rented, once there is one."""
     world = World(nodes=1)
     world.has_capacity = False
     world.kill(0)
@@ -814,11 +814,11 @@ def test_a_single_node_that_is_lost_is_rented_anew() -> None:
 
 
 def test_a_head_that_never_comes_up_again_is_given_up() -> None:
-    """After NOBODY_LEFT_SECONDS without a head all calls raise, and nothing is rented any more."""
+    """After HOPELESS_SECONDS without a head all calls raise, and nothing is rented any more."""
     world = World(nodes=1)
     world.has_capacity = False
     world.kill(0)
-    world.go_on(NOBODY_LEFT_SECONDS - 10)
+    world.go_on(HOPELESS_SECONDS - 10)
     assert world.cluster.given_up == []
     world.go_on(10 + LONGEST_PAUSE_SECONDS)
     ((rank, error),) = world.cluster.given_up
@@ -830,7 +830,7 @@ def test_a_head_that_never_comes_up_again_is_given_up() -> None:
 
 
 def test_a_replacement_under_way_does_not_become_the_head(world: World) -> None:
-    """A rank that is just being replaced is nobody yet: the head's heir is another one."""
+    """A rank that is being replaced has no node yet: another node becomes the head."""
     world.kill(1)
     world.turn()
     world.turn(REJOIN_SECONDS + 0.1)
@@ -845,8 +845,8 @@ def test_a_replacement_under_way_does_not_become_the_head(world: World) -> None:
 
 
 def test_a_replacement_that_falls_with_the_head_is_no_loss(world: World) -> None:
-    """A machine that was on its way to being a node when the head was lost, and cannot be told of the new one, was
-    never a member: nobody is told of it.
+    """A machine that was on its way to being a node when the head was lost, and cannot get the address of the new one, was
+    never a member: there is no event about it.
     """
     first = world.kill(1)
     world.turn()
@@ -863,7 +863,7 @@ def test_a_replacement_that_falls_with_the_head_is_no_loss(world: World) -> None
 
 @pytest.mark.parametrize("is_cloud", [False, True])
 def test_where_all_processes_die_at_once_all_begin_anew_at_once(is_cloud: bool) -> None:
-    """No dead heir is waited for: one restart, all ranks there within 15 s, and each loss is told once."""
+    """No dead heir is waited for: one restart, all ranks there within 15 s, and each loss is emitted once."""
     world = World(nodes=6)
     world.is_cloud = is_cloud
     ids = [machine.id for machine in world.nodes.values()]
@@ -960,7 +960,7 @@ def threads_of_recovery(others: set[threading.Thread]) -> list[str]:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_closing_in_the_middle_of_it_ends_all_threads(rank: int, others: set[threading.Thread]) -> None:
-    """Closed while a machine is waited for, recovery ends as soon as that is woken, and tells nothing of it."""
+    """Closed while a machine is waited for, recovery ends as soon as that is woken, and emits nothing."""
     world = World()
     machines = Blocking(world)
     recovery = world.recovery = Recovery(machines, world.cluster, NODES, 600.0, world.told)
@@ -1017,7 +1017,7 @@ def test_nothing_is_begun_once_it_is_stopped(others: set[threading.Thread]) -> N
 
 
 def test_news_wake_the_thread() -> None:
-    """What the cluster tells is looked at in recovery's own thread, without anybody's help."""
+    """Recovery's own thread handles the cluster's messages."""
     world = World()
     world.recovery = Recovery(world.machines, world.cluster, NODES, 600.0, world.told)
     world.recovery.start()
@@ -1030,7 +1030,7 @@ def test_news_wake_the_thread() -> None:
 
 
 def test_trouble_in_a_turn_does_not_end_the_watch() -> None:
-    """A turn that fails is told once and tried again, not four times a second told."""
+    """A turn that fails is repeated, and its error is emitted once, not four times a second."""
     world = World()
     turns = itertools.count()
     real = world.machines.has_ended
@@ -1080,7 +1080,7 @@ class Seen:
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Faults, mends and time in any order; in the end all is mended."""
+    """Faults, repairs and time in any order; at the end all is repaired."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1167,7 +1167,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert not any(machine.notices for rank, machine in world.nodes.items() if rank), (
             "who is to be taken back is replaced"
         )
-        assert world.machines.standing_by == {}, "nobody is rented for nothing"
+        assert world.machines.standing_by == {}, "no machine is rented without need"
         assert len(world.told.of(sky.ClusterRestarting)) == len(world.told.of(sky.PoolReady))
         lost = {instance_id for instance_id, _ in world.lost()}
         assert self.seen.members & world.former <= lost, "a member that was given back must have been told lost"

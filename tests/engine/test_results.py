@@ -1,4 +1,4 @@
-"""Results that cannot be loaded here, results that are none, and what is told of calls that have no result."""
+"""Results that cannot be loaded here, results that are none, and the events of calls without a result."""
 
 import pickle
 import sys
@@ -69,7 +69,7 @@ def not_loaded(call: Callable[[], Any]) -> sky.ResultNotLoaded:
 
 
 def counted(pool: sky.ComputePool, told: Told) -> sky.CallProgress:
-    """What is told of calls once all have been counted; they are told at most ten times a second."""
+    """Return the last CallProgress once all calls are counted; there are at most ten such events a second."""
     sent: int = pool._cluster.dispatcher._calls.submitted
     wait_until(
         lambda: (last := told.of(sky.CallProgress)[-1]).done + last.cancelled == last.submitted == sent,

@@ -8,6 +8,7 @@ import errno
 import gc
 import logging
 import os
+import pickle
 import pydoc
 import random
 import signal
@@ -447,6 +448,17 @@ def test_many_functions_do_not_confuse_a_runner(pool: sky.ComputePool) -> None:
     functions = [sky.compute(lambda x, k=k: x * k) for k in range(150)]
     assert sky.gather(*(fn(2) for fn in functions)) >> pool == tuple(2 * k for k in range(150))
     assert sky.gather(*(fn(3) for fn in functions)) >> pool == tuple(3 * k for k in range(150))
+
+
+def test_a_pool_cannot_be_pickled_and_the_error_names_attach() -> None:
+    """A child process that is spawned with a pool as an argument would get a copy of it; it must attach instead."""
+    from skyward_core.serialization import sources
+
+    closed = sky.ComputePool(provider=sky.Local())
+    with pytest.raises(sky.NotPicklable, match=r"ComputePool\.attach\(lease\)"):
+        pickle.dumps(closed)
+    with pytest.raises(sky.NotPicklable, match=r"args cannot travel.*ComputePool\.attach\(lease\)"):
+        sources.pack((closed,), label=("args",))
 
 
 def test_what_cannot_be_pickled_is_named(pool: sky.ComputePool) -> None:

@@ -386,7 +386,7 @@ def test_an_exception_that_says_nothing_arrives() -> None:
     ids=lambda error: type(error).__name__,
 )
 def test_what_would_end_the_caller_is_told(error: BaseException) -> None:
-    """Such exceptions are not raised here: nobody has interrupted or cancelled the caller."""
+    """Such exceptions are not raised here: the caller was neither interrupted nor cancelled."""
     there = over(error)
     assert isinstance(there, sky.RemoteError)
     assert str(there).startswith(exceptions.name_of(type(error)))

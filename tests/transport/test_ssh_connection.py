@@ -174,7 +174,7 @@ async def _pour(process, target) -> None:
         except (BrokenPipeError, ConnectionResetError):
             break
     target.close()
-    while not process.is_closing():  # a signal is told by the next read
+    while not process.is_closing():  # the next read raises after a signal
         await source.read(1)
         await asyncio.sleep(0.02)
     raise ConnectionResetError
@@ -182,7 +182,7 @@ async def _pour(process, target) -> None:
 
 @pytest.fixture(autouse=True)
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No key, agent or configuration of whoever runs the tests."""
+    """No key, agent or configuration of the user who runs the tests."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
     (tmp_path / ".ssh").mkdir(mode=0o700)
@@ -265,7 +265,7 @@ def test_a_command_tells_its_exit_code_and_output(connection):
 
 
 def test_lines_are_told_while_the_command_runs(connection, tmp_path):
-    """A line is told before the command ends: here the command waits for what its own line brings about."""
+    """The callback gets a line before the command ends: here the command waits for the callback's effect."""
     told = []
 
     def on_line(line: str) -> None:
@@ -292,7 +292,7 @@ def test_much_goes_in_and_comes_out_at_once(connection):
 
 
 def test_a_command_that_reads_nothing_still_ends(connection):
-    """Input that nobody reads is no error."""
+    """Input that the command does not read is no error."""
     assert connection.run("exit 4", stdin=b"x" * 5 * MIB, timeout_seconds=60).exit_code == 4
 
 
@@ -341,7 +341,7 @@ def test_of_told_lines_only_the_end_is_kept(connection):
 
 
 def test_a_command_waits_for_who_reads_it(connection, tmp_path):
-    """While a line is being told, the command gets ahead by a few MiB and no further."""
+    """While the callback runs, the command gets ahead by a few MiB and no further."""
     progress = tmp_path / "progress"
     seen: list[str] = []
 
@@ -379,7 +379,7 @@ def test_a_shell_answers_command_after_command(connection, server):
 
 @pytest.mark.slow
 def test_a_shell_past_a_deadline_is_started_anew(connection, server, tmp_path):
-    """A command that takes too long is killed, and who waits for a turn is told in time."""
+    """A command that takes too long is killed, and a caller that waits for its turn gets its error in time."""
     late: list[str] = []
 
     def wait_for_a_turn() -> None:
@@ -431,7 +431,7 @@ def in_the_middle(connection: SSHConnection, tmp_path: Path, then: Callable[[], 
 
 
 def test_a_connection_that_dies_under_a_command_is_an_error(endpoint, server, tmp_path):
-    """A command whose connection died is never told as ended; the loss is told once, and nothing works before
+    """A command whose connection died is never reported as ended; the loss is reported once, and nothing works before
     `reconnect`.
     """
     losses = []
@@ -516,7 +516,7 @@ def test_a_file_arrives_whole_and_replaces_the_old_one(connection, tmp_path):
 
 
 def test_a_file_that_cannot_be_written_is_an_error(connection, tmp_path):
-    """A folder in the way is told, with the machine's words, and stays."""
+    """A folder of that name is an error, with the machine's message, and stays."""
     (tmp_path / "taken").mkdir()
     with pytest.raises(CommandFailed, match="is a directory"):
         connection.put(b"x", "taken")
@@ -569,7 +569,7 @@ def test_a_large_value_is_not_copied_whole(connection):
 
 
 def test_a_file_that_is_not_there_cannot_be_fetched(connection, tmp_path):
-    """The machine's words are told; a buffer that is too small is told before a byte is lost."""
+    """The error has the machine's message; a buffer that is too small is an error before a byte is lost."""
     with pytest.raises(CommandFailed, match="could not be read") as caught:
         connection.fetch("nothing")
     assert "nothing" in caught.value.output
@@ -608,7 +608,7 @@ def test_a_wrong_key_is_refused_at_once(endpoint, server, tmp_path):
 
 
 def test_a_missing_key_is_a_bad_request(endpoint, server):
-    """A key file that is not there is told before anything is dialled."""
+    """A missing key file is an error before any connection."""
     with (
         SSHConnection(endpoint.model_copy(update={"key": "/nonexistent/id"})) as connection,
         pytest.raises(BadRequest, match="/nonexistent/id"),
@@ -619,7 +619,7 @@ def test_a_missing_key_is_a_bad_request(endpoint, server):
 
 @pytest.mark.parametrize("algorithm", ["ssh-ed25519", "ecdsa-sha2-nistp256"])
 def test_a_changed_host_key_refuses_the_connection(connection, server, algorithm):
-    """The key seen first is held across reconnects; another, of the same or another kind, is refused and told."""
+    """The key seen first is held across reconnects; another, of the same or another kind, is refused with an error."""
     pinned = connection.host_key
     connection.reconnect(30)
     assert connection.host_key == pinned == server.host_key.export_public_key().decode().strip()
@@ -684,7 +684,7 @@ def test_the_users_configuration_is_honoured(server, key, tmp_path):
 
 
 def test_a_host_key_that_is_none_is_a_bad_request():
-    """Text that is no public key is told before anything starts."""
+    """Text that is no public key is an error before anything starts."""
     with pytest.raises(BadRequest, match="pub file"):
         SSHConnection(Endpoint(host="127.0.0.1", host_key="nonsense"))
 
@@ -711,7 +711,7 @@ def test_a_jump_host_of_the_users_configuration_is_taken(server, key, tmp_path):
 
 
 def test_a_machine_that_comes_up_later_is_reached(endpoint, server):
-    """While nobody listens, the machine is dialled again until the deadline."""
+    """While no sshd listens, the connection is tried again until the deadline."""
     port = server.port
     server.stop()
     timer = threading.Timer(0.5, server.start, (port,))

@@ -49,7 +49,7 @@ def host(fleet: Fleet) -> Iterator[Host]:
 
 @pytest.fixture(autouse=True)
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No key, agent or configuration of whoever runs the tests."""
+    """No key, agent or configuration of the user who runs the tests."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
     (tmp_path / ".ssh").mkdir(mode=0o700)
@@ -236,7 +236,7 @@ def test_small_files_of_every_size_come_back(connection, host):
 
 
 def test_a_file_that_cannot_be_read_is_an_error(connection):
-    """A missing file and a folder are told in the machine's words, a small buffer in ours; the file stays."""
+    """Errors about a missing file and a folder have the machine's message, a small buffer ours; the file stays."""
     with pytest.raises(CommandFailed, match="could not be read") as caught:
         connection.fetch("/nowhere")
     assert "nowhere" in caught.value.output
@@ -252,7 +252,7 @@ def test_a_file_that_cannot_be_read_is_an_error(connection):
 
 
 def test_a_file_that_shrinks_while_it_is_read_is_an_error(connection, host, monkeypatch):
-    """Fewer bytes than were told at first are not passed off as the file."""
+    """Fewer bytes than announced are not returned as the file."""
 
     def shrinking(size: int) -> memoryview:
         (host.root / "dev/shm/file").write_bytes(b"")
@@ -300,7 +300,7 @@ def test_a_file_whose_rest_never_comes_leaves_the_old_one(connection, host, monk
 
 
 def test_a_full_disk_is_an_error_and_leaves_the_old_file(fleet):
-    """No space: the machine's words are told, the file that was there is whole, and nothing is beside it."""
+    """No space: the error has the machine's message, the file that was there is whole, and nothing is beside it."""
     host = fleet.create(disk="64M")
     with transport(host).connect(60) as connection:
         connection.put(b"old", "folder/file")

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.slow
 
 @dataclass
 class Way:
-    """A reach, the host it leads to, and what it has told."""
+    """A transport, its host, and the events of the transport."""
 
     transport: SSHTransport
     instance: Instance
@@ -221,7 +221,7 @@ def test_only_a_part_of_a_script_is_not_started(lead):
 
 
 def test_what_a_script_says_of_a_full_disk_finds_room(lead):
-    """Not one byte is free when a script fails, not even for the log: what failed, why, and that it has ended is told
+    """Not one byte is free when a script fails, not even for the log: what failed, why, and that it has ended is in the log
     all the same.
     """
     way = lead()
@@ -238,7 +238,7 @@ def test_what_a_script_says_of_a_full_disk_finds_room(lead):
 
 
 def test_a_host_whose_guard_has_not_started_is_waited_for(lead, cloud, monkeypatch):
-    """No guard by the deadline is told as what it is."""
+    """The error says that there is no guard by the deadline."""
     monkeypatch.setattr("tests.testbed.rental.BOOT", "mkdir -p {directory}; cat >/dev/null; : {variables}")
     way = lead()
     with pytest.raises(CommandFailed, match=r"the guard of .* has not started"):
@@ -284,7 +284,7 @@ def test_the_node_lives_as_long_as_its_lease_is_extended_and_ends_itself_then(le
 
 @pytest.mark.parametrize("is_remote", [True, False])
 def test_whether_a_supervisor_lives_is_told_by_what_it_was_started_with(tmp_path: Path, is_remote: bool) -> None:
-    """Not by its pid, which may be somebody else's by now; one that has not begun yet is not dead, and a node without
+    """Not by its pid, which may be another process's by now; one that has not begun yet is not dead, and a node without
     its folder is.
     """
     directory = tmp_path / "host-1"
@@ -344,14 +344,14 @@ def test_a_lease_is_not_shortened_by_who_comes_at_the_same_time(tmp_path: Path) 
 
 
 def test_the_keeper_goes_on_after_whatever_has_happened(lead, monkeypatch, caplog):
-    """An error that nobody has thought of does not end it: it is told, and the lease is extended the next time."""
+    """An unexpected error does not end the thread: it is logged, and the lease is renewed the next time."""
     way = lead(lease_seconds=5)
     extend, tries = way.transport.extend_lease, []
 
     def fail_first(seconds: float) -> None:
         tries.append(seconds)
         if len(tries) < 3:
-            raise ValueError("nobody has thought of this")
+            raise ValueError("an unexpected error")
         extend(seconds)
 
     monkeypatch.setattr(way.transport, "extend_lease", fail_first)
@@ -399,7 +399,7 @@ def test_files_are_private_and_read_back(way):
 
 
 def test_each_line_of_the_log_is_told_once_however_often_the_connection_is_lost(way):
-    """Lines written while there is no connection are told after it; none is told twice, and nothing that `tail` itself
+    """Lines written while there is no connection are read after it; none is read twice, and nothing that `tail` itself
     has to say.
     """
     with (way.directory / "log").open("a") as log:
@@ -532,7 +532,7 @@ def test_the_nodes_folder_in_memory_is_under_a_name_that_nobody_can_guess(lead):
 
 
 def test_a_value_goes_to_disk_where_memory_is_full_and_is_refused_where_both_are(lead):
-    """Without room in the node's memory its disk takes the value; without any, CommandFailed tells it, and nothing of
+    """Without room in the node's memory its disk takes the value; without any, it raises CommandFailed, and nothing of
     the value is left.
     """
     way = lead()

@@ -40,7 +40,7 @@ class FakeKernel:
         file.write_text(text)
 
     def read(self, path: Path) -> str:
-        """Return what a file holds, or would hold if nobody had written to it."""
+        """Return the content of a file, or its default if it was never written."""
         if not path.parent.exists():
             raise FileNotFoundError(path)
         if path.name.startswith("memory.") and "memory" not in self._handed_down(path.parent.parent):

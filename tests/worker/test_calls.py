@@ -581,7 +581,7 @@ def test_a_call_runs_as_often_as_it_may(tmp_path: Path, retries: int) -> None:
         await head.worker()
         known = await client.scheduler.skyward_call(call_id="d")
         assert (known["state"], known["runs"], known["has_result"]) == ("lost", retries + 1, False)
-        assert known["reason"]
+        assert (known["reason"], known["dask_error"]) == ("the worker that ran it is gone", "")
         assert runs_noted(tmp_path) == retries + 1
 
     with_head(test)

@@ -25,7 +25,7 @@ IS_ROOT = os.getuid() == 0
 
 @pytest.fixture
 def mark() -> Iterator[str]:
-    """Seconds that nobody else sleeps, by which processes without a tag are told apart; none of them is left behind."""
+    """Seconds that no other process sleeps, by which processes without a tag are recognised; none of them is left behind."""
     seconds = f"{4000 + uuid.uuid4().int % 1000000}.{uuid.uuid4().int % 10**8}"
     yield seconds
     for pid in running(seconds):
@@ -152,7 +152,7 @@ def test_a_process_that_forks_all_the_time_is_caught(fork: str, mark: str, tmp_p
 
 
 def test_a_frozen_keeper_holds_the_tree_together(mark: str, no_groups: None) -> None:
-    """What stands still reaps nobody, and is their parent all the same."""
+    """A stopped keeper reaps no process, and still is their parent."""
     instance = launched(f"{RUNAWAY.format(seconds=mark)} touch started; sleep 300")
     wait_until(lambda: running(mark), "the runaway")
     keepers = keepers_of(instance)
@@ -180,9 +180,9 @@ def test_without_keepers_and_groups_the_end_says_what_it_cannot_see(
     assert len(running(mark)) == 1
 
 
-@pytest.mark.skipif(not IS_ROOT, reason="becoming somebody else needs root")
+@pytest.mark.skipif(not IS_ROOT, reason="becoming another user needs root")
 def test_a_process_that_has_become_somebody_else_ends_with_the_node(mark: str, no_groups: None) -> None:
-    """`su nobody` with a shell that is let go of."""
+    """`su nobody` with a shell that is left behind."""
     instance = launched(
         f"su -s /bin/sh nobody -c 'setsid nohup env -i /bin/sleep {mark} >/dev/null 2>&1 </dev/null &'; touch started; sleep 300"
     )

@@ -40,7 +40,7 @@ def hosts(fleet: Fleet, mirror: Mirror) -> Iterator[list[Host]]:
 
 @pytest.fixture
 def mark() -> str:
-    """Seconds that nobody else sleeps, by which processes without a tag are told apart."""
+    """Seconds that no other process sleeps, by which processes without a tag are recognised."""
     return f"{4000 + uuid.uuid4().int % 1000000}.{uuid.uuid4().int % 10**8}"
 
 

@@ -1,4 +1,4 @@
-"""What NVML tells of GPUs becomes a sample, and what it refuses is left out."""
+"""NVML's values of GPUs become a sample; values that it refuses are left out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The notice before a spot machine is taken back: heard on the machine, told to the client, and what the pool does
+"""The notice before a spot machine is taken back: read on the machine, sent to the client, and what the pool does
 before the machine is gone.
 """
 
@@ -31,7 +31,7 @@ QUICK = 0.2
 
 
 class Heard:
-    """A listener, what it has told, and what it has complained of."""
+    """A poller, its notices, and its complaints."""
 
     def __init__(self, url: str, answer_seconds: float = 10.0) -> None:
         self.notices: list[Notice] = []
@@ -145,7 +145,7 @@ def test_a_notice_without_a_time_counts(service: FakeMetadata, tmp_path: Path, t
 
 @pytest.mark.parametrize(("seconds", "left"), [(-600, 0.0), (86_400, NOTICE_SECONDS)])
 def test_a_clock_gone_wrong_is_bounded(service: FakeMetadata, tmp_path: Path, seconds: float, left: float) -> None:
-    """Nobody waits for ever for a machine that is taken in two minutes, and nothing is due before it is heard of."""
+    """A time is at most two minutes away, because no machine has more, and never in the past."""
     heard = Heard(service.url)
     (tmp_path / "instance-action").write_text(instance_action(seconds))
     heard.look()
@@ -243,7 +243,7 @@ def test_the_log_tells_the_notices_of_a_machine() -> None:
 
 
 def test_a_node_without_workers_needs_no_partitions(tmp_path: Path) -> None:
-    """One that is retired has as many partitions of GPUs as before, and nobody to give them to."""
+    """One that is retired has as many partitions of GPUs as before, and no workers for them."""
     settings = NodeSettings(
         "pool", "i-1", 1, 2, 1, "127.0.0.1", "127.0.0.1", 1, "", "", (str(tmp_path),), workers=({}, {})
     )
@@ -294,7 +294,7 @@ def test_a_node_with_calls_is_waited_for(world: World) -> None:
 
 
 def test_one_look_without_calls_is_not_enough(world: World) -> None:
-    """What the last call has told may still be on its way."""
+    """Messages of the last call may still be in flight."""
     machine = world.announce(1, calls_left=1)
     world.go_on(10)
     machine.calls_left = 0
@@ -356,7 +356,7 @@ def test_while_somebody_is_being_prepared_no_second_machine_is_rented(world: Wor
 
 
 def test_without_another_machine_the_node_stays_until_its_end(world: World) -> None:
-    """It is told why nobody stands by, tried again, and the node is not given up for nothing."""
+    """The failure to prepare a machine is emitted and the attempt repeated; the node is not given up early."""
     world.has_capacity = False
     machine = world.announce(1)
     world.go_on(60)
@@ -369,7 +369,7 @@ def test_without_another_machine_the_node_stays_until_its_end(world: World) -> N
 
 
 def test_a_second_notice_changes_nothing(world: World) -> None:
-    """A node that begins anew tells its machine's notice again."""
+    """A node that restarts logs its machine's notice again."""
     machine = world.announce(1, seconds_left=60, calls_left=1)
     world.go_on(30)
     machine.notices = (*machine.notices, Notice(Kind.INTERRUPTION, "terminate", 1e9, 60.0))
@@ -379,7 +379,7 @@ def test_a_second_notice_changes_nothing(world: World) -> None:
 
 
 def test_the_head_stays(world: World) -> None:
-    """Its notice is told; nothing is done ahead, and when it is lost the reason says so."""
+    """Its notice is emitted; nothing is done ahead, and when it is lost the reason says so."""
     head = world.announce(0)
     world.go_on(200)
     assert [event.node for event in world.told.of(sky.PreemptionNoticed)] == [0]

@@ -35,7 +35,7 @@ def test_a_folder_is_made_with_all_above_it_and_found_again(tmp_path: Path) -> N
 
 
 def test_one_that_others_may_read_is_closed_to_them(tmp_path: Path) -> None:
-    """Nobody can have put anything there."""
+    """No other user can have put a file there."""
     folder = made(tmp_path / "open", 0o755)
     assert is_private(folder)
     assert folder.stat().st_mode & 0o777 == 0o700
@@ -43,7 +43,7 @@ def test_one_that_others_may_read_is_closed_to_them(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("mode", "who"), [(0o777, "everybody"), (0o1777, "everybody"), (0o702, "everybody")])
 def test_one_that_others_may_write_to_is_refused(tmp_path: Path, mode: int, who: str) -> None:
-    """Somebody may have put something there, and it stays as it is."""
+    """Another user may have put a file there, and it stays as it is."""
     folder = made(tmp_path / "open", mode)
     with pytest.raises(NotPrivate, match=f"may be written to by {who}"):
         make_private(folder)
@@ -72,7 +72,7 @@ def test_the_folder_of_another_user_is_refused(tmp_path: Path, mode: int) -> Non
 
 @as_root
 def test_a_group_that_others_are_in_counts_as_others(tmp_path: Path) -> None:
-    """And root's does not, nor the user's own, of the same name and with nobody else in it."""
+    """And root's does not, nor the user's own, of the same name and without other members."""
     above = made(tmp_path / "above", 0o770)
     mine = made(above / "mine")
     os.chown(above, 0, 0)
@@ -207,7 +207,7 @@ print(first_private("nodes", [("A", lambda: Path(sys.argv[1]))], is_locked=True)
 
 
 def test_a_client_without_proc_has_its_places(tmp_path: Path) -> None:
-    """macOS has neither /proc nor O_PATH. The path is told without symlinks there too."""
+    """macOS has neither /proc nor O_PATH. The path is resolved there too."""
     (tmp_path / "link").symlink_to(made(tmp_path / "real"))
     done = subprocess.run(
         [sys.executable, "-c", AS_ON_MACOS, str(tmp_path / "link" / "skyward")],

@@ -1,4 +1,4 @@
-"""What a worker keeps of its batches: released or not, told once or again, within its bounds."""
+"""What a worker keeps of its batches: released or not, reported once or again, within its bounds."""
 
 import pickle
 from typing import Any
@@ -38,7 +38,7 @@ def said(call_id: str, text: str) -> Output:
 
 
 def test_another_head_hears_all_that_was_not_released() -> None:
-    """First who keeps what, then the reports in their order, with the numbers that they had; what is told meanwhile
+    """First who keeps what, then the reports in their order, with the numbers that they had; what is reported meanwhile
     comes after.
     """
     kept, first, second = RetainedBatches("process", keeps=True), Wire(), Wire()
@@ -117,7 +117,7 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_outcomes_outlive_output_when_there_is_no_room(steps: list[tuple[str, int, int]]) -> None:
-    """More than the limit is never kept but for outcomes of batches that run; of what is told again every outcome is
+    """More than the limit is never kept but for outcomes of batches that run; of what is repeated every outcome is
     there unless its batch was given up whole.
     """
     kept, limit = RetainedBatches("process", keeps=True, limit_bytes=1000), 1000

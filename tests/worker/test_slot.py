@@ -38,7 +38,7 @@ run_calls(RunnerChannels(socket.socket(fileno=calls), socket.socket(fileno=outco
 
 
 class Runners:
-    """In the place of the supervisor: starts runners, and tells how they ended."""
+    """Replaces the supervisor: starts runners, and reports how they ended."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -198,7 +198,7 @@ def test_a_call_that_ignores_the_signal_is_killed_later(
 def test_a_runner_that_dies_while_it_is_held_is_buried(
     slot: Slot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody else kills it between the two signals: its call has ended by that, and the next runner is not
+    """Another process kills it between the two signals: its call has ended by that, and the next runner is not
     touched.
     """
     started, pid = tmp_path / "started", slot.pid
@@ -253,7 +253,7 @@ def test_a_call_whose_memory_another_has_used_is_spared(
 def test_a_call_that_the_kernel_has_killed_for_its_memory_says_so(
     runners: Runners, slot: Slot, is_out_of_memory: bool
 ) -> None:
-    """The supervisor tells it of a process that was killed; any other one has crashed."""
+    """The supervisor reports a process that was killed for memory; any other one has crashed."""
     runners.is_out_of_memory = is_out_of_memory
     run = Run(slot, batch_of(large="import os; os.kill(os.getpid(), 9)"))
     run.endings()
@@ -364,7 +364,7 @@ def test_a_birth_that_comes_late_is_ended_and_not_given_to_the_next_request(
         supervisor.send(pickle.dumps(RunnerExit(sleeper.pid, -9)))
         supervisor.send(pickle.dumps(RunnerExit(4321, 5)))
         assert factory.exit_of(4321) == RunnerExit(4321, 5)
-        assert factory.exit_of(sleeper.pid, 0.0) is None  # nobody will ask: it is not kept
+        assert factory.exit_of(sleeper.pid, 0.0) is None  # no caller will ask: it is not kept
         supervisor.close()
 
 
@@ -395,7 +395,7 @@ def test_a_runner_that_comes_late_takes_no_call(runners: Runners, tmp_path: Path
 
 
 def test_what_has_ended_is_told_though_no_runner_comes(runners: Runners, slot: Slot) -> None:
-    """A crash is a crash, also if there is nobody to run what stood behind it."""
+    """A crash is a crash, also if no runner can run the next call."""
 
     def refuse(descriptors: list[int], mark: bytes) -> int:
         raise ConnectionError("no supervisor")

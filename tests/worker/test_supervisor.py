@@ -165,7 +165,7 @@ class Machine:
         write_atomically(self.directory / "call", textwrap.dedent(text))
 
     def await_end(self) -> str:
-        """Wait until the first process has ended and nothing is left of the others; return what it has told the
+        """Wait until the first process has ended and nothing is left of the others; return what it has reported to the
         guard.
         """
         wait_until(lambda: self.process.poll() is not None, f"the node to end, log: {self.text('log')}")
@@ -262,7 +262,7 @@ def test_a_running_call_holds_the_node(start: Start) -> None:
 
 
 def test_a_call_that_crashes_at_once_was_a_call(start: Start) -> None:
-    """Also one that nobody has seen running counts, and a node that was told anew begins to count anew."""
+    """A call that was never seen running counts too. A node with new settings starts to count again."""
     machine = start(timeout_seconds=HOUR)
     machine.await_ready()
     machine.set_clock(START + HOUR - 1)
@@ -282,7 +282,7 @@ def test_a_call_that_crashes_at_once_was_a_call(start: Start) -> None:
 
 
 def test_a_call_whose_worker_has_died_holds_nothing(start: Start) -> None:
-    """With the worker goes its call, which nobody waits for any more: the node is idle, though its worker is there
+    """With the worker goes its call, for which no client waits any more: the node is idle, though its worker is there
     again.
     """
     machine = start(timeout_seconds=HOUR)
@@ -317,7 +317,7 @@ def test_a_lease_that_has_run_out_ends_the_node(start: Start) -> None:
 
 
 def test_max_lifetime_ends_the_node(start: Start) -> None:
-    """It counts from the start of the node, also when that was told anew meanwhile."""
+    """It counts from the start of the node, also if the settings have changed meanwhile."""
     machine = start(max_lifetime_seconds=500.0)
     machine.await_ready()
     machine.set_clock(START + 499)
@@ -329,7 +329,7 @@ def test_max_lifetime_ends_the_node(start: Start) -> None:
 
 
 def test_the_first_reason_is_kept(start: Start) -> None:
-    """What the guard, or whoever ends the node, has written stays."""
+    """The reason that the guard, or another process, has written stays."""
     machine = start()
     machine.await_ready()
     write_atomically(machine.directory / "ended", "max_lifetime, says the guard")
@@ -338,7 +338,7 @@ def test_the_first_reason_is_kept(start: Start) -> None:
 
 
 def test_a_detached_node_lives_by_its_lease(start: Start) -> None:
-    """Its owner is gone, the lease it left rules; nobody guards it: it kills all that carries its tag."""
+    """Its owner is gone, the lease it left rules; it has no guard: it kills all that carries its tag."""
     client = subprocess.Popen(["sleep", "1000"])
     owner = dataclasses.replace(
         this_process(),
@@ -360,7 +360,7 @@ def test_a_detached_node_lives_by_its_lease(start: Start) -> None:
     assert machine.is_alive
     machine.set_clock(START + 1000)
     machine.await_end()
-    assert not machine.directory.exists()  # nobody is left to read in it
+    assert not machine.directory.exists()  # no process is left to read in it
     assert not os.path.exists(memory_directory(machine.instance_id))
 
 
@@ -368,10 +368,10 @@ def test_a_node_whose_owner_is_gone_ends(start: Start) -> None:
     """Without a lease it is the client's process that keeps it alive."""
     machine = start(owner=NodeOwner(os.getpid(), "1"), is_guarded=False)
     machine.await_end()
-    assert not machine.directory.exists()  # nobody is left to read in it
+    assert not machine.directory.exists()  # no process is left to read in it
 
 
-# ── told anew ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── new settings ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_told_anew_a_node_ends_all_that_ran_and_begins_again(start: Start) -> None:
@@ -398,7 +398,7 @@ def test_told_anew_a_node_ends_all_that_ran_and_begins_again(start: Start) -> No
 
 
 def test_told_anew_while_runners_are_forked_the_last_word_counts(start: Start) -> None:
-    """However often, and at whatever moment, settings come: in the end the node is what the last ones say, and of the
+    """However often, and at whatever moment, settings come: finally the node is what the last ones say, and of the
     others nothing runs.
     """
     machine = start(slots=12)
@@ -473,7 +473,7 @@ def test_a_node_takes_no_folder_in_memory_that_another_user_may_have_made(
 
 
 def test_settings_of_the_same_generation_change_nothing(start: Start) -> None:
-    """And what is no settings is told in the log and passed over."""
+    """Unreadable settings are logged and ignored."""
     machine = start()
     machine.await_ready()
     wait_until(lambda: len(machine.pids()) == 3, "supervisor, worker, runner")
@@ -533,7 +533,7 @@ def test_a_crash_loop_on_the_head_ends_it(start: Start) -> None:
 
 
 def test_without_its_scheduler_the_head_ends(start: Start) -> None:
-    """The reason is in the log, and told to the guard."""
+    """The reason is in the log, and in the guard's file."""
     machine = start(DRIVER.replace("signal.pause()", "time.sleep(0.1); os._exit(3)"), rank=0, scheduler=None)
     assert machine.await_end() == "the scheduler died with 3"
     assert "the scheduler died with 3" in machine.text("log")
@@ -574,7 +574,7 @@ def test_pauses_between_deaths_grow_and_are_forgotten() -> None:
 
 
 def test_a_runner_that_is_stopped_ends_with_its_worker(start: Start) -> None:
-    """A worker stops a runner for a moment to see which call it has, and may die just then: nobody would let the runner
+    """A worker stops a runner for a moment to see which call it has, and may die just then: no process would let the runner
     go on.
     """
     machine = start()
@@ -748,7 +748,7 @@ def listens(address: str) -> bool:
 
 @pytest.mark.slow
 def test_a_node_becomes_the_head_and_ceases_to_be_it(start: Start, certificate: Any) -> None:
-    """When the head is killed another node takes its place within seconds, and gives it back when it is told."""
+    """When the head is killed another node takes its place within seconds, and gives it back with the next settings."""
     head = start("", rank=0, scheduler=None)
     first = head.await_file("head.json")
     other = start("", rank=1, scheduler=first)
@@ -778,7 +778,7 @@ def test_a_node_becomes_the_head_and_ceases_to_be_it(start: Start, certificate: 
 
 
 class NoticePoller:
-    """A client of one scheduler: what it was told of the pool and on the topic of its calls."""
+    """A client of one scheduler: its messages about the pool and its calls."""
 
     TOPIC = "skyward-kept-test"
 
@@ -968,7 +968,7 @@ def test_a_worker_without_calls_begins_anew(
 def test_a_worker_that_its_scheduler_has_given_up_ends_its_calls(
     start: Start, listen: Callable[[str], NoticePoller], tmp_path: Path
 ) -> None:
-    """The scheduler lives and has told the client that they are lost: they must not go on."""
+    """The scheduler lives and has reported them lost to the client: they must not go on."""
     _, other, first = two_nodes(start, listen)
     first.run("1-0", long=long_call(tmp_path))
     wait_until((tmp_path / "begun").exists, "the call to begin")
@@ -982,7 +982,7 @@ def test_a_worker_that_its_scheduler_has_given_up_ends_its_calls(
 def test_a_call_outlives_one_head_after_the_other(
     start: Start, listen: Callable[[str], NoticePoller], tmp_path: Path
 ) -> None:
-    """Its reports keep their numbers, and the calls that came from each head are all told to the next."""
+    """Its reports keep their numbers, and the calls that came from each head are all reported to the next."""
     head, other, first = two_nodes(start, listen, slots=2)
     first.run("1-0", long=long_call(tmp_path))
     first.run("1-0", short="pass")

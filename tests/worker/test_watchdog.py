@@ -20,7 +20,7 @@ uptimes = st.floats(min_value=0, max_value=1e9)
 
 
 class Clock:
-    """An uptime that goes on when it is told to."""
+    """An uptime that a test advances."""
 
     def __init__(self, now: float = 1000.0) -> None:
         self.now = now
@@ -161,7 +161,7 @@ def test_a_lease_that_is_a_folder_is_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("until", [math.inf, math.nan, -1.0])
 def test_a_lease_without_an_end_is_refused(tmp_path: Path, until: float) -> None:
-    """It would be a machine that nobody ends."""
+    """Otherwise the machine might never end."""
     with pytest.raises(ValueError, match="uptime"):
         write_lease(tmp_path, until)
     assert not (tmp_path / "lease").exists()
@@ -187,7 +187,7 @@ def test_the_last_word_on_what_is_paid_holds(tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize("until", [math.inf, math.nan, -1.0])
 def test_paid_for_ever_is_refused(tmp_path: Path, until: float) -> None:
-    """Nobody could read it, and what was said before would stand."""
+    """It could not be read back, and the old value would stay."""
     write_paid(tmp_path, 5.0)
     with pytest.raises(ValueError, match="uptime"):
         write_paid(tmp_path, until)
@@ -268,7 +268,7 @@ def test_a_call_that_runs_for_hours_keeps_the_node_alive(tmp_path: Path) -> None
 
 
 def test_calls_between_two_looks_count(tmp_path: Path) -> None:
-    """A tiny call that nobody has seen running was a call, on whichever runner."""
+    """A tiny call that was never seen running counts, on any runner."""
     clock, marks, told = (
         Clock(),
         [BusyFlag(), BusyFlag(), BusyFlag()],
