@@ -32,7 +32,7 @@ from typing import ClassVar
 
 import skyward_core as sky
 from skyward_core.machines.offers import Offer, Requirements
-from skyward_core.provisioning.candidates import Sold, ask, candidates
+from skyward_core.provisioning.candidates import ProviderOffers, ask, candidates
 from tests.providers.contract import STARTUP, tags
 from tests.providers.fake_digitalocean import TOKEN, FakeDigitalOcean
 from tests.providers.fake_verda import CLIENT_ID, CLIENT_SECRET, FakeVerda
@@ -93,7 +93,7 @@ def ranking(rounds: int) -> list[str]:
         told(
             what,
             "ms",
-            [timed(lambda: candidates(spec, [Sold(sky.Local(), many)])) for _ in range(3 * rounds)],
+            [timed(lambda: candidates(spec, [ProviderOffers(sky.Local(), many)])) for _ in range(3 * rounds)],
             scale=1000,
             most="≤ 200 ms",
         )

@@ -1,6 +1,4 @@
-"""What needs no pool, for a program or a pipeline's step: `sky.offers`, `sky.sweep`, `sky.cost_of` and `sky.release`,
-with cache and ledger opened for you.
-"""
+"""Operations without a pool: `sky.offers`, `sky.sweep`, `sky.cost_of` and `sky.release`. They open cache and ledger."""
 
 from __future__ import annotations
 
@@ -36,11 +34,11 @@ def offers(
     max_price_per_hour: float | None = None,
     max_age_seconds: float = MAX_AGE_SECONDS,
 ) -> PriceList:
-    """Return what these providers sell now that fits, cheapest first. They are asked at the same time, unless an answer
-    is kept that is young enough.
+    """Return the present offers of these providers that fit, the cheapest first. Providers are asked at the same time,
+    unless an answer in the cache is young enough.
 
-    Prices are USD per hour for one machine, which has all that is asked for. One that cannot be asked is in `refusals`,
-    and hides no other. Raises BadRequest for a wish that nothing can meet, and if it is all that there is to be heard.
+    Prices are USD per hour for one machine, with all that it needs. A provider that could not be asked is in
+    `refusals`. Raises BadRequest for requirements that no machine can meet, and if all providers raise it.
 
     >>> import skyward_core as sky
     >>> sky.offers("local", cpu=1)[0].provider
@@ -63,9 +61,9 @@ def offers(
 
 
 def configured_providers() -> tuple[Provider, ...]:
-    """Return whom the settings name (`SKYWARD_PROVIDER`, `skyward.toml`); this computer if they name nobody.
+    """Return the providers in the settings (`SKYWARD_PROVIDER`, `skyward.toml`); this computer if there are none.
 
-    Raises BadRequest for what they cannot mean.
+    Raises BadRequest for invalid settings.
     """
     return load_all(Settings.read().fields.get("provider") or "local")
 
@@ -78,38 +76,37 @@ def sweep(
     include_unknown: bool = False,
     ledger_url: str | None = None,
 ) -> SweepReport:
-    """Find machines that nobody answers for any more, at these providers and at those of all open pools of the ledger;
-    end them unless it is a dry run.
+    """Find machines whose owner is dead, at these providers and at those of all open pools of the ledger; end them
+    unless it is a dry run.
 
-    `providers` are those of the settings if not given (`SKYWARD_PROVIDER`, `skyward.toml`; this computer where they
-    name nobody): a machine that the ledger does not know is found only at those that are named. What else of ours they
-    have that is of no use any more, such as old images of AWS's, goes with them (`pruned` of the report).
+    `providers` are those of the settings if not given (`SKYWARD_PROVIDER`, `skyward.toml`; this computer if there are
+    none). A machine that the ledger does not know is found only at these providers. Other unused things of ours that
+    outlive pools, such as old AWS images, are removed too (`pruned` of the report).
 
     `ledger_url` is that of the settings if not given (`SKYWARD_LEDGER`, or a file of this user). See
     `cleanup.sweep.sweep` for the rest. Raises LedgerError if the ledger cannot be read, and BadRequest if the settings
-    cannot; all else that fails is in the report's `failures`.
+    cannot; other errors are in the report's `failures`.
 
     >>> import skyward_core as sky
     >>> sky.sweep([sky.Local()]).failures
     ()
     """
-    asked = configured_providers() if providers is None else providers
+    swept = configured_providers() if providers is None else providers
     sweeping, ledgers = (
         importlib.import_module("skyward_core.cleanup.sweep"),
         importlib.import_module("skyward_core.ledger.ledger"),
     )
     with ledgers.Ledger(ledger_url or ledgers.default_url()) as ledger:
         return sweeping.sweep(
-            ledger, asked, is_dry_run=is_dry_run, min_age_seconds=min_age_seconds, include_unknown=include_unknown
+            ledger, swept, is_dry_run=is_dry_run, min_age_seconds=min_age_seconds, include_unknown=include_unknown
         )
 
 
 def cost_of(work: Work, *, ledger_url: str | None = None) -> dict[str, float]:
-    """Return what each pool for this work has cost so far by the ledger, in USD, by the ids of the pools: that of
-    killed processes too.
+    """Return the cost so far of each pool for this work, in USD, by pool id; pools of killed processes included.
 
-    A pool is for the work if its own has the same text wherever that is not empty: leave the attempt out for all tries.
-    Raises LedgerError.
+    A pool matches if its own work has the same text in all fields that are not empty here: without `attempt` all tries
+    match. Raises LedgerError.
 
     >>> import skyward_core as sky
     >>> sky.cost_of(sky.Work(workflow="nightly", run="never"))
@@ -124,12 +121,12 @@ def cost_of(work: Work, *, ledger_url: str | None = None) -> dict[str, float]:
 
 
 def release(pool: Lease | str, *, credentials: Provider | None = None, ledger_url: str | None = None) -> None:
-    """End a pool on purpose, from any process, by its lease or its id: what a teardown step does for a pool that
-    another step has detached.
+    """End a pool on purpose, from any process, by its lease or its id: for a last step of a pipeline that ends a pool
+    which another step has detached.
 
     May be called again. `credentials` is the provider with secrets from the caller's own store. Raises InstancesLeft if
-    some machines could not be confirmed gone, BadRequest if nobody knows the pool, CredentialsError for a lease of a
-    pool that the ledger does not know and that may have been altered.
+    some machines could not be confirmed gone, BadRequest for an unknown pool, CredentialsError for a lease that may
+    have been altered, if the ledger does not know its pool.
     """
     releasing, ledgers = (
         importlib.import_module("skyward_core.cleanup.release"),

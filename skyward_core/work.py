@@ -1,4 +1,4 @@
-"""What a pool is rented for: the run and the task of an orchestrator, in the words that all of them share."""
+"""The work that a pool is rented for: the run and the task of an orchestrator, in fields that suit all of them."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ WORK_CHARACTERS = 500
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work that a pool is rented for. It is kept in the ledger, in the receipt and in the tags of the machines, and
+    """The work that a pool is rented for. It is in the ledger, in the receipt and in the tags of the machines, and
     costs are added up by it.
 
-    All fields are text, and empty where there is no such thing. A text that is longer than `WORK_CHARACTERS` ends in a
-    hash of the whole; characters that cannot be printed become "?".
+    All fields are text, and empty if they do not apply. A text that is longer than `WORK_CHARACTERS` ends in a hash of
+    the whole; characters that cannot be printed become "?".
 
         ComputePool.from_spec(spec, work=Work(system="cron", workflow="nightly", run="2026-11-22", task="train"))
     """
 
     system: str = ""
-    """Who runs it: "airflow", "dagster", "prefect", or a name of your own."""
+    """The system that runs it: "airflow", "dagster", "prefect", or a name of your own."""
     workflow: str = ""
     """The DAG, the flow or the job."""
     run: str = ""
@@ -30,13 +30,13 @@ class Work:
     task: str = ""
     """The task or the step."""
     task_run: str = ""
-    """Which one, where a run has several of one task: the id of a task run, the index of a mapped task."""
+    """The task run, if a run has several of one task: the id of a task run, the index of a mapped task."""
     attempt: str = ""
-    """Which try of it, from 1."""
+    """The number of the try, from 1."""
     asset: str = ""
-    """What the task makes; several are separated by a comma and a space."""
+    """The assets that the task makes, separated by a comma and a space."""
     partition: str = ""
-    """Which part of the asset."""
+    """The partition of the asset."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -44,15 +44,15 @@ class Work:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> Self:
-        """Return the work of a mapping by the names of the fields; other names are passed over."""
+        """Return the work from a mapping by the names of the fields; other names are ignored."""
         return cls(**{field.name: values[field.name] for field in fields(cls) if field.name in values})
 
     def labels(self) -> dict[str, str]:
-        """Return what is not empty, by the names of the fields."""
+        """Return the fields that are not empty, by their names."""
         return {field.name: value for field in fields(self) if (value := getattr(self, field.name))}
 
     def __str__(self) -> str:
-        """In one line: `airflow:nightly/manual__2026-11-22/train[3], try 2, asset model, partition 2026-11`."""
+        """Return one line: `airflow:nightly/manual__2026-11-22/train[3], try 2, asset model, partition 2026-11`."""
         path = "/".join(
             part
             for part in (self.workflow, self.run, self.task + (f"[{self.task_run}]" if self.task_run else ""))
@@ -80,4 +80,4 @@ def _plain(value: object) -> str:
 
 
 NO_WORK = Work()
-"""Of a pool of which nobody has said what it is for."""
+"""The work of a pool whose opener has named none."""

@@ -35,8 +35,13 @@ TIMES_LONGER = 10.0
 """A mutant may take so many times as long as its tests take without a fault, and ten seconds."""
 
 DISPATCHER = ("engine/test_dispatcher.py", "engine/test_outbox.py", "engine/test_simulation.py::test_histories[0]")
-SWEEP = ("cleanup/test_sweep.py", "cleanup/test_other_accounts.py")
-LIFECYCLE = ("provisioning/test_lifecycle.py", "provisioning/test_candidates.py")
+SWEEP = (
+    "cleanup/test_policy.py",
+    "cleanup/test_release.py",
+    "cleanup/test_sweep.py",
+    "cleanup/test_other_accounts.py",
+)
+LIFECYCLE = ("provisioning/test_lifecycle.py", "provisioning/test_candidates.py", "provisioning/test_selection.py")
 JOURNAL = ("ledger/test_journal.py", "ledger/test_prune.py")
 OTHERS = {
     "engine/calls": DISPATCHER,

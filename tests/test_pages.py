@@ -49,7 +49,7 @@ NAMING = {
     "Threads": ("name", 0),
     "PeriodicThread": ("name", 0),
     "side_by_side": ("name", 2),
-    "end_aside": ("name", 2),
+    "end_in_thread": ("name", 2),
     "_in_thread": ("name", 0),
     "_begin": ("name", 0),
     "begin": ("name", 0),
@@ -62,7 +62,7 @@ NAMED_BY_THEIR_CALLERS = {
     "concurrency.side_by_side",
     "concurrency.PeriodicThread.__init__",
     "engine._ThreadStarter.__call__",
-    "provisioning.Endings.end_aside",
+    "provisioning.Terminations.end_in_thread",
     "session.Attached.__init__",
     "session.Renewal.begin",
 }

@@ -1,8 +1,7 @@
-"""Who may end what: from what the ledger says and a provider lists, what is to be done with each pool. Pure; `sweep.py`
-does it.
+"""The policy of the sweep: decides from the ledger and a provider's listing what to do with each pool. Pure.
 
-Proof is asked for, never its absence: a machine is ended only where its pool, or the process that its tags name, is
-known to be dead; an entry is closed only when a listing that must show its machine does not.
+Every decision needs a proof. A machine is ended only if its pool, or the process that its tags name, is known to be
+dead. An entry is closed only if a listing lacks its machine and is late enough to contain it.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from skyward_core.machines.owner import Owner, OwnerState
 from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, PROCESS_TAG, RANK_TAG, Provider
 
 IN_FLIGHT_SECONDS = 10.0
-"""How long a creating call may still be at work after its caller was killed."""
+"""How long a creating call may go on after its caller was killed."""
 BOOT_SECONDS = 1800.0
-"""How long a machine may take to come up; before that nothing on it counts its lease."""
+"""How long a machine may take to come up. Until then it does not count its lease."""
 
 
 class Action(StrEnum):
@@ -31,8 +30,8 @@ class Action(StrEnum):
     END = "end"  # machines of a dead pool
     CLOSE = "close"  # entries of a dead pool whose machines are not there
     ADOPT = "adopt"  # machines of a live pool that its entries do not name yet
-    WAIT = "wait"  # of a dead pool, and asked for so recently that no listing need show it: the next sweep looks again
-    LEAVE = "leave"  # of a live pool, or somebody else's
+    WAIT = "wait"  # of a dead pool, requested so recently that no listing needs to show it: left to the next sweep
+    LEAVE = "leave"  # of a live pool, or of another user
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +47,18 @@ class Finding:
     resource_ids: tuple[str, ...]
     reason: str
     intents: tuple[int, ...] = ()
-    """The ledger's entries that it is about; of ADOPT, one for each machine."""
+    """The ledger's entries of these resources; for ADOPT, one for each machine."""
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
-    """What is known of one provider's pools and machines. `pools` are the ledger's, `intents` those of them that are
-    open, read before `machines` were listed.
+class ProviderFacts:
+    """What is known of one provider's pools and machines.
 
-    `states` tells of every owner, of entries and of tags, whether it lives; who is not in it, is UNKNOWN. `here` is who
-    asks. `of_others` are the pools of the ledger whose machines it says are another account's, each with why these
-    credentials are not the right ones: what they list of them may be ended, but what they do not list says nothing.
+    `pools` are those of the ledger, and `intents` their open entries, read before `machines` were listed. `states` has
+    the owners of entries and of tags; an owner that it lacks is UNKNOWN. `here` is this process.
+
+    `other_accounts` are the ledger's pools whose machines belong to another account, each with the reason as text.
+    Their machines may be ended if these credentials list them. That a listing lacks them proves nothing.
     """
 
     provider: Provider
@@ -68,46 +68,44 @@ class Scene:
     now: datetime
     here: Owner
     states: Mapping[Owner, OwnerState] = field(default_factory=dict[Owner, OwnerState])
-    of_others: Mapping[str, tuple[PoolEntry, str]] = field(default_factory=dict[str, tuple[PoolEntry, str]])
+    other_accounts: Mapping[str, tuple[PoolEntry, str]] = field(default_factory=dict[str, tuple[PoolEntry, str]])
 
     def state(self, owner: Owner) -> OwnerState:
-        """Tell whether an owner lives."""
+        """Return whether an owner lives."""
         return self.states.get(owner, OwnerState.UNKNOWN)
 
 
-def judge(scene: Scene, *, min_age_seconds: float = 0.0, include_unknown: bool = False) -> list[Finding]:
-    """Return what is to be done, pool by pool.
+def decide(facts: ProviderFacts, *, min_age_seconds: float = 0.0, include_unknown: bool = False) -> list[Finding]:
+    """Return what to do with each pool.
 
     Args:
-        scene: what is known.
-        min_age_seconds: a machine that the ledger does not know is left until it is older than that.
-        include_unknown: end machines too that nobody here can tell anything of, but that their owner may still count
-            on.
+        facts: what is known.
+        min_age_seconds: machines that the ledger does not know are left until they are older than that.
+        include_unknown: also end machines if it is unknown whether their owner lives; the owner may still use them.
     """
-    machines, intents = _by_pool(scene.machines), _by_pool(scene.intents)
+    machines, intents = _by_pool(facts.machines), _by_pool(facts.intents)
     findings: list[Finding] = []
-    for pool_id in sorted({*scene.pools, *machines}):
-        entry = scene.pools.get(pool_id)
-        if pool_id in scene.of_others:
-            findings.append(_judge_other(scene, *scene.of_others[pool_id], machines[pool_id]))
+    for pool_id in sorted({*facts.pools, *machines}):
+        entry = facts.pools.get(pool_id)
+        if pool_id in facts.other_accounts:
+            findings.append(_decide_other_account(facts, *facts.other_accounts[pool_id], machines[pool_id]))
         elif entry is None:
             findings.append(
-                _judge_stranger(scene, pool_id, machines[pool_id], min_age_seconds, include_unknown=include_unknown)
+                _decide_unknown(facts, pool_id, machines[pool_id], min_age_seconds, include_unknown=include_unknown)
             )
-        elif why := entry.why_dead(scene.now, scene.state(entry.owner)):
-            findings += _judge_dead(scene, entry, why, machines[pool_id], intents[pool_id])
+        elif why := entry.why_dead(facts.now, facts.state(entry.owner)):
+            findings += _decide_dead(facts, entry, why, machines[pool_id], intents[pool_id])
         else:
-            findings += _judge_live(scene, entry, machines[pool_id], intents[pool_id])
+            findings += _decide_live(facts, entry, machines[pool_id], intents[pool_id])
     return findings
 
 
 def answers(machines: Iterable[Instance], entries: Iterable[Intent]) -> dict[str, Intent]:
-    """Return, by the ids of machines, the entries without an id that they are the answers to, as far as that is
-    certain.
+    """Return, by machine, the entry without an id from whose launch the machine comes, if that is certain.
 
-    By the launch and the rank in its tags; by its rank alone only where the provider has lost the launch, and only one
-    open entry has that rank. Two machines may be answers to one entry: a call that was tried again can have created
-    both.
+    A machine and an entry belong together by the launch and the rank in their tags. If the machine has no tag of its
+    launch, the rank decides, provided that one open entry has it. Two machines may belong to one entry: a call that was
+    repeated can have created both.
     """
     unbound = [intent for intent in entries if intent.cloud_id is None]
     by_launch = {(intent.tags.get(LAUNCH_TAG), intent.tags.get(RANK_TAG)): intent for intent in unbound}
@@ -125,10 +123,10 @@ def answers(machines: Iterable[Instance], entries: Iterable[Intent]) -> dict[str
 
 
 def can_see(provider: Provider, owner: Owner, here: Owner) -> bool:
-    """Tell whether a listing from here must show what that owner has rented: machines that are processes are seen on
-    their own host, by their own user.
+    """Return whether a listing from here must contain what that owner has rented.
 
-    After another boot they are gone, and a listing is right not to show them.
+    Machines that are processes are visible on their own host, to their own user. After a reboot they are gone, so that
+    a listing without them is correct.
     """
     if not provider.is_here:
         return True
@@ -137,8 +135,9 @@ def can_see(provider: Provider, owner: Owner, here: Owner) -> bool:
 
 
 def asked_by(entry: PoolEntry, intent: Intent, now: datetime) -> datetime:
-    """Return when a thing was asked for at the latest, if it was: nobody asks for a pool that has ended, is condemned,
-    or has lost its lease.
+    """Return the latest time at which a resource may have been requested.
+
+    No process requests anything for a pool that has ended, is condemned, or has lost its lease.
     """
     return max(
         intent.intended_at,
@@ -149,18 +148,19 @@ def asked_by(entry: PoolEntry, intent: Intent, now: datetime) -> datetime:
 
 
 def unsure_seconds(provider: Provider) -> float:
-    """Return how long after it was asked for a machine may be missing in a listing: the call may still be at work,
-    though its caller was killed.
+    """Return for how long after its request a listing may lack a machine.
+
+    The call may go on although its caller was killed.
     """
     return max(provider.listing_lag_seconds, 0.0 if provider.is_here else IN_FLIGHT_SECONDS)
 
 
 def paid_until(provider: Provider, entry: PoolEntry, intent: Intent, now: datetime) -> datetime:
-    """Return when a machine that is found gone has cost money at the latest.
+    """Return the latest time until which a machine that is found gone has cost money.
 
-    Nobody has seen it end. Where machines end themselves for good, it was when its lease had run out or it was asked
-    to, or at its hard end if that came first, each with the time that it takes to come up and to go; never before what
-    is known of its life. Elsewhere, and at the latest, now.
+    No process has seen it end. If the provider's machines end themselves for good, it was at the end of its lease or
+    after the request for its end, or at its hard end if that is earlier; plus the time that it takes to come up and to
+    end. It was never before the last time at which it is known to have run. In all other cases it was now.
     """
     if not provider.ends_for_good():
         return now
@@ -180,19 +180,19 @@ def paid_until(provider: Provider, entry: PoolEntry, intent: Intent, now: dateti
 # ── pools that the ledger knows ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def _judge_live(
-    scene: Scene, entry: PoolEntry, machines: Sequence[Instance], intents: Sequence[Intent]
+def _decide_live(
+    facts: ProviderFacts, entry: PoolEntry, machines: Sequence[Instance], intents: Sequence[Intent]
 ) -> Generator[Finding]:
     bound = {intent.cloud_id for intent in intents}
     found = answers((machine for machine in machines if machine.id not in bound), intents)
-    if len({intent.id for intent in found.values()}) < len(found):  # two machines for one entry: its owner knows which
+    if len({intent.id for intent in found.values()}) < len(found):  # two machines for one entry: only its owner knows
         found = {}
     if found:
-        reason = "its pool is live, and the answer to its launch is not written down yet"
+        reason = "its pool is live, and its launch is not recorded as answered yet"
         yield Finding(
             Action.ADOPT,
             entry.id,
-            scene.provider.name,
+            facts.provider.name,
             tuple(found),
             reason,
             tuple(intent.id for intent in found.values()),
@@ -201,16 +201,16 @@ def _judge_live(
         yield Finding(
             Action.LEAVE,
             entry.id,
-            scene.provider.name,
+            facts.provider.name,
             rest,
-            f"its pool is live: {_left(entry, scene.now)} of its lease are left",
+            f"its pool is live: its lease runs for another {_left(entry, facts.now)}",
         )
 
 
-def _judge_dead(
-    scene: Scene, entry: PoolEntry, why: str, machines: Sequence[Instance], intents: Sequence[Intent]
+def _decide_dead(
+    facts: ProviderFacts, entry: PoolEntry, why: str, machines: Sequence[Instance], intents: Sequence[Intent]
 ) -> Generator[Finding]:
-    name = scene.provider.name
+    name = facts.provider.name
     ours = [intent for intent in intents if intent.kind is ResourceKind.INSTANCE]
     if others := [intent for intent in intents if intent.kind is not ResourceKind.INSTANCE]:
         names = tuple(intent.cloud_id or intent.name for intent in others)
@@ -219,34 +219,34 @@ def _judge_dead(
             entry.id,
             name,
             names,
-            f"{why}; a sweep ends machines only, and these are none: look at the console of {name}",
+            f"{why}; a sweep ends machines only, and this is no machine: look at the console of {name}",
             _numbers(others),
         )
-    if not can_see(scene.provider, entry.owner, scene.here):
+    if not can_see(facts.provider, entry.owner, facts.here):
         names = tuple(
             sorted({intent.cloud_id or intent.name for intent in ours} | {machine.id for machine in machines})
         )
-        reason = f"{why}; its machines are processes of {entry.owner.name}, which cannot be seen from here: sweep there"
+        reason = f"{why}; its machines are processes of {entry.owner.name}, not visible from here: sweep there"
         yield Finding(Action.LEAVE, entry.id, name, names, reason, _numbers(ours))
         return
     lag, unsure = (
-        timedelta(seconds=scene.provider.listing_lag_seconds),
-        timedelta(seconds=unsure_seconds(scene.provider)),
+        timedelta(seconds=facts.provider.listing_lag_seconds),
+        timedelta(seconds=unsure_seconds(facts.provider)),
     )
     listed = {machine.id for machine in machines}
     answered = {intent.id for intent in answers(machines, ours).values()}
     alive = [intent for intent in ours if intent.cloud_id in listed or intent.id in answered]
     rest = [intent for intent in ours if intent.cloud_id not in listed and intent.id not in answered]
-    hidden = [intent for intent in rest if intent.cloud_id is not None and _known_since(intent) + lag > scene.now]
+    hidden = [intent for intent in rest if intent.cloud_id is not None and _known_since(intent) + lag > facts.now]
     waiting = [
-        intent for intent in rest if intent.cloud_id is None and asked_by(entry, intent, scene.now) + unsure > scene.now
+        intent for intent in rest if intent.cloud_id is None and asked_by(entry, intent, facts.now) + unsure > facts.now
     ]
     undecided = {*_numbers(hidden), *_numbers(waiting)}
     absent = [intent for intent in rest if intent.id not in undecided]
     if ids := listed | {str(intent.cloud_id) for intent in hidden}:
         yield Finding(Action.END, entry.id, name, tuple(sorted(ids)), why, _numbers([*alive, *hidden]))
     if waiting:
-        reason = f"{why}; what it has asked for may be listed only {unsure.total_seconds():.0f} s later"
+        reason = f"{why}; a listing may lack its machines for {unsure.total_seconds():.0f} s after their request"
         yield Finding(Action.WAIT, entry.id, name, tuple(intent.name for intent in waiting), reason, _numbers(waiting))
     if absent:
         names = tuple(intent.cloud_id or intent.name for intent in absent)
@@ -255,16 +255,18 @@ def _judge_dead(
         yield Finding(Action.CLOSE, entry.id, name, (), f"{why}; nothing of it is left")
 
 
-def _judge_other(scene: Scene, entry: PoolEntry, trouble: str, machines: Sequence[Instance]) -> Finding:
-    """Of a pool that the ledger knows, tags prove nothing: who has detached it is dead, and it lives on.
+def _decide_other_account(
+    facts: ProviderFacts, entry: PoolEntry, trouble: str, machines: Sequence[Instance]
+) -> Finding:
+    """Decide on a pool of another account. Only the ledger's entry counts.
 
-    Only the ledger may call it dead.
+    Tags prove nothing here: a detached pool lives on although the process in its tags is dead.
     """
-    why = entry.why_dead(scene.now, scene.state(entry.owner))
+    why = entry.why_dead(facts.now, facts.state(entry.owner))
     return Finding(
         Action.END if why else Action.LEAVE,
         entry.id,
-        scene.provider.name,
+        facts.provider.name,
         tuple(machine.id for machine in machines),
         why or trouble,
     )
@@ -278,14 +280,14 @@ def _left(entry: PoolEntry, now: datetime) -> str:
     return f"{(entry.lease_expires_at - now).total_seconds():.0f} s"
 
 
-# ── pools that only tags tell of ─────────────────────────────────────────────────────────────────────────────────────
+# ── pools that the ledger does not know ──────────────────────────────────────────────────────────────────────────────
 
 
-def _judge_stranger(
-    scene: Scene, pool_id: str, machines: Sequence[Instance], min_age_seconds: float, *, include_unknown: bool
+def _decide_unknown(
+    facts: ProviderFacts, pool_id: str, machines: Sequence[Instance], min_age_seconds: float, *, include_unknown: bool
 ) -> Finding:
-    """One verdict for all its machines, for they are ended together: END only if it is right for each of them."""
-    verdicts = [_verdict(scene, machine, min_age_seconds, include_unknown=include_unknown) for machine in machines]
+    """Decide on a pool by the tags of its machines: END only if the tags of each machine allow it."""
+    verdicts = [_verdict(facts, machine, min_age_seconds, include_unknown=include_unknown) for machine in machines]
     is_end = all(is_over for is_over, _ in verdicts)
     reason = next(reason for is_over, reason in verdicts if is_over == is_end)
     if not is_end and any(is_over for is_over, _ in verdicts):
@@ -293,35 +295,37 @@ def _judge_stranger(
     return Finding(
         Action.END if is_end else Action.LEAVE,
         pool_id,
-        scene.provider.name,
+        facts.provider.name,
         tuple(machine.id for machine in machines),
         reason,
     )
 
 
-def _verdict(scene: Scene, machine: Instance, min_age_seconds: float, *, include_unknown: bool) -> tuple[bool, str]:
-    """Whether the machine may be ended, and why, or why not."""
+def _verdict(
+    facts: ProviderFacts, machine: Instance, min_age_seconds: float, *, include_unknown: bool
+) -> tuple[bool, str]:
+    """Return whether a machine may be ended, and the reason."""
     created, expires = _time(machine, CREATED_TAG), _time(machine, EXPIRES_TAG)
     owner = _owner(machine)
-    state = OwnerState.UNKNOWN if owner is None else scene.state(owner)
-    who = machine.tags.get(OWNER_TAG) or "nobody knows whom"
+    state = OwnerState.UNKNOWN if owner is None else facts.state(owner)
+    who = machine.tags.get(OWNER_TAG) or "an unknown owner"
     if created is None and not include_unknown:
-        return False, f"the ledger does not know it, nor its tags when it was made: it is of {who}"
-    age_seconds = None if created is None else (scene.now - created).total_seconds()
+        return False, f"the ledger does not know it, and its tags lack the time of its creation; it belongs to {who}"
+    age_seconds = None if created is None else (facts.now - created).total_seconds()
     if age_seconds is not None and age_seconds <= min_age_seconds:
         return (
             False,
-            f"the ledger does not know it, and it is {age_seconds:.0f} s old: its pool may be written down elsewhere",
+            f"the ledger does not know it, and it is {age_seconds:.0f} s old: another ledger may have its pool",
         )
-    if expires is not None and expires <= scene.now:
-        return True, f"its time ran out {(scene.now - expires).total_seconds():.0f} s ago, by its tags"
+    if expires is not None and expires <= facts.now:
+        return True, f"its time ran out {(facts.now - expires).total_seconds():.0f} s ago, by its tags"
     if state is OwnerState.DEAD:
         return True, f"its owner ({who}) is dead, by its tags"
     if state is OwnerState.ALIVE:
         return False, f"the ledger does not know it; its owner ({who}) lives"
     if include_unknown:
-        return True, f"the ledger does not know it, it is of {who}, and what is unknown was asked to be ended"
-    return False, f"the ledger does not know it, and it is of {who}: somebody else's, or may be"
+        return True, f"the ledger does not know it, it belongs to {who}, and unknown machines are to be ended"
+    return False, f"the ledger does not know it, and it belongs to {who}, who may be another user"
 
 
 def _owner(machine: Instance) -> Owner | None:
@@ -332,12 +336,12 @@ def _owner(machine: Instance) -> Owner | None:
 
 
 def owners_of(machines: Iterable[Instance]) -> set[Owner]:
-    """Return whom the tags of machines name."""
+    """Return the owners that the tags of machines name."""
     return {owner for machine in machines if (owner := _owner(machine)) is not None}
 
 
 def _time(machine: Instance, tag: str) -> datetime | None:
-    """A time in a tag; None for a tag that is not there, or that somebody else wrote."""
+    """Return the time in a tag; None if the tag is missing or has another form."""
     text = machine.tags.get(tag, "")
     try:
         return datetime.fromtimestamp(int(text), UTC)
@@ -357,12 +361,13 @@ def _by_pool[T: (Instance, Intent)](things: Iterable[T]) -> Mapping[str, list[T]
 
 
 def other_account(entry: PoolEntry, account: str) -> CredentialsError | None:
-    """Return why credentials are of no use for a pool, None if they are, or if the ledger does not know whose its
-    machines are.
+    """Return why these credentials cannot be used for a pool, or None if they can.
+
+    They can if the ledger does not know the account of the pool's machines.
     """
     if entry.provider_account in ("", account):
         return None
     return CredentialsError(
-        f"its machines are of account {entry.provider_account!r}, and these credentials are of {account!r}: sweep with"
-        " those of the former"
+        f"its machines belong to account {entry.provider_account!r}, and these credentials to {account!r}: sweep with"
+        " credentials of the former"
     )

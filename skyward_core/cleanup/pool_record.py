@@ -1,4 +1,4 @@
-"""What a process that ends another process's pool reads from the ledger and writes into it."""
+"""The ledger entries of a pool, for a process that is not the pool's owner and ends it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from skyward_core.ledger.ledger import Ledger
 
 LEAST_NOTED_SECONDS = 1.0
-"""Shorter times of terminating are not noted: they are not worth a transaction."""
-ESTIMATED = "when it has ended nobody saw: its cost is estimated, up to when its lease must have ended it"
+"""Shorter times in the bucket TERMINATING are not recorded, because each costs a transaction."""
+ESTIMATED = "no process saw it end: its cost is estimated, up to the time at which its lease must have ended it"
 
 type Clock = Callable[[], datetime]
 
@@ -34,10 +34,9 @@ def utc_now() -> datetime:
 
 
 class PoolRecord:
-    """A pool's entries in the ledger, for a process that is not the pool's owner; the witness of its teardown
-    (`teardown.Witness`).
+    """A pool's ledger entries during its teardown (a `teardown.MachineRecord`).
 
-    After its first error the ledger is not used until the machines are gone: each try may take half a minute, and the
+    After the first error the ledger is not used until the machines are gone: each try may take half a minute, and the
     machines would go on running.
     """
 
@@ -50,7 +49,7 @@ class PoolRecord:
         self._entry: PoolEntry | None = None
         self._intents: dict[int, Intent] = {}
         self._asked_before: dict[int, datetime | None] = {}
-        """By entry: when another process asked for the end of its machine."""
+        """By entry: when another process requested the end of its machine."""
         self._numbers: dict[str, int] = {}
         self._machines: dict[str, Instance] = {}
         self._asked: dict[str, datetime] = {}
@@ -86,7 +85,7 @@ class PoolRecord:
         return max(0.0, unanswered, self._provider.listing_lag_seconds - min(hidden) if hidden else 0.0)
 
     def _hidden(self) -> Generator[Intent]:
-        """Machines with an id that no listing has shown here yet: so soon after their launch that says nothing."""
+        """Return the entries with an id that no listing has contained yet, which soon after a launch proves nothing."""
         return (
             intent
             for intent in self._intents.values()
@@ -96,46 +95,46 @@ class PoolRecord:
     def _unanswered(self) -> Generator[Intent]:
         return (intent for intent in self._intents.values() if intent.cloud_id is None and intent.gone_at is None)
 
-    # ── the witness ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the methods of MachineRecord ─────────────────────────────────────────────────────────────────────────────────
 
     def rented(self) -> set[str]:
         """Return the ids of the machines that are not known to be gone."""
         return {*self._numbers, *self._machines} - self._gone.keys()
 
     def found(self, instances: Iterable[Instance]) -> None:
-        """Take note of what is listed; what is new is the answer to an entry, or gets one of its own."""
+        """Record the listed machines. A new one is bound to its entry, or gets an entry of its own."""
         listed = list(instances)
         for instance in listed:
-            self._gone.pop(instance.id, None)  # it is back
+            self._gone.pop(instance.id, None)  # an earlier listing lacked it by mistake
         self._machines |= {instance.id: instance for instance in listed}
         self._try(self._bind_all)
 
     def ending(self, instance_ids: Iterable[str]) -> None:
-        """Termination of these will be asked for now."""
+        """Note that the end of these machines is about to be requested."""
         ids = list(instance_ids)
         self._asked |= dict.fromkeys(ids, self._clock())
         _log.info("%s: terminating %s: %s", self._pool_id, ", ".join(ids), self._why)
 
     def asked(self, instance_ids: Iterable[str]) -> None:
-        """Termination of these was asked for."""
+        """Record that the end of these machines was requested."""
         ids = list(instance_ids)
         self._try(lambda: self._ask_end_all(ids))
 
     def gone(self, instance_ids: Iterable[str], evidence: str) -> None:
-        """These are gone, and this is how it is known."""
+        """Note that these machines are gone, with the evidence; `write_down` records it."""
         self._gone |= dict.fromkeys(instance_ids, f"{evidence}; it was ended because {self._why}")
 
     def ended(self) -> tuple[str, ...]:
-        """Return the ids of the machines that a listing has shown and that are gone now."""
+        """Return the ids of the machines that a listing has contained and that are gone now."""
         return tuple(sorted(self._machines.keys() & self._gone.keys()))
 
-    # ── what is written ──────────────────────────────────────────────────────────────────────────────────────────────
+    # ── writes to the ledger ─────────────────────────────────────────────────────────────────────────────────────────
 
     def write_down(self) -> None:
-        """Write down all that is known now. Raises LedgerError."""
+        """Write all that is known into the ledger. Raises LedgerError."""
         if self._ledger is None:
             return
-        if self._trouble is not None:  # from the beginning, in case it is usable again
+        if self._trouble is not None:  # the ledger may be usable again: read and write everything
             self._trouble = None
             self._read()
             self._bind_all()
@@ -149,7 +148,7 @@ class PoolRecord:
             self._take(close_entries(self._ledger, intents, evidence, now, self._paid_until(intents, now)))
 
     def _paid_until(self, intents: Iterable[Intent], now: datetime) -> dict[int, datetime]:
-        """What nobody has seen running here, was gone before its end was asked for here: when that was is estimated."""
+        """Estimate until when machines are paid for that no listing here contained: they ended earlier."""
         if self._entry is None:
             return {}
         unseen = (intent for intent in intents if intent.cloud_id not in self._machines)
@@ -161,7 +160,7 @@ class PoolRecord:
         }
 
     def close(self) -> PoolEntry | None:
-        """The provider lists nothing of the pool: write down the end of everything, and return the pool's entry.
+        """Close all entries, because the provider lists no machine of the pool; return the pool's entry.
 
         Raises LedgerError.
         """
@@ -189,7 +188,7 @@ class PoolRecord:
         for instance_id, intent in answers(new.values(), self._intents.values()).items():
             if intent.id not in taken:
                 taken.add(intent.id)
-                with suppress(LedgerConflict):  # another sweep, or the owner itself, knows better
+                with suppress(LedgerConflict):  # another sweep or the owner has bound the entry meanwhile
                     self._take([self._ledger.bind(intent, instance_id)])
                     del new[instance_id]
         for instance in new.values():
@@ -215,24 +214,23 @@ class PoolRecord:
                 self._numbers[intent.cloud_id] = intent.id
 
     def _try(self, write: Callable[[], None]) -> None:
-        """Keep an error of the ledger for the end, and leave the ledger alone until then."""
+        """Write to the ledger; after an error do not use it any more, until `write_down`."""
         if self._ledger is None or self._trouble is not None:
             return
         try:
             write()
         except LedgerError as error:
-            _log.warning("%s: %s; its machines are ended all the same", self._pool_id, error)
+            _log.warning("%s: %s; its machines are ended nevertheless", self._pool_id, error)
             self._trouble = error
 
 
 def close_entries(
     ledger: Ledger, intents: Sequence[Intent], evidence: str, now: datetime, ends: Mapping[int, datetime] | None = None
 ) -> list[Intent]:
-    """Close entries, each second of their machines in a bucket: since its end was asked for it was terminating, and
-    what nobody noted is as 0008 says.
+    """Close entries, with a bucket for each second of their machines.
 
-    `ends` are the times, by the entries' numbers, until which those are paid for that were gone before anybody looked
-    (`policy.paid_until`).
+    Seconds after the request for the end are TERMINATING; seconds that were not recorded get a bucket by ADR 0008.
+    `ends` are, by entry, the times until which machines are paid for that were found gone (`policy.paid_until`).
     """
     early = {number: end for number, end in (ends or {}).items() if (now - end).total_seconds() >= LEAST_NOTED_SECONDS}
     ending = {
@@ -254,7 +252,7 @@ def close_entries(
 
 
 def _terminating_seconds(intent: Intent, until: datetime) -> float:
-    """For how long its end has been asked for, as far as nothing else was noted for that time."""
+    """Return the seconds since the request for the end, without those that another bucket has."""
     if intent.end_asked_at is None or intent.cloud_id is None:
         return 0.0
     others = sum(seconds for bucket, seconds in intent.seconds.items() if bucket is not Bucket.TERMINATING)
@@ -264,10 +262,9 @@ def _terminating_seconds(intent: Intent, until: datetime) -> float:
 
 
 def _unnoted(intent: Intent) -> Bucket:
-    """What a machine did whose owner was killed, from when it last noted something; for what never was the ledger fills
-    in nothing.
+    """Return the bucket for the seconds of a machine after the last record of its owner, which was killed.
 
-    Of an entry without an id too: another sweep may have found its machine meanwhile.
+    Also for an entry without an id: another sweep may have bound its machine meanwhile.
     """
     if intent.seconds.get(Bucket.LOST):
         return Bucket.LOST
@@ -277,11 +274,11 @@ def _unnoted(intent: Intent) -> Bucket:
 
 
 def end_entries(ledger: Ledger, entries: Sequence[PoolEntry]) -> None:
-    """Write down what pools have cost to the accounts that paid, and that they have ended."""
+    """Settle the costs of pools with their budgets, and record that the pools have ended."""
     for entry in entries:
         if entry.account is not None:
             ledger.settle_pool(
                 entry.id, sum((row.cost_usd for row in ledger.cost_rows(CostBy.POOL, pool_id=entry.id)), ZERO_USD)
             )
-    # last: killed in between, the entries are still open, and the next sweep does both again
+    # last: after a crash before this line the entries are still open, and the next sweep does both again
     ledger.end_pools([entry.id for entry in entries])

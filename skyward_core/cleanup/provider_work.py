@@ -1,4 +1,4 @@
-"""What a sweep does at one provider with the findings of `policy.judge`."""
+"""What a sweep does at one provider with the findings of `policy.decide`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from skyward_core.cleanup.policy import Action, Finding, paid_until
 from skyward_core.cleanup.pool_record import Clock, close_entries, end_entries
 from skyward_core.cleanup.release import end_machines
-from skyward_core.cleanup.survey import Failure, Place
+from skyward_core.cleanup.survey import Failure, ProviderListing
 from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import LedgerConflict, LedgerError
 from skyward_core.ledger.rows import Intent, UnreadableRow
@@ -24,7 +24,7 @@ class ProviderWork:
     def __init__(
         self,
         ledger: Ledger | None,
-        place: Place,
+        listing: ProviderListing,
         findings: list[Finding],
         clock: Clock,
         monotonic: Callable[[], float],
@@ -36,10 +36,10 @@ class ProviderWork:
         self.adopted: list[Finding] = []
         self.failures: list[Failure] = []
         self._ledger = ledger
-        self._provider = place.provider
-        self._pools = place.pools
-        self._known = place.pools | {pool_id: entry for pool_id, (entry, _) in place.of_others.items()}
-        self._intents = {intent.id: intent for intent in place.intents}
+        self._provider = listing.provider
+        self._pools = listing.pools
+        self._known = listing.pools | {pool_id: entry for pool_id, (entry, _) in listing.other_accounts.items()}
+        self._intents = {intent.id: intent for intent in listing.intents}
         self._clock = clock
         self._monotonic = monotonic
         self._pause = pause
@@ -69,7 +69,7 @@ class ProviderWork:
             assert self._ledger is not None
             try:
                 self._ledger.bind_all(dict(zip(finding.intents, finding.resource_ids, strict=True)))
-            except LedgerConflict:  # its owner has said so meanwhile, and knows better
+            except LedgerConflict:  # its owner has bound the entry meanwhile
                 pass
             except LedgerError as error:
                 self._fail(finding.pool_id, error)
@@ -91,7 +91,7 @@ class ProviderWork:
         assert self._ledger is not None
         try:
             spared = dict.fromkeys(
-                seen.keys() - self._ledger.condemn_all(seen), "its lease was renewed while the sweep looked"
+                seen.keys() - self._ledger.condemn_all(seen), "its lease was renewed during the sweep"
             )
         except LedgerError as error:
             spared = dict.fromkeys(seen, "the ledger could not be written to")
@@ -109,8 +109,8 @@ class ProviderWork:
             return
         assert self._ledger is not None
         try:
-            intents = self._asked_once_more(intents)
-        except Exception as error:  # nothing is closed on the strength of what could not be seen
+            intents = self._still_missing(intents)
+        except Exception as error:  # without a listing there is no proof that the machines are gone
             self._fail("", error)
             return
         now = self._clock()
@@ -122,7 +122,7 @@ class ProviderWork:
         except LedgerError as error:
             self._fail("", error)
 
-    def _asked_once_more(self, intents: Sequence[Intent]) -> list[Intent]:
+    def _still_missing(self, intents: Sequence[Intent]) -> list[Intent]:
         """Terminate machines that have an id and list again; return the intents that the second listing lacks too.
 
         One listing may have been wrong.

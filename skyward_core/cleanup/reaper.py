@@ -1,8 +1,7 @@
-"""The reaper as its driver sees it: a small process of its own session, started before anything is asked for, that ends
-the pool when the driver is gone.
+"""The owner's side of the reaper: a small process that ends the pool when the owner is gone. First safeguard.
 
-It is held by a pipe that only the driver writes to. What it does is in `reaper_process.py`; whom it reports to is
-`reaper.log` under the user's state directory.
+It is started before any machine is requested, in a session of its own. The owner holds the writing end of a pipe to it.
+`reaper_process.py` is the process itself. It logs to `reaper.log` in the user's state directory.
 """
 
 from __future__ import annotations
@@ -34,19 +33,19 @@ if TYPE_CHECKING:
 SCRIPT = Path(__file__).with_name("reaper_process.py")
 LENGTH_BYTES = 8
 LARGEST_LOG_BYTES = 1_000_000
-TELL_SECONDS = 5.0
-"""How long the reaper may take to listen, if its charge is larger than a pipe holds."""
+SEND_SECONDS = 5.0
+"""How long the reaper may take to read its input, if that is larger than a pipe's buffer."""
 
 _NODE_VARIABLES = ("SKYWARD_INSTANCE", "SKYWARD_POOL", "SKYWARD_RANK", "SKYWARD_TAGS", "SKYWARD_OWNER")
 _log = logging.getLogger("skyward")
 
 
 @dataclass(frozen=True, slots=True)
-class Charge:
-    """What a reaper must know to end a pool. Holds secrets, so it travels through a pipe alone.
+class ReaperInput:
+    """What a reaper must know to end a pool. It holds secrets, so it is sent through a pipe only.
 
-    `providers` are those that may have machines of it, one after the other, as bytes; `path` and `directory` are the
-    driver's `sys.path` and working directory.
+    `providers` are those that may have machines of the pool, pickled. `path` and `directory` are the owner's `sys.path`
+    and working directory.
     """
 
     pool_id: str
@@ -57,9 +56,9 @@ class Charge:
 
     @classmethod
     def of(cls, providers: Sequence[Provider], pool_id: str, ledger_url: str) -> Self:
-        """Return the charge for a pool of this process.
+        """Return the input for the reaper of a pool of this process.
 
-        Raises NotPicklable for a provider that cannot travel: the pool then has no reaper.
+        Raises NotPicklable for a provider that cannot be pickled: the pool has no reaper then.
         """
         try:
             directory = os.getcwd()
@@ -70,45 +69,46 @@ class Charge:
 
 
 def _pickled(providers: tuple[Provider, ...]) -> bytes:
-    """By value, so that a class of a script or a DAG file can be rebuilt; by name if that fails, for the reaper is on
-    the same machine.
+    """Pickle by value, so that a class of a script or a DAG file can be rebuilt.
+
+    If that fails, pickle by name, because the reaper is on the same machine.
     """
     try:
         return pickle.dumps(dumps(providers, label="provider"), protocol=5)
     except NotPicklable:
         if not {type(provider).__module__ for provider in providers} & {"__main__", "__mp_main__"}:
-            with contextlib.suppress(Exception):  # anything may be raised by anybody's __reduce__
+            with contextlib.suppress(Exception):  # a provider's __reduce__ may raise anything
                 return pickle.dumps(Pickled(pickle.dumps(providers, protocol=5)), protocol=5)
         raise
 
 
 class _Child(subprocess.Popen[bytes]):
-    """The reaper's process, which outlives its driver on purpose."""
+    """The reaper's process, which outlives its owner on purpose."""
 
     def __del__(self) -> None:
-        """Warn of nothing: neither when the interpreter ends, nor in a fork of the driver."""
+        """Do not warn: neither when the interpreter ends, nor in a fork of the owner."""
 
 
 _unreaped: list[_Child] = []
-"""Reapers that were left on their own: the next start buries those that have ended."""
+"""Reapers that go on alone. The next start waits for those that have ended, so that they are no zombies."""
 
 
 class Reaper:
-    """A reaper that was started by this process. Means nothing in a fork of it: there, every method does nothing."""
+    """A reaper that was started by this process. In a fork of this process every method does nothing."""
 
     def __init__(self, process: _Child | None, pipe: int | None) -> None:
         self._process = process
-        # not by the garbage collector: its end tells our death
+        # closefd=False: the garbage collector must not close it, because that would tell the reaper that we are dead
         self._pipe = _closed() if pipe is None else os.fdopen(pipe, "wb", buffering=0, closefd=False)
-        self._driver = os.getpid()
+        self._owner = os.getpid()
         self._hanging_up = threading.RLock()
-        self._is_on_its_own = False
+        self._is_alone = False
 
     @classmethod
-    def start(cls, charge: Charge) -> Self:
-        """Start a reaper and hand it its charge, without waiting for it.
+    def start(cls, reaper_input: ReaperInput) -> Self:
+        """Start a reaper and send its input.
 
-        Never raises: one that could not be started is not alive, and the log says why.
+        Never raises: a reaper that could not be started is not alive, and the log has the reason.
         """
         _unreaped[:] = [process for process in _unreaped if process.poll() is None]
         try:
@@ -118,72 +118,72 @@ class Reaper:
             return cls(None, None)
         os.set_blocking(ours, False)
         try:
-            reaper = cls(_spawned(charge.pool_id, theirs), ours)
+            reaper = cls(_spawned(reaper_input.pool_id, theirs), ours)
         except OSError as error:  # no more processes, no more memory
             _log.warning("the pool's reaper could not be started: %s", error)
             reaper = cls(None, ours)
         finally:
             os.close(theirs)
-        if reaper._process is not None and not _tell(ours, charge):
-            _log.warning("the pool's reaper did not listen")
+        if reaper._process is not None and not _send(ours, reaper_input):
+            _log.warning("the pool's reaper did not read its input")
             reaper.leave(0)
         return reaper
 
     @property
     def pid(self) -> int:
-        """Its process; 0 if it could not be started."""
+        """The id of its process; 0 if it could not be started."""
         return self._process.pid if self._process is not None else 0
 
     @property
     def is_alive(self) -> bool:
-        """Tell whether the reaper would notice if this process were killed now. Start another one if not."""
+        """Whether the reaper would notice if this process were killed now. If not, start another one."""
         return (
             self._process is not None
             and not self._pipe.closed
-            and self._driver == os.getpid()
+            and self._owner == os.getpid()
             and self._process.poll() is None
         )
 
     def terminate_now(self) -> None:
-        """Have the reaper end the machines while this process goes on. Returns at once, for signal handlers and any
-        thread; never raises.
+        """Have the reaper end the machines while this process goes on. Never waits and never raises, so that signal
+        handlers and any thread may call it.
 
-        It goes on until `leave`, and tries once more if the driver dies before that.
+        The reaper goes on until `leave`. If the owner dies before that, it ends the pool once more.
         """
-        self._say(b"terminate\n")
+        self._send_command(b"terminate\n")
 
     def live_by_lease(self) -> None:
-        """Tell the reaper that the pool outlives this process.
+        """Inform the reaper that the pool outlives this process.
 
-        It asks the ledger too; this is for a ledger that cannot be read then.
+        The reaper reads this from the ledger too; this command is for a ledger that cannot be read then.
         """
-        self._say(b"lease\n")
+        self._send_command(b"lease\n")
 
     def leave(self, timeout_seconds: float = 5.0) -> None:
-        """Let the reaper go without touching anything: the pool has ended, or lives on by its lease. Waits for it; may
-        be called again.
+        """Have the reaper exit without ending anything, because the pool has ended or lives by its lease. Waits for
+        its exit; may be called again.
 
         Does nothing after `hang_up`.
         """
-        if self._driver != os.getpid() or self._is_on_its_own:
+        if self._owner != os.getpid() or self._is_alone:
             return
-        self._say(b"leave\n")
+        self._send_command(b"leave\n")
         self._close_pipe()
         if self._process is not None:
             try:
                 self._process.wait(timeout_seconds)
-            except subprocess.TimeoutExpired:  # stopped by somebody
+            except subprocess.TimeoutExpired:  # it was stopped, by SIGSTOP for instance
                 self._process.kill()
                 self._process.wait()
 
     def hang_up(self) -> None:
-        """Leave the pool to the reaper, as if this process were gone: it ends the machines, and then itself.
+        """Leave the pool to the reaper, as if this process were gone: it ends the machines and exits.
 
         Returns at once.
         """
-        if self._driver != os.getpid() or self._pipe.closed:
+        if self._owner != os.getpid() or self._pipe.closed:
             return
-        self._is_on_its_own = True
+        self._is_alone = True
         self._close_pipe()
         if self._process is not None:
             _unreaped.append(self._process)
@@ -195,14 +195,14 @@ class Reaper:
                 self._pipe.close()
                 os.close(number)
 
-    def _say(self, line: bytes) -> None:
-        if self._driver == os.getpid():
-            with contextlib.suppress(OSError, ValueError):  # it is gone; the pipe is closed
+    def _send_command(self, line: bytes) -> None:
+        if self._owner == os.getpid():
+            with contextlib.suppress(OSError, ValueError):  # the reaper is gone, or the pipe is closed
                 self._pipe.write(line)
 
 
 def _closed() -> BinaryIO:
-    """Stand for a pipe that there is none of."""
+    """Return a closed file, for a reaper without a pipe."""
     pipe = io.BytesIO()
     pipe.close()
     return pipe
@@ -217,7 +217,7 @@ def _spawned(pool_id: str, pipe: int) -> _Child:
             stdout=log,
             stderr=log,
             cwd="/",
-            # those mark the processes of a node
+            # these variables mark the processes of a node, and the reaper must outlive the node
             env={name: value for name, value in os.environ.items() if not name.startswith(_NODE_VARIABLES)},
             start_new_session=True,
         )
@@ -237,16 +237,16 @@ def _opened_log() -> int:
         return os.open(os.devnull, os.O_WRONLY)
 
 
-def _tell(pipe: int, charge: Charge) -> bool:
-    """Write the charge into the pipe; False if the reaper is gone, or does not listen in time.
+def _send(pipe: int, reaper_input: ReaperInput) -> bool:
+    """Write the input into the pipe; return False if the reaper is gone or does not read it in time.
 
-    A charge of usual size fits, and waits for nobody.
+    An input of usual size fits into the pipe's buffer, so that this does not wait.
     """
-    body = pickle.dumps(astuple(charge), protocol=5)
+    body = pickle.dumps(astuple(reaper_input), protocol=5)
     left = memoryview(len(body).to_bytes(LENGTH_BYTES, "big") + body)
     has_room = select.poll()
     has_room.register(pipe, select.POLLOUT)
-    deadline = time.monotonic() + TELL_SECONDS
+    deadline = time.monotonic() + SEND_SECONDS
     while left:
         if not has_room.poll(max(0.0, deadline - time.monotonic()) * 1000):
             return False

@@ -1,9 +1,8 @@
-"""The reaper's own side: a script that waits until a pool's driver is gone, or asks for it, and then ends the pool's
-machines.
+"""The reaper's process: a script that ends a pool's machines when the pool's owner is gone, or at its command.
 
-`reaper.py` starts it, and nobody imports it. Until it must act it is a bare interpreter, without `site` and without
-this package: up in some milliseconds, and small. Its standard input brings the charge, then words; its end, or another
-parent, means that the driver is gone. What it writes goes into the log.
+`reaper.py` starts it; no module imports it. Until it must act it is a bare interpreter, without `site` and without this
+package, so that it starts in milliseconds and stays small. Its standard input has its input, then commands. The end of
+the standard input, or another parent process, means that the owner is gone. Its output goes into the log.
 """
 
 from __future__ import annotations
@@ -25,32 +24,32 @@ if TYPE_CHECKING:
     from skyward_core.providers.base import Provider
 
 LOOK_SECONDS = 1.0
-"""How often to look whether the driver is still the parent: its forks may hold the pipe open, which then never ends."""
+"""The interval of the checks whether the owner is still the parent. The owner's forks may keep the pipe open."""
 PATIENCE_SECONDS = 1800.0
-BOOKS_PATIENCE_SECONDS = 120.0
-"""How long to try to write down that the machines are gone. A sweep does it later."""
+LEDGER_PATIENCE_SECONDS = 120.0
+"""How long to try to record that the machines are gone. A later sweep records it otherwise."""
 TRY_SECONDS = 300.0
-"""A try that takes longer hangs: it is abandoned, and another one begun."""
+"""A try that takes longer hangs: it is abandoned, and the next one begins."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 1.0, 30.0
 LEDGER_BUSY_SECONDS = 5.0
-"""How long a locked ledger may hold up the end of the machines, at each step."""
+"""How long a locked ledger may delay the end of the machines, at each step."""
 LEAVE, TERMINATE, LEASE, GONE = b"leave", b"terminate", b"lease", b""
 LENGTH_BYTES = 8
 NAME = "skyward-reaper"
-"""In the process table: a node's keeper (`worker/keeper.py`) ends all that a call has started, but not what ends
-another pool.
+"""The name in the process table. A node's keeper (`worker/keeper.py`) ends all that calls have started, except for
+processes of this name, which end other pools.
 """
 
-_DEAF_TO = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGTSTP", "SIGUSR1", "SIGUSR2")
+_IGNORED_SIGNALS = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGTSTP", "SIGUSR1", "SIGUSR2")
 _SITES = ("site-packages", "dist-packages")
 
 
-class BooksOpen(Exception):
-    """The machines are gone, and the ledger does not say so: try again, not for long."""
+class LedgerNotUpdated(Exception):
+    """The machines are gone, and this is not in the ledger yet: to be tried again for LEDGER_PATIENCE_SECONDS."""
 
 
-class Driver:
-    """The process that has started this one, as it is seen and heard from here."""
+class OwnerProcess:
+    """The process that has started this one: its commands, and whether it lives."""
 
     def __init__(self, pid: int, pipe: int) -> None:
         self._pid = pid
@@ -59,46 +58,46 @@ class Driver:
         self._poll = select.poll()
         self._poll.register(pipe, select.POLLIN)
 
-    def charge(self) -> bytes | None:
-        """Wait for the charge.
+    def input(self) -> bytes | None:
+        """Wait for the input.
 
-        None if the driver is gone before it has told all of it: then it has asked for nothing yet.
+        None if the owner is gone before it has sent all of it: then it has not requested any machine yet.
         """
-        while len(self._unread) < LENGTH_BYTES or len(self._unread) < self._charge_end():
-            if not self._hear():
+        while len(self._unread) < LENGTH_BYTES or len(self._unread) < self._input_end():
+            if not self._receive():
                 return None
-        end = self._charge_end()
-        charge = bytes(self._unread[LENGTH_BYTES:end])
+        end = self._input_end()
+        content = bytes(self._unread[LENGTH_BYTES:end])
         del self._unread[:end]
-        return charge
+        return content
 
-    def _charge_end(self) -> int:
+    def _input_end(self) -> int:
         return LENGTH_BYTES + int.from_bytes(self._unread[:LENGTH_BYTES], "big")
 
-    def word(self) -> bytes:
-        """Wait for the next word; GONE when the driver is."""
+    def command(self) -> bytes:
+        """Wait for the next command; GONE when the owner is gone."""
         while b"\n" not in self._unread:
-            if not self._hear():
+            if not self._receive():
                 return GONE
-        word, _, self._unread = self._unread.partition(b"\n")
-        return bytes(word)
+        command, _, self._unread = self._unread.partition(b"\n")
+        return bytes(command)
 
-    def _hear(self) -> bool:
-        """Wait until more was said; False if the driver is gone."""
+    def _receive(self) -> bool:
+        """Wait for more bytes; return False if the owner is gone."""
         while not self._poll.poll(LOOK_SECONDS * 1000):
             if os.getppid() != self._pid:
                 return False
-        said = os.read(self._pipe, 65536)
-        self._unread += said
-        return said != b""
+        received = os.read(self._pipe, 65536)
+        self._unread += received
+        return received != b""
 
 
-class Ending:
-    """Ends the pool, as often as it is asked to, in a thread: meanwhile the driver may say that it is done itself."""
+class PoolTeardown:
+    """Ends the pool, as often as it is asked to, in a thread: meanwhile the owner may send `leave`."""
 
     def __init__(
         self,
-        charge: bytes,
+        reaper_input: bytes,
         end_pool: Callable[..., None] | None = None,
         *,
         try_seconds: float = TRY_SECONDS,
@@ -106,8 +105,8 @@ class Ending:
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self.is_by_lease = False
-        """The driver has said that the pool outlives it."""
-        self._charge = charge
+        """Whether the owner has informed this process that the pool outlives it."""
+        self._input = reaper_input
         self._end_pool = end_pool
         self._try_seconds = try_seconds
         self._clock = clock
@@ -119,7 +118,7 @@ class Ending:
         self._providers = b""
 
     def ask(self) -> None:
-        """End the pool whatever its driver does. Returns at once."""
+        """End the pool whether its owner lives or not. Returns at once."""
         self._asked.set()
         if not self._was_asked:
             self._was_asked = True
@@ -133,10 +132,10 @@ class Ending:
                 self._end("its process asked for it")
 
     def finish(self) -> int:
-        """End the pool, for its driver is gone, unless it has ended or outlives its driver. Returns 0, or 1 if it could
+        """End the pool because its owner is gone, unless it has ended or outlives its owner. Return 0, or 1 if it could
         not be ended.
 
-        Once more, if it was ended while the driver lived: an answer to a launch may have come after that.
+        A pool that was ended while the owner lived is ended once more: a launch may have been answered after that.
         """
         with self._busy:
             return self._end("its process is gone")
@@ -145,22 +144,24 @@ class Ending:
         began, seconds = self._clock(), FIRST_PAUSE_SECONDS
         while (trouble := self._tried(why)) is not None:
             self._say(_one_line(trouble))
-            if self._clock() - began > (BOOKS_PATIENCE_SECONDS if isinstance(trouble, BooksOpen) else PATIENCE_SECONDS):
-                self._say("given up; its entry stays open, and `skyward sweep` asks again")
+            if self._clock() - began > (
+                LEDGER_PATIENCE_SECONDS if isinstance(trouble, LedgerNotUpdated) else PATIENCE_SECONDS
+            ):
+                self._say("given up; its entry stays open, and `skyward sweep` tries again")
                 return 1
             self._pause(seconds)
             seconds = min(seconds * 2, LONGEST_PAUSE_SECONDS)
         return 0
 
     def _tried(self, why: str) -> Exception | None:
-        """Try to end the pool, in a thread that is abandoned if it hangs; return what went wrong."""
+        """Try to end the pool, in a thread that is abandoned if it hangs; return the error, if there is one."""
         outcome: list[Exception | None] = []
 
         def run() -> None:
             try:
                 self._try(why)
                 outcome.append(None)
-            except Exception as error:  # whatever it is, the machines still run
+            except Exception as error:  # after an error of any kind the machines still run
                 outcome.append(error)
 
         thread = threading.Thread(target=run, daemon=True)
@@ -176,25 +177,25 @@ class Ending:
             if not self._was_asked and (reason := self._why_not(entry)):
                 self._say(f"{why}, and {reason}: nothing to do")
                 return
-            self._say(f"{why}: ending its machines")
-            self._give_back_all(ledger, self._load(entry), why)
+            self._say(f"{why}: teardown its machines")
+            self._tear_down_all(ledger, self._load(entry), why)
             if ledger is None:
-                raise BooksOpen(f"its machines are gone; the ledger cannot be used: {trouble}")
+                raise LedgerNotUpdated(f"its machines are gone; the ledger cannot be used: {trouble}")
             after = ledger.pool(self._pool_id)
             if after is not None and after.ended_at is None:
-                raise BooksOpen("its machines are gone; the ledger has other things of it that are not")
+                raise LedgerNotUpdated("its machines are gone; the ledger has other things of it that are not")
         finally:
             if ledger is not None:
                 ledger.close()
         self._say("its machines are gone")
 
     def _unpack(self) -> None:
-        """Become a process that can import what the driver could."""
+        """Become a process that can import all modules of the owner."""
         import logging
         import pickle
         import site
 
-        pool_id, self._ledger_url, self._providers, path, directory = pickle.loads(self._charge)
+        pool_id, self._ledger_url, self._providers, path, directory = pickle.loads(self._input)
         try:
             os.chdir(directory)  # a provider or a ledger may name files relative to it
         except OSError:
@@ -211,15 +212,14 @@ class Ending:
         self._pool_id = pool_id
 
     def _looked_up(self) -> tuple[Ledger | None, PoolEntry | None, Exception | None]:
-        """Open the ledger and look the pool up; no ledger, and why, if it cannot be used."""
+        """Return the ledger and the pool's entry; if the ledger cannot be used, None, None and the error."""
         ledger = None
         try:
             from skyward_core.ledger.ledger import Ledger
 
             ledger = Ledger(self._ledger_url, busy_timeout_seconds=LEDGER_BUSY_SECONDS)
             return ledger, ledger.pool(self._pool_id), None
-        # a full disk, a lock, a server that is away, a driver that is not installed: the machines are ended all the
-        # same
+        # a full disk, a lock, a server that does not answer, a missing database driver: the machines must still end
         except Exception as error:
             if ledger is not None:
                 ledger.close()
@@ -227,7 +227,7 @@ class Ending:
             return None, None, error
 
     def _why_not(self, entry: PoolEntry | None) -> str:
-        """Why the pool's machines are not ours to end; "" if they are."""
+        """Return why the pool's machines must not be ended; "" if they must."""
         if entry is not None and entry.ended_at is not None:
             return "the pool has ended"
         if self.is_by_lease or (entry is not None and entry.lives_by_lease):
@@ -235,10 +235,10 @@ class Ending:
         return ""
 
     def _load(self, entry: PoolEntry | None) -> Sequence[Provider]:
-        """Return who may have machines of the pool: of the driver's providers the one that the ledger names, all if it
-        names none of them or is not there.
+        """Return the providers that may have machines of the pool.
 
-        If they cannot be rebuilt, what the ledger knows, which holds no secrets.
+        This is the one of the owner's providers that the ledger names; all of them if it names none or cannot be read.
+        If they cannot be rebuilt, it is the provider in the ledger, which has no secrets.
         """
         import pickle
 
@@ -257,27 +257,28 @@ class Ending:
         named = [provider for provider in providers if entry is not None and provider.to_json() == dict(entry.provider)]
         return named or providers
 
-    def _give_back_all(self, ledger: Ledger | None, providers: Sequence[Provider], why: str) -> None:
-        """Ask all at once: an outage of a cloud that has nothing, which takes minutes to be told, must not keep
-        machines of another running.
+    def _tear_down_all(self, ledger: Ledger | None, providers: Sequence[Provider], why: str) -> None:
+        """Tear the pool down at all providers at once.
+
+        An outage of one cloud may last minutes, and must not delay the end of machines at another cloud.
         """
         troubles: list[Exception] = []
 
-        def give_back(provider: Provider) -> None:
+        def tear_down_at(provider: Provider) -> None:
             try:
-                self._give_back(ledger, provider, why)
+                self._tear_down(ledger, provider, why)
             except Exception as error:
                 troubles.append(error)
 
-        threads = [threading.Thread(target=give_back, args=(provider,), daemon=True) for provider in providers]
+        threads = [threading.Thread(target=tear_down_at, args=(provider,), daemon=True) for provider in providers]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        if troubles:  # machines that may live count for more than books that are open
-            raise next((error for error in troubles if not isinstance(error, BooksOpen)), troubles[0])
+        if troubles:  # machines that may be left are worse than a ledger that is behind
+            raise next((error for error in troubles if not isinstance(error, LedgerNotUpdated)), troubles[0])
 
-    def _give_back(self, ledger: Ledger | None, provider: Provider, why: str) -> None:
+    def _tear_down(self, ledger: Ledger | None, provider: Provider, why: str) -> None:
         from skyward_core.errors import LedgerError
 
         end_pool = self._end_pool
@@ -286,7 +287,7 @@ class Ending:
         try:
             end_pool(ledger, provider, self._pool_id, why=why)
         except LedgerError as error:
-            raise BooksOpen(f"its machines are gone; this could not be written down: {error}") from error
+            raise LedgerNotUpdated(f"its machines are gone; this could not be recorded: {error}") from error
 
     def _say(self, text: str) -> None:
         import logging
@@ -299,19 +300,19 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def watch(driver: Driver, ending: Ending) -> int:
-    """Do what the driver says, until it says that it is done, or is gone. Returns the exit status."""
-    while (word := driver.word()) not in (LEAVE, GONE):
-        if word == TERMINATE:
-            ending.ask()
-        elif word == LEASE:
-            ending.is_by_lease = True
-    return 0 if word == LEAVE else ending.finish()
+def watch(owner: OwnerProcess, teardown: PoolTeardown) -> int:
+    """Carry out the owner's commands until it sends LEAVE or is gone. Returns the exit status."""
+    while (command := owner.command()) not in (LEAVE, GONE):
+        if command == TERMINATE:
+            teardown.ask()
+        elif command == LEASE:
+            teardown.is_by_lease = True
+    return 0 if command == LEAVE else teardown.finish()
 
 
 def _outlive_the_node() -> None:
-    """Where a call on a node has opened the pool: leave the node's control group, and be spared by its keeper, by this
-    name. The node ends before the pool.
+    """Survive the end of the node, if a call on a node has opened the pool: leave the node's control group, and take
+    the name that its keeper spares. The node ends before the pool.
     """
     try:
         with open("/proc/self/comm", "w") as comm:
@@ -323,15 +324,14 @@ def _outlive_the_node() -> None:
             points = [line.split()[4] for line in mounts if " - cgroup2 " in line and line.split()[3] == "/"]
         if mark and points:
             _enter_above(points[0] + above)
-    # the group is not ours to leave: the reaper ends with the node then, and what it would have ended by its lease or
-    # the sweep
-    except OSError:
+    except OSError:  # without permission to leave the group the reaper ends with the node; the lease ends the pool
         pass
 
 
 def _enter_above(group: str) -> None:
-    """Enter a control group, or one below it that all reapers share, where it may hold no process because it hands
-    controllers down (cgroups(7)).
+    """Enter a control group, or a group below it that all reapers share.
+
+    A group that passes controllers to groups below it may not contain processes (cgroups(7)).
     """
     for place in (group, os.path.join(group, "skyward-reapers")):
         with contextlib.suppress(OSError):
@@ -341,14 +341,14 @@ def _enter_above(group: str) -> None:
             return
 
 
-def main(ending: Callable[[bytes], Ending] = Ending) -> int:
-    """Run as `reaper_process.py POOL_ID DRIVER_PID`; the pool's id is for people who look at the process table."""
+def main(teardown: Callable[[bytes], PoolTeardown] = PoolTeardown) -> int:
+    """Run as `reaper_process.py POOL_ID OWNER_PID`; the pool's id is for people who read the process table."""
     _outlive_the_node()
-    for name in _DEAF_TO:  # by a handler: what is ignored would stay so in whatever a provider starts
+    for name in _IGNORED_SIGNALS:  # by a handler, because SIG_IGN is inherited by the processes that a provider starts
         signal.signal(signal.Signals[name], lambda *_: None)
-    driver = Driver(int(sys.argv[2]), 0)
-    charge = driver.charge()
-    return 0 if charge is None else watch(driver, ending(charge))
+    owner = OwnerProcess(int(sys.argv[2]), 0)
+    reaper_input = owner.input()
+    return 0 if reaper_input is None else watch(owner, teardown(reaper_input))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from skyward_core.machines.instances import Lease
 from skyward_core.machines.owner import Owner
 from skyward_core.machines.signing import verify
 from skyward_core.providers.base import Provider, load
-from skyward_core.provisioning.teardown import give_back
+from skyward_core.provisioning.teardown import tear_down
 
 if TYPE_CHECKING:
     from skyward_core.ledger.ledger import Ledger
@@ -80,12 +80,12 @@ def end_machines(
     record = PoolRecord(ledger, provider, pool_id, why, clock)
     unsure_until = 0.0
     if record.unlisted_seconds(may_still_launch=may_still_launch):
-        with suppress(Exception):  # an outage: `give_back` waits until it is over
+        with suppress(Exception):  # after an outage `tear_down` lists again
             record.found(provider.instances(pool_id))
         if seconds := record.unlisted_seconds(may_still_launch=may_still_launch):
             unsure_until = monotonic() + seconds
     try:
-        give_back(provider, pool_id, record, unsure_until=unsure_until, clock=monotonic, pause=pause)
+        tear_down(provider, pool_id, record, unsure_until=unsure_until, clock=monotonic, pause=pause)
     except BaseException as error:
         try:
             record.write_down()

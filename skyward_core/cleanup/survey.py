@@ -1,4 +1,4 @@
-"""What providers list and what the ledger knows of it, before a sweep decides."""
+"""Reads the ledger and the providers' listings, before the policy of the sweep decides."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What could not be read or ended, and the error. `pool_id` is "" for a whole provider."""
+    """A pool that could not be read or ended, and the error. `pool_id` is "" for a whole provider."""
 
     provider: str
     pool_id: str
@@ -33,7 +33,7 @@ class Failure:
 
 
 @dataclass(slots=True)
-class Place:
+class ProviderListing:
     """One provider with its listing and its pools and intents in the ledger."""
 
     provider: Provider
@@ -41,20 +41,20 @@ class Place:
     machines: list[Instance]
     pools: dict[str, PoolEntry] = field(default_factory=dict[str, PoolEntry])
     intents: list[Intent] = field(default_factory=list[Intent])
-    of_others: dict[str, tuple[PoolEntry, str]] = field(default_factory=dict[str, tuple[PoolEntry, str]])
+    other_accounts: dict[str, tuple[PoolEntry, str]] = field(default_factory=dict[str, tuple[PoolEntry, str]])
     """The ledger's pools at this provider that belong to another account, each with the reason as text."""
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class SurveyView:
     """The providers that have answered, the machines that the sweep must leave, and what could not be read."""
 
-    places: list[Place]
+    listings: list[ProviderListing]
     left: list[Finding]
     failures: list[Failure]
 
 
-def look(ledger: Ledger | None, providers: Sequence[Provider]) -> View:
+def take_survey(ledger: Ledger | None, providers: Sequence[Provider]) -> SurveyView:
     """Read the ledger, then ask the providers.
 
     In this order a machine that a listing lacks was in the ledger before the listing was made.
@@ -73,20 +73,20 @@ def look(ledger: Ledger | None, providers: Sequence[Provider]) -> View:
     strange = [Failure("ledger", error.pool_id, error) for error in damaged]
     strange += [Failure("ledger", entry.id, LedgerError(entry.trouble)) for entry in pools.values() if entry.trouble]
     for entry in pools.values():
-        if (place := survey.places.get(_key(entry.provider))) is None:
+        if (listing := survey.listings.get(_key(entry.provider))) is None:
             continue
-        if (error := other_account(entry, place.account)) is None:
-            place.pools[entry.id] = entry
-        else:  # what this account does not list may well be there
-            place.of_others[entry.id] = (entry, str(error))
-            strange.append(Failure(place.provider.name, entry.id, error))
+        if (error := other_account(entry, listing.account)) is None:
+            listing.pools[entry.id] = entry
+        else:  # machines that this account does not list may exist
+            listing.other_accounts[entry.id] = (entry, str(error))
+            strange.append(Failure(listing.provider.name, entry.id, error))
     for intent in intents:
         entry = pools.get(intent.pool_id)  # None if it cannot be read
-        place = None if entry is None else survey.places.get(_key(entry.provider))
-        if place is not None and intent.pool_id in place.pools:
-            place.intents.append(intent)
-    left = [*_not_judged(survey.places, _unread_pools(damaged)), *_keep_apart(survey.places, pools)]
-    return View(list(survey.places.values()), left, [*survey.failures, *strange])
+        listing = None if entry is None else survey.listings.get(_key(entry.provider))
+        if listing is not None and intent.pool_id in listing.pools:
+            listing.intents.append(intent)
+    left = [*_unreadable(survey.listings, _unread_pools(damaged)), *_without_duplicates(survey.listings, pools)]
+    return SurveyView(list(survey.listings.values()), left, [*survey.failures, *strange])
 
 
 def _entries(ledger: Ledger | None, pool_ids: Iterable[str], damaged: list[UnreadableRow]) -> dict[str, PoolEntry]:
@@ -107,43 +107,42 @@ def _unread_pools(damaged: Iterable[UnreadableRow]) -> set[str]:
     return {error.pool_id for error in damaged if error.is_pool}
 
 
-def _not_judged(places: Mapping[str, Place], pool_ids: set[str]) -> Generator[Finding]:
-    """Take out the machines of pools whose entries cannot be read: the ledger knows them, so that tags alone may not
-    call them dead.
+def _unreadable(listings: Mapping[str, ProviderListing], pool_ids: set[str]) -> Generator[Finding]:
+    """Remove the machines of pools whose entries cannot be read, and return findings that leave them.
+
+    The ledger has these pools, so that tags alone do not prove them dead.
     """
-    for place in places.values():
+    for listing in listings.values():
         for pool_id in sorted(pool_ids):
-            if ids := tuple(machine.id for machine in place.machines if machine.pool_id == pool_id):
+            if ids := tuple(machine.id for machine in listing.machines if machine.pool_id == pool_id):
                 reason = (
                     f"its entry in the ledger cannot be read: mend it, or end the pool with `skyward stop {pool_id}"
-                    f" --provider {place.provider.name}`"
+                    f" --provider {listing.provider.name}`"
                 )
-                yield Finding(Action.LEAVE, pool_id, place.provider.name, ids, reason)
-        place.machines = [machine for machine in place.machines if machine.pool_id not in pool_ids]
+                yield Finding(Action.LEAVE, pool_id, listing.provider.name, ids, reason)
+        listing.machines = [machine for machine in listing.machines if machine.pool_id not in pool_ids]
 
 
 def _key(provider: Mapping[str, Any]) -> str:
-    """What tells a provider, as plain data, from others."""
+    """Return a text that is the same for equal providers."""
     return json.dumps(dict(provider), sort_keys=True)
 
 
 class _Survey:
-    """The providers that were asked: the places that have answered, by key, and the failures."""
+    """The listings of the providers that have answered, by key, and the failures of the others."""
 
     def __init__(self, given: Mapping[str, Provider]) -> None:
-        self.places: dict[str, Place] = {}
+        self.listings: dict[str, ProviderListing] = {}
         self.failures: list[Failure] = []
         self._given = dict(given)
         self._asked = set[str]()
 
     def machines(self) -> Generator[Instance]:
-        """Return all that was listed."""
-        return (machine for place in self.places.values() for machine in place.machines)
+        """Return all listed machines."""
+        return (machine for listing in self.listings.values() for machine in listing.machines)
 
     def ask(self, entries: Iterable[PoolEntry]) -> None:
-        """List the machines of the providers that were given, and of those of these pools, all at once; none of them
-        twice.
-        """
+        """List the machines of the given providers and of the providers of these pools, all at once; each once."""
         wanted: dict[str, Provider | Mapping[str, Any]] = {
             **{_key(entry.provider): entry.provider for entry in entries},
             **self._given,
@@ -154,44 +153,45 @@ class _Survey:
             if isinstance(answer, Failure):
                 self.failures.append(answer)
             else:
-                self.places[key] = answer
+                self.listings[key] = answer
 
 
-def _listed(wish: Provider | Mapping[str, Any]) -> Place | Failure:
-    name = wish.name if isinstance(wish, Provider) else str(wish.get("name", "?"))
+def _listed(wanted: Provider | Mapping[str, Any]) -> ProviderListing | Failure:
+    name = wanted.name if isinstance(wanted, Provider) else str(wanted.get("name", "?"))
     try:
-        provider = load(wish)
-        return Place(provider, provider.account(), provider.instances())
-    except Exception as error:  # whatever a provider raises, nothing of it may be taken for gone
+        provider = load(wanted)
+        return ProviderListing(provider, provider.account(), provider.instances())
+    except Exception as error:  # an error of any kind does not prove that machines are gone
         return Failure(name, "", error)
 
 
-def _keep_apart(places: Mapping[str, Place], pools: Mapping[str, PoolEntry]) -> list[Finding]:
-    """Leave each machine with one place: the provider of its pool, or the first that lists it; return what is left
-    alone for that.
+def _without_duplicates(listings: Mapping[str, ProviderListing], pools: Mapping[str, PoolEntry]) -> list[Finding]:
+    """Keep each machine in one listing: that of its pool's provider, or the first with it.
+
+    Return findings that leave the machines of no such listing.
     """
     left: list[Finding] = []
     seen = set[tuple[str, str]]()
-    own = {(key, machine.id) for key, place in places.items() for machine in place.machines}
-    for key, place in places.items():
+    own = {(key, machine.id) for key, listing in listings.items() for machine in listing.machines}
+    for key, listing in listings.items():
         kept: list[Instance] = []
-        for machine in place.machines:
+        for machine in listing.machines:
             entry = pools.get(machine.pool_id)
             home = key if entry is None else _key(entry.provider)
-            if (home == key) and (entry is not None or (place.provider.name, machine.id) not in seen):
+            if (home == key) and (entry is not None or (listing.provider.name, machine.id) not in seen):
                 kept.append(machine)
             elif home != key and (home, machine.id) not in own:
                 reason = (
                     "its pool was opened with other settings of the provider, which do not list it, or could not be"
                     " asked"
                 )
-                left.append(Finding(Action.LEAVE, machine.pool_id, place.provider.name, (machine.id,), reason))
-            seen.add((place.provider.name, machine.id))
-        place.machines = kept
+                left.append(Finding(Action.LEAVE, machine.pool_id, listing.provider.name, (machine.id,), reason))
+            seen.add((listing.provider.name, machine.id))
+        listing.machines = kept
     return left
 
 
-def owner_states(place: Place) -> dict[Owner, OwnerState]:
+def owner_states(listing: ProviderListing) -> dict[Owner, OwnerState]:
     """Return the states of all owners of a provider's pools and machines."""
-    entries = [*place.pools.values(), *(entry for entry, _ in place.of_others.values())]
-    return {owner: owner.state() for owner in {*(entry.owner for entry in entries), *owners_of(place.machines)}}
+    entries = [*listing.pools.values(), *(entry for entry, _ in listing.other_accounts.values())]
+    return {owner: owner.state() for owner in {*(entry.owner for entry in entries), *owners_of(listing.machines)}}

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
-from skyward_core.cleanup.policy import Action, Finding, Scene, judge
+from skyward_core.cleanup.policy import Action, Finding, ProviderFacts, decide
 from skyward_core.cleanup.pool_record import Clock, utc_now
 from skyward_core.cleanup.provider_work import ProviderWork
-from skyward_core.cleanup.survey import Failure, Place, look, owner_states
+from skyward_core.cleanup.survey import Failure, ProviderListing, owner_states, take_survey
 from skyward_core.concurrency.threads import side_by_side
 from skyward_core.machines.owner import Owner
 from skyward_core.providers.base import Provider
@@ -61,10 +61,10 @@ def sweep(
     monotonic: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> SweepReport:
-    """Find machines without a live owner at these providers and at those of all open pools of the ledger, and end them.
+    """Find machines whose owner is dead, at these providers and at those of the ledger's open pools, and end them.
 
     Args:
-        ledger: None judges by tags alone.
+        ledger: None decides by tags alone.
         providers: asked in addition to those that the ledger names.
         is_dry_run: only report.
         min_age_seconds: machines that the ledger does not know are left until they are older than that.
@@ -77,23 +77,23 @@ def sweep(
     Failures are in the report and stop nothing else. Nothing is done at a provider that cannot list its machines.
     Raises LedgerError if the ledger cannot be read.
     """
-    view = look(ledger, providers)
+    view = take_survey(ledger, providers)
 
-    def settle(place: Place) -> ProviderWork:
-        scene = Scene(
-            place.provider,
-            place.machines,
-            place.pools,
-            place.intents,
+    def settle(listing: ProviderListing) -> ProviderWork:
+        facts = ProviderFacts(
+            listing.provider,
+            listing.machines,
+            listing.pools,
+            listing.intents,
             clock(),
             Owner.here(),
-            owner_states(place),
-            place.of_others,
+            owner_states(listing),
+            listing.other_accounts,
         )
         work = ProviderWork(
             ledger,
-            place,
-            judge(scene, min_age_seconds=min_age_seconds, include_unknown=include_unknown),
+            listing,
+            decide(facts, min_age_seconds=min_age_seconds, include_unknown=include_unknown),
             clock,
             monotonic,
             pause,
@@ -102,10 +102,10 @@ def sweep(
             work.do()
         return work
 
-    done = side_by_side(settle, view.places, "skyward-sweep")
+    done = side_by_side(settle, view.listings, "skyward-sweep")
     # last: machines cost more
     pruned = side_by_side(
-        lambda place: _pruned(place.provider, clock(), is_dry_run=is_dry_run), view.places, "skyward-sweep"
+        lambda listing: _pruned(listing.provider, clock(), is_dry_run=is_dry_run), view.listings, "skyward-sweep"
     )
     return SweepReport(
         (*(finding for work in done for finding in work.findings), *view.left),
@@ -117,7 +117,7 @@ def sweep(
         ),
         closed=tuple(finding for work in done for finding in work.closed),
         adopted=tuple(finding for work in done for finding in work.adopted),
-        # several places may be of one account
+        # several listings may be of one account
         pruned=tuple(dict.fromkeys(line for lines in pruned if not isinstance(lines, Failure) for line in lines)),
     )
 
@@ -125,5 +125,5 @@ def sweep(
 def _pruned(provider: Provider, now: datetime, *, is_dry_run: bool) -> list[str] | Failure:
     try:
         return [f"{provider.name}: {line}" for line in provider.prune(now, is_dry_run=is_dry_run)]
-    except Exception as error:  # whatever a provider raises, the sweep itself is done
+    except Exception as error:  # an error of any kind must not fail the sweep, which is done
         return Failure(provider.name, "", error)

@@ -1,7 +1,7 @@
 """`ComputePool`: machines with a Dask cluster on them, as a context manager.
 
 States: new -> opening -> open -> closing -> closed. `open` and `close` are the only ways between them; `close` may be
-called in any state and twice. If opening fails, `Machines.acquire` has given back what was rented; afterwards `close`
+called in any state and twice. If opening fails, `PoolMachines.acquire` has ended what was rented; afterwards `close`
 does. If this process is killed, the reaper does; it is started before anything is rented (docs/decisions/0008).
 
 A pool belongs to the process that has opened it. In a fork of that process it raises PoolClosed when it is used;

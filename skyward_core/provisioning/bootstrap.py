@@ -1,9 +1,8 @@
-"""One instance to one ready node: the shell text that prepares it, and the reading of what that text says.
+"""Prepares one instance until it is a node: the shell script that does it, and the reader of the script's output.
 
-A node's script prints a line `::skyward phase NAME` when it enters a phase and `::skyward failed ...` when it dies in
-one; everything else it prints is told only when it fails. At its end stands the node's supervisor, which takes the
-script's place; the head's scheduler prints `::skyward head GENERATION ADDRESS`, and whoever listens on a spot machine
-`::skyward notice JSON`.
+The script prints a line `::skyward phase NAME` when it enters a phase and `::skyward failed ...` when it fails in one.
+Its other output is shown only after a failure. It ends with `exec` of the node's supervisor. The head's scheduler
+prints `::skyward head GENERATION ADDRESS`, and the listener on a spot machine `::skyward notice JSON`.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ POLL_SECONDS = 0.01
 LOOK_SECONDS = 0.5
 LAST_PHASE = "server"
 
-# Until the supervisor watches, this does: a client killed while packages are being installed must not leave the
-# installation running.
+# It watches the owner until the supervisor does: the installation of packages must end when the client is killed.
 WATCHER = """\
 (
   owner_pid="${SKYWARD_OWNER%%:*}"
@@ -64,11 +62,10 @@ export SKYWARD_BOOT_WATCHER=$!
 
 
 def startup_script(spec: PoolSpec, provider: Provider, paid_seconds: float | None = None) -> str:
-    """Return what the provider has a machine run when it comes up: the guard, or on this machine all that makes it a
-    node.
+    """Return the script that a machine runs when it comes up: the guard, or on this machine the whole preparation.
 
-    `paid_seconds` is how long it may live by its own clock until somebody says for how long it is paid; on this machine
-    it is told that before it is a node.
+    `paid_seconds` is how long it may live by its own clock until it gets the time until which it is paid. On this
+    machine it gets that before it is a node.
     """
     if not provider.is_here:
         return guard_script(spec.lease_seconds, spec.max_lifetime, provider.end_command, paid_seconds)
@@ -85,24 +82,23 @@ def startup_script(spec: PoolSpec, provider: Provider, paid_seconds: float | Non
 
 
 def _for_installing(installation: str) -> list[str]:
-    """Let what installs see this process's own indexes and proxies with a password, and nothing after it."""
+    """Show this process's package indexes and proxies with passwords to the installation only."""
     secret = installing_environment()
     return [shell.export(secret), installation, f"unset {' '.join(sorted(secret))}"] if secret else [installation]
 
 
 def node_script(spec: PoolSpec) -> str:
-    """Return the bash text that makes a machine reached over SSH a node: environment, our package, volumes, partitions
-    of GPUs, supervisor.
+    """Return the bash script that makes a node of a machine over SSH: environment, our package, volumes, partitions of
+    GPUs, supervisor.
     """
     return spec.image.bootstrap() + "\n" + _server(spec, f'"$SKYWARD_HOME/ship/{shipped_archive().name}"')
 
 
 def node_script_in_two(spec: PoolSpec) -> tuple[str, str]:
-    """Return the same in two pieces. The first one installs the packages, and holds nothing that is secret; it waits,
-    in phase KEEP_PHASE, for the other one.
+    """Return the same script in two parts. The first one installs the packages and has no secret. It waits in phase
+    KEEP_PHASE for the second one.
 
-    The node finds the second piece in its directory, as REST, and before that the image's `env` as IMAGE_ENV, if it has
-    one.
+    The second part is written into the node's directory as REST, and before it the image's `env` as IMAGE_ENV.
     """
     packages = spec.image.model_copy(update={"env": FrozenEnv()})
     first = [
@@ -123,7 +119,7 @@ def _awaited(name: str) -> str:
 
 
 def _server(spec: PoolSpec, package: str, *, is_kept: bool = False) -> str:
-    """Return the end of a node's script. `is_kept`: the script runs below a keeper already (`worker/keeper.py`)."""
+    """Return the last part of a node's script. `is_kept`: it already runs below a keeper (`worker/keeper.py`)."""
     keeper = "" if is_kept else f'"$SKYWARD_ENV_PYTHON" -I -S {package}/skyward_core/worker/keeper.py -- '
     lines = [f"export {name}={shlex.quote(value)}" for name, value in spec.node_environment.items()]
     lines += [
@@ -139,11 +135,10 @@ def _server(spec: PoolSpec, package: str, *, is_kept: bool = False) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A node's place in the pool, told anew when the head was lost: `generation` counts how often. `scheduler` is None
-    for the head, which starts it.
+    """A node's place in the pool. `generation` counts the heads of the pool, because each new head changes the roles.
 
-    `host` is where the node listens; with `ports` (the scheduler's, then one for each worker) it listens on those and
-    not on any that are free.
+    `scheduler` is None for the head, which starts it. The node listens at `host`. It listens on `ports` (one for the
+    scheduler, then one for each worker) if there are some, and on free ports otherwise.
     """
 
     rank: int
@@ -166,9 +161,9 @@ def settings_of(
     *,
     is_simulated: bool = False,
 ) -> NodeSettings:
-    """Return what a node is told.
+    """Return the settings of a node.
 
-    `accelerator` is what its calls may use (`PoolSpec.accelerator_on`), or, with `is_simulated`, what they take for it.
+    `accelerator` is what its calls may use (`PoolSpec.accelerator_on`), or what is simulated with `is_simulated`.
     """
     limit = memory_gb(spec.memory) if spec.memory is not None else None
     chips = 0 if accelerator is None else 1 if accelerator.mig else accelerator.count
@@ -206,17 +201,17 @@ def settings_of(
 
 
 class Preparation:
-    """Follows one instance on its way to being a node, through its log."""
+    """Prepares one instance, and follows the preparation in its log."""
 
     def __init__(self, transport: Transport, rank: int, emit: Callable[[SkywardEvent], object]) -> None:
         self.transport = transport
         self.rank = rank
         self.phase = ""
         self.head: str | None = None
-        """Address of the scheduler that listens on this node, as the node sees it."""
+        """The address of the scheduler on this node, in the node's own network."""
         self.has_ended = False
         self.notices: tuple[Notice, ...] = ()
-        """What its machine was told of being taken back."""
+        """The notices that its machine is taken back."""
         self._emit = emit
         self._generation = 0
         self._tail: list[str] = []
@@ -228,7 +223,7 @@ class Preparation:
         return self.transport.instance
 
     def start(self, script: str, timeout_seconds: float) -> None:
-        """Reach the machine and have it run its script. Raises BootstrapFailed if it cannot be reached in time."""
+        """Connect to the machine and start its script. Raises BootstrapFailed if it cannot be reached in time."""
         try:
             self.transport.start(script, timeout_seconds=timeout_seconds, emit=self._emit)
         except Unreachable as error:
@@ -237,15 +232,15 @@ class Preparation:
             self._tail = [*self._tail, *error.output.splitlines()][-LAST_LINES:]
             raise self.failure(f"exit={error.exit_code} command={error.args[0]}") from error
 
-    def tell(self, settings: NodeSettings) -> None:
-        """Write what the node waits for, or what it is to be from now on."""
+    def send_settings(self, settings: NodeSettings) -> None:
+        """Write the settings that the node waits for, or its new settings."""
         self.rank, self.head, self._generation = settings.rank, None, settings.generation
         self.transport.write("settings.json", settings.to_json())
 
     def follow(self) -> None:
-        """Read on in the log: emit the phases entered.
+        """Read the new lines of the log and emit the phases.
 
-        Raises BootstrapFailed if the script says that it has failed, or that it has ended.
+        Raises BootstrapFailed if the script has reported its failure or its end.
         """
         for line in self.transport.new_lines():
             kind, _, rest = line.removeprefix(MARK).partition(" ")
@@ -272,13 +267,13 @@ class Preparation:
                 raise self.failure(f"exit={rest.strip()}")
 
     def failure(self, what: str) -> BootstrapFailed:
-        """Return the error that says in which phase and with which last lines the node could not be prepared."""
+        """Return the error of a failed preparation, with the phase and the last lines."""
         fields = {name: value for name, _, value in (part.partition("=") for part in what.split(" ", 2))}
-        told = "\n".join(f"  {line}" for line in self._tail)
+        last_lines = "\n".join(f"  {line}" for line in self._tail)
         code = fields.get("exit", "")
         return BootstrapFailed(
             f"node {self.rank} ({self.instance.id}) could not be prepared, phase {self.phase or 'start'}:"
-            f" {what}\n{told}",
+            f" {what}\n{last_lines}",
             node=self.rank,
             phase=self.phase,
             exit_code=int(code) if code.isdigit() else None,
@@ -287,7 +282,7 @@ class Preparation:
 
     @property
     def last_words(self) -> str:
-        """What the node's guard or supervisor has said last."""
+        """The last message of the node's guard or supervisor."""
         return next(
             (line.removeprefix("skyward: ") for line in reversed(self._tail) if line.startswith("skyward: ")), ""
         )
@@ -296,10 +291,10 @@ class Preparation:
 def await_scheduler(
     head: Preparation, preparations: Sequence[Preparation], check: Callable[[], None], deadline: float
 ) -> str:
-    """Wait until the head's scheduler listens; return its address, as the nodes see it. `check` is called now and then
-    and raises if a node will not come.
+    """Wait until the head's scheduler listens; return its address in the network of the nodes.
 
-    Raises BootstrapFailed for a node that fails on the way, ProvisioningTimeout at the deadline (of time.monotonic).
+    `check` is called every LOOK_SECONDS and raises if a machine is gone. Raises BootstrapFailed for a node whose
+    preparation fails, ProvisioningTimeout at the deadline (time.monotonic).
     """
     looked = time.monotonic()
     while head.head is None:

@@ -1,10 +1,9 @@
-"""Where a pool's machines may come from: what several providers sell, made into candidates, the cheapest first.
+"""Candidates for a pool's machines, from the offers of several providers, the cheapest first.
 
-    providers --ask--> what each sells, or why it could not be asked --candidates--> candidates and refusals --order-->
-    those that failed of late go later
+    providers --ask--> offers of each, or an error --candidates--> candidates and refusals --order--> in this order
 
-A candidate is one provider, region and type for all machines of the pool, on-demand ones at the lower ranks if it is
-mixed. Only `ask` has effects.
+A candidate is one provider, region and type for all machines of the pool. If it is mixed, the lower ranks are on
+demand. `order` puts candidates that have failed recently behind others. Only `ask` has effects.
 """
 
 from __future__ import annotations
@@ -36,28 +35,28 @@ from skyward_core.providers.base import Provider, Sale
 from skyward_core.spec import PoolSpec
 
 MOST_CANDIDATES = 200
-"""Each try takes seconds: nobody waits for more."""
-MOST_TOLD = 20
+"""Each try takes seconds, so that more of them would not help a user."""
+MOST_SHOWN = 20
 FAILURES_TO_REST = 3
-"""So many pools in a row at which a candidate has failed, and it is put aside."""
+"""After failures at so many pools in a row a candidate rests: it is tried after others."""
 COUNTED = frozenset(kind.__name__ for kind in (NoCapacity, QuotaExceeded, RateLimited, ProviderFailed))
-"""What says something to the next who asks: wrong wishes and credentials, and money that is out, are the asker's own;
-an offer that is gone is one of many.
+"""The errors that matter to other pools. Wrong requests, credentials and used-up money concern one pool only, and an
+offer that is gone is one of many.
 """
 SAME_TO_BE_OURS = 3
-"""So many candidates refuse with the same words that may be about the request: the others would say the same."""
+"""After so many refusals with the same message that may be about the request, it is an error of the request."""
 WORTH_A_REST = 1.5
-"""What rests goes behind what costs at most so many times as much: to ask in vain costs a second, a dearer machine
-costs money for as long as it runs.
+"""A candidate that rests is tried after candidates that cost at most so many times as much. A refused request costs a
+second; a more expensive machine costs money for as long as it runs.
 """
 FIRST_REST_SECONDS, LONGEST_REST_SECONDS = 60.0, 1800.0
 MEMORY_SECONDS = 3600.0
-"""How far back attempts are looked at."""
+"""The age of the oldest attempts that count."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sold:
-    """What one provider sells, and to whom; or why it could not be asked. `seconds` is how long that took."""
+class ProviderOffers:
+    """The offers of one provider to an account, or the error of the request. `seconds` is how long that took."""
 
     provider: Provider
     offers: tuple[Offer, ...] = ()
@@ -65,11 +64,11 @@ class Sold:
     error: SkywardError | None = None
     seconds: float = 0.0
     unasked: Mapping[str, SkywardError] = field(default_factory=dict[str, SkywardError])
-    """Its regions that could not be asked, if others could."""
+    """The regions that have not answered, if others have."""
 
     @property
     def errors(self) -> tuple[SkywardError, ...]:
-        """Why it, or a part of it, could not be asked."""
+        """The errors of the provider and of its regions."""
         return (*self.unasked.values(), *([self.error] if self.error is not None else []))
 
 
@@ -84,7 +83,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to rent all machines of a pool. `account` is whose they would be, in the provider's words."""
+    """One way to rent all machines of a pool. `account` is the provider's name of the account that would have them."""
 
     provider: Provider
     account: str
@@ -92,17 +91,17 @@ class Candidate:
 
     @property
     def price_per_hour(self) -> float:
-        """What all machines cost with all that is billed beside them, in USD."""
+        """The price of all machines with all extras, in USD."""
         return sum(part.offer.total_per_hour * part.count for part in self.parts)
 
     @property
     def region(self) -> str:
-        """Where they are."""
+        """The region of the machines."""
         return self.parts[0].offer.region
 
     @property
     def keys(self) -> frozenset[Key]:
-        """What attempts at it are known by."""
+        """The keys of its offers, by which attempts are found."""
         return frozenset(key_of(part.offer) for part in self.parts)
 
 
@@ -111,25 +110,27 @@ type Key = tuple[str, str, str, bool]
 
 
 def key_of(thing: Offer | Attempt) -> Key:
-    """Return what tells an offer from others in what is remembered of attempts."""
+    """Return the key of an offer or of an attempt; attempts at the same offer have the same key."""
     return thing.provider, thing.region, thing.instance_type, thing.is_spot
 
 
-def ask(providers: Sequence[Provider], want: Requirements, clock: Callable[[], float] = time.monotonic) -> list[Sold]:
-    """Ask all providers at once what they sell, and whose account it is; the answers in the order of the providers.
+def ask(
+    providers: Sequence[Provider], want: Requirements, clock: Callable[[], float] = time.monotonic
+) -> list[ProviderOffers]:
+    """Ask all providers at once for their offers and their account. Return the answers in the order of the providers.
 
-    An error of ours that is about one provider is kept with it, to hide no other: an outage, refused credentials, a
-    wish or a setting that it cannot do.
+    An error of one provider (an outage, refused credentials, a spec or a setting that it cannot do) is part of its
+    answer, so that the others' answers are not lost.
     """
     return side_by_side(lambda provider: _asked(provider, want, clock), providers, "skyward-offers", len(providers))
 
 
-def _asked(provider: Provider, want: Requirements, clock: Callable[[], float]) -> Sold:
+def _asked(provider: Provider, want: Requirements, clock: Callable[[], float]) -> ProviderOffers:
     began = clock()
     try:
         account = provider.account()
         offers = provider.offers(want)
-        return Sold(
+        return ProviderOffers(
             provider,
             tuple(offers),
             account,
@@ -137,15 +138,15 @@ def _asked(provider: Provider, want: Requirements, clock: Callable[[], float]) -
             unasked=offers.unasked if isinstance(offers, Sale) else {},
         )
     except (BadRequest, CredentialsError, NoCapacity, ProviderFailed) as error:
-        return Sold(provider, error=error, seconds=clock() - began)
+        return ProviderOffers(provider, error=error, seconds=clock() - began)
 
 
-def candidates(spec: PoolSpec, sold: Iterable[Sold]) -> tuple[list[Candidate], list[Refusal]]:
-    """Return the ways to rent what the spec asks for, cheapest first and then the smallest, and for each provider that
-    has none the reason.
+def candidates(spec: PoolSpec, sold: Iterable[ProviderOffers]) -> tuple[list[Candidate], list[Refusal]]:
+    """Return the candidates for a spec, the cheapest first and then the smallest, and the reason of each provider that
+    has none.
 
-    Without a strategy, and with "if-available", a type that is sold both ways is a candidate both ways. Raises
-    BadRequest if spot is demanded, all have answered, and nobody ever sells it.
+    Without a strategy, and with "if-available", a type that is sold on demand and as spot is two candidates. Raises
+    BadRequest if the spec demands spot, all providers have answered, and none of them ever sells it.
     """
     want = spec.requirements
     found: list[Candidate] = []
@@ -182,8 +183,9 @@ type _Group = Mapping[bool, Offer]
 
 
 def _groups(offers: Iterable[Offer]) -> list[_Group]:
-    """The cheapest of each type and region together, and each dearer one alone: a market has one type at many prices,
-    and few machines at each.
+    """Group the cheapest offers of each type and region; each more expensive offer is a group of its own.
+
+    A market has one type at many prices, and few machines at each.
     """
     groups: dict[tuple[str, str], dict[bool, Offer]] = {}
     dearer: list[_Group] = []
@@ -202,7 +204,7 @@ type _Way = tuple[_Group, tuple[int, int]]
 
 
 def _ways(spec: PoolSpec, groups: Iterable[_Group]) -> list[_Way]:
-    """The ways to rent all machines from one type in one region."""
+    """Return the ways to rent all machines from one type in one region."""
     counts = {has_spot: _counts(spec, has_spot=has_spot) for has_spot in (False, True)}
     return [
         (group, (on_demand, spot_nodes))
@@ -213,7 +215,7 @@ def _ways(spec: PoolSpec, groups: Iterable[_Group]) -> list[_Way]:
 
 
 def _counts(spec: PoolSpec, *, has_spot: bool) -> list[tuple[int, int]]:
-    """How many on demand and how many spot, as the strategy has it; both kinds where it leaves the choice."""
+    """Return the possible counts of on-demand and spot machines under the strategy."""
     try:
         counts = [spot.split(spec.spot, spec.nodes, spot_sold=has_spot)]
     except BadRequest:
@@ -223,10 +225,9 @@ def _counts(spec: PoolSpec, *, has_spot: bool) -> list[tuple[int, int]]:
 
 
 def _of_one_size(ways: list[_Way], want: Requirements) -> list[_Way]:
-    """Leave out what has more chips than the fewest that one provider sells, unless it costs no more: who asks for one
-    H100 does not want to pay for eight.
+    """Leave out offers with more chips than the fewest of this provider, unless they cost no more.
 
-    A type that is asked for by its name is what it is.
+    A user who wants one H100 does not want to pay for eight. A type that the spec names is not left out.
     """
     if want.accelerator is None or want.instance_type is not None or not ways:
         return ways
@@ -239,7 +240,7 @@ def _of_one_size(ways: list[_Way], want: Requirements) -> list[_Way]:
 
 
 def _price(way: _Way) -> float:
-    """What all machines cost: no more than a product or two, for there may be fifty thousand."""
+    """Return the price of all machines. It must be fast, because there may be fifty thousand ways."""
     group, (on_demand, spot_nodes) = way
     return (group[False].total_per_hour * on_demand if on_demand else 0.0) + (
         group[True].total_per_hour * spot_nodes if spot_nodes else 0.0
@@ -255,9 +256,9 @@ def _parts(group: _Group, on_demand: int, spot_nodes: int) -> tuple[Part, ...]:
 
 
 def _weight(way: _Way) -> tuple[float, float, float]:
-    """What a way is ranked by: the price of all machines, then their size."""
+    """Return the sort key of a way: the price of all machines, then their size."""
     group, (on_demand, spot_nodes) = way
-    if not (on_demand and spot_nodes):  # nearly always: fifty thousand of them are weighed in a tenth of a second
+    if not (on_demand and spot_nodes):  # nearly always; fifty thousand of them take a tenth of a second
         offer, count = group[bool(spot_nodes)], on_demand or spot_nodes
         return offer.total_per_hour * count, offer.vcpus * count, offer.memory_gb * count
     return _total(_parts(group, on_demand, spot_nodes))
@@ -273,11 +274,11 @@ def _total(parts: Iterable[Part]) -> tuple[float, float, float]:
 
 
 def resting(attempts: Iterable[Attempt], now: datetime, nodes: int = 1) -> dict[Key, datetime]:
-    """Return until when each candidate that has failed again and again is put aside: from its last failure on, twice as
-    long with each further one.
+    """Return until when each candidate rests that has failed at FAILURES_TO_REST pools in a row: from its last failure
+    on, twice as long with each further one.
 
-    Attempts in any order. Each pool counts once, however stubbornly it asks, and only if it wanted no more than `nodes`
-    machines: that sixty-four are not to be had says nothing of one. A success of anybody ends it.
+    The attempts may be in any order. Each pool counts once, and only if it wanted no more than `nodes` machines: a
+    refusal of sixty-four machines proves nothing about one. A success of any pool ends the rest.
     """
     failures: dict[Key, dict[str, datetime]] = {}
     for attempt in sorted(attempts, key=lambda attempt: attempt.at):
@@ -295,9 +296,7 @@ def resting(attempts: Iterable[Attempt], now: datetime, nodes: int = 1) -> dict[
 
 
 def order(found: Sequence[Candidate], rest: Mapping[Key, datetime]) -> list[Candidate]:
-    """Put those that rest, in their own order, behind what costs little more (WORTH_A_REST): they are not left out, for
-    somebody wants these machines now.
-    """
+    """Sort candidates that rest behind those that cost little more (WORTH_A_REST). They are tried nevertheless."""
 
     def rank(candidate: Candidate) -> tuple[float, bool]:
         rests = bool(candidate.keys & rest.keys())
@@ -309,8 +308,8 @@ def order(found: Sequence[Candidate], rest: Mapping[Key, datetime]) -> list[Cand
 def may_come(
     providers: Iterable[Provider], found: Sequence[Candidate], want: Requirements, errors: Iterable[SkywardError]
 ) -> bool:
-    """Whether it is worth asking again in a moment: somebody had none or did not answer, or would list spot machines if
-    one were free.
+    """Return whether another round may succeed: a provider had no machine or did not answer, or lists spot machines
+    only while some are free.
     """
     if any(isinstance(error, (NoCapacity, ProviderFailed, OfferGone)) for error in errors):
         return True
@@ -320,7 +319,7 @@ def may_come(
 
 
 def is_sold_as_spot(one: Candidate, found: Iterable[Candidate]) -> bool:
-    """Whether the same type in the same region is among the candidates as a spot machine too, or is one."""
+    """Return whether the candidate's type is a spot machine, or is one of the candidates as spot in the same region."""
     kinds = {key_of(part.offer)[:3] for part in one.parts}
     return any(
         key_of(part.offer)[:3] in kinds and part.offer.is_spot
@@ -331,7 +330,7 @@ def is_sold_as_spot(one: Candidate, found: Iterable[Candidate]) -> bool:
 
 
 def refusal(provider: Provider, offer: Offer | None, error: SkywardError, seconds: float) -> Refusal:
-    """Return what is kept of a candidate that was not taken; without an offer it is the provider as a whole."""
+    """Return the refusal of an offer, or without an offer that of the whole provider."""
     return Refusal(
         provider=provider.name,
         region="" if offer is None else offer.region,
@@ -344,8 +343,8 @@ def refusal(provider: Provider, offer: Offer | None, error: SkywardError, second
     )
 
 
-def not_asked(one: Sold) -> list[Refusal]:
-    """Return what is kept of a provider that could not be asked, or of regions of it."""
+def not_asked(one: ProviderOffers) -> list[Refusal]:
+    """Return the refusals of a provider that has not answered, or of such regions."""
     whole = [] if one.error is None else [refusal(one.provider, None, one.error, one.seconds)]
     return [
         *(
@@ -359,18 +358,20 @@ def not_asked(one: Sold) -> list[Refusal]:
 def none_left(
     want: Requirements, nodes: int, refusals: Sequence[Refusal], errors: Sequence[SkywardError]
 ) -> SkywardError:
-    """Return what to raise when all candidates have refused: the error of one that was alone, the kind that all have,
-    or NoCapacity; with all reasons.
+    """Return the error to raise when all candidates have refused, with all reasons.
 
-    BudgetExceeded if nothing but the money is in the way of whatever fits.
+    It is the error itself if there was one candidate, else an error of the class that all have, else NoCapacity.
+    BudgetExceeded if only the money is missing.
     """
     if len(refusals) == 1 and len(errors) == 1:
         error = errors[0]
     else:
-        told = [str(one) for one in refusals[:MOST_TOLD]]
-        more = [f"and {len(refusals) - MOST_TOLD} others"] if len(refusals) > MOST_TOLD else []
+        shown = [str(one) for one in refusals[:MOST_SHOWN]]
+        more = [f"and {len(refusals) - MOST_SHOWN} others"] if len(refusals) > MOST_SHOWN else []
         error = _all_of_a_kind(
-            f"nobody rents out {nodes} x {describe(want)}:\n  " + "\n  ".join([*told, *more]), errors, len(refusals)
+            f"no provider rents out {nodes} x {describe(want)}:\n  " + "\n  ".join([*shown, *more]),
+            errors,
+            len(refusals),
         )
         error.code = errors[-1].code if errors else ""
     if isinstance(error, NoCapacity):
@@ -379,20 +380,20 @@ def none_left(
 
 
 def own_mistake(errors: Sequence[SkywardError], least: int = SAME_TO_BE_OURS) -> BadRequest | None:
-    """Return what to raise if the last refusals, so many, are the same one and may be about the request
-    (`NoCapacity.mistake`): then they are about that.
+    """Return the error to raise if the last `least` refusals are the same and may be about the request
+    (`NoCapacity.mistake`), else None.
     """
     last = errors[-least:]
     mistakes = {error.mistake if isinstance(error, NoCapacity) else "" for error in last}
     if not last or len(last) < least or len(mistakes) > 1 or "" in mistakes:
         return None
-    return BadRequest(f"said of {len(last)} offers that are in stock, so it is the request: {last[-1]}").coded(
+    return BadRequest(f"{len(last)} offers in stock were refused, so the request is wrong: {last[-1]}").coded(
         last[-1].code
     )
 
 
 def _all_of_a_kind(message: str, errors: Sequence[SkywardError], refusals: int) -> SkywardError:
-    """The error with this message that has the class of all these; some refusals may have none."""
+    """Return an error with this message, of the class that all these errors have, else NoCapacity."""
     last = errors[-1] if errors else None
     kinds = {type(error) for error in errors}
     if isinstance(last, BudgetExceeded) and len(kinds) == 1:

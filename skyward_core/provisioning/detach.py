@@ -1,14 +1,12 @@
-"""How nodes learn that they live without their client from now on; and that they do not, if one could not be told, or
-the ledger not be written.
+"""Informs the nodes that they go on without their client, and undoes this if a node or the ledger fails.
 
-States of a pool that is detached, and what a kill between two lines leaves:
+States of a pool that is detached, and which pool a crash leaves:
 
-    attended -> paid for -> the nodes are told -> the ledger is told -> the reaper is told -> let go of
-    └──────────── an attended pool ───────────┘   └─ a detached one, whose nodes and money last as long as its lease
-    says ─┘
+    attended -> money set aside -> nodes informed -> ledger written -> reaper informed -> detached
+    └─────────────── an attended pool ──────────┘   └─ a detached pool, whose nodes and money last until its lease ends
 
-Up to the ledger's word the pool is its owner's: the reaper, and every sweep, ends it when the owner dies, whatever
-lease its nodes have by then. So the nodes are told first, and the ledger, by which all others go, last.
+Until the ledger is written the owner's death ends the pool: the reaper and every sweep decide by the ledger, whatever
+lease the nodes have. So the nodes are informed first and the ledger is written last.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from pathlib import Path
 
 from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import CommandFailed, SkywardError
-from skyward_core.provisioning.lifecycle import Machines
+from skyward_core.provisioning.lifecycle import PoolMachines
 from skyward_core.provisioning.port_forwarding import ALL_AT_ONCE
 from skyward_core.transport.transport import LocalTransport, Transport
 from skyward_core.worker.watchdog import DETACHED, LEASE, uptime, write_lease
@@ -29,15 +27,14 @@ _log = logging.getLogger("skyward")
 
 
 @contextlib.contextmanager
-def living_alone(machines: Machines, seconds: float, usual_seconds: float) -> Generator[None]:
-    """Let all nodes live for so many seconds from now, with or without this client. If that fails, or what is done
-    within, they are told again: as before.
+def detached_nodes(machines: PoolMachines, seconds: float, usual_seconds: float) -> Generator[None]:
+    """Let all nodes live for so many seconds from now, with or without this client. If that or the body fails, undo it.
 
-    Nodes of this machine that had no lease have one of `usual_seconds` then. Raises Unreachable if one cannot be told,
-    BadRequest if they need this client.
+    Nodes of this machine that had no lease have one of `usual_seconds` then. Raises Unreachable if a node does not
+    answer, BadRequest if the nodes need this client.
     """
     nodes = machines.transports.all()
-    # asked before told: most that cannot be told are found here, with nothing to undo
+    # reads before it writes: most nodes that do not answer are found here, with nothing to undo
     before = side_by_side(_lease_of, nodes, "skyward-nodes", ALL_AT_ONCE)
     try:
         machines.extend_leases(seconds)
@@ -50,8 +47,8 @@ def living_alone(machines: Machines, seconds: float, usual_seconds: float) -> Ge
 
 
 def _lease_of(transport: Transport) -> str:
-    """Until when a node lives, in its own words; "" for one that has no lease, as those of this machine that live as
-    long as their client.
+    """Return a node's lease as it has written it; "" if it has none, as nodes of this machine that end with their
+    client.
     """
     try:
         return transport.read(LEASE)
@@ -60,22 +57,18 @@ def _lease_of(transport: Transport) -> str:
 
 
 def _take_back(nodes: Sequence[Transport], before: Sequence[str], usual_seconds: float) -> None:
-    """Whoever else keeps the nodes' leases lengthens them again with his next sign of life, and so does this client,
-    which lives.
-    """
+    """Restore the nodes' leases. The next lease renewal of this client, or of another one, makes them longer again."""
 
-    def take_back(told: tuple[Transport, str]) -> None:
-        transport, lease = told
+    def take_back(node: tuple[Transport, str]) -> None:
+        transport, lease = node
         try:
             if isinstance(transport, LocalTransport):
                 _take_back_here(Path(str(transport.instance.directory)), lease, usual_seconds)
-            elif (
-                lease and transport.is_connected
-            ):  # if not, it was most probably not told either, and would be waited for
+            elif lease and transport.is_connected:  # else it probably has the old lease; do not wait
                 transport.write(LEASE, lease)
         except (SkywardError, OSError, ValueError) as error:
             _log.warning(
-                "%s could not be told that its pool is not detached; its own lease may be longer than it should: %s",
+                "%s could not be informed that its pool is not detached; its lease may be too long: %s",
                 transport.instance.id,
                 error,
             )
@@ -84,7 +77,10 @@ def _take_back(nodes: Sequence[Transport], before: Sequence[str], usual_seconds:
 
 
 def _take_back_here(directory: Path, lease: str, usual_seconds: float) -> None:
-    """A lease first: without it a node whose owner dies would go by the long one, which it remembers."""
+    """Restore the lease of a node of this machine.
+
+    The lease is written first: a node whose owner dies would otherwise use the long lease that it has in memory.
+    """
     usual = uptime() + usual_seconds
     write_lease(directory, max(usual, float(lease)) if lease else usual, may_shorten=True)
     (directory / DETACHED).unlink(missing_ok=True)

@@ -1,22 +1,21 @@
-"""The guard of a node on a machine of its own: the shell script that holds before there is a Python on the machine, and
-after that Python has died.
+"""The guard of a node on a machine of its own: a shell script that ends the node by its clocks (ADR 0006, ADR 0011).
 
-Run as the provider's `startup`, with SKYWARD_INSTANCE_ID and SKYWARD_INSTANCE_DIRECTORY in its environment, it keeps
-these files in that directory:
+It works before there is a Python on the machine, and after that Python has died. It runs as the provider's `startup`,
+with SKYWARD_INSTANCE_ID and SKYWARD_INSTANCE_DIRECTORY in its environment. It uses these files in that directory:
 
-    lease       read     the machine's uptime in seconds at which the lease runs out, one line; the guard writes the
-    first one paid        read     the machine's uptime in seconds until which it is paid for, one line; without it what
-    the guard was started with holds guard       written  its pid, once it watches
-    supervisor  read     the pid of the node's supervisor: when that process is gone, so is the node
-    ended       read     why somebody says that the node has ended, one line
+    lease       read     the uptime in seconds at which the lease runs out, one line; the guard writes the first one
+    paid        read     the uptime in seconds until which the machine is paid for, one line; overrides its argument
+    guard       written  its pid, once it watches
+    supervisor  read     the pid of the node's supervisor: when that process is gone, the node ends
+    ended       read     the reason why the node has ended, one line
     group       read     the folder of the node's control group, one line; without it the node has none
-    mounts      read     what the node has mounted, one mount point a line
-    log         written  why the node ends, at the end of what others say there
+    mounts      read     the mount points of the node, one per line
+    log         written  the reason why the node ends, appended
 
-The end of a node: the reason in its log, SIGKILL to all that carries its tag, to all below such a process and to all in
-its control group, its keepers last (`worker/keeper.py`), mounts undone, its folders in memory and on disk removed (the
-latter is kept if SKYWARD_KEEP_DIRECTORY is set), and the command with which the machine ends itself. Docs:
-decisions/0006 and 0011.
+The end of a node: the reason is written into its log. SIGKILL goes to all processes with its tag, to all below such a
+process and to all in its control group, to its keepers last (`worker/keeper.py`). Mounts are undone. Its folders in
+memory and on disk are removed (the latter is kept if SKYWARD_KEEP_DIRECTORY is set). Then the command runs with which
+the machine ends itself.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import shlex
 from skyward_core.providers.termination_shell import ENDING
 
 PAUSE_SECONDS = 1.0
-"""Between two looks."""
+"""Between two checks."""
 
 
 def guard_script(
@@ -37,12 +36,10 @@ def guard_script(
     """Return the POSIX sh text of a guard.
 
     Args:
-        lease_seconds: how long the node lives without a sign of life, counted from now; whoever extends the lease
-            writes the file `lease`.
+        lease_seconds: how long the node lives without a lease renewal, from now on. A renewal writes the file `lease`.
         max_lifetime_seconds: how long it lives at most; None: no end.
-        end_command: shell text that is run when the node has ended; empty where the machine lives on without us.
-        paid_seconds: for how long it is paid, counted from now, as long as nobody has said anything else (the file
-            `paid`); None: no such limit.
+        end_command: shell text that runs when the node has ended; empty if the machine goes on without us.
+        paid_seconds: for how long it is paid, from now on, unless the file `paid` has another time; None: no limit.
     """
     values = {
         "skyward_lease_seconds": str(math.ceil(lease_seconds)),
@@ -51,7 +48,7 @@ def guard_script(
         "skyward_pause": f"{PAUSE_SECONDS:g}",
         "skyward_end_command": end_command,
     }
-    # user data has little room: 16 KiB on AWS, in which a line end and a quote count twice
+    # user data is small: 16 KiB on AWS, in which a line end and a quote count twice
     program = re.sub(r"(?m)^ +", "", ENDING + GUARD)
     return "\n".join(["#!/bin/sh", *(f"{name}={shlex.quote(value)}" for name, value in values.items()), program])
 
@@ -75,7 +72,7 @@ skyward_birth() { # pid: sets skyward_born to when it was started; fails if it i
   case ${1:-Z} in Z | X) return 1 ;; esac
   skyward_born=${20:-}
 }
-skyward_lost_supervisor() { # succeeds if there was a supervisor and it is gone, whoever has its pid now
+skyward_lost_supervisor() { # succeeds if there was a supervisor and it is gone; its pid may be reused
   { read -r skyward_pid _ <"$skyward_directory/supervisor"; } 2>/dev/null || return 1
   case $skyward_pid in '' | *[!0-9]*) return 1 ;; esac
   skyward_birth "$skyward_pid" || return 0
@@ -84,7 +81,7 @@ skyward_lost_supervisor() { # succeeds if there was a supervisor and it is gone,
   skyward_supervisor="$skyward_pid $skyward_born"
   return 1
 }
-skyward_ended() { # sets skyward_reason if somebody says that the node has ended
+skyward_ended() { # sets skyward_reason if the file says that the node has ended
   [ -e "$skyward_directory/ended" ] || return 1
   skyward_reason=
   { read -r skyward_reason <"$skyward_directory/ended"; } 2>/dev/null

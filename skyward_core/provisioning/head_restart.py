@@ -4,8 +4,8 @@
     ─> all other nodes get its address
           └─ none is left ─> machines are rented again, the first one becomes the head ───────┘
 
-Nodes that do not get it are given back, and their ranks are vacant: `replacement` fills them. Killed between two lines,
-the pool's machines are found by tag.
+Nodes that do not get it are terminated, and their ranks are vacant: `replacement` fills them. After a crash the pool's
+machines are found by tag.
 
 All of it runs under `Nodes.settings_lock`, which `restart` takes.
 """
@@ -25,7 +25,7 @@ from skyward_core.provisioning.nodes import Nodes
 from skyward_core.provisioning.port_forwarding import ALL_AT_ONCE
 from skyward_core.provisioning.rental import Rental
 from skyward_core.provisioning.selection import Selection
-from skyward_core.provisioning.termination import Ending
+from skyward_core.provisioning.termination import Termination
 from skyward_core.spec import PoolSpec
 
 HEIR_SECONDS = 60.0  # for a node that is left to become the head: its scheduler listens in two
@@ -38,7 +38,7 @@ _log = logging.getLogger("skyward")
 
 
 class HeadRestart:
-    """Makes a node the head, or rents a new one, and tells all nodes."""
+    """Makes a node the head, or rents a new one, and sends its address to all nodes."""
 
     def __init__(self, spec: PoolSpec, rental: Rental, selection: Selection, nodes: Nodes) -> None:
         self._spec = spec
@@ -47,15 +47,14 @@ class HeadRestart:
         self._nodes = nodes
 
     def restart(self, heirs: Collection[str], dead: Collection[str]) -> Lease:
-        """The head is lost: make a node that is left the head, tell every node anew. Returns the new lease; ranks that
-        are missing in it are vacant.
+        """Give the pool another head. Returns the new lease; ranks that it lacks are vacant.
 
-        `heirs` are the ids of those that may become the head. `dead` are those whose processes have died while their
-        machines answer (`lives`), the head among them if it is one: they are given back. Where there is no heir, as
-        many machines are rented anew, all at once; where an instance is nothing but its processes (`Local`, `Hosts`)
-        these are the same machines, for they are free again by then. Without either a machine is rented for the head.
+        `heirs` are the ids of the nodes that may become the head. `dead` are the nodes whose processes have died while
+        their machines answer (`lives`), possibly the head too: they are terminated. Without an heir as many machines
+        are rented, all at once. With `Local` and `Hosts` these are the same machines, because they are free by then.
+        Without heir and dead node one machine is rented for the head.
         """
-        with self._nodes.settings_lock:  # a machine that is being prepared gets its settings later, with the new head
+        with self._nodes.settings_lock:  # a machine in preparation gets its settings later, with the new head
             return self._restart(frozenset(heirs), frozenset(dead))
 
     def _restart(self, heirs: frozenset[str], dead: frozenset[str]) -> Lease:
@@ -63,21 +62,20 @@ class HeadRestart:
         self._nodes.generation += 1
         lost = nodes.pop(0, None)
         fallen = [nodes.pop(rank) for rank, node in sorted(nodes.items()) if node.instance.id in dead]
-        endings = {node.rank: self._rental.end_aside(node) for node in ([] if lost is None else [lost]) + fallen}
+        terminations = {
+            node.rank: self._rental.end_in_thread(node) for node in ([] if lost is None else [lost]) + fallen
+        }
         left = [rank for rank, node in sorted(nodes.items()) if node.instance.id in heirs]
         if left:
             return self._succeed(nodes.pop(left[0]))
         is_head_dead = lost is not None and lost.instance.id in dead
         ranks = [0] if is_head_dead or not fallen else []
         return self._begin_anew(
-            [*ranks, *(node.rank for node in fallen)], endings, is_end_awaited=bool(fallen) or is_head_dead
+            [*ranks, *(node.rank for node in fallen)], terminations, is_end_awaited=bool(fallen) or is_head_dead
         )
 
     def _succeed(self, heir: Preparation) -> Lease:
-        """Make a node that is left the head.
-
-        It has all that it needs; if it does not come up, the caller may try another one.
-        """
+        """Make a node that is left the head. If it does not come up, the caller may try another one."""
         self._nodes.all[0] = heir
         deadline = time.monotonic() + min(HEIR_SECONDS, self._spec.provision_timeout)
         asked_at = time.monotonic()
@@ -96,8 +94,10 @@ class HeadRestart:
         self._go_on_under(heir, look, deadline)
         return self._nodes.lease
 
-    def _begin_anew(self, ranks: Sequence[int], endings: Mapping[int, Ending], *, is_end_awaited: bool) -> Lease:
-        """Rent machines for these ranks, make the first of them the head, and have all become nodes at the same time.
+    def _begin_anew(
+        self, ranks: Sequence[int], terminations: Mapping[int, Termination], *, is_end_awaited: bool
+    ) -> Lease:
+        """Rent machines for these ranks, make the first of them the head, and prepare all at the same time.
 
         Ranks whose node fails are vacant.
         """
@@ -105,11 +105,11 @@ class HeadRestart:
         deadline = time.monotonic() + self._spec.provision_timeout
         if is_end_awaited and (provider.is_here or provider.terminate_confirms):  # then the machines are free
             until = time.monotonic() + END_FIRST_SECONDS
-            for ending in endings.values():
-                ending.over.wait(max(0.0, until - time.monotonic()))
+            for termination in terminations.values():
+                termination.over.wait(max(0.0, until - time.monotonic()))
         nodes = [
             self._nodes.preparation_of(instance, instance.rank)
-            for instance in self._selection.rent_again(ranks, endings)
+            for instance in self._selection.rent_again(ranks, terminations)
         ]
         self._nodes.all |= {node.rank: node for node in nodes}
         head = self._nodes.all[0] = self._nodes.all.pop(nodes[0].rank)
@@ -138,18 +138,18 @@ class HeadRestart:
             self._nodes.forwarding.choose()
 
     def _drop_unless_begun(self, begun: Sequence[tuple[Preparation, Future[None]]], deadline: float) -> None:
-        """Give back those nodes that could not begin, or have not by now."""
+        """Terminate the nodes that could not begin, or have not begun by now."""
         until = min(deadline, time.monotonic() + BEGIN_SECONDS)
         for node, future in begun:
             while not future.done() and time.monotonic() < until:
                 self._rental.go_on_until(deadline, "the nodes did not begin in time")
             if (not future.done() or future.exception() is not None) and self._nodes.drop(node.rank, node):
                 _log.warning(
-                    "node %d could not begin anew, and is replaced: %s",
+                    "node %d could not be started again, and is replaced: %s",
                     node.rank,
                     future.exception() if future.done() else "it takes too long",
                 )
-                self._rental.end_aside(node)
+                self._rental.end_in_thread(node)
 
     def _go_on_under(
         self,
@@ -158,21 +158,21 @@ class HeadRestart:
         deadline: float,
         before_others: Callable[[], None] = lambda: None,
     ) -> None:
-        """Tell a node that it is the head, wait for its scheduler, and tell all the others."""
-        head.tell(self._nodes.settings(head, 0, None))
+        """Make a node the head, wait for its scheduler, and send the scheduler's address to all other nodes."""
+        head.send_settings(self._nodes.settings(head, 0, None))
         self._nodes.scheduler = await_scheduler(head, [head], look, deadline)
         head.transport.opened()
         before_others()
         others = [(rank, node) for rank, node in list(self._nodes.all.items()) if rank]
-        side_by_side(lambda ranked: self._tell_or_drop(*ranked), others, "skyward-nodes", ALL_AT_ONCE)
+        side_by_side(lambda ranked: self._send_or_drop(*ranked), others, "skyward-nodes", ALL_AT_ONCE)
 
-    def _tell_or_drop(self, rank: int, node: Preparation) -> None:
-        is_told = not self._rental.provider.is_here or self._nodes.is_connected(rank)
+    def _send_or_drop(self, rank: int, node: Preparation) -> None:
+        has_settings = not self._rental.provider.is_here or self._nodes.is_connected(rank)
         try:
-            if is_told:
-                node.tell(self._nodes.settings(node, rank, self._nodes.scheduler))
+            if has_settings:
+                node.send_settings(self._nodes.settings(node, rank, self._nodes.scheduler))
                 node.transport.opened()
         except (Unreachable, CommandFailed, OSError):
-            is_told = False
-        if not is_told and self._nodes.drop(rank, node):  # lost as well
+            has_settings = False
+        if not has_settings and self._nodes.drop(rank, node):  # lost as well
             self._rental.end(node)

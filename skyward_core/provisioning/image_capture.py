@@ -1,16 +1,16 @@
-"""Keeping the disk of the first machine that has an image's packages, so that later ones start from it (`Image.cache`).
+"""Captures the disk of the first machine with an image's packages, so that later ones start from it (`Image.cache`).
 
-Whoever may use a copy of a disk can read it. So the machine whose disk is kept is prepared in two pieces, and what is
-secret comes after the copy:
+Every user of a disk image can read it. So the machine is prepared in two parts, and secrets come after the capture:
 
-    bootstrap.sh               installs the packages; the image's `env`, which installing may need (indexes, proxies),
-    comes through the machine's memory sync, phase "keep"         and it waits
-    `Provider.keep_image`      returns when the moment that the copy shows is over, or fails; either way the machine
-    goes on rest.sh, settings.json     the environment of calls, volumes with their credentials, the pool's certificate
+    bootstrap.sh               installs the packages; the image's `env`, which the installation may need (indexes,
+                               proxies), is kept in the machine's memory
+    sync, phase "keep"         and the machine waits
+    `Provider.keep_image`      returns when the content of the disk image is fixed, or fails; the machine goes on
+    rest.sh, settings.json     the environment of calls, volumes with their credentials, the pool's certificate
 
-It is the head's, for a pool has one, and the others go on meanwhile. A client that is killed leaves a machine that
-waits, until its lease runs out; what it has begun to keep is the provider's to find and to take away
-(`Provider.prune`). Replacements and new heads are prepared in one piece.
+The disk is that of the head, because each pool has one; the other machines go on meanwhile. If the client is killed,
+the machine waits until its lease runs out, and `Provider.prune` removes the incomplete disk image. Replacements and new
+heads are prepared in one part.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _log = logging.getLogger("skyward")
 
 
 def is_to_be_kept(spec: PoolSpec, provider: Provider, instance: Instance) -> bool:
-    """Tell whether a copy of this machine's disk is of use: it is wanted, it can be made, and the machine was not
-    started from one itself.
+    """Return whether to capture this machine's disk: the spec wants it, the provider can, and the machine was not
+    started from a captured disk itself.
     """
     return spec.image.cache and provider.keeps_images and STARTED_FROM_TAG not in instance.tags
 
@@ -40,12 +40,11 @@ def is_to_be_kept(spec: PoolSpec, provider: Provider, instance: Instance) -> boo
 def start_and_keep(
     node: Preparation, spec: PoolSpec, provider: Provider, timeout_seconds: float, is_over: threading.Event
 ) -> None:
-    """Have a machine install its packages, keep its disk, and have it do the rest. Returns when that begins; somebody
-    else follows the node meanwhile.
+    """Start a machine's installation, capture its disk, and start the rest. Returns when the rest begins; another
+    thread must follow the node meanwhile.
 
-    `is_over` is set when the pool is not going to open. Raises BootstrapFailed if the machine cannot be reached,
-    PoolClosed if it is over. That the disk cannot be kept is told in the log: a copy saves time, and no pool is worth
-    less without one.
+    `is_over` is set when the opening of the pool has failed. Raises BootstrapFailed if the machine cannot be reached,
+    PoolClosed if `is_over` is set. A failed capture is only logged, because the pool does not need it.
     """
     first, rest = node_script_in_two(spec)
     node.start(first, timeout_seconds)
@@ -62,8 +61,8 @@ def start_and_keep(
 
 
 def _hand_over_environment(node: Preparation, spec: PoolSpec) -> bool:
-    """Give the machine the image's `env`, in memory if it has room there; False if it has none, and a copy of its disk
-    would show it.
+    """Write the image's `env` to the machine. Return False if it is not in memory, so that a captured disk would have
+    it.
     """
     if not spec.image.env:
         return True
@@ -79,7 +78,7 @@ def _keep(instance: Instance, spec: PoolSpec, provider: Provider) -> None:
     name = spec.image.content_hash()
     try:
         kept = provider.keep_image(instance, name)
-    except Exception as error:  # whatever a provider fails with, the machine is there and is paid for
+    except Exception as error:  # after an error of any kind the machine is usable and paid for
         _log.warning(
             "the disk of %s is not kept, and later pools install the packages of image %s again: %s",
             instance.id,

@@ -1,20 +1,20 @@
 """The machines of a pool, from the first offer to the last machine that is known to be gone.
 
-States of a pool's machines, and which code undoes what when the client is stopped between two lines:
+States of a pool's machines, and which code ends them when the client is stopped:
 
-    nothing -> intended -> launch asked for -> launched -> prepared -> leased -> terminated -> known to be gone
-               `Rental.give_back`, by tag, on the caller's ExitStack   `release`        the meter ends
+    nothing -> intended -> launch requested -> launched -> prepared -> leased -> terminated -> known to be gone
+               `Rental.tear_down`, by tag, on the caller's ExitStack   `release`        the meter ends
 
-`Machines` is what the session and `engine.recovery` see. It has no state of its own; its parts have:
+The session and `engine.recovery` use `PoolMachines`. It has no state of its own; its parts have:
 
-    rental          the provider that rents, launches, ends, and what may be left     no lock; see there
-    selection       what each rank is rented as, and what may replace it              written while the pool opens, then
-    only read nodes           ranks, scheduler, generation, ports                               `settings_lock`, the
-    only lock startup         from machines to nodes, while the pool opens                      one thread
-    replacement     machines that stand by; one node is replaced                      one thread for each rank
-    head_restart    another head                                                      under `nodes.settings_lock`
+    rental          the provider that rents, launches, ends; what may be left    no lock; see there
+    selection       the offer of each rank, and what may replace it              written while the pool opens
+    nodes           ranks, scheduler, generation, ports                          `settings_lock`, the only lock
+    startup         from machines to nodes, while the pool opens                 one thread
+    replacement     machines that stand by; one node is replaced                 one thread for each rank
+    head_restart    another head                                                 under `nodes.settings_lock`
 
-What is written down when: `ledger.journal`.
+`ledger.journal` says what is recorded when.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("skyward")
 
 
-class Machines:
-    """The machines of one opening of a pool: rents them, makes them nodes, replaces lost ones, gives them back.
+class PoolMachines:
+    """The machines of one session: rents them, makes them nodes, replaces lost ones, terminates them.
 
     `acquire` first, `release` last; between them `stand_by` and `replace` (one thread for each rank) and `restart` may
     be called at the same time.
@@ -86,16 +86,16 @@ class Machines:
     # ── acquire and release ──────────────────────────────────────────────────────────────────────────────────────────
 
     def acquire(self, undo: ExitStack) -> Lease:
-        """Rent and prepare what the spec asks for; return the lease with the address of its scheduler.
+        """Rent and prepare the machines of the spec; return the lease with the address of its scheduler.
 
-        The giving back is pushed on `undo` before anything is launched, and stays there: no interrupt can fall between
-        this function's care and its caller's. Raises NoCapacity, BootstrapFailed, ProvisioningTimeout and whatever the
-        provider raises; InstancesLeft, from the undo, says which machines may be left.
+        The teardown is pushed on `undo` before the first launch and stays there, so that an interrupt at any line ends
+        the machines. Raises NoCapacity, BootstrapFailed, ProvisioningTimeout and what the provider raises;
+        InstancesLeft, from `undo`, names the machines that may be left.
         """
         self._emit(InfraCreating(self._pool_id, self._book.work))
         self._nodes.created_at = datetime.now(UTC)
         deadline = time.monotonic() + self._spec.provision_timeout
-        undo.callback(self._rental.give_back_or_warn)
+        undo.callback(self._rental.tear_down_or_warn)
         undo.callback(self.transports.close)
         instances = self._selection.rent_all(deadline)
         provider = self._rental.provider
@@ -110,46 +110,46 @@ class Machines:
         return self.lease
 
     def check(self) -> None:
-        """Raise BootstrapFailed for a node that has failed on its way to being one."""
+        """Raise BootstrapFailed for a machine that has failed before it became a node."""
         self._startup.check()
 
     def launch_no_more(self) -> None:
-        """From now on rent nothing. Waits for nothing: a signal handler may call it."""
+        """Rent nothing from now on. Never waits, so that a signal handler may call it."""
         self._rental.launch_no_more()
 
     def end_now(self) -> None:
-        """Ask once for the end of all machines, and wait for nothing: for a pool without a reaper.
+        """Request the end of all machines once and do not wait for it: for a pool without a reaper.
 
-        Errors are left to `release`.
+        `release` deals with errors.
         """
         self._rental.end_now()
 
     def stop(self) -> None:
-        """Launch no more, and end the waiting of every thread that waits for a machine here."""
+        """Launch no more, and wake every thread that waits for a machine here."""
         self._rental.stop()
 
     def release(self) -> None:
-        """Give the pool's machines back and make sure.
+        """End all machines of the pool, and wait until the provider confirms it.
 
         May be called again. Raises InstancesLeft if some could not be confirmed gone.
         """
         self.stop()
-        self._rental.give_back()
+        self._rental.tear_down()
 
     @property
     def may_be_left(self) -> bool:
-        """Whether something was asked for that is not known to be gone.
+        """Whether a machine was requested that is not known to be gone.
 
-        If the giving back was cut off, another process must go on with it.
+        If the teardown was interrupted, another process must finish it.
         """
         return self._rental.may_be_left
 
     @property
     def may_be_left_to_their_lease(self) -> bool:
-        """Whether machines that cannot be confirmed gone cost nothing, and end themselves."""
+        """Whether machines that cannot be confirmed gone cost nothing and end themselves."""
         return self._rental.provider.may_be_left_to_its_lease()
 
-    # ── what there is ────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── present nodes ────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def transports(self) -> Transports:
@@ -163,7 +163,7 @@ class Machines:
 
     @property
     def scheduler(self) -> str:
-        """The address at which this client reaches the scheduler."""
+        """The address of the scheduler for this client."""
         return self._nodes.scheduler_from_here
 
     def extend_leases(self, seconds: float) -> None:
@@ -178,15 +178,15 @@ class Machines:
         return self._rental.living()
 
     def last_words(self, rank: int) -> str:
-        """Return what a node has said last, if it can still be asked."""
+        """Return the last message of a node's supervisor or guard; "" if there is none."""
         return self._nodes.last_words(rank)
 
     def has_ended(self, rank: int) -> bool:
-        """Tell whether a node has said that it has ended, or is not there at all."""
+        """Return whether a node has reported its end, or does not exist."""
         return self._nodes.has_ended(rank)
 
     def is_connected(self, rank: int) -> bool:
-        """Tell whether a node answers this client, as far as is known."""
+        """Return whether a node answers this client, as far as is known."""
         return self._nodes.is_connected(rank)
 
     def lives(self, ranks: Collection[int]) -> dict[int, bool]:
@@ -194,13 +194,13 @@ class Machines:
         return self._nodes.lives(ranks)
 
     def notices(self, rank: int) -> tuple[Notice, ...]:
-        """Return the notices that say when the machine of a node is taken back."""
+        """Return the notices of a node's machine that the provider takes back."""
         return self._nodes.notices(rank)
 
-    # ── what is lost ─────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── lost nodes ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def restart_workers(self, rank: int, workers: Sequence[int]) -> None:
-        """Have a node kill those of its workers and start them anew (`Nodes.restart_workers`)."""
+        """Have a node kill and restart these of its workers (`Nodes.restart_workers`)."""
         self._nodes.restart_workers(rank, workers)
 
     def stand_by(self, rank: int) -> None:
@@ -208,7 +208,7 @@ class Machines:
         self._replacement.stand_by(rank)
 
     def dismiss(self, rank: int) -> None:
-        """Give back the machine that stands by for this rank (`Replacement.dismiss`)."""
+        """Terminate the machine that stands by for this rank (`Replacement.dismiss`)."""
         self._replacement.dismiss(rank)
 
     def retire(self, rank: int, instance_id: str) -> None:
@@ -216,18 +216,16 @@ class Machines:
         self._replacement.retire(rank, instance_id)
 
     def replace(self, rank: int, is_there: Callable[[], bool]) -> None:
-        """Put another machine in the place of a lost one, and wait until its workers have joined
-        (`Replacement.replace`).
-        """
+        """Replace a lost node and wait until its workers have joined (`Replacement.replace`)."""
         self._replacement.replace(rank, is_there)
 
     def restart(self, heirs: Collection[str], dead: Collection[str]) -> Lease:
-        """The head is lost: give the pool another one. Returns the new lease (`HeadRestart.restart`)."""
+        """Give the pool another head. Returns the new lease (`HeadRestart.restart`)."""
         return self._head_restart.restart(heirs, dead)
 
 
 def _free_port() -> int:
-    """A port that was free a moment ago, for torch's or JAX's rendezvous on the head."""
+    """Return a port that was free a moment ago, for torch's or JAX's rendezvous on the head."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -6,9 +6,9 @@
     removal of one rank                    by the thread that replaces this rank, without the lock (recovery has one
     such thread for each rank)
 
-`settings_lock` is held while nodes get the address of the head: no node gets that of a head which another thread
-replaces. It is the only lock here, and nothing that is called under it takes it again. Under it the locks of journal,
-budget and transport may be taken, and never the other way round.
+`settings_lock` is held while nodes get the address of the head, so that no node gets the address of a head that another
+thread replaces. It is the only lock here and is not reentrant. Under it the locks of journal, budget and transport may
+be taken, never in the other order.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from skyward_core.worker.watchdog import MISSED
 if TYPE_CHECKING:
     from skyward_core.engine.certificates import PoolCertificate
 
-LIVES_SECONDS = 4.0  # for the answer whether a node's supervisor lives
+LIVES_SECONDS = 4.0  # the longest wait for the answer whether a node's supervisor lives
 
 
 class Nodes:
-    """What is known of the nodes, what they are asked, and their settings."""
+    """The nodes by rank, requests to them, and their settings."""
 
     def __init__(
         self, spec: PoolSpec, pool_id: str, rental: Rental, certificate: Future[PoolCertificate], emit: Emit
@@ -52,19 +52,19 @@ class Nodes:
         self._emit = emit
         self.settings_lock = threading.Lock()
         self.all: dict[int, Preparation] = {}
-        """The nodes that there are now, by rank."""
+        """The present nodes, by rank."""
         self.scheduler = ""
-        """The scheduler's address, as the head says it."""
+        """The scheduler's address, in the network of the nodes."""
         self.generation = 0
-        """It grows whenever all nodes get new settings because of a new head."""
+        """The number of the head: it grows when all nodes get new settings because of a new head."""
         self.head_port = 0
         self.forwarding = PortForwarding(spec)
         self.created_at = datetime.now(UTC)
 
     def drop(self, rank: int, node: Preparation) -> bool:
-        """Count a node as lost; False if it is not at that rank any more.
+        """Count a node as lost. Return False if it does not have this rank any more.
 
-        A replacement and a restart may both find that it is.
+        A replacement and a restart may both find the loss; one of them gets True.
         """
         if self.all.get(rank) is not node:
             return False
@@ -86,7 +86,7 @@ class Nodes:
 
     @property
     def scheduler_from_here(self) -> str:
-        """The address at which this client reaches the scheduler."""
+        """The address of the scheduler for this client."""
         return self.all[0].transport.address(self.scheduler)
 
     def extend_leases(self, seconds: float) -> None:
@@ -96,7 +96,7 @@ class Nodes:
         """
         if self.forwarding.is_on:
             raise BadRequest(
-                "the nodes do not see each other, and talk through this client: the pool cannot be left alone"
+                "the nodes cannot reach each other, and are connected through this client: the pool cannot be detached"
             )
         side_by_side(
             lambda node: node.transport.extend_lease(seconds), list(self.all.values()), "skyward-nodes", ALL_AT_ONCE
@@ -105,7 +105,7 @@ class Nodes:
     # ── settings of a node ──────────────────────────────────────────────────────────────────────────────────────────
 
     def preparation_of(self, instance: Instance, rank: int) -> Preparation:
-        """Return a machine as one that is to become a node. It has no rank in the pool yet."""
+        """Return the preparation of a machine. The machine has no rank in the pool yet."""
         return Preparation(self._rental.transports.to(instance), rank, self._emit)
 
     def script(self) -> str:
@@ -120,7 +120,7 @@ class Nodes:
         role = Role(rank, self.generation, host, head_host, self.head_port, scheduler, forwarding.ports_of(rank))
         certificate = self._certificate.result()
         if isinstance(node.transport, LocalTransport):
-            # for how long it is paid: it learns this from nothing else before it can do without us
+            # writes for how long it is paid, which a node of this machine gets in no other way
             node.transport.write_paid_and_busy()
         accelerator, lifetime = self._rental.accelerator_of(node.instance.id), self._spec.max_lifetime
         is_simulated = self._rental.provider.simulates
@@ -136,13 +136,13 @@ class Nodes:
         )
 
     def connect(self) -> None:
-        """Forward ports between the nodes where they do not see each other."""
+        """Forward ports between the nodes if they cannot reach each other."""
         self.forwarding.connect(self.all, self.head_port)
 
-    # ── what a node is asked ─────────────────────────────────────────────────────────────────────────────────────────
+    # ── requests to a node ───────────────────────────────────────────────────────────────────────────────────────────
 
     def sees_the_head(self, node: Preparation) -> bool:
-        """Tell whether a node reaches the scheduler. Raises BootstrapFailed if it does not answer."""
+        """Return whether a node can reach the scheduler. Raises BootstrapFailed if it does not answer."""
         parts = urlsplit(self.scheduler)
         try:
             return node.transport.can_reach(str(parts.hostname), parts.port or 0)
@@ -150,7 +150,7 @@ class Nodes:
             raise node.failure(f"it does not answer any more: {error}") from error
 
     def last_words(self, rank: int) -> str:
-        """Return what a node has said last, if it can still be asked."""
+        """Return the last message of a node's supervisor or guard; "" if there is none."""
         node = self.all.get(rank)
         if node is None:
             return ""
@@ -161,7 +161,7 @@ class Nodes:
         return node.last_words
 
     def has_ended(self, rank: int) -> bool:
-        """Tell whether a node has said that it has ended, or is not there at all."""
+        """Return whether a node has reported its end, or does not exist."""
         node = self.all.get(rank)
         if node is None:
             return True
@@ -172,17 +172,16 @@ class Nodes:
         return node.has_ended
 
     def is_connected(self, rank: int) -> bool:
-        """Tell whether a node answers this client, as far as is known."""
+        """Return whether a node answers this client, as far as is known."""
         node = self.all.get(rank)
         if node is None or not node.transport.is_connected:
             return False
         return not self._rental.provider.is_here or node.instance.id in self._rental.living()
 
     def lives(self, ranks: Collection[int]) -> dict[int, bool]:
-        """Ask these nodes, all at once, whether their supervisors live. False: the machine answers, and its supervisor
-        has died. No answer: not in the result.
+        """Ask these nodes, all at once, whether their supervisors live. Takes LIVES_SECONDS at most.
 
-        Takes LIVES_SECONDS at most.
+        False: the machine answers, and its supervisor has died. A node that does not answer is not in the result.
         """
 
         def ask_one(ranked: tuple[int, Preparation]) -> tuple[int, bool | None]:
@@ -200,7 +199,7 @@ class Nodes:
         }
 
     def restart_workers(self, rank: int, workers: Sequence[int]) -> None:
-        """Have a node kill those of its workers and start them anew: they stay away, though it is there.
+        """Have a node kill and restart these of its workers, which have left the pool although the node lives.
 
         Raises what a `Transport` raises.
         """
@@ -209,7 +208,7 @@ class Nodes:
             node.transport.write(MISSED, " ".join(map(str, workers)))
 
     def notices(self, rank: int) -> tuple[Notice, ...]:
-        """Return the notices that say when the machine of a node is taken back."""
+        """Return the notices of a node's machine that the provider takes back."""
         node = self.all.get(rank)
         if node is None or not self.notice_url(node):
             return ()
@@ -218,13 +217,13 @@ class Nodes:
         return node.notices
 
     def notice_url(self, node: Preparation) -> str:
-        """Return where a machine learns that it is taken back; "" where it does not."""
+        """Return the URL at which a machine learns that it is taken back; "" if there is none."""
         return self._rental.provider.notice_url if node.instance.is_spot else ""
 
     def raise_if_lost(self, node: Preparation) -> None:
-        """Raise BootstrapFailed if a machine that is waited for is gone; an outage of the provider says nothing.
+        """Raise BootstrapFailed if a machine is gone. An outage of the provider proves nothing.
 
-        Over SSH the provider is asked only if the machine is silent.
+        Over SSH the provider is asked only if the machine does not answer.
         """
         if node.transport.is_connected and not self._rental.provider.is_here:
             return

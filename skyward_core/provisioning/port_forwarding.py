@@ -26,11 +26,11 @@ class PortForwarding:
         self._each = 1 + spec.workers_per_node
         self._ports: dict[int, tuple[int, ...]] = {}
         self._forwarded: set[tuple[str, int]] = set()
-        """Machines and the ports that lead from them to another node already."""
+        """Machines and their ports that are forwarded to another node already."""
 
     @property
     def is_on(self) -> bool:
-        """Whether the nodes talk through this client."""
+        """Whether the nodes are connected through this client."""
         return bool(self._ports)
 
     def ports_of(self, rank: int) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
-"""What several providers sell now, ranked, and how old that is: for `sky.offers` and `skyward offers`.
+"""The present offers of several providers, ranked, with their age: for `sky.offers` and `skyward offers`.
 
-A provider is asked for all that it sells and the answer is kept in a file of this user's cache for some minutes: one
-that asks for H100s after one that has asked for CPUs asks nobody. Of a market, which tells only what is near a wish,
-each wish has an answer of its own. Pools do not look here: they ask.
+A provider is asked for all of its offers, and the answer is kept in a file of this user's cache for some minutes, so
+that the next question needs no request. A market shows only offers near the requirements, so that each requirements
+have a cached answer of their own. Pools do not use the cache.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import BadRequest, NoCapacity, Refusal
 from skyward_core.machines.offers import Offer, Requirements, matches, why_none
 from skyward_core.providers.base import Provider
-from skyward_core.provisioning.candidates import Sold, ask, not_asked, refusal
+from skyward_core.provisioning.candidates import ProviderOffers, ask, not_asked, refusal
 
 MAX_AGE_SECONDS = 300.0
 
 
-class Page(BaseModel):
-    """All that a provider sold at a time, or all that was near a wish."""
+class CachedOffers(BaseModel):
+    """All offers of a provider at a time, or all that were near some requirements."""
 
     asked_at: datetime
     offers: tuple[Offer, ...]
@@ -37,10 +37,9 @@ class Page(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class PriceList:
-    """Offers that fit, cheapest first, then the smallest; `refusals` are the providers that have none or could not be
-    asked, with the reasons.
+    """Offers that fit, the cheapest first, then the smallest. `refusals` are the reasons of the providers without one.
 
-    `asked_at` is when the oldest of the answers was given, None if there is none. Iterating gives the offers.
+    `asked_at` is the time of the oldest answer, None if there is none. Iterating gives the offers.
     """
 
     offers: tuple[Offer, ...]
@@ -69,19 +68,19 @@ def price_list(
     max_age_seconds: float = MAX_AGE_SECONDS,
     clock: Callable[[], datetime] = lambda: datetime.now(UTC),
 ) -> PriceList:
-    """Ask those providers whose answer in `folder` is missing or too old, all at once; return what fits.
+    """Return the offers that fit. Providers whose answer in `folder` is missing or too old are asked, all at once.
 
-    Raises BadRequest if that is what all of them say; said by some it hides no other.
+    Raises BadRequest if all providers do.
     """
-    wishes = [want if type(provider).sells_by_wish else Requirements() for provider in providers]
-    places = [_path(folder, provider, wish) for provider, wish in zip(providers, wishes, strict=True)]
-    pages = [_young(_kept(place), clock(), max_age_seconds) for place in places]
+    questions = [want if type(provider).sells_by_wish else Requirements() for provider in providers]
+    paths = [_path(folder, provider, question) for provider, question in zip(providers, questions, strict=True)]
+    pages = [_young(_cached(path), clock(), max_age_seconds) for path in paths]
     missing = [index for index, page in enumerate(pages) if page is None]
     answers = dict(
         zip(
             missing,
             side_by_side(
-                lambda index: ask([providers[index]], wishes[index])[0], missing, "skyward-prices", len(missing)
+                lambda index: ask([providers[index]], questions[index])[0], missing, "skyward-prices", len(missing)
             ),
             strict=True,
         )
@@ -91,11 +90,11 @@ def price_list(
         raise wrong[0]
     for index, answer in answers.items():
         if answer.error is None:
-            pages[index] = page = Page(asked_at=clock(), offers=answer.offers)
-            if not answer.unasked:  # the next one asks for the rest
-                _keep(places[index], page)
-    told = [page for page in pages if page is not None]
-    found = [offer for page in told for offer in page.offers if matches(offer, want) is None]
+            pages[index] = page = CachedOffers(asked_at=clock(), offers=answer.offers)
+            if not answer.unasked:  # an answer without some regions is not cached
+                _cache(paths[index], page)
+    known = [page for page in pages if page is not None]
+    found = [offer for page in known for offer in page.offers if matches(offer, want) is None]
     reasons = [
         _why_none(provider, want, page, answers.get(index))
         for index, (provider, page) in enumerate(zip(providers, pages, strict=True))
@@ -103,16 +102,18 @@ def price_list(
     return PriceList(
         tuple(sorted(found, key=lambda offer: (offer.total_per_hour, offer.vcpus, offer.memory_gb))),
         tuple(reason for reasons_of_one in reasons for reason in reasons_of_one),
-        min((page.asked_at for page in told), default=None),
+        min((page.asked_at for page in known), default=None),
     )
 
 
-def _young(page: Page | None, now: datetime, max_age_seconds: float) -> Page | None:
+def _young(page: CachedOffers | None, now: datetime, max_age_seconds: float) -> CachedOffers | None:
     return page if page is not None and (now - page.asked_at).total_seconds() <= max_age_seconds else None
 
 
-def _why_none(provider: Provider, want: Requirements, page: Page | None, answer: Sold | None) -> list[Refusal]:
-    """Why a provider, or a region of it, is not in the list."""
+def _why_none(
+    provider: Provider, want: Requirements, page: CachedOffers | None, answer: ProviderOffers | None
+) -> list[Refusal]:
+    """Return why a provider, or a region of it, is not in the list."""
     reasons = [] if answer is None else not_asked(answer)
     offers = () if page is None else page.offers
     if (answer is not None and answer.error is not None) or any(matches(offer, want) is None for offer in offers):
@@ -123,32 +124,32 @@ def _why_none(provider: Provider, want: Requirements, page: Page | None, answer:
     ]
 
 
-# ── what is kept ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the cache ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _path(folder: Path, provider: Provider, wish: Requirements) -> Path:
-    asked = {} if wish == Requirements() else {"wish": wish.model_dump(mode="json", exclude_defaults=True)}
-    settings = json.dumps({**provider.to_json(), **asked}, sort_keys=True)
+def _path(folder: Path, provider: Provider, question: Requirements) -> Path:
+    own = {} if question == Requirements() else {"wish": question.model_dump(mode="json", exclude_defaults=True)}
+    settings = json.dumps({**provider.to_json(), **own}, sort_keys=True)
     return folder / f"{provider.name}-{hashlib.sha256(settings.encode()).hexdigest()[:16]}.json"
 
 
-def _kept(place: Path) -> Page | None:
-    """Read an answer; one that cannot be read, another release's for instance, is none."""
+def _cached(path: Path) -> CachedOffers | None:
+    """Read an answer; None if it cannot be read, because another release has written it for instance."""
     try:
-        return Page.model_validate_json(place.read_bytes())
+        return CachedOffers.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):
         return None
 
 
-def _keep(place: Path, page: Page) -> None:
-    """Write an answer, whole or not at all. A cache that cannot be written to is no reason to fail."""
+def _cache(path: Path, page: CachedOffers) -> None:
+    """Write an answer atomically. Does nothing if the cache cannot be written to."""
     with contextlib.suppress(OSError):
-        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor, part = tempfile.mkstemp(dir=place.parent)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor, part = tempfile.mkstemp(dir=path.parent)
         try:
             with os.fdopen(descriptor, "w") as file:
                 file.write(page.model_dump_json())
-            os.replace(part, place)
+            os.replace(part, path)
         except BaseException:
             Path(part).unlink(missing_ok=True)
             raise

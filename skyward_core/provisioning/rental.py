@@ -2,16 +2,15 @@
 
 States of a launch, and what is left when the client is killed between two lines:
 
-    granted money -> intended (ledger) -> asked for -> bound (ledger), counted by the meter
-                  nothing is rented    └─ a machine that has our tags: the ledger's intent, or a listing by tag, finds
-                  it
+    granted money -> intended (ledger) -> requested -> bound (ledger), metered
+                  nothing is rented    └─ a machine with our tags: found by the ledger's intent, or by its tags
 
-A launch that fails may have made machines. So the money of such a launch stays set aside, and `end_all` asks the
-provider by tag. It never trusts a list that is kept here.
+A launch that fails may have created machines. So the money of such a launch stays set aside, and `end_all` lists the
+machines by tag. It never relies on a list in memory.
 
 `Rental` owns the provider that rents, and the answer to two questions: may more be rented (`is_closing`), and may
 something be left (`may_be_left`). It has no lock. Launches and ends of several ranks run at the same time in several
-threads; journal, budget and `Endings` have their own locks.
+threads; journal, budget and `Terminations` have their own locks.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from skyward_core.machines.offers import Offer, total_of
 from skyward_core.providers.base import Provider
 from skyward_core.provisioning.bootstrap import Preparation, startup_script
 from skyward_core.provisioning.candidates import Part
-from skyward_core.provisioning.teardown import give_back
-from skyward_core.provisioning.termination import Ending, Endings
+from skyward_core.provisioning.teardown import tear_down
+from skyward_core.provisioning.termination import Termination, Terminations
 from skyward_core.spec import PoolSpec
 from skyward_core.transport.transport import Transports
 
@@ -72,22 +71,20 @@ class Rental:
         self._accelerators: dict[str, Accelerator | None] = {}
         """What the calls on each machine may use."""
         self._lost_at: dict[str, float] = {}
-        self._endings = Endings(pool_id, book)
+        self._terminations = Terminations(pool_id, book.gone)
         self.answered_at = 0.0
-        """When the last launch was answered, or has failed."""
+        """When the last launch was answered or has failed."""
         self._launched_at = 0.0
         self._is_launch_unsure = False
-        """True once a launch was asked for and its answer was lost: there may be machines that this process does not
-        know.
-        """
+        """Whether the answer to a launch was lost: there may be machines that this process does not know."""
         self._unsure = set[Commitment]()
-        """What such launches were granted, until a listing that came late enough has no machine of the pool."""
-        self._has_asked = False
-        """Whether any launch was begun at all."""
+        """The money of such launches, until a listing that came late enough has no machine of the pool."""
+        self._has_requested = False
+        """Whether any launch was requested."""
         self.may_be_left = False
-        """Whether something was asked for that is not known to be gone.
+        """Whether a machine was requested that is not known to be gone.
 
-        If the giving back was cut off, another process must go on with it.
+        If the teardown was interrupted, another process must finish it.
         """
         self._closing = threading.Event()
         self._is_closing = False
@@ -101,7 +98,7 @@ class Rental:
         """Rent from this provider from now on. The one before has no machine of the pool."""
         self._book.turn_to(provider, account)
         if provider != self._provider:
-            # that was about the one before, which was asked and has none of our machines
+            # these values were about the provider before, which has none of our machines
             self._is_launch_unsure = False
             self._launched_at = 0.0
         self._provider = provider
@@ -119,24 +116,24 @@ class Rental:
     def launch(self, offer: Offer, count: int, first_rank: int, along: Sequence[Part] = ()) -> list[Instance]:
         """Rent machines, as `launch_up_to`.
 
-        Raises NoCapacity if fewer came than were asked for: its caller gives them back.
+        Raises NoCapacity if fewer came than were requested: the caller terminates them.
         """
         began = time.monotonic()
         instances = self.launch_up_to(offer, count, first_rank, along)
         if len(instances) < count:
             few = NoCapacity(
                 f"{self._provider.name} had {len(instances)} of {count} x {offer.instance_type} in {offer.region}; they"
-                " have been given back"
+                " were terminated"
             )
             self._book.note_attempt(offer, time.monotonic() - began, few)
             raise few
         return instances
 
     def launch_up_to(self, offer: Offer, count: int, first_rank: int, along: Sequence[Part] = ()) -> list[Instance]:
-        """Rent machines, one at least; the meter counts from the moment they are asked for. Raises what
-        `Provider.launch` raises, BudgetExceeded, PoolClosed.
+        """Rent machines, one at least; the meter counts from their request on. Raises what `Provider.launch` raises,
+        BudgetExceeded, PoolClosed.
 
-        `along` are the parts of the same candidate that are asked for next: the money has to be enough for all of them.
+        `along` are the parts of the same candidate that are requested next: the money must be enough for all of them.
         """
         self._raise_if_closing()
         grant, accelerator = self._granted(offer, count, along)
@@ -144,7 +141,7 @@ class Rental:
         try:
             script = startup_script(self._spec, self._provider, grant.lifetime_seconds)
             self._emit(InstanceLaunching(count, offer.instance_type, self._provider.name))
-            self._has_asked = True
+            self._has_requested = True
             launch = self._book.intend(offer, count, first_rank, grant)
         except BaseException:
             self._purse.returned(grant)
@@ -162,23 +159,22 @@ class Rental:
         except BaseException as error:
             if isinstance(error, SkywardError):
                 self._book.note_attempt(offer, time.monotonic() - began, error)
-            # never taken back: another launch that went well says nothing of this one
+            # never reset: the success of another launch proves nothing about this one
             self._is_launch_unsure = is_unsure = True
-            # the money stays set aside: what was launched lives as long as it was granted, or until it is known to be
-            # gone
+            # the money stays set aside, because machines may live until it is used up
             raise
         finally:
             self.answered_at = time.monotonic()
             if not is_refused:
                 self._launched_at = time.monotonic()  # a machine may have been created as late as this
-            if is_unsure:  # last: the code that gives back what this grant made has to know how late that may be
+            if is_unsure:  # last: `end_all` must know how late the machines of this launch may appear
                 self._unsure.add(grant)
         self._book.bind(launch, instances)
         self._purse.launched([instance.id for instance in instances], grant)
         self._accelerators |= {instance.id: accelerator for instance in instances}
         for instance in instances:
             self._emit(_provisioned(instance))
-        if self.is_closing:  # the pool's own giving back may be over already
+        if self.is_closing:  # the teardown of the pool may be over already
             self.end_all()
             raise PoolClosed("the pool is closing")
         if len(instances) == count:
@@ -193,7 +189,7 @@ class Rental:
         began = time.monotonic()
         try:
             accelerator = self._spec.accelerator_on(offer)
-            # refuses before the machine is paid for what would be refused after it
+            # raises now what would be raised after the machine is paid for
             self._spec.neuron_cores_of(accelerator)
             prices = [(part.count, price_of(part.offer, self._provider)) for part in along]
             grant = self._purse.commit(
@@ -210,16 +206,16 @@ class Rental:
 
     # ── one machine ends, the pool goes on ───────────────────────────────────────────────────────────────────────────
 
-    def end_aside(self, node: Preparation) -> Ending:
-        """Give back a lost machine in a thread of its own: one that does not answer takes its time."""
-        return self._endings.end_aside(
+    def end_in_thread(self, node: Preparation) -> Termination:
+        """Terminate a lost machine in a thread of its own, because one that does not answer takes long."""
+        return self._terminations.end_in_thread(
             node.instance.id, self._provider, f"skyward-end-{node.rank}", lambda: self._let_go(node)
         )
 
     def end(self, node: Preparation) -> None:
-        """Give back a lost machine. What cannot be done now is tried again, and done in any case when the pool ends."""
+        """Terminate a lost machine. A failed request is repeated; the teardown of the pool is the last one."""
         self._let_go(node)
-        self._endings.end(node.instance.id, self._provider)
+        self._terminations.end(node.instance.id, self._provider)
 
     def _let_go(self, node: Preparation) -> None:
         self._lost_at[node.instance.id] = time.monotonic()
@@ -234,42 +230,41 @@ class Rental:
         return self._is_closing or self._closing.is_set()
 
     def launch_no_more(self) -> None:
-        """From now on rent nothing. Waits for nothing: a signal handler may call it."""
+        """Rent nothing from now on. Never waits, so that a signal handler may call it."""
         self._is_closing = True
 
     def stop(self) -> None:
-        """Launch no more, and end the waiting of every thread that waits for a machine here."""
+        """Launch no more, and wake every thread that waits for a machine here."""
         self._closing.set()
         self.transports.close()
-        self._endings.stop()
+        self._terminations.stop()
 
     def go_on_until(self, deadline: float, what: str, pause_seconds: float = 0.05) -> None:
         """Pause.
 
-        Raises PoolClosed after `stop`, and SkywardError with the words of `what` after the deadline, which
-        `time.monotonic` counts.
+        Raises PoolClosed after `stop`, and SkywardError with the text `what` after the deadline (time.monotonic).
         """
         if self._closing.wait(pause_seconds):
             raise PoolClosed("the pool is closing")
         if time.monotonic() > deadline:
             raise SkywardError(what)
 
-    def give_back_or_warn(self) -> None:
-        """Give back what an opening that fails has rented.
+    def tear_down_or_warn(self) -> None:
+        """Tear the pool down after its opening has failed.
 
-        For machines that cost nothing this only warns: the error of the opening is raised, not this one.
+        For machines that cost nothing this only warns, so that the error of the opening is raised.
         """
         try:
-            self.give_back()
+            self.tear_down()
         except InstancesLeft as error:
             if not self._provider.may_be_left_to_its_lease():
                 raise
             _log.warning("left to their lease: %s", error)
 
-    def give_back(self) -> None:
+    def tear_down(self) -> None:
         """End all machines of the pool, and make sure. Raises InstancesLeft if some could not be confirmed gone."""
-        if not self._has_asked:
-            return  # there can be no machine, and the provider that would be asked may be the one that has just refused
+        if not self._has_requested:
+            return  # there can be no machine, and the provider may be one that has just refused our credentials
         over = time.monotonic() - self._spec.lease_seconds - GUARD_GRACE_SECONDS
         ended = frozenset(machine for machine, since in self._lost_at.items() if since < over)
         for machine in ended & self._meter.rented():
@@ -285,9 +280,9 @@ class Rental:
         Raises InstancesLeft. Money of unsure launches is free after it.
         """
         lag = self._provider.listing_lag_seconds
-        # before the listing: a launch that another thread asks for meanwhile may come after it
+        # read before the listing: another thread may launch a machine after it
         over = set(self._unsure)
-        give_back(
+        tear_down(
             self._provider,
             self._pool_id,
             self._book,
@@ -297,20 +292,20 @@ class Rental:
         )
         self.may_be_left = False
         self._book.nothing_is_left()
-        for grant in over:  # what they made was found, ended and counted by then
+        for grant in over:  # their machines were found, ended and metered
             self._purse.returned(grant)
         self._unsure -= over
 
     def end_now(self) -> None:
-        """Ask once for the end of all machines, and wait for nothing: for a pool without a reaper.
+        """Request the end of all machines once and do not wait for it: for a pool without a reaper.
 
-        Errors are left to `give_back`.
+        `tear_down` deals with errors.
         """
-        asked = set[str]()
-        for known in (self._meter.rented, self.living):  # those that are known first: a listing may fail
+        requested = set[str]()
+        for known in (self._meter.rented, self.living):  # the known ones first, because a listing may fail
             try:
-                if ids := known() - asked:
-                    asked |= ids
+                if ids := known() - requested:
+                    requested |= ids
                     self._provider.terminate(sorted(ids))
             except Exception:
                 _log.exception("the machines could not all be ended right away; closing the pool tries again")

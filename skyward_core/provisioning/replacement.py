@@ -1,10 +1,10 @@
-"""Puts another machine in the place of one node that is lost or about to be lost.
+"""Replaces one node that is lost or about to be lost.
 
     lost ──────────────> rented ─> started ─┬─> has its settings ─> its workers have joined: a node
     about to be lost ─> rented ─> started ──┴─> stands by, until the next `replace` of its rank takes it
 
-A machine that fails on this way is given back at once (`Rental.end`). One that stands by has the pool's tags: if the
-process dies, it is found and given back.
+A machine that fails before it is a node is terminated at once (`Rental.end`). One that stands by has the pool's tags:
+if this process dies, the reaper finds and terminates it.
 
 `Replacement` owns the machines that stand by. Each rank has one thread at a time (`engine.recovery`).
 """
@@ -20,10 +20,10 @@ from skyward_core.provisioning.bootstrap import LAST_PHASE, LOOK_SECONDS, Prepar
 from skyward_core.provisioning.nodes import Nodes
 from skyward_core.provisioning.rental import Rental
 from skyward_core.provisioning.selection import Selection
-from skyward_core.provisioning.termination import Ending
+from skyward_core.provisioning.termination import Termination
 from skyward_core.spec import PoolSpec
 
-RETIRED = -1  # the generation of a node that is to end its workers for good
+RETIRED = -1  # the generation of a node that ends its workers for good
 
 
 class Replacement:
@@ -38,22 +38,22 @@ class Replacement:
         """Machines that are prepared to take the place of one that is still there."""
 
     def replace(self, rank: int, is_there: Callable[[], bool]) -> None:
-        """Put another machine in the place of a lost one, and wait until its workers have joined (`is_there`).
+        """Replace a lost node and wait until the workers of the new one have joined (`is_there`).
 
         Raises what `acquire` raises, PoolClosed.
         """
         nodes = self._nodes
         lost = nodes.all.pop(rank, None)
-        ending = self._rental.end_aside(lost) if lost is not None else None
+        termination = self._rental.end_in_thread(lost) if lost is not None else None
         deadline = time.monotonic() + self._spec.provision_timeout
-        node = self._standing_by.pop(rank, None) or self._rent_instead(rank, ending)
+        node = self._standing_by.pop(rank, None) or self._rent_instead(rank, termination)
         try:
             with nodes.settings_lock:
                 nodes.forwarding.choose_for(rank)
                 nodes.all[rank] = node
                 nodes.connect()
                 self._raise_if_cut_off(node)
-                node.tell(nodes.settings(node, rank, nodes.scheduler))
+                node.send_settings(nodes.settings(node, rank, nodes.scheduler))
             looked = time.monotonic()
             while not is_there():
                 node.follow()
@@ -94,14 +94,14 @@ class Replacement:
         self._standing_by[rank] = node
 
     def dismiss(self, rank: int) -> None:
-        """Give back the machine that stands by for this rank, if there is one. Waits for nothing."""
+        """Terminate the machine that stands by for this rank, if there is one. Does not wait."""
         if (node := self._standing_by.pop(rank, None)) is not None:
-            self._rental.end_aside(node)
+            self._rental.end_in_thread(node)
 
     def retire(self, rank: int, instance_id: str) -> None:
-        """Have a node end its workers for good, if it still is this machine; `replace` gives it back.
+        """Have a node end its workers for good, if it still is this machine; `replace` terminates it.
 
-        What runs there is lost. Raises what a `Transport` raises.
+        Calls that run there are lost. Raises what a `Transport` raises.
         """
         with self._nodes.settings_lock:
             node = self._nodes.all.get(rank)
@@ -111,9 +111,9 @@ class Replacement:
                 )
                 node.transport.write("settings.json", settings.to_json())
 
-    def _rent_instead(self, rank: int, ending: Ending | None) -> Preparation:
-        """Rent a machine and have it begin to become a node."""
-        node = self._nodes.preparation_of(self._selection.rent_one(rank, ending), rank)
+    def _rent_instead(self, rank: int, termination: Termination | None) -> Preparation:
+        """Rent a machine and start its preparation."""
+        node = self._nodes.preparation_of(self._selection.rent_one(rank, termination), rank)
         try:
             node.start(self._nodes.script(), self._spec.provision_timeout)
         except BaseException:

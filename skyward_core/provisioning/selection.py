@@ -1,6 +1,6 @@
 """Selects the offers that a pool rents: for all machines when it opens, and for one or some when they are replaced.
 
-`Selection` owns what each rank is rented as. It starts nothing itself: `rental.Rental` does.
+`Selection` owns the offer of each rank. `rental.Rental` launches the machines.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from skyward_core.provisioning.candidates import (
     resting,
 )
 from skyward_core.provisioning.rental import Emit, Rental
-from skyward_core.provisioning.termination import Ending
+from skyward_core.provisioning.termination import Termination
 from skyward_core.spec import PoolSpec
 
 ON_TO_THE_NEXT = (NoCapacity, CredentialsError, ProviderFailed, OfferGone, BudgetExceeded, BadRequest)
@@ -57,9 +57,7 @@ _log = logging.getLogger("skyward")
 
 
 class Selection:
-    """Rents from the first candidate that has all machines, and later from offers that may stand for a lost
-    machine's.
-    """
+    """Rents from the first candidate that has all machines, and later from offers that may replace a lost machine."""
 
     def __init__(
         self, spec: PoolSpec, providers: Sequence[Provider], rental: Rental, *, emit: Emit, book: Journal
@@ -70,19 +68,19 @@ class Selection:
         self._emit = emit
         self._book = book
         self.offers: dict[int, Offer] = {}
-        """What each rank is rented as."""
+        """The offer of each rank."""
         self.others: list[Offer] = []
-        """Other offers of the provider in the same region: a lost machine may be replaced with one of them too."""
+        """Other offers of the provider in the same region: they may replace a lost machine too."""
 
     # ── all machines of a pool that opens ────────────────────────────────────────────────────────────────────────────
 
     def rent_all(self, deadline: float) -> list[Instance]:
-        """Rent all machines from the first candidate that has them. Each refusal is emitted, written into the ledger
-        and kept.
+        """Rent all machines from the first candidate that has them. Each refusal is emitted and written into the
+        ledger.
 
-        If only some of a candidate's machines came, they are given back and known to be gone before the next one is
-        asked. Raises NoCapacity with the refusals, or the error itself if all have refused for the same reason;
-        BadRequest if no provider can do what is asked for, BudgetExceeded if only the money is missing.
+        If only some of a candidate's machines came, they are terminated and known to be gone before the next candidate
+        is tried. Raises NoCapacity with the refusals, or the error itself if all have refused for the same reason;
+        BadRequest if no provider can do what the spec asks for, BudgetExceeded if only the money is missing.
         """
         providers = able(self._spec, self._providers)
         warn(self._spec, providers)
@@ -103,7 +101,7 @@ class Selection:
                     if self._rental.is_closing or time.monotonic() > deadline:
                         raise
                     ours = own_mistake([*errors, error])
-                    # usually a setting of this provider: its other machines would answer the same
+                    # usually a setting of this provider: its other candidates would fail the same way
                     if isinstance(error, BadRequest) or ours:
                         if len(providers) == 1 and ours:
                             raise ours from error
@@ -111,7 +109,7 @@ class Selection:
                             raise
                         unable.append(candidate.provider)
                     if self._rental.may_be_left:
-                        self._rental.end_all()  # an error does not prove that nothing was launched
+                        self._rental.end_all()  # an error does not prove that no machine was launched
                     errors.append(ours or error)
             want = self._spec.requirements
             if not rounds or not may_come(providers, found, want, errors) or time.monotonic() + interval > deadline:
@@ -132,7 +130,7 @@ class Selection:
         )
         for key in {key for candidate in found for key in candidate.keys} & rest.keys():
             _log.info(
-                "%s failed again and again, and is asked later until %s",
+                "%s has failed several times in a row, and is tried after other candidates until %s",
                 "/".join(map(str, key[:3])),
                 rest[key].isoformat(timespec="seconds"),
             )
@@ -141,7 +139,7 @@ class Selection:
     def _rent_from(self, candidate: Candidate, refusals: list[Refusal]) -> list[Instance]:
         """Rent all machines of a candidate.
 
-        A refusal is emitted and kept under the name of the part that refused: a mixed candidate has two.
+        A refusal names the part that refused: a mixed candidate has two.
         """
         self._rental.turn_to(candidate.provider, candidate.account)
         self._emit(InfraCreated(candidate.region))
@@ -162,8 +160,9 @@ class Selection:
         return refused
 
     def _settle_for(self, candidate: Candidate, found: Sequence[Candidate]) -> None:
-        """The machines are this candidate's: remember what may replace them, and log it if the user left spot to us and
-        no spot offer is sold.
+        """Remember the offers that may replace this candidate's machines.
+
+        Log if the user has left the choice of spot to us and there is no spot offer.
         """
         near = [other for other in found if other.provider is candidate.provider and other.region == candidate.region]
         self.others = [part.offer for other in near for part in other.parts]
@@ -171,10 +170,10 @@ class Selection:
         if is_free and candidate.price_per_hour and not is_sold_as_spot(candidate, found):
             _log.info("%s has no spot offer: it is rented on demand", candidate.parts[0].offer.name)
 
-    # ── machines in the place of others ──────────────────────────────────────────────────────────────────────────────
+    # ── replacements ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def rent_one(self, rank: int, ending: Ending | None) -> Instance:
-        """Rent a machine for a rank while the lost one is given back, which may take long.
+    def rent_one(self, rank: int, termination: Termination | None) -> Instance:
+        """Rent a machine for a rank while the lost one is terminated, which may take long.
 
         If there is no other of its kind, or no money for one, wait for the end of the lost machine first.
         """
@@ -184,20 +183,21 @@ class Selection:
         except (NoCapacity, BudgetExceeded):
             for other in self.others:
                 if other != own and self._may_stand_for(other, own):
-                    with contextlib.suppress(NoCapacity, BudgetExceeded):  # an offer that is too dear is none for us
+                    with contextlib.suppress(NoCapacity, BudgetExceeded):  # the next offer may be cheaper
                         return self._rental.launch(other, 1, rank)[0]
-            if ending is None:
+            if termination is None:
                 raise
-        ending.over.wait(min(self._rental.provider.gone_deadline_seconds, self._spec.provision_timeout))
+        termination.over.wait(min(self._rental.provider.gone_deadline_seconds, self._spec.provision_timeout))
         return self._rental.launch(own, 1, rank)[0]
 
     def _may_stand_for(self, other: Offer, own: Offer) -> bool:
-        """With a share of spot machines a spot machine replaces only spot ones; otherwise the strategy allows every
-        candidate.
+        """Return whether an offer may replace another one.
+
+        With a share of spot machines (`Percent`) a spot machine replaces only spot ones.
         """
         return other.is_spot == own.is_spot or not isinstance(self._spec.spot, spot.Percent)
 
-    def rent_again(self, ranks: Sequence[int], endings: Mapping[int, Ending]) -> list[Instance]:
+    def rent_again(self, ranks: Sequence[int], terminations: Mapping[int, Termination]) -> list[Instance]:
         """Rent machines for these ranks, or some of them, the lowest first; at least one."""
         instances: list[Instance] = []
         for first, count in _runs(ranks, self.offers):
@@ -205,7 +205,9 @@ class Selection:
                 instances += self._rental.launch_up_to(self.offers[first], count, first)
             except (NoCapacity, BudgetExceeded):
                 break
-        return sorted(instances, key=lambda instance: instance.rank) or [self.rent_one(ranks[0], endings.get(ranks[0]))]
+        return sorted(instances, key=lambda instance: instance.rank) or [
+            self.rent_one(ranks[0], terminations.get(ranks[0]))
+        ]
 
 
 def _runs(ranks: Sequence[int], offers: Mapping[int, Offer]) -> list[tuple[int, int]]:
@@ -221,7 +223,7 @@ def _runs(ranks: Sequence[int], offers: Mapping[int, Offer]) -> list[tuple[int, 
 
 
 def able(spec: PoolSpec, providers: Sequence[Provider]) -> list[Provider]:
-    """Return the providers that can do what is asked for at all. Raises what `refuse` raises if none can."""
+    """Return the providers that can do what the spec asks for. Raises what `refuse` raises if none can."""
     found: list[Provider] = []
     reasons: list[NotYetSupported] = []
     for provider in providers:
@@ -236,7 +238,7 @@ def able(spec: PoolSpec, providers: Sequence[Provider]) -> list[Provider]:
 
 
 def refuse(spec: PoolSpec, provider: Provider) -> None:
-    """Raise BadRequest for what the provider can never do, before anything is asked of it."""
+    """Raise BadRequest for a feature that the provider never has, before any request to it."""
     is_partitioned = spec.accelerator is not None and bool(spec.accelerator.mig)
     asked = {"apt": bool(spec.image.apt), "volume": bool(spec.volume), "mig": is_partitioned}
     for feature, reason in type(provider).refuses.items():

@@ -3,8 +3,8 @@ scheduler.
 
     started -> the head gets its settings -> its scheduler listens -> the other nodes get its address -> opened
 
-`Startup` owns what is known of machines that do not answer. One thread uses it: the one that opens the pool. It ends
-the threads that it starts.
+`Startup` owns the list of machines that do not answer. Only the thread that opens the pool uses it. It ends the threads
+that it starts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ASK_SECONDS = 5.0
 
 
 class Startup:
-    """The way from rented machines to nodes that look for their scheduler."""
+    """Makes nodes of rented machines while the pool opens."""
 
     def __init__(self, spec: PoolSpec, rental: Rental, nodes: Nodes) -> None:
         self._spec = spec
@@ -34,16 +34,13 @@ class Startup:
         self._nodes = nodes
         self._asked_at = 0.0
         self._missed = set[str]()
-        """Machines that the last listing lacked."""
+        """The machines that the last listing lacked."""
         self._silent: dict[str, float] = {}
-        """Since when machines do not answer."""
+        """By machine: since when it does not answer."""
         self._has_failed = threading.Event()
 
     def prepare(self, deadline: float) -> None:
-        """Turn instances into nodes that look for their scheduler.
-
-        All are prepared at once, the head's address is the only wait.
-        """
+        """Make nodes of all instances, at the same time; they wait only for the head's address."""
         nodes = list(self._nodes.all.values())
         head, *others = nodes
         threads = ThreadPoolExecutor(len(nodes), thread_name_prefix="skyward-prepare")
@@ -61,19 +58,19 @@ class Startup:
                 started[node.rank].result()
             if not all(threads.map(self._nodes.sees_the_head, others)):
                 self._go_through_the_client(nodes, deadline)
-            list(threads.map(lambda node: self._tell(node, self._nodes.scheduler), others))
+            list(threads.map(lambda node: self._send_settings(node, self._nodes.scheduler), others))
             for node in nodes:
                 node.follow()
                 node.transport.opened()
         except BaseException:
             self._has_failed.set()
-            self._rental.transports.close()  # a thread that waits for a machine waits no longer
+            self._rental.transports.close()  # wakes the threads that wait for a machine
             raise
         finally:
             threads.shutdown()
 
     def check(self) -> None:
-        """Raise BootstrapFailed for a node that has failed on its way to being one."""
+        """Raise BootstrapFailed for a machine that has failed before it became a node."""
         nodes = list(self._nodes.all.values())
         for node in nodes:
             node.follow()
@@ -86,11 +83,11 @@ class Startup:
         else:
             node.start(self._nodes.script(), timeout)
         if node.rank == 0:
-            self._tell(node, None)
+            self._send_settings(node, None)
 
-    def _tell(self, node: Preparation, scheduler: str | None) -> None:
+    def _send_settings(self, node: Preparation, scheduler: str | None) -> None:
         try:
-            node.tell(self._nodes.settings(node, node.rank, scheduler))
+            node.send_settings(self._nodes.settings(node, node.rank, scheduler))
         except (Unreachable, CommandFailed) as error:
             raise node.failure(f"it does not answer any more: {error}") from error
 
@@ -101,8 +98,10 @@ class Startup:
         self._raise_if_gone(nodes)
 
     def _raise_if_gone(self, nodes: Sequence[Preparation]) -> None:
-        """Over SSH the provider is asked only about nodes that do not answer, and not all the time: asking may cost
-        seconds.
+        """Raise BootstrapFailed for a machine that is gone.
+
+        Over SSH the provider is asked only about machines that do not answer, and at most every ASK_SECONDS, because
+        a listing may take seconds.
         """
         silent = list(nodes)
         is_here = self._rental.provider.is_here
@@ -123,16 +122,14 @@ class Startup:
         except Exception:
             if is_here:
                 raise
-            return  # an outage says nothing of the machines
+            return  # an outage proves nothing
         missing = {node.instance.id for node in silent} - living
         # a cloud may list a new machine some seconds late
         gone, self._missed = missing if is_here else missing & self._missed, missing
         raise_if_gone(silent, gone)
 
     def _go_through_the_client(self, nodes: Sequence[Preparation], deadline: float) -> None:
-        """Let every node listen on loopback, at ports of its own to which this client forwards from every other
-        node.
-        """
+        """Let every node listen on loopback, at its own ports. This client forwards them from every other node."""
         for left in reversed(range(PORT_TRIES)):
             self._nodes.forwarding.choose()
             try:
@@ -140,10 +137,10 @@ class Startup:
                 break
             except ConnectionLost:
                 raise
-            except (SkywardError, OSError):  # one of the ports is taken somewhere
+            except (SkywardError, OSError):  # one of the ports is used on a node
                 if not left:
                     raise
         self._nodes.generation += 1
         head = nodes[0]
-        head.tell(self._nodes.settings(head, 0, None))
+        head.send_settings(self._nodes.settings(head, 0, None))
         self._nodes.scheduler = await_scheduler(head, nodes, lambda: self._raise_if_gone(nodes), deadline)

@@ -1,7 +1,8 @@
-"""Giving machines back: the one function that every exit calls, the pool's own, its reaper's and a sweep's.
+"""Terminates all machines of a pool and waits until the provider confirms it: for the pool, its reaper and the sweep.
 
-It asks for the end of what is known and of what the provider lists, asks again, and believes nothing but a listing, or
-a provider whose `terminate` confirms. An outage is waited out, and never taken for absence.
+It requests the end of the machines that are recorded and of those that the provider lists, and repeats this. Only a
+listing proves that a machine is gone, or a provider whose `terminate` confirms. An outage proves nothing: it is waited
+out.
 """
 
 from __future__ import annotations
@@ -16,60 +17,58 @@ from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import InstancesLeft
 from skyward_core.machines.instances import Instance
 from skyward_core.providers.base import Provider
-from skyward_core.provisioning.termination import tell_gone
+from skyward_core.provisioning.termination_request import report_gone, request_termination
 
 DEADLINE_SECONDS = 600.0
-"""However long a provider says that it may take."""
+"""The longest wait, even if a provider says that it may take longer."""
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.2, 2.0
 
 
-class Witness(Protocol):
-    """Who keeps book of what is rented: told before termination is asked for and after it, and when a machine is known
-    to be gone.
-    """
+class MachineRecord(Protocol):
+    """The record of a pool's machines: which are rented, which are to end, and which are gone."""
 
     def rented(self) -> set[str]:
         """Return the ids of the machines that are not known to be gone."""
         ...
 
     def found(self, instances: Iterable[Instance]) -> None:
-        """The provider lists these; some may be new to the book."""
+        """Record that the provider lists these machines; some may be new to the record."""
         ...
 
     def ending(self, instance_ids: Iterable[str]) -> None:
-        """Termination of these will be asked for now, for the first time.
+        """Record that the end of these machines is about to be requested for the first time.
 
-        Must wait for nothing: they run on meanwhile.
+        It must not wait for anything, because the machines go on running meanwhile.
         """
         ...
 
     def asked(self, instance_ids: Iterable[str]) -> None:
-        """It was asked for."""
+        """Record that the end of these machines was requested."""
         ...
 
     def gone(self, instance_ids: Iterable[str], evidence: str) -> None:
-        """These are gone, and this is how it is known."""
+        """Record that these machines are gone, and the evidence."""
         ...
 
 
 @dataclass(slots=True)
-class _Round:
-    """What is known between two tries."""
+class _Progress:
+    """What is known between two rounds."""
 
     left: set[str]
-    told: set[str] = field(default_factory=set[str])
+    requested: set[str] = field(default_factory=set[str])
     seen: dict[str, Instance] = field(default_factory=dict[str, Instance])
     missing: set[str] = field(default_factory=set[str])
-    """What the last listing lacked."""
-    trouble: list[Exception] = field(default_factory=list[Exception])
+    """The machines that the last listing lacked."""
+    errors: list[Exception] = field(default_factory=list[Exception])
     proofs: dict[str, str] = field(default_factory=dict[str, str])
-    """How the provider knows that some are gone, in its words."""
+    """By machine: how the provider knows that it is gone, in its words."""
 
 
-def give_back(
+def tear_down(
     provider: Provider,
     pool_id: str,
-    witness: Witness,
+    record: MachineRecord,
     *,
     are_all_known: bool = False,
     presumed_gone: AbstractSet[str] = frozenset(),
@@ -77,125 +76,121 @@ def give_back(
     clock: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Terminate the machines of a pool, those that the witness knows and those that the provider lists, until none is
-    left. May be called again.
+    """Terminate the machines of a pool, those in the record and those that the provider lists, until none is left. May
+    be called again.
 
     Args:
-        provider: who rents them.
-        pool_id: whose they are.
-        witness: is told what is asked for and what is gone.
-        are_all_known: no machine can exist that the witness does not know, so a provider whose `terminate` confirms
-            need not be asked for others.
-        presumed_gone: ids that the provider need not confirm: they have ended by their own lease, and what carries them
-            does not answer.
-        unsure_until: a machine may exist that the provider does not list before this time on `clock`: what a listing
-            lacks that was asked for earlier says nothing.
+        provider: the provider of the machines.
+        pool_id: the pool of the machines.
+        record: gets what is requested and what is gone.
+        are_all_known: no machine can exist that the record lacks. A provider whose `terminate` confirms need not list
+            its machines then.
+        presumed_gone: ids that the provider need not confirm. Their lease has run out, so that they have ended
+            themselves, and their host does not answer.
+        unsure_until: before this time on `clock` a machine may exist that the provider does not list. A listing that
+            was requested earlier does not prove that a machine is gone.
         clock: counts seconds.
         pause: waits for so many seconds.
 
-    Raises InstancesLeft if some could not be confirmed gone in time, with the last trouble as its cause.
+    Raises InstancesLeft if some could not be confirmed gone in time. Its cause is the last error.
     """
     patience = min(DEADLINE_SECONDS, provider.gone_deadline_seconds)
     deadline = max(clock() + patience, unsure_until + patience if unsure_until else 0.0)
     pauses = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, 1.5).pauses()
     is_sure = provider.terminate_confirms and are_all_known
-    state = _Round(left=witness.rented())
+    progress = _Progress(left=record.rented())
     while True:
-        if not is_sure and (listed := _listed(provider, pool_id, state, witness)) is not None:
-            state.left |= listed
-        unconfirmed = _terminate(provider, state, witness)
+        if not is_sure and (listed := _listed(provider, pool_id, progress, record)) is not None:
+            progress.left |= listed
+        unconfirmed = _terminate(provider, progress, record)
         if provider.terminate_confirms and unconfirmed is not None:
-            _tell_confirmed(provider, state, witness, unconfirmed, presumed_gone)
-            if is_sure and not state.left:
+            _report_confirmed(provider, progress, record, unconfirmed, presumed_gone)
+            if is_sure and not progress.left:
                 return
-        asked_at = clock()
-        still = _listed(provider, pool_id, state, witness)
-        if still is not None and asked_at < unsure_until:
-            state.left |= still
+        requested_at = clock()
+        still = _listed(provider, pool_id, progress, record)
+        if still is not None and requested_at < unsure_until:
+            progress.left |= still
         elif still is not None:
-            if gone := _believed(state, witness.rented() - still, was_heard=unconfirmed is not None):
-                tell_gone(witness, gone, f"{provider.name} lists it no more", state.proofs)
-            state.left = still | (state.missing - gone)
-            if not state.left:
+            if gone := _proved_gone(progress, record.rented() - still, was_accepted=unconfirmed is not None):
+                report_gone(record.gone, gone, f"{provider.name} lists it no more", progress.proofs)
+            progress.left = still | (progress.missing - gone)
+            if not progress.left:
                 return
         if clock() > deadline:
-            raise _left(provider, state, patience)
+            raise _instances_left(provider, progress, patience)
         pause(next(pauses))
 
 
-def _believed(state: _Round, missing: set[str], *, was_heard: bool) -> set[str]:
-    """Which of those that a listing lacks are gone: all, or if their termination has just failed, those that the
-    listing before it lacked too.
+def _proved_gone(progress: _Progress, missing: set[str], *, was_accepted: bool) -> set[str]:
+    """Return which of the machines that a listing lacks are gone.
+
+    These are all of them; after a failed termination only those that the listing before lacked too.
     """
-    gone = missing if was_heard else missing & state.missing
-    state.missing = missing
+    gone = missing if was_accepted else missing & progress.missing
+    progress.missing = missing
     return gone
 
 
-def _listed(provider: Provider, pool_id: str, state: _Round, witness: Witness) -> set[str] | None:
-    """The ids of the pool's machines; None if the provider could not say, which is noted."""
+def _listed(provider: Provider, pool_id: str, progress: _Progress, record: MachineRecord) -> set[str] | None:
+    """Return the ids of the pool's machines, or None after an error, which is kept."""
     try:
         found = {instance.id: instance for instance in provider.instances(pool_id)}
-    except Exception as error:  # a clean-up must go on to the next try
-        state.trouble.append(error)
+    except Exception as error:  # the next round must come
+        progress.errors.append(error)
         return None
-    state.seen |= found
-    witness.found(found.values())
+    progress.seen |= found
+    record.found(found.values())
     return set(found)
 
 
-def _terminate(provider: Provider, state: _Round, witness: Witness) -> set[str] | None:
-    """Ask for the end of these machines; return those that the provider could not end, or None if it does not say
-    which.
+def _terminate(provider: Provider, progress: _Progress, record: MachineRecord) -> frozenset[str] | None:
+    """Request the end of all that is left.
+
+    Return the machines that the provider could not end, or None if it does not say which.
     """
-    new = sorted(state.left - state.told)
-    state.told.update(new)
+    new = sorted(progress.left - progress.requested)
+    progress.requested.update(new)
     if new:
-        witness.ending(new)
-    unconfirmed = _asked(provider, state)
+        record.ending(new)
+    answer = request_termination(provider, sorted(progress.left))
+    progress.proofs.update(answer.proofs)
+    if answer.error is not None:
+        progress.errors.append(answer.error)
     if new:
-        witness.asked(new)  # only now: a ledger that is locked may hold this up for half a minute
-    return unconfirmed
+        record.asked(new)  # after the request: a locked ledger may take half a minute
+    return answer.unconfirmed
 
 
-def _asked(provider: Provider, state: _Round) -> set[str] | None:
-    try:
-        if state.left:
-            state.proofs.update(provider.terminate(sorted(state.left)) or {})
-    except InstancesLeft as error:
-        state.trouble.append(error)
-        return set(error.ids) or None
-    except Exception as error:  # likewise
-        state.trouble.append(error)
-        return None
-    return set()
-
-
-def _tell_confirmed(
-    provider: Provider, state: _Round, witness: Witness, unconfirmed: set[str], presumed_gone: AbstractSet[str]
+def _report_confirmed(
+    provider: Provider,
+    progress: _Progress,
+    record: MachineRecord,
+    unconfirmed: frozenset[str],
+    presumed_gone: AbstractSet[str],
 ) -> None:
-    """A provider whose `terminate` confirms has named what it could not end: all else that it was asked for is gone."""
-    rented = witness.rented()
-    if confirmed := (state.left - unconfirmed) & rented:
-        tell_gone(witness, confirmed, f"{provider.name} confirmed its termination", state.proofs)
+    """Record what a provider has confirmed: all machines of its request that it has not named as left are gone."""
+    rented = record.rented()
+    if confirmed := (progress.left - unconfirmed) & rented:
+        report_gone(record.gone, confirmed, f"{provider.name} confirmed its termination", progress.proofs)
     if lapsed := unconfirmed & presumed_gone & rented:
-        witness.gone(sorted(lapsed), "its lease has run out, and what carries it does not answer")
-    state.left = unconfirmed - presumed_gone
+        record.gone(sorted(lapsed), "its lease has run out, and what carries it does not answer")
+    progress.left = set(unconfirmed - presumed_gone)
 
 
-def _left(provider: Provider, state: _Round, patience: float) -> InstancesLeft:
-    left = sorted(state.left)
+def _instances_left(provider: Provider, progress: _Progress, patience: float) -> InstancesLeft:
+    left = sorted(progress.left)
     ids = ", ".join(left) or "its machines"
-    places = [
+    pages = [
         url
         for instance_id in left
-        if (instance := state.seen.get(instance_id)) and (url := provider.console_url(instance))
+        if (instance := progress.seen.get(instance_id)) and (url := provider.console_url(instance))
     ]
-    look = f"Look at {', '.join(places)}" if places else "Look at its console"
+    look = f"Look at {', '.join(pages)}" if pages else "Look at its console"
     error = InstancesLeft(
         f"{provider.name} was asked to terminate {ids}; after {patience:.0f} s they are not confirmed gone. {look};"
         " `skyward sweep` asks again",
         left,
     )
-    error.__cause__ = state.trouble[-1] if state.trouble else None
+    error.__cause__ = progress.errors[-1] if progress.errors else None
     return error

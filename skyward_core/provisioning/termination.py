@@ -1,19 +1,18 @@
-"""Machines of an open pool that are to end while the pool goes on: those that are lost, and those that did not become a
-node.
+"""Ends single machines of an open pool: lost ones, and those that did not become a node.
 
-States of such a machine; whoever asks first does so in a thread of its own (one that does not answer takes its time),
-what is left over then is this file's:
+States of such a machine:
 
-    lost ──asked to end──▶ asked, and still listed ──listed no more, or its provider confirms──▶ gone (the book is told,
-    its money is free)
-      └──the request failed──▶ asked again, with growing pauses ──┘
+    lost ──request──▶ accepted, and still listed ──not listed any more, or the provider confirms──▶ gone (recorded;
+     │                                                                                              its money is free)
+     └──the request failed──▶ requested again, with growing pauses ──┘
 
-One thread repeats request and listing for all that are left over, begins with the first of them and ends with the last,
-or with the pool. What has not come that far by then stays in the book as rented: closing the pool ends it and does not
-let go (`teardown`), and so does a sweep after a kill.
+The first request is made by the caller or in a thread of its own, because a provider may be slow. One other thread
+repeats request and listing for all machines that are left. It starts with the first of them and ends with the last one,
+or with the pool. A machine that is not gone by then stays in the ledger as rented: `teardown` ends it when the pool
+closes, or a sweep after a crash.
 
-Only ids are asked for that the pool has rented itself. A listing is believed once a request for the machine's end was
-accepted; an outage says nothing.
+Only ids that the pool has rented are requested. A listing counts only after the provider has accepted a request for the
+machine's end. An outage proves nothing.
 """
 
 from __future__ import annotations
@@ -21,109 +20,95 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from typing import ClassVar, Protocol
 
 from skyward_core.concurrency.backoff import Backoff
-from skyward_core.errors import InstancesLeft
-from skyward_core.machines.instances import Instance
+from skyward_core.provisioning.termination_request import TerminatingProvider, report_gone, request_termination
 
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.5, 30.0
 
 _log = logging.getLogger("skyward")
 
 
-class Rents(Protocol):
-    """What is needed of a provider."""
-
-    name: ClassVar[str]
-    terminate_confirms: ClassVar[bool]
-
-    def instances(self, pool_id: str | None = None) -> list[Instance]: ...
-    def terminate(self, ids: Sequence[str]) -> Mapping[str, str] | None: ...
-
-
-class Witness(Protocol):
-    """Who is told what is gone: `journal.Journal`."""
-
-    def gone(self, instance_ids: Iterable[str], evidence: str) -> None: ...
-
-
-class Ending:
+class Termination:
     """One machine that is to end."""
 
-    def __init__(self, instance_id: str, provider: Rents) -> None:
+    def __init__(self, instance_id: str, provider: TerminatingProvider) -> None:
         self.instance_id = instance_id
         self.provider = provider
         self.was_accepted = False
         """Whether the provider has accepted a request for its end."""
         self.over = threading.Event()
-        """It is gone; or the pool ends, and this is the pool's release's business."""
+        """Set when the machine is gone, or when the pool ends: then the pool's teardown ends it."""
 
 
-class Endings:
-    """All of a pool. Safe to use from several threads; `stop` ends what goes on here."""
+class Terminations:
+    """All terminations of a pool. `record_gone` gets the ids of machines that are gone, and the evidence.
 
-    def __init__(self, pool_id: str, witness: Witness) -> None:
+    Safe to use from several threads. `stop` ends its threads.
+    """
+
+    def __init__(self, pool_id: str, record_gone: Callable[[Iterable[str], str], object]) -> None:
         self._pool_id = pool_id
-        self._witness = witness
+        self._record_gone = record_gone
         self._lock = threading.Lock()
-        self._all: set[Ending] = set()
-        self._left_over: set[Ending] = set()
-        self._firsts: list[threading.Thread] = []
+        self._all: set[Termination] = set()
+        self._left: set[Termination] = set()
+        self._first_requests: list[threading.Thread] = []
         self._repeater: threading.Thread | None = None
         self._more = threading.Event()
         self._closing = threading.Event()
 
-    def end(self, instance_id: str, provider: Rents) -> Ending:
-        """Ask for the end of a machine, here and now, and see to it that it comes. Raises nothing."""
-        ending = self._of(instance_id, provider)
-        self._ask_first(ending)
-        return ending
+    def end(self, instance_id: str, provider: TerminatingProvider) -> Termination:
+        """Request the end of a machine now; the repeater goes on if it is not gone. Raises nothing."""
+        termination = self._of(instance_id, provider)
+        self._request_first(termination)
+        return termination
 
-    def end_aside(self, instance_id: str, provider: Rents, name: str, first: Callable[[], None]) -> Ending:
-        """The same in a thread of that name, and before that what may take long too."""
-        ending = self._of(instance_id, provider)
+    def end_in_thread(
+        self, instance_id: str, provider: TerminatingProvider, name: str, first: Callable[[], None]
+    ) -> Termination:
+        """Do the same in a thread of this name, after `first`, which may take long."""
+        termination = self._of(instance_id, provider)
 
         def work() -> None:
             try:
                 first()
             finally:
-                self._ask_first(ending)
+                self._request_first(termination)
 
         thread = threading.Thread(target=work, name=name, daemon=True)
         with self._lock:
-            self._firsts = [*(one for one in self._firsts if one.is_alive()), thread]
+            self._first_requests = [*(one for one in self._first_requests if one.is_alive()), thread]
             thread.start()
-        return ending
+        return termination
 
     def stop(self) -> None:
-        """Ask for nothing more, and let nobody wait. Waits for requests that are on their way."""
+        """Make no further request and release all waiting threads. Waits for requests that are in flight."""
         self._closing.set()
         self._more.set()
         with self._lock:
-            endings = list(self._all)
-            threads = [*self._firsts, *([] if self._repeater is None else [self._repeater])]
-        for ending in endings:
-            ending.over.set()
+            terminations = list(self._all)
+            threads = [*self._first_requests, *([] if self._repeater is None else [self._repeater])]
+        for termination in terminations:
+            termination.over.set()
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join()
 
-    def _of(self, instance_id: str, provider: Rents) -> Ending:
-        ending = Ending(instance_id, provider)
+    def _of(self, instance_id: str, provider: TerminatingProvider) -> Termination:
+        termination = Termination(instance_id, provider)
         with self._lock:
-            self._all.add(ending)
+            self._all.add(termination)
         if self._closing.is_set():
-            ending.over.set()
-        return ending
+            termination.over.set()
+        return termination
 
-    def _ask_first(self, ending: Ending) -> None:
-        self._ask([ending])
-        if ending.over.is_set() or self._closing.is_set():
+    def _request_first(self, termination: Termination) -> None:
+        self._request([termination])
+        if termination.over.is_set() or self._closing.is_set():
             return
         with self._lock:
-            self._left_over.add(ending)
+            self._left.add(termination)
             self._more.set()
             if self._repeater is None:
                 self._repeater = threading.Thread(target=self._repeat, name="skyward-ending", daemon=True)
@@ -137,72 +122,56 @@ class Endings:
                 self._more.clear()
                 pauses = backoff.pauses()
             if self._more.wait(next(pauses)):
-                continue  # another one is lost, or the pool closes
+                continue  # another machine is lost, or the pool closes
             with self._lock:
-                left = sorted(self._left_over, key=lambda ending: ending.instance_id)
-            self._ask(left)
+                left = sorted(self._left, key=lambda termination: termination.instance_id)
+            self._request(left)
             with self._lock:
-                self._left_over = {ending for ending in self._left_over if not ending.over.is_set()}
-                if not self._left_over:
+                self._left = {termination for termination in self._left if not termination.over.is_set()}
+                if not self._left:
                     self._repeater = None
                     return
 
-    def _ask(self, endings: Sequence[Ending]) -> None:
-        """Ask once for the end of these, and what is still there."""
-        provider = endings[0].provider  # of a pool one provider has machines at a time
-        ids = [ending.instance_id for ending in endings]
-        refused, proofs = _refused(provider, ids)
-        for ending in endings:
-            ending.was_accepted = ending.was_accepted or ending.instance_id not in refused
-        asked = [ending for ending in endings if ending.was_accepted]
+    def _request(self, terminations: Sequence[Termination]) -> None:
+        """Request the end of these machines once, and find out which are gone."""
+        provider = terminations[0].provider  # at any time one provider has all machines of a pool
+        ids = [termination.instance_id for termination in terminations]
+        answer = request_termination(provider, ids)
+        if answer.error is not None:
+            _log.debug("%s was asked to end %s: %s", provider.name, ", ".join(ids), answer.error)
+        refused = frozenset(ids) if answer.unconfirmed is None else answer.unconfirmed
+        for termination in terminations:
+            termination.was_accepted = termination.was_accepted or termination.instance_id not in refused
+        accepted = [termination for termination in terminations if termination.was_accepted]
         if provider.terminate_confirms:
             self._are_gone(
-                [ending for ending in asked if ending.instance_id not in refused],
+                [termination for termination in accepted if termination.instance_id not in refused],
                 f"{provider.name} confirmed its termination",
-                proofs,
+                answer.proofs,
             )
-        elif asked and (listed := self._listed(provider)) is not None:
+        elif accepted and (listed := self._listed(provider)) is not None:
             self._are_gone(
-                [ending for ending in asked if ending.instance_id not in listed],
+                [termination for termination in accepted if termination.instance_id not in listed],
                 f"{provider.name} lists it no more",
-                proofs,
+                answer.proofs,
             )
 
-    def _listed(self, provider: Rents) -> set[str] | None:
+    def _listed(self, provider: TerminatingProvider) -> set[str] | None:
         try:
             return {instance.id for instance in provider.instances(self._pool_id)}
         except Exception as error:
-            _log.debug("%s does not say which machines there are: %s", provider.name, error)
+            _log.debug("%s could not list its machines: %s", provider.name, error)
             return None
 
-    def _are_gone(self, endings: Sequence[Ending], evidence: str, proofs: Mapping[str, str]) -> None:
-        if not endings:
+    def _are_gone(self, terminations: Sequence[Termination], evidence: str, proofs: Mapping[str, str]) -> None:
+        if not terminations:
             return
+        gone = {termination.instance_id for termination in terminations}
         try:
-            tell_gone(self._witness, {ending.instance_id for ending in endings}, evidence, proofs)
-        except Exception:  # the pool was judged dead, which its clock sees as well; the machines are gone all the same
-            _log.debug("what is gone could not be written down", exc_info=True)
+            report_gone(self._record_gone, gone, evidence, proofs)
+        except Exception:  # the lease is lost, which the session notices too; the machines are gone in any case
+            _log.debug("it could not be recorded that machines are gone", exc_info=True)
         with self._lock:
-            self._all.difference_update(endings)
-        for ending in endings:
-            ending.over.set()
-
-
-def tell_gone(witness: Witness, gone: AbstractSet[str], evidence: str, proofs: Mapping[str, str]) -> None:
-    """Tell what is gone, and for each machine how the provider knows, if it has said so."""
-    for proof in sorted({proofs.get(machine, "") for machine in gone}):
-        its = sorted(machine for machine in gone if proofs.get(machine, "") == proof)
-        witness.gone(its, f"{evidence}: {proof}" if proof else evidence)
-
-
-def _refused(provider: Rents, ids: Sequence[str]) -> tuple[AbstractSet[str], Mapping[str, str]]:
-    """Ask for the end of these; return those for which the request was not accepted, and how the provider knows that
-    others are gone.
-    """
-    try:
-        return frozenset(), provider.terminate(ids) or {}
-    except InstancesLeft as error:
-        return set(error.ids) or set(ids), {}
-    except Exception as error:
-        _log.debug("%s was asked to end %s: %s", provider.name, ", ".join(ids), error)
-        return set(ids), {}
+            self._all.difference_update(terminations)
+        for termination in terminations:
+            termination.over.set()

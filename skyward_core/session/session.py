@@ -63,7 +63,7 @@ from skyward_core.ledger.rows import Bucket
 from skyward_core.machines.instances import Lease
 from skyward_core.providers.base import Provider
 from skyward_core.provisioning import lifecycle
-from skyward_core.provisioning.detach import living_alone
+from skyward_core.provisioning.detach import detached_nodes
 from skyward_core.session.bookkeeping import LEDGER_BUSY_SECONDS, Bookkeeping
 from skyward_core.session.clock import Clock
 from skyward_core.session.limits import Limits, OpeningLimits
@@ -114,7 +114,7 @@ class Session:
         self.providers = tuple(providers)
         self._secrets = secrets
         self.meter = Meter()
-        self.machines: lifecycle.Machines | None = None
+        self.machines: lifecycle.PoolMachines | None = None
         self.recovery: Recovery | None = None
         self.cluster: Cluster | None = None
         self.user_client: UserClient | None = None
@@ -181,7 +181,7 @@ class Session:
                     # before anything is rented, and the same for every machine that is rented later
                     self.spec = self.spec.with_(image=image)
                 book, purse = self._open_books(undo)
-                self.machines = machines = lifecycle.Machines(
+                self.machines = machines = lifecycle.PoolMachines(
                     self.spec,
                     self.providers,
                     self.pool_id,
@@ -286,7 +286,7 @@ class Session:
         return self.machines is not None and self.machines.may_be_left
 
     def _keep_while_opening(
-        self, undo: ExitStack, machines: lifecycle.Machines, book: Journal, purse: SpendingLimit
+        self, undo: ExitStack, machines: lifecycle.PoolMachines, book: Journal, purse: SpendingLimit
     ) -> OpeningLimits:
         """Renew the lease, and what is reserved, while the machines come up; return what does the latter."""
 
@@ -471,7 +471,7 @@ class Session:
             self._claims.claim_detach()
             with (
                 self._bookkeeping.paid_for(longest) as paid_seconds,
-                living_alone(self.machines, longest, self.spec.lease_seconds),
+                detached_nodes(self.machines, longest, self.spec.lease_seconds),
             ):
                 self._claims.begin_to_leave()
                 self._bookkeeping.book.live_by_lease(paid_seconds)

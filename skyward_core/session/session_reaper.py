@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from skyward_core.cleanup.reaper import Charge, Reaper
+from skyward_core.cleanup.reaper import Reaper, ReaperInput
 from skyward_core.errors import NotPicklable
 from skyward_core.providers.base import Provider
 
@@ -19,7 +19,7 @@ class SessionReaper:
         self._pool_id = pool_id
         self._log = log
         self._reaper: Reaper | None = None
-        self._charge: Charge | None = None
+        self._input: ReaperInput | None = None
         self.has_detached = False
         """Whether a call was started detached: then the pool lives by its lease, and a reaper that is started again
         gets that message.
@@ -33,8 +33,8 @@ class SessionReaper:
     def start(self, providers: Sequence[Provider], ledger_url: str) -> None:
         """Start the reaper, or log why there is none."""
         try:
-            self._charge = Charge.of(providers, self._pool_id, ledger_url)
-            self._reaper = Reaper.start(self._charge)
+            self._input = ReaperInput.of(providers, self._pool_id, ledger_url)
+            self._reaper = Reaper.start(self._input)
         except NotPicklable as error:
             words = (
                 "the pool has no reaper, because its provider cannot be pickled (%s): after a kill, `skyward"
@@ -47,10 +47,10 @@ class SessionReaper:
 
         In this order: a pool that is stopped lets its reaper go afterwards.
         """
-        if self._reaper is not None and self._charge is not None and not self._reaper.is_alive and is_running():
+        if self._reaper is not None and self._input is not None and not self._reaper.is_alive and is_running():
             self._log(logging.WARNING, "the pool's reaper is gone: another one is started")
             self._reaper.leave()
-            self._reaper = Reaper.start(self._charge)
+            self._reaper = Reaper.start(self._input)
             if self.has_detached:
                 self._reaper.live_by_lease()
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from pydantic import SecretStr
 
 from skyward_core import Instance, InstanceState, Offer, Provider
-from skyward_core.cleanup.reaper import Charge
+from skyward_core.cleanup.reaper import ReaperInput
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import PoolEntry
 from skyward_core.machines.owner import Owner
@@ -128,8 +128,8 @@ class Pool:
     def launch(self, count: int = 2) -> None:
         self.provider.launch(None, count, {"skyward-pool": self.pool_id, "skyward-rank": "0"})
 
-    def charge(self, **changes: Any) -> Charge:
-        return replace(Charge.of([self.provider], self.pool_id, self.url), **changes)
+    def reaper_input(self, **changes: Any) -> ReaperInput:
+        return replace(ReaperInput.of([self.provider], self.pool_id, self.url), **changes)
 
     def entry(self) -> PoolEntry:
         with Ledger(self.url) as ledger:

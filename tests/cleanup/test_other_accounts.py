@@ -19,7 +19,7 @@ from skyward_core.errors import CredentialsError
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import ResourceKind, ResourceRequest
 from skyward_core.machines.owner import Owner
-from tests.cleanup.test_sweep import DEAD, ELSEWHERE, CloudProvider, Time, World
+from tests.cleanup.pools import DEAD, ELSEWHERE, CloudProvider, Time, World
 
 POOL = "sky-1"
 

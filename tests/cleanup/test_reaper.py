@@ -26,7 +26,7 @@ from platformdirs import user_state_path
 from pydantic import PrivateAttr
 
 from skyward_core.cleanup import reaper as reaper_module
-from skyward_core.cleanup.reaper import Charge, Reaper
+from skyward_core.cleanup.reaper import Reaper, ReaperInput
 from skyward_core.errors import NotPicklable
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.machines.owner import Owner
@@ -38,17 +38,17 @@ pytestmark = pytest.mark.slow  # a process or two each
 
 ROOT = Path(__file__).parents[2]
 
-type Start = Callable[[Charge], Reaper]
+type Start = Callable[[ReaperInput], Reaper]
 
 DRIVER = """
 import os, signal, sys
-from skyward_core.cleanup.reaper import Charge, Reaper
+from skyward_core.cleanup.reaper import ReaperInput, Reaper
 from tests.cleanup.reaping_provider import Pool
 
 pool = Pool.at(sys.argv[1])
 pool.open()
 pool.launch()
-reaper = Reaper.start(pool.charge())
+reaper = Reaper.start(pool.reaper_input())
 {more}
 print(reaper.pid, flush=True)
 signal.pause()
@@ -68,8 +68,8 @@ def start() -> Iterator[Start]:
     """Start reapers that are let go when the test has ended."""
     with contextlib.ExitStack() as undo:
 
-        def started(charge: Charge) -> Reaper:
-            reaper = Reaper.start(charge)
+        def started(reaper_input: ReaperInput) -> Reaper:
+            reaper = Reaper.start(reaper_input)
             undo.callback(reaper.leave)
             return reaper
 
@@ -231,7 +231,7 @@ def test_what_lives_by_its_lease_is_left_alone_without_a_ledger_too(tmp_path: Pa
 
 def test_a_charge_that_was_cut_off_ends_nothing(pool: Pool) -> None:
     """A driver that was killed while it wrote has not asked for anything yet: the reaper goes, quietly."""
-    body = pickle.dumps(tuple(getattr(pool.charge(), name) for name in Charge.__slots__))
+    body = pickle.dumps(tuple(getattr(pool.reaper_input(), name) for name in ReaperInput.__slots__))
     for part in (b"", len(body).to_bytes(8, "big")[:5], len(body).to_bytes(8, "big") + body[:-1]):
         command = [sys.executable, "-I", "-S", str(reaper_module.SCRIPT), pool.pool_id, str(os.getpid())]
         assert subprocess.run(command, input=part, capture_output=True, check=True).stderr == b""
@@ -245,7 +245,7 @@ def test_the_machines_end_while_the_driver_lives(pool: Pool, start: Start) -> No
     """`terminate_now` returns at once; the reaper stays until it is told to leave, and does the same again when asked
     again.
     """
-    reaper = start(pool.charge())
+    reaper = start(pool.reaper_input())
     took = []
     for time_asked in (1, 2):
         began = time.perf_counter()
@@ -285,7 +285,7 @@ def test_asking_never_blocks_and_never_raises(pool: Pool, start: Start) -> None:
     """A reaper that was stopped, whose pipe is full, that was killed, that has left: each call returns, and touches no
     other file.
     """
-    reaper = start(pool.charge(providers=b""))
+    reaper = start(pool.reaper_input(providers=b""))
     os.kill(reaper.pid, signal.SIGSTOP)
     began = time.perf_counter()
     for _ in range(10_000):  # more than a pipe holds
@@ -306,7 +306,7 @@ def test_asking_never_blocks_and_never_raises(pool: Pool, start: Start) -> None:
 
 def test_a_reaper_that_is_let_go_touches_nothing(pool: Pool, start: Start) -> None:
     """It is gone and reaped when `leave` returns; again is fine; there is not even a line in the log."""
-    reaper = start(pool.charge())
+    reaper = start(pool.reaper_input())
     assert reaper.is_alive
     reaper.leave()
     reaper.leave()
@@ -318,7 +318,7 @@ def test_a_reaper_that_is_let_go_touches_nothing(pool: Pool, start: Start) -> No
 def test_a_reaper_is_let_go_in_the_middle_of_its_work(pool: Pool, start: Start) -> None:
     """The driver has ended the pool itself meanwhile: the reaper, at a provider that is down, stops trying."""
     (pool.folder / "is-down").touch()
-    reaper = start(pool.charge())
+    reaper = start(pool.reaper_input())
     reaper.terminate_now()
     wait_until(lambda: "ending its machines" in log_text(), "the reaper to begin")
     reaper.leave()
@@ -329,7 +329,7 @@ def test_a_reaper_is_let_go_in_the_middle_of_its_work(pool: Pool, start: Start) 
 
 def test_a_reaper_that_was_stopped_is_let_go_all_the_same(pool: Pool, start: Start) -> None:
     """A process under SIGSTOP cannot hear: it is killed after the time allowed."""
-    reaper = start(pool.charge())
+    reaper = start(pool.reaper_input())
     os.kill(reaper.pid, signal.SIGSTOP)
     reaper.leave(timeout_seconds=0.05)
     assert not Path(f"/proc/{reaper.pid}").exists()
@@ -340,13 +340,13 @@ def test_a_reaper_that_is_left_on_its_own_ends_the_pool(pool: Pool, start: Start
     """The driver lives on, and can do no more for the pool: `leave` does not call it back then, and nobody waits for
     it.
     """
-    reaper = start(pool.charge())
+    reaper = start(pool.reaper_input())
     reaper.hang_up()
     reaper.leave(timeout_seconds=0)
     assert not reaper.is_alive
     wait_until(pool.is_ended, "the machines to end")
     wait_until(lambda: is_gone(reaper.pid), "the reaper to go")
-    start(pool.charge()).leave()
+    start(pool.reaper_input()).leave()
     assert not Path(f"/proc/{reaper.pid}").exists(), "it is buried"
 
 
@@ -435,7 +435,7 @@ def _away(pool: Pool) -> None:
 def test_machines_end_without_a_ledger(pool: Pool, spoil: Callable[[Pool], None], start: Start) -> None:
     """A ledger that cannot be used keeps no machine alive, and the log names what is wrong with it."""
     spoil(pool)
-    reaper = start(pool.charge())
+    reaper = start(pool.reaper_input())
     reaper.terminate_now()
     wait_until(lambda: not pool.living(), "the machines to end")
     wait_until(lambda: "its machines are gone; the ledger cannot be used" in log_text(), "the log to tell it")
@@ -448,7 +448,7 @@ def test_machines_end_while_the_ledger_is_locked(pool: Pool, start: Start) -> No
     locker = sqlite3.connect(pool.folder / "ledger.db", isolation_level=None)
     locker.execute("BEGIN EXCLUSIVE")
     try:
-        start(pool.charge()).terminate_now()
+        start(pool.reaper_input()).terminate_now()
         wait_until(lambda: not pool.living(), "the machines to end", seconds=60)
         locker.execute("ROLLBACK")
         wait_until(lambda: pool.entry().ended_at is not None, "the books to be closed", seconds=60)
@@ -461,7 +461,7 @@ def test_a_ledger_and_a_provider_are_found_relative_to_the_drivers_directory(
 ) -> None:
     """Both may name files by relative paths; the reaper itself sits in no directory of its driver's while it waits."""
     monkeypatch.chdir(pool.folder)
-    reaper = start(Charge.of([FolderProvider(folder=".")], pool.pool_id, "sqlite:///ledger.db"))
+    reaper = start(ReaperInput.of([FolderProvider(folder=".")], pool.pool_id, "sqlite:///ledger.db"))
     assert os.readlink(f"/proc/{reaper.pid}/cwd") == "/"
     reaper.terminate_now()
     wait_until(pool.is_ended, "the machines to end")
@@ -477,7 +477,7 @@ def test_of_several_providers_those_that_may_have_machines_are_asked(
     other = FolderProvider(folder=str(elsewhere), secret=SECRET)
     other.launch(None, 1, {"skyward-pool": pool.pool_id, "skyward-rank": "0"})
     url = pool.url if has_ledger else f"sqlite:///{tmp_path}/none.db"
-    start(Charge.of([other, pool.provider], pool.pool_id, url)).terminate_now()
+    start(ReaperInput.of([other, pool.provider], pool.pool_id, url)).terminate_now()
     wait_until(lambda: not pool.living(), "the machines to end")
     if has_ledger:
         wait_until(pool.is_ended, "the books to be closed")
@@ -492,7 +492,7 @@ def test_an_outage_of_one_provider_keeps_no_machine_of_another(pool: Pool, tmp_p
     down.mkdir()
     (down / "is-down").touch()
     broken = FolderProvider(folder=str(down), secret=SECRET)
-    start(Charge.of([broken, pool.provider], pool.pool_id, f"sqlite:///{tmp_path}/none.db")).terminate_now()
+    start(ReaperInput.of([broken, pool.provider], pool.pool_id, f"sqlite:///{tmp_path}/none.db")).terminate_now()
     wait_until(lambda: not pool.living(), "the machines of the one that answers to end")
     (down / "is-down").unlink()
 
@@ -522,7 +522,7 @@ def pause(seconds):
         file.write(f"{{seconds}}\\n")
 
 import os
-os._exit(reaping.main(lambda charge: reaping.Ending(charge, end_pool, try_seconds={try_seconds}, clock=lambda: now[0], pause=pause)))
+os._exit(reaping.main(lambda reaper_input: reaping.PoolTeardown(reaper_input, end_pool, try_seconds={try_seconds}, clock=lambda: now[0], pause=pause)))
 """
 
 
@@ -539,7 +539,7 @@ class StandIn:
         *,
         closes: bool = True,
         try_seconds: float = 60,
-        charge: Charge | None = None,
+        reaper_input: ReaperInput | None = None,
     ) -> int:
         """Start it, and be gone for it (the pipe ends without a word); returns its exit status."""
         script = self.pool.folder / "reaper_process_stand_in.py"
@@ -549,8 +549,8 @@ class StandIn:
             )
         )
         monkeypatch.setattr(reaper_module, "SCRIPT", script)
-        reaper = Reaper.start(charge or self.pool.charge())
-        monkeypatch.setattr(reaper, "_say", lambda line: None)
+        reaper = Reaper.start(reaper_input or self.pool.reaper_input())
+        monkeypatch.setattr(reaper, "_send_command", lambda line: None)
         process = reaper._process
         assert process is not None
         reaper.leave(timeout_seconds=100)
@@ -631,7 +631,7 @@ def test_a_provider_that_cannot_be_rebuilt_is_taken_from_the_ledger(
             pool.pool_id, owner=Owner.here(), provider={"name": "local"}, spec_json="{}", lease_expires_at=in_an_hour()
         )
     stand_in = StandIn(pool)
-    assert stand_in.run("pass", monkeypatch, charge=pool.charge(providers=b"nonsense")) == 0
+    assert stand_in.run("pass", monkeypatch, reaper_input=pool.reaper_input(providers=b"nonsense")) == 0
     assert stand_in.lines("calls") == [f"{pool.pool_id} Local True its process is gone"]
 
 
@@ -640,12 +640,12 @@ def test_a_provider_that_cannot_be_rebuilt_is_taken_from_the_ledger(
 
 def test_no_secret_is_to_be_seen(pool: Pool, start: Start) -> None:
     """Neither the provider's secret nor the ledger's password is in the command line, the environment, the log or the
-    charge's repr.
+    reaper_input's repr.
     """
-    charge = Charge.of([pool.provider], pool.pool_id, f"postgresql+psycopg://ada:{SECRET}@127.0.0.1:1/books")
-    assert SECRET.encode() in charge.providers
-    assert SECRET not in repr(charge)
-    reaper = start(charge)
+    reaper_input = ReaperInput.of([pool.provider], pool.pool_id, f"postgresql+psycopg://ada:{SECRET}@127.0.0.1:1/books")
+    assert SECRET.encode() in reaper_input.providers
+    assert SECRET not in repr(reaper_input)
+    reaper = start(reaper_input)
     reaper.terminate_now()
     wait_until(lambda: not pool.living(), "the machines to end")
     seen = Path(f"/proc/{reaper.pid}/cmdline").read_text() + Path(f"/proc/{reaper.pid}/environ").read_text()
@@ -661,7 +661,7 @@ def test_a_reaper_is_no_process_of_a_node(pool: Pool, monkeypatch: pytest.Monkey
     monkeypatch.setenv("SKYWARD_INSTANCE_ID", "local-0123456789ab")
     monkeypatch.setenv("SKYWARD_POOL_ID", "outer")
     monkeypatch.setenv("A_CREDENTIAL", "of the environment")
-    reaper = start(pool.charge())
+    reaper = start(pool.reaper_input())
     place = Path(f"/proc/{reaper.pid}/environ")
     wait_until(place.read_text, "the process to have begun")
     environ = place.read_text().split("\0")
@@ -679,14 +679,14 @@ class Live(FolderProvider):
 def test_a_provider_that_cannot_travel_is_refused(tmp_path: Path) -> None:
     """The pool decides what to do without a reaper."""
     with pytest.raises(NotPicklable):
-        Charge.of([Live(folder=str(tmp_path))], "p", "sqlite://")
+        ReaperInput.of([Live(folder=str(tmp_path))], "p", "sqlite://")
 
 
 def test_a_provider_that_cannot_travel_by_value_travels_by_name(pool: Pool, start: Start) -> None:
     """Its module holds a lock; the reaper, on the same machine and with the same path, imports it."""
     with pytest.raises(NotPicklable):
         dumps(LockingProvider(folder=str(pool.folder)))
-    start(Charge.of([LockingProvider(folder=str(pool.folder))], pool.pool_id, pool.url)).terminate_now()
+    start(ReaperInput.of([LockingProvider(folder=str(pool.folder))], pool.pool_id, pool.url)).terminate_now()
     wait_until(pool.is_ended, "the machines to end")
 
 
@@ -703,7 +703,7 @@ def test_a_reaper_that_cannot_be_started_is_not_alive(
         monkeypatch.setattr(os, "pipe2", none_left)
     else:
         monkeypatch.setattr(sys, "executable", "/nonexistent" if how == "no such program" else "")
-    reaper = start(pool.charge())
+    reaper = start(pool.reaper_input())
     assert (reaper.is_alive, reaper.pid) == (False, 0)
     reaper.terminate_now()
     reaper.live_by_lease()
@@ -713,16 +713,16 @@ def test_a_reaper_that_cannot_be_started_is_not_alive(
 
 
 def test_a_reaper_that_dies_at_once_is_not_alive(pool: Pool, monkeypatch: pytest.MonkeyPatch, start: Start) -> None:
-    """Its charge, larger than a pipe holds, is read by nobody: `start` returns."""
+    """Its reaper_input, larger than a pipe holds, is read by nobody: `start` returns."""
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    reaper = start(pool.charge(providers=b"x" * 1_000_000))
+    reaper = start(pool.reaper_input(providers=b"x" * 1_000_000))
     assert not reaper.is_alive
     reaper.leave()
 
 
 def test_a_charge_larger_than_a_pipe_arrives(pool: Pool, start: Start) -> None:
     """A provider whose code travels by value may be large."""
-    reaper = start(pool.charge(path=(*sys.path, *(f"/nowhere/{number}" for number in range(20_000)))))
+    reaper = start(pool.reaper_input(path=(*sys.path, *(f"/nowhere/{number}" for number in range(20_000)))))
     reaper.terminate_now()
     wait_until(pool.is_ended, "the machines to end")
 
@@ -732,7 +732,7 @@ def test_the_log_begins_anew_when_it_is_large(pool: Pool, start: Start) -> None:
     directory = user_state_path("skyward")
     directory.mkdir(parents=True)
     (directory / "reaper.log").write_text("old\n" * 300_000)
-    start(pool.charge()).leave()
+    start(pool.reaper_input()).leave()
     assert log_text() == ""
     assert (directory / "reaper.log.old").stat().st_size == 1_200_000
     assert (directory / "reaper.log").stat().st_mode & 0o777 == 0o600
@@ -742,7 +742,7 @@ def test_a_reaper_needs_no_log(pool: Pool, start: Start) -> None:
     """Where the log cannot be opened it goes without."""
     user_state_path("skyward").parent.mkdir(parents=True)
     user_state_path("skyward").write_text("a file, where a directory should be")
-    reaper = start(pool.charge())
+    reaper = start(pool.reaper_input())
     reaper.terminate_now()
     wait_until(pool.is_ended, "the machines to end")
 

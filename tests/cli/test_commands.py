@@ -36,7 +36,7 @@ from skyward_core.providers import base
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG
 from skyward_core.provisioning import teardown
 from skyward_core.work import Work
-from tests.cleanup.test_sweep import FolderProvider
+from tests.cleanup.pools import FolderProvider
 
 ROOT = Path(__file__).parents[2]
 HERE = replace(Owner.here(), user="ada", host="laptop")
@@ -361,7 +361,7 @@ def test_a_sweep_lists_the_providers_of_its_options(
     other.launch(None, 1, {POOL_TAG: "sky-stranger", RANK_TAG: "0"}, "")
     assert skyward("sweep") == "nothing is to be done\n"
     where = shlex.quote(json.dumps({"name": "folder", "folder": other.folder}))
-    assert "somebody else's" not in skyward(f"sweep --provider {where}")
+    assert "another user" not in skyward(f"sweep --provider {where}")
     assert ["end", "sky-stranger"] in [
         row[:2] for row in lines(skyward(f"sweep --provider {where} --unknown --min-age 0", code=3))
     ]

@@ -25,7 +25,7 @@ from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Account, Attempt, Period
 from skyward_core.providers import base
 from skyward_core.providers.base import BUILT_IN
-from tests.cleanup.test_sweep import FolderProvider
+from tests.cleanup.pools import FolderProvider
 from tests.cli.test_commands import DEAD, HERE, ROOT, Clock, Skyward, clock, folder, ledger, open_pool, skyward, url  # noqa: F401 - fixtures
 
 type Damage = Callable[[str], None]

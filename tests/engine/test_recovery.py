@@ -156,7 +156,7 @@ class World:
 
 
 class FakeMachines:
-    """The face of `lifecycle.Machines`, with its rules: `replace` and `restart` give back whom they replace, and drop
+    """The face of `lifecycle.PoolMachines`, with its rules: `replace` and `restart` give back whom they replace, and drop
     whom they cannot reach.
     """
 

@@ -35,7 +35,7 @@ from skyward_core.providers.base import (
     RANK_TAG,
     TYPE_TAG,
 )
-from skyward_core.provisioning.teardown import give_back
+from skyward_core.provisioning.teardown import tear_down
 from skyward_core.spec import PoolSpec
 from tests.conftest import Told
 from tests.fakes import FakeProvider, LossyProvider
@@ -113,8 +113,8 @@ class JournalCase:
         self.journal.bind(launch, instances)
         return instances
 
-    def give_back(self) -> None:
-        give_back(self.provider, POOL, self.journal, clock=self.clock, pause=self.clock.pause)
+    def tear_down(self) -> None:
+        tear_down(self.provider, POOL, self.journal, clock=self.clock, pause=self.clock.pause)
         self.journal.nothing_is_left()
 
     def pass_time(self, seconds: float) -> None:
@@ -288,7 +288,7 @@ def test_from_launch_to_end_each_machine_is_one_entry(make: Make) -> None:
     it.pass_time(70)
     it.journal.note()
     assert sum(it.intents()[0].seconds.values()) == 100
-    it.give_back()
+    it.tear_down()
     it.journal.close()
     first, second = it.intents()
     assert (first.evidence, second.evidence) == ("fake lists it no more",) * 2
@@ -364,7 +364,7 @@ def test_a_machine_that_costs_less_than_its_offer_is_billed_at_its_price(
     launch, (machine,) = it.launch(1)
     it.journal.bind(launch, [machine.model_copy(update={"price_per_hour": reported, "instance_type": "another"})])
     it.pass_time(100)
-    it.give_back()
+    it.tear_down()
     assert it.meter.total() == Decimal(billed) / 36
     (intent,) = it.intents()
     assert (intent.price.per_hour, intent.tags[TYPE_TAG]) == (Decimal(billed), "another")
@@ -376,7 +376,7 @@ def test_a_provider_that_tells_other_sums_is_billed_as_it_has_offered(make: Make
     launch, (machine,) = it.launch(1)
     it.journal.bind(launch, [machine.model_copy(update={"price_per_hour": 18.0})])
     it.pass_time(100)
-    it.give_back()
+    it.tear_down()
     assert it.meter.total() == it.ledger.cost_rows(CostBy.POOL)[0].cost_usd == Decimal(1)
 
 
@@ -393,7 +393,7 @@ def test_machines_that_were_not_requested_are_recorded_too(make: Make) -> None:
         "fake-2",
     ]
     assert it.journal.rented() == {"fake-0", "fake-1", "fake-2"}
-    it.give_back()
+    it.tear_down()
     assert it.ledger.open_intents(pool_id=POOL) == []
 
 
@@ -411,7 +411,7 @@ def test_a_machine_whose_launch_was_never_answered_is_bound_to_its_intent(make: 
         update={"price_per_hour": 0.0}
     )
     it.pass_time(50)
-    it.give_back()
+    it.tear_down()
     it.journal.close()
     assert [(intent.token, intent.cloud_id, intent.evidence) for intent in it.intents()] == [
         (f"{POOL}-1-{rank}", f"fake-{rank}", "fake lists it no more") for rank in (0, 1)
@@ -455,7 +455,7 @@ def test_a_machine_without_an_intent_gets_one(make: Make) -> None:
     assert [intent.cloud_id for intent in it.intents()] == ["fake-0", "fake-1", "fake-2"]
     assert it.intents()[1].tags["colour"] == "red"
     it.pass_time(10)
-    it.give_back()
+    it.tear_down()
     assert it.ledger.open_intents(pool_id=POOL) == []
     assert it.meter.total() == it.ledger.cost_rows(CostBy.POOL)[0].cost_usd == Decimal("0.3")
 
@@ -477,7 +477,7 @@ def test_an_intent_without_a_machine_is_closed_when_the_provider_lists_none(make
     """The launch has failed for good; the provider's listing is the evidence."""
     it = make()
     it.journal.intend(it.offer, 2, 0, Commitment())
-    it.give_back()
+    it.tear_down()
     assert [intent.evidence for intent in it.intents()] == ["fake lists nothing of the pool"] * 2
 
 
@@ -493,7 +493,7 @@ def test_an_outage_keeps_no_machine_running_and_is_raised_at_the_end(make: Make,
     it.journal.bind(launch, instances)
     it.pass_time(10)
     it.journal.note()
-    it.give_back()
+    it.tear_down()
     assert it.provider.machines.running == {}
     assert it.journal.rented() == set()
     with pytest.raises(LedgerError, match="the disk is full") as caught:
@@ -511,7 +511,7 @@ def test_machines_found_during_an_outage_are_terminated(make: Make) -> None:
     it = make()
     it.launch(5)
     it.outage.failing = {"all verbs"}
-    it.give_back()
+    it.tear_down()
     assert it.provider.machines.running == {}
     assert it.outage.calls.count("bind") + it.outage.calls.count("adopt") <= 2
     with pytest.raises(LedgerError):
@@ -524,7 +524,7 @@ def test_a_locked_database_is_an_outage(make: Make, tmp_path: Path) -> None:
     it.rent(2)
     with closing(sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)) as other:
         other.execute("begin immediate")
-        it.give_back()
+        it.tear_down()
         with pytest.raises(LedgerError):
             it.journal.close()
         other.execute("rollback")
@@ -544,7 +544,7 @@ def test_an_outage_that_is_over_is_not_raised(make: Make) -> None:
     it.pass_time(10)
     it.journal.note()
     it.journal.renew()
-    it.give_back()
+    it.tear_down()
     it.journal.close()
     assert sum(it.intents()[0].seconds.values()) == 20
 
@@ -560,7 +560,7 @@ def test_a_history_that_cannot_be_written_ends_no_pool_and_hides_no_error(
         Refusal("fake", "", "", spot=False, error="CredentialsError", code="401", message="who", seconds=0.1)
     )
     it.rent(1)
-    it.give_back()
+    it.tear_down()
     it.journal.close()
     assert [record.levelname for record in caplog.records if "the disk is full" in record.getMessage()] == [
         "WARNING"
@@ -610,7 +610,7 @@ def test_a_lost_lease_is_raised_at_once(make: Make) -> None:
         it.journal.renew()
     with pytest.raises(LeaseLost):
         it.journal.live_by_lease(600)
-    it.give_back()
+    it.tear_down()
     it.journal.close()
     assert it.ledger.open_intents(pool_id=POOL) == []
 
@@ -640,7 +640,7 @@ def test_at_the_end_the_account_has_paid_the_bill(make: Make) -> None:
     it.ledger.reserve("team", POOL, Decimal(50))
     it.rent(2)
     it.pass_time(100)
-    it.give_back()
+    it.tear_down()
     it.journal.close()
     assert it.ledger.open_reservations() == []
     assert it.ledger.left_usd("team", POOL) == 98

@@ -14,7 +14,7 @@ from skyward_core.machines.offers import Offer, Requirements, matches, rank, sel
 from skyward_core.providers.host_connections import HostAnswer
 from skyward_core.providers.hosts import _Host
 from skyward_core.providers.vastai.market import merge, to_market_offer
-from skyward_core.provisioning.candidates import Sold, candidates
+from skyward_core.provisioning.candidates import ProviderOffers, candidates
 from tests.providers.fake_vastai import ask
 
 HERE = {"x86_64": "x86_64", "aarch64": "arm64"}[platform.machine()]
@@ -70,7 +70,7 @@ def test_a_pool_accepts_all_names_of_an_architecture(wish: str | None, kept: str
     spec = sky.PoolSpec.of(architecture=wish) if wish else sky.PoolSpec()
     assert sky.PoolSpec.model_validate_json(spec.model_dump_json()) == spec
     assert spec.requirements.architecture == kept
-    found, _ = candidates(spec, [Sold(sky.Local(), (T3, T4G))])
+    found, _ = candidates(spec, [ProviderOffers(sky.Local(), (T3, T4G))])
     assert found[0].parts[0].offer == (T3 if kept == "x86_64" else T4G)
     assert {part.offer.architecture for one in found for part in one.parts} == ({kept} if kept else {"x86_64", "arm64"})
 

@@ -35,7 +35,7 @@ from skyward_core.ledger.database import Database
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.rows import Account, Bucket, CostBy, Period
 from skyward_core.pool.pool import _left
-from skyward_core.provisioning.lifecycle import Machines
+from skyward_core.provisioning.lifecycle import PoolMachines
 from skyward_core.session import clock
 from skyward_core.session.session import Session
 from skyward_core.worker.slot import TERM_SECONDS
@@ -1069,11 +1069,11 @@ def test_a_detach_that_fails_leaves_the_pool_as_it_was(
     the pool can be detached later.
     """
 
-    def unreachable(self: Machines, seconds: float) -> None:
+    def unreachable(self: PoolMachines, seconds: float) -> None:
         extend(self, seconds)
         raise sky.Unreachable("node 1 does not answer")
 
-    extend, roll = Machines.extend_leases, Ledger.roll
+    extend, roll = PoolMachines.extend_leases, Ledger.roll
     with Ledger(default_url()) as ledger, contextlib.ExitStack() as undo:
         ledger.set_account(Account("leaving", Decimal(2), Period.MONTH))
         pool = sky.ComputePool(
@@ -1101,7 +1101,7 @@ def test_a_detach_that_fails_leaves_the_pool_as_it_was(
 
         raises(sky.BudgetExceeded, r"has .* USD left of .* pays for 19\d\d s: detach\(lease_seconds=", 86_400)
         with monkeypatch.context() as patch:
-            patch.setattr(Machines, "extend_leases", unreachable)
+            patch.setattr(PoolMachines, "extend_leases", unreachable)
             raises(sky.Unreachable, "node 1 does not answer", 1800)
         with monkeypatch.context() as patch:
             patch.setattr(Ledger, "roll", lambda *given: (roll(*given), outage.set())[0])  # away from then on
@@ -1143,9 +1143,9 @@ def test_a_lease_is_not_longer_than_max_cost_lasts() -> None:
     "place",
     [
         "skyward_core.session.session.Meter",
-        "skyward_core.session.session_reaper.Charge.of",
+        "skyward_core.session.session_reaper.ReaperInput.of",
         "skyward_core.session.bookkeeping.Journal.open",
-        "skyward_core.session.session.lifecycle.Machines",
+        "skyward_core.session.session.lifecycle.PoolMachines",
     ],
 )
 def test_a_pool_that_is_to_end_before_it_has_opened_rents_nothing(
@@ -1172,7 +1172,7 @@ def test_a_pool_that_is_to_end_before_it_has_opened_rents_nothing(
         patch.setattr(pydoc.locate(owner), name, interrupted)
         with pytest.raises(sky.PoolClosed):
             pool.open()
-    assert asked == (["offers"] if name == "Machines" else [])
+    assert asked == (["offers"] if name == "PoolMachines" else [])
     assert not pool.is_active
     monkeypatch.undo()
     with pytest.raises(sky.NoCapacity):

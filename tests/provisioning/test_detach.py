@@ -8,7 +8,7 @@ import pytest
 
 from skyward_core import Instance, InstanceState, Unreachable
 from skyward_core.errors import CommandFailed
-from skyward_core.provisioning.detach import living_alone
+from skyward_core.provisioning.detach import detached_nodes
 from skyward_core.transport.transport import LocalTransport
 from skyward_core.worker.watchdog import DETACHED, read_lease, uptime, write_lease
 
@@ -71,7 +71,7 @@ def machines_of(nodes: list[Any], error: Exception | None = None) -> Any:
 def test_nodes_live_on_when_all_is_well(tmp_path: Path) -> None:
     """Theirs is the lease that they were told, and those of this machine go by it."""
     here, there = local(tmp_path / "node"), SSHTransport("700\n")
-    with living_alone(machines_of([here, there]), 1000.0, 120.0):
+    with detached_nodes(machines_of([here, there]), 1000.0, 120.0):
         assert (tmp_path / "node" / DETACHED).exists()
     assert there.lease == "99999\n"
     assert (read_lease(tmp_path / "node") or 0.0) > uptime() + 900
@@ -94,7 +94,7 @@ def test_nodes_are_told_again_when_something_fails(tmp_path: Path, before: float
     if before is not None:
         write_lease(tmp_path / "node", now + before)
     machines = machines_of([here, there, lost, bare], None if is_told else Unreachable("the last one does not answer"))
-    with pytest.raises((Unreachable, KeyboardInterrupt)), living_alone(machines, 1000.0, 120.0):
+    with pytest.raises((Unreachable, KeyboardInterrupt)), detached_nodes(machines, 1000.0, 120.0):
         raise KeyboardInterrupt
     assert there.lease == "700\n"
     assert lost.lease == bare.lease == "99999\n"  # the one is not there, of the other nobody knows what it had
@@ -112,6 +112,6 @@ def test_a_node_that_is_found_to_be_out_of_reach_first_changes_nothing() -> None
             raise Unreachable("no answer")
 
     there = SSHTransport("700\n")
-    with pytest.raises(Unreachable), living_alone(machines_of([there, Silent("800\n")]), 1000.0, 120.0):
+    with pytest.raises(Unreachable), detached_nodes(machines_of([there, Silent("800\n")]), 1000.0, 120.0):
         pytest.fail("it is not to be detached")
     assert there.lease == "700\n"

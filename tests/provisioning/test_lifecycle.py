@@ -296,7 +296,7 @@ def test_a_machine_that_comes_while_the_pool_closes_is_given_back_at_once(make: 
     with Ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
         book = Journal(ledger, "sky-1", spec, provider, meter, told)
         book.open()
-        machines = lifecycle.Machines(
+        machines = lifecycle.PoolMachines(
             spec,
             [provider],
             "sky-1",
@@ -312,7 +312,7 @@ def test_a_machine_that_comes_while_the_pool_closes_is_given_back_at_once(make: 
     assert provider.machines.running == {}
 
 
-def _close_while_it_launches(machines: lifecycle.Machines, provider: FakeProvider) -> None:
+def _close_while_it_launches(machines: lifecycle.PoolMachines, provider: FakeProvider) -> None:
     machines._selection.offers = {0: provider.offers(sky.Requirements())[0]}
 
     def close_meanwhile(event: object) -> None:
@@ -383,17 +383,17 @@ def test_a_mixed_wish_with_a_limit_rents_both_kinds(make: Make) -> None:
 
 
 @pytest.fixture
-def opened(make: Make, tmp_path: Path) -> Iterator[Callable[..., tuple[lifecycle.Machines, SpendingLimit, Meter]]]:
+def opened(make: Make, tmp_path: Path) -> Iterator[Callable[..., tuple[lifecycle.PoolMachines, SpendingLimit, Meter]]]:
     """Make the machines of a pool that is open already, and end them."""
     with ExitStack() as stack:
 
-        def open_one(provider: FakeProvider, **wishes: Any) -> tuple[lifecycle.Machines, SpendingLimit, Meter]:
+        def open_one(provider: FakeProvider, **wishes: Any) -> tuple[lifecycle.PoolMachines, SpendingLimit, Meter]:
             meter, spec, told = Meter(), sky.PoolSpec.of(**wishes), Told()
             ledger = stack.enter_context(Ledger(f"sqlite:///{tmp_path / 'ledger.db'}"))
             book = Journal(ledger, "sky-1", spec, provider, meter, told)
             book.open()
             purse = SpendingLimit("sky-1", meter, max_cost=spec.max_cost)
-            machines = lifecycle.Machines(
+            machines = lifecycle.PoolMachines(
                 spec, [provider], "sky-1", Future[Any](), emit=told, meter=meter, book=book, purse=purse
             )
             stack.callback(machines.stop)
@@ -404,7 +404,7 @@ def opened(make: Make, tmp_path: Path) -> Iterator[Callable[..., tuple[lifecycle
         yield open_one
 
 
-def node_of(machines: lifecycle.Machines, rank: int) -> Preparation:
+def node_of(machines: lifecycle.PoolMachines, rank: int) -> Preparation:
     (instance,) = machines._rental.launch(machines._selection.offers[rank], 1, rank)
     return Preparation(machines.transports.to(instance), rank, machines._rental._emit)
 
@@ -436,7 +436,7 @@ def test_a_lost_machine_is_ended_while_the_pool_goes_on(
     provider = make(UnheardOf)
     machines, _, meter = opened(provider)
     lost, _ = node_of(machines, 0), node_of(machines, 1)
-    machines._rental.end_aside(lost)
+    machines._rental.end_in_thread(lost)
     wait_until(lambda: meter.rented() == {"fake-1"}, "it to be gone")
     assert set(provider.machines.terminated) == {"fake-0"}
     assert list(provider.machines.running) == ["fake-1"]
@@ -454,7 +454,7 @@ def test_a_replacement_waits_for_the_money_of_the_lost_one(
     machines, purse, meter = opened(provider, max_cost=5.0)
     lost = node_of(machines, 0)
     paid = purse.paid_seconds()
-    assert machines._selection.rent_one(0, machines._rental.end_aside(lost)).id == "fake-1"
+    assert machines._selection.rent_one(0, machines._rental.end_in_thread(lost)).id == "fake-1"
     assert meter.rented() == {"fake-1"}
     assert purse.paid_seconds() > paid - 60
 

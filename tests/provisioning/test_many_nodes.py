@@ -121,7 +121,7 @@ class Many:
     """The machines of a pool of NODES nodes, and what they wait for."""
 
     def __init__(
-        self, nodes: FakeNodes, together: Together, machines: lifecycle.Machines, meter: Meter, told: Told
+        self, nodes: FakeNodes, together: Together, machines: lifecycle.PoolMachines, meter: Meter, told: Told
     ) -> None:
         self.nodes = nodes
         self.together = together
@@ -173,7 +173,7 @@ def rent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rent]:
             ledger = undo.enter_context(Ledger(f"sqlite:///{tmp_path / 'ledger.db'}"))
             book = Journal(ledger, "sky-many", spec, cloud, meter, told)
             book.open()
-            machines = lifecycle.Machines(
+            machines = lifecycle.PoolMachines(
                 spec,
                 [cloud],
                 "sky-many",

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from skyward_core import Instance, InstancesLeft, InstanceState
 from skyward_core.providers.base import Provider
-from skyward_core.provisioning.teardown import DEADLINE_SECONDS, give_back
+from skyward_core.provisioning.teardown import DEADLINE_SECONDS, tear_down
 from tests.conftest import examples
 
 POOL = "sky-1"
@@ -154,8 +154,8 @@ class Scene:
     cloud: Cloud
     page: Page
 
-    def give_back(self, **keywords: Any) -> None:
-        give_back(cast("Provider", self.cloud), POOL, self.page, clock=self.time, pause=self.time.pause, **keywords)
+    def tear_down(self, **keywords: Any) -> None:
+        tear_down(cast("Provider", self.cloud), POOL, self.page, clock=self.time, pause=self.time.pause, **keywords)
 
 
 def scene(billed: str, known: str | None = None, **settings: Any) -> Scene:
@@ -168,12 +168,12 @@ def scene(billed: str, known: str | None = None, **settings: Any) -> Scene:
 # ── what it believes ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_all_is_terminated_and_believed_when_it_is_listed_no_more() -> None:
+def test_machines_are_gone_when_the_provider_does_not_list_them() -> None:
     """One request, one listing after it, no waiting; each machine is told as ending before it is asked for, and as gone
     after it, with the evidence.
     """
     it = scene("ab")
-    it.give_back()
+    it.tear_down()
     assert it.cloud.asked == [["a", "b"]]
     assert it.page.told == [("ending", "a"), ("ending", "b"), ("gone", "a"), ("gone", "b")]
     assert it.page.evidence == dict.fromkeys("ab", "cloud lists it no more")
@@ -181,86 +181,86 @@ def test_all_is_terminated_and_believed_when_it_is_listed_no_more() -> None:
 
 
 @pytest.mark.parametrize("times", [1, 3, 20])
-def test_a_termination_that_does_nothing_is_asked_for_again(times: int) -> None:
+def test_a_termination_without_effect_is_repeated(times: int) -> None:
     """As often as it takes, with pauses that grow to two seconds; a machine is told as ending once."""
     it = scene("ab", endings=["nothing"] * times)
-    it.give_back()
+    it.tear_down()
     assert it.cloud.asked == [["a", "b"]] * (times + 1)
     assert [told for told in it.page.told if told[0] == "ending"] == [("ending", "a"), ("ending", "b")]
     assert it.time.pauses == sorted(it.time.pauses)
     assert (it.time.pauses[0], max(it.time.pauses) <= 2.0) == (0.2, True)
 
 
-def test_only_what_is_left_is_asked_for_again() -> None:
+def test_only_machines_that_are_left_are_requested_again() -> None:
     """What the listing lacks is gone and told at once; the rest is asked for again."""
     it = scene("abcd", endings=["half", "half"])
-    it.give_back()
+    it.tear_down()
     assert it.cloud.asked == [["a", "b", "c", "d"], ["c", "d"], ["d"]]
     assert [name for what, name in it.page.told if what == "gone"] == ["a", "b", "c", "d"]
 
 
-def test_a_listing_that_fails_is_never_taken_for_absence() -> None:
+def test_a_failed_listing_proves_nothing() -> None:
     """Nothing is told as gone while the provider cannot say; termination is asked for all the same, and again."""
     it = scene("ab", listings=["fail"] * 7)
-    it.give_back()
+    it.tear_down()
     assert it.page.evidence == dict.fromkeys("ab", "cloud lists it no more")
     assert len(it.cloud.asked) >= 3
     assert it.cloud.billed == set()
 
 
-def test_a_blank_listing_beside_a_termination_that_fails_is_not_believed_at_once() -> None:
+def test_an_empty_listing_after_a_failed_termination_needs_a_second_one() -> None:
     """A cloud in trouble may show nothing of what it has: what could not be terminated is gone only when a second
     listing lacks it too.
     """
     it = scene("a", endings=["fail", "fail"], listings=["", "blank", "", ""])
-    it.give_back()
+    it.tear_down()
     assert it.cloud.billed == set()
     assert it.cloud.asked == [["a"]] * 3
 
 
-def test_an_outage_of_everything_is_waited_out() -> None:
+def test_an_outage_is_waited_out() -> None:
     """Terminations and listings fail for a while, then work."""
     it = scene("ab", listings=["fail"] * 9, endings=["fail"] * 4)
-    it.give_back()
+    it.tear_down()
     assert it.cloud.billed == set()
     assert it.page.rented() == set()
 
 
-def test_a_machine_that_only_the_listing_knows_is_ended_too() -> None:
+def test_a_machine_that_only_the_listing_has_is_ended_too() -> None:
     """It is told to the witness before its end is asked for."""
     it = scene("abz", known="ab")
-    it.give_back()
+    it.tear_down()
     assert it.cloud.billed == set()
     assert it.page.told.index(("found", "z")) < it.page.told.index(("ending", "z")) < it.page.told.index(("gone", "z"))
 
 
-def test_a_machine_that_comes_to_light_after_the_first_termination_is_ended_too() -> None:
+def test_a_machine_listed_after_the_first_termination_is_ended_too() -> None:
     """The listing fails before the first request and shows one more after it."""
     it = scene("az", known="a", listings=["fail"])
-    it.give_back()
+    it.tear_down()
     assert it.cloud.asked == [["a"], ["z"]]
     assert it.cloud.billed == set()
 
 
-def test_of_nothing_nothing_is_asked() -> None:
+def test_a_pool_without_machines_needs_no_request() -> None:
     """A pool without machines is one or two looks, and no request."""
     it = scene("")
-    it.give_back()
+    it.tear_down()
     assert it.cloud.asked == []
     assert it.page.told == []
 
 
-def test_again_changes_nothing_and_asks_for_nothing() -> None:
+def test_a_second_teardown_requests_nothing() -> None:
     """A second time finds nothing left to do."""
     it = scene("ab")
-    it.give_back()
+    it.tear_down()
     told = list(it.page.told)
-    it.give_back()
+    it.tear_down()
     assert it.cloud.asked == [["a", "b"]]
     assert it.page.told == told
 
 
-def test_a_second_try_finishes_what_an_interrupt_has_cut_off() -> None:
+def test_a_second_teardown_finishes_an_interrupted_one() -> None:
     """Ctrl-C comes through from a pause; called again it goes on."""
     it = scene("ab", endings=["nothing"])
 
@@ -268,46 +268,46 @@ def test_a_second_try_finishes_what_an_interrupt_has_cut_off() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        give_back(cast("Provider", it.cloud), POOL, it.page, clock=it.time, pause=interrupted)
+        tear_down(cast("Provider", it.cloud), POOL, it.page, clock=it.time, pause=interrupted)
     assert it.page.rented() == {"a", "b"}
     it.cloud.asked.clear()
-    it.give_back()
+    it.tear_down()
     assert (it.cloud.billed, it.page.rented()) == (set(), set())
 
 
 # ── a listing that lags ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_a_lagging_listing_lacks_says_nothing_until_it_must_list_it() -> None:
+def test_an_early_listing_does_not_prove_that_a_machine_is_gone() -> None:
     """A machine that is listed 30 s after its launch is found and ended, though the first listings were empty."""
     it = scene("az", known="a", listed_from={"z": 1030.0})
-    it.give_back(unsure_until=1030.0)
+    it.tear_down(unsure_until=1030.0)
     assert it.cloud.billed == set()
     assert it.time.now >= 1030.0
     assert it.page.evidence.keys() == {"a", "z"}
 
 
-def test_a_known_machine_that_is_not_listed_yet_is_not_taken_for_gone() -> None:
+def test_a_machine_that_is_not_listed_yet_is_not_gone() -> None:
     """Its termination did nothing and the listing lacks it: it is asked for again, and told as gone only after it must
     be listed.
     """
     it = scene("a", listed_from={"a": 1020.0}, endings=["nothing"] * 3)
-    it.give_back(unsure_until=1020.0)
+    it.tear_down(unsure_until=1020.0)
     assert it.cloud.billed == set()
     assert it.time.now >= 1020.0
 
 
-def test_a_listing_that_was_asked_for_too_early_says_nothing_when_it_comes_late() -> None:
+def test_a_listing_counts_by_the_time_of_its_request() -> None:
     """It takes 20 s to answer with what it saw at the beginning; the time of the asking counts."""
     it = scene("z", known="", listed_from={"z": 1030.0}, listing_seconds=20.0)
-    it.give_back(unsure_until=1030.0)
+    it.tear_down(unsure_until=1030.0)
     assert it.cloud.billed == set()
 
 
-def test_the_time_of_doubt_is_not_taken_off_the_patience() -> None:
+def test_the_deadline_begins_after_the_listing_is_reliable() -> None:
     """A machine that comes to light late has the whole deadline still."""
     it = scene("z", known="", listed_from={"z": 1200.0}, endings=["nothing"] * 30, gone_deadline_seconds=100.0)
-    it.give_back(unsure_until=1200.0)
+    it.tear_down(unsure_until=1200.0)
     assert it.cloud.billed == set()
     assert it.time.now > 1240.0
 
@@ -318,82 +318,82 @@ def test_the_time_of_doubt_is_not_taken_off_the_patience() -> None:
 def test_a_provider_that_confirms_needs_no_listing() -> None:
     """One request, nothing listed, if no machine can exist that nobody knows."""
     it = scene("ab", terminate_confirms=True, is_blind=True)
-    it.give_back(are_all_known=True)
+    it.tear_down(are_all_known=True)
     assert it.page.evidence == dict.fromkeys("ab", "cloud confirmed its termination")
     assert it.time.pauses == []
 
 
-def test_where_a_launch_may_have_been_lost_a_provider_that_confirms_is_asked_what_there_is() -> None:
+def test_after_a_lost_launch_a_provider_that_confirms_is_listed_too() -> None:
     """What only the listing knows is ended too."""
     it = scene("az", known="a", terminate_confirms=True)
-    it.give_back(are_all_known=False)
+    it.tear_down(are_all_known=False)
     assert it.cloud.billed == set()
     assert it.page.evidence.keys() == {"a", "z"}
 
 
-def test_what_comes_to_light_on_the_way_is_ended_whatever_was_thought_to_be_known() -> None:
+def test_a_machine_found_during_teardown_is_ended_too() -> None:
     """A listing that was asked for only because a termination failed shows a machine that should not be there."""
     it = scene("abz", known="ab", terminate_confirms=True, endings=["refuse"])
-    it.give_back(are_all_known=True, unsure_until=1010.0)
+    it.tear_down(are_all_known=True, unsure_until=1010.0)
     assert it.cloud.billed == set()
     assert it.page.rented() == set()
 
 
-def test_what_it_has_ended_is_told_at_once_and_the_rest_asked_for_again() -> None:
+def test_confirmed_machines_are_recorded_at_once_and_the_rest_repeated() -> None:
     """InstancesLeft names those that are left; the others cost no more, listing or not."""
     it = scene("abcd", terminate_confirms=True, is_blind=True, endings=["refuse"])
-    it.give_back(are_all_known=True)
+    it.tear_down(are_all_known=True)
     assert it.cloud.asked == [["a", "b", "c", "d"], ["c", "d"]]
     assert it.page.evidence == dict.fromkeys("abcd", "cloud confirmed its termination")
 
 
-def test_instances_left_without_names_confirms_nothing() -> None:
+def test_instances_left_without_ids_confirms_nothing() -> None:
     """A provider that says that some are left and not which has confirmed none."""
     it = scene("ab", terminate_confirms=True, is_blind=True, endings=["vague", "vague"])
-    it.give_back(are_all_known=True)
+    it.tear_down(are_all_known=True)
     assert it.cloud.asked == [["a", "b"]] * 3
     assert it.cloud.billed == set()
 
 
-def test_a_termination_that_fails_confirms_nothing() -> None:
+def test_a_failed_termination_confirms_nothing() -> None:
     """Not even at a provider whose terminations confirm."""
     it = scene("ab", terminate_confirms=True, is_blind=True, endings=["fail"])
-    it.give_back(are_all_known=True)
+    it.tear_down(are_all_known=True)
     assert it.cloud.asked == [["a", "b"]] * 2
 
 
-def test_what_has_ended_by_its_lease_need_not_be_confirmed() -> None:
+def test_a_machine_that_its_lease_has_ended_needs_no_confirmation() -> None:
     """A host that does not answer cannot be asked; its node's lease is over, and the evidence says just that.
 
     The others are confirmed.
     """
     it = scene("ab", terminate_confirms=True, is_blind=True, always="refuse")  # ends a, never b
     it.page.lapsed = frozenset("b")
-    it.give_back(are_all_known=True, presumed_gone=frozenset("b"))
+    it.tear_down(are_all_known=True, presumed_gone=frozenset("b"))
     assert it.page.evidence == {
         "a": "cloud confirmed its termination",
         "b": "its lease has run out, and what carries it does not answer",
     }
 
 
-def test_what_was_presumed_gone_and_answers_is_confirmed() -> None:
+def test_a_machine_that_was_presumed_gone_may_be_confirmed() -> None:
     """The presumption is asked for only where the provider cannot tell."""
     it = scene("ab", terminate_confirms=True)
-    it.give_back(are_all_known=True, presumed_gone=frozenset("b"))
+    it.tear_down(are_all_known=True, presumed_gone=frozenset("b"))
     assert it.page.evidence == dict.fromkeys("ab", "cloud confirmed its termination")
 
 
-def test_a_presumption_is_nothing_against_a_listing() -> None:
+def test_a_listed_machine_is_not_gone_although_it_was_presumed() -> None:
     """At a cloud that lists the machine it lives, whatever was presumed."""
     it = scene("ab", endings=["nothing"])
-    it.give_back(presumed_gone=frozenset("ab"))
+    it.tear_down(presumed_gone=frozenset("ab"))
     assert it.cloud.billed == set()
 
 
 # ── giving up ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_cannot_be_ended_is_named_with_its_page_and_the_cause() -> None:
+def test_machines_that_do_not_end_are_named_with_console_page_and_cause() -> None:
     """After the deadline: the ids, where a person sees them, the command that asks again, and the last trouble as the
     cause.
     """
@@ -402,52 +402,52 @@ def test_what_cannot_be_ended_is_named_with_its_page_and_the_cause() -> None:
         InstancesLeft,
         match=r"cloud was asked to terminate c; after 10 s .* Look at https://console.example/c; `skyward sweep`",
     ) as caught:
-        it.give_back()
+        it.tear_down()
     assert caught.value.ids == ("c",)
     assert caught.value.__cause__ is None
     assert it.page.rented() == {"c"}
     assert 1010.0 < it.time.now < 1013.0
     it = scene("a", always="fail", gone_deadline_seconds=10.0)
     with pytest.raises(InstancesLeft) as caught:
-        it.give_back()
+        it.tear_down()
     assert "502" in str(caught.value.__cause__)
 
 
-def test_nobody_waits_longer_than_ten_minutes() -> None:
+def test_teardown_takes_ten_minutes_at_most() -> None:
     """A provider that claims to need an hour is not waited for; a sweep asks again."""
     it = scene("a", always="nothing", gone_deadline_seconds=3600.0)
     with pytest.raises(InstancesLeft):
-        it.give_back()
+        it.tear_down()
     assert DEADLINE_SECONDS < it.time.now - 1000.0 < DEADLINE_SECONDS + 3.0
 
 
-def test_an_outage_that_does_not_end_leaves_nothing_unnamed() -> None:
+def test_an_endless_outage_names_all_machines() -> None:
     """Termination was accepted, and nobody can see what came of it: all are named, without a page if they were never
     seen.
     """
     it = scene("ab", is_blind=True, gone_deadline_seconds=10.0)
     with pytest.raises(InstancesLeft, match="Look at its console") as caught:
-        it.give_back()
+        it.tear_down()
     assert caught.value.ids == ("a", "b")
     assert "503" in str(caught.value.__cause__)
 
 
-def test_what_a_cloud_has_accepted_without_a_word_is_named_beside_what_it_has_refused() -> None:
+def test_accepted_and_refused_machines_that_are_left_are_named() -> None:
     """A cloud whose terminations do not confirm refuses one and says nothing of the others: while it cannot be asked,
     all may live.
     """
     it = scene("abcd", is_blind=True, endings=["refuse"], always="nothing", gone_deadline_seconds=10.0)
     with pytest.raises(InstancesLeft) as caught:
-        it.give_back()
+        it.tear_down()
     assert set(caught.value.ids) >= it.cloud.billed
     assert it.cloud.asked[-1] == ["a", "b", "c", "d"]
 
 
-def test_a_pool_of_which_nothing_is_known_is_not_taken_for_empty() -> None:
+def test_a_pool_is_not_empty_while_listings_fail() -> None:
     """Nothing is known and nothing can be listed: that is no empty pool."""
     it = scene("z", known="", is_blind=True, gone_deadline_seconds=10.0)
     with pytest.raises(InstancesLeft, match="its machines") as caught:
-        it.give_back()
+        it.tear_down()
     assert caught.value.ids == ()
 
 
@@ -471,7 +471,7 @@ listings = st.lists(st.sampled_from(["", "fail"]), max_size=8)
     is_blind=st.booleans(),
     listing_seconds=st.sampled_from([0.0, 3.0]),
 )
-def test_when_it_returns_nothing_is_billed_and_when_it_raises_all_that_lives_is_named(
+def test_teardown_ends_all_machines_or_names_those_that_are_left(
     billed: set[str],
     gone_before: set[str],
     hidden: set[str],
@@ -500,7 +500,7 @@ def test_when_it_returns_nothing_is_billed_and_when_it_raises_all_that_lives_is_
     page = Page(cloud, (billed - hidden) | gone_before)
     unsure_until = max(listed_from.values(), default=0.0)
     try:
-        give_back(cast("Provider", cloud), POOL, page, unsure_until=unsure_until, clock=time, pause=time.pause)
+        tear_down(cast("Provider", cloud), POOL, page, unsure_until=unsure_until, clock=time, pause=time.pause)
     except InstancesLeft as error:
         assert set(error.ids) >= cloud.billed & page.known
         assert set(error.ids) >= page.rented()
@@ -519,7 +519,7 @@ def test_when_it_returns_nothing_is_billed_and_when_it_raises_all_that_lives_is_
     listings=listings,
     is_blind=st.booleans(),
 )
-def test_the_same_of_providers_that_confirm(
+def test_the_same_with_providers_that_confirm(
     billed: set[str], hidden: set[str], endings: list[str], listings: list[str], is_blind: bool
 ) -> None:
     """A confirmation is believed, but for machines that nobody knew."""
@@ -528,7 +528,7 @@ def test_the_same_of_providers_that_confirm(
     cloud = Cloud(time, set(billed), terminate_confirms=True, endings=truthful, listings=listings, is_blind=is_blind)
     page = Page(cloud, billed - hidden)
     try:
-        give_back(cast("Provider", cloud), POOL, page, are_all_known=not billed & hidden, clock=time, pause=time.pause)
+        tear_down(cast("Provider", cloud), POOL, page, are_all_known=not billed & hidden, clock=time, pause=time.pause)
     except InstancesLeft as error:
         assert set(error.ids) >= cloud.billed & page.known
         assert billed & hidden or billed == set() or is_blind

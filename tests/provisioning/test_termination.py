@@ -13,7 +13,7 @@ import pytest
 from skyward_core import Instance, InstanceState
 from skyward_core.errors import InstancesLeft, LeaseLost
 from skyward_core.provisioning import termination
-from skyward_core.provisioning.termination import Endings
+from skyward_core.provisioning.termination import Terminations
 from tests.conftest import wait_until
 
 
@@ -93,8 +93,8 @@ def witness() -> Witness:
 
 
 @pytest.fixture
-def endings(witness: Witness) -> Iterator[Endings]:
-    made = Endings("sky-1", witness)
+def terminations(witness: Witness) -> Iterator[Terminations]:
+    made = Terminations("sky-1", witness.gone)
     yield made
     made.stop()
     assert not repeaters()
@@ -107,10 +107,10 @@ def repeaters() -> list[threading.Thread]:
 LISTED_NO_MORE, CONFIRMED = "cloud lists it no more", "cloud confirmed its termination"
 
 
-def test_what_goes_at_once_is_asked_for_once(endings: Endings, witness: Witness) -> None:
+def test_a_machine_that_ends_at_once_is_requested_once(terminations: Terminations, witness: Witness) -> None:
     """No thread goes on, and the other machine of the pool is left alone."""
     cloud = Cloud(there={"a", "b"})
-    assert endings.end("a", cloud).over.is_set()
+    assert terminations.end("a", cloud).over.is_set()
     assert (cloud.asked, cloud.there, witness.told) == ([["a"]], {"b"}, [("a", LISTED_NO_MORE)])
     assert not repeaters()
 
@@ -127,39 +127,39 @@ def test_what_goes_at_once_is_asked_for_once(endings: Endings, witness: Witness)
     ],
     ids=["a 503", "an outage", "it is left", "some are left", "it lingers", "a listing fails"],
 )
-def test_what_does_not_go_is_asked_for_again(
-    endings: Endings, witness: Witness, trouble: dict[str, Any], times: int
+def test_a_machine_that_does_not_end_is_requested_again(
+    terminations: Terminations, witness: Witness, trouble: dict[str, Any], times: int
 ) -> None:
     """Until a listing lacks it; then the thread ends."""
     cloud = Cloud(there={"a", "b"}, **copy.deepcopy(trouble))
-    assert endings.end("a", cloud).over.wait(30)
+    assert terminations.end("a", cloud).over.wait(30)
     assert (cloud.asked, cloud.there, witness.told) == ([["a"]] * times, {"b"}, [("a", LISTED_NO_MORE)])
     wait_until(lambda: not repeaters(), "the thread to end")
 
 
-def test_a_listing_is_not_believed_before_a_request_was_accepted(endings: Endings, witness: Witness) -> None:
+def test_a_listing_is_not_believed_before_a_request_was_accepted(terminations: Terminations, witness: Witness) -> None:
     """A cloud that lists late lacks a new machine, and it is there all the same."""
     cloud = Cloud(failures=[ConnectionError("503")] * 3)
-    assert endings.end("late", cloud).over.wait(30)
+    assert terminations.end("late", cloud).over.wait(30)
     assert len(cloud.asked) == 4
     assert witness.told == [("late", LISTED_NO_MORE)]
 
 
 @pytest.mark.parametrize("ids", [["a"], []])
-def test_one_that_confirms_is_asked_for_no_listing(endings: Endings, witness: Witness, ids: list[str]) -> None:
+def test_a_provider_that_confirms_is_not_listed(terminations: Terminations, witness: Witness, ids: list[str]) -> None:
     """What it names as left is not gone; if it names none, nothing is."""
     cloud = Cloud(terminate_confirms=True, outages=10**6, failures=[InstancesLeft("it does not answer", ids)] * 2)
-    assert endings.end("a", cloud).over.wait(30)
+    assert terminations.end("a", cloud).over.wait(30)
     assert len(cloud.asked) == 3
     assert witness.told == [("a", CONFIRMED)]
 
 
-def test_many_are_asked_for_together(endings: Endings, witness: Witness) -> None:
+def test_many_machines_are_in_one_request(terminations: Terminations, witness: Witness) -> None:
     """What is left over of each first request goes into one, of which a part may fail; one that comes later joins."""
     left = InstancesLeft("b is left", ["b"])
     cloud = Cloud(there={"a", "b", "c"}, failures=[ConnectionError("503")] * 3)
     cloud.hold.clear()
-    all_of_them = [endings.end_aside(name, cloud, f"skyward-end-{name}", lambda: None) for name in "abc"]
+    all_of_them = [terminations.end_in_thread(name, cloud, f"skyward-end-{name}", lambda: None) for name in "abc"]
     wait_until(lambda: len(cloud.asked) == 3, "each to be asked for by itself")
     cloud.failures.append(left)
     cloud.hold.set()
@@ -168,7 +168,9 @@ def test_many_are_asked_for_together(endings: Endings, witness: Witness) -> None
     assert cloud.there == set()
 
 
-def test_what_comes_first_may_fail(endings: Endings, witness: Witness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_work_before_the_request_may_fail(
+    terminations: Terminations, witness: Witness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A callback that raises keeps no machine running."""
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     cloud = Cloud(there={"a"})
@@ -176,41 +178,41 @@ def test_what_comes_first_may_fail(endings: Endings, witness: Witness, monkeypat
     def fail() -> None:
         raise ZeroDivisionError
 
-    assert endings.end_aside("a", cloud, "skyward-end-0", fail).over.wait(30)
+    assert terminations.end_in_thread("a", cloud, "skyward-end-0", fail).over.wait(30)
     assert witness.told == [("a", LISTED_NO_MORE)]
 
 
-def test_a_book_that_takes_nothing_more_does_not_keep_it(endings: Endings, witness: Witness) -> None:
+def test_an_error_of_the_ledger_does_not_stop_a_termination(terminations: Terminations, witness: Witness) -> None:
     """The pool was judged dead meanwhile; who waits is told that the machine is gone."""
     witness.error = LeaseLost("judged dead")
     cloud = Cloud(there={"a"}, lingers=2)
-    assert endings.end("a", cloud).over.wait(30)
+    assert terminations.end("a", cloud).over.wait(30)
     assert len(witness.told) == 1
 
 
-def test_the_end_of_the_pool_ends_it(endings: Endings, witness: Witness) -> None:
+def test_the_end_of_the_pool_stops_all_requests(terminations: Terminations, witness: Witness) -> None:
     """Whoever waits does so no more, nothing is said to be gone, and what comes after that is asked for once."""
     cloud = Cloud(there={"a", "b"}, lingers=10**6)
-    one = endings.end("a", cloud)
+    one = terminations.end("a", cloud)
     wait_until(lambda: len(cloud.asked) > 3, "some tries")
     assert not one.over.is_set()
-    endings.stop()
+    terminations.stop()
     assert one.over.is_set()
     assert not repeaters()
     asked = len(cloud.asked)
-    assert endings.end("b", cloud).over.is_set()
+    assert terminations.end("b", cloud).over.is_set()
     assert cloud.asked[asked:] == [["b"]]
     assert witness.told == []
     assert not repeaters()
 
 
-def test_the_end_waits_for_a_request_that_is_on_its_way(endings: Endings) -> None:
+def test_stop_waits_for_a_request_in_flight(terminations: Terminations) -> None:
     """Nothing goes on behind the back of whoever closes."""
     cloud = Cloud(there={"a"})
     cloud.hold.clear()
-    endings.end_aside("a", cloud, "skyward-end-0", lambda: None)
+    terminations.end_in_thread("a", cloud, "skyward-end-0", lambda: None)
     wait_until(lambda: cloud.asked, "the request")
-    stopping = threading.Thread(target=endings.stop)
+    stopping = threading.Thread(target=terminations.stop)
     stopping.start()
     stopping.join(0.05)
     assert stopping.is_alive()

@@ -45,7 +45,7 @@ class World:
         monkeypatch.setattr(opened._bookkeeping, "close_book", lambda: do("written down"))
         monkeypatch.setattr(opened._bookkeeping, "paid_for", self._paid_for)
         monkeypatch.setattr(opened.meter, "final", lambda: CostFinal(1.0, 1.0, 1.0, 0, 1, 0.0))
-        monkeypatch.setattr(session, "living_alone", self._living_alone)
+        monkeypatch.setattr(session, "detached_nodes", self._living_alone)
         opened._claims.state = SessionState.OPEN
 
     def do(self, what: str) -> None:

@@ -1,0 +1,289 @@
+"""What the policy of the sweep decides: what is dead is ended, what lives is left, and what is unproved is reported."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from skyward_core import Instance, Provider
+from skyward_core.cleanup.policy import Action, ProviderFacts, decide
+from skyward_core.ledger.rows import Intent, PoolEntry, ResourceKind
+from skyward_core.providers.base import (
+    CREATED_TAG,
+    EXPIRES_TAG,
+    LAUNCH_TAG,
+    PROCESS_TAG,
+)
+from tests.cleanup.pools import (
+    CLOUD,
+    DEAD,
+    ELSEWHERE,
+    HERE,
+    START,
+    STATES,
+    LaggingProvider,
+    entry,
+    intent,
+    machine,
+    owner_tags,
+)
+from tests.conftest import examples
+from tests.fakes import FakeProvider
+
+
+def verdicts(
+    machines: Sequence[Instance] = (),
+    pools: Sequence[PoolEntry] = (),
+    intents: Sequence[Intent] = (),
+    provider: Provider = CLOUD,
+    **how: Any,
+) -> list[tuple[str, str, tuple[str, ...]]]:
+    facts = ProviderFacts(provider, machines, {pool.id: pool for pool in pools}, intents, START, HERE, STATES)
+    return [(finding.action.value, finding.pool_id, finding.resource_ids) for finding in decide(facts, **how)]
+
+
+def launched(instance_id: str, rank: int = 0, pool_id: str = "sky-1", launch: str | None = "sky-1-1") -> Instance:
+    return machine(instance_id, pool_id, rank, {LAUNCH_TAG: launch} if launch else {})
+
+
+@pytest.mark.parametrize(
+    ("pool", "is_dead"),
+    [
+        (entry(owner=HERE), False),
+        (entry(owner=ELSEWHERE), False),
+        (entry(owner=DEAD), True),
+        (entry(owner=DEAD, lives_by_lease=True), False),
+        (entry(owner=HERE, lease_seconds=0), True),
+        (entry(owner=ELSEWHERE, lease_seconds=-1), True),
+        (entry(owner=DEAD, lives_by_lease=True, lease_seconds=-1), True),
+        (entry(owner=HERE, condemned_at=START), True),
+        (entry(owner=HERE, ended_at=START), True),
+    ],
+)
+def test_a_machine_is_ended_only_if_its_pool_is_proved_dead(pool: PoolEntry, is_dead: bool) -> None:
+    """A machine goes if its pool's lease has run out, its owner is known to be dead and was needed, or the pool has
+    ended or was condemned; else it stays.
+    """
+    found = verdicts([launched("m")], [pool], [intent(1, cloud_id="m")])
+    assert found == [("end" if is_dead else "leave", "sky-1", ("m",))]
+
+
+def test_a_machine_whose_launch_was_not_answered_is_adopted() -> None:
+    """By launch and rank: the entry of that rank of another launch is not taken for it."""
+    pool = entry(owner=HERE)
+    assert verdicts([launched("m", 1)], [pool], [intent(1, rank=0), intent(2, rank=1)]) == [("adopt", "sky-1", ("m",))]
+    assert verdicts([launched("m", 1, launch="sky-1-2")], [pool], [intent(1, rank=1)]) == [("leave", "sky-1", ("m",))]
+    assert verdicts([launched("m", launch=None)], [pool], [intent(1)]) == [("adopt", "sky-1", ("m",))]
+
+
+def test_a_machine_without_a_certain_entry_is_not_adopted() -> None:
+    """Two machines for one entry, or two entries of that rank and no launch in the tags: its owner knows which."""
+    pool = entry(owner=HERE)
+    assert verdicts([launched("a"), launched("b")], [pool], [intent(1)]) == [("leave", "sky-1", ("a", "b"))]
+    assert verdicts([launched("a", launch=None)], [pool], [intent(1), intent(2)]) == [("leave", "sky-1", ("a",))]
+
+
+def test_an_entry_is_closed_only_when_its_machine_must_be_listed() -> None:
+    """Bound or not, what a listing may still lack is ended by its id or waited for; after that it is not there."""
+    lagging = LaggingProvider(folder="/nowhere")
+    dead = entry(lease_seconds=-1000)
+    assert verdicts([], [dead], [intent(1, cloud_id="m", age_seconds=59)], lagging) == [("end", "sky-1", ("m",))]
+    assert verdicts([], [dead], [intent(1, cloud_id="m", age_seconds=60)], lagging) == [("close", "sky-1", ("m",))]
+    assert verdicts([], [dead], [intent(1, age_seconds=59)], lagging) == [("wait", "sky-1", ("sky-1-0",))]
+    assert verdicts([], [dead], [intent(1, age_seconds=60)], lagging) == [("close", "sky-1", ("sky-1-0",))]
+
+
+def test_a_launch_may_be_as_late_as_its_owner_could_request_it() -> None:
+    """An intent that is old says nothing of when the call was made: until the owner was barred it may have been; then
+    it may still be at work for a while.
+    """
+    assert verdicts([], [entry(owner=DEAD)], [intent(1)]) == [("wait", "sky-1", ("sky-1-0",))]
+    barred = START - timedelta(seconds=9)
+    assert verdicts([], [entry(owner=DEAD, condemned_at=barred)], [intent(1)]) == [("wait", "sky-1", ("sky-1-0",))]
+    assert verdicts([], [entry(owner=DEAD, condemned_at=barred - timedelta(seconds=1))], [intent(1)]) == [
+        ("close", "sky-1", ("sky-1-0",))
+    ]
+    assert verdicts([], [entry(owner=ELSEWHERE, lease_seconds=-10)], [intent(1)]) == [("close", "sky-1", ("sky-1-0",))]
+
+
+def test_a_dead_pool_without_machines_is_closed() -> None:
+    """So that nobody looks for it again."""
+    assert verdicts([], [entry()]) == [("close", "sky-1", ())]
+    assert verdicts([], [entry(ended_at=START)]) == []
+    assert verdicts([], [entry(owner=HERE)]) == []
+
+
+def test_a_resource_that_is_no_machine_is_left_with_a_reason() -> None:
+    """A sweep ends machines only; another thing is not called gone for that."""
+    (finding,) = decide(
+        ProviderFacts(CLOUD, [], {"sky-1": entry()}, [intent(1, kind=ResourceKind.OTHER)], START, HERE, STATES)
+    )
+    assert finding.action is Action.LEAVE
+    assert "a sweep ends machines only" in finding.reason
+
+
+def test_processes_of_another_host_are_not_called_gone() -> None:
+    """Local machines are not listed from another host, by another user, or from another container; after a boot of
+    their own host they are gone for certain.
+    """
+    local = FakeProvider(folder="/nowhere")
+    for owner in (ELSEWHERE, replace(HERE, namespace="1"), replace(HERE, user="other")):
+        expected = "close" if owner.user == "other" and HERE.user == "root" else "leave"
+        assert [
+            verdict[0]
+            for verdict in verdicts([], [entry(owner=owner, lease_seconds=-1000)], [intent(1, cloud_id="m")], local)
+        ] == [expected]
+    rebooted = replace(HERE, boot="before", namespace="1")
+    assert verdicts([], [entry(owner=rebooted, lease_seconds=-1000)], [intent(1, cloud_id="m")], local) == [
+        ("close", "sky-1", ("m",))
+    ]
+
+
+OLD = START - timedelta(hours=1)
+
+
+@pytest.mark.parametrize(
+    ("tags", "expected", "if_asked_for"),
+    [
+        (owner_tags(DEAD, OLD), "end", "end"),
+        (owner_tags(DEAD, START), "leave", "leave"),
+        (owner_tags(HERE, OLD), "leave", "leave"),
+        (owner_tags(ELSEWHERE, OLD), "leave", "end"),
+        (owner_tags(ELSEWHERE, OLD) | {EXPIRES_TAG: str(int(START.timestamp()) - 1)}, "end", "end"),
+        (owner_tags(ELSEWHERE, OLD) | {EXPIRES_TAG: str(int(START.timestamp()) + 1)}, "leave", "end"),
+        (owner_tags(DEAD, OLD) | {CREATED_TAG: "yesterday"}, "leave", "end"),
+        (owner_tags(ELSEWHERE, OLD) | {EXPIRES_TAG: "9" * 30, PROCESS_TAG: "?"}, "leave", "end"),
+        ({}, "leave", "end"),
+    ],
+    ids=["dead", "young", "alive", "unknown", "expired", "not expired", "no age", "garbage", "no tags"],
+)
+def test_a_machine_that_the_ledger_lacks_is_decided_by_its_tags(
+    tags: dict[str, str], expected: str, if_asked_for: str
+) -> None:
+    """Ended are only old machines whose time has run out, or whose owner was of this host and is dead; with
+    `include_unknown` those too of whom nobody knows.
+    """
+    its = [machine("m", "sky-x", 0, tags)]
+    assert verdicts(its, min_age_seconds=600) == [(expected, "sky-x", ("m",))]
+    assert verdicts(its, min_age_seconds=600, include_unknown=True) == [(if_asked_for, "sky-x", ("m",))]
+
+
+def test_an_unknown_pool_is_ended_completely_or_not_at_all() -> None:
+    """One machine that may be counted on keeps the others."""
+    its = [machine("a", "sky-x", 0, owner_tags(DEAD, OLD)), machine("b", "sky-x", 1, owner_tags(DEAD, START))]
+    assert verdicts(its, min_age_seconds=600) == [("leave", "sky-x", ("a", "b"))]
+    assert verdicts(its, min_age_seconds=0, pools=[entry("sky-1", HERE)]) == [("leave", "sky-x", ("a", "b"))]
+
+
+owners = st.sampled_from([HERE, DEAD, ELSEWHERE])
+offsets = st.integers(-200, 200)
+moments = st.one_of(st.none(), st.integers(-200, 0).map(lambda seconds: START + timedelta(seconds=seconds)))
+pool_ids = st.sampled_from(["sky-1", "sky-2", "sky-3"])
+entries_ = st.builds(
+    lambda pool_id, owner, lease, lives, condemned, ended: entry(
+        pool_id, owner, lease, lives_by_lease=lives, condemned_at=condemned, ended_at=ended
+    ),
+    pool_ids,
+    owners,
+    offsets,
+    st.booleans(),
+    moments,
+    moments,
+)
+machine_ids = st.sampled_from([f"m{number}" for number in range(8)])
+machines_ = st.builds(
+    lambda instance_id, pool_id, rank, launch, owner, age, expires: machine(
+        instance_id,
+        pool_id,
+        rank,
+        (owner_tags(owner, START - timedelta(seconds=age)) if owner else {})
+        | ({LAUNCH_TAG: f"{pool_id}-1"} if launch else {})
+        | ({EXPIRES_TAG: str(int(START.timestamp()) + expires)} if expires is not None else {}),
+    ),
+    machine_ids,
+    pool_ids,
+    st.integers(0, 2),
+    st.booleans(),
+    st.one_of(st.none(), owners),
+    st.integers(0, 2000),
+    st.one_of(st.none(), offsets),
+)
+
+
+@st.composite
+def provider_facts(draw: st.DrawFn) -> ProviderFacts:
+    pools = {pool.id: pool for pool in draw(st.lists(entries_, max_size=3))}
+    machines = list({found.id: found for found in draw(st.lists(machines_, max_size=6))}.values())
+    intents, bound = [], set[str]()
+    for number in range(draw(st.integers(0, 6)) if pools else 0):
+        cloud_id = draw(st.one_of(st.none(), machine_ids))
+        if cloud_id in bound:
+            cloud_id = None
+        elif cloud_id is not None:
+            bound.add(cloud_id)
+        pool_id = draw(st.sampled_from(sorted(pools)))
+        kind = draw(
+            st.sampled_from([ResourceKind.INSTANCE, ResourceKind.INSTANCE, ResourceKind.INSTANCE, ResourceKind.OTHER])
+        )
+        if kind is ResourceKind.OTHER and cloud_id is not None:
+            cloud_id = f"volume-{number}"
+        intents.append(intent(number, pool_id, draw(st.integers(0, 2)), cloud_id, draw(st.integers(0, 300)), kind=kind))
+    provider = draw(st.sampled_from([CLOUD, LaggingProvider(folder="/nowhere"), FakeProvider(folder="/nowhere")]))
+    return ProviderFacts(provider, machines, pools, intents, START, HERE, STATES)
+
+
+@pytest.mark.slow
+@pytest.mark.generated
+@settings(max_examples=examples(1500), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(facts=provider_facts(), min_age=st.sampled_from([0.0, 600.0]), unknown=st.booleans())
+def test_each_machine_has_one_finding_and_none_is_ended_without_proof(
+    facts: ProviderFacts, min_age: float, unknown: bool
+) -> None:
+    """Whatever the ledger, the tags and the listing say: a live pool is never touched, a stranger only with proof, and
+    each machine has one verdict.
+    """
+    findings = decide(facts, min_age_seconds=min_age, include_unknown=unknown)
+    assert findings == decide(facts, min_age_seconds=min_age, include_unknown=unknown)
+    assert all(finding.reason for finding in findings)
+    harmful = [finding for finding in findings if finding.action in (Action.END, Action.CLOSE, Action.WAIT)]
+    listed = {found.id: found for found in facts.machines}
+    for finding in harmful:
+        pool = facts.pools.get(finding.pool_id)
+        if pool is not None:
+            by_owner = pool.owner == DEAD and not pool.lives_by_lease
+            assert pool.ended_at or pool.condemned_at or pool.lease_expires_at <= START or by_owner
+            continue
+        for instance_id in finding.resource_ids:
+            tags = listed[instance_id].tags
+            expired = EXPIRES_TAG in tags and int(tags[EXPIRES_TAG]) <= START.timestamp()
+            assert (
+                expired or tags.get(PROCESS_TAG) == DEAD.process or (unknown and tags.get(PROCESS_TAG) != HERE.process)
+            )
+            assert unknown or START.timestamp() - int(tags[CREATED_TAG]) > min_age
+    by_number = {its.id: its for its in facts.intents}
+    for finding in findings:
+        if finding.action is Action.CLOSE:
+            assert not any(
+                by_number[number].cloud_id in {found.id for found in facts.machines if found.pool_id == finding.pool_id}
+                for number in finding.intents
+            )
+    told = [
+        instance_id
+        for finding in findings
+        for instance_id in set(finding.resource_ids)
+        if instance_id in listed and listed[instance_id].pool_id == finding.pool_id
+    ]
+    assert sorted(told) == sorted(listed)
+    of_the_dead = [
+        its.id
+        for its in facts.intents
+        if facts.pools[its.pool_id].why_dead(START, STATES[facts.pools[its.pool_id].owner])
+    ]
+    assert (
+        sorted(number for finding in findings if finding.action is not Action.ADOPT for number in finding.intents)
+        == of_the_dead
+    )

@@ -1,0 +1,537 @@
+"""Renting from candidates: which one is tried next, what happens to machines of a refused one, and replacements."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from pydantic import PrivateAttr
+
+import skyward_core as sky
+from skyward_core.errors import (
+    BudgetExceeded,
+    CredentialsError,
+    NoCapacity,
+    ProviderFailed,
+    QuotaExceeded,
+    SkywardError,
+)
+from skyward_core.ledger.ledger import Ledger, default_url
+from skyward_core.ledger.receipt import receipt
+from skyward_core.ledger.rows import Account, Period
+from skyward_core.machines.offers import Extra, Offer, Requirements
+from skyward_core.provisioning import candidates as placing
+from skyward_core.provisioning import teardown
+from skyward_core.provisioning.candidates import resting
+from skyward_core.provisioning.selection import Selection
+from skyward_core.provisioning.termination import Termination
+from tests.conftest import Told
+from tests.fakes import FakeProvider
+from tests.provisioning.test_candidates import CHEAP, offer
+
+
+class Elsewhere(FakeProvider):
+    """Another cloud, whose machines are gone as soon as they were launched: the pool does not come up, at once."""
+
+    name: ClassVar[str] = "elsewhere"
+    called: str = "me"
+
+    def account(self) -> str:
+        return self.called
+
+    def instances(self, pool_id: str | None = None) -> list[sky.Instance]:
+        return []
+
+
+class Refusing(FakeProvider):
+    """Launches some machines, then refuses with whatever it is told to."""
+
+    name: ClassVar[str] = "refusing"
+    region: str = "nowhere-1"
+    launches_first: int = 0
+    _error: SkywardError | None = PrivateAttr(default=None)
+    _offers_error: SkywardError | None = PrivateAttr(default=None)
+
+    def with_error(self, error: SkywardError | None, of_offers: SkywardError | None = None) -> Refusing:
+        self._error, self._offers_error = error, of_offers
+        return self
+
+    def offers(self, want: Requirements) -> list[Offer]:
+        if self._offers_error is not None:
+            raise self._offers_error
+        return [one.model_copy(update={"region": self.region}) for one in super().offers(want)]
+
+    def launch(self, offer: Offer, count: int, tags: Mapping[str, str], startup: str) -> list[sky.Instance]:
+        if self._error is None:
+            return super().launch(offer, min(count, self.launches_first), tags, startup)
+        super().launch(offer, self.launches_first, tags, startup)
+        raise self._error
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(teardown, "DEADLINE_SECONDS", 0.5)
+    monkeypatch.setattr(teardown, "FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
+    return str(tmp_path)
+
+
+def run(
+    providers: list[sky.Provider], expected: type[BaseException] = sky.BootstrapFailed, **wishes: Any
+) -> tuple[Any, Told]:
+    """Open a pool that cannot come up; return the error and what was told."""
+    seen = Told()
+    pool = sky.ComputePool(provider=providers, on_event=seen, display="quiet", **{"nodes": 2, **wishes})
+    with pytest.raises(expected) as caught:
+        pool.open()
+    return caught.value, seen
+
+
+class Beside(Elsewhere):
+    """Machines at 36 USD an hour, beside which 324 more are billed."""
+
+    def offers(self, want: Requirements) -> list[Offer]:
+        return [
+            one.model_copy(update={"extras_per_hour": (Extra(name="disk", usd_per_hour=324.0),)})
+            for one in super().offers(want)
+        ]
+
+
+def test_what_is_billed_beside_a_machine_is_set_aside_and_paid(folder: str) -> None:
+    """Two machines for their first minute are 12 USD, and not 1.20; the receipt has a line for what was beside."""
+    beside = Beside(folder=folder, price_per_hour=36.0)
+    error, _ = run([beside], expected=BudgetExceeded, max_cost=11.0)
+    assert "2 x 360.0 USD per hour cost" in str(error)
+    assert beside.machines.launched == []
+    run([beside], max_cost=40.0)
+    with Ledger(default_url()) as ledger:
+        (pool,) = [entry for entry in ledger.pools(include_ended=True) if ledger.intents(pool_id=entry.id)]
+        told = receipt(ledger, pool.id)
+    assert [one["price_per_hour_usd"] for one in told["resources"]] == [360.0, 360.0]
+    assert told["lines"]["disk"] == pytest.approx(0.9 * told["total_cost_usd"], abs=1e-5)
+    assert sum(told["lines"].values()) == pytest.approx(told["total_cost_usd"])
+    assert told["total_cost_usd"] > 0
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NoCapacity("none").coded("InsufficientInstanceCapacity"),
+        QuotaExceeded("limit").coded("VcpuLimitExceeded"),
+        CredentialsError("who").coded("401"),
+        ProviderFailed("down").coded("500"),
+        sky.OfferGone("gone").coded("410"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_next_provider_is_asked(folder: str, error: SkywardError, first: int) -> None:
+    """Whatever the cheaper one refuses with; what it had launched all the same is gone before, and the event tells
+    class, code and seconds.
+    """
+    cheap = Refusing(folder=folder + "/cheap", price_per_hour=1.0, launches_first=first).with_error(error)
+    dear = Elsewhere(folder=folder + "/dear", price_per_hour=2.0)
+    _, seen = run([dear, cheap])
+    assert cheap.machines.running == {}
+    assert dear.machines.launched == ["fake-0", "fake-1"]
+    (refused,) = seen.of(sky.CandidateRefused)
+    assert (refused.provider, refused.region, refused.instance_type, refused.error, refused.code) == (
+        "refusing",
+        "nowhere-1",
+        "fake.1",
+        type(error).__name__,
+        error.code,
+    )
+    assert refused.seconds >= 0
+    assert [event.provider for event in seen.of(sky.InstanceLaunching)] == ["refusing", "elsewhere"]
+    with Ledger(default_url()) as ledger:
+        (entry,) = ledger.pools(include_ended=True)
+        assert entry.provider == dear.to_json()
+        assert entry.provider_account == "me"
+        assert entry.ended_at is not None
+        assert [(one.provider, one.error, one.code) for one in ledger.attempts()] == [
+            ("refusing", type(error).__name__, error.code),
+            ("elsewhere", "", ""),
+        ]
+        assert not ledger.open_intents()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("wishes", [{"max_cost": 5.0}, {"budget": "team"}], ids=str)
+def test_a_lost_answer_keeps_no_money_from_the_next(folder: str, wishes: dict[str, Any], first: int) -> None:
+    """All of it was set aside for the first candidate; when nothing of that one is left the second has it.
+
+    What was spent meanwhile is not there any more.
+    """
+    with Ledger(default_url()) as ledger:
+        ledger.set_account(Account("team", Decimal(5), Period.MONTH))
+    lost = Refusing(folder=folder + "/lost", price_per_hour=20.0, launches_first=first).with_error(
+        ProviderFailed("no answer")
+    )
+    dear = Elsewhere(folder=folder + "/dear", price_per_hour=22.0)
+    run([lost, dear], **wishes)
+    assert dear.machines.launched == ["fake-0", "fake-1"]
+
+
+@pytest.mark.slow
+def test_a_lost_answer_keeps_its_money_while_its_machines_may_run(folder: str) -> None:
+    """The listing tells that one of them is still there: nobody else is asked, and nothing is granted twice."""
+
+    class Staying(Refusing):
+        def terminate(self, ids: Sequence[str]) -> None:
+            """Accept, and do nothing."""
+
+    lost = Staying(folder=folder + "/lost", price_per_hour=1.0, launches_first=1).with_error(
+        ProviderFailed("no answer")
+    )
+    dear = Elsewhere(folder=folder + "/dear", price_per_hour=2.0)
+    run([lost, dear], expected=sky.InstancesLeft, max_cost=5.0)
+    assert dear.machines.launched == []
+
+
+@pytest.mark.slow
+def test_fewer_than_asked_for_are_given_back_before_the_next(folder: str) -> None:
+    """Half a pool here and half of it elsewhere is no pool."""
+    cheap = Refusing(folder=folder + "/cheap", price_per_hour=1.0, launches_first=1)
+    dear = Elsewhere(folder=folder + "/dear", price_per_hour=2.0)
+    _, seen = run([cheap, dear])
+    assert (cheap.machines.launched, cheap.machines.running) == (["fake-0"], {})
+    assert dear.machines.launched == ["fake-0", "fake-1"]
+    assert "had 1 of 2" in seen.of(sky.CandidateRefused)[0].message
+
+
+@pytest.mark.slow
+def test_who_cannot_be_asked_is_left_out(folder: str) -> None:
+    """An outage, or refused credentials, of the offers of one provider."""
+    down = Refusing(folder=folder + "/down", price_per_hour=1.0).with_error(
+        None, of_offers=CredentialsError("who are you").coded("401")
+    )
+    up = Elsewhere(folder=folder + "/up")
+    _, seen = run([down, up])
+    assert up.machines.launched == ["fake-0", "fake-1"]
+    assert [(one.provider, one.instance_type, one.error, one.code) for one in seen.of(sky.CandidateRefused)] == [
+        ("refusing", "", "CredentialsError", "401")
+    ]
+
+
+WRONG = sky.BadRequest("region nowhere-1 has no default subnet")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "errors",
+    [{"error": WRONG}, {"error": None, "of_offers": sky.BadRequest("its SDK is not installed")}],
+    ids=["launch", "offers"],
+)
+def test_a_bad_request_of_one_is_a_refusal_of_that_one(folder: str, errors: dict[str, Any]) -> None:
+    """The others are asked; its other machines are not. It is raised if nobody else is there, or all say so."""
+
+    class Twice(Refusing):
+        def offers(self, want: Requirements) -> list[Offer]:
+            (one,) = super().offers(want)
+            return [one, one.model_copy(update={"instance_type": "fake.2"})]
+
+    def bad(at: str) -> Refusing:
+        return Twice(folder=folder + at, price_per_hour=1.0).with_error(**errors)
+
+    up = Elsewhere(folder=folder + "/up", price_per_hour=2.0)
+    _, seen = run([bad("/1"), up])
+    assert up.machines.launched == ["fake-0", "fake-1"]
+    assert [(one.provider, one.error) for one in seen.of(sky.CandidateRefused)] == [("refusing", "BadRequest")]
+    with Ledger(default_url()) as ledger:
+        assert [(one.provider, one.error) for one in ledger.attempts()] == [
+            ("refusing", "BadRequest"),
+            ("elsewhere", ""),
+        ]
+    alone, _ = run([bad("/2")], expected=sky.BadRequest)
+    assert alone in (errors["error"], errors.get("of_offers"))
+    both, seen = run([bad("/3"), bad("/4")], expected=sky.BadRequest)
+    assert "/3" not in str(both)
+    assert len(seen.of(sky.CandidateRefused)) == 2
+
+
+@pytest.mark.slow
+def test_money_for_one_is_money_for_another(folder: str) -> None:
+    """The cheaper one bills ten minutes at once, which is more than there is; nothing was asked of it, and nothing is
+    given back to it.
+    """
+
+    class TenMinutes(Refusing):
+        name: ClassVar[str] = "ten"
+        billing_minimum_seconds: ClassVar[int] = 600
+
+        def instances(self, pool_id: str | None = None) -> list[sky.Instance]:
+            raise AssertionError("nothing was asked of it")
+
+    ten = TenMinutes(folder=folder + "/ten", price_per_hour=36.0)
+    fits = Elsewhere(folder=folder + "/fits", price_per_hour=37.0)
+    _, seen = run([ten, fits], max_cost=5.0)
+    assert (ten.machines.launched, fits.machines.launched) == ([], ["fake-0", "fake-1"])
+    assert [(one.provider, one.error) for one in seen.of(sky.CandidateRefused)] == [("ten", "BudgetExceeded")]
+    with Ledger(default_url()) as ledger:
+        assert [(one.provider, one.error) for one in ledger.attempts()] == [
+            ("ten", "BudgetExceeded"),
+            ("elsewhere", ""),
+        ]
+    error, _ = run(
+        [ten, Elsewhere(folder=folder + "/dear", price_per_hour=3700.0)], expected=BudgetExceeded, max_cost=5.0
+    )
+    assert "billed 600 s at least" in str(error)
+    assert "3700" in str(error)
+
+
+def test_money_that_is_out_after_half_of_it_gives_that_half_back(folder: str) -> None:
+    """The on-demand part of a mixed candidate was rented when the account turned out to have nothing for its spot
+    part.
+    """
+    with Ledger(default_url()) as ledger:
+        ledger.set_account(Account("team", Decimal(4), Period.MONTH))
+
+    class Dear(FakeProvider):
+        def offers(self, want: Requirements) -> list[Offer]:
+            return [
+                one.model_copy(update={"price_per_hour": 300.0}) if one.is_spot else one for one in super().offers(want)
+            ]
+
+    dear = Dear(folder=folder, price_per_hour=3.0, spot_is_sold=True)
+    error, seen = run([dear], expected=BudgetExceeded, spot=0.5, budget="team")
+    assert (dear.machines.launched, dear.machines.running) == (["fake-0"], {})
+    assert [(one.spot, one.error) for one in seen.of(sky.CandidateRefused)] == [(True, "BudgetExceeded")]
+    assert (error.account, error.left_usd < 4) == ("team", True)
+
+
+@pytest.mark.parametrize("is_spot", [False, True])
+def test_the_part_that_was_refused_is_blamed(folder: str, is_spot: bool) -> None:
+    """Event, refusal and ledger name the same part of a mixed candidate."""
+
+    class Half(FakeProvider):
+        def launch(self, offer: Offer, count: int, tags: Mapping[str, str], startup: str) -> list[sky.Instance]:
+            if offer.is_spot is is_spot:
+                raise NoCapacity("none").coded("x")
+            return super().launch(offer, count, tags, startup)
+
+    error, seen = run([Half(folder=folder, spot_is_sold=True)], expected=NoCapacity, spot=0.5)
+    with Ledger(default_url()) as ledger:
+        written = [one.is_spot for one in ledger.attempts() if one.error]
+    assert (
+        [one.spot for one in seen.of(sky.CandidateRefused)]
+        == [one.spot for one in error.refusals]
+        == written
+        == [is_spot]
+    )
+
+
+class Shelf:
+    """A rental that launches nothing: each type answers with its error."""
+
+    provider = CHEAP
+
+    def __init__(self, answers: Mapping[str, SkywardError]) -> None:
+        self.answers, self.asked = answers, list[str]()
+
+    def launch(self, offer: Offer, *_: Any) -> list[sky.Instance]:
+        self.asked.append(offer.instance_type)
+        raise self.answers[offer.instance_type]
+
+
+def test_a_replacement_that_is_too_dear_is_passed_over() -> None:
+    """What stands after it may be paid for, and the lost one's own type may be free once that is gone."""
+    a, b, c = offer("a", 1.0), offer("b", 9.0), offer("c", 2.0)
+    shelf: Any = Shelf({"a": NoCapacity("none"), "b": BudgetExceeded("too dear"), "c": QuotaExceeded("none")})
+    selection = Selection(sky.PoolSpec.of(), [CHEAP], shelf, emit=Told(), book=None)  # type: ignore[arg-type]
+    selection.offers, selection.others = {0: a}, [a, b, c]
+    ended = Termination("a-1", CHEAP)
+    ended.over.set()
+    with pytest.raises(NoCapacity):
+        selection.rent_one(0, ended)
+    assert shelf.asked == ["a", "b", "c", "a"]
+
+
+def test_machines_left_by_a_launch_end_the_search(folder: str) -> None:
+    """Nobody else is asked while one that was made may run."""
+    left = Refusing(folder=folder + "/1", price_per_hour=1.0).with_error(sky.InstancesLeft("could not delete x", ["x"]))
+    other = Elsewhere(folder=folder + "/2", price_per_hour=2.0)
+    run([left, other], expected=sky.InstancesLeft)
+    assert other.machines.launched == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wishes", "is_sold", "price", "is_told"),
+    [
+        ({}, False, 3.6, True),
+        ({"spot": "if-available"}, False, 3.6, True),
+        ({"spot": "never"}, False, 3.6, False),
+        ({}, True, 3.6, False),
+        ({}, False, 0.0, False),
+    ],
+)
+def test_on_demand_for_want_of_spot_is_said_once(
+    folder: str, caplog: pytest.LogCaptureFixture, wishes: dict[str, Any], is_sold: bool, price: float, is_told: bool
+) -> None:
+    """Where the choice was left to us; of machines that cost nothing there is nothing to say."""
+    with caplog.at_level(logging.INFO, "skyward"):
+        run([Elsewhere(folder=folder, spot_is_sold=is_sold, price_per_hour=price)], **wishes)
+    said = [record.getMessage() for record in caplog.records if "has no spot offer" in record.getMessage()]
+    assert said == (["elsewhere/nowhere-1 fake.1 has no spot offer: it is rented on demand"] if is_told else [])
+
+
+@pytest.mark.slow
+def test_machines_that_do_not_go_end_the_search(folder: str) -> None:
+    """As long as the first may have machines nobody else is asked: InstancesLeft."""
+
+    class Sticky(Refusing):
+        def terminate(self, ids: Sequence[str]) -> None:
+            raise ProviderFailed("it does not answer")
+
+    cheap = Sticky(folder=folder + "/cheap", price_per_hour=1.0, launches_first=1).with_error(
+        ProviderFailed("half of it")
+    )
+    dear = Elsewhere(folder=folder + "/dear", price_per_hour=2.0)
+    run([cheap, dear], expected=sky.InstancesLeft)
+    assert dear.machines.launched == []
+    with Ledger(default_url()) as ledger:
+        (entry,) = ledger.pools()
+        assert entry.provider == cheap.to_json()
+
+
+def test_when_all_refuse_all_reasons_are_raised(folder: str) -> None:
+    """NoCapacity with the refusals in their order."""
+    first = Refusing(folder=folder + "/1", price_per_hour=1.0).with_error(NoCapacity("none here").coded("A"))
+    second = Refusing(folder=folder + "/2", price_per_hour=2.0, region="nowhere-2").with_error(
+        QuotaExceeded("too many").coded("B")
+    )
+    error, seen = run([first, second], expected=NoCapacity)
+    assert [(one.region, one.error, one.code) for one in error.refusals] == [
+        ("nowhere-1", "NoCapacity", "A"),
+        ("nowhere-2", "QuotaExceeded", "B"),
+    ]
+    assert [refused.message for refused in seen.of(sky.CandidateRefused)] == ["none here", "too many"]
+    assert error.__cause__ is not None
+
+
+def test_one_that_refuses_alone_is_not_its_own_cause(folder: str) -> None:
+    """Who walks along the causes of an error comes to an end."""
+    error, _ = run([Refusing(folder=folder).with_error(NoCapacity("none here").coded("A"))], expected=NoCapacity)
+    assert str(error) == "none here"
+    assert error.code == "A"
+    assert error.__cause__ is None
+    assert len(error.refusals) == 1
+
+
+def test_spot_is_asked_for_again(folder: str) -> None:
+    """`Spot.Always(retries, interval)`: all candidates so many times more."""
+    scarce = Refusing(folder=folder, spot_is_sold=True).with_error(NoCapacity("none"))
+    error, seen = run([scarce], expected=NoCapacity, spot=sky.Spot.Always(retries=2, interval=0.0))
+    assert len(seen.of(sky.CandidateRefused)) == 3
+    assert {one.spot for one in seen.of(sky.CandidateRefused)} == {True}
+    assert len(error.refusals) == 1
+
+
+class Fickle(Refusing):
+    """Lists spot machines from its third answer on, or for ever not; `fails` with an outage until then."""
+
+    asked_first: int = 2
+    fails: bool = False
+    _asked: list[Requirements] = PrivateAttr(default_factory=list)
+
+    def may_sell_spot(self, want: Requirements) -> bool:
+        return True
+
+    def offers(self, want: Requirements) -> list[Offer]:
+        self._asked.append(want)
+        if len(self._asked) > self.asked_first:
+            return super().offers(want)
+        if self.fails:
+            raise ProviderFailed("down").coded("503")
+        return [one for one in super().offers(want) if not one.is_spot]
+
+    def instances(self, pool_id: str | None = None) -> list[sky.Instance]:
+        return []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [False, True])
+def test_spot_that_is_not_free_this_minute_is_asked_for_again(folder: str, fails: bool) -> None:
+    """Offers are asked for anew in each round; an outage is not read as "not sold"."""
+    fickle = Fickle(folder=folder, spot_is_sold=True, fails=fails, launches_first=2)
+    _, seen = run([fickle], spot=sky.Spot.Always(retries=3, interval=0.0))
+    assert len(fickle._asked) == 3
+    assert [one.spot for one in seen.of(sky.InstanceProvisioned)] == [True, True]
+    assert {one.error for one in seen.of(sky.CandidateRefused)} == {"ProviderFailed" if fails else "NoCapacity"}
+
+
+def test_spot_that_never_becomes_free_is_no_capacity(folder: str) -> None:
+    """With the reasons of the last round; a share of spot is asked for once."""
+    fickle = Fickle(folder=folder, spot_is_sold=True, asked_first=99)
+    plain = Elsewhere(folder=folder + "/plain")
+    error, _ = run([fickle, plain], expected=NoCapacity, spot=sky.Spot.Always(retries=2, interval=0.0))
+    assert (len(fickle._asked), len(error.refusals)) == (3, 2)
+    run([fickle, plain], expected=NoCapacity, spot=0.5)
+    assert len(fickle._asked) == 4
+    run([plain], expected=sky.BadRequest, spot=sky.Spot.Always(retries=2, interval=9.0))
+
+
+def test_what_nobody_can_do_is_refused_and_what_one_can_is_asked_of_it(folder: str) -> None:
+    """A provider that never does what is asked for is left out, if another does it."""
+
+    class NoApt(Refusing):
+        refuses: ClassVar[Mapping[str, str]] = {"apt": "there is no apt; use an image"}
+
+    cannot = NoApt(folder=folder + "/1", price_per_hour=1.0)
+    can = Elsewhere(folder=folder + "/2")
+    _, seen = run([cannot, can], image=sky.Image(apt=["jq"]))
+    assert [event.provider for event in seen.of(sky.InstanceLaunching)] == ["elsewhere"]
+    with pytest.raises(sky.NotYetSupported, match="there is no apt"):
+        sky.ComputePool(provider=[cannot], image=sky.Image(apt=["jq"]))
+
+
+def test_providers_are_asked_at_the_same_time(folder: str) -> None:
+    """All of them have been asked before any has answered."""
+    barrier = threading.Barrier(3, timeout=20)
+
+    class Waiting(Refusing):
+        def offers(self, want: Requirements) -> list[Offer]:
+            barrier.wait()
+            return super().offers(want)
+
+    sold = placing.ask([Waiting(folder=folder, price_per_hour=float(n)) for n in range(1, 4)], Requirements())
+    assert [one.offers[0].price_per_hour for one in sold] == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.slow
+def test_one_that_failed_again_and_again_is_asked_later(folder: str) -> None:
+    """The ledger remembers it for all pools that want as many machines."""
+    cheap = Refusing(folder=folder + "/cheap", price_per_hour=1.0).with_error(NoCapacity("none"))
+    dear = Elsewhere(folder=folder + "/dear", price_per_hour=1.4)
+    for _ in range(3):
+        run([cheap, dear])
+    _, seen = run([cheap, dear])
+    assert [event.provider for event in seen.of(sky.InstanceLaunching)] == ["elsewhere"]
+    _, seen = run([cheap, dear], nodes=1)
+    assert [event.provider for event in seen.of(sky.InstanceLaunching)] == ["refusing", "elsewhere"]
+
+
+def test_who_asks_stubbornly_puts_nothing_to_rest(folder: str) -> None:
+    """All rounds of a pool that wants spot only count once: the next pool has spot."""
+
+    class Scarce(Refusing):
+        def launch(self, offer: Offer, count: int, tags: Mapping[str, str], startup: str) -> list[sky.Instance]:
+            if offer.is_spot and self._error is not None:
+                raise self._error
+            return FakeProvider.launch(self, offer, count, tags, startup)
+
+    scarce = Scarce(folder=folder, spot_is_sold=True).with_error(NoCapacity("none"))
+    run([scarce], expected=NoCapacity, spot=sky.Spot.Always(retries=4, interval=0.0))
+    with Ledger(default_url()) as ledger:
+        tries = ledger.attempts()
+        assert [(one.error, one.nodes) for one in tries] == [("NoCapacity", 2)] * 5
+        assert resting(tries, datetime.now(UTC), 2) == {}
