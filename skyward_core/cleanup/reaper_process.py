@@ -177,7 +177,7 @@ class PoolTeardown:
             if not self._was_asked and (reason := self._why_not(entry)):
                 self._say(f"{why}, and {reason}: nothing to do")
                 return
-            self._say(f"{why}: teardown its machines")
+            self._say(f"{why}: ending its machines")
             self._tear_down_all(ledger, self._load(entry), why)
             if ledger is None:
                 raise LedgerNotUpdated(f"its machines are gone; the ledger cannot be used: {trouble}")
