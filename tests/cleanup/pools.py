@@ -35,7 +35,7 @@ STATES = {HERE: OwnerState.ALIVE, DEAD: OwnerState.DEAD, ELSEWHERE: OwnerState.U
 
 
 class Time:
-    """A clock that a test turns; who pauses turns it on."""
+    """A clock that a test sets; a pause advances it."""
 
     def __init__(self) -> None:
         self.now = START
@@ -60,14 +60,14 @@ class Time:
 
 
 class CloudProvider(FakeProvider):
-    """A cloud: its machines are seen from everywhere, and a creating call may be at work when its caller is dead."""
+    """A cloud. Every process sees its machines, and a creating call may still be in progress when its caller is dead."""
 
     name: ClassVar[str] = "cloud"
     is_here: ClassVar[bool] = False
 
 
 class SelfEndingProvider(CloudProvider):
-    """A cloud whose machines end themselves for good, at the latest two minutes after they should."""
+    """A cloud whose machines end themselves permanently, at the latest two minutes after they should."""
 
     name: ClassVar[str] = "self-ending"
 
@@ -76,7 +76,7 @@ class SelfEndingProvider(CloudProvider):
 
 
 class LaggingProvider(CloudProvider):
-    """A cloud whose listing lacks machines for a minute after they were made, by the clock it is given."""
+    """A cloud that lists a machine only one minute after its creation, by the clock that it receives."""
 
     name: ClassVar[str] = "lagging"
     listing_lag_seconds: ClassVar[float] = 60.0
@@ -156,7 +156,7 @@ def owner_tags(owner: Owner, created: datetime = START, **more: str) -> dict[str
 
 
 class World:
-    """A ledger, a provider, and pools that their owners have left at one line or another."""
+    """A ledger, a provider, and pools whose owners died at different lines of their work."""
 
     def __init__(self, ledger: Ledger, provider: Provider, hands: Time) -> None:
         self.ledger, self.provider, self.hands = ledger, provider, hands
@@ -284,7 +284,7 @@ CLOUD = CloudProvider(folder="/nowhere")
 
 
 class FailingLedger:
-    """A ledger whose verbs fail from the one on that is named; the machines must not run on for it."""
+    """A ledger whose methods fail from the named one on; the machines must end all the same."""
 
     def __init__(self, ledger: Ledger, fails: Sequence[str], times: int = 1_000_000) -> None:
         self._ledger, self._fails, self._times = ledger, fails, times

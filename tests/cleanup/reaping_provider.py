@@ -1,6 +1,4 @@
-"""A provider whose machines are files in a folder: any process of this computer can launch them, list them and end
-them.
-"""
+"""A provider whose machines are files in a folder. Any process of this computer can launch, list and end them."""
 
 import json
 import threading
@@ -23,10 +21,10 @@ SECRET = "ge-heim-4711"
 
 
 class FolderProvider(Provider):
-    """Rents out files.
+    """A provider that creates a file for each machine.
 
-    `ended` in the folder has a line for each termination: the time (time.time) and the id. Listing fails while
-    `is-down` lies there.
+    `ended` in the folder has a line for each termination: the time (time.time) and the id. Listing fails while the file
+    `is-down` exists.
     """
 
     name: ClassVar[str] = "folder"
@@ -45,7 +43,7 @@ class FolderProvider(Provider):
             }
             written = self._folder / f"{fields['id']}.new"
             written.write_text(json.dumps(fields))
-            written.rename(written.with_suffix(".json"))  # whole or not at all
+            written.rename(written.with_suffix(".json"))  # atomic: a reader sees the whole file or none
         return self.instances(tags["skyward-pool"])
 
     def instances(self, pool_id: str | None = None) -> list[Instance]:
@@ -79,7 +77,7 @@ class LockingProvider(FolderProvider):
 
 
 def _read(file: Path) -> list[Instance]:
-    """The machine of a file; none if it has ended a moment ago."""
+    """The machine of a file, or none if it has just ended."""
     try:
         fields = json.loads(file.read_text())
     except FileNotFoundError:
@@ -98,7 +96,7 @@ def _read(file: Path) -> list[Instance]:
 
 @dataclass(frozen=True)
 class Pool:
-    """A pool that was written into a ledger and has launched two machines."""
+    """A pool that is recorded in a ledger and has launched two machines."""
 
     folder: Path
     pool_id: str = "sky-p"

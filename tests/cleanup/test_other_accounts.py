@@ -1,4 +1,4 @@
-"""What the credentials of one account do not list is not gone: it may be another's."""
+"""A machine that one account's credentials do not list is not gone, because it may belong to another account."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ POOL = "sky-1"
 
 
 class Quiet(sky.Provider):
-    """Lists nothing, for whatever account its credentials are of."""
+    """Lists nothing, for the credentials of any account."""
 
     name: ClassVar[str] = "quiet"
     _account: str = PrivateAttr(default="")
@@ -63,14 +63,14 @@ def ledger(tmp_path: Path) -> Iterator[Ledger]:
 
 
 def states(ledger: Ledger) -> tuple[bool, bool]:
-    """Whether the pool has ended, and whether its machine's entry is open."""
+    """Return whether the pool has ended, and whether the entry of its machine is open."""
     entry = ledger.pool(POOL)
     assert entry is not None
     return entry.ended_at is not None, bool(ledger.open_intents())
 
 
 def test_a_sweep_with_other_credentials_leaves_the_entry_open(ledger: Ledger) -> None:
-    """It says whose the machines are; with the right ones the same listing closes it."""
+    """The report names the account of the machines. With the right credentials the same listing closes the entry."""
     report = sweep(ledger, [Quiet().of("ours")], is_dry_run=False)
     assert states(ledger) == (False, True)
     (failure,) = report.failures
@@ -83,7 +83,7 @@ def test_a_sweep_with_other_credentials_leaves_the_entry_open(ledger: Ledger) ->
 
 
 def test_a_pool_is_not_stopped_with_other_credentials(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is asked of the wrong account, and nothing closed."""
+    """The wrong account receives no request, and no entry is closed."""
     ours = Quiet().of("ours")
     with pytest.raises(CredentialsError, match="'theirs'"):
         release(POOL, ledger=ledger, credentials=ours)
@@ -91,17 +91,17 @@ def test_a_pool_is_not_stopped_with_other_credentials(ledger: Ledger, monkeypatc
     assert states(ledger)[1]
 
 
-def test_an_entry_that_knows_no_account_is_judged_as_before(ledger: Ledger) -> None:
-    """Those of a ledger of the first version, and of providers that have no accounts."""
+def test_an_entry_without_an_account_needs_no_matching_account(ledger: Ledger) -> None:
+    """Entries of a ledger of the first version, and of providers that have no accounts."""
     ledger.turn_to(POOL, Quiet().to_json(), "")
     assert sweep(ledger, [Quiet().of("whoever")], is_dry_run=False).failures == ()
     assert states(ledger) == (True, False)
 
 
-def test_an_account_that_cannot_be_told_stops_the_sweep_of_its_provider(
+def test_a_provider_that_cannot_return_its_account_is_not_swept(
     ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An outage of that question is as good as one of the listing."""
+    """A failure to return the account has the same effect as a failure to list."""
 
     def fail(_: Any) -> str:
         raise sky.ProviderFailed("it does not answer")
@@ -113,8 +113,8 @@ def test_an_account_that_cannot_be_told_stops_the_sweep_of_its_provider(
 
 
 class Keyed(CloudProvider):
-    """Names the account after its key, as RunPod and Verda do: with a new key it is another one, and lists the same
-    machines.
+    """Identifies the account by its key, as RunPod and Verda do. With a new key the account is another one, but lists
+    the same machines.
     """
 
     name: ClassVar[str] = "keyed"
@@ -147,8 +147,8 @@ def rotated(tmp_path: Path, owner: Owner, *, lease_seconds: float, lives_by_leas
 
 @pytest.mark.parametrize("include_unknown", [False, True])
 @pytest.mark.parametrize("owner", [DEAD, ELSEWHERE], ids=["its opener has ended", "its opener is elsewhere"])
-def test_a_live_pool_is_left_when_the_key_was_changed(tmp_path: Path, owner: Owner, include_unknown: bool) -> None:
-    """Its tags name a process that is dead or unknown, as those of every detached pool do; the ledger has its lease."""
+def test_a_live_pool_stays_when_the_key_was_changed(tmp_path: Path, owner: Owner, include_unknown: bool) -> None:
+    """Its tags name a dead or unknown process, as those of every detached pool do. The ledger has its lease."""
     ledger, provider = rotated(tmp_path, owner, lease_seconds=3600, lives_by_lease=owner is DEAD)
     with ledger:
         report = sweep(ledger, [provider], is_dry_run=False, min_age_seconds=0, include_unknown=include_unknown)
@@ -159,9 +159,7 @@ def test_a_live_pool_is_left_when_the_key_was_changed(tmp_path: Path, owner: Own
 
 
 def test_a_dead_pool_is_ended_when_the_key_was_changed(tmp_path: Path) -> None:
-    """By what the ledger says of it; its entry stays open, for what the new key does not list may be there all the
-    same.
-    """
+    """The ledger says that the pool is dead. Its entry stays open, because the new key may not list all its machines."""
     ledger, provider = rotated(tmp_path, ELSEWHERE, lease_seconds=-1, lives_by_lease=True)
     with ledger:
         report = sweep(ledger, [provider], is_dry_run=False)

@@ -1,4 +1,4 @@
-"""What the policy of the sweep decides: what is dead is ended, what lives is left, and what is unproved is reported."""
+"""The policy of the sweep ends dead pools, leaves live pools, and reports machines of which it cannot decide."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -64,16 +64,16 @@ def launched(instance_id: str, rank: int = 0, pool_id: str = "sky-1", launch: st
         (entry(owner=HERE, ended_at=START), True),
     ],
 )
-def test_a_machine_is_ended_only_if_its_pool_is_proved_dead(pool: PoolEntry, is_dead: bool) -> None:
-    """A machine goes if its pool's lease has run out, its owner is known to be dead and was needed, or the pool has
-    ended or was condemned; else it stays.
+def test_a_machine_is_ended_only_if_its_pool_is_certainly_dead(pool: PoolEntry, is_dead: bool) -> None:
+    """A machine ends if its pool's lease has expired, its owner was needed and is dead, or the pool has ended or was
+    condemned. Otherwise it stays.
     """
     found = verdicts([launched("m")], [pool], [intent(1, cloud_id="m")])
     assert found == [("end" if is_dead else "leave", "sky-1", ("m",))]
 
 
 def test_a_machine_whose_launch_was_not_answered_is_adopted() -> None:
-    """By launch and rank: the entry of that rank of another launch is not taken for it."""
+    """It is matched by launch and rank. An entry with the same rank of another launch does not match."""
     pool = entry(owner=HERE)
     assert verdicts([launched("m", 1)], [pool], [intent(1, rank=0), intent(2, rank=1)]) == [("adopt", "sky-1", ("m",))]
     assert verdicts([launched("m", 1, launch="sky-1-2")], [pool], [intent(1, rank=1)]) == [("leave", "sky-1", ("m",))]
@@ -81,14 +81,18 @@ def test_a_machine_whose_launch_was_not_answered_is_adopted() -> None:
 
 
 def test_a_machine_without_a_certain_entry_is_not_adopted() -> None:
-    """Two machines for one entry, or two entries of that rank and no launch in the tags: its owner knows which."""
+    """Two machines match one entry, or two entries have the rank and the tags name no launch: only the owner can
+    decide.
+    """
     pool = entry(owner=HERE)
     assert verdicts([launched("a"), launched("b")], [pool], [intent(1)]) == [("leave", "sky-1", ("a", "b"))]
     assert verdicts([launched("a", launch=None)], [pool], [intent(1), intent(2)]) == [("leave", "sky-1", ("a",))]
 
 
 def test_an_entry_is_closed_only_when_its_machine_must_be_listed() -> None:
-    """Bound or not, what a listing may still lack is ended by its id or waited for; after that it is not there."""
+    """Bound or not: a machine that a listing may still lack is ended by its id or waited for. After that time it does
+    not exist.
+    """
     lagging = LaggingProvider(folder="/nowhere")
     dead = entry(lease_seconds=-1000)
     assert verdicts([], [dead], [intent(1, cloud_id="m", age_seconds=59)], lagging) == [("end", "sky-1", ("m",))]
@@ -97,9 +101,9 @@ def test_an_entry_is_closed_only_when_its_machine_must_be_listed() -> None:
     assert verdicts([], [dead], [intent(1, age_seconds=60)], lagging) == [("close", "sky-1", ("sky-1-0",))]
 
 
-def test_a_launch_may_be_as_late_as_its_owner_could_request_it() -> None:
-    """An intent that is old says nothing of when the call was made: until the owner was barred it may have been; then
-    it may still be at work for a while.
+def test_a_launch_may_come_until_its_owner_was_condemned() -> None:
+    """The age of an intent does not show when the call was made. The owner may have called until it was condemned, and
+    that call may take a while.
     """
     assert verdicts([], [entry(owner=DEAD)], [intent(1)]) == [("wait", "sky-1", ("sky-1-0",))]
     barred = START - timedelta(seconds=9)
@@ -111,14 +115,14 @@ def test_a_launch_may_be_as_late_as_its_owner_could_request_it() -> None:
 
 
 def test_a_dead_pool_without_machines_is_closed() -> None:
-    """So that nobody looks for it again."""
+    """Later sweeps do not look for it again."""
     assert verdicts([], [entry()]) == [("close", "sky-1", ())]
     assert verdicts([], [entry(ended_at=START)]) == []
     assert verdicts([], [entry(owner=HERE)]) == []
 
 
-def test_a_resource_that_is_no_machine_is_left_with_a_reason() -> None:
-    """A sweep ends machines only; another thing is not called gone for that."""
+def test_a_resource_that_is_no_machine_stays_open_with_a_reason() -> None:
+    """A sweep ends machines only, and does not close the entry of any other resource."""
     (finding,) = decide(
         ProviderFacts(CLOUD, [], {"sky-1": entry()}, [intent(1, kind=ResourceKind.OTHER)], START, HERE, STATES)
     )
@@ -126,9 +130,9 @@ def test_a_resource_that_is_no_machine_is_left_with_a_reason() -> None:
     assert "a sweep ends machines only" in finding.reason
 
 
-def test_processes_of_another_host_are_not_called_gone() -> None:
-    """Local machines are not listed from another host, by another user, or from another container; after a boot of
-    their own host they are gone for certain.
+def test_processes_of_another_host_are_not_recorded_as_gone() -> None:
+    """Another host, user or container cannot list local machines. After a reboot of their own host they are certainly
+    gone.
     """
     local = FakeProvider(folder="/nowhere")
     for owner in (ELSEWHERE, replace(HERE, namespace="1"), replace(HERE, user="other")):
@@ -164,8 +168,8 @@ OLD = START - timedelta(hours=1)
 def test_a_machine_that_the_ledger_lacks_is_decided_by_its_tags(
     tags: dict[str, str], expected: str, if_asked_for: str
 ) -> None:
-    """Ended are only old machines whose time has run out, or whose owner was of this host and is dead; with
-    `include_unknown` those too of whom nobody knows.
+    """Only old machines end, if their time has expired or their owner on this host is dead. With `include_unknown`,
+    machines with an unknown owner end too.
     """
     its = [machine("m", "sky-x", 0, tags)]
     assert verdicts(its, min_age_seconds=600) == [(expected, "sky-x", ("m",))]
@@ -173,7 +177,7 @@ def test_a_machine_that_the_ledger_lacks_is_decided_by_its_tags(
 
 
 def test_an_unknown_pool_is_ended_completely_or_not_at_all() -> None:
-    """One machine that may be counted on keeps the others."""
+    """If one machine of the pool may still be in use, all of them stay."""
     its = [machine("a", "sky-x", 0, owner_tags(DEAD, OLD)), machine("b", "sky-x", 1, owner_tags(DEAD, START))]
     assert verdicts(its, min_age_seconds=600) == [("leave", "sky-x", ("a", "b"))]
     assert verdicts(its, min_age_seconds=0, pools=[entry("sky-1", HERE)]) == [("leave", "sky-x", ("a", "b"))]
@@ -240,11 +244,11 @@ def provider_facts(draw: st.DrawFn) -> ProviderFacts:
 @pytest.mark.generated
 @settings(max_examples=examples(1500), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(facts=provider_facts(), min_age=st.sampled_from([0.0, 600.0]), unknown=st.booleans())
-def test_each_machine_has_one_finding_and_none_is_ended_without_proof(
+def test_each_machine_has_one_finding_and_ends_only_with_evidence(
     facts: ProviderFacts, min_age: float, unknown: bool
 ) -> None:
-    """Whatever the ledger, the tags and the listing say: a live pool is never touched, a stranger only with proof, and
-    each machine has one verdict.
+    """With any ledger, tags and listing: a live pool does not change, an unknown machine ends only with evidence, and
+    each machine has one finding.
     """
     findings = decide(facts, min_age_seconds=min_age, include_unknown=unknown)
     assert findings == decide(facts, min_age_seconds=min_age, include_unknown=unknown)

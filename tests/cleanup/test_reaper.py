@@ -1,6 +1,6 @@
-"""When the driver is gone, however it went, its reaper ends the pool; and it does so in no other case.
+"""The reaper ends the pool when the driver has ended in any way, and in no other case.
 
-Drivers and reapers are real processes here. Machines are files, and a `Pool` is a driver's side of one
+Drivers and reapers are real processes here. Machines are files, and a `Pool` is a driver's view of one pool
 (`reaping_provider.py`).
 """
 
@@ -34,7 +34,7 @@ from skyward_core.serialization.pickling import dumps
 from tests.cleanup.reaping_provider import SECRET, FolderProvider, LockingProvider, Pool, in_an_hour
 from tests.conftest import wait_until
 
-pytestmark = pytest.mark.slow  # a process or two each
+pytestmark = pytest.mark.slow  # each test starts one or two processes
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,7 +65,7 @@ def pool(tmp_path: Path) -> Pool:
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start reapers that are let go when the test has ended."""
+    """Start reapers that are released when the test has ended."""
     with contextlib.ExitStack() as undo:
 
         def started(reaper_input: ReaperInput) -> Reaper:
@@ -78,7 +78,7 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture(autouse=True)
 def no_reaper_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Give each test a log of its own, and look that no reaper outlives it."""
+    """Give each test its own log, and check that no reaper outlives the test."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     yield
     log = str(tmp_path / "state")
@@ -99,7 +99,7 @@ def _wait_for_no(state: str) -> None:
 
 
 def _reapers(state: str) -> list[int]:
-    """The reapers whose environment names this folder."""
+    """Return the reapers whose environment names this folder."""
     found = []
     for entry in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError):
@@ -113,7 +113,7 @@ def _reapers(state: str) -> list[int]:
 
 @contextlib.contextmanager
 def driving(folder: Path, more: str = "") -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """Run a driver of a pool in this folder, leader of a session; yields it and the pid of its reaper."""
+    """Run a driver of a pool in this folder, as leader of a session; yield it and the pid of its reaper."""
     command = [sys.executable, "-c", DRIVER.format(more=more), str(folder)]
     driver = subprocess.Popen(
         command,
@@ -150,7 +150,7 @@ def log_text() -> str:
 
 @pytest.mark.parametrize("kill", [os.kill, os.killpg], ids=["the process", "its whole group"])
 def test_the_machines_of_a_killed_driver_end(tmp_path: Path, kill: Callable[[int, int], None]) -> None:
-    """`kill -9` leaves no machine, no open entry and no reaper, and the log tells of it."""
+    """`kill -9` leaves no machine, no open entry and no reaper, and the log has a line about it."""
     with driving(tmp_path) as (driver, reaper):
         pool = Pool(tmp_path)
         assert len(pool.living()) == 2
@@ -163,25 +163,27 @@ def test_the_machines_of_a_killed_driver_end(tmp_path: Path, kill: Callable[[int
     ]
 
 
-def test_a_fork_that_holds_the_pipe_does_not_keep_the_machines(tmp_path: Path) -> None:
-    """The reaper sees that its parent is another one, though the pipe has not ended."""
+def test_machines_end_although_a_fork_keeps_the_pipe_open(tmp_path: Path) -> None:
+    """The reaper sees that its parent has changed, although the pipe has not ended."""
     with driving(tmp_path, more="if os.fork() == 0: signal.pause()") as (driver, _):
         pool = Pool(tmp_path)
         killed_at = time.time()
         os.kill(driver.pid, signal.SIGKILL)
         wait_until(pool.is_ended, "the machines to end")
-        assert pool.first_end() - killed_at < 10  # 1 s until it looks, and the imports, on a busy machine
+        assert pool.first_end() - killed_at < 10  # 1 s until the reaper checks, and the imports, on a busy machine
 
 
 @pytest.mark.parametrize("way", ["os._exit(3)", "os.execv('/bin/true', ['true'])"])
-def test_it_does_not_matter_how_the_driver_ends(tmp_path: Path, way: str) -> None:
-    """Whatever runs no clean-up leaves the machines to the reaper, also within milliseconds of its start."""
+def test_machines_end_however_the_driver_ends(tmp_path: Path, way: str) -> None:
+    """Any end of the driver without a teardown leaves the machines to the reaper, also within milliseconds of its
+    start.
+    """
     with driving(tmp_path, more=f"print(reaper.pid, flush=True)\n{way}"):
         wait_until(Pool(tmp_path).is_ended, "the machines to end")
 
 
-def test_a_driver_that_ends_by_itself_warns_of_nothing(tmp_path: Path) -> None:
-    """An interpreter that ends without letting its reaper go says nothing of it, even where warnings are errors."""
+def test_a_driver_that_ends_normally_prints_no_warning(tmp_path: Path) -> None:
+    """An interpreter that ends without releasing its reaper prints no warning, even where warnings are errors."""
     text = DRIVER.format(more="").replace("signal.pause()", "del reaper")
     run = subprocess.run(
         [sys.executable, "-X", "dev", "-W", "error", "-c", text, str(tmp_path)],
@@ -194,9 +196,9 @@ def test_a_driver_that_ends_by_itself_warns_of_nothing(tmp_path: Path) -> None:
     wait_until(Pool(tmp_path).is_ended, "the machines to end")
 
 
-def test_a_pool_that_has_ended_is_left_alone(tmp_path: Path) -> None:
-    """A driver that was killed between the end of the pool and letting its reaper go: nothing is asked of the
-    provider.
+def test_the_reaper_does_nothing_for_an_ended_pool(tmp_path: Path) -> None:
+    """A driver was killed after the end of the pool and before the release of its reaper: the provider receives no
+    request.
     """
     with driving(tmp_path) as (driver, reaper):
         pool = Pool(tmp_path)
@@ -208,7 +210,7 @@ def test_a_pool_that_has_ended_is_left_alone(tmp_path: Path) -> None:
     assert "its process is gone, and the pool has ended: nothing to do" in log_text()
 
 
-def test_a_pool_that_lives_by_its_lease_is_left_alone(tmp_path: Path) -> None:
+def test_a_pool_that_lives_by_its_lease_stays(tmp_path: Path) -> None:
     """A detached pool, or one with detached calls, outlives its driver."""
     with driving(tmp_path) as (driver, reaper):
         pool = Pool(tmp_path)
@@ -220,8 +222,8 @@ def test_a_pool_that_lives_by_its_lease_is_left_alone(tmp_path: Path) -> None:
     assert pool.entry().ended_at is None
 
 
-def test_what_lives_by_its_lease_is_left_alone_without_a_ledger_too(tmp_path: Path) -> None:
-    """The driver has said so itself: that the ledger cannot be read then does not end detached calls."""
+def test_a_pool_that_lives_by_its_lease_stays_without_a_ledger(tmp_path: Path) -> None:
+    """The driver has informed the reaper itself, so an unreadable ledger does not end detached calls."""
     with driving(tmp_path, more="reaper.live_by_lease()") as (driver, reaper):
         (tmp_path / "ledger.db").write_bytes(b"no database " * 100)
         driver.kill()
@@ -229,8 +231,8 @@ def test_what_lives_by_its_lease_is_left_alone_without_a_ledger_too(tmp_path: Pa
     assert len(Pool(tmp_path).living()) == 2
 
 
-def test_a_charge_that_was_cut_off_ends_nothing(pool: Pool) -> None:
-    """A driver that was killed while it wrote has not asked for anything yet: the reaper goes, quietly."""
+def test_an_incomplete_input_ends_no_machine(pool: Pool) -> None:
+    """A driver that was killed while it wrote the input has requested nothing yet: the reaper exits without a message."""
     body = pickle.dumps(tuple(getattr(pool.reaper_input(), name) for name in ReaperInput.__slots__))
     for part in (b"", len(body).to_bytes(8, "big")[:5], len(body).to_bytes(8, "big") + body[:-1]):
         command = [sys.executable, "-I", "-S", str(reaper_module.SCRIPT), pool.pool_id, str(os.getpid())]
@@ -238,13 +240,11 @@ def test_a_charge_that_was_cut_off_ends_nothing(pool: Pool) -> None:
     assert len(pool.living()) == 2
 
 
-# ── the driver asks ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the driver requests the end ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_machines_end_while_the_driver_lives(pool: Pool, start: Start) -> None:
-    """`terminate_now` returns at once; the reaper stays until it is told to leave, and does the same again when asked
-    again.
-    """
+    """`terminate_now` returns at once. The reaper stays until its release, and repeats the teardown on each request."""
     reaper = start(pool.reaper_input())
     took = []
     for time_asked in (1, 2):
@@ -261,9 +261,7 @@ def test_the_machines_end_while_the_driver_lives(pool: Pool, start: Start) -> No
 
 
 def test_a_machine_that_comes_late_ends_with_the_driver(tmp_path: Path) -> None:
-    """The answer to a launch that came after the pool was ended on demand: the reaper looks once more when the driver
-    goes.
-    """
+    """The answer to a launch comes after the requested teardown: the reaper checks once more when the driver ends."""
     with driving(tmp_path, more="reaper.terminate_now()") as (driver, reaper):
         pool = Pool(tmp_path)
         wait_until(lambda: "its machines are gone" in log_text(), "the machines to end")
@@ -273,7 +271,7 @@ def test_a_machine_that_comes_late_ends_with_the_driver(tmp_path: Path) -> None:
     assert pool.living() == []
 
 
-def test_a_signal_handler_may_ask(tmp_path: Path) -> None:
+def test_a_signal_handler_may_request_the_end(tmp_path: Path) -> None:
     """Airflow's and Prefect's kill hooks are signal handlers; the process may be killed as soon as they return."""
     more = "signal.signal(signal.SIGTERM, lambda *_: (reaper.terminate_now(), os.kill(os.getpid(), signal.SIGKILL)))"
     with driving(tmp_path, more=more) as (driver, _):
@@ -281,9 +279,9 @@ def test_a_signal_handler_may_ask(tmp_path: Path) -> None:
         wait_until(Pool(tmp_path).is_ended, "the machines to end")
 
 
-def test_asking_never_blocks_and_never_raises(pool: Pool, start: Start) -> None:
-    """A reaper that was stopped, whose pipe is full, that was killed, that has left: each call returns, and touches no
-    other file.
+def test_a_request_never_blocks_and_never_raises(pool: Pool, start: Start) -> None:
+    """The reaper is stopped, has a full pipe, was killed, or has left: each call returns, and uses no other file
+    descriptor.
     """
     reaper = start(pool.reaper_input(providers=b""))
     os.kill(reaper.pid, signal.SIGSTOP)
@@ -301,11 +299,11 @@ def test_asking_never_blocks_and_never_raises(pool: Pool, start: Start) -> None:
         assert stranger.read() == b""
 
 
-# ── leaving ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── release ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_reaper_that_is_let_go_touches_nothing(pool: Pool, start: Start) -> None:
-    """It is gone and reaped when `leave` returns; again is fine; there is not even a line in the log."""
+def test_a_released_reaper_changes_nothing(pool: Pool, start: Start) -> None:
+    """It has exited and is reaped when `leave` returns. A second `leave` is allowed. The log has no line."""
     reaper = start(pool.reaper_input())
     assert reaper.is_alive
     reaper.leave()
@@ -315,8 +313,8 @@ def test_a_reaper_that_is_let_go_touches_nothing(pool: Pool, start: Start) -> No
     assert (len(pool.living()), pool.entry().ended_at, log_text()) == (2, None, "")
 
 
-def test_a_reaper_is_let_go_in_the_middle_of_its_work(pool: Pool, start: Start) -> None:
-    """The driver has ended the pool itself meanwhile: the reaper, at a provider that is down, stops trying."""
+def test_a_reaper_can_be_released_during_its_work(pool: Pool, start: Start) -> None:
+    """The driver has ended the pool itself meanwhile. The reaper, which retries because the provider is down, stops."""
     (pool.folder / "is-down").touch()
     reaper = start(pool.reaper_input())
     reaper.terminate_now()
@@ -327,8 +325,8 @@ def test_a_reaper_is_let_go_in_the_middle_of_its_work(pool: Pool, start: Start) 
     assert len(pool.living()) == 2
 
 
-def test_a_reaper_that_was_stopped_is_let_go_all_the_same(pool: Pool, start: Start) -> None:
-    """A process under SIGSTOP cannot hear: it is killed after the time allowed."""
+def test_a_stopped_reaper_is_released_too(pool: Pool, start: Start) -> None:
+    """A process under SIGSTOP does not react, so it is killed after the allowed time."""
     reaper = start(pool.reaper_input())
     os.kill(reaper.pid, signal.SIGSTOP)
     reaper.leave(timeout_seconds=0.05)
@@ -336,10 +334,8 @@ def test_a_reaper_that_was_stopped_is_let_go_all_the_same(pool: Pool, start: Sta
     assert len(pool.living()) == 2
 
 
-def test_a_reaper_that_is_left_on_its_own_ends_the_pool(pool: Pool, start: Start) -> None:
-    """The driver lives on, and can do no more for the pool: `leave` does not call it back then, and nobody waits for
-    it.
-    """
+def test_a_reaper_left_to_finish_alone_ends_the_pool(pool: Pool, start: Start) -> None:
+    """The driver goes on without the pool: `leave` does not stop the reaper then, and does not wait."""
     reaper = start(pool.reaper_input())
     reaper.hang_up()
     reaper.leave(timeout_seconds=0)
@@ -351,10 +347,8 @@ def test_a_reaper_that_is_left_on_its_own_ends_the_pool(pool: Pool, start: Start
 
 
 def test_a_fork_of_the_driver_has_no_reaper(tmp_path: Path) -> None:
-    """What a forked child does with its copy reaches nobody: neither its `leave` nor its `terminate_now` comes through
-    the pipe.
-    """
-    # a process of its own, for a fork of this one, with its many threads, may hang
+    """In a forked child, `leave` and `terminate_now` have no effect on the reaper: nothing is written to the pipe."""
+    # a separate process, because a fork of this one, with its many threads, may hang
     with driving(tmp_path, FORKS) as (driver, reaper):
         assert not is_gone(reaper)
         assert driver.poll() is None
@@ -380,14 +374,12 @@ os.kill(reaper.pid, signal.SIGCONT)
 
 
 def _unheard(reaper: Reaper) -> int:
-    """How many bytes lie in the pipe."""
+    """Return how many bytes the pipe holds."""
     return int.from_bytes(fcntl.ioctl(reaper._pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def test_only_sigkill_ends_a_reaper_that_waits(tmp_path: Path) -> None:
-    """Signals that end other processes do not end it, sent to it or to its group; it is of another session than its
-    driver.
-    """
+    """Signals that end other processes do not end it, sent to it or to its group. Its session is not its driver's."""
     with driving(tmp_path) as (driver, reaper):
         wait_until(lambda: _caught(reaper) >> (signal.SIGUSR2 - 1) & 1, "the reaper to have begun")
         assert os.getsid(reaper) == reaper != os.getsid(driver.pid)
@@ -408,7 +400,7 @@ def test_only_sigkill_ends_a_reaper_that_waits(tmp_path: Path) -> None:
 
 
 def _caught(pid: int) -> int:
-    """The signals that a process has a handler for, as a mask."""
+    """Return the signals that a process handles, as a mask."""
     return int(
         next(
             line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt")
@@ -417,7 +409,7 @@ def _caught(pid: int) -> int:
     )
 
 
-# ── what goes wrong ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── failures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _corrupt(pool: Pool) -> None:
@@ -433,7 +425,7 @@ def _away(pool: Pool) -> None:
 
 @pytest.mark.parametrize("spoil", [_corrupt, _away])
 def test_machines_end_without_a_ledger(pool: Pool, spoil: Callable[[Pool], None], start: Start) -> None:
-    """A ledger that cannot be used keeps no machine alive, and the log names what is wrong with it."""
+    """Machines end without a usable ledger, and the log names the problem."""
     spoil(pool)
     reaper = start(pool.reaper_input())
     reaper.terminate_now()
@@ -444,7 +436,7 @@ def test_machines_end_without_a_ledger(pool: Pool, spoil: Callable[[Pool], None]
 
 @pytest.mark.slow
 def test_machines_end_while_the_ledger_is_locked(pool: Pool, start: Start) -> None:
-    """Somebody holds the ledger's lock: the machines end in spite of it, and the books are closed when it is let go."""
+    """Another process holds the ledger's lock: the machines end anyway, and the entries are closed after its release."""
     locker = sqlite3.connect(pool.folder / "ledger.db", isolation_level=None)
     locker.execute("BEGIN EXCLUSIVE")
     try:
@@ -459,7 +451,7 @@ def test_machines_end_while_the_ledger_is_locked(pool: Pool, start: Start) -> No
 def test_a_ledger_and_a_provider_are_found_relative_to_the_drivers_directory(
     pool: Pool, monkeypatch: pytest.MonkeyPatch, start: Start
 ) -> None:
-    """Both may name files by relative paths; the reaper itself sits in no directory of its driver's while it waits."""
+    """Both may name files by relative paths. While the reaper waits, its working directory is not the driver's."""
     monkeypatch.chdir(pool.folder)
     reaper = start(ReaperInput.of([FolderProvider(folder=".")], pool.pool_id, "sqlite:///ledger.db"))
     assert os.readlink(f"/proc/{reaper.pid}/cwd") == "/"
@@ -468,10 +460,10 @@ def test_a_ledger_and_a_provider_are_found_relative_to_the_drivers_directory(
 
 
 @pytest.mark.parametrize("has_ledger", [True, False], ids=["the ledger names one", "there is no ledger"])
-def test_of_several_providers_those_that_may_have_machines_are_asked(
+def test_only_providers_that_may_have_machines_are_used(
     pool: Pool, tmp_path: Path, start: Start, *, has_ledger: bool
 ) -> None:
-    """The one that the pool's entry names; all of them if nobody can say."""
+    """The provider that the pool's entry names, or all of them if no entry names one."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     other = FolderProvider(folder=str(elsewhere), secret=SECRET)
@@ -486,8 +478,8 @@ def test_of_several_providers_those_that_may_have_machines_are_asked(
         wait_until(lambda: not other.instances(), "the machines of the other one to end")
 
 
-def test_an_outage_of_one_provider_keeps_no_machine_of_another(pool: Pool, tmp_path: Path, start: Start) -> None:
-    """Without a ledger all are asked, at the same time: one that fails, for minutes, holds up no other."""
+def test_an_outage_of_one_provider_does_not_delay_another(pool: Pool, tmp_path: Path, start: Start) -> None:
+    """Without a ledger all providers are used at the same time. One that fails for minutes delays no other."""
     down = tmp_path / "down"
     down.mkdir()
     (down / "is-down").touch()
@@ -528,7 +520,7 @@ os._exit(reaping.main(lambda reaper_input: reaping.PoolTeardown(reaper_input, en
 
 @dataclass
 class StandIn:
-    """A reaper whose giving back is `body`; what came of it."""
+    """A reaper whose teardown is `body`, and its results."""
 
     pool: Pool
 
@@ -541,7 +533,7 @@ class StandIn:
         try_seconds: float = 60,
         reaper_input: ReaperInput | None = None,
     ) -> int:
-        """Start it, and be gone for it (the pipe ends without a word); returns its exit status."""
+        """Start it, and end as its driver (the pipe ends without a message); return its exit status."""
         script = self.pool.folder / "reaper_process_stand_in.py"
         script.write_text(
             STAND_IN.format(
@@ -562,10 +554,8 @@ class StandIn:
         return file.read_text().splitlines() if file.exists() else []
 
 
-def test_what_fails_is_tried_again(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three failures, whatever they are, then success: pauses grow, each failure is a line of the log, the entry is
-    closed.
-    """
+def test_a_failed_teardown_is_tried_again(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three failures of any kind, then success: pauses grow, each failure is a line of the log, the entry is closed."""
     stand_in = StandIn(pool)
     assert (
         stand_in.run(
@@ -583,7 +573,7 @@ def test_what_fails_is_tried_again(pool: Pool, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_provider_call_that_hangs_is_abandoned(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may hang for ever: the next try is begun without it, and it does not keep the process."""
+    """The call may never return. The next attempt begins without it, and the process can exit."""
     assert StandIn(pool).run("if number == 1: time.sleep(3600)", monkeypatch, try_seconds=1) == 0
     assert pool.is_ended()
     assert "TimeoutError: no answer within 1 s" in log_text()
@@ -600,16 +590,16 @@ def test_after_half_an_hour_it_gives_up(pool: Pool, monkeypatch: pytest.MonkeyPa
     assert pool.entry().ended_at is None
 
 
-def test_books_that_stay_open_are_not_tried_for_long(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machines are gone, the ledger has still something open: two minutes, then a sweep's work."""
+def test_open_entries_without_machines_are_tried_for_two_minutes(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machines are gone, but the ledger still has open entries. After two minutes a sweep must close them."""
     stand_in = StandIn(pool)
     assert stand_in.run("pass", monkeypatch, closes=False) == 1
     assert 120 < sum(float(line) for line in stand_in.lines("pauses")) < 160
     assert pool.living() == []
 
 
-def test_what_the_ledger_refuses_is_not_what_a_provider_refuses(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`end_pool` raises LedgerError once the machines are gone: the same short patience."""
+def test_an_error_of_the_ledger_is_retried_for_two_minutes(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`end_pool` raises LedgerError once the machines are gone: the time limit is the same two minutes."""
     stand_in = StandIn(pool)
     assert (
         stand_in.run("from skyward_core.errors import LedgerError; raise LedgerError('the disk is full')", monkeypatch)
@@ -619,12 +609,10 @@ def test_what_the_ledger_refuses_is_not_what_a_provider_refuses(pool: Pool, monk
     assert "this could not be written down: the disk is full" in log_text()
 
 
-def test_a_provider_that_cannot_be_rebuilt_is_taken_from_the_ledger(
+def test_a_provider_that_cannot_be_rebuilt_comes_from_the_ledger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its code is gone, or is of another version: what the ledger says of it is enough where the environment has the
-    credentials.
-    """
+    """Its code is missing or of another version. The ledger's record suffices if the environment has the credentials."""
     pool = Pool(tmp_path)
     with Ledger(pool.url) as ledger:
         ledger.open_pool(
@@ -638,9 +626,9 @@ def test_a_provider_that_cannot_be_rebuilt_is_taken_from_the_ledger(
 # ── starting ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_no_secret_is_to_be_seen(pool: Pool, start: Start) -> None:
-    """Neither the provider's secret nor the ledger's password is in the command line, the environment, the log or the
-    reaper_input's repr.
+def test_no_secret_is_visible(pool: Pool, start: Start) -> None:
+    """The command line, the environment, the log and the repr of reaper_input have neither the provider's secret nor
+    the ledger's password.
     """
     reaper_input = ReaperInput.of([pool.provider], pool.pool_id, f"postgresql+psycopg://ada:{SECRET}@127.0.0.1:1/books")
     assert SECRET.encode() in reaper_input.providers
@@ -654,9 +642,9 @@ def test_no_secret_is_to_be_seen(pool: Pool, start: Start) -> None:
     assert SECRET not in seen + log_text()
 
 
-def test_a_reaper_is_no_process_of_a_node(pool: Pool, monkeypatch: pytest.MonkeyPatch, start: Start) -> None:
-    """A driver that runs on a node itself: its reaper does not carry the marks by which that node's processes are found
-    and ended.
+def test_a_reaper_is_not_a_process_of_a_node(pool: Pool, monkeypatch: pytest.MonkeyPatch, start: Start) -> None:
+    """The driver may run on a node. Its reaper does not have the marks by which that node's processes are found and
+    ended.
     """
     monkeypatch.setenv("SKYWARD_INSTANCE_ID", "local-0123456789ab")
     monkeypatch.setenv("SKYWARD_POOL_ID", "outer")
@@ -671,18 +659,18 @@ def test_a_reaper_is_no_process_of_a_node(pool: Pool, monkeypatch: pytest.Monkey
 
 
 class Live(FolderProvider):
-    """Holds what no other process can have."""
+    """Holds an object that no other process can have."""
 
     _lock: Any = PrivateAttr(default_factory=threading.Lock)
 
 
-def test_a_provider_that_cannot_travel_is_refused(tmp_path: Path) -> None:
+def test_a_provider_that_cannot_be_pickled_is_refused(tmp_path: Path) -> None:
     """The pool decides what to do without a reaper."""
     with pytest.raises(NotPicklable):
         ReaperInput.of([Live(folder=str(tmp_path))], "p", "sqlite://")
 
 
-def test_a_provider_that_cannot_travel_by_value_travels_by_name(pool: Pool, start: Start) -> None:
+def test_a_provider_that_cannot_be_pickled_by_value_is_pickled_by_name(pool: Pool, start: Start) -> None:
     """Its module holds a lock; the reaper, on the same machine and with the same path, imports it."""
     with pytest.raises(NotPicklable):
         dumps(LockingProvider(folder=str(pool.folder)))
@@ -694,7 +682,7 @@ def test_a_provider_that_cannot_travel_by_value_travels_by_name(pool: Pool, star
 def test_a_reaper_that_cannot_be_started_is_not_alive(
     pool: Pool, how: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, start: Start
 ) -> None:
-    """The pool goes on without it, and may try again: nothing is raised, and every method may be called."""
+    """The pool goes on without it, and may try again: no error is raised, and every method may be called."""
 
     def none_left(flags: int) -> tuple[int, int]:
         raise OSError(errno.EMFILE, "Too many open files")
@@ -713,21 +701,21 @@ def test_a_reaper_that_cannot_be_started_is_not_alive(
 
 
 def test_a_reaper_that_dies_at_once_is_not_alive(pool: Pool, monkeypatch: pytest.MonkeyPatch, start: Start) -> None:
-    """Its reaper_input, larger than a pipe holds, is read by nobody: `start` returns."""
+    """No process reads its reaper_input, which is larger than a pipe holds: `start` returns."""
     monkeypatch.setattr(sys, "executable", "/bin/false")
     reaper = start(pool.reaper_input(providers=b"x" * 1_000_000))
     assert not reaper.is_alive
     reaper.leave()
 
 
-def test_a_charge_larger_than_a_pipe_arrives(pool: Pool, start: Start) -> None:
-    """A provider whose code travels by value may be large."""
+def test_an_input_larger_than_a_pipe_arrives(pool: Pool, start: Start) -> None:
+    """A provider whose code is pickled by value may be large."""
     reaper = start(pool.reaper_input(path=(*sys.path, *(f"/nowhere/{number}" for number in range(20_000)))))
     reaper.terminate_now()
     wait_until(pool.is_ended, "the machines to end")
 
 
-def test_the_log_begins_anew_when_it_is_large(pool: Pool, start: Start) -> None:
+def test_a_large_log_is_rotated(pool: Pool, start: Start) -> None:
     """One old log is kept beside it; both are private."""
     directory = user_state_path("skyward")
     directory.mkdir(parents=True)
@@ -739,7 +727,7 @@ def test_the_log_begins_anew_when_it_is_large(pool: Pool, start: Start) -> None:
 
 
 def test_a_reaper_needs_no_log(pool: Pool, start: Start) -> None:
-    """Where the log cannot be opened it goes without."""
+    """If the log cannot be opened, the reaper runs without one."""
     user_state_path("skyward").parent.mkdir(parents=True)
     user_state_path("skyward").write_text("a file, where a directory should be")
     reaper = start(pool.reaper_input())
@@ -747,8 +735,8 @@ def test_a_reaper_needs_no_log(pool: Pool, start: Start) -> None:
     wait_until(pool.is_ended, "the machines to end")
 
 
-def test_a_waiting_reaper_has_imported_nothing_of_ours() -> None:
-    """It is a bare interpreter until it must act: small, and up in no time."""
+def test_a_waiting_reaper_has_not_imported_skyward_core() -> None:
+    """It is a bare interpreter until it must act: small, and started in milliseconds."""
     text = (
         f"import sys; exec(open({str(reaper_module.SCRIPT)!r}).read(), {{'__name__': 'waiting'}}); print(*sys.modules)"
     )

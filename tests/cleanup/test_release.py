@@ -1,4 +1,4 @@
-"""Ending one pool from another process: with a ledger that fails, listings that come late, and on purpose."""
+"""Ending one pool from another process: with a ledger that fails, with listings that come late, and on request."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -41,8 +41,8 @@ from tests.fakes import FakeProvider, SlowToGoProvider, StuckProvider
 
 
 def test_ending_a_pool_ends_its_machines_and_closes_their_entries(world: World) -> None:
-    """What the ledger knows and what only tags tell; each entry is closed with its evidence, the pool's too, and every
-    second is in a bucket.
+    """Machines of the ledger and machines known only by tags. Each entry and the pool are closed with evidence, and
+    every second is in a bucket.
     """
     pool = world.pool()
     first = world.rent(pool, 2)
@@ -68,7 +68,7 @@ def test_ending_a_pool_ends_its_machines_and_closes_their_entries(world: World) 
 
 
 def test_a_machine_lost_before_its_owner_died_stays_lost(world: World) -> None:
-    """What nobody noted of a machine that was last noted as lost is no idling."""
+    """The unrecorded seconds of a machine that was last recorded as lost are not idle."""
     pool = world.pool()
     world.rent(pool)
     world.hands.go(10)
@@ -81,7 +81,7 @@ def test_a_machine_lost_before_its_owner_died_stays_lost(world: World) -> None:
 
 
 def test_seconds_of_termination_are_in_their_bucket(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
-    """A machine that goes only when it is asked for the seventh time was terminating from the first."""
+    """A machine that ends only after the seventh request was terminating from the first."""
     world = of_kind(SlowToGoProvider, ledger, tmp_path, hands, asks=7)
     pool = world.pool()
     world.rent(pool)
@@ -131,12 +131,10 @@ UP = {Bucket.LAUNCHING: 30.0, Bucket.IDLE: 30.0}
         pytest.param({"seconds": UP}, 10**6, 10**5, id="never later than now"),
     ],
 )
-def test_a_machine_that_is_found_gone_is_paid_for_until_it_must_have_ended(
+def test_a_machine_found_gone_is_billed_until_its_latest_possible_end(
     known: dict[str, Any], lease_seconds: float, seconds: float
 ) -> None:
-    """Seconds since it was asked for; where machines do not end themselves for good, it may have been there until
-    now.
-    """
+    """Each time is in seconds since the request. Where machines do not end themselves permanently, the bill ends now."""
     its, now = intent(1, cloud_id="a", age_seconds=0, **known), START + timedelta(seconds=10**5)
     pool = entry(lease_seconds=lease_seconds)
     assert paid_until(SelfEndingProvider(folder="/nowhere"), pool, its, now) == START + timedelta(seconds=seconds)
@@ -149,7 +147,7 @@ def test_a_machine_that_is_found_gone_is_paid_for_until_it_must_have_ended(
 def test_a_late_sweep_bills_no_machine_after_its_end(
     ledger: Ledger, tmp_path: Path, hands: Time, is_alone: bool
 ) -> None:
-    """Its guard has ended it when the lease ran out, 62 hours ago; one that still runs is billed until the sweep ends
+    """Its guard ended it when the lease expired, 62 hours ago. A machine that still runs is billed until the sweep ends
     it.
     """
     world = of_kind(SelfEndingProvider, ledger, tmp_path, hands)
@@ -174,7 +172,7 @@ def test_a_late_sweep_bills_no_machine_after_its_end(
 
 
 def test_a_late_sweep_does_not_extend_the_time_of_termination(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
-    """Its owner had asked for its end, and was killed before it saw it gone."""
+    """Its owner had requested its end, and was killed before the end was confirmed."""
     world = of_kind(SelfEndingProvider, ledger, tmp_path, hands)
     (gone,) = world.rent(world.pool())
     (its,) = ledger.open_intents()
@@ -192,7 +190,7 @@ def test_a_late_sweep_does_not_extend_the_time_of_termination(ledger: Ledger, tm
 
 
 def test_machines_that_cost_money_when_off_are_billed_until_the_sweep(world: World) -> None:
-    """It may have been there until a moment ago, when somebody has terminated it by hand."""
+    """The machine may have existed until a moment ago, if it was terminated by hand."""
     (gone,) = world.rent(world.pool())
     world.provider.terminate([gone.id])
     world.hands.go(3600)
@@ -217,13 +215,13 @@ def test_machines_that_cost_money_when_off_are_billed_until_the_sweep(world: Wor
     ],
     ids=str,
 )
-def test_which_providers_machines_end_themselves_for_good(wish: dict[str, Any], is_sure: bool) -> None:
-    """Where an end of its own leaves a machine that is off and paid for, nothing is said."""
+def test_providers_know_if_a_machine_that_ends_itself_costs_nothing_more(wish: dict[str, Any], is_sure: bool) -> None:
+    """False if a machine that ends itself is only off, and still billed."""
     assert load(wish).ends_for_good() is is_sure
 
 
 def test_an_entry_without_a_machine_costs_nothing(world: World) -> None:
-    """Its entry is closed once the provider has listed nothing for as long as the call may still have been at work."""
+    """Its entry is closed once the provider has listed nothing for as long as the call may have been in progress."""
     pool = world.pool()
     world.intend(pool, 3)
     world.ledger.condemn(pool, seen=world.hands.now + timedelta(seconds=120))
@@ -237,7 +235,7 @@ def test_an_entry_without_a_machine_costs_nothing(world: World) -> None:
 
 
 def test_a_machine_that_is_listed_late_is_ended(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
-    """The owner was killed in the middle of the launch: its machine turns up 60 s later, and is waited for."""
+    """The owner was killed during the launch. Its machine is listed 60 s later, and the teardown waits for it."""
     LaggingProvider.clock = hands
     world = of_kind(LaggingProvider, ledger, tmp_path, hands)
     pool = world.pool()
@@ -251,7 +249,7 @@ def test_a_machine_that_is_listed_late_is_ended(ledger: Ledger, tmp_path: Path, 
 
 
 def test_a_listed_machine_of_an_unanswered_launch_needs_no_wait(world: World) -> None:
-    """What was asked for is there: no other can come of it."""
+    """The requested machine exists, so the launch can create no other."""
     pool = world.pool()
     world.intend(pool, 2)
     world.launch(pool, 2)
@@ -271,7 +269,7 @@ def test_machines_that_are_processes_are_not_waited_for(ledger: Ledger, tmp_path
 
 
 def test_a_machine_without_an_entry_gets_one(world: World) -> None:
-    """Two machines came of one call that was tried again: the second is written down too, ended, and paid for."""
+    """A retried call created two machines: the second is recorded too, ended, and billed."""
     pool = world.pool()
     world.intend(pool)
     both = {world.launch(pool)[0].id, world.launch(pool)[0].id}
@@ -283,7 +281,7 @@ def test_a_machine_without_an_entry_gets_one(world: World) -> None:
 
 
 def test_an_entry_that_was_closed_too_early_is_opened_and_closed_again(world: World) -> None:
-    """It was said that nothing came of it; then its machine turns up."""
+    """The entry was closed as never created; then its machine is listed."""
     pool = world.pool()
     (its,) = world.intend(pool)
     world.ledger.close_all([its.id], "nothing was listed")
@@ -298,7 +296,7 @@ def test_an_entry_that_was_closed_too_early_is_opened_and_closed_again(world: Wo
 
 
 def test_ending_twice_changes_nothing(world: World) -> None:
-    """The first evidence stands."""
+    """The first evidence stays."""
     pool = world.pool()
     world.rent(pool, 2)
     world.end(pool)
@@ -309,9 +307,7 @@ def test_ending_twice_changes_nothing(world: World) -> None:
 
 
 def test_the_entry_of_a_machine_that_does_not_end_stays_open(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
-    """InstancesLeft names it; entry and pool stay open for the next sweep, and that the end was asked for is written
-    down.
-    """
+    """InstancesLeft names it. Entry and pool stay open for the next sweep, and the request of the end is recorded."""
     world = of_kind(StuckProvider, ledger, tmp_path, hands)
     pool = world.pool()
     (instance,) = world.rent(pool)
@@ -324,13 +320,13 @@ def test_the_entry_of_a_machine_that_does_not_end_stays_open(ledger: Ledger, tmp
 
 
 class ForgetfulProvider(StuckProvider):
-    """Ends no machine, and leaves `fake-0` out of its listings while `forgets` is set."""
+    """Ends no machine, and omits `fake-0` from its listings while `forgets` is set."""
 
     name: ClassVar[str] = "forgetful"
     _listings: list[bool] = PrivateAttr(default_factory=list[bool])
 
     def forget_in(self, listings: Sequence[bool]) -> None:
-        """Set for the next listings whether each lacks `fake-0`."""
+        """Set for each of the next listings whether it omits `fake-0`."""
         self._listings[:] = listings
 
     def instances(self, pool_id: str | None = None) -> list[Instance]:
@@ -339,7 +335,7 @@ class ForgetfulProvider(StuckProvider):
 
 
 def test_a_machine_that_is_listed_again_is_not_recorded_as_gone(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
-    """One listing lacks a machine and the next has it: it still runs, so InstancesLeft names it and its entry stays
+    """One listing omits a machine and the next has it. It still runs, so InstancesLeft names it and its entry stays
     open.
     """
     world = of_kind(ForgetfulProvider, ledger, tmp_path, hands)
@@ -353,8 +349,8 @@ def test_a_machine_that_is_listed_again_is_not_recorded_as_gone(ledger: Ledger, 
     assert {its.cloud_id for its in ledger.open_intents()} == {forgotten, other}
 
 
-def test_a_budget_gets_back_the_money_that_was_not_spent(world: World) -> None:
-    """The dead pool's reservations are settled with what its machines have cost."""
+def test_unspent_money_returns_to_the_budget(world: World) -> None:
+    """The dead pool's reservations are settled with the cost of its machines."""
     world.ledger.set_account(Account("team", Decimal(100), Period.RUN))
     pool = world.pool(account="team")
     world.ledger.reserve("team", pool, Decimal(60))
@@ -365,7 +361,7 @@ def test_a_budget_gets_back_the_money_that_was_not_spent(world: World) -> None:
 
 
 def test_a_resource_that_is_no_machine_keeps_the_pool_open(world: World) -> None:
-    """A thing that is no machine is not called gone, and so the pool is not over."""
+    """A resource that is no machine is not recorded as gone, so the pool does not end."""
     pool = world.pool()
     world.ledger.intend(pool, replace(world.wish(pool, 0), kind=ResourceKind.OTHER, token="key"))
     world.rent(pool)
@@ -379,9 +375,7 @@ VERBS = ["pool", "intents", "bind", "ask_end_all", "close_all", "open_intents", 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_machines_are_ended_although_the_ledger_fails(world: World, verb: str) -> None:
-    """At whatever verb it fails, the machines are given back first and the error is raised then; a sweep finishes the
-    entries.
-    """
+    """Whichever method fails, the machines end first and the error is raised then. A sweep closes the entries."""
     pool = world.pool()
     world.rent(pool)
     world.intend(pool, 1, first=1)
@@ -399,7 +393,7 @@ def test_machines_are_ended_although_the_ledger_fails(world: World, verb: str) -
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_ledger_that_fails_once_is_brought_up_to_date(world: World, verb: str) -> None:
-    """When the machines are gone all of it is written again, from the beginning."""
+    """When the machines are gone, all of it is recorded again from the beginning."""
     pool = world.pool()
     instances = world.rent(pool)
     world.intend(pool, 1, first=1)
@@ -408,7 +402,7 @@ def test_a_ledger_that_fails_once_is_brought_up_to_date(world: World, verb: str)
     try:
         end_pool(failing, world.provider, pool, why="its owner is dead", **world.hands.keywords)
     except LedgerError:
-        # these are made when the machines are gone: who called tries again
+        # these are called when the machines are gone: the caller tries again
         assert verb in ("close_all", "open_intents", "end_pools")
         world.end(pool)
     assert {its.cloud_id for its in world.ledger.intents()} == {instance.id for instance in instances}
@@ -416,15 +410,15 @@ def test_a_ledger_that_fails_once_is_brought_up_to_date(world: World, verb: str)
 
 
 def test_machines_are_ended_without_any_ledger(world: World) -> None:
-    """The tags tell enough; and as nobody knows what was asked for, the provider is asked for a while."""
+    """The tags suffice. Without a ledger the launches are unknown, so the provider is listed for a while."""
     world.launch("sky-1", 2)
     end_pool(None, world.provider, "sky-1", why="its owner is dead", **world.hands.keywords)
     assert world.ids() == set()
     assert world.hands.paused >= 10
 
 
-def test_a_live_pool_can_be_stopped_on_purpose(world: World) -> None:
-    """Its owner learns of it when it renews; a machine that it had just asked for goes too."""
+def test_a_live_pool_can_be_stopped_by_request(world: World) -> None:
+    """Its owner learns of it at the next renewal. A machine that it had just requested ends too."""
     pool = world.pool(owner=HERE)
     world.rent(pool, 2, owner=HERE)
     release(pool, ledger=world.ledger, credentials=world.provider, **world.hands.keywords)
@@ -437,7 +431,7 @@ def test_a_live_pool_can_be_stopped_on_purpose(world: World) -> None:
 
 
 def test_a_lease_is_enough_to_stop_a_pool(tmp_path: Path, hands: Time) -> None:
-    """Without a ledger, from any process; twice is silent."""
+    """Without a ledger, from any process. A second stop does nothing."""
     provider = CloudProvider(folder=str(tmp_path))
     offer = provider.offers(Requirements())[0]
     provider.launch(offer, 2, {POOL_TAG: "sky-1"}, "")

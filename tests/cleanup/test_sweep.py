@@ -41,7 +41,7 @@ def actions(report: Any) -> list[tuple[str, str]]:
 
 
 def test_a_dry_run_reports_and_changes_nothing(world: World) -> None:
-    """It is the default; what it says is what the real one does."""
+    """A dry run is the default, and reports what the real sweep does."""
     dead = world.pool("sky-dead")
     world.rent(dead, 2)
     world.rent(world.pool("sky-live", HERE), 1, owner=HERE)
@@ -61,7 +61,9 @@ def test_a_dry_run_reports_and_changes_nothing(world: World) -> None:
 def test_a_sweep_finds_providers_in_the_ledger(
     ledger: Ledger, tmp_path: Path, hands: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody need name them: entries tell which. One that cannot be loaded is told, and stops nothing."""
+    """The caller names no provider, because the entries name them. One that cannot be loaded is reported and stops
+    nothing.
+    """
     folders = {"name": "folder", "folder": str(tmp_path)}
     monkeypatch.setattr(
         survey, "load", lambda wish: FolderProvider(folder=wish["folder"]) if wish["name"] == "folder" else load(wish)
@@ -78,8 +80,8 @@ def test_a_sweep_finds_providers_in_the_ledger(
     assert world.ids() == set()
 
 
-def test_a_provider_that_cannot_list_is_left_alone(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
-    """Nothing of it is closed or ended on the strength of what could not be seen; the other providers are swept."""
+def test_a_provider_that_cannot_list_is_not_swept(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
+    """Its entries and machines stay, because they could not be listed. The other providers are swept."""
     blind = of_kind(BlindProvider, ledger, tmp_path / "blind", hands)
     seeing = of_kind(CloudProvider, ledger, tmp_path / "seeing", hands)
     blind.rent(blind.pool("sky-blind"))
@@ -94,12 +96,12 @@ def test_a_provider_that_cannot_list_is_left_alone(ledger: Ledger, tmp_path: Pat
 
 
 def test_a_machine_that_does_not_end_does_not_stop_the_others(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
-    """InstancesLeft of one pool is in the report; the next sweep asks again."""
+    """InstancesLeft of one pool is in the report; the next sweep requests the end again."""
     stuck = of_kind(StuckProvider, ledger, tmp_path / "stuck", hands)
     other = of_kind(FlakyProvider, ledger, tmp_path / "other", hands)
     for world in (stuck, other):
         world.rent(world.pool(f"sky-{type(world.provider).__name__}"))
-    waited = threading.local()  # each pool is ended in a thread of its own, and waits by a clock of its own
+    waited = threading.local()  # each pool ends in a thread of its own, and waits by a clock of its own
 
     def pause(seconds: float) -> None:
         waited.seconds = getattr(waited, "seconds", 0.0) + seconds
@@ -120,8 +122,8 @@ def test_a_machine_that_does_not_end_does_not_stop_the_others(ledger: Ledger, tm
     assert actions(sweep(ledger, [stuck.provider], **hands.keywords)) == [("end", "sky-StuckProvider")]
 
 
-def test_an_owner_that_comes_back_in_time_keeps_its_machines(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The lease was renewed between the look and the condemnation: the sweep leaves the pool."""
+def test_an_owner_that_renews_in_time_keeps_its_machines(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease was renewed between the sweep's read and the condemnation: the sweep leaves the pool."""
     pool = world.pool(owner=ELSEWHERE, lease_seconds=-1)
     world.rent(pool, owner=ELSEWHERE)
     listing = CloudProvider.instances
@@ -140,8 +142,8 @@ def test_an_owner_that_comes_back_in_time_keeps_its_machines(world: World, monke
 
 
 def test_a_late_launch_of_a_dead_pool_is_left_to_the_next_sweep(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
-    """The first one condemns the pool and waits for nothing; when a listing must show the machine, another ends it, or
-    closes what never was.
+    """The first sweep condemns the pool and does not wait. When a listing must show the machine, a later sweep ends it,
+    or closes the entry without one.
     """
     LaggingProvider.clock = hands
     world = of_kind(LaggingProvider, ledger, tmp_path, hands)
@@ -168,8 +170,8 @@ def test_a_live_pool_adopts_the_machine_of_a_lost_answer(world: World) -> None:
 
 
 def test_machines_that_no_ledger_has_are_swept_by_their_tags(world: World) -> None:
-    """The ledger was lost: old machines of a dead owner are ended, young ones and somebody else's are left; with
-    `include_unknown` all of the latter go.
+    """The ledger was lost. Old machines of a dead owner end; new ones and those of other users stay, unless
+    `include_unknown` is set.
     """
     world.launch("sky-dead")
     world.launch("sky-theirs", owner=ELSEWHERE)
@@ -190,7 +192,7 @@ def test_machines_that_no_ledger_has_are_swept_by_their_tags(world: World) -> No
 
 
 def test_machines_of_a_pool_that_has_ended_are_ended(world: World) -> None:
-    """Its entries are closed, and yet a machine is listed: gone, and then back."""
+    """The pool has ended and its entries are closed, but the machine is listed again."""
     pool = world.pool()
     world.rent(pool)
     world.ledger.close_all([world.ledger.open_intents()[0].id], "cloud lists it no more")
@@ -202,8 +204,8 @@ def test_machines_of_a_pool_that_has_ended_are_ended(world: World) -> None:
 
 
 def test_machines_listed_by_two_settings_have_one_finding(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
-    """A provider that is named twice, with other settings, lists the same machines; those of a pool are judged by the
-    settings it was opened with.
+    """A provider that is named twice, with other settings, lists the same machines. The policy uses the settings with
+    which the pool was opened.
     """
     world = of_kind(CloudProvider, ledger, tmp_path, hands)
     twin = CloudProvider(folder=str(tmp_path), price_per_hour=1.0)
@@ -222,7 +224,9 @@ def test_machines_listed_by_two_settings_have_one_finding(ledger: Ledger, tmp_pa
 
 
 def test_a_ledger_that_cannot_be_written_to_ends_nothing_of_its_pools(world: World) -> None:
-    """Nobody is ended who was not condemned; strangers are. The others are not tried, for each would wait as long."""
+    """A pool that cannot be condemned keeps its machines; unknown machines end. The other pools are not tried, because
+    each would wait as long.
+    """
     for number in range(3):
         world.rent(world.pool(f"sky-{number}"))
     world.launch("sky-stranger")
@@ -235,7 +239,7 @@ def test_a_ledger_that_cannot_be_written_to_ends_nothing_of_its_pools(world: Wor
 
 
 def test_a_ledger_that_cannot_be_read_ends_nothing(world: World) -> None:
-    """Without it every live pool would be a stranger."""
+    """Without the ledger every live pool would be unknown."""
     failing: Any = FailingLedger(world.ledger, ["open_intents"])
     world.launch("sky-stranger")
     world.hands.go(1000)
@@ -274,8 +278,9 @@ for failure in report.failures:
 
 @pytest.mark.slow
 def test_several_sweeps_at_once_end_dead_pools_only(tmp_path: Path) -> None:
-    """Four threads and two processes sweep the same ledger while a live pool renews its lease and launches: no failure,
-    nothing dead is left, nothing live is asked to end.
+    """Four threads and two processes sweep one ledger while a live pool renews its lease and launches.
+
+    No sweep fails, every dead machine ends, and no live machine receives a request to end.
     """
     world, _ = real_world(tmp_path)
     with world.ledger:
@@ -325,8 +330,8 @@ def test_several_sweeps_at_once_end_dead_pools_only(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("pools", "nodes"), [(1, 1000), (1000, 1)])
 @pytest.mark.parametrize("left", ["listed", "gone", "never bound"])
-def test_a_thousand_open_entries_are_recovered(tmp_path: Path, hands: Time, pools: int, nodes: int, left: str) -> None:
-    """Of one pool or of a thousand, whatever their machines have come to; how fast, `benchmarks/books.py` says."""
+def test_a_thousand_open_entries_are_handled(tmp_path: Path, hands: Time, pools: int, nodes: int, left: str) -> None:
+    """Entries of one pool or of a thousand, with machines in any state. `benchmarks/books.py` measures the speed."""
     with Ledger(f"sqlite:///{tmp_path / 'ledger.db'}", clock=hands) as ledger:
         world = of_kind(CloudProvider, ledger, tmp_path, hands)
         for number in range(pools):
