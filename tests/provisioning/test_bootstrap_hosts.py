@@ -1,7 +1,6 @@
-"""From a bare host to a node, over SSH: the way there, everything that can stop it, and what is left when it was
-stopped.
+"""From a bare host to a node, over SSH: all steps, all failures, and what a failure leaves.
 
-Run as a program, with a host's particulars, it is a client that opens a pool on that host, for tests that kill it.
+Run as a program, with the data of a host, it is a client that opens a pool on that host. Tests kill this client.
 """
 
 import contextlib
@@ -69,7 +68,7 @@ def imported(name: str) -> str:
 
 @pytest.fixture
 def cloud(fleet: Fleet, mirror: Mirror) -> Iterator[Cloud]:
-    """A cloud of its own for a test, whose bare machines install from the mirror."""
+    """Make a cloud for one test. Its bare machines install from the mirror."""
     cloud = Cloud(fleet, prepare=mirror.configure)
     yield cloud
     cloud.close()
@@ -82,17 +81,17 @@ def pool_on(provider: sky.Provider, told: Callable[..., Any], **wishes: Any) -> 
 
 
 def steps(told: Told) -> list[str]:
-    """The steps that were told, in their order; one that was told twice in a row counts once."""
+    """Return the reported steps in their order. A step that is reported twice in a row counts once."""
     return [step for step, _ in groupby(event.step for event in told.of(BootstrapProgress))]
 
 
 def tagged(host: Host) -> str:
-    """The processes of nodes on a host that is up."""
+    """Return the processes of nodes on a running host."""
     return host.run("grep -lsaz '^SKYWARD_INSTANCE_ID=' /proc/[0-9]*/environ").stdout
 
 
 def kill_bootstrap(host: Host) -> None:
-    """Kill the script that prepares a host, and nothing else."""
+    """Kill only the script that prepares a host."""
     for pid in host._processes():
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"bash\0./bootstrap.sh"):
@@ -100,7 +99,7 @@ def kill_bootstrap(host: Host) -> None:
 
 
 class Reaction(Told):
-    """What a pool tells; does something the first time that it tells an event of a kind, or a step."""
+    """A callback of a pool. It runs an action at the first event of a kind, or at the first report of a step."""
 
     def __init__(self, to: type | str, action: Callable[[str], object]) -> None:
         super().__init__()
@@ -119,9 +118,10 @@ class Reaction(Told):
 # ── from bare ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_killed_build_is_built_anew_and_the_next_pool_finds_it_whole(fleet, mirror):
-    """On a host of ours: a script killed in the middle leaves half an environment, the next pool builds it anew, and
-    one more asks the mirror for nothing.
+def test_a_killed_build_is_built_again_and_the_next_pool_uses_it(fleet, mirror):
+    """A script that is killed on a user's own host leaves an incomplete environment.
+
+    The next pool builds the environment again. The pool after that requests nothing from the mirror.
     """
     host = fleet.create()
     mirror.configure(host)
@@ -133,7 +133,7 @@ def test_a_killed_build_is_built_anew_and_the_next_pool_finds_it_whole(fleet, mi
 
     def kill(instance_id: str) -> None:
         wait_until(lambda: list(environments.glob("*/pyvenv.cfg")), "half of an environment")
-        kill_bootstrap(host)  # from here: a login takes as long as the other half
+        kill_bootstrap(host)  # the time starts here: a login takes as long as all later steps
 
     with pytest.raises(sky.BootstrapFailed) as caught, pool_on(provider, Reaction("deps", kill), image=image):
         pass
@@ -155,14 +155,15 @@ def test_a_killed_build_is_built_anew_and_the_next_pool_finds_it_whole(fleet, mi
         seconds = time.monotonic() - started
     assert steps(told) == STEPS[2:]
     assert mirror.requests == asked
-    assert seconds < 20  # three or four on an idle machine
+    assert seconds < 20  # an idle machine takes three or four seconds
     assert tagged(host) == ""
     host.crash()
 
 
-def test_two_pools_at_once_do_not_disturb_each_other(cloud):
-    """Two pools from the same image, opened at the same time on two bare hosts, each go through all steps in order and
-    compute.
+def test_two_pools_at_the_same_time_do_not_disturb_each_other(cloud):
+    """Two pools with the same image open at the same time on two bare hosts.
+
+    Each goes through all steps in order and runs calls.
     """
     tolds = [Told(), Told()]
     image = sky.Image(pip=[PURE_PACKAGE])
@@ -173,8 +174,9 @@ def test_two_pools_at_once_do_not_disturb_each_other(cloud):
 
 
 def test_two_bootstraps_of_one_image_on_one_host_share_the_work(fleet, mirror):
-    """Two machines that are one host: both want the same environment at once; one builds it, the other waits, and both
-    are nodes that compute.
+    """Two machines are one host and need the same environment at the same time.
+
+    One builds it and the other waits. Both become nodes that run calls.
     """
     host = fleet.create()
     mirror.configure(host)
@@ -186,25 +188,25 @@ def test_two_bootstraps_of_one_image_on_one_host_share_the_work(fleet, mirror):
     host.crash()
 
 
-# ── what can stop it ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── failures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def failure(cloud: Cloud, told: Callable[..., Any], **wishes: Any) -> sky.BootstrapFailed:
-    """Open a pool that cannot be opened; return why, once every machine of it is known to be down.
+    """Open a pool that cannot open. Return the error after all machines of the pool have ended.
 
-    That no thread or socket is left is for conftest.
+    The conftest checks that no thread and no socket is left.
     """
     launched = Told()
     with pytest.raises(sky.BootstrapFailed) as caught, pool_on(cloud.provider(), compose(launched, told), **wishes):
         pass
     assert launched.of(InstanceProvisioned) != []
-    assert cloud.machines == {}  # a host that was given back has been ended
+    assert cloud.machines == {}  # a terminated host has been ended
     assert cloud.requests[-1] == "instances"
     return caught.value
 
 
 def test_a_package_that_does_not_exist_is_named(cloud):
-    """The step, the exit code and the command of uv are told, and what it said, of the node that failed first."""
+    """The error has the step, the exit code, the uv command and its output, for the node that failed first."""
     error = failure(cloud, Told(), image=sky.Image(pip=["skyward-no-such-package==9"]))
     assert (error.node, error.phase, error.exit_code) == (0, "deps", 1)
     assert "command=uv pip install" in str(error)
@@ -212,17 +214,18 @@ def test_a_package_that_does_not_exist_is_named(cloud):
     assert error.output[-1] in str(error)
 
 
-def test_a_debian_package_that_cannot_be_had_is_named(cloud):
-    """apt's exit code and its last line are told; the hosts have no way to a Debian mirror."""
+def test_a_debian_package_that_cannot_be_installed_is_named(cloud):
+    """The error has apt's exit code and last line. The hosts cannot reach a Debian mirror."""
     error = failure(cloud, Told(), image=sky.Image(apt=["nonexistent-package"]))
     assert (error.node, error.phase, error.exit_code) == (0, "apt", 100)
     assert "apt-get -o DPkg::Lock::Timeout=300 install" in str(error)
     assert error.output[-1] == "E: Unable to locate package nonexistent-package"
 
 
-def test_an_index_that_is_broken_is_told(cloud, mirror):
-    """An index that answers 503 fails the step that needs it, with the address and the status; also on the other of two
-    nodes.
+def test_a_broken_index_is_reported(cloud, mirror):
+    """An index answers 503. The step that needs it fails, and the error has the address and the status.
+
+    The same holds for the second of two nodes.
     """
     mirror.break_()
     try:
@@ -235,21 +238,20 @@ def test_an_index_that_is_broken_is_told(cloud, mirror):
 
 
 @pytest.mark.parametrize(("disk", "phase"), [("24M", "uv"), ("64M", "deps")])
-def test_a_disk_that_is_too_small_is_told(fleet, mirror, disk, phase):
-    """No room for uv itself, or for the interpreter: which node, which step and which command is told, and that there
-    is no space.
-    """
+def test_a_full_disk_is_reported(fleet, mirror, disk, phase):
+    """There is no space for uv, or for the interpreter. The error has the node, the step, the command and the reason."""
     error = failure(Cloud(fleet, prepare=mirror.configure, disk=disk), Told())
     assert (error.node, error.phase) == (0, phase)
     assert error.exit_code
     assert "No space left on device" in "\n".join(error.output)
 
 
-def test_a_machine_that_dies_meanwhile_is_told_long_before_the_deadline(cloud, monkeypatch):
-    """A machine that falls silent in the middle of a step and that the provider lists no more fails the pool within
-    seconds, whatever provision_timeout is.
+def test_a_machine_that_dies_during_the_bootstrap_is_reported_long_before_the_deadline(cloud, monkeypatch):
+    """The machine stops answering during a step, and the provider does not list it any more.
+
+    The pool fails within seconds, for any provision_timeout.
     """
-    # silence is noticed after 1.5 s, not 15
+    # the failure detector needs 1.5 s here instead of 15 s
     monkeypatch.setitem(SSHConnection.__init__.__kwdefaults__, "keepalive_seconds", 0.5)
 
     def die(instance_id: str) -> None:
@@ -264,8 +266,8 @@ def test_a_machine_that_dies_meanwhile_is_told_long_before_the_deadline(cloud, m
     assert time.monotonic() - started < 100
 
 
-def test_a_script_that_was_killed_is_told(cloud):
-    """The end of a script that could not say why it failed is told with its signal and the last lines before it."""
+def test_a_killed_script_is_reported(cloud):
+    """A killed script cannot report its reason. The error has the signal and the last lines of the output."""
     error = failure(
         cloud,
         Reaction("deps", lambda instance_id: cloud.host(instance_id).run("pkill -KILL -f '^bash ./bootstrap.sh'")),
@@ -274,9 +276,10 @@ def test_a_script_that_was_killed_is_told(cloud):
     assert "Killed" in error.output
 
 
-def test_a_node_that_its_guard_ends_meanwhile_is_told(fleet, mirror):
-    """A node that ends by itself during the bootstrap, here because it lives as long as it may, says why; it is not
-    waited for.
+def test_a_node_that_its_guard_ends_during_the_bootstrap_is_reported(fleet, mirror):
+    """The node reaches its maximum lifetime during the bootstrap.
+
+    The error has that reason, and the client does not wait for the node.
     """
     lock = f"/root/.cache/skyward/envs/{sky.Image().content_hash()}.lock"
 
@@ -284,19 +287,20 @@ def test_a_node_that_its_guard_ends_meanwhile_is_told(fleet, mirror):
         mirror.configure(host)
         host.run(
             f"mkdir -p {Path(lock).parent}; setsid flock {lock} sleep 60 </dev/null >/dev/null 2>&1 &"
-        )  # somebody else builds, and does not come to an end
+        )  # another process holds the lock of the build and never finishes
 
     started = time.monotonic()
-    # longer than a busy machine takes to come to that lock
+    # a busy machine needs less time than this to reach that lock
     error = failure(Cloud(fleet, prepare=prepare), Told(), max_lifetime=6)
     assert (error.node, error.phase) == (0, "deps")
     assert "max_lifetime" in str(error)
     assert time.monotonic() - started < 50
 
 
-def test_a_host_that_refuses_our_key_is_told(cloud, monkeypatch):
-    """A refusal is final once cloud-init had its time: CredentialsError names the host and says what to look at, and
-    the machine is given back.
+def test_a_host_that_refuses_our_key_is_reported(cloud, monkeypatch):
+    """When the time for cloud-init is over, a refusal is final: CredentialsError names the host and has advice.
+
+    The machine is terminated.
     """
     monkeypatch.setattr(ssh_transport, "AUTH_GRACE_SECONDS", 1.0)
 
@@ -312,8 +316,9 @@ def test_a_host_that_refuses_our_key_is_told(cloud, monkeypatch):
 
 
 def test_another_host_key_is_refused(fleet, mirror):
-    """A host that shows another key than the one it was launched with gets nothing from us: HostKeyChanged, and the
-    machine is given back.
+    """A host shows another key than the one of its launch.
+
+    The client sends it nothing and raises HostKeyChanged. The machine is terminated.
     """
     cloud = Cloud(fleet, prepare=lambda host: (mirror.configure(host), host.change_host_key()))
     told = Told()
@@ -323,11 +328,14 @@ def test_another_host_key_is_refused(fleet, mirror):
     assert cloud.machines == {}
 
 
-# ── when the client is gone, or its wire ─────────────────────────────────────────────────────────────────────────────
+# ── a dead client, and a broken network ──────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_guard_ends_a_machine_whose_client_was_killed_meanwhile(fleet, mirror):
-    """SIGKILL for the client while a host installs: the host turns itself off within its lease and ten seconds more."""
+def test_the_guard_ends_a_machine_after_its_client_was_killed(fleet, mirror):
+    """The client gets SIGKILL while a host installs packages.
+
+    The host turns itself off within its lease plus ten seconds.
+    """
     host = fleet.create()
     mirror.configure(host)
     argv = [sys.executable, "-m", "tests.provisioning.test_bootstrap_hosts", *_particulars(host)]
@@ -349,9 +357,10 @@ def test_the_guard_ends_a_machine_whose_client_was_killed_meanwhile(fleet, mirro
     assert time.monotonic() - time_of_death > 1
 
 
-def test_a_wire_that_is_cut_for_a_while_does_not_stop_it(cloud):
-    """Eight seconds without a packet in the middle of the installation, and all SSH connections ended after that: the
-    pool opens and computes.
+def test_a_short_network_failure_does_not_stop_the_bootstrap(cloud):
+    """No packet passes for eight seconds during the installation, then all SSH connections are closed.
+
+    The pool opens and runs calls.
     """
 
     def cut(instance_id: str) -> None:
@@ -372,12 +381,13 @@ def test_a_wire_that_is_cut_for_a_while_does_not_stop_it(cloud):
     timers[0].join()
 
 
-# ── hosts that do not see each other ─────────────────────────────────────────────────────────────────────────────────
+# ── hosts that cannot reach each other ───────────────────────────────────────────────────────────────────────────────
 
 
-def test_hosts_that_do_not_see_each_other_are_one_pool(fleet, mirror):
-    """Three hosts that reach nobody but us: broadcast, map, large arrays and Dask's own tasks, which move data between
-    workers, all work.
+def test_hosts_that_cannot_reach_each_other_are_one_pool(fleet, mirror):
+    """Three hosts can reach only the client.
+
+    Broadcast, map, large arrays and Dask's own tasks work, and these tasks move data between workers.
     """
     np = pytest.importorskip("numpy")
     cloud = Cloud(fleet, prepare=mirror.configure, isolated=True)
@@ -399,13 +409,14 @@ def test_hosts_that_do_not_see_each_other_are_one_pool(fleet, mirror):
     assert cloud.machines == {}
 
 
-# ── what a pool keeps to itself, and what it is given ────────────────────────────────────────────────────────────────
+# ── TLS, and the variables of an image ───────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture(scope="module")
 def rented_pool(fleet: Fleet, mirror: Mirror) -> Iterator[sky.ComputePool]:
-    """One host that knows of no index; the image alone says where to install from, and which package from an index of
-    its own.
+    """Yield a pool of one host that has no configured index.
+
+    Only the image sets the index, and another index for one package.
     """
     env = {
         "UV_DEFAULT_INDEX": f"{mirror.url}/simple/",
@@ -416,12 +427,12 @@ def rented_pool(fleet: Fleet, mirror: Mirror) -> Iterator[sky.ComputePool]:
         pip=[PURE_PACKAGE], pip_indexes={f"{mirror.url}/simple": [PURE_PACKAGE.partition("==")[0]]}, env=env
     )
     with pool_on(Cloud(fleet).provider(), Told(), image=image) as pool:
-        pool.dask_client()  # its thread is the pool's, and not that of the first test which asks for it
+        pool.dask_client()  # otherwise the thread would belong to the first test that needs it
         yield pool
 
 
-def test_what_the_image_says_reaches_the_installer_and_the_calls(rented_pool):
-    """uv asks the indexes that the image names; calls see its variables, literally."""
+def test_the_image_sets_indexes_and_variables(rented_pool):
+    """uv uses the indexes that the image names. Calls get the variables of the image literally."""
     assert imported("six") >> rented_pool == PURE_PACKAGE.partition("==")[2]
     assert seen("GREETING") >> rented_pool == "it's $HOME"
 
@@ -441,9 +452,10 @@ with socket.create_connection((host, port), timeout=10) as plain:
 OWN_CERTIFICATE = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=skyward -keyout /root/key -out /root/certificate -days 1"
 
 
-def test_strangers_are_refused_by_the_scheduler_and_the_workers(rented_pool, fleet):
-    """From another host, TLS without a certificate, or with one of its own making, gets no word from scheduler or
-    workers; with the pool's own it does.
+def test_clients_without_the_pools_certificate_are_refused(rented_pool, fleet):
+    """Another host connects by TLS without a certificate, or with its own certificate.
+
+    Scheduler and workers answer nothing. With the pool's certificate they answer.
     """
     stranger = fleet.create()
     made = stranger.run(OWN_CERTIFICATE)
@@ -465,16 +477,16 @@ def test_strangers_are_refused_by_the_scheduler_and_the_workers(rented_pool, fle
     assert square(3) >> rented_pool == 9
 
 
-# ── a provider for a client that is killed ───────────────────────────────────────────────────────────────────────────
+# ── a provider for a client that a test kills ────────────────────────────────────────────────────────────────────────
 
 
 def _particulars(host: Host) -> list[str]:
-    """What another process must know of a host."""
+    """Return the data of a host that another process needs."""
     return [str(host.network.number), str(host.index), str(host.directory), str(host.key_path), str(host.pid)]
 
 
 class _Lent(sky.Provider):
-    """One host, made by another process, that is rented out."""
+    """A provider of one host that another process has created."""
 
     name: ClassVar[str] = "lent"
     end_command: ClassVar[str] = "poweroff"
@@ -523,13 +535,13 @@ class _Lent(sky.Provider):
 
 
 class _Twice(_Lent):
-    """One host, rented out as often as is asked for."""
+    """A provider of one host, which it rents out for each request."""
 
     end_command: ClassVar[str] = ""
 
 
 def main() -> None:
-    """Open a pool on the host whose particulars are the arguments, and say what it tells."""
+    """Open a pool on the host that the arguments describe, and print its events."""
 
     def tell(event: Any) -> None:
         if isinstance(event, BootstrapProgress):

@@ -1,6 +1,4 @@
-"""Where a pool's machines may come from: candidates, their order, what is put aside, and what is raised when all have
-refused.
-"""
+"""Candidates for a pool's machines: their order, those that are delayed, and the error if all refuse."""
 
 from __future__ import annotations
 
@@ -87,8 +85,8 @@ def told(found: Sequence[placing.Candidate]) -> list[list[tuple[str, bool, int, 
         (0.5, [[("b", False, 1, 0), ("b", True, 1, 1)], [("a", False, 1, 0), ("a", True, 1, 1)]]),
     ],
 )
-def test_candidates_are_what_the_strategy_allows(spot: Any, expected: list[Any]) -> None:
-    """Cheapest first; in a mixed pool the on-demand part has the lower ranks and counts with its price."""
+def test_the_spot_strategy_determines_the_candidates(spot: Any, expected: list[Any]) -> None:
+    """The cheapest is first. In a mixed pool the on-demand part has the lower ranks, and its price counts."""
     wishes = {} if spot is None else {"spot": spot}
     offers = (*both("a", 3.0, 1.0), *both("b", 3.1, 0.5), offer("c", 2.0))
     found, refusals = candidates(sky.PoolSpec.of(nodes=2, **wishes), [ProviderOffers(CHEAP, offers, "acc")])
@@ -99,7 +97,7 @@ def test_candidates_are_what_the_strategy_allows(spot: Any, expected: list[Any])
 
 
 def test_all_providers_and_regions_are_ranked_together() -> None:
-    """By the price of all machines; of equal prices the smaller machine."""
+    """The order is by the price of all machines. At equal prices the smaller machine is first."""
     spec = sky.PoolSpec.of(nodes=1, cpu=4)
     found, _ = candidates(
         spec,
@@ -119,8 +117,8 @@ def test_all_providers_and_regions_are_ranked_together() -> None:
 BESIDE = (Extra(name="disk", usd_per_hour=0.625, source="a page", checked="2026-11-22"),)
 
 
-def test_what_is_billed_beside_a_machine_counts() -> None:
-    """In the order, in the limit, and in which of two prices of a type is the cheaper one."""
+def test_extra_costs_of_a_machine_count() -> None:
+    """They count in the order, in the limit, and in the choice between two prices of a type."""
     offers = (offer("a", 1.125, extras_per_hour=BESIDE), offer("b", 1.5), offer("b", 1.25, extras_per_hour=BESIDE))
     found, _ = candidates(sky.PoolSpec.of(nodes=2), [ProviderOffers(CHEAP, offers)])
     assert [(one.parts[0].offer.instance_type, one.price_per_hour) for one in found] == [
@@ -136,8 +134,8 @@ def test_what_is_billed_beside_a_machine_counts() -> None:
     assert select_instance(offers).total_per_hour == 1.5
 
 
-def test_who_has_nothing_is_told_with_the_reason() -> None:
-    """A provider that could not be asked, one with nothing that fits, one without spot; the others are candidates."""
+def test_a_provider_without_candidates_is_reported_with_the_reason() -> None:
+    """One provider fails, one has no offer that fits, and one has no spot. The others are candidates."""
     failed = ProviderFailed("down").coded("503")
     sold = [
         ProviderOffers(CHEAP, error=failed, seconds=2.0),
@@ -152,8 +150,8 @@ def test_who_has_nothing_is_told_with_the_reason() -> None:
     assert "no spot machine" in refusals[2].message
 
 
-def test_a_region_that_could_not_be_asked_is_told_beside_what_the_others_sell() -> None:
-    """And like a provider that could not be asked, it may sell what is demanded."""
+def test_a_region_that_fails_is_reported_beside_the_offers_of_the_others() -> None:
+    """Like a provider that fails, the region may sell what the pool requires."""
     part = ProviderOffers(
         CHEAP, (offer("a"),), seconds=2.0, unasked={"far": CredentialsError("not enabled").coded("AuthFailure")}
     )
@@ -164,15 +162,15 @@ def test_a_region_that_could_not_be_asked_is_told_beside_what_the_others_sell() 
     assert candidates(sky.PoolSpec.of(spot="always"), [part])[0] == []
 
 
-def test_spot_that_nobody_sells_is_a_bad_request() -> None:
-    """Demanded where offers fit and none is spot."""
+def test_spot_that_no_provider_sells_is_a_bad_request() -> None:
+    """The pool requires spot, offers fit, and none of them is spot."""
     with pytest.raises(sky.BadRequest, match="if-available"):
         candidates(sky.PoolSpec.of(spot=0.5, nodes=2), [ProviderOffers(CHEAP, (offer(),))])
     assert candidates(sky.PoolSpec.of(spot="always", cpu=99), [ProviderOffers(CHEAP, (offer(),))])[0] == []
 
 
 class Market(sky.Local):
-    """Lists spot machines only while one is free."""
+    """A provider that lists spot machines only while one is available."""
 
     name: ClassVar[str] = "market"
 
@@ -190,8 +188,8 @@ class Market(sky.Local):
     ],
     ids=["outage", "credentials", "none free", "nothing now"],
 )
-def test_spot_that_somebody_may_sell_is_no_bad_request(other: ProviderOffers, words: str) -> None:
-    """One has not answered, or sells spot when a machine is free: whoever asks for it may ask again."""
+def test_spot_that_a_provider_may_sell_is_no_bad_request(other: ProviderOffers, words: str) -> None:
+    """One provider has not answered, or sells spot when a machine is available. A later try may succeed."""
     found, refusals = candidates(sky.PoolSpec.of(spot="always"), [ProviderOffers(CHEAP, (offer(),)), other])
     assert found == []
     assert "sells no spot machine" in refusals[0].message
@@ -212,8 +210,10 @@ def test_spot_that_somebody_may_sell_is_no_bad_request(other: ProviderOffers, wo
     ],
     ids=str,
 )
-def test_who_lists_spot_only_while_it_is_free(cloud: sky.Provider, wish: dict[str, Any], expected: bool) -> None:
-    """AWS tells a price whether a machine is free or not, RunPod sells none, DigitalOcean three chips (fact sheet)."""
+def test_providers_that_list_spot_only_while_it_is_available(
+    cloud: sky.Provider, wish: dict[str, Any], expected: bool
+) -> None:
+    """AWS always lists a spot price. RunPod sells no spot, DigitalOcean sells three chips as spot (fact sheet)."""
     assert cloud.may_sell_spot(Requirements(**wish)) is expected
 
 
@@ -221,10 +221,8 @@ def gpus(kind: str, price: float, chips: int, **fields: Any) -> Offer:
     return offer(kind, price, accelerator="H100", accelerators=chips, accelerator_memory_gb=80, **fields)
 
 
-def test_one_chip_is_not_eight() -> None:
-    """More chips than were asked for are taken where they cost no more than the fewest do, and not when those are sold
-    out.
-    """
+def test_offers_with_more_chips_than_required() -> None:
+    """They are used if they cost no more than those with the fewest chips. They are not used if those are sold out."""
     aws, market = sky.Local(price_per_hour=3.0), sky.Local(price_per_hour=4.0)
     sold = [
         ProviderOffers(
@@ -253,19 +251,19 @@ def test_one_chip_is_not_eight() -> None:
     assert "eight" in types()
 
 
-def test_chips_that_cost_nothing_are_taken() -> None:
-    """Hosts of one's own."""
+def test_additional_chips_without_a_price_are_used() -> None:
+    """It applies to the user's own hosts."""
     found, _ = candidates(
         sky.PoolSpec.of(accelerator="H100"), [ProviderOffers(CHEAP, (gpus("one", 0.0, 1), gpus("eight", 0.0, 8)))]
     )
     assert len(found) == 2
 
 
-# ── what is remembered ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── earlier failures ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def attempt(seconds_ago: float, error: str = "NoCapacity", kind: str = "a", pool: str = "", nodes: int = 1) -> Attempt:
-    """A try of a pool of its own, if it is not told of which."""
+    """Return an attempt. Without a pool id it belongs to a new pool."""
     at = NOW - timedelta(seconds=seconds_ago)
     return Attempt(
         pool or f"p{seconds_ago}", at, "local", "r-1", kind, is_spot=False, seconds=1.0, error=error, nodes=nodes
@@ -300,18 +298,18 @@ def attempt(seconds_ago: float, error: str = "NoCapacity", kind: str = "a", pool
         ([*(attempt(n, nodes=2) for n in (4, 3, 2)), attempt(1, error="", nodes=64)], None),
     ],
 )
-def test_what_fails_again_and_again_rests(attempts: list[Attempt], rest_seconds: float | None) -> None:
-    """From the third failure in a row on, each time twice as long and half an hour at most; a success ends it.
+def test_a_candidate_that_fails_repeatedly_is_delayed(attempts: list[Attempt], rest_seconds: float | None) -> None:
+    """The delay begins at the third failure in a row. It doubles each time, up to half an hour. A success ends it.
 
-    One for each pool that wanted no more machines than the two that are wanted now, and of those errors that are not
-    the pool's own.
+    Each pool counts once. Only pools that needed at most as many machines count, and only errors that have another
+    cause than the pool.
     """
     found = resting(attempts, NOW, 2)
     assert found == ({} if rest_seconds is None else {key_of(attempts[0]): NOW + timedelta(seconds=rest_seconds)})
 
 
-def test_who_rests_is_asked_after_what_costs_little_more() -> None:
-    """And is not left out, nor behind what costs much more."""
+def test_a_delayed_candidate_follows_those_that_cost_little_more() -> None:
+    """It stays in the list, before candidates that cost much more."""
     found, _ = candidates(
         sky.PoolSpec.of(nodes=1),
         [ProviderOffers(CHEAP, (offer("a", 1.0), offer("b", 1.2), offer("c", 1.5), offer("d", 1.6), offer("e", 9.0)))],
@@ -321,7 +319,7 @@ def test_who_rests_is_asked_after_what_costs_little_more() -> None:
     assert order(found, {}) == found
 
 
-# ── what is raised ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -337,8 +335,8 @@ def test_who_rests_is_asked_after_what_costs_little_more() -> None:
         ([sky.BadRequest("no"), RateLimited("neither")], NoCapacity),
     ],
 )
-def test_all_reasons_are_told(errors: list[SkywardError], kind: type[SkywardError]) -> None:
-    """One kind where all have it, else NoCapacity; every candidate with its reason."""
+def test_the_error_has_all_reasons(errors: list[SkywardError], kind: type[SkywardError]) -> None:
+    """If all reasons have one type, the error has that type, else it is NoCapacity. Each candidate has its reason."""
     refusals = [refusal(CHEAP, offer(), error.coded("x7"), 1.5) for error in errors]
     error = none_left(Requirements(), 2, refusals, errors)
     assert type(error) is kind
@@ -350,15 +348,15 @@ def test_all_reasons_are_told(errors: list[SkywardError], kind: type[SkywardErro
         assert error.refusals == tuple(refusals)
 
 
-def test_one_that_was_alone_says_it_itself() -> None:
-    """The very error, with its refusal."""
+def test_the_error_of_a_single_candidate_is_raised_itself() -> None:
+    """The same error object is raised, with its refusal."""
     alone = QuotaExceeded("too many")
     assert none_left(Requirements(), 1, [refusal(CHEAP, offer(), alone, 0.1)], [alone]) is alone
     assert len(alone.refusals) == 1
 
 
-def test_money_that_is_missing_is_told_as_such() -> None:
-    """If it is in the way of all that fits, whoever else sells nothing; with the account and what is left of it."""
+def test_missing_money_is_reported_as_such() -> None:
+    """All offers that fit cost too much, and other providers sell nothing. The error has the account and its balance."""
     errors = [BudgetExceeded("no", "team", Decimal(3)), BudgetExceeded("neither", "team", Decimal(2))]
     nothing = refusal(DEAR, None, NoCapacity("nothing fits"), 0.1)
     error = none_left(Requirements(), 1, [nothing, *(refusal(CHEAP, offer(), one, 0.1) for one in errors)], errors)
@@ -368,11 +366,14 @@ def test_money_that_is_missing_is_told_as_such() -> None:
     assert "BudgetExceeded" in str(error)
 
 
-# ── several in a spec ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── several providers in a spec ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_several_providers_are_part_of_the_spec() -> None:
-    """There and back through JSON; one in a list is that one; none, and the same twice, are refused."""
+    """They survive JSON.
+
+    A list of one provider equals that provider. An empty list and a repeated provider are refused.
+    """
     spec = sky.PoolSpec.of(provider=["local", {"name": "local", "price_per_hour": 2.0}])
     assert spec.providers == (sky.Local(), sky.Local(price_per_hour=2.0))
     assert sky.PoolSpec.model_validate_json(spec.model_dump_json(exclude_unset=True)) == spec
@@ -388,7 +389,7 @@ def test_several_providers_are_part_of_the_spec() -> None:
 
 
 def test_the_smallest_instance_is_selected() -> None:
-    """Fewest accelerators, then CPUs, then memory; not the cheapest. NoCapacity tells why none."""
+    """The order is accelerators, CPUs, memory, and not the price. NoCapacity has the reasons if no offer fits."""
     offers = [
         offer("big", 1.0, vcpus=64, memory_gb=256, accelerator="H100", accelerators=8, accelerator_memory_gb=80),
         offer("right", 9.0, vcpus=48, memory_gb=128, accelerator="H100", accelerators=1, accelerator_memory_gb=80),
@@ -401,8 +402,8 @@ def test_the_smallest_instance_is_selected() -> None:
         sky.select_instance(offers, accelerator="H100", cpu=100)
 
 
-def test_a_form_factor_is_met_where_it_is_told() -> None:
-    """Asked for, an offer that tells none is not taken for it."""
+def test_a_required_form_factor_matches_only_offers_that_have_it() -> None:
+    """An offer without a form factor does not match."""
     wanted = Requirements(accelerator=sky.Accelerator.NVIDIA.H100(form_factor="SXM"))
     chip = {"accelerator": "H100", "accelerators": 1, "accelerator_memory_gb": 80}
     assert [matches(offer(**chip, form_factor=form), wanted) for form in ("SXM", "PCIe", None)] == [
@@ -413,8 +414,8 @@ def test_a_form_factor_is_met_where_it_is_told() -> None:
 
 
 @pytest.mark.slow
-def test_many_offers_are_ranked() -> None:
-    """Of 50,000 as many as anybody would try, the cheapest first. How quickly is for the benchmarks to tell."""
+def test_only_the_cheapest_of_many_offers_are_ranked() -> None:
+    """Of 50,000 offers it returns the number that a pool may try, the cheapest first. The benchmarks measure the time."""
     offers = tuple(offer(f"t{n % 500}", 1 + (n * 7919) % 50_000 / 1000, region=f"r-{n // 500}") for n in range(50_000))
     found, _ = candidates(sky.PoolSpec.of(nodes=2, spot="never"), [ProviderOffers(CHEAP, offers)])
     assert len(found) == placing.MOST_CANDIDATES

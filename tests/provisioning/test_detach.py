@@ -1,4 +1,4 @@
-"""What a node is told when its pool is detached, and what it is told when that has failed."""
+"""The leases that nodes receive when their pool is detached, and after a detach that fails."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ from skyward_core.worker.watchdog import DETACHED, read_lease, uptime, write_lea
 
 
 class SSHTransport:
-    """A node elsewhere, whose uptime is its own: its lease is a number that means nothing here."""
+    """The transport to another machine. The uptime of that machine determines its lease."""
 
     def __init__(self, lease: str | None, *, is_connected: bool = True) -> None:
         self.instance = SimpleNamespace(id="far away")
@@ -51,7 +51,7 @@ def local(directory: Path) -> LocalTransport:
 
 
 def machines_of(nodes: list[Any], error: Exception | None = None) -> Any:
-    """Machines whose nodes are all told to live longer; then there is an error, if one is given."""
+    """Return machines that all get a longer lease. An `error`, if given, is raised afterwards."""
 
     def extend_leases(seconds: float) -> None:
         for node in nodes:
@@ -68,8 +68,8 @@ def machines_of(nodes: list[Any], error: Exception | None = None) -> Any:
     )
 
 
-def test_nodes_live_on_when_all_is_well(tmp_path: Path) -> None:
-    """Theirs is the lease that they were told, and those of this machine go by it."""
+def test_after_a_detach_the_nodes_keep_their_longer_lease(tmp_path: Path) -> None:
+    """They have the lease that they received. Nodes of this machine end by their lease and not with their owner."""
     here, there = local(tmp_path / "node"), SSHTransport("700\n")
     with detached_nodes(machines_of([here, there]), 1000.0, 120.0):
         assert (tmp_path / "node" / DETACHED).exists()
@@ -80,9 +80,12 @@ def test_nodes_live_on_when_all_is_well(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("before", [None, 60.0, 600.0])
 @pytest.mark.parametrize("is_told", [True, False])
-def test_nodes_are_told_again_when_something_fails(tmp_path: Path, before: float | None, *, is_told: bool) -> None:
-    """A node elsewhere has the lease that it had; one of this machine the usual one, or its own if that was longer, and
-    its owner stands for it again.
+def test_after_a_failed_detach_nodes_get_their_former_lease(
+    tmp_path: Path, before: float | None, *, is_told: bool
+) -> None:
+    """A node on another machine gets its former lease.
+
+    A node of this machine gets the usual lease, or its own if that was longer. It ends with its owner again.
     """
     here, there, lost, bare = (
         local(tmp_path / "node"),
@@ -97,15 +100,15 @@ def test_nodes_are_told_again_when_something_fails(tmp_path: Path, before: float
     with pytest.raises((Unreachable, KeyboardInterrupt)), detached_nodes(machines, 1000.0, 120.0):
         raise KeyboardInterrupt
     assert there.lease == "700\n"
-    assert lost.lease == bare.lease == "99999\n"  # the one is not there, of the other nobody knows what it had
+    assert lost.lease == bare.lease == "99999\n"  # one node does not answer, the former lease of the other is unknown
     lease = read_lease(tmp_path / "node")
     assert lease is not None
     assert lease == pytest.approx(now + max(before or 0.0, 120.0), abs=5.0)
     assert not (tmp_path / "node" / DETACHED).exists()
 
 
-def test_a_node_that_is_found_to_be_out_of_reach_first_changes_nothing() -> None:
-    """All are asked before any is told."""
+def test_if_a_node_does_not_answer_nothing_changes() -> None:
+    """All nodes are checked before any node gets another lease."""
 
     class Silent(SSHTransport):
         def read(self, name: str) -> str:

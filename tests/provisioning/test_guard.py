@@ -1,4 +1,4 @@
-"""The guard of a node, run for real on this machine: when it ends the node, and that it takes all of it along."""
+"""The guard of a node, as a real process on this machine: when it ends the node, and what it removes."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ LEASE_SECONDS = 120
 
 @dataclass
 class Node:
-    """A node whose machine's uptime is what a test says."""
+    """A node on a machine with an uptime that the test sets."""
 
     folder: Path
     id: str
@@ -61,7 +61,7 @@ class Node:
         return process
 
     def looked(self) -> None:
-        """Return after the guard has looked once more, at what is there now, and gone on."""
+        """Return after the guard has read the present state once more."""
         last = self.sleep()
         wait_until(lambda: self.sleep() not in (None, last), "the guard to look")
         last = self.sleep()
@@ -74,7 +74,7 @@ class Node:
             pytest.fail(f"the guard has ended: {self.process.stderr.read() if self.process.stderr else ''}")
 
     def ended(self) -> str:
-        """Wait for the guard to end; return what it has put on its standard output."""
+        """Wait until the guard has ended. Return its standard output."""
         out, _ = self.process.communicate(timeout=60)
         assert self.process.returncode == 0
         return out
@@ -134,15 +134,15 @@ def guarded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 
 
 def last_words(node: Node) -> str:
-    """What the node's log says at its end; asked of a node that keeps its directory."""
+    """Return the node's log at its end. The node must keep its directory."""
     return (node.directory / "log").read_text()
 
 
-# ── while it watches ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── a living node ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_guard_that_is_up_says_so(guarded):
-    """Its private directory holds the first lease, which the Python side reads, and its pid."""
+def test_a_running_guard_has_a_pid_file_and_a_lease(guarded):
+    """Its private directory has its pid and the first lease. The Python side can read them."""
     node = guarded()
     assert int((node.directory / "guard").read_text()) == node.process.pid
     assert read_lease(node.directory) == 1000 + LEASE_SECONDS
@@ -150,15 +150,15 @@ def test_a_guard_that_is_up_says_so(guarded):
     assert sorted(path.name for path in node.directory.iterdir()) == ["guard", "lease"]
 
 
-def test_the_machines_own_uptime_counts(guarded):
-    """Without a clock of its own the lease counts from the uptime of this machine."""
+def test_the_uptime_of_the_machine_counts(guarded):
+    """Without another clock the lease counts from the uptime of this machine."""
     before = float(Path("/proc/uptime").read_text().split()[0])
     node = guarded(SKYWARD_UPTIME_FILE="")
     assert before - 1 <= (read_lease(node.directory) or 0) - LEASE_SECONDS <= before + 30
 
 
 def test_the_script_is_plain_sh():
-    """Neither shellcheck nor dash finds anything in the script, whatever it is told to do at the end."""
+    """shellcheck and dash report nothing, for any end command."""
     script = guard_script(0.5, 3600, "echo 'it'\"'\"'s over'; shutdown -P now")
     assert (
         subprocess.run(
@@ -170,7 +170,10 @@ def test_the_script_is_plain_sh():
 
 
 def test_a_guard_that_cannot_write_ends_the_machine(guarded, tmp_path):
-    """Where no directory can be made nobody waits: the reason is on its standard error, and the end command is run."""
+    """If no directory can be created, the guard does not wait.
+
+    It writes the reason to standard error and runs the end command.
+    """
     (tmp_path / "instance").write_text("in the way")
     node = guarded(end_command="echo shut down", SKYWARD_KEEP_DIRECTORY="1")
     out, told = node.process.communicate(timeout=60)
@@ -178,11 +181,11 @@ def test_a_guard_that_cannot_write_ends_the_machine(guarded, tmp_path):
     assert "cannot write" in told
 
 
-# ── when it ends the node ────────────────────────────────────────────────────────────────────────────────────────────
+# ── reasons to end a node ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_lease_that_runs_out(guarded):
-    """One second before its end the node lives, at its end it does not, and says why."""
+def test_a_node_ends_when_its_lease_expires(guarded):
+    """One second before the expiry the node lives. At the expiry it ends and logs the reason."""
     node = guarded(SKYWARD_KEEP_DIRECTORY="1")
     node.set_uptime(1000 + LEASE_SECONDS - 0.01)
     node.looked()
@@ -194,8 +197,8 @@ def test_a_lease_that_runs_out(guarded):
     )
 
 
-def test_a_lease_that_is_extended(guarded):
-    """What the Python side writes as a lease is understood; a shorter one counts too."""
+def test_a_lease_can_be_extended_and_shortened(guarded):
+    """The guard reads the lease that the Python side writes."""
     node = guarded()
     node.write("lease", "5000.250\n")
     node.looked()
@@ -206,10 +209,8 @@ def test_a_lease_that_is_extended(guarded):
 
 
 @pytest.mark.parametrize("text", ["", "1", "12.5", "soon\n", "-5\n", "1e3\n", "9" * 40 + "\n", "\0\0\n", None])
-def test_a_lease_that_cannot_be_read(guarded, text):
-    """A file that is being written, garbage, or none at all changes nothing: the last good lease counts, and does run
-    out.
-    """
+def test_an_unreadable_lease_is_ignored(guarded, text):
+    """An incomplete, invalid or missing file changes nothing. The last valid lease counts, and it expires."""
     node = guarded()
     node.write("lease", "3000\n")
     node.looked()
@@ -223,8 +224,8 @@ def test_a_lease_that_cannot_be_read(guarded, text):
     node.ended()
 
 
-def test_a_clock_that_cannot_be_read(guarded):
-    """Without an uptime the node lives on until there is one."""
+def test_without_a_readable_clock_a_node_lives(guarded):
+    """The node lives until an uptime can be read."""
     node = guarded()
     node.clock.unlink()
     node.looked()
@@ -232,8 +233,8 @@ def test_a_clock_that_cannot_be_read(guarded):
     node.ended()
 
 
-def test_the_longest_life(guarded):
-    """`max_lifetime` ends the node however long its lease."""
+def test_a_node_ends_at_its_maximum_lifetime(guarded):
+    """`max_lifetime` ends the node, for any lease."""
     node = guarded(max_lifetime=300, SKYWARD_KEEP_DIRECTORY="1")
     node.write("lease", "90000\n")
     node.looked()
@@ -244,10 +245,8 @@ def test_the_longest_life(guarded):
     assert last_words(node) == "skyward: node ends: alive for 300 s (max_lifetime)\n"
 
 
-def test_the_end_of_what_is_paid(guarded):
-    """The node lives until the time that the Python side has written, and no longer, however long its lease; the reason
-    names the money.
-    """
+def test_a_node_ends_at_the_end_of_its_paid_time(guarded):
+    """The Python side has written this time. It ends the node, for any lease. The reason names the money."""
     node = guarded(SKYWARD_KEEP_DIRECTORY="1")
     node.write("lease", "90000\n")
     write_paid(node.directory, 1300.25)
@@ -260,10 +259,8 @@ def test_the_end_of_what_is_paid(guarded):
 
 
 @pytest.mark.parametrize("told", [None, 1200.0, 4000.0])
-def test_what_is_paid_from_the_start(guarded, told):
-    """Until somebody says anything else the node lives for as long as it was launched for; what is said counts, more or
-    less than that.
-    """
+def test_the_paid_time_of_the_launch_counts_until_another_is_written(guarded, told):
+    """The later value may be longer or shorter."""
     node = guarded(paid_seconds=300.9, SKYWARD_KEEP_DIRECTORY="1")
     node.write("lease", "90000\n")
     if told is not None:
@@ -277,8 +274,8 @@ def test_what_is_paid_from_the_start(guarded, told):
     assert last_words(node) == "skyward: node ends: the money is used up (max_cost, budget)\n"
 
 
-def test_what_is_paid_is_raised_and_lowered(guarded):
-    """What was said last counts, more or less than before."""
+def test_paid_time_can_be_raised_and_lowered(guarded):
+    """The last value counts."""
     node = guarded()
     node.write("lease", "90000\n")
     write_paid(node.directory, 1300)
@@ -291,8 +288,8 @@ def test_what_is_paid_is_raised_and_lowered(guarded):
 
 
 @pytest.mark.parametrize("text", ["", "12.5", "soon\n", "inf\n", "9" * 40 + "\n", None])
-def test_what_is_paid_and_cannot_be_read(guarded, text):
-    """Garbage, or a file that is gone, leaves the last good time, and that does run out."""
+def test_an_unreadable_paid_time_is_ignored(guarded, text):
+    """If the file is invalid or missing, the last valid time counts, and it ends the node."""
     node = guarded()
     node.write("lease", "90000\n")
     node.write("paid", "3000\n")
@@ -307,8 +304,8 @@ def test_what_is_paid_and_cannot_be_read(guarded, text):
     node.ended()
 
 
-def test_garbage_about_money_is_no_limit(guarded):
-    """As long as nobody has said anything that can be read, the lease alone counts."""
+def test_an_invalid_paid_time_is_no_limit(guarded):
+    """Without any valid value only the lease counts."""
     node = guarded(SKYWARD_KEEP_DIRECTORY="1")
     node.write("paid", "0x10\n")
     node.set_uptime(1000 + LEASE_SECONDS - 1)
@@ -318,8 +315,8 @@ def test_garbage_about_money_is_no_limit(guarded):
     assert "lease_seconds" in last_words(node)
 
 
-def test_a_node_that_says_that_it_has_ended(guarded):
-    """The content of `ended` is the reason, word for word, and comes after what others have said."""
+def test_a_node_ends_if_it_reports_its_end(guarded):
+    """The content of the file `ended` is the reason, literally. It comes after other reports."""
     node = guarded(SKYWARD_KEEP_DIRECTORY="1")
     node.write("log", "hello\n")
     node.write("ended", "idle for 3600 s (timeout): $HOME `x` 'y' \\n\n")
@@ -327,10 +324,8 @@ def test_a_node_that_says_that_it_has_ended(guarded):
     assert last_words(node) == "hello\nskyward: node ends: idle for 3600 s (timeout): $HOME `x` 'y' \\n\n"
 
 
-def test_a_supervisor_that_is_gone(guarded):
-    """The node lives as long as its supervisor, and is over when that was killed, even before anybody has taken note of
-    its death.
-    """
+def test_a_node_ends_with_its_supervisor(guarded):
+    """The node ends when its supervisor is killed, also while the supervisor is a zombie."""
     node = guarded(SKYWARD_KEEP_DIRECTORY="1")
     node.write("supervisor", "")
     node.looked()
@@ -343,16 +338,16 @@ def test_a_supervisor_that_is_gone(guarded):
     supervisor.wait()
 
 
-def test_a_supervisor_that_is_somebody_else(guarded):
-    """A process with the supervisor's pid that is not of this instance is none."""
+def test_a_process_with_a_reused_pid_is_no_supervisor(guarded):
+    """It has the supervisor's pid, but belongs to another instance."""
     node = guarded(SKYWARD_KEEP_DIRECTORY="1")
     node.write("supervisor", f"{os.getpid()}\n")
     node.ended()
     assert "its supervisor is gone" in last_words(node)
 
 
-def test_a_supervisor_that_ends_the_node(guarded):
-    """Who has said why before it went is believed, and not taken for one that died."""
+def test_a_supervisor_that_ends_the_node_gives_the_reason(guarded):
+    """The guard uses the reason that the supervisor has written, and reports no crash."""
     node = guarded(SKYWARD_KEEP_DIRECTORY="1")
     supervisor = node.start(
         "sh",
@@ -367,20 +362,23 @@ def test_a_supervisor_that_ends_the_node(guarded):
     assert last_words(node) == "skyward: node ends: idle\n"
 
 
-def test_asked_to_end(guarded):
-    """SIGTERM ends the node at once, not at the next look."""
+def test_sigterm_ends_the_node(guarded):
+    """The node ends at once, not at the next check."""
     node = guarded(SKYWARD_KEEP_DIRECTORY="1")
     node.process.terminate()
     node.ended()
     assert last_words(node) == "skyward: node ends: asked to\n"
 
 
-# ── what it takes along ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── what the guard removes ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_all_of_the_node_goes_and_nothing_else(guarded, tmp_path):
-    """Every process with the tag dies, those in sessions of their own, deaf to signals and forking included; another
-    instance lives, and so does one whose id begins alike. Folders in memory and on disk are gone, the other's are not.
+def test_the_whole_node_is_removed_and_nothing_else(guarded, tmp_path):
+    """Each process with the tag is killed, also those with their own session, those that ignore signals, and those that
+    fork.
+
+    Other instances live, also one with a similar id. The node's folders in memory and on disk are removed. Folders of
+    other instances stay.
     """
     node = guarded()
     deaf = node.start(
@@ -425,9 +423,10 @@ def test_all_of_the_node_goes_and_nothing_else(guarded, tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-def test_mounts_are_undone(guarded, tmp_path):
-    """What the node has mounted is unmounted, with what is mounted within it; what was there below stays; a mount point
-    that is none disturbs nobody.
+def test_mounts_are_unmounted(guarded, tmp_path):
+    """All mounts of the node are unmounted, also nested ones. Files below a mount point stay.
+
+    A recorded mount point without a mount is no error.
     """
     outer = tmp_path / "a folder"
     inner = outer / "inner"
@@ -448,8 +447,8 @@ def test_mounts_are_undone(guarded, tmp_path):
     assert [path.name for path in outer.iterdir()] == ["below"]
 
 
-def test_the_last_mount_is_undone_first(guarded, tmp_path):
-    """What was mounted within another mount goes before it."""
+def test_the_last_mount_is_unmounted_first(guarded, tmp_path):
+    """A nested mount is unmounted before the outer one."""
     fake = tmp_path / "bin/fusermount"
     fake.parent.mkdir()
     fake.write_text(f'#!/bin/sh\necho "$2" >>{tmp_path}/undone\n')
@@ -462,9 +461,10 @@ def test_the_last_mount_is_undone_first(guarded, tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
-def test_a_mount_that_nobody_has_noted_is_not_emptied(guarded, tmp_path):
-    """Removing the node's directory stops at the border of its file system: a bucket mounted below it keeps what it
-    holds.
+def test_an_unrecorded_mount_is_not_emptied(guarded, tmp_path):
+    """The removal of the node's directory stops at the border of its file system.
+
+    A bucket that is mounted below keeps its objects.
     """
     node = guarded()
     bucket, seen = node.directory / "bucket", tmp_path / "seen"
@@ -480,18 +480,19 @@ def test_a_mount_that_nobody_has_noted_is_not_emptied(guarded, tmp_path):
         subprocess.run(["umount", str(bucket)], check=True)
 
 
-def test_the_end_command_is_the_last(guarded, tmp_path):
-    """What ends the machine is run after all else, quotes and all, whatever the reason."""
+def test_the_end_command_runs_last(guarded, tmp_path):
+    """It runs after everything else, for any reason. Its quotes are kept."""
     node = guarded(end_command=f"test -e '{tmp_path}/instance' || echo \"it's over\"")
     node.write("ended", "enough")
     assert node.ended() == "it's over\n"
 
 
-def test_a_killed_guard_lets_go_of_everything(guarded, monkeypatch, tmp_path):
-    """When the guard was killed, its pause has neither the tag, so that nobody takes it for the node, nor the
-    provider's lock on descriptor 9.
+def test_a_killed_guard_holds_nothing(guarded, monkeypatch, tmp_path):
+    """Its `sleep` process survives. That process has neither the node's tag nor the provider's lock on descriptor 9.
+
+    With the tag it would count as the node.
     """
-    monkeypatch.setattr(guard, "PAUSE_SECONDS", 60)  # the pause must outlive all that is looked at
+    monkeypatch.setattr(guard, "PAUSE_SECONDS", 60)  # the `sleep` must live longer than the checks
     lock = tmp_path / "lock"
     lock.touch()
     node = guarded(locked=lock)
