@@ -1,5 +1,6 @@
-"""`Image(cache=True)`: the disk of the first machine is kept before anything secret comes to it, and the next machines
-start from that.
+"""`Image(cache=True)`: an image is captured from the first machine before secrets reach it.
+
+Later machines start from it.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 # ── as a value ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_whether_it_is_kept_changes_nothing_of_what_is_installed() -> None:
-    """So that a disk that was kept fits both."""
+def test_cache_does_not_change_the_installed_software() -> None:
+    """So an image that was captured with `cache=True` has the same content hash."""
     assert Image().cache is False
     assert Image(cache=True).content_hash() == Image().content_hash()
     assert Image(cache=True) != Image()
@@ -57,8 +58,10 @@ def test_whether_it_is_kept_changes_nothing_of_what_is_installed() -> None:
 @pytest.mark.parametrize(
     ("cache", "keeps", "is_tagged"), [(True, True, True), (False, True, False), (True, False, False)]
 )
-def test_a_launch_says_which_packages_are_wanted(tmp_path: Path, cache: bool, keeps: bool, is_tagged: bool) -> None:
-    """To those who keep disks, if it was asked for: elsewhere tags have little room."""
+def test_the_tags_of_a_launch_have_the_hash_of_the_packages(
+    tmp_path: Path, cache: bool, keeps: bool, is_tagged: bool
+) -> None:
+    """Only for providers that capture images, and only with `cache=True`: other providers have little space for tags."""
     kind = type("Keeping", (FakeProvider,), {"keeps_images": keeps, "name": "keeping"})
     image = Image(cache=cache)
     with Ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
@@ -71,11 +74,11 @@ def test_a_launch_says_which_packages_are_wanted(tmp_path: Path, cache: bool, ke
 OFFER = sky.Offer(provider="keeping", instance_type="big", region="here", price_per_hour=1.0, vcpus=4, memory_gb=8)
 
 
-# ── the script in two pieces ─────────────────────────────────────────────────────────────────────────────────────────
+# ── the script in two parts ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_first_piece_holds_no_value_of_the_environment() -> None:
-    """The second one holds them all."""
+def test_the_first_part_contains_no_value_of_the_environment() -> None:
+    """The second part contains all of them."""
     first, rest = node_script_in_two(SPEC)
     for secret in (IMAGE_SECRET, POOL_SECRET):
         assert secret not in first
@@ -85,9 +88,11 @@ def test_the_first_piece_holds_no_value_of_the_environment() -> None:
 
 
 @pytest.mark.parametrize("spec", [SPEC, PoolSpec(image=Image(cache=True, apt=["git"]))], ids=["env", "no env"])
-def test_both_pieces_pass_shellcheck(spec: PoolSpec) -> None:
-    """As the whole does; what the first one reads is not there yet (SC1090, SC1091), and what it has literally it says
-    at the head of the whole (SC2016).
+def test_both_parts_pass_shellcheck(spec: PoolSpec) -> None:
+    """The whole script passes too.
+
+    Two findings are ignored: files that do not exist yet (SC1090, SC1091), and literal text that the whole script
+    explains at its beginning (SC2016).
     """
     for piece in node_script_in_two(spec):
         done = subprocess.run(
@@ -100,9 +105,10 @@ def test_both_pieces_pass_shellcheck(spec: PoolSpec) -> None:
         assert done.stdout == ""
 
 
-def test_the_first_piece_waits_for_the_second(tmp_path: Path) -> None:
-    """It takes the image's environment from the file that it is told of, which is gone then; and the second piece runs
-    in the same shell.
+def test_the_first_part_waits_for_the_second(tmp_path: Path) -> None:
+    """It reads the image's environment from the named file, which it then deletes.
+
+    The second part runs in the same shell.
     """
     first, _ = node_script_in_two(PoolSpec(image=Image(env={"INDEX_TOKEN": "x"}, cache=True)))
     head, installs, tail = first.partition("\n#!/usr/bin/env bash\n")
@@ -133,11 +139,11 @@ def test_the_first_piece_waits_for_the_second(tmp_path: Path) -> None:
         assert process.wait(30) == 0
 
 
-# ── the order of things ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── the order of the steps ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Machine:
-    """A machine that notes what it is given, and in which order."""
+    """A machine that records its input in order."""
 
     def __init__(self, *, has_memory: bool = True, keep: Callable[[], str | None] = lambda: "ami-1") -> None:
         self.given: list[tuple[str, str]] = []
@@ -173,8 +179,8 @@ class Machine:
         return [name for name, _ in self.given]
 
 
-def test_a_disk_is_kept_before_anything_secret_is_on_it(caplog: pytest.LogCaptureFixture) -> None:
-    """What is written to it until then holds nothing of the environment."""
+def test_an_image_is_captured_before_secrets_reach_the_disk(caplog: pytest.LogCaptureFixture) -> None:
+    """All earlier writes contain nothing of the environment."""
     caplog.set_level(logging.INFO)
     machine = Machine()
     assert machine.prepare() == ["start", f"memory {IMAGE_ENV}", IMAGE_ENV, "keep", REST]
@@ -189,8 +195,8 @@ def test_a_disk_is_kept_before_anything_secret_is_on_it(caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize("error", [sky.ProviderFailed("out"), sky.CredentialsError("may not"), OSError("whatever")])
-def test_a_disk_that_cannot_be_kept_costs_no_pool(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
-    """It is told, and the machine goes on."""
+def test_a_failed_capture_does_not_fail_the_pool(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    """The failure is reported, and the machine is used."""
 
     def keep() -> str | None:
         raise error
@@ -202,22 +208,22 @@ def test_a_disk_that_cannot_be_kept_costs_no_pool(error: Exception, caplog: pyte
     )
 
 
-def test_one_that_is_kept_already_is_not_told(caplog: pytest.LogCaptureFixture) -> None:
-    """Another pool was quicker."""
+def test_an_existing_image_is_not_reported(caplog: pytest.LogCaptureFixture) -> None:
+    """Another pool has captured it earlier."""
     caplog.set_level(logging.INFO)
     assert Machine(keep=lambda: None).prepare()[-1] == REST
     assert "is being kept" not in caplog.text
 
 
-def test_a_machine_without_room_in_memory_is_not_kept(caplog: pytest.LogCaptureFixture) -> None:
-    """Its environment has to stand on its disk."""
+def test_a_machine_without_space_in_memory_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
+    """Its environment must be written to its disk."""
     machine = Machine(has_memory=False)
     assert machine.prepare() == ["start", IMAGE_ENV, REST]
     assert IMAGE_SECRET in dict(machine.given)[IMAGE_ENV]
     assert "its disk is not kept" in caplog.text
 
 
-def test_it_waits_no_longer_when_the_pool_is_not_going_to_open() -> None:
+def test_the_wait_ends_if_the_pool_fails() -> None:
     """Another node has failed meanwhile."""
     machine, is_over = Machine(), threading.Event()
     is_over.set()
@@ -227,8 +233,8 @@ def test_it_waits_no_longer_when_the_pool_is_not_going_to_open() -> None:
     assert [name for name, _ in machine.given] == ["start"]
 
 
-def test_a_machine_that_does_not_answer_any_more_is_told_as_such() -> None:
-    """As everywhere while a node is prepared."""
+def test_a_machine_that_stops_answering_during_the_capture_is_reported() -> None:
+    """The error is that of every other step of the bootstrap."""
     machine = Machine()
     machine.is_cut = True
     with pytest.raises(BootstrapFailed, match="it does not answer any more: cut"):
@@ -238,16 +244,19 @@ def test_a_machine_that_does_not_answer_any_more_is_told_as_such() -> None:
 @pytest.mark.parametrize(
     ("cache", "keeps", "tags", "is_kept"), [(True, True, {}, True), (False, True, {}, False), (True, False, {}, False)]
 )
-def test_which_disks_are_of_use(cache: bool, keeps: bool, tags: dict[str, str], is_kept: bool) -> None:
-    """Those that are wanted and can be had; and not that of a machine that was started from one itself."""
+def test_which_machines_are_captured(cache: bool, keeps: bool, tags: dict[str, str], is_kept: bool) -> None:
+    """`cache=True` is set and the provider supports it.
+
+    A machine that was started from a captured image is not captured.
+    """
     spec, provider = PoolSpec(image=Image(cache=cache)), cast("Any", SimpleNamespace(keeps_images=keeps))
     assert is_to_be_kept(spec, provider, cast("Any", SimpleNamespace(tags=tags))) is is_kept
     assert not is_to_be_kept(spec, provider, cast("Any", SimpleNamespace(tags={STARTED_FROM_TAG: "ami-1"})))
 
 
 @pytest.mark.slow
-def test_elsewhere_it_is_said_that_it_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """It is no error: a disk that is kept saves time, and that is all."""
+def test_without_support_for_images_the_log_says_that_cache_has_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    """It is no error, because a captured image only saves time."""
     caplog.set_level(logging.INFO)
     with sky.ComputePool(provider=sky.Local(), image=sky.Image(cache=True), display="quiet") as pool:
         assert tuple(value() @ pool) == ((None, None),)
@@ -261,12 +270,12 @@ def test_elsewhere_it_is_said_that_it_changes_nothing(caplog: pytest.LogCaptureF
 
 @sky.compute
 def value() -> tuple[str | None, str | None]:
-    """What the environment of a call holds."""
+    """Return values of the environment of the call."""
     return os.environ.get("INDEX_TOKEN"), os.environ.get("HF_TOKEN")
 
 
 class Disks(Hosting):
-    """Hosts of which some start from another one's disk: as much of it as Skyward has written."""
+    """A cloud of hosts. Some start from a copy of another host's disk: only of files that Skyward has written."""
 
     def __init__(self, fleet: Fleet, prepare: Callable[[Host], object], folder: Path) -> None:
         super().__init__(fleet, prepare)
@@ -274,7 +283,7 @@ class Disks(Hosting):
         self.origin: Callable[[str], str] = lambda _: ""
 
     def copy(self, machine_id: str) -> None:
-        """Take a copy of a disk."""
+        """Copy a disk."""
         root = self.hosts[machine_id].root
         self.folder.mkdir()
         for place in ("root/.cache/skyward", "root/.ssh", "var/lib/cloud", "var/log", "etc/ssh"):
@@ -299,7 +308,7 @@ class Disks(Hosting):
 
 @pytest.fixture
 def cloud(fleet: Fleet, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HostedAWS]:
-    """AWS, whose machines are hosts that install from the mirror."""
+    """Make an AWS. Its machines are hosts that install from the mirror."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
     hosting = Disks(fleet, mirror.configure, tmp_path / "disk")
@@ -313,7 +322,9 @@ def cloud(fleet: Fleet, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, tmp_pat
             monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
             monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", AWS_SECRET)
             monkeypatch.setenv("AWS_ENDPOINT_URL", fake.url)
-            monkeypatch.setattr(sky.AWS, "listing_lag_seconds", 1.0)  # this one lists a machine as soon as there is one
+            monkeypatch.setattr(
+                sky.AWS, "listing_lag_seconds", 1.0
+            )  # this provider lists a machine as soon as it exists
             yield fake
     finally:
         hosting.close()
@@ -332,11 +343,12 @@ def pool(told: Told) -> sky.ComputePool:
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_the_second_pool_starts_from_the_disk_of_the_first(
+def test_the_second_pool_starts_from_the_image_of_the_first(
     cloud: HostedAWS, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing secret is on it, nothing is installed again, nobody who could log in to the first can log in to the
-    second, and both compute.
+    """The image has no secrets, and nothing is installed again. Both pools run calls.
+
+    A user who could log in to the first machine cannot log in to the second.
     """
     monkeypatch.setattr(images, "LOOK_SECONDS", 0.05)
     first = Told()

@@ -1,4 +1,4 @@
-"""Machines that fake clouds rent out: whatever goes wrong, they are given back, or named."""
+"""Machines of fake clouds: after any failure all are terminated, or an error names them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -42,7 +42,7 @@ type Make = Callable[..., Any]
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Make a fake provider whose files are in this test's folder; waiting for machines to be gone is short."""
+    """Make a fake provider with its files in this test's folder. The wait for the end of machines is short."""
     monkeypatch.setattr(teardown, "DEADLINE_SECONDS", 0.5)
     monkeypatch.setattr(teardown, "FIRST_PAUSE_SECONDS", 0.01)
     return lambda kind, **fields: kind(folder=str(tmp_path), **fields)
@@ -60,8 +60,8 @@ def open_pool(provider: sky.Provider, told: Told, **wishes: Any) -> sky.ComputeP
         raise
 
 
-def test_no_capacity_is_told_and_costs_nothing(make: Make) -> None:
-    """NoCapacity from the provider reaches the caller, with one bill over nothing."""
+def test_no_capacity_is_raised_and_costs_nothing(make: Make) -> None:
+    """NoCapacity of the provider reaches the caller. There is one final cost event, with zero."""
     told = Told()
     with pytest.raises(sky.NoCapacity, match="nowhere-1"):
         open_pool(make(NoCapacityProvider), told)
@@ -70,8 +70,8 @@ def test_no_capacity_is_told_and_costs_nothing(make: Make) -> None:
     assert told.of(sky.InstanceProvisioned) == []
 
 
-def test_nothing_sold_is_no_capacity(make: Make) -> None:
-    """An empty list of offers is NoCapacity, before anything is launched."""
+def test_an_empty_list_of_offers_is_no_capacity(make: Make) -> None:
+    """It is raised before anything is launched."""
     provider = make(NothingSoldProvider)
     with pytest.raises(sky.NoCapacity):
         open_pool(provider, Told())
@@ -79,7 +79,7 @@ def test_nothing_sold_is_no_capacity(make: Make) -> None:
 
 
 class StrangersProvider(FakeProvider):
-    """Does not let us in, whatever it is asked; counts what it was asked for a second time."""
+    """A provider that refuses all requests. It counts the requests after the first."""
 
     _asked: list[str] = PrivateAttr(default_factory=list)
 
@@ -91,9 +91,10 @@ class StrangersProvider(FakeProvider):
         raise CredentialsError("who are you?")
 
 
-def test_without_credentials_the_caller_is_told_so_at_once(make: Make) -> None:
-    """Where nothing was ever launched nobody is asked whether it is gone: that fails too, for two minutes, and would be
-    what the caller is told.
+def test_missing_credentials_are_reported_at_once(make: Make) -> None:
+    """Nothing was launched, so the provider is not queried for machines.
+
+    That query would fail for two minutes, and its error would hide the first.
     """
     provider = make(StrangersProvider)
     with pytest.raises(CredentialsError, match="who are you"):
@@ -101,18 +102,16 @@ def test_without_credentials_the_caller_is_told_so_at_once(make: Make) -> None:
     assert provider._asked == []
 
 
-def test_what_no_offer_meets_is_told_with_reasons(make: Make) -> None:
-    """NoCapacity names each offer and what is wrong with it."""
+def test_the_error_has_a_reason_for_each_offer(make: Make) -> None:
+    """NoCapacity names each offer and the requirement that it does not meet."""
     provider = make(FakeProvider)
     with pytest.raises(sky.NoCapacity, match=r"nowhere-1 fake\.1 has 16\.0 GB"):
         open_pool(provider, Told(), memory="1TB")
     assert provider.machines.launched == []
 
 
-def test_machines_that_never_come_up_are_given_back(make: Make) -> None:
-    """At the deadline ProvisioningTimeout is raised, which says what to do; every machine is terminated and billed
-    until then.
-    """
+def test_machines_that_do_not_become_ready_are_terminated(make: Make) -> None:
+    """ProvisioningTimeout is raised at the deadline, with advice. All machines are terminated, and metered until then."""
     told, provider = Told(), make(NeverReadyProvider)
     with pytest.raises(sky.ProvisioningTimeout, match="provision_timeout"):
         open_pool(provider, told)
@@ -124,9 +123,10 @@ def test_machines_that_never_come_up_are_given_back(make: Make) -> None:
 
 
 @pytest.mark.parametrize("error", [ConnectionError("the answer was lost"), KeyboardInterrupt(), SystemExit(1)])
-def test_what_a_failed_launch_has_launched_is_found_and_given_back(make: Make, error: BaseException) -> None:
-    """An error from launch, an interrupt included, does not prove that nothing runs: machines are swept by tag, and the
-    error is raised as it is.
+def test_machines_of_a_failed_launch_are_found_and_terminated(make: Make, error: BaseException) -> None:
+    """An error of `launch`, also an interrupt, does not prove that no machine runs.
+
+    The machines are found by their tags. The error is raised unchanged.
     """
     told, provider = Told(), make(LossyProvider).fail_with(error)
     with pytest.raises(type(error)) as caught:
@@ -137,8 +137,8 @@ def test_what_a_failed_launch_has_launched_is_found_and_given_back(make: Make, e
     assert len(told.of(sky.CostFinal)) == 1
 
 
-def test_fewer_machines_than_asked_for_are_given_back(make: Make) -> None:
-    """A launch that returns fewer than asked is NoCapacity with both numbers, and what came is given back."""
+def test_an_incomplete_launch_is_terminated(make: Make) -> None:
+    """A launch returns fewer machines than requested. NoCapacity has both numbers, and the machines are terminated."""
     told, provider = Told(), make(ShortProvider)
     with pytest.raises(sky.NoCapacity, match="2 of 3"):
         open_pool(provider, told, nodes=3)
@@ -147,8 +147,8 @@ def test_fewer_machines_than_asked_for_are_given_back(make: Make) -> None:
     assert len(told.of(sky.CostFinal)) == 1
 
 
-def test_only_the_own_machines_are_given_back(make: Make) -> None:
-    """Machines of another pool of the same account are not touched, though its id begins alike."""
+def test_machines_of_other_pools_are_not_terminated(make: Make) -> None:
+    """The other pool has the same account and a similar id."""
     provider = make(LossyProvider)
     offer = provider.offers(sky.Requirements())[0]
     others = [provider._start(offer, pool_id, 0).id for pool_id in ("sky-", "sky-other")]
@@ -158,10 +158,8 @@ def test_only_the_own_machines_are_given_back(make: Make) -> None:
 
 
 @pytest.mark.slow
-def test_machines_that_do_not_go_are_named(make: Make) -> None:
-    """InstancesLeft carries the ids of machines that are still listed at the deadline; the first error is its
-    context.
-    """
+def test_machines_that_do_not_end_are_named(make: Make) -> None:
+    """InstancesLeft has the ids of machines that are listed at the deadline. The first error is its context."""
     told, provider = Told(), make(StuckProvider)
     with pytest.raises(sky.InstancesLeft) as caught:
         open_pool(provider, told)
@@ -173,7 +171,7 @@ def test_machines_that_do_not_go_are_named(make: Make) -> None:
     assert any("fake-0" in event.message for event in told.of(sky.Error))
 
 
-def test_termination_is_asked_for_until_it_is_so(make: Make) -> None:
+def test_a_termination_is_repeated_until_the_machine_is_gone(make: Make) -> None:
     """A machine that is still listed is terminated again."""
     provider = make(SlowToGoProvider)
     with pytest.raises(sky.ProvisioningTimeout):
@@ -182,8 +180,8 @@ def test_termination_is_asked_for_until_it_is_so(make: Make) -> None:
     assert provider.machines.running == {}
 
 
-def test_a_request_to_terminate_that_was_lost_is_made_again(make: Make) -> None:
-    """One failing request does not leave machines running; the error that is raised is the one that began it."""
+def test_a_failed_termination_is_repeated(make: Make) -> None:
+    """A failed request leaves no machine. The raised error is the original one."""
     told, provider = Told(), make(FlakyProvider)
     with pytest.raises(sky.ProvisioningTimeout):
         open_pool(provider, told)
@@ -192,9 +190,11 @@ def test_a_request_to_terminate_that_was_lost_is_made_again(make: Make) -> None:
 
 
 @pytest.mark.slow
-def test_closing_names_the_machines_that_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When an open pool's machines cannot be given back, close raises InstancesLeft with their ids, after the bill, and
-    may be called again.
+def test_closing_names_the_machines_that_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An open pool's machines cannot be terminated: close raises InstancesLeft with their ids, after the final cost
+    event.
+
+    It can be called again.
     """
     monkeypatch.setattr(teardown, "DEADLINE_SECONDS", 0.3)
     told = Told()
@@ -211,19 +211,22 @@ def test_closing_names_the_machines_that_stay(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.fixture
 def unending(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This process cannot end local nodes, and soon gives up; a reaper can."""
+    """Local nodes cannot be terminated by this process, which soon gives up. A reaper can terminate them."""
     monkeypatch.setattr(teardown, "DEADLINE_SECONDS", 0.3)
     monkeypatch.setattr(sky.Local, "terminate", lambda *_: {})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_free", [True, False])
-def test_work_that_is_done_stays_done(unending: None, monkeypatch: pytest.MonkeyPatch, is_free: bool) -> None:
-    """Machines that cannot be confirmed gone, when all results are there: no error where they cost nothing and end
-    themselves, else InstancesLeft.
+def test_results_are_kept_if_machines_cannot_be_confirmed_gone(
+    unending: None, monkeypatch: pytest.MonkeyPatch, is_free: bool
+) -> None:
+    """The calls are done.
 
-    Either way an event is told before the bill, and the ledger's entry stays open. What costs nothing is left to the
-    reaper, which closes the entry.
+    If the machines cost nothing and end themselves there is no error, else InstancesLeft is raised.
+
+    In both cases an event comes before the final cost event, and the ledger's entry stays open. The reaper ends the
+    free machines and closes the entry.
     """
     monkeypatch.setattr(sky.Local, "may_be_left_to_its_lease", lambda *_: is_free)
     told = Told()
@@ -255,8 +258,8 @@ def test_work_that_is_done_stays_done(unending: None, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_multi", [False, True])
-def test_the_error_of_the_work_is_never_hidden(unending: None, is_multi: bool) -> None:
-    """It is raised as it is, with a note of the machines, which the reaper has from then on."""
+def test_an_error_of_the_with_block_is_never_hidden(unending: None, is_multi: bool) -> None:
+    """It is raised unchanged, with a note that names the machines. The reaper then terminates them."""
     pool = sky.ComputePool(provider=sky.Local(), display="quiet")
     with pytest.raises(ZeroDivisionError) as caught, sky.MultiPool(pool) if is_multi else pool:
         pool_id, (node,) = pool.lease.pool_id, pool.lease.nodes
@@ -267,7 +270,7 @@ def test_the_error_of_the_work_is_never_hidden(unending: None, is_multi: bool) -
 
 
 def is_ended(pool_id: str) -> bool:
-    """Whether the ledger says that the pool has ended."""
+    """Return whether the ledger has recorded the pool's end."""
     with Ledger(default_url()) as ledger:
         entry = ledger.pool(pool_id)
         return entry is not None and entry.ended_at is not None
@@ -275,8 +278,9 @@ def is_ended(pool_id: str) -> bool:
 
 @pytest.mark.slow
 def test_machines_are_terminated_even_if_they_cannot_be_listed(make: Make) -> None:
-    """An outage of the listing keeps no machine running whose id is known; that nobody could make sure is an error that
-    names them.
+    """The listing fails. Machines with known ids are terminated.
+
+    The error names them, because their end is not confirmed.
     """
     told, provider = Told(), make(BlindProvider)
     with pytest.raises((sky.InstancesLeft, ConnectionError)):
@@ -286,10 +290,8 @@ def test_machines_are_terminated_even_if_they_cannot_be_listed(make: Make) -> No
     assert len(told.of(sky.CostFinal)) == 1
 
 
-def test_a_machine_that_comes_while_the_pool_closes_is_given_back_at_once(make: Make, tmp_path: Path) -> None:
-    """A launch that answers only after the pool has begun to close leaves nothing: whoever closes need not wait for
-    it.
-    """
+def test_a_machine_launched_during_close_is_terminated_at_once(make: Make, tmp_path: Path) -> None:
+    """A launch returns after close has begun. It leaves no machine, and close does not wait for it."""
     told, certificate = Told(), Future[Any]()
     provider = make(FakeProvider)
     meter, spec = Meter(), sky.PoolSpec.of()
@@ -335,8 +337,8 @@ def _close_while_it_launches(machines: lifecycle.PoolMachines, provider: FakePro
         ("never", True, False),
     ],
 )
-def test_spot_is_taken_as_asked(make: Make, spot: str | None, is_sold: bool, taken: bool) -> None:
-    """Not asked for means spot where it is sold; the bill says what was saved against on demand."""
+def test_spot_is_used_as_requested(make: Make, spot: str | None, is_sold: bool, taken: bool) -> None:
+    """Without a request spot is used if it is sold. The final cost has the savings against on demand."""
     told = Told()
     wishes = {} if spot is None else {"spot": spot}
     with pytest.raises(sky.ProvisioningTimeout):
@@ -350,15 +352,15 @@ def test_spot_is_taken_as_asked(make: Make, spot: str | None, is_sold: bool, tak
 
 
 def test_spot_that_is_not_sold_is_refused_before_anything_is_launched(make: Make) -> None:
-    """Demanding spot where none is sold is BadRequest, and nothing is launched."""
+    """A pool requires spot, and it is not sold: BadRequest is raised."""
     provider = make(FakeProvider)
     with pytest.raises(sky.BadRequest, match="if-available"):
         open_pool(provider, Told(), spot="always")
     assert provider.machines.launched == []
 
 
-def test_a_mixed_wish_rents_both_kinds(make: Make) -> None:
-    """Half spot means one machine of each kind, the head on demand."""
+def test_a_mixed_pool_rents_both_kinds(make: Make) -> None:
+    """With half spot there is one machine of each kind. The head is on demand."""
     told = Told()
     with pytest.raises((sky.ProvisioningTimeout, sky.NotYetSupported)) as caught:
         open_pool(make(NeverReadyProvider, spot_is_sold=True), told, spot=0.5)
@@ -368,8 +370,8 @@ def test_a_mixed_wish_rents_both_kinds(make: Make) -> None:
     assert [(event.node, event.spot) for event in told.of(sky.InstanceProvisioned)] == [(0, False), (1, True)]
 
 
-def test_a_mixed_wish_with_a_limit_rents_both_kinds(make: Make) -> None:
-    """The money is for both parts, and the second is not refused because the first has all of it."""
+def test_a_mixed_pool_with_a_limit_rents_both_kinds(make: Make) -> None:
+    """The commitment covers both parts, so the second part is not refused."""
     told = Told()
     with pytest.raises(sky.ProvisioningTimeout):
         open_pool(make(NeverReadyProvider, spot_is_sold=True), told, spot=0.5, max_cost=5.0)
@@ -384,7 +386,7 @@ def test_a_mixed_wish_with_a_limit_rents_both_kinds(make: Make) -> None:
 
 @pytest.fixture
 def opened(make: Make, tmp_path: Path) -> Iterator[Callable[..., tuple[lifecycle.PoolMachines, SpendingLimit, Meter]]]:
-    """Make the machines of a pool that is open already, and end them."""
+    """Make the machines of an open pool. They are stopped at the end."""
     with ExitStack() as stack:
 
         def open_one(provider: FakeProvider, **wishes: Any) -> tuple[lifecycle.PoolMachines, SpendingLimit, Meter]:
@@ -410,7 +412,7 @@ def node_of(machines: lifecycle.PoolMachines, rank: int) -> Preparation:
 
 
 class UnheardOf(FakeProvider):
-    """Has its first request for an end fail, and then machines that are listed a few times more."""
+    """A provider with a first termination that fails, and machines that are still listed for some time."""
 
     _listings: int = PrivateAttr(default=3)
 
@@ -426,12 +428,10 @@ class UnheardOf(FakeProvider):
         return super().instances(pool_id)
 
 
-def test_a_lost_machine_is_ended_while_the_pool_goes_on(
+def test_a_lost_machine_is_terminated_while_the_pool_is_open(
     make: Make, opened: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever becomes of the first request: until it is gone, which the bill is told; the other machine is not
-    touched.
-    """
+    """The termination is repeated until the machine is gone, and its metering ends. The other machine is not changed."""
     monkeypatch.setattr(termination, "FIRST_PAUSE_SECONDS", 0.01)
     provider = make(UnheardOf)
     machines, _, meter = opened(provider)
@@ -442,10 +442,12 @@ def test_a_lost_machine_is_ended_while_the_pool_goes_on(
     assert list(provider.machines.running) == ["fake-1"]
 
 
-def test_a_replacement_waits_for_the_money_of_the_lost_one(
+def test_a_replacement_waits_for_the_commitment_of_the_lost_machine(
     make: Make, opened: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was all for one machine, which hears nothing any more; when that is gone there is as much for another.
+    """The whole limit was committed to the lost machine, which is unreachable.
+
+    When it is gone the replacement gets that money.
 
     Looks inside: a replacement does more than rent.
     """
@@ -459,14 +461,15 @@ def test_a_replacement_waits_for_the_money_of_the_lost_one(
     assert purse.paid_seconds() > paid - 60
 
 
-def test_a_machine_that_stands_by_shortens_the_other_one(make: Make, opened: Any) -> None:
-    """The node is told so, and for longer again when the one that was to be taken back is gone; its tags say how long
-    at the most.
+def test_a_standby_machine_shortens_the_paid_time_of_the_other(make: Make, opened: Any) -> None:
+    """The node receives the shorter time. When the other machine is gone it gets a longer time.
+
+    Its tags have the latest possible end.
 
     Looks inside: a replacement does more than rent.
     """
     provider = make(FakeProvider)
-    machines, purse, _ = opened(provider, max_cost=10.0)  # a cent each second, and a minute for the end
+    machines, purse, _ = opened(provider, max_cost=10.0)  # one cent a second, and a minute for the termination
     there = node_of(machines, 0)
     other = machines._selection.rent_one(0, None)
     directory = Path(there.instance.directory or "")
@@ -478,7 +481,7 @@ def test_a_machine_that_stands_by_shortens_the_other_one(make: Make, opened: Any
 
 
 class Way:
-    """To a node that is reached over the network."""
+    """A transport to a node over the network."""
 
     def __init__(self, name: str, *, is_connected: bool = True, error: Exception | None = None) -> None:
         self.instance = Instance(
@@ -503,10 +506,10 @@ class Way:
         """Nothing to let go of."""
 
 
-def test_only_who_answers_has_heard_for_how_long_it_is_paid() -> None:
-    """With a sign of life, which tells it; one that is silent is not waited for.
+def test_only_nodes_that_answer_have_received_their_paid_time() -> None:
+    """The lease renewal sends it. A node without a connection is skipped.
 
-    Looks inside: ways to machines are given, without machines.
+    Looks inside: transports are set, without machines.
     """
     transports = Transports(60.0, lambda _: None)
     assert transports.send_paid_time() == set()
@@ -527,8 +530,8 @@ def end_of(instance: Instance) -> int:
     return int(instance.tags[EXPIRES_TAG])
 
 
-def test_ending_at_once_ends_what_is_known_though_nothing_can_be_listed(make: Make, opened: Any) -> None:
-    """And then what a listing tells of besides."""
+def test_an_immediate_end_needs_no_listing(make: Make, opened: Any) -> None:
+    """Known machines are terminated although the listing fails. Machines that a later listing shows are terminated too."""
     provider = make(BlindProvider)
     machines, _, _ = opened(provider)
     node_of(machines, 0)
@@ -541,15 +544,16 @@ def test_ending_at_once_ends_what_is_known_though_nothing_can_be_listed(make: Ma
 
 
 def test_the_certificate_is_made_for_one_pool() -> None:
-    """Two pools have different keys, so that one's member cannot join the other."""
+    """Two pools have different keys, so a member of one cannot join the other."""
     first, second = make_certificate("sky-1"), make_certificate("sky-2")
     assert first.key != second.key
     assert first.certificate.startswith("-----BEGIN CERTIFICATE-----")
 
 
-def test_closing_again_finishes_what_an_interrupt_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second Ctrl-C while machines are given back is raised; the next close gives them back, and the bill came
-    once.
+def test_a_second_close_finishes_an_interrupted_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second Ctrl-C interrupts the teardown and is raised.
+
+    The next close terminates the machines. There is only one final cost event.
     """
     told = Told()
     pool = sky.ComputePool(provider=sky.Local(), on_event=told, display="quiet").open()

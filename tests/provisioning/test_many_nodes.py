@@ -1,7 +1,7 @@
-"""Many nodes are made, told and led at once, and not one after the other.
+"""Operations on many nodes run on all nodes at the same time, not one after the other.
 
-Each node waits with what it is asked until all of them have been asked the same: whoever goes from one to the next
-comes no further than the first. No clock tells it. How long 64 take is for `benchmarks/clouds.py`.
+Each node blocks in an operation until all nodes have begun it. A sequential client would stop at the first node. No
+test measures time. `benchmarks/clouds.py` measures 64 nodes.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ from tests.fakes import FakeProvider
 
 NODES = 16
 PATIENCE_SECONDS = 15.0
-"""How long a node waits for the others; only one that waits in vain waits so long."""
+"""How long a node waits for the others. Only a failed wait takes as long."""
 
 pytestmark = pytest.mark.slow
 CERTIFICATE = make_certificate("sky-many")
 
 
 class Together:
-    """Lets nodes do something only when so many of them have been asked for it.
+    """A barrier for nodes: an operation goes on only when a number of nodes have begun it.
 
-    `alone` tells of those that waited for others in vain.
+    `alone` lists the nodes that waited without success.
     """
 
     def __init__(self) -> None:
@@ -63,14 +63,14 @@ class Together:
         self._all_there: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
 
     def begin(self, wanted: dict[str, int], excused: str) -> None:
-        """Wait for these from now on."""
+        """Set the operations that wait from now on, with their numbers of nodes."""
         self.met, self._excused = set(), excused
         self._there.clear()
         self._all_there.clear()
         self.wanted = wanted
 
     async def __call__(self, what: str, node: FakeNode) -> None:
-        """Wait for the others, if this is something that all are asked for."""
+        """Wait for the other nodes if this operation is one of those that wait."""
         what = "put settings" if what == "put settings.json" else what
         wanted = self.wanted.get(what)
         if wanted is None or what in self.met or (node.id == self._excused and wanted < NODES):
@@ -83,11 +83,11 @@ class Together:
             await asyncio.wait_for(self._all_there[what].wait(), PATIENCE_SECONDS)
         except TimeoutError:
             self.alone.append(f"{node.id}, asked to {what}, with {len(self._there[what])} of {wanted}")
-            self._all_there[what].set()  # one wait in vain is enough
+            self._all_there[what].set()  # one failed wait is enough
 
 
 class Cloud(FakeProvider):
-    """Rents out fake nodes of this process."""
+    """A cloud of fake nodes in this process."""
 
     name: ClassVar[str] = "many"
     is_here: ClassVar[bool] = False
@@ -118,7 +118,7 @@ class Cloud(FakeProvider):
 
 
 class Many:
-    """The machines of a pool of NODES nodes, and what they wait for."""
+    """The machines of a pool with NODES nodes, and their barrier."""
 
     def __init__(
         self, nodes: FakeNodes, together: Together, machines: lifecycle.PoolMachines, meter: Meter, told: Told
@@ -130,15 +130,17 @@ class Many:
         self.told = told
 
     def expect(self, *what: str, excused: str = "", **others: int) -> None:
-        """From now on nodes wait for each other with these, all of them but one that may be excused; `others` are asked
-        of fewer.
+        """Let nodes wait for all others in these operations.
+
+        The node `excused` does not wait where fewer nodes are expected. `others` are operations with their own numbers
+        of nodes.
         """
         self.together.begin(
             dict.fromkeys(what, NODES) | {name.replace("_", " "): count for name, count in others.items()}, excused
         )
 
     def told_of(self, instance_id: str) -> NodeSettings:
-        """Return what a node was told last."""
+        """Return the latest settings that a node has received."""
         return NodeSettings.from_json(self.nodes.nodes[instance_id].files["settings.json"].decode())
 
 
@@ -147,7 +149,7 @@ type Rent = Callable[..., Many]
 
 @pytest.fixture
 def rent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rent]:
-    """Make the machines of a pool, which are not rented yet; they are given back at the end."""
+    """Make the machines of a pool, without renting them. They are terminated at the end."""
     monkeypatch.setattr(ssh_transport, "LONGEST_RENEWAL_SECONDS", 600.0)  # only the test renews leases
     with ExitStack() as undo:
 
@@ -189,12 +191,13 @@ def rent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rent]:
         yield rent
 
 
-# ── up ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── opening ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_nodes_are_reached_prepared_and_told_all_at_once(rent: Rent) -> None:
-    """Login, a look around, both uploads, the start, the way to the head, the settings: each of these is outstanding on
-    all nodes before one goes on.
+def test_all_nodes_are_prepared_at_the_same_time(rent: Rent) -> None:
+    """The steps are login, look, both uploads, start, the route to the head, and settings.
+
+    Each step is in flight on all nodes before one node goes on.
     """
     many = rent()
     many.expect(
@@ -219,8 +222,8 @@ def test_nodes_are_reached_prepared_and_told_all_at_once(rent: Rent) -> None:
     assert phases == {node.instance.id: 4 for node in lease.nodes}
 
 
-def test_nodes_that_do_not_see_each_other_are_led_all_at_once(rent: Rent) -> None:
-    """The first of the ports that lead to the others is asked for on all nodes before the second one on any."""
+def test_forwarded_ports_are_opened_on_all_nodes_at_the_same_time(rent: Rent) -> None:
+    """The nodes cannot reach each other. The first forwarded port is requested on all nodes before the second on any."""
     many = rent(Played(sees_others=False))
     many.expect("lead")
     with ExitStack() as undo:
@@ -229,12 +232,12 @@ def test_nodes_that_do_not_see_each_other_are_led_all_at_once(rent: Rent) -> Non
     assert many.together.alone == []
     assert many.together.met == {"lead"}
     asked = {node.instance.id: many.nodes.nodes[node.instance.id].asked.count("lead") for node in lease.nodes}
-    # two ports for each other node, the head's rendezvous
+    # two ports for each other node, and the head's rendezvous
     assert asked == {node.instance.id: 2 * (NODES - 1) + (node.rank > 0) for node in lease.nodes}
 
 
-def test_an_sshd_that_forwards_no_ports_is_named_before_anything_is_sent(rent: Rent) -> None:
-    """A pool reaches its nodes through forwarded ports only: it would prepare them for nothing, and then wait."""
+def test_an_sshd_that_forwards_no_ports_is_named_before_any_upload(rent: Rent) -> None:
+    """The pool reaches its nodes only through forwarded ports, so it would prepare them for nothing."""
     asked = set[str]()
 
     async def note(what: str, node: FakeNode) -> None:
@@ -247,11 +250,10 @@ def test_an_sshd_that_forwards_no_ports_is_named_before_anything_is_sent(rent: R
     assert not asked & {"put uv", "put ship.tar.gz", "start"}
 
 
-def test_slow_nodes_have_as_long_as_the_pool_to_open_and_are_asked_for_a_sign_of_life_once(
-    rent: Rent, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A node that needs longer for each command than an open pool's may take is opened all the same, and its lease is
-    extended; an open pool has its limit.
+def test_slow_nodes_may_take_as_long_as_the_pool_to_open(rent: Rent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command takes longer than an open pool allows. The node becomes ready, and its lease is renewed.
+
+    A command in an open pool has its limit.
 
     Sleeps: the nodes have to be slow.
     """
@@ -271,11 +273,11 @@ def test_slow_nodes_have_as_long_as_the_pool_to_open_and_are_asked_for_a_sign_of
         many.machines.restart_workers(1, [0])
 
 
-# ── afterwards ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── after the opening ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_leases_are_extended_and_a_new_head_is_told_of_all_at_once(rent: Rent) -> None:
-    """So a pool is let go of in a moment, and goes on soon after it has lost its head."""
+def test_leases_and_a_new_head_are_sent_to_all_nodes_at_the_same_time(rent: Rent) -> None:
+    """So a detach takes little time, and the pool soon continues after it has lost its head."""
     many = rent()
     with ExitStack() as undo:
         many.machines.acquire(undo)
@@ -293,10 +295,10 @@ def test_leases_are_extended_and_a_new_head_is_told_of_all_at_once(rent: Rent) -
     )
 
 
-def test_a_node_that_cannot_be_told_of_a_new_head_is_given_back_and_the_others_go_on(
+def test_a_node_that_does_not_receive_the_new_head_is_terminated_and_the_others_continue(
     rent: Rent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many are told at the same time."""
+    """The number of nodes that receive it at the same time does not matter."""
     many = rent()
     with ExitStack() as undo:
         many.machines.acquire(undo)
@@ -312,9 +314,10 @@ def test_a_node_that_cannot_be_told_of_a_new_head_is_given_back_and_the_others_g
     assert {event.instance_id for event in many.told.of(sky.InstanceStopping)} >= set(lost)
 
 
-def test_where_all_processes_have_died_all_begin_anew_at_once(rent: Rent) -> None:
-    """They are asked at once whether they live, given back, and as many machines are rented in one launch and prepared
-    at the same time, under their ranks.
+def test_if_all_processes_have_died_all_nodes_are_replaced_at_the_same_time(rent: Rent) -> None:
+    """All nodes are checked at the same time, and terminated.
+
+    One launch rents the same number of machines. They are prepared at the same time and get the same ranks.
     """
     many = rent()
     with ExitStack() as undo:
@@ -339,9 +342,10 @@ def test_where_all_processes_have_died_all_begin_anew_at_once(rent: Rent) -> Non
     wait_until(lambda: many.meter.rented() == {node.instance.id for node in lease.nodes}, "the dead ones to be gone")
 
 
-def test_a_machine_that_cannot_begin_anew_leaves_its_rank_vacant(rent: Rent, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that fails, and one that takes too long: the others go on without them, and they are given back; whose
-    processes live, and may not be the head, is told of the new one.
+def test_a_failed_replacement_leaves_its_rank_vacant(rent: Rent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One machine fails and one takes too long: the others continue without them, and both are terminated.
+
+    A living node that cannot be the head gets the new head's address.
     """
     many = rent()
     with ExitStack() as undo:
@@ -353,12 +357,12 @@ def test_a_machine_that_cannot_begin_anew_leaves_its_rank_vacant(rent: Rent, mon
 
     def fail(self: ssh_transport.SSHTransport, *args: Any, **words: Any) -> None:
         if self.instance.rank == 4:
-            is_over.wait()  # it takes longer than the others wait
+            is_over.wait()  # longer than the others wait
         if self.instance.rank in {2, 4}:
             raise CommandFailed("no room", 1, "")
         start(self, *args, **words)
         begun.add(self.instance.rank)
-        if self.instance.rank == 0:  # the head comes last: whoever has not begun by then never will
+        if self.instance.rank == 0:  # the head is last: a node that has not begun by now never will
             wait_until(lambda: len(begun) == NODES - 3, "the others to begin")
 
     monkeypatch.setattr(ssh_transport.SSHTransport, "start", fail)
@@ -372,11 +376,11 @@ def test_a_machine_that_cannot_begin_anew_leaves_its_rank_vacant(rent: Rent, mon
     wait_until(lambda: many.meter.rented() == {node.instance.id for node in lease.nodes}, "the others to be gone")
 
 
-# ── what they are sent ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── uploads ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_all_are_sent_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that ask for it at once, before it is there, wait for the first of them.
+def test_an_upload_for_all_nodes_is_created_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that need it at the same time wait for the first of them.
 
     Looks inside: its caches are cleared, as another process has none.
     """
@@ -415,10 +419,12 @@ def test_what_all_are_sent_is_made_once(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("can_fetch", [True, False])
-def test_nodes_of_another_architecture_are_sent_the_uv_of_theirs_and_do_without_where_it_cannot_be_had(
+def test_nodes_of_another_architecture_get_their_own_uv(
     rent: Rent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, can_fetch: bool
 ) -> None:
-    """Fetched once for all nodes; a client that cannot fetch it says so, and leaves it to the nodes.
+    """It is downloaded once for all nodes.
+
+    If the download fails, the client logs it and the nodes install uv themselves.
 
     Looks inside: the real one would fetch a program.
     """

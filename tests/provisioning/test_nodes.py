@@ -1,4 +1,4 @@
-"""The nodes of a pool by rank: a replacement and a restart of the cluster may drop one at the same time."""
+"""The nodes of a pool by rank. A replacement and a restart of the cluster may drop a node at the same time."""
 
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -13,7 +13,7 @@ from skyward_core.provisioning.nodes import Nodes
 
 
 class FakeRental:
-    """Rents nothing; remembers what it was asked to end."""
+    """A rental that rents nothing. It records the nodes that it must end."""
 
     def __init__(self) -> None:
         self.provider = SimpleNamespace(is_here=False)
@@ -33,8 +33,8 @@ def nodes(rental: FakeRental) -> Nodes:
     return Nodes(sky.PoolSpec.of(provider=sky.Local(), nodes=2), "sky-test", rental, Future(), lambda event: None)  # type: ignore[arg-type]
 
 
-def test_only_the_node_that_is_meant_is_dropped(nodes: Nodes) -> None:
-    """Another one may have taken its rank."""
+def test_only_the_given_node_is_dropped(nodes: Nodes) -> None:
+    """Another node may have its rank by now."""
     first: Any = object()
     second: Any = object()
     nodes.all[1] = second
@@ -45,12 +45,12 @@ def test_only_the_node_that_is_meant_is_dropped(nodes: Nodes) -> None:
     assert nodes.all == {}
 
 
-def test_a_node_that_a_failed_replacement_has_dropped_does_not_fail_the_restart(
+def test_a_node_dropped_by_a_failed_replacement_does_not_fail_the_restart(
     nodes: Nodes, rental: FakeRental, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The restart tells all nodes of the new head.
+    """The restart sends the new head's address to all nodes.
 
-    One of them is dropped, and ended, by its own replacement while it is told.
+    Meanwhile the replacement of one node fails, and drops and ends that node.
 
     Looks inside: the drop comes between two steps of a restart.
     """

@@ -1,4 +1,4 @@
-"""`sky.offers`: what several providers sell, ranked, and how old that is."""
+"""`sky.offers`: the offers of several providers, ranked, with their age."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 
 
 class Shop(sky.Provider):
-    """Sells machines at some prices, and counts how often it was asked."""
+    """A provider that sells machines at given prices. It counts its requests."""
 
     name: ClassVar[str] = "shop"
     at: str = "here"
@@ -55,7 +55,7 @@ class Shop(sky.Provider):
 
 
 class Market(Shop):
-    """Tells only what is near a wish: machines of at most the CPUs that are asked for."""
+    """A provider that returns only offers near the requirements: machines with at most the required CPUs."""
 
     name: ClassVar[str] = "market"
     sells_by_wish: ClassVar[bool] = True
@@ -68,8 +68,8 @@ def prices(found: Any) -> list[float]:
     return [offer.price_per_hour for offer in found]
 
 
-def test_offers_of_several_are_ranked_together(tmp_path: Path) -> None:
-    """Those that fit, cheapest first."""
+def test_offers_of_several_providers_are_ranked_together(tmp_path: Path) -> None:
+    """Offers that fit are returned, the cheapest first."""
     a, b = Shop(at="a").selling(3.0, 1.0), Shop(at="b").selling(2.0, 0.1)
     found = price_list([a, b], Requirements(vcpus=4), tmp_path, clock=lambda: NOW)
     assert prices(found) == [1.0, 2.0, 3.0]
@@ -79,8 +79,11 @@ def test_offers_of_several_are_ranked_together(tmp_path: Path) -> None:
     assert found.age_seconds(NOW + timedelta(seconds=7)) == 7
 
 
-def test_an_answer_is_kept_for_a_while(tmp_path: Path) -> None:
-    """For all wishes, by settings of the provider, and until it is too old; how old it is, is told."""
+def test_an_answer_is_cached_for_some_time(tmp_path: Path) -> None:
+    """The cache serves all requirements.
+
+    Its key has the provider's settings, and an entry expires. The list has its age.
+    """
     shop, other = Shop(at="a").selling(1.0, 2.0), Shop(at="b").selling(5.0)
     price_list([shop], Requirements(), tmp_path, clock=lambda: NOW)
     later = NOW + timedelta(seconds=300)
@@ -105,8 +108,8 @@ def test_an_answer_is_kept_for_a_while(tmp_path: Path) -> None:
     [ProviderFailed("down").coded("503"), CredentialsError("who").coded("401"), BadRequest("its SDK is not installed")],
     ids=lambda error: type(error).__name__,
 )
-def test_who_cannot_be_asked_hides_no_other(tmp_path: Path, error: SkywardError) -> None:
-    """It is told with the reason, and asked again the next time."""
+def test_a_provider_that_fails_does_not_hide_the_others(tmp_path: Path, error: SkywardError) -> None:
+    """The list has the reason. The next request queries the provider again."""
     down, up = Shop(at="down").selling(1.0).failing(error), Shop(at="up").selling(2.0)
     found = price_list([down, up], Requirements(), tmp_path)
     assert prices(found) == [2.0]
@@ -118,7 +121,7 @@ def test_who_cannot_be_asked_hides_no_other(tmp_path: Path, error: SkywardError)
 
 
 class Wide(Shop):
-    """Has two regions, of which one cannot be asked as long as `_error` says why."""
+    """A provider with two regions. While `_error` is set, one of them fails."""
 
     name: ClassVar[str] = "wide"
 
@@ -129,8 +132,8 @@ class Wide(Shop):
         return sold if error is None else Sale(sold, {"far": error})
 
 
-def test_a_region_that_cannot_be_asked_is_told_and_asked_again(tmp_path: Path) -> None:
-    """What the others sell is in the list, and is not kept as if it were all."""
+def test_a_region_that_fails_is_reported_and_queried_again(tmp_path: Path) -> None:
+    """The list has the other region's offers. They are not cached as if they were complete."""
     shop = Wide().selling(1.0).failing(ProviderFailed("down"))
     for _ in range(2):
         found = price_list([shop], Requirements(), tmp_path)
@@ -141,8 +144,8 @@ def test_a_region_that_cannot_be_asked_is_told_and_asked_again(tmp_path: Path) -
     assert len(shop._asked) == 4
 
 
-def test_a_bad_request_that_is_all_there_is_to_hear_is_raised(tmp_path: Path) -> None:
-    """Of one provider, or of all."""
+def test_a_bad_request_is_raised_if_all_providers_raise_it(tmp_path: Path) -> None:
+    """It holds for one provider and for several."""
     wrong = BadRequest("its SDK is not installed")
     one, other = Shop(at="one").failing(wrong), Shop(at="other").failing(wrong)
     for providers in ([one], [one, other]):
@@ -150,8 +153,11 @@ def test_a_bad_request_that_is_all_there_is_to_hear_is_raised(tmp_path: Path) ->
             price_list(providers, Requirements(), tmp_path)
 
 
-def test_a_market_is_asked_with_the_wish(tmp_path: Path) -> None:
-    """And what it says is kept for that wish alone, beside one who tells all that he sells."""
+def test_a_market_is_queried_with_the_requirements(tmp_path: Path) -> None:
+    """Its answer is cached only for these requirements.
+
+    Another provider's answer, with all its offers, serves all requirements.
+    """
     market, shop = Market().selling(1.0, 2.0, 4.0), Shop().selling(3.0)
     for _ in range(2):
         assert prices(price_list([market, shop], Requirements(vcpus=8), tmp_path)) == [2.0, 3.0]
@@ -161,8 +167,8 @@ def test_a_market_is_asked_with_the_wish(tmp_path: Path) -> None:
     assert shop._asked == [Requirements()]
 
 
-def test_who_sells_nothing_that_fits_says_why(tmp_path: Path) -> None:
-    """From a kept answer too; with none at all there is no age."""
+def test_a_provider_without_a_fitting_offer_is_reported_with_the_reason(tmp_path: Path) -> None:
+    """It holds for a cached answer too. Without any answer there is no age."""
     shop = Shop().selling(1.0)
     for _ in range(2):
         (refused,) = price_list([shop], Requirements(vcpus=64), tmp_path).refusals
@@ -172,8 +178,8 @@ def test_who_sells_nothing_that_fits_says_why(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"asked_at": "2026-11-21T12:00:00Z", "offers": [{"price": 1}]}'])
-def test_a_damaged_cache_is_none(tmp_path: Path, damage: bytes) -> None:
-    """Nor is one that cannot be written to a reason to fail."""
+def test_a_damaged_cache_is_ignored(tmp_path: Path, damage: bytes) -> None:
+    """A cache that cannot be written is no error."""
     shop = Shop().selling(1.0)
     price_list([shop], Requirements(), tmp_path)
     (page,) = tmp_path.iterdir()
@@ -183,8 +189,8 @@ def test_a_damaged_cache_is_none(tmp_path: Path, damage: bytes) -> None:
     assert prices(price_list([shop], Requirements(), Path(os.devnull) / "no")) == [1.0]
 
 
-def test_the_face_takes_names_and_wishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A provider or several, by name too; accelerator, CPUs, memory and price as words."""
+def test_offers_accepts_names_and_requirements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes one or several providers, also by name. Accelerator, CPUs, memory and price are keyword arguments."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shop = Shop().selling(1.0, 2.0)
     assert prices(operations.offers(shop, cpu=8, memory="16GB")) == [2.0]
