@@ -503,7 +503,7 @@ class Way:
             raise self.error
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing."""
 
 
 def test_only_nodes_that_answer_have_received_their_paid_time() -> None:
