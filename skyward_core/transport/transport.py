@@ -321,7 +321,7 @@ class Transports:
         if self._remote_connections is None:
             self._remote_connections = cast(
                 "RemoteConnections",
-                importlib.import_module(SSH_MODULE).RemoteConnections(
+                importlib.import_module(SSH_MODULE).SSHConnections(
                     self._lease_seconds, self._emit, lambda: self.is_busy, self._paid_seconds
                 ),
             )
