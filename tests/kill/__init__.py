@@ -1,3 +1,3 @@
-"""Kill -9 at every boundary: a fake rental service over HTTP, a provider that talks to it, generated points of death,
-and what was found alive after each.
+"""Kill -9 at every boundary: a fake rental service over HTTP, its provider, generated kill points, and a check of what
+is alive after each.
 """

@@ -1,5 +1,6 @@
-"""`python -m tests.kill [--points N] [--reaped N] [--seed N]`: kill at generated points, print the matrix; exit 1 if
-anything was left, or wrong.
+"""`python -m tests.kill [--points N] [--reaped N] [--seed N]`: kill at generated points and print the matrix.
+
+The exit code is 1 if a machine was left or a point has a problem.
 """
 
 from __future__ import annotations

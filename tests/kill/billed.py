@@ -1,8 +1,8 @@
-"""A provider whose nodes are real processes of this machine, and whose bill is a file for each: it goes on when they
-are dead, until somebody terminates them.
+"""A provider whose nodes are real processes of this machine, each with a file as its bill.
 
-Faults are files in its folder, made by the test: each makes one call hang for ever and is then called `NAME.met`;
-`is-down` fails every call while it lies there.
+The bill goes on when the processes are dead, until the machine is terminated. Faults are files in its folder, which the
+test creates. Each makes one call hang for ever and is then renamed to `NAME.met`. While the file `is-down` exists,
+every call fails.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ LAUNCH_HANGS, ANSWER_HANGS, LISTING_HANGS, TERMINATE_HANGS = (
     "listing-hangs",
     "terminate-hangs",
 )
-"""A launch that never comes to anything, one that is never answered, a listing and a termination that never return."""
+"""A launch that hangs before it creates anything, one that hangs after, a listing and a termination that never return.
+"""
 IS_DOWN = "is-down"
 
 
 class Billed(Local):
-    """Local nodes that are billed until they are terminated. `folder` must be there."""
+    """Local nodes that are billed until they are terminated. `folder` must exist."""
 
     name: ClassVar[str] = "billed"
     gone_deadline_seconds: ClassVar[float] = 2.0
@@ -33,18 +34,18 @@ class Billed(Local):
     folder: str
 
     def launch(self, offer: Offer, count: int, tags: Mapping[str, str], startup: str) -> list[Instance]:
-        """As `Local`, and from then on each machine is on the bill."""
+        """As `Local`; from then on each machine is on the bill."""
         self._hang_if(LAUNCH_HANGS)
         instances = Local.launch(self, offer, count, tags, startup)
         for instance in instances:
             written = Path(self.folder) / f"{instance.id}.new"
             written.write_text(instance.model_dump_json())
-            written.rename(self._bill(instance.id))  # whole or not at all
+            written.rename(self._bill(instance.id))  # atomic: a reader sees the whole file or none
         self._hang_if(ANSWER_HANGS)
         return instances
 
     def instances(self, pool_id: str | None = None) -> list[Instance]:
-        """What lives, and what is on the bill although nothing of it lives any more."""
+        """The machines that live, and those on the bill although none of their processes lives."""
         self._fail_if_down()
         self._hang_if(LISTING_HANGS)
         found = {instance.id: instance for instance in Local.instances(self, pool_id)}
@@ -58,7 +59,7 @@ class Billed(Local):
         return sorted(found.values(), key=lambda instance: (instance.pool_id, instance.rank))
 
     def terminate(self, ids: Sequence[str]) -> None:
-        """As `Local`, and then they are off the bill."""
+        """As `Local`; then the machines are removed from the bill."""
         self._fail_if_down()
         self._hang_if(TERMINATE_HANGS)
         Local.terminate(self, ids)

@@ -1,5 +1,7 @@
-"""Where a process may be killed: before, inside and after each transaction that writes to the ledger, and before,
-during and after each request to the provider.
+"""Boundaries at which a process may be killed.
+
+They are before, inside and after each transaction that writes to the ledger, and before, during and after each request
+to the provider.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ PHASES = list(Phase)
 
 
 class Boundaries:
-    """Counts the boundaries that a process comes to, and kills it at the one that it is armed for.
+    """Counts the boundaries that a process reaches, and kills it at the one for which it is armed.
 
-    What it has counted outlives it, for its parent to read.
+    The count outlives the process, so that its parent can read it.
     """
 
     def __init__(self) -> None:
@@ -50,35 +52,35 @@ class Boundaries:
         self._lock = threading.Lock()
         self._kill_at = 0
         self.passed: list[tuple[str, str]] = []
-        """Phase and label of each, in the process that came to it."""
+        """Phase and label of each boundary, in the process that reached it."""
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._memory.close()
 
     def arm(self, kill_at: int) -> None:
-        """Begin to count from nothing; die at this boundary, the first one is 1. 0: never."""
+        """Start counting from zero; die at this boundary. The first one is 1; 0 means never."""
         self._kill_at = kill_at
         self.passed = []
         self._memory[:] = _SHAPE.pack(0, 0)
 
     @property
     def count(self) -> int:
-        """How many boundaries were come to."""
+        """How many boundaries were reached."""
         return int(_SHAPE.unpack(self._memory[:])[0])
 
     @property
     def phase(self) -> Phase:
-        """How far the pool has come."""
+        """The phase of the pool."""
         return PHASES[_SHAPE.unpack(self._memory[:])[1]]
 
     def enter(self, phase: Phase) -> None:
-        """The pool has come so far."""
+        """Record that the pool has reached this phase."""
         with self._lock:
             self._memory[:] = _SHAPE.pack(self.count, PHASES.index(phase))
 
     def reach(self, label: str) -> None:
-        """Here is one."""
+        """Count one boundary."""
         with self._lock:
             phase = _next(self.phase, label)
             self._memory[:] = _SHAPE.pack(self.count + 1, PHASES.index(phase))
@@ -87,7 +89,7 @@ class Boundaries:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def install(self) -> None:
-        """Stand at all boundaries of this process, for the rest of its life."""
+        """Install this at all boundaries of this process, until the process ends."""
         from skyward_core.ledger.database import Database
 
         write, transport = Database.write, wire.transport
@@ -131,14 +133,14 @@ class _Wire(httpx.BaseTransport):
 
 
 def _verb_above() -> str:
-    """The verb of the ledger that has asked for a transaction: above this, the generator, `next` and `with`."""
+    """The ledger method that opened a transaction: its frame is above this one, the generator, `next` and `with`."""
     return sys._getframe(3).f_code.co_name  # pyright: ignore[reportPrivateUsage]
 
 
 def _next(phase: Phase, label: str) -> Phase:
-    """How far the pool has come when it is at this boundary.
+    """The phase of the pool at this boundary.
 
-    A replacement is one phase, with all that it asks for and ends.
+    A replacement is one phase, with all that it requests and ends.
     """
     if phase is Phase.REPLACING:
         return phase

@@ -1,4 +1,4 @@
-"""A clock that several processes share and a test may turn on: real time, and an offset that lies in a small file."""
+"""A clock that several processes share and a test may advance: real time plus an offset in a small file."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _SHAPE = struct.Struct("d")
 _real_monotonic, _real_time, _real_sleep = time.monotonic, time.time, time.sleep
 
 LAZINESS = 8
-"""A sleep that turns the clock takes so much longer than was asked for, as it may on a busy machine: a minute of
-polling is an eighth of the requests.
+"""A sleep that advances the clock takes this factor longer than requested, as on a busy machine. A minute of polling
+then makes an eighth of the requests.
 """
 REAL_SLEEP_SECONDS = 0.1
-"""Shorter sleeps wait for another thread or process, which needs the time; longer ones only wait for the clock, and
-turn it.
+"""Shorter sleeps wait for another thread or process, which needs the time. Longer ones only wait for the clock, and
+advance it.
 """
 
 
 class SharedClock:
-    """Real time and the offset in a file, which is made if it is not there.
+    """Real time and the offset in a file, which is created if it does not exist.
 
-    Safe to use from several threads and across a fork; `close` it at the end.
+    It is safe to use from several threads and across a fork; `close` it after use.
     """
 
     def __init__(self, path: Path) -> None:
@@ -44,21 +44,21 @@ class SharedClock:
         self.close()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._memory.close()
 
     @property
     def offset_seconds(self) -> float:
-        """How far the clock has been turned on."""
+        """How far the clock has been advanced."""
         return float(_SHAPE.unpack(self._memory[:])[0])
 
     def advance(self, seconds: float) -> None:
-        """Turn the clock on."""
+        """Advance the clock."""
         with self._lock:
             self._memory[:] = _SHAPE.pack(self.offset_seconds + seconds)
 
     def reset(self, offset_seconds: float = 0.0) -> None:
-        """Turn the clock back, to real time or to so much more."""
+        """Set the clock back to real time plus this offset."""
         self._memory[:] = _SHAPE.pack(offset_seconds)
 
     def monotonic(self) -> float:
@@ -74,7 +74,7 @@ class SharedClock:
         return datetime.fromtimestamp(self.time(), UTC)
 
     def sleep(self, seconds: float) -> None:
-        """Wait: for real if it is short, else by turning the clock on."""
+        """Wait: in real time if it is short, else by advancing the clock."""
         if seconds < REAL_SLEEP_SECONDS:
             _real_sleep(seconds)
         else:
@@ -82,9 +82,9 @@ class SharedClock:
             _real_sleep(0)
 
     def take_over(self) -> Callable[[], None]:
-        """Make this the clock of the whole process; returns what puts the old one back.
+        """Make this the clock of the whole process; returns what restores the old one.
 
-        To be called before the code under test is imported: it binds the functions of `time` as it is loaded.
+        Call this before importing the code under test, because it binds the functions of `time` at its import.
         """
         time.monotonic, time.time, time.sleep = self.monotonic, self.time, self.sleep
 

@@ -1,5 +1,5 @@
-"""The operator's side of the rental service, for tests: starts it in a process of its own, breaks it, and sees all that
-it sees.
+"""The operator's side of the rental service, for tests: it starts the service in a process, sets its faults, and reads
+its full state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What the console shows: every machine that ever was, and every request.
+    """The state that the console shows: every machine ever created, and every request.
 
     `customers`: how many were still connected, killed or hung.
     """
@@ -31,7 +31,7 @@ class Seen:
     customers: int = 0
 
     def billed(self, pool_id: str | None = None) -> set[str]:
-        """Ids of the machines that are paid for now."""
+        """Ids of the machines that are billed now."""
         return {
             machine["id"]
             for machine in self.machines
@@ -43,7 +43,7 @@ class Seen:
         return [machine for machine in self.machines if machine["tags"].get("skyward-pool") == pool_id]
 
     def touched(self) -> set[str]:
-        """Ids whose end was ever asked for, by whomever."""
+        """Ids of the machines for which any client requested the end."""
         return {
             machine_id
             for request in self.requests
@@ -52,14 +52,14 @@ class Seen:
         }
 
     def count(self, verb: str) -> int:
-        """How often something was asked for."""
+        """How often a request was made."""
         return sum(request["verb"] == verb for request in self.requests)
 
 
 class RunningService:
-    """A rental service in a process of its own, its machines' files in a folder.
+    """A rental service in its own process, with its machines' files in a folder.
 
-    A context manager; one connection for its operator.
+    A context manager; the operator has one connection.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -103,31 +103,31 @@ class RunningService:
         return self._process.pid
 
     def look(self) -> Seen:
-        """Return what the console shows, once what killed customers have sent has been dealt with."""
+        """Return what the console shows, after the requests of killed clients have been processed."""
         seen = self._ask("GET", "/admin/console")
         return Seen(tuple(seen["machines"]), tuple(seen["requests"]), seen["customers"])
 
     def break_down(self, **faults: Any) -> None:
-        """Have these faults (`service.Faults`), and no others, from now on."""
+        """Set these faults (`service.Faults`), and no others, from now on."""
         self._ask("POST", "/admin/faults", faults)
 
     def reset(self, machines: list[dict[str, Any]] | None = None) -> None:
-        """Begin anew: no faults, no requests, these machines; the clock shows the real time again."""
+        """Start again: no faults, no requests, these machines; the clock shows the real time again."""
         self.clock.reset()
         self._ask("POST", "/admin/reset", {"machines": machines or []})
 
     def save(self) -> None:
-        """Keep everything as it is, clock included, for `restore`."""
+        """Save the whole state, including the clock, for `restore`."""
         self._saved_offset = self.clock.offset_seconds
         self._ask("POST", "/admin/save", {})
 
     def restore(self) -> None:
-        """Have everything as it was at `save`, as often as need be."""
+        """Restore the state of `save`. May be called repeatedly."""
         self.clock.reset(self._saved_offset)
         self._ask("POST", "/admin/restore", {})
 
     def shut_down(self, machine_id: str) -> None:
-        """What a machine does that ends itself."""
+        """Do what a machine does that ends itself."""
         self._ask("POST", f"/machines/{machine_id}/shutdown")
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:

@@ -1,9 +1,9 @@
-"""What is killed: a process that opens a pool on the rental service, loses and replaces nodes, and ends it, all in
+"""The process that is killed: it opens a pool on the rental service, loses and replaces nodes, and ends the pool, in
 milliseconds.
 
-Everything that spends is the real thing: ComputePool, its opening, its book, purse and machines, the ledger, the
-provider's requests. Stand-ins are the nodes (their "software" is `BootingReach`), the Dask cluster among them, and,
-unless the reaper is what is tested, the reaper.
+Everything that spends money is real: ComputePool, its session, journal, spending limit and machines, the ledger, and
+the provider's requests. Replaced by stand-ins are the nodes (their "software" is `BootingReach`), with their Dask
+cluster, and the reaper, unless the reaper is tested.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ACCOUNT = "team"
 
 
 class Ends(StrEnum):
-    """How a pool is left."""
+    """How the driver leaves its pool."""
 
     CLOSED = "closed"
     RAISED = "raised"
@@ -47,7 +47,7 @@ class Ends(StrEnum):
 class Scenario:
     """What a driver does until it is killed.
 
-    `faults` are there from the beginning, `late_faults` from when the pool is open. `lost` are ranks to replace.
+    `faults` exist from the beginning, `late_faults` after the pool is open. `lost` are ranks to replace.
     """
 
     number: int = 0
@@ -59,7 +59,7 @@ class Scenario:
     beats: int = 0
     lost: tuple[int, ...] = ()
     is_loss_silent: bool = False
-    """The lost machines are still there, and paid for."""
+    """The lost machines still exist, and are billed."""
     is_head_lost: bool = False
     ends: Ends = Ends.CLOSED
     max_cost: float | None = None
@@ -157,12 +157,12 @@ REAPED = (
     Scenario(number=5, nodes=2, kind=PromptRental.name, late_faults={"stop_instead": 2}, is_head_lost=True),
     Scenario(number=6, nodes=2, kind=PromptRental.name, ends=Ends.DETACHED),
 )
-"""For a real reaper, which has no time but the real one: nothing that waits for minutes."""
+"""For a real reaper, which uses real time: no scenario that waits for minutes."""
 
 
 def faulty() -> Iterator[Scenario]:
-    """Yield one scenario for each fault alone, from the beginning or from when the pool is open, and for those that
-    only do harm together.
+    """Yield one scenario for each fault alone, from the beginning or after the pool is open, and one for each
+    combination that only does harm together.
     """
     early, late = [
         [dict(its) for its in {tuple(sorted(faults.items())) for faults in menu if faults}] for menu in (EARLY, LATE)
@@ -180,21 +180,22 @@ YOUNG: tuple[dict[str, Any], ...] = (
     {"ignore_terminations": 4},
     {"stop_instead": 2},
 )
-"""Terminations that fail while no listing shows the machines yet: what a listing lacks then says nothing."""
+"""Terminations fail while no listing shows the machines yet. A machine that is missing in the listing is then not gone.
+"""
 TOGETHER: tuple[dict[str, Any], ...] = (
     {"hide_listings": 3, "ignore_terminations": 9},
     {"hide_listings": 2, "verb": "terminate", "errors": 2},
     {"hide_listings": 1, "stop_instead": 3},
 )
-"""A termination that does nothing, or fails, and a listing that shows nothing: whoever sees this once must take the
-machines for gone. A later sweep sees them.
+"""A termination does nothing, or fails, and a listing is empty. A client that sees this once must conclude that the
+machines are gone. A later sweep sees them.
 """
 
 
 def drive(scenario: Scenario, url: str, boundaries: Boundaries, clock: SharedClock) -> None:
     """Run a scenario to its end.
 
-    What the faults may lead to, errors of ours and of the wire, is part of it; anything else is raised.
+    Errors of ours and of the connection may follow from the faults; any other error is raised.
     """
     from skyward_core.errors import SkywardError
     from skyward_core.pool import ComputePool
@@ -232,7 +233,7 @@ class _Raised(Exception):
 
 
 def _work(scenario: Scenario, pool: Any, boundaries: Boundaries, clock: SharedClock, operator: Operator) -> None:
-    """What happens while a pool is open, and how it is left."""
+    """Run what happens while a pool is open, and how the driver leaves it."""
     from skyward_core.events.events import InstanceLost
 
     opened = pool._open
@@ -267,7 +268,7 @@ def _work(scenario: Scenario, pool: Any, boundaries: Boundaries, clock: SharedCl
 
 
 def _beat(scenario: Scenario, opened: Any) -> None:
-    """What a pool's clock does every few seconds."""
+    """Run what a pool's clock does every few seconds."""
     opened._bookkeeping.book.renew()
     opened._bookkeeping.book.note()
     opened._limits.check_money()
@@ -279,7 +280,7 @@ def _beat(scenario: Scenario, opened: Any) -> None:
 
 
 class Operator:
-    """The service's operator, for a forked process: a connection for each wish, so that it shares none with its
+    """The service's operator, for a forked process: a new connection for each request, so that it shares none with its
     parent.
     """
 
@@ -287,11 +288,11 @@ class Operator:
         self._place = urlsplit(url).netloc
 
     def break_down(self, **faults: Any) -> None:
-        """Have these faults, and no others, from now on."""
+        """Set these faults, and no others, from now on."""
         self._ask("/admin/faults", faults)
 
     def shut_down(self, machine_id: str) -> None:
-        """A machine goes away by itself."""
+        """End a machine as if by itself."""
         self._ask(f"/machines/{machine_id}/shutdown", {})
 
     def _ask(self, path: str, body: Mapping[str, Any]) -> None:
@@ -307,7 +308,7 @@ class Operator:
 
 
 def prepare_process() -> None:
-    """Put the stand-ins in the place of what costs seconds; once in each process, before anything is opened."""
+    """Install the stand-ins for what takes seconds; once in each process, before a pool is opened."""
     cluster = types.ModuleType("skyward_core.engine.cluster")
     cluster.Cluster = _Cluster  # type: ignore[attr-defined]
     sys.modules["skyward_core.engine.cluster"] = cluster
@@ -322,7 +323,7 @@ def prepare_process() -> None:
     code_upload.shipped_package()
 
     class BootingReach(transport.LocalTransport):
-        """A node that comes up at once: it says so in its log as soon as it is told what it is."""
+        """A node that starts at once: it logs its start as soon as it receives its settings."""
 
         def write(self, name: str, text: str) -> None:
             super().write(name, text)
@@ -360,12 +361,12 @@ class _NoReaper:
         return cls()
 
     def __getattr__(self, verb: str) -> Callable[..., None]:
-        """Whatever it is told, it does not hear."""
+        """Ignores all that it receives."""
         return lambda *_, **__: None
 
 
 class _Cluster:
-    """A cluster whose nodes have all joined and have nothing to do."""
+    """A cluster to which all nodes have joined, and which has no work."""
 
     slots = 1
     is_idle = True

@@ -1,5 +1,5 @@
-"""What the programs of `test_endings.py` begin with: a pool on machines that are billed, a call that does not end, and
-signals as a shell leaves them.
+"""The common start of the programs of `test_endings.py`: a pool on billed machines, a call that does not end, and
+signals as a shell sets them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def pool(**wishes: Any) -> sky.ComputePool:
 
 @sky.compute
 def long_call(home: str) -> None:
-    """Say that it runs, and do not end."""
+    """Report that it runs, and do not end."""
     Path(home, "running").touch()
     time.sleep(600)
 
@@ -38,12 +38,12 @@ def quick_call() -> str:
 
 
 def say(word: str) -> None:
-    """Tell the test."""
+    """Send a line to the test."""
     sys.stdout.write(f"{word}\n")
     sys.stdout.flush()
 
 
-# whoever started the tests may ignore some, and that is inherited
+# the process that started the tests may ignore some signals, and a child inherits that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for usual in (signal.SIGTERM, signal.SIGHUP):
     signal.signal(usual, signal.SIG_DFL)

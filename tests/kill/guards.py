@@ -1,4 +1,4 @@
-"""The rope on the machines: the real guard of each, a shell script, on a clock that is turned on."""
+"""The second safeguard: the real guard of each machine, a shell script, on a clock that the test advances."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from typing import Any
 from tests.kill.console import RunningService
 
 PROMISE_SECONDS = 10.0
-"""After its lease a machine is gone within this."""
+"""A machine must be gone within this time after its lease."""
 BEFORE_SECONDS = 3.0
 REAL_SECONDS = 60.0
-"""How long a busy machine may take for what is over in a moment."""
+"""Time limit for an action that normally takes milliseconds, on a busy machine."""
 PAUSE = "0.05"
 
 
 def left_alone(service: RunningService, machines: Sequence[dict[str, Any]], lease_seconds: float) -> list[str]:
-    """Start the guards of these machines as they were when they booted, and turn their clock: just before the lease all
-    live, just after it none does.
+    """Start the guards of these machines as they were at boot, and advance their clock.
+
+    Just before the lease ends all of them live; just after it none lives.
     """
     if not machines:
         return []
@@ -33,7 +34,9 @@ def left_alone(service: RunningService, machines: Sequence[dict[str, Any]], leas
         if not _wait(lambda: all((Path(machine["directory"]) / "guard").exists() for machine in machines)):
             return ["the guards do not begin"]
         for machine in machines:
-            if (lease := leases[machine["id"]]) is not None:  # what the driver had lengthened before it was killed
+            if (
+                lease := leases[machine["id"]]
+            ) is not None:  # the driver's extensions of the lease before it was killed
                 (Path(machine["directory"]) / "lease").write_text(lease)
         ends = [began + lease_seconds if lease is None else float(lease) for lease in leases.values()]
         _turn(clock, min(ends) - BEFORE_SECONDS)
@@ -71,7 +74,7 @@ def _start(service: RunningService, machine: dict[str, Any], clock: Path) -> sub
 
 
 def _turn(clock: Path, uptime: float) -> None:
-    """Whole or not at all, as /proc/uptime is read."""
+    """Write atomically, because the readers read it as they read /proc/uptime."""
     partial = clock.with_suffix(".partial")
     partial.write_text(f"{uptime:.2f} 0.00\n")
     partial.replace(clock)

@@ -1,4 +1,4 @@
-"""All points of a run, worked off by several processes at once, and the table of what was found alive."""
+"""Runs all points in several processes at once, and prints the table of what was found alive."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ COLUMNS = (
     ("driver", "reaper", "driver; reaper"),
     ("driver", "node", "driver; node"),
 )
-"""Who is killed, by whom the rope is held, and how both are told."""
+"""Who is killed, which safeguard recovers, and the names of both."""
 
 
 def work_off(
     seed: int, points: int, reaped: int, told: Callable[[dict[str, Any]], object] = lambda point: None
 ) -> list[dict[str, Any]]:
-    """Run so many points, and `reaped` more that are left to a reaper; return them as plain data, in the order of their
-    ends. Errors as of `run`.
+    """Run this many points, and `reaped` more in which a reaper recovers; return them as plain data, in the order of
+    their ends. Errors as of `run`.
     """
     shares = [points // WORKERS + (number < points % WORKERS) for number in range(WORKERS)]
     arguments: list[list[object]] = [["sweep", seed, number, WORKERS, share] for number, share in enumerate(shares)]
@@ -47,7 +47,7 @@ def run(
 ) -> list[dict[str, Any]]:
     """Run workers with these arguments at once; return their points. Raises RuntimeError if one fails.
 
-    Each has a service, a ledger and folders of its own, in memory.
+    Each has its own service, ledger and folders, in memory.
     """
     found: list[dict[str, Any]] = []
     memory = Path("/dev/shm")
@@ -68,7 +68,7 @@ def run(
 
 
 class _Worker:
-    """A process, and the thread that reads what it says."""
+    """A process, and the thread that reads its output."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class _Worker:
             self._told(point)
 
     def join(self) -> None:
-        """Wait until it has done its work."""
+        """Wait until its work is done."""
         self._reader.join()
         if self._process.wait():
             self.trouble = f"a worker ended with {self._process.returncode}:\n{self._errors.read_text()}"
@@ -113,12 +113,12 @@ class _Worker:
 
 
 def is_kill(point: dict[str, Any]) -> bool:
-    """Whether somebody was killed."""
+    """Return whether a process was killed."""
     return point["killed"] != "nobody"
 
 
 def wrong(points: Sequence[dict[str, Any]]) -> list[str]:
-    """What is wrong, a line for each point."""
+    """Return the problems, a line for each point."""
     return [
         f"{point['scenario']}; killed: {point['killed']} at {point['boundary']}/{point['then']} ({point['phase']}); rope: {point['rope']}: {'; '.join(point['problems'])}"
         for point in points
@@ -127,9 +127,7 @@ def wrong(points: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def table(points: Sequence[dict[str, Any]]) -> Table:
-    """Phase by who is killed and which rope recovers: points, machines that the kill has left, machines alive after the
-    rope.
-    """
+    """Phase by killed process and safeguard: points, machines left by the kill, machines alive after the safeguard."""
     shown = Table(title="points / machines that the kill has left running / alive after the rope", title_justify="left")
     shown.add_column("killed in the phase")
     for _, _, name in COLUMNS:

@@ -1,5 +1,5 @@
-"""One point: a driver is killed at a boundary, one rope recovers, and what is found alive is compared with what may
-live.
+"""One point: a driver is killed at a boundary, one safeguard recovers, and the machines found alive are compared with
+those that may live.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ CHILD_SECONDS = 90
 NEVER = 10**6
 MOST_IN_TURN = 9
 ROUNDS = 10
-"""Sweeps, a minute apart, after which all must be as it should be: longer than any fault lasts."""
+"""Sweeps, a minute apart, after which all must be correct: longer than any fault lasts."""
 ROUND_SECONDS = 61.0
 TOLERANCE_SECONDS = 2.0
-"""Between the service's clock and the ledger's, which are read at different moments on a busy machine."""
+"""Allowed difference between the service's clock and the ledger's, which are read at different moments on a busy
+machine.
+"""
 LONG = timedelta(days=1)
 
 
 class Killed(StrEnum):
-    """Who is killed."""
+    """Which processes are killed."""
 
     NOBODY = "nobody"
     DRIVER = "driver"
@@ -47,7 +49,7 @@ class Killed(StrEnum):
 
 
 class Rope(StrEnum):
-    """What ends the spending after that."""
+    """Which safeguard ends the spending after that."""
 
     CLOSE = "close"
     SWEEP = "sweep"
@@ -58,9 +60,10 @@ class Rope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What became of one point.
+    """The result of one point.
 
-    `alive_before` machines of the pool were paid for after the kill, `alive` that should not be after the rope.
+    `alive_before`: machines of the pool that were billed after the kill. `alive`: machines that live after the
+    safeguard and should not.
     """
 
     scenario: str
@@ -80,8 +83,8 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Others:
-    """Pools and machines of others, which nobody must touch: the service's records of them, and the ledger that tells
-    of those that it tells of.
+    """Pools and machines of other users, which must not change: the service's records of them, and the ledger with
+    those that it has.
     """
 
     machines: Sequence[dict[str, Any]]
@@ -92,8 +95,8 @@ class Others:
 
 @dataclass(slots=True)
 class Round:
-    """A worker's tools: the service, a folder, and what is killed in forks of this process, which must have one
-    thread.
+    """A worker's tools: the service, a folder, and the processes to kill, which are forks of this process. This process
+    must have one thread.
     """
 
     service: RunningService
@@ -102,7 +105,7 @@ class Round:
     others: dict[str, Others] = field(default_factory=dict[str, Others])
 
     def warm_up(self) -> None:
-        """Do everything once in this process, so that forks of it find it loaded."""
+        """Do everything once in this process, so that its forks find all modules loaded."""
         for scenario in (
             Scenario(lost=(1,), is_head_lost=True, beats=1, max_cost=5.0, budget=driver.ACCOUNT),
             Scenario(ends=Ends.DETACHED),
@@ -114,18 +117,19 @@ class Round:
         while threading.active_count() > 1:
             time.sleep(0.001)
         gc.collect()
-        gc.freeze()  # a collection in a fork would copy all that it looks at
+        gc.freeze()  # a garbage collection in a fork would copy every page that it reads
 
     # ── the points of a scenario ─────────────────────────────────────────────────────────────────────────────────────
 
     def points(self, scenario: Scenario) -> Iterator[Point]:
-        """Yield the points of a scenario: boundaries of the driver, and some of them with other ropes too, or with
-        whoever recovers killed in turn.
+        """Yield the points of a scenario: boundaries of the driver.
+
+        Some of them also run with other safeguards, or with the recovering process killed in turn.
         """
         yield self.unharmed(scenario)
         for boundary in self._boundaries():
             if (point := self.swept(scenario, boundary)) is None:
-                break  # this time there were fewer: threads
+                break  # this run had fewer boundaries, because of threads
             yield point
             match (boundary + scenario.number) % 12:
                 case 0:
@@ -140,8 +144,9 @@ class Round:
                     pass
 
     def _boundaries(self) -> list[int]:
-        """The boundaries of the run before; of those that are alike, for a provider is asked again and again, the
-        first, the last and one between.
+        """Return the boundaries of the previous run.
+
+        A provider receives the same request many times: of equal ones the first, the last and a middle one remain.
         """
         alike: dict[tuple[str, str], list[int]] = {}
         for boundary, passed in enumerate(json.loads((self.folder / "passed").read_text()), 1):
@@ -149,8 +154,9 @@ class Round:
         return sorted({boundary for its in alike.values() for boundary in (its[0], its[len(its) // 2], its[-1])})
 
     def _killed_in_turn(self, scenario: Scenario, boundary: int, killed: Killed) -> Iterator[Point]:
-        """Kill the driver, then whoever recovers: at its first boundaries, at its last ones, and at some between them,
-        each time from the same scene.
+        """Kill the driver, then the recovering process: at its first boundaries, its last ones, and some between them.
+
+        Each kill starts from the same saved state.
         """
         provider = self._begin(scenario)
         if (died := self._fork(lambda: self._drive(scenario), boundary)) != signal.SIGKILL:
@@ -178,7 +184,7 @@ class Round:
             yield Point(str(scenario), boundary, then, killed, Rope.SWEEP, phase, before, alive, tuple(problems + more))
 
     def _save(self) -> None:
-        """Keep the scene as the killed driver has left it, its ledger's unfinished business included."""
+        """Save the state that the killed driver has left, including unfinished transactions of the ledger."""
         self.service.save()
         for path in self._ledger_files():
             shutil.copy(path, f"{path}.saved")
@@ -195,7 +201,7 @@ class Round:
         return [path for suffix in ("", "-wal") if (path := Path(f"{self._path}{suffix}")).exists()]
 
     def unharmed(self, scenario: Scenario) -> Point:
-        """Nobody is killed: closing alone must leave nothing, or say what it leaves; then a sweep finds it."""
+        """Kill no process: closing alone must leave nothing, or report what it leaves; then a sweep finds it."""
         provider = self._begin(scenario)
         died = self._fork(lambda: self._drive(scenario), 0)
         problems = [] if died == 0 else [self._crash(died)]
@@ -207,7 +213,7 @@ class Round:
         return Point(str(scenario), 0, 0, Killed.NOBODY, Rope.CLOSE, phase, before, alive, tuple(problems + more))
 
     def swept(self, scenario: Scenario, boundary: int, rope: Rope = Rope.SWEEP) -> Point | None:
-        """Kill the driver; then sweep. None if the boundary was not come to."""
+        """Kill the driver; then sweep. None if the boundary was not reached."""
         provider = self._begin(scenario)
         if (died := self._fork(lambda: self._drive(scenario), boundary)) != signal.SIGKILL:
             return self._no_point(scenario, boundary, Killed.DRIVER, rope, died)
@@ -218,7 +224,7 @@ class Round:
         return Point(str(scenario), boundary, 0, Killed.DRIVER, rope, phase, before, alive, tuple(problems + more))
 
     def left_to_nodes(self, scenario: Scenario, boundary: int) -> Point | None:
-        """Kill the driver; nobody recovers but the guards on the machines, on a clock that is turned."""
+        """Kill the driver; only the guards on the machines recover, on a clock that is advanced."""
         provider = self._begin(scenario)
         if (died := self._fork(lambda: self._drive(scenario), boundary)) != signal.SIGKILL:
             return self._no_point(scenario, boundary, Killed.DRIVER, Rope.NODE, died)
@@ -238,21 +244,23 @@ class Round:
         )
 
     def faulty(self, scenario: Scenario) -> Iterator[Point]:
-        """Yield two points of a scenario: nobody is killed, and the pool closes; the driver is killed just before that,
-        and a sweep recovers.
+        """Yield two points of a scenario: in one no process is killed and the pool closes; in the other the driver is
+        killed just before that, and a sweep recovers.
         """
         yield self.unharmed(scenario)
         yield from _some(self.swept(replace(scenario, ends=Ends.KILLED), NEVER))
 
     def reaped_points(self, scenario: Scenario, wanted: int) -> Iterator[Point]:
-        """Yield so many points of a scenario, evenly over its boundaries, at which the reaper recovers."""
+        """Yield this many points of a scenario, evenly over its boundaries, at which the reaper recovers."""
         yield self.unharmed(scenario)
         count = self.boundaries.count
         for number in range(wanted):
             yield from _some(self.reaped(scenario, 1 + number * (count - 1) // max(1, wanted - 1)))
 
     def reaped(self, scenario: Scenario, boundary: int) -> Point | None:
-        """Kill the driver; its reaper, a real one, recovers. Real time: the reaper has no other."""
+        """Kill the driver; its reaper, a real one, recovers. It takes real time, because the reaper uses the real
+        clock.
+        """
         provider = self._begin(scenario)
         if (died := self._fork(lambda: self._drive(scenario, has_reaper=True), boundary)) != signal.SIGKILL:
             self._await_orphans()
@@ -273,7 +281,7 @@ class Round:
         )
 
     def _no_point(self, scenario: Scenario, boundary: int, killed: Killed, rope: Rope, died: int) -> Point | None:
-        """There was no such boundary; if the process failed by itself, that is a problem."""
+        """Handle a boundary that was not reached; if the process failed by itself, that is a problem."""
         if died == 0:
             return None
         return Point(str(scenario), boundary, 0, killed, rope, self.boundaries.phase, 0, 0, (self._crash(died),))
@@ -285,7 +293,7 @@ class Round:
     # ── what runs in forks ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _fork(self, work: Callable[[], object], kill_at: int) -> int:
-        """Run something in a fork that dies at a boundary; return 0, the signal that ended it, or minus its exit
+        """Run a function in a fork that dies at a boundary; return 0, the signal that ended it, or minus its exit
         status.
         """
         assert threading.active_count() == 1, threading.enumerate()
@@ -324,7 +332,7 @@ class Round:
             return list(sweep(ledger, [provider], is_dry_run=False, clock=self.service.clock.utc).failures)
 
     def _end_pool(self, scenario: Scenario, provider: HttpRental) -> None:
-        """What the reaper does once its driver is gone."""
+        """Do what the reaper does once its driver has ended."""
         from skyward_core.cleanup.release import end_pool
         from skyward_core.errors import SkywardError
 
@@ -334,12 +342,12 @@ class Round:
                     try:
                         end_pool(ledger, provider, entry.id, why="its driver is gone", clock=self.service.clock.utc)
                     except SkywardError:
-                        return  # it would try again; the sweep does
+                        return  # the reaper would try again; here the sweep does
 
-    # ── the scene ────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── the prepared state ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _begin(self, scenario: Scenario) -> HttpRental:
-        """Set the scene: a ledger and a service with the pools of others; return the provider."""
+        """Prepare a ledger and a service with the pools of other users; return the provider."""
         provider = scenario.provider(self.service.url)
         if self._key(provider) not in self.others:
             self.service.reset()
@@ -354,8 +362,8 @@ class Round:
         return provider
 
     def _make_others(self, provider: HttpRental, path: Path) -> Others:
-        """Rent machines for a pool of this living process, for one of another host whose lease is long, and for one
-        that the ledger does not know.
+        """Rent machines for a pool of this living process, for one of another host with a long lease, and for one that
+        is not in the ledger.
         """
         from skyward_core.ledger.ledger import Ledger
         from skyward_core.ledger.rows import Account, Period, Price, ResourceKind, ResourceRequest
@@ -410,7 +418,7 @@ class Round:
         return self.folder / "ledger.db"
 
     def _ledger(self, where: str = "") -> Any:
-        """The ledger; `where` spells its path in another way, for an engine of its own."""
+        """The ledger; `where` spells its path in another way, so that it gets its own engine."""
         from skyward_core.ledger.ledger import Ledger
 
         return Ledger(f"sqlite:///{self.folder}/{where}{self._path.name}", clock=self.service.clock.utc)
@@ -421,8 +429,9 @@ class Round:
     # ── recovery ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _recover(self, scenario: Scenario, provider: HttpRental, rope: Rope) -> list[str]:
-        """Sweep until there is nothing to do, a minute apart; a detached pool must be left alone until its lease is
-        over. Returns what was wrong.
+        """Sweep until there is nothing to do, a minute apart. A detached pool must stay until its lease has expired.
+
+        Returns the problems.
         """
         problems: list[str] = []
         live = self._live(provider)
@@ -454,7 +463,7 @@ class Round:
             return self.service.look().billed(entries[0].id)
 
     def _sweeps(self, scenario: Scenario, provider: HttpRental, rope: Rope) -> list[str]:
-        """One sweep, or two at once. Failures of a service that is out of order are as they should be."""
+        """Run one sweep, or two at once. Errors of a service with faults are expected."""
         crashes: list[str] = []
 
         def once(where: str = "") -> None:
@@ -472,7 +481,7 @@ class Round:
         return crashes
 
     def _is_clean(self, provider: HttpRental) -> bool:
-        """Whether the ledger has nothing open of the victim. What is alive is looked at afterwards."""
+        """Return whether the ledger has no open entry of the killed pool. Living machines are checked afterwards."""
         others = self.others[self._key(provider)].pools
         with self._ledger() as ledger:
             return all(intent.pool_id in others for intent in ledger.open_intents()) and all(
@@ -480,7 +489,7 @@ class Round:
             )
 
     def _sweeps_idly(self, provider: HttpRental) -> list[str]:
-        """Another sweep finds nothing to do, and asks for no end of anything."""
+        """Another sweep finds nothing to do, and requests no termination."""
         from skyward_core.cleanup.sweep import sweep
 
         self.service.break_down()
@@ -509,8 +518,8 @@ class Round:
     # ── what is found ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _judge(self, provider: HttpRental) -> tuple[int, list[str]]:
-        """Compare what lives with what may live, and the ledger with what the service knows; return how many machines
-        were left, and what is wrong.
+        """Compare living machines with those that may live, and the ledger with the service; return how many machines
+        were left, and the problems.
         """
         others = self.others[self._key(provider)]
         seen = self.service.look()
@@ -528,7 +537,7 @@ class Round:
 
 
 def _audit(ledger: Any, seen: Seen, others: frozenset[str]) -> Iterator[str]:
-    """What is wrong with the ledger, compared with what the service has rented and for how long."""
+    """Return the problems of the ledger, compared with what the service has rented and for how long."""
     from skyward_core.ledger.rows import CostBy
 
     for intent in ledger.open_intents():
@@ -554,14 +563,14 @@ def _audit(ledger: Any, seen: Seen, others: frozenset[str]) -> Iterator[str]:
 
 
 def _audit_machine(machine: dict[str, Any], intent: Any) -> Iterator[str]:
-    """What is wrong with what the ledger says of one machine."""
+    """Return the problems of the ledger's entry of one machine."""
     if intent is None:
-        # it has ended itself before anybody saw it: nobody can know of it, nor what it cost
+        # it ended itself before any client listed it, so no process can know of it or of its cost
         if machine["ended_by"] != "shutdown":
             yield f"the ledger does not know {machine['id']}"
         return
     if intent.gone_at is None or machine["ended_at"] is None:
-        return  # told already
+        return  # reported already
     if intent.intended_at.timestamp() > machine["created_at"] + TOLERANCE_SECONDS:
         yield f"{machine['id']} was there before its intent"
     if intent.gone_at.timestamp() < machine["ended_at"] - TOLERANCE_SECONDS:
@@ -573,7 +582,7 @@ def _audit_machine(machine: dict[str, Any], intent: Any) -> Iterator[str]:
 
 
 def _children() -> set[int]:
-    """This process's children, those adopted included."""
+    """This process's children, including adopted ones."""
     me = os.getpid()
     return set(map(int, Path(f"/proc/{me}/task/{me}/children").read_text().split()))
 

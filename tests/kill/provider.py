@@ -1,4 +1,4 @@
-"""The provider of the rental service (service.py): four verbs over HTTP, on a real socket."""
+"""The provider of the rental service (service.py): four methods over HTTP, on a real socket."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from skyward_core.machines.offers import Offer, Requirements
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, Provider, Tags
 
 WIRE = "tests.kill.wire"
-"""By name: a module that is referred to would travel to the reaper by value, with the kill points in it."""
+"""Referred to by name. A direct reference to the module would be pickled by value for the reaper, including the kill
+points.
+"""
 STATES = {"running": InstanceState.RUNNING, "stopped": InstanceState.STOPPING, "terminated": InstanceState.GONE}
-"""A stopped machine is on its way to nowhere, and paid for: it is as good as one that is stopping, and is terminated
+"""A stopped machine does not change its state and is billed. It is treated as one that is stopping, and is terminated
 again.
 """
 
@@ -36,7 +38,7 @@ printf "POST /machines/%s/shutdown HTTP/1.1\\r\\n\\r\\n" "$SKYWARD_INSTANCE_ID" 
     url: str
     timeout_seconds: float = 10.0
     key: str = ""
-    """What the service knows us by; nothing is not refused."""
+    """The account name that the service knows. An empty name is accepted."""
 
     def offers(self, want: Requirements) -> list[Offer]:
         sold: list[dict[str, Any]] = self._ask("GET", "/offers")["offers"]
@@ -69,7 +71,7 @@ printf "POST /machines/%s/shutdown HTTP/1.1\\r\\n\\r\\n" "$SKYWARD_INSTANCE_ID" 
         if len(ids) == 1:
             with self._client() as client:
                 answer = client.delete(f"/machines/{ids[0]}")
-                # which means, by the service's own documentation, that it is gone or never was
+                # the service documents this as: it is gone or never existed
                 if answer.status_code != HTTPStatus.NOT_FOUND:
                     self._told(answer)
         elif ids:
@@ -95,7 +97,7 @@ printf "POST /machines/%s/shutdown HTTP/1.1\\r\\n\\r\\n" "$SKYWARD_INSTANCE_ID" 
         )
 
     def _told(self, answer: httpx.Response) -> Any:
-        """What the service says. Raises CredentialsError and NoCapacity, and whatever else is no success as it is."""
+        """Return the service's answer. Raises CredentialsError and NoCapacity; any other failure is raised unchanged."""
         if answer.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             raise CredentialsError(f"{self.url} refuses the key: give HttpRental another one")
         if answer.status_code == HTTPStatus.CONFLICT and answer.json().get("code") == "capacity":
@@ -136,8 +138,8 @@ printf "POST /machines/%s/shutdown HTTP/1.1\\r\\n\\r\\n" "$SKYWARD_INSTANCE_ID" 
 
 
 class HttpRentalHere(HttpRental):
-    """The same with machines that run the whole bootstrap as their startup script, and are asked for in every listing,
-    as processes of this machine are.
+    """The same with machines that run the whole bootstrap as their startup script. Every listing names them, as it does
+    processes of this machine.
     """
 
     name: ClassVar[str] = "http-rental-here"
@@ -145,7 +147,7 @@ class HttpRentalHere(HttpRental):
 
 
 class PromptRental(HttpRental):
-    """The same, of a service that promises to list what exists at once."""
+    """The same, of a service that promises to list existing machines at once."""
 
     name: ClassVar[str] = "http-rental-prompt"
     listing_lag_seconds: ClassVar[float] = 0.0

@@ -1,21 +1,25 @@
-"""A rental cloud as an HTTP service on this machine, with faults on demand: `python -m tests.kill.service FOLDER`
-prints its port, and goes when its stdin ends.
+"""A rental cloud as an HTTP service on this machine, with faults on demand.
 
-    GET    /offers                        what is sold
-    POST   /machines                      {count, type, is_spot, tags, startup, token} -> {machines}; the same token:
-    the same machines GET    /machines?tag=NAME:VALUE&page=N  -> {machines, next}; without a tag all machines
-    DELETE /machines/ID                   404: it is gone, or never was
-    DELETE /machines?id=A&id=B            -> {left, unknown}: ids that could not be ended, ids that are gone or never
-    were POST   /machines/ID/shutdown          the machine ends itself
+`python -m tests.kill.service FOLDER` prints its port, and ends when its stdin ends.
 
-    GET    /admin/console                 all machines with what became of them, and every request; waits until nobody
-    else is connected POST   /admin/faults                  the fields of `Faults`, all at once
-    POST   /admin/save, /admin/restore    keep everything as it is, and have it so again
-    POST   /admin/reset                   forget everything; {machines: [...]} are there from then on, as another test
-    has left them
+    GET    /offers                        the offers
+    POST   /machines                      {count, type, is_spot, tags, startup, token} -> {machines};
+                                          the same token returns the same machines
+    GET    /machines?tag=NAME:VALUE&page=N  -> {machines, next}; without a tag all machines
+    DELETE /machines/ID                   404: it is gone, or never existed
+    DELETE /machines?id=A&id=B            -> {left, unknown}: ids that could not be ended, ids that are gone or
+                                          never existed
+    POST   /machines/ID/shutdown          the machine ends itself
 
-A machine is alive while it is billed: until it is terminated, and in the state "stopped" too. Its clock is that of
-FOLDER/clock; its files are FOLDER/ID. Stdlib only: it starts in a tenth of a second.
+    GET    /admin/console                 all machines with their ends, and every request; waits until no customer
+                                          is connected
+    POST   /admin/faults                  the fields of `Faults`, all at once
+    POST   /admin/save, /admin/restore    save the whole state, and restore it
+    POST   /admin/reset                   delete everything; {machines: [...]} exist from then on, as left by another
+                                          test
+
+A machine is alive while it is billed: until it is terminated, and also in the state "stopped". Its clock is that of
+FOLDER/clock; its files are FOLDER/ID. Stdlib only, so that it starts in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -46,29 +50,29 @@ QUIET_SECONDS = 5.0
 
 @dataclass(slots=True)
 class Faults:
-    """What is wrong with the service.
+    """The current faults of the service.
 
-    Numbers count down with each time; `verb` is whom the general ones concern: "offers", "create", "list", "terminate",
-    "".
+    Numbers decrease with each use; `verb` selects the calls that the general faults affect: "offers", "create", "list",
+    "terminate", "".
     """
 
     lose_create_answers: int = 0
     """Creating calls that take effect and whose connection is then reset."""
     create_lag_seconds: float = 0.0
-    """For how long a new machine is missing in listings."""
+    """How long listings omit a new machine."""
     short_by: int = 0
-    """How many machines fewer than asked for come of the next creating call."""
+    """How many machines fewer than requested the next creating call returns."""
     ignore_terminations: int = 0
     """Terminations of one machine that are answered with OK and do nothing."""
     stop_instead: int = 0
-    """Terminations of one machine that only stop it: it is billed on, and a second one ends it."""
+    """Terminations of one machine that only stop it: the bill goes on, and a second termination ends it."""
     hide_listings: int = 0
-    """Listings that lack the machines which are there; the one after shows them again."""
+    """Listings that omit existing machines; the next one shows them again."""
     verb: str = ""
     errors: int = 0
     """Answers with 500."""
     error_seconds: float = 0.0
-    """Answers with 500 for so long from now on, on the service's clock."""
+    """Answers with 500 for this time from now on, on the service's clock."""
     throttles: int = 0
     """Answers with 429 and Retry-After."""
     hangs: int = 0
@@ -106,7 +110,7 @@ class Machine:
 
 @dataclass(slots=True)
 class Answer:
-    """What a request is answered with. `is_lost`: with a reset of the connection; `never`: not at all."""
+    """The answer to a request. `is_lost`: the connection is reset. `never`: there is no answer."""
 
     status: HTTPStatus = HTTPStatus.OK
     body: object = None
@@ -116,7 +120,7 @@ class Answer:
 
 
 class Rental:
-    """The state of the service, and what each request does to it. No I/O but the folders of its machines."""
+    """The state of the service, and how each request changes it. No I/O except the folders of its machines."""
 
     def __init__(self, folder: Path, now: Callable[[], float]) -> None:
         self._folder = folder
@@ -129,7 +133,7 @@ class Rental:
         self._saved: tuple[Any, ...] = ()
 
     def answer(self, method: str, path: str, query: list[tuple[str, str]], body: dict[str, Any]) -> Answer:
-        """Do what is asked for, unless a fault comes in between; every request is noted."""
+        """Process the request, unless a fault prevents it; every request is recorded."""
         verb = verb_of(method, path)
         ids = [value for name, value in query if name == "id"] or ([path.split("/")[2]] if path.count("/") > 1 else [])
         noted: dict[str, Any] = {
@@ -286,19 +290,19 @@ class Rental:
     # ── the operator's side ──────────────────────────────────────────────────────────────────────────────────────────
 
     def break_down(self, fields: dict[str, Any]) -> None:
-        """Have these faults, and no others, from now on."""
+        """Set these faults, and no others, from now on."""
         self.faults = Faults(**fields)
         self._errors_until = self._now() + self.faults.error_seconds if self.faults.error_seconds else 0.0
 
     def console(self) -> dict[str, Any]:
-        """All that there is to know."""
+        """Return the whole state."""
         return {
             "machines": [{**asdict(machine), "is_billed": machine.is_billed} for machine in self._machines.values()],
             "requests": self._requests,
         }
 
     def reset(self, machines: list[dict[str, Any]]) -> None:
-        """Begin anew, with these machines as `console` has shown them."""
+        """Start again, with these machines as `console` has shown them."""
         for machine in self._machines.values():
             shutil.rmtree(machine.directory, ignore_errors=True)
         self.break_down({})
@@ -311,11 +315,11 @@ class Rental:
             Path(machine.directory).mkdir(exist_ok=True)
 
     def save(self) -> None:
-        """Keep everything as it is now, for `restore`."""
+        """Save the whole state, for `restore`."""
         self._saved = copy.deepcopy((self.faults, self._errors_until, self._machines, self._by_token, self._requests))
 
     def restore(self) -> None:
-        """Have everything as it was at `save`; again and again, if need be."""
+        """Restore the state of `save`. May be called repeatedly."""
         self.faults, self._errors_until, self._machines, self._by_token, self._requests = copy.deepcopy(self._saved)
         for machine in self._machines.values():
             if machine.is_billed:
@@ -339,23 +343,23 @@ def verb_of(method: str, path: str) -> str:
 
 
 def _shown(machine: Machine) -> dict[str, Any]:
-    """What a customer sees of a machine."""
+    """Return what a customer sees of a machine."""
     names = ("id", "type", "is_spot", "price_per_hour", "rank", "tags", "directory", "state")
     return {name: getattr(machine, name) for name in names}
 
 
 class Server:
-    """The service on a socket of 127.0.0.1: HTTP/1.1, kept alive, each request answered in the order of its coming."""
+    """The service on a socket of 127.0.0.1: HTTP/1.1, keep-alive, each request answered in the order of arrival."""
 
     def __init__(self, rental: Rental) -> None:
         self._rental = rental
         self._customers = 0
-        """Connections of others than the operator."""
+        """Connections of clients other than the operator."""
         self._is_quiet = asyncio.Event()
         self._is_quiet.set()
 
     async def serve(self, until: Callable[[], Any], told: Callable[[int], object]) -> None:
-        """Listen on any free port, tell it, and serve until `until` has come."""
+        """Listen on any free port, print it, and serve until `until` is set."""
         server = await asyncio.start_server(self._talk, "127.0.0.1", 0)
         told(server.sockets[0].getsockname()[1])
         await until()
@@ -403,8 +407,8 @@ class Server:
     async def _administer(self, what: str, body: dict[str, Any]) -> Answer:
         match what:
             case "console":
-                await asyncio.sleep(0.001)  # who has connected just before is accepted in the meantime
-                with contextlib.suppress(TimeoutError):  # what a killed customer has sent may still be on its way
+                await asyncio.sleep(0.001)  # a client that has connected just before is accepted in the meantime
+                with contextlib.suppress(TimeoutError):  # the request of a killed customer may still be in transit
                     await asyncio.wait_for(self._is_quiet.wait(), QUIET_SECONDS)
                 return Answer(body={**self._rental.console(), "customers": self._customers})
             case "faults":
@@ -421,7 +425,7 @@ class Server:
 
 
 async def _read(reader: asyncio.StreamReader) -> tuple[str, str, dict[str, Any]] | None:
-    """The next request: method, target, JSON body; None at the end of the connection."""
+    """Return the next request: method, target, JSON body; None at the end of the connection."""
     line = await reader.readline()
     if not line.strip():
         return None

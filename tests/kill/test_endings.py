@@ -1,9 +1,8 @@
-"""Every way for a program to end, on purpose or not, ends without a living machine, and something true is said about
-it.
+"""However a program ends, no machine stays alive, and the output says what happened.
 
-Each test runs a program of its own that opens a real pool. Its nodes are processes of this machine, and its bill is a
-folder of files that outlives them (`billed.py`): a machine lives as long as either is there. Whoever cleans up, the
-program itself or its reaper, the ledger then has nothing open.
+Each test runs its own program, which opens a real pool. Its nodes are processes of this machine, and its bill is a
+folder of files that outlives them (`billed.py`): a machine lives as long as either exists. The program itself or its
+reaper does the teardown, and the ledger then has no open entry.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from tests.kill import billed
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_SECONDS = 60.0
-"""For machines to end, and for a program that ends of itself."""
+"""For machines to end, and for a program that ends by itself."""
 OPEN_SECONDS = 90.0
-"""For a program to come to its point, on a machine with much else to do."""
+"""For a program to reach its point, on a busy machine."""
 INTERRUPTED = -signal.SIGINT
 
 CALLS = """
@@ -51,7 +50,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 class Program:
-    """A script in a process and a session of its own, with a ledger, a reaper's log and a landlord of its own."""
+    """A script in its own process and session, with its own ledger, reaper's log and provider."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -62,7 +61,7 @@ class Program:
         self._readers: list[threading.Thread] = []
 
     def start(self, text: str) -> Program:
-        """Run the script; `ending_scripts.py` says what it finds there."""
+        """Run the script; `ending_scripts.py` has the names that it can use."""
         script = self.home / "program.py"
         script.write_text(f"from tests.kill.ending_scripts import *\n{text}")
         environ = os.environ | {
@@ -112,7 +111,7 @@ class Program:
 
     @property
     def reaper_log(self) -> str:
-        """What the reaper has told; "" if it had nothing to do."""
+        """The reaper's log; "" if the reaper had nothing to do."""
         log = self.home / "state" / "skyward" / "reaper.log"
         return log.read_text() if log.exists() else ""
 
@@ -126,7 +125,7 @@ class Program:
         return (self.bill / f"{fault}.met").exists()
 
     def lay(self, *faults: str) -> Program:
-        """Put faults in the provider's way."""
+        """Install faults in the provider."""
         for fault in faults:
             (self.bill / fault).touch()
         return self
@@ -148,8 +147,9 @@ class Program:
         return process.returncode
 
     def wait_for(self, condition: Callable[[], object], what: str, seconds: float = DEADLINE_SECONDS) -> None:
-        """Wait until the condition holds; fail, with all that was said, when it does not in time, or the program ends
-        before it comes to its point.
+        """Wait until the condition holds.
+
+        On a timeout, or if the program ends before its point, fail with all output.
         """
         deadline = time.monotonic() + seconds
         while not condition():
@@ -165,12 +165,12 @@ class Program:
             time.sleep(0.01)
 
     def come_to(self, condition: Callable[[], object]) -> Program:
-        """Wait until the program is where the test wants it."""
+        """Wait until the program has reached the point that the test needs."""
         self.wait_for(condition, "the program to come to its point", OPEN_SECONDS)
         return self
 
     def living(self) -> list[str]:
-        """What is on the bill, and what lives: nodes, reapers, the program itself."""
+        """The machines on the bill, and the processes that live: nodes, reapers, the program itself."""
         mine = str(self.home / "state")
         return sorted(file.name for file in self.bill.glob("local-*")) + [
             f"process {pid}" for pid, home in processes_by_tag("XDG_STATE_HOME") if home == mine
@@ -192,7 +192,7 @@ class Program:
             assert ledger.open_intents() == []
 
     def machines(self) -> list[str]:
-        """Return the ids of all machines that the ledger has ever heard of."""
+        """Return the ids of all machines that the ledger has ever recorded."""
         with Ledger(self.ledger_url) as ledger:
             return [
                 intent.cloud_id
@@ -202,7 +202,7 @@ class Program:
             ]
 
     def is_clean(self) -> bool:
-        """Whether the machines have left no folder either, after they were terminated."""
+        """Return whether the machines have left no folder after their termination."""
         places = [self.home / "state" / "skyward" / "nodes" / instance_id for instance_id in self.machines()]
         return not any(place.exists() for place in places)
 
@@ -210,7 +210,7 @@ class Program:
         """End what a failed test has left."""
         if self._process is not None:
             for file in self.bill.iterdir():
-                file.unlink(missing_ok=True)  # a reaper that lives finds nothing to do
+                file.unlink(missing_ok=True)  # a living reaper finds nothing to do
             mine = str(self.home / "state")
             for pid, home in processes_by_tag("XDG_STATE_HOME"):
                 if home == mine:
@@ -239,7 +239,7 @@ def program(tmp_path: Path) -> Iterator[Program]:
 
 
 def reaped(program: Program) -> None:
-    """The program is gone and was no help; its reaper has done it and says so, in the order in which it happened."""
+    """The program has ended without a teardown; its reaper has done it and logged each step in order."""
     program.leaves_nothing()
     log = program.reaper_log
     assert "its process is gone: ending its machines" in log
@@ -248,19 +248,19 @@ def reaped(program: Program) -> None:
 
 
 def tidied(program: Program) -> None:
-    """The program is gone and has done it itself, before it ended: the reaper had nothing to do."""
+    """The program has done the teardown before it ended: the reaper had nothing to do."""
     assert not list(program.bill.glob("local-*"))
     program.leaves_nothing()
     assert program.reaper_log == ""
     assert program.is_clean()
 
 
-# ── whoever is killed is cleaned up after ────────────────────────────────────────────────────────────────────────────
+# ── the reaper cleans up after a killed program ──────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_that_nobody_handles(program: Program, sig: signal.Signals) -> None:
-    """The program is gone in the middle of a call, without a word; its reaper ends what it had, and writes it down."""
+def test_a_signal_without_a_handler(program: Program, sig: signal.Signals) -> None:
+    """The program ends in the middle of a call without any output. Its reaper ends the machines, and records it."""
     program.start(CALLS).come_to(program.is_running_a_call)
     assert len(list(program.bill.glob("local-*"))) == 1
     os.kill(program.pid, sig)
@@ -269,15 +269,15 @@ def test_a_signal_that_nobody_handles(program: Program, sig: signal.Signals) -> 
 
 
 def test_an_exit_that_runs_no_clean_up(program: Program) -> None:
-    """`os._exit` with an open pool is a kill like any other."""
+    """`os._exit` with an open pool has the same effect as a kill."""
     program.start("p = pool().open()\nquick_call() >> p\nos._exit(3)")
     assert program.status(OPEN_SECONDS) == 3
     reaped(program)
 
 
 def test_an_orchestrator_that_does_not_wait_for_the_clean_up(program: Program) -> None:
-    """Told to stop, the program hands over to its reaper in a signal handler; then its whole group is killed, as
-    Airflow does after some seconds.
+    """The program receives a signal, and its handler leaves the teardown to the reaper. Then its whole group is killed,
+    as Airflow does after some seconds.
     """
     program.start("""
 p = pool().open()
@@ -294,7 +294,7 @@ while True:
     assert "ending its machines" in program.reaper_log
 
 
-# ── whoever can cleans up before it ends ─────────────────────────────────────────────────────────────────────────────
+# ── a program that can clean up does so before it ends ───────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ while True:
     ],
 )
 def test_an_interrupt(program: Program, text: str, status: int, words: str) -> None:
-    """The call is given up, and the machines are gone before the program is."""
+    """The call is abandoned, and the machines end before the program."""
     program.start(text).come_to(program.is_running_a_call)
     os.kill(program.pid, signal.SIGINT)
     assert program.status() == status
@@ -343,10 +343,8 @@ def test_an_interrupt(program: Program, text: str, status: int, words: str) -> N
         ),
     ],
 )
-def test_an_end_of_its_own(program: Program, text: str, status: int, words: str) -> None:
-    """However Python leaves the program, the machines are gone before its process is, and its own error is what is
-    said.
-    """
+def test_an_end_by_the_program_itself(program: Program, text: str, status: int, words: str) -> None:
+    """However Python leaves the program, the machines end before its process, and the program's own error is printed."""
     assert program.start(text).status(OPEN_SECONDS) == status, program.stderr
     tidied(program)
     assert words in program.stderr
@@ -360,8 +358,8 @@ OPENS = "pool().open()"
 @pytest.mark.parametrize("fault", [billed.LAUNCH_HANGS, billed.ANSWER_HANGS])
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGINT])
 def test_the_middle_of_a_launch(program: Program, fault: str, sig: signal.Signals) -> None:
-    """A launch that never answers, whether it has rented something or not: what it has rented ends, though nobody was
-    ever told its id.
+    """A launch never answers, whether it has created machines or not: its machines end, although no process received
+    their ids.
     """
     program.lay(fault).start(OPENS).come_to(lambda: program.has_met(fault))
     assert len(list(program.bill.glob("local-*"))) == (fault == billed.ANSWER_HANGS)
@@ -387,8 +385,8 @@ def test_an_interrupt_while_the_machines_come_up(program: Program) -> None:
     assert program.stdout.splitlines()[-1] == "CostFinal"
 
 
-def test_an_impatient_user_while_the_pool_opens(program: Program) -> None:
-    """Ctrl-C undoes the opening, a second one cuts the undoing off: what is left then is the reaper's."""
+def test_two_interrupts_while_the_pool_opens(program: Program) -> None:
+    """Ctrl-C undoes the opening, and a second one stops that: the reaper ends what is left then."""
     program.lay(billed.ANSWER_HANGS, billed.TERMINATE_HANGS).start(OPENS).come_to(
         lambda: program.has_met(billed.ANSWER_HANGS)
     )
@@ -401,8 +399,8 @@ def test_an_impatient_user_while_the_pool_opens(program: Program) -> None:
 
 
 @pytest.mark.parametrize("hanging", [1, 2])
-def test_an_impatient_user_and_a_termination_that_hangs(program: Program, hanging: int) -> None:
-    """Each Ctrl-C cuts one try off: the next is made when the interpreter ends, and the one after that by the
+def test_interrupts_of_a_termination_that_hangs(program: Program, hanging: int) -> None:
+    """Each Ctrl-C stops one attempt. The next attempt is made when the interpreter ends, and the last one by the
     reaper.
     """
     faults = [f"{billed.TERMINATE_HANGS}-{number}" for number in range(hanging)]
@@ -440,8 +438,8 @@ def test_a_burst_of_interrupts(program: Program, point: str) -> None:
 
 
 def test_a_provider_that_is_down_when_the_pool_closes(program: Program) -> None:
-    """`__exit__` says which machines are left and what asks again; the reaper does ask again, after the program has
-    ended, until the provider is back.
+    """`__exit__` names the machines that are left and the next attempt. The reaper retries after the program has ended,
+    until the provider is back.
     """
     program.start("""
 with pool() as p:
@@ -472,7 +470,7 @@ bookkeeping.LEDGER_BUSY_SECONDS = {seconds}
 
 
 def damage(program: Program) -> None:
-    """Write junk over the ledger, as a failing disk does."""
+    """Overwrite the ledger with junk, as a failing disk does."""
     for file in program.home.glob("ledger.db*"):
         if not file.name.endswith("-shm"):
             with file.open("r+b") as data:
@@ -481,7 +479,7 @@ def damage(program: Program) -> None:
 
 @contextlib.contextmanager
 def locked(program: Program) -> Generator[None]:
-    """Hold the ledger's lock, as a backup that was stopped does."""
+    """Hold the ledger's lock, as a stopped backup process does."""
     with contextlib.closing(sqlite3.connect(program.ledger_file, isolation_level=None)) as connection:
         connection.execute("BEGIN IMMEDIATE")
         yield
@@ -489,7 +487,7 @@ def locked(program: Program) -> Generator[None]:
 
 @pytest.mark.parametrize(("trouble", "words"), [("full", FULL), ("damaged", DAMAGED), ("locked", LOCKED)])
 def test_a_ledger_that_cannot_be_used_when_the_pool_opens(program: Program, trouble: str, words: str) -> None:
-    """Nothing is rented that cannot be written down first; the error says what to try."""
+    """No machine is rented that cannot be recorded first; the error says what to try."""
     with contextlib.ExitStack() as until_then:
         if trouble == "damaged":
             program.ledger_file.write_bytes(b"no database " * 1000)
@@ -505,8 +503,8 @@ def test_a_ledger_that_cannot_be_used_when_the_pool_opens(program: Program, trou
 
 
 def test_a_disk_that_is_full_while_the_pool_is_open(program: Program) -> None:
-    """The machines are given back all the same; that this could not be written down is told afterwards, and the reaper,
-    which has room, writes it down.
+    """The machines end anyway. The write error is reported afterwards, and the reaper, which has free space, records
+    the end.
     """
     program.start(f"{WAITS}p.close()").come_to(lambda: program.has_said("ready"))
     resource.prlimit(program.pid, resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
@@ -519,9 +517,9 @@ def test_a_disk_that_is_full_while_the_pool_is_open(program: Program) -> None:
 
 
 def test_a_ledger_that_is_damaged_while_the_pool_is_open(program: Program) -> None:
-    """The machines are given back all the same.
+    """The machines end anyway.
 
-    SQLite trusts what it has in memory and notices nothing; whoever opens the ledger next is told.
+    SQLite uses its cache and notices nothing; the next process that opens the ledger gets the error.
     """
     program.start(f"{WAITS}p.close()").come_to(lambda: program.has_said("ready"))
     damage(program)
@@ -532,20 +530,20 @@ def test_a_ledger_that_is_damaged_while_the_pool_is_open(program: Program) -> No
         Ledger(program.ledger_url)
 
 
-def test_a_lock_that_does_not_go(program: Program) -> None:
-    """A pool closes without its ledger after a while, and says what has held it."""
+def test_a_lock_that_is_not_released(program: Program) -> None:
+    """A pool closes without its ledger after a while, and names the process that holds the lock."""
     program.start(f"{WAITS_FOR.format(seconds=0.5)}{WAITS}p.close()").come_to(lambda: program.has_said("ready"))
     with locked(program):
         program.go_on()
         assert program.status() == 1
         assert not list(program.bill.glob("local-*"))
     assert LOCKED in program.stderr
-    program.leaves_nothing()  # the reaper goes on trying, and it is all written down when the lock goes
+    program.leaves_nothing()  # the reaper continues, and records everything when the lock is released
 
 
-def test_a_lock_does_not_keep_the_machines(program: Program) -> None:
-    """The machines are ended first, however long the ledger would be waited for; when the lock goes it is all written
-    down.
+def test_a_lock_keeps_no_machine_alive(program: Program) -> None:
+    """The machines end first, however long the wait for the ledger would take. After the release of the lock everything
+    is recorded.
     """
     program.start(f"{WAITS_FOR.format(seconds=600)}{WAITS}p.close()").come_to(lambda: program.has_said("ready"))
     with locked(program):
@@ -556,7 +554,7 @@ def test_a_lock_does_not_keep_the_machines(program: Program) -> None:
 
 
 def test_a_kill_and_a_damaged_ledger(program: Program) -> None:
-    """The reaper ends the machines without it, and says that it had to; once the junk was moved away it goes."""
+    """The reaper ends the machines without the ledger, and logs this. Once the junk was moved away, the reaper exits."""
     program.start(CALLS).come_to(program.is_running_a_call)
     damage(program)
     os.kill(program.pid, signal.SIGKILL)
@@ -571,7 +569,7 @@ def test_a_kill_and_a_damaged_ledger(program: Program) -> None:
     program.leaves_nothing()
 
 
-# ── a fork ends, and nothing of the pool's does ──────────────────────────────────────────────────────────────────────
+# ── a fork ends, and the pool of its parent stays ────────────────────────────────────────────────────────────────────
 
 FORKS = """
 import gc, multiprocessing
@@ -613,8 +611,8 @@ with p:
 
 
 def test_forks_of_a_program_that_end(program: Program) -> None:
-    """A helper that was forked while a pool is open may be killed, close the pool, forget it or exit: the pool is its
-    parent's, and a call there says so.
+    """A helper forked while a pool is open may be killed, close the pool, forget it or exit. The pool is its parent's,
+    and a call in the helper says so.
     """
     assert program.start(FORKS).status(OPEN_SECONDS) == 0, program.stderr
     *told, last = program.stdout.splitlines()
@@ -651,9 +649,7 @@ say(json.dumps({{
 
 
 def test_the_money_runs_out(program: Program) -> None:
-    """A pool warns, ends its calls with BudgetExceeded and closes before it has cost more than it may; bill and receipt
-    say the same.
-    """
+    """A pool warns, ends its calls with BudgetExceeded and closes before it exceeds its limit; bill and receipt agree."""
     assert program.start(SPENDS.format(max_cost=20)).status(OPEN_SECONDS) == 0, program.stderr
     *refusals, story = program.stdout.splitlines()
     told = json.loads(story)
@@ -666,16 +662,16 @@ def test_the_money_runs_out(program: Program) -> None:
     tidied(program)
 
 
-def test_the_money_of_a_program_that_stands_still_runs_out(program: Program) -> None:
+def test_the_money_of_a_stopped_program_runs_out(program: Program) -> None:
     """A stopped client renews nothing and ends nothing: its machine ends itself on its own clock.
 
-    When the client goes on it finds that out and closes.
+    When the client continues, it notices this and closes.
     """
     program.start(SPENDS.format(max_cost=20)).come_to(program.is_running_a_call)
     began = min((file.stat().st_mtime for file in program.bill.glob("local-*")), default=time.time())
     os.kill(program.pid, signal.SIGSTOP)
     program.wait_for(lambda: not program.nodes(), "the machine to end itself")
-    assert time.time() - began < 20 + 3  # so long may it take to look around on a busy machine
+    assert time.time() - began < 20 + 3  # the client may take this long to notice it on a busy machine
     assert list(program.bill.glob("local-*")), "nobody was there to terminate it"
     os.kill(program.pid, signal.SIGCONT)
     assert program.status() == 0, program.stderr

@@ -1,5 +1,5 @@
-"""A healthy pool that loses its client for 30 seconds at a time, again and again, for hours: nobody ends it, replaces
-any of it, or takes it for dead.
+"""A healthy pool loses its client for 30 seconds at a time, for hours: no safeguard ends it, replaces nodes, or treats
+it as dead.
 """
 
 import random
@@ -19,15 +19,17 @@ from tests.engine.test_recovery import World
 HOURS = 6
 CUT_SECONDS = 30.0
 RECONNECT_SECONDS = 6.0
-"""How long after the wire has healed a node may still be silent: one try to connect that began too early, and the next
-one.
+"""How long a node may still be silent after the connection is back: one attempt to connect that began too early, and
+the next.
 """
 LEASE_SECONDS, BEAT_SECONDS = 120.0, 10.0
 ELSEWHERE = replace(Owner.here(), host="elsewhere")
 
 
 def cuts(seed: int) -> Iterator[tuple[float, float]]:
-    """Yield when the wire goes and comes, in seconds: up to two minutes of calm, then half a minute of silence."""
+    """Yield the times at which the connection breaks and returns, in seconds: up to two minutes up, then half a minute
+    down.
+    """
     chance, now = random.Random(seed), 0.0
     while now < HOURS * 3600:
         now += chance.uniform(1.0, 120.0)
@@ -36,8 +38,8 @@ def cuts(seed: int) -> Iterator[tuple[float, float]]:
 
 
 def beats(seed: int) -> Iterator[float]:
-    """Yield the moments at which a client gets through, as its keeper does: every few seconds, and soon after the wire
-    has healed.
+    """Yield the times at which a client reaches the node, as its renewal thread does: every few seconds, and soon after
+    the connection is back.
     """
     now = 0.0
     for cut, healed in cuts(seed):
@@ -50,8 +52,8 @@ def beats(seed: int) -> Iterator[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_the_client_waits_for_its_head(seed: int) -> None:
-    """Six hours with the head out of the client's reach every other minute: the cluster is not started anew, nothing is
-    replaced, and nobody is told lost.
+    """For six hours the client cannot reach the head every other minute. The cluster is not restarted, no node is
+    replaced, and no node is reported lost.
     """
     world = World(lease_seconds=LEASE_SECONDS)
     for cut, healed in cuts(seed):
@@ -68,8 +70,8 @@ def test_the_client_waits_for_its_head(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_the_node_waits_for_its_client(seed: int, tmp_path: Path) -> None:
-    """Six hours of a node whose client gets through only between the cuts: its watchdog looks once a second, and never
-    has a reason to end it.
+    """For six hours a client reaches the node only between the cuts. Its watchdog checks once a second, and never ends
+    the node.
     """
     clock = [0.0]
     watch = Watch(tmp_path, lambda: clock[0])
@@ -80,14 +82,14 @@ def test_the_node_waits_for_its_client(seed: int, tmp_path: Path) -> None:
             assert watch.verdict(settings, ()) is None, f"after {clock[0]:.0f} s"
         write_lease(tmp_path, beat + LEASE_SECONDS)
     assert clock[0] > (HOURS - 0.2) * 3600
-    clock[0] += LEASE_SECONDS + 1  # and when the client is gone for good, it does end
+    clock[0] += LEASE_SECONDS + 1  # and when the client is permanently gone, the node ends
     assert "lease" in str(watch.verdict(settings, ()))
 
 
 @pytest.mark.slow
-def test_no_sweep_takes_it_for_dead(tmp_path: Path) -> None:
-    """Six hours of a pool whose owner cannot reach the ledger during the cuts, looked at from elsewhere every 20
-    seconds: it is always live.
+def test_no_sweep_finds_the_pool_dead(tmp_path: Path) -> None:
+    """For six hours the owner cannot reach the ledger during the cuts. Another process checks every 20 seconds: the
+    pool is always live.
     """
     now = [datetime(2026, 11, 21, tzinfo=UTC)]
     began = now[0]

@@ -1,5 +1,5 @@
-"""Kill -9 at generated points, a thousand in `make long`: after recovery nothing lives but what may, and nothing of
-anybody else was touched.
+"""Kill -9 at generated points, a thousand in `make long`: after recovery no dead pool has machines, and other users'
+machines are unchanged.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ POINTS, REAPED = examples(1000), 18
 @pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_whoever_is_killed_wherever_nothing_is_left() -> None:
-    """Kills over all phases, by every rope: no machine of the dead is alive, none of the living was asked to end, and
-    the ledger's books are closed.
+def test_after_a_kill_at_any_point_nothing_is_left() -> None:
+    """Kills over all phases, with every safeguard: no machine of a dead pool is alive, no machine of a live pool got a
+    request to end, and the ledger's entries are closed.
     """
     points = matrix.work_off(SEED, POINTS, REAPED)
     assert matrix.wrong(points) == []

@@ -1,4 +1,4 @@
-"""The rental service and its provider behave as a cloud and its provider do, faults included."""
+"""The rental service and its provider behave as a cloud and its provider do, including faults."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def offer(provider: HttpRental, *, is_spot: bool = False) -> Offer:
 
 
 def test_what_is_rented_is_listed_with_its_tags_until_it_is_given_back(rental: RunningService) -> None:
-    """Launch, listing and termination agree with the console; spot is cheaper, and ranks count on from the first."""
+    """Launch, listing and termination agree with the console; spot is cheaper, and ranks continue from the first."""
     provider = HttpRental(url=rental.url)
     launched = provider.launch(offer(provider, is_spot=True), 2, tags(rank=3), "#!/bin/sh\n")
     assert [instance.rank for instance in launched] == [3, 4]
@@ -40,7 +40,7 @@ def test_what_is_rented_is_listed_with_its_tags_until_it_is_given_back(rental: R
 
 
 def test_more_machines_than_a_page_holds_are_all_listed(rental: RunningService) -> None:
-    """A listing goes through all pages, and sees its own pool's machines only."""
+    """A listing reads all pages, and returns only the machines of its own pool."""
     provider = HttpRental(url=rental.url)
     mine = {instance.id for instance in provider.launch(offer(provider), 9, tags(), "")}
     theirs = {instance.id for instance in provider.launch(offer(provider), 9, tags("sky-2", "sky-2-1"), "")}
@@ -49,7 +49,7 @@ def test_more_machines_than_a_page_holds_are_all_listed(rental: RunningService) 
 
 
 def test_the_same_token_gives_the_same_machines(rental: RunningService) -> None:
-    """A creating call whose answer was lost is made again without renting twice."""
+    """After a lost answer the creating call is repeated without renting twice."""
     provider = HttpRental(url=rental.url)
     sold = offer(provider)
     rental.break_down(lose_create_answers=1)
@@ -61,9 +61,7 @@ def test_the_same_token_gives_the_same_machines(rental: RunningService) -> None:
 
 
 def test_a_new_machine_is_listed_only_after_the_lag(rental: RunningService) -> None:
-    """It exists, is billed and can be terminated before any listing shows it; the lag passes on the service's own
-    clock.
-    """
+    """It exists, is billed and can be terminated before any listing shows it. The lag ends by the service's own clock."""
     provider = HttpRental(url=rental.url)
     rental.break_down(create_lag_seconds=60)
     first, second = provider.launch(offer(provider), 2, tags(), "")
@@ -76,8 +74,8 @@ def test_a_new_machine_is_listed_only_after_the_lag(rental: RunningService) -> N
     assert provider.instances("sky-1") == [second]
 
 
-def test_fewer_machines_than_asked_for(rental: RunningService) -> None:
-    """A partial batch is no error; none at all is NoCapacity."""
+def test_fewer_machines_than_requested(rental: RunningService) -> None:
+    """A partial batch is no error; an empty one is NoCapacity."""
     provider = HttpRental(url=rental.url)
     rental.break_down(short_by=1)
     assert len(provider.launch(offer(provider), 3, tags(), "")) == 2
@@ -87,8 +85,8 @@ def test_fewer_machines_than_asked_for(rental: RunningService) -> None:
 
 
 def test_a_termination_may_do_nothing_or_only_stop(rental: RunningService) -> None:
-    """Both are answered with OK, and the machine is billed on: one that was ignored runs, one that was stopped is
-    listed as stopping; asking again ends it.
+    """Both are answered with OK, and the bill goes on. An ignored machine runs, a stopped one is listed as stopping; a
+    second request ends it.
     """
     provider = HttpRental(url=rental.url)
     (machine,) = provider.launch(offer(provider), 1, tags(), "")
@@ -102,8 +100,8 @@ def test_a_termination_may_do_nothing_or_only_stop(rental: RunningService) -> No
     assert rental.look().billed() == set()
 
 
-def test_a_machine_can_be_missing_in_one_listing_and_back_in_the_next(rental: RunningService) -> None:
-    """A flapping listing shows nothing once, though all of it is billed."""
+def test_a_machine_can_be_missing_in_one_listing_and_present_in_the_next(rental: RunningService) -> None:
+    """An unstable listing is empty once, although all machines are billed."""
     provider = HttpRental(url=rental.url)
     launched = provider.launch(offer(provider), 6, tags(), "")
     rental.break_down(hide_listings=1)
@@ -112,8 +110,10 @@ def test_a_machine_can_be_missing_in_one_listing_and_back_in_the_next(rental: Ru
 
 
 @pytest.mark.parametrize(("faults", "status"), [({"errors": 1}, 500), ({"throttles": 1}, 429)])
-def test_trouble_is_raised_and_changes_nothing(rental: RunningService, faults: dict[str, int], status: int) -> None:
-    """500 and 429 reach the caller as errors of every verb, never as an empty list or as gone."""
+def test_an_error_of_the_service_is_raised_and_changes_nothing(
+    rental: RunningService, faults: dict[str, int], status: int
+) -> None:
+    """500 and 429 reach the caller as errors of every method, never as an empty list or as gone."""
     provider = HttpRental(url=rental.url)
     sold = offer(provider)
     (machine,) = provider.launch(sold, 1, tags(), "")
@@ -132,7 +132,7 @@ def test_trouble_is_raised_and_changes_nothing(rental: RunningService, faults: d
 
 
 def test_an_outage_ends_on_the_services_own_clock(rental: RunningService) -> None:
-    """Errors for minutes are errors until the clock says that the minutes are over."""
+    """Errors for some minutes are errors until the service's clock has passed them."""
     provider = HttpRental(url=rental.url)
     rental.break_down(error_seconds=180)
     for seconds in (0, 100, 79):
@@ -144,7 +144,7 @@ def test_an_outage_ends_on_the_services_own_clock(rental: RunningService) -> Non
 
 
 def test_a_hung_call_raises_and_may_have_taken_effect(rental: RunningService) -> None:
-    """A request that is never answered ends with the provider's own time-out, whether it took effect or not."""
+    """A request that is never answered ends with the provider's own timeout, whether it took effect or not."""
     provider = HttpRental(url=rental.url, timeout_seconds=0.2)
     sold = offer(HttpRental(url=rental.url))
     for faults, billed in (({"hangs": 1}, 0), ({"hangs_after": 1}, 1)):
@@ -155,7 +155,7 @@ def test_a_hung_call_raises_and_may_have_taken_effect(rental: RunningService) ->
 
 
 def test_a_machine_ends_itself(rental: RunningService) -> None:
-    """What its guard runs at the end reaches the service, and the console says who it was."""
+    """The guard's end command reaches the service, and the console shows that the machine ended itself."""
     provider = HttpRental(url=rental.url)
     (machine,) = provider.launch(offer(provider), 1, tags(), "")
     rental.shut_down(machine.id)

@@ -1,4 +1,4 @@
-"""Each fault of the rental service: closing leaves nothing, or says what it leaves; and when the driver was killed, a
+"""Each fault of the rental service: closing leaves nothing, or reports what it leaves; after a kill of the driver, a
 sweep leaves nothing.
 """
 
@@ -20,15 +20,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @pytest.fixture(scope="module")
 def points() -> dict[tuple[str, str], dict[str, Any]]:
-    """All points, by the faults and by how the pool was left."""
+    """All points, by the faults and by how the driver left the pool."""
     found = matrix.run([["faults"]])
     return {(point["scenario"], point["killed"]): point for point in found}
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=NAMES)
 def test_closing_under_a_fault_leaves_nothing(points: dict[tuple[str, str], dict[str, Any]], scenario: Any) -> None:
-    """Closing alone ends every machine, waiting out what is wrong; only after an outage of five minutes, or a listing
-    that lies, something is left for a sweep.
+    """Closing alone ends every machine, and waits until the fault is over. Machines remain for a sweep only after an
+    outage of five minutes or a wrong listing.
     """
     point = points[str(scenario), "nobody"]
     assert point["alive"] == 0
@@ -39,8 +39,8 @@ def test_closing_under_a_fault_leaves_nothing(points: dict[tuple[str, str], dict
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=NAMES)
 def test_sweeping_under_a_fault_leaves_nothing(points: dict[tuple[str, str], dict[str, Any]], scenario: Any) -> None:
-    """When the driver was killed under the fault, sweeps end every machine of its pool, none of anybody else's, and
-    close the ledger's entries.
+    """When the driver was killed under the fault, sweeps end every machine of its pool, none of other users, and close
+    the ledger's entries.
     """
     killed = str(scenario).replace(f"ends={Ends.CLOSED}", f"ends={Ends.KILLED}")
     point = points.get((killed, "driver"))
@@ -52,10 +52,9 @@ def test_sweeping_under_a_fault_leaves_nothing(points: dict[tuple[str, str], dic
 
 
 def _unexpected(point: dict[str, Any], scenario: Any) -> list[str]:
-    """What went wrong.
+    """The problems.
 
-    Where a listing has shown nothing of machines that live, the ledger was told that they were gone, and counts them
-    anew from then on.
+    If a listing omitted living machines, the ledger recorded them as gone, and meters them again from then on.
     """
     return [
         problem for problem in point["problems"] if not (scenario.late_faults in TOGETHER and problem.startswith("m-"))

@@ -1,6 +1,6 @@
-"""What carries the provider's requests.
+"""Sends the provider's requests.
 
-A module of its own, so that kill points can stand in its way while the provider travels to a reaper without them.
+It is a separate module, so that kill points can replace it while the provider is pickled for a reaper without them.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import httpx
 
 
 def transport() -> httpx.BaseTransport:
-    """Return what carries requests; the kill points put themselves in its place."""
+    """Return what sends requests; the kill points replace it."""
     return httpx.HTTPTransport(verify=_context(), trust_env=False)
 
 
 @functools.cache
 def _context() -> ssl.SSLContext:
-    """Made once: it costs more than a request, and plain HTTP does not use it."""
+    """Created once: it costs more than a request, and plain HTTP does not use it."""
     return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

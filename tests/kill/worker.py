@@ -1,8 +1,8 @@
-"""A process that works off points: `python -m tests.kill.worker FOLDER sweep SEED SHARE OF POINTS`, `... FOLDER
-faults`, or `... FOLDER reaper POINTS`; a line of JSON for each.
+"""A process that runs points, and prints a line of JSON for each.
 
-Its clock is turned before the code under test is loaded, so that waiting for a minute takes no time; but for the
-reaper, which has a process of its own.
+Run `python -m tests.kill.worker FOLDER sweep SEED SHARE OF POINTS`, `... FOLDER faults`, or `... FOLDER reaper POINTS`.
+The clock is replaced before the code under test is imported, so that waiting for a minute takes no time. With a reaper
+it is not replaced, because the reaper is a separate process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.kill.console import RunningService
 
 
 def main(folder: Path, rope: str, *numbers: int) -> None:
-    """Work off points with this rope."""
+    """Run points with this safeguard."""
     os.environ |= {f"XDG_{kind}_HOME": str(folder / kind.lower()) for kind in ("CACHE", "CONFIG", "STATE")}
     os.environ["SKYWARD_LEDGER"] = f"sqlite:///{folder / 'ledger.db'}"
     with RunningService(folder / "service") as service:
@@ -37,7 +37,7 @@ def main(folder: Path, rope: str, *numbers: int) -> None:
 
 
 def _swept(service: RunningService, folder: Path, seed: int, share: int, of: int, wanted: int) -> Iterator[Any]:
-    """This worker's share of the scenarios of a seed, until it has so many points."""
+    """Yield this worker's share of the scenarios of a seed, until it has enough points."""
     from tests.kill import points
     from tests.kill.driver import scenarios
 
@@ -99,12 +99,12 @@ def _prepare(service: RunningService) -> None:
         importlib.import_module(f"skyward_core.{name}")
     driver.prepare_process()
     _turn_dates(service)
-    # an engine knows how it has compiled what it was asked, and a fork inherits that; connections are closed
+    # an engine caches its compiled statements, and a fork inherits that; connections are closed
     database.open_engine = functools.cache(database.open_engine)
 
 
 def _turn_dates(service: RunningService) -> None:
-    """Have `datetime.now` tell the turned clock, wherever our modules have it by that name."""
+    """Make `datetime.now` return the advanced clock, in each of our modules that has it by that name."""
 
     class Turned(datetime):
         @classmethod
