@@ -1,4 +1,4 @@
-"""Renting from candidates: which one is tried next, what happens to machines of a refused one, and replacements."""
+"""Renting from candidates: the order of the tries, the machines of a refused candidate, and replacements."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.provisioning.test_candidates import CHEAP, offer
 
 
 class Elsewhere(FakeProvider):
-    """Another cloud, whose machines are gone as soon as they were launched: the pool does not come up, at once."""
+    """Another cloud. Its machines are gone just after their launch, so the pool fails at once."""
 
     name: ClassVar[str] = "elsewhere"
     called: str = "me"
@@ -50,7 +50,7 @@ class Elsewhere(FakeProvider):
 
 
 class Refusing(FakeProvider):
-    """Launches some machines, then refuses with whatever it is told to."""
+    """A provider that launches some machines and then refuses with the given error."""
 
     name: ClassVar[str] = "refusing"
     region: str = "nowhere-1"
@@ -85,7 +85,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def run(
     providers: list[sky.Provider], expected: type[BaseException] = sky.BootstrapFailed, **wishes: Any
 ) -> tuple[Any, Told]:
-    """Open a pool that cannot come up; return the error and what was told."""
+    """Open a pool that fails. Return the error and the collected events."""
     seen = Told()
     pool = sky.ComputePool(provider=providers, on_event=seen, display="quiet", **{"nodes": 2, **wishes})
     with pytest.raises(expected) as caught:
@@ -94,7 +94,7 @@ def run(
 
 
 class Beside(Elsewhere):
-    """Machines at 36 USD an hour, beside which 324 more are billed."""
+    """A provider of machines at 36 USD an hour, with extra costs of 324 USD an hour."""
 
     def offers(self, want: Requirements) -> list[Offer]:
         return [
@@ -103,8 +103,8 @@ class Beside(Elsewhere):
         ]
 
 
-def test_what_is_billed_beside_a_machine_is_set_aside_and_paid(folder: str) -> None:
-    """Two machines for their first minute are 12 USD, and not 1.20; the receipt has a line for what was beside."""
+def test_extra_costs_of_machines_are_reserved_and_billed(folder: str) -> None:
+    """Two machines for their first minute are 12 USD, not 1.20. The receipt has a line for the extra costs."""
     beside = Beside(folder=folder, price_per_hour=36.0)
     error, _ = run([beside], expected=BudgetExceeded, max_cost=11.0)
     assert "2 x 360.0 USD per hour cost" in str(error)
@@ -132,9 +132,10 @@ def test_what_is_billed_beside_a_machine_is_set_aside_and_paid(folder: str) -> N
 )
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 1])
-def test_the_next_provider_is_asked(folder: str, error: SkywardError, first: int) -> None:
-    """Whatever the cheaper one refuses with; what it had launched all the same is gone before, and the event tells
-    class, code and seconds.
+def test_after_a_refusal_the_next_provider_is_tried(folder: str, error: SkywardError, first: int) -> None:
+    """It holds for each error of the cheaper provider. Machines that it has launched anyway are terminated first.
+
+    The event has class, code and seconds.
     """
     cheap = Refusing(folder=folder + "/cheap", price_per_hour=1.0, launches_first=first).with_error(error)
     dear = Elsewhere(folder=folder + "/dear", price_per_hour=2.0)
@@ -166,10 +167,12 @@ def test_the_next_provider_is_asked(folder: str, error: SkywardError, first: int
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("wishes", [{"max_cost": 5.0}, {"budget": "team"}], ids=str)
-def test_a_lost_answer_keeps_no_money_from_the_next(folder: str, wishes: dict[str, Any], first: int) -> None:
-    """All of it was set aside for the first candidate; when nothing of that one is left the second has it.
+def test_after_a_lost_answer_the_next_candidate_gets_the_money(folder: str, wishes: dict[str, Any], first: int) -> None:
+    """All money was reserved for the first candidate.
 
-    What was spent meanwhile is not there any more.
+    When it has no machine any more, the second candidate gets the money.
+
+    Money that was spent meanwhile is not available.
     """
     with Ledger(default_url()) as ledger:
         ledger.set_account(Account("team", Decimal(5), Period.MONTH))
@@ -182,8 +185,8 @@ def test_a_lost_answer_keeps_no_money_from_the_next(folder: str, wishes: dict[st
 
 
 @pytest.mark.slow
-def test_a_lost_answer_keeps_its_money_while_its_machines_may_run(folder: str) -> None:
-    """The listing tells that one of them is still there: nobody else is asked, and nothing is granted twice."""
+def test_after_a_lost_answer_the_money_stays_reserved_while_machines_may_run(folder: str) -> None:
+    """The listing shows that one of them exists. No other provider is tried, and no money is committed twice."""
 
     class Staying(Refusing):
         def terminate(self, ids: Sequence[str]) -> None:
@@ -198,8 +201,8 @@ def test_a_lost_answer_keeps_its_money_while_its_machines_may_run(folder: str) -
 
 
 @pytest.mark.slow
-def test_fewer_than_asked_for_are_given_back_before_the_next(folder: str) -> None:
-    """Half a pool here and half of it elsewhere is no pool."""
+def test_an_incomplete_launch_is_terminated_before_the_next_try(folder: str) -> None:
+    """The machines of a pool must come from one candidate."""
     cheap = Refusing(folder=folder + "/cheap", price_per_hour=1.0, launches_first=1)
     dear = Elsewhere(folder=folder + "/dear", price_per_hour=2.0)
     _, seen = run([cheap, dear])
@@ -209,8 +212,8 @@ def test_fewer_than_asked_for_are_given_back_before_the_next(folder: str) -> Non
 
 
 @pytest.mark.slow
-def test_who_cannot_be_asked_is_left_out(folder: str) -> None:
-    """An outage, or refused credentials, of the offers of one provider."""
+def test_a_provider_without_an_answer_is_left_out(folder: str) -> None:
+    """The request for offers fails with an outage or refused credentials."""
     down = Refusing(folder=folder + "/down", price_per_hour=1.0).with_error(
         None, of_offers=CredentialsError("who are you").coded("401")
     )
@@ -231,8 +234,11 @@ WRONG = sky.BadRequest("region nowhere-1 has no default subnet")
     [{"error": WRONG}, {"error": None, "of_offers": sky.BadRequest("its SDK is not installed")}],
     ids=["launch", "offers"],
 )
-def test_a_bad_request_of_one_is_a_refusal_of_that_one(folder: str, errors: dict[str, Any]) -> None:
-    """The others are asked; its other machines are not. It is raised if nobody else is there, or all say so."""
+def test_a_bad_request_of_one_provider_is_a_refusal_of_that_provider(folder: str, errors: dict[str, Any]) -> None:
+    """The other providers are tried, and its other offers are not.
+
+    BadRequest is raised if there is no other provider, or if all of them raise it.
+    """
 
     class Twice(Refusing):
         def offers(self, want: Requirements) -> list[Offer]:
@@ -259,9 +265,10 @@ def test_a_bad_request_of_one_is_a_refusal_of_that_one(folder: str, errors: dict
 
 
 @pytest.mark.slow
-def test_money_for_one_is_money_for_another(folder: str) -> None:
-    """The cheaper one bills ten minutes at once, which is more than there is; nothing was asked of it, and nothing is
-    given back to it.
+def test_money_that_is_too_little_for_one_candidate_may_be_enough_for_another(folder: str) -> None:
+    """The cheaper candidate bills at least ten minutes, which cost too much.
+
+    It launches nothing, so nothing is terminated.
     """
 
     class TenMinutes(Refusing):
@@ -288,10 +295,8 @@ def test_money_for_one_is_money_for_another(folder: str) -> None:
     assert "3700" in str(error)
 
 
-def test_money_that_is_out_after_half_of_it_gives_that_half_back(folder: str) -> None:
-    """The on-demand part of a mixed candidate was rented when the account turned out to have nothing for its spot
-    part.
-    """
+def test_if_the_second_part_is_too_dear_the_first_is_terminated(folder: str) -> None:
+    """The on-demand part of a mixed candidate is rented. Then the account has no money for the spot part."""
     with Ledger(default_url()) as ledger:
         ledger.set_account(Account("team", Decimal(4), Period.MONTH))
 
@@ -309,7 +314,7 @@ def test_money_that_is_out_after_half_of_it_gives_that_half_back(folder: str) ->
 
 
 @pytest.mark.parametrize("is_spot", [False, True])
-def test_the_part_that_was_refused_is_blamed(folder: str, is_spot: bool) -> None:
+def test_a_refusal_names_the_part_that_was_refused(folder: str, is_spot: bool) -> None:
     """Event, refusal and ledger name the same part of a mixed candidate."""
 
     class Half(FakeProvider):
@@ -330,7 +335,7 @@ def test_the_part_that_was_refused_is_blamed(folder: str, is_spot: bool) -> None
 
 
 class Shelf:
-    """A rental that launches nothing: each type answers with its error."""
+    """A rental that launches nothing. Each type answers with its error."""
 
     provider = CHEAP
 
@@ -342,8 +347,8 @@ class Shelf:
         raise self.answers[offer.instance_type]
 
 
-def test_a_replacement_that_is_too_dear_is_passed_over() -> None:
-    """What stands after it may be paid for, and the lost one's own type may be free once that is gone."""
+def test_a_replacement_that_is_too_dear_is_skipped() -> None:
+    """Later candidates may be affordable. The type of the lost machine may be available when that machine is gone."""
     a, b, c = offer("a", 1.0), offer("b", 9.0), offer("c", 2.0)
     shelf: Any = Shelf({"a": NoCapacity("none"), "b": BudgetExceeded("too dear"), "c": QuotaExceeded("none")})
     selection = Selection(sky.PoolSpec.of(), [CHEAP], shelf, emit=Told(), book=None)  # type: ignore[arg-type]
@@ -355,8 +360,8 @@ def test_a_replacement_that_is_too_dear_is_passed_over() -> None:
     assert shelf.asked == ["a", "b", "c", "a"]
 
 
-def test_machines_left_by_a_launch_end_the_search(folder: str) -> None:
-    """Nobody else is asked while one that was made may run."""
+def test_machines_that_a_failed_launch_leaves_end_the_search(folder: str) -> None:
+    """No other candidate is tried while a machine may run."""
     left = Refusing(folder=folder + "/1", price_per_hour=1.0).with_error(sky.InstancesLeft("could not delete x", ["x"]))
     other = Elsewhere(folder=folder + "/2", price_per_hour=2.0)
     run([left, other], expected=sky.InstancesLeft)
@@ -374,10 +379,10 @@ def test_machines_left_by_a_launch_end_the_search(folder: str) -> None:
         ({}, False, 0.0, False),
     ],
 )
-def test_on_demand_for_want_of_spot_is_said_once(
+def test_missing_spot_is_logged_once(
     folder: str, caplog: pytest.LogCaptureFixture, wishes: dict[str, Any], is_sold: bool, price: float, is_told: bool
 ) -> None:
-    """Where the choice was left to us; of machines that cost nothing there is nothing to say."""
+    """It is logged if the user has left the choice to the pool. It is not logged for machines that cost nothing."""
     with caplog.at_level(logging.INFO, "skyward"):
         run([Elsewhere(folder=folder, spot_is_sold=is_sold, price_per_hour=price)], **wishes)
     said = [record.getMessage() for record in caplog.records if "has no spot offer" in record.getMessage()]
@@ -385,8 +390,8 @@ def test_on_demand_for_want_of_spot_is_said_once(
 
 
 @pytest.mark.slow
-def test_machines_that_do_not_go_end_the_search(folder: str) -> None:
-    """As long as the first may have machines nobody else is asked: InstancesLeft."""
+def test_machines_that_cannot_be_terminated_end_the_search(folder: str) -> None:
+    """While the first candidate may have machines, no other is tried. The error is InstancesLeft."""
 
     class Sticky(Refusing):
         def terminate(self, ids: Sequence[str]) -> None:
@@ -403,8 +408,8 @@ def test_machines_that_do_not_go_end_the_search(folder: str) -> None:
         assert entry.provider == cheap.to_json()
 
 
-def test_when_all_refuse_all_reasons_are_raised(folder: str) -> None:
-    """NoCapacity with the refusals in their order."""
+def test_if_all_candidates_refuse_the_error_has_all_refusals(folder: str) -> None:
+    """NoCapacity has the refusals in their order."""
     first = Refusing(folder=folder + "/1", price_per_hour=1.0).with_error(NoCapacity("none here").coded("A"))
     second = Refusing(folder=folder + "/2", price_per_hour=2.0, region="nowhere-2").with_error(
         QuotaExceeded("too many").coded("B")
@@ -418,8 +423,8 @@ def test_when_all_refuse_all_reasons_are_raised(folder: str) -> None:
     assert error.__cause__ is not None
 
 
-def test_one_that_refuses_alone_is_not_its_own_cause(folder: str) -> None:
-    """Who walks along the causes of an error comes to an end."""
+def test_the_error_of_a_single_candidate_is_not_its_own_cause(folder: str) -> None:
+    """So a loop over the causes of the error ends."""
     error, _ = run([Refusing(folder=folder).with_error(NoCapacity("none here").coded("A"))], expected=NoCapacity)
     assert str(error) == "none here"
     assert error.code == "A"
@@ -427,8 +432,8 @@ def test_one_that_refuses_alone_is_not_its_own_cause(folder: str) -> None:
     assert len(error.refusals) == 1
 
 
-def test_spot_is_asked_for_again(folder: str) -> None:
-    """`Spot.Always(retries, interval)`: all candidates so many times more."""
+def test_spot_is_tried_several_times(folder: str) -> None:
+    """`Spot.Always(retries, interval)` tries all candidates this number of times more."""
     scarce = Refusing(folder=folder, spot_is_sold=True).with_error(NoCapacity("none"))
     error, seen = run([scarce], expected=NoCapacity, spot=sky.Spot.Always(retries=2, interval=0.0))
     assert len(seen.of(sky.CandidateRefused)) == 3
@@ -437,7 +442,7 @@ def test_spot_is_asked_for_again(folder: str) -> None:
 
 
 class Fickle(Refusing):
-    """Lists spot machines from its third answer on, or for ever not; `fails` with an outage until then."""
+    """A provider that lists spot machines from its third answer on, or never. With `fails` it has an outage until then."""
 
     asked_first: int = 2
     fails: bool = False
@@ -460,8 +465,8 @@ class Fickle(Refusing):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
-def test_spot_that_is_not_free_this_minute_is_asked_for_again(folder: str, fails: bool) -> None:
-    """Offers are asked for anew in each round; an outage is not read as "not sold"."""
+def test_spot_that_is_not_available_yet_is_tried_again(folder: str, fails: bool) -> None:
+    """Each round requests new offers. An outage does not mean that spot is not sold."""
     fickle = Fickle(folder=folder, spot_is_sold=True, fails=fails, launches_first=2)
     _, seen = run([fickle], spot=sky.Spot.Always(retries=3, interval=0.0))
     assert len(fickle._asked) == 3
@@ -469,8 +474,8 @@ def test_spot_that_is_not_free_this_minute_is_asked_for_again(folder: str, fails
     assert {one.error for one in seen.of(sky.CandidateRefused)} == {"ProviderFailed" if fails else "NoCapacity"}
 
 
-def test_spot_that_never_becomes_free_is_no_capacity(folder: str) -> None:
-    """With the reasons of the last round; a share of spot is asked for once."""
+def test_spot_that_never_becomes_available_is_no_capacity(folder: str) -> None:
+    """The error has the reasons of the last round. A share of spot is tried once."""
     fickle = Fickle(folder=folder, spot_is_sold=True, asked_first=99)
     plain = Elsewhere(folder=folder + "/plain")
     error, _ = run([fickle, plain], expected=NoCapacity, spot=sky.Spot.Always(retries=2, interval=0.0))
@@ -480,8 +485,8 @@ def test_spot_that_never_becomes_free_is_no_capacity(folder: str) -> None:
     run([plain], expected=sky.BadRequest, spot=sky.Spot.Always(retries=2, interval=9.0))
 
 
-def test_what_nobody_can_do_is_refused_and_what_one_can_is_asked_of_it(folder: str) -> None:
-    """A provider that never does what is asked for is left out, if another does it."""
+def test_a_provider_that_cannot_fulfil_a_spec_is_left_out(folder: str) -> None:
+    """Another provider can. If no provider can, the pool cannot be created."""
 
     class NoApt(Refusing):
         refuses: ClassVar[Mapping[str, str]] = {"apt": "there is no apt; use an image"}
@@ -494,8 +499,8 @@ def test_what_nobody_can_do_is_refused_and_what_one_can_is_asked_of_it(folder: s
         sky.ComputePool(provider=[cannot], image=sky.Image(apt=["jq"]))
 
 
-def test_providers_are_asked_at_the_same_time(folder: str) -> None:
-    """All of them have been asked before any has answered."""
+def test_providers_are_queried_at_the_same_time(folder: str) -> None:
+    """All requests have begun before any provider answers."""
     barrier = threading.Barrier(3, timeout=20)
 
     class Waiting(Refusing):
@@ -508,8 +513,8 @@ def test_providers_are_asked_at_the_same_time(folder: str) -> None:
 
 
 @pytest.mark.slow
-def test_one_that_failed_again_and_again_is_asked_later(folder: str) -> None:
-    """The ledger remembers it for all pools that want as many machines."""
+def test_a_candidate_that_failed_repeatedly_is_tried_later(folder: str) -> None:
+    """The ledger records it for all pools with the same number of machines."""
     cheap = Refusing(folder=folder + "/cheap", price_per_hour=1.0).with_error(NoCapacity("none"))
     dear = Elsewhere(folder=folder + "/dear", price_per_hour=1.4)
     for _ in range(3):
@@ -520,8 +525,8 @@ def test_one_that_failed_again_and_again_is_asked_later(folder: str) -> None:
     assert [event.provider for event in seen.of(sky.InstanceLaunching)] == ["refusing", "elsewhere"]
 
 
-def test_who_asks_stubbornly_puts_nothing_to_rest(folder: str) -> None:
-    """All rounds of a pool that wants spot only count once: the next pool has spot."""
+def test_many_tries_of_one_pool_do_not_delay_a_candidate(folder: str) -> None:
+    """All rounds of a pool that requires spot count once. The next pool gets spot."""
 
     class Scarce(Refusing):
         def launch(self, offer: Offer, count: int, tags: Mapping[str, str], startup: str) -> list[sky.Instance]:

@@ -1,5 +1,6 @@
-"""Giving back, at clouds that misbehave in every verb: it returns only when nothing is billed any more, and names all
-that may be when it gives up.
+"""Teardown with clouds that fail in each method.
+
+It returns only when no machine is billed. If it gives up, the error names all machines that may be left.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ CONSOLE = "https://console.example/"
 
 
 class Time:
-    """Goes on only while somebody pauses, or a verb of the cloud takes its time."""
+    """A clock that advances only during pauses and during calls of the cloud."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -51,12 +52,11 @@ def machine(name: str) -> Instance:
 
 @dataclass
 class Cloud:
-    """A cloud whose truth is `billed`. A machine is listed from its time in `listed_from` on; what each verb does next
-    is scripted, then it works.
+    """A cloud with its machines in `billed`. A machine is listed from its time in `listed_from` on.
 
-    Scripts: "fail" raises, "nothing" accepts and does nothing, "half" ends the first half of what it is asked for,
-    "refuse" raises InstancesLeft with those that it has not ended, "vague" does the same and names none; of listings
-    "fail", and "blank", which shows nothing.
+    Each method follows its script, then it works. Terminations: "fail" raises, "nothing" accepts and does nothing,
+    "half" ends the first half of the given machines, "refuse" raises InstancesLeft with the ids that are left, "vague"
+    raises it without ids. Listings: "fail" raises, "blank" returns no machines.
     """
 
     time: Time
@@ -66,9 +66,9 @@ class Cloud:
     endings: list[str] = field(default_factory=list)
     listings: list[str] = field(default_factory=list)
     always: str = ""
-    """What a termination does once the script is over; "" works."""
+    """The result of a termination after the script has ended; "" works."""
     is_blind: bool = False
-    """Listings fail for ever once the script is over."""
+    """After the script all listings fail."""
     listed_from: dict[str, float] = field(default_factory=dict)
     listing_seconds: float = 0.0
     asked: list[list[str]] = field(default_factory=list)
@@ -108,7 +108,7 @@ class Cloud:
 
 
 class Page:
-    """A witness that checks, each time it is told that something is gone, that it is."""
+    """A witness. It checks that each machine that it receives as gone is gone."""
 
     def __init__(self, cloud: Cloud, known: Iterable[str]) -> None:
         self.cloud = cloud
@@ -148,7 +148,7 @@ class Page:
 
 @dataclass
 class Scene:
-    """A cloud, its clock, and who keeps book."""
+    """A cloud, its clock and its witness."""
 
     time: Time
     cloud: Cloud
@@ -159,18 +159,19 @@ class Scene:
 
 
 def scene(billed: str, known: str | None = None, **settings: Any) -> Scene:
-    """A cloud with machines of one letter each, and a page that knows these, or those given."""
+    """Make a cloud of machines with one letter each, and a page that knows all of them, or only those in `known`."""
     time = Time()
     cloud = Cloud(time, set(billed), **settings)
     return Scene(time, cloud, Page(cloud, set(billed if known is None else known)))
 
 
-# ── what it believes ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── evidence ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_machines_are_gone_when_the_provider_does_not_list_them() -> None:
-    """One request, one listing after it, no waiting; each machine is told as ending before it is asked for, and as gone
-    after it, with the evidence.
+    """One request and one later listing, without a pause.
+
+    Each machine is recorded as ending before the request, and as gone after it, with the evidence.
     """
     it = scene("ab")
     it.tear_down()
@@ -182,7 +183,7 @@ def test_machines_are_gone_when_the_provider_does_not_list_them() -> None:
 
 @pytest.mark.parametrize("times", [1, 3, 20])
 def test_a_termination_without_effect_is_repeated(times: int) -> None:
-    """As often as it takes, with pauses that grow to two seconds; a machine is told as ending once."""
+    """It is repeated until it has effect, with pauses that grow to two seconds. A machine is recorded as ending once."""
     it = scene("ab", endings=["nothing"] * times)
     it.tear_down()
     assert it.cloud.asked == [["a", "b"]] * (times + 1)
@@ -192,7 +193,7 @@ def test_a_termination_without_effect_is_repeated(times: int) -> None:
 
 
 def test_only_machines_that_are_left_are_requested_again() -> None:
-    """What the listing lacks is gone and told at once; the rest is asked for again."""
+    """Machines that the listing lacks are gone, and recorded at once. The others are terminated again."""
     it = scene("abcd", endings=["half", "half"])
     it.tear_down()
     assert it.cloud.asked == [["a", "b", "c", "d"], ["c", "d"], ["d"]]
@@ -200,7 +201,7 @@ def test_only_machines_that_are_left_are_requested_again() -> None:
 
 
 def test_a_failed_listing_proves_nothing() -> None:
-    """Nothing is told as gone while the provider cannot say; termination is asked for all the same, and again."""
+    """While listings fail no machine is recorded as gone. Terminations are requested and repeated."""
     it = scene("ab", listings=["fail"] * 7)
     it.tear_down()
     assert it.page.evidence == dict.fromkeys("ab", "cloud lists it no more")
@@ -209,8 +210,9 @@ def test_a_failed_listing_proves_nothing() -> None:
 
 
 def test_an_empty_listing_after_a_failed_termination_needs_a_second_one() -> None:
-    """A cloud in trouble may show nothing of what it has: what could not be terminated is gone only when a second
-    listing lacks it too.
+    """A cloud with a failure may list too little.
+
+    A machine with a failed termination is gone only when a second listing lacks it too.
     """
     it = scene("a", endings=["fail", "fail"], listings=["", "blank", "", ""])
     it.tear_down()
@@ -219,7 +221,7 @@ def test_an_empty_listing_after_a_failed_termination_needs_a_second_one() -> Non
 
 
 def test_an_outage_is_waited_out() -> None:
-    """Terminations and listings fail for a while, then work."""
+    """Terminations and listings fail for some time, then they work."""
     it = scene("ab", listings=["fail"] * 9, endings=["fail"] * 4)
     it.tear_down()
     assert it.cloud.billed == set()
@@ -227,7 +229,7 @@ def test_an_outage_is_waited_out() -> None:
 
 
 def test_a_machine_that_only_the_listing_has_is_ended_too() -> None:
-    """It is told to the witness before its end is asked for."""
+    """It is recorded before its termination is requested."""
     it = scene("abz", known="ab")
     it.tear_down()
     assert it.cloud.billed == set()
@@ -235,7 +237,7 @@ def test_a_machine_that_only_the_listing_has_is_ended_too() -> None:
 
 
 def test_a_machine_listed_after_the_first_termination_is_ended_too() -> None:
-    """The listing fails before the first request and shows one more after it."""
+    """The first listing fails. The listing after the first termination has one machine more."""
     it = scene("az", known="a", listings=["fail"])
     it.tear_down()
     assert it.cloud.asked == [["a"], ["z"]]
@@ -243,7 +245,7 @@ def test_a_machine_listed_after_the_first_termination_is_ended_too() -> None:
 
 
 def test_a_pool_without_machines_needs_no_request() -> None:
-    """A pool without machines is one or two looks, and no request."""
+    """There are one or two listings and no termination."""
     it = scene("")
     it.tear_down()
     assert it.cloud.asked == []
@@ -251,7 +253,7 @@ def test_a_pool_without_machines_needs_no_request() -> None:
 
 
 def test_a_second_teardown_requests_nothing() -> None:
-    """A second time finds nothing left to do."""
+    """The second call finds no machine."""
     it = scene("ab")
     it.tear_down()
     told = list(it.page.told)
@@ -261,7 +263,7 @@ def test_a_second_teardown_requests_nothing() -> None:
 
 
 def test_a_second_teardown_finishes_an_interrupted_one() -> None:
-    """Ctrl-C comes through from a pause; called again it goes on."""
+    """Ctrl-C interrupts a pause. The next call continues."""
     it = scene("ab", endings=["nothing"])
 
     def interrupted(_: float) -> None:
@@ -275,11 +277,11 @@ def test_a_second_teardown_finishes_an_interrupted_one() -> None:
     assert (it.cloud.billed, it.page.rented()) == (set(), set())
 
 
-# ── a listing that lags ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── a late listing ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_an_early_listing_does_not_prove_that_a_machine_is_gone() -> None:
-    """A machine that is listed 30 s after its launch is found and ended, though the first listings were empty."""
+    """A machine is listed 30 s after its launch. It is found and ended, although the first listings were empty."""
     it = scene("az", known="a", listed_from={"z": 1030.0})
     it.tear_down(unsure_until=1030.0)
     assert it.cloud.billed == set()
@@ -288,8 +290,9 @@ def test_an_early_listing_does_not_prove_that_a_machine_is_gone() -> None:
 
 
 def test_a_machine_that_is_not_listed_yet_is_not_gone() -> None:
-    """Its termination did nothing and the listing lacks it: it is asked for again, and told as gone only after it must
-    be listed.
+    """Its termination has no effect, and the listing lacks it.
+
+    It is terminated again, and recorded as gone only when it would have to be listed.
     """
     it = scene("a", listed_from={"a": 1020.0}, endings=["nothing"] * 3)
     it.tear_down(unsure_until=1020.0)
@@ -298,14 +301,14 @@ def test_a_machine_that_is_not_listed_yet_is_not_gone() -> None:
 
 
 def test_a_listing_counts_by_the_time_of_its_request() -> None:
-    """It takes 20 s to answer with what it saw at the beginning; the time of the asking counts."""
+    """A listing takes 20 s and returns the state at its request, so the time of the request counts."""
     it = scene("z", known="", listed_from={"z": 1030.0}, listing_seconds=20.0)
     it.tear_down(unsure_until=1030.0)
     assert it.cloud.billed == set()
 
 
 def test_the_deadline_begins_after_the_listing_is_reliable() -> None:
-    """A machine that comes to light late has the whole deadline still."""
+    """A machine that is listed late has the full deadline."""
     it = scene("z", known="", listed_from={"z": 1200.0}, endings=["nothing"] * 30, gone_deadline_seconds=100.0)
     it.tear_down(unsure_until=1200.0)
     assert it.cloud.billed == set()
@@ -316,7 +319,7 @@ def test_the_deadline_begins_after_the_listing_is_reliable() -> None:
 
 
 def test_a_provider_that_confirms_needs_no_listing() -> None:
-    """One request, nothing listed, if no machine can exist that nobody knows."""
+    """There is one request and no listing if all machines are known."""
     it = scene("ab", terminate_confirms=True, is_blind=True)
     it.tear_down(are_all_known=True)
     assert it.page.evidence == dict.fromkeys("ab", "cloud confirmed its termination")
@@ -324,7 +327,7 @@ def test_a_provider_that_confirms_needs_no_listing() -> None:
 
 
 def test_after_a_lost_launch_a_provider_that_confirms_is_listed_too() -> None:
-    """What only the listing knows is ended too."""
+    """A machine that only the listing has is terminated too."""
     it = scene("az", known="a", terminate_confirms=True)
     it.tear_down(are_all_known=False)
     assert it.cloud.billed == set()
@@ -332,7 +335,7 @@ def test_after_a_lost_launch_a_provider_that_confirms_is_listed_too() -> None:
 
 
 def test_a_machine_found_during_teardown_is_ended_too() -> None:
-    """A listing that was asked for only because a termination failed shows a machine that should not be there."""
+    """A termination fails, so a listing is requested. It has an unexpected machine."""
     it = scene("abz", known="ab", terminate_confirms=True, endings=["refuse"])
     it.tear_down(are_all_known=True, unsure_until=1010.0)
     assert it.cloud.billed == set()
@@ -340,7 +343,7 @@ def test_a_machine_found_during_teardown_is_ended_too() -> None:
 
 
 def test_confirmed_machines_are_recorded_at_once_and_the_rest_repeated() -> None:
-    """InstancesLeft names those that are left; the others cost no more, listing or not."""
+    """InstancesLeft names the machines that are left. The metering of the others ends without a listing."""
     it = scene("abcd", terminate_confirms=True, is_blind=True, endings=["refuse"])
     it.tear_down(are_all_known=True)
     assert it.cloud.asked == [["a", "b", "c", "d"], ["c", "d"]]
@@ -348,7 +351,7 @@ def test_confirmed_machines_are_recorded_at_once_and_the_rest_repeated() -> None
 
 
 def test_instances_left_without_ids_confirms_nothing() -> None:
-    """A provider that says that some are left and not which has confirmed none."""
+    """The provider does not say which machines are left, so none is confirmed."""
     it = scene("ab", terminate_confirms=True, is_blind=True, endings=["vague", "vague"])
     it.tear_down(are_all_known=True)
     assert it.cloud.asked == [["a", "b"]] * 3
@@ -356,16 +359,16 @@ def test_instances_left_without_ids_confirms_nothing() -> None:
 
 
 def test_a_failed_termination_confirms_nothing() -> None:
-    """Not even at a provider whose terminations confirm."""
+    """It holds for a provider that confirms terminations too."""
     it = scene("ab", terminate_confirms=True, is_blind=True, endings=["fail"])
     it.tear_down(are_all_known=True)
     assert it.cloud.asked == [["a", "b"]] * 2
 
 
 def test_a_machine_that_its_lease_has_ended_needs_no_confirmation() -> None:
-    """A host that does not answer cannot be asked; its node's lease is over, and the evidence says just that.
+    """A host does not answer, and the lease of its node has expired. The evidence states that.
 
-    The others are confirmed.
+    The other machines are confirmed.
     """
     it = scene("ab", terminate_confirms=True, is_blind=True, always="refuse")  # ends a, never b
     it.page.lapsed = frozenset("b")
@@ -377,14 +380,14 @@ def test_a_machine_that_its_lease_has_ended_needs_no_confirmation() -> None:
 
 
 def test_a_machine_that_was_presumed_gone_may_be_confirmed() -> None:
-    """The presumption is asked for only where the provider cannot tell."""
+    """The presumption counts only if the provider cannot confirm."""
     it = scene("ab", terminate_confirms=True)
     it.tear_down(are_all_known=True, presumed_gone=frozenset("b"))
     assert it.page.evidence == dict.fromkeys("ab", "cloud confirmed its termination")
 
 
 def test_a_listed_machine_is_not_gone_although_it_was_presumed() -> None:
-    """At a cloud that lists the machine it lives, whatever was presumed."""
+    """The cloud lists the machine, so it lives."""
     it = scene("ab", endings=["nothing"])
     it.tear_down(presumed_gone=frozenset("ab"))
     assert it.cloud.billed == set()
@@ -394,10 +397,11 @@ def test_a_listed_machine_is_not_gone_although_it_was_presumed() -> None:
 
 
 def test_machines_that_do_not_end_are_named_with_console_page_and_cause() -> None:
-    """After the deadline: the ids, where a person sees them, the command that asks again, and the last trouble as the
-    cause.
+    """The error comes after the deadline. It has the ids, the console page and the command that repeats the teardown.
+
+    Its cause is the last failure.
     """
-    it = scene("abc", always="half", gone_deadline_seconds=10.0)  # of one machine half is none
+    it = scene("abc", always="half", gone_deadline_seconds=10.0)  # half of one machine is none
     with pytest.raises(
         InstancesLeft,
         match=r"cloud was asked to terminate c; after 10 s .* Look at https://console.example/c; `skyward sweep`",
@@ -414,7 +418,7 @@ def test_machines_that_do_not_end_are_named_with_console_page_and_cause() -> Non
 
 
 def test_teardown_takes_ten_minutes_at_most() -> None:
-    """A provider that claims to need an hour is not waited for; a sweep asks again."""
+    """A provider that claims to need an hour is given up. A sweep repeats the teardown."""
     it = scene("a", always="nothing", gone_deadline_seconds=3600.0)
     with pytest.raises(InstancesLeft):
         it.tear_down()
@@ -422,8 +426,9 @@ def test_teardown_takes_ten_minutes_at_most() -> None:
 
 
 def test_an_endless_outage_names_all_machines() -> None:
-    """Termination was accepted, and nobody can see what came of it: all are named, without a page if they were never
-    seen.
+    """Terminations are accepted and listings fail, so all machines are named.
+
+    A machine that was never listed has no console page.
     """
     it = scene("ab", is_blind=True, gone_deadline_seconds=10.0)
     with pytest.raises(InstancesLeft, match="Look at its console") as caught:
@@ -433,8 +438,9 @@ def test_an_endless_outage_names_all_machines() -> None:
 
 
 def test_accepted_and_refused_machines_that_are_left_are_named() -> None:
-    """A cloud whose terminations do not confirm refuses one and says nothing of the others: while it cannot be asked,
-    all may live.
+    """The cloud does not confirm terminations. It refuses one machine and reports nothing about the others.
+
+    While listings fail all of them may live.
     """
     it = scene("abcd", is_blind=True, endings=["refuse"], always="nothing", gone_deadline_seconds=10.0)
     with pytest.raises(InstancesLeft) as caught:
@@ -444,14 +450,14 @@ def test_accepted_and_refused_machines_that_are_left_are_named() -> None:
 
 
 def test_a_pool_is_not_empty_while_listings_fail() -> None:
-    """Nothing is known and nothing can be listed: that is no empty pool."""
+    """No machine is known and none can be listed. The pool may have machines."""
     it = scene("z", known="", is_blind=True, gone_deadline_seconds=10.0)
     with pytest.raises(InstancesLeft, match="its machines") as caught:
         it.tear_down()
     assert caught.value.ids == ()
 
 
-# ── all at once ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── arbitrary failures ───────────────────────────────────────────────────────────────────────────────────────────────
 
 LETTERS = "abcdef"
 endings = st.lists(st.sampled_from(["", "fail", "nothing", "half", "refuse", "vague"]), max_size=8)
@@ -482,8 +488,11 @@ def test_teardown_ends_all_machines_or_names_those_that_are_left(
     is_blind: bool,
     listing_seconds: float,
 ) -> None:
-    """Whatever each verb does, in whatever order: whoever is told as gone is gone (`Page.gone`), and what was known or
-    seen is named if it may live.
+    """It holds for all scripts of all methods, in any order.
+
+    Each machine that is recorded as gone is gone (`Page.gone`).
+
+    Each known or listed machine that may live is named.
     """
     time = Time()
     listed_from = {name: time.now + lag for name, lag in lags.items()}
@@ -522,7 +531,7 @@ def test_teardown_ends_all_machines_or_names_those_that_are_left(
 def test_the_same_with_providers_that_confirm(
     billed: set[str], hidden: set[str], endings: list[str], listings: list[str], is_blind: bool
 ) -> None:
-    """A confirmation is believed, but for machines that nobody knew."""
+    """A confirmation counts, except for machines that the pool does not know."""
     time = Time()
     truthful = [does for does in endings if does not in ("nothing", "half")]
     cloud = Cloud(time, set(billed), terminate_confirms=True, endings=truthful, listings=listings, is_blind=is_blind)

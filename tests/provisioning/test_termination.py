@@ -1,4 +1,4 @@
-"""Lost machines of an open pool: their end is asked for until it has come, and nobody else's is."""
+"""Lost machines of an open pool are terminated until they are gone. Other machines are not."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from tests.conftest import wait_until
 
 @dataclass
 class Cloud:
-    """A cloud whose requests fail, and whose machines stay listed, as often as is said."""
+    """A cloud with a number of failing requests. Ended machines stay listed for some time."""
 
     name: ClassVar[str] = "cloud"
     terminate_confirms: bool = False  # type: ignore[misc]
     there: set[str] = field(default_factory=set[str])
     failures: list[Exception] = field(default_factory=list[Exception])
-    """What the next requests fail with."""
+    """The errors of the next requests."""
     outages: int = 0
-    """How many listings fail."""
+    """The number of listings that fail."""
     lingers: int = 0
-    """In how many listings a machine is there that was ended."""
+    """The number of listings that still have an ended machine."""
     asked: list[list[str]] = field(default_factory=list[list[str]])
     going: set[str] = field(default_factory=set[str])
     hold: threading.Event = field(default_factory=threading.Event)
-    """Requests wait for this, if it is cleared."""
+    """Requests wait for this event if it is cleared."""
 
     def __post_init__(self) -> None:
         self.hold.set()
@@ -70,7 +70,7 @@ class Cloud:
 
 @dataclass
 class Witness:
-    """What was said to be gone, and why."""
+    """A witness that records which machines are gone, and why."""
 
     told: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     error: Exception | None = None
@@ -108,7 +108,7 @@ LISTED_NO_MORE, CONFIRMED = "cloud lists it no more", "cloud confirmed its termi
 
 
 def test_a_machine_that_ends_at_once_is_requested_once(terminations: Terminations, witness: Witness) -> None:
-    """No thread goes on, and the other machine of the pool is left alone."""
+    """The thread ends, and the other machine of the pool stays."""
     cloud = Cloud(there={"a", "b"})
     assert terminations.end("a", cloud).over.is_set()
     assert (cloud.asked, cloud.there, witness.told) == ([["a"]], {"b"}, [("a", LISTED_NO_MORE)])
@@ -130,7 +130,7 @@ def test_a_machine_that_ends_at_once_is_requested_once(terminations: Termination
 def test_a_machine_that_does_not_end_is_requested_again(
     terminations: Terminations, witness: Witness, trouble: dict[str, Any], times: int
 ) -> None:
-    """Until a listing lacks it; then the thread ends."""
+    """The termination is repeated until a listing lacks the machine. Then the thread ends."""
     cloud = Cloud(there={"a", "b"}, **copy.deepcopy(trouble))
     assert terminations.end("a", cloud).over.wait(30)
     assert (cloud.asked, cloud.there, witness.told) == ([["a"]] * times, {"b"}, [("a", LISTED_NO_MORE)])
@@ -138,7 +138,7 @@ def test_a_machine_that_does_not_end_is_requested_again(
 
 
 def test_a_listing_is_not_believed_before_a_request_was_accepted(terminations: Terminations, witness: Witness) -> None:
-    """A cloud that lists late lacks a new machine, and it is there all the same."""
+    """A late listing may lack a new machine that exists."""
     cloud = Cloud(failures=[ConnectionError("503")] * 3)
     assert terminations.end("late", cloud).over.wait(30)
     assert len(cloud.asked) == 4
@@ -147,7 +147,7 @@ def test_a_listing_is_not_believed_before_a_request_was_accepted(terminations: T
 
 @pytest.mark.parametrize("ids", [["a"], []])
 def test_a_provider_that_confirms_is_not_listed(terminations: Terminations, witness: Witness, ids: list[str]) -> None:
-    """What it names as left is not gone; if it names none, nothing is."""
+    """Machines that it names as left are not gone. If it names none, no machine is gone."""
     cloud = Cloud(terminate_confirms=True, outages=10**6, failures=[InstancesLeft("it does not answer", ids)] * 2)
     assert terminations.end("a", cloud).over.wait(30)
     assert len(cloud.asked) == 3
@@ -155,7 +155,10 @@ def test_a_provider_that_confirms_is_not_listed(terminations: Terminations, witn
 
 
 def test_many_machines_are_in_one_request(terminations: Terminations, witness: Witness) -> None:
-    """What is left over of each first request goes into one, of which a part may fail; one that comes later joins."""
+    """The machines that are left after each first request go into one request. A part of that may fail.
+
+    A later machine joins it.
+    """
     left = InstancesLeft("b is left", ["b"])
     cloud = Cloud(there={"a", "b", "c"}, failures=[ConnectionError("503")] * 3)
     cloud.hold.clear()
@@ -171,7 +174,7 @@ def test_many_machines_are_in_one_request(terminations: Terminations, witness: W
 def test_the_work_before_the_request_may_fail(
     terminations: Terminations, witness: Witness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A callback that raises keeps no machine running."""
+    """A machine is terminated even if a callback raises."""
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     cloud = Cloud(there={"a"})
 
@@ -183,7 +186,7 @@ def test_the_work_before_the_request_may_fail(
 
 
 def test_an_error_of_the_ledger_does_not_stop_a_termination(terminations: Terminations, witness: Witness) -> None:
-    """The pool was judged dead meanwhile; who waits is told that the machine is gone."""
+    """A sweep has condemned the pool meanwhile. A waiting thread learns that the machine is gone."""
     witness.error = LeaseLost("judged dead")
     cloud = Cloud(there={"a"}, lingers=2)
     assert terminations.end("a", cloud).over.wait(30)
@@ -191,7 +194,7 @@ def test_an_error_of_the_ledger_does_not_stop_a_termination(terminations: Termin
 
 
 def test_the_end_of_the_pool_stops_all_requests(terminations: Terminations, witness: Witness) -> None:
-    """Whoever waits does so no more, nothing is said to be gone, and what comes after that is asked for once."""
+    """Waiting threads return, and no machine is recorded as gone. A later machine is requested once."""
     cloud = Cloud(there={"a", "b"}, lingers=10**6)
     one = terminations.end("a", cloud)
     wait_until(lambda: len(cloud.asked) > 3, "some tries")
@@ -207,7 +210,7 @@ def test_the_end_of_the_pool_stops_all_requests(terminations: Terminations, witn
 
 
 def test_stop_waits_for_a_request_in_flight(terminations: Terminations) -> None:
-    """Nothing goes on behind the back of whoever closes."""
+    """When stop returns, no request is in flight."""
     cloud = Cloud(there={"a"})
     cloud.hold.clear()
     terminations.end_in_thread("a", cloud, "skyward-end-0", lambda: None)
