@@ -89,7 +89,7 @@ class Hands:
 
 
 def tags(pool_id: str = POOL, first_rank: int = 0, launch: str = "") -> dict[str, str]:
-    """Return the tags of a pool's launch. Its token is the pool's first by default."""
+    """Return the tags of a pool's launch. By default the launch is the pool's first."""
     return {
         POOL_TAG: pool_id,
         RANK_TAG: str(first_rank),
@@ -125,8 +125,8 @@ class ProviderContract:
 
     # ── offers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def test_offers_are_sound(self, hands: Hands) -> None:
-        """Prices are positive, memory and CPUs are known. An offer with chips has the catalogue's name of them."""
+    def test_offers_are_valid(self, hands: Hands) -> None:
+        """Prices are positive, memory and CPUs are known. An offer with chips has their name in the catalogue."""
         provider = hands.provider()
         offers = provider.offers(Requirements())
         assert offers
@@ -153,8 +153,8 @@ class ProviderContract:
 
     # ── launch ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def test_what_is_launched_is_listed(self, hands: Hands, offer: Offer) -> None:
-        """As `launch` returned it: ids, ranks, tags, prices, login and directory."""
+    def test_launched_machines_are_listed(self, hands: Hands, offer: Offer) -> None:
+        """The listing has the same ids, ranks, tags, prices, logins and directories as the result of `launch`."""
         provider = hands.provider()
         launched = provider.launch(offer, 2, tags(first_rank=3), STARTUP)
         assert [instance.rank for instance in launched] == [3, 4]
@@ -174,9 +174,10 @@ class ProviderContract:
             instance.id: instance.rank for instance in launched
         }
 
-    def test_odd_names_of_work_keep_no_machine_from_being_found(self, hands: Hands, offer: Offer) -> None:
-        """Names of the greatest length, with odd characters: the machine is listed with the tags by which it is found,
-        and with its work.
+    def test_machines_with_unusual_names_of_work_are_found(self, hands: Hands, offer: Offer) -> None:
+        """The names have the greatest length and unusual characters.
+
+        The machine is listed with its work, and with the tags that identify it.
         """
         long = Work(*("Ünï/code_run: 2026-11-22T07:00:00+00:00 " * 20 for _ in fields(Work)))
         wanted = work_tags(long) | tags()
@@ -188,8 +189,8 @@ class ProviderContract:
             assert labels
             assert all(wanted.get(name, value) == value and "code" in value for name, value in labels.items())
 
-    def test_a_second_process_finds_them_by_tag_alone(self, hands: Hands, offer: Offer) -> None:
-        """And those of all pools without a pool's id, but no other user's."""
+    def test_another_process_finds_machines_by_their_tags(self, hands: Hands, offer: Offer) -> None:
+        """Without a pool id it finds the machines of all pools. It never finds machines of other users."""
         hands.strangers()
         strangers = hands.alive()
         mine = hands.provider().launch(offer, 1, tags(), STARTUP)
@@ -214,7 +215,7 @@ class ProviderContract:
         assert hands.alive() == strangers | {mine[0].id, others[0].id}
 
     def test_launches_do_not_mix(self, hands: Hands, offer: Offer) -> None:
-        """Two launches of the same pool at the same time add up, and no machine is returned twice."""
+        """Two launches of the same pool run at the same time. Each returns its own machines."""
         provider = hands.provider()
         with ThreadPoolExecutor(2) as threads:
             first, second = threads.map(
@@ -226,7 +227,7 @@ class ProviderContract:
         assert ids == hands.alive() == {instance.id for instance in provider.instances(POOL)}
 
     def test_a_lack_of_capacity_is_no_capacity(self, hands: Hands, offer: Offer) -> None:
-        """With the provider's own word. Nothing is left."""
+        """The error has the provider's own code, and no machine is left."""
         hands.no_capacity()
         with pytest.raises(NoCapacity) as caught:
             hands.provider().launch(offer, 1, tags(), STARTUP)
@@ -235,7 +236,7 @@ class ProviderContract:
         assert hands.alive() == set()
 
     def test_a_full_quota_is_quota_exceeded(self, hands: Hands, offer: Offer) -> None:
-        """With the provider's own word. Nothing is left."""
+        """The error has the provider's own code, and no machine is left."""
         hands.quota()
         with pytest.raises(sky.QuotaExceeded) as caught:
             hands.provider().launch(offer, 1, tags(), STARTUP)
@@ -243,8 +244,9 @@ class ProviderContract:
         assert hands.alive() == set()
 
     def test_the_machine_of_a_lost_answer_is_found(self, hands: Hands, offer: Offer) -> None:
-        """A creating call whose answer is lost is not simply repeated: at most one machine exists, and the listing
-        finds it by its tags.
+        """The answer to a creating call is lost, so the call is not simply repeated.
+
+        At most one machine exists, and the listing finds it by its tags.
         """
         hands.lose_create_answer()
         try:
@@ -255,9 +257,9 @@ class ProviderContract:
         assert {instance.id for instance in hands.provider().instances(POOL)} == hands.alive()
 
     def test_another_launch_of_a_rank_is_another_machine(self, hands: Hands, offer: Offer) -> None:
-        """Tokens of a pool begin alike.
+        """The tokens of a pool have a common prefix.
 
-        A replacement whose answer is lost is not mistaken for the machine that was there before.
+        If the answer to a replacement is lost, the earlier machine is not mistaken for it.
         """
         provider = hands.provider()
         (first,) = provider.launch(offer, 1, tags(launch=f"{POOL}-1"), STARTUP)
@@ -270,10 +272,10 @@ class ProviderContract:
         assert len(hands.alive()) == 2
         assert {instance.tags[LAUNCH_TAG] for instance in provider.instances(POOL)} == {f"{POOL}-1", f"{POOL}-2"}
 
-    def test_half_a_launch_can_be_found_and_ended(self, hands: Hands, offer: Offer) -> None:
+    def test_machines_of_a_partial_launch_can_be_found_and_terminated(self, hands: Hands, offer: Offer) -> None:
         """After an error behind the first machine, `launch` returns fewer machines or raises.
 
-        Either way all that live are listed and can be terminated.
+        In both cases all machines are listed and can be terminated.
         """
         hands.fail_create_after(1)
         provider = hands.provider()
@@ -291,8 +293,8 @@ class ProviderContract:
 
     # ── listing ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def test_an_outage_is_no_absence(self, hands: Hands, offer: Offer) -> None:
-        """No method returns as if nothing existed, and none assumes that something was done."""
+    def test_an_outage_is_not_an_empty_listing(self, hands: Hands, offer: Offer) -> None:
+        """No method returns an empty result, and no method assumes that a request took effect."""
         provider = hands.provider()
         (instance,) = provider.launch(offer, 1, tags(), STARTUP)
         hands.outage()
@@ -309,10 +311,10 @@ class ProviderContract:
         assert hands.alive() == {instance.id}
         assert [found.id for found in provider.instances(POOL)] == [instance.id]
 
-    def test_a_machine_that_was_taken_back_is_not_listed_as_running(self, hands: Hands, offer: Offer) -> None:
-        """Neither one that is gone nor one that is stopped: the pool replaces it.
+    def test_a_preempted_or_stopped_machine_is_not_listed_as_running(self, hands: Hands, offer: Offer) -> None:
+        """So the pool replaces it.
 
-        A stopped one, billed or not, is listed until it is terminated.
+        A stopped machine, billed or not, is listed until it is terminated.
         """
         provider = hands.provider()
         preempted, stopped, runs = provider.launch(offer, 3, tags(), STARTUP)
@@ -327,8 +329,8 @@ class ProviderContract:
 
     # ── terminate ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def test_terminate_is_silent_about_what_is_gone(self, hands: Hands, offer: Offer) -> None:
-        """Ids that are gone, ids that never existed, and no ids."""
+    def test_terminating_a_gone_machine_is_no_error(self, hands: Hands, offer: Offer) -> None:
+        """It holds for ids that are gone, for ids that never existed, and for an empty list."""
         provider = hands.provider()
         launched = provider.launch(offer, 2, tags(), STARTUP)
         ids = [instance.id for instance in launched]
@@ -341,11 +343,11 @@ class ProviderContract:
         assert all(instance.state is InstanceState.STOPPING for instance in provider.instances(POOL))
 
     def never(self, machine_id: str) -> str:
-        """Return an id of the same form that no machine has."""
+        """Return an id with the right format that no machine has."""
         return machine_id[:-3] + ("000" if machine_id[-3:] != "000" else "111")
 
-    def test_machines_are_ended_while_the_interpreter_ends(self, hands: Hands, offer: Offer) -> None:
-        """An open pool is torn down in an `atexit` callback, when executors of concurrent.futures accept no work."""
+    def test_machines_are_terminated_while_the_interpreter_ends(self, hands: Hands, offer: Offer) -> None:
+        """An `atexit` callback tears down an open pool. Executors of concurrent.futures accept no work then."""
         provider = hands.provider()
         mine = [
             provider.launch(offer, 1, tags(first_rank=rank, launch=f"{POOL}-{rank + 1}"), STARTUP)[0].id
@@ -369,8 +371,8 @@ class ProviderContract:
         assert done.stdout == "3 None\n", done.stderr
         assert hands.alive() == set()
 
-    def test_terminate_ends_no_other_machine(self, hands: Hands, offer: Offer) -> None:
-        """Only those with the given ids."""
+    def test_terminate_does_not_affect_other_machines(self, hands: Hands, offer: Offer) -> None:
+        """Only machines with the given ids end."""
         hands.strangers()
         strangers = hands.alive()
         provider = hands.provider()
@@ -381,7 +383,7 @@ class ProviderContract:
     # ── credentials ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def test_refused_credentials_are_credentials_error(self, hands: Hands, offer: Offer) -> None:
-        """From every method."""
+        """It holds for every method."""
         provider = hands.provider()
         hands.refuse_credentials()
         for verb in (
@@ -394,10 +396,10 @@ class ProviderContract:
                 verb()
         assert hands.alive() == set()
 
-    def test_without_credentials_it_says_what_to_set(
+    def test_without_credentials_the_error_names_the_variable(
         self, hands: Hands, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
     ) -> None:
-        """No variable and no file: CredentialsError, and the message names the variable."""
+        """Neither a variable nor a file has credentials: CredentialsError is raised."""
         monkeypatch.setenv("HOME", str(tmp_path))
         monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
         provider = hands.provider()
@@ -407,12 +409,12 @@ class ProviderContract:
             provider.instances(POOL)
 
     variables: Sequence[str] = ()
-    """The environment variables with its credentials, the usual one first."""
+    """The environment variables with its credentials. The usual one is first."""
 
-    def test_no_secret_is_written_anywhere(
+    def test_no_secret_appears_in_any_output(
         self, hands: Hands, offer: Offer, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        """Not in repr, JSON, logs, tracebacks of refusals, instances or offers."""
+        """It holds for repr, JSON, logs, tracebacks of errors, instances and offers."""
         caplog.set_level(logging.DEBUG)
         provider = hands.provider()
         written = [
@@ -439,7 +441,7 @@ class ProviderContract:
     def test_given_credentials_stay_with_the_value(self, hands: Hands) -> None:
         """Explicit credentials are used, and are in no JSON.
 
-        The provider read from that JSON takes them from the environment.
+        A provider that is read from that JSON takes them from the environment.
         """
         provider = hands.provider(explicit=True)
         assert load(provider.to_json()).to_json() == provider.to_json()
@@ -447,16 +449,16 @@ class ProviderContract:
         assert not [secret for secret in hands.secrets if secret in text]
         assert provider.account() == hands.provider().account() != ""
 
-    # ── the wire ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def test_throttling_is_waited_out(self, hands: Hands, offer: Offer, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Once is harmless; without end it is RateLimited."""
+    def test_throttled_requests_are_repeated(self, hands: Hands, offer: Offer, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A single refusal causes no error. Endless refusals cause RateLimited."""
         monkeypatch.setattr(_http, "PATIENCE_SECONDS", 60.0)  # the refusal itself takes some time on a busy machine
         hands.throttle()
         assert hands.provider().instances(POOL) == []
 
     def test_its_import_loads_no_sdk(self, hands: Hands) -> None:
-        """Naming the provider's class imports no SDK."""
+        """The import of the provider's class imports no SDK."""
         kind = type(hands.provider())
         code = f"import sys, {kind.__module__}; print(sorted({{'boto3', 'botocore', 'asyncssh', 'distributed'}} & set(sys.modules)))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -494,11 +496,12 @@ class RestContract(ProviderContract):
 
     @pytest.mark.parametrize("what", NO_ANSWERS)
     @pytest.mark.parametrize("is_let_in", [False, True])
-    def test_status_200_alone_is_no_answer(
+    def test_status_200_without_valid_content_is_an_error(
         self, hands: Hands, wire: FakeCloud, offer: Offer, what: str, is_let_in: bool
     ) -> None:
-        """A proxy's page, an object that lacks the field, null: ProviderFailed from every method, because none of them
-        says anything about the machines.
+        """The content is a proxy's page, an object that lacks the field, or null.
+
+        It contains nothing about machines, so every method raises ProviderFailed.
         """
         provider = hands.provider()
         (machine,) = provider.launch(offer, 1, tags(), STARTUP)
@@ -514,17 +517,17 @@ class RestContract(ProviderContract):
         for name, verb in verbs.items():
             with pytest.raises(ProviderFailed):
                 print(name, verb())
-        if what != "null":  # null is this cloud's answer to success
+        if what != "null":  # this cloud answers null on success
             with pytest.raises((ProviderFailed, InstancesLeft)):
                 provider.terminate([machine.id])
         wire.faults.clear()
         assert hands.alive() == {machine.id}
 
     @pytest.mark.parametrize("status", [404, 410])
-    def test_a_404_that_is_not_the_clouds_own_is_no_machine_gone(
+    def test_only_the_clouds_own_404_means_that_a_machine_is_gone(
         self, hands: Hands, wire: FakeCloud, offer: Offer, status: int
     ) -> None:
-        """A proxy's page, and another service's JSON: neither says anything about the machine, which exists."""
+        """A proxy's page, or another service's JSON, contains nothing about the machine. The machine exists."""
         provider = hands.provider()
         (machine,) = provider.launch(offer, 1, tags(), STARTUP)
         for page in (
@@ -538,10 +541,10 @@ class RestContract(ProviderContract):
         assert hands.alive() == {machine.id}
 
     @pytest.mark.parametrize("what", NO_ANSWERS)
-    def test_a_creating_call_without_an_answer_may_have_created(
+    def test_a_creating_call_with_an_invalid_answer_may_have_created_a_machine(
         self, hands: Hands, wire: FakeCloud, offer: Offer, what: str
     ) -> None:
-        """The created machine is found. If there is none that is ProviderFailed, never NoCapacity."""
+        """The machine is found. If there is none, the error is ProviderFailed and never NoCapacity."""
         provider = hands.provider()
         wire.fail(*self.creating, NO_ANSWERS[what], is_done=True)
         assert {machine.id for machine in provider.launch(offer, 1, tags(), STARTUP)} == hands.alive()
@@ -551,8 +554,10 @@ class RestContract(ProviderContract):
         assert len(hands.alive()) == 1
 
     @pytest.mark.parametrize("what", ["a page", "an empty object"])
-    def test_an_unconfirmed_end_is_an_error(self, hands: Hands, wire: FakeCloud, offer: Offer, what: str) -> None:
-        """Though all other requests succeed."""
+    def test_an_unconfirmed_termination_is_an_error(
+        self, hands: Hands, wire: FakeCloud, offer: Offer, what: str
+    ) -> None:
+        """All other requests succeed."""
         provider = hands.provider()
         (machine,) = provider.launch(offer, 1, tags(), STARTUP)
         wire.fail(*self.ending, NO_ANSWERS[what], times=99)

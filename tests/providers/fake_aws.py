@@ -89,7 +89,7 @@ class Fault:
 
 
 type Answer = tuple[int, str, bytes]
-"""Status, content type, body."""
+"""Status, content type and body."""
 
 
 class FakeAWS:
@@ -127,7 +127,7 @@ class FakeAWS:
         self._patches = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        numbers = iter(range(1, 250))  # moto invents addresses that belong to others
+        numbers = iter(range(1, 250))  # moto invents addresses that belong to other users
         self._patches.enter_context(
             mock.patch.object(elastic_network_interfaces, "random_public_ip", lambda: f"198.51.100.{next(numbers)}")
         )
@@ -152,7 +152,7 @@ class FakeAWS:
 
     @property
     def url(self) -> str:
-        """Its URL."""
+        """Return its URL."""
         return f"http://127.0.0.1:{self._server.server_port}"
 
     # ── methods for tests ────────────────────────────────────────────────────────────────────────────────────────────
@@ -176,7 +176,7 @@ class FakeAWS:
         return next(machine for machine in self._machines() if machine.id == machine_id)
 
     def alive(self) -> set[str]:
-        """Return the ids of all machines that cost something."""
+        """Return the ids of all billed machines."""
         with self._lock:
             return {
                 machine.id for machine in self._machines() if machine._state.name not in ("terminated", "shutting-down")
@@ -191,7 +191,7 @@ class FakeAWS:
             self._new_machines.pop(machine_id, None)
 
     def subnet_zone(self, request: AwsRequest) -> str:
-        """Return the zone of a RunInstances."""
+        """Return the zone of a RunInstances request."""
         return str(
             self.backend(request.region).get_subnet(request.parameters["NetworkInterface.1.SubnetId"]).availability_zone
         )

@@ -1,7 +1,7 @@
 """A fake DigitalOcean, after the fact sheet of 2026-11-20, section 2, and DigitalOcean's OpenAPI description.
 
-Sizes are as recorded by gpuhunt (src/tests/providers/test_digitalocean.py) and as in the fact sheet. A droplet comes up
-while it is read: new without address and tags, new with both, active.
+Sizes are those of gpuhunt (src/tests/providers/test_digitalocean.py) and of the fact sheet. Each read changes the state
+of a new droplet: new without address and tags, new with both, active.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def refusal(status: int, code: str, message: str, headers: dict[str, str] | None
 
 
 def unprocessable(message: str, **more: Any) -> Reply:
-    """Return the refusal that capacity, quota and validation share."""
+    """Return the error that the API uses for capacity, quota and validation."""
     return refusal(422, "unprocessable_entity", message, **more)
 
 
@@ -96,7 +96,7 @@ TOO_MANY = refusal(429, "too_many_requests", "API rate limit exceeded.")
 
 @dataclass(slots=True)
 class Droplet:
-    """A machine. `looks` counts how often it was read since its creation."""
+    """A machine. `looks` is the number of reads since its creation."""
 
     id: int
     order: dict[str, Any]
@@ -105,17 +105,17 @@ class Droplet:
     slow: int = 1
     """Number of reads until address and tags appear."""
     hidden: int = 0
-    """Number of listings that omit it."""
+    """Number of listings that omit the droplet."""
     is_errored: bool = False
     is_vanishing: bool = False
     status: str | None = None
-    """Overrides the status that follows from its reads."""
+    """A status that overrides the one of its reads."""
     looks: int = 0
     ip: str | None = None
-    """The address of its host; "" while that starts."""
+    """The address of its host, "" while the host starts."""
 
     def row(self) -> dict[str, Any]:
-        """Return it as the API lists it."""
+        """Return it in the API's format."""
         is_up = self.looks > self.slow and not self.is_errored and self.ip != ""
         place = f"{self.id >> 8 & 255}.{self.id & 255}"
         networks = [
@@ -150,29 +150,29 @@ class Droplet:
 
 @dataclass
 class Mood:
-    """How the fake behaves from now on."""
+    """The present behaviour of the fake."""
 
     slow: int = 1
     hidden: int = 0
     errored: int = 0
-    """Number of droplets of the next creating calls that are errored after a read."""
+    """The next creating calls create this number of droplets that are errored after a read."""
     unknown_key: int = 0
-    """Number of creating calls that do not know a registered key."""
+    """The next creating calls, this number of them, do not know a registered key."""
     budget: int | None = None
-    """Number of further droplets, then creating calls fail with a 5xx in the middle."""
+    """After this number of further droplets creating calls fail with a 5xx in the middle."""
     stock: int | None = None
-    """Number of further droplets. A call for more is refused as a whole."""
+    """The number of further droplets. A call for more is refused as a whole."""
     vanishing: int = 0
-    """Number of droplets of the next creating calls that are gone after a read."""
+    """The next creating calls create this number of droplets that are gone after a read."""
     shrinking: int = 0
-    """How often a droplet of the first page is deleted after that page of several was read."""
+    """How often a droplet of the first page is deleted after that page was read."""
     is_refusing: bool = False
     capitals: dict[str, str] = field(default_factory=dict)
-    """Tags that were used in the account before, by their small letters: they are listed in this form."""
+    """Tags that the account has used before, by their lowercase form. Listings have this form."""
 
 
 class FakeDigitalOcean(FakeCloud):
-    """One account. `droplets` are all billed ones; `mails` lists root passwords that were sent."""
+    """One account. `droplets` are all billed ones; `mails` are the root passwords that were sent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class FakeDigitalOcean(FakeCloud):
         self._left = 5000
 
     def outage(self) -> None:
-        """Let everything fail with a 500."""
+        """Answer all requests with a 500."""
         self.faults += [Fault(method, "", OUTAGE, times=10**6) for method in ("GET", "POST", "DELETE")]
 
     def refuse(self, request: Request) -> Reply | None:
@@ -372,7 +372,7 @@ class FakeDigitalOcean(FakeCloud):
         return Reply(204)
 
     def _paged(self, request: Request, kind: str, rows: list[dict[str, Any]]) -> Reply:
-        """Return a page: 20 rows unless asked for more, 200 at most."""
+        """Return a page: 20 rows by default, 200 at most."""
         count, page = int(request.query.get("per_page", 20)), int(request.query.get("page", 1))
         if not 1 <= count <= 200:
             return refusal(400, "bad_request", "per_page must be between 1 and 200")

@@ -20,7 +20,7 @@ UNTRIED = ("UnfulfillableCapacity", "Failed to fulfill capacity. Please review e
 
 type Words = Mapping[str, str]
 type FleetAnswer = tuple[str, str | None]
-"""An error code and None, or any text and the content of the answer."""
+"""An error code and None, or a text and the content of the answer."""
 
 
 @dataclass
@@ -87,7 +87,7 @@ class FakeFleets:
             return "InvalidParameterCombination", None
         pools = list(self._pools(parameters, region))
         if len({(name, zone) for name, zone, _, _ in pools}) < len(pools):
-            return "InvalidFleetConfig", None  # the same pool twice
+            return "InvalidFleetConfig", None  # the same pool occurs twice
         if any((region, template) not in self.templates for _, _, _, template in pools):
             return "InvalidLaunchTemplateName.NotFoundException", None
         errors: list[str] = []
@@ -244,7 +244,7 @@ class FakeFleets:
     # ── every launch ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def refusal_of(self, parameters: Words, region: str) -> str | None:
-        """Return the code with which EC2 refuses a RunInstances; None if it does not.
+        """Return the error code for a RunInstances; None if it is accepted.
 
         The reason may be its network interfaces, its CPU credits or its placement.
         """
@@ -271,7 +271,7 @@ class FakeFleets:
         )
 
     def by_group(self, request: Any) -> Any:
-        """Return a DescribeInstances that moto supports: it lacks the filter for placement groups."""
+        """Return a DescribeInstances that moto supports, because moto lacks the filter for placement groups."""
         if request.parameters.get("Filter.1.Name") != "placement-group-name":
             return request
         names = {value for key, value in request.parameters.items() if key.startswith("Filter.1.Value.")}
@@ -286,7 +286,7 @@ class FakeFleets:
         return dataclasses.replace(request, parameters=parameters)
 
     def came_up(self, parameters: Words, region: str, machines: list[Any]) -> None:
-        """Put new machines into their placement group; remove the public address of those that get none at AWS."""
+        """Put new machines into their placement group. Remove public addresses that AWS would not give."""
         for machine in machines:
             if "NetworkInterface.2.DeviceIndex" in parameters:
                 machine.nics[0].public_ip = None

@@ -206,7 +206,8 @@ class FakeImages:
         return None if image.state == "available" else ("InvalidAMIID.Unavailable", None)
 
 
-# ── reading of requests ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── requests
+# ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _pairs(parameters: Mapping[str, str], prefix: str) -> dict[str, str]:
@@ -252,7 +253,8 @@ def _passes(filters: Mapping[str, list[str]], tags: Mapping[str, str], fields: M
     return True
 
 
-# ── writing of answers ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── answers
+# ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _tag_set(tags: Mapping[str, str]) -> str:

@@ -22,7 +22,7 @@ PATHS = {
 
 
 def instance_action(seconds_left: float, action: str = "terminate") -> str:
-    """Return the notice that is served this long before a machine is preempted."""
+    """Return the notice with this preemption time."""
     return json.dumps({"action": action, "time": stamp(time.time() + seconds_left)})
 
 
@@ -101,7 +101,7 @@ class FakeMetadata:
 
     @property
     def url(self) -> str:
-        """Its URL."""
+        """Return its URL."""
         return "http://{}:{}".format(*self._server.server_address[:2])
 
 

@@ -16,7 +16,7 @@ from tests.providers.http_fake import FakeCloud, Reply, Request, route
 KEY = "rpa_KEY0123456789abcdefOFRUNPOD"
 HOST = "198.51.100.9"
 STEPS = ("PROVISIONING", "STARTING", "RUNNING")
-"""One listing later than it runs, a pod has its port mapped, and one more and it has its private address."""
+"""Each listing changes a new pod: it runs, then its port is mapped, then it has its private address."""
 KNOWN_FIELDS = frozenset(
     [
         "name",
@@ -52,7 +52,7 @@ NO_CAPACITY = (
 
 
 def problem(status: int, detail: str, errors: list[str] | None = None, headers: dict[str, str] | None = None) -> Reply:
-    """Return a refusal, which has no code beside the status."""
+    """Return an error of the API. It has no code but the status."""
     body = {
         "title": "Unprocessable Entity" if status == 422 else HTTPStatus(status).phrase,
         "status": status,
@@ -137,7 +137,7 @@ class FakeRunPod(FakeCloud):
             (self.cpus if "vcpu" in row else self.gpus)[row["id"]] = row
 
     def alive(self) -> set[str]:
-        """All pods that are, or may be, billed."""
+        """Return all pods that are, or may be, billed."""
         with self.lock:
             return {pod for pod, row in self.pods.items() if row["status"] != "TERMINATED"}
 
@@ -253,7 +253,7 @@ class FakeRunPod(FakeCloud):
             count = body["cpu"]["vcpuCount"]
             if count not in (2, 4, 8, 16, 32) or body["cpu"]["id"] not in self.cpus:
                 return "vcpuCount must be a power of two"
-            return NO_CAPACITY if body["disk"] > 10 * count else None  # the answer does not always say what is wrong
+            return NO_CAPACITY if body["disk"] > 10 * count else None  # the answer does not always contain the reason
         row = self.gpus.get(body["gpu"]["id"])
         if row is None or row["availability"] == "NONE":
             return NO_CAPACITY
@@ -334,7 +334,7 @@ class FakeRunPod(FakeCloud):
     def _go_on(self) -> None:
         for pod, row in list(self.pods.items()):
             self.lags[pod] = max(0, self.lags[pod] - 1)
-            if row["status"] == "TERMINATED":  # listed once more, and then no longer
+            if row["status"] == "TERMINATED":  # it is listed once more, then no longer
                 del self.pods[pod]
                 continue
             step = self.steps[pod] = self.steps[pod] + 1
@@ -365,7 +365,7 @@ class FakeRunPod(FakeCloud):
                 }
 
     def host_of(self, pod: str) -> str:
-        """Where a pod's ports are mapped."""
+        """Return the address to which a pod's ports are mapped."""
         return HOST
 
     @route("DELETE", "/v2/pods/{id}")

@@ -23,7 +23,7 @@ STEPS: tuple[dict[str, Any], ...] = (
 def ask(number: int, gpu_name: str = "RTX 4090", gpus: int = 1, price: float = 0.35, **others: Any) -> dict[str, Any]:
     """Return an offer of the market, which Vast.ai calls an ask.
 
-    Memory is in MB. `cpu_ram` is that of the whole machine, and each GPU comes with an eighth of its CPUs.
+    Memory is in MB. `cpu_ram` is that of the whole machine. Each GPU has an eighth of its CPUs.
     """
     row = {
         "id": number,
@@ -117,8 +117,9 @@ class FakeVast(FakeCloud):
         return Reply(200, {"offers": found[: min(limit, 64)]})
 
     def _fits(self, row: dict[str, Any], field: str, conditions: dict[str, Any]) -> bool:
-        """Names are compared letter by letter, places by their country alone: any other spelling finds nothing, and is
-        no error.
+        """Return whether an ask matches a query.
+
+        Names are compared literally, and places by country only. Another spelling finds nothing and is no error.
         """
         actual = {
             "verified": row["verification"] == "verified",
@@ -317,7 +318,7 @@ class FakeVast(FakeCloud):
             self.ghosts[contract] = {**row, "cur_state": "unloaded"}
 
     def halt(self, contract: int) -> None:
-        """Stop a container, as a person or a higher bid does. Its disk is kept and billed."""
+        """Stop a container, as a user or a higher bid does. Its disk is kept and billed."""
         self.steps[contract] = len(STEPS)
         self.containers[contract] |= {
             "actual_status": "exited",

@@ -1,6 +1,6 @@
 """Verda's cloud API as its documentation and SDKs describe it.
 
-With its peculiarities: tokens, plain-text ids, prices as strings, objects that outlive machines.
+The fake has its peculiarities: tokens, plain-text ids, prices as strings, objects that outlive machines.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class FakeVerda(FakeCloud):
         self.creates_left: int | None = None
         self._ids = 0
 
-    # ── what a test does ─────────────────────────────────────────────────────────────────────────────────────────────
+    # ── methods for tests ────────────────────────────────────────────────────────────────────────────────────────────
 
     def alive(self) -> set[str]:
         """Return the ids of the machines that are not being deleted."""
@@ -119,11 +119,11 @@ class FakeVerda(FakeCloud):
             }
 
     def stop(self, machine_id: str) -> None:
-        """Shut it down, as a person does."""
+        """Shut a machine down, as a user does."""
         self.machines[machine_id]["status"] = "offline"
 
     def preempt(self, machine_id: str) -> None:
-        """Preempt it: it vanishes from the list, and its disk is kept or deleted as requested."""
+        """Preempt a machine: it disappears from the list, and its disk is kept or deleted as requested."""
         with self.lock:
             self.machines[machine_id]["status"] = "discontinued"
             volume = self.volumes[self.machines[machine_id]["os_volume_id"]]
@@ -132,7 +132,7 @@ class FakeVerda(FakeCloud):
                 del self.volumes[volume["id"]]
 
     def strangers(self) -> None:
-        """Machines of other people of the team, some with names like ours."""
+        """Add machines of other people of the team. Some names resemble ours."""
         names = (
             "web",
             "sky-contract-a1b2c3",
@@ -154,11 +154,11 @@ class FakeVerda(FakeCloud):
             self.path_of[machine["id"]] = ["running"]
 
     def orphan(self, name: str, *, age_seconds: float = 0.0, is_os: bool = True) -> str:
-        """A disk that belongs to no machine."""
+        """Add a disk that belongs to no machine."""
         return self._volume(name, 50, None, is_os=is_os, age_seconds=age_seconds)["id"]
 
     def script(self, name: str) -> str:
-        """An existing script."""
+        """Add a script."""
         script_id = str(uuid.uuid4())
         self.scripts[script_id] = {"id": script_id, "name": name, "script": "#!/bin/sh"}
         return script_id
@@ -326,7 +326,7 @@ class FakeVerda(FakeCloud):
         is_good = all(one["status"] == "success" for one in outcomes)
         return Reply(202 if is_good else 207, outcomes)
 
-    # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── internal functions ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _wrong(self, body: dict[str, Any]) -> str | None:
         tags = body.get("tags", [])
@@ -458,5 +458,5 @@ class FakeVerda(FakeCloud):
 
 
 def error(status: int, code: str, message: str) -> Reply:
-    """Return a refusal in Verda's format."""
+    """Return an error in Verda's format."""
     return Reply(status, {"code": code, "message": message})

@@ -17,7 +17,7 @@ from tests.conftest import wait_until
 from tests.testbed import Fleet, Host
 
 RESTART = "#!/bin/sh\nexec kill -HUP 1\n"
-"""In place of systemctl and pkill on hosts, whose first process is sshd: it reads its keys anew."""
+"""Replaces systemctl and pkill on hosts, because their first process is sshd. It makes sshd read its keys again."""
 
 
 class Hosting:
@@ -34,7 +34,7 @@ class Hosting:
 
     @property
     def gateway(self) -> str:
-        """The address of this machine that hosts can reach."""
+        """Return the address of this machine that hosts can reach."""
         return self._fleet.network.gateway
 
     def rent(self, machine_id: str, boot: Callable[[Host], object]) -> None:
@@ -70,12 +70,12 @@ class Hosting:
         return None if host is None else host.ip
 
     def is_off(self, machine_id: str) -> bool:
-        """Return whether a host was up, and has powered itself off."""
+        """Return whether a host has started and then powered itself off."""
         host = self.hosts.get(machine_id)
         return host is not None and not host.is_up
 
     def end(self, machine_id: str) -> None:
-        """Cut its power as soon as it is on; do nothing if it is already off."""
+        """Turn a host off as soon as it has started. Do nothing if it is already off."""
         with self._lock:
             self._ended.add(machine_id)
             host = self.hosts.get(machine_id)
@@ -83,7 +83,7 @@ class Hosting:
             host.crash()
 
     def close(self) -> None:
-        """End all of them. Raises errors of hosts that failed to start."""
+        """Turn all hosts off. Raise the errors of hosts that failed to start."""
         for thread in list(self._threads):
             thread.join(60)
         for machine_id in list(self.hosts):
@@ -92,7 +92,7 @@ class Hosting:
             raise self.failures[0]
 
 
-# ── how a machine comes up ───────────────────────────────────────────────────────────────────────────────────────────
+# ── boot ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def cloud_init(host: Host, instance_id: str, user_data: str) -> None:
@@ -108,7 +108,7 @@ def cloud_init(host: Host, instance_id: str, user_data: str) -> None:
     for command in config.get("bootcmd", []):
         assert command[:2] == ["cloud-init-per", "instance"]
         as_boot(host, shlex.join(command[3:]))
-    # the test bed's own login, which no cloud's machine has
+    # the test bed's own login; no cloud has it
     if not (host.root / "root/.ssh/authorized_keys").exists():
         (host.root / "root/.ssh/authorized_keys").write_text(host.key_path.with_suffix(".pub").read_text())
     data = host.root / "var/lib/cloud/data"
@@ -146,7 +146,7 @@ def container(host: Host, variables: Mapping[str, str], arguments: Sequence[str]
 
 
 def host_key_of(host: Host) -> str:
-    """Return a host's public key as it is, whole or in part; nothing while its boot script replaces the old one."""
+    """Return a host's present public key, complete or not; "" while its boot script replaces the key."""
     try:
         return (host.root / "etc/ssh/ssh_host_ed25519_key.pub").read_text()
     except FileNotFoundError:
@@ -160,7 +160,7 @@ def know(host: Host, public: str) -> None:
 
 
 def as_boot(host: Host, command: str, variables: Mapping[str, str] | None = None) -> None:
-    """Run a command as part of the boot, not of a login: its environment has PATH, HOME and the given variables."""
+    """Run a command as part of the boot, not of a login. Its environment has PATH, HOME and the given variables."""
     words = ["env", "-i", "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME=/root"]
     words += [f"{name}={value}" for name, value in (variables or {}).items()]
     done = host.run(f"{shlex.join(words)} sh -c {shlex.quote(command)} </dev/null >>/var/log/boot.log 2>&1")

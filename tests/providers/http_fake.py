@@ -36,7 +36,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Its answer: JSON, or plain text if the body is a string and `is_text`."""
+    """An answer: JSON, or plain text if the body is a string and `is_text` is true."""
 
     status: int = 200
     body: object = None
@@ -95,7 +95,7 @@ class FakeCloud:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
-            # head and body are two packets: the second would wait 40 ms for the first one's acknowledgement
+            # head and body are two packets: the second would wait 40 ms for the acknowledgement of the first
             disable_nagle_algorithm = True
 
             def answer(self) -> None:
@@ -104,13 +104,13 @@ class FakeCloud:
             do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = answer
 
             def log_message(self, *_: object) -> None:
-                """Say nothing."""
+                """Log nothing."""
 
         class Server(ThreadingHTTPServer):
             request_queue_size = 128
 
             def handle_error(self, *_: object) -> None:
-                """Say nothing of clients that have hung up."""
+                """Ignore errors of clients that have closed their connection."""
 
         self._server = Server((self.address, 0), Handler)
         self._thread = threading.Thread(
@@ -120,7 +120,7 @@ class FakeCloud:
 
     @property
     def url(self) -> str:
-        """Its base URL."""
+        """Return its base URL."""
         return f"http://{self.address}:{self._server.server_address[1]}"
 
     def close(self) -> None:
@@ -136,18 +136,18 @@ class FakeCloud:
         self.close()
 
     def refuse(self, request: Request) -> Reply | None:
-        """Return the answer to a request without the right credentials; None if it may pass."""
+        """Return the answer to a request without the right credentials; None if the request is accepted."""
         return None
 
     def fail(
         self, method: str, pattern: str, reply: Reply | None = None, *, is_done: bool = False, times: int = 1
     ) -> None:
-        """Let the next requests of a method whose path matches the pattern from its start fail."""
+        """Let the next requests of a method fail if their path begins with the pattern."""
         with self.lock:
             self.faults.append(Fault(method, pattern, reply, is_done, times))
 
     def asked(self, method: str, pattern: str = "") -> list[Request]:
-        """Return the requests of a method whose path matches the pattern from its start."""
+        """Return the requests of a method with a path that begins with the pattern."""
         with self.lock:
             return [
                 request for request in self.requests if request.method == method and re.match(pattern, request.path)
@@ -182,7 +182,7 @@ class FakeCloud:
             reply = self._reply(request) if fault is None or fault.is_done else None
             if fault is not None:
                 reply = fault.reply
-            # under the lock: it may hold rows that the next request changes
+            # under the lock, because it may contain rows that the next request changes
             content = b"" if reply is None else _content(reply)
             self._under_way += 1
             self.most_at_once = max(self.most_at_once, self._under_way)

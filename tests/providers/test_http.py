@@ -1,4 +1,4 @@
-"""The client of REST APIs, against a real server: repeats, meanings of refusals, and masking of secrets."""
+"""The client of REST APIs, against a real server: retries, meanings of errors, and masking of secrets."""
 
 import gzip
 import logging
@@ -22,13 +22,13 @@ from tests.providers.http_fake import FakeCloud, Reply, Request, route
 
 TOKEN = "dop_v1_0123456789abcdef"
 ODD = "tök/en+w%ith&odd=\"letters\" <of>  'all' kinds\\"
-"""A secret that everybody quotes in another way."""
+"""A secret that each cloud quotes in another form."""
 
 pytestmark = pytest.mark.slow
 
 
 class FakeThings(FakeCloud):
-    """Answers with `reply`, or echoes the request."""
+    """A server that answers with `reply`, or echoes the request."""
 
     reply: Reply | None = None
 
@@ -46,7 +46,7 @@ class FakeThings(FakeCloud):
 
 
 class Clock:
-    """A clock for `_http` alone, on which pauses take no time."""
+    """A clock for `_http` alone. Its pauses take no time."""
 
     def __init__(self) -> None:
         self.pauses: list[float] = []
@@ -89,8 +89,8 @@ def refused(api: Api, method: str = "GET", path: str = "/things", **settings: An
 # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_requests_arrive_and_answers_return(api: Api) -> None:
-    """Query, body and headers. A None in a query is left out."""
+def test_requests_and_answers_are_transferred(api: Api) -> None:
+    """Query, body and headers arrive. A None in a query is left out."""
     echo = api.request(
         "POST",
         "/things",
@@ -113,14 +113,14 @@ def test_requests_arrive_and_answers_return(api: Api) -> None:
         (Reply(202, []), []),
     ],
 )
-def test_an_answer_may_be_text_or_nothing(api: Api, cloud: FakeThings, reply: Reply, expected: object) -> None:
-    """Text that is no JSON is returned as it is, also endless brackets. An empty answer is None."""
+def test_an_answer_may_be_text_or_empty(api: Api, cloud: FakeThings, reply: Reply, expected: object) -> None:
+    """Text that is no JSON is returned unchanged, also endless brackets. An empty answer is None."""
     cloud.reply = reply
     assert api.request("GET", "/things") == expected
 
 
 def test_a_missing_object_may_be_none(api: Api, cloud: FakeThings) -> None:
-    """A 404 or a 410, with `missing_is_none`. Without it both are BadRequest."""
+    """With `missing_is_none` a 404 or a 410 is None. Without it both are BadRequest."""
     for status in (404, 410):
         cloud.fail("GET", "/things", Reply(status, "<html>Not Found</html>", is_text=True), times=100)
         with pytest.raises(ProviderFailed, match="no answer of"):
@@ -131,7 +131,7 @@ def test_a_missing_object_may_be_none(api: Api, cloud: FakeThings) -> None:
         assert isinstance(refused(api), BadRequest)
 
 
-# ── refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -148,10 +148,8 @@ def test_a_missing_object_may_be_none(api: Api, cloud: FakeThings) -> None:
         *((400, BadRequest), (402, BadRequest), (409, BadRequest), (422, BadRequest), (301, BadRequest)),
     ],
 )
-def test_a_refusal_is_named_by_the_callers_next_step(
-    api: Api, cloud: FakeThings, status: int, kind: type[SkywardError]
-) -> None:
-    """By its status. Message and code are the cloud's."""
+def test_a_status_determines_the_error(api: Api, cloud: FakeThings, status: int, kind: type[SkywardError]) -> None:
+    """The type of the error depends on the status. Message and code are the cloud's."""
     cloud.reply = Reply(status, {"code": "its_word", "message": "because"}, {"Location": "/elsewhere"})
     error = refused(api, "POST")
     assert type(error) is kind
@@ -172,7 +170,7 @@ def test_a_refusal_is_named_by_the_callers_next_step(
         (None, "400"),
     ],
 )
-def test_the_code_is_the_clouds_word_or_the_status(api: Api, cloud: FakeThings, body: object, code: str) -> None:
+def test_the_code_is_the_clouds_own_or_the_status(api: Api, cloud: FakeThings, body: object, code: str) -> None:
     """There is always a code."""
     cloud.reply = Reply(400, body, is_text=isinstance(body, str))
     assert refused(api).code == code
@@ -190,8 +188,8 @@ def test_a_quoted_answer_is_one_short_line(api: Api, cloud: FakeThings) -> None:
     assert str(refused(api)) == "Acme answered GET /things with 400"
 
 
-def test_a_cloud_may_mean_something_else(cloud: FakeThings, clock: Clock) -> None:
-    """What `classify` returns comes first, with the code.
+def test_a_cloud_may_classify_errors_itself(cloud: FakeThings, clock: Clock) -> None:
+    """The result of `classify` has precedence, with the code.
 
     It gets status, body and message; the body is empty if it is no JSON object.
     """
@@ -211,8 +209,11 @@ def test_a_cloud_may_mean_something_else(cloud: FakeThings, clock: Clock) -> Non
     assert seen[1][:2] == (400, {})
 
 
-def test_a_refusal_that_a_cloud_calls_too_many_is_waited_out(cloud: FakeThings, clock: Clock) -> None:
-    """Also with another status and for a creating call: RateLimited means that nothing was done."""
+def test_a_cloud_may_mark_other_errors_as_throttling(cloud: FakeThings, clock: Clock) -> None:
+    """The request is repeated, also with another status and for a creating call.
+
+    RateLimited means that the request had no effect.
+    """
     with Api(
         "Acme", cloud.url, classify=lambda status, body, message: RateLimited(message) if body.get("slow") else None
     ) as api:
@@ -221,7 +222,7 @@ def test_a_refusal_that_a_cloud_calls_too_many_is_waited_out(cloud: FakeThings, 
     assert clock.pauses == [_http.PAUSE_SECONDS]
 
 
-# ── again ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── retries ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("fault", [Reply(500), Reply(503, "try later", is_text=True), Reply(408), None])
@@ -229,7 +230,7 @@ def test_a_refusal_that_a_cloud_calls_too_many_is_waited_out(cloud: FakeThings, 
 def test_reads_and_deletions_are_repeated(
     api: Api, cloud: FakeThings, clock: Clock, fault: Reply | None, method: str, path: str
 ) -> None:
-    """After a failure of the cloud and after a reset, with growing pauses."""
+    """They are repeated after a failure of the cloud and after a reset, with growing pauses."""
     cloud.fail(method, path, fault, times=3)
     api.request(method, path)
     assert len(cloud.asked(method, path)) == 4
@@ -259,8 +260,11 @@ def test_a_refused_request_is_not_repeated(api: Api, cloud: FakeThings, clock: C
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_a_connection_that_was_never_made_is_tried_again(clock: Clock, method: str) -> None:
-    """No process listened, so nothing was done. It is repeated until the time limit, also for a creating call."""
+def test_a_refused_connection_is_tried_again(clock: Clock, method: str) -> None:
+    """No process listened, so the request had no effect.
+
+    It is repeated until the time limit, also if it creates something.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     with Api("Acme", url) as api:
@@ -272,10 +276,10 @@ def test_a_connection_that_was_never_made_is_tried_again(clock: Clock, method: s
     assert sum(clock.pauses) <= _http.PATIENCE_SECONDS
 
 
-def test_a_server_that_starts_late_is_reached(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_starts_late_gets_the_request(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next try after the server has begun to listen succeeds, also for a creating call."""
     server = socket.socket()
-    server.bind(("127.0.0.1", 0))  # no other process gets the port; connections are refused until it listens
+    server.bind(("127.0.0.1", 0))  # no other process gets the port; connections are refused until the server listens
     port = server.getsockname()[1]
     accepted: list[bytes] = []
 
@@ -306,7 +310,7 @@ def test_a_server_that_starts_late_is_reached(clock: Clock, monkeypatch: pytest.
 def test_without_a_free_connection_no_answer_is_lost(
     api: Api, cloud: FakeThings, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A creating call that never got a connection of the client was not sent."""
+    """A creating call that got no connection of the client was not sent."""
     ask, calls = api._client.request, []
 
     def request(*words: Any, **settings: Any) -> httpx.Response:
@@ -321,10 +325,10 @@ def test_without_a_free_connection_no_answer_is_lost(
 
 
 @pytest.mark.parametrize(("method", "tries"), [("GET", 3), ("POST", 1)])
-def test_a_time_out_is_a_failure(
+def test_a_timeout_is_a_failure(
     cloud: FakeThings, clock: Clock, monkeypatch: pytest.MonkeyPatch, method: str, tries: int
 ) -> None:
-    """A creating call that was sent and not answered is not repeated; a read is."""
+    """A creating call that was sent and not answered is not repeated. A read is repeated."""
     monkeypatch.setattr(_http, "TIMEOUT_SECONDS", 0.1)
     monkeypatch.setattr(_http, "PATIENCE_SECONDS", 1.6)
     cloud.delay_seconds = 0.3
@@ -335,13 +339,13 @@ def test_a_time_out_is_a_failure(
     assert len(cloud.asked(method)) == tries
 
 
-def test_an_answer_that_cannot_be_read_is_a_failure(api: Api, cloud: FakeThings) -> None:
-    """Of the cloud, with an unknown outcome."""
+def test_an_unreadable_answer_is_a_failure(api: Api, cloud: FakeThings) -> None:
+    """It is a failure of the cloud, with an unknown outcome."""
     cloud.reply = Reply(200, gzip.compress(b"{}").decode("latin-1"), {"Content-Encoding": "gzip"}, is_text=True)
     assert type(refused(api, "POST")) is ProviderFailed
 
 
-# ── too many ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── throttling ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _date(seconds: float, **changes: Any) -> str:
@@ -373,7 +377,7 @@ def _date(seconds: float, **changes: Any) -> str:
     ],
 )
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_too_many_is_waited_out_as_long_as_the_cloud_says(
+def test_throttling_is_waited_out_for_the_time_that_the_cloud_names(
     api: Api,
     cloud: FakeThings,
     clock: Clock,
@@ -382,7 +386,9 @@ def test_too_many_is_waited_out_as_long_as_the_cloud_says(
     pause: float,
     method: str,
 ) -> None:
-    """A number of seconds or a date. Other values are ignored, and "at once" does not cause a storm.
+    """Retry-After is a number of seconds or a date.
+
+    Other values are ignored, and "at once" causes no storm of requests.
 
     A creating call waits too.
     """
@@ -390,7 +396,7 @@ def test_too_many_is_waited_out_as_long_as_the_cloud_says(
     time.tzset()
     try:
         if header is not None and not header.isascii():
-            ask = api._client.request  # Python's own server cannot send that
+            ask = api._client.request  # Python's own server cannot send this
 
             def request(*words: Any, **settings: Any) -> httpx.Response:
                 answer = ask(*words, **settings)
@@ -412,8 +418,8 @@ def test_too_many_is_waited_out_as_long_as_the_cloud_says(
 
 
 @pytest.mark.parametrize(("header", "tries"), [(None, 8), ("25", 3), ("60", 2), ("61", 1), ("9" * 400, 1)])
-def test_patience_has_an_end(api: Api, cloud: FakeThings, clock: Clock, header: str | None, tries: int) -> None:
-    """All tries together take at most PATIENCE_SECONDS. A longer pause is not begun."""
+def test_retries_have_a_time_limit(api: Api, cloud: FakeThings, clock: Clock, header: str | None, tries: int) -> None:
+    """All tries together take at most PATIENCE_SECONDS. A pause that would take longer is not begun."""
     cloud.reply = Reply(429, {"code": "slow"}, {"Retry-After": header} if header else {})
     error = refused(api, "POST")
     assert (type(error), error.code) == (RateLimited, "slow")
@@ -428,15 +434,19 @@ def test_patience_has_an_end(api: Api, cloud: FakeThings, clock: Clock, header: 
         (429, {"ACME-Reset": "+59"}, [59.0]),
         (429, {"acme-reset": "+25", "Retry-After": "3"}, [3.0]),
         (429, {"acme-reset": "+0.1"}, [0.5]),
-        (429, {"acme-reset": "-5"}, [0.5, 1.0]),  # it is in the past, and the refusals go on: the header is ignored
+        (
+            429,
+            {"acme-reset": "-5"},
+            [0.5, 1.0],
+        ),  # the time is in the past and the errors continue: the header is ignored
         (503, {"acme-reset": "+25"}, [0.5]),
         (429, {}, [0.5]),
     ],
 )
-def test_a_cloud_may_say_in_its_own_way_when_it_has_room_again(
+def test_a_cloud_may_name_the_end_of_throttling_in_its_own_header(
     cloud: FakeThings, clock: Clock, status: int, headers: dict[str, str], pauses: list[float]
 ) -> None:
-    """A time, in a header of its own. Retry-After has priority, and other refusals ignore it."""
+    """The header has a time. Retry-After has priority, and other errors ignore the header."""
 
     def reset(headers: Mapping[str, str]) -> float | None:
         return clock.time() + float(headers["acme-reset"]) if "acme-reset" in headers else None
@@ -447,16 +457,16 @@ def test_a_cloud_may_say_in_its_own_way_when_it_has_room_again(
     assert clock.pauses == pytest.approx(pauses)
 
 
-def test_room_that_comes_too_late_is_not_waited_for(cloud: FakeThings, clock: Clock) -> None:
-    """An hour is beyond the limit: RateLimited at once, and no storm of requests."""
+def test_throttling_that_ends_too_late_is_not_waited_out(cloud: FakeThings, clock: Clock) -> None:
+    """An hour is beyond the limit: RateLimited is raised at once, without further requests."""
     cloud.reply = Reply(429)
     with Api("Acme", cloud.url, reset=lambda _: clock.time() + 3000) as api:
         assert type(refused(api)) is RateLimited
     assert (clock.pauses, len(cloud.asked("GET"))) == ([], 1)
 
 
-def test_retry_after_counts_after_a_failure_too(api: Api, cloud: FakeThings, clock: Clock) -> None:
-    """503 with Retry-After."""
+def test_retry_after_is_used_after_a_failure_too(api: Api, cloud: FakeThings, clock: Clock) -> None:
+    """The answer is a 503 with Retry-After."""
     cloud.fail("GET", "/things", Reply(503, None, {"Retry-After": "11"}))
     api.request("GET", "/things")
     assert clock.pauses == [11.0]
@@ -482,7 +492,7 @@ def test_retry_after_counts_after_a_failure_too(api: Api, cloud: FakeThings, clo
 def test_no_secret_is_in_a_message(
     api: Api, cloud: FakeThings, caplog: pytest.LogCaptureFixture, echo: Callable[[str], object], secret: str
 ) -> None:
-    """In any form in which the cloud quotes it: in JSON, in text, as in a URL, as by Python, or cut in its middle."""
+    """All forms in which a cloud may quote it are masked: in JSON, in text, in a URL, in Python's form, or truncated."""
     caplog.set_level(logging.DEBUG)
     body = echo(secret)
     cloud.reply = Reply(400, body, is_text=isinstance(body, str))
@@ -500,7 +510,7 @@ def test_no_secret_is_in_a_message(
         assert part not in written
 
 
-def test_a_longer_secret_does_not_hide_behind_a_shorter_one(cloud: FakeThings, clock: Clock) -> None:
+def test_a_longer_secret_with_the_same_beginning_is_masked(cloud: FakeThings, clock: Clock) -> None:
     """One secret may be the beginning of another."""
     cloud.reply = Reply(400, {"message": "abc abcdef"})
     with Api("Acme", cloud.url, secrets=("abc", "abcdef")) as api:
@@ -509,7 +519,7 @@ def test_a_longer_secret_does_not_hide_behind_a_shorter_one(cloud: FakeThings, c
 
 @pytest.mark.parametrize("key", ["key\n", "k\ney", "key\x00", "käy", "key ", ""])
 def test_a_key_that_no_header_can_carry_is_refused_at_once(cloud: FakeThings, key: str) -> None:
-    """A line break from a file, half a key: CredentialsError before any request, and the key is not in it."""
+    """A line break from a file, or an incomplete key: CredentialsError is raised before any request, without the key."""
     with pytest.raises(CredentialsError, match="Authorization") as caught:
         Api("Acme", cloud.url, {"Authorization": f"Bearer {key}"}, secrets=(key,))
     assert not key or key not in str(caught.value)
@@ -518,17 +528,17 @@ def test_a_key_that_no_header_can_carry_is_refused_at_once(cloud: FakeThings, ke
 
 @pytest.mark.parametrize("url", ["acme.example", "ftp://acme.example", "", "http://[::1"])
 def test_an_invalid_url_is_refused_at_once(clock: Clock, url: str) -> None:
-    """`endpoint_url` is the user's: BadRequest without a pause."""
+    """The user sets `endpoint_url`: BadRequest is raised without a pause."""
     with pytest.raises(BadRequest, match="Acme cannot be"), Api("Acme", url) as api:
         api.request("GET", "/things")
     assert clock.pauses == []
 
 
-# ── its end ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── close ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_threads_share_a_client_and_nothing_stays_open(cloud: FakeThings, clock: Clock) -> None:
-    """After it no connection is left (the suite counts descriptors)."""
+def test_threads_share_a_client_and_it_closes_all_connections(cloud: FakeThings, clock: Clock) -> None:
+    """The suite counts descriptors."""
     with Api("Acme", cloud.url) as api, ThreadPoolExecutor(8) as threads:
         answers = list(
             threads.map(lambda number: api.request("GET", "/things", query={"n": number})["query"]["n"], range(40))

@@ -1,10 +1,11 @@
-"""Each fake of a cloud, driven by what the vendor publishes: its own Python SDK.
+"""Each fake of a cloud is used by the vendor's own Python SDK.
 
-So that a fake cannot drift from what the vendor's own client sends and expects; RunPod's is compared in
-`test_runpod.py`. AWS's fake is driven by botocore in every test of it. The SDKs are no dependency of ours, and not in
-the development group either: with all three of them uv resolves beside Prefect, Airflow and Dagster, but holds
-`cryptography` back by a release and brings thirty packages more, which the published constraints would carry on. They
-live in an environment of their own, made here, at fixed versions.
+So a fake cannot differ from what the vendor's client sends and expects. RunPod's fake is compared in `test_runpod.py`,
+and botocore uses AWS's fake in each of its tests.
+
+The SDKs are no dependency of ours and not in the development group. With all three of them uv resolves beside Prefect,
+Airflow and Dagster. But it would use an older release of `cryptography` and thirty more packages, which the published
+constraints would contain. So they are installed here, in their own environment, at fixed versions.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tests.providers.http_fake import Request
 
 SDKS = ("pydo==0.44.0", "verda==1.25.0", "vastai==1.9.1")
 NOT_NEEDED = "azure-identity; python_version < '3'\n"
-"""pydo names it and imports nothing of it."""
+"""pydo depends on it, but imports nothing from it."""
 
 type Drive = Callable[..., Any]
 
@@ -39,7 +40,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def sdk_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment with the SDKs and nothing of ours."""
+    """Return the interpreter of an environment with the SDKs and without our packages."""
     place = tmp_path_factory.mktemp("sdks")
     (place / "overrides.txt").write_text(NOT_NEEDED)
     python = place / "environment/bin/python"
@@ -55,7 +56,7 @@ def sdk_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def drive(sdk_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Drive:
-    """Run a program with the SDKs, which is told its words as `told`, and return what it puts into `answer`."""
+    """Run a program with the SDKs. It gets its arguments as `told`. Return its `answer`."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
     def run(program: str, **words: Any) -> Any:
@@ -98,7 +99,7 @@ def vast() -> Iterator[FakeVast]:
         yield fake
 
 
-def test_digitaloceans_own_client_rents_a_droplet_of_its_fake(drive: Drive, ocean: FakeDigitalOcean) -> None:
+def test_digitaloceans_sdk_rents_a_droplet_of_the_fake(drive: Drive, ocean: FakeDigitalOcean) -> None:
     """pydo reads sizes, keys, droplets and actions by their names, follows the pages, and deletes."""
     answer = drive(
         """
@@ -134,9 +135,10 @@ def test_digitaloceans_own_client_rents_a_droplet_of_its_fake(drive: Drive, ocea
     assert ocean.droplets == {}
 
 
-def test_verdas_own_client_rents_a_machine_of_its_fake(drive: Drive, verda: FakeVerda) -> None:
-    """It reads types, availability, images, keys, scripts, volumes and machines into classes of its own, which take no
-    field that is missing.
+def test_verdas_sdk_rents_a_machine_of_the_fake(drive: Drive, verda: FakeVerda) -> None:
+    """It reads types, availability, images, keys, scripts, volumes and machines into its own classes.
+
+    These classes require all fields.
     """
     answer = drive(
         """
@@ -174,8 +176,8 @@ def _image_of(verda: FakeVerda, instance_type: str) -> str:
     return verda.images(Request("GET", "", {"instance_type": instance_type}, None, {})).body[0]["image_type"]  # type: ignore[attr-defined,index]
 
 
-def test_vasts_own_client_rents_a_container_of_its_fake(drive: Drive, vast: FakeVast) -> None:
-    """It searches, bids, lists page by page, looks at one, and destroys one and many."""
+def test_vasts_sdk_rents_a_container_of_the_fake(drive: Drive, vast: FakeVast) -> None:
+    """It searches, bids, lists page by page, reads one container, and destroys one and several."""
     answer = drive(
         """
         import vastai

@@ -1,4 +1,4 @@
-"""Tags as one word, which survive the round trip and every environment."""
+"""Tags as one word: it can be decoded, and all environments keep it."""
 
 from urllib.parse import quote, unquote
 
@@ -22,8 +22,8 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 
 @given(st.dictionaries(TEXT, TEXT, max_size=5))
-def test_tags_come_back_from_one_word_of_ascii(tags: dict[str, str]) -> None:
-    """The word of any tags is printable ASCII without spaces. Pool and rank are those given beside it."""
+def test_tags_are_encoded_as_one_ascii_word(tags: dict[str, str]) -> None:
+    """The word is printable ASCII without spaces, for any tags. Pool and rank are those that are given with it."""
     word = to_word(tags)
     assert all("!" <= letter <= "~" for letter in word)
     assert from_word(word, "sky-one", 3) == {**tags, "skyward-pool": "sky-one", "skyward-rank": "3"}
@@ -31,7 +31,7 @@ def test_tags_come_back_from_one_word_of_ascii(tags: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("word", ["", "{", "null", "[1]", '{"odd": 1}', '"text"'])
 def test_an_invalid_word_has_no_tags(word: str) -> None:
-    """Pool and rank remain. Nothing is raised, because a listing must not fail of a changed variable."""
+    """Pool and rank remain. No error is raised, because a changed variable must not make a listing fail."""
     assert from_word(word, "sky-one", 3) == {"skyward-pool": "sky-one", "skyward-rank": "3"}
 
 
@@ -45,7 +45,7 @@ def test_each_machine_of_a_launch_has_its_own_rank() -> None:
 
 
 def test_launches_of_a_pool_have_different_words() -> None:
-    """Though their tokens begin alike.
+    """Their tokens have a common prefix.
 
     The word is the same in each process and release, because machines are found by it.
     """
@@ -65,8 +65,11 @@ TAGGED = {"skyward-pool": "pool.1", "skyward-rank": "2", "skyward-launch": "pool
     TEXT.filter(bool),
 )
 @pytest.mark.parametrize("names", NAMES)
-def test_tags_come_back_from_a_name_and_an_environment(names: TagName, others: dict[str, str], pool: str) -> None:
-    """With any content, and those that did not fit. The name never exceeds its limit."""
+def test_tags_are_read_from_a_name_and_an_environment(names: TagName, others: dict[str, str], pool: str) -> None:
+    """The environment has the tags that do not fit into the name.
+
+    Any content is kept. The name never exceeds its limit.
+    """
     tags = {**others, **TAGGED, "skyward-pool": pool}
     try:
         name, environment = names.pack(tags)
@@ -78,16 +81,16 @@ def test_tags_come_back_from_a_name_and_an_environment(names: TagName, others: d
 
 
 @pytest.mark.parametrize("names", NAMES)
-def test_the_least_important_tags_go_first(names: TagName) -> None:
-    """The tags by which a machine is found stay. A short tag after a long one may still fit."""
+def test_the_least_important_tags_are_left_out_first(names: TagName) -> None:
+    """The tags that identify a machine stay. A short tag after a long one may still fit."""
     name, environment = names.pack({**TAGGED, "skyward-process": "p" * 300, "skyward-owner": "jo", "team": "ours"})
     assert set(environment) == {MORE_TAGS}
     assert names.unpack(name, {}) == {**TAGGED, "skyward-owner": "jo"}
 
 
 @pytest.mark.parametrize("name", [None, "", "skyward", "web-1", "skyward.pool-1", "skyward.pool.lx", "other.pool-1.lx"])
-def test_a_name_that_is_none_of_ours_has_no_tags(name: str | None) -> None:
-    """Without mark, rank or launch it is another user's."""
+def test_a_foreign_name_has_no_tags(name: str | None) -> None:
+    """A name without mark, rank or launch belongs to another user."""
     assert NAMES[0].unpack(name, {}) is None
     assert NAMES[0].unpack("skyward.pool-1.lx", {}) == {
         "skyward-pool": "pool",

@@ -229,7 +229,7 @@ def test_a_machine_tries_to_end_itself_until_it_succeeds(tmp_path: Path, monkeyp
     assert (tmp_path / "tries").read_text() == "tried\n" * 3
 
 
-# ── restart ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── restart ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 QUIET = 'touch "$SKYWARD_INSTANCE_DIRECTORY/up"\n'
 BOOT_ID = Path(userdata.BOOT_ID).read_text().strip()
@@ -321,7 +321,7 @@ def test_without_systemd_there_is_no_unit(tmp_path: Path) -> None:
     assert not (tmp_path / "root/.cache/skyward/rebooted").exists()
 
 
-# ── restart of a container ─────────────────────────────────────────────────────────────────────────────────────
+# ── restart of a container ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Container:

@@ -22,7 +22,7 @@ ENTRY = "[skyward.providers]\nacme = tests.providers.example_acme.acme:Acme\n"
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeAcme]:
-    """The cloud, and a distribution with its provider, as if installed here and in processes that start from here."""
+    """Yield the cloud. A distribution with its provider seems to be installed, here and in child processes."""
     installed = tmp_path / "site/acme_skyward-1.0.dist-info"
     installed.mkdir(parents=True)
     (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-skyward\nVersion: 1.0\n")
@@ -85,7 +85,7 @@ def test_a_failed_machine_is_not_returned_and_not_left(fake: FakeAcme) -> None:
 
 
 def test_a_region_is_a_filter_and_unknown_chips_are_left_out(fake: FakeAcme) -> None:
-    """Of the types that Acme sells."""
+    """The input is the list of types that Acme sells."""
     assert {(offer.instance_type, offer.region) for offer in Acme(endpoint_url=fake.url).offers(Requirements())} == {
         ("gpu.1", "here"),
         ("gpu.1", "there"),
@@ -95,7 +95,7 @@ def test_a_region_is_a_filter_and_unknown_chips_are_left_out(fake: FakeAcme) -> 
 
 
 def test_it_is_found_by_name(fake: FakeAcme) -> None:
-    """From a settings file or a lease."""
+    """The name may come from a settings file or a lease."""
     assert load("acme") == Acme()
     assert load({"name": "acme", "region": "there"}) == Acme(region="there")
     assert load({"name": "acme", "endpoint_url": fake.url}).instances(POOL) == []
