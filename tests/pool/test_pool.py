@@ -1,4 +1,4 @@
-"""The real thing: calls on local nodes, how they end, and what is left when the pool has ended."""
+"""Real pools: calls on local nodes, how the calls end, and what is left after the pool."""
 
 import asyncio
 import contextlib
@@ -68,7 +68,7 @@ def where() -> sky.InstanceInfo:
 
 @sky.compute
 def block(folder: Path, name: str) -> str:
-    """Say that it runs, and wait until it is let go."""
+    """Report that it runs, and wait until it is released."""
     partial_file = folder / f".{name}"
     partial_file.write_text(str(os.getpid()))
     partial_file.rename(folder / name)
@@ -78,7 +78,7 @@ def block(folder: Path, name: str) -> str:
 
 
 def runs(pid: int) -> bool:
-    """Tell whether a process lives; a zombie does not."""
+    """Return whether a process lives; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] not in "ZX"
     except OSError:
@@ -95,7 +95,7 @@ def pid_of(folder: Path, name: str) -> int:
 
 
 def test_a_call_returns_its_result(pool: sky.ComputePool) -> None:
-    """`>>` runs the call on a node, in another process, and returns what it returned."""
+    """`>>` runs the call on a node, in another process, and returns its result."""
 
     @sky.compute
     def work(x: int, *, times: int) -> tuple[int, int]:
@@ -107,7 +107,7 @@ def test_a_call_returns_its_result(pool: sky.ComputePool) -> None:
 
 
 def test_a_broadcast_runs_on_every_node_in_their_order(pool: sky.ComputePool) -> None:
-    """`@` runs the call once on each worker; the results stand in the order of the nodes, and share one job."""
+    """`@` runs the call once on each worker; the results are in the order of the nodes, and share one job."""
     first, second = where() @ pool
     assert [(info.node, info.rank, info.total_nodes, info.world_size, info.is_head) for info in (first, second)] == [
         (0, 0, 2, 2, True),
@@ -136,8 +136,8 @@ def test_a_broadcast_runs_on_all_nodes_at_once(pool: sky.ComputePool, tmp_path: 
     assert meet(tmp_path) @ pool == (0, 1)
 
 
-def test_calls_put_together_run_at_once_and_keep_their_order(pool: sky.ComputePool, tmp_path: Path) -> None:
-    """`&` and `gather` run their calls in parallel; results come in the order written, whatever their types."""
+def test_gathered_calls_run_at_once_and_keep_their_order(pool: sky.ComputePool, tmp_path: Path) -> None:
+    """`&` and `gather` run their calls in parallel; results are in the order of the calls, whatever their types."""
 
     @sky.compute
     def meet(folder: Path, mine: str, other: str) -> str:
@@ -154,25 +154,25 @@ def test_calls_put_together_run_at_once_and_keep_their_order(pool: sky.ComputePo
 
 
 def test_map_keeps_the_order_of_two_thousand_calls(pool: sky.ComputePool) -> None:
-    """Results of a map stand in the order of its items, however the calls were grouped."""
+    """Results of a map are in the order of its items, however the calls were grouped."""
     assert pool.map(lambda a, b: (a, b * b), range(2000), range(2000, 4000)) == [
         (a, (a + 2000) ** 2) for a in range(2000)
     ]
 
 
-def test_map_takes_what_is_iterable(pool: sky.ComputePool) -> None:
-    """Generators, decorated functions and no items at all are fine."""
+def test_map_accepts_any_iterable(pool: sky.ComputePool) -> None:
+    """Generators, decorated functions and no items at all are accepted."""
     assert pool.map(double, (n for n in [3, 1, 2])) == [6, 2, 4]
     assert pool.map(double, []) == []
 
 
-def test_long_calls_in_a_map_do_not_hold_up_the_short_ones(pool: sky.ComputePool, tmp_path: Path) -> None:
-    """When some calls of a map turn out long, those grouped behind them run in the other slot meanwhile, each once."""
+def test_long_calls_in_a_map_do_not_delay_the_short_ones(pool: sky.ComputePool, tmp_path: Path) -> None:
+    """Some calls of a map are long. The calls grouped behind them run in the other slot meanwhile, each once."""
 
     def work(folder: str, i: int) -> int:
         with open(f"{folder}/{i}", "a") as file:
             file.write("x")
-        if i == 150:  # waits for all others, also for those that stood behind it
+        if i == 150:  # waits for all others, also for those behind it in its group
             deadline = time.monotonic() + 60
             while len(os.listdir(folder)) < 300:
                 assert time.monotonic() < deadline, f"only {len(os.listdir(folder))} of 300 have begun"
@@ -184,7 +184,7 @@ def test_long_calls_in_a_map_do_not_hold_up_the_short_ones(pool: sky.ComputePool
 
 
 def test_submit_returns_at_once(pool: sky.ComputePool, tmp_path: Path) -> None:
-    """`submit` gives a real future while the call still runs."""
+    """`submit` returns a real future while the call still runs."""
     future = pool.submit(block(tmp_path, "one"))
     assert isinstance(future, Future)
     pid_of(tmp_path, "one")
@@ -194,7 +194,7 @@ def test_submit_returns_at_once(pool: sky.ComputePool, tmp_path: Path) -> None:
 
 
 def test_calls_may_come_from_many_threads(pool: sky.ComputePool) -> None:
-    """Threads that use one pool at once get each their own results."""
+    """Threads that use one pool at once each get their own results."""
     wrong: list[tuple[int, int]] = []
 
     def caller(base: int) -> None:
@@ -214,7 +214,7 @@ def test_calls_may_come_from_many_threads(pool: sky.ComputePool) -> None:
 
 
 def test_a_waiting_call_that_is_cancelled_never_runs(pool: sky.ComputePool, tmp_path: Path) -> None:
-    """Cancelling a call that has no slot yet keeps it from ever running; those that run go on."""
+    """Cancelling a call that has no slot yet prevents its run. Running calls continue."""
     running = [pool.submit(block(tmp_path, name)) for name in ("a", "b")]
     for name in ("a", "b"):
         pid_of(tmp_path, name)
@@ -230,7 +230,7 @@ def test_a_waiting_call_that_is_cancelled_never_runs(pool: sky.ComputePool, tmp_
 
 
 def test_a_running_call_that_is_cancelled_is_stopped(pool: sky.ComputePool, tmp_path: Path) -> None:
-    """`cancel` ends the process of a call that runs; its slot takes the next call, the other slot never notices."""
+    """`cancel` ends the process of a running call. Its slot takes the next call, and the other slot is not affected."""
     stopped, other = pool.submit(block(tmp_path, "stopped")), pool.submit(block(tmp_path, "other"))
     pid, other_pid = pid_of(tmp_path, "stopped"), pid_of(tmp_path, "other")
     assert stopped.cancel()
@@ -244,9 +244,9 @@ def test_a_running_call_that_is_cancelled_is_stopped(pool: sky.ComputePool, tmp_
 
 
 @pytest.mark.slow
-def test_a_call_that_ends_as_it_is_stopped_does_not_take_the_next_one_along() -> None:
-    """A call returns because of the very signal that is to stop it: the runner that was to die gets no other call, so
-    the next one is not stopped with it.
+def test_a_call_that_returns_as_it_is_stopped_does_not_stop_the_next() -> None:
+    """A call returns because of the signal that stops it. The runner that must die gets no other call, so the next call
+    is not stopped.
     """
 
     def yields() -> str:
@@ -276,7 +276,7 @@ def test_a_call_that_ends_as_it_is_stopped_does_not_take_the_next_one_along() ->
 
 @pytest.mark.slow
 def test_a_call_that_ignores_sigterm_is_stopped_too(pool: sky.ComputePool, tmp_path: Path) -> None:
-    """A cancelled call that ignores SIGTERM, and what it has started, are killed."""
+    """A cancelled call that ignores SIGTERM is killed, with the processes that it has started."""
 
     @sky.compute
     def stubborn(folder: Path) -> None:
@@ -295,7 +295,7 @@ def test_a_call_that_ignores_sigterm_is_stopped_too(pool: sky.ComputePool, tmp_p
 
 
 def test_the_first_error_of_a_gather_cancels_the_rest(pool: sky.ComputePool, tmp_path: Path) -> None:
-    """When one call of a gather fails, its error is raised at once and the calls still running are stopped."""
+    """When one call of a gather fails, its error is raised at once and the running calls are stopped."""
 
     @sky.compute
     def fail(folder: Path) -> None:
@@ -311,8 +311,8 @@ def test_the_first_error_of_a_gather_cancels_the_rest(pool: sky.ComputePool, tmp
 
 
 def test_an_error_among_thousands_of_calls_does_not_flood_the_pool(pool: sky.ComputePool) -> None:
-    """When one of 3,000 calls fails the others are cancelled together, not with a message each, and the pool is free at
-    once.
+    """When one of 3,000 calls fails, the others are cancelled together, not with one message each, and the pool is free
+    at once.
     """
 
     def work(n: int) -> int:
@@ -328,7 +328,7 @@ def test_an_error_among_thousands_of_calls_does_not_flood_the_pool(pool: sky.Com
 
 
 def test_an_interrupt_cancels_the_call_that_is_waited_for(pool: sky.ComputePool, tmp_path: Path) -> None:
-    """Ctrl-C while waiting raises KeyboardInterrupt and stops the call; the pool goes on."""
+    """Ctrl-C while waiting raises KeyboardInterrupt and stops the call; the pool stays open."""
 
     def interrupt() -> None:
         with contextlib.suppress(pytest.fail.Exception):
@@ -345,11 +345,11 @@ def test_an_interrupt_cancels_the_call_that_is_waited_for(pool: sky.ComputePool,
     assert double(1) @ pool == (2, 2)
 
 
-# ── what travels ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── serialization ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_helpers_dataclasses_and_globals_travel(pool: sky.ComputePool) -> None:
-    """What a module of the user holds comes along, and its classes come back as themselves."""
+def test_helpers_dataclasses_and_globals_are_sent_along(pool: sky.ComputePool) -> None:
+    """The helpers of the user's module are sent along, and instances of its classes come back as such."""
 
     @sky.compute
     def work(points: list[Point]) -> tuple[int, Point]:
@@ -373,7 +373,7 @@ def test_a_method_runs_on_its_object(pool: sky.ComputePool) -> None:
 
 
 def test_an_async_function_runs_to_its_end(pool: sky.ComputePool) -> None:
-    """The result of an async function is what it returns, not a coroutine."""
+    """The result of an async function is its return value, not a coroutine."""
 
     @sky.compute
     async def work(x: int) -> int:
@@ -384,7 +384,7 @@ def test_an_async_function_runs_to_its_end(pool: sky.ComputePool) -> None:
 
 
 def test_a_generator_comes_back_as_a_list(pool: sky.ComputePool) -> None:
-    """What a generator yields is collected on the node."""
+    """The values that a generator yields are collected on the node."""
 
     @sky.compute
     def count(n: int) -> Iterator[int]:
@@ -394,8 +394,8 @@ def test_a_generator_comes_back_as_a_list(pool: sky.ComputePool) -> None:
 
 
 def test_a_large_array_goes_and_comes_back(pool: sky.ComputePool) -> None:
-    """50 MB of numpy arrive whole and can be written to, on both ends; neither end's array is the other's, and nothing
-    of it stays in memory.
+    """50 MB of numpy arrive complete and writable on both sides. The two arrays are separate, and no memory stays in
+    use.
     """
     rows = np.arange(6_250_000, dtype=np.float64)  # 50 MB
 
@@ -443,8 +443,8 @@ def test_large_values_leave_nothing_when_their_call_fails(pool: sky.ComputePool)
     wait_until(lambda: not any(list(folder.iterdir()) for folder in folders), "the memory folders to be empty")
 
 
-def test_many_functions_do_not_confuse_a_runner(pool: sky.ComputePool) -> None:
-    """A runner that has seen more functions than it remembers still runs each as itself."""
+def test_a_runner_may_get_more_functions_than_it_caches(pool: sky.ComputePool) -> None:
+    """A runner that has received more functions than it caches still runs each one correctly."""
     functions = [sky.compute(lambda x, k=k: x * k) for k in range(150)]
     assert sky.gather(*(fn(2) for fn in functions)) >> pool == tuple(2 * k for k in range(150))
     assert sky.gather(*(fn(3) for fn in functions)) >> pool == tuple(3 * k for k in range(150))
@@ -461,9 +461,9 @@ def test_a_pool_cannot_be_pickled_and_the_error_names_attach() -> None:
         sources.pack((closed,), label=("args",))
 
 
-def test_what_cannot_be_pickled_is_named(pool: sky.ComputePool) -> None:
-    """An argument that cannot travel is refused here, a result there; both errors name the path to the culprit, and the
-    pool goes on.
+def test_an_object_that_cannot_be_pickled_is_named(pool: sky.ComputePool) -> None:
+    """An argument that cannot be pickled is refused here, a result there. Both errors name the path to the object, and
+    the pool stays open.
     """
 
     @sky.compute
@@ -484,8 +484,8 @@ def test_what_cannot_be_pickled_is_named(pool: sky.ComputePool) -> None:
 
 
 def test_output_belongs_to_its_call_and_is_complete(pool: sky.ComputePool, told: Told) -> None:
-    """Each line reaches the call that wrote it, on its stream and in its order, before the call's result; subprocesses
-    and raw writes included.
+    """Each line is emitted for the call that wrote it, on its stream and in order, before the call's result. Lines of
+    subprocesses and raw writes are included.
     """
 
     @sky.compute
@@ -503,8 +503,8 @@ def test_output_belongs_to_its_call_and_is_complete(pool: sky.ComputePool, told:
         assert told.lines(future.call_id, "stderr") == [f"warn {n}", f"child-err {n}"]
 
 
-def test_much_output_arrives_whole(pool: sky.ComputePool, told: Told) -> None:
-    """More output than a pipe holds neither blocks the call nor loses a line."""
+def test_large_output_arrives_completely(pool: sky.ComputePool, told: Told) -> None:
+    """Output larger than a pipe does not block the call, and no line is lost."""
 
     @sky.compute
     def flood(lines: int) -> None:
@@ -516,7 +516,7 @@ def test_much_output_arrives_whole(pool: sky.ComputePool, told: Told) -> None:
     assert told.lines(future.call_id) == [f"{n:06d} {'x' * 60}" for n in range(20_000)]
 
 
-def test_output_is_told_while_the_call_runs(pool: sky.ComputePool, told: Told, tmp_path: Path) -> None:
+def test_output_is_emitted_while_the_call_runs(pool: sky.ComputePool, told: Told, tmp_path: Path) -> None:
     """Lines do not wait for the end of their call."""
 
     @sky.compute
@@ -532,8 +532,8 @@ def test_output_is_told_while_the_call_runs(pool: sky.ComputePool, told: Told, t
     future.result(timeout=30)
 
 
-def test_output_that_is_no_text_is_told_somehow(pool: sky.ComputePool, told: Told) -> None:
-    """Bytes that are not UTF-8 do not lose the line around them."""
+def test_output_that_is_not_utf_8_is_emitted(pool: sky.ComputePool, told: Told) -> None:
+    """Bytes that are not UTF-8 do not lose the rest of their line."""
 
     @sky.compute
     def talk() -> None:
@@ -545,7 +545,7 @@ def test_output_that_is_no_text_is_told_somehow(pool: sky.ComputePool, told: Tol
 
 
 def test_lines_name_their_node(pool: sky.ComputePool, told: Told) -> None:
-    """Each line carries the rank and the id of the node that wrote it."""
+    """Each line has the rank and the id of the node that wrote it."""
 
     @sky.compute
     def talk(word: str) -> None:
@@ -561,10 +561,8 @@ def test_lines_name_their_node(pool: sky.ComputePool, told: Told) -> None:
 # ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_remote_exception_arrives_as_itself(pool: sky.ComputePool) -> None:
-    """The exception's type and arguments are those raised on the node; the cause shows its traceback there, a note
-    names the node.
-    """
+def test_a_remote_exception_keeps_its_type_and_arguments(pool: sky.ComputePool) -> None:
+    """Type and arguments are those raised on the node. The cause shows its traceback there, and a note names the node."""
 
     class OwnError(ValueError):
         pass
@@ -592,7 +590,7 @@ def test_a_remote_exception_arrives_as_itself(pool: sky.ComputePool) -> None:
 
 
 def test_errors_of_many_calls_stay_with_their_calls(pool: sky.ComputePool) -> None:
-    """Of many small calls exactly those that failed have an error, each its own."""
+    """Of many small calls exactly the failed ones have an error, each its own."""
 
     @sky.compute
     def work(n: int) -> int:
@@ -606,7 +604,7 @@ def test_errors_of_many_calls_stay_with_their_calls(pool: sky.ComputePool) -> No
         assert (error.args if error else future.result()) == ((n,) if n % 7 == 3 else n)
 
 
-def test_interrupting_oneself_is_an_error_of_the_call(pool: sky.ComputePool) -> None:
+def test_a_call_that_interrupts_itself_raises_an_error(pool: sky.ComputePool) -> None:
     """A call that raises KeyboardInterrupt on the node does not interrupt the client's program."""
 
     @sky.compute
@@ -671,12 +669,10 @@ def crash(how: str) -> None:
         ("kill", sky.CallCrashed, -signal.SIGKILL),
     ],
 )
-def test_a_crash_is_a_typed_error_and_the_slot_comes_back(
+def test_a_crash_is_a_typed_error_and_the_slot_works_again(
     how: str, kind: type[sky.CallCrashed], exit_code: int, crashing: sky.ComputePool
 ) -> None:
-    """However the process of a call dies, the error says so with exit code, node and last lines, and both slots work
-    afterwards.
-    """
+    """However the process of a call dies, the error has exit code, node and last lines, and both slots work afterwards."""
     with pytest.raises(sky.CallCrashed) as caught:
         crash(how) >> crashing
     error = caught.value
@@ -688,8 +684,8 @@ def test_a_crash_is_a_typed_error_and_the_slot_comes_back(
 
 
 @pytest.mark.parametrize("how", ["exit", "segfault", "sys.exit", "kill"])
-def test_a_crash_takes_its_call_alone(how: str, crashing: sky.ComputePool, tmp_path: Path) -> None:
-    """Of many calls on their way together, one that crashes loses its own result only; all others run exactly once."""
+def test_a_crash_loses_only_its_own_call(how: str, crashing: sky.ComputePool, tmp_path: Path) -> None:
+    """Of many calls in flight, a crash loses only the result of its own call; all others run exactly once."""
 
     @sky.compute
     def work(n: int) -> int:
@@ -706,7 +702,7 @@ def test_a_crash_takes_its_call_alone(how: str, crashing: sky.ComputePool, tmp_p
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {str(n): "x" for n in range(300)}
 
 
-def test_many_crashes_in_a_row_wear_nothing_out(crashing: sky.ComputePool) -> None:
+def test_the_slots_work_after_many_crashes(crashing: sky.ComputePool) -> None:
     """Twenty crashes in a row are twenty errors, and the slots still work."""
     futures = [crashing.submit(crash("exit")) for _ in range(20)]
     assert [type(future.exception(timeout=60)) for future in futures] == [sky.CallCrashed] * 20
@@ -714,8 +710,8 @@ def test_many_crashes_in_a_row_wear_nothing_out(crashing: sky.ComputePool) -> No
 
 
 def test_two_slots_of_a_node_work_at_once(crashing: sky.ComputePool, tmp_path: Path) -> None:
-    """With concurrency=2 two calls run on one node at the same time, in processes of their own that draw different
-    random numbers.
+    """With concurrency=2 two calls run on one node at the same time, in separate processes with different random
+    numbers.
     """
 
     @sky.compute
@@ -732,7 +728,7 @@ def test_two_slots_of_a_node_work_at_once(crashing: sky.ComputePool, tmp_path: P
 
 
 def test_variables_reach_the_calls(crashing: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The image's environment and then the pool's are set in every call."""
+    """Every call has the image's environment and then the pool's."""
 
     @sky.compute
     def look() -> tuple[str | None, ...]:
@@ -750,8 +746,8 @@ def one_node(told: Told | None = None, **wishes: Any) -> sky.ComputePool:
     )
 
 
-def test_a_pool_that_is_not_open_says_so() -> None:
-    """Every use of a pool that was never opened raises PoolClosed, which tells to use `with`."""
+def test_a_pool_that_is_not_open_raises_pool_closed() -> None:
+    """Every use of a pool that was never opened raises PoolClosed; its message recommends `with`."""
     pool = one_node()
     for use in (
         lambda: double(1) >> pool,
@@ -771,10 +767,8 @@ def test_a_pool_that_is_not_open_says_so() -> None:
 
 
 @pytest.mark.slow
-def test_a_closed_pool_says_so_and_can_be_opened_anew() -> None:
-    """After `with`, calls raise PoolClosed; closing again is no error; opening again rents new machines on a new
-    bill.
-    """
+def test_a_closed_pool_raises_pool_closed_and_can_be_opened_again() -> None:
+    """After `with`, calls raise PoolClosed. A second close is allowed. A new opening rents new machines on a new bill."""
     told = Told()
     pool = one_node(told)
     with pool as opened:
@@ -799,8 +793,8 @@ def test_a_closed_pool_says_so_and_can_be_opened_anew() -> None:
 
 
 @pytest.mark.slow
-def test_the_story_of_a_pool_is_told_in_order() -> None:
-    """Events come in the order of what happens, and agree with each other about machines and calls."""
+def test_the_events_of_a_pool_are_in_order() -> None:
+    """Events are in the order in which things happen, and agree with each other about machines and calls."""
     told = Told()
     with one_node(told, nodes=2, collect_metrics=False) as pool:
         pool.map(double, range(50))
@@ -821,7 +815,7 @@ def test_the_story_of_a_pool_is_told_in_order() -> None:
 
 
 def test_calls_that_still_run_when_the_pool_is_closed_get_an_error(tmp_path: Path) -> None:
-    """Nobody waits for ever for a call of a closed pool, run or waiting."""
+    """No caller waits for ever for a call of a closed pool, running or waiting."""
     with one_node() as pool:
         futures = [pool.submit(block(tmp_path, name)) for name in ("a", "b")]
         pid = pid_of(tmp_path, "a")
@@ -829,8 +823,8 @@ def test_calls_that_still_run_when_the_pool_is_closed_get_an_error(tmp_path: Pat
     assert not runs(pid)
 
 
-def test_two_pools_at_once_keep_apart(pool: sky.ComputePool) -> None:
-    """Calls run where they are sent, with that pool's environment."""
+def test_two_pools_at_once_are_separate(pool: sky.ComputePool) -> None:
+    """Calls run on the pool to which they are sent, with its environment."""
 
     @sky.compute
     def look() -> tuple[str | None, int]:
@@ -868,7 +862,7 @@ def test_a_multi_pool_closes_all_if_one_fails(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_an_idle_pool_ends_itself(caplog: pytest.LogCaptureFixture) -> None:
-    """After `timeout` seconds without a call the machines are given back; later calls say why."""
+    """After `timeout` seconds without a call the machines end; later calls raise an error with the reason."""
     told = Told()
     # it counts from the node's start: on a busy machine seconds pass before the pool is open
     with one_node(told, timeout=8.0) as pool:
@@ -885,7 +879,7 @@ def test_an_idle_pool_ends_itself(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.slow
 def test_a_running_call_keeps_its_pool_alive() -> None:
     """The idle time counts from the last running call, not from the last submit."""
-    with one_node(timeout=6.0) as pool:  # so long may it take to open, and to submit the next call
+    with one_node(timeout=6.0) as pool:  # opening the pool and submitting the next call may take this long
         assert pool.submit(sky.compute(lambda: time.sleep(9.0) or "done")()).result(timeout=60) == "done"
         assert double(1) >> pool == 2
 
@@ -918,8 +912,8 @@ def _from_a_callback(pool: sky.ComputePool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [_normal, _body_fails, _two_threads, _from_a_callback])
-def test_the_bill_comes_once(way: Any) -> None:
-    """However a pool ends, CostFinal is told exactly once and is the last event."""
+def test_the_bill_is_emitted_once(way: Any) -> None:
+    """However a pool ends, CostFinal is emitted exactly once and is the last event."""
     told = Told()
     way(one_node(told, collect_metrics=False))
     wait_until(lambda: told.of(sky.CostFinal), "the bill")
@@ -933,7 +927,7 @@ def test_the_bill_comes_once(way: Any) -> None:
 def test_a_node_that_cannot_be_prepared_is_an_error_with_its_last_lines(
     provider: type[sky.Local], phase: str, words: str
 ) -> None:
-    """A failing bootstrap raises BootstrapFailed with phase and output; the bill is told once and the machines are
+    """A failing bootstrap raises BootstrapFailed with phase and output. The bill is emitted once and the machines are
     gone.
     """
     told = Told()
@@ -950,8 +944,8 @@ def test_a_node_that_cannot_be_prepared_is_an_error_with_its_last_lines(
     pool.close()
 
 
-def test_the_exit_code_of_a_failed_bootstrap_is_told() -> None:
-    """BootstrapFailed carries the exit code of the command that failed."""
+def test_a_failed_bootstrap_has_the_exit_code() -> None:
+    """BootstrapFailed has the exit code of the command that failed."""
     with pytest.raises(sky.BootstrapFailed) as caught:
         one_node(provider=UnpreparableLocal()).open()
     assert caught.value.exit_code == 3
@@ -959,7 +953,7 @@ def test_the_exit_code_of_a_failed_bootstrap_is_told() -> None:
 
 @pytest.mark.slow
 def test_the_bill_is_price_times_time() -> None:
-    """Two nodes at 1 USD per second cost two dollars for each second between asking and their end, and the meter runs
+    """Two nodes at 1 USD per second cost two dollars for each second from the request to their end, and the meter runs
     meanwhile.
     """
     before = time.monotonic()
@@ -971,7 +965,7 @@ def test_the_bill_is_price_times_time() -> None:
     after = time.monotonic()
     bill = pool.cost_final
     assert bill is not None
-    assert 2 * (closing - opened) <= bill.total_cost <= 2 * (after - before + 1)  # begun seconds are paid for whole
+    assert 2 * (closing - opened) <= bill.total_cost <= 2 * (after - before + 1)  # begun seconds are billed in full
     assert (bill.hourly_rate, bill.spot_count, bill.ondemand_count) == (7200.0, 0, 2)
     assert bill.savings_vs_ondemand == pytest.approx(0.0)
     assert bill.total_seconds <= after - before
@@ -979,8 +973,8 @@ def test_the_bill_is_price_times_time() -> None:
 
 @pytest.mark.slow
 def test_a_pool_is_in_the_ledger_while_it_is_open_and_after_it() -> None:
-    """What its machines' seconds went to stands there as soon as it is open; when it has ended, the bill is the sum of
-    the ledger's rows.
+    """The ledger has the seconds of its machines as soon as it is open. When it has ended, the bill is the sum of the
+    ledger's rows.
     """
     with Ledger(default_url()) as ledger:
         with one_node() as pool:
@@ -1001,7 +995,7 @@ def test_a_pool_is_in_the_ledger_while_it_is_open_and_after_it() -> None:
 
 @pytest.fixture
 def outage(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """While it is set, the ledger takes nothing from this process."""
+    """While it is set, the ledger accepts no write of this process."""
     is_away = threading.Event()
     real = Database.write
 
@@ -1018,11 +1012,11 @@ def outage(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_back_soon", [True, False])
-def test_a_ledger_that_is_away_while_a_pool_closes_learns_of_its_end(
+def test_a_ledger_that_fails_while_a_pool_closes_gets_its_end_later(
     outage: threading.Event, caplog: pytest.LogCaptureFixture, *, is_back_soon: bool
 ) -> None:
-    """What it has refused is written anew, by this `close` if it is back, or by the next; the bill is what was spent,
-    and nothing stays reserved.
+    """Refused writes are repeated by this `close` if the ledger works again, or by the next. The bill is the actual
+    cost, and no reservation stays.
     """
     with Ledger(default_url()) as ledger:
         ledger.set_account(Account("outage", Decimal(2000), Period.MONTH))
@@ -1044,7 +1038,7 @@ def test_a_ledger_that_is_away_while_a_pool_closes_learns_of_its_end(
                 pool.close()
             with pytest.raises(sky.PoolClosed, match="close it, and open it then"):
                 pool.open()
-            assert not reaper.is_alive  # as this process sees it: it was left on its own, to write it down
+            assert not reaper.is_alive  # as this process sees it: the reaper was left to record it
             assert ledger.pool(pool_id) is not None
             outage.clear()
             pool.close()
@@ -1065,8 +1059,8 @@ def test_a_ledger_that_is_away_while_a_pool_closes_learns_of_its_end(
 def test_a_detach_that_fails_leaves_the_pool_as_it_was(
     outage: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever fails, a node, the ledger, or the account: no lease is longer than before, nothing more is reserved, and
-    the pool can be detached later.
+    """A node, the ledger or the account may fail: no lease is longer than before, no more money is reserved, and the
+    pool can be detached later.
     """
 
     def unreachable(self: PoolMachines, seconds: float) -> None:
@@ -1104,7 +1098,7 @@ def test_a_detach_that_fails_leaves_the_pool_as_it_was(
             patch.setattr(PoolMachines, "extend_leases", unreachable)
             raises(sky.Unreachable, "node 1 does not answer", 1800)
         with monkeypatch.context() as patch:
-            patch.setattr(Ledger, "roll", lambda *given: (roll(*given), outage.set())[0])  # away from then on
+            patch.setattr(Ledger, "roll", lambda *given: (roll(*given), outage.set())[0])  # it fails from then on
             undo.callback(outage.clear)
             with pytest.raises(sky.LedgerError, match="server is away"):
                 pool.detach(lease_seconds=1800)
@@ -1129,7 +1123,7 @@ def test_a_detach_that_fails_leaves_the_pool_as_it_was(
 
 @pytest.mark.slow
 def test_a_lease_is_not_longer_than_max_cost_lasts() -> None:
-    """A pool that may cost no more than a few minutes is detached for those, whatever was asked for."""
+    """A pool whose limit lasts only some minutes is detached for those, whatever lease was requested."""
     pool = sky.ComputePool(provider=sky.Local(price_per_hour=36), display="quiet", max_cost=5).open()
     lease = pool.detach(lease_seconds=86_400)
     try:
@@ -1179,12 +1173,10 @@ def test_a_pool_that_is_to_end_before_it_has_opened_rents_nothing(
         pool.open()
 
 
-def test_the_clock_of_a_pool_goes_on_whatever_happens(
+def test_the_clock_of_a_pool_continues_after_errors(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A step that fails at every look is logged once, and keeps no other step from being taken, in this look and in the
-    next.
-    """
+    """A step that always fails is logged once, and prevents no other step, in this round and the next."""
     monkeypatch.setattr(clock, "CLOCK_SECONDS", 0.001)
     opened = Session(sky.PoolSpec.of(display="quiet"), [sky.Local()], None)
     looks: list[int] = []
@@ -1207,8 +1199,8 @@ def test_the_clock_of_a_pool_goes_on_whatever_happens(
     assert "Too many open files" in caplog.text
 
 
-def test_what_is_due_is_done_even_if_the_rest_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lost lease comes first, and no step of a look is left out: money, work and reaper are looked at."""
+def test_a_failed_step_of_the_clock_prevents_no_other_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost lease has priority, and no step of a round is skipped: money, work and reaper are checked."""
     opened = Session(sky.PoolSpec.of(display="quiet", lease_seconds=60), [sky.Local()], None)
     done: list[str] = []
 
@@ -1229,8 +1221,8 @@ def test_what_is_due_is_done_even_if_the_rest_fails(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("process", "stopped"), [(os.getpid(), 1), (os.getpid() + 1, 0)], ids=["the opener", "a fork"])
-def test_an_attached_pool_that_is_forgotten_in_a_fork_is_not_left(process: int, stopped: int) -> None:
-    """Its connections are those of the process that has attached."""
+def test_an_attached_pool_that_is_collected_in_a_fork_stays_attached(process: int, stopped: int) -> None:
+    """Its connections belong to the process that has attached."""
     reasons: list[str] = []
     _left(SimpleNamespace(stop=reasons.append), process)  # type: ignore[arg-type]
     assert len(reasons) == stopped
@@ -1238,7 +1230,7 @@ def test_an_attached_pool_that_is_forgotten_in_a_fork_is_not_left(process: int, 
 
 @pytest.mark.slow
 def test_a_forgotten_pool_warns_and_is_closed() -> None:
-    """A pool that is collected while open warns with ResourceWarning, naming its machines, and gives them back."""
+    """A pool that is collected while open warns with ResourceWarning, which names its machines, and ends them."""
     told = Told()
     pool = one_node(told).open()
     instance_id = pool.lease.nodes[0].instance.id
@@ -1251,11 +1243,13 @@ def test_a_forgotten_pool_warns_and_is_closed() -> None:
 
 @pytest.mark.slow
 def test_a_forgotten_pool_is_closed_where_warnings_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under `python -W error` the machines of a forgotten pool are given back all the same."""
+    """Under `python -W error` the machines of a forgotten pool end too."""
     told = Told()
     unraisable: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
-    monkeypatch.setattr(sys, "excepthook", lambda *told: unraisable.append(told))  # weakref.finalize tells errors here
+    monkeypatch.setattr(
+        sys, "excepthook", lambda *told: unraisable.append(told)
+    )  # weakref.finalize reports errors here
     pool = one_node(told).open()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -1264,8 +1258,8 @@ def test_a_forgotten_pool_is_closed_where_warnings_are_errors(monkeypatch: pytes
     wait_until(lambda: told.of(sky.CostFinal), "the bill")
 
 
-def test_a_callback_that_raises_breaks_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """A callback's error is logged once, however often it is raised; calls go on and other sinks hear everything."""
+def test_a_callback_that_raises_stops_no_call_and_no_other_sink(caplog: pytest.LogCaptureFixture) -> None:
+    """A callback's error is logged once, however often it is raised. Calls continue and other sinks get every event."""
     told = Told()
 
     def broken(event: object) -> None:
@@ -1280,7 +1274,7 @@ def test_a_callback_that_raises_breaks_nothing(caplog: pytest.LogCaptureFixture)
 
 
 def test_metrics_arrive_from_every_node(pool: sky.ComputePool, told: Told) -> None:
-    """Each node's samples of processor and memory come by themselves and are plausible."""
+    """Each node's samples of processor and memory arrive without a request and are plausible."""
     wait_until(lambda: {sample.node for sample in told.of(sky.Metrics)} == {0, 1}, "samples of both nodes")
     import psutil
 
@@ -1292,7 +1286,7 @@ def test_metrics_arrive_from_every_node(pool: sky.ComputePool, told: Told) -> No
         assert abs(sample.timestamp - time.time()) < 3600
 
 
-def test_dask_itself_can_be_used(pool: sky.ComputePool) -> None:
+def test_the_dask_client_can_be_used(pool: sky.ComputePool) -> None:
     """`dask_client()` is a working client of the same machines."""
     client = pool.dask_client()
     total = dask.delayed(sum)([dask.delayed(pow)(n, 2) for n in range(10)])
@@ -1301,8 +1295,8 @@ def test_dask_itself_can_be_used(pool: sky.ComputePool) -> None:
     assert double(1) >> pool == 2
 
 
-def test_the_lease_holds_what_is_paid_for_and_no_secret(pool: sky.ComputePool) -> None:
-    """A lease is plain JSON: pool, provider, nodes and scheduler, and comes back from it as itself."""
+def test_the_lease_has_the_machines_and_no_secret(pool: sky.ComputePool) -> None:
+    """A lease is plain JSON: pool, provider, nodes and scheduler; it is equal after a conversion to JSON and back."""
     text = pool.lease.model_dump_json()
     assert sky.Lease.model_validate_json(text) == pool.lease
     assert "PRIVATE KEY" not in text
@@ -1316,7 +1310,7 @@ def test_the_lease_holds_what_is_paid_for_and_no_secret(pool: sky.ComputePool) -
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_an_image_with_packages_is_installed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node with `pip` runs in an environment of its own that has them; the second start with the same image installs
+    """A node with `pip` has its own environment with the packages. The second start with the same image installs
     nothing.
     """
     image = sky.Image(pip=["iniconfig==2.1.0"])
@@ -1349,7 +1343,7 @@ def test_an_image_with_packages_is_installed_once(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_package_that_does_not_exist_fails_the_bootstrap() -> None:
-    """BootstrapFailed names the phase and shows what uv said; the bill is told once."""
+    """BootstrapFailed names the phase and shows the output of uv; the bill is emitted once."""
     told = Told()
     with pytest.raises(sky.BootstrapFailed) as caught:
         one_node(told, image=sky.Image(pip=["skyward-no-such-package-5a1e==1"])).open()
@@ -1368,7 +1362,7 @@ def say_and_die(words: str, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["exit", "_exit"])
 def test_a_crash_shows_the_last_lines_of_its_own_call_only(pool: sky.ComputePool, how: str) -> None:
-    """What earlier calls on the same slot have written is not the crashed call's output."""
+    """The output of earlier calls on the same slot is not part of the crashed call's output."""
     for _ in range(4):
         shout("earlier") >> pool
     with pytest.raises(sky.CallCrashed) as caught:

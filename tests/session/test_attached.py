@@ -1,7 +1,6 @@
-"""Other processes in a pool: attaching to it, leaving it, and calls that go on without whoever started them. On this
-machine, and over SSH.
+"""Other processes use a pool: they attach, leave, and read calls that outlive their client. On this machine, and over SSH.
 
-Run as a program it is another process: one that opens a pool and starts a call detached, or one that attaches.
+Run as a program, this file is another process: one that opens a pool and starts a call detached, or one that attaches.
 """
 
 import contextlib
@@ -49,7 +48,7 @@ def rank() -> int:
 
 @sky.compute
 def told_until(path: str) -> str:
-    """Say a line, wait for a file to appear, say another one."""
+    """Print a line, wait for a file to appear, print another line."""
     print("begun", flush=True)
     Path(f"{path}-begun").touch()
     while not Path(path).exists():
@@ -89,19 +88,19 @@ def crashing() -> None:
     os._exit(3)
 
 
-# ── pools that somebody else has opened ──────────────────────────────────────────────────────────────────────────────
+# ── pools that another process has opened ────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture(scope="module")
 def opened_pool() -> Iterator[sky.ComputePool]:
-    """Two local nodes, opened by whoever is not the one that attaches."""
+    """Two local nodes, opened by a pool that does not attach."""
     with shared(sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", lease_seconds=30)) as pool:
         yield pool
 
 
 @pytest.fixture
 def attached_pool(opened_pool: sky.ComputePool) -> Iterator[sky.ComputePool]:
-    """The same pool, attached to."""
+    """The same pool, attached."""
     with sky.ComputePool.attach(opened_pool.lease) as pool:
         yield pool
 
@@ -110,8 +109,9 @@ def attached_pool(opened_pool: sky.ComputePool) -> Iterator[sky.ComputePool]:
     "form", [lambda lease: lease, lambda lease: lease.model_dump_json(), lambda lease: lease.model_dump(mode="json")]
 )
 def test_an_attached_pool_computes(opened_pool: sky.ComputePool, form: Callable[[Lease], Any]) -> None:
-    """From the lease, its JSON or a dict: run, map, broadcast and submit work, their logs are told here, and leaving it
-    leaves the opener's pool open.
+    """From the lease, its JSON or a dict: run, map, broadcast and submit work, and emit their lines here.
+
+    Leaving it leaves the opener's pool open.
     """
     told, elsewhere = Told(), Told()
     with (
@@ -133,8 +133,8 @@ def test_an_attached_pool_computes(opened_pool: sky.ComputePool, form: Callable[
     assert doubled(5) >> opened_pool == 10
 
 
-def test_several_clients_do_not_mix(opened_pool: sky.ComputePool) -> None:
-    """Three clients with maps at the same time each get their own results, and their own calls' lines only."""
+def test_clients_get_only_their_own_results_and_lines(opened_pool: sky.ComputePool) -> None:
+    """Three clients run maps at the same time. Each gets its own results, and the lines of its own calls only."""
     tolds = [Told() for _ in range(3)]
     with contextlib.ExitStack() as stack:
         pools = [stack.enter_context(sky.ComputePool.attach(opened_pool.lease, on_event=told)) for told in tolds]
@@ -150,9 +150,9 @@ def test_several_clients_do_not_mix(opened_pool: sky.ComputePool) -> None:
         }
 
 
-def test_a_client_that_leaves_takes_its_calls_along(opened_pool: sky.ComputePool, tmp_path: Path) -> None:
-    """What an attached client has submitted gets PoolClosed when it leaves, running or not; the slots are free for the
-    others then.
+def test_the_calls_of_a_client_that_leaves_are_ended(opened_pool: sky.ComputePool, tmp_path: Path) -> None:
+    """Calls that an attached client has submitted get PoolClosed when it leaves, running or not. The slots are free for
+    the other clients then.
     """
     pool = sky.ComputePool.attach(opened_pool.lease)
     futures = pool.submit_all(
@@ -167,9 +167,9 @@ def test_a_client_that_leaves_takes_its_calls_along(opened_pool: sky.ComputePool
     assert not (tmp_path / "never").exists()
 
 
-def test_the_calls_of_a_killed_client_give_their_slots_back(tmp_path: Path) -> None:
-    """kill -9 of an attached client: when it has been away for as long as a lease, what it had running is stopped, and
-    the slot is free.
+def test_the_calls_of_a_killed_client_free_their_slots(tmp_path: Path) -> None:
+    """After kill -9 of an attached client, its running calls are stopped when it has been silent for one lease, and the
+    slot is free.
     """
     with sky.ComputePool(provider=sky.Local(), display="quiet", lease_seconds=LEASE_SECONDS) as pool:
         with other_process("attach-and-wait", str(tmp_path / "never")) as client:
@@ -186,7 +186,7 @@ def test_the_calls_of_a_killed_client_give_their_slots_back(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("lease_seconds", [0.0, -1.0, float("inf"), float("nan"), 1e12])
 def test_a_lease_that_is_no_time_is_refused(opened_pool: sky.ComputePool, lease_seconds: float) -> None:
-    """Before anything is done: the pool is as it was."""
+    """The check is before any action, so the pool does not change."""
     with pytest.raises(sky.BadRequest, match="lease_seconds="):
         opened_pool.detach(lease_seconds)
     assert opened_pool.is_active
@@ -195,11 +195,12 @@ def test_a_lease_that_is_no_time_is_refused(opened_pool: sky.ComputePool, lease_
 # ── detached calls ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_detached_call_tells_its_state_and_its_log(
+def test_a_detached_call_has_a_state_and_a_log(
     opened_pool: sky.ComputePool, attached_pool: sky.ComputePool, tmp_path: Path
 ) -> None:
-    """Whoever knows the id sees it run, reads its lines so far and from an offset on, and gets its result, more than
-    once; until it is forgotten.
+    """A process that has the id sees it run, reads its lines from the start or from an offset, and gets its result.
+
+    The result can be read more than once, until the call is forgotten.
     """
     go = tmp_path / "go"
     started = opened_pool.start_detached(told_until(str(go)))
@@ -227,8 +228,8 @@ def test_a_detached_call_tells_its_state_and_its_log(
 
 
 def test_a_detached_call_that_fails(opened_pool: sky.ComputePool, attached_pool: sky.ComputePool) -> None:
-    """Its own exception is raised wherever its result is asked for, with its traceback; a process that died is told as
-    one.
+    """Each read of its result raises its own exception, with its traceback; a process that died raises an error for
+    that.
     """
     call = opened_pool.start_detached(failing())
     for known in (call, attached_pool.detached_call(call.call_id)):
@@ -243,16 +244,16 @@ def test_a_detached_call_that_fails(opened_pool: sky.ComputePool, attached_pool:
     dead.forget()
 
 
-def test_a_large_result_is_there_for_all_until_it_is_forgotten(
+def test_any_client_can_read_a_large_result_until_it_is_forgotten(
     opened_pool: sky.ComputePool, attached_pool: sky.ComputePool
 ) -> None:
-    """A hundred megabytes stay in the node's memory, are read twice by two clients, and go with the call."""
+    """A hundred megabytes stay in the node's memory, two clients read them twice, and they are freed with the call."""
     call = opened_pool.start_detached(ones(MEGABYTES))
     for known in (call, attached_pool.detached_call(call.call_id)):
         for _ in range(2):
             array = known.result(30)
             assert (array.nbytes, array.sum()) == (MEGABYTES, MEGABYTES / 8)
-            array += 1  # the reader's own, and nobody else's
+            array += 1  # the reader's own copy
     assert held_bytes(opened_pool) >= MEGABYTES
     call.forget()
     wait_until(lambda: held_bytes(opened_pool) < MEGABYTES, "the memory to be free")
@@ -261,7 +262,7 @@ def test_a_large_result_is_there_for_all_until_it_is_forgotten(
 def test_a_detached_call_that_waits_is_cancelled(
     opened_pool: sky.ComputePool, attached_pool: sky.ComputePool, tmp_path: Path
 ) -> None:
-    """It never begins; one that runs is stopped; the others go on, and one that has ended stays as it is."""
+    """It never begins. A running call is stopped; the others continue, and an ended call does not change."""
     running = [opened_pool.start_detached(told_until(str(tmp_path / f"go{number}"))) for number in range(2)]
     wait_until(lambda: all(call.log() for call in running), "both to run")
     waiting = [opened_pool.start_detached(touched(str(tmp_path / f"never{number}"))) for number in range(3)]
@@ -285,7 +286,7 @@ def test_a_detached_call_that_waits_is_cancelled(
 
 
 def test_what_is_unknown_is_refused(attached_pool: sky.ComputePool) -> None:
-    """An id of another pool, and something that is no pending call."""
+    """An id of another pool, and an object that is no pending call."""
     with pytest.raises(sky.BadRequest, match="knows of no call"):
         attached_pool.detached_call("0" * 32)
     with pytest.raises(TypeError, match="pending"):
@@ -298,8 +299,8 @@ def test_what_is_unknown_is_refused(attached_pool: sky.ComputePool) -> None:
 
 
 def test_a_call_outlives_its_killed_submitter(tmp_path: Path) -> None:
-    """kill -9 of the opener: the call goes on, its result is there for the next one who asks; while somebody is
-    attached the nodes live, then they end.
+    """After kill -9 of the opener the call continues, and the next client reads its result. While a client is attached
+    the nodes live; then they end.
     """
     with other_process("open", str(tmp_path / "go")) as opener:
         assert opener.stdout is not None
@@ -330,8 +331,8 @@ def test_a_call_outlives_its_killed_submitter(tmp_path: Path) -> None:
         sky.ComputePool.attach(lease, timeout_seconds=5)
 
 
-def test_after_its_opener_a_node_is_lost_too(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The head is enough: its results are there, and what is left is used; the node that misses is told."""
+def test_a_node_is_lost_after_the_opener(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The head suffices: its results are available, and the remaining nodes are used. The lost node is reported."""
     with other_process("open", str(tmp_path / "go")) as opener:
         assert opener.stdout is not None
         text, call_id = opener.stdout.readline(), opener.stdout.readline().strip()
@@ -340,7 +341,7 @@ def test_after_its_opener_a_node_is_lost_too(tmp_path: Path, caplog: pytest.LogC
     lease = Lease.model_validate_json(text)
     ids = {node.instance.id for node in lease.nodes}
     (tmp_path / "go").touch()
-    with sky.ComputePool.attach(lease, lease_seconds=LEASE_SECONDS) as pool:  # else the nodes end while we look
+    with sky.ComputePool.attach(lease, lease_seconds=LEASE_SECONDS) as pool:  # else the nodes end while the test checks
         supervisor_of(lease, 1, signal.SIGKILL)
         wait_until(lambda: len(living(ids)) == 1, "the node to be gone")
         with sky.ComputePool.attach(lease, lease_seconds=30) as another:
@@ -356,9 +357,9 @@ def test_after_its_opener_a_node_is_lost_too(tmp_path: Path, caplog: pytest.LogC
             sky.ComputePool.attach(lease, timeout_seconds=5)
 
 
-def test_after_the_head_is_lost_no_lease_is_kept(tmp_path: Path) -> None:
-    """Who cannot use the nodes any more does not keep them alive: when nobody has answered for as long as a lease they
-    end, though the client is still attached.
+def test_after_the_loss_of_the_head_no_lease_is_renewed(tmp_path: Path) -> None:
+    """A client that cannot use the nodes does not renew their lease. When no node has answered for one lease the nodes
+    end, although the client is still attached.
     """
     with other_process("open", str(tmp_path / "go")) as opener:
         assert opener.stdout is not None
@@ -379,15 +380,15 @@ def supervisor_of(lease: Lease, node: int, number: signal.Signals) -> None:
 
 
 def test_a_pool_is_detached_and_found_again() -> None:
-    """The opener goes away in peace: its pool lives for the lease that it leaves, another process uses it, and without
-    anybody it ends.
+    """The opener detaches: its pool lives for the lease that remains, another process uses it, and without a client it
+    ends.
     """
     pool = sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", lease_seconds=LEASE_SECONDS).open()
     waiting = pool.submit(steps(600))
     kept = pool.start_detached(steps(10))
     with other_process("attach", kept.call_id) as attached:
         assert attached.stdout is not None
-        # all is imported: that may take longer than the lease that is left
+        # importing all modules may take longer than the remaining lease
         assert attached.stdout.readline() == "ready\n"
         lease = pool.detach()
         ids = {node.instance.id for node in lease.nodes}
@@ -409,8 +410,8 @@ def test_a_pool_is_detached_and_found_again() -> None:
     wait_until(lambda: not living(ids), "the nodes to end themselves", LEASE_SECONDS + 25)
 
 
-def test_the_lease_that_is_left_may_be_longer() -> None:
-    """`detach(lease_seconds=...)` lets the nodes live for longer than the spec says."""
+def test_a_detached_pool_may_get_a_longer_lease() -> None:
+    """`detach(lease_seconds=...)` lets the nodes live longer than the spec says."""
     pool = sky.ComputePool(provider=sky.Local(), display="quiet", lease_seconds=LEASE_SECONDS).open()
     detached_at = time.monotonic()
     client = pool.dask_client()
@@ -424,7 +425,7 @@ def test_the_lease_that_is_left_may_be_longer() -> None:
 
 
 def test_a_closed_pool_cannot_be_attached_to() -> None:
-    """The lease of a pool that was closed is an error that says so, at once."""
+    """The lease of a closed pool is an error at once, which says that the pool is closed."""
     with sky.ComputePool(provider=sky.Local(), display="quiet") as pool:
         lease = pool.lease
     started = time.monotonic()
@@ -449,7 +450,7 @@ def rented_pool(fleet: Fleet, mirror: Mirror) -> Iterator[sky.ComputePool]:
 
 
 def test_over_ssh_the_key_may_be_given(rented_pool: sky.ComputePool, fleet: Fleet) -> None:
-    """`key=` may be the key itself; it is in no file, which a kill could leave, and the lease does not hold it."""
+    """`key=` may be the key itself. It is in no file, which a kill could leave, and not in the lease."""
     with sky.ComputePool.attach(rented_pool.lease.with_key("/nonexistent"), key=fleet.key_path.read_text()) as pool:
         assert rank() @ pool == (0, 1)
         (path,) = {str(node.instance.endpoint.key) for node in pool.lease.nodes if node.instance.endpoint}
@@ -458,8 +459,8 @@ def test_over_ssh_the_key_may_be_given(rented_pool: sky.ComputePool, fleet: Flee
     assert not os.path.exists(path)
 
 
-def test_over_ssh_the_key_may_lie_elsewhere(rented_pool: sky.ComputePool, fleet: Fleet, tmp_path: Path) -> None:
-    """With `key=` an attached client uses its own copy; results of a hundred megabytes and logs are there, twice, and
+def test_over_ssh_the_key_may_be_another_file(rented_pool: sky.ComputePool, fleet: Fleet, tmp_path: Path) -> None:
+    """With `key=` an attached client uses its own copy. Results of a hundred megabytes and logs can be read twice, and
     cancelling works.
     """
     key = tmp_path / "copy"
@@ -485,8 +486,8 @@ def test_over_ssh_the_key_may_lie_elsewhere(rented_pool: sky.ComputePool, fleet:
 def test_over_ssh_a_wrong_key_is_refused(
     rented_pool: sky.ComputePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A key that the nodes do not know gets nothing, and the error says what to look at; so does a host key that is not
-    the one in the lease.
+    """A key that the nodes do not know is refused, and the error says what to check; so is a host key that differs from
+    the lease.
     """
     monkeypatch.setattr(ssh_transport, "AUTH_GRACE_SECONDS", 0.5)
     key = tmp_path / "stranger"
@@ -504,8 +505,8 @@ def test_over_ssh_a_wrong_key_is_refused(
 def test_over_ssh_a_node_that_has_ended_is_left_out(
     rented_pool: sky.ComputePool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The lease speaks of another node on the second machine: the head is used without it, for every call that goes to
-    all.
+    """The lease names a node that the second machine does not run. The head is used without it, for every call on all
+    nodes.
     """
     lease = rented_pool.lease.model_dump_json().replace(rented_pool.lease.nodes[1].instance.id, "rental-000000000000")
     with sky.ComputePool.attach(lease, is_trusted=True) as pool:
@@ -516,8 +517,8 @@ def test_over_ssh_a_node_that_has_ended_is_left_out(
     assert rank() @ rented_pool == (0, 1)
 
 
-def test_over_ssh_a_stale_lease_is_told(rented_pool: sky.ComputePool) -> None:
-    """Machines that are there, without the node that the lease speaks of: NodeLost says that the lease has run out."""
+def test_over_ssh_a_stale_lease_is_an_error(rented_pool: sky.ComputePool) -> None:
+    """The machines run, without the node that the lease names: NodeLost says that the lease has expired."""
     lease = rented_pool.lease.model_dump_json()
     for node in rented_pool.lease.nodes:
         lease = lease.replace(node.instance.id, "rental-000000000000")
@@ -530,19 +531,19 @@ def test_over_ssh_a_stale_lease_is_told(rented_pool: sky.ComputePool) -> None:
 
 
 def living(ids: set[str]) -> set[str]:
-    """Those instances of which any process lives."""
+    """Return those instances of which any process lives."""
     return ids & {instance_id for _, instance_id in processes_by_tag("SKYWARD_INSTANCE_ID")}
 
 
 def held_bytes(pool: sky.ComputePool) -> int:
-    """What the nodes of a local pool hold in this machine's memory."""
+    """Return what the nodes of a local pool hold in this machine's memory."""
     ids = {node.instance.id for node in pool.lease.nodes}
     folders = [
         folder for folder in Path("/dev/shm").iterdir() if any(folder.name.endswith(instance_id) for instance_id in ids)
     ]
     held = 0
     for path in (path for folder in folders for path in folder.rglob("*")):
-        with contextlib.suppress(FileNotFoundError):  # a value is let go while we look
+        with contextlib.suppress(FileNotFoundError):  # a value is freed while the test reads
             held += path.stat().st_size if path.is_file() else 0
     return held
 
@@ -560,7 +561,7 @@ def other_process(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 def open_and_wait(path: str) -> None:
-    """Open a pool, start a call detached, tell both, and wait to be killed."""
+    """Open a pool, start a call detached, print both, and wait to be killed."""
     pool = sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", lease_seconds=LEASE_SECONDS).open()
     call = pool.start_detached(told_until(path))
     wait_until(lambda: call.log(), "the call to run")
@@ -569,8 +570,8 @@ def open_and_wait(path: str) -> None:
 
 
 def attach_and_wait(path: str) -> None:
-    """Attach to the pool whose lease is on the first line of stdin, have a call run that does not end, say so, and wait
-    to be killed.
+    """Attach to the pool whose lease is on the first line of stdin, start a call that does not end, print a line, and
+    wait to be killed.
     """
     with sky.ComputePool.attach(sys.stdin.readline()) as pool:
         pool.submit(told_until(path))
@@ -579,7 +580,7 @@ def attach_and_wait(path: str) -> None:
 
 
 def attach(call_id: str) -> None:
-    """Say that this has begun, use the pool whose lease is on stdin, and tell what it said."""
+    """Print that this has begun, use the pool whose lease is on stdin, and print its output."""
     importlib.import_module("skyward_core.engine.cluster")  # and Dask with it
     print("ready", flush=True)
     with sky.ComputePool.attach(sys.stdin.read(), lease_seconds=LEASE_SECONDS) as pool:

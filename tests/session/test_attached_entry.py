@@ -1,6 +1,4 @@
-"""Who uses a pool that somebody else has opened keeps it alive in the ledger, and takes no outage of it for an
-answer.
-"""
+"""An attached client renews the lease of its pool in the ledger, and retries after an outage of the ledger."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ LEASE_SECONDS = 3600.0
 
 @pytest.fixture
 def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ledger]:
-    """This process's ledger, with a detached pool of which a minute is left."""
+    """This process's ledger, with a detached pool of which a minute remains."""
     monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
     with Ledger(default_url()) as ledger:
         dead = replace(Owner.here(), started="1")
@@ -36,7 +34,7 @@ def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ledger]:
 
 @pytest.fixture
 def kept() -> Iterator[KeptEntry]:
-    """The entry of that pool, in the hands of an attached client."""
+    """The entry of that pool, as an attached client uses it."""
     entry = KeptEntry(POOL, LEASE_SECONDS)
     yield entry
     entry.close()
@@ -53,10 +51,10 @@ def away(*_: Any, **__: Any) -> Any:
 
 
 @pytest.mark.parametrize("verb", ["__init__", "pool", "renew"])
-def test_an_outage_is_not_taken_for_absence(
+def test_an_outage_does_not_mean_that_the_pool_is_unknown(
     ledger: Ledger, kept: KeptEntry, verb: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whatever fails when the client attaches, a later beat renews the lease; it is told once."""
+    """Any method may fail when the client attaches. A later renewal succeeds, and the outage is logged once."""
     caplog.set_level(logging.WARNING)
     monkeypatch.setattr(logging.getLogger("skyward"), "propagate", True)
     with monkeypatch.context() as patch:
@@ -69,8 +67,8 @@ def test_an_outage_is_not_taken_for_absence(
     assert is_renewed(ledger)
 
 
-def test_a_ledger_that_does_not_know_the_pool_is_asked_once(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may be another one than the opener's."""
+def test_a_ledger_without_the_pool_is_queried_once(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be another ledger than the opener's."""
     other = KeptEntry("sky-2", LEASE_SECONDS)
     other.renew()
     asked: list[object] = []
@@ -80,10 +78,10 @@ def test_a_ledger_that_does_not_know_the_pool_is_asked_once(ledger: Ledger, monk
     assert asked == []
 
 
-def test_a_pool_that_was_condemned_is_kept_no_more(
+def test_the_lease_of_a_condemned_pool_is_not_renewed(
     ledger: Ledger, kept: KeptEntry, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its machines are being ended, which is told once."""
+    """Its machines are being ended, which is logged once."""
     monkeypatch.setattr(logging.getLogger("skyward"), "propagate", True)
     entry = ledger.pool(POOL)
     assert entry is not None
@@ -94,10 +92,10 @@ def test_a_pool_that_was_condemned_is_kept_no_more(
     assert not is_renewed(ledger)
 
 
-def test_who_leaves_while_the_ledger_is_opened_leaves_nothing_open(
+def test_leaving_while_the_ledger_is_opened_leaves_nothing_open(
     ledger: Ledger, kept: KeptEntry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The beat runs in a thread of its own: what it opens afterwards it closes."""
+    """The renewal runs in its own thread, which closes what it opens afterwards."""
     closed: list[str] = []
     real, real_close = Ledger.__init__, Ledger.close
 

@@ -1,4 +1,6 @@
-"""One opening of a pool: who wins when two threads end it one way each, and what is said at the program's end."""
+"""One session of a pool: which end wins when two threads end it in different ways, and the message at the program's
+end.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,14 @@ OVER_BUDGET = sky.BudgetExceeded("the money is used up: the pool has closed", "t
 
 
 class World:
-    """An open pool of which everything but its states is made up: what was done to it, in order."""
+    """An open pool whose parts are fakes, except for its states; it records the actions in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.done: list[str] = []
         self.told = Told()
         self.opened = opened = Session(sky.PoolSpec.of(display="quiet", lease_seconds=60), [sky.Local()], self.told)
         self.hooks: dict[str, Any] = {}
-        """What happens meanwhile, by what is done."""
+        """What happens during each action, by the action's name."""
         do = self.do
         lease = Lease(
             pool_id=opened.pool_id, provider={}, nodes=(), scheduler="tls://127.0.0.1:1", created_at=datetime.now(UTC)
@@ -67,14 +69,14 @@ class World:
             raise
 
     def in_a_thread(self, what: Any, *given: Any) -> None:
-        """Have the clock's thread do this now, and wait for it."""
+        """Run this in the clock's thread now, and wait for it."""
         thread = threading.Thread(target=what, args=given)
         thread.start()
         thread.join(60)
         assert not thread.is_alive()
 
     def stop(self) -> None:
-        """As the clock does when the money is used up."""
+        """Do what the clock does when the money is used up."""
         self.in_a_thread(self.opened.stop, str(OVER_BUDGET), OVER_BUDGET)
 
 
@@ -91,7 +93,7 @@ GIVEN_BACK = ["closed with BudgetExceeded", "released", "written down"]
 
 
 def test_a_pool_that_has_ended_itself_is_not_detached(world: World) -> None:
-    """Whoever detaches it hears why it has ended, once its machines are gone."""
+    """A thread that detaches it gets the reason of the end, once the machines are gone."""
     world.stop()
     with pytest.raises(sky.BudgetExceeded, match="used up"):
         world.opened.detach(600)
@@ -99,9 +101,9 @@ def test_a_pool_that_has_ended_itself_is_not_detached(world: World) -> None:
     assert world.opened.is_released
 
 
-def test_a_pool_whose_money_is_used_up_while_it_is_detached_is_given_back(world: World) -> None:
-    """Up to the ledger's word the pool is its owner's: the nodes are told again, the machines go, and no lease is
-    returned.
+def test_a_pool_whose_money_is_used_up_while_it_is_detached_ends(world: World) -> None:
+    """Until the transaction commits, the owner can end the pool: the nodes receive their end again, the machines end,
+    and no lease is returned.
     """
     world.hooks["nodes told"] = world.stop
     with pytest.raises(sky.BudgetExceeded, match="used up"):
@@ -113,7 +115,9 @@ def test_a_pool_whose_money_is_used_up_while_it_is_detached_is_given_back(world:
 
 
 def test_a_pool_that_was_detached_is_not_stopped(world: World) -> None:
-    """From the ledger's word on nobody takes the machines of a lease away, and the calls of others go on."""
+    """After the transaction has committed, no thread ends the machines of a lease, and the calls of other clients
+    continue.
+    """
     world.hooks["ledger told"] = world.stop
     lease = world.opened.detach(600)
     assert lease.expires_at is not None
@@ -123,8 +127,8 @@ def test_a_pool_that_was_detached_is_not_stopped(world: World) -> None:
     assert world.opened._claims.state is SessionState.DETACHED
 
 
-def test_a_detach_that_the_ledger_refuses_gives_way_to_who_wants_to_stop(world: World) -> None:
-    """The pool is open again for no longer than that."""
+def test_a_stop_wins_over_a_detach_that_the_ledger_refuses(world: World) -> None:
+    """The pool is open again only until then."""
 
     def refuses() -> None:
         world.stop()
@@ -134,13 +138,13 @@ def test_a_detach_that_the_ledger_refuses_gives_way_to_who_wants_to_stop(world: 
     world.hooks["ledger told"] = refuses
     with pytest.raises(sky.LedgerError):
         world.opened.detach(600)
-    assert world.opened.is_running  # nobody was heard: the clock looks again in a second
+    assert world.opened.is_running  # no request was waiting: the clock checks again in a second
     world.stop()
     assert world.done == ["nodes told", "ledger told", "nodes told again", *GIVEN_BACK]
 
 
 def test_a_detach_that_fails_leaves_the_pool_open(world: World) -> None:
-    """An interrupt too."""
+    """The same holds for an interrupt."""
     for error in (sky.Unreachable("node 1 does not answer"), KeyboardInterrupt()):
 
         def fails(error: BaseException = error) -> None:
@@ -155,7 +159,7 @@ def test_a_detach_that_fails_leaves_the_pool_open(world: World) -> None:
 
 
 def test_a_signal_handler_may_close_a_pool_that_is_being_detached(world: World) -> None:
-    """It runs in the thread that detaches: nobody waits for the other, and no lease of machines that are gone is
+    """The handler runs in the thread that detaches. Neither waits for the other, and no lease of ended machines is
     returned.
     """
     for moment in ("nodes told", "ledger told"):
@@ -168,7 +172,7 @@ def test_a_signal_handler_may_close_a_pool_that_is_being_detached(world: World) 
 
 
 def test_a_pool_that_is_to_be_terminated_is_not_detached(world: World) -> None:
-    """A kill hook may come in the middle."""
+    """A kill hook may run during the detach."""
     world.hooks["nodes told"] = lambda: setattr(world.opened._claims, "is_to_end", True)
     with pytest.raises(sky.PoolClosed, match="terminate_now"):
         world.opened.detach(600)
@@ -178,7 +182,7 @@ def test_a_pool_that_is_to_be_terminated_is_not_detached(world: World) -> None:
 def test_a_close_that_fails_at_the_programs_end_is_one_clear_line(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is left and who goes on with it, in place of the interpreter's traceback."""
+    """The line names the machines that are left and what ends them, in place of the interpreter's traceback."""
 
     def fails() -> None:
         raise sky.InstancesLeft("2 machines are not confirmed gone: i-1, i-2", ("i-1", "i-2"))
@@ -195,10 +199,10 @@ def test_a_close_that_fails_at_the_programs_end_is_one_clear_line(
     assert record.exc_info is None
 
 
-def test_a_pool_that_is_given_up_at_the_end_of_its_opening_does_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pool_that_must_end_at_the_end_of_its_opening_does_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """The money is used up between the last machine and the last line of `start`.
 
-    Else `open` would return a pool that ends a second later.
+    Otherwise `open` would return a pool that ends a second later.
     """
     used_up = sky.BudgetExceeded("the money is used up", "team")
 
