@@ -60,7 +60,9 @@ class Time:
 
 
 class CloudProvider(FakeProvider):
-    """A cloud. Every process sees its machines, and a creating call may still be in progress when its caller is dead."""
+    """A cloud. Every process sees its machines, and a creating call may still be in progress when its caller is
+    dead.
+    """
 
     name: ClassVar[str] = "cloud"
     is_here: ClassVar[bool] = False

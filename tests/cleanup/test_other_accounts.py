@@ -159,7 +159,9 @@ def test_a_live_pool_stays_when_the_key_was_changed(tmp_path: Path, owner: Owner
 
 
 def test_a_dead_pool_is_ended_when_the_key_was_changed(tmp_path: Path) -> None:
-    """The ledger says that the pool is dead. Its entry stays open, because the new key may not list all its machines."""
+    """The ledger says that the pool is dead. Its entry stays open, because the new key may not list all its
+    machines.
+    """
     ledger, provider = rotated(tmp_path, ELSEWHERE, lease_seconds=-1, lives_by_lease=True)
     with ledger:
         report = sweep(ledger, [provider], is_dry_run=False)

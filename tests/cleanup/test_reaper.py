@@ -232,7 +232,9 @@ def test_a_pool_that_lives_by_its_lease_stays_without_a_ledger(tmp_path: Path) -
 
 
 def test_an_incomplete_input_ends_no_machine(pool: Pool) -> None:
-    """A driver that was killed while it wrote the input has requested nothing yet: the reaper exits without a message."""
+    """A driver that was killed while it wrote the input has requested nothing yet: the reaper exits without a
+    message.
+    """
     body = pickle.dumps(tuple(getattr(pool.reaper_input(), name) for name in ReaperInput.__slots__))
     for part in (b"", len(body).to_bytes(8, "big")[:5], len(body).to_bytes(8, "big") + body[:-1]):
         command = [sys.executable, "-I", "-S", str(reaper_module.SCRIPT), pool.pool_id, str(os.getpid())]
@@ -436,7 +438,9 @@ def test_machines_end_without_a_ledger(pool: Pool, spoil: Callable[[Pool], None]
 
 @pytest.mark.slow
 def test_machines_end_while_the_ledger_is_locked(pool: Pool, start: Start) -> None:
-    """Another process holds the ledger's lock: the machines end anyway, and the entries are closed after its release."""
+    """Another process holds the ledger's lock: the machines end anyway, and the entries are closed after its
+    release.
+    """
     locker = sqlite3.connect(pool.folder / "ledger.db", isolation_level=None)
     locker.execute("BEGIN EXCLUSIVE")
     try:
@@ -612,7 +616,9 @@ def test_an_error_of_the_ledger_is_retried_for_two_minutes(pool: Pool, monkeypat
 def test_a_provider_that_cannot_be_rebuilt_comes_from_the_ledger(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its code is missing or of another version. The ledger's record suffices if the environment has the credentials."""
+    """Its code is missing or of another version. The ledger's record suffices if the environment has the
+    credentials.
+    """
     pool = Pool(tmp_path)
     with Ledger(pool.url) as ledger:
         ledger.open_pool(

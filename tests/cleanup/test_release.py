@@ -134,7 +134,9 @@ UP = {Bucket.LAUNCHING: 30.0, Bucket.IDLE: 30.0}
 def test_a_machine_found_gone_is_billed_until_its_latest_possible_end(
     known: dict[str, Any], lease_seconds: float, seconds: float
 ) -> None:
-    """Each time is in seconds since the request. Where machines do not end themselves permanently, the bill ends now."""
+    """Each time is in seconds since the request. Where machines do not end themselves permanently, the bill ends
+    now.
+    """
     its, now = intent(1, cloud_id="a", age_seconds=0, **known), START + timedelta(seconds=10**5)
     pool = entry(lease_seconds=lease_seconds)
     assert paid_until(SelfEndingProvider(folder="/nowhere"), pool, its, now) == START + timedelta(seconds=seconds)

@@ -1,4 +1,4 @@
-"""The `skyward` command, as it is typed: what it prints, what it does, and how it ends."""
+"""The `skyward` command as a user types it: its output, its effects, and its exit codes."""
 
 import json
 import re
@@ -46,7 +46,7 @@ type Skyward = Callable[..., str]
 
 
 class Clock:
-    """The ledger's clock; it stands."""
+    """The ledger's clock; it does not advance."""
 
     def __init__(self, now: datetime) -> None:
         self.now = now
@@ -57,8 +57,9 @@ class Clock:
 
 @pytest.fixture
 def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the URL of a ledger that commands take by themselves; no command finds the machines of other tests, which
-    are processes of this host.
+    """Return the URL of the ledger that commands use by default.
+
+    No command finds the machines of other tests, which are processes of this host.
     """
     found = f"sqlite:///{tmp_path / 'ledger.db'}"
     monkeypatch.setenv("SKYWARD_LEDGER", found)
@@ -94,7 +95,7 @@ def folder(tmp_path: Path) -> FolderProvider:
 
 @pytest.fixture
 def skyward(capsys: pytest.CaptureFixture[str], url: str) -> Skyward:
-    """Run a command line; return what it printed, or on stderr if it was to fail."""
+    """Run a command line; return its stdout, or its stderr if it must fail."""
 
     def run(line: str, code: int = 0) -> str:
         assert cli.main(shlex.split(line)) == code
@@ -119,9 +120,7 @@ def open_pool(
     machines: int = 1,
     **more: Any,
 ) -> None:
-    """Open a pool that has machines at 2 USD an hour each (8 USD on demand), which have run calls for as long as it is
-    old.
-    """
+    """Open a pool with machines at 2 USD an hour each (8 USD on demand), which have run calls since it was opened."""
     began = clock.now - timedelta(seconds=age_seconds)
     now, clock.now = clock.now, began
     try:
@@ -157,7 +156,7 @@ def open_pool(
 
 
 def lines(told: str) -> list[list[str]]:
-    """What a table says, by lines and columns."""
+    """The text of a table, by lines and columns."""
     return [re.split(r" {2,}", line.strip()) for line in told.splitlines()]
 
 
@@ -165,7 +164,7 @@ def lines(told: str) -> list[list[str]]:
 
 
 def test_ps_shows_what_is_open(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """Oldest first, with state, owner, age, and money; what has ended only with --all."""
+    """Oldest first, with state, owner, age and money; ended pools only with --all."""
     open_pool(ledger, clock, folder, "sky-live", owner=HERE, age_seconds=7200, machines=2)
     open_pool(ledger, clock, folder, "sky-dead", owner=DEAD, age_seconds=60)
     open_pool(ledger, clock, folder, "sky-over", owner=HERE, age_seconds=5000)
@@ -210,8 +209,8 @@ def test_ps_as_json_has_the_same_pools(skyward: Skyward, ledger: Ledger, clock: 
     assert pool["ended_at"] is None
 
 
-def test_an_empty_ledger_says_so(skyward: Skyward) -> None:
-    """Each listing says that there is nothing, and what would make something."""
+def test_listings_of_an_empty_ledger_are_one_line(skyward: Skyward) -> None:
+    """Each listing says that it is empty, and how to add an entry."""
     assert "no open pools" in skyward("ps")
     assert "skyward budget set" in skyward("budget list")
     assert lines(skyward("cost"))[-1][0] == "total"
@@ -258,7 +257,7 @@ def test_the_total_is_the_same_by_each_key(
 
 
 def test_the_bill_of_some_days(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """From a day on, and until before another."""
+    """From one day on, and until before another."""
     clock.now = datetime(2026, 11, 21, 12, tzinfo=UTC)
     open_pool(ledger, clock, folder, "sky-a", owner=HERE, age_seconds=3600)
     open_pool(ledger, clock, folder, "sky-b", owner=HERE, age_seconds=86_400 + 3600)
@@ -267,8 +266,10 @@ def test_the_bill_of_some_days(skyward: Skyward, ledger: Ledger, clock: Clock, f
     assert [row[0] for row in lines(skyward("cost --by pool --until 2026-11-21"))] == ["POOL", "sky-b", "total"]
 
 
-def test_what_costs_little_is_added_up(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """Of many lines the costliest are shown, and the rest in one; the total is that of all."""
+def test_the_cheapest_lines_of_a_bill_are_added_up(
+    skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
+) -> None:
+    """Of many lines the most expensive are shown, and the rest in one; the total is that of all."""
     for number in range(4):
         open_pool(ledger, clock, folder, f"sky-{number}", owner=HERE, age_seconds=3600 * (number + 1))
     assert [(row[0], row[3]) for row in lines(skyward("cost --by pool --limit 2"))[1:]] == [
@@ -283,7 +284,9 @@ def test_what_costs_little_is_added_up(skyward: Skyward, ledger: Ledger, clock: 
 
 
 def test_a_sweep_is_dry_without_yes(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """It says what it would do and why, and exits with 3; with --yes it does it; then there is nothing to do."""
+    """Without --yes it says what it would do and why, and exits with 3. With --yes it does it; then there is nothing to
+    do.
+    """
     open_pool(ledger, clock, folder, "sky-dead", owner=DEAD, machines=2)
     open_pool(ledger, clock, folder, "sky-live", owner=HERE)
     told = skyward("sweep", code=3)
@@ -302,7 +305,7 @@ def test_a_sweep_is_dry_without_yes(skyward: Skyward, ledger: Ledger, clock: Clo
     assert "nothing is to be done" in skyward("sweep")
 
 
-def test_a_sweep_that_fails_in_part_says_so(
+def test_a_sweep_that_fails_in_part_names_each_failure(
     skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
 ) -> None:
     """Exit code 1, one line for each failure; the rest was done."""
@@ -312,8 +315,10 @@ def test_a_sweep_that_fails_in_part_says_so(
     assert folder.instances() == []
 
 
-def test_a_sweep_says_what_it_has_done(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """Ended, closed and adopted are three things, in words and in JSON."""
+def test_a_sweep_reports_what_it_has_done(
+    skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
+) -> None:
+    """Ended, closed and adopted are separate, in text and in JSON."""
     for number in range(2):
         open_pool(ledger, clock, folder, f"sky-gone-{number}", owner=DEAD)
         folder.terminate([instance.id for instance in folder.instances()])
@@ -331,14 +336,14 @@ def test_a_sweep_says_what_it_has_done(skyward: Skyward, ledger: Ledger, clock: 
     assert ledger.pools() == []
 
 
-def test_a_sweep_that_only_fails_says_so(
+def test_a_sweep_that_only_fails_reports_nothing_as_ended(
     ledger: Ledger,
     clock: Clock,
     folder: FolderProvider,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Nothing is called ended that may be there."""
+    """A machine that may still exist is not reported as ended."""
     open_pool(ledger, clock, folder, "sky-dead", owner=DEAD)
 
     def refuse(*_: object) -> None:
@@ -353,8 +358,8 @@ def test_a_sweep_that_only_fails_says_so(
 def test_a_sweep_lists_the_providers_of_its_options(
     skyward: Skyward, ledger: Ledger, folder: FolderProvider, tmp_path: Path
 ) -> None:
-    """By name, or as JSON with its fields; machines that no ledger knows are left until they are old, and another
-    user's unless `--unknown` is given.
+    """By name, or as JSON with its fields. Machines that are in no ledger stay until they are old, and another user's
+    machines unless `--unknown` is given.
     """
     (tmp_path / "other").mkdir()
     other = FolderProvider(folder=str(tmp_path / "other"))
@@ -370,7 +375,7 @@ def test_a_sweep_lists_the_providers_of_its_options(
 
 
 def test_a_pool_is_stopped_by_its_id(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """Live or not; an unknown one is an error that says where to look."""
+    """Live or not. The error for an unknown pool says where to look."""
     open_pool(ledger, clock, folder, "sky-live", owner=HERE, machines=2)
     assert re.fullmatch(
         r"sky-live has ended: 2 machines ended \(sky-live\S+, sky-live\S+\); nothing of it is left\n",
@@ -381,10 +386,10 @@ def test_a_pool_is_stopped_by_its_id(skyward: Skyward, ledger: Ledger, clock: Cl
     assert "skyward ps --all" in skyward("stop sky-nowhere", code=1)
 
 
-def test_a_stop_says_whether_it_has_ended_anything(
+def test_a_stop_reports_whether_it_has_ended_machines(
     skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
 ) -> None:
-    """For an unknown pool, and for one without machines, it does not say that something was ended."""
+    """For an unknown pool, and for one without machines, it does not report an end."""
     where = shlex.quote(json.dumps({"name": "folder", "folder": folder.folder}))
     assert skyward(f"stop nope --provider {where}").startswith(
         "nothing was ended: the ledger has no pool 'nope', and folder lists no machine of it"
@@ -397,7 +402,7 @@ def test_a_stop_says_whether_it_has_ended_anything(
 
 
 def test_a_receipt_is_json(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """What became of each thing; an unknown pool has none."""
+    """It has the state of each resource; an unknown pool has no receipt."""
     open_pool(ledger, clock, folder, "sky-1", owner=HERE, machines=2)
     skyward("stop sky-1")
     told = json.loads(skyward("receipt sky-1"))
@@ -411,7 +416,7 @@ def test_a_receipt_is_json(skyward: Skyward, ledger: Ledger, clock: Clock, folde
 
 
 def test_why_lists_every_attempt(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """In their order, with the provider's own words; a pool without attempts says so, an unknown one is an error."""
+    """In order, with the provider's own messages. A pool without attempts is reported, an unknown one is an error."""
     open_pool(ledger, clock, folder, "sky-1", owner=HERE)
     assert "sky-1 has not tried" in skyward("why sky-1")
     refused = Attempt(
@@ -481,7 +486,7 @@ def test_a_price_below_a_hundredth_of_a_cent_is_not_zero(
     clock: Clock,
     folder: FolderProvider,
 ) -> None:
-    """Nothing that costs something is 0.0000; programs get the number as it is."""
+    """No price above zero is shown as 0.0000; JSON has the exact number."""
     cheap = Offer(
         provider="folder", instance_type="t", region="here", price_per_hour=0.00001234567, vcpus=1, memory_gb=8
     )
@@ -490,7 +495,7 @@ def test_a_price_below_a_hundredth_of_a_cent_is_not_zero(
     assert lines(skyward("offers"))[1][4] == "0.00001235"
     assert json.loads(skyward("offers --json"))["offers"][0]["price_per_hour"] == 0.00001234567
     assert "costs $0.00001235 an hour" in skyward("offers --max-price 0.000001", code=1)
-    open_pool(ledger, clock, folder, "sky-short", owner=HERE, age_seconds=0.5)  # a begun second is billed whole
+    open_pool(ledger, clock, folder, "sky-short", owner=HERE, age_seconds=0.5)  # a begun second is billed in full
     assert lines(skyward("ps"))[1][-2:] == ["2.00", "0.000556"]
     assert lines(skyward("cost"))[-1][-3:] == ["0.000556", "0.002223", "0.001667"]
 
@@ -499,7 +504,7 @@ def test_a_price_below_a_hundredth_of_a_cent_is_not_zero(
 
 
 def test_a_budget_is_set_and_listed(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """With what is spent, reserved and left in this period; what each run may cost has no sum."""
+    """With the money spent, reserved and left in this period. A limit for each run has no sum."""
     assert skyward("budget set team --limit 100 --per day") == "team: 100 USD per day\n"
     skyward("budget set runs --limit 5.50 --per run")
     assert ledger.accounts() == [
@@ -518,7 +523,7 @@ def test_a_budget_is_set_and_listed(skyward: Skyward, ledger: Ledger, clock: Clo
     assert json.loads(skyward("budget list --json"))[1]["left_usd"] == 9.0
 
 
-# ── how it ends ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── errors and exit codes ────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -535,8 +540,8 @@ def test_a_budget_is_set_and_listed(skyward: Skyward, ledger: Ledger, clock: Clo
         "stop",
     ],
 )
-def test_what_is_not_understood_is_no_traceback(line: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2, with what may be said instead."""
+def test_a_wrong_command_line_is_no_traceback(line: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2, with the valid choices."""
     with pytest.raises(SystemExit) as caught:
         cli.main(shlex.split(line))
     assert caught.value.code == 2
@@ -544,7 +549,7 @@ def test_what_is_not_understood_is_no_traceback(line: str, url: str, capsys: pyt
 
 
 def test_a_ledger_that_cannot_be_used_is_one_line(skyward: Skyward, tmp_path: Path) -> None:
-    """It says what is wrong with it and what to try."""
+    """It names the problem and what to try."""
     (tmp_path / "text").write_text("no ledger at all, and longer than the header of one\n" * 20)
     told = skyward(f"--ledger sqlite:///{tmp_path}/text ps", code=1)
     assert told.startswith("skyward: ")
@@ -552,8 +557,8 @@ def test_a_ledger_that_cannot_be_used_is_one_line(skyward: Skyward, tmp_path: Pa
     assert "damaged" in told
 
 
-def test_a_reader_that_goes_is_no_traceback(url: str, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """`skyward ps | head -1`, as a program of its own."""
+def test_a_closed_pipe_is_no_traceback(url: str, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
+    """`skyward ps | head -1`, as a separate program."""
     open_pool(ledger, clock, folder, "sky-1", owner=HERE)
     command = f"set -o pipefail; {shlex.quote(sys.executable)} -m skyward_core.cli ps --json | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, check=False, timeout=60)
@@ -567,7 +572,7 @@ BUCKETS = {*map(str, Bucket), BILLING_ROUNDING}
 
 
 def documented(command: str) -> dict[str, str]:
-    """What docs/json.md says of a command's fields: where each stands, and what it is."""
+    """Return the fields of a command in docs/json.md: where each one is, and its kind."""
     page = (ROOT / "docs/json.md").read_text()
     (section,) = re.findall(rf"^## {command}\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
     fields = dict(re.findall(r"^\| `([^`]+)` \| ([a-z ]+) \|", section, re.MULTILINE))
@@ -583,7 +588,7 @@ def documented(command: str) -> dict[str, str]:
 
 
 def told_fields(data: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Where each value of some JSON stands, and the value; an empty list is a value of its own."""
+    """Return the position of each value in some JSON, with the value; an empty list is one value."""
     if isinstance(data, dict):
         for name, value in data.items():
             yield from told_fields(value, f"{place}.{_kind_of(name, place)}".lstrip("."))
@@ -607,7 +612,7 @@ def test_json_has_the_fields_of_the_page(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """All fields of docs/json.md are there, of the kind that it says, and no others."""
+    """All fields of docs/json.md are present with their documented kind, and no others."""
     sold = Offer(
         provider="folder", instance_type="t", region="here", price_per_hour=1.0, vcpus=1, memory_gb=8, or_types=("u",)
     )
@@ -669,8 +674,8 @@ def test_json_has_the_fields_of_the_page(
         assert seen == fields.keys(), f"{command} does not tell {fields.keys() - seen}"
 
 
-def test_the_command_itself_is_light() -> None:
-    """To say how it is used it loads neither the database, nor the tables on the terminal, nor any provider."""
+def test_the_help_imports_little() -> None:
+    """For its help it imports neither the database, nor the terminal tables, nor any provider."""
     heavy = "{'sqlalchemy', 'rich', 'pydantic', 'distributed', 'asyncssh'}"
     code = (
         f"import sys; from skyward_core.cli.app import command_tree; command_tree(); print({heavy} & set(sys.modules))"
@@ -681,8 +686,8 @@ def test_the_command_itself_is_light() -> None:
     )
 
 
-def test_the_page_shows_commands_that_are_understood() -> None:
-    """Each command line of docs/commands.md is one that the parser takes.
+def test_the_parser_accepts_the_commands_of_the_page() -> None:
+    """The parser accepts each command line of docs/commands.md.
 
     Looks inside: to run the commands would do what they say.
     """
@@ -693,7 +698,7 @@ def test_the_page_shows_commands_that_are_understood() -> None:
 
 
 def understood(command: Any, words: list[str], parent: Any = None) -> None:
-    """Read a command line without running it; what it does not understand raises."""
+    """Parse a command line without running it; a line that the parser refuses raises."""
     with command.make_context("skyward", words, parent=parent) as context:
         if hasattr(command, "commands"):
             _, found, rest = command.resolve_command(context, [*context._protected_args, *context.args])

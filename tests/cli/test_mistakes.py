@@ -1,5 +1,5 @@
-"""What people, terminals and damaged files do to the `skyward` command: it reports the fault in words, does the rest, and shows
-no traceback.
+"""Wrong input, terminals and damaged files: the `skyward` command reports the fault, does the rest, and shows no
+traceback.
 """
 
 import json
@@ -33,7 +33,7 @@ type Damage = Callable[[str], None]
 
 @pytest.fixture
 def damage(url: str) -> Damage:
-    """Run a statement on the ledger's database behind the ledger's back."""
+    """Run a statement on the ledger's database, without the ledger's methods."""
 
     def run(statement: str) -> None:
         engine = create_engine(url)
@@ -46,7 +46,7 @@ def damage(url: str) -> Damage:
 
 @pytest.fixture
 def run(url: str, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run a command line; return its exit code, what it printed, and what it complained of."""
+    """Run a command line; return its exit code, stdout and stderr."""
 
     def go(line: str) -> tuple[int, str, str]:
         code = cli.main(shlex.split(line))
@@ -80,7 +80,7 @@ RESOURCE_DAMAGES = {
 
 @pytest.fixture
 def three(ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """A live pool, a dead one, and one whose rows a test damages, which is live too."""
+    """A live pool, a dead one, and a live one with rows that a test damages."""
     open_pool(ledger, clock, folder, "sky-live", owner=HERE)
     open_pool(ledger, clock, folder, "sky-dead", owner=DEAD)
     open_pool(ledger, clock, folder, "sky-odd", owner=HERE)
@@ -95,10 +95,10 @@ def test_a_pool_that_cannot_be_read_stops_nothing(
     folder: FolderProvider,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The others are listed and swept; its own machines are left, for the ledger knows them; each command says so and
+    """The others are listed and swept. Its own machines stay, because the ledger has them. Each command reports it and
     exits with 1.
     """
-    # nothing else asks this provider for machines
+    # no other command lists this provider's machines
     monkeypatch.setattr("skyward_core.cleanup.policy.IN_FLIGHT_SECONDS", 0.0)
     damage(POOL_DAMAGES[what])
     code, told, complaint = run("ps")
@@ -127,7 +127,9 @@ def test_a_pool_whose_owner_cannot_be_read_lives_by_its_lease(
     folder: FolderProvider,
     clock: Clock,
 ) -> None:
-    """It is listed, has a receipt, is reported, and ended when its lease has run out: an unreadable owner does not keep machines."""
+    """It is listed, has a receipt, is reported, and ends when its lease has expired. An unreadable owner does not keep
+    machines alive.
+    """
     damage("UPDATE skyward_pools SET owner_process = 'garbage' WHERE id = 'sky-odd'")
     code, told, complaint = run("ps --json")
     assert (code, {pool["pool"]: pool["state"] for pool in json.loads(told)}["sky-odd"]) == (1, "live")
@@ -151,7 +153,7 @@ def test_a_resource_that_cannot_be_read_stops_nothing(
     folder: FolderProvider,
     ledger: Ledger,
 ) -> None:
-    """Each command names it, in ps, cost, receipt and sweep; a dead pool's machine is ended all the same."""
+    """Each command names it: ps, cost, receipt and sweep. A dead pool's machine ends all the same."""
     damage(RESOURCE_DAMAGES[what])
     for line in ("ps", "cost --by day", "cost --by bucket --json", "cost --by pool", "receipt sky-odd"):
         code, told, complaint = run(line)
@@ -168,13 +170,13 @@ def test_a_resource_that_cannot_be_read_stops_nothing(
     assert {machine.pool_id for machine in folder.instances()} == {"sky-live"}
     entry = ledger.pool("sky-odd")
     assert entry is not None
-    assert entry.ended_at is None  # what cannot be read is not known to be gone
+    assert entry.ended_at is None  # an unreadable entry is not known to be gone
 
 
-def test_a_bill_without_the_rows_that_are_no_numbers(
+def test_a_bill_omits_and_names_rows_without_a_number(
     three: None, run: Callable[..., tuple[int, str, str]], damage: Damage
 ) -> None:
-    """Nothing is added up as zero in silence: the row is named, the total is that of the others."""
+    """No such row counts as zero without a message: the row is named, the total is that of the others."""
     before = json.loads(run("cost --json")[1])["total"]["cost_usd"]
     damage(RESOURCE_DAMAGES["price is nan"])
     code, told, complaint = run("cost --json")
@@ -189,7 +191,7 @@ def test_other_rows_that_cannot_be_read(
     ledger: Ledger,
     clock: Clock,
 ) -> None:
-    """Tries, accounts and reservations, and text that is not UTF-8: each stops its own line only."""
+    """Attempts, accounts and reservations, and text that is not UTF-8: each affects only its own line."""
     ledger.set_account(Account("team", Decimal(5), Period.DAY))
     ledger.set_account(Account("odd", Decimal(5), Period.DAY))
     tried = [
@@ -209,7 +211,7 @@ def test_other_rows_that_cannot_be_read(
 
 
 @pytest.mark.parametrize("version", ["abc", "-1", "", "2.5", "²"])
-def test_a_version_that_is_none_is_refused(
+def test_a_database_without_a_known_version_is_refused(
     version: str, ledger: Ledger, skyward: Skyward, damage: Damage, url: str
 ) -> None:
     """No command migrates, or writes into, a database that is no ledger of a known version."""
@@ -220,7 +222,7 @@ def test_a_version_that_is_none_is_refused(
         Ledger(url)
 
 
-# ── what is typed ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── wrong command lines ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -254,8 +256,10 @@ def test_a_version_that_is_none_is_refused(
         "--ledger '' ps",
     ],
 )
-def test_what_means_nothing_is_refused_in_words(line: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2; the terminal sees no control character, and no endless line."""
+def test_a_meaningless_argument_is_an_error_with_a_message(
+    line: str, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2; the terminal gets no control character, and no endless line."""
     with pytest.raises(SystemExit) as caught:
         cli.main(shlex.split(line.replace("$'\\x1b[2J'", "'\x1b[2J'")))
     assert caught.value.code == 2
@@ -270,7 +274,7 @@ def test_what_means_nothing_is_refused_in_words(line: str, url: str, capsys: pyt
     [("swep", "Did you mean 'sweep'?"), ("budget liste", "Did you mean 'list'?"), ("ps --al", "--all")],
 )
 def test_a_near_miss_gets_a_suggestion(line: str, suggestion: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The error names the command or option that is nearest to what was typed."""
+    """The error names the nearest command or option."""
     with pytest.raises(SystemExit) as caught:
         cli.main(line.split())
     assert caught.value.code == 2
@@ -278,14 +282,14 @@ def test_a_near_miss_gets_a_suggestion(line: str, suggestion: str, capsys: pytes
 
 
 def test_a_choice_that_does_not_exist_is_refused_with_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
-    """The error has the choices, and no words of the library that reads them."""
+    """The error has the choices, and no text of the library that parses them."""
     with pytest.raises(SystemExit):
         cli.main(["cost", "--by", "colour"])
     assert "error: Invalid value for '--by': 'colour' is not one of 'day', 'pool'," in capsys.readouterr().err
 
 
-def test_the_command_says_its_version(skyward: Skyward, capsys: pytest.CaptureFixture[str]) -> None:
-    """And where the versions are that it was tested with."""
+def test_the_command_prints_its_version(skyward: Skyward, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another option prints the path of the file with the tested versions."""
     for line, expected in (("--version", "skyward 0."), ("--constraints", str(ROOT / "skyward_core/constraints-3."))):
         with pytest.raises(SystemExit) as caught:
             cli.main([line])
@@ -295,7 +299,7 @@ def test_the_command_says_its_version(skyward: Skyward, capsys: pytest.CaptureFi
     assert Path(told.strip()).is_file()
 
 
-# ── where it is printed ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── output ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def shell(line: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -313,14 +317,14 @@ def shell(line: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_full_disk_and_a_reader_that_goes(three: None, monkeypatch: pytest.MonkeyPatch, unbuffered: str) -> None:
-    """One line, or none at all for a reader who has seen enough; the exit code is 1.
+def test_a_full_disk_and_a_closed_pipe(three: None, monkeypatch: pytest.MonkeyPatch, unbuffered: str) -> None:
+    """One line, or none if the reader has closed the pipe; the exit code is 1.
 
     With PYTHONUNBUFFERED too, as in many containers.
     """
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     for line in ("skyward ps", "skyward ps --json", "skyward --version"):
-        # else each print raises by itself, and its words are the system's alone
+        # else each print raises by itself, and only the system's message is shown
         done = shell(f"{line} > /dev/full", PYTHONUNBUFFERED="")
         assert (
             done.returncode,
@@ -335,8 +339,8 @@ def test_a_full_disk_and_a_reader_that_goes(three: None, monkeypatch: pytest.Mon
     assert "Traceback" not in shell("skyward ps >&- 2>&1").stdout
 
 
-def test_a_terminal_without_unicode_shows_all(ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """A name that it cannot show stands there by its numbers."""
+def test_a_terminal_without_unicode_shows_every_name(ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
+    """Characters that it cannot show are written as their numbers."""
     open_pool(ledger, clock, folder, "sky-möwe", owner=HERE)
     done = shell("skyward ps", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert (done.returncode, "sky-m\\xf6we" in done.stdout) == (0, True)
@@ -345,7 +349,7 @@ def test_a_terminal_without_unicode_shows_all(ledger: Ledger, clock: Clock, fold
 def test_tables_are_readable_on_a_narrow_terminal(
     three: None, skyward: Skyward, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With 20 columns each value stands on a line of its own, whole; with 200 it is a table."""
+    """With 20 columns each value has its own line, complete; with 200 it is a table."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "20")
     told = skyward("ps")
@@ -356,11 +360,11 @@ def test_tables_are_readable_on_a_narrow_terminal(
     assert skyward("ps").splitlines()[0].startswith("POOL  ")
 
 
-# ── anything at all ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── generated command lines ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _options(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], list[Any]]]:
-    """Each command with its options and arguments, as typer knows them."""
+    """Each command with its options and arguments, as typer has them."""
     for name, sub in getattr(command, "commands", {}).items():
         yield from _options(sub, (*path, name))
     if not hasattr(command, "commands"):
@@ -430,7 +434,7 @@ WORDS = st.one_of(
 
 @st.composite
 def command_lines(draw: st.DrawFn) -> list[str]:
-    """A command with some of its options; most values mean nothing."""
+    """A command with some of its options; most values are meaningless."""
     path, params = draw(st.sampled_from(COMMANDS))
     words: list[str] = []
     for param in params:
@@ -455,7 +459,7 @@ def test_no_command_line_is_a_traceback(
     tmp_path_factory: pytest.TempPathFactory,
     line: list[str],
 ) -> None:
-    """Whatever is typed: an exit code, and words."""
+    """Any command line has an exit code and a message."""
     load = base.load
 
     def loading(wish: Any) -> Any:
@@ -482,7 +486,7 @@ def test_no_command_line_is_a_traceback(
 )
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_url_of_a_ledger_is_a_traceback(url: str, tmp_path: Path, where: str) -> None:
-    """It is opened, or refused in words."""
+    """It is opened, or refused with a message."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
         try:
@@ -491,7 +495,7 @@ def test_no_url_of_a_ledger_is_a_traceback(url: str, tmp_path: Path, where: str)
             assert end.code in (0, 2)
 
 
-def test_a_bill_by_work_is_whole_without_a_pools_row(
+def test_a_bill_by_work_is_complete_without_a_pools_row(
     three: None, run: Callable[..., tuple[int, str, str]], damage: Damage
 ) -> None:
     """Its resources belong to no work, and are in the total."""
@@ -502,10 +506,10 @@ def test_a_bill_by_work_is_whole_without_a_pools_row(
     assert json.loads(out)["total"] == whole
 
 
-def test_a_terminal_obeys_nothing_that_a_row_holds(
+def test_escape_sequences_of_a_row_do_not_reach_the_terminal(
     three: None, run: Callable[..., tuple[int, str, str]], damage: Damage
 ) -> None:
-    """Others may write to a ledger that is shared: their text is shown, with escape sequences written out."""
+    """Other users may write to a shared ledger: their text is shown with escape sequences written out."""
     damage("UPDATE skyward_pools SET owner_user = 'x\x1b[2J' WHERE id = 'sky-odd'")
     _, out, told = run("ps --all")
     assert "\x1b" not in out + told

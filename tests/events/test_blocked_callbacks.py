@@ -1,4 +1,4 @@
-"""A callback or terminal that blocks delays only itself: calls, the lease and the pool's end go on."""
+"""A callback or terminal that blocks delays only itself: calls, the lease and the pool's end continue."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ def sweep() -> str:
 
 
 @pytest.mark.slow
-def test_a_sweep_takes_no_living_pool_for_dead_while_a_callback_blocks(
+def test_a_sweep_leaves_a_living_pool_while_a_callback_blocks(
     sink: BlockedByLines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The callback blocks for longer than the lease; the lease is still renewed, and a sweep leaves the pool alone."""
-    # that of all tests has hosts that take the sweep longer than the lease
+    """The callback blocks for longer than the lease; the lease is still renewed, and a sweep leaves the pool."""
+    # the ledger of all tests has hosts for which a sweep takes longer than the lease
     monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
     with pool_with(sink, lease_seconds=LEASE_SECONDS) as pool:
         assert prints(1) >> pool == 2
@@ -91,7 +91,7 @@ def test_a_sweep_takes_no_living_pool_for_dead_while_a_callback_blocks(
 
 @pytest.mark.slow
 def test_an_attached_client_keeps_the_lease_while_a_callback_blocks(sink: BlockedByLines) -> None:
-    """Likewise for a pool that another process has opened."""
+    """The same for a pool that another process has opened."""
     opener = sky.ComputePool(provider=sky.Local(), display="quiet", lease_seconds=LEASE_SECONDS).open()
     lease = opener.detach(lease_seconds=2 * LEASE_SECONDS)
     try:
@@ -144,7 +144,7 @@ def test_a_callback_may_close_the_pool() -> None:
 
 
 def test_a_callback_may_use_the_pool() -> None:
-    """It waits for its call, and the events of that call wait for the callback."""
+    """The callback waits for its call, and the events of that call wait for the callback."""
     results: list[int] = []
 
     def uses(event: Any) -> None:

@@ -1,4 +1,4 @@
-"""The displays, fed with the events of a pool's life and judged by the text they write."""
+"""The displays get the events of a pool's life, and the tests check their text."""
 
 import io
 import logging
@@ -61,7 +61,7 @@ CLOSING: list[SkywardEvent] = [PoolStopping(), InstanceStopping("i-a"), CostFina
 
 
 class Terminal(io.StringIO):
-    """A file that says it is a terminal."""
+    """A file that claims to be a terminal."""
 
     @override
     def isatty(self) -> bool:
@@ -70,7 +70,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def unconfigured(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
-    """Logging as a script finds it that configured nothing: a root logger of its own in place of the one where pytest
+    """Logging as in a script that has configured nothing: a new root logger in place of the one to which pytest
     listens.
     """
     root = logging.RootLogger(logging.WARNING)
@@ -99,8 +99,8 @@ def _written(kind: str, events: list[SkywardEvent], file: io.StringIO | None = N
 
 
 @pytest.mark.usefixtures("unconfigured")
-def test_log_tells_the_life_of_a_pool_in_calm_lines():
-    """The log has one line for each event worth it, in order, with ranks in place of machine ids."""
+def test_log_has_one_line_for_each_important_event():
+    """The lines are in order, with ranks in place of machine ids."""
     assert _written("log", OPENING + CLOSING).splitlines() == [
         "skyward  looking for machines",
         "skyward  found what you asked for in here",
@@ -138,14 +138,14 @@ def test_log_tells_the_life_of_a_pool_in_calm_lines():
         (123456789, "123456789.0000"),
     ],
 )
-def test_nothing_that_costs_something_is_told_as_nothing(amount: float | Decimal, told: str):
-    """Four decimals, more only where the first four digits need them; no zero stands behind those."""
+def test_a_price_above_zero_is_not_shown_as_zero(amount: float | Decimal, told: str):
+    """Four decimals, more only where the first four digits need them; no trailing zeros after those."""
     assert digits(amount) == told
 
 
 @pytest.mark.usefixtures("unconfigured")
-def test_log_tells_the_cost_once_a_minute_and_metrics_never():
-    """Of an update every 10 s for 130 s, two lines are told; of as many samples, none."""
+def test_log_has_the_cost_once_a_minute_and_no_metrics():
+    """An update every 10 s for 130 s makes two lines; metrics make none."""
     events: list[SkywardEvent] = []
     for second in range(10, 140, 10):
         events += [CostUpdate(float(second), second / 100, 36.0, 1, 0), Metrics("i-a", 0, 50.0, 50.0, 1.0, 2.0)]
@@ -189,8 +189,8 @@ def test_log_tells_the_cost_once_a_minute_and_metrics_never():
     ],
 )
 @pytest.mark.usefixtures("unconfigured")
-def test_log_marks_trouble_and_node_output(event: SkywardEvent, line: str):
-    """Trouble is marked by its level, and what a node prints by its node, letter for letter."""
+def test_log_marks_problems_and_node_output(event: SkywardEvent, line: str):
+    """Problems have their level. A node's output has the node's name and is unchanged."""
     assert _written("log", [event]) == line + "\n"
 
 
@@ -203,8 +203,8 @@ def test_log_prints_to_stderr_and_leaves_stdout_alone(capsys: pytest.CaptureFixt
     assert capsys.readouterr() == ("", "[node 0] hello\n")
 
 
-def test_log_hands_lines_to_configured_logging_only_once(unconfigured: logging.Logger):
-    """Where the user configured logging, before or after the pool opened, lines go there and not to stderr as well."""
+def test_log_sends_lines_to_configured_logging_only_once(unconfigured: logging.Logger):
+    """If the user configured logging, before or after the pool opened, lines go there and not to stderr too."""
     file, heard = io.StringIO(), io.StringIO()
     shown = display("log", file=file)
     handler = logging.StreamHandler(heard)
@@ -216,7 +216,7 @@ def test_log_hands_lines_to_configured_logging_only_once(unconfigured: logging.L
 
 @pytest.mark.usefixtures("unconfigured")
 def test_log_leaves_the_logger_as_it_was():
-    """After the last of two displays is closed, twice, the logger has the level and the handlers it had."""
+    """After two displays are closed, the last one twice, the logger has its old level and handlers."""
     logger = logging.getLogger("skyward")
     file = io.StringIO()
     first, second = display("log", file=file), display("log", file=file)
@@ -231,7 +231,7 @@ def test_log_leaves_the_logger_as_it_was():
 
 
 def test_quiet_shows_nothing(capfd: pytest.CaptureFixture[str]):
-    """Quiet means quiet, errors included: they are raised where the caller is."""
+    """This includes errors, which are raised in the caller."""
     assert _written("quiet", [*OPENING, Error("no key"), *CLOSING]) == ""
     assert capfd.readouterr() == ("", "")
 
@@ -248,16 +248,14 @@ def test_spinner_without_a_terminal_prints_plain_lines():
 
 
 @pytest.mark.usefixtures("unconfigured")
-def test_cancelled_calls_are_not_told_as_done():
-    """Of four calls that were cancelled none is done."""
+def test_cancelled_calls_are_not_counted_as_done():
+    """Of four cancelled calls none is done."""
     events = [CallProgress(4, 0, 0, 4), PoolStopping()]
     assert _written("log", events) == "skyward  giving the machines back (0 of 4 calls done, 4 cancelled)\n"
 
 
 def test_spinner_draws_phases_calls_and_cost(terminal: Terminal):
-    """On a terminal the rows follow the machines' steps, the calls and the bill, and the last state stays on the
-    screen.
-    """
+    """On a terminal the rows show the machines' phases, the calls and the bill. The last state stays on the screen."""
     shown = display("spinner", file=terminal)
     for event in OPENING[:8]:
         shown(event)
@@ -272,22 +270,22 @@ def test_spinner_draws_phases_calls_and_cost(terminal: Terminal):
 
 
 def test_spinner_drops_the_row_of_a_machine_that_is_ready(terminal: Terminal):
-    """When all machines are ready their rows are gone, and the pool's row is the last."""
+    """When all machines are ready their rows are removed, and the pool's row is the last."""
     last_picture = _written("spinner", OPENING, terminal).rsplit("ready after 3.2 s: 2 nodes, 4 slots", 1)
     assert len(last_picture) == 2
     assert "node" not in last_picture[1]
 
 
 def test_spinner_leaves_the_bill_on_the_screen(terminal: Terminal):
-    """What stays at the end is the bill, even of a pool that never became ready, and no machine's row."""
+    """The bill stays at the end, even of a pool that never became ready, and no machine's row."""
     last_picture = _written("spinner", OPENING[:8] + CLOSING, terminal).rsplit("done: 12.3 s, $0.0123 (2 on demand)", 1)
     assert len(last_picture) == 2
     assert "node" not in last_picture[1]
 
 
 def test_spinner_prints_node_output_above_the_rows_as_it_is(terminal: Terminal):
-    """A node's line is printed letter for letter, markup and emoji names included, and so are a lost machine and a
-    budget that runs low.
+    """A node's line is printed unchanged, including markup and emoji names. A lost machine and a low budget are printed
+    too.
     """
     events: list[SkywardEvent] = [
         LogLine(0, "i-a", "loss [bold]:smile:[/bold]", 0.0),
@@ -300,8 +298,8 @@ def test_spinner_prints_node_output_above_the_rows_as_it_is(terminal: Terminal):
     assert "$8.00 of $10.00 are spent" in text
 
 
-def test_spinner_gives_the_terminal_and_its_thread_back(terminal: Terminal):
-    """After close no thread is left, stdout and stderr are the ones before, and later events are not shown."""
+def test_spinner_restores_the_terminal_and_ends_its_thread(terminal: Terminal):
+    """After close no thread is left, stdout and stderr are restored, and later events are not shown."""
     before = (set(threading.enumerate()), sys.stdout, sys.stderr)
     shown = display("spinner", file=terminal)
     shown(InfraCreating())
@@ -314,7 +312,7 @@ def test_spinner_gives_the_terminal_and_its_thread_back(terminal: Terminal):
 
 
 def test_a_second_spinner_on_the_same_terminal_prints_lines(terminal: Terminal, monkeypatch: pytest.MonkeyPatch):
-    """Of two pools at once only the first draws; the other's lines come out above its rows."""
+    """Of two pools at once only the first draws; the other's lines are printed above its rows."""
     monkeypatch.setattr(sys, "stderr", terminal)
     first, second = display("spinner"), None
     try:
@@ -332,7 +330,7 @@ def test_a_second_spinner_on_the_same_terminal_prints_lines(terminal: Terminal, 
 @pytest.mark.usefixtures("unconfigured")
 @pytest.mark.parametrize("kind", ["log", "spinner"])
 def test_events_and_close_may_come_from_different_threads(kind: str, terminal: Terminal):
-    """Closing in the middle of a stream of events raises nothing in either thread, and lines stay whole."""
+    """Closing during a stream of events raises nothing in either thread, and lines are complete."""
     file = terminal if kind == "spinner" else io.StringIO()
     shown = display(kind, file=file)
     sent: list[int] = []
@@ -357,13 +355,13 @@ def test_events_and_close_may_come_from_different_threads(kind: str, terminal: T
 
 @pytest.mark.parametrize(("wrong", "near"), [("spiner", "spinner"), ("logs", "log"), ("quite", "quiet")])
 def test_an_unknown_kind_names_the_nearest(wrong: str, near: str):
-    """A misspelt display is refused with the name that was meant."""
+    """A misspelt display is refused, and the error names the nearest one."""
     with pytest.raises(BadRequest, match=f'Did you mean "{near}"'):
         display(wrong)
 
 
 def test_only_the_spinner_needs_rich():
-    """Making the other two imports no rich."""
+    """Creating the other two does not import rich."""
     code = "import sys; from skyward_core.events.console import display; display('log').close(); display('quiet'); print('rich' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"

@@ -1,4 +1,4 @@
-"""Events are values; callbacks are called in order, may replace what they are told, and can break nothing."""
+"""Events are values. Callbacks are called in order, may replace the event, and stop no other callback."""
 
 import dataclasses
 import logging
@@ -20,7 +20,7 @@ LINE = sky.LogLine(0, "i-1", "hello", 1.0)
 
 
 def test_every_event_is_part_of_the_union() -> None:
-    """`SkywardEvent` lists every event class, and the face offers each."""
+    """`SkywardEvent` lists every event class, and `skyward_core` exports each."""
     assert set(typing.get_args(sky.SkywardEvent.__value__)) == set(EVENTS)
     assert len(EVENTS) == 26
     assert all(getattr(sky, kind.__name__) is kind for kind in EVENTS)
@@ -59,7 +59,7 @@ def test_events_have_the_fields_of_the_reference(kind: type, fields: list[str]) 
 
 
 def test_composed_callbacks_are_called_in_order() -> None:
-    """`compose` calls each callback with what the one before returned; None passes the event on as it was."""
+    """`compose` calls each callback with the result of the one before; None passes the event on unchanged."""
     seen: list[Any] = []
 
     def note(event: Any) -> None:
@@ -76,7 +76,7 @@ def test_composed_callbacks_are_called_in_order() -> None:
 
 
 def test_a_failing_callback_is_reported_once_and_skipped(caplog: pytest.LogCaptureFixture) -> None:
-    """The first failure of each callback is logged with its traceback; the others are called all the same."""
+    """The first failure of each callback is logged with its traceback; the others are called anyway."""
     seen: list[Any] = []
 
     def broken(event: Any) -> None:
@@ -95,7 +95,7 @@ def test_a_failing_callback_is_reported_once_and_skipped(caplog: pytest.LogCaptu
 
 
 def test_emit_reaches_the_registered_callback_only() -> None:
-    """`emit` without a callback does nothing; inside `use_callback` it reaches it, and after it no more."""
+    """`emit` without a callback does nothing; inside `use_callback` it calls that callback, and after it no more."""
     seen: list[Any] = []
     sky.emit(LINE)
     with sky.use_callback(lambda event: seen.append(event)):
@@ -115,7 +115,7 @@ def test_nested_callbacks_are_both_called_outer_first() -> None:
 
 
 def test_a_callback_belongs_to_its_context() -> None:
-    """Another thread does not see the callback of this one, and an error in the block takes it away."""
+    """Another thread does not see the callback of this one, and an error in the block removes it."""
     seen: list[Any] = []
     with pytest.raises(ZeroDivisionError), sky.use_callback(lambda event: seen.append(event)):
         thread = threading.Thread(target=sky.emit, args=(LINE,))

@@ -1,4 +1,4 @@
-"""Events are told in a thread of their own: in order, each once, and whoever puts one waits for no callback."""
+"""One thread delivers the events: in order, each once. A thread that puts an event waits for no callback."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def line(number: int) -> sky.LogLine:
 
 
 class Blocked:
-    """A sink that takes events only while it is let, and says that it stands still."""
+    """A sink that takes events only while it is released, and reports that it blocks."""
 
     def __init__(self) -> None:
         self.told = Told()
@@ -45,7 +45,7 @@ class Blocked:
 
 @pytest.fixture
 def blocked() -> Iterator[Blocked]:
-    """A sink that blocks; let go at the end of the test."""
+    """A sink that blocks; released at the end of the test."""
     sink = Blocked()
     yield sink
     sink.may_go_on.set()
@@ -56,9 +56,10 @@ def ended(queue: EventQueue) -> bool:
     return queue.flush()
 
 
-def test_events_are_told_in_order_and_each_once() -> None:
-    """Many threads put; what one thread has put keeps its order, and the display is closed after the last one, by the
-    thread that tells.
+def test_events_are_delivered_in_order_and_each_once() -> None:
+    """Many threads put; the events of one thread keep their order.
+
+    The display is closed after the last one, by the thread that delivers.
     """
     seen: list[Any] = []
     queue = EventQueue(seen.append, lambda: seen.append(threading.current_thread().name))
@@ -81,8 +82,8 @@ def test_events_are_told_in_order_and_each_once() -> None:
     assert queue.delivered == queue.number == 2000
 
 
-def test_who_puts_an_event_does_not_wait(blocked: Blocked) -> None:
-    """A callback that blocks holds up the thread of the events, and nobody else."""
+def test_putting_an_event_does_not_wait(blocked: Blocked) -> None:
+    """A callback that blocks delays the thread of the events, and no other."""
     queue = EventQueue(blocked)
     began = time.monotonic()
     for number in range(1000):
@@ -96,8 +97,8 @@ def test_who_puts_an_event_does_not_wait(blocked: Blocked) -> None:
     assert len(blocked.told.events) == 1000
 
 
-def test_a_flush_gives_up_when_a_callback_blocks_and_what_is_left_is_told_later(blocked: Blocked) -> None:
-    """Nobody waits without end for a callback; nothing is lost by that."""
+def test_a_flush_ends_when_a_callback_blocks_and_the_rest_is_delivered_later(blocked: Blocked) -> None:
+    """No thread waits without end for a callback, and no event is lost."""
     is_closed = threading.Event()
     queue = EventQueue(blocked, is_closed.set)
     queue.put(line(0))
@@ -112,9 +113,9 @@ def test_a_flush_gives_up_when_a_callback_blocks_and_what_is_left_is_told_later(
 
 
 def test_a_flush_waits_as_long_as_there_is_progress() -> None:
-    """The patience is for one event, not for all.
+    """The time limit is for one event, not for all.
 
-    Sleeps: events have to take longer than the patience, all in all.
+    Sleeps: events have to take longer than the time limit, all in all.
     """
 
     def slow(event: Any) -> None:
@@ -131,7 +132,7 @@ def test_a_flush_waits_as_long_as_there_is_progress() -> None:
     queue.flush()
 
 
-def test_an_event_that_is_being_told_for_long_is_not_waited_for_anew(blocked: Blocked) -> None:
+def test_a_flush_counts_the_time_that_the_current_event_has_taken(blocked: Blocked) -> None:
     """The timeout counts from when the callback got the event.
 
     Looks inside: half a minute passes by changing when it began.
@@ -149,7 +150,7 @@ def test_an_event_that_is_being_told_for_long_is_not_waited_for_anew(blocked: Bl
 
 
 def test_a_callback_may_close_the_queue_and_waits_for_nothing() -> None:
-    """As `pool.close()` in a callback does: what comes after the event is told when the callback has returned."""
+    """As `pool.close()` in a callback does: later events are delivered when the callback has returned."""
     seen: list[Any] = []
     waited: list[bool] = []
 
@@ -169,7 +170,7 @@ def test_a_callback_may_close_the_queue_and_waits_for_nothing() -> None:
 
 
 def test_nothing_comes_after_the_bill() -> None:
-    """CostFinal is the last event, whoever emits after it."""
+    """CostFinal is the last event; later ones are dropped."""
     seen: list[Any] = []
     queue = EventQueue(seen.append)
     queue.put(line(0))
@@ -182,11 +183,11 @@ def test_nothing_comes_after_the_bill() -> None:
 
 
 @given(st.lists(st.sampled_from(["line", "progress", "lost"]), max_size=60), st.integers(2, 10))
-def test_what_waits_is_bounded_and_what_matters_is_kept(kinds: list[str], most: int) -> None:
-    """Beyond the limit lines and progress are dropped and counted; other events never, and the last progress comes
-    last.
+def test_the_queue_is_bounded_and_keeps_important_events(kinds: list[str], most: int) -> None:
+    """Beyond the limit lines and progress are dropped and counted. Other events are never dropped, and the last
+    progress comes last.
 
-    Looks inside: what waits is told to nobody yet.
+    Looks inside: the waiting events are not delivered yet.
     """
     may_go_on = threading.Event()
     seen: list[Any] = []
@@ -212,15 +213,13 @@ def test_what_waits_is_bounded_and_what_matters_is_kept(kinds: list[str], most: 
         1 for event in seen if isinstance(event, sky.LogLine)
     )
     dropped = len(put) - len(lost) - again
-    # the last progress was counted as dropped, and is told all the same
+    # the last progress was counted as dropped, and is delivered anyway
     assert dropped <= sum(told) <= dropped + len(told)
     assert seen[-1] == BILL
 
 
 def test_callbacks_run_in_the_context_in_which_the_pool_was_opened() -> None:
-    """What an orchestrator keeps in context variables, such as the run that it works for, is there for its
-    callbacks.
-    """
+    """Context variables of an orchestrator, such as its current run, are set in its callbacks."""
     variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="nothing")
     seen: list[str] = []
     variable.set("the opener's")
@@ -232,8 +231,8 @@ def test_callbacks_run_in_the_context_in_which_the_pool_was_opened() -> None:
 
 
 def test_a_callback_that_exits_ends_the_program_and_not_the_thread(caplog: pytest.LogCaptureFixture) -> None:
-    """`sys.exit` in a callback is raised where the pool is waited for, once; an exception is logged, and both keep
-    nothing from being told.
+    """`sys.exit` in a callback is raised once, where the program waits for the pool. An exception is logged. Both stop
+    no later event.
     """
     seen: list[Any] = []
 
@@ -268,8 +267,8 @@ def test_records_keep_their_place_among_the_events(caplog: pytest.LogCaptureFixt
     assert "trouble" in caplog.text
 
 
-def test_in_a_fork_nothing_is_told() -> None:
-    """Another process has no thread that tells, and may have been forked while the lock was held."""
+def test_a_fork_delivers_no_events() -> None:
+    """A forked process has no thread that delivers, and the lock may have been held at the fork."""
     seen: list[Any] = []
     queue = EventQueue(seen.append)
     queue.put(line(0))
@@ -289,7 +288,7 @@ def test_in_a_fork_nothing_is_told() -> None:
     assert ended(queue)
 
 
-def test_a_signal_handler_may_put_in_the_middle_of_a_put() -> None:
+def test_a_signal_handler_may_put_during_a_put() -> None:
     """It runs in the thread that it interrupts, which may hold the queue's lock."""
     seen: list[Any] = []
     queue = EventQueue(seen.append)
@@ -304,8 +303,8 @@ def test_a_signal_handler_may_put_in_the_middle_of_a_put() -> None:
     assert seen == [line(1), line(2)]
 
 
-def test_without_a_thread_events_are_told_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system that has no thread left costs the events their thread, and nobody an error."""
+def test_without_a_thread_events_are_delivered_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the system has no thread left, events have no thread of their own, and no error is raised."""
     seen: list[Any] = []
     queue = EventQueue(seen.append, lambda: seen.append("closed"))
 

@@ -97,7 +97,9 @@ printf "POST /machines/%s/shutdown HTTP/1.1\\r\\n\\r\\n" "$SKYWARD_INSTANCE_ID" 
         )
 
     def _told(self, answer: httpx.Response) -> Any:
-        """Return the service's answer. Raises CredentialsError and NoCapacity; any other failure is raised unchanged."""
+        """Return the service's answer. Raises CredentialsError and NoCapacity; any other failure is raised
+        unchanged.
+        """
         if answer.status_code in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
             raise CredentialsError(f"{self.url} refuses the key: give HttpRental another one")
         if answer.status_code == HTTPStatus.CONFLICT and answer.json().get("code") == "capacity":

@@ -344,7 +344,9 @@ def test_an_interrupt(program: Program, text: str, status: int, words: str) -> N
     ],
 )
 def test_an_end_by_the_program_itself(program: Program, text: str, status: int, words: str) -> None:
-    """However Python leaves the program, the machines end before its process, and the program's own error is printed."""
+    """However Python leaves the program, the machines end before its process, and the program's own error is
+    printed.
+    """
     assert program.start(text).status(OPEN_SECONDS) == status, program.stderr
     tidied(program)
     assert words in program.stderr
@@ -554,7 +556,9 @@ def test_a_lock_keeps_no_machine_alive(program: Program) -> None:
 
 
 def test_a_kill_and_a_damaged_ledger(program: Program) -> None:
-    """The reaper ends the machines without the ledger, and logs this. Once the junk was moved away, the reaper exits."""
+    """The reaper ends the machines without the ledger, and logs this. Once the junk was moved away, the reaper
+    exits.
+    """
     program.start(CALLS).come_to(program.is_running_a_call)
     damage(program)
     os.kill(program.pid, signal.SIGKILL)
@@ -649,7 +653,9 @@ say(json.dumps({{
 
 
 def test_the_money_runs_out(program: Program) -> None:
-    """A pool warns, ends its calls with BudgetExceeded and closes before it exceeds its limit; bill and receipt agree."""
+    """A pool warns, ends its calls with BudgetExceeded and closes before it exceeds its limit; bill and receipt
+    agree.
+    """
     assert program.start(SPENDS.format(max_cost=20)).status(OPEN_SECONDS) == 0, program.stderr
     *refusals, story = program.stdout.splitlines()
     told = json.loads(story)

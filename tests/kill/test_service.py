@@ -61,7 +61,9 @@ def test_the_same_token_gives_the_same_machines(rental: RunningService) -> None:
 
 
 def test_a_new_machine_is_listed_only_after_the_lag(rental: RunningService) -> None:
-    """It exists, is billed and can be terminated before any listing shows it. The lag ends by the service's own clock."""
+    """It exists, is billed and can be terminated before any listing shows it. The lag ends by the service's own
+    clock.
+    """
     provider = HttpRental(url=rental.url)
     rental.break_down(create_lag_seconds=60)
     first, second = provider.launch(offer(provider), 2, tags(), "")

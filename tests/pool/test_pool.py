@@ -562,7 +562,9 @@ def test_lines_name_their_node(pool: sky.ComputePool, told: Told) -> None:
 
 
 def test_a_remote_exception_keeps_its_type_and_arguments(pool: sky.ComputePool) -> None:
-    """Type and arguments are those raised on the node. The cause shows its traceback there, and a note names the node."""
+    """Type and arguments are those raised on the node. The cause shows its traceback there, and a note names the
+    node.
+    """
 
     class OwnError(ValueError):
         pass
@@ -672,7 +674,9 @@ def crash(how: str) -> None:
 def test_a_crash_is_a_typed_error_and_the_slot_works_again(
     how: str, kind: type[sky.CallCrashed], exit_code: int, crashing: sky.ComputePool
 ) -> None:
-    """However the process of a call dies, the error has exit code, node and last lines, and both slots work afterwards."""
+    """However the process of a call dies, the error has exit code, node and last lines, and both slots work
+    afterwards.
+    """
     with pytest.raises(sky.CallCrashed) as caught:
         crash(how) >> crashing
     error = caught.value
@@ -768,7 +772,9 @@ def test_a_pool_that_is_not_open_raises_pool_closed() -> None:
 
 @pytest.mark.slow
 def test_a_closed_pool_raises_pool_closed_and_can_be_opened_again() -> None:
-    """After `with`, calls raise PoolClosed. A second close is allowed. A new opening rents new machines on a new bill."""
+    """After `with`, calls raise PoolClosed. A second close is allowed. A new opening rents new machines on a new
+    bill.
+    """
     told = Told()
     pool = one_node(told)
     with pool as opened:

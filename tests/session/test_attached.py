@@ -1,4 +1,4 @@
-"""Other processes use a pool: they attach, leave, and read calls that outlive their client. On this machine, and over SSH.
+"""Other processes use a pool: they attach, leave, and read calls that outlive their client. Here, and over SSH.
 
 Run as a program, this file is another process: one that opens a pool and starts a call detached, or one that attaches.
 """

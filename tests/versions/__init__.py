@@ -1,8 +1,7 @@
-"""`make versions`: the core and every plugin with the lowest versions that pyproject.toml allows, and with the newest
-that exist; each in an environment of its own.
+"""`make versions`: tests the core and every plugin with the lowest and with the newest versions of their requirements.
 
-With the lowest, what pyproject.toml names has the lowest version that it allows, and all else no newer a one than
-uv.lock has. A failure names the package.
+Each combination has its own environment. With the lowest, the packages in pyproject.toml have the lowest version that
+it allows, and no other package is newer than in uv.lock. A failure names the package.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[2]
 PARTS = {"core": ["aws", "postgres"], "prefect": ["prefect"], "airflow": ["airflow"], "dagster": ["dagster"]}
 ALSO = {"dagster": ["dagster-webserver"]}
-"""What a part's smoke starts beside what the extra installs."""
+"""Packages that a part's smoke starts in addition to the extra's packages."""
 BOUNDED = ("dask", "distributed")
-"""What pyproject.toml has an upper bound for."""
+"""Packages for which pyproject.toml has an upper bound."""
 SMOKE_SECONDS = 600
 MINORS = ("3.12", "3.13")
 ENVIRONMENTS = [(system, machine) for system in ("linux", "darwin") for machine in ("x86_64", "arm64", "aarch64")]
@@ -43,8 +42,8 @@ HEAD = """\
 
 
 def constraints(minor: str) -> str:
-    """Return the text of `constraints-{minor}.txt`: what uv.lock has for this Python, the extras and Dagster's web
-    server included.
+    """Return the text of `constraints-{minor}.txt`: the versions of uv.lock for this Python, including the extras and
+    Dagster's web server.
     """
     return HEAD.format(minor=minor) + "".join(f"{line}\n" for line in pins(_exported(), minor))
 
@@ -67,7 +66,7 @@ def _exported() -> list[str]:
 
 
 def pins(exported: Iterable[str], minor: str) -> list[str]:
-    """Return those pins that can hold for this Python; with a marker only where another pin of the same package holds
+    """Return those pins that can apply to this Python; with a marker only where another pin of the same package applies
     elsewhere.
     """
     held: dict[str, list[Requirement]] = {}
@@ -95,7 +94,7 @@ def _environment(minor: str, system: str, machine: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Trial:
-    """One part with one choice of versions on one Python, in a folder of its own."""
+    """One part with one choice of versions on one Python, in its own folder."""
 
     part: str
     resolution: str
@@ -111,8 +110,9 @@ class Trial:
 
 
 def tried(trial: Trial, wheel: Path) -> str:
-    """Make the environment and run the smoke; return "" if all is well, else what is wrong, with the package that it is
-    probably about.
+    """Create the environment and run the smoke.
+
+    Returns "" on success, else the error, with the package that is the probable cause.
     """
     trial.folder.mkdir(parents=True)
     locked = _locked()
@@ -132,7 +132,7 @@ def _installed(trial: Trial, wheel: Path, locked: Mapping[str, str]) -> str:
         limits = trial.folder / "limits.txt"
         limits.write_text("".join(f"{name}<={version}\n" for name, version in locked.items()))
         flags += ["--constraints", str(limits)]
-    else:  # what has an upper bound is tried beyond it: a smoke that passes says that the bound may move
+    else:  # a version above the upper bound is tried: if the smoke passes, the bound may change
         beyond = trial.folder / "beyond.txt"
         beyond.write_text("".join(f"{name}\n" for name in BOUNDED))
         flags += ["--overrides", str(beyond)]
@@ -159,8 +159,8 @@ def _installed(trial: Trial, wheel: Path, locked: Mapping[str, str]) -> str:
 
 
 def _smoked(trial: Trial, log: Path) -> int | None:
-    """Run the smoke in a home of its own, in a process group that is ended with it; return its exit code, None if it
-    took too long.
+    """Run the smoke with its own home, in a process group that is ended with it; return its exit code, None after a
+    timeout.
     """
     home = trial.folder / "home"
     home.mkdir()
@@ -195,7 +195,7 @@ def _smoked(trial: Trial, log: Path) -> int | None:
 
 
 def versions(trial: Trial) -> dict[str, str]:
-    """Return what is installed in a trial's environment."""
+    """Return the versions installed in a trial's environment."""
     told = subprocess.run(
         [uv.find_uv_bin(), "pip", "freeze", "--quiet", "--python", str(trial.interpreter)],
         capture_output=True,
@@ -214,11 +214,11 @@ def _locked() -> dict[str, str]:
     return found
 
 
-# ── whose fault it is ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── which package is the cause ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def _needs(trial: Trial) -> dict[str, set[str]]:
-    """Return what each package of a trial's environment asks for by itself, on the trial's Python."""
+    """Return the requirements of each package of a trial's environment, on the trial's Python."""
     found: dict[str, set[str]] = {}
     for metadata in (trial.folder / "venv").glob("lib/python*/site-packages/*.dist-info/METADATA"):
         minor = metadata.parents[2].name.removeprefix("python")
@@ -237,11 +237,10 @@ def _needs(trial: Trial) -> dict[str, set[str]]:
 def blamed(
     log: str, installed: Mapping[str, str], locked: Mapping[str, str], needs: Mapping[str, set[str]] | None = None
 ) -> str:
-    """Name the packages in whose files the last traceback of a library goes through, the innermost first, each with its
-    version and the locked one.
+    """Name the packages in the last traceback of a library, the innermost first, each with its version and the locked
+    one.
 
-    The innermost may have called something that has changed under it, in a package that it `needs` and that is not in
-    the traceback.
+    The innermost may have called a changed package that it `needs` and that is not in the traceback.
     """
     names = {name.lower().replace("-", "_"): name for name in installed}
     frames = [match for match in re.findall(r"site-packages/([A-Za-z0-9_]+)", log)]
@@ -272,7 +271,7 @@ def _tail(text: str, lines: int = 25) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Try what is asked for, one after the other; return how many of the trials that may not fail have failed."""
+    """Run the selected trials, one after the other; return how many of those that may not fail have failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.versions", description=__doc__)
     parser.add_argument(
         "resolution", nargs="*", choices=["lowest", "newest", "constraints"], default=["lowest", "newest"]

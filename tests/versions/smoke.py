@@ -1,8 +1,7 @@
-"""A small look at one of the four parts in the environment that runs it: `python smoke.py
-core|prefect|airflow|dagster`, in an empty working directory.
+"""A short test of one of the four parts, in the environment that runs it.
 
-Run as a program by `tests/versions`, in environments that have no pytest. It ends with an exception at the first thing
-that does not work.
+Run it as `python smoke.py core|prefect|airflow|dagster` in an empty working directory. `tests/versions` runs it in
+environments that have no pytest. It ends with an exception at the first failure.
 """
 
 import asyncio
@@ -86,8 +85,8 @@ if __name__ == "__main__":
 
 
 def core() -> None:
-    """Import every module; a ledger, a TLS pool with a call, an SSH session, the command, and the drivers of the extras
-    that are there.
+    """Import every module; use a ledger, a TLS pool with a call, an SSH session, the command, and the drivers of the
+    installed extras.
     """
     import skyward_core as sky
 
@@ -110,7 +109,7 @@ def core() -> None:
 
 
 async def _ssh() -> None:
-    """A server and a client of asyncssh's, as our transport uses it."""
+    """A server and a client of asyncssh, as our transport uses it."""
     import asyncssh
 
     key = asyncssh.generate_private_key("ssh-ed25519")
@@ -146,7 +145,7 @@ async def _ssh() -> None:
 
 
 def prefect() -> None:
-    """A server of Prefect's own, with our collection, and a flow that runs two tasks on a pool."""
+    """A Prefect server, with our collection, and a flow that runs two tasks on a pool."""
     port = free_port()
     environ = {
         "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
@@ -181,7 +180,7 @@ def airflow() -> None:
 
 
 def dagster() -> None:
-    """An asset whose function runs on a pool, and the webserver over its definitions."""
+    """An asset with a function that runs on a pool, and the webserver over its definitions."""
     Path("dagster").mkdir()
     Path("dagster/dagster.yaml").write_text("telemetry: {enabled: false}\nnux: {enabled: false}\n")
     Path("smoke_definitions.py").write_text(DAGSTER_DEFINITIONS)
@@ -194,14 +193,14 @@ def dagster() -> None:
 
 
 def run(*command: str, environ: dict[str, str] | None = None) -> None:
-    """Run a command; what it prints goes where ours goes."""
+    """Run a command; its output goes to our output."""
     print("$", *command, flush=True)
     subprocess.run(command, env=os.environ | (environ or {}), check=True)
 
 
 @contextmanager
 def server(environ: dict[str, str], *command: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a server in a process group of its own, and end the group."""
+    """Start a server in its own process group, and end the group."""
     print("$", *command, flush=True)
     with subprocess.Popen(command, env=os.environ | environ, process_group=0) as process:
         try:

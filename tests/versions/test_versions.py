@@ -1,4 +1,6 @@
-"""What is published of the versions that were tested, and how the trials with other versions tell whose fault it is."""
+"""The published constraints of the tested versions, and how a trial with other versions names the package that
+failed.
+"""
 
 import sys
 import tomllib
@@ -13,8 +15,8 @@ from tests.versions import MINORS, ROOT, Trial, blamed, constraints, pins
 
 @pytest.mark.parametrize("minor", MINORS)
 def test_the_constraints_are_those_of_the_lock(minor: str) -> None:
-    """Each file says what uv.lock has now; it lies in the package, and where somebody who has cloned the tree looks
-    first.
+    """Each file has the versions of uv.lock. One copy is in the package, and one at the top of the repository's
+    tree.
     """
     published = ROOT / "skyward_core" / f"constraints-{minor}.txt"
     assert published.read_text() == constraints(minor), "run `make constraints`"
@@ -26,9 +28,7 @@ def test_the_constraints_are_those_of_the_lock(minor: str) -> None:
 
 
 def test_a_pin_holds_for_its_python_only() -> None:
-    """What is only for another Python, or another system, is left out; of two pins of a package each keeps its
-    marker.
-    """
+    """Pins for another Python or system only are left out; of two pins of a package each keeps its marker."""
     exported = [
         "plain==1",
         "old==1 ; python_full_version < '3.13'",
@@ -44,9 +44,9 @@ def test_a_pin_holds_for_its_python_only() -> None:
 
 
 @pytest.mark.parametrize(("name", "failed"), [("sqlalchemy", "2.0.30"), ("pydantic", "2.11.10")])
-def test_a_version_that_was_seen_to_fail_is_not_allowed(name: str, failed: str) -> None:
-    """`make versions` tries the lower bounds, and takes minutes: what it has once refused stays refused (issue 10, on
-    Python 3.12 and 3.13).
+def test_a_version_that_has_failed_is_not_allowed(name: str, failed: str) -> None:
+    """`make versions` tries the lower bounds, and takes minutes. A version that failed there stays refused (issue 10,
+    on Python 3.12 and 3.13).
     """
     dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     (bound,) = [one for one in map(Requirement, dependencies) if one.name == name]
@@ -64,7 +64,7 @@ def test_ci_tries_the_lowest_and_the_newest_versions_of_the_core_and_every_plugi
 
 
 def test_a_failure_names_the_package() -> None:
-    """The innermost package of the traceback first, each with what is locked; a module that is missing before all."""
+    """The innermost package of the traceback first, each with its locked version; a missing module before all."""
     log = """
   File "/x/lib/python3.13/site-packages/skyward_core/ledger/ledger.py", line 1, in <module>
   File "/x/lib/python3.13/site-packages/prefect/server/api/server.py", line 111, in <module>
@@ -91,7 +91,9 @@ TypeError: Body() got an unexpected keyword argument 'min_items'
 
 
 @pytest.mark.parametrize(("minor", "asked"), [("3.12", {"pendulum"}), ("3.13", {"whenever", "rich"})])
-def test_what_a_package_needs_is_told_of_the_trials_python(tmp_path: Path, minor: str, asked: set[str]) -> None:
+def test_the_requirements_of_a_package_are_those_for_the_trials_python(
+    tmp_path: Path, minor: str, asked: set[str]
+) -> None:
     """A trial may have another Python than the one that runs it."""
     info = tmp_path / f"venv/lib/python{minor}/site-packages/prefect-3.8.8.dist-info"
     info.mkdir(parents=True)
@@ -108,7 +110,7 @@ def test_what_a_package_needs_is_told_of_the_trials_python(tmp_path: Path, minor
 def test_only_the_lowest_versions_may_stop_ci(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A failure with the newest is reported, by its part and its package."""
+    """A failure with the newest versions is reported, with its part and its package."""
 
     def built(command: list[str], **_: object) -> None:
         folder = Path(command[command.index("--out-dir") + 1])
