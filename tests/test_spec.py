@@ -189,7 +189,7 @@ def test_what_is_installed_is_read_once_and_only_for_what_is_not_ours(monkeypatc
     """
     scans: list[str] = []
     monkeypatch.setattr(base, "entry_points", lambda group: scans.append(group) or ())
-    base._elsewhere.cache_clear()
+    base._entry_points.cache_clear()
     try:
         for name in ("local", "aws", "verda"):
             assert sky.PoolSpec.of(provider=[name]).providers[0].name == name
@@ -203,7 +203,7 @@ def test_what_is_installed_is_read_once_and_only_for_what_is_not_ours(monkeypatc
             base.load("lokal")
         assert len(scans) == 2
     finally:
-        base._elsewhere.cache_clear()
+        base._entry_points.cache_clear()
 
 
 @pytest.mark.parametrize(

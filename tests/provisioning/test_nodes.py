@@ -56,7 +56,7 @@ def test_a_node_dropped_by_a_failed_replacement_does_not_fail_the_restart(
     """
 
     class Dropped:
-        def tell(self, settings: object) -> None:
+        def send_settings(self, settings: object) -> None:
             nodes.all.clear()
             raise Unreachable("it does not answer")
 
@@ -65,5 +65,5 @@ def test_a_node_dropped_by_a_failed_replacement_does_not_fail_the_restart(
     monkeypatch.setattr(nodes, "settings", lambda *_: None)
     restart = HeadRestart.__new__(HeadRestart)
     vars(restart).update(_nodes=nodes, _rental=rental)
-    restart._tell_or_drop(1, node)
+    restart._send_or_drop(1, node)
     assert rental.ended == []
