@@ -94,7 +94,7 @@ def cloud() -> Iterator[FakeDigitalOcean]:
 
 @pytest.fixture
 def make(cloud: FakeDigitalOcean, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., DigitalOcean]:
-    """Make the provider of the fake."""
+    """Create the provider of the fake."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return lambda **fields: DigitalOcean(endpoint_url=cloud.url, **fields)
 
@@ -113,7 +113,7 @@ def an_offer(provider: DigitalOcean, want: Requirements = CPU) -> Offer:
 
 
 def strangers(cloud: FakeDigitalOcean) -> None:
-    """More than a page of each kind, with names and tags that resemble ours."""
+    """Add more than a page of droplets and keys, with names and tags that resemble ours."""
     cpu, gpu = SIZES[0], SIZES[5]
     looks = [
         ("web", ["skyward-demo"]),
@@ -176,7 +176,7 @@ class TestDigitalOcean(RestContract):
 
 
 def test_sizes_become_offers(make: Callable[..., DigitalOcean]) -> None:
-    """VRAM is listed for all GPUs together, memory in MiB. The figures are those of the fact sheet."""
+    """The API lists VRAM for all GPUs together, and memory in MiB. The figures are those of the fact sheet."""
     offers = {(offer.instance_type, offer.region): offer for offer in make(region=None).offers(Requirements())}
     eight = offers["gpu-h100x8-640gb", "nyc1"]
     assert (eight.accelerator, eight.accelerators, eight.accelerator_memory_gb, eight.vcpus) == ("H100", 8, 80, 160)
@@ -187,7 +187,7 @@ def test_sizes_become_offers(make: Callable[..., DigitalOcean]) -> None:
 
 
 def test_a_size_that_cannot_be_ordered_is_no_offer(make: Callable[..., DigitalOcean]) -> None:
-    """Neither a retired size, nor one without a price, nor one that is "available" in no region."""
+    """The size is retired, has no price, or is "available" in no region."""
     sold = {offer.instance_type for offer in make(region=None).offers(Requirements())}
     assert not sold & {"s-8vcpu-retired", "s-priceless", "gpu-h200x1-141gb"}
 
@@ -200,8 +200,8 @@ def test_a_chip_that_the_catalogue_does_not_know_is_left_out(
     assert "gpu-quantumx1" in caplog.text
 
 
-def test_a_spot_size_is_the_spot_offer_of_its_twin() -> None:
-    """With the on-demand price of the slug without the suffix, even if that size cannot be ordered."""
+def test_a_spot_size_becomes_a_spot_offer() -> None:
+    """Its on-demand price is that of the slug without the suffix, even if that size cannot be ordered."""
     spot = [offer for offer in to_offers(SIZES) if offer.is_spot]
     assert [
         (offer.instance_type, offer.region, offer.price_per_hour, offer.on_demand_price_per_hour) for offer in spot
@@ -215,7 +215,7 @@ def test_a_spot_size_is_the_spot_offer_of_its_twin() -> None:
     ]
 
 
-def test_a_spot_machine_is_created_and_listed_as_one(
+def test_a_spot_machine_is_created_and_listed_as_spot(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
     provider = make(region="ric1")
@@ -246,13 +246,15 @@ def test_a_spot_machine_is_created_and_listed_as_one(
         ("sfo9", set()),
     ],
 )
-def test_regions_are_one_several_or_all(make: Callable[..., DigitalOcean], region: Any, regions: set[str]) -> None:
+def test_one_several_or_all_regions_can_be_used(
+    make: Callable[..., DigitalOcean], region: Any, regions: set[str]
+) -> None:
     assert {offer.region for offer in make(region=region).offers(Requirements())} == regions
     assert make().region is None
 
 
 def test_a_machine_has_two_gigabytes_unless_less_is_required(make: Callable[..., DigitalOcean]) -> None:
-    """By an amount of memory, or by the name of a size."""
+    """A requirement may set less memory, or name a size."""
     slugs = [
         {offer.instance_type for offer in make().offers(want)} for want in (Requirements(), Requirements(memory_gb=0.5))
     ]
@@ -262,7 +264,7 @@ def test_a_machine_has_two_gigabytes_unless_less_is_required(make: Callable[...,
     }
 
 
-def test_what_is_paid_at_least_is_the_greater_of_a_minute_and_a_cent(make: Callable[..., DigitalOcean]) -> None:
+def test_the_minimum_charge_is_the_greater_of_a_minute_and_a_cent(make: Callable[..., DigitalOcean]) -> None:
     """Price page, 2026-05: 60 s or $0.01, whichever is higher."""
     offers = {offer.instance_type: offer for offer in make(region=("nyc1", "tor1")).offers(Requirements())}
     small, large = (price_of(offers[slug], make()).cost(1) for slug in ("s-2vcpu-4gb", "gpu-h100x8-640gb"))
@@ -287,7 +289,7 @@ def test_all_pages_of_sizes_are_read(cloud: FakeDigitalOcean, make: Callable[...
         ("MI355X", 8, "gpu-amd-base"),
     ],
 )
-def test_the_image_goes_with_the_size(accelerator: str | None, count: int, image: str) -> None:
+def test_the_image_fits_the_size(accelerator: str | None, count: int, image: str) -> None:
     offer = Offer(
         provider="digitalocean",
         instance_type="x",
@@ -301,11 +303,11 @@ def test_the_image_goes_with_the_size(accelerator: str | None, count: int, image
     assert image_of(offer) == image
 
 
-# ── what is asked for ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── creating calls ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_ten_names_go_into_one_call(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
-    """One machine is requested by `name`, not by a list."""
+def test_one_call_creates_up_to_ten_machines(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    """A single machine is requested by `name`, several by a list."""
     provider = make()
     launched = provider.launch(an_offer(provider), 21, tags(first_rank=5), STARTUP)
     bodies = [request.body for request in cloud.asked("POST", "/v2/droplets")]
@@ -318,9 +320,9 @@ def test_ten_names_go_into_one_call(cloud: FakeDigitalOcean, make: Callable[...,
 
 
 def test_sixty_four_machines_need_little_time(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
-    """Well under ten seconds at 300 ms a call, pauses included.
+    """At 300 ms a call they need less than ten seconds, pauses included.
 
-    Calls are counted, because a loaded machine's clock says little.
+    The test counts calls, because the time on a busy machine varies.
     """
     provider = make()
     offer = an_offer(provider, GPU)
@@ -336,7 +338,7 @@ def test_sixty_four_machines_need_little_time(cloud: FakeDigitalOcean, make: Cal
 def test_the_machine_gets_its_host_key_our_key_and_the_startup_script(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
-    """As cloud-init's user data. The endpoint has the same host key; the directory is named by the droplet's id."""
+    """They are in cloud-init's user data. The endpoint has the same host key. The droplet's id names the directory."""
     provider = make()
     (launched,) = provider.launch(an_offer(provider), 1, tags(), STARTUP)
     (droplet,) = cloud.droplets.values()
@@ -362,7 +364,7 @@ def test_the_machine_gets_its_host_key_our_key_and_the_startup_script(
 
 
 def test_image_and_network_can_be_chosen(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
-    """An image's number is sent as a number. The network is omitted unless it is configured."""
+    """The id of an image is sent as a number. The network is omitted unless it is configured."""
     with pytest.raises(ValueError, match="name that region with region="):
         make(vpc_uuid="760e09ef-dc84-11e8-981e-3cfdfeaae000")
     provider = make(image="42", region="nyc1", vpc_uuid="760e09ef-dc84-11e8-981e-3cfdfeaae000")
@@ -380,9 +382,9 @@ def test_image_and_network_can_be_chosen(cloud: FakeDigitalOcean, make: Callable
 def test_our_key_is_registered_once_and_named_by_its_fingerprint(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
-    """So that no root password is sent by e-mail.
+    """Otherwise DigitalOcean would send a root password by e-mail.
 
-    The second launch learns that the key exists; keys are never listed.
+    The second launch finds that the key exists. Keys are never listed.
     """
     provider = make()
     for token in ("L1", "L2"):
@@ -398,7 +400,9 @@ def test_our_key_is_registered_once_and_named_by_its_fingerprint(
     assert result.returncode or f"MD5:{fingerprint}" in result.stdout
 
 
-def test_the_other_wording_of_a_registered_key(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+def test_a_registered_key_is_recognized_by_the_other_message_too(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
+) -> None:
     provider = make()
     provider.launch(an_offer(provider), 1, tags(launch="L1"), STARTUP)
     cloud.fail("POST", "/v2/account/keys", unprocessable("Public key has already been taken"))
@@ -416,7 +420,7 @@ def test_a_refused_key_is_an_error(cloud: FakeDigitalOcean, make: Callable[..., 
 def test_a_new_key_may_be_unknown_for_a_while(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Creating calls refuse it for some seconds. They are repeated for a limited time."""
+    """For some seconds creating calls refuse it. They are repeated for a limited time."""
     provider = make()
     cloud.mood.unknown_key = 3
     assert len(provider.launch(an_offer(provider), 2, tags(), STARTUP)) == 2
@@ -439,8 +443,8 @@ ODD = {
 }
 
 
-def test_tags_come_back_as_they_were(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
-    """With any content and length. The fake refuses what DigitalOcean does not allow in a tag."""
+def test_tags_are_preserved(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    """Any content and length is preserved. The fake refuses characters that DigitalOcean does not allow in a tag."""
     provider = make()
     for token, owner in (("L1", ODD[OWNER_TAG]), ("L2", "ü" * 300)):
         given = {**ODD, LAUNCH_TAG: token, OWNER_TAG: owner}
@@ -450,10 +454,10 @@ def test_tags_come_back_as_they_were(cloud: FakeDigitalOcean, make: Callable[...
     assert all("skyward" in droplet.order["tags"] for droplet in cloud.droplets.values())
 
 
-def test_the_capitals_of_a_tags_first_use_change_nothing(
+def test_other_capitals_in_a_listed_tag_do_not_matter(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
-    """A listed tag has the capitals of its first use in the account."""
+    """The account lists a tag with the capitals of its first use."""
     cloud.mood.capitals = {tag.lower(): tag.upper() for tag in to_tags(ODD)}
     provider = make()
     provider.launch(an_offer(provider), 1, ODD, STARTUP)
@@ -462,7 +466,7 @@ def test_the_capitals_of_a_tags_first_use_change_nothing(
     assert all(tag == tag.lower() for tag in to_tags(ODD))
 
 
-def test_parts_of_tags_are_no_tags() -> None:
+def test_an_incomplete_tag_is_ignored() -> None:
     """Tags are added one after the other, in any order. A user's own tags are ignored."""
     parts = to_tags(ODD)
     assert len(parts) > 2
@@ -471,10 +475,10 @@ def test_parts_of_tags_are_no_tags() -> None:
     assert from_tags(["skyward:1-1:a:b"]) == {}
 
 
-def test_a_machine_without_tags_yet_is_known_by_its_name(
+def test_a_machine_without_tags_is_found_by_its_name(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
-    """Only by its own pool, and not by the beginning of the name.
+    """Only its own pool finds it. A pool with a similar name does not.
 
     It has no endpoint until it has an address.
     """
@@ -492,10 +496,10 @@ def test_a_machine_without_tags_yet_is_known_by_its_name(
     assert provider.instances(POOL[:-1]) == provider.instances() == []
 
 
-def test_a_name_is_read_whole() -> None:
+def test_a_name_is_compared_completely() -> None:
     """A pool's name may be another one's with a number.
 
-    A machine that a person has renamed still belongs to its pool.
+    A machine that a user has renamed still belongs to its pool.
     """
     row = {"name": "sky-a-1-0-abcdef12", "tags": []}
     assert tags_of(row, "sky-a") == {}
@@ -518,8 +522,8 @@ def test_a_name_is_read_whole() -> None:
         ("migrating", InstanceState.PENDING),
     ],
 )
-def test_each_status_is_a_state(status: str, state: InstanceState) -> None:
-    """None of them is GONE, because a listed machine is billed. An unknown status is not RUNNING."""
+def test_each_status_has_a_state(status: str, state: InstanceState) -> None:
+    """No status means GONE, because a listed machine is billed. An unknown status does not mean RUNNING."""
     assert state_of({"status": status}) is state
 
 
@@ -532,12 +536,12 @@ def test_both_listings_are_read_without_a_filter(cloud: FakeDigitalOcean, make: 
     assert not [request for request in cloud.asked("GET", "/v2/droplets$") if "tag_name" in request.query]
 
 
-def test_a_listing_that_shifts_while_it_is_read_hides_no_machine(
+def test_a_listing_that_changes_between_pages_loses_no_machine(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
     """If a row of the first page is deleted, a row of the second moves to a page that was already read.
 
-    A listing that keeps changing is an error.
+    A listing that changes again and again is an error.
     """
     provider = make()
     for _ in range(200):
@@ -553,19 +557,19 @@ def test_a_listing_that_shifts_while_it_is_read_hides_no_machine(
 
 
 def test_machines_of_other_regions_are_listed_too(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
-    """`region` only limits offers; teardown must see everything."""
+    """`region` limits only offers, because a teardown must find all machines."""
     elsewhere = make(region="tor1")
     elsewhere.launch(an_offer(elsewhere), 1, tags(), STARTUP)
     assert [instance.region for instance in make(region="ams3").instances(POOL)] == ["tor1"]
 
 
-# ── 202 is not success ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── failures after status 202 ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_machines_whose_creation_is_errored_are_destroyed(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
-    """And left out of the result."""
+    """They are not part of the result."""
     provider = make()
     cloud.mood.errored = 2
     launched = provider.launch(an_offer(provider, GPU), 5, tags(), STARTUP)
@@ -573,8 +577,8 @@ def test_machines_whose_creation_is_errored_are_destroyed(
     assert {int(instance.id) for instance in launched} == set(cloud.droplets)
 
 
-def test_no_machine_at_all_is_no_capacity(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
-    """With the cloud's word. Nothing is left."""
+def test_if_all_machines_fail_it_is_no_capacity(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    """The error has the cloud's own code, and no machine is left."""
     provider = make()
     cloud.mood.errored = 12
     with pytest.raises(NoCapacity, match="errored") as caught:
@@ -586,7 +590,7 @@ def test_no_machine_at_all_is_no_capacity(cloud: FakeDigitalOcean, make: Callabl
 def test_errored_machines_that_cannot_be_destroyed_are_not_reported_as_no_capacity(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], patience: None
 ) -> None:
-    """They may be billed, and NoCapacity would mean that nothing is left."""
+    """They may be billed, and NoCapacity would mean that no machine is left."""
     provider = make()
     offer = an_offer(provider)
     cloud.mood.errored = 1
@@ -599,10 +603,10 @@ def test_errored_machines_that_cannot_be_destroyed_are_not_reported_as_no_capaci
     assert len(provider.instances(POOL)) == len(cloud.droplets) == 3
 
 
-def test_a_machine_that_vanishes_while_it_is_waited_for_is_left_out(
+def test_a_machine_that_disappears_during_the_wait_is_left_out(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
-    """Deleted by another user, or a preempted spot machine: the list lacks it, and its URL answers 404."""
+    """Another user has deleted it, or it was preempted: the list lacks it, and its URL answers 404."""
     provider = make()
     cloud.mood.slow = 4
     cloud.mood.vanishing = 1
@@ -612,10 +616,10 @@ def test_a_machine_that_vanishes_while_it_is_waited_for_is_left_out(
         provider.launch(an_offer(provider), 1, tags(launch="L2"), STARTUP)
 
 
-def test_a_machine_that_is_off_before_it_had_an_address_is_destroyed(
+def test_a_machine_that_is_off_before_it_has_an_address_is_destroyed(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
-    """After its creation is complete. Before that it may be off for a moment."""
+    """Its creation is complete. Before that it may be off for a moment."""
     rows = {"id": 1, "status": "off"}
     answers = iter(["in-progress", "completed"])
 
@@ -641,7 +645,7 @@ def test_a_machine_without_an_address_is_destroyed_after_the_limit(
 
 
 def test_one_poll_reads_few_actions(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
-    """In turns, so that each machine has its turn. The limit is 250 requests a minute."""
+    """They are read in turns, so that each machine is read. The limit is 250 requests a minute."""
     provider = make()
     cloud.mood.slow = 5
     provider.launch(an_offer(provider), 25, tags(), STARTUP)
@@ -655,7 +659,7 @@ def test_one_poll_reads_few_actions(cloud: FakeDigitalOcean, make: Callable[...,
     assert len({path for poll in polls[:3] for path in poll}) == 25
 
 
-# ── refusals and lost answers ────────────────────────────────────────────────────────────────────────────────────────
+# ── errors and lost answers ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -672,7 +676,7 @@ def test_one_poll_reads_few_actions(cloud: FakeDigitalOcean, make: Callable[...,
         (unprocessable("Something new"), BadRequest),
     ],
 )
-def test_one_status_is_capacity_quota_and_validation(
+def test_the_message_distinguishes_capacity_quota_and_validation(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], reply: Reply, kind: type[Exception]
 ) -> None:
     provider = make()
@@ -685,7 +689,7 @@ def test_one_status_is_capacity_quota_and_validation(
     assert len(cloud.asked("POST", "/v2/droplets")) == 1
 
 
-def test_what_was_created_before_a_refusal_is_returned(
+def test_machines_created_before_a_refusal_are_returned(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
     """The second call of two is refused: ten machines exist, and no further call is made."""
@@ -699,7 +703,7 @@ def test_what_was_created_before_a_refusal_is_returned(
 def test_machines_of_a_lost_answer_are_looked_up_and_not_requested_again(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
-    """Machines with the requested names are ours."""
+    """Machines with the requested names belong to the launch."""
     provider = make()
     offer = an_offer(provider, GPU)
     cloud.fail("POST", "/v2/droplets", is_done=True)
@@ -708,10 +712,10 @@ def test_machines_of_a_lost_answer_are_looked_up_and_not_requested_again(
     assert len(cloud.droplets) == 3
 
 
-def test_a_lost_answer_that_cannot_be_looked_up_is_unknown(
+def test_a_lost_answer_without_a_listing_is_an_unknown_outcome(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
-    """A droplet may appear in the listing later, so no error may deny it."""
+    """A droplet may appear in the listing later, so the error must not say that there is none."""
     provider = make()
     offer = an_offer(provider)
     cloud.mood.hidden = 2
@@ -732,10 +736,10 @@ def test_machines_that_are_listed_late_are_waited_for(
     assert len(provider.launch(an_offer(provider), 2, tags(), STARTUP)) == 2
 
 
-def test_too_many_creating_calls_are_no_unknown_outcome(
+def test_throttled_creating_calls_are_no_unknown_outcome(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], patience: None
 ) -> None:
-    """429 is waited out. If it lasts, nothing was done and nothing is looked up."""
+    """429 is waited out. If it lasts, no machine was created and none is looked up."""
     provider = make()
     offer = an_offer(provider)
     cloud.fail("POST", "/v2/droplets", TOO_MANY)
@@ -759,15 +763,15 @@ def test_too_many_creating_calls_are_no_unknown_outcome(
         ({}, None),
     ],
 )
-def test_when_the_hourly_limit_has_room_again(headers: dict[str, str], at: float | None) -> None:
-    """In seconds since 1970 (fact sheet, 2). A value that is unreadable, or about another limit, is ignored."""
+def test_the_time_at_which_the_hourly_limit_ends(headers: dict[str, str], at: float | None) -> None:
+    """The header has seconds since 1970 (fact sheet, 2). An unreadable value, or one of another limit, is ignored."""
     assert reset_of(headers) == at
 
 
-def test_the_hourly_limit_is_waited_out_until_it_has_room(
+def test_the_hourly_limit_is_waited_out(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes without Retry-After."""
+    """The error has no Retry-After."""
     pauses: list[float] = []
     monkeypatch.setattr(
         _http, "time", SimpleNamespace(sleep=pauses.append, monotonic=lambda: sum(pauses), time=lambda: 1790000000.0)
@@ -781,10 +785,10 @@ def test_the_hourly_limit_is_waited_out_until_it_has_room(
     assert pauses == [21.0]
 
 
-# ── ending ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── terminate ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_one_machine_that_cannot_be_destroyed_hides_no_other(
+def test_a_machine_that_cannot_be_destroyed_does_not_keep_others(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
     """All are tried, and the error names those that are left."""
@@ -797,12 +801,12 @@ def test_one_machine_that_cannot_be_destroyed_hides_no_other(
     assert set(cloud.droplets) == {int(ids[1])}
 
 
-def test_ids_of_other_clouds_become_no_path(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+def test_ids_of_other_clouds_are_not_used_in_a_path(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
     make().terminate(["host-0123456789ab", "1/../2", "", "-1", "1?x=1"])
     assert cloud.requests == []
 
 
-def test_one_refusal_of_many_is_no_credentials_error(
+def test_a_single_refused_deletion_is_no_credentials_error(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
     provider = make()
@@ -820,7 +824,7 @@ def test_one_refusal_of_many_is_no_credentials_error(
 def test_an_outage_delays_terminate_only_for_a_limited_time(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], patience: None
 ) -> None:
-    """After the first ones have used up their time, the others are tried once each."""
+    """After the first deletions have used the time, each of the others is tried once."""
     cloud.outage()
     ids = [str(number) for number in range(1000, 1064)]
     with pytest.raises(InstancesLeft) as caught:
@@ -830,7 +834,7 @@ def test_an_outage_delays_terminate_only_for_a_limited_time(
     assert 1 <= len(often) <= 16
 
 
-# ── how a machine ends itself ────────────────────────────────────────────────────────────────────────────────────────
+# ── the end script ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 TOOLS = {
     "curl": 'echo "curl $*" >>"$TOLD"\n'
@@ -841,8 +845,9 @@ TOOLS = {
 
 
 def run_end_script(script: str, folder: Path, fails: int = 0, tries: int = 0) -> list[str]:
-    """Run it with tools that record their arguments, on a machine with the id 4711 that is gone within 60 s of its
-    deletion.
+    """Run the end script with tools that record their arguments.
+
+    The machine has the id 4711. It is gone within 60 s of its deletion.
     """
     for name, text in TOOLS.items():
         tool = folder / name
@@ -865,7 +870,7 @@ def run_end_script(script: str, folder: Path, fails: int = 0, tries: int = 0) ->
 def test_without_a_node_token_a_machine_powers_off(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], tmp_path: Path
 ) -> None:
-    """No other credential is put on it."""
+    """The machine has no other credential."""
     provider = make(token=TOKEN)
     provider.launch(an_offer(provider), 1, tags(), STARTUP)
     (droplet,) = cloud.droplets.values()
@@ -877,7 +882,7 @@ def test_without_a_node_token_a_machine_powers_off(
 def test_with_a_node_token_a_machine_deletes_itself(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], tmp_path: Path
 ) -> None:
-    """By its id from the metadata service. The token is on no command line."""
+    """It uses the id of the metadata service. The token is in no command line."""
     provider = make(node_token=NODE_TOKEN)
     provider.launch(an_offer(provider), 1, tags(), STARTUP)
     (droplet,) = cloud.droplets.values()
@@ -890,8 +895,8 @@ def test_with_a_node_token_a_machine_deletes_itself(
     assert calls[3] == "sleep 60"
 
 
-def test_shellcheck_finds_nothing_in_the_end_script(make: Callable[..., DigitalOcean]) -> None:
-    """Nor in the script that prints the machine's id."""
+def test_the_end_script_passes_shellcheck(make: Callable[..., DigitalOcean]) -> None:
+    """The script that prints the machine's id passes too."""
     script = f'#!/bin/sh\n{make(node_token=NODE_TOKEN)._end_script()}id=$({MACHINE_ID})\necho "$id"\n'
     done = subprocess.run(
         [str(Path(sys.executable).with_name("shellcheck")), "-"],
@@ -903,10 +908,10 @@ def test_shellcheck_finds_nothing_in_the_end_script(make: Callable[..., DigitalO
     assert done.stdout == ""
 
 
-def test_a_machine_that_cannot_delete_itself_tries_again_until_it_is_gone(
+def test_a_failed_deletion_is_repeated_until_the_machine_is_gone(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], tmp_path: Path
 ) -> None:
-    """A machine that is off would cost as much, and could not try again."""
+    """A machine that is off costs the same, and could not try again."""
     provider = make(node_token=NODE_TOKEN)
     provider.launch(an_offer(provider), 1, tags(), STARTUP)
     (droplet,) = cloud.droplets.values()
@@ -922,15 +927,15 @@ def test_a_machine_that_cannot_delete_itself_tries_again_until_it_is_gone(
 
 
 def test_without_an_id_nothing_is_deleted(make: Callable[..., DigitalOcean], tmp_path: Path) -> None:
-    """The URL without an id would be that of all droplets."""
+    """The URL without an id is that of all droplets."""
     (tmp_path / "metadata").write_text("<html>")
     assert not [
         line for line in run_end_script(make(node_token=NODE_TOKEN)._end_script(), tmp_path) if "DELETE" in line
     ]
 
 
-def test_the_node_token_is_in_no_message(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
-    """Neither in an answer that quotes the request, nor in an error of pydantic's."""
+def test_the_node_token_is_in_no_error_message(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+    """An answer may quote the request, and pydantic may quote the value."""
     provider = make(node_token=NODE_TOKEN)
     cloud.fail("POST", "/v2/droplets", unprocessable(f"what is this: {NODE_TOKEN} of {TOKEN}"))
     with pytest.raises(BadRequest) as caught:
@@ -944,10 +949,10 @@ def test_the_node_token_is_in_no_message(cloud: FakeDigitalOcean, make: Callable
 # ── credentials ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_where_the_token_comes_from(
+def test_the_token_comes_from_the_field_a_variable_or_doctls_file(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The field, then the variables in their order, then doctl's file."""
+    """The field has precedence, then the variables in their order, then doctl's file."""
     provider = make()
     monkeypatch.setenv("DIGITALOCEAN_TOKEN", "wrong")
     monkeypatch.setenv("DIGITALOCEAN_ACCESS_TOKEN", TOKEN)
@@ -969,8 +974,8 @@ def test_where_the_token_comes_from(
         provider.account()
 
 
-def test_doctl_s_current_context_counts() -> None:
-    """The token of another context would belong to another account."""
+def test_doctls_current_context_is_used() -> None:
+    """The token of another context may belong to another account."""
     config = "access-token: first\nauth-contexts:\n  home: second\n  work: third\ncompute:\n  work: no\ncontext: {}\noutput: text\n"
     assert doctl_token(config.format("default")) == "first"
     assert doctl_token(config.format("work")) == "third"
@@ -980,13 +985,13 @@ def test_doctl_s_current_context_counts() -> None:
     assert doctl_token('access-token: ""\n') == doctl_token("") == ""
 
 
-def test_the_account_is_the_team_s_or_the_user_s(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
+def test_the_account_is_the_team_or_the_user(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
     assert make().account() == TEAM
     cloud.is_of_a_team = False
     assert make().account() == "b6fr89dbf6d9156c"
 
 
-def test_the_url_may_come_from_the_variable_of_the_clouds_tools(
+def test_the_url_can_come_from_the_variable_of_digitaloceans_tools(
     cloud: FakeDigitalOcean, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DIGITALOCEAN_API_URL", cloud.url + "/")

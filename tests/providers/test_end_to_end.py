@@ -1,7 +1,7 @@
 """Pools on each cloud's fake, which rents out hosts of the test bed.
 
-A pool uses only what the provider has sent. It opens, runs, loses a machine, and ends. Afterwards all that was written
-is searched for credentials.
+A pool uses only data of the provider. It opens, runs, loses a machine, and ends. Afterwards all written data is
+searched for credentials.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from tests.testbed.mirror import Mirror
 WISH = Requirements(vcpus=4)
 AWS_SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
 LEASE_SECONDS = 15
-"""Of a machine that nobody comes for. Longer than a busy machine takes to have its provider see that it runs."""
+"""The lease of a machine without a client. On a busy machine the provider needs less time to report it as running."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # a minute on an idle machine
 
@@ -60,21 +60,21 @@ def where() -> str:
 
 @sky.compute
 def square(number: int) -> int:
-    """Take a moment."""
+    """Return a square after a short pause."""
     time.sleep(0.1)
     return number * number
 
 
 @sky.compute
 def talks() -> str:
-    """Print a secret; return it backwards."""
+    """Print a secret and return it reversed."""
     print("it is", os.environ["HF_TOKEN"])
     return os.environ["HF_TOKEN"][::-1]
 
 
 @dataclass(frozen=True)
 class Rented:
-    """A cloud whose machines are hosts, and the cloud's own way to preempt one."""
+    """A cloud with hosts as machines, and a method to preempt one."""
 
     provider: sky.Provider
     hosting: Hosting
@@ -107,7 +107,7 @@ class HostedDigitalOcean(FakeDigitalOcean):
         return reply
 
     def preempt(self, machine_id: str) -> None:
-        """A spot droplet is destroyed, and is nowhere to be seen."""
+        """Preempt a spot droplet: it is destroyed, and no listing has it."""
         with self.lock:
             del self.droplets[int(machine_id)]
         self._hosting.end(machine_id)
@@ -128,7 +128,7 @@ def digitalocean(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 
 
 class HostedVerda(FakeVerda):
-    """Machines that are hosts: one runs when its host has come up."""
+    """Machines that are hosts. A machine runs when its host has started."""
 
     def __init__(self, hosting: Hosting) -> None:
         super().__init__()
@@ -205,7 +205,7 @@ class HostedAWS(FakeAWS):
         return super()._terminate(environ, request)
 
     def preempt(self, machine_id: str) -> None:
-        """A spot instance is taken back."""
+        """Preempt a spot instance."""
         self.put(machine_id, "terminated", "Server.SpotInstanceTermination")
         self._hosting.end(machine_id)
 
@@ -259,7 +259,7 @@ class HostedVast(FakeVast):
         self._hosting.end(str(contract))
 
     def preempt(self, machine_id: str) -> None:
-        """Outbid: stopped."""
+        """Preempt a container: another user bids more, and it is stopped."""
         with self.lock:
             self.halt(int(machine_id))
         self._hosting.end(machine_id)
@@ -344,8 +344,8 @@ def rented(
     hosting = Hosting(fleet, mirror.configure)
     try:
         with CLOUDS[request.param](hosting, monkeypatch) as rented:
-            # these fakes list what there is: half a minute of doubt a cloud is what the contract tests, by a clock of
-            # its own
+            # these fakes list new machines at once, so half a minute of waiting for each cloud is not needed; the
+            # contract tests check that wait with their own clock
             monkeypatch.setattr(type(rented.provider), "listing_lag_seconds", 1.0)
             yield rented
     finally:
@@ -353,7 +353,7 @@ def rented(
 
 
 def contents(folder: Path) -> Iterator[str]:
-    """Yield the content of a folder's files; SQLite may delete some of its own meanwhile."""
+    """Yield the contents of a folder's files. SQLite may delete some files meanwhile."""
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError, IsADirectoryError):
             yield path.read_bytes().decode(errors="replace")
@@ -382,9 +382,9 @@ def test_a_pool_runs_on_a_cloud(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is launched, prepared over SSH with a known host key, and used; a preempted machine is replaced during calls.
+    """It is launched, prepared over SSH with a known host key, and used. A preempted machine is replaced during calls.
 
-    Nothing is left. No secret is written: neither the cloud's, nor those of calls, nor likely ones in `env`.
+    No machine is left. No file has a secret of the cloud or of calls, or a likely secret in `env`.
     """
     caplog.set_level(logging.DEBUG)
     token, password, told = f"tok-{uuid.uuid4().hex}", f"pw-{uuid.uuid4().hex}", Told()
@@ -415,7 +415,7 @@ def test_a_pool_runs_on_a_cloud(
         )
         assert len(where() @ pool) == 2
         assert list(talks() @ pool) == [token[::-1]] * 2
-        assert places_of(password, rented) != []  # plain text, so that the search is known to find what there is
+        assert places_of(password, rented) != []  # plain text, to check that the search finds existing values
         assert places_of(token, rented) == []
         wait_until(
             lambda: rented.alive() == {node.instance.id for node in pool.lease.nodes},
@@ -436,7 +436,7 @@ def test_a_pool_runs_on_a_cloud(
 def test_a_machine_ends_itself_without_its_client(rented: Rented, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lease expires and its guard runs the end command.
 
-    Then the cloud reports its end, or lists it as one to be terminated.
+    Then the cloud reports its end, or lists it as stopped, to be terminated.
     """
     provider = rented.provider
     offer = rank(provider.offers(WISH), WISH)[0]

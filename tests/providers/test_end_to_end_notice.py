@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
 @sky.compute
 def work(folder: str, mark: str) -> int:
-    """Begin, wait for the file `go-MARK` on the host, return the node's number."""
+    """Begin, wait for the file `go-MARK` on the host, and return the node's number."""
     node = sky.instance_info().node
     Path(folder, f"{mark}-on-{node}").touch()
     while not Path(folder, f"go-{mark}").exists():
@@ -45,7 +45,7 @@ def where() -> int:
 
 
 def serve_metadata(host: Host) -> None:
-    """Start a metadata service on a host, at the address of EC2's, which serves the files of /root/notices."""
+    """Start a metadata service on a host, at EC2's address. It serves the files of /root/notices."""
     (host.root / NOTICES).mkdir()
     (host.root / "root/metadata.py").write_text(Path(fake_metadata.__file__).read_text())
     done = host.run(
@@ -59,7 +59,7 @@ def serve_metadata(host: Host) -> None:
 def cloud(
     fleet: Fleet, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[tuple[HostedAWS, Hosting]]:
-    """Yield an AWS that sells spot machines, each of which is a host with its own metadata service."""
+    """Yield an AWS that sells spot machines. Each machine is a host with its own metadata service."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
 
@@ -74,16 +74,18 @@ def cloud(
             monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
             monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY")
             monkeypatch.setenv("AWS_ENDPOINT_URL", aws.url)
-            monkeypatch.setattr(sky.AWS, "listing_lag_seconds", 1.0)  # this one lists a machine as soon as there is one
+            monkeypatch.setattr(
+                sky.AWS, "listing_lag_seconds", 1.0
+            )  # this provider lists a machine as soon as it exists
             yield aws, hosting
     finally:
         hosting.close()
 
 
 def test_a_preemption_notice_loses_no_call(cloud: tuple[HostedAWS, Hosting]) -> None:
-    """With retries=0 no call may be lost: present calls end on the machine, and new ones go elsewhere.
+    """With retries=0 no call may be lost. Running calls end on the machine, and new calls run on other machines.
 
-    The machine is terminated before AWS takes it.
+    The machine is terminated before AWS preempts it.
     """
     aws, hosting = cloud
     told = Told()
@@ -136,7 +138,7 @@ def test_a_preemption_notice_loses_no_call(cloud: tuple[HostedAWS, Hosting]) -> 
         last = pool.lease.nodes[1].instance.id
         (hosting.hosts[last].root / NOTICES / "instance-action").write_text(instance_action(SECONDS_LEFT))
         wait_until(lambda: len(told.of(sky.PreemptionNoticed)) == 2, "the next notice")
-        aws.preempt(last)  # sooner than it was to be
+        aws.preempt(last)  # earlier than announced
         wait_until(
             lambda: len({event.instance_id for event in told.of(sky.BootstrapCompleted)}) == 4,
             "one more machine",
@@ -152,6 +154,6 @@ def test_a_preemption_notice_loses_no_call(cloud: tuple[HostedAWS, Hosting]) -> 
 
 
 def stands_by(told: Told) -> bool:
-    """Return whether a machine is prepared that has no node yet."""
+    """Return whether there is a prepared machine without a node."""
     first = {event.instance_id for event in told.of(sky.BootstrapCompleted)}
     return any(event.step == "server" and event.instance_id not in first for event in told.of(sky.BootstrapProgress))

@@ -1,4 +1,4 @@
-"""`Local` with real processes: found by tag, gone after terminate, gone when the client is."""
+"""`Local` with real processes: tags find them, and they end with terminate or with their client."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ SCRIPT = "env -0 >env; touch started; sleep 300 & sleep 300"
 
 @pytest.fixture
 def pool_id() -> Iterator[str]:
-    """Yield a pool id; instances that still run under it at the end are terminated."""
+    """Yield a pool id. Its remaining instances are terminated at the end."""
     pool_id = f"sky-test-{uuid.uuid4().hex[:8]}"
     yield pool_id
     provider = sky.Local()
@@ -55,12 +55,12 @@ def processes_of(instance_id: str) -> list[int]:
 def kill_keepers(instance_id: str) -> None:
     """Kill the keepers of an instance, so that only the tags connect its processes."""
     for pid in sorted(pid for pid, is_keeper in watchdog.members(instance_id).items() if is_keeper):
-        os.kill(pid, signal.SIGSTOP)  # so that the second does not end all when the first is gone
+        os.kill(pid, signal.SIGSTOP)  # so that the second keeper does not end all processes when the first is gone
         os.kill(pid, signal.SIGKILL)
 
 
 def groups_of(instance_id: str) -> set[int]:
-    """Return the process groups of an instance, without those that have ended meanwhile."""
+    """Return the process groups of an instance, without those that have ended."""
     groups = set()
     for pid in processes_of(instance_id):
         with contextlib.suppress(ProcessLookupError):
@@ -69,7 +69,7 @@ def groups_of(instance_id: str) -> set[int]:
 
 
 def test_the_one_offer_is_this_machine() -> None:
-    """Processors and memory are this machine's, the price is this provider's."""
+    """The offer has this machine's processors and memory, and this provider's price."""
     (offer,) = sky.Local(price_per_hour=1.5).offers(sky.Requirements())
     assert offer.vcpus == len(os.sched_getaffinity(0))
     assert offer.memory_gb == pytest.approx(psutil.virtual_memory().total / 1e9)
@@ -106,11 +106,11 @@ TAGS = {
     "skyward-expires": "1790003600",
     "odd": "a b\"c'd$(touch pwned)\n\\é=;\t*",
 }
-"""What a pool says about itself, and a value with all that shells and line-wise readers trip over."""
+"""The tags of a pool, and a value with characters that shells and line-wise readers may misinterpret."""
 
 
 def test_another_process_finds_complete_tags(pool_id: str) -> None:
-    """The tags exist from the creating call on, each machine with its own rank.
+    """The tags exist from the creating call on. Each machine has its own rank.
 
     The process knows only the provider.
     """
@@ -127,7 +127,7 @@ def test_another_process_finds_complete_tags(pool_id: str) -> None:
 def test_a_script_is_run_without_a_path(pool_id: str) -> None:
     """A file with a path could be replaced between check and start.
 
-    bash reads an unnamed file, and no file of the node has the script.
+    bash reads an unnamed file, and no file of the node contains the script.
     """
     (instance,) = launch(
         pool_id,
@@ -168,11 +168,11 @@ def test_without_a_pool_the_instances_of_all_pools_are_listed(pool_id: str) -> N
     "word", ["", "{", "[1]", '{"odd": 1}', '{"skyward-pool": "sky-somebody-else", "skyward-rank": "9"}']
 )
 def test_an_instance_that_has_lost_its_tags_is_still_found(word: str, pool_id: str) -> None:
-    """If only a process with other variables is left, the instance is listed with its pool and its rank."""
+    """Only a process with other variables is left. The instance is listed with its pool and its rank."""
     kept = f"SKYWARD_INSTANCE_ID=$SKYWARD_INSTANCE_ID SKYWARD_POOL_ID=$SKYWARD_POOL_ID SKYWARD_RANK=7 SKYWARD_TAGS='{word}'"
     (instance,) = launch(pool_id, script=f"touch started; exec env -i {kept} sleep 300")
     kill_keepers(instance.id)
-    # of which nothing shows for a moment
+    # a search may miss it for a moment
     wait_until(lambda: [found.rank for found in sky.Local().instances(pool_id)] == [7], "the process to be exchanged")
     (found,) = sky.Local().instances(pool_id)
     assert (found.id, found.directory) == (instance.id, instance.directory)
@@ -193,10 +193,8 @@ def test_each_instance_has_a_session_a_directory_and_a_log(pool_id: str) -> None
         assert folder_of(instance).stat().st_mode & 0o077 == 0
 
 
-def test_a_process_that_cannot_be_seen_for_a_moment_is_not_taken_for_gone(
-    pool_id: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """During execve(2) a process shows no environment: one search without a result proves nothing."""
+def test_a_process_that_cannot_be_seen_for_a_moment_is_not_gone(pool_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """During execve(2) a process has no visible environment, so one search without a result proves nothing."""
     (instance,) = launch(pool_id, script="touch started; exec sleep 300")
     look, looks = watchdog.tagged_processes, iter([False])
     monkeypatch.setattr(watchdog, "tagged_processes", lambda: look() if next(looks, True) else iter(()))
@@ -206,7 +204,7 @@ def test_a_process_that_cannot_be_seen_for_a_moment_is_not_taken_for_gone(
 
 
 def test_terminate_ends_every_process_and_removes_the_directory(pool_id: str) -> None:
-    """Children in sessions of their own, and those that ignore SIGTERM, are gone when terminate returns.
+    """Children with their own session, and processes that ignore SIGTERM, are gone when terminate returns.
 
     Other instances still run.
     """
@@ -222,7 +220,7 @@ def test_terminate_ends_every_process_and_removes_the_directory(pool_id: str) ->
 
 
 def test_terminating_a_gone_instance_is_no_error(pool_id: str) -> None:
-    """Neither is terminating twice, an unknown id, or an empty list."""
+    """It may be terminated twice, unknown, or an empty list."""
     (instance,) = launch(pool_id)
     provider = sky.Local()
     provider.terminate([instance.id])
@@ -230,9 +228,9 @@ def test_terminating_a_gone_instance_is_no_error(pool_id: str) -> None:
     provider.terminate([])
 
 
-def test_an_id_is_compared_whole(pool_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_id_is_compared_completely(pool_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Terminating a prefix of an id, an empty id or a path has no effect."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))  # should it remove too much, then here
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))  # an error would remove files only here
     (instance,) = launch(pool_id)
     sky.Local().terminate([instance.id[:-1], "local-", "", ".", "local-/../"])
     assert processes_of(instance.id) != []
@@ -241,7 +239,10 @@ def test_an_id_is_compared_whole(pool_id: str, tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_node_sees_paths_and_proxies_but_no_secrets(pool_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node inherits what every machine has; not credentials, Python's settings or an orchestrator's."""
+    """A node inherits variables that every machine has.
+
+    It does not inherit credentials, or settings of Python or an orchestrator.
+    """
     kept = {
         "LC_ALL": "C.UTF-8",
         "https_proxy": "http://proxy:3128",
@@ -271,12 +272,12 @@ def test_a_node_sees_paths_and_proxies_but_no_secrets(pool_id: str, monkeypatch:
 
 
 @pytest.mark.slow
-def test_nothing_of_a_pool_is_in_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dask's folders, the scheduler's too, are in the node's own folder, and are removed with it.
+def test_a_pool_uses_no_files_in_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dask's folders, also the scheduler's, are in the node's own folder, and are removed with it.
 
-    No other user can put modules there first.
+    So no other user can put modules there first.
     """
-    monkeypatch.setenv("TMPDIR", str(tmp_path))  # the nodes' too
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # the variable is also for the nodes
     with sky.ComputePool(provider=sky.Local(), display="quiet") as pool:
         assert pool.run(sky.compute(tempfile.gettempdir)()) == str(tmp_path)
         assert list(tmp_path.iterdir()) == []
@@ -284,7 +285,7 @@ def test_nothing_of_a_pool_is_in_the_temporary_folder(tmp_path: Path, monkeypatc
         assert (folder_of(node.instance) / "dask-scratch-space").is_dir()
 
 
-# ── when the client is gone ──────────────────────────────────────────────────────────────────────────────────────────
+# ── the end of a client ──────────────────────────────────────────────────────────────────────────────────────────────
 
 CLIENT = """
 import sys, time, os
@@ -350,7 +351,7 @@ def test_nodes_end_with_their_client(sig: signal.Signals, tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_nodes_end_when_their_client_is_killed_while_they_start(tmp_path: Path) -> None:
-    """A client that is killed before its nodes are ready leaves nothing."""
+    """A client that is killed before its nodes are ready leaves no process."""
     process, told = client(tmp_path)
     try:
         wait_until(lambda: told.read_text().count("local-") == 2, "the instances", 60)
@@ -363,7 +364,7 @@ def test_nodes_end_when_their_client_is_killed_while_they_start(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_nodes_end_when_their_client_is_killed_while_packages_are_installed(tmp_path: Path) -> None:
-    """The installation stops too."""
+    """The installation is stopped too."""
     slow_uv = tmp_path / "bin" / "uv"
     slow_uv.parent.mkdir()
     slow_uv.write_text("#!/bin/sh\ntouch $HOME/uv-began\nsleep 300\n")
@@ -391,7 +392,7 @@ def test_nodes_end_when_their_client_is_killed_while_packages_are_installed(tmp_
 
 @pytest.mark.slow
 def test_a_program_that_exits_with_an_open_pool_tears_it_down(tmp_path: Path) -> None:
-    """sys.exit during a call neither hangs nor leaves machines or directories."""
+    """sys.exit during a call returns, and leaves no machine and no directory."""
     process, told = client(tmp_path, ending="exit")
     try:
         assert process.wait(timeout=60) == 0, (tmp_path / "errors").read_text()

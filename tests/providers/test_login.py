@@ -1,4 +1,7 @@
-"""Our SSH key, and the host keys that are derived from it: created once, secret, and the same in every process."""
+"""Our SSH key, and the host keys that are derived from it.
+
+The key is created once, is secret, and is the same in every process.
+"""
 
 import base64
 import json
@@ -31,7 +34,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The state directory of this test."""
+    """Return the state directory of this test."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return tmp_path / "state"
 
@@ -50,10 +53,10 @@ def public_of(path: Path) -> str:
 # ── our key ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_our_key_is_created_once_and_only_we_can_read_it(home: Path) -> None:
-    """An Ed25519 key below the state directory that OpenSSH and asyncssh read, in a private folder.
+def test_our_key_is_created_once_and_only_the_user_can_read_it(home: Path) -> None:
+    """It is an Ed25519 key in a private folder below the state directory. OpenSSH and asyncssh can read it.
 
-    The next call returns it again.
+    The next call returns the same key.
     """
     key = our_key()
     assert key.path == home / "skyward/ssh/id_ed25519"
@@ -67,7 +70,7 @@ def test_our_key_is_created_once_and_only_we_can_read_it(home: Path) -> None:
 
 
 def test_its_mode_does_not_depend_on_the_umask(home: Path) -> None:
-    """No other user can read it, even where new files are readable for all."""
+    """No other user can read it, even if new files are readable for all users."""
     old = os.umask(0)
     try:
         key = our_key()
@@ -76,10 +79,10 @@ def test_its_mode_does_not_depend_on_the_umask(home: Path) -> None:
     assert (stat.S_IMODE(key.path.stat().st_mode), stat.S_IMODE(key.path.parent.stat().st_mode)) == (0o600, 0o700)
 
 
-def test_processes_at_the_same_time_get_the_same_key(home: Path) -> None:
+def test_processes_that_start_at_the_same_time_get_the_same_key(home: Path) -> None:
     """One of them creates it.
 
-    None sees half a key, no other file is left in the folder, and all derive the same host keys.
+    None reads an incomplete key, and no other file is left in the folder. All derive the same host keys.
     """
     clients = [
         subprocess.Popen([sys.executable, "-c", CLIENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -102,7 +105,7 @@ def test_processes_at_the_same_time_get_the_same_key(home: Path) -> None:
 
 
 def test_a_key_that_another_process_has_just_created_is_used(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was created between our look and our link, and stays."""
+    """Another process creates it after our check and before our link. That key stays."""
     other = our_key()
     exists = Path.exists
     monkeypatch.setattr(Path, "exists", lambda path, **settings: path.name != "id_ed25519" and exists(path, **settings))
@@ -111,10 +114,10 @@ def test_a_key_that_another_process_has_just_created_is_used(home: Path, monkeyp
 
 
 @pytest.mark.parametrize("content", [b"", b"no key at all", b"\xff\xfe\x00", None])
-def test_a_damaged_key_is_an_error_and_stays(home: Path, content: bytes | None) -> None:
-    """BadRequest with its path, also for half a key.
+def test_a_damaged_key_is_an_error_and_is_not_replaced(home: Path, content: bytes | None) -> None:
+    """BadRequest has its path, also for an incomplete key.
 
-    It is not replaced, because running machines may accept no other key.
+    Running machines may accept no other key.
     """
     place = our_key().path
     content = place.read_bytes()[:150] if content is None else content
@@ -124,14 +127,14 @@ def test_a_damaged_key_is_an_error_and_stays(home: Path, content: bytes | None) 
     assert place.read_bytes() == content
 
 
-def test_if_no_key_can_be_created_the_error_says_so(home: Path) -> None:
-    """A file in the way, a read-only disk: BadRequest, with the alternative."""
+def test_if_no_key_can_be_created_the_error_has_advice(home: Path) -> None:
+    """A file has its path, or the disk is read-only: BadRequest names the alternative."""
     home.write_text("in the way")
     with pytest.raises(BadRequest, match=r"cannot be created: .*ssh_key="):
         our_key()
 
 
-# ── a key of the user's own ──────────────────────────────────────────────────────────────────────────────────────────
+# ── a configured key ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -139,7 +142,7 @@ def test_if_no_key_can_be_created_the_error_says_so(home: Path) -> None:
     [("-t", "ed25519"), ("-t", "rsa", "-b", "2048"), ("-t", "ecdsa", "-b", "256"), ("-t", "ecdsa", "-b", "521")],
 )
 def test_a_configured_key_is_used(tmp_path: Path, home: Path, words: tuple[str, ...]) -> None:
-    """Of any kind. Its comment is not sent, nothing is written, and host keys are derived from it too."""
+    """It may have any type. Its comment is not sent, and no file is written. Host keys are derived from it too."""
     path = keygen(tmp_path / "mine", *words, "-N", "")
     key = our_key(str(path))
     assert key.path == path
@@ -149,18 +152,18 @@ def test_a_configured_key_is_used(tmp_path: Path, home: Path, words: tuple[str, 
     assert not home.exists()
 
 
-def test_its_path_may_be_relative_and_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With `~`, or relative: a lease with the path is read elsewhere."""
+def test_the_path_of_a_key_becomes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be relative or begin with `~`. A lease has the path, and is read elsewhere."""
     keygen(tmp_path / "mine", "-t", "ed25519", "-N", "")
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     assert our_key("~/mine").path == our_key("mine").path == our_key("./mine").path == tmp_path / "mine"
 
 
-def test_an_unusable_key_is_bad_request(tmp_path: Path) -> None:
-    """A passphrase, the public half, another format, a key in a security token, a folder, no file, an unknown user.
+def test_an_unusable_key_is_a_bad_request(tmp_path: Path) -> None:
+    """It has a passphrase, is a public key, has another format, or is in a security token.
 
-    Nothing is created.
+    The path may be a folder, may not exist, or may name an unknown user. No key is created.
     """
     keygen(tmp_path / "locked", "-t", "ed25519", "-N", "hunter2")
     keygen(tmp_path / "pem", "-t", "rsa", "-b", "2048", "-m", "PEM", "-N", "")
@@ -182,8 +185,9 @@ def test_an_unusable_key_is_bad_request(tmp_path: Path) -> None:
 
 
 def _in_a_token() -> str:
-    """Return a key file as `ssh-keygen -t ed25519-sk` writes it (PROTOCOL.key, PROTOCOL.u2f): the key is in a security
-    token.
+    """Return a key file as `ssh-keygen -t ed25519-sk` writes it (PROTOCOL.key, PROTOCOL.u2f).
+
+    The key itself is in a security token.
     """
 
     def text(content: bytes) -> bytes:
@@ -207,8 +211,8 @@ def _in_a_token() -> str:
 # ── host keys ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_host_key_depends_on_launch_and_key(tmp_path: Path) -> None:
-    """It is the same each time, and differs for every other launch and for every other key of ours."""
+def test_a_host_key_depends_on_launch_and_user_key(tmp_path: Path) -> None:
+    """It is the same each time, and differs for every other launch and for every other key of the user."""
     ours, others = our_key(), our_key(str(keygen(tmp_path / "mine", "-t", "ed25519", "-N", "")))
     keys = [host_key(launch, key).public for launch in (LAUNCH, LAUNCH[:-1], "", "Lé") for key in (ours, others)]
     assert len(set(keys)) == len(keys)
@@ -216,8 +220,8 @@ def test_a_host_key_depends_on_launch_and_key(tmp_path: Path) -> None:
     assert ours.public not in keys
 
 
-def test_sshd_and_clients_accept_it(tmp_path: Path) -> None:
-    """OpenSSH and asyncssh read the private part and derive our public one. It has neither passphrase nor comment."""
+def test_openssh_and_asyncssh_accept_a_host_key(tmp_path: Path) -> None:
+    """They read the private part and derive the same public part. It has neither passphrase nor comment."""
     key = host_key(LAUNCH, our_key())
     path = tmp_path / "ssh_host_ed25519_key"
     path.write_text(key.private)
@@ -227,8 +231,8 @@ def test_sshd_and_clients_accept_it(tmp_path: Path) -> None:
     assert asyncssh.import_private_key(key.private).export_public_key().decode().split() == key.public.split()
 
 
-def test_its_private_part_is_in_no_repr() -> None:
-    """Nor in that of any object around it."""
+def test_the_private_part_of_a_host_key_is_in_no_repr() -> None:
+    """It is not in the repr of an object that contains it."""
     key = host_key(LAUNCH, our_key())
     lines = key.private.splitlines()
     for text in (repr(key), str(key), f"{key}", repr([key]), repr({"host": key})):
@@ -249,7 +253,7 @@ def test_its_private_part_is_in_no_repr() -> None:
         ),
     ],
 )
-def test_every_version_derives_the_same(tmp_path: Path, private: Any, expected: str) -> None:
+def test_all_versions_derive_the_same_host_key(tmp_path: Path, private: Any, expected: str) -> None:
     """A process that attaches may have other versions than the one that launched.
 
     So the key depends on no library's format.

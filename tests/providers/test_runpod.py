@@ -137,8 +137,8 @@ def order(fake: FakeRunPod) -> dict[str, Any]:
 # ── offers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_offer_is_a_type_in_a_number_in_a_data_centre(fake: FakeRunPod) -> None:
-    """At the price of one GPU times their number, with the CPUs and memory that the creating call will request."""
+def test_an_offer_is_a_number_of_gpus_of_a_type_in_a_data_centre(fake: FakeRunPod) -> None:
+    """Its price is that of one GPU times the number. It has the CPUs and memory that the creating call will request."""
     offers = of("8xH100")
     assert [(offer.instance_type, offer.region) for offer in offers] == [
         ("NVIDIA H100 80GB HBM3 x8", place) for place in ("EU-RO-1", "US-TX-3")
@@ -155,8 +155,8 @@ def test_an_offer_is_a_type_in_a_number_in_a_data_centre(fake: FakeRunPod) -> No
     assert not any(offer.is_spot for offer in RunPod(cloud=None).offers(Requirements()))
 
 
-def test_a_required_number_of_gpus_is_offered(fake: FakeRunPod) -> None:
-    """And no other number. The stock is that of this number."""
+def test_only_the_required_number_of_gpus_is_offered(fake: FakeRunPod) -> None:
+    """The stock is that of this number."""
     offers = of("3xRTX 4090")
     assert sorted({offer.accelerators for offer in offers}) == [3]
     (request,) = fake.asked("GET")
@@ -164,13 +164,13 @@ def test_a_required_number_of_gpus_is_offered(fake: FakeRunPod) -> None:
 
 
 def test_without_a_required_number_the_usual_ones_are_offered(fake: FakeRunPod) -> None:
-    """But no more GPUs than a pod may have."""
+    """There are no offers with more GPUs than a pod may have."""
     offers = RunPod(cloud="community").offers(Requirements())
     assert [offer.accelerators for offer in offers if offer.accelerator == "RTX 4090"] == [1, 2, 4]
     assert of("8xRTX 4090", RunPod(cloud="community")) == []
 
 
-def test_community_machines_are_named_so_and_are_in_no_data_centre(fake: FakeRunPod) -> None:
+def test_community_machines_have_their_own_name_and_no_data_centre(fake: FakeRunPod) -> None:
     offers = of("4xRTX 4090", RunPod(cloud=None))
     assert [
         (offer.instance_type, offer.region, offer.price_per_hour) for offer in offers if offer.accelerators == 4
@@ -181,16 +181,17 @@ def test_community_machines_are_named_so_and_are_in_no_data_centre(fake: FakeRun
     ]
 
 
-def test_the_flag_decides_and_not_the_price(fake: FakeRunPod) -> None:
+def test_the_flag_decides_whether_a_cloud_sells_a_type(fake: FakeRunPod) -> None:
     """The row also has a price for a cloud that does not sell the type."""
     offers = RunPod(cloud=None).offers(Requirements())
     assert {offer.region for offer in offers if "3070" in offer.instance_type} == {"any"}
     assert {offer.region for offer in offers if "MI300X" in offer.instance_type} == {"EU-RO-1", "US-TX-3"}
 
 
-def test_what_is_not_in_stock_is_not_offered(fake: FakeRunPod) -> None:
-    """Neither where the type is out of stock, nor where one data centre is; nor a slice of a chip, which no catalogue
-    has.
+def test_a_type_without_stock_is_not_offered(fake: FakeRunPod) -> None:
+    """The type may be out of stock everywhere or in one data centre.
+
+    A slice of a chip is not in the catalogue and is not offered either.
     """
     fake.gpus["NVIDIA H100 80GB HBM3"]["availability"] = "NONE"
     fake.gpus["NVIDIA GeForce RTX 4090"]["dataCenters"][0]["availability"] = "NONE"
@@ -217,10 +218,10 @@ def test_what_is_not_in_stock_is_not_offered(fake: FakeRunPod) -> None:
         ("Tesla V100-SXM2-32GB", "V100", "SXM"),
     ],
 )
-def test_chips_have_the_catalogues_names_and_orders_runpods(
+def test_offers_have_the_catalogues_names_and_orders_runpods(
     fake: FakeRunPod, name_at_runpod: str, chip: str, form_factor: str | None
 ) -> None:
-    """RunPod's own name can be recovered from the type's name, in orders and in the listing."""
+    """RunPod's own name can be derived from the type's name, in orders and in the listing."""
     fake.gpus.clear()
     fake.sell(gpu(name_at_runpod, 40, 1.0))
     offer = RunPod().offers(Requirements(instance_type=f"{name_at_runpod} x2"))[0]
@@ -230,7 +231,7 @@ def test_chips_have_the_catalogues_names_and_orders_runpods(
     assert {name: order(fake)["gpu"][name] for name in ("id", "count")} == {"id": name_at_runpod, "count": 2}
 
 
-def test_machines_without_gpu_have_a_power_of_two_of_cpus(fake: FakeRunPod) -> None:
+def test_machines_without_gpu_have_powers_of_two_as_numbers_of_cpus(fake: FakeRunPod) -> None:
     fake.sell(cpu("cpu5g", 4, 0.04, most=2), cpu("cpu9x", 2, None))
     offers = [offer for offer in RunPod().offers(Requirements()) if offer.accelerator is None]
     assert [
@@ -244,7 +245,7 @@ def test_machines_without_gpu_have_a_power_of_two_of_cpus(fake: FakeRunPod) -> N
     assert not [offer for offer in RunPod(cloud="community").offers(Requirements()) if offer.accelerator is None]
 
 
-def test_only_the_configured_data_centres(fake: FakeRunPod) -> None:
+def test_only_configured_data_centres_are_offered(fake: FakeRunPod) -> None:
     assert {offer.region for offer in RunPod(region="US-TX-3").offers(RTX_4090)} == {"US-TX-3"}
     assert {offer.region for offer in RunPod(region=("US-TX-3", "EU-RO-1"), cloud=None).offers(RTX_4090)} == {
         "US-TX-3",
@@ -253,7 +254,7 @@ def test_only_the_configured_data_centres(fake: FakeRunPod) -> None:
     assert RunPod(region="XX-1").offers(Requirements()) == []
 
 
-def test_an_answer_without_a_list_is_no_empty_list(fake: FakeRunPod) -> None:
+def test_an_answer_without_a_list_is_not_an_empty_list(fake: FakeRunPod) -> None:
     fake.fail("GET", "/v2/catalog/gpus", Reply(200, {"types": []}))
     with pytest.raises(ProviderFailed, match="gpus"):
         RunPod().offers(RTX_4090)
@@ -265,10 +266,10 @@ def test_an_answer_without_a_list_is_no_empty_list(fake: FakeRunPod) -> None:
 # ── the creating call ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_creating_call(fake: FakeRunPod) -> None:
+def test_the_parameters_of_the_creating_call(fake: FakeRunPod) -> None:
     """Our script replaces the image's entrypoint.
 
-    Port 22, no sshd and no key of RunPod's, and the CPUs and memory of the offer.
+    Port 22 is mapped, RunPod's sshd and key are not used, and the CPUs and memory are those of the offer.
     """
     (machine,) = RunPod(disk_gb=64, registry="reg1").launch(cheapest(), 1, tags(), STARTUP)
     body = order(fake)
@@ -313,8 +314,8 @@ def test_the_creating_call(fake: FakeRunPod) -> None:
     assert fake.keys == ["ssh-ed25519 AAAAsomebodyelses"]
 
 
-def test_the_creating_call_has_the_promised_cpus_and_memory(fake: FakeRunPod) -> None:
-    """The minimum of the type, or the configured one, for each GPU."""
+def test_the_creating_call_has_the_cpus_and_memory_of_the_offer(fake: FakeRunPod) -> None:
+    """They are the minimum of the type, or the configured one, for each GPU."""
     provider = RunPod(min_vcpus_per_gpu=5, min_memory_gb_per_gpu=50)
     (offer,) = provider.offers(Requirements(instance_type="NVIDIA A100 80GB PCIe x2"))[:1]
     assert (offer.vcpus, offer.memory_gb) == (10, 100)
@@ -328,17 +329,17 @@ def test_a_community_machine_is_requested_without_a_data_centre(fake: FakeRunPod
     assert order(fake)["cloud"] == "COMMUNITY"
     assert "dataCenterIds" not in order(fake)
     assert (machine.region, machine.instance_type) == ("any", "NVIDIA GeForce RTX 4090 x1 community")
-    fake.pods[machine.id]["dataCenterId"] = "US-OR-1"  # RunPod may name one, but the offer was in none
+    fake.pods[machine.id]["dataCenterId"] = "US-OR-1"  # RunPod may name a data centre, but the offer had none
     assert [found.region for found in RunPod().instances(POOL)] == ["any"]
 
 
-def test_amd_has_an_image_of_its_own_and_no_cuda(fake: FakeRunPod) -> None:
+def test_amd_machines_get_another_image_and_no_cuda(fake: FakeRunPod) -> None:
     RunPod().launch(cheapest(Requirements(accelerator=sky.accelerators.parse("MI300X"))), 1, tags(), STARTUP)
     assert "rocm" in order(fake)["image"]
     assert "minCudaVersion" not in order(fake)["gpu"]
 
 
-def test_a_machine_without_gpu_has_no_more_disk_than_its_flavour_takes(fake: FakeRunPod) -> None:
+def test_a_machine_without_gpu_has_no_more_disk_than_its_flavour_allows(fake: FakeRunPod) -> None:
     """With more disk RunPod only answers "no instances"."""
     (machine,) = RunPod().launch(cheapest(CPUS), 1, tags(), STARTUP)
     body = order(fake)
@@ -394,7 +395,7 @@ def test_the_stock_is_checked_before_the_creating_call(fake: FakeRunPod) -> None
         (422, BadRequest, "Unprocessable Entity"),
     ],
 )
-def test_what_a_refusal_means(fake: FakeRunPod, status: int, error: type[Exception], code: str) -> None:
+def test_a_refusal_determines_the_error(fake: FakeRunPod, status: int, error: type[Exception], code: str) -> None:
     """400 is a broken rule or a lack of stock, so the error has RunPod's text.
 
     After one refusal no further pod is requested.
@@ -422,10 +423,10 @@ def test_what_a_refusal_means(fake: FakeRunPod, status: int, error: type[Excepti
         ("", ""),
     ],
 )
-def test_a_refusal_that_may_be_about_the_request(fake: FakeRunPod, detail: str, mistake: str) -> None:
-    """Its text is kept without what concerns this offer alone, so that refusals can be compared.
+def test_refusals_of_an_invalid_request_can_be_compared(fake: FakeRunPod, detail: str, mistake: str) -> None:
+    """Their text is kept without the parts that concern only one offer.
 
-    A lack of stock is no mistake.
+    A lack of stock does not mean an invalid request.
     """
     offer = cheapest()
     fake.fail("POST", "/v2/pods", problem(400, detail))
@@ -439,10 +440,10 @@ def test_a_refusal_that_may_be_about_the_request(fake: FakeRunPod, detail: str, 
     (2, "registry 'nope' does not exist", BadRequest, 2),
     (9, NO_CAPACITY, NoCapacity, 9),
 ])  # fmt: skip
-def test_a_mistaken_request_is_not_tried_at_every_candidate(
+def test_an_invalid_request_is_not_tried_for_every_candidate(
     fake: FakeRunPod, places: int, detail: str, kind: type[Exception], calls: int
 ) -> None:
-    """Three candidates in stock with the same refusal, or all, prove a mistake.
+    """The same refusal of three candidates with stock, or of all, proves an invalid request.
 
     Candidates without stock are all tried.
     """
@@ -462,19 +463,19 @@ def test_a_403_to_another_request_is_a_credentials_error(fake: FakeRunPod) -> No
         RunPod().instances()
 
 
-def test_an_unknown_field_would_be_refused(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everywhere: no other candidate would be better, because the fault is ours."""
+def test_a_refused_field_ends_the_search(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All candidates would refuse the request, because our code is wrong."""
     offer = cheapest()
     monkeypatch.setattr(RunPod, "_hardware", lambda *_: {"cloud": "SECURE", "gpuCount": 1, "image": "x"})
     with pytest.raises(BadRequest, match="gpuCount"):
         RunPod().launch(offer, 1, tags(), STARTUP)
 
 
-def test_fewer_machines_than_requested_are_kept(fake: FakeRunPod, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_incomplete_launch_returns_its_machines(fake: FakeRunPod, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "skyward_core.providers.runpod")
     offer = cheapest()
     fake.fail("POST", "/v2/pods", problem(400, NO_CAPACITY))
-    fake.delay_seconds = 0.3  # both are in flight when one is refused
+    fake.delay_seconds = 0.3  # both calls are in flight when one is refused
     machines = RunPod().launch(offer, 2, tags(), STARTUP)
     assert {machine.id for machine in machines} == fake.alive()
     assert len(machines) == 1
@@ -482,7 +483,7 @@ def test_fewer_machines_than_requested_are_kept(fake: FakeRunPod, caplog: pytest
 
 
 def test_a_pod_of_a_lost_answer_is_found_by_name_and_not_requested_again(fake: FakeRunPod) -> None:
-    """Also where the list is some seconds late, and on its second page."""
+    """The list may be some seconds late, and the pod may be on its second page."""
     offer = cheapest()
     for number in range(25):
         fake.stranger(f"pod-{number}")
@@ -494,9 +495,9 @@ def test_a_pod_of_a_lost_answer_is_found_by_name_and_not_requested_again(fake: F
 
 
 def test_an_unknown_outcome_is_reported_as_a_failure(fake: FakeRunPod) -> None:
-    """No answer and no such pod in the list is not NoCapacity: the next candidate could create a second pod.
+    """Without an answer, and without the pod in the list, the error is not NoCapacity.
 
-    A list that does not answer proves nothing either.
+    The next candidate could create a second pod. A list that fails proves nothing either.
     """
     offer = cheapest()
     fake.creates_left = 0
@@ -517,7 +518,7 @@ def test_a_pod_of_an_answer_without_an_id_is_looked_up(fake: FakeRunPod) -> None
 
 
 def test_many_machines_are_requested_at_the_same_time(fake: FakeRunPod) -> None:
-    """64 calls that take 0.1 s each, eight at a time."""
+    """64 calls take 0.1 s each, eight at a time."""
     offer = cheapest()
     fake.delay_seconds, fake.page = 0.1, None
     machines = RunPod().launch(offer, 64, tags(), STARTUP)
@@ -529,8 +530,8 @@ def test_many_machines_are_requested_at_the_same_time(fake: FakeRunPod) -> None:
 # ── the wait for an address ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_it_waits_for_the_direct_address(fake: FakeRunPod) -> None:
-    """A pod runs before its port is mapped. The proxy's address, which is listed before, carries no files."""
+def test_launch_waits_for_the_direct_address(fake: FakeRunPod) -> None:
+    """A pod runs before its port is mapped. The proxy's address, which is listed before, does not support files."""
     (machine,) = RunPod().launch(cheapest(), 1, tags(), STARTUP)
     assert len(fake.asked("GET", "/v2/pods$")) == 4
     assert machine.ip == HOST
@@ -541,7 +542,7 @@ def test_it_waits_for_the_direct_address(fake: FakeRunPod) -> None:
 
 @pytest.mark.parametrize("word", ["ERROR", "EXITED", "TERMINATED"])
 def test_a_pod_that_fails_to_start_is_deleted(fake: FakeRunPod, word: str) -> None:
-    """And left out. If none is left, the error has RunPod's own word."""
+    """It is not returned. If no pod is left, the error has RunPod's own code."""
     fake.becomes = {"-1.l": word}
     machines = RunPod().launch(cheapest(), 3, tags(), STARTUP)
     assert [machine.rank for machine in machines] == [0, 2]
@@ -561,7 +562,7 @@ def test_a_pod_in_another_data_centre_is_deleted(fake: FakeRunPod) -> None:
     assert fake.alive() == set()
 
 
-def test_a_pod_that_vanishes_is_not_waited_for(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pod_that_disappears_is_not_waited_for(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake, "_go_on", fake.pods.clear)
     with pytest.raises(NoCapacity) as caught:
         RunPod().launch(cheapest(), 1, tags(), STARTUP)
@@ -574,7 +575,7 @@ def test_a_pod_that_is_not_listed_yet_is_queried_by_id(fake: FakeRunPod) -> None
     assert machine.endpoint is not None
 
 
-def test_an_address_is_not_waited_for_forever(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_for_an_address_has_a_limit(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine may have no public address at all."""
     monkeypatch.setattr(launch, "ADDRESS_SECONDS", 0.0)
     with pytest.raises(NoCapacity, match="has no address after"):
@@ -585,8 +586,8 @@ def test_an_address_is_not_waited_for_forever(fake: FakeRunPod, monkeypatch: pyt
 # ── the private network ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_private_network(fake: FakeRunPod) -> None:
-    """For NVIDIA's GPUs, in the data centres that have one. The launch waits for its address too."""
+def test_pods_get_a_private_network_where_there_is_one(fake: FakeRunPod) -> None:
+    """It is available for NVIDIA's GPUs in some data centres. The launch waits for its address too."""
     provider = RunPod(global_networking=True, cloud=None)
     offers = provider.offers(Requirements())
     assert {offer.region for offer in offers} == {"EU-RO-1"}
@@ -614,7 +615,7 @@ def test_all_pages_of_the_list_are_read(fake: FakeRunPod, page: int | None) -> N
 @pytest.mark.parametrize(
     "pages", [{"hasNextPage": True, "nextCursor": "after:"}, {"hasNextPage": True, "nextCursor": None}]
 )
-def test_a_list_whose_pages_repeat_is_a_failure(fake: FakeRunPod, pages: dict[str, Any]) -> None:
+def test_a_list_with_repeated_pages_is_a_failure(fake: FakeRunPod, pages: dict[str, Any]) -> None:
     fake.fail("GET", "/v2/pods", Reply(200, {"pods": [], "pagination": pages}), times=5)
     with pytest.raises(ProviderFailed, match="repeat"):
         RunPod().instances()
@@ -632,7 +633,7 @@ def test_a_list_whose_pages_repeat_is_a_failure(fake: FakeRunPod, pages: dict[st
         ("TERMINATED", None),
     ],
 )
-def test_states(fake: FakeRunPod, word: str, state: InstanceState | None) -> None:
+def test_each_status_has_a_state(fake: FakeRunPod, word: str, state: InstanceState | None) -> None:
     """An unknown status is neither running nor gone."""
     (machine,) = RunPod().launch(cheapest(), 1, tags(), STARTUP)
     fake.steps[machine.id] = 100
@@ -640,14 +641,16 @@ def test_states(fake: FakeRunPod, word: str, state: InstanceState | None) -> Non
     assert [found.state for found in RunPod().instances(POOL)] == ([] if state is None else [state])
 
 
-def test_a_stopped_pod_costs_nothing_for_its_gpu_and_is_listed(fake: FakeRunPod) -> None:
+def test_a_stopped_pod_is_listed_and_has_no_cost_for_its_gpu(fake: FakeRunPod) -> None:
     (machine,) = RunPod().launch(cheapest(), 1, tags(), STARTUP)
     fake.halt(machine.id)
     (found,) = RunPod().instances(POOL)
     assert (found.state, found.price_per_hour, found.endpoint) == (InstanceState.STOPPING, 0.0, None)
 
 
-def test_a_missing_price_is_that_of_the_offer(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_price_is_replaced_by_the_price_of_the_offer(
+    fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make = fake._make
     monkeypatch.setattr(fake, "_make", lambda body: (pod := make(body), fake.pods[pod].update(cost=0))[0])
     (machine,) = RunPod().launch(cheapest(), 1, tags(), STARTUP)
@@ -658,7 +661,7 @@ def test_a_missing_price_is_that_of_the_offer(fake: FakeRunPod, monkeypatch: pyt
 
 
 def test_pods_that_cannot_be_deleted_are_named(fake: FakeRunPod) -> None:
-    """After all of them were tried."""
+    """All pods are tried first."""
     machines = RunPod().launch(cheapest(), 3, tags(), STARTUP)
     fake.undying = {machines[0].id}
     with pytest.raises(InstancesLeft) as caught:
@@ -672,7 +675,7 @@ def test_ids_of_other_clouds_are_ignored(fake: FakeRunPod) -> None:
     assert fake.asked("DELETE") == []
 
 
-# ── names ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── images, disks and names ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -685,17 +688,22 @@ def test_ids_of_other_clouds_are_ignored(fake: FakeRunPod) -> None:
         ({"min_cuda": "12.1"}, 13.0, "12.1"),
     ],
 )
-def test_cuda_is_what_the_images_need(
+def test_cuda_has_the_version_that_the_image_needs(
     fake: FakeRunPod, settings: dict[str, Any], needed: float | None, asked: str | None
 ) -> None:
-    """That of the container's image, by its name (cu1281), and of the pool's packages. A setting overrides it."""
+    """The versions are those of the container's image, by its name (cu1281), and of the pool's packages.
+
+    A setting overrides them.
+    """
     provider = RunPod(**settings)
     provider.launch(cheapest(RTX_4090.model_copy(update={"min_cuda": needed}), provider), 1, tags(), STARTUP)
     assert fake.asked("POST", "/v2/pods")[-1].body["gpu"].get("minCudaVersion") == asked
 
 
 def test_the_disk_is_counted(fake: FakeRunPod) -> None:
-    """$0.10 per GB and month (docs.runpod.io/pods/storage, 2026-11-22) of the requested disk; also for a listed pod."""
+    """The price is $0.10 per GB and month (docs.runpod.io/pods/storage, 2026-11-22) of the requested disk, also for a
+    listed pod.
+    """
     offer = cheapest(provider=RunPod(disk_gb=72))
     assert [(extra.name, extra.usd_per_hour) for extra in offer.extras_per_hour] == [("disk", 0.01)]
     RunPod(disk_gb=72).launch(offer, 1, tags(), STARTUP)
@@ -703,7 +711,7 @@ def test_the_disk_is_counted(fake: FakeRunPod) -> None:
     assert found.extras_per_hour == offer.extras_per_hour
 
 
-def test_a_name_is_unique_plain_and_the_same_whenever_it_is_made(fake: FakeRunPod) -> None:
+def test_a_name_is_unique_plain_and_always_the_same(fake: FakeRunPod) -> None:
     RunPod().launch(cheapest(), 2, tags(), STARTUP)
     names = sorted(row["name"] for row in fake.pods.values())
     assert names[0] == f"skyward.{POOL}-0.l{tags()[LAUNCH_TAG]}.c1790000000.p4711_3a99_2fboot.ojo_40box.tany"
@@ -711,7 +719,7 @@ def test_a_name_is_unique_plain_and_the_same_whenever_it_is_made(fake: FakeRunPo
     assert all(len(name) <= 191 for name in names)
 
 
-def test_a_pool_is_not_mistaken_for_one_whose_name_begins_alike(fake: FakeRunPod) -> None:
+def test_pools_with_a_common_prefix_are_distinguished(fake: FakeRunPod) -> None:
     RunPod().launch(cheapest(), 1, tags("a-1"), STARTUP)
     RunPod().launch(cheapest(), 1, tags("a"), STARTUP)
     (found,) = RunPod().instances("a")
@@ -719,7 +727,10 @@ def test_a_pool_is_not_mistaken_for_one_whose_name_begins_alike(fake: FakeRunPod
 
 
 def test_tags_that_do_not_fit_into_the_name_are_in_the_environment(fake: FakeRunPod) -> None:
-    """The least important tags first. The tags by which a pool is found stay in the name, which is always listed."""
+    """The least important tags are moved there first.
+
+    The tags that identify a pool stay in the name, which is always listed.
+    """
     many = tags() | {OWNER_TAG: "jörg_~.%@" + "x" * 200, "team": "a b:c", EXPIRES_TAG: "1790003600"}
     (machine,) = RunPod().launch(cheapest(), 1, many, STARTUP)
     assert len(fake.pods[machine.id]["name"]) <= 191
@@ -736,14 +747,14 @@ def test_tags_that_do_not_fit_into_the_name_are_in_the_environment(fake: FakeRun
 
 
 @pytest.mark.parametrize("value", ["jo@box", "jörg_~.%@", "a__b", "_40", "A-B c", "", "日本.l", "_"])
-def test_any_value_comes_back(fake: FakeRunPod, value: str) -> None:
+def test_any_tag_value_is_preserved(fake: FakeRunPod, value: str) -> None:
     (machine,) = RunPod().launch(cheapest(), 1, tags("pool.1_x" + value) | {OWNER_TAG: value}, STARTUP)
     (found,) = RunPod().instances("pool.1_x" + value)
     assert found.id == machine.id
     assert found.tags[OWNER_TAG] == value
 
 
-def test_a_pool_name_that_no_name_can_hold_is_refused(fake: FakeRunPod) -> None:
+def test_a_pool_name_that_does_not_fit_into_a_name_is_refused(fake: FakeRunPod) -> None:
     with pytest.raises(BadRequest, match="too long"):
         RunPod().launch(cheapest(), 1, tags("x" * 180), STARTUP)
     assert fake.asked("POST") == []
@@ -755,7 +766,7 @@ def test_a_pool_name_that_no_name_can_hold_is_refused(fake: FakeRunPod) -> None:
 def ending(tmp_path: Path, accepted: str, tool: str = "") -> list[str]:
     """Run the pod's end script until its fifth pause; return its requests.
 
-    `accepted` is a text of the requests that succeed.
+    `accepted` is a text that all successful requests contain.
     """
 
     def command(name: str, text: str) -> None:
@@ -797,17 +808,19 @@ STOP = 'POST -d {"action": "stop"} https://api.runpod.io/v2/pods/abc123/action'
 def test_a_pod_requests_its_end_by_every_method_until_it_is_gone(
     tmp_path: Path, accepted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With its own key, which is on no command line. RunPod does not document which methods that key may use.
+    """The request has the pod's own key, which is in no command line.
 
-    An accepted request may not yet have taken effect.
+    RunPod does not document the methods that the key may use.
+
+    An accepted request may have no effect yet.
     """
     monkeypatch.delenv("RUNPOD_API_BASE_URL", raising=False)
     pauses = ["sleep 5", "sleep 10", "sleep 20", "sleep 40", "sleep 80"]
     assert ending(tmp_path, accepted) == [line for pause in pauses for line in (*WAYS, pause)]
 
 
-def test_a_pod_whose_end_is_refused_is_switched_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That frees its GPU. It still requests its end, also with RunPod's own tool.
+def test_a_pod_with_a_refused_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That frees its GPU. The pod still requests its end, also with RunPod's own tool.
 
     Nothing ends the first process, because it would be restarted.
     """
@@ -818,7 +831,7 @@ def test_a_pod_whose_end_is_refused_is_switched_off(tmp_path: Path, monkeypatch:
 
 
 def test_a_pod_without_a_key_looks_for_it_again(tmp_path: Path) -> None:
-    """It sends no request, and goes on."""
+    """It sends no request, and tries again."""
     (tmp_path / "sleep").write_text(
         f'#!/bin/sh\necho "$@" >>{tmp_path}/pauses; [ "$(wc -l <{tmp_path}/pauses)" -lt 3 ] || kill "$PPID"\n'
     )
@@ -847,10 +860,10 @@ def test_a_pod_without_a_key_looks_for_it_again(tmp_path: Path) -> None:
         f"apiKey = '{KEY}'\n",
     ],
 )
-def test_the_key_may_be_in_the_file_of_runpods_tools(
+def test_the_key_can_be_in_the_file_of_runpods_tools(
     fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
 ) -> None:
-    """The Python package's, and runpodctl's."""
+    """The tools are the Python package and runpodctl."""
     monkeypatch.delenv("RUNPOD_API_KEY")
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / ".runpod").mkdir()
@@ -861,7 +874,9 @@ def test_the_key_may_be_in_the_file_of_runpods_tools(
 @pytest.mark.parametrize(
     "text", [f"[default\napi_key = {KEY}", "default = 3\n", "[default]\napi_key = 7\n", "[default]\napi_key = ' '\n"]
 )
-def test_a_file_without_a_key(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
+def test_a_file_without_a_key_is_an_error(
+    fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
+) -> None:
     """The error names the variable to set, and no content of the file."""
     monkeypatch.delenv("RUNPOD_API_KEY")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -873,7 +888,7 @@ def test_a_file_without_a_key(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch,
     assert caught.value.__cause__ is None
 
 
-def test_an_account_is_a_part_of_the_keys_hash(fake: FakeRunPod) -> None:
+def test_an_account_is_identified_by_a_part_of_the_keys_hash(fake: FakeRunPod) -> None:
     """The API has no account id. A refused key has no account."""
     account = RunPod().account()
     assert account.startswith("key-") and len(account) == 16
@@ -882,8 +897,8 @@ def test_an_account_is_a_part_of_the_keys_hash(fake: FakeRunPod) -> None:
         RunPod(api_key="rpa_another").account()
 
 
-def test_the_url_may_be_given(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The setting overrides the variable of RunPod's tools; with or without the version."""
+def test_the_url_can_be_configured(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The setting overrides the variable of RunPod's tools. It may have the version."""
     monkeypatch.setenv("RUNPOD_API_BASE_URL", "http://127.0.0.1:9/")
     assert RunPod(endpoint_url=f"{fake.url}/v2/").account()
 
@@ -905,7 +920,7 @@ def test_invalid_settings_are_refused(fields: dict[str, Any]) -> None:
     assert KEY not in str(caught.value)
 
 
-def test_it_refuses_volumes_and_names_an_alternative(fake: FakeRunPod) -> None:
+def test_volumes_are_refused_with_an_alternative(fake: FakeRunPod) -> None:
     (machine,) = RunPod().launch(cheapest(), 1, tags(), STARTUP)
     assert set(RunPod.refuses) == {"volume", "mig"}
     assert RunPod().console_url(machine) == f"https://console.runpod.io/pods?id={machine.id}"
@@ -934,7 +949,10 @@ def check(what: str, value: object) -> None:
 def test_requests_and_the_fakes_answers_match_runpods_specification(
     fake: FakeRunPod, settings: dict[str, Any], want: Requirements
 ) -> None:
-    """Each order, each pod in each of its states, and each refusal: neither our code nor the fake may drift from it."""
+    """They are each order, each pod in each of its states, and each refusal.
+
+    So neither our code nor the fake can differ.
+    """
     provider = RunPod(**settings)
     rows: list[dict[str, Any]] = []
     made = fake._make

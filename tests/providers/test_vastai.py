@@ -137,14 +137,14 @@ def cheapest(want: Requirements = RTX_4090, *, is_spot: bool = False, provider: 
 
 
 def rented(fake: FakeVast) -> list[int]:
-    """The ids of the market's offers that were tried, in order."""
+    """Return the ids of the tried offers of the market, in order."""
     return [int(request.path.split("/")[4]) for request in fake.asked("PUT", "/api/v0/asks/")]
 
 
 # ── offers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_traffic_is_counted_at_the_hosts_prices_and_the_disk_of_a_bid(fake: FakeVast) -> None:
+def test_traffic_and_disk_are_counted_at_the_hosts_prices(fake: FakeVast) -> None:
     """Traffic is an estimate.
 
     A class has the highest extra costs of its machines. No host with dearer traffic is rented for the offer's price.
@@ -175,8 +175,9 @@ def test_traffic_is_counted_at_the_hosts_prices_and_the_disk_of_a_bid(fake: Fake
 
 
 def test_a_country_has_one_name(fake: FakeVast) -> None:
-    """A listing may have "California, United States" where an offer has "Texas, US": both are one region, found by its
-    code.
+    """A listing may have "California, United States", and an offer "Texas, US".
+
+    Both are one region with the code as its name.
     """
     there = {"price": 0.1, "gpu_name": "RTX A5000"}
     fake.sell(
@@ -207,10 +208,10 @@ def test_a_country_has_one_name(fake: FakeVast) -> None:
         ({"min_cuda": 12.0}, 12.8, {"gte": 12.0}),
     ],
 )
-def test_cuda_is_what_the_images_need(
+def test_cuda_has_the_version_that_the_image_needs(
     fake: FakeVast, settings: dict[str, Any], needed: float | None, asked: object
 ) -> None:
-    """In the first search and in the search of the launch. A setting overrides it."""
+    """It is in the first search and in the search of the launch. A setting overrides it."""
     want = RTX_4090.model_copy(update={"min_cuda": needed})
     offer = cheapest(want, provider=VastAI(**settings))
     VastAI(**settings).launch(offer, 1, tags(), STARTUP)
@@ -220,7 +221,7 @@ def test_cuda_is_what_the_images_need(
 
 
 def test_an_offer_is_a_class_of_machines_with_its_share_of_the_host(fake: FakeVast) -> None:
-    """Memory is listed for the whole machine, CPUs for the share.
+    """The market lists memory for the whole machine, and CPUs for the share.
 
     GPU memory, as the driver sees it, is rounded up to the vendor's figure.
     """
@@ -235,8 +236,8 @@ def test_an_offer_is_a_class_of_machines_with_its_share_of_the_host(fake: FakeVa
     assert cheapest().memory_gb == pytest.approx(64)
 
 
-def test_a_search_says_what_a_machine_must_be_in_the_units_of_the_market(fake: FakeVast) -> None:
-    """On demand and for bids, with the market's names of chips."""
+def test_a_search_has_the_requirements_in_the_units_of_the_market(fake: FakeVast) -> None:
+    """It holds on demand and for bids. Chips have the market's names."""
     VastAI(region=("US", "CA"), disk_gb=100, min_hours_left=2).offers(
         Requirements(accelerator=sky.accelerators.parse("2xA100"), max_price_per_hour=3)
     )
@@ -266,7 +267,7 @@ def test_a_search_says_what_a_machine_must_be_in_the_units_of_the_market(fake: F
     assert "dph_total" not in bids
 
 
-def test_a_search_names_one_form_factor_and_no_cuda_for_amd(fake: FakeVast) -> None:
+def test_a_search_has_a_single_form_factor_and_no_cuda_for_amd(fake: FakeVast) -> None:
     VastAI().offers(Requirements(accelerator=sky.accelerators.parse("H100-NVL")))
     VastAI(verified_only=False).offers(Requirements(accelerator=sky.accelerators.parse("MI300X")))
     VastAI().offers(Requirements(instance_type="InstinctMI300Xx8"))
@@ -299,10 +300,10 @@ def test_a_search_names_one_form_factor_and_no_cuda_for_amd(fake: FakeVast) -> N
         (("InstinctMI100", 32752), "MI100", 32, "InstinctMI100x2"),
     ],
 )
-def test_chips_have_the_catalogues_names_and_launches_the_markets(
+def test_offers_have_the_catalogues_names_and_launches_the_markets(
     fake: FakeVast, listed: tuple[str, int], chip: str, memory_gb: float, instance_type: str
 ) -> None:
-    """The market's name can be recovered from the class's name."""
+    """The market's name can be derived from the class's name."""
     fake.asks.clear()
     fake.sell(ask(1, listed[0], 2, 1.0, gpu_ram=listed[1]))
     (offer,) = [offer for offer in VastAI().offers(Requirements()) if not offer.is_spot]
@@ -315,15 +316,18 @@ def test_chips_have_the_catalogues_names_and_launches_the_markets(
 
 
 def test_an_unknown_chip_or_a_missing_price_is_not_offered(fake: FakeVast) -> None:
-    """Nor is an invalid class of machines."""
+    """An invalid class of machines is not offered either."""
     fake.asks.clear()
     fake.sell(ask(1, "GTX 1070"), ask(2, price=0.0))
     assert VastAI().offers(Requirements()) == []
     assert VastAI().offers(Requirements(instance_type="g5.xlarge")) == []
 
 
-def test_a_bid_is_an_offer_of_its_own(fake: FakeVast) -> None:
-    """Slightly above the lowest bid, with the price on demand if that is known. A bid above that price is no offer."""
+def test_a_bid_is_a_separate_offer(fake: FakeVast) -> None:
+    """It is slightly above the lowest bid, with the price on demand if that is known.
+
+    A bid above that price is no offer.
+    """
     fake.asks.clear()
     fake.sell(
         ask(1, price=0.4, min_bid=0.15),
@@ -339,8 +343,8 @@ def test_a_bid_is_an_offer_of_its_own(fake: FakeVast) -> None:
     assert [offer.region for offer in spot] == ["SE"]
 
 
-def test_offers_of_a_class_at_one_price_are_one(fake: FakeVast) -> None:
-    """The merged offer has the least that each of its machines has."""
+def test_offers_of_one_class_and_price_are_merged(fake: FakeVast) -> None:
+    """The merged offer has the smallest values of its machines."""
     fake.asks.clear()
     fake.sell(ask(1, cpu_cores_effective=8.0), ask(2), ask(3, price=0.5))
     offers = [offer for offer in VastAI().offers(RTX_4090) if not offer.is_spot]
@@ -350,7 +354,7 @@ def test_offers_of_a_class_at_one_price_are_one(fake: FakeVast) -> None:
     ]
 
 
-def test_a_search_goes_on_where_the_last_page_ended(fake: FakeVast) -> None:
+def test_all_pages_of_a_search_are_read(fake: FakeVast) -> None:
     """One search returns at most 64 rows.
 
     Pages are read until one is not full, or until the limit that saves the daily quota.
@@ -369,14 +373,14 @@ def test_a_search_goes_on_where_the_last_page_ended(fake: FakeVast) -> None:
     assert len(fake.asked("POST")) == 8
 
 
-def test_a_price_list_searches_for_the_required_chip(fake: FakeVast, tmp_path: Path) -> None:
-    """The cheapest of all machines would not include it."""
+def test_a_price_list_search_has_the_required_chip(fake: FakeVast, tmp_path: Path) -> None:
+    """The chip may not be among the cheapest of all machines."""
     fake.sell(*(ask(1000 + number, price=0.1 + number * 0.0001) for number in range(300)))
     found = price_list([VastAI()], Requirements(accelerator=sky.accelerators.parse("8xH100-SXM")), tmp_path)
     assert {offer.instance_type for offer in found} == {"H100_SXM_80GBx8"}
 
 
-def test_what_the_market_does_not_filter_is_filtered_here(fake: FakeVast) -> None:
+def test_results_that_do_not_match_the_search_are_filtered(fake: FakeVast) -> None:
     """The market has returned dearer and worse machines than requested."""
     fake.is_sloppy = True
     fake.asks.clear()
@@ -406,7 +410,7 @@ def test_the_quota_of_searches_is_not_waited_out(fake: FakeVast) -> None:
 
 
 def test_a_search_is_repeated_after_a_failure(fake: FakeVast) -> None:
-    """It is a POST that only reads."""
+    """It is a POST request that only reads."""
     fake.fail("POST", "/api/v0/bundles/", Reply(502, "Bad Gateway", is_text=True))
     assert VastAI().offers(RTX_4090)
 
@@ -414,8 +418,8 @@ def test_a_search_is_repeated_after_a_failure(fake: FakeVast) -> None:
 # ── the creating call ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_creating_call(fake: FakeVast) -> None:
-    """Our script as the container's entrypoint, port 22 mapped, no queueing, no price."""
+def test_the_parameters_of_the_creating_call(fake: FakeVast) -> None:
+    """Our script is the container's entrypoint, port 22 is mapped, and there is no queueing and no price."""
     (machine,) = VastAI(image="pytorch/pytorch:2.5.1", disk_gb=64).launch(cheapest(), 1, tags(), STARTUP)
     (request,) = fake.asked("PUT")
     body = request.body
@@ -453,12 +457,12 @@ def test_the_creating_call(fake: FakeVast) -> None:
         host.public,
     )
     assert machine.directory == f"/root/.cache/skyward/instances/{POOL}-0"
-    assert f"id=$(printf %s {POOL}-0)\n" in script  # its id is known beforehand
+    assert f"id=$(printf %s {POOL}-0)\n" in script  # its id is known before
     assert subprocess.run(["sh", "-n"], input=script, text=True, check=False).returncode == 0
 
 
-def test_each_machine_takes_another_offer(fake: FakeVast) -> None:
-    """It takes the next one if its own is gone, by any form of that refusal. Ranks and labels stay."""
+def test_each_machine_uses_another_offer(fake: FakeVast) -> None:
+    """The next offer is used if one is gone, for any form of that error. Ranks and labels stay."""
     fake.refused |= {101: GONE, 103: Reply(410, {"success": False, "error": "no_such_ask", "msg": "gone"})}
     fake.refused[104] = Reply(400, {"success": False, "error": "invalid_args", "msg": "error 400/3467: no_such_ask"})
     machines = VastAI().launch(cheapest(), 3, tags(first_rank=5), STARTUP)
@@ -476,10 +480,10 @@ def test_the_number_of_tried_offers_is_limited(fake: FakeVast) -> None:
     assert len(rented(fake)) == 6
 
 
-def test_nothing_dearer_is_rented(fake: FakeVast) -> None:
-    """Not above the offer's price, which the bill uses, and the tolerance.
+def test_no_machine_above_the_offers_price_is_rented(fake: FakeVast) -> None:
+    """The limit is the offer's price, which is used for the cost, plus a tolerance.
 
-    Not with fewer CPUs or less memory, not in another region, not of another class. Fewer machines are no error.
+    Machines with fewer CPUs, less memory, another region or another class are not rented. Fewer machines are no error.
     """
     offer = cheapest()
     fake.asks.clear()
@@ -511,8 +515,8 @@ def test_without_offers_left_there_is_no_capacity(fake: FakeVast) -> None:
         VastAI().launch(offer.model_copy(update={"instance_type": "big"}), 1, tags(), STARTUP)
 
 
-def test_neighbours_are_preferred_for_several_machines(fake: FakeVast) -> None:
-    """The cheapest cluster, or machine, that can serve all of them. For one machine the cheapest offer wins."""
+def test_several_machines_come_from_one_cluster_if_possible(fake: FakeVast) -> None:
+    """The cheapest cluster, or machine, that has enough offers is used. For one machine the cheapest offer is used."""
     fake.sell(
         ask(301, price=0.351, cluster_id=7),
         ask(302, price=0.352, cluster_id=7),
@@ -530,7 +534,8 @@ def test_neighbours_are_preferred_for_several_machines(fake: FakeVast) -> None:
 def test_a_spot_machine_is_a_bid_at_the_offers_price(fake: FakeVast) -> None:
     """Without a price it would be on demand.
 
-    An offer whose lowest bid has risen above the price is skipped; one that rises during the call is NoCapacity.
+    An offer is skipped if its lowest bid is above the price. If that bid rises during the call, the error is
+    NoCapacity.
     """
     offer = cheapest(is_spot=True)
     bid = offer.price_per_hour
@@ -547,7 +552,7 @@ def test_a_spot_machine_is_a_bid_at_the_offers_price(fake: FakeVast) -> None:
 
 
 @pytest.mark.parametrize("status", [200, 400, 503])
-def test_a_refusal_that_has_made_a_container_is_cleaned_up(fake: FakeVast, status: int) -> None:
+def test_a_container_of_a_refused_call_is_destroyed(fake: FakeVast, status: int) -> None:
     """A failed bid leaves a stopped container, which is billed."""
     fake.refused[101] = Reply(status, {"success": False, "error": "no_such_ask", "msg": "outbid", "new_contract": 0})
     machines = VastAI().launch(cheapest(is_spot=True), 1, tags(), STARTUP) if status != 503 else []
@@ -558,16 +563,16 @@ def test_a_refusal_that_has_made_a_container_is_cleaned_up(fake: FakeVast, statu
     assert len(fake.asked("DELETE")) == 1
 
 
-def test_an_answer_that_says_nothing_is_an_unknown_outcome(fake: FakeVast) -> None:
-    """Neither an id nor an error: the container is looked up, and the call is not repeated."""
+def test_an_empty_answer_is_an_unknown_outcome(fake: FakeVast) -> None:
+    """It has neither an id nor an error: the container is looked up, and the call is not repeated."""
     fake.refused[101] = Reply(200, {"success": True})
     with pytest.raises(ProviderFailed):
         VastAI().launch(cheapest(), 1, tags(), STARTUP)
     assert rented(fake) == [101]
 
 
-def test_a_lost_answer_is_found_by_its_label(fake: FakeVast) -> None:
-    """Although the listing is late. The same rank of another launch of the pool does not match."""
+def test_a_container_of_a_lost_answer_is_found_by_its_label(fake: FakeVast) -> None:
+    """The listing is late. The same rank of another launch of the pool does not match."""
     (older,) = VastAI().launch(cheapest(), 1, tags(launch="sky-contract-1"), STARTUP)
     fake.hidden = 2
     fake.fail("PUT", "/api/v0/asks/", None, is_done=True)
@@ -587,8 +592,8 @@ def test_a_failed_container_is_not_mistaken_for_that_of_a_lost_answer(fake: Fake
     assert (len(fake.ghosts), fake.containers) == (1, {})
 
 
-def test_too_many_creating_calls_are_no_unknown_outcome(fake: FakeVast) -> None:
-    """A throttled call did nothing, so nothing is looked up. Containers that were created before are returned."""
+def test_throttled_creating_calls_are_no_unknown_outcome(fake: FakeVast) -> None:
+    """A throttled call creates nothing, so nothing is looked up. Containers that were created before are returned."""
     fake.fail(
         "PUT",
         "/api/v0/asks/101/",
@@ -610,8 +615,8 @@ def test_too_many_creating_calls_are_no_unknown_outcome(fake: FakeVast) -> None:
         (403, {"error": "forbidden", "msg": "This key may not write instances"}, CredentialsError),
     ],
 )
-def test_refusals(fake: FakeVast, status: int, body: dict[str, str], kind: type[Exception]) -> None:
-    """A refusal ends the launch at once. Containers that were created before are returned."""
+def test_a_refusal_ends_the_launch(fake: FakeVast, status: int, body: dict[str, str], kind: type[Exception]) -> None:
+    """Containers that were created before are returned."""
     for number in range(102, 107):
         fake.refused[number] = Reply(status, {"success": False, **body})
     assert [machine.rank for machine in VastAI().launch(cheapest(), 2, tags(), STARTUP)] == [0]
@@ -620,13 +625,13 @@ def test_refusals(fake: FakeVast, status: int, body: dict[str, str], kind: type[
     assert rented(fake) == [101, 102, 102]
 
 
-def test_creating_calls_keep_their_distance(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_creating_calls_have_a_minimum_distance(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
     """Vast.ai refuses calls that come sooner."""
     clock, slept = [1000.0], list[float]()
     own, real = threading.current_thread(), time.sleep
 
     def sleep(seconds: float) -> None:
-        if threading.current_thread() is not own:  # a thread of the pool that tests share
+        if threading.current_thread() is not own:  # a thread of the pool that all tests share
             return real(seconds)
         slept.append(seconds)
         clock[0] += seconds
@@ -639,7 +644,7 @@ def test_creating_calls_keep_their_distance(fake: FakeVast, monkeypatch: pytest.
     assert slept[:3] == [0.0, 4.5, 4.5]
 
 
-# ── waiting for an address ───────────────────────────────────────────────────────────────────────────────────────────
+# ── the wait for an address ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -664,7 +669,7 @@ def test_a_failed_container_is_destroyed_and_the_next_host_is_tried(fake: FakeVa
     assert {str(contract) for contract in fake.containers} == {machine.id for machine in machines}
 
 
-def test_if_no_host_can_start_it_there_is_no_capacity(fake: FakeVast) -> None:
+def test_if_all_hosts_fail_there_is_no_capacity(fake: FakeVast) -> None:
     """The error has the cloud's own code."""
     fake.broken |= {number: {"actual_status": "exited", "status_msg": "exit 127"} for number in range(101, 107)}
     with pytest.raises(NoCapacity, match="exit 127") as caught:
@@ -675,7 +680,7 @@ def test_if_no_host_can_start_it_there_is_no_capacity(fake: FakeVast) -> None:
 
 
 def test_an_unknown_outcome_is_not_reported_as_no_capacity(fake: FakeVast) -> None:
-    """NoCapacity means that nothing was created.
+    """NoCapacity means that no machine was created.
 
     So it is not raised after an unknown outcome, nor if a failed container cannot be destroyed.
     """
@@ -694,11 +699,11 @@ def test_an_unknown_outcome_is_not_reported_as_no_capacity(fake: FakeVast) -> No
 
 
 def test_a_container_that_loads_for_too_long_is_destroyed(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are up are returned."""
+    """The other containers are returned."""
     fake.broken[102] = {"actual_status": "loading", "status_msg": "Pulling fs layer"}
     clock, own, real = itertools.count(1000, 10), threading.current_thread(), time.monotonic
     offer = cheapest()
-    # other threads of this process, of the pool that tests share, use the real clock
+    # other threads of this process, of the pool that all tests share, use the real clock
     monkeypatch.setattr(
         launch.time, "monotonic", lambda: float(next(clock)) if threading.current_thread() is own else real()
     )
@@ -708,10 +713,10 @@ def test_a_container_that_loads_for_too_long_is_destroyed(fake: FakeVast, monkey
     assert {str(contract) for contract in fake.containers} == {machine.id}
 
 
-def test_a_machine_that_vanishes_while_it_is_waited_for_ends_the_launch(
+def test_a_machine_that_disappears_during_the_wait_ends_the_launch(
     fake: FakeVast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two listings lack it after one that had it: a teardown may be in progress, which would miss another container.
+    """Two listings lack it after one that had it. A teardown may be in progress, and would not find another container.
 
     A container that is not listed yet is waited for.
     """
@@ -734,8 +739,8 @@ def test_a_machine_that_vanishes_while_it_is_waited_for_ends_the_launch(
     assert fake.containers == {}
 
 
-def test_a_launch_rents_nothing_after_its_pool_was_torn_down(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By another process. Containers with an address are returned; vanished and failed ones are not rented again."""
+def test_a_launch_creates_nothing_after_its_pool_was_torn_down(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process has torn it down. Containers with an address are returned. Other containers are not replaced."""
     fake.broken |= {102: {"actual_status": "loading"}, 103: {"actual_status": "loading"}}
     fake.broken[104] = {"actual_status": "exited"}
     offer = cheapest()
@@ -755,7 +760,7 @@ def test_a_launch_rents_nothing_after_its_pool_was_torn_down(fake: FakeVast, mon
     assert len(machines) == 1
 
 
-# ── listing and ending ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── listing and terminating ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -781,7 +786,7 @@ def test_a_launch_rents_nothing_after_its_pool_was_torn_down(fake: FakeVast, mon
         ),
     ],
 )
-def test_states(fake: FakeVast, fields: dict[str, Any], state: InstanceState) -> None:
+def test_each_status_has_a_state(fake: FakeVast, fields: dict[str, Any], state: InstanceState) -> None:
     """Outbid, stopped and broken containers are STOPPING; an unknown status is PENDING."""
     (machine,) = VastAI().launch(cheapest(), 1, tags(), STARTUP)
     fake.containers[int(machine.id)] |= fields
@@ -813,8 +818,8 @@ def test_ids_that_are_no_numbers_are_ignored(fake: FakeVast) -> None:
     assert fake.requests == []
 
 
-def test_where_many_are_refused_each_is_tried(fake: FakeVast) -> None:
-    """The error names those that are left, after all were tried."""
+def test_if_a_common_deletion_is_refused_each_container_is_tried(fake: FakeVast) -> None:
+    """All are tried, and the error names those that are left."""
     first, second, third = VastAI().launch(cheapest(), 3, tags(), STARTUP)
     fake.is_strict_about_bulk = True
     fake.undying = {int(second.id)}
@@ -827,8 +832,8 @@ def test_where_many_are_refused_each_is_tried(fake: FakeVast) -> None:
 # ── labels ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_label_carries_all_tags(fake: FakeVast) -> None:
-    """As long as a real process's tags, with characters that every cloud accepts."""
+def test_a_label_has_all_tags(fake: FakeVast) -> None:
+    """The tags are as long as those of a real process, with characters that all clouds accept."""
     real = tags("sky-0123456789ab", 12, "sky-0123456789ab-3") | {
         PROCESS_TAG: "7b913007-36a5-4f45-946d-7a03524ccb0c.4026531836.8792.216118",
         OWNER_TAG: "jo@workstation",
@@ -843,7 +848,7 @@ def test_a_label_carries_all_tags(fake: FakeVast) -> None:
 
 
 def test_tags_that_do_not_fit_into_a_label_are_in_the_environment(fake: FakeVast) -> None:
-    """The listing has it as pairs. The tags by which a pool is found stay in the label."""
+    """The listing has the environment as pairs. The tags that identify a pool stay in the label."""
     many = tags() | {OWNER_TAG: "jörg@" + "x" * 200, "team": "a b:c", EXPIRES_TAG: "1790003600"}
     (machine,) = VastAI().launch(cheapest(), 1, many, STARTUP)
     label = fake.containers[int(machine.id)]["label"]
@@ -870,8 +875,11 @@ def test_a_pool_name_that_no_label_can_hold_is_refused(fake: FakeVast) -> None:
 # ── in the container ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_killed_main_script_is_run_again(tmp_path: Path) -> None:
-    """The first process does so. No process inside can kill it. The script finds that the container was restarted."""
+def test_a_killed_main_script_is_started_again(tmp_path: Path) -> None:
+    """The first process starts it, and no process inside can kill the first process.
+
+    The script finds that the container was restarted.
+    """
     script = f'echo up >>{tmp_path}/starts; echo "$PPID" "$(cut -d" " -f1 </proc/self/stat)"; exec sleep 1000'
     main = subprocess.Popen(
         ["sh", "-c", MAIN.format(f"sh -c {shlex.quote(script)}").replace("sleep 5", "sleep 0.1")],
@@ -890,7 +898,7 @@ def test_a_killed_main_script_is_run_again(tmp_path: Path) -> None:
 
 
 def test_the_first_process_ends_on_sigterm() -> None:
-    """A `sleep` as process 1 would ignore it: the kernel drops signals to process 1 that have no handler."""
+    """A `sleep` as process 1 would ignore the signal: the kernel drops signals to process 1 without a handler."""
     main = subprocess.Popen(
         ["sh", "-c", MAIN.format("echo up; exec sleep 1000")],
         stdout=subprocess.PIPE,
@@ -925,9 +933,9 @@ STOP = 'PUT -d {"state": "stopped"} https://console.vast.ai/api/v0/instances/123
 def test_a_container_requests_its_end_until_it_succeeds(
     tmp_path: Path, accepted: str, ways: list[str], is_inherited: bool
 ) -> None:
-    """With its own key, which is on no command line. If destroying is refused it requests a stop.
+    """The request has the container's own key, which is in no command line.
 
-    Nothing ends the first process.
+    If destroying is refused the container requests a stop. Nothing ends the first process.
     """
 
     def command(name: str, text: str) -> None:
@@ -973,7 +981,7 @@ def write_to(home: Path, place: str) -> None:
     ("place", "config"),
     [(".config/vastai/vast_api_key", None), ("elsewhere/vastai/vast_api_key", "elsewhere"), (".vast_api_key", None)],
 )
-def test_the_key_may_be_in_the_files_of_the_clouds_tools(
+def test_the_key_can_be_in_the_files_of_vasts_tools(
     fake: FakeVast, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str, config: str | None
 ) -> None:
     monkeypatch.delenv("VAST_API_KEY")
@@ -985,7 +993,7 @@ def test_the_key_may_be_in_the_files_of_the_clouds_tools(
     assert VastAI().account() == "user 4711"
 
 
-def test_the_url_may_be_given(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_url_can_be_configured(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
     """The setting overrides the variable of the cloud's tools."""
     monkeypatch.setenv("VAST_URL", "http://127.0.0.1:9/")
     assert VastAI(endpoint_url=f"{fake.url}/api/v0/").account() == "user 4711"
@@ -1007,7 +1015,7 @@ def test_fewer_machines_than_requested_are_logged(fake: FakeVast, caplog: pytest
     assert "had 1 of 2 RTX_4090x1" in caplog.text
 
 
-def test_it_refuses_volumes_and_names_an_alternative(fake: FakeVast) -> None:
+def test_volumes_are_refused_with_an_alternative(fake: FakeVast) -> None:
     (machine,) = VastAI().launch(cheapest(), 1, tags(), STARTUP)
     assert set(VastAI.refuses) == {"volume", "mig", "private network"}
     assert VastAI().console_url(machine) == "https://cloud.vast.ai/instances/"

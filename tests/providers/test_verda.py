@@ -112,7 +112,7 @@ class TestVerda(RestContract):
 
 
 def test_the_disk_is_counted(fake: FakeVerda) -> None:
-    """About $0.20 per GB and month (fact sheet, 3.2); also for a listed machine."""
+    """The price is about $0.20 per GB and month (fact sheet, 3.2), also for a listed machine."""
     provider = Verda(
         endpoint_url=fake.url + "/v1",
         client_id=SecretStr(CLIENT_ID),
@@ -126,8 +126,8 @@ def test_the_disk_is_counted(fake: FakeVerda) -> None:
     assert machine.extras_per_hour == found.extras_per_hour == offer.extras_per_hour
 
 
-def test_chips_are_named_as_in_the_catalogue(mine: Verda) -> None:
-    """From "8x A100 SXM4 80GB", with the memory of all eight. Unknown chips and confidential machines are left out."""
+def test_chips_have_the_catalogues_names(mine: Verda) -> None:
+    """ "8x A100 SXM4 80GB" has the memory of all eight. Unknown chips and confidential machines are left out."""
     sold = {
         offer.instance_type: offer
         for offer in mine.offers(Requirements())
@@ -153,7 +153,7 @@ def test_chips_are_named_as_in_the_catalogue(mine: Verda) -> None:
     assert matches(sold["1B300.30V"], Requirements(accelerator=sky.accelerators.parse("B300"))) is None
 
 
-def test_spot_is_sold_where_spot_is_free(mine: Verda, fake: FakeVerda) -> None:
+def test_spot_is_offered_where_spot_is_available(mine: Verda, fake: FakeVerda) -> None:
     """The availabilities of spot and on demand are two requests. A type without a spot price is not sold as spot."""
     sold = {(one.region, one.is_spot, one.instance_type): one for one in mine.offers(Requirements())}
     assert ("FIN-02", True, "1H100.80S.30V") in sold
@@ -166,7 +166,7 @@ def test_spot_is_sold_where_spot_is_free(mine: Verda, fake: FakeVerda) -> None:
     assert fake.asked("GET", "/v1/instance-types")[0].query == {"currency": "usd"}
 
 
-def test_a_region_narrows_the_offers(mine: Verda, fake: FakeVerda) -> None:
+def test_a_region_is_a_filter(mine: Verda, fake: FakeVerda) -> None:
     assert {one.region for one in mine.offers(Requirements())} == {"FIN-01", "FIN-02", "FIN-03"}
     assert {one.region for one in Verda(endpoint_url=mine.endpoint_url, region="FIN-03").offers(Requirements())} == {
         "FIN-03"
@@ -198,7 +198,7 @@ def test_a_machine_has_its_name_disk_and_script_from_the_creating_call(mine: Ver
     assert mine.instances(POOL)[0].endpoint == instance.endpoint
 
 
-def test_a_name_of_a_pool_is_read_whole() -> None:
+def test_a_name_is_compared_completely() -> None:
     """The number of a rank is no part of the pool's id, and the pool's id may contain numbers."""
     match = NAME.fullmatch("sky-a-1-b-12-l0a1b2c3")
     assert match is not None
@@ -206,7 +206,7 @@ def test_a_name_of_a_pool_is_read_whole() -> None:
 
 
 def test_the_key_is_added_once(mine: Verda, fake: FakeVerda) -> None:
-    """It is found by the key itself: Verda adds a comment to it, and a person may have renamed it."""
+    """It is found by the key itself: Verda adds a comment to it, and a user may have renamed it."""
     for token in ("La", "Lb"):
         mine.launch(offer_of(mine), 1, tags(launch=token), STARTUP)
     assert len(fake.keys) == len(fake.asked("POST", "/v1/ssh-keys")) == 1
@@ -216,20 +216,20 @@ def test_the_key_is_added_once(mine: Verda, fake: FakeVerda) -> None:
 
 
 def test_a_key_that_another_launch_has_just_added_is_used(mine: Verda, fake: FakeVerda) -> None:
-    """Both launches looked before either had added it."""
+    """Both launches have checked before one of them added it."""
     mine.launch(offer_of(mine), 1, tags(), STARTUP)
     fake.fail("GET", "/v1/ssh-keys", Reply(200, []))
     assert mine.launch(offer_of(mine), 1, tags(launch="Lb"), STARTUP)
     assert len(fake.keys) == 1
 
 
-def test_a_script_whose_answer_was_lost_is_found(mine: Verda, fake: FakeVerda) -> None:
+def test_a_script_of_a_lost_answer_is_found(mine: Verda, fake: FakeVerda) -> None:
     fake.fail("POST", "/v1/scripts", is_done=True)
     assert mine.launch(offer_of(mine), 1, tags(), STARTUP)
     assert len(fake.scripts) == len(fake.asked("POST", "/v1/scripts")) == 1
 
 
-def test_a_lost_machine_is_found_by_its_name(mine: Verda, fake: FakeVerda) -> None:
+def test_a_machine_of_a_lost_answer_is_found_by_its_name(mine: Verda, fake: FakeVerda) -> None:
     """It is one of the returned machines."""
     fake.fail("POST", "/v1/instances$", is_done=True)
     launched = mine.launch(offer_of(mine), 3, tags(), STARTUP)
@@ -238,14 +238,14 @@ def test_a_lost_machine_is_found_by_its_name(mine: Verda, fake: FakeVerda) -> No
 
 
 def test_a_call_that_may_still_take_effect_keeps_its_script(mine: Verda, fake: FakeVerda) -> None:
-    """The machine may come up later, and needs the script for its guard."""
+    """The machine may start later, and needs the script for its guard."""
     fake.fail("POST", "/v1/instances$")
     with pytest.raises(ProviderFailed):
         mine.launch(offer_of(mine), 1, tags(), STARTUP)
     assert len(fake.scripts) == 1
 
 
-def test_a_launch_that_has_made_nothing_leaves_no_script(mine: Verda, fake: FakeVerda) -> None:
+def test_a_launch_without_machines_leaves_no_script(mine: Verda, fake: FakeVerda) -> None:
     for refusal in (
         error(503, "service_unavailable", "nothing free"),
         error(403, "forbidden_action", "not yours"),
@@ -268,7 +268,7 @@ def test_a_launch_that_has_made_nothing_leaves_no_script(mine: Verda, fake: Fake
         (error(400, "invalid_request", "Operating system is not valid for this instance type"), BadRequest),
     ],
 )
-def test_a_refusal_says_what_to_do_next(mine: Verda, fake: FakeVerda, refusal: Reply, kind: type[Exception]) -> None:
+def test_a_refusal_determines_the_error(mine: Verda, fake: FakeVerda, refusal: Reply, kind: type[Exception]) -> None:
     fake.create_failures = [refusal]
     with pytest.raises(kind) as caught:
         mine.launch(offer_of(mine), 1, tags(), STARTUP)
@@ -278,7 +278,7 @@ def test_a_refusal_says_what_to_do_next(mine: Verda, fake: FakeVerda, refusal: R
 
 @pytest.mark.parametrize("word", ["no_capacity", "error", "discontinued"])
 def test_a_machine_that_fails_is_deleted(mine: Verda, fake: FakeVerda, word: str) -> None:
-    """The error has the cloud's own word. Disk and script are deleted too."""
+    """The error has the cloud's own code. Disk and script are deleted too."""
     fake.path = ["ordered", word]
     with pytest.raises(NoCapacity) as caught:
         mine.launch(offer_of(mine), 2, tags(), STARTUP)
@@ -288,7 +288,7 @@ def test_a_machine_that_fails_is_deleted(mine: Verda, fake: FakeVerda, word: str
     assert word == "discontinued" or fake.volumes == {}
 
 
-def test_the_other_machines_of_a_launch_are_returned(
+def test_the_other_machines_of_a_launch_are_returned_if_one_fails(
     mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add = FakeVerda._add
@@ -306,10 +306,8 @@ def test_the_other_machines_of_a_launch_are_returned(
     assert len(fake.scripts) == 1
 
 
-def test_a_machine_without_address_is_not_waited_for_for_ever(
-    mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is deleted as soon as Verda allows that, which is not while it is provisioned."""
+def test_the_wait_for_an_address_has_a_limit(mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is deleted as soon as Verda allows that, which is not while it is provisioned."""
     monkeypatch.setattr(launch, "ADDRESS_SECONDS", 0.0)
     fake.path = ["ordered", "provisioning", "validating", "running"]
     with pytest.raises(NoCapacity, match="no address"):
@@ -321,9 +319,9 @@ def test_a_machine_without_address_is_not_waited_for_for_ever(
 def test_a_machine_that_can_be_neither_used_nor_deleted_is_an_error(
     mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NoCapacity would mean that nothing is left, and InstancesLeft is for `terminate`.
+    """NoCapacity would mean that no machine is left, and InstancesLeft is for `terminate`.
 
-    Its script stays, because the machine may come up later.
+    Its script stays, because the machine may start later.
     """
     monkeypatch.setattr(launch, "ADDRESS_SECONDS", 0.0)
     monkeypatch.setattr(termination, "BUSY_SECONDS", 0.0)
@@ -336,7 +334,7 @@ def test_a_machine_that_can_be_neither_used_nor_deleted_is_an_error(
 
 
 def test_node_credentials_are_in_no_message(mine: Verda, fake: FakeVerda) -> None:
-    """Not even where Verda quotes the script that it refuses."""
+    """Verda may quote the script that it refuses."""
     own = Verda(endpoint_url=mine.endpoint_url, node_client_id="idofnode", node_client_secret="secretofnode")  # type: ignore[arg-type]
     fake.fail(
         "POST", "/v1/scripts", error(400, "invalid_request", 'Invalid script: CLIENT_SECRET = "secretofnode"'), times=2
@@ -369,13 +367,13 @@ def test_a_spot_machines_disk_is_deleted_with_it(mine: Verda, fake: FakeVerda) -
         ("CPU.4V.16G", "24.04.base"),
     ],
 )
-def test_the_image_suits_the_machine(mine: Verda, fake: FakeVerda, name: str, slug: str) -> None:
+def test_the_image_fits_the_machine(mine: Verda, fake: FakeVerda, name: str, slug: str) -> None:
     mine.launch(offer_of(mine, name), 1, tags(), STARTUP)
     assert fake.asked("POST", "/v1/instances$")[0].body["image"] == slug
 
 
 def test_blackwell_gets_the_open_kernel_module() -> None:
-    """Even with older CUDA, but never with CUDA below 12.8."""
+    """It holds with older CUDA too, but never with CUDA below 12.8."""
     images = [
         {"image_type": slug}
         for slug in (
@@ -412,8 +410,8 @@ def test_many_machines_are_created_at_the_same_time(
 # ── tags ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_tags_come_back_whatever_is_in_them(mine: Verda, fake: FakeVerda) -> None:
-    """In letters, digits, "." and "-". The fake refuses other characters, and Verda may do so."""
+def test_tags_are_preserved(mine: Verda, fake: FakeVerda) -> None:
+    """They are encoded in letters, digits, "." and "-". The fake refuses other characters, and Verda may do so."""
     odd = {OWNER_TAG: "jörg_40 20%@büro", PROCESS_TAG: "", "skyward-expires": "1790003600"}
     mine.launch(offer_of(mine), 1, tags() | odd, STARTUP)
     (instance,) = mine.instances(POOL)
@@ -429,7 +427,7 @@ def test_too_many_or_too_long_tags_are_refused_before_any_creating_call(mine: Ve
 
 
 def test_a_machine_that_verda_has_not_tagged_is_found_by_its_name(mine: Verda, fake: FakeVerda) -> None:
-    """And by its description, which no other machine has. It has no endpoint then, but can be terminated."""
+    """Its description identifies it too. It has no endpoint then, but can be terminated."""
     fake.strangers()
     (launched,) = mine.launch(offer_of(mine), 1, tags(first_rank=7), STARTUP)
     fake.is_untagging = True
@@ -493,16 +491,16 @@ def test_a_listing_needs_no_key(mine: Verda, tmp_path: Path) -> None:
 def test_contract_and_pricing_are_in_the_creating_call(
     mine: Verda, fake: FakeVerda, is_spot: bool, contract: str
 ) -> None:
-    """As in the calls of Verda's own command line."""
+    """The parameters are those of Verda's own command line."""
     mine.launch(offer_of(mine, spot=is_spot), 1, tags(), STARTUP)
     (order,) = fake.asked("POST", "/v1/instances")
     assert (order.body["is_spot"], order.body["contract"], order.body["pricing"]) == (is_spot, contract, "FIXED_PRICE")
 
 
 def test_the_disk_is_deleted_with_the_machine(mine: Verda, fake: FakeVerda) -> None:
-    """Not to the trash, and by its own id: without the list it would go to the trash, with an empty one it would be
-    kept.
+    """It does not go to the trash.
 
+    The request has the disk's id: without the list the disk would go to the trash, with an empty list it would be kept.
     The script is deleted too.
     """
     launched = mine.launch(offer_of(mine), 2, tags(), STARTUP)
@@ -514,7 +512,10 @@ def test_the_disk_is_deleted_with_the_machine(mine: Verda, fake: FakeVerda) -> N
 
 
 def test_a_disk_that_verda_leaves_behind_is_swept(mine: Verda, fake: FakeVerda) -> None:
-    """When its machine is terminated again, or another one an hour later. A young disk may belong to another launch."""
+    """It is deleted when its machine is terminated again, or another one an hour later.
+
+    A young disk may belong to another launch.
+    """
     fake.leaves_disks = True
     (launched,) = mine.launch(offer_of(mine), 1, tags(), STARTUP)
     mine.terminate([launched.id])
@@ -541,7 +542,7 @@ def test_a_disk_that_verda_leaves_behind_is_swept(mine: Verda, fake: FakeVerda) 
 
 
 def test_an_attached_disk_is_never_swept(mine: Verda, fake: FakeVerda) -> None:
-    """However old it is: it is the disk of a running machine."""
+    """Its age does not matter, because it is the disk of a running machine."""
     mine.launch(offer_of(mine), 1, tags(), STARTUP)
     (volume,) = fake.volumes.values()
     volume["created_at"] = "2020-01-01T00:00:00Z"
@@ -551,7 +552,10 @@ def test_an_attached_disk_is_never_swept(mine: Verda, fake: FakeVerda) -> None:
 
 
 def test_old_scripts_without_machines_are_swept(mine: Verda, fake: FakeVerda) -> None:
-    """By the next launch or termination. Other people's scripts stay, and young ones that another launch may need."""
+    """The next launch or termination deletes them.
+
+    Other people's scripts stay, and young ones that another launch may need.
+    """
     now = int(time.time())
     old, young = (
         fake.script(f"skyward-sky-other-aaaaaaaa-{now - 4000}"),
@@ -576,7 +580,7 @@ def test_a_preempted_machines_script_is_deleted_with_its_termination(mine: Verda
 
 
 def test_deleting_a_machine_that_is_being_provisioned_is_tried_again(mine: Verda, fake: FakeVerda) -> None:
-    """Verda refuses to delete it until it is up. The refusal is a row of a 207."""
+    """Verda refuses to delete it until it is up. The error is a row of a 207."""
     (launched,) = mine.launch(offer_of(mine), 1, tags(), STARTUP)
     fake.machines[launched.id]["status"] = "provisioning"
     fake.path_of[launched.id] = ["provisioning", "provisioning", "validating", "running"]
@@ -586,7 +590,7 @@ def test_deleting_a_machine_that_is_being_provisioned_is_tried_again(mine: Verda
 
 
 def test_machines_that_stay_busy_are_named(mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the others were deleted."""
+    """The other machines are deleted first."""
     monkeypatch.setattr(termination, "BUSY_SECONDS", 0.0)
     busy, other = mine.launch(offer_of(mine), 2, tags(), STARTUP)
     fake.machines[busy.id]["status"] = "provisioning"
@@ -601,7 +605,7 @@ def test_machines_that_stay_busy_are_named(mine: Verda, fake: FakeVerda, monkeyp
 def test_a_failed_sweep_of_disks_is_reported_after_the_machines(
     mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch, is_busy: bool
 ) -> None:
-    """A disk that is left is billed; a machine that is left is worse."""
+    """A disk that is left is billed, but a machine that is left costs more."""
     monkeypatch.setattr(termination, "BUSY_SECONDS", 0.0)
     busy, other = mine.launch(offer_of(mine), 2, tags(), STARTUP)
     fake.machines[busy.id]["status"] = "provisioning"
@@ -620,8 +624,8 @@ def test_a_machine_that_is_being_deleted_is_not_deleted_again(mine: Verda, fake:
 
 
 @pytest.mark.parametrize("is_known", [True, False])
-def test_a_machine_that_goes_meanwhile_is_gone(mine: Verda, fake: FakeVerda, is_known: bool) -> None:
-    """Between our listing and our call: "Can't discontinue a discontinued instance", or "Invalid instance id"."""
+def test_a_machine_that_ends_during_the_call_is_gone(mine: Verda, fake: FakeVerda, is_known: bool) -> None:
+    """It ends after our listing: "Can't discontinue a discontinued instance", or "Invalid instance id"."""
     (launched,) = mine.launch(offer_of(mine), 1, tags(), STARTUP)
     before = dict(fake.machines[launched.id])
     fake.machines[launched.id]["status"] = "discontinued"
@@ -663,7 +667,7 @@ def test_the_error_for_a_wrong_secret_does_not_contain_it(mine: Verda, fake: Fak
     assert "***" in str(caught.value)
 
 
-def test_credentials_of_the_older_name_are_used(mine: Verda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_credentials_with_the_older_name_are_used(mine: Verda, monkeypatch: pytest.MonkeyPatch) -> None:
     for new, old in zip(VARIABLES[:2], VARIABLES[2:], strict=True):
         monkeypatch.setenv(old, os.environ[new])
         monkeypatch.delenv(new)
@@ -673,7 +677,7 @@ def test_credentials_of_the_older_name_are_used(mine: Verda, monkeypatch: pytest
 def test_credentials_come_from_the_file_of_verdas_tools(
     fake: FakeVerda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """With its profile, its URL, and its configured path."""
+    """The file sets a profile, a URL, and a path."""
     monkeypatch.delenv("VERDA_CLIENT_ID")
     (tmp_path / "credentials").write_text(
         f"[default]\nverda_client_id = x\nverda_client_secret = y\n"
@@ -694,23 +698,23 @@ def test_credentials_come_from_the_file_of_verdas_tools(
     assert "secret-without" not in str(caught.value)
 
 
-def test_the_account_is_no_half_of_a_credential(mine: Verda) -> None:
+def test_the_account_is_no_part_of_a_credential(mine: Verda) -> None:
     assert mine.account().startswith("client-")
     assert CLIENT_ID not in mine.account()
 
 
-# ── ending itself ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the end script ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_without_credentials_of_its_own_a_machine_powers_off(mine: Verda, fake: FakeVerda) -> None:
-    """None of the client's credentials is on it."""
+def test_without_node_credentials_a_machine_powers_off(mine: Verda, fake: FakeVerda) -> None:
+    """It has none of the client's credentials."""
     mine.launch(offer_of(mine), 1, tags(), STARTUP)
     (script,) = fake.scripts.values()
     assert end_script(script["script"]) == "poweroff"
     assert CLIENT_SECRET not in script["script"]
 
 
-def test_node_credentials_are_whole_or_none_and_leave_with_no_json() -> None:
+def test_node_credentials_are_complete_and_in_no_json() -> None:
     with pytest.raises(BadRequest, match="two halves"):
         load({"name": "verda", "node_client_id": "a"})
     provider = Verda(node_client_id="idofnode", node_client_secret="secretofnode")  # type: ignore[arg-type]
@@ -718,8 +722,8 @@ def test_node_credentials_are_whole_or_none_and_leave_with_no_json() -> None:
     assert "ofnode" not in repr(provider)
 
 
-def test_with_node_credentials_it_deletes_itself(mine: Verda, fake: FakeVerda, tmp_path: Path) -> None:
-    """Only itself, with its disk. After a failure it stays on and tries again. The secret is in no output."""
+def test_with_node_credentials_a_machine_deletes_itself(mine: Verda, fake: FakeVerda, tmp_path: Path) -> None:
+    """It deletes only itself, with its disk. After a failure it stays on and tries again. The secret is in no output."""
     own = Verda(endpoint_url=mine.endpoint_url, node_client_id="idofnode", node_client_secret="secret\"of'node")  # type: ignore[arg-type]
     fake.secrets["idofnode"] = "secret\"of'node"
     first, second = own.launch(offer_of(mine), 2, tags(), STARTUP)
@@ -754,13 +758,13 @@ def test_with_node_credentials_it_deletes_itself(mine: Verda, fake: FakeVerda, t
 
 
 def end_script(script: str) -> str:
-    """Return what runs repeatedly in the script with which a machine ends itself."""
+    """Return the command that the end script runs repeatedly."""
     return script.partition("cat >/root/.cache/skyward/end <<'SKYWARD_END_OF_FILE'\nwhile :; do\n(\n")[2].partition(
         "\n)\nsleep "
     )[0]
 
 
-def test_skyward_core_exports_it() -> None:
+def test_skyward_core_exports_verda() -> None:
     assert sky.Verda is Verda
     assert Verda.billing_increment_seconds == 600
     assert len(TYPES) > 10
