@@ -18,8 +18,8 @@ MACHINES = sky.PoolSpec.of(provider=sky.Local(price_per_hour=1.2), image=sky.Ima
 
 
 def split_digits():
-    """Return training images, test images, training labels, test labels: the 1,797 that scikit-learn brings along, of
-    which a quarter is for the very end.
+    """Return training images, test images, training labels, test labels, of the 1,797 images of scikit-learn. A quarter
+    of them is for the test.
     """
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split

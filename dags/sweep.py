@@ -2,7 +2,7 @@
 out.
 
     AIRFLOW__CORE__DAGS_FOLDER=dags airflow dags test skyward_sweep                           ends what it finds
-    AIRFLOW__CORE__DAGS_FOLDER=dags airflow dags test skyward_sweep -c '{"dry_run": true}'    tells what it would end
+    AIRFLOW__CORE__DAGS_FOLDER=dags airflow dags test skyward_sweep -c '{"dry_run": true}'    lists what it would end
 
 The task asks the providers of all pools in the ledger, and those that the settings name (SKYWARD_PROVIDER,
 skyward.toml) for machines that the ledger does not know. Machines of living pools are never touched. Workers on several

@@ -25,8 +25,8 @@ from dagster_skyward import SkywardResource
 
 FOLDS = 5
 PROVIDERS = None
-"""Asked by the sweep, beside those of the pools in the ledger, for machines that the ledger does not know. None: those
-of the settings (SKYWARD_PROVIDER, skyward.toml); or name them here: [sky.AWS(region="us-east-1"), sky.RunPod()].
+"""The sweep also asks these for machines that the ledger does not know. None means the providers of the settings
+(SKYWARD_PROVIDER, skyward.toml); or name them here: [sky.AWS(region="us-east-1"), sky.RunPod()].
 """
 
 
@@ -42,7 +42,7 @@ CANDIDATES = [Candidate(C, gamma) for C, gamma in product((1.0, 3.0, 10.0, 30.0)
 
 
 def digits():
-    """Images to learn from and images to be examined on; the same split on every node."""
+    """Images for training and images for the test; the same split on every node."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -51,7 +51,7 @@ def digits():
 
 
 def validate(candidate: Candidate, fold: int) -> float:
-    """Accuracy on one fold of the training images, after learning from the other folds."""
+    """Accuracy on one fold of the training images, after training on the other folds."""
     from sklearn.model_selection import StratifiedKFold
     from sklearn.svm import SVC
 
@@ -63,7 +63,7 @@ def validate(candidate: Candidate, fold: int) -> float:
 
 
 def examine(candidate: Candidate) -> float:
-    """Accuracy on the test images, after learning from all training images."""
+    """Accuracy on the test images, after training on all training images."""
     from sklearn.svm import SVC
 
     train_images, test_images, train_labels, test_labels = digits()
@@ -117,7 +117,7 @@ def in_words(finding) -> str:
 
 @dg.op(config_schema={"is_dry_run": dg.Field(bool, default_value=False)})
 def end_what_is_left_running(context: dg.OpExecutionContext) -> None:
-    """Tell what is left and why it may or may not be ended; end it unless it is a dry run.
+    """Log each finding and its reason; end the machines unless it is a dry run.
 
     Fails if a provider could not be asked, or machines are left.
     """
@@ -155,8 +155,8 @@ defs = dg.Definitions(
 
 
 def main() -> None:
-    """Materialize both assets on the instance of DAGSTER_HOME, else on a temporary one, and tell in one line what came
-    out.
+    """Materialize both assets on the instance of DAGSTER_HOME, else on a temporary one, and print the results in one
+    line.
     """
     started = time.monotonic()
     with dg.DagsterInstance.get() if os.environ.get("DAGSTER_HOME") else dg.DagsterInstance.ephemeral() as instance:

@@ -1,8 +1,8 @@
 """A hyper-parameter sweep over scikit-learn's digits, as a Prefect flow on an ephemeral pool.
 
-`python flows/digits_sweep.py` runs it: against the server that PREFECT_API_URL names, else with an API of its own.
-Twelve candidates of a support vector machine are each cross-validated in five folds, a fold being one call on the
-pool's two nodes; the best is trained and judged on images that none has seen.
+`python flows/digits_sweep.py` runs it: against the server that PREFECT_API_URL names, else with its own API. Twelve
+candidates of a support vector machine are cross-validated in five folds; each fold is one call on the pool's two nodes.
+The best is trained, and tested on images that were not used before.
 """
 
 import json
@@ -32,8 +32,8 @@ GRID = [Candidate(gamma, penalty) for gamma, penalty in product([1e-4, 3e-4, 1e-
 
 
 def split():
-    """Load the images and keep a quarter of them out of the sweep's sight: (training images, test images, training
-    labels, test labels).
+    """Load the images and keep a quarter of them for the test: (training images, test images, training labels, test
+    labels).
     """
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
@@ -63,7 +63,7 @@ def validate(candidate: Candidate, fold: int) -> float:
 
 @task(retries=1, cache_policy=NO_CACHE)
 def judge(candidate: Candidate) -> float:
-    """Train on everything the sweep has seen; return the accuracy on what it has not."""
+    """Train on all training images; return the accuracy on the test images."""
     training_images, test_images, training_labels, test_labels = split()
     accuracy = classifier(candidate).fit(training_images, training_labels).score(test_images, test_labels)
     print(f"{candidate}: {accuracy:.4f} on {len(test_labels)} unseen images")
@@ -77,7 +77,7 @@ def judge(candidate: Candidate) -> float:
     ),
 )
 def digits_sweep() -> dict[str, float]:
-    """Cross-validate every candidate, train the best, report what it is worth and what it cost."""
+    """Cross-validate every candidate, train the best, report its accuracy and the cost."""
     started = time.perf_counter()
     trials = [(candidate, fold) for candidate in GRID for fold in range(FOLDS)]
     accuracies = validate.map(*zip(*trials, strict=True)).result()

@@ -27,7 +27,7 @@ def in_words(finding) -> str:
 
 @flow(timeout_seconds=1800)
 def skyward_sweep(is_dry_run: bool = False) -> list[str]:
-    """Tell what is left and why it may or may not be ended; end it unless it is a dry run.
+    """Log each finding and its reason; end the machines unless it is a dry run.
 
     Fails if a provider could not be asked, or machines are left.
     """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 def get_provider_info() -> dict[str, object]:
-    """Return what Airflow's provider manager wants to know (`airflow/provider_info.schema.json`).
+    """Return the provider info for Airflow's provider manager (`airflow/provider_info.schema.json`).
 
     `package-name` is the distribution's name.
     """

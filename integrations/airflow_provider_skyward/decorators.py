@@ -1,6 +1,6 @@
 """`@task.skyward`: `SkywardOperator` for a decorated function.
 
-Also to be imported directly, for editors that do not know providers' decorators.
+Import it directly if your editor does not know providers' decorators.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from airflow_provider_skyward.operators import SkywardOperator
 
 
 class SkywardDecoratedOperator(DecoratedOperator, SkywardOperator):
-    """What a call of a `@task.skyward` function becomes."""
+    """The operator that a call of a `@task.skyward` function makes."""
 
     template_fields: Sequence[str] = SkywardOperator.template_fields  # pyright: ignore
     template_fields_renderers = SkywardOperator.template_fields_renderers

@@ -1,11 +1,11 @@
 """`SkywardOperator`: a task whose function runs on machines that exist only for that task.
 
-Airflow's engine (retries, state, XCom) stays in the task's process; only the function and its arguments travel, and
-nodes need no Airflow. One `execute` is: open the pool, hand over the call (with `map_over`, one call for each item),
-tell the task log what the nodes print, close the pool, whatever happened.
+Airflow's engine (retries, state, XCom) stays in the task's process. Only the function and its arguments travel, and
+nodes need no Airflow. One `execute` opens the pool, submits the call (with `map_over`, one call for each item), writes
+the nodes' output to the task log, and closes the pool in every case.
 
-Threads: the pool's threads only fill a queue; the main thread drains it, and it alone talks to Airflow (XCom travels
-over a connection that is not for several threads, nor for a signal handler).
+Threads: the pool's threads only fill a queue. The main thread drains it, and only the main thread talks to Airflow: the
+connection for XCom supports neither several threads nor signal handlers.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ if TYPE_CHECKING:
 
 COST_KEY = "skyward_cost"
 POOL_KEY = "skyward_pool"
-"""XCom that is there before anything is rented: whatever kills the task, the pool's id finds the bill."""
+"""XCom that is pushed before anything is rented: by the pool's id the bill is found even if the task is killed."""
 MAX_XCOM_BYTES = 1_000_000
-"""Largest result that goes into Airflow's database by default: every reader of the task's row pays for it."""
+"""Largest result that goes into Airflow's database by default: every reader of the task's row loads it."""
 
 OTHER_NAMES = {"retries": "call_retries"}
-"""Fields of PoolSpec whose names are Airflow's own: a task's `retries` run the task again, `call_retries` a call whose
-node was lost under it.
+"""Fields of PoolSpec that have names of Airflow's fields: `retries` run the task again, `call_retries` a call that lost
+its node.
 """
 POOL_FIELDS = {OTHER_NAMES.get(name, name): name for name in sky.PoolSpec.model_fields}
 POOL_KEYWORDS = tuple(POOL_FIELDS)
 OWN_KEYWORDS = ("python_callable", "op_args", "op_kwargs", "map_over", "spec", "max_xcom_bytes")
 KNOWN_KEYWORDS = frozenset({*POOL_KEYWORDS, *OWN_KEYWORDS, *inspect.signature(BaseOperator.__init__).parameters})
-"""Read once: an operator is made at each parse of each DAG file, and a signature takes as long as all the rest of it.
+"""Computed once: an operator is made at each parse of each DAG file, and reading a signature takes half of that time.
 """
 PLAIN_CONTEXT = frozenset(
     {
@@ -85,15 +85,15 @@ PLAIN_CONTEXT = frozenset(
         *("map_index_template", "expanded_ti_count"),
     }
 )
-"""What of Airflow's context is plain data, and so may travel to a node.
+"""Values of Airflow's context that are plain data, and so may travel to a node.
 
-The rest (`ti`, `dag_run`, `task_state_store`, ...) talks to Airflow.
+The others (`ti`, `dag_run`, `task_state_store`, ...) talk to Airflow.
 """
 
 
 def _names_pool_keywords[F: Callable[..., None]](init: F) -> F:
-    """Show the fields of PoolSpec in a constructor's signature: Airflow reads there what `partial`, `expand` and
-    `default_args` may name.
+    """Show the fields of PoolSpec in a constructor's signature: Airflow reads there which names `partial`, `expand` and
+    `default_args` accept.
     """
     *own, rest = inspect.signature(init).parameters.values()
     pool = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in POOL_KEYWORDS]
@@ -145,7 +145,7 @@ class SkywardOperator(BaseOperator):
         _refuse_unknown(type(self).__name__, kwargs)
         wishes = _as_keywords(spec) | {field: kwargs.pop(name) for name, field in POOL_FIELDS.items() if name in kwargs}
         if map_over:
-            # else inferred from what the function returns, of which the task returns a list
+            # else inferred from the function's return type, of which the task returns a list
             kwargs["multiple_outputs"] = False
         super().__init__(**kwargs)
         self.python_callable = python_callable
@@ -166,21 +166,21 @@ class SkywardOperator(BaseOperator):
 
     @property
     def pool_spec(self) -> sky.PoolSpec:
-        """What is asked for, once templates are rendered. Raises BadRequest if a rendered value is none."""
+        """The pool's spec, after templates are rendered. Raises BadRequest if a rendered value is not valid."""
         return sky.PoolSpec.of(**{field: shown(getattr(self, OTHER_NAMES.get(field, field))) for field in self._asked})
 
     def execute(self, context: Context) -> Any:
-        """Run the function on a pool of its own and return its result; the pool is closed on every way out."""
+        """Run the function on a pool of its own and return its result; close the pool in every case."""
         self._attempt = attempt = _Attempt(self.log, context)
         try:
             calls = self._calls(context)
             results = attempt.run(self.pool_spec, calls)
         except _Killed:
             raise AirflowException("the task was asked to stop while its function ran; the pool is closed") from None
-        # the work is done and paid for: another try would do it again, and end here again
+        # the work is done and paid for: another try would do it again, and fail here again
         except sky.ResultNotLoaded as error:
             raise AirflowFailException(f"{error}: not tried again") from error
-        except sky.BudgetExceeded as error:  # another try would cost again, and end here again
+        except sky.BudgetExceeded as error:  # another try would cost again, and fail here again
             raise AirflowFailException(
                 f"{error}: not tried again. Allow more (max_cost, budget), or ask for less"
             ) from error
@@ -193,11 +193,11 @@ class SkywardOperator(BaseOperator):
         return result
 
     def on_kill(self) -> None:
-        """Hand the machines' end to the pool's reaper and make `execute` end now. Airflow calls this in a signal
-        handler, and sends SIGKILL 5 seconds later.
+        """Hand the machines' end to the pool's reaper and make `execute` end now.
 
-        A local pool is gone about a second later. SIGKILL does not reach the reaper, which is of another session: it
-        goes on until all machines are gone.
+        Airflow calls this in a signal handler, and sends SIGKILL 5 seconds later. A local pool is gone about a second
+        later. SIGKILL does not end the reaper, because the reaper is in another session: it goes on until all machines
+        are gone.
         """
         if self._attempt is not None:
             self._attempt.kill()
@@ -211,7 +211,7 @@ class SkywardOperator(BaseOperator):
 
 
 for _name in POOL_KEYWORDS:
-    # what is not asked for: each attribute that an instance is given costs Airflow 2 µs, and there are two dozen
+    # omitted fields are not set: Airflow takes 2 µs for each attribute of an instance, and there are two dozen
     setattr(SkywardOperator, _name, None)
 
 
@@ -226,10 +226,10 @@ class _Killed(BaseException):
 
 
 class _Attempt:
-    """One execution's pool and its news.
+    """The pool of one execution, and its events.
 
-    While the pool opens or closes, the main thread waits for that, and the thread of the pool's events writes the news
-    as they happen. In between the main thread does. All else happens in the main thread.
+    While the pool opens or closes, the main thread waits, and the thread of the pool's events writes them to the log.
+    Otherwise the main thread writes them. Everything else happens in the main thread.
     """
 
     def __init__(self, log: Any, context: Context) -> None:
@@ -240,7 +240,7 @@ class _Attempt:
         self._main = threading.current_thread()
         self._writing = threading.Lock()
         self._is_main_waiting = False
-        """For the pool to open, or to close."""
+        """Waits until the pool is open, or closed."""
         self._pool: sky.ComputePool | None = None
         self._calls = 0
         self._provider = ""
@@ -251,11 +251,11 @@ class _Attempt:
     def run(self, spec: sky.PoolSpec, calls: Sequence[sky.PendingCompute[Any]]) -> list[Any]:
         """Return the results, in order.
 
-        Raises what a call raised, _Killed after `kill`, and what opening a pool raises.
+        Raises the exception of a call, _Killed after `kill`, and the errors of opening a pool.
         """
-        if not calls:  # `map_over` an empty list: nothing to rent machines for
+        if not calls:  # `map_over` an empty list: no machines are needed
             return []
-        # The task log plays the display's part; the pool's own would tell everything twice.
+        # The task log replaces the display; the pool's own display would write everything twice.
         self._pool = pool = sky.ComputePool.from_spec(
             spec.with_(display="quiet"),
             on_event=self._tell,
@@ -276,15 +276,15 @@ class _Attempt:
             return self._wait(futures)
         finally:
             with self._told_at_once():
-                # what is not confirmed gone is told by the log and by `bill`, and fails no task whose work is done
+                # an unconfirmed machine is in the log and in `bill`, and fails no task that has done its work
                 pool.hand_over()
 
     def kill(self) -> None:
-        """Stop `run`. Called in a signal handler: has the machines ended, then wakes the main thread, or raises where
-        that may be waiting for machines.
+        """Stop `run`. Called in a signal handler: orders the machines' end, then wakes the main thread, or raises an
+        exception where it may be waiting for machines.
 
-        Closing the pool may take longer than we are left to live, at a provider that does not answer: so the reaper is
-        told first.
+        If a provider does not answer, closing the pool may take longer than Airflow lets this process live: so the
+        reaper gets the order first.
         """
         self._is_killed = True
         if self._pool is not None:
@@ -296,7 +296,7 @@ class _Attempt:
     def bill(self) -> dict[str, Any] | None:
         """Return the bill as JSON data, None if no pool was opened.
 
-        USD, seconds, USD per hour of all nodes together; the pool's id finds its receipt.
+        Units: USD, seconds, USD per hour of all nodes together; the pool's id finds its receipt.
         """
         final = self._pool.cost_final if self._pool is not None else None
         if final is None:
@@ -317,8 +317,8 @@ class _Attempt:
         }
 
     def push_bill(self) -> None:
-        """Tell what this try has cost, and all tries of the task instance together: by the ledger, which knows those
-        too that were killed.
+        """Log and push the cost of this try, and of all tries of the task instance together: by the ledger, which
+        includes tries that were killed.
         """
         bill = self.bill()
         if bill is None:
@@ -332,7 +332,7 @@ class _Attempt:
         self._push(COST_KEY, bill)
 
     def _push_pool(self, pool_id: str) -> None:
-        """Before anything is rented: from here on not even SIGKILL makes the cost of this try one that nobody finds."""
+        """Push the pool's id before anything is rented: then the cost of this try is found even after a SIGKILL."""
         costs = {other: cost for other, cost in self._costs_so_far().items() if other != pool_id}
         receipt = f"skyward receipt {pool_id}"
         self._log.info("`%s` tells at any time what became of each machine and what it has cost", receipt)
@@ -352,15 +352,15 @@ class _Attempt:
     def _costs_so_far(self) -> dict[str, float]:
         try:
             return sky.cost_of(replace(self._work, attempt=""))
-        except sky.LedgerError as error:  # `skyward cost --by task` will tell it when the ledger is there again
+        except sky.LedgerError as error:  # `skyward cost --by task` shows it when the ledger answers again
             self._log.warning("the cost of earlier tries is not known: %s", error)
             return {}
 
     def _push(self, key: str, value: dict[str, Any]) -> None:
-        """Store an XCom. A kill waits for that: a connection torn apart between question and answer would answer
-        Airflow's next question with this one's.
+        """Store an XCom. A kill waits until it is stored: if a request to Airflow is cut off, Airflow's next request
+        would read this one's answer.
 
-        In the thread of the pool's events no signal handler raises anything.
+        In the thread of the pool's events signal handlers raise nothing.
         """
         if threading.current_thread() is not self._main:
             self._store(key, value)
@@ -374,13 +374,13 @@ class _Attempt:
     def _store(self, key: str, value: dict[str, Any]) -> None:
         try:
             self._task_instance.xcom_push(key=key, value=value)
-        except Exception:  # the work is done and paid for, or failed for a better reason than this one
+        except Exception:  # the work is done and paid for, or failed for a more important reason
             self._log.exception("XCom %s could not be stored: %s", key, value)
 
     @contextmanager
     def _interruptible(self) -> Generator[None]:
-        """Let a kill raise in the block: it waits for machines or packs arguments, and makes no call of Airflow that
-        could be torn apart.
+        """Let a kill raise in the block: the block waits for machines or packs arguments, and makes no request to
+        Airflow that could be cut off.
         """
         self._is_interruptible = True
         try:
@@ -418,9 +418,9 @@ class _Attempt:
 
     @contextmanager
     def _told_at_once(self) -> Generator[None]:
-        """Have what happens in the block written by the thread of the pool's events.
+        """Have the thread of the pool's events write the events of the block.
 
-        An exception that a signal handler raises cuts no record of theirs off.
+        An exception that a signal handler raises does not interrupt that thread.
         """
         with self._writing:
             while not self._news.empty():
@@ -460,7 +460,9 @@ def _error_of(future: Future[Any]) -> BaseException | None:
 
 
 def _plain_function(obj: Any) -> Any:
-    """For the pickler: the function in place of a `@task` object that it uses, which would bring Airflow along."""
+    """For the pickler: return the function of a `@task` object that it uses, because the object would bring Airflow
+    along.
+    """
     return obj.function if getattr(type(obj), "_airflow_is_task_decorator", False) else NotImplemented
 
 
@@ -482,7 +484,7 @@ def _as_keywords(spec: sky.PoolSpec | Mapping[str, Any] | None) -> dict[str, Any
 
 
 def _as_plain_data(wishes: Mapping[str, Any]) -> dict[str, Any]:
-    """Values become JSON data, checked by PoolSpec; templates and results of other tasks stay as they are, to be
+    """Return values as JSON data, checked by PoolSpec; templates and results of other tasks stay as they are, and are
     checked when they are known.
     """
     known = {name: value for name, value in wishes.items() if not _is_template(value)}
@@ -513,7 +515,7 @@ def _is_template(value: object) -> bool:
 
 
 def _refuse_callable(fn: Callable[..., Any], args: object, kwargs: object, map_over: Sequence[str]) -> None:
-    """Raise BadRequest for a function that no node could run."""
+    """Raise BadRequest for a function that cannot run on a node."""
     if not callable(fn):
         raise sky.BadRequest(f"python_callable={fn!r} is no function")
     name = getattr(fn, "__name__", "") or repr(fn)
@@ -549,18 +551,18 @@ def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
 def _wanted_of_context(
     parameters: Mapping[str, inspect.Parameter], args: Collection[Any], kwargs: Mapping[str, Any]
 ) -> set[str]:
-    """Names of the context that a signature asks for and the caller has not given; with `**kwargs`, also what is at
-    hand and can travel.
+    """Names of context values that a signature has and the caller has not given; with `**kwargs`, also all values that
+    are loaded and can travel.
     """
     named = {name for name in list(parameters)[len(args) :] if name in KNOWN_CONTEXT_KEYS}
     others = PLAIN_CONTEXT - set(parameters) if _takes_any(parameters) else ()
-    unnamed = {name for name in others if not name.startswith("prev_")}  # each of which asks Airflow's database
+    unnamed = {name for name in others if not name.startswith("prev_")}  # each queries Airflow's database
     return (named | unnamed) - set(kwargs)
 
 
 def _plain(name: str, value: Any) -> Any:
-    """A context value without Airflow's and pendulum's classes, which a node need not have."""
-    if hasattr(value, "__wrapped__"):  # a lazy value: asks Airflow's database on first use
+    """A context value without Airflow's and pendulum's classes, which may be missing on a node."""
+    if hasattr(value, "__wrapped__"):  # a lazy value: queries Airflow's database on first use
         value = value.__wrapped__
     if isinstance(value, datetime):
         return datetime.fromtimestamp(value.timestamp(), UTC)
@@ -576,7 +578,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def _at_hand(value: Any) -> Any:
-    """Results of mapped tasks come one by one when they are asked for; a node cannot ask."""
+    """Return loaded values: results of mapped tasks are loaded one by one on access, which is impossible on a node."""
     if isinstance(value, LazyXComSequence):
         return list(value)
     if isinstance(value, dict):

@@ -1,5 +1,5 @@
-"""Secrets from Airflow's connections and variables, read while the task runs, and values that no serialized DAG
-shows.
+"""Secrets from Airflow's connections and variables, read while the task runs; values that are hidden in the serialized
+DAG.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ VARIABLE = "variable/"
 
 
 class Hidden:
-    """A value that Airflow writes as a mask: into the serialized DAG, and wherever it shows a task's fields.
+    """A value that Airflow writes as a mask, in the serialized DAG and wherever it shows a task's fields.
 
-    `shown` gives it back.
+    `shown` returns the value.
     """
 
     __slots__ = ("_value",)
@@ -43,10 +43,10 @@ class Hidden:
 
 
 def hidden(env: Any, masked: Mapping[str, str] | None = None) -> Any:
-    """Return environment variables with what looks like a secret hidden. Templates stay as they are: they name a secret
-    and are none.
+    """Return environment variables with probable secrets hidden. Templates stay as they are: they name a secret, and
+    hold none.
 
-    `masked` are the same variables as the JSON of a spec has them, if there is one.
+    `masked` has the same variables as the spec's JSON shows them, if there is a spec.
     """
     if masked is not None:
         return {name: value if masked[name] == value else Hidden(value) for name, value in env.items()}
@@ -71,9 +71,9 @@ def shown(value: Any) -> Any:
 
 
 def values_of(spec: sky.PoolSpec) -> dict[str, str]:
-    """Return the values of those secrets that are kept by Airflow, and have its logs mask them.
+    """Return the values of the secrets that Airflow stores, and have its logs mask them.
 
-    Raises BadRequest for one that is not there.
+    Raises BadRequest for a missing one.
     """
     found = {
         name: _value_of(name, reference)

@@ -1,9 +1,9 @@
-"""A step's use of pools as Dagster metadata, and where each kind of step keeps it.
+"""A step's use of pools as Dagster metadata, and the place of that metadata for each kind of step.
 
-Dagster plots numbers (int and float) of an asset over its materializations; text is listed. What a step has cost when
-its asset is materialized goes with the materialization. The rest of the bill is known when the pool has closed: the end
-of the machines, and what steps have cost that had nowhere to put it (failed ones, checks, ops of a graph, outputs that
-were not made). It follows as observations of the assets, under a key of its own, so that the two add up to the bill.
+Dagster plots numbers (int and float) of an asset over its materializations; text is listed. The cost of a step up to
+its asset's materialization goes with the materialization. The rest of the bill is known when the pool has closed: the
+end of the machines, and the costs of steps without a materialization (failed ones, checks, ops of a graph, outputs that
+were not made). It follows as observations of the assets, under its own key, so that the two add up to the bill.
 """
 
 import threading
@@ -22,13 +22,13 @@ COST_USD = "skyward/cost_usd"
 OTHER_COST_USD = "skyward/other_cost_usd"
 SECONDS = "skyward/seconds"
 PLACES = {COST_USD: 9, SECONDS: 3}
-"""Of a share, so that a person can read it; what it is rounded by is in what `tell_rest` tells."""
+"""Decimal places of a share, so that a person can read it; `tell_rest` adds the rounding difference."""
 NODES = "skyward/nodes"
 ACCELERATOR = "skyward/accelerator"
 POOL_ID = "skyward/pool_id"
 
 SMALLEST_USD = 1e-9
-"""What is less is an error of rounding."""
+"""A smaller difference is a rounding error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What of the bill a step has to bear once the pools have closed.
+    """The part of the bill that a step bears once the pools have closed.
 
     `since` is when it began to use them, in seconds since 1970.
     """
@@ -59,12 +59,12 @@ class Share:
 
 
 def record(context: StepContext, pool: object, usage: Usage) -> None:
-    """Set the step's metadata; a later call for the same pool replaces the earlier one, another pool of the same step
-    is added to it.
+    """Set the step's metadata. A later call for the same pool replaces the earlier one; another pool of the same step
+    is added.
 
-    An asset gets it with its materialization, an op with its first output. Of a step that makes several assets each
-    gets an equal share of the cost and of the seconds. A check, an op without outputs or with dynamic ones has no place
-    for it.
+    An asset gets it with its materialization, an op with its first output. If a step makes several assets, each gets an
+    equal share of the cost and of the seconds. A check, an op without outputs and an op with dynamic outputs cannot
+    have metadata.
     """
     with _lock:
         usages = _usages.setdefault(context, {})
@@ -82,8 +82,8 @@ def record(context: StepContext, pool: object, usage: Usage) -> None:
 
 
 def work_of(context: StepContext) -> sky.Work:
-    """Return what the step is, as the ledger and the machines' tags know it: only the system for a context that was
-    made by hand.
+    """Return the step's work, as in the ledger and the machines' tags: only the system for a context that was made by
+    hand.
     """
     step = step_key(context)
     if step is None:
@@ -105,12 +105,12 @@ def step_key(context: StepContext) -> str | None:
     """Return the key of the context's step; None outside of a run."""
     try:
         return _op_context(context).get_step_execution_context().step.key
-    except (dg.DagsterError, AttributeError):  # a context that was made by hand has no step, and says so in either way
+    except (dg.DagsterError, AttributeError):  # a context that was made by hand has no step, and raises one of these
         return None
 
 
 def assets_of(context: StepContext) -> list[dg.AssetKey]:
-    """Return what the step makes, or checks: also for an op within a graph that makes assets."""
+    """Return the assets that the step makes or checks: also for an op within a graph that makes assets."""
     op = _op_context(context)
     if isinstance(context, dg.AssetCheckExecutionContext):
         return sorted({key.asset_key for key in op.selected_asset_check_keys})
@@ -120,11 +120,11 @@ def assets_of(context: StepContext) -> list[dg.AssetKey]:
 
 
 def tell_rest(shares: Iterable[Share]) -> dict[str, dict[sky.Work, float]]:
-    """Tell as observations what of the bill the materializations do not tell; return all shares, by pool and work, as
-    the ledger takes them.
+    """Log as observations the parts of the bill that are in no materialization; return all shares, by pool and work,
+    for the ledger.
 
-    A share goes equally to the assets that the step has made, to all that it was to make if it has made none. Of an op
-    that makes none the log tells it.
+    A share goes equally to the assets that the step has made, or if it has made none, to all that it should have made.
+    The share of an op without assets goes to the log.
     """
     told: dict[str, dict[sky.Work, float]] = {}
     for its in _by_step(shares):
@@ -148,9 +148,7 @@ def tell_rest(shares: Iterable[Share]) -> dict[str, dict[sky.Work, float]]:
 
 
 def _by_step(shares: Iterable[Share]) -> list[list[Share]]:
-    """All tries of a step in this process belong together: what one try has materialized is to be taken from what they
-    have cost only once.
-    """
+    """Group all tries of a step in this process: the costs that one try has materialized are subtracted only once."""
     found: dict[str | None, list[Share]] = {}
     for share in shares:
         found.setdefault(step_key(share.context), []).append(share)
@@ -158,7 +156,7 @@ def _by_step(shares: Iterable[Share]) -> list[list[Share]]:
 
 
 def _made(context: StepContext, since: float) -> dict[dg.AssetKey, float]:
-    """Return the assets that the step has made since then, with the cost that each materialization tells."""
+    """Return the assets that the step has made since then, with the cost in each materialization."""
     op, step = _op_context(context), step_key(context)
     made: dict[dg.AssetKey, float] = {}
     for entry in op.instance.all_logs(op.run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION):
@@ -184,13 +182,13 @@ def _observe(context: StepContext, asset: dg.AssetKey, cost_usd: float, shares: 
 
 
 def _names(work: sky.Work) -> dict[str, str]:
-    """The step's own words for its work; the asset is the one that carries the metadata."""
+    """Return the work in metadata keys of the step; the asset is the one that carries the metadata."""
     named = {"run": work.run, "job": work.workflow, "step": work.task, "partition": work.partition, "asset": work.asset}
     return {f"skyward/{name}": value for name, value in named.items() if value}
 
 
 def _total(usages: Mapping[int, Usage]) -> dict[str, Any]:
-    """Of several pools the costs add up; the seconds are those of the pool that was used longest."""
+    """Add up the costs of several pools; the seconds are those of the pool that was used longest."""
     used = usages.values()
     return {
         COST_USD: float(sum(usage.cost_usd for usage in used)),
@@ -220,12 +218,12 @@ def _outputs(context: dg.AssetExecutionContext | dg.OpExecutionContext) -> list[
 
 
 def _set(context: dg.AssetExecutionContext | dg.OpExecutionContext, output: str, metadata: Mapping[str, Any]) -> None:
-    """Through `add_output_metadata` for assets too: `add_asset_metadata` does not work where an asset is invoked
+    """Set metadata with `add_output_metadata` for assets too: `add_asset_metadata` does not work if an asset is invoked
     directly, in a test (Dagster 1.13).
     """
     try:
         context.add_output_metadata(dict(metadata), output_name=output)
-    # the output was yielded already; or a directly invoked one was set before, which Dagster does once only
+    # the output was already yielded, or a directly invoked one has metadata, which Dagster sets only once
     except dg.DagsterInvariantViolationError:
         recorded = context.get_output_metadata(output)
         if isinstance(recorded, dict):
@@ -235,8 +233,8 @@ def _set(context: dg.AssetExecutionContext | dg.OpExecutionContext, output: str,
 
 
 def _let_merge(context: Any) -> None:
-    """Let the asset's own `add_output_metadata` come after ours where it is invoked directly: Dagster's takes each
-    output once there, in a run many times.
+    """Allow the asset's own `add_output_metadata` after ours if the asset is invoked directly: Dagster then allows one
+    call for each output, in a run many.
     """
     if "add_output_metadata" in vars(context):
         return

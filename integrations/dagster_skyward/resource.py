@@ -1,6 +1,6 @@
 """`SkywardResource`: a pool as a Dagster resource.
 
-Opened when a step first uses it, shared by the steps of a process, closed with the resource.
+The pool opens when a step first uses it. The steps of a process share it. It closes with the resource.
 """
 
 import logging
@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import dagster as dg
 
-# the one internal of Dagster that we use: no public name does it
+# the only internal function of Dagster that we use: no public name does this
 from dagster._utils.interrupts import capture_interrupts
 from pydantic import BaseModel, Field, PrivateAttr, create_model
 from pydantic_core import PydanticUndefined
@@ -29,29 +29,29 @@ from dagster_skyward.watch import RunWatch, interrupt_step
 type Log = dg.DagsterLogManager
 
 ENVIRONMENT = (dg.EnvVar, type(dg.EnvVar.int("NAME")))
-"""What stands for a value that Dagster takes from the environment when a run starts."""
+"""Classes of values that Dagster reads from the environment when a run starts."""
 
 OF_VARIABLES = ("env", "image.env")
-"""Where a mapping's keys are names of variables: `{"env": "prod"}` is a variable called env there, and no `EnvVar`; its
-values may be some.
+"""Fields that map names of variables to values: `{"env": "prod"}` is a variable called env there, and no `EnvVar`.
+Their values may be `EnvVar`s.
 """
 
 FLUSH_SECONDS = 60.0
 LINES_PER_RECORD = 100
 
 OWN_DEFAULTS = {"display": "quiet"}
-"""Where our default is not the core's: the step's log tells what a display would print."""
+"""Defaults that differ from the core's: the step's log has the output of a display."""
 
 
 def _plain_type(annotation: Any) -> Any:
-    """Return what Dagster's config system can say of a field of `PoolSpec`: a scalar, a mapping, or anything that is
+    """Return the type by which Dagster's config system describes a field of `PoolSpec`: a scalar, a mapping, or any
     plain data.
     """
     match annotation:
         case TypeAliasType():
             return _plain_type(annotation.__value__)
         case _ if get_origin(annotation) is Annotated:
-            return Any  # read and written by functions of its own: a name, a number, a mapping
+            return Any  # read and written by its own functions: a name, a number, a mapping
         case _ if get_origin(annotation) in (Union, UnionType):
             return _plain_type(next(part for part in get_args(annotation) if part is not type(None)))
         case _ if get_origin(annotation) is Literal:
@@ -69,7 +69,7 @@ def _plain_type(annotation: Any) -> Any:
 def _config_fields() -> dict[str, Any]:
     """A config field for each field of `PoolSpec`.
 
-    All may be left out: then settings decide, and after them the default that the description tells.
+    Each may be omitted: then the settings decide, and after them the default in the description.
     """
     fields: dict[str, Any] = {}
     for name, field in sky.PoolSpec.model_fields.items():
@@ -90,24 +90,22 @@ class SkywardResource(_PoolFields):
     """An ephemeral accelerator pool.
 
     Takes the keywords of `skyward_core.ComputePool`, and keeps them as plain data. The pool opens when a step first
-    uses it; steps that run in one process share it; it closes when Dagster ends the resource, whatever way the run
+    uses it. Steps that run in one process share it. It closes when Dagster ends the resource, in whatever way the run
     ends.
     """
 
     _live: "_Live | None" = PrivateAttr(default=None)
 
     def __init__(self, **wishes: Any) -> None:
-        """Raise BadRequest, with what to do, for what no pool can be.
+        """Raise BadRequest, which says what to do, for keywords that make no valid pool.
 
-        Values that come from the environment are looked at when the run starts.
+        Values from the environment are checked when the run starts.
         """
         super().__init__(**_plain(wishes))
 
     @classmethod
     def configure_at_launch(cls, **wishes: Any) -> Any:
-        """Return the resource with these keywords as defaults; the others, and these too, can be given in the run's
-        config.
-        """
+        """Return the resource with these keywords as defaults; the run's config may set all keywords."""
         return super().configure_at_launch(**_plain(wishes))
 
     @property
@@ -124,8 +122,9 @@ class SkywardResource(_PoolFields):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> R:
-        """Run `fn(*args, **kwargs)` on a node and return its result; `fn` may be plain or decorated with
-        `@sky.compute`. Its exception is raised here.
+        """Run `fn(*args, **kwargs)` on a node and return its result, or raise its exception.
+
+        `fn` may be plain or decorated with `@sky.compute`.
         """
         with self.pool(context) as pool:
             return pool.run(sky.PendingCompute(fn.local if isinstance(fn, sky.ComputeFunction) else fn, args, kwargs))
@@ -133,18 +132,18 @@ class SkywardResource(_PoolFields):
     def map[R](
         self, context: StepContext, fn: "Callable[..., R] | sky.ComputeFunction[..., R]", /, *iterables: Iterable[Any]
     ) -> list[R]:
-        """Run `fn(a, b, ...)` on the nodes for the items of the iterables taken together, which must be equally long;
-        return the results in order.
+        """Run `fn(a, b, ...)` on the nodes for the items of the iterables taken together; return the results in order.
+
+        The iterables must have the same length.
         """
         with self.pool(context) as pool:
             return pool.map(fn, *iterables)
 
     @contextmanager
     def pool(self, context: StepContext) -> Generator[sky.ComputePool]:
-        """Lend the open pool to a step: what its nodes print goes to the step's log, its cost and time to the step's
-        metadata.
+        """Give a step the open pool: the nodes' output goes to the step's log, cost and time to the step's metadata.
 
-        The pool stays open for the steps after this one. Outside of a run it lives for the block.
+        The pool stays open for the next steps. Outside of a run it lives for the block.
         """
         if self._live is not None:
             with self._live.used_by(context) as pool:
@@ -157,20 +156,20 @@ class SkywardResource(_PoolFields):
     def yield_for_execution(self, context: dg.InitResourceContext) -> "Generator[SkywardResource]":
         """Called by Dagster, once in each process that executes steps.
 
-        Whatever ends the run, an interrupt included, closes the pool.
+        The pool is closed in whatever way the run ends, also by an interrupt.
         """
         live = self._live = _Live(self.spec, context.log, context.instance)
         try:
             yield self
         finally:
             self._live = None
-            with capture_interrupts():  # a second SIGTERM must not cut off the giving back
+            with capture_interrupts():  # a second SIGTERM must not interrupt the teardown
                 live.close()
 
 
 class _Live:
-    """The one pool of a resource's lifetime, and who listens to it: the step that used it last, and before and after
-    all steps the resource.
+    """The one pool of a resource's lifetime, and the receiver of its events: the step that used it last, and before and
+    after all steps the resource.
     """
 
     def __init__(self, spec: sky.PoolSpec, log: Log | None, instance: dg.DagsterInstance | None = None) -> None:
@@ -183,18 +182,18 @@ class _Live:
         self._lock = threading.RLock()
         self._pool: sky.ComputePool | None = None
         self._began: WeakKeyDictionary[StepContext, tuple[float, float]] = WeakKeyDictionary()
-        """When each step began to use pools: by the monotonic clock, and in seconds since 1970."""
+        """When each step began to use pools: on the monotonic clock, and in seconds since 1970."""
         self._uses: dict[str, dict[StepContext, tuple[float, float]]] = {}
-        """What each pool had cost when a step first used it, and when it last did, by the pools' ids."""
+        """The cost of each pool at a step's first use and at its last one, by the pools' ids."""
         self._pools: dict[str, sky.ComputePool] = {}
-        """All that were opened, by their ids."""
+        """All pools that were opened, by their ids."""
 
     @contextmanager
     def used_by(self, context: StepContext) -> Generator[sky.ComputePool]:
-        """Open the pool if it is not, and note what this use costs. A step that is being stopped hands the machines'
-        end to the pool's reaper.
+        """Open the pool if it is not open, and record the cost of this use.
 
-        Whoever stops it may kill it before the provider has answered.
+        A step that is being stopped hands the machines' end to the pool's reaper, because its process may be killed
+        before the provider has answered.
         """
         self._log = context.log
         self._began.setdefault(context, (time.monotonic(), time.time()))
@@ -229,9 +228,9 @@ class _Live:
         )
 
     def close(self) -> None:
-        """Give the machines back, and share out the bill.
+        """Terminate the machines, and divide the bill among the steps.
 
-        What cannot be confirmed gone is told in the run's log, and is the reaper's: it fails no step.
+        Unconfirmed machines are in the run's log, and the reaper asks again: they fail no step.
         """
         self._log = self._resource_log
         if self._watch is not None:
@@ -247,22 +246,21 @@ class _Live:
                     self._scribe.close()
 
     def _share_out(self) -> None:
-        """Tell what of the bills the steps' metadata could not tell, and the ledger whose it all is.
+        """Log the parts of the bills that are in no step's metadata, and write all shares into the ledger.
 
-        The machines are gone: what fails here is only told.
+        The machines are gone: an error here is only logged.
         """
         shares = [share for pool in self._pools.values() for share in self._shares(pool.id, pool.cost)]
         try:
             for pool_id, its in tell_rest(shares).items():
                 self._pools[pool_id].share_cost(its)
-        # Dagster's storage or the ledger is out of order; the whole bill is in the ledger, for the step that has opened
-        # the pool
+        # Dagster's storage or the ledger fails; the ledger still has the whole bill, for the step that opened the pool
         except Exception:
             logging.getLogger("skyward").exception("the shares of the bill could not all be told")
 
     def _shares(self, pool_id: str, bill: float) -> list[Share]:
-        """What each step of a run has to bear of a pool's bill: what it was when the step used it, and of the rest in
-        proportion.
+        """Each step's part of a pool's bill: the costs while the step used the pool, and a proportional part of the
+        rest.
         """
         costs = {
             step: last - first
@@ -285,7 +283,7 @@ class _Live:
     def _opened(self, context: StepContext) -> sky.ComputePool:
         """The open pool.
 
-        One that has ended itself, idle between two steps, is opened anew: new machines, a new bill.
+        If it has closed itself, idle between two steps, a new one is opened: new machines, a new bill.
         """
         with self._lock:
             pool = self._pool
@@ -300,8 +298,8 @@ class _Live:
             return self._pool
 
     def _watch_run(self, context: StepContext) -> None:
-        """From before anything is rented: end the pool when the run is over, or the process that has started this one
-        for a step is gone.
+        """Before anything is rented: watch the run, and end the pool when the run is over, or when the process that has
+        started this step's process is gone.
         """
         if (
             self._watch is None
@@ -313,9 +311,7 @@ class _Live:
             self._watch.start()
 
     def _stop(self, why: str) -> None:
-        """Called in the watch's thread: the machines' end is handed to the reaper first, whatever becomes of this
-        process.
-        """
+        """Called in the watch's thread: hands the machines' end to the reaper first, in case this process is killed."""
         logging.getLogger("skyward").warning("%s: the pool is ended, and the step with it", why)
         if self._pool is not None:
             self._pool.terminate_now()
@@ -328,8 +324,8 @@ class _Live:
 
 
 def _refuse_context(obj: Any) -> Any:
-    """For the pickler, to whom a step's context is a database and a hundred objects more, the first of which cannot
-    travel.
+    """For the pickler: refuse a step's context, because it contains a database and a hundred other objects, and the
+    first of them cannot travel.
     """
     if isinstance(
         obj, (dg.AssetExecutionContext, dg.OpExecutionContext, dg.AssetCheckExecutionContext, dg.InitResourceContext)
@@ -349,9 +345,9 @@ def _refuse_context(obj: Any) -> Any:
 
 class _Scribe:
     """Writes to Dagster's logs in a thread of its own: a record takes about 14 ms in SQLite, and the pool's results
-    must not wait behind it.
+    must not wait for it.
 
-    What has come in meanwhile becomes one record of several lines; nothing is left out.
+    Lines that have come in meanwhile become one record; no line is dropped.
     """
 
     def __init__(self) -> None:
@@ -361,7 +357,7 @@ class _Scribe:
         self._ended = threading.Event()
 
     def write(self, log: Log, level: int, text: str) -> None:
-        """Put a line on its way, from any thread."""
+        """Queue a line, from any thread."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="skyward-dagster-log", daemon=True)
@@ -376,7 +372,7 @@ class _Scribe:
             written.wait(FLUSH_SECONDS)
 
     def close(self) -> None:
-        """Write what is left, and end the thread."""
+        """Write the remaining lines, and end the thread."""
         if self._thread is not None:
             self._queue.put(self._ended)
             self._thread.join(FLUSH_SECONDS)
@@ -391,7 +387,7 @@ class _Scribe:
             ):
                 try:
                     log.log(level, "\n".join(text for _, _, text in items))
-                # Dagster's storage is out of order: the run will say so, and the pool must be able to close
+                # Dagster's storage fails: the run will report it, and the pool must be able to close
                 except Exception:
                     logging.getLogger("skyward").exception("lines of the pool could not be written to Dagster's log")
             for item in batch:
@@ -400,10 +396,9 @@ class _Scribe:
 
 
 def _plain(wishes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords as plain data, checked as far as they are known already; None means not said, as it does in
-    Dagster's config.
+    """Return the keywords as plain data, checked as far as they are known.
 
-    Raises BadRequest.
+    None means not given, as in Dagster's config. Raises BadRequest.
     """
     said = _with_references({name: value for name, value in wishes.items() if value is not None})
     _refuse_plain_secrets(said)
@@ -415,13 +410,13 @@ def _plain(wishes: Mapping[str, Any]) -> dict[str, Any]:
     plain = spec.model_dump(mode="json", exclude_unset=True) | later
     image = plain.get("image")
     if isinstance(image, Mapping) and set(cast("Mapping[str, Any]", image)) == {"env"}:
-        # Dagster takes any mapping in a default whose one key is "env" for an EnvVar, and fails on this one's value
+        # if the only key of a mapping in a default is "env", Dagster takes it for an EnvVar, and fails on its value
         plain["image"] = {**image, "pip": []}
     return plain
 
 
 def _with_references(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords with an `EnvVar` among `secrets` as what it is there: the name of a variable.
+    """Return the keywords with each `EnvVar` among `secrets` replaced by the name of its variable.
 
     Raises BadRequest.
     """
@@ -446,8 +441,8 @@ def _reference(one: Any) -> Any:
 
 
 def _refuse_plain_secrets(said: Mapping[str, Any]) -> None:
-    """Raise BadRequest for what looks like a secret in plain text: Dagster writes a resource's configuration to its
-    database, and shows it.
+    """Raise BadRequest for a probable secret in plain text: Dagster writes a resource's configuration to its database,
+    and shows it.
     """
     image = said.get("image")
     for env in (
@@ -470,7 +465,7 @@ def _refuse_plain_secrets(said: Mapping[str, Any]) -> None:
 
 
 def _is_from_environment(value: object, place: str) -> bool:
-    """Whether a value is, or holds, an `EnvVar`, also in the form that it has in config: {"env": "NAME"}."""
+    """Whether a value is, or holds, an `EnvVar`, also in its form in config: {"env": "NAME"}."""
     match value:
         case _ if isinstance(value, ENVIRONMENT):
             return True
@@ -485,8 +480,8 @@ def _is_from_environment(value: object, place: str) -> bool:
 
 
 def _refuse_unreadable(name: str, value: object) -> None:
-    """Raise BadRequest for an environment variable where Dagster cannot read one; else its error would speak of the
-    type of a string.
+    """Raise BadRequest for an environment variable in a place where Dagster cannot read one; Dagster's own error would
+    describe the type of a string.
     """
     kind = get_args(_FIELDS[name][0])[0]
     if kind is int and isinstance(value, dg.EnvVar):
@@ -504,7 +499,7 @@ def _refuse_unreadable(name: str, value: object) -> None:
 def _filled_in(value: Any, name: str) -> Any:
     """Return the value with the environment variables that it refers to filled in.
 
-    Dagster has done so for text and whole numbers, not inside plain data.
+    Dagster has filled in text and whole numbers, but not inside plain data.
     """
     match value:
         case {"env": str() as variable, **others} if not others and name not in OF_VARIABLES:

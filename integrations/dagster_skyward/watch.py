@@ -1,6 +1,6 @@
-"""Who still wants a step: its run, and under the multiprocess executor the run's process.
+"""Watches the run of a step, and under the multiprocess executor the run's process.
 
-A step that has lost them works, and pays, for nobody.
+Without these the results of a step are not used, and it costs money for nothing.
 """
 
 import logging
@@ -20,11 +20,11 @@ _log = logging.getLogger("skyward")
 
 
 class RunWatch:
-    """Looks after the run of this process in a thread of its own, and calls `stop` with the reason, once, when nobody
-    wants its steps any more.
+    """Watches the run of this process in a thread of its own, and calls `stop` with the reason, once, when the run has
+    ended.
 
-    A killed run process leaves the run "started" for as long as nobody monitors it, and its step processes alone: so
-    both are looked at.
+    If the run's process is killed, the run stays "started" until a monitor notices, and its step processes go on: so
+    the watch checks both.
     """
 
     def __init__(self, instance: dg.DagsterInstance, run_id: str, stop: Callable[[str], None]) -> None:
@@ -59,7 +59,7 @@ class RunWatch:
             self._stop(why)
 
     def _status(self) -> str:
-        """How the run has ended; "" if it has not, or its storage does not answer: that is no end."""
+        """How the run has ended; "" if it has not ended, or its storage does not answer."""
         try:
             run = self._instance.get_run_by_id(self._run_id)
         except Exception:
@@ -71,10 +71,10 @@ class RunWatch:
 
 
 def is_step_process(instance: dg.DagsterInstance, run_id: str) -> bool:
-    """Whether this is a process that the run's process has started for one step: then that has written its pid into the
-    run's log, as the one of an executor.
+    """Whether the run's process has started this process for one step: then the run's log has that process's pid as the
+    executor's.
 
-    The parent of a run's own process is the code server, which may be started anew while runs go on.
+    The parent of a run's own process is the code server, which may restart while runs go on.
     """
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -88,8 +88,9 @@ def is_step_process(instance: dg.DagsterInstance, run_id: str) -> bool:
 
 
 def interrupt_step() -> None:
-    """Have the step's main thread raise what it raises when Dagster terminates the run, in a process that Dagster has
-    started.
+    """Raise in the step's main thread the exception that Dagster raises when it terminates the run.
+
+    For a process that Dagster has started.
     """
     if multiprocessing.parent_process() is not None and os.name == "posix":
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)

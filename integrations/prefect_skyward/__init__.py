@@ -1,7 +1,7 @@
 """Prefect flows on ephemeral accelerator pools: `@flow(task_runner=SkywardTaskRunner(accelerator="A100"))`.
 
-Registered under `prefect.collections`, which Prefect's server and workers import: so Prefect and the core are loaded
-when a name is first used.
+Prefect's server and workers import this package, because it is registered under `prefect.collections`. So Prefect and
+the core are loaded only when a name is first used.
 """
 
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""Secrets from Prefect's `Secret` blocks: named where the runner is made, loaded when its pool opens."""
+"""Secrets from Prefect's `Secret` blocks: the runner has their names, and loads them when its pool opens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import skyward_core as sky
 
 
 def with_references(wishes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keywords with references in the place of blocks that were loaded.
+    """Return the keywords with loaded blocks replaced by references.
 
     Raises BadRequest for a block that is not saved.
     """
@@ -23,7 +23,7 @@ def with_references(wishes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def values_of(spec: sky.PoolSpec) -> dict[str, str]:
-    """Return the values of those secrets that are kept by Prefect. Raises BadRequest for a block that there is not."""
+    """Return the values of the secrets that Prefect stores. Raises BadRequest for a missing block."""
     return {
         name: _value_of(name, reference)
         for name, reference in (spec.secrets or {}).items()

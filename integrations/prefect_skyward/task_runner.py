@@ -1,11 +1,11 @@
 """`SkywardTaskRunner`: the engine of a task stays in the flow's process, its function runs on the pool.
 
-So retries, caching, results, hooks and states are Prefect's own and happen here; the nodes need neither Prefect nor a
-way to its API.
+So retries, caching, results, hooks and states are Prefect's own and happen here; the nodes need neither Prefect nor
+access to its API.
 
-States of a runner: idle -> started -> open -> idle. `__enter__` starts threads alone: Prefect enters a runner before
-there is a flow run to tell anything to. The first `submit` has the pool opened, by a thread, and returns at once;
-`__exit__` undoes all, whatever way the flow ends.
+States of a runner: idle -> started -> open -> idle. `__enter__` only starts threads, because Prefect enters a runner
+before there is a flow run. The first `submit` opens the pool in a thread, and returns at once. `__exit__` ends
+everything, in whatever way the flow ends.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun, RunInput, State, TaskRun
 
 SLICE_SECONDS = 0.25
-"""How long a thread waits at a stretch: Prefect's timeouts interrupt it between two stretches only."""
+"""How long a thread waits at a stretch: Prefect's timeouts interrupt it only between two waits."""
 NO_API_SCHEME = "skyward-node:"
 NO_API = f"{NO_API_SCHEME}//a-node-has-no-way-to-prefects-api"
 WATCH_SECONDS = 0.25
-"""How often a flow run's state is looked at."""
+"""How often the runner reads a flow run's state."""
 
 
 class SkywardTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
@@ -79,7 +79,7 @@ class SkywardTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
             )
         self._spec = spec if spec is not None else sky.PoolSpec.of(**with_references(wishes))
         self._spec.refuse_what_cannot_be()
-        # else the settings of the machine that runs the flow will name one, which need not be this machine
+        # else the settings of the machine that runs the flow name one; it may be another machine than this
         if self._spec.provider is not None:
             sky.ComputePool.from_spec(self._spec)
         self._on_event = on_event
@@ -87,12 +87,12 @@ class SkywardTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
 
     @property
     def spec(self) -> sky.PoolSpec:
-        """What the pool is asked for."""
+        """The spec of the pool."""
         return self._spec
 
     @property
     def pool(self) -> sky.ComputePool | None:
-        """The pool of the flow run that goes on; None before the first submit and after the end."""
+        """The pool of the current flow run; None before the first submit and after the end."""
         return self._live.pool if self._live is not None else None
 
     def duplicate(self) -> Self:
@@ -105,7 +105,7 @@ class SkywardTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
     __hash__ = None  # type: ignore[assignment]  # as Prefect's own runners
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A runner travels as its spec: the pool stays with the process that opened it."""
+        """Pickle a runner as its spec: the pool stays with the process that opened it."""
         return functools.partial(type(self), spec=self._spec, on_event=self._on_event), ()
 
     def __enter__(self) -> Self:
@@ -116,11 +116,10 @@ class SkywardTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
     def __exit__(
         self, exc_type: type[BaseException] | None, exc_value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close the pool. Raises what goes wrong with that; if the flow is being stopped, its own error goes on with a
-        note.
+        """Close the pool.
 
-        Machines that cannot be confirmed gone raise nothing: the run's log and artifact tell of them, and the pool's
-        reaper goes on.
+        Raises the errors of closing; if the flow is being stopped, its own error goes on with a note. Unconfirmed
+        machines raise nothing: the run's log and artifact name them, and the pool's reaper goes on.
         """
         live, self._live = self._live, None
         super().__exit__(exc_type, exc_value, traceback)
@@ -164,12 +163,12 @@ def cost_so_far() -> float:
 
 
 class _Live:
-    """All of a runner that is alive: threads, the pool and its calls. Made anew for each flow run, and for each attempt
-    of one.
+    """The threads, the pool and the calls of a runner. There is a new one for each flow run, and for each attempt of
+    one.
 
     States of the pool: none -> opening -> open -> released, or opening -> failed -> opening (a task that is retried
-    asks again). The thread of `_open` leads from opening to open or failed; `_release` ends every state, from whichever
-    thread comes first: the runner's exit, or the watch over the flow run.
+    opens it again). The thread of `_open` leads from opening to open or failed. `_release` ends every state, in the
+    thread that comes first: the runner's exit, or the watch of the flow run.
     """
 
     def __init__(self, spec: sky.PoolSpec, on_event: sky.Callback | None) -> None:
@@ -211,7 +210,7 @@ class _Live:
         return PrefectConcurrentFuture(task_run_id=run.task_run_id, wrapped_future=future)
 
     def opening(self) -> Future[sky.ComputePool]:
-        """Return the opening that goes on or has succeeded; after a failure, or at first, begin one."""
+        """Return the opening that goes on or has succeeded; start one at first, or after a failure."""
         with self._lock:
             if self._opening is None:
                 self._know_the_flow_run()
@@ -219,14 +218,14 @@ class _Live:
                 self._opening.done() and self._opening.exception() is not None and not self.is_stopping
             ):
                 self._opening = Future()
-                self._opening.set_running_or_notify_cancel()  # so that no task which stops waiting can cancel it
+                self._opening.set_running_or_notify_cancel()  # so that a task which stops waiting cannot cancel it
                 threading.Thread(
                     target=copy_context().run, args=(self._open, self._opening), name="skyward-open", daemon=True
                 ).start()
             return self._opening
 
     def _know_the_flow_run(self) -> None:
-        """Keep what tells of the flow run: `close` runs after its context has gone."""
+        """Keep the data of the flow run: `close` runs after its context has ended."""
         context = FlowRunContext.get()
         if context is None:
             return
@@ -241,7 +240,7 @@ class _Live:
             threading.Thread(target=self._watch, name="skyward-flow", daemon=True).start()
 
     def _watch(self) -> None:
-        """Give the machines back as soon as the flow run is to be tried again: Prefect sleeps through
+        """Terminate the machines as soon as Prefect is about to try the flow run again: it sleeps through
         `retry_delay_seconds` before it leaves the runner.
         """
         while not self._is_closed.wait(WATCH_SECONDS):
@@ -274,10 +273,10 @@ class _Live:
                     replace_object=_portable,
                     work=self._work,
                 )
-                self.pool = pool  # before it is open: what stops the flow must be able to end the opening
+                self.pool = pool  # before it is open: a stopped flow must be able to end the opening
                 if not self.is_stopping:
                     pool.open()
-                undo.pop_all()  # from here on `_release` closes both
+                undo.pop_all()  # from now on `_release` closes both
         except BaseException as error:
             if not self.is_stopping:
                 self._flow_log.say(logging.ERROR, f"the pool could not be opened: {error}")
@@ -288,40 +287,40 @@ class _Live:
     def call(
         self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], pool: sky.ComputePool
     ) -> Future[Any]:
-        """Hand the function over, for the task run of this thread."""
+        """Submit the function, for the task run of this thread."""
         work = _work_of_task(self._work)
         future = self._logs.follow(lambda: pool.submit(sky.PendingCompute(fn, args, kwargs)))
         future.add_done_callback(functools.partial(self._add_cost, work))
         self._calls.add(future)
         future.add_done_callback(self._calls.discard)
-        if self.is_stopping:  # `_stop_calls` may not have seen this one
+        if self.is_stopping:  # `_stop_calls` may have missed this one
             future.cancel()
         return future
 
     def _add_cost(self, work: sky.Work, future: Future[Any]) -> None:
-        """Called in the one thread in which calls end."""
+        """Add the cost of a call to its task run. Called in the one thread in which calls end."""
         if cost := getattr(future, "cost", None):
             self._shares[work] += cost
 
     def _share_cost(self, pool: sky.ComputePool) -> None:
-        """Tell the ledger, once, what each task run has cost; what machines have cost beside is the flow run's."""
+        """Write each task run's cost into the ledger, once; the other costs belong to the flow run."""
         shares, self._shares = self._shares, defaultdict(float)
         if shares:
             try:
                 pool.share_cost(shares)
-            except sky.SkywardError as error:  # the bill is written all the same, as the flow run's
+            except sky.SkywardError as error:  # the ledger still has the bill, as the flow run's
                 self._flow_log.say(logging.WARNING, f"what each task run has cost is not in the ledger: {error}")
 
     def close(self, error: BaseException | None) -> None:
-        """Close everything. Calls of a flow that ended well are waited for, as Prefect's own runner does; else they are
-        stopped first: they cost money.
+        """Close everything. If the flow ended well, wait for its calls, as Prefect's own runner does; else stop them
+        first, because they cost money.
 
-        A flow that is being stopped (a signal, which is no Exception) may be killed before the provider has answered,
-        after 30 s if it was cancelled: its machines are the reaper's first.
+        A flow that is being stopped by a signal (which is no Exception) may be killed before the provider has answered,
+        after 30 s if it was cancelled. So its reaper gets the machines first.
         """
         self._is_closed.set()
         if self.pool is not None and error is not None and not isinstance(error, Exception):
-            self.is_stopping = True  # calls whose machines go are cancelled, not failed
+            self.is_stopping = True  # calls that lose their machines now are cancelled, not failed
             self.pool.terminate_now()
         try:
             self._release(is_failure=error is not None or self._has_failed())
@@ -332,39 +331,39 @@ class _Live:
             error.add_note(f"besides, the pool could not be closed: {failure!r}")
 
     def _release(self, *, is_failure: bool) -> None:
-        """End what there is, whatever state it is in.
+        """End the pool and the threads, in any state.
 
-        May be called again: then it ends what the call before could not.
+        May be called again: then it ends the parts that the call before could not end.
         """
         if is_failure:
             self._stop_calls()
             self._break_off_opening()
         else:
-            self._end_engines()  # each has waited for the opening
+            self._end_engines()  # each of them has waited for the opening
         with self._releasing, ExitStack() as undo:
-            if is_failure:  # last: a task may be asleep before its next attempt, and the machines need not wait for it
+            if is_failure:  # last: a task may sleep before its next attempt, and the machines need not wait for it
                 undo.callback(self._end_engines)
             if self._artifact is not None:
                 undo.callback(self._artifact.close)
             if self.pool is not None:
-                undo.callback(self._share_cost, self.pool)  # after its end: then no call comes any more
-                # what is not confirmed gone is in the run's log and on its artifact, and fails no flow whose work is
-                # done
+                undo.callback(self._share_cost, self.pool)  # after its end: then no more calls come
+                # an unconfirmed machine is in the run's log and on its artifact, and fails no flow that has done its
+                # work
                 undo.callback(self.pool.hand_over)
 
     def _is_tried_again(self) -> bool:
-        """Prefect sets this state on the flow run, then sleeps, then sets Running, and leaves the runner last of
-        all.
+        """Whether Prefect tries the flow run again: it sets this state, sleeps, sets Running, and leaves the runner
+        last.
         """
         state = self._flow_run.state if self._flow_run is not None else None
         return state is not None and state.is_scheduled()
 
     def _has_failed(self) -> bool:
-        """Prefect enters the state of a flow run before it leaves the flow's runner, and tells a runner of no failure
-        but a signal.
+        """Whether the flow has failed.
 
-        A flow run that still runs then has failed and is tried again. A runner that the flow's body enters by itself is
-        left while the flow runs.
+        Prefect enters the state of a flow run before it leaves the flow's runner, and passes a runner no failure except
+        a signal. So if the flow run still runs, it has failed and is tried again. A runner that the flow's body enters
+        itself is left while the flow runs.
         """
         state = self._flow_run.state if self._flow_run is not None else None
         if state is None or state.is_completed():
@@ -377,10 +376,10 @@ class _Live:
             future.cancel()
 
     def _break_off_opening(self) -> None:
-        """End an opening that goes on, and wait until nothing of it is left."""
+        """Cancel an opening that goes on, and wait until its machines and threads have ended."""
         while (opening := self._opening) is not None and not opening.done():
             if self.pool is not None:
-                # again and again: what comes before `pool.open()` has begun is not seen by it
+                # repeatedly: `pool.open()` does not see a request that comes before it has begun
                 self.pool.terminate_now()
             wait([opening], timeout=SLICE_SECONDS)
 
@@ -403,7 +402,7 @@ class _TaskRun:
     dependencies: dict[str, set[RunInput]] | None
 
     def after(self, opening: Future[sky.ComputePool]) -> Any:
-        """Wait until the pool is open, or has failed to, and run the engine; return the task run's state."""
+        """Wait until the pool is open, or has failed to open, and run the engine; return the task run's state."""
         opening.exception()
         words: dict[str, Any] = {
             "task": self.task,
@@ -417,8 +416,8 @@ class _TaskRun:
 
 
 class _RemoteCall:
-    """Stands in for a task's function in the engine, which reads its signature, name and code (for cache keys) off
-    it.
+    """Takes the place of a task's function in the engine, which reads its signature, name and code (for cache keys)
+    from it.
     """
 
     def __init__(self, live: _Live, task: Task[Any, Any], opening: Future[sky.ComputePool]) -> None:
@@ -431,7 +430,7 @@ class _RemoteCall:
             self.__code__ = code
 
     def _next_opening(self) -> Future[sky.ComputePool]:
-        """The first attempt fails with the opening that it has waited for; each later one asks for a pool again."""
+        """The first attempt fails with the opening that it has waited for; each later one opens a pool again."""
         opening, self._opening = self._opening, None
         return opening if opening is not None else self._live.opening()
 
@@ -452,8 +451,8 @@ class _SyncCall(_RemoteCall):
             raise
 
     def _wait[T](self, future: Future[T]) -> T:
-        # A timeout is an exception thrown into this thread wherever it is: a SimpleQueue, being C, has no lock that it
-        # could leave locked.
+        # A timeout is an exception thrown into this thread at any point. A SimpleQueue is written in C and has no lock
+        # that could stay locked.
         ended = queue.SimpleQueue[Future[T]]()
         try:
             future.add_done_callback(ended.put)
@@ -485,8 +484,8 @@ class _AsyncCall(_RemoteCall):
 
 
 def _unless_the_work_is_done(condition: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return a task's retry condition for all failures but one: work that has succeeded, and whose result cannot be
-    loaded here, is not done again.
+    """Return a task's retry condition for all failures but one: if the work has succeeded and its result cannot be
+    loaded here, it is not done again.
     """
 
     def may_be_tried_again(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> Any:
@@ -504,10 +503,10 @@ def _unless_the_work_is_done(condition: Callable[..., Any] | None) -> Callable[.
 
 
 def _without_prefect_s_api(spec: sky.PoolSpec) -> sky.PoolSpec:
-    """Give nodes an address at which all use of Prefect's API fails at once; an address that the user gives goes first.
+    """Give nodes an address at which each use of Prefect's API fails at once; an address of the user has precedence.
 
-    Without one Prefect's client starts a server on the node, with a database in the home directory; without leave to do
-    so, its concurrency limits wait for ever (3.6 to 3.7).
+    Without an address Prefect's client starts a server on the node, with a database in the home directory. If it may
+    not do that, its concurrency limits wait for ever (3.6 to 3.7).
     """
     return spec.with_(env={"PREFECT_API_URL": NO_API} | spec.image.env | (spec.env or {}))
 
@@ -530,7 +529,7 @@ def _work_of_flow(context: FlowRunContext | None) -> sky.Work:
 
 
 def _work_of_task(work: sky.Work) -> sky.Work:
-    """The task run of this thread; the flow run where there is none."""
+    """The work of this thread's task run, or of the flow run if there is none."""
     context = TaskRunContext.get()
     if context is None:
         return work
@@ -544,9 +543,7 @@ def _cancelled() -> State[Any]:
 
 
 def _portable(obj: Any) -> Any:
-    """What travels in the place of Prefect's own things: a task as its function, the run's logger as one that
-    prints.
-    """
+    """Return the replacement of Prefect's own objects: a task's function, and a logger that prints."""
     if isinstance(obj, Task):
         with suppress(AttributeError):  # a callable that takes no attributes
             cast(Any, obj.fn).fn = obj.fn  # so that `other_task.fn(x)` in a task's body works on a node as it does here
@@ -557,19 +554,19 @@ def _portable(obj: Any) -> Any:
 
 
 def _node_run_logger(context: object = None, **kwargs: Any) -> logging.Logger:
-    """`get_run_logger` on a node: what is logged is printed, and so arrives in the log of the task run."""
+    """`get_run_logger` on a node: it prints each record, which so arrives in the log of the task run."""
     import logging
     import sys
 
     logger = logging.getLogger("skyward.run")
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stdout)
-        handler.setFormatter(logging.Formatter("%(message)s"))  # the level travels beside it
+        handler.setFormatter(logging.Formatter("%(message)s"))  # the level travels separately
         logger.addHandler(handler)
-        logger.setLevel(logging.DEBUG)  # the task run's logger decides what is kept
+        logger.setLevel(logging.DEBUG)  # the task run's logger filters by level
         logger.propagate = False
     return logger
 
 
-# Nodes have no prefect_skyward to import it from: a module that does not exist makes it travel by value.
+# Nodes have no prefect_skyward to import it from: the name of a missing module makes it travel by value.
 _node_run_logger.__module__ = "skyward_node"

@@ -1,5 +1,5 @@
-"""What a run shows of its pool: the nodes' lines in the logs of the task runs, news of the machines in the flow run's,
-and the bill as an artifact.
+"""The output of a pool in Prefect: the nodes' lines in the logs of the task runs, events of the machines in the flow
+run's log, the bill as an artifact.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import skyward_core as sky
 
 ARTIFACT_KEY = "skyward-cost"
 ARTIFACT_SECONDS = 15.0
-"""The least time between two updates: each is an event of the run, and its graph in Prefect's UI has room for fifty."""
+"""The least time between two updates: each is an event of the run, and its graph in Prefect's UI shows only fifty."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunLog:
-    """The log of one run, for use from any thread: Prefect's settings and connections are context variables, which a
-    bare thread does not have.
+    """The log of one run, usable from any thread: Prefect's settings and connections are context variables, which a new
+    thread does not have.
     """
 
     logger: logging.Logger | logging.LoggerAdapter[Any]
@@ -36,7 +36,7 @@ class RunLog:
 
     @classmethod
     def of_flow(cls) -> Self:
-        """Return the log of the current flow run; outside one, a log that goes to the console alone."""
+        """Return the log of the current flow run; outside of one, a log that only goes to the console."""
         context = FlowRunContext.get()
         if context is None or context.flow_run is None:
             return cls(get_logger("skyward"), copy_context())
@@ -52,13 +52,13 @@ class RunLog:
         self.run(self.logger.log, level, "%s", text)
 
     def run(self, what: Callable[..., object], *args: object) -> None:
-        """Call something as if in the run."""
+        """Call a function in the context of the run."""
         self.context.copy().run(what, *args)  # a copy: one context cannot be entered twice at once
 
 
 class RunLogs:
-    """Event sink: each line goes to the log of the task run whose call wrote it, everything else worth telling to that
-    of the flow run.
+    """Event sink: each line goes to the log of the task run that made the call, every other loggable event to the flow
+    run's log.
     """
 
     def __init__(self, flow: RunLog) -> None:
@@ -77,8 +77,8 @@ class RunLogs:
             self._flow.say(*told)
 
     def follow(self, submit: Callable[[], Future[Any]]) -> Future[Any]:
-        """Hand a call over with `submit`; its lines go to the log of the current task run from the very first one,
-        which may come before `submit` returns.
+        """Submit a call with `submit`; its lines go to the log of the current task run, also lines that come before
+        `submit` returns.
         """
         task = RunLog.of_task()
         with self._lock:
@@ -101,7 +101,7 @@ class RunLogs:
         future.add_done_callback(lambda done: self._forget(call_id, done))
 
     def _forget(self, call_id: str, future: Future[Any]) -> None:
-        if not future.cancelled():  # else its last lines are still on their way
+        if not future.cancelled():  # else its last lines have not arrived yet
             with self._lock:
                 self._tasks.pop(call_id, None)
 
@@ -121,7 +121,7 @@ class RunLogs:
 
 @dataclass(frozen=True, slots=True)
 class Bill:
-    """What the artifact says. Money is USD."""
+    """The content of the artifact. Money is USD."""
 
     pool_id: str = ""
     total: float = 0.0
@@ -178,8 +178,8 @@ class CostArtifact:
     """Event sink: keeps one artifact of the flow run up to date, at most every ARTIFACT_SECONDS, from a thread of its
     own.
 
-    An API that is slow or away must hold up neither the calls nor the end of the machines: it costs one warning in the
-    log.
+    An API that is slow or does not answer must delay neither the calls nor the end of the machines: it only causes one
+    warning in the log.
     """
 
     def __init__(self, flow_run_id: UUID, log: RunLog) -> None:
@@ -196,7 +196,7 @@ class CostArtifact:
         self._bill = self._bill.after(event)
 
     def close(self) -> None:
-        """Tell the last state and end the thread; called once the pool is closed."""
+        """Write the last state and end the thread; called once the pool is closed."""
         self._ended.set()
         self._thread.join()
 
