@@ -237,7 +237,7 @@ def test_our_price_table_has_only_existing_types() -> None:
 
 
 def test_prices_come_from_the_price_list(cloud: FakeAWS) -> None:
-    """All pages are read, only of the region itself: Local Zones cost more."""
+    """All pages are read, only for the region itself: Local Zones cost more."""
     cloud.list_prices = {
         ("us-east-1", "g4dn.xlarge"): 0.5,
         ("us-east-1", "g4dn.2xlarge"): 0.7,
@@ -449,7 +449,7 @@ def test_regions_without_subnets_and_an_outage_are_reported_as_an_outage(cloud: 
 
 
 def test_an_invalid_request_in_one_region_is_raised(cloud: FakeAWS) -> None:
-    """It is no reason to leave the region out."""
+    """The region is not left out because of it."""
     cloud.fail(
         "DescribeInstanceTypes", "InvalidParameterValue", times=9, when=lambda request: request.region == "us-west-2"
     )
@@ -512,7 +512,10 @@ def test_a_named_type_is_found_though_other_offers_are_cached(cloud: FakeAWS, tm
 
 
 def test_the_creating_call_has_all_parameters(cloud: FakeAWS) -> None:
-    """All machines or none; tagged in the call; terminated at power off, with their disks; without an EC2 key pair."""
+    """All machines or none are created.
+
+    They are tagged in the call, and are terminated at power off, with their disks. There is no EC2 key pair.
+    """
     make(cloud, instance_profile="trainer").offers(T4)
     cloud.fail("RunInstances", "InvalidParameterValue", times=1)
     with pytest.raises(sky.BadRequest):
@@ -934,7 +937,7 @@ def test_a_listing_tolerates_malformed_tags(cloud: FakeAWS) -> None:
 
 
 def test_machines_are_listed_without_our_key(cloud: FakeAWS, tmp_path: Path) -> None:
-    """A sweep need not be able to log in."""
+    """A sweep need not log in."""
     (machine,) = make(cloud).launch(OFFER, 1, tags(), STARTUP)
     elsewhere = make(cloud, ssh_key=str(tmp_path / "none"))
     assert [(instance.id, instance.endpoint) for instance in elsewhere.instances(POOL)] == [(machine.id, None)]
@@ -949,7 +952,7 @@ def test_a_pattern_does_not_match_other_pools(cloud: FakeAWS) -> None:
 
 
 def test_a_machine_that_cannot_be_terminated_does_not_keep_others(cloud: FakeAWS) -> None:
-    """The error names its id; the region fails the whole call because of it."""
+    """The error names its id. The region fails the whole call because of it."""
     launched = [instance.id for instance in make(cloud).launch(OFFER, 3, tags(), STARTUP)]
     cloud.fail(
         "TerminateInstances",
@@ -1071,7 +1074,7 @@ def test_a_refusal_keeps_its_cause(cloud: FakeAWS) -> None:
 
 
 def test_a_closed_port_is_an_outage() -> None:
-    """It is no error of the credentials."""
+    """It is not an error of the credentials."""
     provider = sky.AWS(
         endpoint_url="http://127.0.0.1:9", access_key_id="AKIAIOSFODNN7EXAMPLE", secret_access_key=SECRET
     )  # type: ignore[arg-type]

@@ -211,7 +211,10 @@ def test_the_number_of_nodes_does_not_reject_an_offer() -> None:
 
 
 def test_a_fleet_names_all_spot_pools_at_or_below_the_price(cloud: FakeAWS) -> None:
-    """EC2 chooses among them in one call: all machines or none, one zone, one type; terminated at power off."""
+    """EC2 chooses among them in one call: all machines or none, one zone, one type.
+
+    The machines are terminated at power off.
+    """
     cloud.spot = {
         ("g4dn.xlarge", A): 0.2,
         ("g4dn.xlarge", B): 0.18,
@@ -312,7 +315,7 @@ def test_fleet_and_template_tag_different_resources(cloud: FakeAWS) -> None:
 
 
 def test_zones_above_the_offered_price_are_not_requested(cloud: FakeAWS) -> None:
-    """If all zones have become dearer, it is no capacity; no request is sent and nothing is left."""
+    """If all zones have become dearer, the error is NoCapacity. No request is sent and nothing is left."""
     spot(cloud, a=0.21, b=0.3)
     with pytest.raises(NoCapacity) as caught:
         make(cloud).launch(SPOT, 1, tags(), STARTUP)
@@ -555,7 +558,7 @@ def test_the_real_price_is_written_as_a_tag(cloud: FakeAWS) -> None:
     assert parameters["Tag.1.Key"] == aws_launch.PRICE_TAG
     spot(cloud, a=0.2)
     make(cloud).launch(SPOT, 1, tags(launch="L1"), STARTUP)
-    assert len(cloud.parameters("CreateTags")) == 1  # nothing else to say
+    assert len(cloud.parameters("CreateTags")) == 1  # its reason does not matter
 
 
 def test_without_the_right_to_tag_machines_count_at_the_offered_price(
@@ -851,7 +854,7 @@ def test_without_the_right_machines_start_without_efa_or_group(
     assert "UnauthorizedOperation" in caplog.text
 
 
-def test_an_outage_is_not_taken_for_a_missing_right(cloud: FakeAWS) -> None:
+def test_an_outage_is_not_a_missing_right(cloud: FakeAWS) -> None:
     """It is raised before anything is created."""
     cloud.fail("CreatePlacementGroup", "InternalError", 500, times=99)
     with pytest.raises(ProviderFailed):
@@ -907,7 +910,7 @@ def test_old_resources_of_launches_are_deleted(cloud: FakeAWS, account: AwsAccou
 
 
 def test_prune_deletes_resources_of_all_regions(cloud: FakeAWS) -> None:
-    """It is the provider's own method."""
+    """The call is the provider's own method."""
     leave(cloud, OLD, "old")
     cloud.fleets.groups["eu-west-1", "skyward-west"] = Group(
         {POOL_TAG: "sky-west", CREATED_TAG: str(int((now() - OLD).timestamp()))}
@@ -925,7 +928,7 @@ def test_prune_deletes_resources_of_all_regions(cloud: FakeAWS) -> None:
 
 
 def test_a_group_that_is_in_use_stays(cloud: FakeAWS, account: AwsAccount) -> None:
-    """It stays until its machines are terminated, at any age."""
+    """It is deleted when its machines are terminated, at any age."""
     launched = make(cloud).launch(TOGETHER, 2, tags() | {CREATED_TAG: str(int((now() - OLD).timestamp()))}, STARTUP)
     for is_dry_run in (True, False):
         assert aws_launch.prune_launches(account, "us-east-1", now(), is_dry_run=is_dry_run) == []
@@ -951,7 +954,7 @@ def test_a_resource_that_cannot_be_deleted_does_not_keep_others(cloud: FakeAWS, 
 
 
 def test_an_outage_is_not_reported_as_nothing_to_delete(cloud: FakeAWS, account: AwsAccount) -> None:
-    """Without the right to list, nothing there is ours. Without an answer the state is unknown."""
+    """Without the right to list, no resource can be ours. After an outage the state is unknown."""
     leave(cloud, OLD, "old")
     cloud.fail("DescribePlacementGroups", "UnauthorizedOperation", 403)
     assert aws_launch.prune_launches(account, "us-east-1", now()) == []
@@ -989,10 +992,13 @@ STEPS = ["CreateLaunchTemplate", "CreateFleet", "DescribeInstances", "CreateTags
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_client_killed_at_any_step_leaves_only_resources_that_are_found(
+def test_all_resources_of_a_killed_client_can_be_found(
     cloud: FakeAWS, account: AwsAccount, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Machines are found by their tags, with unique ranks and no price too low; the rest is deleted when it is old."""
+    """The client is killed at any step. Machines are found by their tags, with unique ranks and no price too low.
+
+    The other resources are deleted when they are old.
+    """
     spot(cloud, a=0.2, b=0.15)
     cloud.fleets.is_split = True
     ask: Callable[..., Any] = AwsAccount.ask
@@ -1042,7 +1048,7 @@ def test_a_client_killed_at_any_step_leaves_only_resources_that_are_found(
 
 
 def test_a_pool_runs_on_a_fleet(fleet: Fleet, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Spot machines of an equivalent type, from separate calls. Nothing is left, no template either."""
+    """The spot machines have an equivalent type and come from separate calls. No machine and no template is left."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
     hosting = Hosting(fleet, mirror.configure)

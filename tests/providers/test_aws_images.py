@@ -1,6 +1,6 @@
-"""Images that AWS keeps between pools:
+"""Images that AWS keeps between pools.
 
-found by tag and base image, created once, used, and deleted when they are useless.
+They are found by tag and base image, created once, used, and deleted when they are useless.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def test_the_snapshot_is_of_the_root_disk_of_that_machine(cloud: FakeAWS) -> Non
 def test_an_image_that_does_not_fit_is_not_used(
     cloud: FakeAWS, different: dict[str, str], state: str, gb: int, region: str
 ) -> None:
-    """Other packages, another base image, not available, a larger disk, or another region."""
+    """It has other packages, another base image, a larger disk or another region, or it is not available."""
     cloud.images.add(OURS | different, state=state, gb=gb, region=region)
     launch(make())
     assert started_from(cloud) == [UBUNTU]
@@ -220,7 +220,7 @@ def test_an_existing_or_pending_image_is_not_created_again(cloud: FakeAWS, state
 
 
 def test_an_image_that_failed_or_is_too_large_is_created_again(cloud: FakeAWS) -> None:
-    """No machine would use it."""
+    """No machine would use the existing image."""
     machine = launch(make())
     cloud.images.add(OURS, state="failed")
     cloud.images.add(OURS, gb=500)
@@ -305,7 +305,7 @@ def test_a_second_request_with_the_same_name_finds_the_image(cloud: FakeAWS) -> 
 
 
 def test_an_image_without_a_snapshot_in_time_is_deregistered(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later data on the disk may be secret."""
+    """Data that is written later may be secret."""
     monkeypatch.setattr(images, "SNAPSHOT_SECONDS", 0.05)
     cloud.images.hidden_listings = 10**6
     machine = launch(make())
@@ -322,7 +322,7 @@ def test_an_outage_during_the_wait_for_the_snapshot_is_retried(cloud: FakeAWS) -
 
 
 def test_no_image_is_created_of_a_machine_that_is_gone(cloud: FakeAWS) -> None:
-    """The client has not noticed its end yet."""
+    """The client has not noticed the machine's end yet."""
     machine = launch(make())
     with pytest.raises(ProviderFailed, match="i-0123 is not listed"):
         make().keep_image(machine.model_copy(update={"id": "i-0123"}), HASH)
@@ -367,7 +367,7 @@ def prune(*, is_dry_run: bool = False, **fields: Any) -> list[str]:
 
 
 def test_useless_images_are_deleted_with_their_snapshots(cloud: FakeAWS) -> None:
-    """Expired, failed or replaced images. A dry run reports the same and deletes nothing."""
+    """They are expired, failed or replaced. A dry run reports the same and deletes nothing."""
     over = cloud.images.add(until(-0.1) | {IMAGE_TAG: "over"})
     failed = cloud.images.add(until(9) | {IMAGE_TAG: "failed"}, state="failed")
     older = cloud.images.add(until(9), at=NOW - timedelta(days=2))
@@ -412,8 +412,8 @@ def test_an_interrupted_deletion_continues(cloud: FakeAWS) -> None:
     assert cloud.images.snapshots == {}
 
 
-def test_the_snapshot_of_an_image_in_the_making_stays(cloud: FakeAWS) -> None:
-    """For a while no image lists it. Snapshots of other users stay too."""
+def test_the_snapshot_of_a_pending_image_stays(cloud: FakeAWS) -> None:
+    """For some time no image lists it. Snapshots of other users stay too."""
     image = cloud.images.add(until(9), at=NOW - timedelta(hours=23))
     del cloud.images.images[image.id]
     stranger = Snapshot(
@@ -435,7 +435,7 @@ def test_a_snapshot_that_another_image_uses_stays(cloud: FakeAWS) -> None:
 
 
 def test_a_failure_does_not_stop_other_deletions(cloud: FakeAWS) -> None:
-    """The others are deleted, then it is raised."""
+    """The other resources are deleted, then the error is raised."""
     kept, gone = cloud.images.add(until(-1)), cloud.images.add(until(-1))
     cloud.fail(
         "DeregisterImage", "UnauthorizedOperation", 403, when=lambda request: request.parameters["ImageId"] == kept.id
@@ -522,7 +522,7 @@ def test_prune_also_deletes_resources_of_launches(cloud: FakeAWS, monkeypatch: p
 def test_the_command_lists_what_it_would_delete(
     cloud: FakeAWS, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As text and as JSON, with exit code 3 if there is work; with --yes it deletes."""
+    """The output is text or JSON, with exit code 3 if there is something to delete. With --yes the command deletes."""
     image = cloud.images.add(OURS | {EXPIRES_TAG: "1"})
     url = f"sqlite:///{tmp_path / 'ledger.db'}"
     parameters = ["--ledger", url, "sweep", "--provider", '{"name": "aws"}']
@@ -540,8 +540,8 @@ def test_the_command_lists_what_it_would_delete(
 # ── the sweep ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_sweep_deletes_them(cloud: FakeAWS, tmp_path: Path) -> None:
-    """The report lists them; in a dry run it lists what would be deleted. A failure is part of the report."""
+def test_a_sweep_deletes_useless_images(cloud: FakeAWS, tmp_path: Path) -> None:
+    """The report lists them. In a dry run it lists what would be deleted. A failure is part of the report."""
     cloud.images.add(OURS | {EXPIRES_TAG: "1"})
     url = f"sqlite:///{tmp_path / 'ledger.db'}"
     assert len(cloud.images.images) == 1
@@ -558,8 +558,8 @@ def test_a_sweep_deletes_them(cloud: FakeAWS, tmp_path: Path) -> None:
     assert cloud.images.images == {}
 
 
-def test_the_days_are_plain_data() -> None:
-    """At least one day: an image in daily use is not created daily."""
+def test_the_days_until_an_image_expires_are_plain_data() -> None:
+    """The minimum is one day, so that an image in daily use is not created daily."""
     assert load(json.loads(json.dumps(sky.AWS(image_keep_days=30).to_json()))) == sky.AWS(image_keep_days=30)
     with pytest.raises(ValueError, match="greater than or equal to 1"):
         sky.AWS(image_keep_days=0)

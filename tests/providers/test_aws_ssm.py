@@ -1,6 +1,6 @@
 """AWS(use_ssm=True): SSH through Session Manager.
 
-A script stands for AWS's plugin and connects to the address in the fake's session.
+A script replaces AWS's plugin and connects to the address in the fake's session.
 """
 
 from __future__ import annotations
@@ -78,11 +78,11 @@ class Plugin:
 
     @property
     def path(self) -> str:
-        """The value for PATH."""
+        """Return the value for PATH."""
         return f"{self._folder}{os.pathsep}{os.environ['PATH']}"
 
     def install(self, version: str = "1.2.707.0", last: str = "") -> None:
-        """Install it. `last` is what it runs when its input has ended."""
+        """Install the script. It runs the command `last` when its input has ended."""
         part = self._folder / "part"
         part.write_text(PLUGIN.format(python=sys.executable, version=version, last=last))
         part.chmod(0o755)
@@ -101,7 +101,7 @@ class Plugin:
 
     @property
     def living(self) -> set[int]:
-        """Processes that are the proxy command or the plugin of a machine."""
+        """Return the processes that are the proxy command or the plugin of a machine."""
         return {
             pid
             for pid in processes()
@@ -116,7 +116,7 @@ def processes() -> list[int]:
 
 
 def arguments(pid: int) -> bytes:
-    """Return the command line of a process; nothing of one that has ended."""
+    """Return the command line of a process; an empty one if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -139,7 +139,7 @@ def cloud(monkeypatch: pytest.MonkeyPatch, plugin: Plugin) -> Iterator[FakeAWS]:
 
 
 def as_us(fake: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use the fake as AWS, and only the test's credentials."""
+    """Use the fake as AWS, with only the test's credentials."""
     for name in (
         "AWS_SESSION_TOKEN",
         "AWS_PROFILE",
@@ -159,7 +159,7 @@ def as_us(fake: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def endpoint(server: Server, key: str, cloud: FakeAWS) -> Endpoint:
-    """Return the server as a machine whose agent has registered."""
+    """Return the server as a machine with a registered agent."""
     cloud.agents["i-0a"] = f"wss://127.0.0.1:{server.port}"
     return reached_by(server, key, session_manager.command("i-0a", "us-east-1", None, None))
 
@@ -200,8 +200,8 @@ def test_no_port_is_opened_and_no_public_address_is_looked_up(cloud: FakeAWS) ->
     assert cloud.parameters("checkip") == []
 
 
-def test_a_machine_is_logged_in_to_by_its_id(cloud: FakeAWS) -> None:
-    """Its host key is known before; the command has no secrets, and is the same from any process."""
+def test_a_login_uses_the_id_of_the_machine(cloud: FakeAWS) -> None:
+    """Its host key is known before. The command has no secrets, and is the same from any process."""
     wish, provider = tags(), sky.AWS(use_ssm=True)
     (machine,) = provider.launch(OFFER, 1, wish, STARTUP)
     ours = our_key()
@@ -257,7 +257,7 @@ def test_without_a_plugin_that_keeps_tokens_secret_nothing_is_launched(
     ],
 )
 def test_contradictory_fields_are_refused(fields: dict[str, Any], reason: str) -> None:
-    """At construction, and without a secret in the message."""
+    """They are refused at construction, and the message has no secret."""
     with pytest.raises(BadRequest, match=reason) as refused:
         load({"name": "aws", "use_ssm": True, **fields})
     assert SECRET not in str(refused.value)
@@ -269,7 +269,7 @@ def test_contradictory_fields_are_refused(fields: dict[str, Any], reason: str) -
 def test_commands_files_and_ports_go_through_the_plugin(
     endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin, echo: Echo, tmp_path: Path
 ) -> None:
-    """It is called as AWS's CLI calls it. No process has a secret in its arguments; none is left."""
+    """The plugin gets the same arguments as from AWS's CLI. No process has a secret in its arguments, and none is left."""
     with SSHConnection(endpoint).connect(30) as connection:
         assert connection.run("echo hello").output == "hello\n"
         connection.put(os.urandom(1 << 20), "big")
@@ -310,7 +310,7 @@ def test_a_machine_whose_agent_registers_late_is_waited_for(
 
 
 def test_a_machine_whose_agent_never_registers_is_an_error(endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin) -> None:
-    """The error at the end names what is missing; no process is left waiting."""
+    """The error at the end has the reason. No process is left waiting."""
     cloud.agents.clear()
     with (
         SSHConnection(endpoint) as connection,
@@ -432,7 +432,7 @@ def test_a_proxy_that_fails_is_tried_again(server: Server, key: str, tmp_path: P
 
 
 def test_the_last_reason_of_a_proxy_is_kept(server: Server, key: str, tmp_path: Path) -> None:
-    """A last try that is cut short has no reason of its own."""
+    """A last try that is interrupted has no reason of its own."""
     text = f"[ -e {tmp_path}/tried ] || {{ touch {tmp_path}/tried; echo no agent yet >&2; exit 1; }}; exec sleep 600"
     with (
         SSHConnection(reached_by(server, key, shell(text))) as connection,
@@ -476,7 +476,7 @@ def test_a_machine_with_a_wrong_host_key_is_refused(server: Server, key: str) ->
 
 
 class NewServerUsers(list[str]):
-    """The users of a server that has no key yet at the first login."""
+    """The users of a server that has no authorized key at the first login."""
 
     def __init__(self, server: Server) -> None:
         super().__init__()
@@ -490,7 +490,7 @@ class NewServerUsers(list[str]):
 
 
 def test_the_grace_of_a_machine_begins_when_it_answers(server: Server, key: str, tmp_path: Path) -> None:
-    """Its agent may come later than the whole grace. Without any, a refusal is final."""
+    """Its agent may start later than the whole grace period. Without that period an error is final."""
     late = f"[ -e {tmp_path}/late ] || {{ touch {tmp_path}/late; sleep 1.5; }}; exec {sys.executable} -c '{RELAY}' {server.port}"
     server.users = NewServerUsers(server)
     with SSHConnection(reached_by(server, key, shell(late))).connect(60, auth_grace_seconds=1.4) as connection:
@@ -523,7 +523,7 @@ def test_closing_during_a_login_leaves_no_process(server: Server, key: str, tmp_
     thread.join()
     assert [type(error) for error in failures] == [ConnectionLost]
     assert not arguments(pid)
-    # a zombie process has none
+    # a zombie process has no command line
     assert not [one for one in processes() if group(one) == pid and arguments(one)]
 
 
@@ -557,7 +557,7 @@ def test_a_proxy_ends_when_its_client_is_killed(endpoint: Endpoint, plugin: Plug
 
 
 class ManagedAWS(HostedAWS):
-    """Hosts whose agents register some time after the start: at the second request for a session."""
+    """Hosts with agents that register some time after the start: at the second request for a session."""
 
     def _start_session(self, environ: dict[str, Any], request: Any) -> Any:
         target = request.parameters["Target"]
@@ -577,7 +577,7 @@ def test_a_pool_runs_through_session_manager(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """Bare machines are prepared and used only through sessions. No machine, session or port is left."""
+    """Bare machines are prepared and used only through sessions. No machine, session or open port is left."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
     hosting, told = Hosting(fleet, mirror.configure), Told()

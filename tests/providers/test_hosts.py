@@ -1,4 +1,4 @@
-"""`Hosts`: as a value, and on the machines of the test bed, with real guards and their deaths."""
+"""`Hosts`: as a value, and on the machines of the test bed, with real guards that tests kill."""
 
 import json
 import logging
@@ -144,7 +144,7 @@ def test_a_secret_in_the_wrong_field_is_not_repeated(make: Callable[[], object])
 
 @pytest.mark.parametrize("name", ["LOOK", "START", "LIST", "END", "SWEEP"])
 def test_the_scripts_are_plain_sh(name: str) -> None:
-    """shellcheck and dash find no fault in the scripts for hosts. Functions that a script does not use are no fault."""
+    """shellcheck and dash report nothing for the scripts for hosts. Functions that a script does not use are ignored."""
     script = getattr(hosts, name)
     lines = subprocess.run(
         [SHELLCHECK, "--shell=sh", "--exclude=SC2329,SC2317,SC2034", "-"],
@@ -220,7 +220,7 @@ def fleet() -> Iterator[Fleet]:
 
 @pytest.fixture
 def machines(fleet: Fleet) -> Iterator[Callable[[int], list[Host]]]:
-    """Make bare hosts of a test's own."""
+    """Create bare hosts for one test."""
     made: list[Host] = []
 
     def make(count: int) -> list[Host]:
@@ -278,11 +278,11 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def left_on(host: Host) -> list[str]:
-    """Return what is on a host that was not there at its start."""
+    """Return the files of a host that it did not have at its start."""
     found = said(
         host, "find /root /tmp /dev/shm -mindepth 1; ps -eo args= | grep -v -e sshd -e 'ps -eo' -e grep -e find || true"
     ).splitlines()
-    # the bed hides the repository, with an empty folder in its place
+    # the test bed hides the repository behind an empty folder
     hidden = {str(REPOSITORY), *map(str, REPOSITORY.parents)}
     return [line for line in found if not line.startswith("/root/.ssh") and line not in hidden]
 
@@ -291,7 +291,7 @@ CACHE_ONLY = ["/root/.cache", "/root/.cache/skyward", "/root/.cache/skyward/inst
 
 
 @pytest.mark.slow
-def test_a_host_offers_what_it_has(machines) -> None:
+def test_a_host_offers_its_cpus_and_memory(machines) -> None:
     """CPUs and memory are the host's own, whatever the environment of the caller.
 
     Without GPUs there is no GPU offer.
@@ -402,7 +402,7 @@ TAGS = {
     "skyward-expires": "1790003600",
     "odd": "a b\"c'd$(touch pwned)\n\\é=;\t*",
 }
-"""What a pool says about itself, and a value with all that shells and line-wise readers trip over."""
+"""The tags of a pool, and a value with characters that shells and line-wise readers may misinterpret."""
 
 
 @pytest.mark.slow
@@ -479,7 +479,7 @@ def test_terminate_leaves_the_host_as_it_was(machines, monkeypatch: pytest.Monke
     )
     start_in(host, instance, "trap '' TERM; sleep 300; sleep 300")
     assert "patience=100\n" in hosts.END
-    # 40 s, before it is done from outside
+    # 40 s; then the provider ends it
     monkeypatch.setattr(hosts, "END", hosts.END.replace("patience=100\n", "patience=2000\n"))
     begun = time.monotonic()
     provider.terminate([instance.id, "host-000000000000"])
@@ -491,9 +491,9 @@ def test_terminate_leaves_the_host_as_it_was(machines, monkeypatch: pytest.Monke
 
 @pytest.mark.slow
 def test_terminate_works_without_a_guard(machines) -> None:
-    """If the guard was killed or stopped, the node is ended from outside.
+    """If the guard was killed or stopped, the provider ends the node.
 
-    Another pool's node on another host is not.
+    Another pool's node on another host still runs.
     """
     dead, still, _ = trio = machines(3)
     provider = provider_of(trio)
@@ -512,7 +512,7 @@ def test_terminate_works_without_a_guard(machines) -> None:
 
 @pytest.mark.slow
 def test_a_host_carries_one_node(machines) -> None:
-    """Hosts that another pool holds are skipped. If all are held, NoCapacity names the hosts and the pools.
+    """Hosts with another pool's node are skipped. If all are in use, NoCapacity names the hosts and the pools.
 
     When a guard was killed, its host becomes free again.
     """
@@ -562,7 +562,7 @@ def test_another_users_pool_holds_the_host(machines) -> None:
 
 @pytest.mark.slow
 def test_another_user_cannot_block_a_host(machines) -> None:
-    """A file, pipe or link with the lock's former name has no effect, nor holding the lock without a pool.
+    """A file, pipe or link with the lock's former name has no effect. A held lock without a pool has no effect either.
 
     Our own pools still exclude each other.
     """
@@ -584,7 +584,7 @@ def test_another_user_cannot_block_a_host(machines) -> None:
 
 @pytest.mark.slow
 def test_pools_that_launch_at_the_same_time_share_no_host(machines) -> None:
-    """Two launches at the same moment, without an earlier check, get one host between them."""
+    """Two launches at the same moment, without an earlier check: only one of them gets the host."""
     (host,) = machines(1)
     provider = provider_of([host])
     script = guard_script(300, None)
@@ -610,7 +610,7 @@ def test_pools_that_launch_at_the_same_time_share_no_host(machines) -> None:
 
 @pytest.mark.slow
 def test_an_expired_lease_ends_the_node(machines) -> None:
-    """If the client never returns, the guard ends the whole node. The host is free, and as before."""
+    """If the client never returns, the guard ends the whole node. The host is free and unchanged."""
     (host,) = machines(1)
     provider = provider_of([host])
     (instance,) = launch(provider, lease_seconds=6)
@@ -739,7 +739,7 @@ def test_a_full_disk_starts_nothing(machines) -> None:
 
 
 @pytest.mark.slow
-def test_a_search_that_finds_nothing_at_all_is_an_error(machines) -> None:
+def test_a_search_without_any_result_is_an_error(machines) -> None:
     """If grep on a host does not work, its answer does not mean that there are no instances."""
     (host,) = machines(1)
     provider = provider_of([host])
@@ -773,7 +773,7 @@ def test_the_hosts_own_home_is_used(machines) -> None:
     ["-o nobody -m 755 /shared/home", "-o nobody -m 755 /shared/home /shared/home/instances", "-m 777 /shared/home"],
 )
 def test_a_home_that_another_user_could_replace_is_refused(machines, squatted: str) -> None:
-    """Its programs would be the other user's: nothing is started, and the error names the remedy.
+    """Its programs would be the other user's: nothing is started, and the error has advice.
 
     A private folder of our own is accepted.
     """

@@ -1,8 +1,8 @@
 """Boot scripts of rented machines, in real shells and on real hosts: login, identity and the machine's end.
 
-cloud-init's handling of cloud-config was read in its source (cloudinit/config/cc_ssh.py, cloudinit/util.py: shellify).
-Images with cloud-init, systemd and a network to install from are not available here. So it is not tested that sshd
-starts before the host key is set on a cloud's image, nor `systemctl restart` and `apt-get`.
+The handling of cloud-config was read in cloud-init's source (cloudinit/config/cc_ssh.py, cloudinit/util.py: shellify).
+Images with cloud-init, systemd and a network for installations are not available here. So two things are not tested:
+that sshd starts before the host key is set on a cloud's image, and `systemctl restart` and `apt-get`.
 """
 
 import base64
@@ -50,7 +50,7 @@ TAGS = {
 AWS_BYTES = 16 * 1024
 GUARD = guard_script(300, 86_400, userdata.END_COMMAND)
 NASTY = '#!/bin/sh\nprintf \'%s\\n\' "it\'s \\"$HOME\\" \\\\ \\$x `id` $(id)" é 🙂 \u2028\u0085\x7f {launch} %s\t\x01\n'
-"""Everything that some layer between here and there would like to change."""
+"""Characters that a layer between client and machine may change."""
 
 
 @pytest.fixture(autouse=True)
@@ -85,9 +85,9 @@ def run(script: str, shell: str = "sh", **variables: str) -> subprocess.Complete
 
 
 def booted(tmp_path: Path, script: str) -> Path:
-    """Run a boot script below a root directory of its own; its startup creates the file `up` in its directory.
+    """Run a boot script below its own root directory. Its startup script creates the file `up`.
 
-    Returns that directory.
+    Returns the directory of that file.
     """
     done = run(moved(script, tmp_path))
     assert (done.returncode, done.stderr) == (0, "")
@@ -121,7 +121,7 @@ def test_the_scripts_are_plain_sh(key: Key, host: HostKey, kind: str, startup: s
 
 
 def test_the_unpacking_command_is_plain_sh() -> None:
-    """Also between quotes of either kind."""
+    """It passes between quotes of both kinds."""
     result = subprocess.run(
         [SHELLCHECK, "--shell=sh", "-"],
         input=f"SKYWARD_BOOT=x\n{userdata.UNPACKED}\n",
@@ -135,13 +135,16 @@ def test_the_unpacking_command_is_plain_sh() -> None:
 
 @pytest.mark.parametrize("startup", [NASTY, "echo no end", "", "\n\n", "a\n\n\n", "cat <<'E'\nx\nE\n", GUARD])
 def test_a_startup_script_is_kept_exactly(tmp_path: Path, startup: str) -> None:
-    """Whatever it contains. A missing final line break is added."""
+    """Its content does not matter. A missing final line break is added."""
     boot = userdata.boot_script(startup, TAGS, "echo m-1").replace("setsid sh", 'touch "$directory/up" #')
     assert (booted(tmp_path, boot) / "startup.sh").read_text() == moved(startup.removesuffix("\n") + "\n", tmp_path)
 
 
 def test_a_startup_script_has_its_identity_in_the_environment(tmp_path: Path) -> None:
-    """Id, directory, pool, rank and all tags. It reads nothing, writes to `log`, and leads its own session."""
+    """They are id, directory, pool, rank and all tags.
+
+    The script reads no input, writes to `log`, and leads its own session.
+    """
     startup = 'env -0 >"$SKYWARD_INSTANCE_DIRECTORY/environ"; read -r x || echo "no $x input"; echo error >&2\n'
     startup += 'cut -d" " -f1,6 /proc/$$/stat; touch "$SKYWARD_INSTANCE_DIRECTORY/up"\n'
     directory = booted(tmp_path, userdata.boot_script(startup, TAGS, "echo m-1"))
@@ -180,7 +183,10 @@ def test_a_startup_script_has_its_identity_in_the_environment(tmp_path: Path) ->
     ],
 )
 def test_a_machine_without_a_readable_id_is_named_by_its_launch(tmp_path: Path, answer: str) -> None:
-    """No answer, an error page, an invalid file name: the lease still holds, in a directory at the usual path."""
+    """The metadata service gives no answer, an error page, or an invalid file name.
+
+    The lease still holds, in a directory at the usual path.
+    """
     startup = 'touch "$SKYWARD_INSTANCE_DIRECTORY/up"\n'
     assert booted(tmp_path, userdata.boot_script(startup, TAGS, answer)).name == LAUNCH
 
@@ -190,7 +196,7 @@ def test_a_machine_without_a_readable_id_is_named_by_its_launch(tmp_path: Path, 
     ["4711", "i-0123456789abcdef0", "C.12345", "3fa85f64-5717-4562-b3fc-2c963f66afa6", "sky-a1b2-0-L0a1b2c3", "x_y"],
 )
 def test_ids_of_all_clouds_are_accepted(tmp_path: Path, name: str) -> None:
-    """In the form of each of the five clouds."""
+    """The ids have the formats of the five clouds."""
     assert (
         booted(tmp_path, userdata.boot_script('touch "$SKYWARD_INSTANCE_DIRECTORY/up"\n', TAGS, f"echo {name}")).name
         == name
@@ -199,7 +205,7 @@ def test_ids_of_all_clouds_are_accepted(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("field", ["startup", "end_script"])
 @pytest.mark.parametrize("text", ["SKYWARD_END_OF_FILE", "a\nSKYWARD_END_OF_FILE\nb", "SKYWARD_END_OF_FILE\n"])
-def test_the_word_that_ends_a_file_is_refused(field: str, text: str) -> None:
+def test_a_script_with_the_final_word_of_the_heredoc_is_refused(field: str, text: str) -> None:
     """No line of a script may run as part of the boot script. The word within a line is harmless."""
     texts = {"startup": ":\n", "end_script": "poweroff"}
     with pytest.raises(BadRequest, match="SKYWARD_END_OF_FILE"):
@@ -207,10 +213,10 @@ def test_the_word_that_ends_a_file_is_refused(field: str, text: str) -> None:
     userdata.boot_script(**{**texts, field: f"echo {userdata.DELIMITER}"}, tags=TAGS, machine_id="echo 1")
 
 
-def test_a_machine_tries_to_end_itself_until_it_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An end that fails, with `exit` or otherwise, is tried again.
+def test_a_failed_end_of_a_machine_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end script may fail with `exit` or otherwise.
 
-    Only root can read the file, because it may hold a key.
+    Only root can read the file, because it may have a key.
     """
     monkeypatch.setattr(userdata, "END_AGAIN_SECONDS", 0)
     end = f'echo tried >>"{tmp_path}/tries"\n[ "$(wc -l <"{tmp_path}/tries")" -ge 3 ] || exit 1\nkill "$PPID_OF_TEST"'
@@ -234,17 +240,17 @@ def test_a_machine_tries_to_end_itself_until_it_succeeds(tmp_path: Path, monkeyp
 QUIET = 'touch "$SKYWARD_INSTANCE_DIRECTORY/up"\n'
 BOOT_ID = Path(userdata.BOOT_ID).read_text().strip()
 LATER = "00000000-0000-4000-8000-000000000000"
-"""Another boot's id."""
+"""The id of another boot."""
 
 
 def units(tmp_path: Path) -> Path:
-    """Make it a machine whose first process is systemd; return the directory of its units."""
+    """Pretend that systemd is the first process of the machine; return the directory of its units."""
     (tmp_path / "run/systemd/system").mkdir(parents=True)
     return tmp_path / "etc/systemd/system"
 
 
 def restarted(tmp_path: Path, *, is_another_boot: bool = True) -> bool:
-    """Run the unit's script as in this boot or a later one; return whether the machine has ended itself."""
+    """Run the unit's script in this boot or a later one; return whether the machine has ended itself."""
     script = (tmp_path / "root/.cache/skyward/rebooted").read_text()
     assert BOOT_ID in script
     script = script.replace(BOOT_ID, LATER) if is_another_boot else script
@@ -260,17 +266,17 @@ def restarted(tmp_path: Path, *, is_another_boot: bool = True) -> bool:
     ("known", "again", "ends"),
     [
         ("m-1", "m-1", True),
-        ("m-1", "", True),  # the metadata service is silent now
+        ("m-1", "", True),  # the metadata service does not answer now
         ("m-1", "<html>", True),
         ("m-1", "..", True),
-        ("", "m-1", True),  # the metadata service was silent then
+        ("", "m-1", True),  # the metadata service did not answer at the first boot
         ("a b", "m-1", True),
         ("m-1", "m-2", False),  # another machine with a copy of the disk
         ("m-1", "m-10", False),
     ],
 )
 def test_a_machine_that_restarts_ends_itself(tmp_path: Path, known: str, again: str, ends: bool) -> None:
-    """In every boot but the first, whatever its lease, and only the rented machine.
+    """It ends in every boot but the first, for any lease. Only the rented machine ends.
 
     Its log has the reason, in the guard's format.
     """
@@ -285,17 +291,17 @@ def test_a_machine_that_restarts_ends_itself(tmp_path: Path, known: str, again: 
     assert (directory / "log").read_text() == (f"{GUARD_ENDS}its machine was restarted\n" if ends else "")
 
 
-def test_a_machine_whose_node_has_ended_ends_again_when_it_is_switched_on(tmp_path: Path) -> None:
-    """The guard has removed the node's directory, and a person has switched the machine on."""
+def test_a_machine_with_an_ended_node_ends_again_when_it_is_switched_on(tmp_path: Path) -> None:
+    """The guard has removed the node's directory, and a user has switched the machine on."""
     units(tmp_path)
     shutil.rmtree(booted(tmp_path, userdata.boot_script(QUIET, TAGS, "echo m-1", 'kill "$TEST"')))
     assert restarted(tmp_path)
 
 
-def test_systemd_runs_that_at_each_boot(tmp_path: Path) -> None:
-    """By a unit that the boot target wants and that all users may read.
+def test_systemd_runs_the_check_at_each_boot(tmp_path: Path) -> None:
+    """The boot target wants the unit, and all users may read it.
 
-    It is plain sh, and does nothing once the disk has lost its identity.
+    It is plain sh, and does nothing when the disk has lost its identity.
     """
     place = units(tmp_path)
     booted(tmp_path, userdata.boot_script(QUIET, TAGS, "cat /var/lib/cloud/data/instance-id 2>/dev/null || echo m-1"))
@@ -315,7 +321,7 @@ def test_systemd_runs_that_at_each_boot(tmp_path: Path) -> None:
 
 
 def test_without_systemd_there_is_no_unit(tmp_path: Path) -> None:
-    """Containers have tests of their own below."""
+    """Tests for containers are below."""
     booted(tmp_path, userdata.boot_script(QUIET, TAGS, "echo m-1"))
     assert not (tmp_path / "etc/systemd").exists()
     assert not (tmp_path / "root/.cache/skyward/rebooted").exists()
@@ -325,7 +331,7 @@ def test_without_systemd_there_is_no_unit(tmp_path: Path) -> None:
 
 
 class Container:
-    """A container's main script below its own root directory, run by a shell in the place of the first process.
+    """A container's main script below its own root directory. A shell runs it in the place of the first process.
 
     Its end is a line in the file `ends`.
     """
@@ -347,7 +353,7 @@ class Container:
         self._log: TextIO | None = None
 
     def follow(self) -> None:
-        """Keep the node's log, which goes with its folder."""
+        """Copy the node's log, because its folder will be removed."""
         self._log = (self.directory / "log").open()
 
     def said(self) -> str:
@@ -371,12 +377,12 @@ class Container:
         return next((self._home / "instances").iterdir())
 
     def guard(self) -> int:
-        """Wait until a guard watches; return its pid."""
+        """Wait until a guard runs; return its pid."""
         wait_until(lambda: list(self._home.glob("instances/*/guard")), "the guard")
         return int((self.directory / "guard").read_text())
 
     def crash(self, *, wipe: bool = False) -> None:
-        """All of its processes are gone at once, as when it is stopped; with `wipe` its disk too."""
+        """End all of its processes at once, as when it is stopped. With `wipe` its disk is removed too."""
         guards = [int(place.read_text()) for place in self._home.glob("instances/*/guard")]
         assert self._main is not None
         for pid in (self._main.pid, *guards):
@@ -428,10 +434,13 @@ def test_a_container_that_restarts_requests_its_end_and_does_nothing_else(
     assert one.is_up()
 
 
-def test_a_container_that_restarts_on_another_disk_has_no_second_lease(
+def test_a_container_that_restarts_on_another_disk_gets_no_second_lease(
     container: Callable[..., Container], tmp_path: Path
 ) -> None:
-    """The time of its request is in the script, which is in the environment. An hour later every start is a restart."""
+    """The time of its request is in the script, which is in the environment.
+
+    An hour later every start counts as a restart.
+    """
     one = container(**{CREATED_TAG: str(int(time.time()) - userdata.START_SECONDS - 5)})
     wait_until(one.has_asked_for_its_end, "the end")
     one.crash(wipe=True)
@@ -441,7 +450,7 @@ def test_a_container_that_restarts_on_another_disk_has_no_second_lease(
 
 
 def test_a_container_whose_guard_is_killed_requests_its_end(container: Callable[..., Container]) -> None:
-    """For example by a call's `kill -9 -1`. The kernel protects the first process from that."""
+    """A call may run `kill -9 -1`. The kernel protects the first process from that."""
     one = container()
     guard = one.guard()
     one.follow()
@@ -451,10 +460,10 @@ def test_a_container_whose_guard_is_killed_requests_its_end(container: Callable[
 
 
 @pytest.mark.parametrize("is_guard_stuck", [False, True])
-def test_a_containers_hard_end_is_kept_by_its_first_process(
+def test_the_first_process_ends_a_container_at_its_hard_end(
     container: Callable[..., Container], is_guard_stuck: bool
 ) -> None:
-    """By the time of day, which no process can extend. A guard that hangs is not waited for."""
+    """It uses the time of day, which no process can extend. A guard that hangs is not waited for."""
     one = container(**{EXPIRES_TAG: str(int(time.time()) + 2)})
     guard = one.guard()
     if is_guard_stuck:
@@ -483,8 +492,8 @@ def test_cloud_config_is_the_same_as_yaml_and_json(key: Key, host: HostKey) -> N
     }
 
 
-def test_the_same_launch_has_the_same_user_data(key: Key) -> None:
-    """A repeated creating call must be the same, byte for byte."""
+def test_repeated_creating_calls_have_the_same_user_data(key: Key) -> None:
+    """They must be the same, byte for byte."""
 
     def text() -> str:
         return userdata.cloud_config(userdata.boot_script(GUARD, TAGS, "echo m-1"), key, host_key(LAUNCH, key))
@@ -508,7 +517,7 @@ def test_cloud_config_fits_every_cloud(tmp_path: Path) -> None:
 
 
 def test_cloud_init_runs_the_boot_script(tmp_path: Path, key: Key, host: HostKey) -> None:
-    """cloud-init quotes each word of a `runcmd` and writes one command a line into a script of sh.
+    """cloud-init quotes each word of a `runcmd` and writes one command per line into a script of sh.
 
     Our `sh -c` gets the boot script exactly.
     """
@@ -537,11 +546,11 @@ def test_cloud_init_runs_the_boot_script(tmp_path: Path, key: Key, host: HostKey
     assert (tmp_path / "arguments").read_text().split("\0") == ["-c", boot]
 
 
-# ── packed ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── packed scripts ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_packed_script_runs_from_the_environment(tmp_path: Path) -> None:
-    """One word of base64. Unpacked it is the original, in a file that only root can read."""
+    """It is one word of base64. Unpacked it is the original, in a file that only root can read."""
     script = f"#!/bin/sh\nstat -c %a {tmp_path}/run/skyward-boot\n: {NASTY}"
     word = userdata.packed(script)
     assert set(word) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=")
@@ -560,8 +569,8 @@ def test_a_packed_script_runs_from_the_environment(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("word", ["", "no base64!", userdata.packed("echo ran\n" * 100)[:40]])
-def test_half_a_script_is_not_run(tmp_path: Path, word: str) -> None:
-    """Nothing, garbage, and a truncated word."""
+def test_an_incomplete_packed_script_is_not_run(tmp_path: Path, word: str) -> None:
+    """It holds for an empty, an invalid and a truncated word."""
     done = subprocess.run(
         ["sh", "-c", moved(userdata.UNPACKED, tmp_path)],
         env=os.environ | {"SKYWARD_BOOT": word},
@@ -573,13 +582,13 @@ def test_half_a_script_is_not_run(tmp_path: Path, word: str) -> None:
     assert (done.returncode != 0, done.stdout) == (True, "")
 
 
-# ── letting us in ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── login ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_existing_keys_stay(tmp_path: Path, key: Key, host: HostKey) -> None:
-    """Also where the last line has no end.
+def test_existing_authorized_keys_stay(tmp_path: Path, key: Key, host: HostKey) -> None:
+    """It holds also if the last line has no line break.
 
-    Our key has its own line, others cannot read the files, and no old host key is left.
+    Our key has its own line, other users cannot read the files, and no old host key is left.
     """
     (tmp_path / "root/.ssh").mkdir(parents=True)
     (tmp_path / "root/.ssh/authorized_keys").write_text("ssh-ed25519 AAAAtheirs them@there")
@@ -607,8 +616,8 @@ def test_existing_keys_stay(tmp_path: Path, key: Key, host: HostKey) -> None:
     assert (tmp_path / "run/sshd").stat().st_mode & 0o777 == 0o755
 
 
-def test_sshd_is_installed_where_there_is_none(tmp_path: Path, key: Key, host: HostKey) -> None:
-    """With a umask that keeps files readable for others.
+def test_sshd_is_installed_if_it_is_missing(tmp_path: Path, key: Key, host: HostKey) -> None:
+    """The umask keeps files readable for others.
 
     It is tried again if another process is installing, and only after the guard was started.
     """
@@ -639,12 +648,12 @@ def test_sshd_is_installed_where_there_is_none(tmp_path: Path, key: Key, host: H
     assert (tmp_path / "etc/ssh/ssh_host_ed25519_key").stat().st_mode & 0o777 == 0o600
 
 
-# ── on machines ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── on hosts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
 def machine(fleet: Fleet) -> Iterator[Host]:
-    """A host as a cloud delivers it: it accepts the cloud's key, not ours, and has its own host key."""
+    """Return a host as a cloud delivers it: it accepts the cloud's key, not ours, and has its own host key."""
     machine = fleet.create(disk="256M")
     yield machine
     machine.crash()
@@ -652,7 +661,7 @@ def machine(fleet: Fleet) -> Iterator[Host]:
 
 @pytest.fixture
 def transport(key: Key) -> Iterator[Callable[..., Any]]:
-    """Make the transport to a machine with the cloud's id and the directory of the machine's own id."""
+    """Return the transport to a machine, with the cloud's id and the directory of the machine's own id."""
     made: list[SSHConnections] = []
     transports: list[Any] = []
 
@@ -680,7 +689,7 @@ def transport(key: Key) -> Iterator[Callable[..., Any]]:
 
 
 def endpoint(machine: Host, key: Key) -> Endpoint:
-    """Its address, with the derived host key, which is set some time after sshd answers."""
+    """Return its address with the derived host key, which is set some time after sshd answers."""
     return Endpoint(
         host=machine.ip,
         port=22,
@@ -707,7 +716,7 @@ def inside(machine: Host, path: str) -> Path:
 def test_a_machine_gets_the_expected_host_key(machine: Host, key: Key, host: HostKey) -> None:
     """Before its script has run its host key is wrong.
 
-    A patient client gets in afterwards, with our key and the derived host key.
+    A client that waits can log in afterwards, with our key and the derived host key.
     """
     stranger = SSHConnection(endpoint(machine, key))
     with pytest.raises(HostKeyChanged):
@@ -738,12 +747,12 @@ def test_a_machine_gets_the_expected_host_key(machine: Host, key: Key, host: Hos
 
 
 @pytest.mark.slow
-def test_a_machine_with_another_id_than_the_clouds_is_started_and_ended(
+def test_a_machine_with_another_id_than_the_clouds_starts_and_ends(
     machine: Host, key: Key, host: HostKey, transport: Callable[..., Any]
 ) -> None:
     """The node has the id of its guard, not the cloud's, and its tags.
 
-    With the lease the guard ends the node, and then the machine by its end script.
+    When the lease expires the guard ends the node, and then the machine by its end script.
     """
     end = "for place in /proc/[0-9]*; do tr '\\0' ' ' <\"$place/cmdline\"; echo; done >/root/alive 2>/dev/null; mv /root/alive /root/ended; sleep 100"
     bring_up(
@@ -772,8 +781,8 @@ def test_a_machine_with_another_id_than_the_clouds_is_started_and_ended(
 
 
 @pytest.mark.slow
-def test_a_machine_ends_itself_when_its_lease_is_over(machine: Host, key: Key, host: HostKey) -> None:
-    """No client ever came: the guard runs END_COMMAND, which runs the end script."""
+def test_a_machine_ends_itself_when_its_lease_expires(machine: Host, key: Key, host: HostKey) -> None:
+    """No client has connected: the guard runs END_COMMAND, which runs the end script."""
     bring_up(
         machine,
         userdata.script(userdata.boot_script(guard_script(1, None, userdata.END_COMMAND), TAGS, "echo m-1"), key, host),
@@ -783,7 +792,7 @@ def test_a_machine_ends_itself_when_its_lease_is_over(machine: Host, key: Key, h
 
 @pytest.mark.slow
 def test_a_machine_that_restarts_powers_itself_off(machine: Host) -> None:
-    """All of its processes are gone, and the unit ends it, though its lease is long.
+    """All of its processes are gone, and the unit ends it, although its lease is long.
 
     In the first boot the unit does nothing.
     """
@@ -804,8 +813,8 @@ def test_a_machine_that_restarts_powers_itself_off(machine: Host) -> None:
 
 
 @pytest.mark.slow
-def test_a_container_lets_us_in_and_stays(machine: Host, key: Key, host: HostKey) -> None:
-    """Its main script, packed as for a cloud with little room, stays.
+def test_a_container_accepts_our_login_and_stays(machine: Host, key: Key, host: HostKey) -> None:
+    """Its main script stays. It is packed as for a cloud that allows little space.
 
     It reaps orphaned processes, and ends on SIGTERM.
     """
@@ -839,8 +848,8 @@ def test_a_container_lets_us_in_and_stays(machine: Host, key: Key, host: HostKey
 
 
 @pytest.mark.slow
-def test_sshd_is_started_where_none_runs(machine: Host, key: Key, host: HostKey) -> None:
-    """In a container no other process does so.
+def test_sshd_is_started_if_it_is_not_running(machine: Host, key: Key, host: HostKey) -> None:
+    """In a container no other process starts it.
 
     A running sshd gets our keys; this one has its own network and processes.
     """
