@@ -558,7 +558,7 @@ def test_the_real_price_is_written_as_a_tag(cloud: FakeAWS) -> None:
     assert parameters["Tag.1.Key"] == aws_launch.PRICE_TAG
     spot(cloud, a=0.2)
     make(cloud).launch(SPOT, 1, tags(launch="L1"), STARTUP)
-    assert len(cloud.parameters("CreateTags")) == 1  # its reason does not matter
+    assert len(cloud.parameters("CreateTags")) == 1  # the real price is the offered one
 
 
 def test_without_the_right_to_tag_machines_count_at_the_offered_price(
