@@ -66,7 +66,7 @@ MIG_ROWS = [
 
 
 @pytest.mark.parametrize(("name", "memory_gb"), FACTORIES.items())
-def test_each_factory_of_the_reference_knows_its_memory(name, memory_gb):
+def test_each_factory_of_the_reference_has_the_right_memory(name, memory_gb):
     """The factories of the class and the module agree.
 
     The default is the vendor's memory; other sizes can be chosen.
@@ -153,15 +153,15 @@ def test_a_form_factor_determines_the_memory(form_factor, memory_gb, told):
     ],
 )
 def test_a_name_is_parsed(wish, meant):
-    """With memory, form factor and count, in any case, and in the spellings of drivers and clouds.
+    """The name may have memory, form factor and count, in any case, and the spelling of drivers and clouds.
 
-    A value stays itself.
+    An Accelerator stays itself.
     """
     assert parse(wish) == meant
 
 
 def test_a_name_is_parsed_once() -> None:
-    """Orchestrators parse their files often, with a name in each of hundreds of tasks. Errors are raised each time."""
+    """Orchestrators parse their files often, with a name in each of hundreds of tasks. Errors are not cached."""
     assert parse("2xh100-nvl") is parse("2xh100-nvl")
     for _ in range(2):
         with pytest.raises(BadRequest, match="A100"):
@@ -219,7 +219,7 @@ def test_every_row_of_the_catalogue_is_complete():
     assert all(table.source for table in TABLES)
 
 
-# ── the clouds that rent it ──────────────────────────────────────────────────────────────────────────────────────────
+# ── clouds with the chip ─────────────────────────────────────────────────────────────────────────────────────────────
 
 # fact sheet of 2026-11-20: the clouds' own names, sections 2.6, 3.6, 4.6 and 5.5; AWS's are in its own descriptions, of
 # which moto has a copy
@@ -274,7 +274,7 @@ def of_aws() -> set[str | None]:
     from moto.ec2.models.instance_types import INSTANCE_TYPES
 
     machines = [aws_offers.machine_of(kind, "us-east-1") for kind in INSTANCE_TYPES.values()]
-    assert "g4ad.xlarge" in prices.PRICES  # the Radeon Pro V520's, which newer copies of AWS's descriptions lack
+    assert "g4ad.xlarge" in prices.PRICES  # of the Radeon Pro V520; newer copies of AWS's descriptions lack it
     return {offer.accelerator for offer, _ in filter(None, machines) if offer.accelerator is not None} | {
         "Radeon Pro V520"
     }
@@ -302,7 +302,7 @@ def test_vastais_names_are_known():
 
 
 def test_the_clouds_are_the_built_in_ones():
-    """The order is the same everywhere; a user's own machines are no cloud."""
+    """The order is the same everywhere. `Hosts` is not a cloud."""
     assert set(RENTED) == set(CLOUDS) == set(BUILT_IN) - {"local", "hosts"}
 
 
@@ -339,7 +339,7 @@ def test_a_refusal_names_the_clouds_that_rent_the_chip(wish, told):
 
 
 def test_a_substitute_is_never_smaller_if_there_is_a_larger_one():
-    """Some cloud rents the substitute."""
+    """At least one cloud rents the substitute."""
     for chip in CHIPS:
         if not rented_by(chip.name):
             name, memory = (
@@ -390,7 +390,7 @@ def test_the_docs_table_of_cores_is_the_catalogue():
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(wish, near):
-    """The message has three chips, with the likely one, and the place of the catalogue."""
+    """The message has three chips, with the likely one, and the location of the catalogue."""
     with pytest.raises(BadRequest) as refusal:
         parse(wish)
     assert all(repr(name) in str(refusal.value) for name in near)
@@ -430,7 +430,7 @@ def test_a_nonexistent_variant_is_refused_with_the_existing_ones(ask, advice):
 
 
 @pytest.mark.parametrize(("name", "memory_gb", "profile", "workers", "each_gb"), MIG_ROWS)
-def test_each_profile_of_the_reference_makes_its_workers(name, memory_gb, profile, workers, each_gb):
+def test_each_profile_of_the_reference_determines_the_workers(name, memory_gb, profile, workers, each_gb):
     """A single profile splits a GPU into as many workers as fit, each with its memory."""
     made = getattr(Accelerator.NVIDIA, name)(memory=f"{memory_gb}GB", mig=profile)
     assert partitions(made) == (profile,) * workers
@@ -508,7 +508,10 @@ def test_the_layouts_of_the_vendor_fit(name, memory_gb, wish):
     ],
 )
 def test_impossible_partitions_are_refused(name, memory_gb, wish, advice):
-    """A chip without MIG, a profile of another memory size, or a set that does not fit is a BadRequest with valid ones."""
+    """The chip has no MIG, the profile has another memory size, or the set does not fit.
+
+    The error is a BadRequest with valid partitions.
+    """
     with pytest.raises(BadRequest) as refusal:
         check(name, memory_gb, wish)
     assert advice in str(refusal.value)
@@ -534,7 +537,7 @@ EXAMPLES = [
 
 @pytest.mark.parametrize("accelerator", EXAMPLES, ids=str)
 def test_an_accelerator_survives_json_pickle_and_copy(accelerator):
-    """The values are equal, with equal hashes."""
+    """The copies are equal and have equal hashes."""
     for again in (
         Accelerator.from_json(json.loads(json.dumps(accelerator.to_json()))),
         pickle.loads(pickle.dumps(accelerator)),
@@ -609,12 +612,12 @@ def test_an_accelerator_cannot_be_changed():
     ],
 )
 def test_vendors_are_distinguished(name, nvidia, trainium):
-    """It works for names, accelerators and names that only a driver uses. None has no vendor."""
+    """Names, accelerators and names that only a driver uses have a vendor. None has no vendor."""
     assert (is_nvidia(name), is_trainium(name)) == (nvidia, trainium)
 
 
-def test_the_import_is_light():
-    """A new interpreter loads only the standard library and this package; difflib only for a refusal."""
+def test_the_import_loads_few_modules():
+    """A new interpreter loads only the standard library and this package. It loads difflib only for a refusal."""
     root = Path(accelerators.__file__).parents[2]
     program = f"import sys; sys.path.insert(0, {str(root)!r}); before = {{*sys.modules}}; import skyward_core.accelerators; print(*({{*sys.modules}} - before))"
     loaded = subprocess.run(

@@ -1,4 +1,4 @@
-"""MIG without a GPU: specs, settings of nodes, and the shell text that partitions and restores, run with a stand-in."""
+"""MIG without a GPU: specs, settings of nodes, and the script that partitions and restores, with a fake nvidia-smi."""
 
 import os
 import signal
@@ -65,7 +65,10 @@ def spec(**wishes: Any) -> sky.PoolSpec:
     ],
 )
 def test_a_partition_is_a_worker(accelerator: sky.Accelerator | None, workers: int) -> None:
-    """One worker for each partition of each GPU, else one. The machine must have CPUs and memory for all of them."""
+    """There is one worker for each partition of each GPU, else one worker.
+
+    The machine must have CPUs and memory for all workers.
+    """
     wanted = spec(accelerator=accelerator, cpu=3, memory="5GB", concurrency=2)
     assert wanted.workers_per_node == workers
     assert (wanted.requirements.vcpus, wanted.requirements.memory_gb) == (3 * workers, 5.0 * workers)
@@ -96,8 +99,11 @@ def node_settings(wanted: sky.PoolSpec, ports: tuple[int, ...] = ()) -> NodeSett
         transports.close()
 
 
-def test_limits_of_one_worker_stay_those_of_one_worker() -> None:
-    """They are the memory limit, the calls at once, and the accelerators: one chip, of which the worker sees a part."""
+def test_limits_of_one_worker_do_not_change_with_partitions() -> None:
+    """These are the memory limit, the number of calls at the same time, and the accelerators.
+
+    A worker has one chip and sees a part of it.
+    """
     settings = node_settings(
         spec(accelerator=sky.Accelerator.NVIDIA.H100(count=2, mig="3g.40gb"), memory="5GB", concurrency=3),
         (1, 2, 3, 4, 5),
@@ -110,7 +116,7 @@ def test_limits_of_one_worker_stay_those_of_one_worker() -> None:
 
 
 def test_this_machine_is_not_partitioned() -> None:
-    """Local refuses before anything is started, and names a provider that can. Hosts refuses nothing."""
+    """Local refuses before the start and names a provider that supports partitions. Hosts accepts everything."""
     wish = sky.PoolSpec.of(provider=sky.Local(), accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb"))
     with pytest.raises(sky.NotYetSupported, match=r"local does not do mig: .*use Hosts with its address"):
         refuse(wish, sky.Local())
@@ -141,7 +147,7 @@ def test_later_chips_are_partitioned_on_rented_machines(provider: sky.Provider, 
     refuse(sky.PoolSpec.of(accelerator=make(mig=profiles(name, memory)[0].name)), provider)
 
 
-def test_the_special_chips_are_in_the_catalogue() -> None:
+def test_the_special_chips_exist_in_the_catalogue() -> None:
     """The lists of special chips use existing names."""
     assert set(CHANGED_BY_RESET) < {table.chip for table in TABLES}
 
@@ -163,7 +169,7 @@ def test_a_local_pool_with_partitions_is_refused_before_it_starts() -> None:
 
 
 def test_each_worker_sees_one_partition() -> None:
-    """In order; it replaces the client's setting for the worker, and other settings stay."""
+    """The order is that of the list. The setting replaces the client's for the worker, and other settings stay."""
     settings = replace(
         node_settings(spec(accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb"))),
         workers=({"A": "1", "CUDA_VISIBLE_DEVICES": "0"}, {}),
@@ -190,7 +196,7 @@ def test_a_node_reads_its_partitions_beside_its_settings(tmp_path: Path) -> None
     assert read_settings(tmp_path) == with_partitions(settings, "MIG-a MIG-b")
 
 
-# ── the shell text, with stand-in GPUs ───────────────────────────────────────────────────────────────────────────────
+# ── the script, with fake GPUs ───────────────────────────────────────────────────────────────────────────────────────
 
 
 class Machine:
@@ -201,7 +207,7 @@ class Machine:
         self.directory = folder / "it's an instance"
         self.directory.mkdir()
         self.prefix: list[str] = []
-        """What runs the shells: as another user, say."""
+        """The command that runs the shells, for example as another user."""
         self.environ = {
             "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
             "HOME": str(folder),
@@ -210,7 +216,7 @@ class Machine:
         }
 
     def start(self, profiles: Sequence[str], gpus: int = 2) -> "subprocess.Popen[str]":
-        """Begin to partition, in its own process group."""
+        """Start to partition, in a separate process group."""
         script = shell.script(shell.prelude(), partition_gpus(profiles, gpus), shell.done("mig"))
         (self.directory / "script").write_text(script)
         argv = [*self.prefix, "bash", str(self.directory / "script")]
@@ -219,7 +225,7 @@ class Machine:
         )
 
     def partition(self, profiles: Sequence[str], gpus: int = 2) -> tuple[int, str]:
-        """Partition; return the exit code and the output."""
+        """Partition the GPUs; return the exit code and the output."""
         with self.start(profiles, gpus) as process:
             said, _ = process.communicate(timeout=30)
             return process.returncode, said
@@ -245,7 +251,7 @@ class Machine:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Machine:
-    """Return a machine with two H100, neither of them partitioned."""
+    """Return a machine with two H100 without partitions."""
     return Machine(tmp_path)
 
 
@@ -260,7 +266,7 @@ def machine(tmp_path: Path) -> Machine:
     ],
 )
 def test_the_text_passes_shellcheck(dialect: str, script: str) -> None:
-    """Functions and variables that a part does not use are no fault.
+    """Functions and variables that a part does not use are ignored.
 
     The program has no single quotes, which would end its own quoting.
     """
@@ -269,7 +275,7 @@ def test_the_text_passes_shellcheck(dialect: str, script: str) -> None:
     assert "'" not in UNPARTITION
 
 
-def test_without_profiles_there_is_no_text() -> None:
+def test_without_profiles_there_is_no_script() -> None:
     """There is no phase either."""
     assert partition_gpus((), 2) == ""
     assert "mig" not in node_script(spec(accelerator="H100")).partition("::skyward phase skyward")[2]
@@ -277,7 +283,7 @@ def test_without_profiles_there_is_no_text() -> None:
 
 @pytest.mark.parametrize("profiles", [HALVES, MIXED, ("7g.80gb",)])
 def test_gpus_are_split_and_restored(machine: Machine, profiles: tuple[str, ...]) -> None:
-    """Every partition has its line, GPU by GPU. Afterwards all is as before, without output."""
+    """Each partition has a line, in the order of the GPUs. Later all GPUs are as before, without output."""
     code, said = machine.partition(profiles)
     assert (code, said.splitlines()) == (0, ["::skyward phase mig", "::skyward done phase=mig"])
     assert machine.gpus.partitions == [list(profiles)] * 2
@@ -287,7 +293,7 @@ def test_gpus_are_split_and_restored(machine: Machine, profiles: tuple[str, ...]
     assert (machine.gpus.modes, machine.gpus.partitions) == (DISABLED, WHOLE)
     assert not (machine.directory / "mig").exists()
     seen = machine.gpus.changes
-    assert machine.give_back() == ""  # another user may have the GPUs by now
+    assert machine.give_back() == ""  # another user may use the GPUs by now
     assert machine.gpus.changes == seen
 
 
@@ -345,8 +351,8 @@ def test_partitions_of_another_user_are_not_changed(machine: Machine) -> None:
     assert (machine.gpus.modes, machine.gpus.partitions) == (["Disabled", "Enabled"], [[], ["4g.40gb"]])
 
 
-def test_lines_that_run_again_start_again(machine: Machine) -> None:
-    """Their own earlier partitions are removed, and the first recorded mode is kept."""
+def test_a_second_run_starts_again(machine: Machine) -> None:
+    """The partitions of the first run are removed, and the first recorded mode is kept."""
     machine.partition(HALVES)
     first = machine.partitions
     assert machine.partition(MIXED)[0] == 0
@@ -390,7 +396,7 @@ def test_after_a_reboot_only_the_mode_is_restored(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
-def test_without_root_sudo_is_used() -> None:
+def test_sudo_is_used_if_the_user_is_not_root() -> None:
     """It needs no password. Without sudo the error comes before anything is changed."""
     with tempfile.TemporaryDirectory() as folder:
         machine = Machine(Path(folder))
@@ -445,8 +451,8 @@ def test_a_command_that_survives_the_node_is_waited_for(machine: Machine) -> Non
 # ── failures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_ampere_is_reset(tmp_path: Path) -> None:
-    """If the mode needs a reset, there is one; for the restoration too."""
+def test_an_ampere_gpu_is_reset(tmp_path: Path) -> None:
+    """It is reset if the mode needs it, also for the restoration."""
     machine = Machine(tmp_path, needs_reset=True)
     assert machine.partition(HALVES)[0] == 0
     assert machine.gpus.partitions == [list(HALVES)] * 2

@@ -1,4 +1,4 @@
-"""Pools of MIG partitions on real machines with stand-in GPUs: one worker for each partition, and restored GPUs."""
+"""Pools of MIG partitions on real machines with fake GPUs: one worker for each partition, and restored GPUs."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ LEASE_SECONDS = 5
 TRY_LOCK = "flock --nonblock /proc"
 PROBE = f"until [ -e /root/enough ]; do {TRY_LOCK} true || touch /root/was-held; sleep 0.1; done; rm /root/enough"
 PRICE_PER_HOUR = 7200.0
-"""So that a second of one of a host's two workers costs a dollar."""
+"""With this price one second of one of a host's two workers costs a dollar."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -53,7 +53,7 @@ def seen_by_a_child() -> str:
 
 @sky.compute
 def used(number: int) -> str:
-    """Take so long that each worker gets a call; return this one's partition."""
+    """Run long enough that each worker gets a call. Return this worker's partition."""
     time.sleep(1.0)
     return os.environ["CUDA_VISIBLE_DEVICES"]
 
@@ -86,7 +86,7 @@ def gpus(machines: list[Host]) -> Iterator[list[Gpus]]:
         ),
         "the nodes to be gone",
     )
-    # the guard goes last, after its directory
+    # the guard ends last, after its directory is removed
     look = "grep -lsaz '^SKYWARD_INSTANCE_ID=' /proc/[0-9]*/environ; echo looked"
     wait_until(lambda: [run_on(host, look) for host in machines] == ["looked"] * 2, "their processes to be gone")
 
@@ -147,7 +147,7 @@ def test_each_partition_is_a_worker(machines, gpus, tmp_path):
         assert call.cost == pytest.approx(call.seconds)
         assert [(node.workers, node.slots) for node in pool.lease.nodes] == [(2, 1), (2, 1)]
         assert [event.slots for event in told.of(sky.PoolReady)] == [4]
-        # it would ask of partitions what NVML refuses
+        # Dask's NVML queries are disabled, because NVML refuses them for partitions
         assert set(pool.dask_client().run(attrgetter("NVML_STATE.name"), nvml).values()) == {"DISABLED_CONFIG"}
         assert [one.partitions for one in gpus] == [[["3g.40gb", "3g.40gb"], []]] * 2  # the spec needs one of two GPUs
     steps = [
@@ -175,7 +175,7 @@ def test_large_partitions_are_created_before_small_ones(machines, gpus, tmp_path
 
 
 def test_a_worker_that_dies_comes_back_with_its_own_partition(machines, gpus, tmp_path):
-    """The process of a call, then the worker process: both start again, with the same partition.
+    """The process of a call is killed, then the worker process: both start again, with the same partition.
 
     The node is not replaced.
     """
@@ -198,7 +198,7 @@ def test_a_worker_that_dies_comes_back_with_its_own_partition(machines, gpus, tm
 
 
 def test_hosts_that_cannot_reach_each_other_run_partitions(fleet, mirror, tmp_path):
-    """Each of the two workers of a node has its own port, through the client.
+    """Each of the two workers of a node has its own forwarded port.
 
     It works again after a node was lost and its host became another node.
     """
@@ -238,9 +238,9 @@ def test_hosts_that_cannot_reach_each_other_run_partitions(fleet, mirror, tmp_pa
 
 
 def test_the_guard_restores_the_gpus(machines, gpus, tmp_path):
-    """No client is left: at the end of its lease the node ends itself.
+    """The client is gone, and the node ends itself at the end of its lease.
 
-    Its GPUs are as before, an enabled mode included.
+    Its GPUs are as before, also a mode that was enabled before.
     """
     gpus[1].set(1, current="Enabled", pending="Enabled")
     pool = pool_on(machines, tmp_path, accelerator=MIXED, lease_seconds=LEASE_SECONDS).open()
@@ -255,7 +255,7 @@ def test_the_guard_restores_the_gpus(machines, gpus, tmp_path):
 
 
 def test_a_slow_driver_is_waited_for(machines, gpus, tmp_path):
-    """The close waits while the guard restores the GPUs: nothing is killed midway and repeated."""
+    """The close waits while the guard restores the GPUs. Nothing is killed or repeated meanwhile."""
     with pool_on(machines[:1], tmp_path):
         before = len(gpus[0].changes)
         gpus[0].set(seconds=1.0)
@@ -285,10 +285,10 @@ def test_without_a_guard_the_provider_restores_the_gpus(machines, gpus, tmp_path
 
 
 @pytest.mark.parametrize(("stops_at", "stops_when"), [(1, "after"), (2, "before"), (2, "after"), (3, "after")])
-def test_a_bootstrap_that_dies_midway_leaves_restored_gpus(machines, gpus, tmp_path, stops_at, stops_when):
-    """The script is killed between two commands on one of two hosts:
+def test_gpus_are_restored_after_a_killed_bootstrap(machines, gpus, tmp_path, stops_at, stops_when):
+    """The script is killed between two commands on one of two hosts.
 
-    the pool does not open, and all GPUs are as before.
+    The pool does not open, and all GPUs are as before.
     """
     gpus[1].set(stops_at=stops_at, stops_when=stops_when, stops_by="pkill -KILL -f '^bash ./bootstrap.sh'")
     with pytest.raises(sky.BootstrapFailed) as caught, pool_on(machines, tmp_path, accelerator=MIXED):
@@ -329,14 +329,14 @@ def test_a_refused_reset_fails_the_pool_with_advice(machines, gpus, tmp_path):
 
 
 def test_the_error_names_the_processes_of_a_busy_gpu(machines, gpus, tmp_path):
-    """Whoever uses it is named."""
+    """It names all processes that use the GPU."""
     gpus[0].set(0, processes=[(4711, "/usr/bin/train")])
     assert "while processes use it: 4711, /usr/bin/train" in str(failure(machines[:1], tmp_path))
     assert as_before(gpus)
 
 
 def test_a_gpu_that_cannot_be_restored_causes_a_warning(machines, gpus, tmp_path, caplog):
-    """Another process uses a partition of the pool at its end. All else is cleaned up."""
+    """Another process uses a partition of the pool at its end. Everything else is cleaned up."""
     with pool_on(machines[:1], tmp_path) as pool:
         directory = pool.lease.nodes[0].instance.directory
         machines[0].run(f"kill -KILL $(cat {directory}/guard)")

@@ -32,7 +32,7 @@ NEURON = ("Trainium1", "Trainium2", "Inferentia1", "Inferentia2")
 
 
 def numbers(*ends: int) -> tuple[tuple[int, ...], ...]:
-    """Return rows of numbers from each end to the next."""
+    """Return the rows of numbers of the ranges."""
     return tuple(tuple(range(first, last)) for first, last in pairwise(ends))
 
 
@@ -57,7 +57,7 @@ def numbers(*ends: int) -> tuple[tuple[int, ...], ...]:
         (Trainium(1), {}, 2, numbers(0, 1, 2)),
         (Trainium(1, 16), {"NEURON_RT_VISIBLE_CORES": "4-7,9"}, 1, ((4, 5, 6, 7, 9),)),
         (Trainium(1, 16), {"NEURON_RT_VISIBLE_CORES": " 4-7, 9 , 2"}, 2, ((4, 5, 6), (7, 9, 2))),
-        # the exact ones take precedence
+        # exact values take precedence
         (Trainium(1, 16), {"NEURON_RT_VISIBLE_CORES": "3", "NEURON_RT_NUM_CORES": "2"}, 1, ((3,),)),
         (Trainium(1, 16), {"NEURON_RT_NUM_CORES": "2"}, 40, ()),  # "Neuron Runtime selects free NeuronCores"
         (sky.Accelerator.NVIDIA.H100(), {"NEURON_RT_VISIBLE_CORES": "0"}, 4, ()),
@@ -94,7 +94,7 @@ def test_an_impossible_division_is_refused_before_anything_is_rented(
     assert advice in str(refusal.value)
 
 
-def test_the_catalogues_cores_are_those_that_ec2_describes() -> None:
+def test_the_cores_in_the_catalogue_match_ec2s_descriptions() -> None:
     """It covers each type with Neuron devices; other chips have no cores."""
     from moto.ec2.models.instance_types import INSTANCE_TYPES
 
@@ -174,7 +174,7 @@ def test_each_slot_gets_its_cores_in_the_runtimes_format() -> None:
 
 
 def test_a_machine_chosen_by_its_type_gets_the_settings_of_its_chips() -> None:
-    """`machine=` alone is enough for its chips and their cores. Accelerators that are named have precedence."""
+    """With `machine=` alone its chips and their cores are used. Named accelerators have precedence."""
     settings = node_settings(TRN1, machine="trn1.32xlarge", concurrency=2)
     assert settings.accelerators == ("Trainium1",) * 16
     assert [settings.environment_of(0, slot)["NEURON_RT_VISIBLE_CORES"] for slot in range(2)] == ["0-15", "16-31"]
@@ -185,14 +185,14 @@ def test_a_machine_chosen_by_its_type_gets_the_settings_of_its_chips() -> None:
 @pytest.mark.parametrize(
     ("name", "told_gb", "gb"), [("A100", 42.9, 40), ("A100", 80.0, 80), ("H100", None, 80), ("T4", 15.0, 16)]
 )
-def test_the_chips_of_a_machine_are_those_of_the_catalogue(name: str, told_gb: float | None, gb: int) -> None:
+def test_the_catalogue_determines_the_chips_of_a_machine(name: str, told_gb: float | None, gb: int) -> None:
     """Clouds report their memory in other units, or not at all."""
     offer = CPUS.model_copy(update={"accelerator": name, "accelerators": 2, "accelerator_memory_gb": told_gb})
     assert sky.PoolSpec.of(machine="x").accelerator_on(offer) == sky.Accelerator(name, gb, 2)
 
 
 def test_without_neuroncores_the_environment_is_unchanged() -> None:
-    """It is unchanged too if the runtime chooses."""
+    """It is also unchanged if the runtime chooses the cores."""
     for wishes in ({}, {"accelerator": "H100"}, {"accelerator": Trainium(), "env": {"NEURON_RT_NUM_CORES": "1"}}):
         settings = node_settings(**wishes, concurrency=2)
         assert (settings.neuron_cores, settings.cores_of(1), settings.environment_of(0, 1)) == ((), (), {})
@@ -212,7 +212,7 @@ INFO = InstanceInfo(
 
 
 def test_the_cores_survive_the_environment_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without any the text is what versions without them read; a text without them is read too."""
+    """Without cores the text is the one that older versions read. A text without cores is accepted too."""
     assert INFO.neuron_cores == []
     assert "neuron_cores" not in json.loads(to_env(INFO))
     for info in (INFO, InstanceInfo(**{**json.loads(to_env(INFO)), "neuron_cores": [4, 5]})):
@@ -220,11 +220,11 @@ def test_the_cores_survive_the_environment_variable(monkeypatch: pytest.MonkeyPa
         assert instance_info() == info
 
 
-# ── a pool on a machine that pretends to have them ───────────────────────────────────────────────────────────────────
+# ── a pool on a machine with simulated chips ─────────────────────────────────────────────────────────────────────────
 
 
 class NeuronBox(sky.Local):
-    """This machine, with two pretended Trainium chips."""
+    """This machine, with two simulated Trainium chips."""
 
     def offers(self, want: sky.Requirements) -> list[sky.Offer]:
         (offer,) = super().offers(sky.Requirements())
@@ -233,9 +233,9 @@ class NeuronBox(sky.Local):
 
 @sky.compute
 def seen(folder: str, calls: int) -> tuple[str, list[int], list[str], str, int]:
-    """Wait until so many calls run at once; return the cores of this one.
+    """Wait until this number of calls run at the same time; return the cores of this one.
 
-    They are those of the environment, of our API, and of a child process.
+    They come from the environment, from our API, and from a child process.
     """
     (Path(folder) / str(os.getpid())).touch()
     wait_until(lambda: len(os.listdir(folder)) >= calls, "the other calls")
@@ -271,7 +271,10 @@ def test_calls_at_the_same_time_have_different_cores(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_pool_without_accelerators_gets_those_of_its_machine() -> None:
-    """Like `machine="trn1.2xlarge"`. More calls at once than cores are refused before anything is rented."""
+    """The machine is `machine="trn1.2xlarge"`.
+
+    More calls at the same time than cores are refused before anything is rented.
+    """
     events: list[Any] = []
     with sky.ComputePool(provider=NeuronBox(), display="quiet", on_event=events.append) as pool:
         assert (chips_of_this_call() >> pool) == ("Trainium1", ["Trainium1", "Trainium1"], [0, 1, 2, 3])

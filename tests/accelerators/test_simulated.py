@@ -1,4 +1,4 @@
-"""Simulated accelerators: on a machine without them, if the provider simulates, or if no provider is given."""
+"""Simulated accelerators are used on a machine without accelerators, if the provider simulates or no provider is given."""
 
 import logging
 import os
@@ -18,7 +18,7 @@ def seen() -> tuple[sky.InstanceInfo, str | None, str | None]:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
-    """Return the GPUs of this machine: none, unless a test adds some."""
+    """Return the GPUs of this machine: an empty list, to which a test may add GPUs."""
     found: list[tuple[str, float]] = []
     monkeypatch.setattr(local, "gpus_here", lambda: tuple(found))
     return found
@@ -38,7 +38,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
 def test_local_offers_what_it_simulates(
     wish: Any, name: str, count: int, memory_gb: int, form_factor: str | None
 ) -> None:
-    """In every spelling, and after JSON."""
+    """It holds in every spelling, and after JSON."""
     provider = sky.Local(simulate=wish, price_per_hour=1.5)
     assert base.load(provider.to_json()) == provider
     (offer,) = provider.offers(sky.Requirements())
@@ -86,7 +86,7 @@ def test_without_a_provider_this_machine_simulates(
 
 
 def test_a_machine_with_gpus_simulates_nothing(gpus: list[tuple[str, float]]) -> None:
-    """Neither without accelerators in the spec, nor for partitions, nor if the settings name a provider."""
+    """It holds without accelerators in the spec, for partitions, and if the settings name a provider."""
     assert complete(sky.PoolSpec.of())[1] == (sky.Local(),)
     assert complete(sky.PoolSpec.of(accelerator=sky.accelerators.H100(mig="3g.40gb")))[1] == (sky.Local(),)
     assert complete(sky.PoolSpec.of(accelerator="A100", provider="local"))[1] == (sky.Local(),)

@@ -160,15 +160,15 @@ def test_an_image_cannot_be_changed():
     ],
 )
 def test_invalid_fields_are_refused_with_advice(fields, advice):
-    """A wrong field raises a ValueError when the image is created, and its message says what to write."""
+    """A wrong field raises a ValueError when the image is created. Its message has the right form."""
     with pytest.raises(BadRequest) as caught:
         Image(**fields)
     assert advice in str(caught.value)
     assert "secret" not in str(caught.value).partition("[type=")[0]
 
 
-def test_a_refusal_repeats_no_password():
-    """Neither its text nor its cause has it. Users of SSH, and variables that the node fills in, are no passwords."""
+def test_an_error_contains_no_password():
+    """Neither its text nor its cause has it. SSH user names and variables that the node replaces are no passwords."""
     for wish in (
         {"pip": ["ours @ git+https://x:hunter2@github.com/o/ours"]},
         {"pip_extra_index_url": "https://x:hunter2@pypi.example.org"},
@@ -198,7 +198,7 @@ def test_valid_debian_names_are_accepted(package):
 
 
 def test_an_image_without_packages_is_bare():
-    """Variables do not count."""
+    """Variables are ignored."""
     assert Image().is_bare
     assert Image(env={"A": "1"}).is_bare
     assert not Image(pip=["six"]).is_bare
@@ -341,11 +341,11 @@ def test_a_negative_ttl_is_refused():
         Image().bootstrap(ttl=-1)
 
 
-# ── the script, run with stand-ins for uv, apt and shutdown ──────────────────────────────────────────────────────────
+# ── the script, run with fakes for uv, apt and shutdown ──────────────────────────────────────────────────────────────
 
 
 class Machine:
-    """A home for the script, and a PATH of its own that holds a few real tools and the stand-ins a test puts there."""
+    """A home for the script, and a separate PATH with a few real tools and the fakes of a test."""
 
     TOOLS = (
         "bash",
@@ -382,7 +382,7 @@ class Machine:
         }
 
     def stand_in(self, name: str, body: str) -> Path:
-        """Put a command on the PATH that logs its arguments, each in brackets, and then runs `body`."""
+        """Put a command on the PATH. It logs its arguments, each in brackets, and then runs `body`."""
         path = self.bin / name
         path.unlink(missing_ok=True)
         path.write_text(
@@ -396,7 +396,7 @@ class Machine:
         self.stand_in("uname", f"case $1 in -s) echo Linux ;; -m) echo {kind} ;; esac")
 
     def uv(self, body: str = "") -> None:
-        """Put a uv on the PATH that creates an environment with a link to this interpreter, after `body`."""
+        """Put a uv on the PATH. After `body` it creates an environment with a link to this interpreter."""
         self.stand_in(
             "uv",
             body + '\nif [ "$1" = venv ]; then mkdir -p "${@: -1}/bin"; ln -s "$REAL_PYTHON" "${@: -1}/bin/python"; fi',
@@ -469,7 +469,7 @@ def test_requirements_are_passed_literally(machine, pip):
 
 
 def test_a_second_run_does_nothing(machine):
-    """If the environment is complete, uv is not looked for, and no phase is reported."""
+    """If the environment is complete, the script does not search for uv and reports no phase."""
     machine.uv()
     script = Image(pip=["six"]).bootstrap(runtime=NO_RUNTIME)
     assert machine.run(script).returncode == 0
@@ -479,8 +479,8 @@ def test_a_second_run_does_nothing(machine):
     assert (run.returncode, told(run.stdout), machine.log.read_text()) == (0, ["done phase=deps"], "")
 
 
-def test_an_environment_whose_interpreter_is_gone_is_built_again(machine):
-    """A complete environment with a removed interpreter is not trusted."""
+def test_an_environment_without_its_interpreter_is_built_again(machine):
+    """The environment was complete, but its interpreter has been removed."""
     machine.uv()
     image = Image()
     assert machine.run(image.bootstrap(runtime=NO_RUNTIME)).returncode == 0
@@ -494,8 +494,9 @@ def test_an_environment_whose_interpreter_is_gone_is_built_again(machine):
 
 
 def test_a_failed_installation_is_reported_with_its_command_and_tried_again(machine):
-    """One line has the installer's exit code and command, the script ends with that code, and the next run starts
-    again.
+    """One line has the installer's exit code and command, and the script ends with that code.
+
+    The next run starts again.
     """
     machine.uv('if [ "$1" = pip ]; then exit 7; fi')
     image = Image(pip=["no such\tthing"[:7]])
@@ -526,7 +527,7 @@ def test_a_killed_build_is_repaired(machine):
 
 
 def test_two_nodes_at_the_same_time_build_once(machine):
-    """Two nodes of one machine need the same environment: one builds it, the other waits and uses it."""
+    """Two nodes of one machine need the same environment. One builds it, and the other waits and uses it."""
     gate = machine.home.parent / "gate"
     os.mkfifo(gate)
     # opening it for reading waits until another process opens it for writing
@@ -571,8 +572,8 @@ def test_an_interpreter_of_another_version_is_refused(machine):
 
 
 @pytest.mark.parametrize("interpreter", [None, "/opt/a python"])
-def test_uv_gets_the_interpreter(machine, interpreter):
-    """It is the one that SKYWARD_PYTHON names, else the version. Packages go only into the environment."""
+def test_uv_gets_the_configured_interpreter(machine, interpreter):
+    """It is the one in SKYWARD_PYTHON, else the version. Packages are installed only into the environment."""
     machine.uv()
     image = Image(pip_extra_index_url="https://x.org/simple")
     machine.run(image.bootstrap(runtime=["dask==1"]), **({"SKYWARD_PYTHON": interpreter} if interpreter else {}))
@@ -585,8 +586,8 @@ def test_uv_gets_the_interpreter(machine, interpreter):
     ]
 
 
-def test_uv_is_found_in_order(machine):
-    """SKYWARD_UV first, then the PATH, then python3's module; else it is installed from the package index, once."""
+def test_the_order_of_the_search_for_uv(machine):
+    """The order is SKYWARD_UV, the PATH, python3's module. Otherwise it is installed from the package index, once."""
     machine.uv()
     given = machine.bin / "given uv"
     shutil.copy(machine.bin / "uv", given)
@@ -703,7 +704,7 @@ def test_the_uv_for_other_machines_is_that_of_the_lock_file(kind):
     ],
 )
 def test_the_clients_uv_is_sent_only_to_machines_that_can_run_it(monkeypatch, client, is_musl, sent):
-    """A Mac with the same processor has another program, and a host with musl may not run one for glibc."""
+    """A Mac with the same processor needs another program, and a host with musl may not run one for glibc."""
     monkeypatch.setattr("platform.system", lambda: client[0])
     monkeypatch.setattr("platform.machine", lambda: client[1])
     monkeypatch.setattr(code_upload, "_compressed_uv", lambda: "own")
@@ -715,9 +716,9 @@ def test_the_clients_uv_is_sent_only_to_machines_that_can_run_it(monkeypatch, cl
 
 @pytest.mark.slow
 def test_the_uv_for_another_architecture_is_downloaded_and_cached(tmp_path, monkeypatch):
-    """For arm64 it is a static program (ELF:
+    """For arm64 it is a static program (183 is EM_AARCH64 of ELF), downloaded once.
 
-    EM_AARCH64 is 183), downloaded once. A file with another hash is refused.
+    A file with another hash is refused.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     code_upload._fetched_uv.cache_clear()
@@ -741,7 +742,7 @@ def test_the_uv_for_another_architecture_is_downloaded_and_cached(tmp_path, monk
 
 
 def test_the_home_is_found_without_HOME(machine):
-    """cloud-init runs scripts without HOME: the home of the user is used."""
+    """cloud-init runs scripts without HOME: the user's home is used."""
     script = shell.script(shell.prelude(), 'printf "%s\\n" "$HOME" "$SKYWARD_HOME"')
     run = subprocess.run(
         [machine.bin / "bash"], input=script, env={"PATH": str(machine.bin)}, capture_output=True, text=True, check=True
@@ -799,10 +800,10 @@ def test_a_failed_apt_is_reported_in_its_phase(machine):
     )
 
 
-# Never run a script with a ttl but on this PATH: it holds no real shutdown.
+# Run scripts with a ttl only with this PATH: it has no real shutdown.
 @pytest.mark.parametrize(("ttl", "minutes"), [(1, 1), (60, 1), (61, 2), (3600, 60)])
 def test_a_machine_is_turned_off_by_systemd(machine, ttl, minutes):
-    """Seconds are rounded up to minutes, an earlier timer is cancelled first, and no process of ours is left."""
+    """Seconds are rounded up to minutes, and an earlier timer is cancelled first. No process of the script is left."""
     machine.uv()
     machine.stand_in("shutdown", "exit 0")
     machine.stand_in("true", "exit 0")
@@ -813,9 +814,9 @@ def test_a_machine_is_turned_off_by_systemd(machine, ttl, minutes):
 
 
 def test_without_systemd_a_timer_turns_the_machine_off(machine):
-    """If shutdown cannot keep the time, a background process does.
+    """If shutdown has no timer, a background process waits.
 
-    A second run replaces it, one with ttl 0 keeps it.
+    A second run replaces it, and a run with ttl 0 keeps it.
     """
     machine.uv()
     machine.stand_in("shutdown", "exit 1")
@@ -838,7 +839,7 @@ def test_without_systemd_a_timer_turns_the_machine_off(machine):
 
 
 def test_the_timer_ends_in_a_shutdown(machine):
-    """After its sleep the timer shuts down, and if that fails it turns the power off."""
+    """After its sleep the process shuts the machine down. If that fails it turns the power off."""
     machine.uv()
     finished = machine.home.parent / "finished"
     os.mkfifo(finished)

@@ -59,7 +59,7 @@ class Indexes:
 
         class Handler(http.server.BaseHTTPRequestHandler):
             def log_message(self, *_: object) -> None:
-                """Say nothing."""
+                """Log nothing."""
 
             def do_GET(self) -> None:
                 indexes.asked.append(self.path)
@@ -80,7 +80,7 @@ class Indexes:
                 if self.command == "GET":
                     self.wfile.write(body)
 
-            do_HEAD = do_GET  # uv asks for the size before it asks for a part
+            do_HEAD = do_GET  # uv requests the size before it requests a part
 
         return Handler
 
@@ -89,8 +89,8 @@ class Indexes:
 def indexes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Indexes]:
     """Yield two indexes.
 
-    Both have a package that only the other one should have. The extra one has an old version of a package that all
-    need.
+    Both have a package that only the extra one should have. The extra one has an old version of a package that all
+    packages need.
     """
     made = Indexes(tmp_path / "indexes")
     monkeypatch.setenv("UV_DEFAULT_INDEX", f"{made.url}/default")
@@ -109,7 +109,7 @@ def indexes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Indexes
 
 @pytest.fixture
 def install(tmp_path: Path) -> Callable[..., dict[str, str] | str]:
-    """Run an image's script; return what each module that is asked for tells of itself, or what went wrong."""
+    """Run an image's script. Return the output of each given module, or the error."""
 
     def install(image: Image, *modules: str) -> dict[str, str] | str:
         env = {
@@ -169,7 +169,7 @@ def test_only_pinned_packages_come_from_their_index(indexes, install) -> None:
 
 
 def test_with_hashes_only_files_with_the_locked_hashes_are_installed(indexes, install, monkeypatch) -> None:
-    """The node's own packages are locked too, for every architecture. Another file of the same version is refused."""
+    """The node's own packages are locked too, for all architectures. Another file of the same version is refused."""
     image = Image(pip=["torchy"], pip_indexes={f"{indexes.url}/extra": ["torchy"]}, require_hashes=True)
     with pytest.raises(BadRequest, match="no hashes yet"):
         image.bootstrap(runtime=RUNTIME)
@@ -184,7 +184,7 @@ def test_with_hashes_only_files_with_the_locked_hashes_are_installed(indexes, in
     assert locked.content_hash(runtime=RUNTIME) != image.content_hash(runtime=RUNTIME)
     indexes.add("extra", "torchy", "4.0+cu128", "common", note=", and altered")
     assert "Hash mismatch" in install(locked, "torchy")
-    monkeypatch.setenv("UV_NO_VERIFY_HASHES", "1")  # nodes of this machine inherit it, and an image's env may have it
+    monkeypatch.setenv("UV_NO_VERIFY_HASHES", "1")  # nodes of this machine inherit it, and an image's env may set it
     assert "Hash mismatch" in install(locked, "torchy")
     assert locked.content_hash(runtime=RUNTIME) != image.locked(runtime=RUNTIME).content_hash(runtime=RUNTIME)
     indexes.add("extra", "torchy", "4.0+cu128", "common")
@@ -193,7 +193,7 @@ def test_with_hashes_only_files_with_the_locked_hashes_are_installed(indexes, in
 
 
 def test_an_index_and_a_lock_have_a_cuda_version() -> None:
-    """Like requirements; hosts with an older driver are not rented for them."""
+    """Hosts with an older driver are not rented for them. The same holds for requirements."""
     assert Image(pip=["torch"], pip_indexes={"https://download.pytorch.org/whl/cu128": ["torch"]}).min_cuda == 12.8
     assert Image(lock="torch==2.9.1+cu130 --hash=sha256:aa").min_cuda == 13.0
 
@@ -249,8 +249,8 @@ wheels = [{ url = "https://x.org/six.whl", hashes = { sha256 = "aa" } }]
     )
 
 
-def test_an_export_of_uv_is_read(tmp_path) -> None:
-    """Reading a lock twice gives the same."""
+def test_an_export_of_uv_is_accepted(tmp_path) -> None:
+    """A lock that is read twice does not change."""
     text = "six==1.17.0 ; python_full_version < '3.14' \\\n    --hash=sha256:aa \\\n    --hash=sha256:bb\n"
     assert (
         read_lock(read_lock(text))
@@ -261,8 +261,8 @@ def test_an_export_of_uv_is_read(tmp_path) -> None:
 
 
 @pytest.mark.slow
-def test_a_pool_whose_image_requires_hashes_runs() -> None:
-    """From the real package index: all packages of a node are installed by their hashes."""
+def test_a_pool_with_an_image_that_requires_hashes_runs() -> None:
+    """All packages of a node are installed from the real package index, by their hashes."""
 
     @sky.compute
     def found() -> str:
@@ -294,8 +294,8 @@ KEPT = {
 @pytest.mark.parametrize(
     "name", ["NVIDIA_API_KEY", "XDG_SECRET_TOKEN", "LC_API_KEY", "SSL_CERT_PASSWORD", "MY_PASSWORD_PROXY"]
 )
-def test_a_likely_secret_is_not_inherited_by_its_prefix_or_ending(monkeypatch, name) -> None:
-    """NVIDIA's own services read NVIDIA_API_KEY, and nodes inherit variables with the prefix NVIDIA_."""
+def test_a_variable_that_may_be_a_secret_is_not_inherited(monkeypatch, name) -> None:
+    """Nodes inherit variables with the prefix NVIDIA_, but not NVIDIA_API_KEY, which NVIDIA's own services read."""
     monkeypatch.setenv(name, "nvapi-123")
     monkeypatch.setenv("NVIDIA_VISIBLE_DEVICES", "all")
     assert name not in kept_environment() | installing_environment()

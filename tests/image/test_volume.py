@@ -127,7 +127,7 @@ def test_an_invalid_prefix_is_refused(prefix):
 
 
 def test_an_unknown_field_is_refused_with_the_nearest_name():
-    """The message has the right name; another kind of volume is refused too."""
+    """The message has the right name. Another kind of volume is refused too."""
     with pytest.raises(BadRequest, match="did you mean 'read_only'"):
         S3Volume(mount_path="/data", bucket="my-bucket", readonly=True)
     with pytest.raises(BadRequest, match="'s3'"):
@@ -193,16 +193,16 @@ def volumes_at(*paths):
 
 
 @pytest.mark.parametrize("paths", [(), ("/data",), ("/data", "/data2"), ("/a/b", "/a/c"), ("/data-1", "/data", "/dat")])
-def test_volumes_beside_each_other_are_taken(paths):
-    """Paths of which none is another, or inside another, may stand together."""
-    assert refuse_overlaps(volumes_at(*paths)) is None  # nothing was raised
+def test_volumes_with_separate_paths_are_accepted(paths):
+    """No path equals another one or is inside another one."""
+    assert refuse_overlaps(volumes_at(*paths)) is None  # no error was raised
 
 
 @pytest.mark.parametrize(
     "paths", [("/data", "/data/"), ("/x", "/data/x/y", "/data"), ("/data", "/x", "/data/x"), ("/a", "/a-b", "/a/b")]
 )
-def test_a_volume_over_or_inside_another_is_refused(paths):
-    """The order does not matter; the message has the path."""
+def test_a_volume_with_the_path_of_another_or_inside_it_is_refused(paths):
+    """The order does not matter. The message has the path."""
     with pytest.raises(BadRequest, match=r"'/(data|a)'.*a path"):
         refuse_overlaps(volumes_at(*paths))
 

@@ -49,7 +49,7 @@ class Service:
                 client.put_object(Bucket=bucket, Key=key, Body=text.encode(), ACL=acl)
 
     def objects(self, bucket: str) -> dict[str, str]:
-        """Return the objects of the bucket, without the empty ones that stand for folders."""
+        """Return the objects of the bucket, without the empty ones that represent folders."""
         with self.client() as client:
             keys = [entry["Key"] for entry in client.list_objects_v2(Bucket=bucket).get("Contents", [])]
             return {
@@ -68,7 +68,7 @@ class Node:
     service: Service
     env: dict[str, str] = field(default_factory=dict)
     prefix: str = ""
-    """What the script is run by."""
+    """The command that runs the script."""
 
     def mount(
         self, *volumes: Volume, env: dict[str, str] | None = None, endpoint: str | None = None
@@ -83,7 +83,7 @@ class Node:
         return self.host.run(f"mkdir -p {self.directory}; {self.prefix} bash -s 2>&1", text=script, seconds=110.0)
 
     def unmount(self) -> subprocess.CompletedProcess[str]:
-        """Unmount as at the end of a node."""
+        """Unmount all volumes, as at the end of a node."""
         return self.host.run(f"{self.prefix} sh -s 2>&1", text=f"{ENDING}skyward_unmount {self.directory}\n")
 
     def said(self, command: str) -> str:
@@ -119,7 +119,7 @@ def hosts(fleet: Fleet) -> tuple[Host, Host]:
 
 
 def with_fuse(host: Host) -> Host:
-    """Create the device on the host that udev would create."""
+    """Create the device on the host, because there is no udev."""
     done = host.run("[ -e /dev/fuse ] || mknod -m 666 /dev/fuse c 10 229")
     assert done.returncode == 0, done.stderr
     return host
@@ -321,12 +321,12 @@ def test_without_credentials_a_public_bucket_is_read(node, service):
     service.fill("open", {"all.txt": "for all"}, acl="public-read")
     assert node.mount(data(bucket="open"), S3Volume(mount_path="/private", bucket="weather"), env={}).returncode == 0
     assert node.said("cat /data/all.txt") == "for all"
-    # s3fs 1.90 shows what it may not read as an empty file
+    # s3fs 1.90 shows unreadable objects as empty files
     assert "top" not in node.host.run("cat /private/top.txt").stdout
 
 
-def test_without_credentials_a_refusal_says_that_there_are_none(node, refusing_service):
-    """A service that needs credentials fails the phase, and the output names what is missing."""
+def test_without_credentials_the_error_names_what_is_missing(node, refusing_service):
+    """The service needs credentials, so the phase fails, and the output names what is missing."""
     done = node.mount(data(), env={}, endpoint=refusing_service.url)
     assert refusal(done).startswith("::skyward failed phase=volumes exit=1 command=s3fs weather /data")
     assert "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY" in done.stdout
@@ -354,9 +354,9 @@ http.server.HTTPServer(("169.254.169.254", 80), Metadata).serve_forever()
 
 
 def test_without_keys_the_role_of_the_instance_is_used(node):
-    """If the metadata service (IMDSv2) names a role, its credentials sign the requests:
+    """If the metadata service (IMDSv2) names a role, its credentials sign the requests.
 
-    a private object is readable.
+    So a private object is readable.
     """
     node.said("ip addr add 169.254.169.254/32 dev lo")
     node.host.run(
@@ -458,8 +458,8 @@ def test_an_existing_equal_mount_is_used(node):
     assert node.listed() == ["/data"]
 
 
-def test_a_dead_mount_is_mounted_again(node):
-    """The path of the dead file system is unmounted first."""
+def test_a_broken_mount_is_mounted_again(node):
+    """The path of the broken file system is unmounted first."""
     assert node.mount(data()).returncode == 0
     node.said("pkill -KILL -x s3fs")
     wait_until(lambda: node.host.run("ls /data").returncode != 0, "the file system to be dead")
@@ -468,7 +468,7 @@ def test_a_dead_mount_is_mounted_again(node):
 
 
 def test_unmounting_removes_all_mounts_and_can_be_repeated(node):
-    """All paths of the list are unmounted, also busy or dead ones; s3fs ends. A second time changes nothing."""
+    """All paths of the list are unmounted, also busy or broken ones, and s3fs ends. A second call changes nothing."""
     assert (
         node.mount(
             data(), S3Volume(mount_path="/busy", bucket="weather"), S3Volume(mount_path="/dead", bucket="weather")
@@ -486,8 +486,8 @@ def test_unmounting_removes_all_mounts_and_can_be_repeated(node):
 
 # ── mountpoint-s3 ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-# Takes mount-s3's arguments, as its documentation has them (awslabs/mountpoint-s3, doc/CONFIGURATION.md), and lets s3fs
-# do the work.
+# A script that takes mount-s3's arguments, as its documentation has them (awslabs/mountpoint-s3,
+# doc/CONFIGURATION.md), and runs s3fs.
 MOUNT_S3 = """#!/bin/bash
 echo "$*" >>/root/mount-s3.log
 options=fsname=mountpoint-s3,use_path_request_style prefix=

@@ -31,7 +31,7 @@ def write(path: str, text: str) -> str:
 
 
 def test_calls_read_and_write_buckets(fleet: Fleet, mirror: Mirror, service: Service) -> None:
-    """All nodes see the bucket below its prefix; read-only holds; a file becomes an object.
+    """All nodes see the bucket below its prefix. A read-only volume cannot be changed, and a file becomes an object.
 
     At the end the hosts have no mounts and no secrets.
     """
@@ -63,7 +63,7 @@ def test_calls_read_and_write_buckets(fleet: Fleet, mirror: Mirror, service: Ser
 
 
 def test_a_missing_bucket_fails_the_pool_with_the_reason(fleet: Fleet, mirror: Mirror, service: Service) -> None:
-    """It is BootstrapFailed in the phase "volumes", with the message of s3fs, and the host is free again."""
+    """The error is BootstrapFailed in the phase "volumes", with the message of s3fs. The host is free again."""
     host = fleet.create()
     mirror.configure(host)
     provider = sky.Hosts(host.ip, user="root", key=str(fleet.key_path), known_hosts="/dev/null", config="/dev/null")

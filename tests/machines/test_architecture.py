@@ -45,7 +45,7 @@ T4G, T3, UNTOLD = (
 def test_any_processor_matches_unless_one_is_required() -> None:
     """The cheapest machine is chosen.
 
-    With `architecture` it is the cheapest of that kind; unknown ones do not match.
+    With `architecture` it is the cheapest of that kind. Unknown architectures do not match.
     """
     assert [offer.instance_type for offer in rank([T3, T4G, UNTOLD], Requirements())] == [
         "elsewhere",
@@ -108,7 +108,7 @@ def test_vastai_reports_the_architecture_of_each_machine() -> None:
 
 @pytest.mark.parametrize(("told", "architecture"), [("x86_64", "x86_64"), ("aarch64", "arm64"), ("riscv64", None)])
 def test_a_host_reports_its_architecture(told: str, architecture: str | None) -> None:
-    """By `uname -m`. Other machines have no architecture, and match only without a requirement."""
+    """The command is `uname -m`. Other machines have no architecture, and match only without a requirement."""
     lines = f"::skyward vcpus 2\n::skyward memory_kib 1000000\n::skyward machine {told}\n"
     host = _Host.of(HostAnswer.read(lines))
     assert host.architecture == architecture

@@ -29,12 +29,12 @@ def test_a_process_that_has_ended_is_dead() -> None:
 
 @pytest.mark.parametrize("elsewhere", [{"host": "other"}, {"boot": "b"}, {"boot": ""}, {"namespace": "1"}], ids=str)
 def test_an_invisible_owner_is_unknown_not_dead(elsewhere: dict[str, str]) -> None:
-    """It is on another host, in another boot or container, even if no process here has its pid and start."""
+    """It is on another host, or in another boot or container, even if no process here has its pid and start."""
     assert replace(Owner.here(), started="1", **elsewhere).state() is OwnerState.UNKNOWN
 
 
 def test_a_reused_pid_is_another_owner() -> None:
-    """The same pid with another start is a different process."""
+    """A process with the same pid and another start time is a different owner."""
     assert replace(Owner.here(), started="1").state() is OwnerState.DEAD
 
 
@@ -64,13 +64,13 @@ def test_a_hidden_owner_is_unknown_not_dead(hidepid: int) -> None:
 
 
 @pytest.mark.parametrize("pid", [0, -1, 10**30, 2**22 + 1])
-def test_an_impossible_pid_is_no_living_owner(pid: int) -> None:
+def test_an_impossible_pid_is_not_a_living_owner(pid: int) -> None:
     """A tag of another user may contain it."""
     assert replace(Owner.here(), pid=pid).state() is OwnerState.DEAD
 
 
-def test_an_owner_without_a_start_is_unknown_not_dead() -> None:
-    """/proc did not have its start when it was written."""
+def test_an_owner_without_a_start_time_is_unknown_not_dead() -> None:
+    """/proc did not have its start time when it was written."""
     assert replace(Owner.here(), started="").state() is OwnerState.UNKNOWN
 
 

@@ -167,7 +167,7 @@ def test_two_computers_can_share_a_key(state: Path, monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_a_key_that_other_users_may_know_is_not_used(state: Path, kind: str) -> None:
-    """Neither is a link to another file."""
+    """A link to another file is not used either."""
     signing.signed(ELSEWHERE)
     key = state / "lease.key"
     if kind == "open":
@@ -181,10 +181,10 @@ def test_a_key_that_other_users_may_know_is_not_used(state: Path, kind: str) -> 
         signing.verify(ELSEWHERE)
 
 
-def test_without_a_place_for_a_key_the_lease_is_not_signed(
+def test_without_a_folder_for_a_key_the_lease_is_not_signed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The pool works; the log says what attaching needs."""
+    """The pool works. The log names what an attached pool needs."""
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     assert signing.signed(ELSEWHERE).signature == ""
@@ -213,8 +213,8 @@ def test_the_folder_of_a_local_node_is_checked_first(tmp_path: Path, mode: int, 
         sky.ComputePool.attach(lease(str(folder), instance_id=folder.name), timeout_seconds=5)
 
 
-def test_a_folder_by_another_name_or_a_link_is_not_followed(tmp_path: Path) -> None:
-    """The id is part of other paths too. `is_trusted` holds for the lease, not for a folder."""
+def test_a_folder_with_another_name_or_a_link_is_not_used(tmp_path: Path) -> None:
+    """Other paths contain the id too. `is_trusted` holds for the lease, not for a folder."""
     folder = made(tmp_path, "local-0123456789ab")
     (tmp_path / "link").mkdir()
     (tmp_path / "link" / folder.name).symlink_to(folder)
@@ -229,7 +229,7 @@ def test_a_folder_by_another_name_or_a_link_is_not_followed(tmp_path: Path) -> N
 
 
 def test_settings_of_another_node_are_not_used(tmp_path: Path) -> None:
-    """A folder that was moved there has its own id in its settings."""
+    """A folder that was moved to this path has its own id in its settings."""
     folder = made(tmp_path, "local-0123456789ab")
     moved = folder.rename(tmp_path / "local-ab0123456789")
     with pytest.raises(sky.NodeLost, match="its head is local-0123456789ab"):

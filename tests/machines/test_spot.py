@@ -79,8 +79,8 @@ def test_impossible_numbers_are_refused(build):
         build()
 
 
-def test_never_is_a_value_and_may_be_called():
-    """`Spot.Never` is used without a call; a call returns the same."""
+def test_never_can_be_used_with_and_without_a_call():
+    """`Spot.Never` is used without a call. A call returns the same."""
     assert Spot.Never() == Spot.Never
     assert Spot.Never()() == parse("never")
 
@@ -153,8 +153,8 @@ def test_nodes_are_split(strategy, nodes, spot_sold, on_demand, spot):
 
 
 @pytest.mark.parametrize("strategy", [Spot.Always(), Spot.Percent(0.1)])
-def test_spot_that_is_required_but_not_sold_is_refused(strategy):
-    """BadRequest says what to use instead."""
+def test_required_spot_that_is_not_sold_is_refused(strategy):
+    """BadRequest names the alternative."""
     with pytest.raises(BadRequest, match=r"sold.*if-available.*never"):
         split(strategy, 2, spot_sold=False)
 
