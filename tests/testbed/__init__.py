@@ -1,12 +1,11 @@
-"""A test bed of real machines: hosts with their own address, disk, processes and `sshd`, made of Linux namespaces, and
-their faults.
+"""A test bed of real machines with faults: hosts with address, disk, processes and `sshd`, made of Linux namespaces.
 
     with Fleet() as fleet:
         host = fleet.create()
         host.run("hostname")
         host.kill()
 
-Only the standard library, Python 3.11 or newer, root, and the Debian packages openssh-server, openssh-client and
+It needs only the standard library, Python 3.11 or newer, root, and the Debian packages openssh-server, openssh-client and
 iproute2. By hand: `python -m tests.testbed up 3`, `gc`, `preflight`.
 """
 

@@ -13,7 +13,7 @@ from tests.testbed.sweeping import sweep_abandoned
 
 
 def main() -> int:
-    """Obey the command line; return the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.testbed", description="Hosts made of Linux namespaces.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("up", help="bring hosts up and print how to log in; Ctrl-C removes them").add_argument(

@@ -1,4 +1,6 @@
-"""Commands of the operating system and waiting for it: each with a deadline, and with its own words when it fails."""
+"""Runs commands of the operating system and waits for conditions. Each has a deadline; an error has the command's
+output.
+"""
 
 import subprocess
 import time
@@ -17,12 +19,12 @@ def run(*argv: str, text: str | None = None, seconds: float = 60.0) -> str:
 
 
 def ip(lines: Sequence[str]) -> None:
-    """Apply lines of iproute2's `ip`, in order, stopping at the first that fails; one process for all of them."""
+    """Apply lines of iproute2's `ip`, in order, in one process; it stops at the first that fails."""
     run("ip", "-batch", "-", text="\n".join(lines) + "\n")
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
-    """Wait until the condition holds. Raises TimeoutError with what was waited for."""
+    """Wait until the condition holds. Raises TimeoutError with the name of the condition."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

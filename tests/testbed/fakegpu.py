@@ -1,13 +1,14 @@
-"""GPUs that can be partitioned, as far as `nvidia-smi` shows: this file, copied onto a host's PATH under that name, and
-its state beside it as JSON.
+"""A fake `nvidia-smi` for GPUs that can be partitioned.
+
+This file is copied onto a host's PATH under that name, with its state beside it as JSON.
 
     gpus = install(host.root / "usr/local/bin", count=2)
     gpus.set(refuses_reset=True)
     assert gpus.modes == ["Disabled", "Disabled"]
 
-It takes the real command's words, keeps the real placement rules (`accelerators.mig`), and prints what the MIG User
-Guide shows. Where the real one chooses freely it chooses the worst: a profile goes to the last place that is free, so
-that small ones made first are in the way of large ones.
+It takes the arguments of the real command, keeps the real placement rules (`accelerators.mig`), and prints the output
+that the MIG User Guide shows. Where the real one has a choice, it chooses the worst. A profile gets the last free
+place, so that small profiles made first block large ones.
 """
 
 import contextlib
@@ -24,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 SHEBANG = f"#!{'/usr/bin/python3' if os.path.exists('/usr/bin/python3') else '/usr/bin/env -S python3'} -SEB\n"
-"""The system's own Python, which hosts have too; a shim of the user's would cost ten times as much."""
+"""The system's own Python, which hosts also have; a shim of the user's would take ten times as long."""
 OPTIONS: dict[str, Any] = {
     "needs_reset": False,  # the mode changes with a reset only, as on an A100
     "refuses_reset": False,
     "fails": "",  # an option, such as "-cgi": the command does nothing and fails
-    "hangs": "",  # likewise: the command does nothing, for ever
+    "hangs": "",  # the command does nothing, for ever
     "hides": 0,  # so many partitions of each GPU are not listed
     "seconds": 0.0,  # how long a command takes before it changes something
     "stops_at": 0,  # the first, second, ... command that changes something ...
@@ -52,7 +53,7 @@ class Gpus:
 
     @property
     def modes(self) -> list[str]:
-        """The MIG mode of each, with the pending one if that is another."""
+        """The MIG mode of each, with the pending one if it differs."""
         return [
             gpu["current"] if gpu["current"] == gpu["pending"] else f"{gpu['current']} (pending {gpu['pending']})"
             for gpu in self._now["gpus"]
@@ -65,18 +66,18 @@ class Gpus:
 
     @property
     def uuids(self) -> list[str]:
-        """What can be shown to a program: the UUIDs of the partitions, GPU by GPU."""
+        """The devices that a program can use: the UUIDs of the partitions, GPU by GPU."""
         return [
             instance["uuid"] for gpu in self._now["gpus"] for instance in gpu["instances"] if instance["is_computing"]
         ]
 
     @property
     def changes(self) -> list[str]:
-        """The commands so far that were to change something."""
+        """The commands so far that had to change something."""
         return self._now["changes"]
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        """Run the command on this machine, as somebody else would."""
+        """Run the command on this machine, as another program would."""
         return subprocess.run(
             [sys.executable, "-S", str(self.program), *words], capture_output=True, text=True, check=True
         )
@@ -96,7 +97,7 @@ def install(
     name: str = "NVIDIA H100 80GB HBM3",
     **options: Any,
 ) -> Gpus:
-    """Put `nvidia-smi` into a folder of programs, with so many whole GPUs behind it. `options` are those of OPTIONS."""
+    """Put `nvidia-smi` into a folder of programs, with this many whole GPUs. `options` are those of OPTIONS."""
     from skyward_core.accelerators.mig import profiles
 
     gpus = Gpus(folder)
@@ -128,7 +129,7 @@ def install(
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[Any]:
-    """The state, alone; written back if it is another afterwards."""
+    """Lock the state, and write it back afterwards if it has changed."""
     with path.open("r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         text = file.read()
@@ -151,7 +152,7 @@ def _uuid(kind: str) -> str:
 
 
 class Refused(Exception):
-    """What a command ends with: an exit code, and a text on stdout, where the real one says most of its errors."""
+    """The end of a command: an exit code, and a text on stdout, where the real one prints most of its errors."""
 
 
 def main(words: list[str]) -> int:

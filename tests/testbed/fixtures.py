@@ -1,6 +1,6 @@
-"""Fixtures for whoever needs real machines: a fleet, and a mirror for its hosts to install from.
+"""Fixtures for tests that need real machines: a fleet, and a mirror from which its hosts install.
 
-One of each for a test session, made when first asked for.
+There is one of each for a test session, created at the first use.
 """
 
 import os
@@ -14,14 +14,14 @@ from tests.testbed import Fleet, why_not
 from tests.testbed.mirror import Mirror
 
 PURE_PACKAGE = "six==1.17.0"
-"""Small, and no node's own need: for images that ask for something."""
+"""A small package that no node needs, for images with packages."""
 
 
 @pytest.fixture(scope="session")
 def fleet() -> Iterator[Fleet]:
-    """The fleet of this test session: make hosts of your own, and crash them.
+    """The fleet of this test session: create your own hosts, and crash them.
 
-    Skips, or fails in CI, where this machine cannot carry hosts.
+    Skips, or fails in CI, if this machine cannot run hosts.
     """
     if reason := why_not():
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
@@ -31,13 +31,15 @@ def fleet() -> Iterator[Fleet]:
 
 @pytest.fixture(scope="session")
 def mirror(fleet: Fleet) -> Iterator[Mirror]:
-    """What the fleet's hosts install from: this Python, what a node needs in this client's versions, uv, numpy,
-    `PURE_PACKAGE`. Leave it mended.
+    """The mirror from which the fleet's hosts install.
+
+    It has this Python, the requirements of a node in this client's versions, uv, numpy and `PURE_PACKAGE`. Tests must
+    leave it unbroken.
     """
     with Mirror(fleet.network.gateway, requirements()) as mirror:
         yield mirror
 
 
 def requirements() -> tuple[str, ...]:
-    """Return what the session's mirror serves, without the dependencies."""
+    """Return the packages of the session's mirror, without their dependencies."""
     return (*runtime_pins(), f"uv=={version('uv')}", f"numpy=={version('numpy')}", PURE_PACKAGE)

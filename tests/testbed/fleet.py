@@ -1,4 +1,4 @@
-"""Makes hosts, and sees to it that all of them go, whatever becomes of the process that made them."""
+"""Creates hosts, and removes all of them however the process that created them ends."""
 
 import contextlib
 import itertools
@@ -17,9 +17,9 @@ from tests.testbed.preflight import NAMESPACES
 INIT = Path(__file__).with_name("init.sh")
 REPOSITORY = Path(__file__).parents[2]
 SYSTEM = {"usr", "etc", "var", "bin", "sbin", "lib", "lib32", "lib64", "libx32", "proc", "sys", "dev"}
-"""What a host shares of this machine's top folders (to read; its writes stay its own).
+"""The top folders of this machine that a host shares: it can read them, and its writes are not visible here.
 
-It sees every other one empty: no caches, no homes.
+All others are empty on the host, so it has no caches and no homes.
 """
 
 SSHD_CONFIG = """\
@@ -40,10 +40,10 @@ POWEROFF = "#!/bin/sh\nexec kill -TERM 1\n"
 
 
 class Fleet:
-    """Hosts on one network of their own, up to 253; a context manager. `number` is what tells this fleet from others.
+    """Hosts on their own network, up to 253; a context manager. `number` identifies the fleet.
 
-    When the process that holds it is killed, a watcher process removes everything; should that one be killed too, then
-    the next fleet or `python -m tests.testbed gc` does.
+    When the process that holds the fleet is killed, a watcher process removes everything. If the watcher is killed too,
+    the next fleet or `python -m tests.testbed gc` does it.
     """
 
     def __init__(self) -> None:
@@ -114,15 +114,15 @@ class Fleet:
         return host
 
     def close(self) -> None:
-        """Remove everything. Raises RuntimeError with what would not go."""
-        with contextlib.ExitStack() as undo:  # from the last to the first, each whatever became of the one before
+        """Remove everything. Raises RuntimeError with what could not be removed."""
+        with contextlib.ExitStack() as undo:  # in reverse order; a failure of one does not stop the others
             undo.callback(self.watcher.wait, 60)
             undo.callback(sweeping.release, self.number, self._lock)
             for host in self.hosts:
                 undo.callback(host.crash)
 
     def _prepare(self, index: int) -> Path:
-        """Lay out what the host's disk has of its own when it is first started."""
+        """Create the host's own part of its disk when it is first started."""
         folder = self.directory / _name(index)
         seed = folder / "seed"
         for name in ("root", "disk", "seed/root/.ssh", "seed/etc/ssh", "seed/usr/local/sbin", "seed/tmp"):
@@ -175,7 +175,7 @@ class Fleet:
 
 
 def watch(number: int) -> None:
-    """Wait until nobody holds this fleet's number, then remove what is left of it."""
+    """Wait until no process holds this fleet's number, then remove what is left of the fleet."""
     if (lock := sweeping.take(number, is_patient=True)) is not None:
         sweeping.release(number, lock)
 
@@ -187,7 +187,7 @@ def _watch(number: int) -> "subprocess.Popen[bytes]":
 
 
 def _hide_what_is_below(folder: Path) -> None:
-    """Mark a folder of an overlay's upper layer so that the lower layer's entries do not show through it."""
+    """Mark a folder of an overlay's upper layer so that the lower layer's entries are hidden in it."""
     os.setxattr(folder, "trusted.overlay.opaque", b"y")
 
 

@@ -1,4 +1,4 @@
-"""One host: what it is reached by, and what can happen to it."""
+"""One host: its addresses and keys, and the faults that it can have."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from tests.testbed.network import Network
 class Host:
     """A machine with a real `sshd`.
 
-    Made by `Fleet.create`, gone with its fleet; what its methods do lasts until it is undone.
+    `Fleet.create` creates it, and the fleet removes it. The effect of its methods lasts until it is undone.
     """
 
     network: Network
@@ -27,7 +27,7 @@ class Host:
     """The private key that may log in; one for the whole fleet."""
     process: subprocess.Popen[str]
     pid: int
-    """Its first process, as this machine counts."""
+    """Its first process, by its pid on this machine."""
     is_isolated: bool
     user: str = "root"
     port: int = 22
@@ -42,7 +42,7 @@ class Host:
 
     @property
     def known_hosts_line(self) -> str:
-        """Who it proves to be now, as `known_hosts` writes it."""
+        """Its current host key, as a line of `known_hosts`."""
         return self.known_hosts_path.read_text().strip()
 
     @property
@@ -54,11 +54,11 @@ class Host:
     def is_up(self) -> bool:
         return self.process.poll() is None
 
-    # ── reaching it ──────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── access ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def ssh(self, *options: str) -> list[str]:
-        """Return the command line that logs in, free of this user's own configuration and agent; options as after
-        `-o`.
+        """Return the command line that logs in, without this user's own configuration and agent; options as
+        after `-o`.
         """
         fixed = [
             f"UserKnownHostsFile={self.known_hosts_path}",
@@ -75,31 +75,29 @@ class Host:
     def run(
         self, command: str, *, text: str = "", seconds: float = 60.0, options: tuple[str, ...] = ()
     ) -> subprocess.CompletedProcess[str]:
-        """Run a shell command through OpenSSH and return whatever came of it (255: ssh itself failed); `text` is its
-        stdin.
-        """
+        """Run a shell command through OpenSSH and return its result (255: ssh itself failed); `text` is its stdin."""
         argv = [*self.ssh(*options), "--", command]
         return subprocess.run(argv, input=text, capture_output=True, text=True, timeout=seconds, check=False)
 
-    # ── what can happen to it ────────────────────────────────────────────────────────────────────────────────────────
+    # ── faults ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def kill(self) -> None:
-        """Cut its power, as when a spot machine is taken away: silence, then nothing lives.
+        """Cut its power, as when a spot machine is preempted: its peers get no message, then no process lives.
 
-        Its address stays a black hole.
+        Packets to its address are dropped without an answer.
         """
         self.partition()
         self.crash()
 
     def crash(self) -> None:
-        """Kill all of its processes with the wire still in: peers hear at once that their connections are closed."""
-        if self.is_up:  # else its pid may be somebody else's by now
+        """Kill all of its processes while the network is up: peers see at once that their connections are closed."""
+        if self.is_up:  # else its pid may belong to another process by now
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
         self.process.wait(60)
 
     def partition(self) -> None:
-        """Let every packet from and to it vanish; it runs on."""
+        """Drop every packet from and to it; it continues to run."""
         if self.is_up:
             self.network.cut(self.index)
 
@@ -108,11 +106,11 @@ class Host:
         self.network.join(self.index, is_isolated=self.is_isolated)
 
     def freeze(self) -> None:
-        """Stop all of its processes; its kernel still accepts connections, and nobody answers on them."""
+        """Stop all of its processes; its kernel still accepts connections, but no process answers on them."""
         wait_until(self._is_stopped, f"{self.name} to stand still")
 
     def thaw(self) -> None:
-        """Let its processes go on."""
+        """Continue its processes."""
         _signal(self._processes(), signal.SIGCONT)
 
     def limit(self, rate: str | None) -> None:
@@ -120,14 +118,14 @@ class Host:
         self.network.shape(self.index, self.pid, rate)
 
     def impair(self, *, delay_milliseconds: int = 0, loss_percent: float = 0.0) -> None:
-        """Delay every packet by so much, each way, and lose some; in place of a limit.
+        """Delay every packet by this time, each way, and lose some; this replaces a limit.
 
-        Raises RuntimeError where the kernel has no netem.
+        Raises RuntimeError if the kernel has no netem.
         """
         self.network.impair(self.index, self.pid, delay_milliseconds, loss_percent)
 
     def fill_disk(self) -> None:
-        """Leave no free byte on its disk (which is memory of this machine: give it a small one).
+        """Leave no free byte on its disk. The disk is memory of this machine, so give the host a small one.
 
         Undone by `empty_disk`.
         """
@@ -136,25 +134,25 @@ class Host:
             os.posix_fallocate(filler.fileno(), 0, disk.f_bavail * disk.f_frsize)
 
     def empty_disk(self) -> None:
-        """Give back what `fill_disk` took."""
+        """Free the space that `fill_disk` took."""
         (self.root / "var/filler").unlink()
 
     def change_host_key(self) -> None:
-        """Let it prove to be somebody else from the next connection on, as a stranger on its address would."""
+        """Change its host key from the next connection on, as if another machine had its address."""
         write_host_key(self.root / "etc/ssh", self.ip, self.known_hosts_path)
         os.kill(self.pid, signal.SIGHUP)
         new = self.known_hosts_line
         wait_until(lambda: new in self._presented(), f"the new key of {self.name}")
 
     def is_listening(self) -> bool:
-        """True once its sshd takes connections; asked of its kernel, without connecting."""
+        """Return whether its sshd accepts connections; its kernel is queried, without a connection."""
         with contextlib.suppress(OSError):
             rows = [line.split() for line in Path(f"/proc/{self.pid}/net/tcp").read_text().splitlines()[1:]]
             return any(row[1].endswith(f":{self.port:04X}") and row[3] == "0A" for row in rows)
         return False
 
     def _is_stopped(self) -> bool:
-        # those who were forking are met next time
+        # processes that were forking are found in the next round
         moving = [pid for pid in self._processes() if _state(pid) not in "TtZX"]
         _signal(moving, signal.SIGSTOP)
         return not moving
@@ -175,7 +173,7 @@ class Host:
 
 
 def write_host_key(folder: Path, address: str, known_hosts: Path) -> None:
-    """Make a new host key in this folder, and note it as the key of this address."""
+    """Create a new host key in this folder, and record it as the key of this address."""
     key = folder / "ssh_host_ed25519_key"
     key.unlink(missing_ok=True)
     run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "host", "-f", str(key))
@@ -183,7 +181,7 @@ def write_host_key(folder: Path, address: str, known_hosts: Path) -> None:
 
 
 def shown(host: Host) -> str:
-    """Return the line with which a person logs in."""
+    """Return the command line with which a person logs in."""
     return shlex.join(host.ssh())
 
 

@@ -1,12 +1,11 @@
-"""What bare hosts install from: a package index and an interpreter, served on the fleet's own network by a process of
-its own.
+"""The mirror from which bare hosts install: a separate process that serves a package index and an interpreter.
 
     with Mirror(fleet.network.gateway, requirements) as mirror:
         mirror.configure(host)
         host.run("uv venv --python 3.13 /root/venv")
 
-Wheels come once from the index that this machine's uv is configured for, and are kept in uv's cache folder. Only the
-standard library, and `uv` here.
+It is on the fleet's own network. Wheels come once from the index that this machine's uv is configured for, and are kept
+in uv's cache folder. It needs only the standard library, and `uv` on this machine.
 """
 
 import contextlib
@@ -33,7 +32,7 @@ from tests.testbed.host import Host
 REPOSITORY = Path(__file__).parents[2]
 MINOR = "{}.{}".format(*sys.version_info)
 RECIPE = 1
-"""To be raised when what is put into a mirror's folder changes."""
+"""Increase this when the content of a mirror's folder changes."""
 FILL_SECONDS = 110.0
 ARCHIVE, DOWNLOADS = "python/cpython.tar.gz", "python/downloads.json"
 NOT_NEEDED = (
@@ -52,16 +51,16 @@ NOT_NEEDED = (
     ),
     *("_test*", "_ctypes_test*", "*.a", "*.opt-?.pyc", "EXTERNALLY-MANAGED"),
 )
-"""What no node imports, two thirds of an interpreter: hosts keep their disks in memory."""
+"""Modules that no node imports, two thirds of an interpreter: hosts keep their disks in memory."""
 ORIGIN = b"$ORIGIN/../lib"
 
 
 class Mirror:
     """An index of wheels and an interpreter of this Python's version at `http://address:port`; a context manager.
 
-    `requirements` (as pip takes them) and what they depend on are what the index has. `folder` is where they are kept
-    from one session to the next; filled by the first who needs it, which takes as long as a download. Raises
-    RuntimeError with the words of what failed.
+    The index has `requirements` (as pip takes them) and their dependencies. `folder` keeps them between sessions; the
+    first session fills it, which takes as long as a download. Raises RuntimeError with the output of the failed
+    command.
     """
 
     def __init__(self, address: str, requirements: Sequence[str], folder: Path | None = None) -> None:
@@ -85,7 +84,7 @@ class Mirror:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What uv and pip must have in their environment to ask this mirror and nobody else."""
+        """The environment variables that make uv and pip use this mirror only."""
         return {
             "UV_DEFAULT_INDEX": f"{self.url}/simple/",
             "UV_PYTHON_DOWNLOADS_JSON_URL": f"{self.url}/{DOWNLOADS}",
@@ -95,12 +94,13 @@ class Mirror:
 
     @property
     def requests(self) -> int:
-        """How often it was asked for anything, refusals included: an environment that is cached asks for nothing."""
+        """How many requests it got, including refused ones: a cached environment makes none."""
         return int(self._asked("count"))
 
     def configure(self, host: Host) -> None:
-        """Write the host's own settings of uv and pip, as an administrator would: whoever logs in installs from here,
-        whatever the environment.
+        """Write the host's own settings of uv and pip, as an administrator would.
+
+        Every user of the host then installs from here, with any environment.
         """
         settings = self.environment
         _put(
@@ -113,7 +113,7 @@ class Mirror:
         )
 
     def break_(self) -> None:
-        """Answer everything with 503 from now on."""
+        """Answer every request with 503 from now on."""
         self._asked("break")
 
     def mend(self) -> None:
@@ -145,19 +145,19 @@ class Mirror:
 
 
 def default_folder() -> Path:
-    """Return where mirrors keep what they serve: in uv's cache, which test sessions share though they have a home of
-    their own.
+    """Return where mirrors keep their files: in uv's cache, which test sessions share although each has its
+    own home.
     """
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("UV_CACHE_DIR") or home / "uv") / "skyward-testbed"
 
 
-# ── what is served ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── content ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _filled(folder: Path, requirements: Sequence[str]) -> Path:
-    """Return the folder that holds these wheels and this interpreter, filled by one process at a time, whole or not at
-    all.
+    """Return the folder that holds these wheels and this interpreter. It is filled by one process at a time, and
+    atomically.
     """
     wish = [RECIPE, sorted(requirements), sys.version, sys.base_prefix, platform.machine()]
     site = folder / f"mirror-{hashlib.sha256(json.dumps(wish).encode()).hexdigest()[:12]}"
@@ -179,10 +179,10 @@ def _locked(path: Path) -> Generator[None]:
 
 
 def _download(requirements: Sequence[str], simple: Path) -> None:
-    """Lay out wheels as a simple index, PEP 503: a folder for each project, whose listing is its page.
+    """Write wheels as a simple index, PEP 503: a folder for each project, with its listing as its page.
 
-    pip does it, for uv downloads no wheels; uv runs it, for this interpreter may have no pip. Both ask the index that
-    this machine is set to.
+    pip does it, because uv downloads no wheels. uv runs pip, because this interpreter may have none. Both use the index
+    that this machine is configured for.
     """
     flat = simple.with_name("wheels")
     indexes = (os.environ.get("UV_DEFAULT_INDEX") or os.environ.get("UV_INDEX_URL"), os.environ.get("PIP_INDEX_URL"))
@@ -229,8 +229,8 @@ def _uv() -> str:
 
 
 def _pack_interpreter(site: Path, scratch: Path) -> None:
-    """Make an archive of this interpreter that runs wherever it is unpacked, and the list of downloads that tells uv of
-    it.
+    """Make an archive of this interpreter that runs wherever it is unpacked, and the list of downloads that uv reads
+    for it.
     """
     home, packed = Path(sys.base_prefix), scratch / "python"
     name = f"python{MINOR}"
@@ -255,8 +255,9 @@ def _pack_interpreter(site: Path, scratch: Path) -> None:
 
 
 def _make_relocatable(binary: Path, library_folder: bytes) -> None:
-    """Write over the folder in which the binary looks for its libpython, if it has one, so that it looks beside itself;
-    patchelf without patchelf.
+    """Overwrite the folder in which the binary looks for its libpython, if it has one, with the binary's own folder.
+
+    It does what patchelf does, which may not be installed.
     """
     content = binary.read_bytes()
     old = library_folder + b"\0"
@@ -270,9 +271,7 @@ def _make_relocatable(binary: Path, library_folder: bytes) -> None:
 
 
 def _downloads(sha256: str) -> dict[str, dict[str, Any]]:
-    """Return what uv expects at UV_PYTHON_DOWNLOADS_JSON_URL; the address of the archive is put in when it is asked
-    for.
-    """
+    """Return the JSON that uv expects at UV_PYTHON_DOWNLOADS_JSON_URL; each answer adds the address of the archive."""
     major, minor, patch = sys.version_info[:3]
     family = platform.machine()
     about = {
@@ -296,11 +295,11 @@ def _put(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-# ── the process that serves ──────────────────────────────────────────────────────────────────────────────────────────
+# ── the server process ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class _Server(http.server.ThreadingHTTPServer):
-    """Serves one folder, unless it is broken, and counts."""
+    """Serves one folder, unless it is broken, and counts the requests."""
 
     daemon_threads = True
 
@@ -312,7 +311,7 @@ class _Server(http.server.ThreadingHTTPServer):
         super().__init__((address, 0), _Answer)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        with contextlib.suppress(OSError):  # hosts die in the middle of a download: that is what they are for
+        with contextlib.suppress(OSError):  # hosts may die during a download: that is a test's purpose
             _Answer(request, client_address, self, directory=str(self.site))
 
 
@@ -348,8 +347,9 @@ class _Answer(http.server.SimpleHTTPRequestHandler):
 
 
 def _serve(address: str, site: Path) -> None:
-    """Serve until stdin ends, which it does when the one who started us is gone; obey its words, one a line, each
-    answered by a line.
+    """Serve until stdin ends, which happens when the parent process has ended.
+
+    Each line of stdin is a command, and is answered by a line.
     """
     server = _Server(address, site)
     threading.Thread(target=server.serve_forever, daemon=True).start()

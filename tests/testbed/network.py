@@ -1,5 +1,5 @@
-"""The wires: a bridge with this machine's address on it, a port for each host, and a second bridge where packets
-vanish.
+"""The network: a bridge with this machine's address, a port for each host, and a second bridge that drops
+all packets.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ FIRST_HOST, LAST_HOST = 2, 254
 class Network:
     """Addresses 10.77.`number`.0/24; this machine is .1, hosts are .2 to .254.
 
-    Nothing in it leads out of this machine.
+    It has no route out of this machine.
     """
 
     number: int
@@ -33,16 +33,17 @@ class Network:
         return self.address(1)
 
     def port(self, index: int) -> str:
-        """Name, on this machine, of the wire to the host with this index."""
+        """Name, on this machine, of the interface to the host with this index."""
         return f"tb{self.number}-{index}"
 
     def address(self, index: int) -> str:
         return f"10.77.{self.number}.{index}"
 
     def build(self) -> None:
-        """Make both bridges.
+        """Create both bridges.
 
-        Every address has its hardware address from the start: a dead host is silence, not "no route to host".
+        Every address has its hardware address from the start, so a dead host does not answer, instead of "no route to
+        host".
         """
         ip(
             [
@@ -58,7 +59,7 @@ class Network:
         )
 
     def plug(self, index: int, pid: int, *, is_isolated: bool) -> None:
-        """Lead a wire into the network namespace of this process, as its eth0."""
+        """Move an interface into the network namespace of this process, as its eth0."""
         port = self.port(index)
         ip(
             [
@@ -70,14 +71,14 @@ class Network:
         ip([f"link set {port} up"])
 
     def inside(self, index: int) -> str:
-        """Return what the host itself must tell `ip`, to have its address; no default route, for there is nothing to
-        reach.
+        """Return the `ip` commands that the host itself must run to have its address. There is no default route,
+        because nothing is reachable outside.
         """
         lines = ["link set lo up", "link set eth0 addrgenmode none up", f"addr add {self.address(index)}/24 dev eth0"]
         return "\n".join([*lines, *self._neighbours("eth0")]) + "\n"
 
     def join(self, index: int, *, is_isolated: bool) -> None:
-        """Put the host's wire where it hears this machine, and the other hosts too unless it is isolated."""
+        """Connect the host to this machine, and to the other hosts unless it is isolated."""
         isolated = "on" if is_isolated else "off"
         ip(
             [
@@ -87,10 +88,10 @@ class Network:
         )
 
     def cut(self, index: int) -> None:
-        """Let everything on the host's wire vanish, both ways, while its carrier stays.
+        """Drop every packet of the host, both ways, while its interface keeps its carrier.
 
-        Taking it off the bridge would not do: this machine's own IP stack would take the frames; and the kernel undoes
-        a port's "disabled" state at once. So it moves to a bridge that has no address.
+        Removing it from the bridge would not work, because this machine's own IP stack would take the frames. The
+        kernel also undoes a port's "disabled" state at once. So the port moves to a bridge that has no address.
         """
         ip(
             [
@@ -100,15 +101,15 @@ class Network:
         )
 
     def shape(self, index: int, pid: int, rate: str | None) -> None:
-        """Limit the wire to a rate such as "80mbit", each way on its own; None takes the limit away."""
+        """Limit the interface to a rate such as "80mbit", each way separately; None removes the limit."""
         bucket = ["tbf", "rate", rate, "burst", "32k", "latency", "300ms"] if rate else ["pfifo"]
         run("tc", "qdisc", "replace", "dev", self.port(index), "root", *bucket)
         run("nsenter", f"--net=/proc/{pid}/ns/net", "tc", "qdisc", "replace", "dev", "eth0", "root", *bucket)
 
     def impair(self, index: int, pid: int, delay_milliseconds: int, loss_percent: float) -> None:
-        """Delay, and lose, what goes over the wire, each way on its own; 0 and 0 take it away.
+        """Delay and lose packets of the interface, each way separately; 0 and 0 remove this.
 
-        Raises RuntimeError where the kernel has no netem.
+        Raises RuntimeError if the kernel has no netem.
         """
         worse = (
             ["netem", "delay", f"{delay_milliseconds}ms", "loss", f"{loss_percent}%"]
@@ -124,9 +125,9 @@ class Network:
         return sorted(name for name in names if name == self.bridge or name.startswith(f"{self.bridge}-"))
 
     def remove(self) -> None:
-        """Take both bridges and every wire away, whatever is left of them."""
+        """Remove both bridges and every interface, whichever of them exist."""
         for name in reversed(self.links()):
-            with contextlib.suppress(RuntimeError):  # the kernel removes a dead host's wire by itself, maybe just now
+            with contextlib.suppress(RuntimeError):  # the kernel may remove a dead host's interface at the same time
                 ip([f"link del {name}"])
 
     def _neighbours(self, device: str) -> list[str]:

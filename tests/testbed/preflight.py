@@ -1,4 +1,4 @@
-"""Whether this machine can carry the test bed, said in one line."""
+"""Checks whether this machine can run the test bed, and prints the reason in one line."""
 
 import os
 import shutil
@@ -14,10 +14,10 @@ PACKAGES = {
     "unshare": "util-linux",
     "nsenter": "util-linux",
 }
-"""Commands the test bed calls, and the Debian packages that bring them."""
+"""Commands that the test bed calls, and the Debian packages that have them."""
 
 NAMESPACES = ("--net", "--mount", "--pid", "--uts", "--ipc", "--cgroup", "--time", "--fork", "--kill-child=KILL")
-"""The options of `unshare` that make a host."""
+"""The options of `unshare` that create a host."""
 
 REHEARSAL = """set -e
 mount -t tmpfs rehearsal "$1"; mkdir "$1/upper" "$1/work" "$1/root"
@@ -31,9 +31,9 @@ ip link set dev port0 type bridge_slave isolated on
 
 
 def why_not() -> str | None:
-    """Return why hosts cannot be made here, in one line; None if they can.
+    """Return why hosts cannot be created here, in one line; None if they can.
 
-    Rehearses in namespaces of its own and leaves nothing.
+    It tries this in its own namespaces and leaves nothing.
     """
     if sys.platform != "linux":
         return f"the test bed needs Linux namespaces, and this is {sys.platform}"
@@ -55,6 +55,6 @@ def why_not() -> str | None:
 
 
 def _which(command: str) -> str | None:
-    """Look where administrators' commands are too: a user's PATH on Debian leaves those out."""
+    """Also search the folders of administrators' commands, which a user's PATH on Debian lacks."""
     places = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
     return shutil.which(command, path=places)

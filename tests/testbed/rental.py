@@ -31,19 +31,19 @@ cat >startup.sh
 chmod 700 startup.sh
 setsid env -i PATH="$PATH" HOME=/root {variables} ./startup.sh </dev/null >>log 2>&1 &
 """
-"""What cloud-init does with user data: the script is cut loose from whoever brought it, and has the variables of a boot
-rather than of a login.
+"""As cloud-init runs user data: the script is independent of the connection that sent it, and has the variables of a
+boot, not of a login.
 """
 
 
 @dataclass
 class Machine:
-    """One rented host, as the cloud knows it. Ids are never given twice."""
+    """One rented host, as the cloud has it. Ids are never reused."""
 
     instance: Instance
     host: Host
     listed_until: float = 0.0
-    """Until when it is listed though its host is down; on the clock of `time.monotonic`."""
+    """Until when it is listed although its host is down; on the clock of `time.monotonic`."""
 
     @property
     def is_listed(self) -> bool:
@@ -51,12 +51,12 @@ class Machine:
 
 
 class Cloud:
-    """Who owns the machines, and what is wrong with it: its attributes may be set at any time, from any thread.
+    """The owner of the machines, with its faults: its attributes may be set at any time, from any thread.
 
     Args:
-        fleet: where the hosts are made; they go with it at the latest.
-        prepare: what every new host is given before its startup script runs, such as `Mirror.configure`: its machine
-            image.
+        fleet: creates the hosts, and removes them at its end.
+        prepare: called with every new host before its startup script runs, such as `Mirror.configure`: it stands for
+            the machine image.
         host: options of `Fleet.create`, such as `disk="512M"`.
     """
 
@@ -66,17 +66,17 @@ class Cloud:
         self._options = host
         self._lock = threading.Lock()
         self._places = 0
-        """Machines that are being made."""
+        """Machines that are being created."""
         self.machines: dict[str, Machine] = {}
-        """Every machine that was ever rented and not given back, by instance id."""
+        """Every machine that was rented and not terminated, by instance id."""
         self.capacity: int | None = None
         """How many machines may be up at once; None: as many as the fleet has."""
         self.delay_seconds = 0.0
-        """How much longer each verb takes."""
+        """How much longer each method takes."""
         self.outage = False
-        """True while every verb fails with a ConnectionError."""
+        """True while every method fails with a ConnectionError."""
         self.requests: list[str] = []
-        """The verbs that were called, in their order."""
+        """The methods that were called, in order."""
 
     def provider(self, **fields: Any) -> "Rental":
         """Return the provider value that rents from this cloud."""
@@ -85,27 +85,27 @@ class Cloud:
         return provider
 
     def host(self, instance_id: str) -> Host:
-        """Return the host behind an instance, up or not, to do things to it. Raises KeyError once it was given back."""
+        """Return the host of an instance, up or not, to change it. Raises KeyError once it was terminated."""
         return self.machines[instance_id].host
 
     def preempt(self, instance_id: str, unnoticed_seconds: float = 0.0) -> None:
-        """Take a machine away: silence on its wire, then nothing.
+        """Preempt a machine: its packets are dropped, then it ends.
 
-        The cloud goes on listing it as running for so many seconds.
+        The cloud lists it as running for this many seconds more.
         """
         machine = self.machines[instance_id]
         machine.listed_until = time.monotonic() + unnoticed_seconds
         machine.host.kill()
 
     def answer(self, verb: str) -> None:
-        """Take a request: wait, and fail if there is an outage."""
+        """Accept a request: wait, and fail if there is an outage."""
         self.requests.append(verb)
         time.sleep(self.delay_seconds)
         if self.outage:
             raise ConnectionError(f"503 from the rental's {verb}")
 
     def rent(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
-        """Make up to `count` hosts, as many as there is room for. Raises NoCapacity if that is none."""
+        """Create up to `count` hosts, within the capacity. Raises NoCapacity if that allows none."""
         if not (places := self._claim(count)):
             raise NoCapacity(f"no {offer.instance_type} left in {offer.region}")
         first_rank = int(tags[RANK_TAG])
@@ -117,9 +117,7 @@ class Cloud:
             )
 
     def listed(self, pool_id: str | None) -> list[Instance]:
-        """Return the machines tagged with this pool, or with any, that are up, or that the cloud has not noticed to be
-        down.
-        """
+        """Return the machines with this pool's tag, or all, that are up or that the cloud still lists."""
         found = [
             machine.instance
             for machine in list(self.machines.values())
@@ -128,19 +126,19 @@ class Cloud:
         return sorted(found, key=lambda instance: (instance.pool_id, instance.rank))
 
     def take_back(self, instance_id: str) -> None:
-        """End a machine and forget it; nothing to do for one that is unknown."""
+        """End a machine and forget it; an unknown one is ignored."""
         if (machine := self.machines.get(instance_id)) is not None:
-            if machine.host.is_up:  # the pid of one that is down may be somebody else's by now
+            if machine.host.is_up:  # the pid of a machine that is down may belong to another process by now
                 machine.host.crash()
             self.machines.pop(instance_id, None)
 
     def close(self) -> None:
-        """Take back every machine."""
+        """Terminate every machine."""
         for instance_id in list(self.machines):
             self.take_back(instance_id)
 
     def _claim(self, count: int) -> int:
-        """Set places aside, so that two launches do not share one; return how many."""
+        """Reserve capacity, so that two launches do not share it; return for how many machines."""
         with self._lock:
             taken = self._places + sum(machine.host.is_up for machine in list(self.machines.values()))
             places = count if self.capacity is None else max(0, min(count, self.capacity - taken))
@@ -177,11 +175,11 @@ class Rental(Provider):
 
     @property
     def cloud(self) -> Cloud:
-        """Whose machines these are."""
+        """The cloud that owns these machines."""
         return self._cloud
 
     def offers(self, want: Requirements) -> list[Offer]:
-        """Return one offer, and one more of spot machines if they are sold."""
+        """Return one offer, and a second one for spot machines if they are sold."""
         self._cloud.answer("offers")
         on_demand = Offer(
             provider=self.name,
@@ -196,19 +194,20 @@ class Rental(Provider):
         return [on_demand, spot] if self.spot_is_sold else [on_demand]
 
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
-        """Make hosts, all at once, that run the startup script as root, detached, its output in the instance
-        directory's `log`.
+        """Create hosts, all at once.
+
+        Each runs the startup script as root, detached, with its output in the instance directory's `log`.
         """
         self._cloud.answer("launch")
         return self._cloud.rent(offer, count, tags, startup)
 
     def instances(self, pool_id: str | None = None) -> list[Instance]:
-        """Return the pool's hosts, or all, that are up: one that has powered itself off is gone."""
+        """Return the hosts of the pool, or all, that are up: one that has powered itself off is gone."""
         self._cloud.answer("instances")
         return self._cloud.listed(pool_id)
 
     def terminate(self, ids: Sequence[str]) -> None:
-        """Crash these hosts; what they held of this machine's memory is free when it returns."""
+        """Crash these hosts; this machine's memory that they used is free when it returns."""
         self._cloud.answer("terminate")
         for instance_id in ids:
             self._cloud.take_back(instance_id)
@@ -242,9 +241,9 @@ def _instance(offer: Offer, instance_id: str, rank: int, pool_id: str, host: Hos
 
 
 def _boot(host: Host, instance: Instance, startup: str) -> None:
-    """Run the startup script as the machine's own, cut loose from the connection that brings it.
+    """Run the startup script independently of the connection that sends it.
 
-    Raises RuntimeError with what the host said.
+    Raises RuntimeError with the host's output.
     """
     assert instance.directory is not None
     told = {

@@ -1,7 +1,7 @@
-"""Where a fleet's things are, whose they are, and how all of them go: one function, for every exit.
+"""Where a fleet's files and processes are, who owns them, and one function that removes all of them at every exit.
 
-A fleet is a number from 1 to 250, held by a lock on /run/skyward-testbed-<number>.lock. The kernel lets go of the lock
-when its owner dies, however it dies; whoever then gets the lock removes what that owner left.
+A fleet is a number from 1 to 250, held by a lock on /run/skyward-testbed-<number>.lock. The kernel releases the lock
+when its owner dies in any way. The next process that gets the lock removes what that owner left.
 """
 
 import contextlib
@@ -18,14 +18,12 @@ from tests.testbed.network import Network
 RUN = Path("/run")
 CGROUPS = Path("/sys/fs/cgroup")
 TAG = "SKYWARD_TESTBED"
-"""Every process that carries a host has this in its environment: the number of its fleet."""
+"""Every process that carries a host has the number of its fleet in this environment variable."""
 NUMBERS = range(1, 251)
 
 
 def claim(numbers: range = NUMBERS) -> tuple[int, int]:
-    """Return the first number that is free, and the descriptor that holds it; what a dead owner left under it is swept
-    first.
-    """
+    """Return the first free number, and the descriptor that holds it; remains of a dead owner are removed first."""
     for number in numbers:
         if (lock := take(number)) is not None:
             sweep(number)
@@ -34,21 +32,22 @@ def claim(numbers: range = NUMBERS) -> tuple[int, int]:
 
 
 def take(number: int, *, is_patient: bool = False) -> int | None:
-    """Return a descriptor that holds the number; None if somebody else does (or did, while we were waiting, and has
-    tidied up).
+    """Return a descriptor that holds the number.
+
+    None if another process holds it, or held it during the wait and has removed the fleet.
     """
     path = _lock_of(number)
     lock = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     with contextlib.suppress(BlockingIOError, FileNotFoundError):
         fcntl.flock(lock, fcntl.LOCK_EX if is_patient else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if path.stat().st_ino == os.fstat(lock).st_ino:  # not one that its owner removed before we had it
+        if path.stat().st_ino == os.fstat(lock).st_ino:  # not a file that its owner removed before our lock
             return lock
     os.close(lock)
     return None
 
 
 def release(number: int, lock: int) -> None:
-    """Remove all of the fleet and let go of its number."""
+    """Remove all of the fleet and release its number."""
     try:
         sweep(number)
     finally:
@@ -57,7 +56,7 @@ def release(number: int, lock: int) -> None:
 
 
 def sweep_abandoned() -> list[int]:
-    """Remove every fleet whose owner is gone; return their numbers."""
+    """Remove every fleet without a living owner; return their numbers."""
     found = [int(path.stem.rpartition("-")[2]) for path in sorted(RUN.glob("skyward-testbed-*.lock"))]
     swept = []
     for number in found:
@@ -70,7 +69,7 @@ def sweep_abandoned() -> list[int]:
 def sweep(number: int, seconds: float = 60.0) -> None:
     """Kill and remove everything of this fleet.
 
-    The caller holds its number. Raises RuntimeError with what would not go in time.
+    The caller holds its number. Raises RuntimeError with what could not be removed in time.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -91,8 +90,8 @@ def sweep(number: int, seconds: float = 60.0) -> None:
 
 
 def leftovers(number: int) -> list[str]:
-    """Return what exists of this fleet: processes, network interfaces, control groups, mounts of this namespace,
-    files.
+    """Return what exists of this fleet: processes, network interfaces, control groups, mounts of this
+    namespace, files.
     """
     files = [str(directory(number))] if directory(number).exists() else []
     mounts = [line for line in Path("/proc/self/mounts").read_text().splitlines() if f"{directory(number)}/" in line]
@@ -112,7 +111,7 @@ def cgroups(number: int) -> Iterator[Path]:
 
 
 def _processes(number: int) -> list[int]:
-    """Return the living processes that carry this fleet's hosts; what runs inside dies with them."""
+    """Return the living processes that carry this fleet's hosts; processes inside the hosts end with them."""
     wanted = f"{TAG}={number}".encode()
     found = []
     for entry in Path("/proc").iterdir():

@@ -1,5 +1,5 @@
-"""The test bed itself: what it offers is real, its faults are the faults they claim to be, and it leaves nothing
-behind.
+"""The test bed itself: hosts are separate machines, each fault has its documented effect, and nothing is
+left behind.
 """
 
 import os
@@ -33,7 +33,7 @@ def fleet() -> Iterator[Fleet]:
         yield fleet
     lock = sweeping.take(fleet.number)
     if lock is None:
-        return  # another test process has the number by now
+        return  # another test process may have the number by now
     try:
         assert leftovers(fleet.number) == []
         assert not Path(f"/run/skyward-testbed-{fleet.number}").exists()
@@ -43,7 +43,7 @@ def fleet() -> Iterator[Fleet]:
 
 @pytest.fixture
 def host(fleet: Fleet) -> Iterator[Host]:
-    """A host of a test's own, with a small disk."""
+    """A host of this test alone, with a small disk."""
     host = fleet.create(disk="48M")
     yield host
     host.crash()
@@ -73,7 +73,7 @@ def session(host: Host) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
 
 
 def heard(process: subprocess.Popen[str], seconds: float = 30.0) -> str:
-    """The next line that a command writes; fails if it takes longer."""
+    """Return the next line that a command writes; fails if it takes longer."""
     assert select.select([process.stdout], [], [], seconds)[0], f"nothing heard in {seconds} s"
     return process.stdout.readline()
 
@@ -88,7 +88,7 @@ def said(host: Host, command: str) -> str:
 
 
 def test_hosts_are_separate_machines(fleet, host):
-    """Two hosts differ in name, address, processes and files, neither touches this machine's files, and they reach each
+    """Two hosts differ in name, address, processes and files. Neither changes this machine's files, and they reach each
     other.
     """
     other = fleet.create(disk="48M")
@@ -106,7 +106,7 @@ def test_hosts_are_separate_machines(fleet, host):
 
 
 def test_a_host_is_bare(host):
-    """A host sees this machine's system, and neither its homes nor its caches nor this repository."""
+    """A host sees this machine's system, but not its homes, its caches or this repository."""
     assert said(host, f"find /root /home /mnt /tmp {REPOSITORY} -type f") == "/root/.ssh/authorized_keys"
     assert said(host, "/usr/bin/env sh -c 'touch /tmp/x /dev/shm/y && stat -c %a /tmp /dev/shm'").split() == [
         "1777",
@@ -115,12 +115,12 @@ def test_a_host_is_bare(host):
 
 
 def test_a_host_reaches_nothing_outside(host):
-    """There is no way from a host beyond its own network: the kernel says so at once."""
+    """A host has no route out of its own network: the kernel reports this at once."""
     assert "unreachable" in host.run("bash -c '< /dev/tcp/192.0.2.1/80'").stderr.lower()
 
 
 def test_isolated_hosts_do_not_see_each_other(fleet):
-    """Hosts that are not bridged to one another are reached from this machine, and reach this machine alone."""
+    """Hosts that are not bridged to one another are reachable from this machine, and reach this machine alone."""
     one, two = fleet.create(isolated=True), fleet.create(isolated=True)
     assert said(two, "hostname") == two.name
     assert one.run(f"timeout 1 bash -c '< /dev/tcp/{two.ip}/22'").returncode == 124
@@ -133,7 +133,7 @@ def test_isolated_hosts_do_not_see_each_other(fleet):
 
 
 def test_only_the_fleets_key_logs_in(host, tmp_path):
-    """Another key than the fleet's is refused."""
+    """Any key other than the fleet's is refused."""
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / "key")], check=True)
     argv = [str(tmp_path / "key") if item == str(host.key_path) else item for item in host.ssh()]
     done = subprocess.run([*argv, "true"], capture_output=True, text=True, timeout=60)
@@ -145,7 +145,7 @@ def test_only_the_fleets_key_logs_in(host, tmp_path):
 
 
 def test_a_changed_host_key_is_noticed(host):
-    """After the key has changed, whoever knew the old one is refused by OpenSSH, and the new line is accepted."""
+    """After the key has changed, OpenSSH refuses the connection with the old line, and accepts it with the new one."""
     pinned = host.known_hosts_path.with_name("pinned")
     pinned.write_text(host.known_hosts_line)
     options = (f"UserKnownHostsFile={pinned}",)
@@ -157,10 +157,8 @@ def test_a_changed_host_key_is_noticed(host):
     assert said(host, "hostname") == host.name
 
 
-def test_a_kill_is_silent(host, session):
-    """A power cut gives its peers no sign: an open session does not end, a new connection times out, and nothing runs
-    any more.
-    """
+def test_a_killed_host_sends_no_packet(host, session):
+    """After a power cut, an open session does not end, a new connection times out, and no process runs any more."""
     asleep = session("echo begun; sleep 60")
     assert heard(asleep) == "begun\n"
     pid = host.pid
@@ -171,8 +169,8 @@ def test_a_kill_is_silent(host, session):
     assert asleep.poll() is None
 
 
-def test_a_crash_is_heard_at_once(host, session):
-    """When all processes of a host die with the wire still in, an open session ends."""
+def test_a_crash_closes_connections_at_once(host, session):
+    """When all processes of a host die while the network is up, an open session ends."""
     asleep = session("echo begun; sleep 60")
     assert heard(asleep) == "begun\n"
     host.crash()
@@ -180,13 +178,13 @@ def test_a_crash_is_heard_at_once(host, session):
 
 
 def test_a_host_can_end_itself(host):
-    """`poweroff`, said inside, ends the host."""
+    """`poweroff`, run inside, ends the host."""
     host.run("poweroff")
     wait_until(lambda: not host.is_up, "the host to be off")
 
 
 def test_a_partition_heals(host, session):
-    """During a partition nothing gets through, and an open session goes on after it."""
+    """During a partition no packet arrives, and an open session continues after it."""
     echo = session("cat")
     echo.stdin.write("before\n")
     echo.stdin.flush()
@@ -200,8 +198,8 @@ def test_a_partition_heals(host, session):
     assert heard(echo) == "after\n"
 
 
-def test_a_frozen_host_accepts_and_says_nothing(host):
-    """A frozen host's kernel takes the connection, nobody speaks on it, and thawed it is as before."""
+def test_a_frozen_host_accepts_connections_and_does_not_answer(host):
+    """A frozen host's kernel accepts the connection, but no process answers; after the thaw it works again."""
     host.freeze()
     frozen = host.run("true", options=AT_ONCE)
     assert frozen.returncode == 255
@@ -211,7 +209,7 @@ def test_a_frozen_host_accepts_and_says_nothing(host):
 
 
 def test_a_full_disk_is_full(host):
-    """On a full disk a write fails for want of space, and works again once there is some."""
+    """On a full disk a write fails because there is no space, and works again once there is some."""
     host.fill_disk()
     full = host.run("head -c 65536 /dev/zero > /var/tmp/more")
     assert full.returncode == 1
@@ -221,7 +219,7 @@ def test_a_full_disk_is_full(host):
 
 
 def test_memory_has_a_limit(fleet):
-    """A process that takes more than its host has is killed, and the host stays up and tells its limit."""
+    """A process that takes more memory than its host has is killed. The host stays up and reports its limit."""
     small = fleet.create(memory="64M")
     assert small.run("head -c 200M /dev/zero | tail").returncode == 137
     assert said(
@@ -231,7 +229,7 @@ def test_memory_has_a_limit(fleet):
 
 
 def test_a_clock_can_be_ahead(fleet):
-    """A host's monotonic clock, which other machines must not be compared by, may be a day ahead; its time of day is
+    """A host's monotonic clock may be a day ahead, so other machines must not be compared by it. Its time of day is
     this machine's.
     """
     ahead = fleet.create(clock_ahead_seconds=86_400)
@@ -244,8 +242,8 @@ def test_a_clock_can_be_ahead(fleet):
 
 
 def test_bandwidth_is_limited(host):
-    """Three megabytes through two megabytes a second take 1.5 seconds, less a burst, each way; without a limit they
-    come again.
+    """Three megabytes through two megabytes a second take 1.5 seconds, less a burst, each way. Without a limit they are
+    as fast as before.
     """
     host.limit("16mbit")
     for command, text in (("cat > /dev/null", "x" * 3_000_000), ("head -c 3000000 /dev/zero", "")):
@@ -256,10 +254,10 @@ def test_bandwidth_is_limited(host):
     assert len(host.run("head -c 3000000 /dev/zero").stdout) == 3_000_000
 
 
-def test_distance_is_felt(host):
-    """With 50 ms each way, a round trip takes 100 ms at least; without them, as little as before.
+def test_a_delay_lengthens_the_round_trip(host):
+    """With 50 ms each way, a round trip takes at least 100 ms; without them, as little as before.
 
-    Where the kernel has no netem, that is what is told.
+    If the kernel has no netem, the error says so.
     """
     try:
         host.impair(delay_milliseconds=50)
@@ -276,7 +274,7 @@ def test_distance_is_felt(host):
 
 
 def test_a_closed_fleet_leaves_nothing(fleet):
-    """After a fleet is closed, in whatever state its hosts are, none of its processes, wires, groups, mounts and files
+    """After a fleet is closed, with hosts in any state, none of its processes, interfaces, groups, mounts and files
     exist.
     """
     with Fleet() as other:
@@ -317,7 +315,7 @@ def test_a_killed_run_is_swept(fleet):
 
 
 def test_gc_sweeps_what_even_the_watcher_could_not(fleet):
-    """When the watcher is killed too, `gc` removes the fleet, and touches no fleet that is alive."""
+    """When the watcher is killed too, `gc` removes the fleet, and leaves living fleets unchanged."""
     with _up(1) as up:
         number = _number(_lines(up, 1)[0])
         for child in Path(f"/proc/{up.pid}/task/{up.pid}/children").read_text().split():
@@ -333,8 +331,8 @@ def test_gc_sweeps_what_even_the_watcher_could_not(fleet):
     assert leftovers(fleet.number) != []
 
 
-def test_the_preflight_says_in_one_line_what_is_missing(fleet):
-    """Where the kernel refuses, the preflight fails with one line that names the reason."""
+def test_the_preflight_prints_one_line_with_the_reason(fleet):
+    """If the kernel refuses, the preflight fails with one line that names the reason."""
     argv = ["setpriv", "--bounding-set=-sys_admin", sys.executable, "-m", "tests.testbed", "preflight"]
     refused = subprocess.run(argv, cwd=REPOSITORY, capture_output=True, text=True, timeout=90)
     assert refused.returncode == 1
@@ -352,8 +350,8 @@ def _up(hosts: int) -> Iterator[subprocess.Popen[str]]:
 
 
 def _lines(up: subprocess.Popen[str], hosts: int) -> list[str]:
-    """The command lines it prints, once all of its hosts are up; nothing more is written then, so none is lost in the
-    buffer.
+    """The command lines it prints, once all of its hosts are up. Nothing more is printed then, so no line is lost in
+    the buffer.
     """
     lines = [up.stdout.readline() for _ in range(hosts)]
     assert f"{hosts} hosts in" in up.stdout.readline()

@@ -1,4 +1,4 @@
-"""The mirror of the test bed: a host that has nothing gets a Python and packages from it, and from nobody else."""
+"""The mirror of the test bed: a bare host gets a Python and packages from it, and from no other server."""
 
 import http.client
 import shlex
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def host(fleet: Fleet) -> Iterator[Host]:
-    """A bare host with this client's uv, as the client would bring it."""
+    """A bare host with this client's uv, as the client would install it."""
     host = fleet.create(disk="512M")
     shutil.copy2(uv.find_uv_bin(), host.root / "root/uv")
     yield host
@@ -43,7 +43,7 @@ def said(host: Host, command: str, env: dict[str, str] | None = None) -> str:
 
 
 def answer(url: str, path: str) -> int:
-    """The status of one request, made here."""
+    """Return the status of one request, made here."""
     connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
     connection.request("GET", path)
     try:
@@ -56,8 +56,8 @@ def answer(url: str, path: str) -> int:
 
 
 def test_a_bare_host_becomes_a_node(host, mirror):
-    """A configured host gets this client's Python and a node's needs without a variable set; what is installed is not
-    asked for again.
+    """A configured host gets this client's Python and a node's requirements without a variable set. Installed packages
+    are not requested again.
     """
     mirror.configure(host)
     said(host, f"/root/uv venv --quiet --python {HERE} /root/venv")
@@ -79,8 +79,8 @@ def test_a_bare_host_becomes_a_node(host, mirror):
 
 
 def test_its_environment_is_enough(host, mirror):
-    """uv and pip on a host that nobody configured need nothing but the mirror's variables; without them there is no way
-    out.
+    """uv and pip on an unconfigured host need nothing but the mirror's variables; without them no index is
+    reachable.
     """
     assert (
         host.run("UV_HTTP_RETRIES=0 /root/uv venv --quiet --python-preference only-managed /root/none").returncode != 0
@@ -97,7 +97,7 @@ def test_its_environment_is_enough(host, mirror):
 
 
 def test_it_fails_on_demand(host, mirror):
-    """A broken mirror answers 503 to everything, and counts it; a mended one serves again."""
+    """A broken mirror answers 503 to every request, and counts it; a repaired one serves again."""
     mirror.configure(host)
     before = mirror.requests
     mirror.break_()
@@ -109,11 +109,11 @@ def test_it_fails_on_demand(host, mirror):
     said(host, f"/root/uv venv --quiet --python {HERE} /root/venv")
 
 
-# ── where it keeps things, and that it goes ──────────────────────────────────────────────────────────────────────────
+# ── its folder, and its end ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_two_sessions_fill_one_folder(tmp_path):
-    """Sessions that start at once download once between them, and both serve all of it."""
+    """Sessions that start at once download the packages once, and each serves all of them."""
     with ThreadPoolExecutor(2) as threads:
         one, two = threads.map(lambda _: Mirror("127.0.0.1", [PURE_PACKAGE], tmp_path), range(2))
     with one, two:
@@ -128,17 +128,15 @@ def test_two_sessions_fill_one_folder(tmp_path):
         answer(one.url, "/simple/")
 
 
-def test_a_wish_that_nobody_fulfils_is_told(tmp_path):
-    """What the index does not have is an error with pip's own words, and no half-filled folder is left to be taken for
-    a whole one.
-    """
+def test_a_package_that_the_index_lacks_is_an_error(tmp_path):
+    """The error has pip's own message, and no half-filled folder is left that a later session would use."""
     with pytest.raises(RuntimeError, match=r"six==0\.0\.1"):
         Mirror("127.0.0.1", ["six==0.0.1"], tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
-def test_it_goes_with_its_owner():
-    """When the process that opened it is killed, nothing serves any more."""
+def test_it_ends_with_its_owner():
+    """When the process that opened it is killed, no process serves any more."""
     program = """\
 import time
 from tests.testbed.fixtures import requirements
@@ -166,9 +164,9 @@ def _is_refused(url: str) -> bool:
     return False
 
 
-def test_a_binary_that_cannot_be_moved_is_told(tmp_path):
-    """The path of libpython is replaced by one beside the binary, byte for byte; where there is no room for it the
-    mirror says so.
+def test_a_binary_that_cannot_be_relocated_is_an_error(tmp_path):
+    """The path of libpython is replaced by the binary's own folder, byte for byte. If it does not fit, the mirror
+    raises an error.
     """
     binary = tmp_path / "python"
     binary.write_bytes(b"ELF\0/home/somebody/python/lib\0rest")

@@ -47,19 +47,19 @@ def launch(
 
 
 def text_of(log: Path) -> str:
-    """What a startup script has said; it makes the file itself, some time after its launch."""
+    """Return the output of a startup script; the script creates the file itself, some time after its launch."""
     try:
         return log.read_text()
     except FileNotFoundError:
         return ""
 
 
-# ── the four verbs ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the four methods ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_machines_are_rented_listed_and_given_back(provider, cloud):
-    """Machines are listed for their own pool alone, with everything that was told at their launch; terminated ones are
-    gone, twice too.
+def test_machines_are_rented_listed_and_terminated(provider, cloud):
+    """Machines are listed for their own pool only, with all values of their launch. Terminated ones are gone; a second
+    termination is allowed.
     """
     ours, theirs = launch(provider, 2, first_rank=3), launch(provider, 1, pool_id="sky-on")
     assert provider.instances("sky-one") == ours
@@ -83,8 +83,8 @@ def test_machines_are_rented_listed_and_given_back(provider, cloud):
 
 
 def test_all_pools_are_listed_with_their_tags(provider, cloud):
-    """Without a pool all machines are listed; each has the tags of its launch with its own rank, from anybody who rents
-    of this cloud.
+    """Without a pool all machines are listed. Each has the tags of its launch with its own rank, for every provider
+    object of this cloud.
     """
     tags = {"skyward-owner": "Jo Doe@box", "skyward-expires": "1790003600"}
     (offer,) = provider.offers(Requirements())
@@ -99,8 +99,8 @@ def test_all_pools_are_listed_with_their_tags(provider, cloud):
 
 
 def test_the_startup_script_is_the_machines_own(provider):
-    """It runs as root in the instance's directory with its four variables and none of a login; its log and its host key
-    are where the instance says.
+    """It runs as root in the instance's directory with its four variables and none of a login. Its log and host key are
+    where the instance says.
     """
     (instance,) = launch(provider, first_rank=7)
     with SSHConnection(instance.endpoint).connect(30) as connection:
@@ -119,7 +119,7 @@ def test_the_startup_script_is_the_machines_own(provider):
     assert instance.directory == f"/root/.cache/skyward/instances/{instance.id}"
 
 
-def test_a_machine_is_known_from_the_start(provider, cloud):
+def test_the_host_key_of_a_machine_is_known_at_launch(provider, cloud):
     """The endpoint has the key of its own machine: another machine at its address is refused at the first login."""
     (instance,) = launch(provider)
     cloud.host(instance.id).change_host_key()
@@ -128,7 +128,7 @@ def test_a_machine_is_known_from_the_start(provider, cloud):
 
 
 def test_the_first_line_of_the_script_chooses_its_interpreter(provider, cloud):
-    """A script that names its interpreter gets it, as cloud-init does."""
+    """The interpreter that a script names runs it, as with cloud-init."""
     (instance,) = launch(provider, startup="#!/bin/bash\necho ${BASH_VERSION:+bash}\n")
     log = cloud.host(instance.id).root / instance.directory[1:] / "log"
     wait_until(lambda: text_of(log) == "bash\n", "the startup script")
@@ -144,7 +144,7 @@ def test_a_machine_that_powers_itself_off_is_gone(provider, cloud):
 
 
 def test_spot_machines_cost_less(cloud):
-    """Where spot machines are sold they are an offer of their own, and an instance of one says so."""
+    """If spot machines are sold, they are a separate offer, and their instances say that they are spot."""
     provider = cloud.provider(spot_is_sold=True, price_per_hour=3.0)
     _, spot = provider.offers(Requirements())
     (instance,) = provider.launch(spot, 1, {"skyward-pool": "sky-one", "skyward-rank": "0"}, "")
@@ -152,7 +152,7 @@ def test_spot_machines_cost_less(cloud):
 
 
 def test_machines_are_prepared_before_they_start(fleet):
-    """What the machine image holds is there when the startup script runs."""
+    """The files of the machine image exist when the startup script runs."""
     cloud = Cloud(fleet, prepare=lambda host: (host.root / "etc/image").write_text("prepared\n"), disk="32M")
     (instance,) = launch(cloud.provider(), startup="cat /etc/image")
     log = cloud.host(instance.id).root / instance.directory[1:] / "log"
@@ -161,7 +161,7 @@ def test_machines_are_prepared_before_they_start(fleet):
 
 
 def test_the_provider_is_a_value(provider, cloud):
-    """It travels in a spec and comes out of it as itself, its cloud with it; its JSON has its settings and no cloud."""
+    """It is pickled in a spec and stays equal, with its cloud; its JSON has its settings and no cloud."""
     cheap = cloud.provider(price_per_hour=0.5)
     assert PoolSpec(provider=cheap).provider is cheap
     assert json.loads(json.dumps(cheap.to_json())) == {"name": "rental", "price_per_hour": 0.5}
@@ -169,11 +169,13 @@ def test_the_provider_is_a_value(provider, cloud):
     assert cheap != provider == cloud.provider()
 
 
-# ── what goes wrong with clouds ──────────────────────────────────────────────────────────────────────────────────────
+# ── faults of clouds ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_preempted_machine_is_silent_and_gone(provider, cloud):
-    """A preempted machine is down and not listed; for as long as the cloud has not noticed, it is listed as running."""
+def test_a_preempted_machine_does_not_answer_and_is_not_listed(provider, cloud):
+    """A preempted machine is down and not listed. Until the cloud has noticed the preemption, it is listed
+    as running.
+    """
     noticed, unnoticed = launch(provider, 2)
     cloud.preempt(noticed.id)
     cloud.preempt(unnoticed.id, unnoticed_seconds=3600)
@@ -184,9 +186,9 @@ def test_a_preempted_machine_is_silent_and_gone(provider, cloud):
     assert provider.instances("sky-one") == []
 
 
-def test_capacity_ends(provider, cloud):
-    """With room for fewer than asked as many as there is room for are launched, with none it is NoCapacity; what goes
-    makes room.
+def test_a_launch_is_limited_by_the_capacity(provider, cloud):
+    """If the capacity is smaller than the request, that many machines are launched; if it is zero, NoCapacity is
+    raised. A terminated machine frees capacity.
     """
     cloud.capacity = 3
     assert len(launch(provider, 2)) == 2
@@ -198,8 +200,8 @@ def test_capacity_ends(provider, cloud):
     assert len(provider.instances("sky-one")) == 3
 
 
-def test_launches_at_once_do_not_share_a_place(provider, cloud):
-    """However many ask at once, no more machines come up than there is room for, and all of that room is given."""
+def test_launches_at_once_do_not_exceed_the_capacity(provider, cloud):
+    """However many launches run at once, the number of machines equals the capacity."""
     cloud.capacity = 4
     with ThreadPoolExecutor(3) as threads:
         launched = list(threads.map(lambda number: _count(provider, f"sky-{number}"), range(3)))
@@ -215,7 +217,7 @@ def _count(provider: Rental, pool_id: str) -> int:
 
 
 def test_an_outage_fails_every_verb(provider, cloud):
-    """During an outage every verb raises, nothing is launched or ended by them, and the machines live on."""
+    """During an outage every method raises, nothing is launched or ended, and the machines stay up."""
     (instance,) = launch(provider)
     offer = provider.offers(Requirements())[0]
     cloud.outage = True
@@ -233,8 +235,8 @@ def test_an_outage_fails_every_verb(provider, cloud):
     assert cloud.requests[-5:] == ["offers", "launch", "instances", "terminate", "instances"]
 
 
-def test_a_slow_cloud_takes_its_time(provider, cloud):
-    """Every verb takes as much longer as it was told to."""
+def test_a_slow_cloud_delays_every_method(provider, cloud):
+    """Every method takes as much longer as it is set to."""
     cloud.delay_seconds = 0.2
     started = time.monotonic()
     provider.instances("sky-one")
