@@ -1,4 +1,6 @@
-"""Accounts are never overdrawn: not in any order of events, not by crashes, not by a hundred that reserve at once."""
+"""Accounts are never overdrawn: not in any order of events, not by crashes, not by a hundred concurrent
+reservations.
+"""
 
 from __future__ import annotations
 
@@ -36,16 +38,16 @@ from tests.conftest import examples, wait_until
 
 START = datetime(2026, 11, 30, 22, tzinfo=UTC)  # two hours before a midnight that ends a month too
 OWNER = Owner("ada", "laptop", "boot", "4026531836", 4711, "1234")
-# a ledger syncs each commit; of thousands of histories the disk has nothing
+# a ledger syncs each commit, and thousands of histories do not need the disk
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
-POOL, ACCOUNT = st.integers(0, 2), st.integers(0, 2)  # which of a history's own
+POOL, ACCOUNT = st.integers(0, 2), st.integers(0, 2)  # indexes within a history
 CENTS = st.integers(1, 600)
 HISTORIES = examples(2000)
 
 
 @dataclass
 class Reserved:
-    """What the model knows of a reservation; sums are cents."""
+    """The model's record of a reservation; sums are cents."""
 
     pool: str
     account: str
@@ -56,7 +58,7 @@ class Reserved:
 
 @dataclass
 class Money:
-    """The model: written from the rules of the money alone, without a look at the ledger."""
+    """The model: written from the rules of the money alone, independent of the ledger's code."""
 
     now: datetime = START
     limits: dict[str, tuple[int, Period]] = field(default_factory=dict)
@@ -91,10 +93,10 @@ class Money:
 
 
 class Budgets(RuleBasedStateMachine):
-    """Several pools and accounts, in any order of reserving, settling, rolling on, dying and being swept, over midnight
-    and the end of a month.
+    """Several pools and accounts, with any order of reservations, settlements, renewals, deaths and sweeps, over
+    midnight and the end of a month.
 
-    All histories share one ledger, each with pools and accounts of its own: so thousands of them need seconds.
+    All histories share one ledger, each with its own pools and accounts, so that thousands of them take seconds.
     """
 
     numbers = count()
@@ -183,18 +185,16 @@ class Budgets(RuleBasedStateMachine):
 
     @rule(pool=POOL, share=st.integers(0, 100))
     def end(self, pool: int, share: int) -> None:
-        """A pool closes, and says what it has spent: what its settled reservations say, and of the open ones no more
-        than they are.
-        """
+        """A pool closes, with the cost of its settled reservations, and of the open ones at most their sum."""
         self.settle_pool(self.pools[pool], share, self.ledger)
         self.ledger.end_pool(self.pools[pool])
         self.model.dead.add(self.pools[pool])
 
     @rule(pool=POOL)
     def crash(self, pool: int) -> None:
-        """A driver is killed, with reservations open, and a sweep has judged the pool dead.
+        """A driver is killed with open reservations, and a sweep has found the pool dead.
 
-        Its machines still run, within what is reserved.
+        Its machines still run, within the reserved money.
         """
         assert self.shared.sweep.condemn(self.pools[pool], seen=START)
         self.model.dead.add(self.pools[pool])
@@ -202,8 +202,8 @@ class Budgets(RuleBasedStateMachine):
     @precondition(lambda self: self.model.dead)
     @rule(data=st.data(), share=st.integers(0, 100))
     def sweep(self, data: st.DataObject, share: int) -> None:
-        """Another process, with a ledger of its own, settles a dead pool with what its machines have really cost; again
-        changes nothing.
+        """Another process, with its own ledger object, settles a dead pool with the real cost of its machines; a second
+        settlement changes nothing.
         """
         pool = data.draw(st.sampled_from(sorted(self.model.dead)))
         self.settle_pool(pool, share, self.shared.sweep)
@@ -216,7 +216,7 @@ class Budgets(RuleBasedStateMachine):
         self.model.share_out(its, of_open)
         for _ in range(2):
             ledger.settle_pool(pool, usd(total))
-        # a death never costs any account more than it had set aside
+        # a death never costs any account more than its reservations
         assert all(self.model.committed(*scope) <= was for scope, was in before.items())
 
     @rule(hours=st.sampled_from([0.5, 1, 3, 30]))
@@ -225,7 +225,7 @@ class Budgets(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        """Every balance, every open reservation and what is left in words of the ledger are as the model says."""
+        """Every balance, every open reservation and the free money in the ledger agree with the model."""
         committed, reserved = self.shared.look(self.accounts)
         assert committed == {scope: self.model.committed(*scope) for scope in self.scopes()}
         assert reserved == {number: self.model.made[number].reserved for number in self.open_numbers()}
@@ -245,8 +245,8 @@ def usd(cents: int) -> Decimal:
 
 
 class Shared:
-    """One ledger as drivers and a sweep of another process see it, and the bare tables: a check of the methods looks
-    past them.
+    """One ledger as drivers and the sweep of another process use it, and the bare tables, which check the methods
+    independently.
     """
 
     def __init__(self, url: str, path: str) -> None:
@@ -338,11 +338,11 @@ with Ledger(url, busy_timeout_seconds=60) as ledger:
 
 
 @pytest.mark.slow
-def test_a_hundred_that_reserve_at_once_and_are_killed_overdraw_nothing(tmp_path: Path) -> None:
-    """Eight processes of thirteen pools each spend from one account until it refuses; three are killed in the middle.
+def test_a_hundred_killed_concurrent_pools_overdraw_nothing(tmp_path: Path) -> None:
+    """Eight processes of thirteen pools each spend from one account until it refuses; three are killed during this.
 
-    What the account has left is to the micro-dollar the limit less all that is written down, never less than nothing;
-    and when the pools of the killed have been swept, what they did not spend is there again.
+    The account's free money is to the micro-dollar its limit less all recorded sums, and never below zero. When the
+    pools of the killed processes have been swept, their unspent money is free again.
     """
     url, limit = f"sqlite:///{tmp_path}/ledger.db", Decimal(150)
     with Ledger(url) as ledger:
@@ -389,7 +389,7 @@ def driver(url: str, first: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def written_down(folder: Path) -> Decimal:
-    """What the reservations come to, added up one by one."""
+    """The sum of the reservations, added one by one."""
     tables = sqlite3.connect(folder / "ledger.db")
     try:
         rows = tables.execute(

@@ -30,7 +30,7 @@ TEAM = "team"
 
 
 class Clock:
-    """Seconds for a meter, and the same as a time of day for a ledger."""
+    """Seconds for a meter, and the same time as a datetime for a ledger."""
 
     def __init__(self) -> None:
         self.seconds = 1000.0
@@ -59,7 +59,7 @@ def usd(price: str, increment: int = 1, minimum: int = 0) -> Price:
 
 @dataclass
 class Pool:
-    """A pool with a spending limit, on a clock that the test moves."""
+    """A pool with a spending limit, on a clock that the test sets."""
 
     clock: Clock
     meter: Meter
@@ -82,7 +82,7 @@ class Pool:
         self.commitments |= dict.fromkeys(ids, commitment)
 
     def go_until(self, fill: Fill, longest: float = 2 * HOUR, step: float = 1.0) -> list[Fill]:
-        """Check each second until the fill is reached; return the fills on the way, each once."""
+        """Check each second until the limit is reached; return the states on the way, each once."""
         seen: list[Fill] = []
         for _ in range(int(longest / step)):
             now, reason = self.limit.check()
@@ -105,7 +105,7 @@ def pool(max_cost: float | None, **settings: object) -> Pool:
 
 
 def test_without_a_limit_launches_have_no_end() -> None:
-    """There is no hard end and no paid time, and it stays full."""
+    """There is no hard end and no paid time, and the limit is never reached."""
     it = pool(None)
     commitment = it.launch(100, usd("1000"))
     assert (commitment.lifetime_seconds, commitment.hard_end) == (None, None)
@@ -115,7 +115,7 @@ def test_without_a_limit_launches_have_no_end() -> None:
 
 
 def test_free_machines_have_no_end() -> None:
-    """Free machines, as those of `Local`, have no end, whatever the limit."""
+    """Free machines, such as those of `Local`, have no end, whatever the limit."""
     it = pool(0.01)
     assert it.launch(3, usd("0")).hard_end is None
     it.clock.seconds += 1e6
@@ -128,14 +128,14 @@ def test_free_machines_have_no_end() -> None:
     [
         (0.9999, 1, usd("60"), "0.9999"),  # a minute at 60 USD an hour is 1 USD
         (1.99, 2, usd("60"), "1.99"),
-        (1.0, 1, usd("3.6", minimum=3600), "1.0"),  # an hour is paid for at least
-        (1.0, 1, usd("3.6", increment=3600), "1.0"),  # a begun hour is paid for whole
+        (1.0, 1, usd("3.6", minimum=3600), "1.0"),  # at least an hour is billed
+        (1.0, 1, usd("3.6", increment=3600), "1.0"),  # a begun hour is billed in full
     ],
 )
 def test_a_launch_whose_first_minute_is_not_covered_is_refused(
     max_cost: float, machines: int, price: Price, left: str
 ) -> None:
-    """Before the request, with the arithmetic, an advice and the money that is left."""
+    """Before the request, with the computation, a recommendation and the remaining money."""
     it = pool(max_cost)
     with pytest.raises(BudgetExceeded, match=r"in their first minute.*max_cost=.*Raise max_cost") as caught:
         it.limit.commit(machines, price)
@@ -143,7 +143,7 @@ def test_a_launch_whose_first_minute_is_not_covered_is_refused(
 
 
 def test_a_launch_whose_first_minute_is_just_covered_is_allowed() -> None:
-    """One minute for exactly its price: a hard end in 60 s, of which a tenth is for the boot."""
+    """One minute for exactly its price: a hard end in 60 s, a tenth of which is reserved for the boot."""
     it = pool(1.0)
     commitment = it.limit.commit(1, usd("60"))
     assert commitment.hard_end == it.clock() + 60
@@ -151,9 +151,9 @@ def test_a_launch_whose_first_minute_is_just_covered_is_allowed() -> None:
     assert pool(2.0).limit.commit(2, usd("60")).hard_end == it.clock() + 60
 
 
-def test_a_hard_end_is_where_the_money_ends() -> None:
-    """10 USD pay two machines of 0.5 USD an hour for ten hours; by their own clock they end 120 s earlier, which they
-    may need to boot.
+def test_a_hard_end_is_when_the_money_is_used_up() -> None:
+    """10 USD pay two machines of 0.5 USD an hour for ten hours. By their own clock they end 120 s earlier, because they
+    may need these to boot.
     """
     it = pool(10.0)
     commitment = it.launch(2, usd("0.5"))
@@ -181,8 +181,8 @@ def test_committed_money_cannot_be_committed_again() -> None:
 
 
 def test_two_launches_at_once_do_not_share_the_same_money() -> None:
-    """A commitment is set aside before its machines are there: a second one, asked for while the first call is on its way,
-    finds nothing left.
+    """A commitment is made before its machines exist. A second launch finds no money while the first call
+    is in flight.
     """
     it = pool(10.0)
     first = it.limit.commit(1, usd("10"))
@@ -194,7 +194,7 @@ def test_two_launches_at_once_do_not_share_the_same_money() -> None:
 
 
 def test_of_many_threads_one_gets_the_money() -> None:
-    """Eight request it at the same moment."""
+    """Eight threads request it at the same time."""
     it = pool(1.0)
     got: list[Commitment] = []
     ready = threading.Barrier(8)
@@ -236,7 +236,7 @@ def test_a_launch_whose_answer_was_lost_stays_committed() -> None:
 
 
 def test_the_money_of_a_launch_whose_answer_was_lost_is_free_when_its_machines_are_gone() -> None:
-    """Without the cost of its machines until then; other launches keep their money."""
+    """Until then its machines' money is not free; other launches keep theirs."""
     it = pool(10.0)
     lost = it.limit.commit(1, usd("10"))
     it.meter.start(machine("found"), it.clock(), usd("10"))
@@ -251,7 +251,7 @@ def test_the_money_of_a_launch_whose_answer_was_lost_is_free_when_its_machines_a
 
 @pytest.mark.parametrize(("max_cost", "price"), [(1e6, "0.000001"), (float("inf"), "1")])
 def test_money_for_longer_than_there_are_dates(max_cost: float, price: str) -> None:
-    """Nothing overflows: the ends of a commitment are recorded as dates."""
+    """Nothing overflows, because the ends of a commitment are recorded as dates."""
     commitment = pool(max_cost).limit.commit(1, usd(price))
     assert commitment.hard_end is None or START + timedelta(seconds=commitment.hard_end) < datetime(
         2037, 1, 1, tzinfo=UTC
@@ -264,15 +264,15 @@ SPOT, ON_DEMAND = usd("1"), usd("3")
 
 
 def granted(it: Pool, price: Price = ON_DEMAND, heard: set[str] | None = None, **words: Any) -> Commitment:
-    """Launch one machine; `heard` are the machines that confirm their paid time, all if not given."""
+    """Launch one machine; `heard` are the machines that confirm their paid time, all by default."""
     commitment = it.limit.commit(1, price, notify=lambda: it.meter.rented() if heard is None else heard, **words)
     it.came(1, price, commitment)
     return commitment
 
 
 def test_the_parts_of_a_pool_get_the_same_hard_end() -> None:
-    """An on-demand and a spot machine at 3 and 1 USD last for 25 hours of 100 USD, both until the same moment; the
-    second is asked for a little later.
+    """An on-demand and a spot machine at 3 and 1 USD last for 25 hours of 100 USD, both until the same time; the second
+    is requested a little later.
     """
     it = pool(100.0)
     first = granted(it, along=[(1, SPOT)])
@@ -282,8 +282,8 @@ def test_the_parts_of_a_pool_get_the_same_hard_end() -> None:
     assert (first.hard_end, second.hard_end) == (began + 25 * HOUR, began + 25 * HOUR)
 
 
-def test_parts_that_are_too_dear_together_are_refused_before_the_first() -> None:
-    """The message counts all of them."""
+def test_parts_that_are_too_expensive_together_are_refused_before_the_first() -> None:
+    """The message has the sum of all parts."""
     it = pool(5.0)
     with pytest.raises(
         BudgetExceeded, match=r"1 x 3 USD per hour and 2 x 200 cost 6\.7166.. USD in their first minute"
@@ -315,7 +315,7 @@ def test_a_machine_that_does_not_confirm_an_earlier_end_keeps_its_end_and_its_mo
     it = pool(6.0)
     it.launch(2, ON_DEMAND)
     commitment = granted(it, heard={"m-1"})
-    assert commitment.hard_end == it.clock() + HOUR / 2  # 3 USD are the lost one's
+    assert commitment.hard_end == it.clock() + HOUR / 2  # 3 USD are committed to the lost one
     assert it.limit.paid_seconds() == HOUR / 2
     it.clock.seconds += 600
     it.meter.end("m-2")  # half a USD
@@ -332,7 +332,7 @@ def test_a_machine_that_does_not_confirm_an_earlier_end_keeps_its_end_and_its_mo
 
 
 def test_machines_that_confirm_too_late_are_committed_until_they_are_gone() -> None:
-    """The messages took longer than they were to live: they end now, and are billed until they are gone."""
+    """The messages took longer than the machines' remaining life. They end now, and are billed until they are gone."""
     it = pool(0.3)  # 300 s of one machine
     price = usd("3.6")
     it.came(1, price, it.limit.commit(1, price, ending_seconds=60))
@@ -347,8 +347,8 @@ def test_machines_that_confirm_too_late_are_committed_until_they_are_gone() -> N
 
 
 def test_no_machine_lives_longer_than_its_tags_say() -> None:
-    """The first hard end is the last word for all that come later, however much is left: a sweep that knows nothing
-    else goes by it.
+    """The first hard end limits all later ones, however much money is left, because a sweep without a ledger uses the
+    tags.
     """
     it = pool(10.0)
     it.launch(2, usd("5"))
@@ -366,7 +366,7 @@ def test_no_machine_lives_longer_than_its_tags_say() -> None:
 
 @pytest.mark.parametrize(("max_cost", "machines", "per_hour"), [(1.0, 1, "1"), (2.0, 3, "1.7"), (0.65, 1, "18")])
 def test_the_time_of_a_termination_is_committed(max_cost: float, machines: int, per_hour: str) -> None:
-    """A cloud that bills for 45 s more: nodes end so much earlier, and the pool closes before that."""
+    """A cloud bills for 45 s more: nodes end that much earlier, and the pool closes before that."""
     it = pool(max_cost)
     price, ending = usd(per_hour), 45.0
     it.came(machines, price, commitment := it.limit.commit(machines, price, ending_seconds=ending))
@@ -422,7 +422,9 @@ steps = st.lists(
 def test_if_all_machines_ran_until_their_hard_end_the_bill_would_be_within_max_cost(
     limit: int, price: Price, other: Price, steps: list[tuple[str, int]]
 ) -> None:
-    """After each step of any history, with the machines of unanswered launches; counted here with the ledger's rules."""
+    """After each step of any history, including the machines of unanswered launches; computed here with the ledger's
+    rules.
+    """
     it = pool(limit / 1_000_000)
     asked: list[tuple[Commitment, int, float, Price]] = []
     lives: dict[str, list[float]] = {}
@@ -460,7 +462,7 @@ def test_if_all_machines_ran_until_their_hard_end_the_bill_would_be_within_max_c
             if name in it.meter.rented():
                 it.meter.end(name)
                 lives[name][1] = it.clock()
-        elif what == "pass":  # no machine outlives its hard end: its own clock sees to that
+        elif what == "pass":  # no machine outlives its hard end, because its own clock ends it
             ends = [lives[name][1] for name in it.meter.rented()] + [
                 commitment.hard_end or 0.0 for commitment, *_ in asked
             ]
@@ -504,7 +506,7 @@ class World:
             self.it.clock.seconds += self.pauses
             self._end_what_is_due()
             if name in self.gone or self.ends[name] - self.ending <= self.it.clock():
-                continue  # on its way to its end, and deaf
+                continue  # it is ending, and receives no messages
             paid = self.it.limit.paid_seconds()
             if paid is not None:
                 self.ends[name] = self.it.clock() + paid + self.ending
@@ -654,9 +656,9 @@ def test_no_history_of_parts_and_replacements_can_cost_more(
 def test_it_warns_drains_and_is_used_up_in_time(
     max_cost: float, machines: int, per_hour: str, boot_seconds: float
 ) -> None:
-    """In that order, once each, for pools of six minutes to two hours: no machine has ended itself before.
+    """In that order, once each, for pools of six minutes to two hours; no machine has ended itself before.
 
-    The teardown fits into the limit.
+    The teardown is within the limit.
     """
     it = pool(max_cost)
     price = usd(per_hour)
@@ -677,7 +679,7 @@ def test_it_warns_drains_and_is_used_up_in_time(
     assert list(seen) == [Fill.FULL, Fill.WARNED, Fill.DRAINED, Fill.USED_UP]
     limit = Decimal(repr(max_cost))
     assert Decimal("0.8") * limit <= seen[Fill.WARNED][1] < Decimal("0.81") * limit
-    it.clock.seconds = seen[Fill.USED_UP][0] + 1.0 + 5.0  # the look came a second late, and giving back takes five
+    it.clock.seconds = seen[Fill.USED_UP][0] + 1.0 + 5.0  # the check was a second late; the teardown takes five
     assert it.meter.total() <= limit
     assert it.meter.total() > Decimal("0.85") * limit  # and not much too early
 
@@ -693,7 +695,9 @@ def test_an_hour_that_is_billed_is_used() -> None:
 
 
 def test_the_first_machine_that_ends_counts() -> None:
-    """The pool closes before the first hard end, although the others are paid for longer, so that it can say why."""
+    """The pool closes before the first hard end, although the others are paid for longer, so that it can report the
+    reason.
+    """
     it = pool(3.0)
     it.launch(1, usd("1", increment=3600))  # all three hours
     it.clock.seconds += 1.0
@@ -715,7 +719,7 @@ def test_a_drained_pool_is_full_again_when_a_machine_is_gone() -> None:
 
 
 def test_machines_that_only_a_listing_shows_count_too() -> None:
-    """They have no commitment and no hard end: their bill uses the money up."""
+    """They have no commitment and no hard end: their bill uses up the money."""
     it = pool(1.0)
     it.meter.start(machine("found"), it.clock(), usd("1"))
     assert it.go_until(Fill.USED_UP) == [Fill.FULL, Fill.WARNED, Fill.DRAINED, Fill.USED_UP]
@@ -855,7 +859,7 @@ def test_failed_launches_leave_the_account_to_the_next_candidate(ledger: Ledger,
 
 
 def test_machines_that_may_still_run_stay_reserved(ledger: Ledger, clock: Clock) -> None:
-    """An unanswered launch keeps its reservation when another one is requested."""
+    """An unanswered launch keeps its reservation when another launch is requested."""
     it = opened(ledger, clock, "5")
     it.limit.commit(1, usd("36"))
     with pytest.raises(BudgetExceeded):
@@ -864,7 +868,7 @@ def test_machines_that_may_still_run_stay_reserved(ledger: Ledger, clock: Clock)
 
 
 def test_a_launch_at_the_end_of_the_paid_time_renews_first(ledger: Ledger, clock: Clock) -> None:
-    """A machine that would end a moment after it came is not asked for: more is reserved for all, or the launch is
+    """A machine that would end just after its start is not requested: more money is reserved for all, or the launch is
     refused.
     """
     it = opened(ledger, clock, "1000")
@@ -875,14 +879,14 @@ def test_a_launch_at_the_end_of_the_paid_time_renews_first(ledger: Ledger, clock
     poor = opened(ledger, clock, "1000", "sky-2")
     poor.launch(1, usd("36"))
     ledger.set_account(Account(TEAM, Decimal("1"), Period.MONTH))
-    clock.seconds += 365  # its time is over
+    clock.seconds += 365  # the paid time is over
     with pytest.raises(BudgetExceeded):
         poor.limit.commit(1, usd("36"))
 
 
 def test_an_empty_account_warns_drains_and_ends_the_pool_in_its_paid_time(ledger: Ledger, clock: Clock) -> None:
-    """In that order, with the account's own words; at the end half of the margin is left for giving back, and nothing
-    was overdrawn.
+    """In that order, with the account's own messages. At the end half of the margin is left for the teardown, and
+    nothing is overdrawn.
     """
     it = opened(ledger, clock, "20")
     it.launch(1, usd("36"))
@@ -908,7 +912,7 @@ def test_new_money_in_the_account_ends_the_warning(ledger: Ledger, clock: Clock)
 
 
 class Failing:
-    """Accounts that raise errors while `is_out`."""
+    """Accounts whose methods raise errors while `is_out`."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -935,8 +939,8 @@ def with_outage(ledger: Ledger, clock: Clock) -> tuple[Pool, Failing]:
 
 
 def test_an_outage_of_the_ledger_does_not_end_a_pool_whose_time_is_paid(ledger: Ledger, clock: Clock) -> None:
-    """What is reserved is ours: until a margin before its end all is well, and asked again each second; when the outage
-    is over it goes on as before.
+    """Reserved money stays usable. Until a margin before its end nothing changes, and each second the reservation is
+    retried. After the outage the pool continues.
     """
     it, accounts = with_outage(ledger, clock)
     accounts.is_out = True
@@ -975,7 +979,7 @@ def test_paid_seconds_does_not_wait_for_the_ledger(ledger: Ledger, clock: Clock)
 
 
 def test_a_check_does_not_wait_for_messages_to_nodes() -> None:
-    """Earlier ends travel over SSH, and a node may not answer. The clock of the session checks meanwhile."""
+    """Earlier ends are sent over SSH, and a node may not answer. The session's clock checks meanwhile."""
     it = pool(10.0)
     it.launch(1, usd("1"))
     seen: list[tuple[Fill, str]] = []
@@ -1004,7 +1008,7 @@ def test_a_condemned_pool_reserves_nothing_more(ledger: Ledger, clock: Clock) ->
 
 
 def test_max_cost_and_an_account_hold_together(ledger: Ledger, clock: Clock) -> None:
-    """The one with less money counts, and the paid time is the shorter of the two."""
+    """The one with less money decides, and the paid time is the shorter of the two."""
     it = opened(ledger, clock, "1000", max_cost=5.0)
     it.launch(1, usd("36"))  # 500 s
     assert it.limit.paid_seconds() == 360
@@ -1034,11 +1038,10 @@ pool_steps = st.lists(
 def test_two_pools_on_one_account_never_overdraw_it(
     tmp_path_factory: pytest.TempPathFactory, limit: int, price: Price, steps: Sequence[tuple[str, int, int, float]]
 ) -> None:
-    """Over any history: what is spent and reserved stays within the limit, and each pool's machines could run as long
-    as they were told, and not overspend.
+    """In any history, spent and reserved money stays within the limit. Each pool's machines could run for the time that
+    they have received without overspending.
 
-    Machines end when what they are paid for is over, as nodes do; and settling at the end leaves exactly what was
-    spent.
+    Machines end when their paid time is over, as nodes do, and the final settlement leaves exactly the spent money.
     """
     clock = Clock()
     with Ledger(f"sqlite:///{tmp_path_factory.mktemp('ledger')}/l.db", clock=clock.date) as ledger:

@@ -1,5 +1,5 @@
-"""The pool's page of the ledger: committed before anything is asked for, true whatever came of it, and never in the way
-of giving machines back.
+"""The pool's journal in the ledger: it is committed before each request, records every result, and never delays the end
+of machines.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PRICE = Decimal(36)  # a cent a second
 
 
 class Clock:
-    """Seconds for a meter, and the same as a time of day for a ledger."""
+    """Seconds for a meter, and the same time as a datetime for a ledger."""
 
     def __init__(self) -> None:
         self.seconds = 1000.0
@@ -62,7 +62,7 @@ class Clock:
 
 
 class Outage:
-    """A ledger whose methods can be made to fail, as on a full disk; `calls` are the attempted ones."""
+    """A ledger with methods that can be made to fail, as on a full disk; `calls` are the attempted ones."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -83,7 +83,7 @@ class Outage:
 
 @dataclass
 class JournalCase:
-    """A journal with its ledger, its provider, and a clock that the test moves."""
+    """A journal with its ledger, its provider, and a clock that the test sets."""
 
     clock: Clock
     url: str
@@ -152,7 +152,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         ledger.close()
 
 
-# ── before anything is asked for ─────────────────────────────────────────────────────────────────────────────────────
+# ── before any request ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_pool_is_recorded_with_all_that_a_sweep_needs(make: Make) -> None:
@@ -269,11 +269,11 @@ def test_nothing_is_requested_for_a_condemned_pool(make: Make) -> None:
     assert it.intents() == []
 
 
-# ── what came of it ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── results ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_from_launch_to_end_each_machine_is_one_entry(make: Make) -> None:
-    """Bound to its id, its end asked for, closed with the evidence; its seconds add up to its life, and their price to
+    """Bound to its id, its end requested, closed with the evidence. Its seconds add up to its life, and their price to
     the bill.
     """
     it = make()
@@ -337,7 +337,7 @@ def test_the_intents_of_a_refused_launch_are_closed_and_cost_nothing(make: Make)
 
 
 def test_if_fewer_machines_come_the_other_intents_are_closed(make: Make) -> None:
-    """By their ranks, whichever came."""
+    """By their ranks, in any order."""
     it = make()
     launch = it.journal.intend(it.offer, 3, 0, Commitment())
     came = it.provider.launch(it.offer, 3, launch.tags, "")[1:2]
@@ -350,7 +350,7 @@ def test_if_fewer_machines_come_the_other_intents_are_closed(make: Make) -> None
 
 
 class PriceReportingProvider(FakeProvider):
-    """Reports the real prices of its machines, which may be lower than offered."""
+    """Returns the real prices of its machines, which may be lower than offered."""
 
     tells_what_is_paid: ClassVar[bool] = True
 
@@ -371,7 +371,7 @@ def test_a_machine_that_costs_less_than_its_offer_is_billed_at_its_price(
     assert it.ledger.cost_rows(CostBy.POOL)[0].cost_usd == it.meter.total()
 
 
-def test_a_provider_that_tells_other_sums_is_billed_as_it_has_offered(make: Make) -> None:
+def test_a_provider_that_returns_other_sums_is_billed_as_offered(make: Make) -> None:
     it = make()
     launch, (machine,) = it.launch(1)
     it.journal.bind(launch, [machine.model_copy(update={"price_per_hour": 18.0})])
@@ -406,7 +406,7 @@ def test_a_machine_whose_launch_was_never_answered_is_bound_to_its_intent(make: 
     launch = it.journal.intend(it.offer, 2, 0, Commitment())
     with pytest.raises(ConnectionError):
         it.provider.launch(it.offer, 2, launch.tags, "")
-    # a listing may lack it
+    # a listing may omit it
     it.provider.machines.running["fake-1"] = it.provider.machines.running["fake-1"].model_copy(
         update={"price_per_hour": 0.0}
     )
@@ -461,7 +461,7 @@ def test_a_machine_without_an_intent_gets_one(make: Make) -> None:
 
 
 def test_an_intent_that_a_sweep_has_bound_to_another_machine_does_not_change(make: Make) -> None:
-    """One call has created two machines. This one gets its own entry, so that each is closed on its own."""
+    """One call has created two machines. This one gets its own entry, so that each is closed separately."""
     it = make()
     launch, (instance,) = it.launch(1)
     it.ledger.bind(launch.by_rank[0], "seen-by-a-sweep")
@@ -474,7 +474,7 @@ def test_an_intent_that_a_sweep_has_bound_to_another_machine_does_not_change(mak
 
 
 def test_an_intent_without_a_machine_is_closed_when_the_provider_lists_none(make: Make) -> None:
-    """The launch has failed for good; the provider's listing is the evidence."""
+    """The launch has permanently failed; the provider's listing is the evidence."""
     it = make()
     it.journal.intend(it.offer, 2, 0, Commitment())
     it.tear_down()
@@ -507,7 +507,7 @@ def test_an_outage_keeps_no_machine_running_and_is_raised_at_the_end(make: Make,
 
 
 def test_machines_found_during_an_outage_are_terminated(make: Make) -> None:
-    """They are metered and terminated all the same. The ledger is tried once for each listing, not for each machine."""
+    """They are metered and terminated anyway. The ledger is tried once for each listing, not for each machine."""
     it = make()
     it.launch(5)
     it.outage.failing = {"all verbs"}
@@ -552,7 +552,7 @@ def test_an_outage_that_is_over_is_not_raised(make: Make) -> None:
 def test_a_history_that_cannot_be_written_ends_no_pool_and_hides_no_error(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Attempts are not money: the error is logged, and `close` does not raise it."""
+    """Attempts have no effect on money: the error is logged, and `close` does not raise it."""
     it = make()
     it.outage.failing = {"note_attempts"}
     it.journal.note_attempt(it.offer, 0.1, NoCapacity("none left"))

@@ -50,7 +50,7 @@ USD = Decimal
 
 
 class Clock:
-    """A time of day that the test moves."""
+    """A time that the test sets."""
 
     def __init__(self) -> None:
         self.time = NOON
@@ -61,7 +61,7 @@ class Clock:
 
 @pytest.fixture
 def clock() -> Clock:
-    """Noon, until the test moves it."""
+    """Noon, until the test sets it."""
     return Clock()
 
 
@@ -114,12 +114,12 @@ def intend(ledger: Ledger, token: str = "t1", pool_id: str = "p", price: Price =
     return ledger.intend(pool_id, wish(token, pool_id, price))
 
 
-# ── a PostgreSQL server of our own ───────────────────────────────────────────────────────────────────────────────────
+# ── a PostgreSQL server for the tests ────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture(scope="session")
 def postgresql_server() -> Iterator[str]:
-    """The URL of a server that lives as long as the test session (or less, if that is killed), reached over a Unix
+    """The URL of a server that lives as long as the test session, or less if that is killed; reached over a Unix
     socket.
     """
     programs = next(
@@ -174,7 +174,7 @@ _DATABASES = count(1)
 
 @pytest.fixture
 def postgresql_url(postgresql_server: str) -> Iterator[str]:
-    """A database of its own."""
+    """A new database."""
     name = f"ledger_{next(_DATABASES)}"
     run_on(postgresql_server, f"CREATE DATABASE {name}")
     yield postgresql_server.replace("/postgres?", f"/{name}?")
@@ -254,7 +254,7 @@ def test_a_late_answer_opens_the_intent_again(ledger: Ledger) -> None:
 
 @pytest.mark.parametrize("kind", ["key pair", "volume", "other"])
 def test_entries_of_earlier_kinds_can_be_read(file_ledger: Ledger, sqlite_url: str, kind: str) -> None:
-    """Earlier versions had kinds that this one does not create: their rows stay readable, and are no machines."""
+    """Earlier versions had kinds that this one does not create: their rows stay readable, and are not machines."""
     open_pool(file_ledger, "old")
     intend(file_ledger, pool_id="old")
     run_on(sqlite_url, f"UPDATE skyward_resources SET kind = '{kind}'")
@@ -372,7 +372,7 @@ def test_a_pool_is_condemned_unless_its_lease_was_renewed(ledger: Ledger, clock:
 
 
 def test_many_pools_are_condemned_and_ended_at_once(ledger: Ledger) -> None:
-    """Those whose leases were renewed are left out; with one that is unknown nothing is done."""
+    """Pools with renewed leases are left out; if one pool is unknown nothing is done."""
     for pool_id in "abc":
         open_pool(ledger, pool_id)
     ledger.renew("b", LATER + timedelta(minutes=1))
@@ -417,7 +417,7 @@ def test_a_lease_is_either_renewed_or_condemned(ledger: Ledger, url: str, verb: 
             if verb == "renew":
                 assert is_condemned is not outcome["is_renewed"]
             else:
-                # an intent that is let through is there when the sweep looks, after it has condemned
+                # an intent that was accepted exists when the sweep reads, after it has condemned
                 assert seen == outcome["is_renewed"]
 
 
@@ -509,7 +509,7 @@ def test_seconds_that_were_never_noted_are_filled_in_at_the_close(ledger: Ledger
 
 
 def test_a_machine_that_was_gone_long_before_is_filled_in_until_then(ledger: Ledger, clock: Clock) -> None:
-    """The close has the time at which it was gone. No seconds are filled in after it, and no known ones are lost."""
+    """The close has the time at which it was gone. Later seconds are not filled in, and known ones are kept."""
     early, late, short = ledger.intend_all("p", [wish(token) for token in "abc"])
     ledger.bind_all({early.id: "i-1", late.id: "i-2", short.id: "i-3"})
     ledger.note_all({short.id: {Bucket.IDLE: 90}})
@@ -536,7 +536,7 @@ def test_late_notes_replace_filled_in_seconds(ledger: Ledger, clock: Clock) -> N
 
 
 class IntentHistories(RuleBasedStateMachine):
-    """Any order of verbs, with the ledger closed and opened in between, against a dictionary."""
+    """Any order of methods, with the ledger closed and opened in between, compared with a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -655,8 +655,8 @@ def test_a_resource_that_was_never_created_costs_nothing(ledger: Ledger) -> None
 
 
 def test_the_sum_of_a_bill_does_not_depend_on_the_key(ledger: Ledger, clock: Clock) -> None:
-    """By resource, pool, owner, day and bucket: equal to the micro-dollar, and on demand too, with odd prices, times
-    and billing rules.
+    """By resource, pool, owner, day and bucket: equal to the micro-dollar, also on demand, with odd prices, times and
+    billing rules.
     """
     open_pool(ledger, "q", replace(OWNER, user="bob"))
     counted: dict[int, tuple[Decimal, Decimal]] = {}
@@ -679,7 +679,7 @@ def test_the_sum_of_a_bill_does_not_depend_on_the_key(ledger: Ledger, clock: Clo
         for of in ("cost_usd", "on_demand_usd", "saved_usd"):
             assert sum(getattr(row, of) for row in one) == sum(getattr(row, of) for row in other)
         assert sum(row.seconds for row in one) == pytest.approx(sum(row.seconds for row in other), abs=1e-6)
-    # SQL and Python count alike
+    # SQL and Python compute the same sums
     assert [(row.cost_usd, row.on_demand_usd) for row in rows[CostBy.RESOURCE]] == list(counted.values())
     assert [row.key for row in rows[CostBy.OWNER]] == ["ada@laptop", "bob@laptop"]
     assert [row.key for row in rows[CostBy.BUCKET]] == [*map(str, Bucket), BILLING_ROUNDING]
@@ -888,7 +888,7 @@ def run_script(script: str, *args: str, **options: object) -> subprocess.Complet
 def test_eight_processes_at_once_overdraw_nothing(ledger: Ledger, url: str) -> None:
     """They reserve and settle until the account refuses: less than one reservation is left then."""
     ledger.set_account(Account("team", USD(30), Period.MONTH))
-    done = run_script(EIGHT_RESERVE, url, NOON.isoformat())  # of the same month as the account
+    done = run_script(EIGHT_RESERVE, url, NOON.isoformat())  # in the same month as the account
     assert done.returncode == 0, done.stderr
     reserved = ledger.open_reservations()
     left = ledger.left_usd("team", "p")
@@ -898,7 +898,7 @@ def test_eight_processes_at_once_overdraw_nothing(ledger: Ledger, url: str) -> N
     assert sum(made.reserved_usd for made in reserved) + (sum(counts) - len(reserved)) * USD("0.11") == 30 - left
 
 
-# ── what dies, and what is in the way ────────────────────────────────────────────────────────────────────────────────
+# ── crashes and outages ──────────────────────────────────────────────────────────────────────────────────────────────
 
 KILLED_AT = """
 import os, signal, sys
@@ -1022,12 +1022,12 @@ def test_a_reader_blocks_no_writer(file_ledger: Ledger, tmp_path: Path) -> None:
     [lambda ledger: ledger.left_usd("team", "p"), lambda ledger: ledger.reserve("team", "p", USD(1))],
     ids=["read", "write"],
 )
-def test_a_ledger_that_is_closed_while_it_is_used_keeps_no_connection(
+def test_closing_a_ledger_in_use_closes_every_connection(
     tmp_path: Path, clock: Clock, use: Callable[[Ledger], object]
 ) -> None:
-    """Neither the one that another thread uses as it is closed, nor one that is used later.
+    """This includes the one that another thread uses during the close, and one that is used later.
 
-    The verbs themselves do their work.
+    The methods themselves do their work.
     """
     path = tmp_path / "state/ledger.db"
 
@@ -1125,7 +1125,7 @@ def test_a_read_only_directory_is_an_error(tmp_path: Path, is_made: bool) -> Non
         Ledger(f"sqlite:///{folder}/ledger.db").close()
     folder.chmod(0o555)
     for parent in (tmp_path, *tmp_path.parents[:2]):
-        parent.chmod(0o755)  # so that the other user comes as far as the directory itself
+        parent.chmod(0o755)  # so that the other user gets as far as the directory itself
     done = run_script(TRY_TO_OPEN, f"sqlite:///{folder}/ledger.db", f"sqlite:///{tmp_path}/other.db")
     folder.chmod(0o755)
     assert done.returncode == 0, done.stderr
@@ -1197,7 +1197,7 @@ def test_the_default_ledger_is_in_the_state_directory(monkeypatch: pytest.Monkey
 
 
 def test_attempts_are_kept_in_their_order(ledger: Ledger, clock: Clock) -> None:
-    """Of one pool, since a time, or all; a code of any length."""
+    """Of one pool, since a time, or all; with a code of any length."""
     intend(ledger)
     (pool,) = ledger.pools()
     moments = [clock() + timedelta(seconds=seconds) for seconds in (5, 0)]
@@ -1233,13 +1233,13 @@ def test_the_provider_of_a_dead_pool_cannot_change(ledger: Ledger) -> None:
         ledger.turn_to("sky-unknown", {"name": "aws"}, "1234")
 
 
-# ── what pools are for ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── the work of pools ────────────────────────────────────────────────────────────────────────────────────────────────
 
 TRAIN = Work(system="airflow", workflow="nightly", run="manual__2026-11-22T07:00:00+00:00", task="train", attempt="1")
 
 
 def pay(ledger: Ledger, pool_id: str, work: Work, usd: int) -> None:
-    """Open a pool for this work, of two machines that have cost so much together."""
+    """Open a pool for this work, with two machines of this total cost."""
     ledger.open_pool(
         pool_id, owner=OWNER, provider={"name": "verda"}, spec_json="{}", lease_expires_at=LATER, work=work
     )
@@ -1319,7 +1319,7 @@ def test_a_share_is_not_negative_and_needs_its_pool(ledger: Ledger) -> None:
         ledger.set_shares("nonesuch", {})
 
 
-# ── what only PostgreSQL does ────────────────────────────────────────────────────────────────────────────────────────
+# ── PostgreSQL only ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.slow
@@ -1475,7 +1475,7 @@ def test_a_connection_that_the_server_has_closed_is_replaced(
 
 
 MANY = examples(100_000)
-"""How many resources; they repeat every 5,000."""
+"""Number of resources; they repeat every 5,000."""
 
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
@@ -1545,7 +1545,7 @@ def test_a_bill_of_many_resources_is_right(large: Ledger, by: CostBy) -> None:
 def test_a_list_of_five_thousand_pools_is_right(
     large: Ledger, include_ended: bool, limit: int | None, pools: int, resources: int
 ) -> None:
-    """Those that are open, all of them, or the newest: `skyward ps`."""
+    """The open ones, all of them, or the newest: `skyward ps`."""
     rows = large.pool_rows(include_ended=include_ended, limit=limit)
     assert (len(rows), sum(row.resources for row in rows)) == (pools, resources)
     assert sum(row.open_resources for row in rows) == (0 if limit else MANY // 25)
@@ -1554,12 +1554,12 @@ def test_a_list_of_five_thousand_pools_is_right(
 @pytest.mark.slow
 @pytest.mark.generated
 def test_all_open_intents_are_found(large: Ledger) -> None:
-    """Among twenty-five times as many: what a sweep begins with."""
+    """Among twenty-five times as many: the first read of a sweep."""
     intents = large.open_intents()
     assert len(intents) == MANY // 25
 
 
-# ── whose file it is ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── owners and modes of files ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def modes(folder: Path) -> dict[str, int]:
@@ -1579,7 +1579,7 @@ def test_the_files_of_a_ledger_are_private(tmp_path: Path) -> None:
 
 
 def test_a_ledger_that_others_could_read_becomes_private(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With one warning, and without a loss of entries. Only the default folder changes its mode too."""
+    """With one warning, and without a loss of entries. Only the default folder's mode changes too."""
     path = tmp_path / "ledger.db"
     with Ledger(f"sqlite:///{path}") as ledger, Ledger(f"sqlite:///{path}"):
         ledger.set_account(Account("team", Decimal(1), Period.RUN))
@@ -1634,7 +1634,7 @@ def test_a_transaction_that_a_signal_interrupts_keeps_no_lock(tmp_path: Path) ->
 
         with pytest.raises(KeyboardInterrupt) as caught, ledger._database.write() as connection:
             event.listen(ledger._database._engine, "after_cursor_execute", interrupt)
-            connection.exec_driver_sql("SELECT id FROM (SELECT 1 AS id UNION ALL SELECT 2)")  # a row is still to come
+            connection.exec_driver_sql("SELECT id FROM (SELECT 1 AS id UNION ALL SELECT 2)")  # a row remains to be read
         assert caught.value.__traceback__ is not None
         with ledger._database.write() as connection:
             connection.execute(POOLS.select())

@@ -1,4 +1,4 @@
-"""The bill: price times time, by a clock that the test turns; and what each second went to."""
+"""The bill is price times time, by a clock that the test sets; and each second has one bucket."""
 
 import os
 import pickle
@@ -119,7 +119,7 @@ def test_a_machine_that_is_gone_costs_nothing_more() -> None:
 
 
 def test_the_final_bill_is_returned_once() -> None:
-    """`final` gives the bill over all machines there were, with what spot has saved, and never a second one."""
+    """`final` returns the bill over all machines ever rented, with the savings of spot, and never a second one."""
     clock = Clock()
     meter = Meter(clock)
     meter.start(machine("a", 3.0, on_demand=9.0, is_spot=True), clock())
@@ -150,8 +150,8 @@ def test_a_pool_without_machines_costs_nothing() -> None:
     ],
 )
 def test_time_is_billed_as_the_provider_counts(increment: int, minimum: int, seconds: float, usd: str) -> None:
-    """At 3.60 USD an hour, which are 0.001 a second: begun seconds or minutes are whole ones, and at least the minimum
-    is billed.
+    """At 3.60 USD an hour, which is 0.001 a second: begun seconds or minutes are billed in full, and at least the
+    minimum.
     """
     clock = Clock()
     meter = Meter(clock, increment, minimum)
@@ -189,11 +189,11 @@ def test_a_machine_that_is_rented_again_is_billed_twice() -> None:
     assert final.buckets == {"launching": 1.5}
 
 
-# ── what it will be ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── projections ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_committed_cost_counts_each_machine_to_its_hard_end() -> None:
-    """A machine that is gone counts with what it cost, one without a hard end, or past it, until now."""
+    """A machine that is gone counts with its cost; one without a hard end, or past it, until now."""
     clock = Clock()
     meter = Meter(clock, increment_seconds=3600)
     for name in "abcd":
@@ -207,7 +207,7 @@ def test_the_committed_cost_counts_each_machine_to_its_hard_end() -> None:
 
 
 def test_a_projected_bill_counts_the_machines_that_are_rented_now() -> None:
-    """It has the billing minimum and begun increments of then; a time that has passed is now."""
+    """It includes the billing minimum and begun increments at that time. A time in the past counts as now."""
     clock = Clock()
     meter = Meter(clock, increment_seconds=60, minimum_seconds=600)
     meter.start(machine("a", 3.6), clock())
@@ -220,11 +220,11 @@ def test_a_projected_bill_counts_the_machines_that_are_rented_now() -> None:
     assert meter.projected(clock() + 1) == meter.total() == Decimal("1.44") + Decimal("0.6")
 
 
-# ── what it went to ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── buckets ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_each_second_falls_into_the_bucket_of_its_phase() -> None:
-    """From the request until it is known to be gone a machine is launching, bootstrapping, ready, lost or
+    """From the request until it is known to be gone, a machine is launching, bootstrapping, ready, lost or
     terminating.
     """
     clock = Clock()
@@ -261,7 +261,7 @@ def test_a_machine_never_goes_back_to_an_earlier_phase() -> None:
 
 
 def test_a_phase_may_have_begun_before_it_is_reported() -> None:
-    """The reported time counts, but it is not before the previous phase and not after now."""
+    """The reported time counts, but never before the previous phase or after now."""
     clock = Clock()
     meter = Meter(clock)
     meter.start(machine("a", 1.0), clock())
@@ -290,9 +290,9 @@ def ready(slots: int = 4, price: float = 3.6) -> tuple[Clock, Meter]:
     return clock, meter
 
 
-def test_calls_take_their_slots_part_of_the_ready_time() -> None:
-    """A call of 40 s on one of four slots makes 10 s of running calls, and costs what a slot costs for 40 s: the shares
-    are that bucket's cost.
+def test_calls_take_one_slots_share_of_the_ready_time() -> None:
+    """A call of 40 s on one of four slots makes 10 s of running calls, and costs the price of one slot for 40 s. The
+    shares are that bucket's cost.
     """
     _, meter = ready()
     shares = meter.ran("a", 40.0) + meter.ran("a", 60.0)
@@ -312,7 +312,9 @@ def test_running_time_never_exceeds_ready_time() -> None:
 
 
 def test_the_time_of_running_calls_is_not_idle() -> None:
-    """The node's count shows before the end of a call, is not added to the call's own report, and does not shrink."""
+    """The node's count is visible before the end of a call. It is not added to the call's own report, and does not
+    shrink.
+    """
     clock, meter = ready(slots=2)
     meter.seen_running("a", 90.0)
     meter.seen_running("a", 0.0)
@@ -364,11 +366,11 @@ def bill(price: Decimal, increment: int, minimum: int, milliseconds: int) -> int
     st.sampled_from([1, 60, 3600]),
     st.sampled_from([0, 60, 3600]),
 )
-def test_every_second_is_in_one_bucket_and_paid(
+def test_every_second_is_in_one_bucket_and_billed(
     steps: list[tuple[str, Step]], price: Decimal, on_demand: Decimal, increment: int, minimum: int
 ) -> None:
-    """Whatever happens: buckets add up to the life, their costs to the bill, which only grows, and which is that of the
-    ledger's rounded milliseconds.
+    """In any history, buckets add up to the life and their costs to the bill. The bill only grows, and equals the
+    ledger's bill of rounded milliseconds.
     """
     clock = Clock()
     meter = Meter(clock)
@@ -446,7 +448,7 @@ def crash(seconds: float) -> None:
 
 @sky.compute
 def leave(seconds: float) -> None:
-    """Keep a slot busy, and leave as a program would."""
+    """Keep a slot busy, and exit as a program would."""
     time.sleep(seconds)
     raise SystemExit(3)
 
@@ -460,8 +462,8 @@ def fail(seconds: float) -> None:
 
 @dataclass
 class Bought:
-    """A local node with two slots that costs 7200 USD an hour, which is one for each second of a slot; its meter, and
-    the node's name there.
+    """A local node with two slots at 7200 USD an hour, which is one for each second of a slot; its meter, and the
+    node's name in it.
     """
 
     pool: sky.ComputePool
@@ -479,13 +481,13 @@ class Bought:
         return future
 
     def running_seconds(self) -> float:
-        """Seconds of slots in which calls ran, as the meter knows."""
+        """Slot seconds in which calls ran, by the meter."""
         return self.meter.buckets()[self.instance_id][Bucket.RUNNING_CALLS] * 2
 
 
 @pytest.fixture(scope="module")
 def bought() -> Iterator[Bought]:
-    """One for all tests here."""
+    """One node for all tests of this file."""
     told = Told()
     with shared(
         sky.ComputePool(provider=sky.Local(price_per_hour=7200.0), concurrency=2, display="quiet", on_event=told)
@@ -498,8 +500,8 @@ def bought() -> Iterator[Bought]:
 @pytest.mark.parametrize(
     ("call", "error"), [(sleep, type(None)), (fail, KeyError), (leave, sky.CallCrashed), (crash, sky.CallCrashed)]
 )
-def test_a_call_knows_its_time_and_its_share(bought: Bought, call: Any, error: type[BaseException]) -> None:
-    """After its end, however it ends: the time in its slot, and its cost, which is in the bucket of running calls."""
+def test_a_call_has_its_time_and_its_share(bought: Bought, call: Any, error: type[BaseException]) -> None:
+    """After its end of any kind: the time in its slot, and its cost, which is in the bucket of running calls."""
     before = bought.running_seconds()
     future = bought.submit(call(0.3))
     assert (future.seconds, future.cost) == (None, None)
@@ -507,22 +509,22 @@ def test_a_call_knows_its_time_and_its_share(bought: Bought, call: Any, error: t
     assert future.seconds is not None
     assert 0.3 <= future.seconds < 60
     assert future.cost == pytest.approx(future.seconds)
-    # the node counts a call that runs from a little earlier on
+    # the node counts a running call from a little earlier on
     assert bought.running_seconds() - before == pytest.approx(future.seconds, abs=0.2)
 
 
-def test_shares_add_up_to_what_running_calls_cost(bought: Bought) -> None:
+def test_shares_add_up_to_the_cost_of_running_calls(bought: Bought) -> None:
     """Of two hundred calls, sent in batches, each has its own time; together their shares are the bucket's growth."""
     before = bought.running_seconds()
     futures = [bought.submit(sleep(index / 10_000)) for index in range(200)]
     costs = [future.cost or 0.0 for future in futures if future.result(60) is None]
     assert all(cost >= index / 10_000 for index, cost in enumerate(costs))
-    # the node counts a call that runs from a little earlier on
+    # the node counts a running call from a little earlier on
     assert sum(costs) == pytest.approx(bought.running_seconds() - before, abs=0.2)
 
 
-def test_a_cancelled_call_has_run_too(bought: Bought) -> None:
-    """The call has no time, but the bill has it."""
+def test_a_cancelled_call_is_billed(bought: Bought) -> None:
+    """The call has no time, but the bill includes it."""
     before = bought.running_seconds()
     future = bought.begin(60.0)
     future.cancel()
@@ -531,8 +533,8 @@ def test_a_cancelled_call_has_run_too(bought: Bought) -> None:
 
 
 @pytest.mark.slow
-def test_a_long_call_shows_before_its_end(bought: Bought) -> None:
-    """The node's count arrives every few seconds, so a killed client has recorded the running time."""
+def test_a_long_call_is_metered_before_its_end(bought: Bought) -> None:
+    """The node's count arrives every few seconds, so the running time of a killed client is recorded."""
     before = bought.running_seconds()
     future = bought.begin(60.0)
     wait_until(lambda: bought.running_seconds() > before + 1.0, "the running call to be counted", 30)

@@ -1,5 +1,5 @@
-"""`skyward ledger prune`: the details of old pools go, what they have cost stays, on both databases; and the role that
-a shared ledger needs.
+"""`skyward ledger prune` deletes the details of old pools and keeps their costs, on both databases. It also tests the
+role that a shared ledger needs.
 """
 
 import json
@@ -49,8 +49,8 @@ TAGS = {LAUNCH_TAG: "l", RANK_TAG: "0", TYPE_TAG: "t4.large", OWNER_TAG: "ada@la
 
 @pytest.fixture
 def ledger(url: str, clock: Clock) -> Iterator[Ledger]:
-    """A ledger with old pools: one that has ended, one that has ended and left a machine, one that lives; and one that
-    has ended today.
+    """A ledger with four pools: old ones that ended, that ended and left a machine, and that lives, and one that ended
+    today.
     """
     with Ledger(url, clock=clock, busy_timeout_seconds=10) as opened:
         opened.set_account(Account("team", Decimal(500), Period.MONTH))

@@ -1,4 +1,4 @@
-"""The receipt: what the ledger knows of a pool, as data that adds up."""
+"""The receipt: the ledger's record of a pool, as data that adds up."""
 
 import json
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ SPOT = Price(Decimal("1.5"), Decimal(4), is_spot=True, increment_seconds=60)
 
 
 class Clock:
-    """A time of day that the test moves."""
+    """A time that the test sets."""
 
     def __init__(self) -> None:
         self.time = NOON
@@ -38,7 +38,7 @@ class Clock:
 
 @pytest.fixture
 def clock() -> Clock:
-    """Noon, until the test moves it."""
+    """Noon, until the test sets it."""
     return Clock()
 
 
@@ -68,8 +68,8 @@ def intend(
 
 
 def of_an_afternoon(ledger: Ledger, clock: Clock) -> dict[str, Any]:
-    """The receipt of a pool with a machine that came and went, one that may still run, a thing that is no machine, and
-    one that never was.
+    """The receipt of a pool with four resources: a machine that ended, one that may still run, one that is no machine,
+    and one that was never created.
     """
     gone, left, key = (
         intend(ledger, "p-0"),
@@ -96,8 +96,8 @@ def of_an_afternoon(ledger: Ledger, clock: Clock) -> dict[str, Any]:
 
 
 def test_a_receipt_has_the_state_of_each_resource(ledger: Ledger, clock: Clock) -> None:
-    """Each resource has its times, its evidence, its seconds and its price; a resource that is not known to be gone is said to
-    be left.
+    """Each resource has its times, its evidence, its seconds and its price; a resource that is not known to be gone is
+    listed as left.
     """
     found = of_an_afternoon(ledger, clock)
     assert (found["pool_id"], found["owner"], found["provider"], found["account"]) == ("p", "ada@laptop", "verda", None)
@@ -137,7 +137,7 @@ def test_a_receipt_has_the_state_of_each_resource(ledger: Ledger, clock: Clock) 
 
 
 def test_a_receipt_adds_up(ledger: Ledger, clock: Clock) -> None:
-    """The resources' costs, the buckets' and the ledger's row of the pool are one sum, and so are the savings."""
+    """The costs of the resources, of the buckets and of the pool's row are one sum, and so are the savings."""
     found = of_an_afternoon(ledger, clock)
     (row,) = ledger.cost_rows(CostBy.POOL, pool_id="p")
     assert found["total_cost_usd"] == float(row.cost_usd) == 1.288889
@@ -154,7 +154,7 @@ def test_a_receipt_adds_up(ledger: Ledger, clock: Clock) -> None:
 
 
 def test_a_receipt_has_a_line_for_each_extra(ledger: Ledger, clock: Clock) -> None:
-    """Each thing is a line, with the source of its price; the lines of a resource add up to its cost, and those of all
+    """Each extra is a line, with the source of its price. The lines of a resource add up to its cost, and those of all
     resources to the bill.
     """
     disk = Extra(name="disk", usd_per_hour=0.25, source="a page", checked="2026-11-22")
@@ -176,9 +176,7 @@ def test_a_receipt_has_a_line_for_each_extra(ledger: Ledger, clock: Clock) -> No
 
 
 def test_a_receipt_is_json(ledger: Ledger, clock: Clock) -> None:
-    """It comes back from JSON as it went in, and holds no more of the provider than its name: the rest may be
-    secret.
-    """
+    """It is equal after JSON, and has only the provider's name, because its other fields may be secret."""
     found = of_an_afternoon(ledger, clock)
     written = json.dumps(found, allow_nan=False)
     assert json.loads(written) == found
@@ -186,7 +184,7 @@ def test_a_receipt_is_json(ledger: Ledger, clock: Clock) -> None:
 
 
 def test_a_live_pool_has_a_receipt(ledger: Ledger) -> None:
-    """A pool that has rented nothing yet has one, without an end."""
+    """A pool that has rented nothing yet has a receipt without an end."""
     found = receipt(ledger, "p")
     assert (found["ended_at"], found["resources"], found["left"], found["total_cost_usd"], found["saved_usd"]) == (
         None,
@@ -204,8 +202,8 @@ def test_an_unknown_pool_has_no_receipt(ledger: Ledger) -> None:
 
 
 def test_the_meters_bill_is_the_ledgers(ledger: Ledger, clock: Clock) -> None:
-    """What the meter bills for an odd lot of machines is to the micro-dollar what the ledger makes of the seconds that
-    the meter notes, bucket by bucket.
+    """The meter's bill for random machines equals the ledger's bill of the recorded seconds to the micro-dollar, bucket
+    by bucket.
     """
     meter = Meter(clock.monotonic)
     prices = [

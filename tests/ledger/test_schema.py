@@ -1,4 +1,4 @@
-"""Migrations: old ledgers get the newest schema, whole or not at all; newer ledgers are refused."""
+"""Migrations: old ledgers get the newest schema, atomically; newer ledgers are refused."""
 
 import sqlite3
 import threading
@@ -127,7 +127,7 @@ def test_the_migrations_lead_to_the_tables(ledger: Ledger) -> None:
     Looks inside: Alembic compares by a connection of the ledger's own.
     """
     with ledger._database.read() as connection:
-        # of SQLite's defaults Alembic compares the quotes, which differ without a meaning
+        # Alembic compares the quotes of SQLite's defaults, which differ without a meaning
         opts = {"version_table": ALEMBIC_TABLE, "compare_server_default": connection.dialect.name != "sqlite"}
         context = MigrationContext.configure(connection, opts=opts)
         assert compare_metadata(context, METADATA) == []
@@ -214,11 +214,11 @@ def test_a_ledger_of_a_release_before_alembic_is_stamped(ledger: Ledger, stateme
     assert versions(ledger.url.render_as_string(hide_password=False)) == (str(NEWEST + 1), str(NEWEST + 1))
 
 
-# ── whole or not at all ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── atomic migrations ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_migration_that_fails_changes_nothing(file_ledger: Ledger, tmp_path: Path) -> None:
-    """Neither the schema nor the version; a later one runs once. The entries are there throughout.
+    """Neither the schema nor the version changes; a later migration runs once. The entries always exist.
 
     Looks inside: no verb of the ledger writes what is written here.
     """
@@ -305,7 +305,7 @@ def test_a_migration_that_is_killed_at_any_statement_leaves_the_old_ledger(tmp_p
         open_pool(ledger, "p")
         intent = intend(ledger)
         make_old(ledger, VERSION_1)
-        ledger.vacuum()  # all of it is in the file now, nothing in the write-ahead log
+        ledger.vacuum()  # the file has all of it now, the write-ahead log nothing
     old = schema(tmp_path / "old.db")
     done = run_script(KILLED_AT, str(tmp_path))
     assert done.returncode == 0, done.stderr
