@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 LARGE = Parcel(bytes(70_000))
 SPANS = ((0, 70_000),)
-FUNCTION_SPANS = ((0, 30 << 20),)  # two of them fit below the limit of a node
+FUNCTION_SPANS = ((0, 30 << 20),)  # only two of them fit below the limit of a node
 SECONDS = {"short": 0.0005, "long": 1.0}
 
 
@@ -104,7 +104,7 @@ class Slot:
 
 @dataclass(slots=True)
 class Kept:
-    """A batch that a worker keeps: the calls that are not released, and its reports."""
+    """A batch that a worker keeps: its unreleased calls, and its reports."""
 
     topic: str
     origin: str

@@ -1,4 +1,4 @@
-"""Which messages of the scheduler count, when it is pinged, and when its silence ends a connection."""
+"""Messages of earlier connections, pings of the scheduler, and silence that ends a connection."""
 
 from skyward_core.engine import actions as do
 from skyward_core.engine.connection_state import ACKNOWLEDGED_TOGETHER, PING_SECONDS, PINGS, ConnectionState
@@ -12,8 +12,8 @@ def live() -> tuple[ConnectionState, list[do.Action]]:
     return state, done
 
 
-def test_one_ping_at_a_time_and_none_too_early() -> None:
-    """The next waits for the answer to the last, and for the interval since it was sent."""
+def test_there_is_one_ping_at_a_time_and_none_too_early() -> None:
+    """The next ping waits for the answer to the last, and for the interval since that was sent."""
     state, done = live()
     state.tick(PING_SECONDS)
     assert done == []
@@ -28,7 +28,7 @@ def test_one_ping_at_a_time_and_none_too_early() -> None:
 
 
 def test_a_new_connection_is_pinged_anew() -> None:
-    """It does not wait for the answer to a ping of the earlier one, nor count that one's misses."""
+    """It does not wait for the answer to a ping of the earlier connection, nor count its misses."""
     state, done = live()
     state.tick(PING_SECONDS + 0.1)
     for _ in range(PINGS - 1):
@@ -46,7 +46,7 @@ def test_a_new_connection_is_pinged_anew() -> None:
 
 
 def test_misses_in_a_row_end_the_connection() -> None:
-    """An answer between them starts the count again; the end is told once."""
+    """An answer between two misses resets the count; the end is reported once."""
     state, done = live()
     for _ in range(PINGS - 1):
         state.pinged(1, is_answered=False)
@@ -64,7 +64,7 @@ def test_misses_in_a_row_end_the_connection() -> None:
 
 
 def test_messages_are_acknowledged_together() -> None:
-    """Once there are many of them, or at the next tick; each number once."""
+    """They are acknowledged when there are many, or at the next tick; each number once."""
     state, done = live()
     for _ in range(ACKNOWLEDGED_TOGETHER):
         assert state.hear(1)
@@ -84,7 +84,7 @@ def test_messages_are_acknowledged_together() -> None:
 
 
 def test_messages_of_another_connection_do_not_count() -> None:
-    """Nor do those that come before the scheduler has answered."""
+    """Messages that come before the scheduler has answered do not count either."""
     done: list[do.Action] = []
     state = ConnectionState(done.append)
     assert (state.is_connected, state.is_live, state.heard) == (False, False, 0)

@@ -91,7 +91,9 @@ def runs(folder: Path, name: str) -> int:
 
 @pytest.mark.slow
 def test_a_call_that_is_cancelled_during_a_cut_is_stopped_after_it(lone: sky.ComputePool, tmp_path: Path) -> None:
-    """So is one that is cancelled later: no cancelled call keeps its slot. A call that runs meanwhile goes on."""
+    """A call that is cancelled later is stopped too: no cancelled call keeps its slot. A call that runs meanwhile goes
+    on.
+    """
     kept = lone.submit(note_and_wait(str(tmp_path), "kept"))
     cancelled = lone.submit(note_and_wait(str(tmp_path), "first"))
     wait_until(lambda: runs(tmp_path, "kept") and runs(tmp_path, "first"), "both to run")
@@ -109,7 +111,7 @@ def test_a_call_that_is_cancelled_during_a_cut_is_stopped_after_it(lone: sky.Com
 
 @pytest.mark.slow
 def test_a_cancel_that_did_not_reach_the_scheduler_is_repeated(lone: sky.ComputePool, tmp_path: Path) -> None:
-    """It went out before the client noticed the cut."""
+    """The message was sent before the client noticed the cut."""
     cancelled = [lone.submit(note_and_wait(str(tmp_path), name)) for name in "ab"]
     wait_until(lambda: runs(tmp_path, "a") and runs(tmp_path, "b"), "both to run")
     lost = lose_messages(lone)
@@ -120,7 +122,7 @@ def test_a_cancel_that_did_not_reach_the_scheduler_is_repeated(lone: sky.Compute
 
 
 def lose_messages(pool: sky.ComputePool) -> list[Any]:
-    """Lose the client's messages from now on, as on a dead wire that is not noticed yet; return them."""
+    """Lose the client's messages from now on, as on a broken connection that is not noticed yet; return them."""
     lost = list[Any]()
     cluster_of(pool).client._send_to_scheduler = lost.append
     return lost
@@ -144,7 +146,7 @@ def test_the_cancel_of_a_detached_call_is_acknowledged_or_raises(lone: sky.Compu
 
 @pytest.mark.slow
 def test_a_call_that_never_reached_the_scheduler_is_sent_again(lone: sky.ComputePool, tmp_path: Path) -> None:
-    """Also where no call may run twice: the scheduler knows which calls have arrived."""
+    """Also if no call may run twice: the scheduler knows which calls have arrived."""
     (tmp_path / "go").touch()
     lost = lose_messages(lone)
     future = lone.submit(note_and_wait(str(tmp_path), "call"))
@@ -159,7 +161,7 @@ def test_a_call_that_never_reached_the_scheduler_is_sent_again(lone: sky.Compute
 def test_a_call_that_was_sent_just_before_the_cut_runs_once(
     lone: sky.ComputePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The connection loses all that comes after the call was sent: the next connection finds the task, once."""
+    """The connection loses everything after the call was sent: the next connection finds the task, once."""
     cluster = cluster_of(lone)
     followed = list[str]()
     follow = SchedulerConnection.follow
@@ -216,7 +218,7 @@ def test_a_detached_call_is_taken_in_once(
 
 
 def test_no_detached_call_is_taken_in_when_the_money_is_gone(pool: sky.ComputePool) -> None:
-    """Like any other call."""
+    """It is refused like any other call."""
     cluster = cluster_of(pool)
     cluster.drain(BudgetExceeded("it is spent", ""))
     try:
@@ -288,7 +290,7 @@ class Flaky:
 
 
 def waits_for_wire(pool: sky.ComputePool) -> bool:
-    """Tell whether a fetch waits for the wire to its node."""
+    """Return whether a fetch waits for the connection to its node."""
     return any(fetching.error for fetching in list(cluster_of(pool).dispatcher.fetching.values()))
 
 
@@ -300,7 +302,7 @@ def flaky(pool: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> list[Flaky]
 def test_a_result_is_fetched_when_the_wire_to_its_node_is_back(
     far: sky.ComputePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It stays on the node meanwhile; nothing is lost, and other calls' reports do not wait for it."""
+    """It stays on the node meanwhile; nothing is lost, and reports of other calls do not wait for it."""
     transports = flaky(far, monkeypatch)
     future = far.submit(much())
     wait_until(lambda: waits_for_wire(far), "the wire to be cut")
@@ -317,7 +319,7 @@ def test_a_result_is_fetched_when_the_wire_to_its_node_is_back(
 def test_a_result_that_cannot_be_fetched_is_given_up(
     far: sky.ComputePool, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
-    """When the pool is closed, the node is lost, the pool is given up, or the fetch takes too long."""
+    """That happens when the pool is closed, the node is lost, the pool is abandoned, or the fetch takes too long."""
     flaky(far, monkeypatch)
     cluster = cluster_of(far)
     if end == "late":
@@ -340,16 +342,14 @@ def test_a_result_that_cannot_be_fetched_is_given_up(
 def test_large_arguments_go_to_the_node_that_is_free(
     far: sky.ComputePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They do not queue behind a long call that the scheduler placed; and after a failed upload no node counts as
-    busy.
-    """
+    """They do not queue behind a long call that the scheduler placed. After a failed upload no node counts as busy."""
     long = far.submit(note_and_wait(str(tmp_path), "long"))
     wait_until(lambda: runs(tmp_path, "long"), "the long call to run")
     flaky(far, monkeypatch)
     cluster = cluster_of(far)
     load = cluster._ask("skyward_load")
     members_now = cluster.dispatcher.members
-    # else it is the first by chance
+    # else it may be the first only by chance
     members_now.workers = dict(sorted(members_now.workers.items(), key=lambda item: not load[item[0]]))
     places = [far.submit(where(b"x" * LARGE)).result(60) for _ in range(3)]
     (tmp_path / "go").touch()
@@ -363,9 +363,9 @@ def test_large_arguments_go_to_the_node_that_is_free(
 
 @pytest.mark.slow
 def test_connecting_to_a_frozen_scheduler_ends_in_time(lone: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has accepted the connection and does not answer: connecting ends at its deadline.
+    """The frozen scheduler has accepted the connection and does not answer: connecting ends at its deadline.
 
-    It goes on, and the next attempt succeeds.
+    When it runs again, the next attempt succeeds.
     """
     cluster = cluster_of(lone)
     address, scheduler = cluster.client.scheduler.address, cluster.client.run_on_scheduler(os.getpid)

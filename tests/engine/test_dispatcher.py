@@ -115,7 +115,7 @@ class Pool:
 
 @pytest.mark.parametrize("retries", [0, 1])
 def test_a_call_that_is_being_uploaded_when_the_head_is_lost_waits_again(retries: int) -> None:
-    """It has not gone out: no loss is counted, and it goes out once. The files of the late upload are removed."""
+    """It was not sent: no loss is counted, and it is sent once. The files of the late upload are removed."""
     pool = Pool(retries)
     assert pool.submit(entry("a", arguments=LARGE)) == []
     (upload,) = pool.take(do.Upload)
@@ -131,8 +131,8 @@ def test_a_call_that_is_being_uploaded_when_the_head_is_lost_waits_again(retries
     assert pool.dispatcher.entries["a"].losses == 0
 
 
-def test_a_call_that_has_gone_out_is_lost_with_the_head() -> None:
-    """No worker brings it to the next head: with retries=0 it raises."""
+def test_a_call_that_was_sent_is_lost_with_the_head() -> None:
+    """If no worker brings it to the next head, it raises with retries=0."""
     pool = Pool()
     pool.submit(entry("a"))
     pool.dispatcher.restarted([node_of(7, 0, 1, 1)], lambda parcel: True, 0.0)
@@ -140,7 +140,9 @@ def test_a_call_that_has_gone_out_is_lost_with_the_head() -> None:
 
 
 def test_waiting_arguments_are_lost_with_their_machine_even_if_their_file_is_still_there() -> None:
-    """The file of a lost machine exists until its memory is cleared: a call that is sent meanwhile would not find it."""
+    """The file of a lost machine exists until its memory is cleared: a call that is sent meanwhile would not find it
+    later.
+    """
     pool = Pool(is_here=True)
     pool.submit(entry("x"), entry("y"))
     pool.submit(entry("gone", arguments=Parcel(b"", (), f"/dev/shm/skyward-0-{machine_id(0)}/a", SPANS)))
@@ -185,8 +187,9 @@ def test_all_calls_end_when_the_pool_closes() -> None:
 
 
 def test_a_call_is_lost_though_another_one_prints() -> None:
-    """The task is gone when the scheduler answers again, and two messages were missed: the call is lost with the second
-    one.
+    """The call is lost after the second of two missed messages.
+
+    The task is gone when the scheduler answers again.
     """
     pool = Pool()
     pool.submit(entry("lost"), entry("prints"))
@@ -223,7 +226,7 @@ def fetching() -> tuple[Pool, str]:
 
 @pytest.mark.parametrize("is_cut", [False, True])
 def test_a_fetch_that_fails_after_the_pool_was_given_up_ends_its_call(is_cut: bool) -> None:
-    """Until then it may still arrive."""
+    """Until the failure the value may still arrive."""
     pool, path = fetching()
     pool.dispatcher.give_up(NodeLost("no head"))
     assert pool.errors() == {}
@@ -239,15 +242,15 @@ def test_a_fetch_that_arrives_after_the_pool_was_given_up_counts() -> None:
     assert [action.outcome.parcel.data for action in pool.take(do.Finish)] == [b"value"]
 
 
-def test_a_fetch_that_waits_for_its_way_is_given_up_with_the_pool() -> None:
+def test_a_fetch_that_waits_for_its_node_is_abandoned_with_the_pool() -> None:
     pool, path = fetching()
     pool.dispatcher.not_fetched("a", path, OSError("cut"), is_cut=True)
     pool.dispatcher.give_up(NodeLost("no head"))
     assert str(pool.errors()["a"]) == "no head"
 
 
-def test_a_fetch_is_tried_again_when_the_way_is_there() -> None:
-    """Until its time is up; then the outcome is removed from the node."""
+def test_a_fetch_is_repeated_when_its_node_is_reachable() -> None:
+    """It is repeated until its deadline; then the outcome is removed from the node."""
     pool, path = fetching()
     pool.dispatcher.not_fetched("a", path, OSError("cut"), is_cut=True)
     pool.dispatcher.tick(1.0, lambda _: False)
@@ -289,7 +292,7 @@ def run(pool: Pool, call_id: str, function: str) -> list[str]:
 
 
 def test_the_least_recently_used_functions_are_evicted() -> None:
-    """There is room for two. One that is used again stays, and is not uploaded again."""
+    """There is room for two. A function that is used again stays, and is not uploaded again."""
     pool = Pool()
     assert [run(pool, "1", "f"), run(pool, "2", "g"), run(pool, "3", "f")] == [[], [], []]
     assert run(pool, "4", "h") == ["g"]
@@ -339,7 +342,7 @@ def test_a_function_without_room_travels_in_the_message() -> None:
 # ── fault 11: counts, and workers that come and go ───────────────────────────────────────────────────────────────────
 
 
-def test_a_worker_that_left_is_not_counted_in_again() -> None:
+def test_a_worker_that_left_is_not_counted_again() -> None:
     """Messages of an earlier connection are dropped; the scheduler's answer lists the present workers."""
     pool = Pool()
     pool.dispatcher.pool_news(pool.epoch, WorkerLeft("1-0", ADDRESSES["1-0"]), 0.0)
@@ -368,7 +371,7 @@ def test_all_calls_are_counted_once() -> None:
     assert pool.progress() == (4, 2, 1, 2)
 
 
-def test_a_large_result_counts_when_it_is_here() -> None:
+def test_a_large_result_counts_when_it_has_arrived() -> None:
     """A pool is not idle during the fetch."""
     pool, path = fetching()
     assert list(pool.dispatcher.entries) == ["a"]
@@ -426,7 +429,7 @@ def test_a_large_result_of_a_cancelled_call_is_removed() -> None:
 # ── the connection ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_nothing_goes_out_before_the_scheduler_has_answered() -> None:
+def test_nothing_is_sent_before_the_scheduler_has_answered() -> None:
     pool = Pool()
     pool.dispatcher.disconnected()
     pool.epoch = pool.dispatcher.connected(0.0)
@@ -447,8 +450,8 @@ def test_the_answer_to_an_earlier_connection_is_dropped() -> None:
     assert not pool.dispatcher.is_live
 
 
-def test_three_pings_without_an_answer_are_a_cut() -> None:
-    """Also before the scheduler's first answer; an answer in between resets the count."""
+def test_three_pings_without_an_answer_end_the_connection() -> None:
+    """This holds before the scheduler's first answer too; an answer in between resets the count."""
     pool = Pool()
     pool.epoch = pool.dispatcher.connected(0.0)
     for is_answered in (False, False, True, False, False):
@@ -459,8 +462,8 @@ def test_three_pings_without_an_answer_are_a_cut() -> None:
     assert pool.take(do.CutOff) == [do.CutOff()]
 
 
-def test_a_batch_that_never_came_is_sent_again() -> None:
-    """The scheduler knows the topic, and never had its task. No loss is counted."""
+def test_a_batch_that_never_arrived_is_sent_again() -> None:
+    """The scheduler knows the topic, but its task never arrived. No loss is counted."""
     pool = Pool()
     pool.submit(entry("a"))
     pool.connect(is_known=True)
@@ -469,7 +472,7 @@ def test_a_batch_that_never_came_is_sent_again() -> None:
     assert pool.dispatcher.entries["a"].losses == 0
 
 
-def test_a_batch_whose_worker_has_gone_is_lost_when_all_is_heard() -> None:
+def test_a_batch_without_its_worker_is_lost_after_the_missed_messages() -> None:
     """The worker's reports are among the messages that were missed."""
     pool = Pool()
     pool.submit(entry("a", worker="1-0"), entry("b", worker="1-0"))
@@ -486,7 +489,7 @@ def test_a_batch_whose_worker_has_gone_is_lost_when_all_is_heard() -> None:
 
 
 def test_a_scheduler_that_has_forgotten_the_client_has_lost_its_calls() -> None:
-    """It has stopped them: they are not sent again as if they had never come."""
+    """It has stopped them: they are not sent again as calls that never arrived."""
     pool = Pool()
     pool.submit(entry("a"))
     pool.epoch = pool.dispatcher.connected(0.0)
@@ -549,7 +552,7 @@ def test_a_call_that_is_lost_on_a_pool_that_drains_is_not_run_again() -> None:
 def test_a_held_worker_takes_no_place() -> None:
     """Its calls are in flight, and the other worker's slot is still free.
 
-    A call for the held worker waits for its successor.
+    A call for the held worker waits for the worker that replaces it.
     """
     pool = Pool()
     assert len(pool.submit(entry("a"), entry("b"))) == 2
@@ -584,8 +587,8 @@ def test_a_worker_that_was_freed_during_a_cut_is_given_calls_again() -> None:
     assert [action.address for action in pool.take(do.Send)] == [None]
 
 
-def test_calls_for_a_node_that_is_given_up_raise() -> None:
-    """The others wait."""
+def test_calls_for_an_abandoned_node_raise() -> None:
+    """Calls for other nodes wait."""
     pool = Pool(workers=["0-0"])
     pool.submit(entry("pinned", worker="1-0"), entry("waits", worker="0-0"))
     pool.dispatcher.give_up(NodeLost("not replaced"), 1)
@@ -593,7 +596,7 @@ def test_calls_for_a_node_that_is_given_up_raise() -> None:
 
 
 def test_a_file_is_looked_for_on_its_own_node() -> None:
-    """Ids of Vast.ai are numbers: one may be the beginning of another."""
+    """Ids of Vast.ai are numbers: one id may be the beginning of another."""
     nodes = [node_of(rank, rank, 1, 1) for rank in range(2)]
     short, long = (
         node.model_copy(update={"instance": node.instance.model_copy(update={"id": name})})

@@ -1,4 +1,4 @@
-"""Large outcomes on their way to the client: which fetches are repeated, and which have failed for good."""
+"""Fetches of large outcomes: which are repeated, and which have failed permanently."""
 
 import pytest
 
@@ -14,7 +14,7 @@ FIRST, SECOND = machine_id(0), machine_id(1)
 
 
 class Begun:
-    """Fetches of two nodes, the first with its worker; that of call "a" from the first began at time 10."""
+    """Fetches of two nodes, the first with its worker; the fetch of call "a" from the first began at time 10."""
 
     def __init__(self) -> None:
         self.done: list[do.Action] = []
@@ -30,7 +30,7 @@ class Begun:
         self.fetches.by_call["a"].error = OSError("cut")
 
     def go_on(self, now: float = 10.0, *, is_reachable: bool = False, is_live: bool = True) -> list[str]:
-        """Return the calls whose fetches have failed for good."""
+        """Return the calls whose fetches have failed permanently."""
         return [
             failed.outcome.call_id
             for failed in self.fetches.go_on(now, lambda name: is_reachable and name == FIRST, is_live=is_live)
@@ -38,7 +38,7 @@ class Begun:
 
 
 def test_a_fetch_ends_with_the_outcome_at_its_place() -> None:
-    """An outcome of the same call at another place is nobody's, and is discarded."""
+    """An outcome of the same call at another place belongs to no fetch, and is discarded."""
     begun = Begun()
     other = value("a", "/dev/shm/other").parcel
     assert begun.fetches.fetched("a", other, "/dev/shm/other") is None
@@ -50,8 +50,8 @@ def test_a_fetch_ends_with_the_outcome_at_its_place() -> None:
     assert begun.fetches.fetched("a", other, PATH) is None
 
 
-def test_a_forgotten_fetch_leaves_nothing_on_the_node() -> None:
-    """Once."""
+def test_a_forgotten_fetch_is_removed_from_the_node() -> None:
+    """It is removed once."""
     begun = Begun()
     begun.fetches.forget("b")
     begun.fetches.forget("a")
@@ -60,7 +60,7 @@ def test_a_forgotten_fetch_leaves_nothing_on_the_node() -> None:
 
 
 def test_a_fetch_whose_wire_is_cut_is_repeated_once_its_node_is_reached() -> None:
-    """One that is under way is left alone."""
+    """A fetch that is in progress is not started again."""
     begun = Begun()
     assert begun.fetches.is_under_way("a")
     assert begun.go_on(is_reachable=True) == []
@@ -91,8 +91,8 @@ def test_a_fetch_that_fails_for_good(why: str) -> None:
     assert begun.fetches.by_call == {}
 
 
-def test_one_that_waits_keeps_no_other_from_being_repeated() -> None:
-    """Each is looked at."""
+def test_a_waiting_fetch_does_not_prevent_others_from_being_repeated() -> None:
+    """Each fetch is checked."""
     begun = Begun()
     begun.fetches.begin(entry("b"), value("b", "/dev/shm/b"), 1, SECOND, 10.0)
     begun.fetches.begin(entry("c"), value("c", "/dev/shm/c"), 0, FIRST, 10.0)

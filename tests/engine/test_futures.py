@@ -1,4 +1,4 @@
-"""Futures of calls: as those of Python, and small, for a map of 100,000 calls has as many."""
+"""Futures of calls: they behave as Python's, and are small, because a map of 100,000 calls has 100,000 of them."""
 
 import threading
 import time
@@ -18,12 +18,12 @@ from skyward_core.transport.transport import Transports
 from tests.conftest import wait_until
 
 CALLS = 5_000
-BYTES_PER_CALL = 1_100  # 900; 2,200 once
+BYTES_PER_CALL = 1_100  # 900 now; 2,200 before
 BYTES_PER_FUTURE = 600  # 420 on Python 3.13; with a threading.Condition of its own 1,700
 
 
 def test_a_future_is_small() -> None:
-    """What one call holds until its result is read, without the result."""
+    """The memory of one call until its result is read, without the result."""
     ids = [str(number) for number in range(CALLS)]
     stop = ids.append
     tracemalloc.start()
@@ -37,9 +37,7 @@ def test_a_future_is_small() -> None:
 
 
 def test_a_call_that_waits_is_small() -> None:
-    """All that the client holds of a tiny call that has not gone out yet: its arguments, its place in the queue, its
-    future.
-    """
+    """The client's memory for a tiny call that was not sent yet: its arguments, its place in the queue, its future."""
     lease = Lease(pool_id="p", provider={"name": "local"}, created_at=datetime.now(UTC))
     cluster = Cluster(lease, PoolCertificate("", ""), Transports(60.0, lambda _: None), lambda _: None)
     cluster.submit(PendingCompute(abs, (number,)) for number in range(10))
@@ -54,7 +52,7 @@ def test_a_call_that_waits_is_small() -> None:
 
 
 def test_several_threads_wait_for_one_future() -> None:
-    """All are woken, one that waited too short a time too; the future is then done for whoever comes.
+    """All are woken, also one with a short timeout; the future is then done for later callers.
 
     Looks inside: only the condition knows who waits.
     """
@@ -97,7 +95,7 @@ def test_waiting_for_some_of_many_works_with_others_beside_them() -> None:
 
 
 def test_an_interrupted_wait_leaves_no_waiter() -> None:
-    """The lock is held again after a wait, however it ended, and nobody is waited for who has gone.
+    """The lock is held again after a wait, in whatever way it ended, and no waiter is left.
 
     Looks inside: only the condition knows who waits.
     """

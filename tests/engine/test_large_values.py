@@ -1,5 +1,5 @@
-"""Large values: over SSH, straight into the memory of the node that needs them and back; and on this machine, where
-both sides see the same memory.
+"""Large values: over SSH they go directly into the memory of the node that needs them and back; on this machine both
+sides see the same memory.
 """
 
 import json
@@ -55,7 +55,7 @@ def files_in_memory() -> int:
 
 @pytest.mark.slow
 def test_a_large_array_goes_there_and_back(far_pool: sky.ComputePool) -> None:
-    """An array of 20 MB arrives writable on the node and writable at the client, and the client's own is untouched."""
+    """An array of 20 MB arrives writable on the node and writable at the client; the client's own array is unchanged."""
     array = np.arange(2_500_000, dtype=float)
     back = add_one(array) >> far_pool
     assert np.array_equal(back, np.arange(1, 2_500_001, dtype=float))
@@ -78,7 +78,7 @@ def test_many_large_values_at_once(far_pool: sky.ComputePool) -> None:
 
 @pytest.mark.slow
 def test_nothing_stays_behind_on_the_workers(far_pool: sky.ComputePool) -> None:
-    """Once the calls have ended, no node keeps a value in its memory, whether the call returned, failed or was
+    """Once the calls have ended, no node keeps a value in its memory: for calls that returned, failed or were
     cancelled.
     """
     add_one(np.ones(500_000)) >> far_pool
@@ -88,8 +88,8 @@ def test_nothing_stays_behind_on_the_workers(far_pool: sky.ComputePool) -> None:
 
 
 @pytest.mark.slow
-def test_a_function_with_baggage_is_sent_once(far_pool: sky.ComputePool) -> None:
-    """A function with megabytes in its closure lies in a node's memory for the calls to come."""
+def test_a_function_with_a_large_closure_is_sent_once(far_pool: sky.ComputePool) -> None:
+    """A function with megabytes in its closure stays in a node's memory for later calls."""
     baggage = np.arange(1_000_000.0)
 
     @sky.compute
@@ -130,7 +130,7 @@ def twice(array: Any) -> tuple[Any, Any]:
 
 
 def test_an_argument_that_is_returned_comes_back(pool: sky.ComputePool) -> None:
-    """The array itself, changed in place, comes back; the client's own is untouched and both are writable."""
+    """The same array, changed in place, comes back; the client's own array is unchanged, and both are writable."""
     array = np.arange(500_000, dtype=float)
     back = add_one(array) >> pool
     assert np.array_equal(back, array + 1)
@@ -140,7 +140,7 @@ def test_an_argument_that_is_returned_comes_back(pool: sky.ComputePool) -> None:
 
 @pytest.mark.parametrize("call", [doubled_and_longer, shorter])
 def test_results_longer_and_shorter_than_the_argument_come_back_whole(pool: sky.ComputePool, call: Any) -> None:
-    """What is written over the argument's file is exactly the result."""
+    """The file of the arguments contains exactly the result afterwards."""
     array = np.arange(300_000, dtype=float)
     assert np.array_equal(call(array) >> pool, call.local(array))
 
@@ -153,9 +153,9 @@ def test_a_result_partly_new_and_partly_the_argument_comes_back(pool: sky.Comput
     assert np.array_equal(more, array[10:] + 1)
 
 
-def test_what_a_node_keeps_is_not_what_the_client_gets() -> None:
-    """A function that keeps its argument and returns it has its own: what the client does to the result does not reach
-    it.
+def test_a_value_kept_on_a_node_is_not_shared_with_the_client() -> None:
+    """A function that keeps its argument and returns it has its own copy: changes of the result by the client do not
+    reach it.
     """
     with sky.ComputePool(provider=sky.Local(), display="quiet") as pool:
         back = keep_and_return(np.ones(200_000)) >> pool
@@ -167,8 +167,8 @@ def test_what_a_node_keeps_is_not_what_the_client_gets() -> None:
 def test_values_that_a_program_holds_keep_no_file_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]
 ) -> None:
-    """The usual limit is 1,024 descriptors: a map with more large results than that would fail, and the whole program
-    would run short of them.
+    """The usual limit is 1,024 descriptors: a map with more large results would fail, and the whole program would have
+    too few.
     """
     monkeypatch.setattr(wire, "KEEPS_NO_DESCRIPTOR", arguments)
     before = len(os.listdir("/proc/self/fd"))

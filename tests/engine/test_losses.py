@@ -114,8 +114,8 @@ def await_replacement(told: Told, count: int = 1) -> None:
 
 @pytest.mark.slow
 def test_a_lost_node_loses_only_its_calls(tmp_path: Path) -> None:
-    """With retries=0 the running call of a dead node is lost, those of other nodes go on, and later calls run on the
-    nodes that are left.
+    """With retries=0 the running call of a dead node is lost, calls on other nodes go on, and later calls run on the
+    remaining nodes.
     """
     told = Told()
     with open_pool(told, retries=0) as pool:
@@ -141,7 +141,7 @@ def test_a_lost_node_loses_only_its_calls(tmp_path: Path) -> None:
 def test_a_lost_head_loses_only_its_calls(tmp_path: Path) -> None:
     """With retries=0 the call on the head raises NodeLost.
 
-    That of the other node goes on, begun once; waiting calls run on the next cluster.
+    The other node's call goes on, begun once; waiting calls run on the next cluster.
     """
     told = Told()
     with open_pool(told, retries=0) as pool:
@@ -172,8 +172,8 @@ def test_a_lost_head_loses_only_its_calls(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_without_retries_nothing_runs_twice(tmp_path: Path, victim: int) -> None:
-    """With retries=0 the calls in flight are errors, all others results, and none has begun more than once, for each
-    lost node.
+    """With retries=0, for each lost node: calls in flight raise, all others have results, and no call has begun more
+    than once.
     """
     told = Told()
     with open_pool(told, retries=0) as pool:
@@ -193,7 +193,7 @@ def test_without_retries_nothing_runs_twice(tmp_path: Path, victim: int) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
-def test_with_retries_a_loss_costs_no_result(tmp_path: Path, victim: int) -> None:
+def test_with_retries_a_loss_loses_no_result(tmp_path: Path, victim: int) -> None:
     """By default a map goes on when a node is lost, even the head: all results are right, and only calls in flight have
     run twice.
     """
@@ -251,7 +251,7 @@ def test_the_only_node_of_a_pool_is_replaced(tmp_path: Path) -> None:
         assert pool.instance_count == 1
         spent, at = pool.cost, time.monotonic()
         wait_until(lambda: pool.cost > spent + 0.05, "some seconds' cost")
-        begun = 0.01  # it grows by whole seconds
+        begun = 0.01  # the bill grows by whole seconds
         assert (pool.cost - spent - begun) / (time.monotonic() - at) < 0.015, (
             "one machine is 0.01 USD per second: the lost one must not be counted any more"
         )
@@ -264,7 +264,7 @@ def test_the_only_node_of_a_pool_is_replaced(tmp_path: Path) -> None:
 
 
 class Scarce(sky.Local):
-    """This machine as two types; the cheaper one is sold only once."""
+    """This machine as two types; the cheaper type is sold only once."""
 
     def offers(self, want: sky.Requirements) -> list[sky.Offer]:
         (offer,) = super().offers(want)
@@ -285,7 +285,7 @@ sold = Counter[str]()
 
 @pytest.mark.slow
 def test_the_only_node_of_a_pool_is_replaced_by_another_type_where_its_own_is_sold_out(tmp_path: Path) -> None:
-    """The only node may be replaced with any type, like any other node: spot machines of one type and zone go all at
+    """The only node may be replaced with any type, like any other node: spot machines of one type and zone end all at
     once.
     """
     told = Told()
@@ -440,9 +440,9 @@ def test_a_frozen_node_is_noticed(tmp_path: Path, victim: int) -> None:
         for node in range(2):
             supervisor_of(tmp_path, node)
         frozen = pool.lease.nodes[victim].instance.id
-        for _ in range(2):  # one may have forked while the others were stopped
+        for _ in range(2):  # a process may have forked while the others were stopped
             signal_all(frozen, signal.SIGSTOP)
-        # A head has half the lease in addition: it may only be slow, and its loss costs all calls in flight.
+        # A head has half the lease in addition: it may only be slow, and losing it loses all calls in flight.
         wait_until(lambda: told.of(sky.CallRetrying), "the loss to be noticed", (20 if victim else 55) * slowness())
         (tmp_path / "go").touch()
         assert {future.result(timeout=LOSS_SECONDS) for future in futures} <= {0, 1}
@@ -484,7 +484,9 @@ def listener(supervisor: int, port: int) -> int:
 
 @pytest.mark.slow
 def test_all_nodes_lost_at_once_are_replaced(tmp_path: Path) -> None:
-    """When head and heir die together, both losses are emitted, both nodes replaced, and the calls run again."""
+    """When the head and the node after it die together, both losses are emitted, both nodes replaced, and the calls run
+    again.
+    """
     told = Told()
     with open_pool(told) as pool:
         futures = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
@@ -516,7 +518,7 @@ def test_a_replacement_that_dies_before_it_joins_is_replaced(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_node_that_ends_itself_says_why(tmp_path: Path) -> None:
-    """The event of its loss has the node's last words."""
+    """The event of its loss has the last lines of the node's log."""
     told = Told()
     with open_pool(told) as pool:
         pids = dict(node_pid() @ pool)

@@ -1,4 +1,4 @@
-"""The client's queue: whatever happens in whatever order, each call is in exactly one place and none is lost."""
+"""The client's queue: after any events in any order each call is in exactly one place, and none is lost."""
 
 import itertools
 from typing import Any
@@ -23,7 +23,7 @@ def ids_of(shipment: Shipment) -> list[str]:
 
 
 def learned(seconds: float, slots: int = 2, function: str = "f") -> Queue:
-    """A queue that has seen one call of the function end after so many seconds."""
+    """A queue that knows the function: one call of it ended after so many seconds."""
     queue = Queue("topic")
     queue.slots = slots
     queue.add([entry("first", function)])
@@ -36,7 +36,7 @@ def learned(seconds: float, slots: int = 2, function: str = "f") -> Queue:
 
 
 def test_unknown_calls_travel_alone_one_for_each_slot() -> None:
-    """Before anything is known of a function its calls go out singly, as many as there are slots."""
+    """While a function's time is unknown its calls are sent one by one, as many as there are slots."""
     queue = Queue("topic")
     queue.slots = 3
     queue.add([entry(str(n)) for n in range(10)])
@@ -47,9 +47,9 @@ def test_unknown_calls_travel_alone_one_for_each_slot() -> None:
     assert [ids_of(shipment) for shipment in queue.ship()] == [["3"]]
 
 
-def test_what_was_lost_travels_alone() -> None:
-    """A call that was lost with its node may be what took it down: no other one shares its fate, in its batch or behind
-    it in its slot.
+def test_a_lost_call_travels_alone() -> None:
+    """A call that was lost with its node may have crashed the node: no other call is in its batch, or behind it in its
+    slot.
     """
     queue = learned(0.0001)
     entries = [entry(str(n)) for n in range(40)]
@@ -66,20 +66,20 @@ def test_what_was_lost_travels_alone() -> None:
 
 
 def test_long_calls_travel_alone() -> None:
-    """Calls known to be long go out singly, one for each slot, however many wait."""
+    """Calls that are known to be long are sent one by one, one for each slot, however many wait."""
     queue = learned(1.0)
     queue.add([entry(str(n)) for n in range(100)])
     assert [ids_of(shipment) for shipment in queue.ship()] == [["0"], ["1"]]
 
 
 def test_short_calls_travel_together() -> None:
-    """Calls known to be short go out in batches of about the target's work, two for each slot."""
+    """Calls that are known to be short are sent in batches of about the target's work, two for each slot."""
     queue = learned(TARGET_SECONDS / 10.5)
     queue.add([entry(str(n)) for n in range(1000)])
     assert [len(ids_of(shipment)) for shipment in queue.ship()] == [10, 10, 10, 10]
 
 
-def test_tiny_calls_are_shared_out_among_all_slots() -> None:
+def test_tiny_calls_are_divided_among_all_slots() -> None:
     """A few tiny calls do not all go into one batch: every slot gets some."""
     queue = learned(0.0)
     queue.add([entry(str(n)) for n in range(40)])
@@ -89,7 +89,7 @@ def test_tiny_calls_are_shared_out_among_all_slots() -> None:
 
 
 def test_no_batch_holds_too_many_calls() -> None:
-    """Calls that cost nothing are still bounded in number, and by what each costs at the least."""
+    """Calls that take no time are limited in number by the least cost of a call."""
     queue = learned(0.0)
     queue.add([entry(str(n)) for n in range(100_000)])
     sizes = [len(ids_of(shipment)) for shipment in queue.ship()]
@@ -104,7 +104,7 @@ def test_large_arguments_bound_a_batch() -> None:
     assert all(len(ids_of(shipment)) <= 3 for shipment in queue.ship())
 
 
-def test_a_function_that_turns_long_is_noticed() -> None:
+def test_a_function_that_becomes_slow_is_noticed() -> None:
     """When a short function's calls begin to take long, its calls travel alone after a while."""
     queue = learned(0.0)
     for n in itertools.count():
@@ -135,7 +135,7 @@ class CountedId(str):
         return super().__eq__(other)
 
 
-def test_to_cancel_one_call_does_not_look_at_all_that_wait() -> None:
+def test_cancelling_one_call_does_not_read_all_that_wait() -> None:
     """Else 100,000 cancelled calls would keep the engine's thread busy for minutes."""
     queue = Queue("topic")
     queue.add([entry(CountedId(number), worker="0-0" if number % 3 == 0 else None) for number in range(1000)])
@@ -146,7 +146,7 @@ def test_to_cancel_one_call_does_not_look_at_all_that_wait() -> None:
 
 
 def test_a_returned_call_is_first_again() -> None:
-    """A call that a slot hands back goes out before those that wait."""
+    """A call that a slot hands back is sent before those that wait."""
     queue = learned(1.0, slots=2)
     queue.add([entry(str(n)) for n in range(5)])
     assert [ids_of(shipment) for shipment in queue.ship()] == [["0"], ["1"]]
@@ -156,7 +156,7 @@ def test_a_returned_call_is_first_again() -> None:
 
 
 def test_returned_calls_keep_their_order() -> None:
-    """A slot that hands back several calls tells them in their order; they go out again in that order."""
+    """Several calls that a slot hands back are sent again in their order."""
     queue = learned(TARGET_SECONDS / 4, slots=1)
     queue.add([entry(str(n)) for n in range(40)])
     first, second = queue.ship()
@@ -166,8 +166,8 @@ def test_returned_calls_keep_their_order() -> None:
     assert ids_of(first)[0] == "0"
 
 
-def test_calls_for_a_given_worker_go_out_at_once() -> None:
-    """Pinned calls wait for no slot to be free and take none from the others."""
+def test_calls_for_a_given_worker_are_sent_at_once() -> None:
+    """Pinned calls do not wait for a free slot, and take none from the others."""
     queue = learned(1.0, slots=1)
     queue.add([entry("long"), entry("waits")])
     queue.ship()
@@ -197,7 +197,7 @@ def test_a_batch_carries_each_function_it_needs() -> None:
 
 
 def test_a_waiting_call_can_be_dropped() -> None:
-    """A dropped call never goes out; a call that is out or unknown cannot be dropped."""
+    """A dropped call is never sent; a call that is in flight or unknown cannot be dropped."""
     queue = Queue("topic")
     queue.add([entry("a"), entry("b"), entry("c")])
     queue.ship()
@@ -210,7 +210,7 @@ def test_a_waiting_call_can_be_dropped() -> None:
 
 
 def test_calls_for_an_absent_worker_wait_for_it() -> None:
-    """A pinned call waits until its worker is there, and keeps nobody else waiting."""
+    """A pinned call waits until its worker is there; other calls do not wait for it."""
     queue = Queue("topic")
     queue.workers = ["0-0"]
     queue.add([entry("here", worker="0-0"), entry("there", worker="1-0"), entry("anywhere")])
@@ -221,7 +221,7 @@ def test_calls_for_an_absent_worker_wait_for_it() -> None:
     assert queue.pinned_to("1-0") == []
 
 
-def test_nothing_goes_out_while_nobody_is_there() -> None:
+def test_nothing_is_sent_while_there_is_no_worker() -> None:
     """Without any worker all calls wait, in their order, and none is lost."""
     queue = Queue("topic")
     queue.workers = []
@@ -231,8 +231,8 @@ def test_nothing_goes_out_while_nobody_is_there() -> None:
     assert [ids_of(shipment) for shipment in queue.ship()] == [["0"]]
 
 
-def test_a_pinned_call_that_is_given_back_waits_for_the_same_worker() -> None:
-    """A broadcast's call whose node was lost runs on the node that takes its rank, nowhere else."""
+def test_a_pinned_call_that_is_returned_waits_for_the_same_rank() -> None:
+    """If its node was lost, the call of a broadcast runs on the node that takes the rank, and on no other."""
     queue = Queue("topic")
     queue.workers = ["0-0", "1-0"]
     queue.add([entry("pinned", worker="1-0")])
@@ -245,10 +245,8 @@ def test_a_pinned_call_that_is_given_back_waits_for_the_same_worker() -> None:
     assert [ids_of(shipment) for shipment in queue.ship()] == [["pinned"]]
 
 
-def test_a_lost_cluster_takes_no_slot_with_it() -> None:
-    """What was out with a scheduler that is lost occupies nothing: given back, it goes out first again, and the others
-    after it.
-    """
+def test_a_lost_cluster_occupies_no_slot() -> None:
+    """Calls that were in flight to a lost scheduler occupy no slot: they are returned, and sent first."""
     queue = learned(1.0, slots=2)
     queue.add([entry(str(n)) for n in range(4)])
     queue.ship()
@@ -264,8 +262,8 @@ def test_a_lost_cluster_takes_no_slot_with_it() -> None:
 @given(st.lists(st.floats(0, 5), min_size=1, max_size=30), st.integers(1, 8), st.integers(1, 300))
 @settings(max_examples=60, deadline=None, database=None)
 def test_there_is_always_work_for_a_free_slot(seconds: list[float], slots: int, calls: int) -> None:
-    """Whatever was learned: while calls wait, every slot has a shipment, and what is out together is at most the
-    target's work plus one call.
+    """With any known times: while calls wait, every slot has a shipment. The work in flight is at most the target plus
+    one call.
     """
     queue = Queue("topic")
     queue.slots = slots
@@ -383,7 +381,7 @@ class AnyOrder(RuleBasedStateMachine):
 
     @rule(share=st.floats(0, 1))
     def lose_the_head(self, share: float) -> None:
-        """All that is out is lost; some of it may run again, the rest has ended."""
+        """All calls in flight are lost; some of them may run again, the others have ended."""
         out = self.queue.all_out()
         assert sorted(out) == sorted(self.out)
         again = out[: int(len(out) * share)]
@@ -442,6 +440,6 @@ TestAnyOrder.__doc__ = (
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_an_unknown_call_cannot_end(times: int) -> None:
-    """The end of a call that is not out is reported as such, however often it is told."""
+    """The end of a call that is not in flight is ignored, however often it is reported."""
     queue = Queue("topic")
     assert [queue.ended("ghost", 1.0) for _ in range(times)] == [False] * times

@@ -1,4 +1,4 @@
-"""Which worker gets a batch with large values, and what is uploaded to its node before it is sent."""
+"""The choice of a worker for a batch with large values, and the uploads to its node before the batch is sent."""
 
 from collections.abc import Mapping, Sequence
 
@@ -18,7 +18,7 @@ STRANGER = "array-sum-theirs"
 
 
 def members(slots: Sequence[int] = (4, 4)) -> Members:
-    """A node with one worker for each number, which is the number of its slots."""
+    """Nodes with one worker each; the numbers are the slots of the workers."""
     found = Members.of(node_of(rank, rank, 1, count) for rank, count in enumerate(slots))
     for rank in range(len(slots)):
         found.join(f"{rank}-0", f"tls://{rank}")
@@ -56,21 +56,24 @@ def key(number: int) -> str:
         "a batch counts once though both know of it",
     ],
 )
-def test_the_freest_worker(
+def test_the_worker_with_the_most_free_slots(
     slots: Sequence[int], outs: Sequence[Out], load: Mapping[str, Sequence[str]], expected: str
 ) -> None:
-    """By its slots, by what the scheduler has placed there, and by what is on its way there."""
+    """It depends on its slots, on tasks that the scheduler has placed there, and on batches that are on their way
+    there.
+    """
     assert freest(members(slots), outs, load, KEY_END) == expected
 
 
-def test_no_worker_is_the_freest_of_none() -> None:
-    """Nobody has joined yet."""
+def test_without_workers_there_is_none_to_choose() -> None:
+    """No worker has joined yet."""
     assert freest(Members.of([node_of(0, 0, 1, 1)]), [], {}, KEY_END) is None
 
 
 def test_the_scheduler_is_asked_once_and_its_answer_decides() -> None:
-    """Two batches with large arguments wait for one answer. The answer to an earlier connection's question is not
-    heard. The next batch makes the next question.
+    """Two batches with large arguments wait for one answer.
+
+    An answer from an earlier connection does not count. The next batch asks again.
     """
     pool = Pool(workers=("0-0", "1-0"))
     (small,) = pool.submit(entry("a"))
@@ -88,7 +91,7 @@ def test_the_scheduler_is_asked_once_and_its_answer_decides() -> None:
 
 
 def test_a_small_value_travels_in_the_message() -> None:
-    """Also one of just as many bytes as a message may carry of a value."""
+    """Also a value of exactly as many bytes as a message may carry."""
     (sent,) = Pool().submit(entry("a", arguments=Parcel(bytes(INLINE_BYTES))))
     assert [call.arguments.nbytes for call in sent.batch.calls] == [INLINE_BYTES]
 
@@ -110,7 +113,7 @@ def test_an_upload_that_fails(is_its_fault: bool) -> None:
 
 
 def test_a_call_is_sent_with_the_place_of_its_large_arguments() -> None:
-    """They lie on the node already."""
+    """They are on the node already."""
     pool = Pool()
     pool.submit(entry("a", arguments=LARGE))
     (upload,) = pool.take(do.Upload)
@@ -121,7 +124,7 @@ def test_a_call_is_sent_with_the_place_of_its_large_arguments() -> None:
 
 
 def test_nodes_of_this_machine_share_large_functions_and_get_arguments_in_the_message() -> None:
-    """They see the same memory: the function goes to the first node, and nobody asks for the load."""
+    """They share their memory: the function goes to the first node, and the scheduler is not asked for its load."""
     pool = Pool(is_here=True)
     pool.submit(entry("a", arguments=LARGE, is_large=True))
     (upload,) = pool.take(do.Upload)

@@ -1,5 +1,5 @@
-"""What an open pool does about nodes and heads that go away: a small world of machines, a clock that is turned by hand,
-one turn of recovery at a time.
+"""What an open pool does about lost nodes and heads: a small model of machines, a manual clock, one turn of recovery at
+a time.
 """
 
 import ast
@@ -40,8 +40,8 @@ NODES = 3
 
 @dataclass
 class Machine:
-    """One machine: whether it lives, whether the wire to it holds, what its log says at its end and of being taken
-    back, and how many calls it has left.
+    """One machine: whether it lives, whether its connection works, what its log says about its end and about a
+    preemption, and how many calls it has left.
     """
 
     id: str
@@ -49,7 +49,7 @@ class Machine:
     is_wired: bool = True
     last_words: str = ""
     is_hollow: bool = False
-    """Whether all of its processes have died while it answers: out of memory, or started anew."""
+    """Whether all of its processes have died while it answers: out of memory, or rebooted."""
     is_missed: bool = False
     """Whether the provider leaves it out of its lists, though it may live."""
     notices: tuple[Notice, ...] = ()
@@ -63,7 +63,7 @@ class Machine:
 
 
 class World:
-    """What really is, seen by recovery through the two faces that it asks: `FakeMachines` and `FakeCluster`."""
+    """The true state, which recovery sees only through `FakeMachines` and `FakeCluster`."""
 
     def __init__(self, nodes: int = NODES, lease_seconds: float = 600.0) -> None:
         self.now = 0.0
@@ -75,7 +75,7 @@ class World:
         self.is_asked_in_vain = False
         self.is_cloud = False
         self.mute: set[int] = set()
-        """Ranks that do not say in time whether they live."""
+        """Ranks that do not answer in time whether they live."""
         self.in_thread: list[tuple[str, Callable[[], None]]] = []
         self.told = Told()
         self.machines = FakeMachines(self)
@@ -129,19 +129,19 @@ class World:
     # ── time ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def turn(self, seconds: float = 0.0) -> None:
-        """Let time pass and recovery take one turn; nothing that was put aside goes on meanwhile."""
+        """Let time pass and recovery take one turn; deferred work is not done meanwhile."""
         self.now += seconds
         self.recovery.turn()
 
     def work(self) -> int:
-        """Run what was put aside; return how much that was."""
+        """Do the deferred work; return how many pieces there were."""
         works, self.in_thread = self.in_thread, []
         for _, work in works:
             work()
         return len(works)
 
     def go_on(self, seconds: float, step: float = 0.25) -> None:
-        """Let time pass in small steps, with what was put aside done in between."""
+        """Let time pass in small steps, with deferred work done in between."""
         end = self.now + seconds
         while self.now < end:
             self.turn(step)
@@ -156,8 +156,8 @@ class World:
 
 
 class FakeMachines:
-    """The face of `lifecycle.PoolMachines`, with its rules: `replace` and `restart` give back whom they replace, and drop
-    whom they cannot reach.
+    """The interface of `lifecycle.PoolMachines`, with its rules: `replace` and `restart` terminate the replaced
+    machines, and drop machines that they cannot reach.
     """
 
     def __init__(self, world: World) -> None:
@@ -265,7 +265,7 @@ class FakeMachines:
         self.on_restart()
         if self.fails_to_restart or not self.world.nodes[0].answers:
             self.fails_to_restart = max(0, self.fails_to_restart - 1)
-            if self.world.nodes[0].is_hollow:  # no process could report that it does not come
+            if self.world.nodes[0].is_hollow:  # no process could report that it does not join
                 self.world.now += HEIR_SECONDS
             raise SkywardError("the new head did not come up in time")
         for rank in [rank for rank, machine in self.world.nodes.items() if not machine.is_wired]:
@@ -284,7 +284,7 @@ class FakeMachines:
 
 
 class FakeCluster:
-    """The face of `Cluster`: who is there, as far as the scheduler last said."""
+    """The interface of `Cluster`: the workers that the scheduler last reported."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -373,7 +373,7 @@ def test_nothing_happens_while_all_are_there(world: World) -> None:
 
 
 def test_a_worker_that_comes_back_soon_is_not_lost(world: World) -> None:
-    """A worker that has crashed is back within seconds: no node is lost by that, however often it happens."""
+    """A worker that has crashed is back within seconds: that loses no node, however often it happens."""
     for _ in range(5):
         world.cut(1)
         world.go_on(REJOIN_SECONDS - 0.5)
@@ -382,7 +382,7 @@ def test_a_worker_that_comes_back_soon_is_not_lost(world: World) -> None:
     assert (world.told.events, world.machines.replaced) == ([], [])
 
 
-def test_a_node_that_stays_away_is_told_once_and_replaced(world: World) -> None:
+def test_a_node_that_stays_away_is_lost_once_and_replaced(world: World) -> None:
     """After REJOIN_SECONDS the node is lost, without other events, and another machine replaces it."""
     lost = world.cut(1)
     world.go_on(REJOIN_SECONDS - 0.25)
@@ -395,8 +395,8 @@ def test_a_node_that_stays_away_is_told_once_and_replaced(world: World) -> None:
     assert world.cluster.known == world.machines.lease
 
 
-def test_a_node_that_says_that_it_ends_is_not_waited_for(world: World) -> None:
-    """A node whose log says that it has ended is lost at once, and the event has its last words."""
+def test_a_node_that_reports_its_end_is_not_waited_for(world: World) -> None:
+    """A node whose log says that it has ended is lost at once, and the event has the last lines of that log."""
     lost = world.kill(2, "the lease ran out")
     world.turn()
     assert [(event.instance_id, event.reason) for event in world.told.of(sky.InstanceLost)] == [
@@ -404,7 +404,7 @@ def test_a_node_that_says_that_it_ends_is_not_waited_for(world: World) -> None:
     ]
 
 
-def test_where_there_is_no_machine_it_is_tried_again_later_and_later(world: World) -> None:
+def test_without_capacity_it_is_tried_again_at_growing_intervals(world: World) -> None:
     """NoCapacity is an Error event each time, the pauses grow up to a limit, and calls that only that node could run
     fail.
     """
@@ -438,7 +438,7 @@ def test_two_nodes_are_replaced_at_once(world: World) -> None:
 
 
 def test_one_rank_is_never_replaced_twice_at_once(world: World) -> None:
-    """While a replacement is under way no second one begins, however long it takes and whichever nodes come and go."""
+    """During a replacement no second one begins, however long it takes and whichever nodes come and go."""
     world.kill(1)
     world.turn()
     world.turn(REJOIN_SECONDS + 0.1)
@@ -451,9 +451,7 @@ def test_one_rank_is_never_replaced_twice_at_once(world: World) -> None:
 
 
 def test_a_node_that_comes_back_before_its_replacement_is_rented_stays(world: World) -> None:
-    """A node that is back by the time a machine would be rented keeps its place: nothing is rented, nothing given
-    back.
-    """
+    """If a node is back before a machine is rented, it keeps its rank: nothing is rented, and nothing terminated."""
     lost = world.cut(1)
     world.turn()
     world.turn(REJOIN_SECONDS + 0.1)
@@ -476,7 +474,7 @@ def test_a_replacement_that_is_lost_is_replaced(world: World) -> None:
 
 
 def test_a_replacement_that_leaves_at_once_is_noticed(world: World) -> None:
-    """A node that joins and is gone again before recovery takes its next turn is not taken for one that is there."""
+    """A node that joins and is gone again before recovery takes its next turn does not count as present."""
     world.kill(1)
     world.turn()
     world.turn(REJOIN_SECONDS + 0.1)
@@ -489,14 +487,14 @@ def test_a_replacement_that_leaves_at_once_is_noticed(world: World) -> None:
     assert world.all_are_there()
 
 
-def test_when_nobody_is_left_for_long_everything_fails(world: World) -> None:
-    """While any node works, or for some minutes, calls wait; when no node is left and none comes they raise, and no
-    machine is rented any more.
+def test_without_nodes_for_long_all_calls_raise(world: World) -> None:
+    """While any node works, and for some minutes after, calls wait. If no node is left and none comes they raise, and
+    no more machines are rented.
     """
     world.has_capacity = False
     world.kill(1)
     world.kill(2)
-    # the head's scheduler lives, its worker does not come back: later it is lost too
+    # the head's scheduler lives, its worker does not come back: later the head is lost too
     world.cluster.there.discard(0)
     world.go_on(HOPELESS_SECONDS - 10)
     assert None not in {rank for rank, _ in world.cluster.given_up}
@@ -510,9 +508,9 @@ def test_when_nobody_is_left_for_long_everything_fails(world: World) -> None:
     assert len(world.machines.replaced) == tries
 
 
-def test_a_head_without_its_worker_has_it_begun_anew(world: World) -> None:
-    """The machine of a living scheduler is not released because its worker is frozen: that is emitted, and its
-    supervisor kills it and brings it back.
+def test_a_head_with_a_frozen_worker_has_it_restarted(world: World) -> None:
+    """A machine with a living scheduler is not terminated because its worker is frozen: there is an event, and its
+    supervisor kills the worker and starts it again.
     """
     world.cluster.leaves(0)
     world.go_on(REJOIN_SECONDS + RESTART_WORKERS_SECONDS)
@@ -523,7 +521,7 @@ def test_a_head_without_its_worker_has_it_begun_anew(world: World) -> None:
     assert at < 5, "with the 14 s of the scheduler that is within twenty"
     assert [type(event) for event in world.told.events] == [sky.Error]
     world.go_on(20)
-    assert len(world.machines.roused) == 3  # it may not have been heard
+    assert len(world.machines.roused) == 3  # one request may not have arrived
     world.cluster.joins(0)
     world.go_on(100)
     assert len(world.machines.roused) == 3
@@ -531,8 +529,8 @@ def test_a_head_without_its_worker_has_it_begun_anew(world: World) -> None:
     assert world.all_are_there()
 
 
-def test_a_head_whose_worker_never_comes_back_is_lost(world: World) -> None:
-    """Where the supervisor does not bring the worker back either, another node becomes the head, and the machine is
+def test_a_head_without_its_worker_is_lost_at_last(world: World) -> None:
+    """If the supervisor does not bring the worker back either, another node becomes the head, and the machine is
     replaced.
     """
     lost = world.nodes[0].id
@@ -548,8 +546,8 @@ def test_a_head_whose_worker_never_comes_back_is_lost(world: World) -> None:
     assert world.all_are_there()
 
 
-def test_while_one_node_is_left_nothing_is_given_up(world: World) -> None:
-    """However long a node cannot be replaced: as long as another is there, only the calls for that node fail."""
+def test_while_one_node_is_left_the_pool_goes_on(world: World) -> None:
+    """However long a node cannot be replaced: while another is there, only the calls for the lost node fail."""
     world.has_capacity = False
     world.kill(1)
     world.go_on(4 * HOPELESS_SECONDS, step=5)
@@ -561,8 +559,8 @@ def test_while_one_node_is_left_nothing_is_given_up(world: World) -> None:
 
 @pytest.mark.parametrize("is_asked_in_vain", [False, True])
 def test_a_head_that_answers_again_is_not_lost(world: World, is_asked_in_vain: bool) -> None:
-    """A wire that is cut for less than the patience costs nothing: the cluster is resumed, and no loss is emitted,
-    whatever the provider can say meanwhile.
+    """A short cut loses nothing: the cluster is resumed, and no loss is emitted, whatever the provider reports
+    meanwhile.
     """
     world.is_asked_in_vain = is_asked_in_vain
     world.cut(0)
@@ -575,8 +573,8 @@ def test_a_head_that_answers_again_is_not_lost(world: World, is_asked_in_vain: b
     assert world.all_are_there()
 
 
-def test_a_cut_may_come_again(world: World) -> None:
-    """Each cut has the whole patience."""
+def test_each_cut_has_the_whole_patience(world: World) -> None:
+    """Several cuts do not add up."""
     for count in range(1, 4):
         world.cut(0)
         world.go_on(HEAD_PATIENCE_SECONDS - 1)
@@ -586,9 +584,9 @@ def test_a_cut_may_come_again(world: World) -> None:
     assert world.told.events == []
 
 
-def test_nodes_seem_lost_to_nobody_while_the_head_is_silent(world: World) -> None:
-    """Who leaves while the head is silent is looked at once it answers again, and then has as long as ever to come
-    back.
+def test_no_node_counts_as_lost_while_the_head_is_silent(world: World) -> None:
+    """Nodes that leave while the head is silent are checked when it answers again; then they have the usual time to
+    come back.
     """
     world.cut(0)
     world.turn()
@@ -602,7 +600,7 @@ def test_nodes_seem_lost_to_nobody_while_the_head_is_silent(world: World) -> Non
     assert world.all_are_there()
 
 
-def test_who_was_away_before_the_cut_has_as_long_as_ever_after_it(world: World) -> None:
+def test_a_node_that_was_away_before_a_cut_has_the_usual_time_after_it(world: World) -> None:
     """The time in which no node could come back, because the head was silent, does not count."""
     world.cut(1)
     world.go_on(REJOIN_SECONDS - 1)
@@ -624,8 +622,8 @@ def test_who_was_away_before_the_cut_has_as_long_as_ever_after_it(world: World) 
     ],
 )
 def test_a_lost_head_is_succeeded_by_a_node_that_is_left(world: World, how: str, seconds: float, reason: str) -> None:
-    """However the loss is known: it is emitted once, the cluster restarts on the next node, and the rank that falls
-    vacant is filled.
+    """In whatever way the loss is known: it is emitted once, the cluster restarts on the next node, and the vacant rank
+    is filled.
     """
     heir = world.nodes[1]
     lost = (
@@ -644,8 +642,8 @@ def test_a_lost_head_is_succeeded_by_a_node_that_is_left(world: World, how: str,
     assert world.told.of(sky.PoolReady)[0].nodes == NODES - 1
 
 
-def test_where_no_node_answers_it_is_the_client_that_is_cut_off(world: World) -> None:
-    """No node is given up while none answers: all live until their leases expire. Then the head is lost."""
+def test_if_no_node_answers_the_client_counts_as_cut_off(world: World) -> None:
+    """No node is abandoned while none answers: all live until their leases expire. Then the head is lost."""
     world = World(lease_seconds=120)
     for rank in world.nodes:
         world.cut(rank)
@@ -661,7 +659,7 @@ def test_where_no_node_answers_it_is_the_client_that_is_cut_off(world: World) ->
 
 
 def test_the_only_node_has_its_whole_lease() -> None:
-    """There is no other that could tell whether it or the client is cut off."""
+    """No other node could show whether the node or the client is cut off."""
     world = World(nodes=1, lease_seconds=120)
     world.cut(0)
     world.go_on(119)
@@ -671,7 +669,7 @@ def test_the_only_node_has_its_whole_lease() -> None:
     assert (world.told.events, world.cluster.resumed) == ([], 1)
 
 
-def test_a_head_that_answers_last_after_a_cut_is_not_lost(world: World) -> None:
+def test_a_head_that_answers_after_other_nodes_is_not_lost(world: World) -> None:
     """When another node answers again first, the head has its patience from then on, within the lease."""
     for rank in world.nodes:
         world.cut(rank)
@@ -684,7 +682,7 @@ def test_a_head_that_answers_last_after_a_cut_is_not_lost(world: World) -> None:
 
 
 def test_a_cloud_may_leave_a_machine_out_once(world: World) -> None:
-    """One listing without the head is no loss where lists may be incomplete; the second in a row is."""
+    """If lists may be incomplete, one listing without the head is no loss; the second in a row is."""
     world.is_cloud = True
     head = world.cut(0)
     head.is_missed = True
@@ -709,7 +707,7 @@ def test_listings_without_the_head_count_only_in_a_row(world: World) -> None:
 
 
 def test_an_outage_of_the_provider_is_not_absence(world: World) -> None:
-    """A provider that cannot be asked says nothing: the head has its whole patience."""
+    """If a provider does not answer, the head has its whole patience."""
     world.is_asked_in_vain = True
     world.kill(0)
     world.go_on(HEAD_PATIENCE_SECONDS - 1)
@@ -719,7 +717,7 @@ def test_an_outage_of_the_provider_is_not_absence(world: World) -> None:
 
 
 def test_the_provider_is_asked_again_after_an_outage(world: World) -> None:
-    """What could not be said before is heard as soon as it can be, not only at the end of the patience."""
+    """The answer counts as soon as it comes, not only at the end of the patience."""
     world.is_asked_in_vain = True
     world.kill(0)
     world.go_on(10)
@@ -729,7 +727,7 @@ def test_the_provider_is_asked_again_after_an_outage(world: World) -> None:
 
 
 def test_the_provider_is_asked_one_question_at_a_time(world: World) -> None:
-    """While an answer is awaited no second question is put."""
+    """While an answer is awaited no second question is sent."""
     world.cut(0)
     for _ in range(40):
         world.turn(0.5)
@@ -737,7 +735,7 @@ def test_the_provider_is_asked_one_question_at_a_time(world: World) -> None:
 
 
 def test_a_short_lease_shortens_the_patience() -> None:
-    """A head is waited for half its lease at most: it may end itself after that."""
+    """Recovery waits at most half the lease for a head, because the head may end itself after that."""
     world = World(lease_seconds=20)
     world.cut(0)
     world.go_on(11)
@@ -745,8 +743,8 @@ def test_a_short_lease_shortens_the_patience() -> None:
 
 
 def test_a_restart_that_fails_is_tried_again(world: World) -> None:
-    """A node that does not manage to become the head is lost too; the next one is tried, and the pool tells its trouble
-    and its readiness.
+    """A node that fails to become the head is lost too; the next one is tried. The pool emits the error, and an event
+    when it is ready.
     """
     world.machines.fails_to_restart = 2
     world.kill(0)
@@ -761,8 +759,8 @@ def test_a_restart_that_fails_is_tried_again(world: World) -> None:
     assert world.all_are_there()
 
 
-def test_a_second_head_lost_on_its_way_up_is_told(world: World) -> None:
-    """The next head dies while it becomes the head: one event, and the third node takes over."""
+def test_a_second_head_that_is_lost_during_the_restart_is_emitted(world: World) -> None:
+    """The next head dies while it becomes the head: one event, and the third node becomes the head."""
 
     def die() -> None:
         world.machines.on_restart = lambda: None
@@ -776,9 +774,9 @@ def test_a_second_head_lost_on_its_way_up_is_told(world: World) -> None:
     assert world.all_are_there()
 
 
-def test_a_node_that_cannot_be_told_of_the_new_head_is_told_lost(world: World) -> None:
-    """A node that is out of reach while the cluster comes up anew is dropped there; that is a loss, emitted once, and it
-    is replaced.
+def test_a_node_that_cannot_be_reached_during_a_restart_is_lost(world: World) -> None:
+    """A node that is out of reach while the cluster restarts is dropped: that is a loss, emitted once, and the node is
+    replaced.
     """
     world.cut(0)
     world.turn()
@@ -788,7 +786,7 @@ def test_a_node_that_cannot_be_told_of_the_new_head_is_told_lost(world: World) -
     assert world.all_are_there()
 
 
-def test_a_node_that_does_not_come_over_to_the_new_head_is_lost(world: World) -> None:
+def test_a_node_that_does_not_join_the_new_head_is_lost(world: World) -> None:
     """After a restart every node has RESTART_SECONDS to join, then it counts as lost."""
     absent = world.nodes[2]
     world.kill(0)
@@ -801,7 +799,7 @@ def test_a_node_that_does_not_come_over_to_the_new_head_is_lost(world: World) ->
 
 
 def test_a_single_node_that_is_lost_is_rented_anew() -> None:
-    """A pool of one node has no other node that could become the head: another machine is rented, once there is one."""
+    """A pool of one node has no other node for a head: another machine is rented, as soon as one is available."""
     world = World(nodes=1)
     world.has_capacity = False
     world.kill(0)
@@ -813,8 +811,8 @@ def test_a_single_node_that_is_lost_is_rented_anew() -> None:
     assert len(world.lost()) == 1
 
 
-def test_a_head_that_never_comes_up_again_is_given_up() -> None:
-    """After HOPELESS_SECONDS without a head all calls raise, and nothing is rented any more."""
+def test_a_head_that_never_comes_back_is_abandoned() -> None:
+    """After HOPELESS_SECONDS without a head all calls raise, and no more machines are rented."""
     world = World(nodes=1)
     world.has_capacity = False
     world.kill(0)
@@ -844,9 +842,9 @@ def test_a_replacement_under_way_does_not_become_the_head(world: World) -> None:
     assert world.all_are_there()
 
 
-def test_a_replacement_that_falls_with_the_head_is_no_loss(world: World) -> None:
-    """A machine that was on its way to being a node when the head was lost, and cannot get the address of the new one, was
-    never a member: there is no event about it.
+def test_a_replacement_that_dies_with_the_head_is_no_loss(world: World) -> None:
+    """A machine that had not joined when the head was lost, and cannot get the new head's address, was never a member:
+    there is no event.
     """
     first = world.kill(1)
     world.turn()
@@ -862,8 +860,8 @@ def test_a_replacement_that_falls_with_the_head_is_no_loss(world: World) -> None
 
 
 @pytest.mark.parametrize("is_cloud", [False, True])
-def test_where_all_processes_die_at_once_all_begin_anew_at_once(is_cloud: bool) -> None:
-    """No dead heir is waited for: one restart, all ranks there within 15 s, and each loss is emitted once."""
+def test_if_all_processes_die_at_once_all_nodes_restart_at_once(is_cloud: bool) -> None:
+    """Recovery waits for no dead node: one restart, all ranks there within 15 s, and each loss is emitted once."""
     world = World(nodes=6)
     world.is_cloud = is_cloud
     ids = [machine.id for machine in world.nodes.values()]
@@ -878,8 +876,8 @@ def test_where_all_processes_die_at_once_all_begin_anew_at_once(is_cloud: bool) 
     assert world.cluster.given_up == []
 
 
-def test_an_heir_whose_processes_have_died_is_passed_over(world: World) -> None:
-    """The next one that lives becomes the head at once, and the dead one is replaced with the lost head."""
+def test_a_dead_node_is_not_chosen_as_head(world: World) -> None:
+    """The next living node becomes the head at once, and the dead one is replaced with the lost head."""
     heir = world.nodes[2]
     world.hollow_out(1)
     world.hollow_out(0)
@@ -891,8 +889,8 @@ def test_an_heir_whose_processes_have_died_is_passed_over(world: World) -> None:
     assert len(world.lost()) == 2
 
 
-def test_nodes_that_do_not_say_whether_they_live_are_told_of_a_head_that_begins_anew(world: World) -> None:
-    """Who is slow to answer keeps what it has; its machine is not given back, and it is not waited for either."""
+def test_nodes_that_answer_late_learn_of_the_new_head(world: World) -> None:
+    """A node that is slow to answer keeps its calls; its machine is not terminated, and recovery does not wait for it."""
     slow = world.nodes[2]
     world.mute = {2}
     world.hollow_out(1)
@@ -903,8 +901,8 @@ def test_nodes_that_do_not_say_whether_they_live_are_told_of_a_head_that_begins_
     assert world.machines.restarts == 1
 
 
-def test_where_nobody_says_whether_it_lives_one_that_is_connected_is_tried(world: World) -> None:
-    """A client that is too busy to hear the answers does not rent machines for it."""
+def test_if_no_node_answers_a_connected_one_is_tried(world: World) -> None:
+    """A client that is too busy to read the answers does not rent machines because of that."""
     heir = world.nodes[1]
     world.mute = {0, 1, 2}
     world.kill(0)
@@ -913,8 +911,8 @@ def test_where_nobody_says_whether_it_lives_one_that_is_connected_is_tried(world
     assert world.all_are_there()
 
 
-def test_the_only_node_whose_processes_have_died_is_not_waited_for() -> None:
-    """Its machine has said so: the lease, which a silent one has, is not its."""
+def test_the_only_node_with_dead_processes_is_not_waited_for() -> None:
+    """Its machine has reported it: recovery does not wait for the lease, as it does for a silent machine."""
     world = World(nodes=1)
     world.is_cloud = True
     world.hollow_out(0)
@@ -927,7 +925,7 @@ def test_the_only_node_whose_processes_have_died_is_not_waited_for() -> None:
 
 
 class Blocking(FakeMachines):
-    """Machines that take for ever to come up, until `stop`."""
+    """Machines that never start, until `stop`."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
@@ -949,7 +947,7 @@ class Blocking(FakeMachines):
 
 @pytest.fixture
 def others() -> set[threading.Thread]:
-    """Threads that were there before: a pool that tests share has a recovery of its own."""
+    """Threads that existed before: a pool that tests share has its own recovery."""
     return set(threading.enumerate())
 
 
@@ -959,8 +957,8 @@ def threads_of_recovery(others: set[threading.Thread]) -> list[str]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_closing_in_the_middle_of_it_ends_all_threads(rank: int, others: set[threading.Thread]) -> None:
-    """Closed while a machine is waited for, recovery ends as soon as that is woken, and emits nothing."""
+def test_closing_during_recovery_ends_all_threads(rank: int, others: set[threading.Thread]) -> None:
+    """If recovery is stopped while it waits for a machine, it ends as soon as it is woken, and emits nothing."""
     world = World()
     machines = Blocking(world)
     recovery = world.recovery = Recovery(machines, world.cluster, NODES, 600.0, world.told)
@@ -986,7 +984,7 @@ def test_closing_at_rest_is_immediate(others: set[threading.Thread]) -> None:
 
 
 class Held(Blocking):
-    """The same, that hold up a turn too, until `go`."""
+    """The same, but a turn waits too, until `go`."""
 
     def __init__(self, world: World) -> None:
         super().__init__(world)
@@ -999,8 +997,8 @@ class Held(Blocking):
         return super().has_ended(rank)
 
 
-def test_nothing_is_begun_once_it_is_stopped(others: set[threading.Thread]) -> None:
-    """A turn that is under way when recovery is stopped starts no thread: `join` could not know of it."""
+def test_nothing_starts_after_recovery_is_stopped(others: set[threading.Thread]) -> None:
+    """A turn that runs when recovery is stopped starts no thread, because `join` could not know of it."""
     world = World()
     machines = Held(world)
     recovery = world.recovery = Recovery(machines, world.cluster, NODES, 600.0, world.told)
@@ -1029,7 +1027,7 @@ def test_news_wake_the_thread() -> None:
         world.recovery.join()
 
 
-def test_trouble_in_a_turn_does_not_end_the_watch() -> None:
+def test_an_error_in_a_turn_does_not_end_recovery() -> None:
     """A turn that fails is repeated, and its error is emitted once, not four times a second."""
     world = World()
     turns = itertools.count()
@@ -1052,8 +1050,8 @@ def test_trouble_in_a_turn_does_not_end_the_watch() -> None:
     assert len(world.told.of(sky.Error)) == 1
 
 
-def test_what_decides_has_no_thread_no_clock_and_no_machine() -> None:
-    """`membership` sees what it is shown and leaves what is to be done: nothing that it imports could do more."""
+def test_the_module_that_decides_has_no_thread_clock_or_machine() -> None:
+    """`membership` only reads its arguments and returns actions: none of its imports could do more."""
     tree = ast.parse(inspect.getsource(membership))
     imported = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     imported |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names}
@@ -1074,7 +1072,7 @@ def test_what_decides_has_no_thread_no_clock_and_no_machine() -> None:
 
 @dataclass
 class Seen:
-    """Every instance that was ever a member, as the test has seen it."""
+    """Every instance that was ever a member, as the test has recorded it."""
 
     members: set[str] = field(default_factory=set[str])
 

@@ -1,4 +1,4 @@
-"""Results that cannot be loaded here, results that are none, and the events of calls without a result."""
+"""Results that cannot be loaded here, pending calls in the place of results, and the events of calls without a result."""
 
 import pickle
 import sys
@@ -28,7 +28,7 @@ class Tensor:
 
 
 def far() -> Any:
-    """A library that the node has and the client has not."""
+    """A library that the node has and the client does not have."""
     if "far_library" not in sys.modules:
         module = types.ModuleType("far_library")
         module.__file__ = "/opt/python/site-packages/far_library.py"
@@ -81,8 +81,8 @@ def counted(pool: sky.ComputePool, told: Told) -> sky.CallProgress:
 def test_a_result_of_a_missing_package_is_kept(
     own_pool: sky.ComputePool, install: Callable[[], Any], tmp_path: Path
 ) -> None:
-    """The error says that the call has succeeded and what to do; the result is there once the package is, also from a
-    file and another process.
+    """The error says that the call has succeeded and what to do. The result can be loaded once the package is
+    installed, also from a file and in another process.
     """
     error = not_loaded(lambda: weights(3) >> own_pool)
     assert "the call succeeded on node" in str(error)
@@ -107,20 +107,20 @@ def test_a_result_of_a_missing_package_is_kept(
 
 
 def test_a_large_result_is_kept_too(own_pool: sky.ComputePool, install: Callable[[], Any]) -> None:
-    """One that came by file is as whole, and its arrays can be written to."""
+    """A result that came by file is complete too, and its arrays are writable."""
     error = not_loaded(lambda: weights(300_000) >> own_pool)
     install()
     data = error.load()["w"].data
     data[0] = 5
     assert (len(data), data[1]) == (300_000, 1)
-    assert error.load()["w"].data[0] == 0  # what is done to one does not change what is kept
+    assert error.load()["w"].data[0] == 0  # a change of one copy does not change the kept result
     assert len(pickle.loads(error.result_bytes)["w"].data) == 300_000
 
 
 def test_all_results_of_a_map_a_batch_and_a_broadcast_are_kept(
     own_pool: sky.ComputePool, install: Callable[[], Any]
 ) -> None:
-    """No call is cancelled or run again for it, those that can be loaded are kept too, and all come in their order."""
+    """No call is cancelled or run again, results that can be loaded are kept too, and all come in their order."""
     mapped = not_loaded(lambda: own_pool.map(weights, [1, 0, 2, 100_000]))
     assert str(mapped).startswith("3 of 4 results cannot be loaded here, and all are kept")
     batched = not_loaded(lambda: (weights(1) & weights(0)) >> own_pool)
@@ -133,8 +133,8 @@ def test_all_results_of_a_map_a_batch_and_a_broadcast_are_kept(
     assert everywhere.load() == ({"w": tensor([0, 1])},) * 2
 
 
-def test_an_error_of_a_call_goes_before_a_result_that_is_kept(own_pool: sky.ComputePool) -> None:
-    """Where another call fails, its exception is raised as ever."""
+def test_an_error_of_a_call_has_precedence_over_a_kept_result(own_pool: sky.ComputePool) -> None:
+    """If another call fails, its exception is raised as usual."""
 
     def work(n: int) -> Any:
         if n == 2:
@@ -148,7 +148,7 @@ def test_an_error_of_a_call_goes_before_a_result_that_is_kept(own_pool: sky.Comp
 def test_futures_detached_calls_and_attached_clients_keep_it_too(
     own_pool: sky.ComputePool, _own: Any, install: Callable[[], Any]
 ) -> None:
-    """However the result is asked for. The call runs once, and counts as done and not as failed."""
+    """In whatever way the result is requested. The call runs once, and counts as done and not as failed."""
     told: Told = _own[1]
     add(1, 1) >> own_pool
     before = counted(own_pool, told)
@@ -170,7 +170,7 @@ def test_futures_detached_calls_and_attached_clients_keep_it_too(
 
 
 def test_a_result_whose_code_fails_here_is_kept() -> None:
-    """What is stored loads as the value, in a pickle of other values too."""
+    """The stored value loads as the value, also in a pickle of other values."""
     data = pickle.dumps([1, 2])
     assert pickle.loads(pickle.dumps({"a": Stored(data)}, protocol=5)) == {"a": [1, 2]}
     assert sky.ResultNotLoaded("x", 0, "", memoryview(data)).load() == [1, 2]
@@ -208,7 +208,7 @@ def outer(how: str) -> Any:
         ("dict", "a dict with"),
     ],
 )
-def test_a_function_that_returns_a_pending_call_is_told_what_to_write(
+def test_a_function_that_returns_a_pending_call_raises_an_error_with_the_cure(
     own_pool: sky.ComputePool, how: str, what: str
 ) -> None:
     """The error names the call and both cures."""
@@ -228,7 +228,7 @@ def test_a_function_that_returns_a_pending_call_is_told_what_to_write(
         (lambda pool: outer("deep") >> pool, "result['a'][0]"),
     ],
 )
-def test_a_pending_call_as_an_argument_or_deep_in_a_result_is_told_by_its_path(
+def test_the_error_of_a_nested_pending_call_has_its_path(
     own_pool: sky.ComputePool, send: Callable[[sky.ComputePool], Any], path: str
 ) -> None:
     """It used to travel, and to fail on the other side: `a pending call cannot be changed (args)`."""
@@ -239,8 +239,8 @@ def test_a_pending_call_as_an_argument_or_deep_in_a_result_is_told_by_its_path(
     assert caught.value.path == path
 
 
-def test_mapping_a_function_that_calls_a_decorated_one_is_told_what_to_write(own_pool: sky.ComputePool) -> None:
-    """`pool.map(lambda x: add(x, x), ...)` gives calls and no results."""
+def test_mapping_a_function_that_calls_a_decorated_one_raises_an_error_with_the_cure(own_pool: sky.ComputePool) -> None:
+    """`pool.map(lambda x: add(x, x), ...)` returns calls and no results."""
     with pytest.raises(TypeError, match=r"Write add\.local\(\.\.\.\)"):
         own_pool.map(lambda x: add(x, x), [1, 2])
     assert own_pool.map(lambda x: add.local(x, x), [1, 2]) == [2, 4]
@@ -248,7 +248,7 @@ def test_mapping_a_function_that_calls_a_decorated_one_is_told_what_to_write(own
 
 @pytest.mark.parametrize("wrong", [None, 3, "double", [1]], ids=repr)
 def test_what_is_no_function_is_refused_at_the_call(wrong: Any) -> None:
-    """By a map, whatever it maps over and before its pool is asked for anything, and by `sky.compute`."""
+    """By a map, for any items and before its pool is used, and by `sky.compute`."""
     pool = sky.ComputePool(provider=sky.Local())
     for items in ([1, 2], []):
         with pytest.raises(TypeError, match=r"is no function: write pool\.map\(fn, \[1, 2, 3\]\)"):
@@ -274,7 +274,7 @@ def test_a_map_with_wrong_arguments_sends_nothing(own_pool: sky.ComputePool, mon
 
 
 def test_cancelled_calls_count_as_cancelled(own_pool: sky.ComputePool, _own: Any, tmp_path: Path) -> None:
-    """Calls that run and calls that wait: none of them is done, and none has failed."""
+    """Running and waiting calls: none of them is done, and none has failed."""
     told: Told = _own[1]
 
     @sky.compute

@@ -277,7 +277,7 @@ def first_found(broken: type, monkeypatch: pytest.MonkeyPatch) -> int | None:
     ids=lambda broken: broken.__name__,
 )
 def test_it_finds(broken: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within as many histories as `make quick` runs."""
+    """In as many histories as `make quick` runs."""
     assert first_found(broken, monkeypatch) is not None
 
 

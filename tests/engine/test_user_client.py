@@ -70,7 +70,7 @@ class Cluster:
         return [(client.address, client.status) for client in self.made]
 
 
-def test_the_same_client_as_long_as_it_is_open() -> None:
+def test_it_is_the_same_client_as_long_as_it_is_open() -> None:
     """Even while the pool itself has no connection: the scheduler may only be slow."""
     cluster = Cluster()
     client = cluster.holder.get()
@@ -92,8 +92,8 @@ def test_a_client_that_reconnects_is_kept() -> None:
     assert cluster.holder.get() is client
 
 
-def test_another_one_when_the_user_has_closed_it() -> None:
-    """As a `with` on it does."""
+def test_there_is_another_client_when_the_user_has_closed_it() -> None:
+    """A `with` block on the client closes it."""
     cluster = Cluster()
     cluster.end(cluster.holder.get())  # type: ignore[arg-type]
     assert cluster.holder.get() is cluster.made[1]
@@ -101,8 +101,8 @@ def test_another_one_when_the_user_has_closed_it() -> None:
 
 
 @pytest.mark.parametrize("status", ["running", "connecting"])
-def test_another_one_when_the_head_has_another_address(status: str) -> None:
-    """The client of the old head is ended, even if it has not noticed the loss yet."""
+def test_there_is_another_client_when_the_head_has_another_address(status: str) -> None:
+    """The client of the old head is closed, even if it has not noticed the loss yet."""
     cluster = Cluster()
     cluster.holder.get().status = status
     cluster.address = "tls://b"
@@ -124,8 +124,8 @@ def test_a_scheduler_that_does_not_answer() -> None:
     assert cluster.holder.get() is cluster.made[-1]
 
 
-def test_closing_ends_it_for_good() -> None:
-    """A client that is being made ends too; closing waits for neither."""
+def test_closing_ends_it_permanently() -> None:
+    """A client that is just being made ends too; closing waits for neither."""
     cluster = Cluster()
     cluster.holder.get()
     cluster.address = "tls://b"
@@ -168,7 +168,7 @@ def open_pool(told: Told | None = None, **wishes: Any) -> sky.ComputePool:
 
 
 def test_it_is_not_dasks_default_client(pool: sky.ComputePool) -> None:
-    """Dask's functions use it only where the program says so."""
+    """Dask's functions use it only if the program says so."""
     client = pool.dask_client()
     assert pool.dask_client() is client
     with pytest.raises(ValueError):
@@ -180,7 +180,7 @@ def test_it_is_not_dasks_default_client(pool: sky.ComputePool) -> None:
 
 @pytest.mark.slow
 def test_an_attached_pool_has_a_separate_client() -> None:
-    """Leaving ends only that one, and not the opener's."""
+    """Leaving closes only that one, and not the opener's."""
     with open_pool(nodes=1) as pool:
         with pool.dask_client() as closed:
             assert closed.submit(pow, 2, 2).result(30) == 4
@@ -195,7 +195,7 @@ def test_an_attached_pool_has_a_separate_client() -> None:
 
 
 def stream_of(client: Any) -> tuple[str, int]:
-    """Return the class of the stream to the scheduler, and the silence that its connection bears, in seconds."""
+    """Return the class of the stream to the scheduler, and the silence in seconds that its connection tolerates."""
     connection = client.scheduler_comm.comm.stream.socket
     return type(client.scheduler_comm).__name__, connection.getsockopt(
         socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
@@ -291,7 +291,7 @@ def busy(processes: int) -> Iterator[None]:
 @pytest.mark.long
 @pytest.mark.timeout(400)
 def test_futures_outlive_a_freeze_of_the_scheduler() -> None:
-    """The pool gives up its own connection after some seconds and makes another; the user's waits.
+    """The pool closes its own connection after some seconds and makes another; the user's client waits.
 
     Sleeps: the freeze has to last.
     """
