@@ -80,7 +80,7 @@ def test_a_partition_is_a_worker(accelerator: sky.Accelerator | None, workers: i
 
 
 def node_settings(wanted: sky.PoolSpec, ports: tuple[int, ...] = ()) -> NodeSettings:
-    """Return the settings of the first node of such a pool."""
+    """Return the settings of the first node of a pool with these fields."""
     instance = Instance(
         id="host-1",
         provider="hosts",
@@ -153,7 +153,7 @@ def test_the_special_chips_exist_in_the_catalogue() -> None:
 
 
 def test_a_local_pool_with_partitions_is_refused_before_it_starts() -> None:
-    """Opening such a pool raises, and launches nothing."""
+    """Opening the pool raises an error and launches nothing."""
     events: list[object] = []
     with pytest.raises(sky.NotYetSupported, match="use Hosts"):
         sky.ComputePool(
@@ -182,13 +182,13 @@ def test_each_worker_sees_one_partition() -> None:
 
 @pytest.mark.parametrize("text", ["", "MIG-a\n", "MIG-a\nMIG-b\nMIG-c\n"])
 def test_a_wrong_number_of_partitions_is_an_error(text: str) -> None:
-    """With too few or too many, two workers could share a partition, or one see the whole GPU."""
+    """With another number two workers could share a partition, or one worker could see the whole GPU."""
     with pytest.raises(ValueError, match=f"{len(text.split())} partitions of GPUs for 2 workers"):
         with_partitions(node_settings(spec(accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb"))), text)
 
 
 def test_a_node_reads_its_partitions_beside_its_settings(tmp_path: Path) -> None:
-    """Without the file the settings are those of the client."""
+    """If the file is missing, the settings are those of the client."""
     settings = node_settings(spec(accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb")))
     (tmp_path / "settings.json").write_text(settings.to_json())
     assert read_settings(tmp_path) == settings
@@ -297,7 +297,7 @@ def test_gpus_are_split_and_restored(machine: Machine, profiles: tuple[str, ...]
     assert machine.gpus.changes == seen
 
 
-def test_other_gpus_of_the_machine_are_left_alone(tmp_path: Path) -> None:
+def test_other_gpus_of_the_machine_are_not_changed(tmp_path: Path) -> None:
     """Two of four GPUs are used: the partitions of the fourth are neither used nor removed."""
     machine = Machine(tmp_path, count=4)
     machine.gpus.run("-i", "3", "-mig", "1")
@@ -544,7 +544,7 @@ def test_a_machine_that_cannot_be_partitioned_reports_the_reason(
 
 
 def test_an_incomplete_list_of_partitions_is_an_error(machine: Machine) -> None:
-    """Of two partitions the driver lists one: no worker gets any."""
+    """The driver lists one of two partitions: no worker gets any."""
     machine.gpus.set(hides=1)
     code, said = machine.partition(HALVES, 1)
     assert code != 0
@@ -569,7 +569,7 @@ def test_a_gpu_that_cannot_be_restored_is_reported(machine: Machine) -> None:
 
 
 def test_a_driver_that_hangs_does_not_block_the_end(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At its time limit the restoration is given up, and the output has the command. The clean-up continues."""
+    """At its time limit the restoration stops, and the output has the command. The clean-up continues."""
     monkeypatch.setattr(
         termination_shell,
         "ENDING",

@@ -126,7 +126,7 @@ TRN1 = Offer(
 
 
 def node_settings(offer: Offer = CPUS, **wishes: Any) -> NodeSettings:
-    """Return the settings of the first node of such a pool on such a machine."""
+    """Return the settings of the first node of a pool on a machine with these fields."""
     instance = Instance(
         id="i-1",
         provider="aws",

@@ -70,7 +70,7 @@ def test_an_image_is_a_value():
 
 
 def test_an_image_cannot_be_changed():
-    """Neither a field nor a variable of an image can be changed; the caller's own dict is not shared."""
+    """Neither a field nor a variable of an image can be changed. The caller's own dict is not shared."""
     variables = {"A": "1"}
     image = Image(env=variables)
     variables["A"] = "2"
@@ -331,7 +331,7 @@ def test_variables_are_exported_literally(values):
 
 
 def test_an_image_always_has_the_same_script():
-    """So it can be compared and cached."""
+    """It can be compared and cached."""
     assert Image(**FULL).bootstrap(60) == Image(**FULL).bootstrap(60)
 
 
@@ -670,7 +670,7 @@ def test_without_pip_the_file_of_the_index_is_fetched_and_checked(machine, tmp_p
     [("riscv64", "no uv is known for Linux-riscv64"), ("x86_64", "neither curl, wget nor python3 to fetch it")],
 )
 def test_without_any_uv_the_phase_uv_fails(machine, kind, advice):
-    """Without uv and any program to download it, the phase uv fails once, with advice."""
+    """The machine has no uv and no program to download it. The phase uv fails once, with advice."""
     machine.is_a(kind)
     run = machine.run(Image().bootstrap(runtime=NO_RUNTIME))
     assert run.returncode == 1

@@ -303,7 +303,7 @@ def test_a_variable_that_may_be_a_secret_is_not_inherited(monkeypatch, name) -> 
 
 
 def test_passwords_of_indexes_and_proxies_are_only_for_the_installation(monkeypatch, tmp_path) -> None:
-    """On this machine too, no process of a node has them, except uv. Calls see variables of the image's `env`."""
+    """No process of a node has them, except uv, on this machine too. Calls see variables of the image's `env`."""
     for name, value in {**SECRETS, **KEPT}.items():
         monkeypatch.setenv(name, value)
     assert not SECRETS.keys() & kept_environment().keys()

@@ -96,7 +96,7 @@ def test_a_changed_lease_is_refused(where: tuple[Any, ...], value: object) -> No
 
 
 def test_a_lease_without_our_signature_runs_nothing(tmp_path: Path) -> None:
-    """Without a signature of our key not even a proxy command runs. A caller may still trust a lease explicitly."""
+    """If our key has not signed it, not even a proxy command runs. A caller may still trust a lease explicitly."""
     proof = tmp_path / "proof"
     claim = altered(
         ELSEWHERE, (*INSTANCE, "endpoint", "proxy_command"), ["sh", "-c", f"touch {proof}; echo no >&2; exit 78"]

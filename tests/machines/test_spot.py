@@ -53,7 +53,7 @@ def test_a_shortcut_means_its_strategy(like, meant):
         (Spot.IfAvailable, "Spot.Always()"),
     ],
 )
-def test_anything_else_is_refused_with_the_nearest_spelling(like, advice):
+def test_an_invalid_value_is_refused_with_the_nearest_spelling(like, advice):
     """A value that is not a strategy raises BadRequest, and the message names a valid one."""
     with pytest.raises(BadRequest) as caught:
         parse(like)
@@ -148,7 +148,7 @@ def test_json_may_have_a_shortcut():
     ],
 )
 def test_nodes_are_split(strategy, nodes, spot_sold, on_demand, spot):
-    """On demand comes first; a share is rounded up to whole machines, and 10 % of 30 are 3."""
+    """The on-demand part is first. A share is rounded up to whole machines, and 10 % of 30 are 3."""
     assert split(strategy, nodes, spot_sold) == (on_demand, spot)
 
 

@@ -273,7 +273,7 @@ class ProviderContract:
         assert {instance.tags[LAUNCH_TAG] for instance in provider.instances(POOL)} == {f"{POOL}-1", f"{POOL}-2"}
 
     def test_machines_of_a_partial_launch_can_be_found_and_terminated(self, hands: Hands, offer: Offer) -> None:
-        """After an error behind the first machine, `launch` returns fewer machines or raises.
+        """After a failure behind the first machine, `launch` returns fewer machines or raises an error.
 
         In both cases all machines are listed and can be terminated.
         """
@@ -312,7 +312,7 @@ class ProviderContract:
         assert [found.id for found in provider.instances(POOL)] == [instance.id]
 
     def test_a_preempted_or_stopped_machine_is_not_listed_as_running(self, hands: Hands, offer: Offer) -> None:
-        """So the pool replaces it.
+        """The pool replaces it.
 
         A stopped machine, billed or not, is listed until it is terminated.
         """
@@ -464,7 +464,7 @@ class ProviderContract:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert done.stdout.strip() == "[]"
 
-    def test_it_is_a_frozen_value(self, hands: Hands) -> None:
+    def test_the_provider_is_a_frozen_value(self, hands: Hands) -> None:
         """Equal fields make equal values, and JSON preserves them."""
         provider = hands.provider()
         assert provider == hands.provider()
@@ -544,7 +544,7 @@ class RestContract(ProviderContract):
     def test_a_creating_call_with_an_invalid_answer_may_have_created_a_machine(
         self, hands: Hands, wire: FakeCloud, offer: Offer, what: str
     ) -> None:
-        """The machine is found. If there is none, the error is ProviderFailed and never NoCapacity."""
+        """The machine is found. If no machine exists, the error is ProviderFailed and never NoCapacity."""
         provider = hands.provider()
         wire.fail(*self.creating, NO_ANSWERS[what], is_done=True)
         assert {machine.id for machine in provider.launch(offer, 1, tags(), STARTUP)} == hands.alive()

@@ -183,7 +183,7 @@ class FakeAWS:
             }
 
     def put(self, machine_id: str, state: str, code: str = "", message: str = "") -> None:
-        """Put a machine into a state, with the reason for it."""
+        """Set the state of a machine, with its reason."""
         with self._lock:
             machine = self.machine(machine_id)
             machine._state = instances.InstanceState(state, 0)

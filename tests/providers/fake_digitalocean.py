@@ -159,7 +159,7 @@ class Mood:
     unknown_key: int = 0
     """The next creating calls, this number of them, do not know a registered key."""
     budget: int | None = None
-    """After this number of further droplets creating calls fail with a 5xx in the middle."""
+    """The number of further droplets. Then creating calls fail with a 5xx in the middle."""
     stock: int | None = None
     """The number of further droplets. A call for more is refused as a whole."""
     vanishing: int = 0

@@ -1,7 +1,7 @@
 """RunPod's REST API v2 as a server on this machine: a catalogue with stock, and pods.
 
-The shapes are those of the fact sheet, section 5, and of the specification at docs.runpod.io as of October 2026. Pods
-come up a step with each listing.
+The formats are those of the fact sheet, section 5, and of the specification at docs.runpod.io as of October 2026. Each
+listing advances the start of the pods by one step.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Vast.ai as a server on this machine: a market whose offers are gone once they are rented, and containers.
+"""Vast.ai as a server on this machine: containers, and a market that removes an offer when it is rented.
 
-The shapes are those of docs.vast.ai and of the fact sheet, section 4. Containers come up a step with each listing.
+The formats are those of docs.vast.ai and of the fact sheet, section 4. Each listing advances the start of the
+containers by one step.
 """
 
 from __future__ import annotations
@@ -59,11 +60,11 @@ def ask(number: int, gpu_name: str = "RTX 4090", gpus: int = 1, price: float = 0
 class FakeVast(FakeCloud):
     """The market and the containers of one account.
 
-    `asks` by number, `containers` by contract. `broken`: asks whose hosts fail, with the fields of the failed
-    container. `refused`: asks that answer with an error and nevertheless with a contract. `creates_left`: after this
-    number, creating calls fail. `hidden`: this number of listings omits each container that is created from now on.
-    `is_sloppy`: the market ignores filters on numbers. `ghosts`: if a dict, destroyed containers stay in the listing.
-    `undying`: containers that cannot be destroyed. `is_strict_about_bulk`: no call may destroy several.
+    `asks` by number, `containers` by contract. `broken`: asks with hosts that fail, with the fields of the failed
+    container. `refused`: asks that answer with an error and still with a contract. `creates_left`: after this number,
+    creating calls fail. `hidden`: this number of listings omits each new container. `is_sloppy`: the market ignores
+    filters on numbers. `ghosts`: if a dict, destroyed containers stay in the listing. `undying`: containers that cannot
+    be destroyed. `is_strict_about_bulk`: no call may destroy several.
     """
 
     def __init__(self) -> None:

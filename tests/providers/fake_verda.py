@@ -132,7 +132,7 @@ class FakeVerda(FakeCloud):
                 del self.volumes[volume["id"]]
 
     def strangers(self) -> None:
-        """Add machines of other people of the team. Some names resemble ours."""
+        """Add machines of other members of the team. Some names resemble ours."""
         names = (
             "web",
             "sky-contract-a1b2c3",

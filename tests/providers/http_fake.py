@@ -46,9 +46,9 @@ class Reply:
 
 @dataclass(slots=True)
 class Fault:
-    """A fault of the next `times` requests of a method whose path matches a pattern.
+    """A failure of the next `times` requests of a method with a path that matches a pattern.
 
-    `reply` replaces the answer; with `is_done` the request has taken effect. Without a reply the connection is reset.
+    `reply` replaces the answer. With `is_done` the request has taken effect. Without a reply the connection is reset.
     """
 
     method: str
@@ -59,7 +59,7 @@ class Fault:
 
 
 def route(method: str, path: str) -> Callable[[Handle], Handle]:
-    """Mark a method of a fake as the handler of a request; `{word}` in the path is one part of it."""
+    """Mark a method of a fake as the handler of a request. `{name}` in the path is one part of it."""
 
     def mark(handle: Handle) -> Handle:
         handle.route = (method, re.compile(re.sub(r"\{(\w+)\}", r"(?P<\1>[^/]+)", path)))  # type: ignore[attr-defined]

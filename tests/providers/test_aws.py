@@ -208,7 +208,7 @@ def test_a_chip_has_its_catalogue_name_and_memory(name: str, chips: tuple[Any, .
 
 @pytest.mark.parametrize("name", ["g6f.xlarge", "gr6f.4xlarge", "dl2q.24xlarge", "vt1.3xlarge", "f2.6xlarge"])
 def test_parts_of_a_chip_and_unknown_chips_are_not_offered(name: str) -> None:
-    """Such a type must not count as a machine without chips."""
+    """If it were offered, it would count as a machine without chips."""
     assert offers.machine_of(every_type()[name], "us-east-1") is None
 
 
@@ -305,7 +305,7 @@ def test_spot_is_offered_for_the_zones_of_the_given_subnets(cloud: FakeAWS) -> N
 
 
 def test_spot_above_an_estimate_has_no_price_on_demand(cloud: FakeAWS) -> None:
-    """A type without an on-demand price is offered only as spot; p5e is such a type."""
+    """A type without an on-demand price is offered only as spot. An example is p5e."""
     cloud.list_prices = None
     cloud.spot = {("g4dn.xlarge", "eu-west-1a"): 0.6, ("p5e.48xlarge", "eu-west-1a"): 20.0}
     sold = make(cloud, region="eu-west-1").offers(T4)
@@ -593,7 +593,7 @@ def test_after_a_quota_error_no_other_zone_is_tried(cloud: FakeAWS) -> None:
     assert zones_asked(cloud) == ["us-east-1a"]
 
 
-def test_a_call_whose_answer_is_lost_is_sent_again_with_its_token(cloud: FakeAWS) -> None:
+def test_a_call_with_a_lost_answer_is_sent_again_with_its_token(cloud: FakeAWS) -> None:
     """EC2 answers the second call with the machines of the first."""
     cloud.fail("RunInstances", is_done=True)
     launched = make(cloud).launch(OFFER, 2, tags(), STARTUP)
@@ -913,7 +913,7 @@ def test_a_machine_without_an_address_is_terminated(cloud: FakeAWS, monkeypatch:
     ],
 )
 def test_a_state_is_reported_by_its_cost(cloud: FakeAWS, word: str, state: InstanceState | None) -> None:
-    """A machine that is ending is not billed and never returns; a stopped one is not gone."""
+    """A machine that is ending is not billed and never returns. A stopped machine is not gone."""
     (machine,) = make(cloud).launch(OFFER, 1, tags(), STARTUP)
     cloud.put(machine.id, word)
     assert [instance.state for instance in make(cloud).instances(POOL)] == ([] if state is None else [state])

@@ -499,7 +499,7 @@ def test_too_few_machines_that_cannot_be_terminated_are_an_outage(cloud: FakeAWS
     assert {instance.id for instance in make(cloud).instances(POOL)} == cloud.alive() != set()
 
 
-def test_a_fleet_whose_answer_is_lost_is_requested_again_with_its_token(cloud: FakeAWS) -> None:
+def test_a_fleet_request_with_a_lost_answer_is_repeated_with_its_token(cloud: FakeAWS) -> None:
     """EC2 answers with the machines of the first request."""
     spot(cloud, a=0.2)
     cloud.fail("CreateFleet", is_done=True)
@@ -732,7 +732,7 @@ def test_machines_that_work_together_share_efa_and_a_placement_group(
 
 @pytest.mark.parametrize("market", [0, 1])
 def test_a_single_machine_has_neither_efa_nor_a_placement_group(cloud: FakeAWS, market: int) -> None:
-    """Neither has a type without EFA, because capacity matters more."""
+    """A type without EFA has neither of them, because capacity matters more."""
     for offer, count in ((TOGETHER.model_copy(update={"nodes": 1}), 1), (OFFER.model_copy(update={"nodes": 4}), 4)):
         make(cloud).launch(offers_of_both_markets(cloud, offer)[market], count, tags(launch=f"L{count}"), STARTUP)
         assert not [name for name in launch_parameters(cloud) if name.endswith(("InterfaceType", "GroupName"))]
@@ -818,7 +818,7 @@ def test_each_zone_has_a_group_and_a_template_of_its_own(cloud: FakeAWS) -> None
 
 
 def test_groups_of_zones_without_machines_are_deleted(cloud: FakeAWS) -> None:
-    """On demand this happens zone after zone; without any machine all groups are deleted."""
+    """On demand this happens zone after zone. If no zone has a machine all groups are deleted."""
     cloud.fail("RunInstances", "InsufficientInstanceCapacity", 500)
     launched = make(cloud).launch(TOGETHER, 2, tags(), STARTUP)
     assert zones_of(cloud, launched) == {B}
@@ -954,7 +954,7 @@ def test_a_resource_that_cannot_be_deleted_does_not_keep_others(cloud: FakeAWS, 
 
 
 def test_an_outage_is_not_reported_as_nothing_to_delete(cloud: FakeAWS, account: AwsAccount) -> None:
-    """Without the right to list, no resource can be ours. After an outage the state is unknown."""
+    """If the right to list is missing, no resource can be ours. After an outage the state is unknown."""
     leave(cloud, OLD, "old")
     cloud.fail("DescribePlacementGroups", "UnauthorizedOperation", 403)
     assert aws_launch.prune_launches(account, "us-east-1", now()) == []

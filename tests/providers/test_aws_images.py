@@ -189,7 +189,7 @@ def test_the_newest_image_is_used(cloud: FakeAWS) -> None:
 
 
 def test_without_cache_no_image_is_used(cloud: FakeAWS) -> None:
-    """Without `cache=True` no image is looked for."""
+    """If `cache=True` is not set, no image is looked for."""
     cloud.images.add(OURS)
     launch(make(), image=None)
     assert started_from(cloud) == [UBUNTU]
@@ -266,7 +266,7 @@ def test_spot_machines_start_from_the_kept_image(cloud: FakeAWS) -> None:
 
 
 def test_a_machine_removes_the_identity_of_the_captured_machine(cloud: FakeAWS) -> None:
-    """Before logins, once for each machine, host keys and authorized keys of the captured machine are replaced."""
+    """Host keys and authorized keys of the captured machine are replaced once for each machine, before logins."""
     launch(make())
     config = json.loads(
         base64.b64decode(cloud.parameters("RunInstances")[0]["UserData"]).decode().removeprefix("#cloud-config\n")
@@ -413,7 +413,7 @@ def test_an_interrupted_deletion_continues(cloud: FakeAWS) -> None:
 
 
 def test_the_snapshot_of_a_pending_image_stays(cloud: FakeAWS) -> None:
-    """For some time no image lists it. Snapshots of other users stay too."""
+    """At first no image lists it. Snapshots of other users stay too."""
     image = cloud.images.add(until(9), at=NOW - timedelta(hours=23))
     del cloud.images.images[image.id]
     stranger = Snapshot(
@@ -477,7 +477,7 @@ def test_a_region_that_is_not_enabled_has_no_images(cloud: FakeAWS, caplog: pyte
 
 
 def test_an_outage_is_not_an_empty_list_of_images(cloud: FakeAWS) -> None:
-    """Without the list of images every snapshot would look like an orphan."""
+    """If it counted as an empty list, every snapshot would look like an orphan."""
     image = cloud.images.add(until(9), at=NOW - timedelta(days=9))
     cloud.fail("DescribeImages", "Unavailable", 503, times=99)
     with pytest.raises(ProviderFailed):

@@ -296,7 +296,7 @@ def test_commands_files_and_ports_go_through_the_plugin(
     assert cloud.parameters("StartSession") == [request]
 
 
-def test_a_machine_whose_agent_registers_late_is_waited_for(
+def test_an_agent_that_registers_late_is_waited_for(
     endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One process waits through refusals, throttling and an outage."""
@@ -309,7 +309,7 @@ def test_a_machine_whose_agent_registers_late_is_waited_for(
     assert len(plugin.notes) == 1
 
 
-def test_a_machine_whose_agent_never_registers_is_an_error(endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin) -> None:
+def test_an_agent_that_never_registers_is_an_error(endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin) -> None:
     """The error at the end has the reason. No process is left waiting."""
     cloud.agents.clear()
     with (
@@ -341,7 +341,7 @@ def test_a_permanent_refusal_is_raised_at_once(
 def test_without_credentials_a_connection_is_refused(
     endpoint: Endpoint, cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that attaches needs credentials of its own."""
+    """A process that attaches needs its own credentials."""
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with SSHConnection(endpoint) as connection, pytest.raises(CredentialsError, match="AWS_PROFILE"):
@@ -432,7 +432,7 @@ def test_a_proxy_that_fails_is_tried_again(server: Server, key: str, tmp_path: P
 
 
 def test_the_last_reason_of_a_proxy_is_kept(server: Server, key: str, tmp_path: Path) -> None:
-    """A last try that is interrupted has no reason of its own."""
+    """A last try that is interrupted has no reason."""
     text = f"[ -e {tmp_path}/tried ] || {{ touch {tmp_path}/tried; echo no agent yet >&2; exit 1; }}; exec sleep 600"
     with (
         SSHConnection(reached_by(server, key, shell(text))) as connection,

@@ -320,7 +320,7 @@ def test_one_call_creates_up_to_ten_machines(cloud: FakeDigitalOcean, make: Call
 
 
 def test_sixty_four_machines_need_little_time(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
-    """At 300 ms a call they need less than ten seconds, pauses included.
+    """They need less than ten seconds at 300 ms a call, pauses included.
 
     The test counts calls, because the time on a busy machine varies.
     """
@@ -420,7 +420,7 @@ def test_a_refused_key_is_an_error(cloud: FakeDigitalOcean, make: Callable[..., 
 def test_a_new_key_may_be_unknown_for_a_while(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For some seconds creating calls refuse it. They are repeated for a limited time."""
+    """Creating calls refuse it for some seconds. They are repeated for a limited time."""
     provider = make()
     cloud.mood.unknown_key = 3
     assert len(provider.launch(an_offer(provider), 2, tags(), STARTUP)) == 2
@@ -566,7 +566,7 @@ def test_machines_of_other_regions_are_listed_too(cloud: FakeDigitalOcean, make:
 # ── failures after status 202 ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_machines_whose_creation_is_errored_are_destroyed(
+def test_machines_with_an_errored_creation_are_destroyed(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
     """They are not part of the result."""
@@ -715,7 +715,7 @@ def test_machines_of_a_lost_answer_are_looked_up_and_not_requested_again(
 def test_a_lost_answer_without_a_listing_is_an_unknown_outcome(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
-    """A droplet may appear in the listing later, so the error must not say that there is none."""
+    """A droplet may appear in the listing later, so the error must not deny its existence."""
     provider = make()
     offer = an_offer(provider)
     cloud.mood.hidden = 2

@@ -330,7 +330,7 @@ def test_hosts_with_two_architectures_are_one_offer_unless_one_is_required(machi
 
 
 def test_hosts_with_equal_gpus_are_one_offer(machines) -> None:
-    """The driver reports the GPUs, and hosts are grouped by them. A node that needs them starts on such a host."""
+    """The driver reports the GPUs, and hosts are grouped by them. A node that needs GPUs starts on one of these hosts."""
     plain, one, two = machines(3)
     for host in (one, two):
         smi = host.root / "usr/local/bin/nvidia-smi"
@@ -448,8 +448,8 @@ def test_all_pools_are_listed_with_their_tags(machines) -> None:
 
 
 @pytest.mark.slow
-def test_a_node_whose_guard_is_dead_is_listed_by_its_processes(machines) -> None:
-    """Even without valid tags it is listed, with its pool and its rank."""
+def test_a_node_with_a_dead_guard_is_listed_by_its_processes(machines) -> None:
+    """It is listed with its pool and its rank, even without valid tags."""
     (host,) = machines(1)
     provider = provider_of([host])
     (instance,) = launch(provider, first=4)
@@ -464,7 +464,7 @@ def test_a_node_whose_guard_is_dead_is_listed_by_its_processes(machines) -> None
 
 
 @pytest.mark.slow
-def test_terminate_leaves_the_host_as_it_was(machines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminate_restores_the_host(machines, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that ignore signals, folders in memory and the directory are gone when terminate returns.
 
     Caches stay. A second call is no error.

@@ -449,7 +449,7 @@ def test_a_container_that_restarts_on_another_disk_gets_no_second_lease(
     wait_until(one.has_asked_for_its_end, "the end of the one that was started anew")
 
 
-def test_a_container_whose_guard_is_killed_requests_its_end(container: Callable[..., Container]) -> None:
+def test_a_container_requests_its_end_if_its_guard_is_killed(container: Callable[..., Container]) -> None:
     """A call may run `kill -9 -1`. The kernel protects the first process from that."""
     one = container()
     guard = one.guard()
@@ -504,7 +504,7 @@ def test_repeated_creating_calls_have_the_same_user_data(key: Key) -> None:
 
 @pytest.mark.slow
 def test_cloud_config_fits_every_cloud(tmp_path: Path) -> None:
-    """With the real guard, all tags and an RSA key it is below AWS's 16 KiB, the smallest limit, before base64."""
+    """It is below AWS's 16 KiB, the smallest limit, before base64. It has the real guard, all tags and an RSA key."""
     path = tmp_path / "rsa"
     subprocess.run(["ssh-keygen", "-q", "-t", "rsa", "-b", "4096", "-N", "", "-f", str(path)], check=True)
     key = our_key(str(path))

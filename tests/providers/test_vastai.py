@@ -504,7 +504,7 @@ def test_no_machine_above_the_offers_price_is_rented(fake: FakeVast) -> None:
     assert len(VastAI(price_tolerance=0.1).launch(offer, 4, tags(launch="L2"), STARTUP)) == 2
 
 
-def test_without_offers_left_there_is_no_capacity(fake: FakeVast) -> None:
+def test_without_further_offers_there_is_no_capacity(fake: FakeVast) -> None:
     offer = cheapest()
     fake.asks.clear()
     with pytest.raises(NoCapacity, match=r"RTX_4090x1 in US for \$0.350") as caught:
@@ -801,7 +801,7 @@ def test_a_container_without_a_port_has_no_endpoint_yet(fake: FakeVast) -> None:
     assert (found.endpoint, found.ip, found.state) == (None, None, InstanceState.PENDING)
 
 
-def test_a_listing_whose_pages_repeat_is_a_failure(fake: FakeVast) -> None:
+def test_a_listing_with_repeated_pages_is_a_failure(fake: FakeVast) -> None:
     fake.fail("GET", "/api/v1/instances/", Reply(200, {"instances": [], "next_token": "again"}), times=100)
     with pytest.raises(ProviderFailed, match="repeat"):
         VastAI().instances()

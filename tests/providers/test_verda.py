@@ -345,7 +345,7 @@ def test_node_credentials_are_in_no_message(mine: Verda, fake: FakeVerda) -> Non
 
 
 def test_a_spot_machines_disk_is_deleted_with_it(mine: Verda, fake: FakeVerda) -> None:
-    """By default it would be kept and billed. On demand the field is refused."""
+    """The default is that it is kept and billed. On demand the field is refused."""
     (instance,) = mine.launch(offer_of(mine, spot=True), 1, tags(), STARTUP)
     assert instance.is_spot
     assert (instance.price_per_hour, instance.on_demand_price_per_hour) == (1.85, 3.7)
@@ -554,7 +554,7 @@ def test_an_attached_disk_is_never_swept(mine: Verda, fake: FakeVerda) -> None:
 def test_old_scripts_without_machines_are_swept(mine: Verda, fake: FakeVerda) -> None:
     """The next launch or termination deletes them.
 
-    Other people's scripts stay, and young ones that another launch may need.
+    Scripts of other users stay, and young ones that another launch may need.
     """
     now = int(time.time())
     old, young = (

@@ -1,4 +1,4 @@
-"""From a bare host to a node, over SSH: all steps, all failures, and what a failure leaves.
+"""Bootstrap of a bare host over SSH: all steps, all failures, and what a failure leaves.
 
 Run as a program, with the data of a host, it is a client that opens a pool on that host. Tests kill this client.
 """

@@ -151,7 +151,7 @@ def test_a_provider_without_candidates_is_reported_with_the_reason() -> None:
 
 
 def test_a_region_that_fails_is_reported_beside_the_offers_of_the_others() -> None:
-    """Like a provider that fails, the region may sell what the pool requires."""
+    """The region may sell what the pool requires. A provider that fails is treated in the same way."""
     part = ProviderOffers(
         CHEAP, (offer("a"),), seconds=2.0, unasked={"far": CredentialsError("not enabled").coded("AuthFailure")}
     )

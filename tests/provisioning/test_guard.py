@@ -151,7 +151,7 @@ def test_a_running_guard_has_a_pid_file_and_a_lease(guarded):
 
 
 def test_the_uptime_of_the_machine_counts(guarded):
-    """Without another clock the lease counts from the uptime of this machine."""
+    """If no other clock is given, the lease counts from the uptime of this machine."""
     before = float(Path("/proc/uptime").read_text().split()[0])
     node = guarded(SKYWARD_UPTIME_FILE="")
     assert before - 1 <= (read_lease(node.directory) or 0) - LEASE_SECONDS <= before + 30
@@ -305,7 +305,7 @@ def test_an_unreadable_paid_time_is_ignored(guarded, text):
 
 
 def test_an_invalid_paid_time_is_no_limit(guarded):
-    """Without any valid value only the lease counts."""
+    """If no value is valid, only the lease counts."""
     node = guarded(SKYWARD_KEEP_DIRECTORY="1")
     node.write("paid", "0x10\n")
     node.set_uptime(1000 + LEASE_SECONDS - 1)

@@ -48,7 +48,7 @@ SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 
 
 def test_cache_does_not_change_the_installed_software() -> None:
-    """So an image that was captured with `cache=True` has the same content hash."""
+    """The content hash is the same with and without `cache=True`, so both can start from one captured image."""
     assert Image().cache is False
     assert Image(cache=True).content_hash() == Image().content_hash()
     assert Image(cache=True) != Image()
@@ -61,7 +61,9 @@ def test_cache_does_not_change_the_installed_software() -> None:
 def test_the_tags_of_a_launch_have_the_hash_of_the_packages(
     tmp_path: Path, cache: bool, keeps: bool, is_tagged: bool
 ) -> None:
-    """Only for providers that capture images, and only with `cache=True`: other providers have little space for tags."""
+    """Only providers that capture images get the hash, and only with `cache=True`: other providers have little space for
+    tags.
+    """
     kind = type("Keeping", (FakeProvider,), {"keeps_images": keeps, "name": "keeping"})
     image = Image(cache=cache)
     with Ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:

@@ -338,7 +338,7 @@ def _close_while_it_launches(machines: lifecycle.PoolMachines, provider: FakePro
     ],
 )
 def test_spot_is_used_as_requested(make: Make, spot: str | None, is_sold: bool, taken: bool) -> None:
-    """Without a request spot is used if it is sold. The final cost has the savings against on demand."""
+    """If the user does not set spot, it is used where it is sold. The final cost has the savings against on demand."""
     told = Told()
     wishes = {} if spot is None else {"spot": spot}
     with pytest.raises(sky.ProvisioningTimeout):
@@ -360,7 +360,7 @@ def test_spot_that_is_not_sold_is_refused_before_anything_is_launched(make: Make
 
 
 def test_a_mixed_pool_rents_both_kinds(make: Make) -> None:
-    """With half spot there is one machine of each kind. The head is on demand."""
+    """Half of the machines are spot: there is one machine of each kind. The head is on demand."""
     told = Told()
     with pytest.raises((sky.ProvisioningTimeout, sky.NotYetSupported)) as caught:
         open_pool(make(NeverReadyProvider, spot_is_sold=True), told, spot=0.5)

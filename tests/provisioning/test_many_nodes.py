@@ -277,7 +277,7 @@ def test_slow_nodes_may_take_as_long_as_the_pool_to_open(rent: Rent, monkeypatch
 
 
 def test_leases_and_a_new_head_are_sent_to_all_nodes_at_the_same_time(rent: Rent) -> None:
-    """So a detach takes little time, and the pool soon continues after it has lost its head."""
+    """A detach takes little time, and the pool soon continues after it has lost its head."""
     many = rent()
     with ExitStack() as undo:
         many.machines.acquire(undo)

@@ -424,7 +424,7 @@ def test_if_all_candidates_refuse_the_error_has_all_refusals(folder: str) -> Non
 
 
 def test_the_error_of_a_single_candidate_is_not_its_own_cause(folder: str) -> None:
-    """So a loop over the causes of the error ends."""
+    """A loop over the causes of the error ends."""
     error, _ = run([Refusing(folder=folder).with_error(NoCapacity("none here").coded("A"))], expected=NoCapacity)
     assert str(error) == "none here"
     assert error.code == "A"

@@ -68,7 +68,7 @@ class Cloud:
     always: str = ""
     """The result of a termination after the script has ended; "" works."""
     is_blind: bool = False
-    """After the script all listings fail."""
+    """All listings fail after the script."""
     listed_from: dict[str, float] = field(default_factory=dict)
     listing_seconds: float = 0.0
     asked: list[list[str]] = field(default_factory=list)

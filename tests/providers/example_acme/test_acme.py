@@ -94,7 +94,7 @@ def test_a_region_is_a_filter_and_unknown_chips_are_left_out(fake: FakeAcme) -> 
     assert {offer.region for offer in Acme(endpoint_url=fake.url, region="there").offers(Requirements())} == {"there"}
 
 
-def test_it_is_found_by_name(fake: FakeAcme) -> None:
+def test_the_provider_is_found_by_name(fake: FakeAcme) -> None:
     """The name may come from a settings file or a lease."""
     assert load("acme") == Acme()
     assert load({"name": "acme", "region": "there"}) == Acme(region="there")
