@@ -1,11 +1,11 @@
-"""`@compute` and the operators: a call that has not been made yet, and the ways to have it made.
+"""`@compute` and the operators: calls that have not been made yet, and how a pool makes them.
 
     fn(x) >> pool            one call, on one worker                -> R
     fn(x) @ pool             the same call on every worker          -> tuple[R, ...]
     (f(x) & g(y)) >> pool    calls in parallel                      -> tuple[R, S]
     gather(*calls) >> pool   as many calls as you like, in parallel -> tuple[R, ...]
 
-`&` binds weaker than `>>` in Python, hence the parentheses.
+In Python `&` binds weaker than `>>`, so it needs the parentheses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, Concatenate, Protocol, Self, cast, overload
 
 
 class PendingRunner(Protocol):
-    """What stands on the right of `>>` and `@`: a pool, or anything else with these three methods."""
+    """The right operand of `>>` and `@`: a pool, or another object with these three methods."""
 
     def run[R](self, pending: PendingCompute[R]) -> R:
         """Run one call and return its result."""
@@ -55,7 +55,7 @@ class PendingCompute[R]:
 
     @property
     def why_no_result(self) -> str:
-        """What is wrong with a function that returns this, and what to write; read where calls run."""
+        """Say what is wrong with a function that returns this, and what to write instead; read where calls run."""
         name = _name(self.fn)
         return (
             f"it is a call that was not made: {name!r} is decorated with @sky.compute, so that calling it gives a"
@@ -64,9 +64,7 @@ class PendingCompute[R]:
         )
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """Raise TypeError that says what to write: as an argument, or deep in a result, a call that was not made is a
-        mistake.
-        """
+        """Raise TypeError that says what to write: a pending call as an argument or deep in a result is a mistake."""
         name = _name(self.fn)
         raise TypeError(
             f"a call that was not made does not travel: make it first, {name}(...) >> pool, and pass its result; inside"
@@ -82,7 +80,7 @@ class PendingCompute[R]:
         return _runner(pool, "@").broadcast(self)
 
     def __and__[S](self, other: PendingCompute[S]) -> PendingBatch[R, S]:
-        """Put two calls together, to run in parallel."""
+        """Group two calls, to run in parallel."""
         return PendingBatch(self, _pending(other))
 
     def __repr__(self) -> str:
@@ -105,7 +103,7 @@ class PendingBatch[*Rs]:
 
     @property
     def why_no_result(self) -> str:
-        """As that of its calls."""
+        """The same as for its calls."""
         return self.calls[0].why_no_result if self.calls else "it is an empty batch of calls"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
@@ -121,7 +119,7 @@ class PendingBatch[*Rs]:
     def __rshift__(self, pool: PendingRunner) -> tuple[*Rs]:
         """Run all calls in parallel.
 
-        The first error, in the order of the calls, is raised; the calls still running are cancelled then.
+        The first error, in the order of the calls, is raised; then the calls that still run are cancelled.
         """
         return cast("tuple[*Rs]", _runner(pool, ">>").run_batch(cast("PendingBatch[*tuple[Any, ...]]", self)))
 
@@ -145,7 +143,7 @@ class ComputeFunction[**P, R]:
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> PendingCompute[R]:
         """Return the call, to be run by a pool.
 
-        Raises TypeError at once for arguments that the function does not take, in Python's own words.
+        Raises TypeError at once for wrong arguments, with Python's own message.
         """
         refuse_wrong_arguments(self.local, args, kwargs)
         return PendingCompute(self.local, args, kwargs)
@@ -211,8 +209,9 @@ def gather(*computations: PendingCompute[Any]) -> PendingBatch[*tuple[Any, ...]]
 
 
 def refuse_wrong_arguments(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise TypeError, as calling it would, if a function does not take these arguments. One that does not show what it
-    takes is not asked.
+    """Raise TypeError, as a call would, if a function does not take these arguments.
+
+    A function without a signature is not checked.
     """
     if isinstance(fn, types.FunctionType):
         _twin(fn)(*args, **kwargs)
@@ -223,7 +222,7 @@ def refuse_wrong_arguments(fn: Callable[..., Any], args: Sequence[Any], kwargs: 
     else:
         try:
             signature = inspect.signature(fn)
-        except (ValueError, TypeError):  # much of C has none
+        except (ValueError, TypeError):  # many functions in C have no signature
             return
         try:
             signature.bind(*args, **kwargs)
@@ -236,8 +235,8 @@ _TAKES_MORE = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 
 def _twin(fn: types.FunctionType) -> types.FunctionType:
-    """Return a function that takes what `fn` takes, and does nothing: Python itself says then what is wrong with a
-    call.
+    """Return a function that takes the same arguments as `fn`, and does nothing: then Python itself reports what is
+    wrong with a call.
     """
     twin = _twins.get(fn)
     if twin is None:
@@ -255,7 +254,7 @@ def _twin(fn: types.FunctionType) -> types.FunctionType:
         )
         twin = _twins[fn] = types.FunctionType(empty, {}, fn.__name__)
         twin.__qualname__ = fn.__qualname__
-    twin.__defaults__, twin.__kwdefaults__ = fn.__defaults__, fn.__kwdefaults__  # a program may change them
+    twin.__defaults__, twin.__kwdefaults__ = fn.__defaults__, fn.__kwdefaults__  # a program may change these two
     return twin
 
 

@@ -1,4 +1,4 @@
-"""`PoolSpec`: all that one can ask for, as one frozen value. Each knob is declared here and nowhere else."""
+"""`PoolSpec`: the user's request, as one frozen value. Each setting is declared once, here."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ OTHER_NAMES = {
     "num_nodes": "nodes=2",
     "volumes": "volume=[...]",
 }
-"""What others call the same thing."""
+"""Names of other libraries for the same setting."""
 
 LONGEST_SECONDS = 10 * 365 * 86_400.0
 
@@ -69,12 +69,12 @@ type AnySpot = Annotated[
 ]
 type Secrets = Annotated[Mapping[str, Secret], BeforeValidator(as_references)]
 UNREPEATED = frozenset({"env", "secrets"})
-"""Fields that no message repeats as they were written."""
+"""Fields with values that no message repeats."""
 
 
 class Wishes(TypedDict, total=False):
-    """The keywords of `ComputePool`, for editors and type checkers: what may be written for each field of `PoolSpec`,
-    where its default and meaning stand.
+    """The keywords of `ComputePool`, for editors and type checkers: the types that each field of `PoolSpec` accepts.
+    `PoolSpec` has their defaults and meanings.
     """
 
     provider: str | Provider | Mapping[str, Any] | Sequence[str | Provider | Mapping[str, Any]] | None
@@ -102,11 +102,11 @@ class Wishes(TypedDict, total=False):
 
 
 class PoolSpec(BaseModel):
-    """What the user asks for. Compares by value, is JSON both ways (`model_dump_json`, `model_validate_json`).
+    """The user's request. Compares by value; converts to JSON and back (`model_dump_json`, `model_validate_json`).
 
-    It holds references to secrets and not their values. What looks like a secret in `env` and in the image's is masked
-    in repr and JSON, so that it does not come back from there: a spec with a mask can be read and shown, and no pool
-    opens with it.
+    It holds references to secrets and not their values. Probable secrets in `env` and in the image's `env` are masked
+    in repr and JSON, so they do not come back from JSON: a spec with a mask can be read and shown, but no pool opens
+    with it.
 
     Make one with `PoolSpec.of(...)`: it raises BadRequest, with the nearest known name for an unknown field.
     """
@@ -180,9 +180,9 @@ class PoolSpec(BaseModel):
 
     @classmethod
     def of(cls, **asked: Unpack[Wishes]) -> Self:
-        """Build a spec from keywords; raises BadRequest with what to do.
+        """Build a spec from keywords; raises BadRequest, which says what to do.
 
-        Strings and numbers stand for values: `accelerator="A100"`, `spot=0.8`.
+        Strings and numbers may stand for values: `accelerator="A100"`, `spot=0.8`.
         """
         wishes: dict[str, Any] = {**asked}
         if isinstance(wishes.get("volume"), BaseModel):
@@ -195,7 +195,7 @@ class PoolSpec(BaseModel):
             raise BadRequest(explained(error, wishes, unshown=UNREPEATED)) from error
 
     def with_(self, **changes: Unpack[Wishes]) -> Self:
-        """Return a spec with these fields changed, validated anew."""
+        """Return a spec with these fields changed, validated again."""
         fields: dict[str, Any] = {name: getattr(self, name) for name in self.model_fields_set}
         fields.update(cast("dict[str, Any]", changes))
         return type(self).of(**fields)
@@ -237,7 +237,7 @@ class PoolSpec(BaseModel):
 
     @property
     def requirements(self) -> Requirements:
-        """The hardware part, for one machine with all its workers."""
+        """The hardware requirements, for one machine with all its workers."""
         memory = memory_gb(self.memory) if self.memory is not None else None
         return Requirements(
             accelerator=self.accelerator,
@@ -259,25 +259,26 @@ class PoolSpec(BaseModel):
         )
 
     def accelerator_on(self, offer: Offer) -> Accelerator | None:
-        """Return what calls on such a machine may use: the accelerators of the spec, or all of the machine."""
+        """Return the accelerators that calls on this machine may use: those of the spec, or all of the machine."""
         if self.accelerator is not None or offer.accelerator is None:
             return self.accelerator
         chip = find(offer.accelerator)
         choices = chip.memory_choices(None)
         offered_gb = offer.accelerator_memory_gb or choices[0]
-        # clouds give GiB for GB, and leave out reserved memory
+        # clouds report GiB for GB, and omit reserved memory
         nearest = min(choices, key=lambda gb: abs(gb - offered_gb))
         return Accelerator(chip.name, nearest, offer.accelerators)
 
     @property
     def neuron_cores(self) -> tuple[tuple[int, ...], ...]:
-        """The NeuronCores of each call that runs at once on a machine; empty where there are none, or the runtime
-        chooses. Raises BadRequest if too few.
+        """The NeuronCores of each call that runs at once on a machine; empty if it has none, or the runtime chooses.
+
+        Raises BadRequest if there are too few.
         """
         return self.neuron_cores_of(self.accelerator)
 
     def neuron_cores_of(self, accelerator: Accelerator | None) -> tuple[tuple[int, ...], ...]:
-        """The same on a machine whose calls may use these (`accelerator_on`)."""
+        """The same on a machine with calls that may use these accelerators (`accelerator_on`)."""
         return slot_cores(accelerator, self.node_environment, self.concurrency)
 
     @property
@@ -292,13 +293,13 @@ class PoolSpec(BaseModel):
 
     @property
     def plain_secrets(self) -> list[str]:
-        """Names of what looks like a secret in the environment of the calls, and belongs to `secrets`."""
+        """Names of probable secrets in the environment of the calls; they belong in `secrets`."""
         return [
             name for name, value in {**dict(self.image.env), **(self.env or {})}.items() if looks_secret(name, value)
         ]
 
     def refuse_what_cannot_be(self) -> None:
-        """Raise BadRequest for what would fail only after machines have been paid for."""
+        """Raise BadRequest for values that would fail only after machines have been paid for."""
         here = f"{sys.version_info.major}.{sys.version_info.minor}"
         if self.image.python != here:
             raise BadRequest(
@@ -312,7 +313,7 @@ class PoolSpec(BaseModel):
 
 
 def signature(*own: inspect.Parameter) -> inspect.Signature:
-    """Return what a callable takes that has its own parameters and one keyword for each field of `PoolSpec`."""
+    """Return the signature of a callable that has its own parameters and one keyword for each field of `PoolSpec`."""
     hints = get_type_hints(Wishes)
     keywords = [
         inspect.Parameter(

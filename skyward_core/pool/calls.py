@@ -1,4 +1,4 @@
-"""What goes into a pool's calls and what comes out: arguments are checked, results are waited for."""
+"""The inputs and outputs of a pool's calls: checks of arguments, and waiting for results."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def mapped_calls[R](
         raise BadRequest("map needs something to map over: pool.map(fn, [1, 2, 3])")
     function = fn.local if isinstance(fn, ComputeFunction) else fn
     mapped = cast(object, fn)
-    # for these two the pickler says what to write
+    # for these two the pickler's error says what to write
     if not callable(mapped) and not isinstance(mapped, (PendingCompute, PendingBatch)):
         raise TypeError(f"{mapped!r} is no function: write pool.map(fn, [1, 2, 3])")
     try:
@@ -48,17 +48,17 @@ def mapped_calls[R](
     if items:
         refuse_wrong_arguments(function, items[0], {})
     items.reverse()
-    # each is freed once it is sent: there may be many
+    # each is freed once it is sent, because there may be many
     return (PendingCompute(function, items.pop()) for _ in range(len(items)))
 
 
 def results_of(
     futures: Sequence[Future[Any]] | Sequence[CallFuture[Any]], kind: type[list[Any] | tuple[Any, ...]] = list
 ) -> Any:
-    """Wait for all; return the results. On the first error, in the order of the calls among those that ended, or an
-    interrupt, the others are cancelled.
+    """Wait for all calls; return the results.
 
-    A result that cannot be loaded here does not end the wait: all results are kept in the error.
+    On an interrupt, or on the first error in the order of the calls among those that have ended, the others are
+    cancelled. A result that cannot be loaded here does not end the wait: all results are kept in the error.
     """
     left: Collection[Future[Any]] = futures
     is_kept = False

@@ -10,8 +10,9 @@ from skyward_core.pool.pool import ComputePool
 
 
 class MultiPool:
-    """Several pools, opened in parallel and closed in parallel. If one fails to open, all are closed and its error is
-    raised.
+    """Several pools, opened in parallel and closed in parallel.
+
+    If one fails to open, all are closed and its error is raised.
 
     with MultiPool(ComputePool(accelerator="T4"), ComputePool(accelerator="A100")) as (t4, a100):
         ...

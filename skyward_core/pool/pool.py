@@ -1,8 +1,8 @@
 """`ComputePool`: machines with a Dask cluster on them, as a context manager.
 
-States: new -> opening -> open -> closing -> closed. `open` and `close` are the only ways between them; `close` may be
-called in any state and twice. If opening fails, `PoolMachines.acquire` has ended what was rented; afterwards `close`
-does. If this process is killed, the reaper does; it is started before anything is rented (docs/decisions/0008).
+States: new -> opening -> open -> closing -> closed. Only `open` and `close` change the state; `close` may be called in
+any state and twice. If opening fails, `PoolMachines.acquire` ends the machines that were rented; later `close` does. If
+this process is killed, the reaper does, which is started before anything is rented (docs/decisions/0008).
 
 A pool belongs to the process that has opened it. In a fork of that process it raises PoolClosed when it is used;
 closing or collecting it there does nothing.
@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 
 
 class ComputePool:
-    """Machines for as long as a `with` block lasts.
+    """Machines that live as long as a `with` block.
 
-    Takes the fields of `PoolSpec` as keywords, `on_event`, a callback for every event, and `work`, what the machines
-    are for: the ledger, the receipt and the machines' tags say so. Nothing is asked of the provider before `with` (or
-    `open`). Wrong wishes raise BadRequest right here.
+    Takes the fields of `PoolSpec` as keywords, a callback for every event as `on_event`, and the purpose of the
+    machines as `work`, for the ledger, the receipt and the machines' tags. No provider is asked before `with` (or
+    `open`). Invalid values raise BadRequest here.
 
         with ComputePool(accelerator="A100", image=Image(pip=["torch"])) as pool:
             result = train(data) >> pool
@@ -77,14 +77,14 @@ class ComputePool:
         replace_object: pickling.Replace | None = None,
         work: Work = NO_WORK,
     ) -> Self:
-        """Make a pool from a spec. `credentials` is the provider, or all of them, with secrets from the caller's own
-        store; the spec's hold none.
+        """Make a pool from a spec.
 
-        `secrets` are values from that store for names of the spec's `secrets`; the others are read from the environment
-        when the pool opens. `work` is what the machines are for. `replace_object` may exchange objects on their way
-        into a pickle (see `pickling.dumps`).
+        `credentials` is the provider, or all of them, with secrets from the caller's own store; the spec's providers
+        hold none. `secrets` are values from that store for names of the spec's `secrets`; the others are read from the
+        environment when the pool opens. `work` is the purpose of the machines. `replace_object` may replace objects
+        during pickling (see `pickling.dumps`).
         """
-        secrets = SecretValues(secrets or {})  # what reports errors may show this frame
+        secrets = SecretValues(secrets or {})  # error reports may show the variables of this frame
         pool = cls.__new__(cls)
         pool._reset(
             prepare(
@@ -99,13 +99,13 @@ class ComputePool:
         return pool
 
     def _reset(self, prepared: Prepared) -> None:
-        """Make this a pool that was never opened."""
+        """Set the state of a pool that was never opened."""
         self._prepared = prepared
         self._id = ""
         self._opening = threading.RLock()
         self._open: Session | Attached | None = None
         self._process = 0
-        """The process that has opened it."""
+        """The process that has opened the pool."""
         self._was_opened = False
         self._terminations = 0
         """How often `terminate_now` was called."""
@@ -127,16 +127,16 @@ class ComputePool:
         timeout_seconds: float = 60.0,
         is_trusted: bool = False,
     ) -> Self:
-        """Use a pool that another process has opened, from its `lease` (or the JSON of it); several may at once.
-        Returns it open, for `with` or `close`.
+        """Attach to a pool that another process has opened, by its `lease` (or the lease's JSON).
 
-        Closing it leaves the pool as it is. As long as it is open it keeps the nodes' lease, `lease_seconds` ahead.
-        `key` is the path of the SSH key that the nodes know, if it is not where it was for the opener, or its text,
-        which is kept in memory alone.
-        The lease is verified before anything in it is followed: the folder of a node of this machine must be this
-        user's alone, and a lease that leads to other machines must be signed with this user's key (SKYWARD_LEASE_KEY,
-        `signing.py`), unless `is_trusted` says that no other user could have altered it. Raises Unreachable,
-        CredentialsError or HostKeyChanged, and NodeLost if the scheduler that the lease names is gone.
+        Several processes may attach at once. Returns the pool open, for `with` or `close`. Closing it leaves the
+        machines running. As long as it is open it renews the nodes' lease, `lease_seconds` ahead. `key` is the path of
+        the SSH key that the nodes know, if it differs from the opener's, or its text, which is kept only in memory.
+
+        The lease is verified before anything in it is used: the folder of a node of this machine must belong to this
+        user alone, and a lease with other machines must be signed with this user's key (SKYWARD_LEASE_KEY,
+        `signing.py`), unless `is_trusted` says that no other user could have changed it. Raises Unreachable,
+        CredentialsError or HostKeyChanged, and NodeLost if the scheduler of the lease is gone.
         """
         refuse_greenlets()
         claim = _read_lease(lease, is_trusted=is_trusted)
@@ -155,12 +155,11 @@ class ComputePool:
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def open(self) -> Self:
-        """Rent and prepare the machines; what `with` does. Returns the pool. A closed pool may be opened again: new
-        machines, a new bill.
+        """Rent and prepare the machines, as `with` does; return the pool.
 
-        Raises NoCapacity, BootstrapFailed, ProvisioningTimeout or what the provider raises; then nothing is left
-        running. PoolClosed if it has ended, and must be closed first. BadRequest in a process that gevent or eventlet
-        has patched.
+        A closed pool may be opened again: new machines, a new bill. Raises NoCapacity, BootstrapFailed,
+        ProvisioningTimeout or an error of the provider; then no machine is left running. Raises PoolClosed if the pool
+        has ended itself: close it first. Raises BadRequest in a process that gevent or eventlet has patched.
         """
         self._raise_in_a_fork()
         refuse_greenlets()
@@ -203,9 +202,9 @@ class ComputePool:
         self._finalizer.atexit = False
 
     def _flush(self, opened: Session) -> None:
-        """Wait for the callbacks, without the lock: one of them may be closing the pool.
+        """Wait for the callbacks, without the lock, because one of them may be closing the pool.
 
-        If that is interrupted, no other code closes it: no block has begun.
+        An interrupt closes the pool here: no `with` block has begun that would close it.
         """
         try:
             opened.events.flush()
@@ -214,13 +213,13 @@ class ComputePool:
             raise
 
     def close(self) -> None:
-        """Give the machines back and make sure that they are gone. Calls that still run are stopped. May be called
-        twice, from any thread.
+        """Terminate the machines and wait until they are confirmed gone.
 
-        Raises InstancesLeft if some could not be confirmed gone, unless they cost nothing and end themselves (`Hosts`
-        without a price): then there is a warning and an `InstancesUnconfirmed` event, and `unconfirmed` names them.
-        Raises LedgerError if the ledger could not be written: then the reaper tries that for two minutes, and
-        closing again tries it at once. In a fork of the process that has opened the pool it does nothing.
+        Calls that still run are stopped. May be called twice, from any thread. Raises InstancesLeft if some could not
+        be confirmed gone, unless they cost nothing and end themselves (`Hosts` without a price): then there is a
+        warning and an `InstancesUnconfirmed` event, and `unconfirmed` names them. Raises LedgerError if the ledger
+        could not be written: then the reaper tries that for two minutes, and closing again tries it at once. In a fork
+        of the process that has opened the pool it does nothing.
         """
         if self._is_in_a_fork:
             return
@@ -242,18 +241,17 @@ class ComputePool:
         finally:
             self._final, self._receipt, self._why_ended = opened.final, opened.receipt, opened.why_ended
             self._unconfirmed = opened.unconfirmed if isinstance(opened, Session) else None
-        self._open = None  # only now: after an interrupt, InstancesLeft or LedgerError, closing again tries again
+        self._open = None  # after all else: after an interrupt, InstancesLeft or LedgerError, closing again tries again
         if self._finalizer is not None:
             self._finalizer.detach()
             self._finalizer = None
 
     def hand_over(self) -> InstancesLeft | None:
-        """Close; what cannot be confirmed gone is left to the pool's reaper, and returned in place of being raised.
-        None if all is gone.
+        """Close; leave unconfirmed machines to the pool's reaper, and return them instead of raising.
 
-        For whoever runs the work of others, such as an orchestrator's step: its result, or its own exception, must not
-        be lost for that. The machines may be billed still: tell of them. There is an `InstancesUnconfirmed` event,
-        their entries in the ledger stay open, and `skyward sweep` asks again.
+        Returns None if all are gone. For programs that run other users' work, such as an orchestrator's step, which
+        must not lose its result or its own exception. The machines may still cost money: report them to the user. There
+        is an `InstancesUnconfirmed` event, their entries in the ledger stay open, and `skyward sweep` asks again.
         """
         opened = self._open
         try:
@@ -267,12 +265,11 @@ class ComputePool:
         return self._unconfirmed
 
     def terminate_now(self) -> None:
-        """Hand the ending of the machines to the reaper and return at once, in well under a second; for kill hooks and
-        signal handlers.
+        """Leave the end of the machines to the reaper and return at once; for kill hooks and signal handlers.
 
-        Waits for nothing and raises nothing. Calls fail as their machines go. `close` may follow, and says whether all
-        are gone; it need not. A pool that is about to open rents nothing more, and `open` raises. In a fork of the
-        process that has opened the pool it does nothing.
+        It returns in well under a second, waits for nothing and raises nothing. Calls fail when their machines end.
+        `close` may follow, and reports whether all are gone; it need not. A pool that is still opening rents no more
+        machines, and `open` raises. In a fork of the process that has opened the pool it does nothing.
         """
         self._terminations += 1
         opened = self._open
@@ -287,8 +284,7 @@ class ComputePool:
     ) -> None:
         """Close.
 
-        An exception of the block is never hidden by machines that could not be confirmed gone: it has a note of them
-        then.
+        Unconfirmed machines never hide an exception of the block: a note of the exception names them.
         """
         if error is None:
             self.close()
@@ -298,15 +294,17 @@ class ComputePool:
     # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def submit[R](self, pending: PendingCompute[R]) -> CallFuture[R]:
-        """Hand a call over and return at once; `.result()` waits, `.cancel()` stops it even while it runs, `.seconds`
-        and `.cost` have its duration and cost.
+        """Submit a call and return at once.
+
+        `.result()` of the future waits, `.cancel()` stops the call even while it runs, `.seconds` and `.cost` are its
+        duration and cost.
         """
         return cast("CallFuture[R]", self._cluster.submit([checked(pending)], self._prepared.replace_object)[0])
 
     def submit_all[R](self, calls: Iterable[PendingCompute[R]]) -> list[CallFuture[R]]:
-        """Hand many calls over at once; returns their futures, in order.
+        """Submit many calls at once; return their futures, in order.
 
-        Quicker than one by one: a function that they share is pickled once.
+        It is faster than one by one, because a function that they share is pickled once.
         """
         return cast(
             "list[CallFuture[R]]",
@@ -339,22 +337,20 @@ class ComputePool:
         )
 
     def map[R](self, fn: Callable[..., R] | ComputeFunction[..., R], *iterables: Iterable[Any]) -> list[R]:
-        """Run `fn(a, b, ...)` for the items of the iterables taken together; return the results in order. `fn` need not
-        be decorated.
+        """Run `fn(a, b, ...)` for the items of the iterables taken together; return the results in order.
 
-        The iterables must have the same length: BadRequest otherwise, before anything runs; and TypeError for as many
-        as the function does not take.
+        `fn` need not be decorated. The iterables must have the same length: BadRequest otherwise, before anything runs.
+        Raises TypeError if the function does not take as many arguments.
         """
         calls = mapped_calls(fn, iterables)
         return cast("list[R]", results_of(self._cluster.submit(calls, self._prepared.replace_object, is_awaited=True)))
 
     def start_detached[R](self, pending: PendingCompute[R]) -> DetachedCall[R]:
-        """Hand a call over that goes on when this process dies; return what is known of it. Its `call_id` finds it
-        again, from any attached process.
+        """Submit a call that goes on when this process dies; return an object that represents it.
 
-        It lives, with its result, as long as the pool does: until the pool is closed, or the lease of its nodes runs
-        out (`lease_seconds` after the last sign of life from a client). Arguments travel whole; large ones are better
-        read by the call itself.
+        Any attached process finds the call by its `call_id`. It lives, with its result, as long as the pool: until the
+        pool is closed, or the lease of its nodes runs out (`lease_seconds` after the last sign of life from a client).
+        Arguments are sent in one message; the call should read large values itself.
         """
         cluster = self._cluster
         if isinstance(self._open, Session):
@@ -377,14 +373,13 @@ class ComputePool:
 
     def detach(self, lease_seconds: float | None = None) -> Lease:
         """Leave the pool running, for `lease_seconds` (at least the spec's) from now; return its lease, for `attach`.
-        This object is closed then.
 
-        An attached process keeps it alive for longer. When the lease runs out the nodes end themselves, and `skyward
-        sweep` ends what does not. Calls that were not started detached are given up. `cost` is what was spent so far;
-        the ledger goes on counting, and has the whole bill once the pool is ended. The account of a pool with a budget
-        pays for the whole lease now: BudgetExceeded says what is left if it cannot. With `max_cost` the lease ends when
-        that is used up. Raises Unreachable if a node cannot be reached, and LedgerError. After an error the pool is
-        open as before.
+        This object is closed then. An attached process keeps the pool alive for longer. When the lease runs out the
+        nodes end themselves, and `skyward sweep` ends the others. Calls that were not started detached are abandoned.
+        `cost` is the cost so far; the ledger goes on counting, and has the whole bill once the pool is ended. The
+        account of a pool with a budget pays for the whole lease now: if it cannot, BudgetExceeded says what is left.
+        With `max_cost` the lease ends when that is used up. Raises Unreachable if a node cannot be reached, and
+        LedgerError. After an error the pool is open as before.
         """
         self._raise_in_a_fork()
         if lease_seconds is not None and not 0 < lease_seconds <= LONGEST_SECONDS:
@@ -406,13 +401,12 @@ class ComputePool:
         return lease
 
     def dask_client(self) -> distributed.Client:
-        """Return a Dask client of the pool's cluster, for Dask collections and everything that takes one: the same one
-        as long as it is open.
+        """Return a Dask client of the pool's cluster, for Dask collections and other libraries that take one.
 
-        It has a connection of its own, which Dask makes again if it breaks, and ends with the pool. It is not Dask's
-        current client: `client.as_current()` makes it that within a `with`. When the head of the pool was lost its
-        futures are cancelled, and this returns another client, of the new head. Raises NodeLost while the scheduler is
-        out of reach: try again.
+        It is the same client as long as that is open. It has its own connection, which Dask restores if it breaks, and
+        is closed with the pool. It is not Dask's current client: `client.as_current()` makes it the current one within
+        a `with`. When the head of the pool was lost its futures are cancelled, and this returns another client, of the
+        new head. Raises NodeLost while the scheduler is out of reach: try again.
         """
         _, opened = self._cluster, self._open
         if opened is None or opened.user_client is None:
@@ -423,19 +417,19 @@ class ComputePool:
 
     @property
     def spec(self) -> PoolSpec:
-        """What was asked for, settings included."""
+        """The spec of the pool, settings included."""
         return self._prepared.spec
 
     @property
     def id(self) -> str:
-        """The pool's id, by which the ledger, `skyward receipt` and the machines' tags know it: that of the last
-        opening, "" before the first.
+        """The pool's id, in the ledger, `skyward receipt` and the machines' tags: of the last opening, "" before the
+        first.
         """
         return self._open.lease.pool_id if isinstance(self._open, Attached) else self._id
 
     @property
     def work(self) -> Work:
-        """What the machines are for, as it was given."""
+        """The purpose of the machines, as it was given."""
         return self._prepared.work
 
     @property
@@ -470,15 +464,14 @@ class ComputePool:
         return self._open.meter.update().accumulated_cost if isinstance(self._open, Session) else 0.0
 
     def share_cost(self, shares: Mapping[Work, float]) -> None:
-        """Say what parts of the cost, in USD, are for: where several tasks use one pool, `skyward cost --by task`
-        counts each with its own.
+        """Divide parts of the cost, in USD, among tasks that share the pool, for `skyward cost --by task`.
 
-        Takes the place of what was said before; what no share takes is for the pool's own work. Allowed after the end.
-        Raises LedgerError, and PoolClosed for a pool that was never opened.
+        Replaces earlier shares; the rest of the cost belongs to the pool's own work. Allowed after the end. Raises
+        LedgerError, and PoolClosed for a pool that was never opened.
         """
         if not self._id:
             raise PoolClosed(self._why_closed())
-        # SQLAlchemy is not loaded by those who only describe pools
+        # programs that only describe pools do not load SQLAlchemy
         from skyward_core.ledger.ledger import Ledger, default_url
 
         with Ledger(default_url()) as ledger:
@@ -486,14 +479,14 @@ class ComputePool:
 
     @property
     def receipt(self) -> Mapping[str, Any] | None:
-        """Once the pool has ended, what became of each thing that was rented, as JSON data: when it was asked for,
-        ended and confirmed gone, and its cost.
+        """The cost and the times of each rented resource, as JSON data, once the pool has ended: when it was requested,
+        ended and confirmed gone.
         """
         return self._receipt
 
     @property
     def unconfirmed(self) -> InstancesLeft | None:
-        """What could not be confirmed gone when the pool was closed, with the machines' ids; None if all is gone, or
+        """The machines that were not confirmed gone when the pool was closed, with their ids; None if all are gone, or
         the pool is open.
         """
         return self._unconfirmed
@@ -569,7 +562,7 @@ def _attach(
 
 
 def _left(attached: Attached, process: int) -> None:
-    """Called in forks of the process too, when they end."""
+    """Close an attachment. Also called in forks of the process, when they end."""
     if process == os.getpid():
         attached.stop("the pool object was collected")
 

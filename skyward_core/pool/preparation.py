@@ -1,4 +1,4 @@
-"""From the arguments of a pool to what it opens with: settings, providers and secrets."""
+"""Completes the arguments of a pool: settings, providers and secrets."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Prepared:
     given_secrets: SecretValues = field(default_factory=lambda: SecretValues({}))
 
     def log_provider(self) -> None:
-        """Say which provider was chosen, and why, if the caller named none.
+        """Log which provider was chosen, and why, if the caller named none.
 
-        As the pool opens: the display may not show yet.
+        Called while the pool opens, because the display may not show yet.
         """
         if self.why_provider:
             is_stand_in = not self.spec.providers and any(provider.simulates for provider in self.providers)
@@ -80,9 +80,7 @@ def prepare(
 def complete(
     spec: PoolSpec, credentials: Provider | Sequence[Provider] | None = None
 ) -> tuple[PoolSpec, tuple[Provider, ...], str]:
-    """Return the spec with the settings filled in where it says nothing, the providers to ask, and where they come from
-    if not from the caller.
-    """
+    """Return the spec completed by the settings, the providers to ask, and their source if it is not the caller."""
     settings = Settings.read()
     missing = {
         name: value

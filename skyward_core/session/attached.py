@@ -1,5 +1,5 @@
-"""A pool that another process has opened: used, kept alive and left, but neither replaced in part nor paid for from
-here.
+"""A pool that another process has opened: this process uses it, keeps it alive and leaves it, but neither replaces
+nodes nor pays.
 """
 
 from __future__ import annotations
@@ -47,19 +47,19 @@ _log = logging.getLogger("skyward")
 KEY_BEGINS = "-----BEGIN "
 POLL_SECONDS = 0.2
 MOST_BEAT_SECONDS = 5.0
-GUARD_SECONDS = 2.0  # a node that was opened has had its guard for long
+GUARD_SECONDS = 2.0  # a node that was opened started its guard long ago
 JOIN_SECONDS = 5.0  # a worker that has crashed is back in one or two
 ALL_AT_ONCE = 1000
 FIRST_POLL_SECONDS = 0.01
-REPLACED_SECONDS = 300.0  # for which a broadcast waits for a lost node's successor
+REPLACED_SECONDS = 300.0  # for which a broadcast waits for the replacement of a lost node
 RESUME_SECONDS = 2.0
 ENDED = frozenset({"ended", "cancelled", "lost"})
 
 
 class Attached:
-    """One attachment to an open pool; the counterpart of what the opener has.
+    """One attachment to an open pool; the counterpart of the opener's `Session`.
 
-    `start` and `stop` belong to the pool object.
+    The pool object calls `start` and `stop`.
     """
 
     final: CostFinal | None = None
@@ -80,7 +80,7 @@ class Attached:
         self._stopping = threading.Lock()
         self._ended = threading.Event()
         self._away: dict[int, float] = {}
-        """Since when nodes are not there, by rank."""
+        """Since when nodes are absent, by rank."""
         self._entry = KeptEntry(lease.pool_id, lease_seconds, events.log)
         self._beats = [
             PeriodicThread(name, min(MOST_BEAT_SECONDS, lease_seconds / 6), step, self._on_trouble)
@@ -90,15 +90,16 @@ class Attached:
                 ("skyward-clock", self._look),
             )
         ]
-        """One thread each: a scheduler that does not answer, or a ledger, holds up no sign of life for the nodes."""
+        """One thread for each: a scheduler or a ledger that does not answer must not delay a sign of life to the nodes.
+        """
 
     def emit(self, event: SkywardEvent) -> int:
-        """Put an event on its way to the callbacks; return its number in `events`."""
+        """Queue an event for the callbacks; return its number in `events`."""
         return self.events.put(event)
 
     def start(self, timeout_seconds: float) -> None:
-        """Reach the nodes and connect; without those that are not there, but for the head, which has the scheduler and
-        what it keeps.
+        """Reach the nodes and connect; absent nodes are left out, except the head, which has the scheduler and its
+        records.
 
         Raises Unreachable, CredentialsError, HostKeyChanged or NodeLost; then nothing is left open.
         """
@@ -164,7 +165,7 @@ class Attached:
     def _reach_all(self, deadline: float) -> Mapping[str, Any]:
         """Reach the head, then the others; return the settings that the head has from its owner.
 
-        Raises NodeLost if the head has ended, which its machine may outlive.
+        Raises NodeLost if the head has ended; its machine may still answer.
         """
         if not self.lease.nodes:
             raise NodeLost("its lease names no node")
@@ -181,7 +182,7 @@ class Attached:
             raise NodeLost(
                 "its head has ended, for the pool was closed, its lease has run out, or the head alone was lost"
             ) from error
-        seconds = (deadline - time.monotonic()) / 2  # what is left then is the scheduler's
+        seconds = (deadline - time.monotonic()) / 2  # the other half is for the scheduler
         for node, failure in zip(
             others,
             side_by_side(lambda node: self._why_out_of_reach(node, seconds), others, "skyward-attach", ALL_AT_ONCE),
@@ -200,7 +201,7 @@ class Attached:
     def _why_out_of_reach(self, node: Node, seconds: float) -> Exception | None:
         """Reach a node that is not the head; return why it cannot be reached.
 
-        Raises what is wrong with our key, or with the host's.
+        Raises errors of our key, or of the host's key.
         """
         try:
             self._reach(node, seconds)
@@ -236,7 +237,7 @@ class Attached:
         self._leave(reason)
 
     def release(self) -> None:
-        """Nothing to give back: the machines are their opener's."""
+        """Do nothing: the machines belong to their opener."""
 
     def _leave(self, reason: str) -> None:
         self._ended.set()
@@ -261,12 +262,12 @@ class Attached:
         )
 
     def _look(self) -> None:
-        """Let the nodes know whether there are calls, and give up waiting for a lost node whose place stays empty."""
+        """Send the nodes whether there are calls, and stop waiting for lost nodes that are not replaced."""
         self._transports.is_busy = self.cluster is not None and self.cluster.has_work()
         self._give_up_absent()
 
     def _keep_here(self) -> None:
-        """Signs of life for nodes of this machine; over SSH each way sees to its own."""
+        """Send signs of life to nodes of this machine; over SSH each transport does it itself."""
         for transport in self._transports.here():
             with contextlib.suppress(OSError):  # it has ended, which the cluster reports
                 transport.extend_lease(self._lease_seconds)
@@ -274,15 +275,15 @@ class Attached:
     # ── events of the cluster ───────────────────────────────────────────────────────────────────────────────────────
 
     def joined(self, rank: int) -> None:
-        """The owner of the pool adds and removes nodes; this process only notes it."""
+        """Note that a node has joined; only the owner of the pool adds and removes nodes."""
         self._away.pop(rank, None)
 
     def left(self, rank: int) -> None:
-        """Note when a node went away; its place may be filled again."""
+        """Note when a node went away; another node may take its rank."""
         self._away.setdefault(rank, time.monotonic())
 
     def _give_up_absent(self) -> None:
-        """A broadcast waits for the node in the place of a lost one, which only the opener can get: not without end."""
+        """Stop waiting for the replacement of a lost node after some time: only the opener can replace it."""
         for rank, since in list(self._away.items()):
             if self.cluster is not None and time.monotonic() - since > REPLACED_SECONDS:
                 self.cluster.give_up(
@@ -290,7 +291,7 @@ class Attached:
                 )
 
     def cut(self) -> None:
-        """The scheduler is out of reach: try to reach it again as long as the lease may live."""
+        """The scheduler is out of reach: try to reach it again as long as the lease may be valid."""
         threading.Thread(target=self._resume, name="skyward-resume", daemon=True).start()
 
     def _resume(self) -> None:
@@ -334,7 +335,7 @@ def _refuse_anothers(head: Node, settings: Mapping[str, Any]) -> None:
 
 
 class DetachedCall[R]:
-    """A call that runs whether or not anybody waits for it.
+    """A call that runs also without a waiting client.
 
     Made by `ComputePool.start_detached` and `detached_call`; safe to use from several processes.
     """
@@ -374,9 +375,10 @@ class DetachedCall[R]:
         return self._lines[offset:]
 
     def result(self, timeout: float | None = None) -> R:
-        """Wait for the call to end; return its result or raise its exception. May be asked again, and by others.
+        """Wait for the call to end; return its result or raise its exception. May be called again, and by other
+        processes.
 
-        Raises TimeoutError, NodeLost (its node was lost under it, or took the result along), CallCrashed,
+        Raises TimeoutError, NodeLost (its node was lost with the call, or with the result), CallCrashed,
         ResultNotLoaded, and `concurrent.futures.CancelledError` if it was cancelled.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -392,16 +394,16 @@ class DetachedCall[R]:
         return cast(R, self._cluster().detached_value(self._outcome, self._node))
 
     def cancel(self) -> None:
-        """Stop the call, or do not begin it. One that has ended stays as it is."""
+        """Stop the call, or do not begin it. A call that has ended stays as it is."""
         self._cluster().cancel_detached(self.call_id)
 
     def forget(self) -> None:
-        """Drop all there is of the call, its result too. One that runs is not stopped by it: `cancel` it first."""
+        """Delete all records of the call, also its result. It does not stop a running call: `cancel` it first."""
         self._look()
         self._cluster().forget_detached(self.call_id, self._outcome)
 
     def _look(self) -> Any:
-        """Ask what is new, and take it in."""
+        """Ask the head for news of the call, and store them."""
         with self._lock:
             known = self._cluster().detached_call(self.call_id, self._number)
             if known["missed"]:
@@ -418,15 +420,15 @@ class DetachedCall[R]:
 
 
 class KeptEntry:
-    """The pool's entry in this process's ledger: a pool in use is not dead to a sweep.
+    """The pool's entry in this process's ledger: its renewal shows sweeps that the pool is in use.
 
-    A ledger that cannot be used is asked again at each beat; only its answer that it has no such pool, or that nobody
-    may spend for it any more, is believed.
+    A ledger that does not answer is asked again at each renewal. Only two answers end that: it has no such pool, or the
+    pool may not spend any more.
     """
 
     def __init__(self, pool_id: str, lease_seconds: float, log: Callable[..., object] = _log.log) -> None:
         self._log = log
-        """Takes a level, a message and its arguments, and waits for no terminal."""
+        """Takes a level, a message and its arguments, and does not wait for a terminal."""
         self._pool_id = pool_id
         self._lease_seconds = lease_seconds
         self._ledger: Ledger | None = None
@@ -435,7 +437,7 @@ class KeptEntry:
         self._is_over = False
 
     def renew(self) -> None:
-        """Move the end of the pool's lease. Raises nothing."""
+        """Extend the pool's lease. Raises nothing."""
         if self._is_over:
             return
         was_known = self._is_known
@@ -451,7 +453,7 @@ class KeptEntry:
         except LeaseLost as error:
             self._log(logging.ERROR, "%s", error)
             self.close()
-        except LedgerError as error:  # the next beat tries again
+        except LedgerError as error:  # the next renewal tries again
             level = logging.DEBUG if was_known or self._is_told else logging.WARNING
             self._log(
                 level,
@@ -461,7 +463,7 @@ class KeptEntry:
             )
             self._is_told = True
         finally:
-            # closed meanwhile, by who could not see what was being opened
+            # closed meanwhile, by a thread that could not see the ledger being opened
             if self._is_over and self._ledger is not None:
                 self._ledger.close()
 
@@ -472,7 +474,7 @@ class KeptEntry:
         return self._ledger
 
     def close(self) -> None:
-        """Renew no more. May be called twice, and from another thread."""
+        """Stop renewing. May be called twice, and from another thread."""
         self._is_over = True
         if self._ledger is not None:
             self._ledger.close()

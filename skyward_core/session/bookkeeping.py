@@ -35,7 +35,7 @@ GONE_EVIDENCE = "it was confirmed gone when its pool was closed; the ledger coul
 
 
 class Bookkeeping:
-    """Owns the ledger's connection, the journal (`book`), the budget (`purse`) and the receipt of one session."""
+    """Owns the connection of the ledger, journal (`book`), spending limit (`purse`) and receipt of one session."""
 
     def __init__(self, pool_id: str, meter: Meter, log: Callable[..., object]) -> None:
         self._pool_id = pool_id
@@ -46,19 +46,19 @@ class Bookkeeping:
         self.receipt: Mapping[str, Any] | None = None
         self._ledger: Ledger | None = None
         self._usual_seconds = 0.0
-        """For how long an attended pool reserves."""
+        """For how long a pool with a client reserves."""
         self._refusal: LedgerError | None = None
-        """What the ledger has refused of the end, as long as it was not written anew."""
+        """The writes of the end that the ledger has refused, until they are repeated."""
 
     @property
     def is_refused(self) -> bool:
-        """Whether the ledger has refused some of the pool's end."""
+        """Whether the ledger has refused some writes of the pool's end."""
         return self._refusal is not None
 
     def open_ledger(
         self, undo: ExitStack, spec: PoolSpec, provider: Provider, emit: Callable[[SkywardEvent], object], work: Work
     ) -> tuple[str, Journal, SpendingLimit]:
-        """Connect to the ledger; return its URL, and the pool's journal and budget. Nothing is written yet."""
+        """Connect to the ledger; return its URL, and the pool's journal and spending limit. Nothing is written yet."""
         ledger_module = importlib.import_module("skyward_core.ledger.ledger")
         url = ledger_module.default_url(must_last=spec.budget is not None)
         self._ledger = ledger = ledger_module.Ledger(url, busy_timeout_seconds=LEDGER_BUSY_SECONDS)
@@ -77,10 +77,10 @@ class Bookkeeping:
 
     @contextlib.contextmanager
     def paid_for(self, seconds: float) -> Generator[float]:
-        """Reserve for a lease of so many seconds; yield for how many of them the machines are paid: `max_cost` may end
-        them earlier.
+        """Reserve for a lease of this length; yield for how many seconds the machines are paid: `max_cost` may end them
+        earlier.
 
-        If what is done within fails, as much is reserved again as an attended pool needs.
+        If the block fails, the reservation goes back to that of a pool with a client.
         """
         assert self.purse is not None
         try:
@@ -97,15 +97,15 @@ class Bookkeeping:
             paid = self.purse.paid_seconds()
             yield seconds if paid is None else min(seconds, paid)
         except BaseException:
-            with contextlib.suppress(SkywardError):  # then it is reserved until the pool is closed
+            with contextlib.suppress(SkywardError):  # then the money is reserved until the pool is closed
                 self.purse.pay_for(self._usual_seconds)
             raise
 
     def close_book(self) -> None:
-        """Write down the end of the pool, and take its receipt. Raises LedgerError if the ledger still refuses some of
-        it; the machines are gone.
+        """Write the end of the pool, and read its receipt.
 
-        May be called again then. What was refused is written anew.
+        Raises LedgerError if the ledger still refuses some of it; the machines are gone. It may be called again then,
+        and repeats the refused writes.
         """
         assert self.book is not None
         assert self._ledger is not None
@@ -113,16 +113,17 @@ class Bookkeeping:
             if self._refusal is None:
                 try:
                     self.book.close()
-                except LedgerError as error:  # of now, or of an hour ago: it may have been mended since then
+                except LedgerError as error:  # it may be an old refusal: the ledger may have been repaired since
                     self._refusal = error
             if self._refusal is not None:
                 self._write_anew(self.book, self._ledger, self._refusal)
                 self._refusal = None
         finally:
-            self.take_receipt()  # what the ledger has refused is raised already
+            self.take_receipt()  # the refusal of the ledger has been raised already
 
     def _write_anew(self, book: Journal, ledger: Ledger, refusal: LedgerError) -> None:
-        """Write down the end of all that is open in the ledger still: it is gone, and the meter knows since when.
+        """Write the end of all entries that are still open in the ledger: the machines are gone, and the meter has the
+        time.
 
         Raises `refusal` if it cannot.
         """
@@ -134,7 +135,7 @@ class Bookkeeping:
             ]
             if open_still:
                 ledger.close_all(open_still, GONE_EVIDENCE)
-            # after that: seconds that are noted take the place of those that another process has filled in meanwhile
+            # after that: recorded seconds replace those that another process has written meanwhile
             book.note()
             book.close()
         except LedgerError as error:
@@ -144,7 +145,7 @@ class Bookkeeping:
         )
 
     def take_receipt(self) -> None:
-        """Read the receipt, if the ledger can be read. Reaper and sweeps do without this process where it cannot."""
+        """Read the receipt, if the ledger can be read. Otherwise reaper and sweeps finish without this process."""
         receipt = importlib.import_module("skyward_core.ledger.receipt")
         with contextlib.suppress(SkywardError):
             self.receipt = receipt.receipt(self._ledger, self._pool_id)

@@ -1,7 +1,6 @@
-"""The clock of an open pool: the thread "skyward-clock", which does several small things again and again until the pool
-ends.
+"""The clock of an open pool: the thread "skyward-clock", which repeats several small steps until the pool ends.
 
-It waits for no callback, and logs nothing to a terminal: a terminal may take nothing.
+It waits for no callback, and does not log to a terminal, because a terminal may block.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ type Stop = Callable[[str, SkywardError | None], None]
 
 
 class Clock:
-    """Takes some steps at each look, and others every few seconds. A step that fails is logged once, does not
-    prevent others, and is tried again.
+    """Takes some steps every second, and others every few seconds.
 
-    A step that raises LeaseLost stops the pool. Times are of `time.monotonic`, in seconds.
+    A step that fails is logged once, does not prevent others, and is tried again. A step that raises LeaseLost stops
+    the pool. Times are of `time.monotonic`, in seconds.
     """
 
     def __init__(
@@ -42,18 +41,18 @@ class Clock:
         self._stop = stop
         self._log = log
         self._seldom_at = now
-        """When the others were taken last."""
+        """When the other steps were last taken."""
         self._trouble = ""
         """The last error that was logged."""
 
     def run(self, ended: threading.Event) -> None:
-        """Look every CLOCK_SECONDS until the pool has ended."""
+        """Take the due steps every CLOCK_SECONDS until the pool has ended."""
         while not ended.wait(CLOCK_SECONDS):
             for step in self.due(time.monotonic()):
                 self.take(step, ended)
 
     def due(self, now: float) -> list[Step]:
-        """Return what is to be done at this look."""
+        """Return the steps that are due now."""
         if now - self._seldom_at < SELDOM_SECONDS:
             return self._often
         self._seldom_at = now

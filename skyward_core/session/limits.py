@@ -1,7 +1,7 @@
-"""The limits of one session: money, lifetime and idle time. A pool that is over one of them ends itself.
+"""The limits of one session: money, lifetime and idle time. A pool that exceeds one of them ends itself.
 
-`OpeningLimits` looks while the pool opens, in the thread "skyward-opening". `Limits` looks while it is open, in the
-clock's thread. Each is used by its one thread, and has no lock.
+`OpeningLimits` checks them while the pool opens, in the thread "skyward-opening". `Limits` checks them while it is
+open, in the clock's thread. Each is used by one thread only, and has no lock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ASK_SECONDS = 5.0
 
 
 class OpeningLimits:
-    """Looks at the money and the lease while machines come up, which may take half an hour.
+    """Checks the money and the lease while machines start, which may take half an hour.
 
     `end` ends the thread, and waits for it.
     """
@@ -54,7 +54,7 @@ class OpeningLimits:
         self._thread.start()
 
     def end(self) -> None:
-        """Look no more. May be called twice."""
+        """Stop checking. May be called twice."""
         self._ended.set()
         self._thread.join()
 
@@ -62,7 +62,7 @@ class OpeningLimits:
         while not self._ended.wait(self._renewal.beat_seconds):
             try:
                 fill, reason = self._purse.check()
-            except Exception as error:  # whatever it is: no other thread looks at the money
+            except Exception as error:  # any error ends the pool, because no other thread checks the money
                 self._log(
                     logging.ERROR,
                     "the money of a pool that opens could not be checked; it is checked again in a moment",
@@ -109,10 +109,10 @@ class Limits:
         self._asked = time.monotonic()
         self._is_busy = False
         self._busy_at = 0.0
-        """When there was last work that is not this client's own."""
+        """When there was last work of another client."""
 
     def check_money(self) -> None:
-        """Warn, take no more calls, or end the pool, as the money goes."""
+        """Warn, take no more calls, or end the pool, by the money that is left."""
         account = self._spec.budget or ""
         fill, reason = self._purse.check()
         before, self._fill = self._fill, fill
@@ -130,10 +130,10 @@ class Limits:
             self._cluster.drain(None)
 
     def check_work(self) -> None:
-        """Let the nodes know whether there are calls; end the pool if it is too old, or was idle for too long.
+        """Send the nodes whether there are calls; end the pool if it is too old, or was idle for too long.
 
-        `busy_at` is read after `is_idle`: the cluster alone writes it, when work comes, and when the last has ended,
-        before it is idle.
+        `busy_at` is read after `is_idle`: only the cluster writes it, when work comes, and when the last call has
+        ended, before it is idle.
         """
         now = time.monotonic()
         max_lifetime, timeout = self._spec.max_lifetime, self._spec.timeout

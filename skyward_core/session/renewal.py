@@ -1,7 +1,7 @@
 """Renews the leases of one session: each in a separate thread, so that nothing else can delay a renewal.
 
-"skyward-lease" renews the pool's lease in the ledger. "skyward-node-lease" renews those of nodes of this machine. None
-of them waits for a callback, or logs to a terminal: a terminal may take nothing.
+"skyward-lease" renews the pool's lease in the ledger. "skyward-node-lease" renews those of nodes of this machine.
+Neither waits for a callback, or logs to a terminal, because a terminal may block.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MOST_BEAT_SECONDS = 5.0
 
 
 class Renewal:
-    """Owns the threads that renew leases, and the error that says that the pool's lease is lost."""
+    """Owns the threads that renew leases, and the error that the pool's lease is lost."""
 
     def __init__(self, pool_id: str, lease_seconds: float, log: Callable[..., object]) -> None:
         self._pool_id = pool_id
@@ -28,17 +28,17 @@ class Renewal:
 
     @property
     def lost(self) -> LeaseLost | None:
-        """That the pool's lease is lost, if it is: a sweep has condemned the pool."""
+        """The error that the pool's lease is lost, because a sweep has condemned the pool; else None."""
         return self._lost
 
     def begin(self, name: str, step: Callable[[], object]) -> None:
-        """Start a thread that does this six times in each lease, and at least every few seconds, until the pool
-        ends.
+        """Start a thread that takes this step until the pool ends: six times in each lease, and at least every few
+        seconds.
         """
         troubles: set[str] = set()
 
         def on_error(error: Exception) -> None:
-            if repr(error) not in troubles:  # one that comes with every beat is logged once
+            if repr(error) not in troubles:  # an error that repeats with every renewal is logged once
                 troubles.add(repr(error))
                 self._log(logging.ERROR, "%s of %s goes on", name, self._pool_id, error=error)
 
@@ -47,7 +47,7 @@ class Renewal:
         beat.start()
 
     def renew(self, book: Journal) -> None:
-        """Lengthen the pool's lease in the ledger. The clock, which looks each second, acts if it is lost."""
+        """Extend the pool's lease in the ledger. If it is lost, the clock acts within a second."""
         try:
             book.renew()
         except LeaseLost as error:
@@ -59,11 +59,11 @@ class Renewal:
             raise self._lost
 
     def end(self) -> None:
-        """Renew no more. Does not wait for a renewal that runs."""
+        """Stop renewing. Does not wait for a renewal that runs."""
         for beat in self._beats:
             beat.end()
 
     def join(self, timeout_seconds: float) -> None:
-        """Wait for renewals that run, at most so long for each."""
+        """Wait for renewals that run, at most this long for each."""
         for beat in self._beats:
             beat.join(timeout_seconds)

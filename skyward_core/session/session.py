@@ -80,8 +80,8 @@ if TYPE_CHECKING:
 
 
 class _Undo(ExitStack[None]):
-    """Undoes what was begun, but not when it is left in a fork, which a callback or a signal handler has made: its
-    parent goes on.
+    """Undoes steps in reverse order, but not in a fork that a callback or a signal handler has made: its parent goes
+    on.
     """
 
     def __init__(self) -> None:
@@ -128,7 +128,7 @@ class Session:
         self._renewal = Renewal(self.pool_id, spec.lease_seconds, self.events.log)
         self._limits: Limits | None = None
         self.unconfirmed: InstancesLeft | None = None
-        """What could not be confirmed gone when the machines were given back last."""
+        """The machines that were not confirmed gone at the last teardown."""
         self._process = os.getpid()
         self._ended = threading.Event()
 
@@ -139,27 +139,27 @@ class Session:
 
     @property
     def is_released(self) -> bool:
-        """Whether the machines are gone, or live on by their lease."""
+        """Whether the machines are gone, or go on running by their lease."""
         return self._claims.is_released
 
     @property
     def why_ended(self) -> SkywardError | None:
-        """Why the pool has ended itself, if it has: what its calls raise from then on."""
+        """The error by which the pool has ended itself, if it has: its calls raise it from then on."""
         return self._claims.why_ended
 
     @property
     def receipt(self) -> Mapping[str, Any] | None:
-        """What the ledger says of the pool, once it has ended."""
+        """The ledger's receipt of the pool, once it has ended."""
         return self._bookkeeping.receipt
 
     @property
     def is_fork(self) -> bool:
-        """Whether this is another process than the one that has opened the pool, and uses it."""
+        """Whether this process is a fork of the one that has opened the pool."""
         return os.getpid() != self._process
 
     @property
     def lease(self) -> Lease | None:
-        """The claim on the machines that there are now; None before there are any."""
+        """The claim on the present machines; None before there are any."""
         return self.machines.lease if self.machines is not None and self.recovery is not None else None
 
     # ── open ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -176,7 +176,7 @@ class Session:
             with _Undo() as undo:
                 undo.callback(self._settle_bill)
                 undo.push(self._tell_error)
-                dask.start()  # half a second that passes while the nodes come up
+                dask.start()  # half a second that passes while the nodes start
                 if (image := self.spec.image.locked()) is not self.spec.image:
                     # before anything is rented, and the same for every machine that is rented later
                     self.spec = self.spec.with_(image=image)
@@ -191,7 +191,7 @@ class Session:
                     book=book,
                     purse=purse,
                 )
-                if self._claims.is_to_end:  # the other half of this is in `terminate_now`
+                if self._claims.is_to_end:  # `terminate_now` does the other half of this
                     machines.launch_no_more()
                 opening = self._keep_while_opening(undo, machines, book, purse)
                 lease = machines.acquire(undo)
@@ -227,7 +227,7 @@ class Session:
                 )
                 opening.end()
                 self._raise_if_given_up()
-                # before the undo is let go: an asynchronous exception may come between any two lines: then `stop`
+                # before the undo is dropped: an asynchronous exception may come between any two lines, and then `stop`
                 # undoes
                 self._claims.state = SessionState.OPEN
                 undo.pop_all()
@@ -238,7 +238,7 @@ class Session:
             raise
         atexit.register(self._at_exit)
         recovery.start()
-        book.note()  # from here on a node without noted seconds was idle, not launching
+        book.note()  # from here on a node without recorded seconds was idle, not launching
         self.emit(PoolReady(self.pool_id, len(lease.nodes), cluster.slots, time.monotonic() - started))
         self._renewal.begin("skyward-node-lease", self._keep_here)
         threading.Thread(
@@ -246,31 +246,31 @@ class Session:
         ).start()
 
     def _raise_if_given_up(self) -> None:
-        """Raise if the money or the lease was lost in the last moment of `start`, whose undo gives the machines
-        back.
+        """Raise if the money or the lease was lost in the last moment of `start`; its undo then terminates the
+        machines.
         """
         if self.why_ended is not None:
             raise PoolClosed("the pool was given up while it opened")
 
     def _open_books(self, undo: ExitStack) -> tuple[Journal, SpendingLimit]:
-        """Write the pool into the ledger, and give it a reaper: after a kill from here on, reaper and sweeps know of
-        all that is left.
+        """Write the pool into the ledger, and start its reaper: after a kill from here on, reaper and sweeps know of
+        every machine.
         """
         url, book, purse = self._bookkeeping.open_ledger(undo, self.spec, self.providers[0], self.emit, self.work)
-        # after the book is closed: killed in between, the reaper finds that the pool has ended
+        # after the journal is closed: if killed in between, the reaper finds that the pool has ended
         undo.callback(self._leave_reaper_or_hang_up)
         self._reaper.start(self.providers, url)
-        book.open()  # after the reaper is there: it ends what is written down here, from the first entry on
+        book.open()  # after the reaper runs: it ends every machine that is written here, from the first entry on
         undo.callback(self._close_book_unless_left)
         if self._claims.is_to_end:
             raise PoolClosed("terminate_now() was called while the pool opened: nothing was rented")
         return book, purse
 
     def _leave_reaper_or_hang_up(self) -> None:
-        """After a start that has left machines, or books that are open, the reaper goes on as if this process were
-        gone: such a pool cannot be closed again.
+        """Have the reaper go on as if this process were dead, after a start that has left machines or open entries.
 
-        It may be InstancesLeft that has left machines, or a second interrupt that has cut off the giving back.
+        Such a pool cannot be closed again. The cause is InstancesLeft, or a second interrupt that has cut off the
+        teardown.
         """
         if self._are_machines_left or self._bookkeeping.is_refused:
             self._reaper.hang_up()
@@ -288,11 +288,11 @@ class Session:
     def _keep_while_opening(
         self, undo: ExitStack, machines: lifecycle.PoolMachines, book: Journal, purse: SpendingLimit
     ) -> OpeningLimits:
-        """Renew the lease, and what is reserved, while the machines come up; return what does the latter."""
+        """Renew the lease, and the reservation, while the machines start; return the object that does the latter."""
 
         def give_up(error: SkywardError) -> None:
             self._claims.why_ended = error
-            machines.stop()  # no thread waits for a machine any more, and the undo gives all of them back
+            machines.stop()  # no thread waits for a machine any more, and the undo terminates all of them
 
         undo.callback(self._renewal.end)
         self._renewal.begin("skyward-lease", partial(self._renewal.renew, book))
@@ -302,8 +302,8 @@ class Session:
         return opening
 
     def _clock(self, limits: Limits, book: Journal) -> Clock:
-        """Look at lease, money and work each second; at the reaper, and at what the ledger and the callbacks get
-        of the cost, every few seconds.
+        """Check lease, money and work each second, and the reaper every few seconds; then also send the cost to the
+        ledger and the callbacks.
         """
         often = [self._renewal.raise_if_lost, limits.check_money, limits.check_work]
         seldom = [
@@ -314,12 +314,12 @@ class Session:
         return Clock(self.pool_id, often, seldom, self.stop, self.events.log, time.monotonic())
 
     def _keep_here(self) -> None:
-        """Signs of life for nodes of this machine: that the pool is busy, and, once a call was started detached, a
-        lease that outlives this process.
+        """Send signs of life to nodes of this machine: whether the pool is busy, and, once a call was started detached,
+        a lease that outlives this process.
         """
         assert self.machines is not None
         for transport in self.machines.transports.here():
-            with contextlib.suppress(OSError):  # it is lost, which is noticed elsewhere
+            with contextlib.suppress(OSError):  # the node is lost; the cluster notices that
                 if self._reaper.has_detached:
                     transport.extend_lease(self.spec.lease_seconds)
                 else:
@@ -328,12 +328,12 @@ class Session:
     # ── stop and release ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def stop(self, reason: str, error: SkywardError | None = None) -> None:
-        """Close everything, in the order cluster, machines, bill; each is tried whatever happened to the one before.
+        """Close everything, in the order cluster, machines, bill; each step is taken even if the one before failed.
 
         Calls that have not ended raise `error`, or PoolClosed with the reason. If another thread is stopping the pool
-        (the clock, when the money has run out), this waits for it, so that bill and receipt are there. If another
-        thread detaches the pool, that one stops it, as long as it can; this one does nothing. Nor does it in a fork:
-        the pool is its parent's, which goes on to use it.
+        (the clock, when the money has run out), this waits for it, so that bill and receipt exist. If another thread
+        detaches the pool, that one stops it, as long as it can; this one does nothing. It does nothing in a fork
+        either: the pool belongs to the parent, which goes on to use it.
         """
         if self.is_fork or not self._claims.claim_stop(reason, error):
             return
@@ -359,12 +359,12 @@ class Session:
                 self._claims.end_stop()
 
     def release(self) -> None:
-        """Give the machines back and write that down, unless that was done; nothing in a fork.
+        """Terminate the machines and write that into the ledger, unless that was done; does nothing in a fork.
 
         Called again, by `close` or at the interpreter's end, if a second interrupt has cut it off; and by `close` if
-        the ledger has refused something: the reaper tries to write it down too, for two minutes. Machines that cannot
-        be confirmed gone raise InstancesLeft, unless they cost nothing and end
-        themselves: those are left to the reaper, with a warning.
+        the ledger has refused something: the reaper also tries to write it, for two minutes. Machines that cannot be
+        confirmed gone raise InstancesLeft, unless they cost nothing and end themselves: those are left to the reaper,
+        with a warning.
         """
         if self.recovery is None or self.machines is None or self.is_running or self.is_fork:
             return
@@ -388,15 +388,14 @@ class Session:
                 self._reaper.hang_up()
                 raise
             self._claims.is_written_down = True
-            self._reaper.leave()  # after the book: killed in between, the reaper finds that the pool has ended
+            self._reaper.leave()  # after the journal: if killed in between, the reaper finds that the pool has ended
             self._close_ledger()
 
     def hand_over(self, left: InstancesLeft) -> None:
-        """Leave machines that could not be confirmed gone to the reaper, as if this process were gone: it asks again,
-        for half an hour, and sweeps do after it.
+        """Leave unconfirmed machines to the reaper, as if this process were dead.
 
-        Their entries stay open, and so does the pool's. Killed between any two lines, the pool is one whose owner is
-        dead: the same two end it.
+        The reaper asks again for half an hour, and sweeps do after it. Their entries stay open, and so does the pool's.
+        If this process is killed here, the pool has a dead owner: the same two end it.
         """
         book = self._bookkeeping.book
         if self.is_released or self.machines is None or book is None:
@@ -415,15 +414,14 @@ class Session:
         self._bookkeeping.close_ledger()
 
     def terminate_now(self) -> None:
-        """Have another process end the machines, and rent none from now on, if the pool is only about to open. Waits
-        for nothing.
+        """Have another process end the machines, and rent no more if the pool is still opening. Waits for nothing.
 
-        Does nothing in a fork, which inherits its parent's signal handlers: a signal that ends a forked helper does not
-        mean the pool.
+        Does nothing in a fork, which inherits its parent's signal handlers: a signal that ends a forked helper is not
+        meant for the pool.
         """
         if self.is_fork:
             return
-        # first: `start` makes the machines, then looks at this, so that one of the two sees the other
+        # first: `start` makes the machines, then checks this, so that one of the two sees the other
         self._claims.is_to_end = True
         if self.machines is not None:
             self.machines.launch_no_more()
@@ -434,14 +432,14 @@ class Session:
         try:
             self.stop("the interpreter ends")
             self.release()
-        except Exception as error:  # the interpreter would print its traceback, which does not say what to do
+        except Exception as error:  # the interpreter would print only its traceback, which does not say what to do
             words = (
                 "%s could not be closed at the program's end: %s. Its reaper tries again, and so does `skyward sweep`;"
                 " `skyward ps` shows what is left"
             )
             self.events.log(logging.ERROR, words, self.pool_id, error)
         finally:
-            with contextlib.suppress(SystemExit):  # of a callback: the program ends already
+            with contextlib.suppress(SystemExit):  # of a callback: the program is ending already
                 self.events.flush()
 
     # ── detach ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -455,12 +453,12 @@ class Session:
         self._keep_here()
 
     def detach(self, lease_seconds: float) -> Lease:
-        """Let the machines live on under their lease, and let go of them; after an error the pool is open as before.
+        """Leave the machines running under their lease, and release them; after an error the pool is open as before.
 
-        Killed between any two lines it is a pool that its reaper ends, or one that lives as long as its lease says
+        If this process is killed here, the reaper ends the pool, or the pool lives as long as its lease
         (`provisioning.detach`). Raises Unreachable, BadRequest, LedgerError, LeaseLost, and BudgetExceeded if its
-        account does not pay for the whole lease. If the pool has ended itself, or wants to before the ledger is
-        written, it is stopped, and what its calls raise is raised: BudgetExceeded, LeaseLost or PoolClosed.
+        account does not pay for the whole lease. If the pool has ended itself, or is to end before the ledger is
+        written, it is stopped, and the error of its calls is raised: BudgetExceeded, LeaseLost or PoolClosed.
         """
         assert self.machines is not None
         assert self._bookkeeping.book is not None
@@ -483,7 +481,7 @@ class Session:
         return self._leave(now + timedelta(seconds=paid_seconds))
 
     def _leave(self, expires_at: datetime) -> Lease:
-        """Let go of what is the nodes' from now on; return its lease."""
+        """Release everything that belongs to the nodes from now on; return their lease."""
         assert self.cluster is not None
         assert self.machines is not None
         assert self.recovery is not None
@@ -511,11 +509,10 @@ class Session:
     # ── events and the bill ──────────────────────────────────────────────────────────────────────────────────────────
 
     def emit(self, event: SkywardEvent) -> int:
-        """Count one event, and put it on its way to the callbacks; return its number in `events`. Waits for no
-        callback, but for the first event's.
+        """Count one event, and queue it for the callbacks; return its number in `events`.
 
-        That one, `InfraCreating`, is delivered before anything is rented: a callback can store the pool's id then,
-        whatever happens to this process.
+        Waits for no callback, except for the first event, `InfraCreating`. It is delivered before anything is rented: a
+        callback can store the pool's id then, in case this process dies.
         """
         self._count(event)
         number = self.events.put(event)
@@ -524,7 +521,7 @@ class Session:
         return number
 
     def _count(self, event: SkywardEvent) -> None:
-        """Let the meter know what a machine's seconds go to from now on."""
+        """Set in the meter what a machine's seconds are spent on from now on."""
         match event:
             case BootstrapProgress(instance_id):
                 self.meter.enter(instance_id, Bucket.BOOTSTRAPPING)
@@ -550,7 +547,7 @@ class Session:
 
 
 def _make_ready(pool_id: str, certificate: Future[PoolCertificate]) -> None:
-    """Make the pool's certificate and import Dask: most of a second, which passes while the machines come up."""
+    """Make the pool's certificate and import Dask: that takes most of a second, while the machines start."""
     try:
         certificate.set_result(importlib.import_module("skyward_core.engine.certificates").make_certificate(pool_id))
     except BaseException as error:

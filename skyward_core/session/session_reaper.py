@@ -13,7 +13,7 @@ from skyward_core.providers.base import Provider
 
 
 class SessionReaper:
-    """Owns the connection to the reaper. Has none if the provider cannot travel to another process."""
+    """Owns the connection to the reaper. There is no reaper if the provider cannot travel to another process."""
 
     def __init__(self, pool_id: str, log: Callable[..., object]) -> None:
         self._pool_id = pool_id
@@ -21,13 +21,13 @@ class SessionReaper:
         self._reaper: Reaper | None = None
         self._input: ReaperInput | None = None
         self.has_detached = False
-        """Whether a call was started detached: then the pool lives by its lease, and a reaper that is started again
-        gets that message.
+        """Whether a call was started detached: then the pool lives by its lease, and a restarted reaper gets that
+        message.
         """
 
     @property
     def reaper(self) -> Reaper | None:
-        """The reaper that there is now."""
+        """The present reaper."""
         return self._reaper
 
     def start(self, providers: Sequence[Provider], ledger_url: str) -> None:
@@ -45,7 +45,7 @@ class SessionReaper:
     def restart_if_gone(self, is_running: Callable[[], bool]) -> None:
         """Start another reaper if this one was killed and the pool is open.
 
-        In this order: a pool that is stopped lets its reaper go afterwards.
+        In this order: a pool that is stopped releases its reaper afterwards.
         """
         if self._reaper is not None and self._input is not None and not self._reaper.is_alive and is_running():
             self._log(logging.WARNING, "the pool's reaper is gone: another one is started")
@@ -62,7 +62,7 @@ class SessionReaper:
         return True
 
     def live_by_lease(self) -> None:
-        """The machines live by their lease from now on, and not with this process."""
+        """From now on the machines live by their lease, and not with this process."""
         if self._reaper is not None:
             self._reaper.live_by_lease()
 
@@ -74,6 +74,6 @@ class SessionReaper:
     def hang_up(self) -> None:
         """Leave the pool to the reaper, as if this process were gone."""
         if self._reaper is not None:
-            if self.has_detached:  # it would take it for a pool that lives on by its lease
+            if self.has_detached:  # else the reaper would leave the pool to its lease
                 self._reaper.terminate_now()
             self._reaper.hang_up()

@@ -25,7 +25,7 @@ Not for ever: that thread may wait for a callback in which this one is.
 
 
 class SessionState(Enum):
-    """Where a session stands; what comes after `STOPPED` is in `Claims.is_released` and `Claims.is_written_down`."""
+    """The state of a session; `Claims.is_released` and `Claims.is_written_down` have the states after `STOPPED`."""
 
     NEW = auto()
     OPEN = auto()
@@ -37,7 +37,7 @@ class SessionState(Enum):
     LEAVING = auto()
     """Still open: the ledger is being written.
 
-    If that succeeds the pool is detached, whatever was asked for meanwhile.
+    If that succeeds the pool is detached, and requests that came meanwhile have no effect.
     """
     DETACHED = auto()
     STOPPED = auto()
@@ -47,22 +47,22 @@ class SessionState(Enum):
 class Claims:
     """The state of a session, and the claims to stop or to detach it.
 
-    It owns one lock, which guards the changes. Nothing but these fields is touched under it, so it has no order with
-    other locks.
+    It owns one lock, which guards the changes. Only these fields are used under it, so it has no order with other
+    locks.
     """
 
     def __init__(self) -> None:
         self.state = SessionState.NEW
         self.why_ended: SkywardError | None = None
-        """Why the pool has ended itself, if it has: what its calls raise from then on."""
+        """The error by which the pool has ended itself, if it has: its calls raise it from then on."""
         self.is_to_end = False
         """Whether `terminate_now` was called."""
         self.is_released = False
-        """Whether the machines are gone, or live on by their lease."""
+        """Whether the machines are gone, or go on running by their lease."""
         self.is_written_down = False
         """Whether the ledger has the end of the pool, or another process writes it."""
         self._changing = threading.RLock()
-        """Re-entrant: a forgotten pool is stopped by the thread that collects it, whichever that is."""
+        """Re-entrant: any thread that collects a forgotten pool stops it."""
         self._detacher = 0
         """The thread that detaches the pool."""
         self._stopper = 0
@@ -84,10 +84,10 @@ class Claims:
         """Begin to stop; return whether this thread has to do it. It calls `end_stop` afterwards.
 
         If another thread stops the pool, wait for it. If another thread detaches the pool, leave the request to that
-        one, as long as it can still obey.
+        thread, as long as it can still act on it.
         """
         with self._changing:
-            # An interrupt may have cut the detaching off, in this thread: then it is open.
+            # An interrupt may have cut off the detaching in this thread: then the pool is open.
             is_cut_off = (
                 self.state in (SessionState.DETACHING, SessionState.LEAVING) and self._detacher == threading.get_ident()
             )
@@ -104,13 +104,13 @@ class Claims:
         return is_ours
 
     def end_stop(self) -> None:
-        """The pool is stopped: threads that wait for it go on."""
+        """The pool is stopped: wake the threads that wait for it."""
         self._is_over.set()
 
     # ── detach ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def claim_detach(self) -> None:
-        """Begin to detach. Raises what has ended the pool, if another thread was quicker."""
+        """Begin to detach. Raises the error that has ended the pool, if another thread was faster."""
         with self._changing:
             is_ours = self.state is SessionState.OPEN
             if is_ours:
@@ -124,7 +124,7 @@ class Claims:
     def begin_to_leave(self) -> None:
         """Take the step after which no thread can stop the pool any more, unless the ledger refuses.
 
-        Raises what was asked for before it.
+        Raises the error of an earlier request to stop.
         """
         with self._changing:
             asked = self._asked_to_stop
