@@ -1,8 +1,7 @@
-"""What every test stands on: a house of its own (caches, settings), a closed door to the network, and nothing left
-behind.
+"""What every test has: its own home (caches, settings), no access to the network, and a check that nothing is left.
 
-A test that opens pools may share `pool`, two nodes that live as long as the test session; `told` is what that pool has
-told.
+A test that opens pools may share `pool`, two nodes that live as long as the test session; `told` has the events of that
+pool.
 """
 
 import gc
@@ -30,7 +29,7 @@ import uvloop
 import skyward_core as sky
 
 SETTLE_SECONDS = 30.0
-"""How long what a test has closed may take to be gone; only a test that leaks waits so long."""
+"""Time limit for what a test has closed to disappear; only a test that leaks waits this long."""
 
 hypothesis.settings.register_profile("skyward", deadline=None)  # a slow machine is no fault
 hypothesis.settings.load_profile("skyward")
@@ -40,16 +39,16 @@ hypothesis.settings.load_profile("skyward")
 SHARED_THREADS = ("Dask-Offload", "TCP-Executor", "asyncio_", "pytest_timeout", "Profile", "AsyncProcess")
 
 TEST_HOSTS = ip_network("10.77.0.0/16")
-"""The test bed's own hosts (tests/testbed), in network namespaces of this machine."""
+"""Addresses of the test bed's hosts (tests/testbed), in network namespaces of this machine."""
 
 _strangers: list[str] = []
-"""Other addresses that something in this process wanted to connect to."""
+"""Other addresses to which this process tried to connect."""
 connections: list[object] = []
-"""Every address that something in this process has connected to."""
+"""Every address to which this process has connected."""
 _launched: list[tuple[str, str]] = []
 """Id and directory of every local instance that this process has started."""
 _shared_schedulers: set[int] = set()
-"""The ports of the schedulers of the pools that tests share just now."""
+"""The scheduler ports of the pools that tests share now."""
 _home: Path | None = None
 
 
@@ -75,7 +74,7 @@ LONGEST_FIRST = (
     "test_extras.py",
     "accelerators/test_mig_hosts.py",
 )
-"""Files (or folders) that take longest: they begin first, so that test processes that share the files end at about the
+"""Files (or folders) that take longest. They begin first, so that test processes that share the files end at about the
 same time.
 """
 
@@ -96,8 +95,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave out files whose tests are all slow where slow ones are left out: their imports alone take longer than many
-    tests.
+    """Skip files that have only slow tests when slow tests are skipped, because their imports alone take longer than
+    many tests.
     """
     leaves_out_slow = "not slow" in (config.option.markexpr or "") and collection_path.name.startswith("test_")
     if leaves_out_slow and collection_path.suffix == ".py" and ALL_SLOW.search(collection_path.read_text()):
@@ -108,7 +107,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_configure(config: pytest.Config) -> None:
     """Give the session its own caches and configuration, before any test module is imported.
 
-    Each of several test processes (pytest-xdist) is a session.
+    Each test process of pytest-xdist is a session.
     """
     global _home
     _home = Path(tempfile.mkdtemp(prefix="skyward-tests-"))
@@ -120,14 +119,14 @@ def pytest_configure(config: pytest.Config) -> None:
     for name in [name for name in os.environ if name.startswith("SKYWARD_")]:
         del os.environ[name]
     os.environ["DO_NOT_TRACK"] = "1"
-    # libuv keeps one pipe for the signals of the whole process, made with its first loop
+    # libuv keeps one pipe for the signals of the whole process, created with its first loop
     uvloop.new_event_loop().close()
     sys.addaudithook(_on_audit)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Remove the session's house, and the reapers of pools whose machines can never be ended: a test's providers go
-    with it.
+    """Remove the session's home, and the reapers of pools whose machines can never end: a test's providers
+    end with it.
     """
     if _home is not None:
         for pid, home in processes_by_tag("XDG_STATE_HOME"):
@@ -163,8 +162,8 @@ def _refuse_strangers(address: object) -> None:
 
 @pytest.fixture(autouse=True)
 def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fail a test after which there are more threads, descriptors, processes or files of local instances than before
-    it.
+    """Fail a test that leaves more threads, descriptors, processes or files of local instances than existed
+    before it.
     """
     if "integrations" in request.path.parts:  # orchestrators keep threads of their own
         yield
@@ -191,9 +190,7 @@ def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def _new_threads(before: set[threading.Thread], request: pytest.FixtureRequest) -> list[str]:
-    """Names of new threads; those that move large values and call callbacks for a pool that tests share stay with the
-    pool.
-    """
+    """Names of new threads. Threads that move large values and call callbacks for a shared pool belong to that pool."""
     shared = (
         (*SHARED_THREADS, "skyward-upload", "skyward-fetch", "skyward-callbacks")
         if any("pool" in name for name in request.fixturenames)
@@ -214,7 +211,7 @@ def _new_descriptors(before: dict[int, str], request: pytest.FixtureRequest) -> 
 
 
 def _descriptors(request: pytest.FixtureRequest) -> dict[int, str]:
-    """Open descriptors and what they are; sockets do not count where a shared pool may open one more connection to its
+    """Open descriptors and what they are. Sockets do not count if a shared pool may open one more connection to its
     nodes.
     """
     shares = any("pool" in name or name == "crashing" for name in request.fixturenames)
@@ -233,8 +230,9 @@ def _descriptors(request: pytest.FixtureRequest) -> dict[int, str]:
 
 
 def _told(what: str) -> str:
-    """What a descriptor is; of a TCP socket both ends and its state (/proc/net/tcp: in hexadecimal, 01 is established,
-    08 waits for us to close it).
+    """Describe a descriptor; of a TCP socket both ends and its state.
+
+    In /proc/net/tcp, in hexadecimal, 01 is established, 08 waits for us to close it.
     """
     inode = what.removeprefix("socket:[").removesuffix("]")
     lines = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
@@ -244,8 +242,8 @@ def _told(what: str) -> str:
 
 
 def _is_to_shared_pool(socket: str) -> bool:
-    """Whether a socket leads to the scheduler of a pool that tests share: its client may open one more at any time,
-    whichever test runs.
+    """Return whether a socket is connected to the scheduler of a shared pool, because its client may open one more
+    during any test.
     """
     inode = socket.removeprefix("socket:[").removesuffix("]")
     lines = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
@@ -257,7 +255,7 @@ def _ledger() -> Path:
 
 
 def _left_of(instances: list[tuple[str, str]]) -> list[str]:
-    """What is still there of local instances: processes, directories, folders in memory."""
+    """Return what is left of local instances: processes, directories, folders in memory."""
     ids = {instance_id for instance_id, _ in instances}
     left = [f"process {pid} of {tag}" for pid, tag in processes_by_tag("SKYWARD_INSTANCE_ID") if tag in ids]
     left += [directory for _, directory in instances if os.path.exists(directory)]
@@ -303,7 +301,7 @@ def examples(many: int) -> int:
 
 
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
-    """Wait until the condition holds; fail, naming what was waited for, when it does not in time."""
+    """Wait until the condition holds; on a timeout fail with its name."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -312,9 +310,9 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0
 
 
 def slowness() -> float:
-    """Return how many times longer than it needs a process takes here just now: 1 where nothing else runs.
+    """Return how much slower a process is now than on an idle machine; 1 if no other process runs.
 
-    For promises in seconds that need processors.
+    For assertions in seconds that need processors.
     """
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     subprocess.run([sys.executable, "-IS", "-c", "sum(range(5_000_000))"], check=True)
@@ -323,7 +321,7 @@ def slowness() -> float:
 
 
 class Told:
-    """What a pool has told so far; an event sink."""
+    """The events of a pool so far; an event sink."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
@@ -332,7 +330,7 @@ class Told:
         self.events.append(event)
 
     def of[E](self, kind: type[E]) -> list[E]:
-        """Return the events of one kind, in their order."""
+        """Return the events of one kind, in order."""
         return [event for event in list(self.events) if isinstance(event, kind)]
 
     def lines(self, call_id: str, stream: str = "stdout") -> list[str]:
@@ -342,14 +340,15 @@ class Told:
 
 @contextmanager
 def shared(pool: sky.ComputePool) -> Iterator[sky.ComputePool]:
-    """Open a pool that several tests share: its client's connections, which come and go with its own clock, are
-    nobody's leak.
+    """Open a pool that several tests share.
+
+    Its client opens and closes connections by its own clock, and they are not a leak of any test.
     """
     with pool:
-        # over SSH that of the forward
+        # over SSH it is the port of the forward
         port = urlsplit(cast(Any, pool)._open.cluster.client.scheduler.address).port or 0
         _shared_schedulers.add(port)
-        pool.dask_client()  # its thread is the pool's, and not that of the first test which asks for it
+        pool.dask_client()  # its thread belongs to the pool, not to the first test that uses it
         try:
             yield pool
         finally:
@@ -365,21 +364,21 @@ def _shared() -> Iterator[tuple[sky.ComputePool, Told]]:
 
 @pytest.fixture
 def pool(_shared: tuple[sky.ComputePool, Told]) -> sky.ComputePool:
-    """Two local nodes with one slot each, shared by the tests of a session: leave it as you found it."""
+    """Two local nodes with one slot each, shared by the tests of a session. Tests must not change it permanently."""
     return _shared[0]
 
 
 @pytest.fixture
 def told(_shared: tuple[sky.ComputePool, Told]) -> Told:
-    """What the shared pool has told, since it was opened."""
+    """The events of the shared pool since it was opened."""
     return _shared[1]
 
 
 def members(client: Any) -> dict[str, Any]:
-    """Return what the scheduler knows of its workers, by address.
+    """Return the scheduler's information about its workers, by address.
 
-    `Client.scheduler_info` may return the answer to a question that the client itself asks every two seconds, of
-    another thread: about no workers at all.
+    `Client.scheduler_info` may return the answer to another thread's request: the client asks every two seconds about
+    no workers at all.
     """
     workers: dict[str, Any] = client.sync(client.scheduler.identity, n_workers=-1)["workers"]
     return workers

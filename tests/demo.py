@@ -1,6 +1,7 @@
-"""`make demo`: the same real job on Prefect, Airflow and Dagster, one after the other, and a table of what came out.
+"""`make demo`: runs the same real job on Prefect, Airflow and Dagster, one after the other, and prints a table of the
+results.
 
-Each runs as its users run it, in a home of its own under .demo/, so that its UI can show the run afterwards.
+Each runs as its users run it, with its own home under .demo/, so that its UI can show the run afterwards.
 """
 
 import json
@@ -19,7 +20,9 @@ RESULT = "digits_sweep: "
 
 @dataclass(frozen=True)
 class Orchestrator:
-    """How one orchestrator is run: the commands, the last of which prints the result, and where a person looks then."""
+    """How one orchestrator runs: its commands, the last of which prints the result, and where a person
+    finds the run.
+    """
 
     name: str
     environ: dict[str, str]
@@ -57,7 +60,7 @@ def orchestrators() -> list[Orchestrator]:
 
 
 def run(orchestrator: Orchestrator) -> dict[str, float]:
-    """Run the job; return what it printed. Ends the demo with the output if it failed or was not good enough."""
+    """Run the job; return its output. If it failed or its result was too bad, print the output and exit."""
     Path(next(iter(orchestrator.environ.values()))).mkdir(parents=True, exist_ok=True)
     if orchestrator.name == "Dagster":
         (HOME / "dagster" / "dagster.yaml").write_text("telemetry: {enabled: false}\nnux: {enabled: false}\n")

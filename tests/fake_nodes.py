@@ -1,12 +1,12 @@
-"""Machines whose SSH is real and whose work is not: as many as wanted in one process, each on an address of its own.
+"""Fake machines with real SSH: any number of them in one process, each with its own address.
 
 nodes = FakeNodes(Played(install_seconds=20, has_uv=False), before=slowly(0.3))
 nodes.add("fake-0", "127.77.0.1", 22, host_key, login)
 
-A node answers what `remote.SSHTransport` asks of one, understood by its text and not run: no process, no file, so that
-the client's share of the work is all that takes time. Its bootstrap is played: phases on its log, the installation a
-pause of so many seconds, then a wait for its settings. What a node does with them is up to `serve`. A command that is
-not known is refused and stands in `unknown`.
+A node recognizes the commands of `remote.SSHTransport` by their text and does not run them. There is no process and no
+file, so that only the client's work takes time. Its bootstrap is simulated: phases in its log, a pause for the
+installation, then a wait for its settings. `serve` decides what a node does with them. An unknown command is refused and
+added to `unknown`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ GUARD = "4711"
 PHASES_BEFORE, PHASES_AFTER = ("uv", "deps"), ("skyward", "server")
 
 type Before = Callable[[str, "FakeNode"], Awaitable[object]]
-"""Awaited before a node does what it is asked: "login", "look", "start", "lease", "follow", "read", "lives", "reach",
-"lead", "kill", or "put NAME".
+"""Awaited before a node obeys a request: "login", "look", "start", "lease", "follow", "read", "lives", "reach", "lead",
+"kill", or "put NAME".
 """
 type Serve = Callable[["FakeNode", NodeSettings], Awaitable[object]]
-"""What a node does with its settings, each time it is told some."""
+"""What a node does with its settings, each time it receives some."""
 
 
 def slowly(seconds: float) -> Before:
-    """Let every login and every command take so much longer, at no cost of processor time."""
+    """Let every login and every command take this much longer, without using the processor."""
 
     async def wait(what: str, node: FakeNode) -> None:
         if what != "kill":
@@ -46,31 +46,31 @@ def slowly(seconds: float) -> Before:
 
 
 async def lead(node: FakeNode, settings: NodeSettings) -> None:
-    """The head says that its scheduler listens; nobody does."""
+    """Log that the head's scheduler listens, although none does."""
     if settings.rank == 0:
         node.say(f"::skyward head {settings.generation} tls://{settings.host}:7700")
 
 
 @dataclass(frozen=True)
 class Played:
-    """How nodes behave.
+    """The behaviour of the nodes.
 
-    `install_seconds` is how long it takes to install what the image asks for, on each of them alike.
+    `install_seconds` is how long it takes to install the image's packages, the same on each node.
     """
 
     install_seconds: float = 0.0
     has_uv: bool = True
     system: str = "Linux x86_64"
-    """As `uname -s -m` says it."""
+    """In the format of `uname -s -m`."""
     sees_others: bool = True
-    """Whether nodes get through to each other."""
+    """Whether nodes can connect to each other."""
     forwards_ports: bool = True
-    """Whether its sshd lets a client in to ports of the node: `AllowTcpForwarding`."""
+    """Whether its sshd allows a client to connect to ports of the node: `AllowTcpForwarding`."""
 
 
 @dataclass
 class FakeNode:
-    """One machine, touched on the loop's thread only."""
+    """One machine, used on the loop's thread only."""
 
     id: str
     played: Played
@@ -78,10 +78,10 @@ class FakeNode:
     log: list[str] = field(default_factory=list)
     files: dict[str, bytes] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
-    """What it was asked, in order; see `Before`."""
+    """The requests that it received, in order; see `Before`."""
     is_started: bool = False
     lives: bool = True
-    """Whether its supervisor does, while the machine answers."""
+    """Whether its supervisor lives while the machine answers."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
     told: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
@@ -93,19 +93,19 @@ class FakeNode:
         self.news = asyncio.Event()
 
     def write(self, name: str, content: bytes) -> None:
-        """Keep a file, by its last name."""
+        """Keep a file, under its base name."""
         self.files[name] = content
         if name == "settings.json":
             self.told.set()
 
     def start(self) -> None:
-        """Begin to play the bootstrap, once however often it is asked for."""
+        """Start to play the bootstrap; later calls do nothing."""
         if not self.is_started:
             self.is_started = True
             self.spawn(self._boot())
 
     def spawn(self, work: Coroutine[Any, Any, object]) -> None:
-        """Run something that ends with the node."""
+        """Run a coroutine that ends with the node."""
         task = asyncio.ensure_future(work)
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -123,7 +123,7 @@ class FakeNode:
 
 
 class FakeNodes:
-    """All of them, on a loop and a thread of their own. `close` ends them."""
+    """All fake nodes, on their own loop and thread. `close` ends them."""
 
     def __init__(self, played: Played = Played(), *, before: Before = slowly(0), serve: Serve = lead) -> None:
         self.unknown: list[str] = []
@@ -139,8 +139,8 @@ class FakeNodes:
         self._thread.start()
 
     def add(self, node_id: str, host: str, port: int, host_key: str, login: str) -> int:
-        """Bring a node up that shows this host key (private, OpenSSH's format) and lets in whoever has the login key
-        (public); return its port.
+        """Start a node with this host key (private, OpenSSH's format), which accepts the login key (public); return its
+        port.
         """
         return self.do(self._add(node_id, host, port, host_key, login))
 
@@ -183,7 +183,7 @@ class FakeNodes:
         return door.get_port()
 
     def _options_for(self, host_key: str, login: str) -> asyncssh.SSHServerConnectionOptions:
-        """The same for all machines of a launch: to read keys and make options costs more than to listen."""
+        """The same for all machines of a launch, because reading keys and making options costs more than listening."""
         if (host_key, login) not in self._options:
             self._options[host_key, login] = asyncssh.SSHServerConnectionOptions(
                 server_host_keys=[asyncssh.import_private_key(host_key)],
@@ -204,15 +204,16 @@ class FakeNodes:
             task.cancel()
         await asyncio.gather(*node.tasks, return_exceptions=True)
 
-    # ── for its doors and commands ───────────────────────────────────────────────────────────────────────────────────
+    # ── for its servers and commands
+    # ─────────────────────────────────────────────────────────────────────────────────────
 
     async def begin(self, what: str, node: FakeNode) -> None:
-        """Note what a node is asked, and wait as long as that takes."""
+        """Record a request to a node, and wait as long as it takes."""
         node.asked.append(what)
         await self._before(what, node)
 
     def connected(self, node: FakeNode, connection: asyncssh.SSHServerConnection) -> None:
-        """Somebody has called."""
+        """Record a new connection."""
         self._connections.setdefault(node.id, []).append(connection)
 
 
@@ -244,7 +245,7 @@ class _Door(asyncssh.SSHServer):
 
 
 class _Nobody(asyncssh.SSHListener):
-    """A port of a node that nobody listens on: they would all be ports of this machine."""
+    """Refuse a port of a node: it would be a port of this machine."""
 
     def __init__(self, port: int) -> None:
         super().__init__()
@@ -261,7 +262,7 @@ class _Nobody(asyncssh.SSHListener):
 
 
 class _Command(asyncssh.SSHServerSession[bytes]):
-    """One command: all of its input, then what it does."""
+    """One command: read all of its input, then do its work."""
 
     def __init__(self, nodes: FakeNodes, node: FakeNode) -> None:
         self._nodes = nodes

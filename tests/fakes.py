@@ -1,4 +1,4 @@
-"""Providers that misbehave, one way each.
+"""Providers with faults, one each.
 
 Their machines are names in a list; `Machines` is what a cloud's console would show.
 """
@@ -16,18 +16,18 @@ from skyward_core import Instance, InstanceState, Local, NoCapacity, Offer, Prov
 
 @dataclass
 class Machines:
-    """The truth of a fake cloud: what runs, and what was asked of it."""
+    """The real state of a fake cloud: the running machines, and the requests that it received."""
 
     running: dict[str, Instance] = field(default_factory=dict)
     launched: list[str] = field(default_factory=list)
     terminated: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    """Keeps the fake from travelling to a reaper, whose copy of these machines nobody could end."""
+    """Prevents pickling the fake for a reaper, because no process could end the machines of its copy."""
 
 
 class FakeProvider(Provider):
-    """Rents out machines that never answer, at `price_per_hour` USD each, their files in `folder`; subclasses break one
-    verb.
+    """Rents out machines that never answer, at `price_per_hour` USD each, their files in `folder`; each subclass breaks
+    one method.
     """
 
     name: ClassVar[str] = "fake"
@@ -95,32 +95,32 @@ class FakeProvider(Provider):
 
 
 class NoCapacityProvider(FakeProvider):
-    """Offers machines, and has none when they are asked for."""
+    """Offers machines, and has no capacity at the launch."""
 
     def launch(self, offer: Offer, count: int, tags: Mapping[str, str], startup: str) -> list[Instance]:
         raise NoCapacity(f"no {offer.instance_type} left in {offer.region}")
 
 
 class NothingSoldProvider(FakeProvider):
-    """Sells nothing at all."""
+    """Has no offers."""
 
     def offers(self, want: Requirements) -> list[Offer]:
         return []
 
 
 class NeverReadyProvider(FakeProvider):
-    """Launches machines on which nothing ever happens."""
+    """Launches machines that never start anything."""
 
 
 class ShortProvider(FakeProvider):
-    """Launches one machine less than it was asked for."""
+    """Launches one machine less than requested."""
 
     def launch(self, offer: Offer, count: int, tags: Mapping[str, str], startup: str) -> list[Instance]:
         return super().launch(offer, count - 1, tags, startup)
 
 
 class LossyProvider(FakeProvider):
-    """Launches, and then fails to say so."""
+    """Launches, and then raises an error."""
 
     _error: BaseException = PrivateAttr(default_factory=lambda: ConnectionError("the answer was lost"))
 
@@ -135,14 +135,14 @@ class LossyProvider(FakeProvider):
 
 
 class StuckProvider(FakeProvider):
-    """Accepts every termination, and goes on running the machines."""
+    """Accepts every termination, and does not end the machines."""
 
     def terminate(self, ids: Sequence[str]) -> None:
         self._machines.terminated.extend(ids)
 
 
 class SlowToGoProvider(FakeProvider):
-    """Terminates only when it has been asked `asks` times."""
+    """Terminates only at the request number `asks`."""
 
     asks: int = 3
 
@@ -165,7 +165,7 @@ class FlakyProvider(FakeProvider):
 
 
 class BlindProvider(FakeProvider):
-    """Cannot be asked what runs, as long as `is_blind`: every listing fails."""
+    """Fails every listing as long as `is_blind`."""
 
     _is_blind: list[bool] = PrivateAttr(default_factory=lambda: [True])
 
@@ -195,7 +195,7 @@ class DyingLocal(Local):
 
 
 class StuckLocal(Local):
-    """Real local nodes that cannot be given back."""
+    """Real local nodes that cannot be terminated."""
 
     def terminate(self, ids: Sequence[str]) -> None:
         pass

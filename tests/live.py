@@ -1,7 +1,7 @@
 """A check against a real cloud, for people with an account: `make live PROVIDER=aws`, and with SPEND=0.50 one machine
-for a minute, for at most so many USD.
+for a minute, for at most 0.50 USD.
 
-Without SPEND nothing is asked for that costs: who am I, what is sold, which machines of ours are there.
+Without SPEND it makes only requests that cost nothing: account, offers, and our machines.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from skyward_core.providers.base import load
 
 
 def look(provider: sky.Provider) -> None:
-    """Print what reading tells."""
+    """Print the results of the requests that only read."""
     print(f"account    {provider.account()}")
     began = time.monotonic()
     offers = provider.offers(Requirements())
@@ -41,12 +41,12 @@ def look(provider: sky.Provider) -> None:
 
 @sky.compute
 def hello() -> str:
-    """Say where it is."""
+    """Print where the call runs."""
     return f"{platform.node()}, {platform.platform()}, {sky.instance_info().accelerators}"
 
 
 def spend(provider: sky.Provider, usd: float, accelerator: str | None) -> None:
-    """Rent one machine, run one call on it, and see that it is gone."""
+    """Rent one machine, run one call on it, and check that it is gone."""
     began = time.monotonic()
     with sky.ComputePool(provider=provider, accelerator=accelerator, max_cost=usd, max_lifetime=1800) as pool:
         print(f"ready      {time.monotonic() - began:.0f} s")

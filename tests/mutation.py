@@ -1,9 +1,11 @@
-"""Which faults do our tests not notice? `make mutate MODULE=skyward_core/engine/placement.py` puts one small fault after
-another into a module and runs the module's tests on each.
+"""Finds faults that our tests do not notice.
+
+`make mutate MODULE=skyward_core/engine/placement.py` puts small faults into a module, one at a time, and runs the
+module's tests on each.
 
 mutmut makes these faulty copies, the mutants, and runs the tests. All of it happens in a temporary copy of the working
 tree. Mutants of texts for people (strings with a space) are left out. mutmut makes none in functions with a decorator
-other than `staticmethod` and `classmethod`, nor outside of functions. docs/mutation.md says what survivors have taught.
+other than `staticmethod` and `classmethod`, nor outside of functions. docs/mutation.md has the conclusions from the survivors.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ ROOT = Path(__file__).parent.parent
 FAST = "not slow and not long"
 PR_SET_CHILD_SUBREAPER = 36
 TIMES_LONGER = 10.0
-"""A mutant may take so many times as long as its tests take without a fault, and ten seconds."""
+"""A mutant may take this many times as long as its tests take without a fault, and ten seconds."""
 
 DISPATCHER = ("engine/test_dispatcher.py", "engine/test_outbox.py", "engine/test_simulation.py::test_histories[0]")
 SWEEP = (
@@ -76,12 +78,14 @@ OTHERS = {
     "provisioning/teardown": LIFECYCLE,
     "provisioning/termination": LIFECYCLE,
 }
-"""Tests of a module beside those in its mirrored file: files of tests/ that test several modules together."""
+"""Tests of a module in other files than the mirrored one: files of tests/ that test several modules together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one mutant: its name, its diff, and killed, survived, no tests, timeout or another word of mutmut's."""
+    """The result of one mutant: its name, its diff, and killed, survived, no tests, timeout or another word of
+    mutmut's.
+    """
 
     name: str
     diff: str
@@ -89,7 +93,7 @@ class Outcome:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the survivors as diffs, and a line that counts; 1 if the run itself has failed."""
+    """Print the survivors as diffs, and a line with the counts; return 1 if the run itself has failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
     parser.add_argument("module", help="such as skyward_core/engine/placement.py")
     parser.add_argument("--sample", type=int, metavar="N", help="only so many mutants, drawn by chance")
@@ -111,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """Count the mutants; those without a test have survived, too."""
+    """Count the mutants; those without a test also count as survivors."""
     count = Counter(outcome.status for outcome in outcomes)
     survived, known = count["survived"] + count["no tests"], ("killed", "survived", "no tests", "timeout")
     parts = [f"{len(outcomes)} mutants", f"{count['killed']} killed", f"{survived} survived"]
@@ -134,11 +138,11 @@ def tests_of(module: str) -> list[str]:
 
 
 class Failed(Exception):
-    """The run has failed: the tests fail without a fault, or none of them touches the module."""
+    """The run has failed: the tests fail without a fault, or none of them runs code of the module."""
 
 
 def explored(root: Path, module: str, tests: Sequence[str], sample: int | None = None, seed: int = 0) -> list[Outcome]:
-    """Return what became of each mutant of a module of `root`, or of a sample of them."""
+    """Return the result of each mutant of a module of `root`, or of a sample of them."""
     if not (root / module).is_file():
         raise Failed(f"there is no {module}")
     with tempfile.TemporaryDirectory(prefix="skyward-mutation-") as folder:
@@ -156,7 +160,7 @@ def explored(root: Path, module: str, tests: Sequence[str], sample: int | None =
 
 
 def mutants_of(copy: Path, module: str) -> Iterator[tuple[str, str]]:
-    """Yield name and diff of each mutant but those that change a text for people."""
+    """Yield name and diff of each mutant, except those that change a text for people."""
     from mutmut.configuration import reset_config
     from mutmut.mutation.diff_apply import generated_function_names
     from mutmut.mutation.file_mutation import mutate_file_contents
@@ -178,7 +182,7 @@ def mutants_of(copy: Path, module: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_of_text(diff: str) -> bool:
-    """Whether both sides are the same but for strings with a space in them."""
+    """Return whether both sides are equal except for strings with a space."""
     sides = [
         re.sub(r'"[^"]*\s[^"]*"', '""', "".join(line[1:] for line in diff.splitlines()[2:] if line.startswith(sign)))
         for sign in "-+"
@@ -187,7 +191,7 @@ def _is_of_text(diff: str) -> bool:
 
 
 def _configure(copy: Path, module: str, tests: Sequence[str]) -> None:
-    """Tell mutmut by the copy's pyproject.toml."""
+    """Configure mutmut in the copy's pyproject.toml."""
     package = Path(module).parts[0]
     settings = {
         "source_paths": [package],
@@ -221,7 +225,9 @@ def _run(copy: Path, names: Iterable[str], temporary: Path) -> None:
 
 @contextmanager
 def nothing_left_running() -> Iterator[None]:
-    """Kill what was started meanwhile and runs on, also if its parent has ended: tests that are killed clear nothing up."""
+    """Kill processes that were started meanwhile and still run, also if their parent has ended, because killed tests
+    clean nothing up.
+    """
     there = set(psutil.Process().children(recursive=True))
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     try:
@@ -241,5 +247,7 @@ def _status(exit_code: int | None) -> str:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # what was begun is ended in either case
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # the started mutant is ended in either case
     sys.exit(main())

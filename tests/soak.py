@@ -1,8 +1,7 @@
-"""A pool that lives for days must not grow: `make soak` makes 1,000,000 tiny calls and looks at the memory of each
-process of the pool.
+"""A pool that lives for days must not grow.
 
-Memory is what a process has to itself (USS). The first fifth of the calls is left out: queues and free lists reach
-their size there.
+`make soak` makes 1,000,000 tiny calls and measures the memory of each process of the pool. Memory is what a process has
+to itself (USS). The first fifth of the calls is not measured, because queues and free lists reach their size there.
 """
 
 from __future__ import annotations
@@ -21,9 +20,7 @@ MB = 1e6
 BATCH = 2_000
 LOOKS = 10
 NOISE_BYTES = 8 * MB
-"""What a process may grow by and still be flat: an arena of malloc that was touched for the first time, a garbage
-collection that is due.
-"""
+"""A process may grow by this much and still count as constant: a new arena of malloc, or a due garbage collection."""
 
 
 @sky.compute
@@ -40,7 +37,7 @@ def own_pid() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The memory of each process, in bytes, by what it is, after so many calls."""
+    """The memory of each process in bytes, by the process's name, after this many calls."""
 
     calls: int
     seconds: float
@@ -48,7 +45,7 @@ class Look:
 
 
 def looks(calls: int) -> Iterator[Look]:
-    """Make so many calls on one node of this machine; look LOOKS times, evenly."""
+    """Make this many calls on one node of this machine; measure LOOKS times, evenly."""
     with sky.ComputePool(provider=sky.Local(), nodes=1, display="quiet") as pool:
         processes = _processes(pool)
         started = time.monotonic()
@@ -70,8 +67,9 @@ def growth(seen: list[Look]) -> dict[str, int]:
 
 
 def _processes(pool: sky.ComputePool) -> dict[str, psutil.Process]:
-    """The client, and the node's processes: the runner that answers, its parent, and what that has forked first: the
-    scheduler, then the worker.
+    """Return the client and the node's processes.
+
+    These are the runner that answers, its parent, and the parent's first forks: the scheduler, then the worker.
     """
     runner = psutil.Process(own_pid() >> pool)
     supervisor = runner.parent()
@@ -89,7 +87,7 @@ def _processes(pool: sky.ComputePool) -> dict[str, psutil.Process]:
 
 
 def main() -> int:
-    """Print a table, and which process has grown; 1 if any has."""
+    """Print a table, and which process has grown; return 1 if any has."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", type=int, default=1_000_000)
     calls = parser.parse_args().calls

@@ -14,7 +14,7 @@ OTHER_PYTHON = "3.12" if sys.version_info.minor != 12 else "3.13"
 
 @pytest.fixture(autouse=True)
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that is launched fails the test."""
+    """A provider that fails the test when a machine is launched."""
     monkeypatch.setattr(local.Local, "launch", lambda *_: pytest.fail("a machine was launched"))
 
 
@@ -50,8 +50,8 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_a_wrong_wish_is_refused_with_advice(wishes: dict[str, Any], advice: str) -> None:
-    """Each wrong keyword or value raises BadRequest, a ValueError, which names what to write instead."""
+def test_a_wrong_spec_is_refused_with_advice(wishes: dict[str, Any], advice: str) -> None:
+    """Each wrong keyword or value raises BadRequest, a ValueError, which names the correct one."""
     with pytest.raises(sky.BadRequest) as caught:
         sky.ComputePool(**{"provider": sky.Local(), **wishes})
     assert advice in str(caught.value)
@@ -60,8 +60,8 @@ def test_a_wrong_wish_is_refused_with_advice(wishes: dict[str, Any], advice: str
         sky.PoolSpec.of(**wishes)
 
 
-def test_all_faults_are_told_at_once() -> None:
-    """Two wrong wishes are both in the message."""
+def test_all_faults_are_in_one_message() -> None:
+    """Two wrong values are both in the message."""
     with pytest.raises(sky.BadRequest) as caught:
         sky.ComputePool(provider=sky.Local(), nodes=0, cpu=0)
     assert "nodes=0" in str(caught.value)
@@ -69,7 +69,7 @@ def test_all_faults_are_told_at_once() -> None:
 
 
 def test_another_python_is_refused_with_the_reason() -> None:
-    """An image whose Python differs from the client's is refused before money is spent; the message names both and what
+    """An image with another Python than the client's is refused before money is spent; the message names both and what
     to do.
     """
     with pytest.raises(sky.BadRequest) as caught:
@@ -87,8 +87,8 @@ def test_another_python_is_refused_with_the_reason() -> None:
         ({"image": sky.Image(apt=["ffmpeg"])}, "apt"),
     ],
 )
-def test_what_this_machine_does_not_do_is_refused_rather_than_ignored(wishes: dict[str, Any], name: str) -> None:
-    """A wish that Local cannot meet raises NotYetSupported, a NotImplementedError, that names it and says who can."""
+def test_a_setting_that_local_does_not_support_is_refused(wishes: dict[str, Any], name: str) -> None:
+    """It raises NotYetSupported, a NotImplementedError, which names the setting and the providers that support it."""
     with pytest.raises(sky.NotYetSupported) as caught:
         sky.ComputePool(provider=sky.Local(), **wishes)
     assert isinstance(caught.value, NotImplementedError)
@@ -96,7 +96,7 @@ def test_what_this_machine_does_not_do_is_refused_rather_than_ignored(wishes: di
 
 
 def test_an_accelerator_that_this_machine_lacks_is_no_capacity() -> None:
-    """On Local without such a GPU, opening the pool raises NoCapacity with what was wanted and what there is."""
+    """On Local without that GPU, opening the pool raises NoCapacity with the requested and the existing GPUs."""
     with pytest.raises(sky.NoCapacity, match="B200"):
         sky.ComputePool(provider=sky.Local(), accelerator="B200", display="quiet").open()
 
@@ -116,15 +116,15 @@ def double(x: int) -> int:
 
 
 @pytest.mark.parametrize("target", [3, "pool", None, [1], double, sky.ComputePool], ids=repr)
-def test_only_a_pool_can_stand_on_the_right(target: Any) -> None:
-    """`>>` and `@` onto something that is no pool raise TypeError, which shows how it is written."""
+def test_only_a_pool_can_be_the_right_operand(target: Any) -> None:
+    """`>>` and `@` with another object raise TypeError, which shows the correct form."""
     for use in (lambda: double(1) >> target, lambda: double(1) @ target, lambda: (double(1) & double(2)) >> target):
         with pytest.raises(TypeError, match=r"with sky\.ComputePool"):
             use()
 
 
-def test_a_forgotten_call_is_explained() -> None:
-    """Putting a lazy function where its call belongs says so; so does a plain value."""
+def test_a_function_in_place_of_its_call_is_explained() -> None:
+    """A lazy function in place of its call raises an error that says so; so does a plain value."""
     with pytest.raises(TypeError, match=r"double\(\.\.\.\)"):
         double(1) & double  # type: ignore[operator]
     with pytest.raises(TypeError, match=r"double\(\.\.\.\)"):
@@ -141,7 +141,7 @@ def test_a_lazy_function_is_not_sent_to_a_pool() -> None:
         double >> sky.ComputePool(provider=sky.Local())  # type: ignore[operator]
 
 
-# these need a pool that is open; it was launched before
+# these need an open pool, and launch no machine of their own
 
 
 @pytest.fixture
@@ -163,13 +163,13 @@ def test_map_over_different_lengths_runs_nothing(opened: sky.ComputePool, tmp_pa
 
 
 def test_map_over_nothing_is_refused(opened: sky.ComputePool) -> None:
-    """map without iterables is a mistake, not zero calls."""
+    """map without iterables is an error, not zero calls."""
     with pytest.raises((TypeError, sky.BadRequest)):
         opened.map(double)
 
 
 def test_only_calls_are_run(opened: sky.ComputePool) -> None:
-    """submit and run of something that is no pending call say what is missing."""
+    """submit and run of any other object name what is missing."""
     for wrong in (double, double.local, 42):
         with pytest.raises(TypeError, match=r"@sky\.compute"):
             opened.submit(wrong)  # type: ignore[arg-type]
@@ -190,8 +190,8 @@ def test_an_unpicklable_closure_is_named(opened: sky.ComputePool) -> None:
     assert double(1) >> opened == 2
 
 
-def test_nothing_of_a_batch_runs_if_one_call_cannot_travel(opened: sky.ComputePool, tmp_path: Any) -> None:
-    """When the second call of a gather cannot be pickled the first one does not run either."""
+def test_no_call_of_a_batch_runs_if_one_cannot_be_pickled(opened: sky.ComputePool, tmp_path: Any) -> None:
+    """When the second call of a gather cannot be pickled, the first one does not run either."""
 
     @sky.compute
     def touch(_: Any) -> None:

@@ -1,4 +1,4 @@
-"""The operators alone, with a runner that notes what it is given."""
+"""The operators alone, with a runner that records what it receives."""
 
 import asyncio
 import functools
@@ -17,7 +17,7 @@ from skyward_core.compute import ComputeFunction, PendingBatch, PendingCompute
 
 
 class Notebook:
-    """Stands where a pool stands; answers with what it was asked."""
+    """Used in place of a pool; returns its arguments."""
 
     def run(self, pending: PendingCompute[Any]) -> Any:
         return "run", pending
@@ -53,7 +53,7 @@ def test_local_runs_here_and_now() -> None:
     assert add.local(20, 22) == 42
 
 
-def test_the_operators_ask_the_runner() -> None:
+def test_the_operators_call_the_runner() -> None:
     """`>>` runs, `@` broadcasts, `&` and gather make a batch, whose `>>` runs it."""
     pool, a, b, c = Notebook(), add(1), add(2), add(3)
     assert a >> pool == ("run", a)
@@ -128,14 +128,14 @@ def test_methods_are_bound() -> None:
     ],
 )
 def test_any_callable_can_be_lazy(fn: Any, args: tuple[Any, ...], result: Any) -> None:
-    """partials, lambdas, builtins and bound methods are as good as functions."""
+    """partials, lambdas, builtins and bound methods work like functions."""
     pending = sky.compute(fn)(*args)
     assert pending.fn(*pending.args) == result
     assert "pending" in repr(pending)
 
 
 def test_async_functions_stay_async_locally() -> None:
-    """`.local` of a lazy async function is awaited as ever."""
+    """`.local` of a lazy async function is awaited as before."""
 
     @sky.compute
     async def work(x: int) -> int:
@@ -151,7 +151,7 @@ def test_long_arguments_are_shortened_in_the_repr() -> None:
     assert len(repr(add(list(range(10_000))))) < 80  # type: ignore[arg-type]
 
 
-# ── what a type checker says ─────────────────────────────────────────────────────────────────────────────────────────
+# ── type checking ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 WRONG = """
 from typing import assert_type
@@ -188,7 +188,7 @@ def pyright(*files: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_types_survive() -> None:
+def test_the_types_are_those_of_the_examples() -> None:
     """Pyright in strict mode agrees with every assert_type of typing_examples.py."""
     done = pyright(Path(__file__).with_name("typing_examples.py"))
     assert done.returncode == 0, done.stdout
@@ -197,7 +197,7 @@ def test_types_survive() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_wrong_uses_are_refused_by_the_type_checker(tmp_path: Path) -> None:
-    """Pyright finds an error on each line that uses a call wrongly."""
+    """Pyright finds an error on each line with a wrong use of a call."""
     (tmp_path / "wrong.py").write_text(WRONG)
     done = pyright(tmp_path / "wrong.py")
     expected = {n for n, line in enumerate(WRONG.splitlines(), 1) if "  # " in line}
@@ -253,10 +253,10 @@ class Callee:
         (Network.predict.local, (Network(1),), {"x": 1.0}),
     ],
 )
-def test_wrong_arguments_are_refused_at_once_in_pythons_own_words(
+def test_wrong_arguments_raise_pythons_own_error_at_once(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """What a call of the function would raise is raised where the pending call is made: before anything is rented."""
+    """Making the pending call raises the error of the plain call, before any machine is rented."""
     with pytest.raises(TypeError) as python:
         fn(*args, **kwargs)
     with pytest.raises(TypeError) as ours:
@@ -284,22 +284,22 @@ def test_wrong_arguments_are_refused_at_once_in_pythons_own_words(
         (functools.wraps(add.local)(lambda *args, **kwargs: None), (1, 2, 3), {}),
     ],
 )
-def test_right_arguments_are_taken(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Functions, classes, objects, methods, partial functions and those of C: nothing that Python takes is refused, and
-    nothing runs.
+def test_right_arguments_are_accepted(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Functions, classes, objects, methods, partial functions and those of C: arguments that Python accepts are
+    accepted, and nothing runs.
     """
     assert isinstance(sky.compute(fn)(*args, **kwargs), PendingCompute)
 
 
 @pytest.mark.parametrize(("fn", "args"), [(Network, ()), (Callee(), ()), (functools.lru_cache(add.local), ())])
-def test_classes_and_objects_are_asked_too(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """Of what is no plain function, the signature is asked, and its name stands first."""
+def test_arguments_of_classes_and_callable_objects_are_checked(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """The signature of a callable that is no function is checked too, and the message begins with its name."""
     with pytest.raises(TypeError, match=r"\w+\(\): missing a required argument"):
         sky.compute(fn)(*args)
 
 
 def test_methods_are_checked_with_their_object_and_changed_defaults_count() -> None:
-    """`model.predict(1, 2, 3)` is one too many; a default that a program sets later is known."""
+    """`model.predict(1, 2, 3)` has one argument too many; a default that a program sets later is used."""
     with pytest.raises(TypeError, match="takes from 2 to 3 positional arguments but 4 were given"):
         Network(1).predict(1, 2, 3)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 

@@ -1,4 +1,4 @@
-"""Settings: environment over file, nearest file first, and the log says what was taken."""
+"""Settings: the environment has priority over the file, the nearest file is used, and the log names the source."""
 
 import logging
 from pathlib import Path
@@ -10,7 +10,7 @@ import skyward_core as sky
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory of our own."""
+    """An empty working directory."""
     folder = tmp_path / "project" / "flows"
     folder.mkdir(parents=True)
     monkeypatch.chdir(folder)
@@ -24,7 +24,7 @@ def test_nothing_set_means_this_machine(project: Path) -> None:
 
 
 def test_the_environment_names_fields(project: Path) -> None:
-    """SKYWARD_* are read as JSON where they are JSON, else as text; other variables are not looked at."""
+    """SKYWARD_* are read as JSON if they are JSON, else as text; other variables are ignored."""
     environ = {
         "SKYWARD_PROVIDER": '{"name": "local", "price_per_hour": 2}',
         "SKYWARD_NODES": "3",
@@ -44,7 +44,7 @@ def test_the_environment_names_fields(project: Path) -> None:
 
 
 def test_the_nearest_file_is_read(project: Path) -> None:
-    """skyward.toml is looked for from the working directory upwards; only the nearest counts."""
+    """skyward.toml is searched from the working directory upwards; only the nearest is read."""
     (project.parent / "skyward.toml").write_text('nodes = 2\n[provider]\nname = "local"\nprice_per_hour = 1.2\n')
     assert sky.Settings.read({}, project).fields == {"nodes": 2, "provider": {"name": "local", "price_per_hour": 1.2}}
     (project / "skyward.toml").write_text("nodes = 5\n")
@@ -53,15 +53,17 @@ def test_the_nearest_file_is_read(project: Path) -> None:
     assert settings.sources["nodes"] == str(project / "skyward.toml")
 
 
-def test_the_users_own_file_is_the_last_resort(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With no file near, the one in the user's configuration directory is read."""
+def test_the_users_own_file_is_read_if_no_other_exists(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no file in the working directory or above it, the one in the user's configuration directory is read."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     (tmp_path / "config" / "skyward").mkdir(parents=True)
     (tmp_path / "config" / "skyward" / "skyward.toml").write_text("nodes = 7\n")
     assert sky.Settings.read({}, project).fields == {"nodes": 7}
 
 
-def test_the_environment_wins_over_the_file_and_the_user_over_both(
+def test_keywords_win_over_the_environment_and_that_over_the_file(
     project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keyword over environment over file."""
@@ -75,8 +77,8 @@ def test_the_environment_wins_over_the_file_and_the_user_over_both(
     assert sky.ComputePool(provider=sky.Local()).spec.provider == sky.Local()
 
 
-def test_provider_none_means_not_said(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`provider=None` is filled from the settings like a provider left out."""
+def test_provider_none_means_not_given(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`provider=None` is filled from the settings, like a provider that is not given."""
     monkeypatch.setenv("SKYWARD_PROVIDER", '{"name": "local", "price_per_hour": 3}')
     assert sky.ComputePool(provider=None).spec.provider == sky.Local(price_per_hour=3)
 
@@ -102,10 +104,10 @@ def test_a_wrong_value_in_the_settings_says_where_it_was_found(project: Path, mo
         sky.ComputePool(provider=sky.Local())
 
 
-def test_a_misspelt_variable_is_not_ignored_in_silence(
+def test_a_misspelt_variable_is_reported(
     project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """SKYWARD_NODE=2 is refused, or told in the log with the nearest name."""
+    """SKYWARD_NODE=2 is refused, or logged with the nearest name."""
     monkeypatch.setenv("SKYWARD_NODE", "2")
     with caplog.at_level(logging.WARNING, logger="skyward"):
         try:
@@ -117,10 +119,10 @@ def test_a_misspelt_variable_is_not_ignored_in_silence(
 
 
 @pytest.mark.slow
-def test_the_log_says_which_provider_was_taken(
+def test_the_log_names_the_provider_and_its_source(
     project: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the program names no provider, the log of the opening pool says which one it is and where it was found."""
+    """When the program names no provider, the log of the opening pool names it and where it was found."""
     caplog.set_level("INFO", "skyward")
     with sky.ComputePool(display="quiet"):
         assert "running on this machine (Local)" in caplog.text

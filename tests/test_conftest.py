@@ -1,6 +1,4 @@
-"""What the tests stand on is tested where it judges: a leak that it makes up costs a day, one that it misses costs a
-machine.
-"""
+"""Tests of the leak checks in conftest.py: a false leak costs a day, a missed one costs a machine."""
 
 import socket
 
@@ -12,8 +10,8 @@ from tests.conftest import shared
 
 
 def test_one_more_connection_of_a_shared_pool_is_no_leak(request: pytest.FixtureRequest) -> None:
-    """Its client opens one by its own clock, whichever test runs then; a connection to anything else counts, and one to
-    the pool too once it is closed.
+    """Its client opens one by its own clock, during any test. A connection to another address counts, and one to the
+    pool too once it is closed.
     """
     others = set(conftest._shared_schedulers)
     with (

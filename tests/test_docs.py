@@ -1,5 +1,6 @@
-"""The README and the how-tos are true: their Python blocks run. (Those of docs/airflow.md run as a DAG file, in
-integrations/test_airflow.py.)
+"""The Python blocks of the README and the how-tos run.
+
+Those of docs/airflow.md run as a DAG file, in integrations/test_airflow.py.
 """
 
 import os
@@ -44,7 +45,7 @@ def test_every_python_block_of_the_page_runs(page: str) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", [pytest.param("docs/prefect.md", marks=pytest.mark.long), "docs/dagster.md"])
 def test_the_page_of_an_orchestrator_runs_as_a_script(page: str, tmp_path: Path) -> None:
-    """The page's Python blocks, put together in one file, run to the end in a process and a home of their own."""
+    """The page's Python blocks, put together in one file, run to the end in a process with its own home."""
     run_as_script(
         page,
         tmp_path,
@@ -59,8 +60,8 @@ def test_the_page_of_an_orchestrator_runs_as_a_script(page: str, tmp_path: Path)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_page_of_machines_runs_on_machines(fleet: Fleet, mirror: Mirror, tmp_path: Path) -> None:
-    """The page's aliases are bare hosts of the test bed, by an SSH configuration as a user would write it; all else is
-    as the page has it.
+    """The page's aliases are bare hosts of the test bed, with an SSH configuration as a user would write it; the rest
+    is unchanged.
     """
     (tmp_path / ".ssh").mkdir(mode=0o700)
     aliases = []
@@ -93,7 +94,7 @@ def run_as_script(page: str, folder: Path, variables: dict[str, str]) -> None:
     assert blocks
     script = folder / "page.py"
     script.write_text("\n\n".join(blocks))
-    patience = {"PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "200"}  # 20 by default, which a busy machine needs
+    patience = {"PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "200"}  # a busy machine needs more than the 20
     done = subprocess.run(
         [sys.executable, str(script)],
         env=os.environ | patience | variables,

@@ -1,4 +1,4 @@
-"""Every file of dags/ and flows/ runs, on this machine, as its users run it."""
+"""Every file of dags/ and flows/ runs on this machine, as its users run it."""
 
 import json
 import os
@@ -23,7 +23,7 @@ SWEEPS = {"dags/sweep.py", "flows/sweep.py"}
 
 
 def test_there_is_a_command_for_every_example() -> None:
-    """Nobody adds an example that is not run here."""
+    """A new example without a command here fails."""
     files = {str(path.relative_to(ROOT)) for folder in ("dags", "flows") for path in (ROOT / folder).glob("*.py")}
     assert files == set(DIGITS) | SWEEPS
 
@@ -38,7 +38,7 @@ def test_there_is_a_command_for_every_example() -> None:
         pytest.param("dags/digits_sweep.py", marks=pytest.mark.long),
     ],
 )
-def test_the_example_finds_a_good_classifier_and_tells_its_cost(example: str, tmp_path: Path) -> None:
+def test_the_example_finds_a_good_classifier_and_prints_its_cost(example: str, tmp_path: Path) -> None:
     """The sweep has at least 12 candidates, its winner is right on more than 97 % of unseen digits, and there is a
     bill.
     """
@@ -49,7 +49,7 @@ def test_the_example_finds_a_good_classifier_and_tells_its_cost(example: str, tm
         "AIRFLOW__CORE__DAGS_FOLDER": str(ROOT / "dags"),
         "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
         "AIRFLOW__USAGE_DATA_COLLECTION__ENABLED": "False",
-        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "200",  # 20 by default, which a busy machine needs
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "200",  # a busy machine needs more than the 20
     }
     environ.pop("DAGSTER_HOME", None)
     said = ""

@@ -1,4 +1,4 @@
-"""`import skyward_core`: every public name is there, says what it is, and the import costs nothing."""
+"""`import skyward_core`: every public name exists and has a docstring, and the import is cheap."""
 
 import inspect
 import json
@@ -22,14 +22,14 @@ PROMISED = """
 
 
 def test_the_promised_names_are_public() -> None:
-    """Every name of the reference that this issue promises is offered."""
+    """Every name that the reference and this issue list is public."""
     assert set(sky.__all__) >= set(PROMISED.split())
     assert set(sky.__all__) <= set(dir(sky))
     assert len(sky.__all__) == len(set(sky.__all__))
 
 
 @pytest.mark.parametrize("name", sorted(sky.__all__))
-def test_a_public_name_is_there_and_says_what_it_is(name: str) -> None:
+def test_a_public_name_exists_and_has_a_docstring(name: str) -> None:
     """The name resolves to the same object each time; classes, functions and modules have a docstring of their own."""
     value = getattr(sky, name)
     assert getattr(sky, name) is value
@@ -52,8 +52,8 @@ def test_a_public_name_is_there_and_says_what_it_is(name: str) -> None:
         sky.Provider,
     ],
 )
-def test_public_methods_say_what_they_do(kind: type) -> None:
-    """Methods and properties that a class of ours defines have docstrings."""
+def test_public_methods_have_docstrings(kind: type) -> None:
+    """Methods and properties that our classes define have docstrings."""
     ours = {
         name: value
         for name, value in vars(kind).items()
@@ -63,8 +63,8 @@ def test_public_methods_say_what_they_do(kind: type) -> None:
     assert missing == []
 
 
-def test_the_checkers_names_are_the_real_ones() -> None:
-    """What type checkers see in the TYPE_CHECKING block is what the lazy import gives: same names, same homes."""
+def test_type_checkers_see_the_real_names() -> None:
+    """The names in the TYPE_CHECKING block are those of the lazy import, from the same modules."""
     source = inspect.getsource(sky)
     block = source[source.index("if TYPE_CHECKING:") : source.index("__version__")]
     seen = {}
@@ -107,7 +107,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         ),
     ],
 )
-def test_an_import_pulls_in_nothing_heavy(statement: str, unwanted: str) -> None:
+def test_the_import_loads_no_heavy_package(statement: str, unwanted: str) -> None:
     """In a fresh interpreter the import leaves heavy packages unloaded."""
     code = f"{statement}\nimport sys, json; print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -119,7 +119,7 @@ def test_an_import_pulls_in_nothing_heavy(statement: str, unwanted: str) -> None
     sys.version_info < (3, 12, 4), reason="before 3.12.4 get_type_hints does not find type parameters (gh-114053)"
 )
 def test_hints_can_be_resolved_at_run_time() -> None:
-    """Type hints of the public functions resolve, as orchestrators that look at them need."""
+    """Type hints of the public functions resolve, because orchestrators read them."""
     functions: list[Any] = [
         sky.gather,
         sky.shard,

@@ -1,4 +1,4 @@
-"""The check against a real cloud does what it says, against a fake one: it reads, and asks for nothing that costs."""
+"""The check against a real cloud, run against a fake one: it reads, and makes no request that costs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def live(fake: FakeDigitalOcean, token: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_it_looks_and_spends_nothing() -> None:
-    """Account, offers and machines are told; no creating call is made."""
+def test_it_reads_and_spends_nothing() -> None:
+    """Account, offers and machines are printed; no creating call is made."""
     with FakeDigitalOcean() as fake:
         done = live(fake, TOKEN)
         assert done.returncode == 0, done.stderr
@@ -33,7 +33,7 @@ def test_it_looks_and_spends_nothing() -> None:
 
 
 def test_refused_credentials_are_one_line() -> None:
-    """The error by name, and exit code 1."""
+    """The name of the error, and exit code 1."""
     with FakeDigitalOcean() as fake:
         done = live(fake, "dop_v1_wrong")
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""`make mutate`, on a toy module whose tests notice one fault and miss another."""
+"""`make mutate`, on a toy module: its tests notice one fault and miss another."""
 
 import re
 import textwrap
@@ -52,13 +52,13 @@ def toy(tmp_path: Path) -> Path:
 
 
 def changed(outcomes: Sequence[mutation.Outcome]) -> dict[str, str]:
-    """The new line of each mutant, and what became of it."""
+    """The new line of each mutant, and its result."""
     return {re.findall(r"^\+ +(.*)$", outcome.diff, re.MULTILINE)[0]: outcome.status for outcome in outcomes}
 
 
 @pytest.mark.slow
 def test_a_mutant_that_no_fast_test_notices_survives(toy: Path) -> None:
-    """The working tree stays as it is, and what tests have started is ended."""
+    """The working tree does not change, and processes that tests have started are ended."""
     before = {path: path.read_bytes() for path in toy.rglob("*") if path.is_file()}
     running = set(psutil.Process().children(recursive=True))
     outcomes = changed(mutation.explored(toy, "toy/slots.py", ["tests/test_slots.py"]))
@@ -70,15 +70,15 @@ def test_a_mutant_that_no_fast_test_notices_survives(toy: Path) -> None:
 
 
 @pytest.mark.slow
-def test_tests_that_fail_without_a_fault_say_nothing(toy: Path) -> None:
-    """The run fails, with what pytest has printed."""
+def test_tests_that_fail_without_a_fault_fail_the_run(toy: Path) -> None:
+    """The error has the output of pytest."""
     (toy / "tests/test_slots.py").write_text("import toy.slots\ndef test_it():\n    assert toy.slots.is_full(1, 2)\n")
     with pytest.raises(mutation.Failed, match=r"assert toy\.slots\.is_full"):
         mutation.explored(toy, "toy/slots.py", ["tests/test_slots.py"])
 
 
 def test_a_sample_is_the_same_for_the_same_seed(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another seed draws others."""
+    """Another seed draws other mutants."""
     drawn = []
 
     def remember(copy: Path, names: dict[str, str], temporary: Path) -> None:
@@ -103,8 +103,8 @@ def test_a_module_is_tested_by_the_file_that_mirrors_it_and_by_those_of_the_tabl
         mutation.tests_of("skyward_core/errors/tree.py")
 
 
-def test_what_the_table_names_exists() -> None:
-    """A module or a test file that was renamed would be left out silently."""
+def test_the_modules_and_files_of_the_table_exist() -> None:
+    """A renamed module or test file would be skipped without a message."""
     core, tests = mutation.ROOT / "skyward_core", mutation.ROOT / "tests"
     missing = [f"{module}.py" for module in mutation.OTHERS if not (core / f"{module}.py").exists()]
     missing += [
@@ -114,7 +114,7 @@ def test_what_the_table_names_exists() -> None:
 
 
 def test_survivors_are_printed_and_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """They are no failure of the run."""
+    """Survivors do not fail the run."""
     outcomes = [
         mutation.Outcome("a", "- x\n+ y", "survived"),
         mutation.Outcome("b", "- u\n+ v", "killed"),

@@ -1,4 +1,6 @@
-"""`sky.sweep` without further words asks whom the settings name: the ledger may be lost, and with it whom it named."""
+"""`sky.sweep` without arguments uses the providers of the settings, because the ledger with its providers
+may be lost.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ TWO = [{"name": "local", "price_per_hour": 1.5}, {"name": "digitalocean", "regio
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[dict[str, Any]]]:
-    """Whom each sweep was to ask, as plain data. The ledger is empty, and nothing is set."""
+    """The providers of each sweep, as plain data. The ledger is empty, and nothing is set."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
     monkeypatch.delenv("SKYWARD_PROVIDER", raising=False)
@@ -34,7 +36,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[dict[str
     return seen
 
 
-def test_the_settings_say_whom_a_sweep_asks(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_uses_the_providers_of_the_settings(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """In Python as on the command line."""
     monkeypatch.setenv("SKYWARD_PROVIDER", json.dumps(TWO))
     sky.sweep()
@@ -43,28 +45,28 @@ def test_the_settings_say_whom_a_sweep_asks(asked: list[Any], monkeypatch: pytes
 
 
 def test_a_file_is_a_setting_too(asked: list[Any], tmp_path: Path) -> None:
-    """Where the sweep runs."""
+    """The file is that of the working directory."""
     (tmp_path / "skyward.toml").write_text('provider = "runpod"\n')
     sky.sweep()
     assert asked == [[{"name": "runpod"}]]
 
 
-def test_who_is_given_is_asked_in_their_place(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody as well: then the ledger's are all."""
+def test_given_providers_replace_those_of_the_settings(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty list does too: then only the ledger's providers are used."""
     monkeypatch.setenv("SKYWARD_PROVIDER", json.dumps(TWO))
     sky.sweep([sky.Local()])
     sky.sweep(providers=())
     assert asked == [[{"name": "local"}], []]
 
 
-def test_without_settings_this_computer_is_asked(asked: list[Any]) -> None:
-    """As a pool without settings is of this computer."""
+def test_without_settings_a_sweep_uses_local(asked: list[Any]) -> None:
+    """A pool without settings uses it too."""
     sky.sweep()
     assert asked == [[{"name": "local"}]]
 
 
-def test_settings_that_mean_nobody_are_told(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sweep that asks fewer than it was set to would look as if nothing were left."""
+def test_settings_without_a_known_provider_are_an_error(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep that skips a provider of the settings would report that nothing is left."""
     monkeypatch.setenv("SKYWARD_PROVIDER", "digitalocaen")
     with pytest.raises(BadRequest, match="did you mean 'digitalocean'"):
         sky.sweep()

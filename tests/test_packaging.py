@@ -1,4 +1,4 @@
-"""The wheel holds the four packages and no other, and its entry points lead somewhere."""
+"""The wheel has the four packages and no other, and its entry points can be loaded."""
 
 import configparser
 import importlib
@@ -19,7 +19,7 @@ PACKAGES = {"skyward_core", "prefect_skyward", "airflow_provider_skyward", "dags
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
-    """The wheel, built from the tree."""
+    """The wheel, built from this tree."""
     folder = tmp_path_factory.mktemp("dist")
     done = subprocess.run(
         [uv.find_uv_bin(), "build", "--wheel", "--out-dir", str(folder), str(ROOT)],
@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def test_the_wheel_holds_exactly_four_packages(wheel: zipfile.ZipFile) -> None:
-    """Four import packages, each whole; no tests, DAGs or flows, and no module at the top."""
+    """Four import packages, each complete; no tests, DAGs or flows, and no module at the top."""
     names = [name for name in wheel.namelist() if ".dist-info/" not in name]
     assert {name.partition("/")[0] for name in names} == PACKAGES
     for package in PACKAGES:
@@ -49,7 +49,7 @@ def test_the_wheel_holds_exactly_four_packages(wheel: zipfile.ZipFile) -> None:
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
 
 
-def test_the_entry_points_lead_somewhere(wheel: zipfile.ZipFile) -> None:
+def test_the_entry_points_can_be_loaded(wheel: zipfile.ZipFile) -> None:
     """Airflow's provider info, Prefect's collection and our providers are registered, and each entry can be loaded."""
     (path,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
     entries = configparser.ConfigParser()
@@ -63,14 +63,14 @@ def test_the_entry_points_lead_somewhere(wheel: zipfile.ZipFile) -> None:
         assert provider.name == name
 
 
-def test_the_wheel_says_what_it_needs(wheel: zipfile.ZipFile) -> None:
-    """Orchestrators are extras: none of them is required, each can be asked for; the licence is inside."""
+def test_the_wheel_names_its_requirements(wheel: zipfile.ZipFile) -> None:
+    """Orchestrators are extras: none of them is required, each can be installed; the licence is included."""
     (path,) = [name for name in wheel.namelist() if name.endswith("METADATA")]
     lines = wheel.read(path).decode().splitlines()
     required = [line.partition(": ")[2] for line in lines if line.startswith("Requires-Dist")]
     plain = [line for line in required if "extra ==" not in line]
     assert not [line for line in plain if line.startswith(("prefect", "apache-airflow", "dagster", "psycopg", "boto3"))]
-    # the clouds' SDKs are for tests alone
+    # the clouds' SDKs are for tests only
     assert not [line for line in required if line.startswith(("pydo", "verda", "vastai", "runpod"))]
     assert {line.partition(": ")[2] for line in lines if line.startswith("Provides-Extra")} == {
         "aws",

@@ -1,4 +1,4 @@
-"""The pages for contributors are true: what they link to is there, and the tests that they name are tests of ours."""
+"""The pages for contributors are correct: their links and the tests that they name exist."""
 
 import ast
 import re
@@ -15,8 +15,8 @@ NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_what_a_page_links_to_is_there(page: str) -> None:
-    """Every relative link of the page leads to a file or a folder of the repository."""
+def test_the_links_of_a_page_exist(page: str) -> None:
+    """Every relative link of the page is a file or a folder of the repository."""
     targets = re.findall(r"\]\((?!https?://|#)([^)#]+)[^)]*\)", (ROOT / page).read_text())
     assert targets
     assert [target for target in targets if not (ROOT / page).parent.joinpath(target).exists()] == []
@@ -54,7 +54,7 @@ NAMING = {
     "_begin": ("name", 0),
     "begin": ("name", 0),
 }
-"""Calls that start threads: where the thread's name stands among their arguments, by keyword and by position."""
+"""Calls that start threads, and where the thread's name is among their arguments: by keyword and by position."""
 
 NAMED_BY_THEIR_CALLERS = {
     "concurrency.Threads.submit",
@@ -66,7 +66,7 @@ NAMED_BY_THEIR_CALLERS = {
     "session.Attached.__init__",
     "session.Renewal.begin",
 }
-"""Functions that take the name from their caller, which `NAMING` finds."""
+"""Functions whose callers pass the name, which `NAMING` finds."""
 
 LOCKS = {"Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore", "Barrier", "SmallCondition", "allocate_lock"}
 CORE = ROOT / "skyward_core"
@@ -74,7 +74,7 @@ ARCHITECTURE = ROOT / "docs/architecture.md"
 
 
 def test_the_architecture_names_each_package() -> None:
-    """Each package and module of the root stands in the list of packages, and the list has no others."""
+    """Each package and module of the root is in the list of packages, and the list has no others."""
     there = {
         path.name.removesuffix(".py")
         for path in CORE.iterdir()
@@ -95,7 +95,9 @@ def test_the_architecture_has_the_packages_in_the_order_of_the_layers() -> None:
 
 
 def test_the_architecture_names_each_thread() -> None:
-    """A thread is known by its name; one without a name, or whose caller names it, by the function that starts it."""
+    """A thread is identified by its name; one without a name, or with a caller's name, by the function that
+    starts it.
+    """
     listed = set(re.findall(r"`([^`]+)`", " ".join(row[0] for row in rows_below("Threads"))))
     there = set(threads_of_the_core())
     assert there == listed, (
@@ -104,7 +106,7 @@ def test_the_architecture_names_each_thread() -> None:
 
 
 def test_the_architecture_names_each_lock() -> None:
-    """A lock is known by package, class and attribute."""
+    """A lock is identified by package, class and attribute."""
     listed = set(re.findall(r"`([^`]+)`", " ".join(row[0] for row in rows_below("Locks"))))
     there = set(locks_of_the_core())
     assert there == listed, (
@@ -112,7 +114,7 @@ def test_the_architecture_names_each_lock() -> None:
     )
 
 
-def test_what_the_architecture_names_in_the_code_exists() -> None:
+def test_the_paths_and_methods_of_the_architecture_exist() -> None:
     """A path such as `engine/owner.py` is a file of the core, and `EngineThread._do` is a method of it."""
     text = ARCHITECTURE.read_text()
     files = re.findall(r"`(\w+/[\w/]+\.py|compute\.py|pool\.py)`", text)
@@ -186,7 +188,7 @@ def called(call: ast.Call) -> str:
 
 
 def text_of(node: ast.expr | None, constants: dict[str, str]) -> str | None:
-    """The name that stands there; in the place of what is only known when it runs, an N."""
+    """Return the name in the argument, with N in place of parts that are known only at run time."""
     match node:
         case ast.Constant(value=str(text)):
             return text
@@ -200,8 +202,8 @@ def text_of(node: ast.expr | None, constants: dict[str, str]) -> str | None:
 
 
 def calls_of_the_core() -> Iterator[tuple[str, ast.Call, dict[str, str], str]]:
-    """Every call, with "package.Class.function" where it stands, its module's constants, and the attribute or name that
-    it is assigned to.
+    """Every call, with "package.Class.function" around it, its module's constants, and the attribute or name to which
+    it is assigned.
     """
     for path in sorted(CORE.rglob("*.py")):
         package = path.relative_to(CORE).parts[0].removesuffix(".py")

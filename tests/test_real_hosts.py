@@ -1,9 +1,8 @@
-"""The story of real machines, on three hosts that you own and a spare one, and on machines that a cloud takes away
-again.
+"""Real machines: three hosts that you own and a spare one, and machines that a cloud preempts.
 
-Each chapter opens a pool of its own on the same hosts, which are bare in the first one only. Run with `-s` it prints at
-its end what was measured. Run as a program it is a client: one that opens a pool and waits to be killed, or one that
-attaches to a pool of somebody else.
+Each test opens its own pool on the same hosts, which are bare in the first one only. Run with `-s` it prints its
+measurements at the end. Run as a program it is a client: one that opens a pool and waits to be killed, or one that
+attaches to a pool of another process.
 """
 
 import json
@@ -59,13 +58,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 @sky.compute
 def where() -> tuple[str, int]:
-    """Name of the host, and rank of the node."""
+    """Return the name of the host, and the rank of the node."""
     return platform.node(), sky.instance_info().node
 
 
 @sky.compute
 def square(number: int) -> int:
-    """Take a moment, leave a trace on the host, and say so."""
+    """Take a moment, write a line to a file on the host, and return."""
     with open(f"/{RAN}", "a") as ran:
         ran.write(f"{number}\n")
     print("square of", number)
@@ -75,7 +74,7 @@ def square(number: int) -> int:
 
 @sky.compute
 def solved(matrix: Any, vector: Any) -> Any:
-    """Numpy's own work, on the node's own numpy."""
+    """A numpy computation, with the node's own numpy."""
     import numpy as np
 
     return np.linalg.solve(matrix, vector)
@@ -83,15 +82,15 @@ def solved(matrix: Any, vector: Any) -> Any:
 
 @sky.compute
 def forever() -> None:
-    """A call that must be ended with its node."""
+    """A call that does not end before its node."""
     time.sleep(3600)
 
 
-# ── the world ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── hosts, cloud and measurements ────────────────────────────────────────────────────────────────────────────────────
 
 
 class Timings:
-    """What was measured, in seconds."""
+    """The measurements, in seconds."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[str, float]] = []
@@ -109,7 +108,7 @@ class Timings:
 
 @pytest.fixture(scope="module")
 def timings() -> Iterator[Timings]:
-    """What the chapters measure."""
+    """The measurements of all tests of this file."""
     timings = Timings()
     yield timings
     print(f"\n\n{timings}")
@@ -117,7 +116,7 @@ def timings() -> Iterator[Timings]:
 
 @pytest.fixture(scope="module")
 def hosts(fleet: Fleet, mirror: Mirror) -> Iterator[list[Host]]:
-    """Four machines of one's own: three to work on, one to spare. Bare, but for where to install from."""
+    """Four hosts: three to work on, and a spare one. They are bare, except for the configuration of the mirror."""
     hosts = [fleet.create() for _ in range(4)]
     for host in hosts:
         mirror.configure(host)
@@ -128,9 +127,9 @@ def hosts(fleet: Fleet, mirror: Mirror) -> Iterator[list[Host]]:
 
 @pytest.fixture
 def owned(hosts: list[Host], tmp_path: Path) -> Iterator[sky.Hosts]:
-    """The provider of them, which knows their host keys.
+    """Their provider, which has their host keys.
 
-    Whatever a test has done, no process of a node is left on them.
+    After each test no process of a node is left on them.
     """
     yield owned_by(hosts, tmp_path / "known_hosts")
     assert [name for host in hosts for name in names_of(tagged(host))] == []
@@ -171,7 +170,7 @@ def pool_on(provider: sky.Provider, told: Callable[[Any], Any], **wishes: Any) -
 
 
 def tagged(host: Host) -> list[int]:
-    """The living processes of nodes on a host, seen from outside: it need not be reachable."""
+    """Return the living processes of nodes on a host, seen from outside, because it may be unreachable."""
     there = set(host._processes())
     return [pid for pid, _ in processes_by_tag("SKYWARD_INSTANCE_ID") if pid in there]
 
@@ -189,7 +188,7 @@ def names_of(pids: Iterable[int]) -> list[str]:
 
 
 def executions(hosts: Iterable[Host]) -> Counter[int]:
-    """How often each call has begun, on all of these hosts together; forgotten by them then."""
+    """Return how often each call has begun, on all of these hosts together; then delete the record."""
     found = Counter[int]()
     for host in hosts:
         path = host.root / RAN
@@ -211,8 +210,8 @@ def from_everybody(hosts: Sequence[Host]) -> Iterator[None]:
 
 @contextmanager
 def from_the_client(hosts: Sequence[Host]) -> Iterator[None]:
-    """Cut the client off, while the hosts see each other: each way, packets go to a hardware address that nobody
-    has.
+    """Cut the client off, while the hosts see each other: packets in both directions go to a hardware address that does
+    not exist.
     """
 
     def address(host: Host, client: str, there: str) -> None:
@@ -241,7 +240,7 @@ def from_the_client(hosts: Sequence[Host]) -> Iterator[None]:
 
 
 def is_reaper(process: psutil.Process) -> bool:
-    """Whether a process is a reaper; one that has ended meanwhile is none."""
+    """Return whether a process is a reaper; False for one that has ended meanwhile."""
     try:
         return any("reaper_process.py" in word for word in process.cmdline())
     except psutil.NoSuchProcess:
@@ -253,7 +252,7 @@ def index_of(events: Sequence[Any], condition: Callable[[Any], bool]) -> int:
 
 
 class Clocked(Told):
-    """What a pool tells, and when."""
+    """The events of a pool, with their times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,17 +263,17 @@ class Clocked(Told):
         super().__call__(event)
 
     def when(self, condition: Callable[[Any], bool]) -> float:
-        """Wait for an event; return when it was told, on the clock of time.monotonic."""
+        """Wait for an event; return its time, on the clock of time.monotonic."""
         wait_until(lambda: any(condition(event) for event in list(self.events)), "the pool to tell it", seconds=90)
         return self.times[index_of(self.events, condition)]
 
 
-# ── the story ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the tests, in order ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_three_bare_hosts_become_a_pool(hosts, owned, timings):
-    """From hosts with nothing but sshd to broadcast, map, numpy and logs; a second opening installs nothing; in the end
-    nothing runs on them.
+    """From hosts with nothing but sshd to broadcast, map, numpy and logs. A second opening installs nothing, and at the
+    end nothing runs on them.
     """
     np = pytest.importorskip("numpy")
     assert [(host.root / "root/.cache/skyward").exists() for host in hosts] == [False] * 4
@@ -296,7 +295,7 @@ def test_three_bare_hosts_become_a_pool(hosts, owned, timings):
 
         call = pool.submit(square(7))
         assert call.result() == 49
-        assert told.lines(call.call_id) == ["square of 7"]  # told before the result is there
+        assert told.lines(call.call_id) == ["square of 7"]  # emitted before the result arrives
         lines = Counter(event.line for event in told.of(sky.LogLine))
         assert lines == Counter([f"square of {number}" for number in (*range(60), 7)])
         assert {event.node for event in told.of(sky.LogLine)} == {0, 1, 2}
@@ -316,8 +315,8 @@ def test_three_bare_hosts_become_a_pool(hosts, owned, timings):
 
 
 def test_a_host_is_preempted_under_a_running_map(cloud, timings):
-    """Of 200 calls some are on a host that is taken away: each result is right and counted once, what it had runs
-    again, another host takes its place.
+    """A host is preempted during 200 calls. Each result is right and counted once, the host's running calls run again,
+    and another host replaces it.
     """
     told = Clocked()
     with pool_on(cloud.provider(), told, image=sky.Image()) as pool, ThreadPoolExecutor(1) as threads:
@@ -343,7 +342,7 @@ def test_a_host_is_preempted_under_a_running_map(cloud, timings):
         new = cloud.host(pool.lease.nodes[2].instance.id)
         ran = executions([*others, new])
         elsewhere = {numbers[event.call_id] for event in told.of(sky.LogLine) if event.instance_id == lost.id} - again
-        # each of them once; and those that ended on the lost host nowhere else
+        # each of them once; and those that ended on the lost host on no other
         assert ran == Counter(set(range(CALLS)) - elsewhere)
         assert again
 
@@ -351,9 +350,9 @@ def test_a_host_is_preempted_under_a_running_map(cloud, timings):
     assert cloud.machines == {}
 
 
-def test_a_call_that_must_not_run_twice_does_not(cloud, timings):
-    """With retries=0 the calls of a host whose processes die raise NodeLost, and soon; all others return, and none has
-    begun a second time.
+def test_a_call_without_retries_never_begins_twice(cloud, timings):
+    """With retries=0 the calls of a host whose processes die raise NodeLost soon. All others return, and none has begun
+    a second time.
     """
     told = Clocked()
     with pool_on(cloud.provider(), told, nodes=2, retries=0, image=sky.Image()) as pool:
@@ -387,9 +386,9 @@ def test_a_call_that_must_not_run_twice_does_not(cloud, timings):
 
 
 @pytest.mark.long
-def test_partitions_that_heal_cost_nothing(hosts, owned, timings):
-    """Under running maps every host is cut off from everybody, then the client alone from all: no node is lost, no
-    result missing, no call runs twice.
+def test_short_partitions_lose_no_node_and_no_result(hosts, owned, timings):
+    """During maps every host is cut off from all others, then the client alone from all: no node is lost, no result is
+    missing, no call runs twice.
     """
     told = Told()
     three = hosts[:3]
@@ -414,9 +413,10 @@ def test_partitions_that_heal_cost_nothing(hosts, owned, timings):
 
 
 @pytest.mark.long
-def test_a_partition_that_does_not_heal_costs_a_host(hosts, owned, timings, monkeypatch):
-    """A host stays cut off: it ends its node when the lease has run out, the spare host takes its place, and what could
-    not be asked is told, and is no error.
+def test_a_permanent_partition_ends_the_node_and_it_is_replaced(hosts, owned, timings, monkeypatch):
+    """A host stays cut off: it ends its node when the lease has expired, and the spare host replaces it.
+
+    The unreachable host is reported, and raises no error.
     """
     told = Clocked()
     pool = pool_on(owned, told, lease_seconds=LEASE_SECONDS).open()
@@ -448,7 +448,7 @@ def test_a_partition_that_does_not_heal_costs_a_host(hosts, owned, timings, monk
         assert where() @ pool == ((hosts[0].name, 0), (hosts[1].name, 1), (hosts[3].name, 2))
         monkeypatch.setattr(host_connections, "CONNECT_SECONDS", 3.0)
         monkeypatch.setattr(sky.Hosts, "gone_deadline_seconds", 1.0)
-        # however long all this took here: it is not yet taken for ended by its guard
+        # however long all this took here: its guard has not ended the node yet
         monkeypatch.setattr(rental, "GUARD_GRACE_SECONDS", 600.0)
         pool.close()  # the work is done, and hosts cost nothing
         assert pool.unconfirmed is not None
@@ -463,7 +463,7 @@ def test_a_partition_that_does_not_heal_costs_a_host(hosts, owned, timings, monk
 
 @pytest.fixture
 def six(hosts: list[Host], fleet: Fleet, mirror: Mirror) -> Iterator[list[Host]]:
-    """Two more of them."""
+    """Two more hosts for the pool."""
     more = [fleet.create() for _ in range(2)]
     for host in more:
         mirror.configure(host)
@@ -473,7 +473,7 @@ def six(hosts: list[Host], fleet: Fleet, mirror: Mirror) -> Iterator[list[Host]]
 
 
 def test_all_processes_of_all_hosts_die_at_once(six, timings, tmp_path):
-    """Six nodes, each with its guard, are killed while their hosts answer: the pool begins anew on the same hosts at
+    """Six nodes, each with its guard, are killed while their hosts answer: the pool starts again on the same hosts at
     once, and no call is lost.
     """
     told = Clocked()
@@ -513,8 +513,8 @@ def test_all_processes_of_all_hosts_die_at_once(six, timings, tmp_path):
 
 
 def test_the_client_is_killed_and_its_reaper_ends_the_nodes(hosts, timings, tmp_path):
-    """After kill -9 of the client its reaper ends the nodes at once: with a lease of ten minutes nothing else could
-    have.
+    """After kill -9 of the client its reaper ends the nodes at once. With a lease of ten minutes no other safeguard
+    could have.
     """
     with client(
         "open", "600", *(host.ip for host in hosts), str(hosts[0].key_path), str(tmp_path / "known_hosts")
@@ -529,8 +529,8 @@ def test_the_client_is_killed_and_its_reaper_ends_the_nodes(hosts, timings, tmp_
 
 
 def test_the_client_and_its_reaper_are_killed_and_the_hosts_end_by_themselves(hosts, owned, timings, tmp_path):
-    """With nobody left on the client's side no process of a node outlives its lease by more than ten seconds; then the
-    hosts serve another pool.
+    """Without client and reaper no process of a node outlives its lease by more than ten seconds; then the hosts serve
+    another pool.
     """
     with client(
         "open", str(LEASE_SECONDS), *(host.ip for host in hosts), str(hosts[0].key_path), str(tmp_path / "known_hosts")
@@ -555,8 +555,10 @@ def test_the_client_and_its_reaper_are_killed_and_the_hosts_end_by_themselves(ho
     assert executions(hosts) == Counter(range(10))
 
 
-def test_a_script_that_ends_without_closing_its_pool_gives_the_hosts_back(hosts, owned):
-    """While the interpreter ends, when much of Python works no more; nothing waits for a reaper or a lease."""
+def test_a_script_that_ends_without_closing_its_pool_frees_the_hosts(hosts, owned):
+    """The teardown runs while the interpreter ends, when much of Python does not work any more. No reaper and no lease
+    is needed.
+    """
     with client("leave", *owned.addresses, owned.key, owned.known_hosts) as process:
         output, _ = process.communicate(timeout=120)
     assert (process.returncode, output) == (0, "[1, 4]\n")
@@ -565,8 +567,8 @@ def test_a_script_that_ends_without_closing_its_pool_gives_the_hosts_back(hosts,
 
 
 def test_a_second_process_attaches(hosts, owned, timings, tmp_path):
-    """Another process, with the lease and a copy of the key, uses the pool, and reads the result of a call that was
-    started detached; the pool goes on.
+    """Another process uses the pool with the lease and a copy of the key, and reads the result of a detached call; the
+    pool stays open.
     """
     key = tmp_path / "copied-key"
     key.write_bytes(hosts[0].key_path.read_bytes())
@@ -588,8 +590,8 @@ def test_a_second_process_attaches(hosts, owned, timings, tmp_path):
 
 
 def test_a_host_with_a_wrong_key_is_refused(hosts, owned):
-    """A stranger answers at the address of one of the hosts: the pool does not open, and nothing was started on the
-    others.
+    """Another machine answers at the address of one of the hosts: the pool does not open, and nothing was started on
+    the others.
     """
     hosts[1].change_host_key()
     told = Told()
@@ -616,7 +618,7 @@ def client(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 def open_and_wait(*arguments: str) -> None:
-    """Open a pool on hosts, give every node something to do, say so, and wait to be killed."""
+    """Open a pool on hosts, give every node a call, print a line, and wait to be killed."""
     lease_seconds, *addresses, key, known_hosts = arguments
     provider = sky.Hosts(*addresses, user="root", key=key, known_hosts=known_hosts, config="/dev/null")
     with pool_on(provider, lambda event: None, lease_seconds=float(lease_seconds)) as pool:
@@ -626,7 +628,7 @@ def open_and_wait(*arguments: str) -> None:
 
 
 def leave(*arguments: str) -> sky.ComputePool:
-    """Open a pool on hosts, use it, and leave it so."""
+    """Open a pool on hosts, use it, and do not close it."""
     *addresses, key, known_hosts = arguments
     pool = pool_on(
         sky.Hosts(*addresses, user="root", key=key, known_hosts=known_hosts, config="/dev/null"), lambda event: None
@@ -636,7 +638,7 @@ def leave(*arguments: str) -> sky.ComputePool:
 
 
 def attach(lease: str, key: str, call_id: str) -> None:
-    """Use a pool of another process, and tell what it said."""
+    """Use a pool of another process, and print the results."""
     started = time.monotonic()
     with sky.ComputePool.attach(Path(lease).read_text(), key=key) as pool:
         seconds = time.monotonic() - started

@@ -1,5 +1,5 @@
-"""`secrets=`: references in the spec, values in the memory of the processes of calls, and in nothing that is
-written.
+"""`secrets=`: the spec has references, the processes of calls have the values in memory, and nothing that is written
+has them.
 """
 
 import asyncio
@@ -51,8 +51,8 @@ LOSS_SECONDS = 60.0
 # ── references ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_names_stand_for_variables_of_the_same_name() -> None:
-    """Names, one name, and references mean the same, and are the same after JSON."""
+def test_a_name_refers_to_the_variable_of_that_name() -> None:
+    """Names, one name, and references are equal, also after JSON."""
     spec = sky.PoolSpec.of(secrets=("HF_TOKEN",))
     assert spec.secrets == {"HF_TOKEN": sky.Secret.from_env("HF_TOKEN")}
     assert (
@@ -80,8 +80,8 @@ def test_names_stand_for_variables_of_the_same_name() -> None:
         {"A": {"key": "hf_value", "x": 1}},
     ],
 )
-def test_what_is_no_reference_is_refused_and_not_repeated(wish: Any) -> None:
-    """A value in the place of a reference is refused; the message shows what to write, and not what was written."""
+def test_a_value_in_place_of_a_reference_is_refused_and_not_shown(wish: Any) -> None:
+    """The message shows the correct form, and not the value."""
     with pytest.raises(sky.BadRequest) as caught:
         sky.PoolSpec.of(secrets=wish)
     assert "hf_value" not in str(caught.value)
@@ -89,8 +89,8 @@ def test_what_is_no_reference_is_refused_and_not_repeated(wish: Any) -> None:
     assert "hf_value" not in "".join(traceback.format_exception(caught.value))
 
 
-def test_a_variable_stands_in_one_place() -> None:
-    """The same name in env and in secrets is a slip; so is one of our own names."""
+def test_a_variable_cannot_be_in_env_and_in_secrets() -> None:
+    """The same name in env and in secrets is an error; so is one of our own names."""
     with pytest.raises(sky.BadRequest, match="HF_TOKEN stands in env and in secrets"):
         sky.PoolSpec.of(secrets=("HF_TOKEN",), env={"HF_TOKEN": "x"})
     with pytest.raises(sky.BadRequest, match="HF_TOKEN stands in env and in secrets"):
@@ -100,7 +100,7 @@ def test_a_variable_stands_in_one_place() -> None:
 
 
 def test_values_are_read_where_the_pool_opens() -> None:
-    """What is given wins, the rest comes from the environment under the name that the reference says."""
+    """Given values have priority; the rest is read from the environment under the name in the reference."""
     secrets = {"A": sky.Secret.from_env("A"), "B": sky.Secret.from_env("OTHER"), "C": sky.Secret.from_store("c")}
     assert read_values(secrets, {"C": "of the store"}, {"A": "a", "OTHER": "b"}) == {
         "A": "a",
@@ -122,10 +122,10 @@ def test_values_are_read_where_the_pool_opens() -> None:
         ({"A": "secret" * LARGEST_BYTES, "OTHER": "b"}, {"C": "c"}, ["limit"]),
     ],
 )
-def test_a_value_that_misses_is_named_and_no_value_is(
+def test_missing_values_are_named_and_no_value_is_shown(
     environ: dict[str, str], given: dict[str, str], words: list[str]
 ) -> None:
-    """All that miss are named at once."""
+    """All missing ones are named at once."""
     secrets = {"A": sky.Secret.from_env("A"), "B": sky.Secret.from_env("OTHER"), "C": sky.Secret.from_store("c")}
     with pytest.raises(sky.BadRequest) as caught:
         read_values(secrets, given, environ)
@@ -134,10 +134,10 @@ def test_a_value_that_misses_is_named_and_no_value_is(
 
 
 @pytest.mark.parametrize("value", ["hunter2-\ud800", "hunter2-\ud83d\ude00"])
-def test_a_value_that_no_variable_can_hold_is_refused_and_not_repeated(value: str) -> None:
-    """A store may hold it: half of a pair of UTF-16.
+def test_a_value_that_no_variable_can_hold_is_refused_and_not_shown(value: str) -> None:
+    """A store may hold such a value: half of a surrogate pair of UTF-16.
 
-    It ended every process of calls, and the error at opening held the value.
+    It would end every process of calls, and the error at opening would show the value.
     """
     with pytest.raises(sky.BadRequest, match="the values of A hold") as caught:
         read_values({"A": sky.Secret.from_store("a")}, {"A": value}, {})
@@ -145,7 +145,7 @@ def test_a_value_that_no_variable_can_hold_is_refused_and_not_repeated(value: st
 
 
 def as_sentry_shows(value: Any) -> str:
-    """Its SDK's serializer takes mappings apart that have no `__sentry_repr__` (sentry_sdk/serializer.py)."""
+    """The serializer of Sentry's SDK takes mappings apart that have no `__sentry_repr__` (sentry_sdk/serializer.py)."""
     if (show := getattr(type(value), "__sentry_repr__", None)) is not None:
         return show(value)
     return (
@@ -155,9 +155,9 @@ def as_sentry_shows(value: Any) -> str:
     )
 
 
-def test_no_frame_of_ours_shows_a_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tools that report errors show the variables of every frame, as Sentry does by default, and rich's tracebacks if
-    they are asked to.
+def test_the_variables_of_our_frames_show_no_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Error reporters show the variables of every frame, as Sentry does by default, and rich's tracebacks
+    by an option.
     """
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789")
     monkeypatch.delenv("OTHER", raising=False)
@@ -190,9 +190,9 @@ def test_no_frame_of_ours_shows_a_value(monkeypatch: pytest.MonkeyPatch) -> None
     "wish",
     [lambda value: (value,), lambda value: value, lambda value: {value: sky.Secret.from_env("A")}, sky.Secret.from_env],
 )
-def test_the_value_of_a_variable_is_no_name(monkeypatch: pytest.MonkeyPatch, wish: Any) -> None:
-    """`secrets=os.environ["HF_TOKEN"]` is a slip, and most tokens could be names: it would stand in the ledger, and in
-    the message about what is not set.
+def test_the_value_of_a_variable_is_refused_as_a_name(monkeypatch: pytest.MonkeyPatch, wish: Any) -> None:
+    """`secrets=os.environ["HF_TOKEN"]` is an error. Most tokens could be names, and would then be in the ledger and in
+    the message about missing variables.
     """
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789abcdef")
     monkeypatch.setenv("SKYWARD_SECRETS", "NOT_SET_HERE")
@@ -203,7 +203,7 @@ def test_the_value_of_a_variable_is_no_name(monkeypatch: pytest.MonkeyPatch, wis
 
 
 def test_a_missing_secret_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error comes before anything is rented, and names the variable."""
+    """The error is raised before any machine is rented, and names the variable."""
     monkeypatch.delenv("HF_TOKEN", raising=False)
     provider = FakeProvider(folder=str(tmp_path))
     # the machines never answer
@@ -214,7 +214,7 @@ def test_a_missing_secret_costs_nothing(tmp_path: Path, monkeypatch: pytest.Monk
     assert not pool.is_active
 
 
-# ── what looks like a secret in env ──────────────────────────────────────────────────────────────────────────────────
+# ── values in env that look like secrets ─────────────────────────────────────────────────────────────────────────────
 
 
 SECRET_NAMES = (
@@ -234,12 +234,12 @@ def test_names_that_look_like_secrets(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PLAIN_NAMES.split())
-def test_names_that_do_not(name: str) -> None:
-    """A word that only begins so, and variables that say where a secret is."""
+def test_names_that_do_not_look_like_secrets(name: str) -> None:
+    """A word that only begins in the same way, and variables that say where a secret is."""
     assert not looks_secret(name)
 
 
-def test_a_url_with_user_information_is_a_secret_whatever_its_name() -> None:
+def test_a_url_with_user_information_is_a_secret_under_any_name() -> None:
     """Of a proxy, an index or a database."""
     assert looks_secret("https_proxy", "http://me:word@proxy:3128")
     assert looks_secret("UV_INDEX", "https://token@pypi.example.org/simple")
@@ -254,7 +254,7 @@ def both_envs() -> sky.PoolSpec:
 
 
 def test_env_is_masked_where_a_spec_is_shown_or_written() -> None:
-    """In repr, str, JSON and error messages; in Python the values are there, after pickle and `with_` too."""
+    """In repr, str, JSON and error messages. In Python the values stay, also after pickle and `with_`."""
     spec = both_envs()
     shown = [
         repr(spec),
@@ -276,7 +276,7 @@ def test_env_is_masked_where_a_spec_is_shown_or_written() -> None:
 
 
 def test_the_ledgers_file_holds_no_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither of what `secrets` names nor of what only looks like a secret; the names are there."""
+    """Neither values of `secrets` nor values that only look like secrets; the file has their names."""
     monkeypatch.setenv("WORD", "tok-0123456789")
     spec = sky.PoolSpec.of(**{"secrets": ("WORD",), **both_envs().model_dump(exclude_unset=True)})
     with Ledger(f"sqlite:///{tmp_path}/ledger.db") as ledger:
@@ -290,9 +290,11 @@ def test_the_ledgers_file_holds_no_value(tmp_path: Path, monkeypatch: pytest.Mon
         assert name.encode() in written
 
 
-def test_a_pool_warns_of_what_it_cannot_hide(caplog: pytest.LogCaptureFixture) -> None:
-    """Of what looks like a secret in env, with what to write, and of values that are too short to be masked; names
-    only.
+def test_a_pool_warns_of_values_that_it_cannot_mask(caplog: pytest.LogCaptureFixture) -> None:
+    """It warns of values in env that look like secrets, with the correct form, and of values that are too short to
+    mask.
+
+    The warning has names only.
 
     Looks inside: the values are read when the pool opens.
     """
@@ -319,9 +321,9 @@ def test_a_message_about_env_holds_no_value(make: Any) -> None:
     assert "hf_0123456789" not in str(caught.value)
 
 
-def test_a_mask_reaches_no_node(tmp_path: Path) -> None:
-    """A spec that comes back from JSON can be read, compared and shown; a pool, a script and an environment are
-    refused, with the name and the cure.
+def test_a_masked_spec_cannot_be_used(tmp_path: Path) -> None:
+    """A spec that comes back from JSON can be read, compared and shown. A pool, a script and an environment of it are
+    refused, with the name and what to do.
     """
     again = sky.PoolSpec.model_validate_json(both_envs().model_dump_json())
     assert again != both_envs()
@@ -348,7 +350,7 @@ PEM = "-----BEGIN PRIVATE KEY-----\nMIGHAgEAMBMGByqGSM49AgEGCCqGSM49\nAwEHBG0waw
 @example("a'b\"c%", "x", "")
 @example("ab&<\n%2F", "", "")
 @settings(max_examples=200, deadline=None, database=None)
-def test_no_spelling_of_a_value_gets_through(value: str, before: str, after: str) -> None:
+def test_every_spelling_of_a_value_is_masked(value: str, before: str, after: str) -> None:
     """Plain, quoted for a URL, JSON or HTML, and as Python shows it."""
     with suppress(UnicodeEncodeError):  # a lone surrogate, which no variable can hold
         mask = Mask([value])
@@ -360,8 +362,8 @@ def test_no_spelling_of_a_value_gets_through(value: str, before: str, after: str
 @pytest.mark.parametrize("user", ["", "a:", "me:", "you:"])
 @pytest.mark.parametrize("encode", [b64encode, urlsafe_b64encode])
 def test_base64_of_a_value_is_masked_alone_and_behind_a_user(user: str, encode: Any) -> None:
-    """HTTP libraries log the header `Authorization: Basic` with it; what is left of it is less than one character of
-    the value.
+    """HTTP libraries log the header `Authorization: Basic` with it; the rest of it is less than one character of the
+    value.
     """
     value = "s3cr3t?>/~Zq8\xff"
     left = Mask([value]).text(f"Basic {encode((user + value + ':x').encode()).decode()}") + Mask([value]).text(
@@ -373,7 +375,7 @@ def test_base64_of_a_value_is_masked_alone_and_behind_a_user(user: str, encode: 
 
 
 def test_each_line_of_a_key_is_masked() -> None:
-    """Lines are told one by one."""
+    """Lines are emitted one by one."""
     mask = Mask([PEM])
     assert {mask.text(line) for line in PEM.splitlines()} == {MASK}
     assert mask.text(repr(PEM)) == f"'{MASK}'"
@@ -385,9 +387,9 @@ AWKWARD = 'p@ss\'w\u00f6rd!$&=+/ "x"'
 @pytest.mark.parametrize(
     "quoted",
     [
-        "p%40ss'w%C3%B6rd!$&=+%2F%20%22x%22",  # WHATWG's URLs and yarl's keep what may stand in user information
+        "p%40ss'w%C3%B6rd!$&=+%2F%20%22x%22",  # URLs of WHATWG and yarl quote less
         "p%40ss'w%C3%B6rd!%24%26%3D%2B%2F%20%22x%22",  # JavaScript's encodeURIComponent
-        repr(AWKWARD.encode())[2:-1],  # what http.client shows of what it sends
+        repr(AWKWARD.encode())[2:-1],  # the request as http.client shows it
         ascii(AWKWARD)[1:-1],
         html.escape(AWKWARD, quote=False),
         shlex.quote(AWKWARD)[1:-1],
@@ -399,14 +401,14 @@ AWKWARD = 'p@ss\'w\u00f6rd!$&=+/ "x"'
     ],
 )
 def test_a_value_is_masked_as_programs_quote_it(quoted: str) -> None:
-    """In whatever way: nothing of it is left but what stands around it."""
+    """Every quoting removes the whole value; only the text around it remains."""
     left = Mask([AWKWARD]).text(f"<{quoted}>")
     assert left.replace("\0", "") == f"<{MASK}>"
 
 
 @pytest.mark.parametrize("value", ["caf\udce9-au-lait", "caf\udcff\udcfe12"])
-def test_a_value_that_is_no_text_is_masked_as_it_is_told(value: str) -> None:
-    """An environment variable may hold any bytes: Python prints those of a runner escaped, and a child's own are shown
+def test_a_value_that_is_not_utf_8_is_masked(value: str) -> None:
+    """An environment variable may hold any bytes. Python prints those of a runner escaped, and those of a child are
     escaped when they are read.
     """
     told = [
@@ -427,20 +429,20 @@ def test_each_line_is_masked_wherever_output_is_cut_into_lines(separator: str) -
     assert {Mask([value]).text(line) for line in lines} <= {MASK, ""}
 
 
-def test_what_surrounds_a_value_is_no_value() -> None:
-    """White space that belongs to it does not make a letter one."""
+def test_white_space_around_a_value_is_not_part_of_it() -> None:
+    """A value of one letter stays too short with white space around it."""
     assert Mask(["   a"]).text("a cat\n") == "a cat\n"
 
 
-def test_without_values_nothing_changes() -> None:
-    """And a value that stands in many words is left alone."""
+def test_text_without_values_does_not_change() -> None:
+    """A short value, which may be part of many words, is not masked."""
     for mask in (Mask(), Mask(["", "abc"])):
         assert mask.text("abc and an ***") == "abc and an ***"
 
 
-def test_an_exception_is_masked_whole() -> None:
-    """Its arguments, attributes, notes, causes and the members of a group; what has no secret in it stays the very same
-    object.
+def test_all_parts_of_an_exception_are_masked() -> None:
+    """Its arguments, attributes, notes, causes and the members of a group. Objects without a secret stay the same
+    objects.
     """
     mask = Mask(["hf_0123456789"])
     kept = object()
@@ -458,7 +460,7 @@ def test_an_exception_is_masked_whole() -> None:
 
 
 def test_a_pickle_keeps_its_lengths() -> None:
-    """What the exception hides in objects of its own is as many stars; the rest is whole."""
+    """Values inside the exception's own objects become as many stars; the rest does not change."""
     mask = Mask(["hf_0123456789", "shorter"])
     value = {"header": b"Bearer hf_0123456789", "text": "hf_0123456789", "shorter": 1}
     masked = pickle.loads(mask.pickle(pickle.dumps(value)))
@@ -466,8 +468,8 @@ def test_a_pickle_keeps_its_lengths() -> None:
 
 
 def test_bytes_of_an_exception_are_masked() -> None:
-    """As a response has them, and in what could not be decoded; short values too, which are not looked for in a
-    pickle.
+    """As in a response, and in undecodable bytes. This includes short values, which are not searched for in
+    a pickle.
     """
     error: Any = ValueError(b"no opensesame", [bytearray(b"opensesame")])
     error.body = b'{"password": "opensesame"}'
@@ -477,21 +479,21 @@ def test_bytes_of_an_exception_are_masked() -> None:
 
 
 class Pickled(Exception):
-    """Is pickled as its class says."""
+    """Is pickled as its class defines."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Pickled, self.args
 
 
 def test_a_short_value_is_masked_in_an_exception_that_is_pickled_in_its_own_way() -> None:
-    """It is taken out of the exception itself, before its class writes it down."""
+    """It is removed from the exception itself, before its class pickles it."""
     parcel = _failed("call", Pickled("not opensesame"), 0.0, Mask(["opensesame"])).parcel
     assert b"opensesame" not in parcel.data
     assert unpack(parcel.data, parcel.buffers, 0, "").args == ("not ***",)
 
 
 class Refused(Exception):
-    """Says what it has in an object of its own."""
+    """Has its value in an object of its own."""
 
     def __init__(self, body: Any) -> None:
         super().__init__("refused")
@@ -508,8 +510,8 @@ class Body:
         self.text, self.parts = text, parts
 
 
-def test_no_half_of_a_value_is_left_where_a_message_is_cut() -> None:
-    """It is masked first."""
+def test_a_cut_message_has_no_half_of_a_value() -> None:
+    """The message is masked before it is cut."""
     value = "hf_0123456789abcdef"
     for length in range(MESSAGE_CHARACTERS - len(value), MESSAGE_CHARACTERS + 1):
         error = Refused(Body("." * (length - len("refused: ")) + value))
@@ -518,8 +520,8 @@ def test_no_half_of_a_value_is_left_where_a_message_is_cut() -> None:
         assert value[:8] not in outcome.text
 
 
-def test_an_object_of_an_exception_keeps_no_spelling_of_a_value() -> None:
-    """Nor does a large array that travels beside the pickle."""
+def test_an_object_of_an_exception_has_no_spelling_of_a_value() -> None:
+    """Nor has a large array that is sent beside the pickle."""
     value = "p@ss/word-0123456789"
     body = Body(
         value, quote(value, safe=""), b64encode(value.encode()), np.frombuffer(value.encode() * 20_000, dtype=np.uint8)
@@ -533,10 +535,10 @@ def test_an_object_of_an_exception_keeps_no_spelling_of_a_value() -> None:
     assert (len(error.body.text), error.body.parts[2].nbytes) == (len(value), len(value) * 20_000)
 
 
-# ── on the way ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── transmission ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_settings_name_secrets_and_hold_none() -> None:
+def test_settings_have_the_names_of_secrets_and_no_value() -> None:
     """They are a file on the node's disk."""
     fields = dict.fromkeys(("pool_id", "instance_id", "host", "head_host", "tls_certificate", "tls_key"), "x")
     told = NodeSettings(
@@ -546,9 +548,7 @@ def test_settings_name_secrets_and_hold_none() -> None:
 
 
 def test_a_worker_waits_for_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who asks before the pool's opener has come is answered when it does; if it does not come, that is an error with
-    the names.
-    """
+    """A request for the values waits for the pool's opener. If the opener does not come, the error has the names."""
 
     class Scheduler:
         def __init__(self) -> None:
@@ -583,7 +583,7 @@ def test_a_worker_waits_for_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_packets_do_not_show_values() -> None:
-    """Nor does anything that holds them."""
+    """Nor do the objects that have them."""
     values = SecretValues(HF_TOKEN="hf_0123456789")
     packet = Packet(None, None, secrets=values)  # type: ignore[arg-type]
     assert "hf_0" not in f"{values} {values!r} {packet} {Mask(values.values())!r}"
@@ -591,19 +591,19 @@ def test_packets_do_not_show_values() -> None:
 
 
 class NoRunner(RunnerFactory):
-    """Forks nothing: packets stay where they are."""
+    """Forks nothing: packets stay in its queue."""
 
     def __init__(self) -> None:
         pass
 
     def fork(self, descriptors: list[int], mark: bytes) -> int:
-        """Return no pid of anything."""
+        """Return an invalid pid."""
         return 0
 
 
-def test_the_packet_with_the_values_is_sent_again_when_it_was_taken_back(tmp_path: Path) -> None:
-    """A call is cancelled before its runner has begun it: the runner has not got the values yet, and the next packet
-    brings them.
+def test_the_values_are_sent_again_after_their_packet_was_taken_back(tmp_path: Path) -> None:
+    """A call is cancelled before its runner has begun it. The runner does not have the values yet, and the next packet
+    has them.
 
     Looks inside: the packet is taken back at one moment.
     """
@@ -629,14 +629,14 @@ def test_the_packet_with_the_values_is_sent_again_when_it_was_taken_back(tmp_pat
 
 @sky.compute
 def spelled(name: str) -> str | None:
-    """The value backwards: a result is the call's own business, and this one is not to be found by the search."""
+    """Return the value backwards: a result may have it, and the search must not find this one."""
     value = os.environ.get(name)
     return None if value is None else value[::-1]
 
 
 @sky.compute
 def talks(name: str) -> None:
-    """Print the value in every way that a program does by accident."""
+    """Print the value in every way that a program may do by accident."""
     import logging
     import sys
 
@@ -669,35 +669,35 @@ def fails(name: str) -> None:
 
 @sky.compute
 def dies(name: str) -> None:
-    """Print the value and go."""
+    """Print the value and exit."""
     print(os.environ[name], flush=True)
     os._exit(3)
 
 
 @sky.compute
 def exits(name: str) -> None:
-    """End the process with the value."""
+    """End the process with the value as its exit message."""
     raise SystemExit(os.environ[name])
 
 
 class Secretive:
-    """A pool with a secret, with what it has told, and where it may have written."""
+    """A pool with a secret, its events, and the places to which it may have written."""
 
     def __init__(self, pool: sky.ComputePool, told: Told, name: str, value: str, plain: str, said: str) -> None:
         self.pool, self.told, self.name, self.value, self.plain, self.said = pool, told, name, value, plain, said
-        """`plain` is a value in env that looks like a secret; `said` is what the client has printed and logged while
-        the pool opened.
+        """`plain` is a value in env that looks like a secret. `said` is the client's output and log while the pool
+        opened.
         """
 
     def processes(self) -> list[int]:
-        """Every process of the pool's nodes."""
+        """Return every process of the pool's nodes."""
         ids = {node.instance.id for node in self.pool.lease.nodes}
         return [pid for pid, tag in processes_by_tag("SKYWARD_INSTANCE_ID") if tag in ids]
 
 
 @pytest.fixture(scope="module")
 def secretive() -> Iterator[Secretive]:
-    """Two nodes, with a secret under another name than it has here, and something in env that looks like one."""
+    """Two nodes, with a secret under another name than here, and a value in env that looks like one."""
     told, value, plain = Told(), f"tok-{uuid.uuid4().hex}", f"plain-{uuid.uuid4().hex}"
     patch = pytest.MonkeyPatch()
     patch.setenv("OTHER", value)
@@ -726,7 +726,7 @@ def secretive() -> Iterator[Secretive]:
 
 @pytest.mark.slow
 def test_calls_have_the_values(secretive: Secretive) -> None:
-    """On every node and slot, also in children of a call; beside the plain environment."""
+    """On every node and slot, also in children of a call; in addition to the plain environment."""
     assert list(spelled("HF_TOKEN") @ secretive.pool) == [secretive.value[::-1]] * 2
     assert secretive.pool.map(spelled, ["HF_TOKEN"] * 50) == [secretive.value[::-1]] * 50
     assert spelled("PLAIN") >> secretive.pool == "nomel"
@@ -744,7 +744,7 @@ def test_output_is_masked(secretive: Secretive) -> None:
 
 @pytest.mark.slow
 def test_errors_are_masked(secretive: Secretive) -> None:
-    """The exception, what it carries, its cause and the remote traceback; a crash's last lines and exit too."""
+    """The exception, its attributes, its cause and the remote traceback; also a crash's last lines and exit message."""
     with pytest.raises(ExceptionGroup, match=r"no way with \*\*\*") as caught:
         _ = fails("HF_TOKEN") >> secretive.pool
     error: Any = caught.value
@@ -764,8 +764,8 @@ def test_errors_are_masked(secretive: Secretive) -> None:
 
 
 @pytest.mark.slow
-def test_a_runner_after_a_crash_has_the_values_too(secretive: Secretive) -> None:
-    """As often as it happens; and calls whose packets were handed back behind a long one."""
+def test_a_runner_after_a_crash_has_the_values(secretive: Secretive) -> None:
+    """After every crash; and for calls whose packets were returned from behind a long call."""
     for _ in range(3):
         with pytest.raises(sky.CallCrashed):
             _ = dies("HF_TOKEN") >> secretive.pool
@@ -776,7 +776,7 @@ def test_a_runner_after_a_crash_has_the_values_too(secretive: Secretive) -> None
 
 @sky.compute
 def spelled_slowly(name: str, seconds: float) -> str:
-    """Likewise, after a while."""
+    """The same, after some time."""
     time.sleep(seconds)
     return os.environ[name][::-1]
 
@@ -796,9 +796,9 @@ def prints(name: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_what_comes_in_the_place_of_another_has_the_values_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker process that begins anew, a node in the place of a lost one, a new head, and the calls of a client that
-    attaches and has no values itself.
+def test_replacements_have_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restarted worker process, a replaced node, a new head, and the calls of an attached client that has no values
+    itself.
     """
     value, told = f"tok-{uuid.uuid4().hex}", Told()
     monkeypatch.setenv("HF_TOKEN", value)
@@ -830,7 +830,7 @@ def test_nothing_that_is_written_holds_a_value(
     secretive: Secretive, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The search: spec, lease, events, logs, the ledger, the nodes' folders on disk and in memory, and the environment
-    that every process was started with.
+    with which every process was started.
     """
     caplog.set_level(logging.DEBUG)
     pool, value = secretive.pool, secretive.value
@@ -862,7 +862,7 @@ def test_nothing_that_is_written_holds_a_value(
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     assert {"settings.json", "log", "ledger.db"} <= {path.name for path in files}
     for path in files:
-        with suppress(FileNotFoundError):  # SQLite and the pool's clock take some of theirs away
+        with suppress(FileNotFoundError):  # SQLite and the pool's clock remove some of theirs meanwhile
             texts.append(path.read_bytes().decode(errors="replace"))
     processes = secretive.processes()
     assert len(processes) >= 2 * 4

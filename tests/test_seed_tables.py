@@ -1,9 +1,9 @@
-"""Every row of the reference's tables of accelerators, providers, machines, images, volumes and spot strategies works,
-or is refused with what to do.
+"""Every row of the reference's tables is supported, or is refused with a message that says what to do.
 
-The rows are data here, each with the file of the reference (shared/seeds: 000 the guide to accelerators, 001 their
-reference, 003 the API) and its line. Where vendors and clouds say otherwise than the reference, they are followed (fact
-sheet of 2026-11-20), and the row says so.
+The tables are those of accelerators, providers, machines, images, volumes and spot strategies. The rows are data here,
+each with the file of the reference (shared/seeds: 000 the guide to accelerators, 001 their reference, 003 the API) and
+its line. If vendors and clouds contradict the reference, they are correct (fact sheet of 2026-11-20), and the row says
+so.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NAMES: dict[str, Any] = {
 
 
 def read(code: str) -> Any:
-    """Return what a piece of the reference's code is."""
+    """Evaluate a piece of the reference's code."""
     return eval(code, dict(NAMES))
 
 
@@ -87,11 +87,11 @@ WRITTEN = [
 @pytest.mark.parametrize(
     ("code", "name", "memory_gb", "count", "form_factor", "mig"), WRITTEN, ids=[row[0] for row in WRITTEN]
 )
-def test_what_is_written_there_is_an_accelerator_of_a_pool(
+def test_the_accelerators_of_the_reference_are_accepted(
     code: str, name: str, memory_gb: int, count: int, form_factor: str | None, mig: tuple
 ) -> None:
-    """A frozen value with name, memory and count; a pool takes it, from any of the providers or several, without asking
-    anybody.
+    """A frozen value with name, memory and count. A pool of any provider, or of several, accepts it without any
+    request.
     """
     accelerator = sky.PoolSpec.of(accelerator=read(code)).accelerator
     assert accelerator is not None
@@ -132,8 +132,8 @@ METHODS = [
 def test_a_factory_method(
     name: str, parameters: tuple[str, ...], memories: tuple[str, ...], refused: tuple[str, str] | None
 ) -> None:
-    """It takes its parameters, the first memory is the default, the others can be asked for; "MIG capable" is who has
-    profiles.
+    """It has its parameters. The first memory is the default, and the others can be chosen; those with profiles are
+    "MIG capable".
     """
     factory = getattr(sky.Accelerator.NVIDIA, name)
     assert set(parameters) <= set(inspect.signature(factory).parameters)
@@ -154,7 +154,7 @@ LITERALS = (
 
 @pytest.mark.parametrize("value", LITERALS.split())
 def test_a_literal(value: str) -> None:
-    """A member that is the string, can be asked for, and serves as a type hint (003:332)."""
+    """A member that is the string, is accepted as an accelerator, and is a valid type hint (003:332)."""
     assert sky.NVIDIA(value) == value
     assert sky.PoolSpec.of(accelerator=sky.NVIDIA(value)) == sky.PoolSpec.of(accelerator=value)
 
@@ -185,8 +185,8 @@ PROFILES_40 = [("1g.5gb", 7, 5, 1), ("2g.10gb", 3, 10, 2), ("3g.20gb", 2, 20, 3)
     ],
 )
 def test_a_profile(chip: str, gb: int, row: tuple[str, int, int, int]) -> None:
-    """One GPU is so many workers of so much memory and so many of seven compute slices; `@` returns one result for each
-    (001:133).
+    """One GPU has this many workers with this memory and this many of its seven compute slices; `@` returns one result
+    for each (001:133).
     """
     name, workers, memory, slices = row
     accelerator = getattr(sky.Accelerator.NVIDIA, chip)(memory=f"{gb}GB", mig=name)
@@ -206,7 +206,7 @@ def test_a_profile(chip: str, gb: int, row: tuple[str, int, int, int]) -> None:
     ],
 )
 def test_a_limit_of_mig(code: str, advice: str) -> None:
-    """Refused when it is written down, with what would do. (What a driver refuses on the machine:
+    """Refused when the spec is made, with a valid alternative. (For errors of a driver on the machine see
     tests/accelerators/test_mig.py.)
     """
     with pytest.raises(sky.BadRequest, match=advice):
@@ -215,7 +215,7 @@ def test_a_limit_of_mig(code: str, advice: str) -> None:
 
 @pytest.mark.parametrize("provider", [sky.RunPod(), sky.VastAI()])
 def test_containers_have_no_mig(provider: sky.Provider) -> None:
-    """Who rents containers refuses partitions before anything is asked of him, and says what to ask for."""
+    """A provider of containers refuses partitions before any request, and names an alternative."""
     with pytest.raises(sky.NotYetSupported, match="ask for a smaller GPU"):
         sky.ComputePool(provider=provider, accelerator=sky.accelerators.H100(mig="3g.40gb"))
 
@@ -234,8 +234,8 @@ RECOMMENDED = [
 
 
 @pytest.mark.parametrize("wish", RECOMMENDED)
-def test_what_is_recommended_can_be_asked_for(wish: str) -> None:
-    """As it is written there, count included."""
+def test_the_recommended_accelerators_are_accepted(wish: str) -> None:
+    """With the name and the count of the reference."""
     count = int(wish[0]) if " " in wish else 1
     accelerator = sky.accelerators.parse(wish)
     assert accelerator.count == count
@@ -255,11 +255,11 @@ def test_what_is_recommended_can_be_asked_for(wish: str) -> None:
     ],
 )
 def test_a_helper(code: str, answer: object) -> None:
-    """It answers as the reference says."""
+    """Its results are those of the reference."""
     assert read(code) is answer
 
 
-def test_a_call_finds_its_place_and_its_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_gets_its_instance_info_and_its_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     """003:490-500: the fields of InstanceInfo, their types, and `current_accelerator` in a call (001:284-288)."""
     documented = {
         "node": "int",  # 003:491
@@ -346,7 +346,7 @@ NEURON_MACHINES = [
     ("instance_type", "name", "count", "gb"), NEURON_MACHINES, ids=[row[0] for row in NEURON_MACHINES]
 )
 def test_a_machine_with_chips_of_amazons(instance_type: str, name: str, count: int, gb: int) -> None:
-    """It has them, answers to the wish for them, and has a Neuron image."""
+    """It has them, matches a spec with them, and has a Neuron image."""
     (offer,) = (offer for offer in aws_machines() if offer.instance_type == instance_type)
     assert (offer.accelerator, offer.accelerators, offer.accelerators * (offer.accelerator_memory_gb or 0)) == (
         name,
@@ -360,10 +360,10 @@ def test_a_machine_with_chips_of_amazons(instance_type: str, name: str, count: i
 
 
 @pytest.mark.parametrize("wish", ["TPU-v5p", "Radeon Pro V710", "B100", "GB200"])
-def test_what_nobody_rents_is_refused_with_what_is_rented(wish: str) -> None:
-    """001:232-253: TPUs, the V710 and others are specifications alone.
+def test_accelerators_without_a_provider_are_refused_with_the_alternatives(wish: str) -> None:
+    """001:232-253: TPUs, the V710 and others are specifications only.
 
-    Where machines are looked for the refusal says so and names a substitute.
+    Providers that search for machines refuse them and name a substitute.
     """
     sky.PoolSpec.of(accelerator=wish)
     with pytest.raises(
@@ -389,7 +389,7 @@ def clouds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Mapping[
         yield {"digitalocean": ocean, "verda": verda, "vastai": vast, "runpod": runpod}
 
 
-def test_an_a100_is_what_each_cloud_calls_so(clouds: Mapping[str, Any]) -> None:
+def test_an_a100_has_the_name_of_each_cloud(clouds: Mapping[str, Any]) -> None:
     """000:26: a p4d or p4de on AWS (above), a `gpuTypeId` on RunPod, offers filtered by the GPU's model on Vast.ai."""
     want = sky.Requirements(accelerator=sky.accelerators.parse("A100"))
     of_runpod = [offer for offer in sky.RunPod().offers(want) if matches(offer, want) is None]
@@ -417,7 +417,9 @@ PARAMETERS = [
     ("provider", "parameter", "default"), PARAMETERS, ids=[f"{row[0]}-{row[1]}" for row in PARAMETERS]
 )
 def test_a_parameter_of_a_provider(provider: str, parameter: str, default: object) -> None:
-    """By its name and with its default; the default is not written down in a lease or a spec, and another value is."""
+    """By its name and with its default. A lease or a spec does not include the default, but includes any
+    other value.
+    """
     kind = getattr(sky, provider)
     assert getattr(kind(), parameter) == default
     assert parameter not in kind().to_json()
@@ -427,9 +429,9 @@ def test_a_parameter_of_a_provider(provider: str, parameter: str, default: objec
 
 
 @pytest.mark.parametrize("provider", ["AWS", "DigitalOcean", "Verda", "VastAI", "RunPod"])
-def test_a_provider_needs_nothing_to_be_written_down(provider: str) -> None:
-    """000:17, 001:13, 002:38, 003:75: `AWS()` and the like are values; credentials are looked for when something is
-    asked. Alone, by name, and in a list.
+def test_a_provider_is_a_value_and_needs_no_credentials(provider: str) -> None:
+    """000:17, 001:13, 002:38, 003:75: `AWS()` and the like are values, and read credentials at their first request.
+    Alone, by name, and in a list.
     """
     kind = getattr(sky, provider)
     assert kind() == kind()
@@ -466,7 +468,7 @@ def test_aws_rents_in_its_region(region: str, monkeypatch: pytest.MonkeyPatch) -
 # 003:237
 @pytest.mark.parametrize("region", ["nyc1", "nyc3", "sfo2", "sfo3", "ams3", "sgp1", "lon1", "fra1", "tor1"])
 def test_digitalocean_rents_in_each_of_its_regions(region: str, clouds: Mapping[str, Any]) -> None:
-    """Of what there is in several regions only that of this one."""
+    """Of the offers of several regions only those of this one."""
     size = dict(next(row for row in SIZES if row["slug"] == "s-2vcpu-4gb"))
     rows = [size | {"regions": ["nyc1", "atl1"]}, size | {"slug": "s-elsewhere", "regions": [region]}]
     clouds["digitalocean"].fail("GET", "/v2/sizes", Reply(200, {"sizes": rows, "links": {}, "meta": {"total": 2}}))
@@ -476,9 +478,10 @@ def test_digitalocean_rents_in_each_of_its_regions(region: str, clouds: Mapping[
 
 
 def test_verda_finds_its_locations_itself(clouds: Mapping[str, Any]) -> None:
-    """003:253: None is everywhere.
+    """003:253: None means all locations.
 
-    The example's "us-east" (003:245) is none of Verda's locations (fact sheet, 3.2): refused with those that there are.
+    The example's "us-east" (003:245) is none of Verda's locations (fact sheet, 3.2): it is refused with the existing
+    ones.
     """
     url = clouds["verda"].url + "/v1"
     assert {offer.region for offer in sky.Verda(endpoint_url=url).offers(sky.Requirements())} == {
@@ -514,7 +517,7 @@ FIELDS = [
 
 @pytest.mark.parametrize(("name", "default", "written", "meant"), FIELDS, ids=[f"{row[0]}-{row[2]}" for row in FIELDS])
 def test_a_parameter_of_a_pool(name: str, default: object, written: Any, meant: object) -> None:
-    """By its name and with its default; as JSON it is the same again."""
+    """By its name and with its default; it is equal after JSON."""
     assert getattr(sky.PoolSpec.of(), name) == default
     spec = sky.PoolSpec.of(**{name: written})
     assert getattr(spec, name) == meant
@@ -523,11 +526,10 @@ def test_a_parameter_of_a_pool(name: str, default: object, written: Any, meant: 
 
 
 def test_the_other_parameters_of_a_pool() -> None:
-    """`provider` is a value or several, and may be left out (003:91); no volume is none (003:98); `on_event` is the
+    """`provider` is one value or several, and may be omitted (003:91); no volume is none (003:98); `on_event` is the
     pool's (003:104).
 
-    `spot` (003:99): "always" is what is meant if nothing is said, but then it is spot where spot is sold and on demand
-    elsewhere (issue 5).
+    `spot` (003:99): "always" is the default, but then it is spot if spot is sold, and on demand otherwise (issue 5).
     """
     assert sky.PoolSpec.of().providers == ()
     assert sky.PoolSpec.of(volume=None).volume == sky.PoolSpec.of().volume == ()
@@ -553,15 +555,15 @@ POOLS = [
 
 @pytest.mark.parametrize("code", POOLS)
 def test_an_example_of_a_pool(code: str) -> None:
-    """It is made, and nothing is asked of anybody before it is opened."""
+    """It can be created, and makes no request before it is opened."""
     read(code)
 
 
 @pytest.mark.parametrize("family", ["Trainium", "Inferentia"])
-def test_packages_are_the_images(family: str) -> None:
+def test_packages_belong_to_the_image(family: str) -> None:
     """001:196-200, 216-220: `pip=` of a pool is in no table of parameters.
 
-    It is refused, with the image that it belongs to, and that works.
+    It is refused, with the image as the correct place, and that works.
     """
     accelerator = f"Accelerator.AWS.{family}(version=2)"
     with pytest.raises(sky.BadRequest, match=re.escape("write image=Image(pip=...)")):
@@ -569,8 +571,8 @@ def test_packages_are_the_images(family: str) -> None:
     read(f'sky.ComputePool(provider=AWS(), accelerator={accelerator}, image=sky.Image(pip=["torch-neuronx"]))')
 
 
-def test_a_machine_by_its_name_goes_before_everything() -> None:
-    """003:94: it is what is asked of the provider, and offers of other types do not serve."""
+def test_an_instance_type_has_priority() -> None:
+    """003:94: the provider gets a request for it, and offers of other types do not match."""
     want = sky.PoolSpec.of(machine="p5.48xlarge", accelerator="H100").requirements
     assert [offer.instance_type for offer in aws_machines() if matches(offer, want) is None] == ["p5.48xlarge"]
 
@@ -584,7 +586,7 @@ def test_cpu_and_memory_are_those_of_a_worker() -> None:
 # 003:109-126: method or property
 @pytest.mark.parametrize("name", ["run", "run_batch", "broadcast", "is_active", "instance_count"])
 def test_a_member_of_a_pool(name: str) -> None:
-    """It is there; a pool that is not open has no instances."""
+    """It exists; a pool that is not open has no instances."""
     assert hasattr(sky.ComputePool, name)
     pool = sky.ComputePool()
     assert (pool.is_active, pool.instance_count) == (False, 0)
@@ -615,7 +617,7 @@ IMAGES = [
 
 @pytest.mark.parametrize(("name", "default", "written"), IMAGES, ids=[row[0] for row in IMAGES])
 def test_a_parameter_of_an_image(name: str, default: Any, written: Any) -> None:
-    """By its name and with its default; all but `env` decide what is installed, and so the hash."""
+    """By its name and with its default; all but `env` determine what is installed, and so the hash."""
     plain, image = sky.Image(python="3.13"), sky.Image(**{"python": "3.13", name: written})
     found, given = getattr(plain, name), getattr(image, name)
     assert (list(found) if isinstance(default, list) else found) == default
@@ -626,8 +628,8 @@ def test_a_parameter_of_an_image(name: str, default: Any, written: Any) -> None:
 
 
 def test_the_methods_of_an_image() -> None:
-    """003:189-197: a hash of 12 characters, and a script for the shell with the time after which the machine is turned
-    off, 0: never.
+    """003:189-197: a hash of 12 characters, and a shell script with the time after which the machine is turned off; 0
+    means never.
     """
     image = sky.Image(pip=["torch"], apt=["ffmpeg"])
     assert re.fullmatch(r"[0-9a-f]{12}", image.content_hash())
@@ -649,9 +651,9 @@ VOLUMES = [
 
 @pytest.mark.parametrize(("name", "default", "written"), VOLUMES, ids=[row[0] for row in VOLUMES])
 def test_a_parameter_of_a_volume(name: str, default: object, written: Any) -> None:
-    """By its name and with its default; the two without one are required.
+    """By its name and with its default; the two without a default are required.
 
-    A pool takes the volume (003:98), a container refuses it with the alternative.
+    A pool accepts the volume (003:98), a container refuses it with the alternative.
     """
     needed = {"mount_path": "/data", "bucket": "my-bucket"}
     volume = sky.S3Volume(**{**needed, name: written})
@@ -687,8 +689,9 @@ STRATEGIES = [
 def test_a_spot_strategy(
     code: str, strategy: Strategy, sold: tuple[int, int], not_sold: tuple[int, int] | None
 ) -> None:
-    """As it is written it is what a pool has; so many machines are on demand, which come first, and so many are spot;
-    or it is refused with what to write.
+    """The pool's strategy is the written one: this many machines are on demand and come first, and this many are spot.
+
+    Or it is refused with the valid choices.
     """
     assert parse(read(code)) == sky.PoolSpec.of(spot=read(code)).spot == strategy
     assert split(strategy, 10, spot_sold=True) == sold

@@ -1,4 +1,4 @@
-"""`PoolSpec`: one frozen value, the same after a trip through JSON."""
+"""`PoolSpec`: one frozen value, equal after a conversion to JSON and back."""
 
 import inspect
 import json
@@ -43,7 +43,7 @@ FULL: dict[str, Any] = {
 
 
 def test_the_defaults_are_those_of_the_reference() -> None:
-    """A spec of nothing is one node, an hour of idleness, one call at a time, the display "log" and metrics."""
+    """An empty spec is one node, an idle time of an hour, one call at a time, the display "log" and metrics."""
     spec = sky.PoolSpec()
     assert (spec.provider, spec.nodes, spec.machine, spec.accelerator, spec.cpu, spec.memory) == (
         None,
@@ -74,7 +74,7 @@ def test_a_spec_survives_json() -> None:
     assert again.accelerator.name == "A100-40GB" or again.accelerator.name.startswith("A100")
 
 
-def test_what_was_not_said_is_not_said_after_json() -> None:
+def test_fields_that_were_not_set_are_not_set_after_json() -> None:
     """Which fields were set survives `exclude_unset`, so that settings can still fill the others."""
     spec = sky.PoolSpec.of(nodes=2)
     again = sky.PoolSpec.model_validate_json(spec.model_dump_json(exclude_unset=True))
@@ -93,17 +93,17 @@ def test_a_spec_is_a_value() -> None:
 
 
 @pytest.mark.parametrize("seconds", [4.9, 1e12, float("inf"), float("nan")])
-def test_a_lease_is_a_time_that_can_be_told(seconds: float) -> None:
-    """Neither shorter than a sign of life may take, nor longer than any machine lives: what is no date is refused
-    here.
+def test_a_lease_has_a_minimum_and_a_maximum(seconds: float) -> None:
+    """Neither shorter than one renewal may take, nor longer than any machine lives. A time beyond the last date is
+    refused here.
     """
     with pytest.raises(sky.BadRequest, match="lease_seconds"):
         sky.PoolSpec.of(lease_seconds=seconds)
     assert sky.PoolSpec.of(lease_seconds=86_400).lease_seconds == 86_400
 
 
-def test_a_wider_wish_is_a_new_spec() -> None:
-    """`with_` gives a new spec, validated anew, and leaves the old one."""
+def test_with_returns_a_new_spec() -> None:
+    """`with_` returns a new spec, validated again, and does not change the old one."""
     spec = sky.PoolSpec.of(nodes=2)
     assert spec.with_(nodes=4) == sky.PoolSpec.of(nodes=4)
     assert spec.with_(cpu=2).model_fields_set == {"nodes", "cpu"}
@@ -112,8 +112,8 @@ def test_a_wider_wish_is_a_new_spec() -> None:
         spec.with_(nodes="many")
 
 
-def test_strings_and_numbers_stand_for_values() -> None:
-    """Shortcuts mean the same as the values they stand for."""
+def test_strings_and_numbers_are_converted_to_values() -> None:
+    """Short forms are equal to the values that they mean."""
     assert sky.PoolSpec.of(accelerator="A100", spot="always", provider="local") == sky.PoolSpec.of(
         accelerator=sky.Accelerator.NVIDIA.A100(), spot=sky.Spot.Always(), provider=sky.Local()
     )
@@ -152,8 +152,8 @@ def test_amounts_of_memory(text: str, gb: float) -> None:
 
 @given(st.text(max_size=12))
 @settings(max_examples=200, deadline=None, database=None)
-def test_any_other_text_is_no_amount_of_memory(text: str) -> None:
-    """Whatever is written, the answer is a positive number or BadRequest."""
+def test_other_text_is_no_amount_of_memory(text: str) -> None:
+    """For any text, the result is a positive number or BadRequest."""
     try:
         assert memory_gb(text) > 0
     except sky.BadRequest as error:
@@ -167,7 +167,7 @@ def test_the_environment_of_the_pool_wins_over_the_image() -> None:
 
 
 def test_a_pool_takes_the_fields_of_a_spec() -> None:
-    """ComputePool(**fields) and ComputePool.from_spec(spec) ask for the same."""
+    """ComputePool(**fields) and ComputePool.from_spec(spec) have the same spec."""
     fields = {"provider": sky.Local(), "nodes": 2, "display": "quiet"}
     assert (
         sky.ComputePool(**fields).spec
@@ -176,13 +176,13 @@ def test_a_pool_takes_the_fields_of_a_spec() -> None:
     )
 
 
-def test_every_field_says_what_it_is() -> None:
-    """Each field has a description, which integrations show to their users."""
+def test_every_field_has_a_description() -> None:
+    """Integrations show the descriptions to their users."""
     assert [name for name, field in sky.PoolSpec.model_fields.items() if not field.description] == []
 
 
-def test_what_is_installed_is_read_once_and_only_for_what_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading the entry points opens a file of each distribution: an Airflow that parses hundreds of operators cannot
+def test_entry_points_are_read_once_and_only_for_other_providers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading the entry points opens a file of each distribution. An Airflow that parses hundreds of operators cannot
     wait for that each time.
 
     Looks inside: its cache is cleared, as another process has none.
@@ -198,7 +198,7 @@ def test_what_is_installed_is_read_once_and_only_for_what_is_not_ours(monkeypatc
             with pytest.raises(BadRequest, match="no provider is called 'lokal'; did you mean 'local'"):
                 base.load("lokal")
         assert scans == ["skyward.providers"]
-        monkeypatch.syspath_prepend("/nonesuch")  # something may have been installed there
+        monkeypatch.syspath_prepend("/nonesuch")  # a distribution may have been installed since
         with pytest.raises(BadRequest):
             base.load("lokal")
         assert len(scans) == 2
@@ -227,23 +227,23 @@ def test_what_is_installed_is_read_once_and_only_for_what_is_not_ours(monkeypatc
         (lambda: sky.ComputePool(spot="alway"), 'did you mean "always"?'),
     ],
 )
-def test_every_mistake_in_a_wish_is_a_bad_request_with_the_cure(ask: Callable[[], object], told: str) -> None:
+def test_every_mistake_in_a_spec_is_a_bad_request_with_the_correction(ask: Callable[[], object], told: str) -> None:
     """Images, providers and volumes raise what pools raise, and name the nearest field or what to write."""
     with pytest.raises(sky.BadRequest) as caught:
         ask()
     assert told in str(caught.value)
 
 
-def test_a_wrong_secret_is_not_told() -> None:
-    """Where a provider holds a secret, no value of it stands in an error, nor in its cause."""
+def test_a_wrong_secret_is_not_shown() -> None:
+    """If a provider has a secret, neither an error nor its cause has its value."""
     with pytest.raises(sky.BadRequest) as caught:
         sky.RunPod(api_key=271828)  # type: ignore[arg-type]
     assert "271828" not in f"{caught.value} {caught.value.__cause__}"
 
 
-def test_editors_see_every_keyword_with_its_type_and_default() -> None:
-    """The signature of a pool has each field of PoolSpec with its default; the types that checkers see name exactly
-    these.
+def test_the_signature_has_every_keyword_with_its_type_and_default() -> None:
+    """The signature of a pool has each field of PoolSpec with its default. The types for checkers name exactly these
+    fields.
     """
     shown = inspect.signature(sky.ComputePool).parameters
     assert list(shown) == ["on_event", "work", *sky.PoolSpec.model_fields]

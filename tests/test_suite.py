@@ -1,8 +1,7 @@
-"""Every test asserts something, waits for no clock, and looks at what is public; where one cannot, its docstring says
-why.
+"""Every test asserts something, lets no time pass, and uses public names only, unless its docstring gives a reason.
 
-The reason follows one of these words in the docstring: `Sleeps:`, `Looks inside:`. There is none for a test that
-asserts nothing.
+The reason follows one of these words in the docstring: `Sleeps:`, `Looks inside:`. A test that asserts nothing is never
+allowed.
 """
 
 import ast
@@ -16,7 +15,7 @@ import pytest
 TESTS = Path(__file__).parent
 PACKAGES = [TESTS.parent / "skyward_core", TESTS.parent / "integrations"]
 FOREVER_SECONDS = 60
-"""Who sleeps as long waits to be stopped, not for time to pass."""
+"""A sleep of at least this time waits to be stopped, not for time to pass."""
 
 NOT_YET = {
     "image/test_image.py",
@@ -34,7 +33,7 @@ NOT_YET = {
 """Files whose docstrings do not give all reasons yet; their tests assert something."""
 
 ASSERTING = {"raises", "warns", "fail", "run_state_machine_as_test"}
-"""What fails a test, of pytest and hypothesis; the words of mocks begin with `assert_`."""
+"""Names of pytest and hypothesis that fail a test; those of mocks begin with `assert_`."""
 
 NOTHING = "asserts nothing"
 
@@ -42,7 +41,7 @@ type Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def test_every_test_keeps_the_rules() -> None:
-    """What this file says about tests is so."""
+    """All tests follow the rules of this file."""
     asserting, private = helpers_that_assert(trees(TESTS)), private_names()
     found = [
         f"{path.relative_to(TESTS)}:{fault}"
@@ -78,14 +77,14 @@ def test_every_test_keeps_the_rules() -> None:
     ],
 )
 def test_a_test_that_breaks_a_rule_is_found(body: str, fault: str) -> None:
-    """And one that gives its reason is not."""
+    """A test that gives its reason is not."""
     lines = "\n".join(f"    {line}" for line in body.splitlines())
     found = faults(ast.parse(f"async def test_it():\n{lines}\n"), {"look"}, {"_open"})
     assert [one.partition("test_it ")[2] for one in found] == ([fault] if fault else [])
 
 
 def faults(tree: ast.Module, asserting: set[str], private: set[str]) -> list[str]:
-    """Return a line about each rule that a test of a file breaks."""
+    """Return a line for each rule that a test of a file breaks."""
     return [
         f"{test.lineno}: {test.name} {fault}"
         for test in functions(tree)
@@ -105,7 +104,7 @@ def _faults(test: Function, asserting: set[str], private: set[str]) -> Iterator[
 
 
 def asserts(function: Function, helpers: set[str]) -> bool:
-    """Whether something in a function can fail a test."""
+    """Return whether a statement of a function can fail a test."""
     return any(
         isinstance(node, ast.Assert)
         or (isinstance(node, ast.Call) and (name_called(node) in helpers | ASSERTING or _is_mocks(name_called(node))))
@@ -118,7 +117,9 @@ def _is_mocks(name: str) -> bool:
 
 
 def sleeps(function: Function) -> Iterator[ast.Call]:
-    """Yield the calls that let time pass: not those of a loop that looks for something, nor those that give way."""
+    """Yield the calls that let time pass, except those of a loop that polls, and those that only yield the
+    processor.
+    """
     polls = {
         call
         for loop in ast.walk(function)
@@ -142,7 +143,7 @@ def _is_harmless(sleep: ast.Call) -> bool:
 
 
 def names_touched(function: Function) -> Iterator[str]:
-    """Yield the private names that a function takes from others than itself, or replaces there."""
+    """Yield the private names that a function reads from objects other than its own, or replaces there."""
     for node in ast.walk(function):
         match node:
             case ast.Attribute(value=value, attr=name) if not _is_self(value):
@@ -158,7 +159,7 @@ def _is_self(value: ast.expr) -> bool:
 
 
 def name_called(call: ast.Call) -> str:
-    """Return the last word of what is called."""
+    """Return the last name of the called expression."""
     match call.func:
         case ast.Attribute(attr=name) | ast.Name(id=name):
             return name
@@ -204,5 +205,5 @@ def _defined(files: Iterable[ast.Module]) -> Iterator[str]:
 
 @cache
 def trees(folder: Path) -> dict[Path, ast.Module]:
-    """Return what all Python files of a folder say."""
+    """Return the source of all Python files of a folder."""
     return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(folder.rglob("*.py"))}

@@ -1,8 +1,8 @@
-"""Two users of one computer: whatever one of them puts in the other's way, under names that can be guessed, runs
-nothing as the other and reads nothing of his.
+"""Two users of one computer: files of one user under names that can be guessed do not affect the other user.
 
-The tests start real processes under two other user ids. These may read all files (CAP_DAC_READ_SEARCH), for Python and
-this repository lie in root's home; who may write, rename and own what is as for any two users.
+They run no code as the other user and read none of his data. The tests start real processes under two other user ids.
+These may read all files (CAP_DAC_READ_SEARCH), because Python and this repository are in root's home. The rights to
+write, rename and own files are those of any two users.
 """
 
 import os
@@ -71,7 +71,7 @@ while True:
 
 
 class Users:
-    """Homes for two users, a temporary folder that all may write to, as /tmp, and what runs in their names."""
+    """Homes for two users, a temporary folder in which all may write, as /tmp, and the processes that run as them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -116,7 +116,7 @@ class Users:
         return process
 
     def run(self, user: int, program: str, *words: object, **variables: str) -> tuple[str, str]:
-        """Run a program to its end; return what it prints on stdout and on stderr."""
+        """Run a program to its end; return its stdout and stderr."""
         return self.start(user, program, *words, **variables).communicate(timeout=60)
 
     def close(self) -> None:
@@ -136,7 +136,7 @@ def users() -> Iterator[Users]:
 
 
 def alice_squats(users: Users, mode: int) -> Path:
-    """Alice makes the folder that Bob's nodes would have below the temporary one."""
+    """Alice creates the folder that Bob's nodes would have in the temporary folder."""
     squatted = users.tmp / f"skyward-{BOB}"
     squatted.mkdir()
     squatted.chmod(mode)
@@ -145,7 +145,7 @@ def alice_squats(users: Users, mode: int) -> Path:
 
 
 def test_a_folder_made_by_another_user_beforehand_gets_no_node(users: Users) -> None:
-    """The attack of issue 10: the folder is there, open to all, and what Bob makes in it is renamed away before his
+    """The attack of issue 10: the folder exists and is open to all, and Bob's files in it are renamed away before his
     script starts.
     """
     squatted = alice_squats(users, 0o777)
@@ -189,9 +189,9 @@ def file_of_bob(users: Users) -> Path:
 
 
 @pytest.mark.parametrize("squatted", SQUATTED)
-def test_what_another_user_has_put_in_the_way_is_not_used(users: Users, squatted: str) -> None:
-    """Where Bob has no home to write to, he gets the reasons and no traceback, nothing is written through what Alice
-    made; with XDG_RUNTIME_DIR he works.
+def test_folders_of_another_user_are_not_used(users: Users, squatted: str) -> None:
+    """Without a writable home, Bob gets the reasons and no traceback, and nothing is written through Alice's links;
+    with XDG_RUNTIME_DIR he works.
     """
     SQUATTED[squatted](users)
     home_of_root = {"XDG_STATE_HOME": str(users.folder / "nowhere")}
@@ -210,8 +210,8 @@ def test_what_another_user_has_put_in_the_way_is_not_used(users: Users, squatted
     assert out.split()[1].startswith(f"{runtime}/skyward/nodes/local-")
 
 
-def test_without_a_home_the_temporary_folder_serves(users: Users) -> None:
-    """Nobody was there first: a folder of Bob's own in a folder with the sticky bit is as safe as his home."""
+def test_without_a_home_the_temporary_folder_is_used(users: Users) -> None:
+    """No other user has created it before: Bob's own folder in a folder with the sticky bit is as safe as his home."""
     out, errors = users.run(BOB, BOB_LAUNCHES, 1, XDG_STATE_HOME=str(users.folder / "nowhere"))
     assert out.startswith(f"ours {users.tmp}/skyward-{BOB}/nodes/local-"), errors
     assert (users.tmp / f"skyward-{BOB}").stat().st_mode & 0o777 == 0o700
@@ -235,8 +235,8 @@ provider.terminate([instance.id])
 
 @pytest.mark.parametrize("kind", ["folder", "symlink"])
 def test_a_folder_in_memory_that_another_user_made_is_not_used(users: Users, kind: str) -> None:
-    """Even if Alice could guess the id of a node: large values, which are pickles, go where she can neither read nor
-    write, and hers is left alone.
+    """Even if Alice could guess the id of a node: large values, which are pickles, go to a folder that she can neither
+    read nor write. Hers does not change.
     """
     word = os.urandom(6).hex()
     squatted = Path(f"/dev/shm/skyward-{BOB}-local-{word}")
@@ -254,9 +254,9 @@ def test_a_folder_in_memory_that_another_user_made_is_not_used(users: Users, kin
         squatted.unlink() if squatted.is_symlink() else squatted.rmdir()
 
 
-def test_roots_clean_up_removes_nothing_that_another_users_process_names(users: Users) -> None:
-    """A process of Alice's may carry the tags of a node, with any folder as its directory: root, who sees it, does not
-    believe that.
+def test_roots_cleanup_ignores_folders_named_by_another_users_process(users: Users) -> None:
+    """A process of Alice's may have the tags of a node, with any folder as its directory. Root sees the process, and
+    does not trust it.
     """
     victim = users.folder / "local-0123456789ab"
     (victim / "precious").mkdir(parents=True)
@@ -277,10 +277,10 @@ print(shipped_archive().path)
 
 
 @pytest.mark.parametrize("squatted", ["folder", "symlink"])
-def test_what_nodes_are_sent_is_kept_in_no_folder_of_another_user(users: Users, squatted: str) -> None:
-    """It is run, here and on every node of Bob's.
+def test_code_sent_to_nodes_is_not_kept_in_a_folder_of_another_user(users: Users, squatted: str) -> None:
+    """The code runs here and on every node of Bob's.
 
-    The next place is taken, and where there is none he gets the reasons.
+    The next folder is used, and if none is left he gets the reasons.
     """
     cache, hers = users.folder / "cache", alice_owns(users, "hers")
     cache.mkdir(mode=0o755)
@@ -313,10 +313,8 @@ with sky.ComputePool(provider=sky.Local(), display="quiet") as pool:
 """
 
 
-def test_a_whole_pool_beside_an_attacker(users: Users) -> None:
-    """With large values, from opening to the end: it works, nothing of it is ever open to others, and nothing is
-    left.
-    """
+def test_a_pool_works_beside_an_attacker(users: Users) -> None:
+    """With large values, from opening to end: it works, none of its files is ever open to others, and none is left."""
     squatted = alice_squats(users, 0o777)
     proof = users.tmp / "proof"
     users.start(ALICE, ALICE_RENAMES, squatted, proof)
@@ -343,7 +341,7 @@ print("opened")
 
 @pytest.mark.parametrize("beside", ["", "-wal", "-shm"])
 def test_the_ledger_of_another_user_is_refused(users: Users, beside: str) -> None:
-    """Even if she lets everybody write to it, and even if only a file beside Bob's own is hers."""
+    """Even if all users may write to it, and even if only a file beside Bob's own is hers."""
     folder = users.folder / "ledgers"
     folder.mkdir()
     os.chown(folder, BOB, BOB)

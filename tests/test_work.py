@@ -1,4 +1,4 @@
-"""What a pool is for: in the ledger, the receipt, the tags of the machines, and in what is added up by it."""
+"""The work of a pool: in the ledger, the receipt, the tags of the machines, and the sums of costs."""
 
 import json
 from dataclasses import replace
@@ -19,9 +19,7 @@ TRAIN = sky.Work(
 
 
 def test_a_work_is_plain_text_of_bounded_length() -> None:
-    """Whatever an orchestrator hands over fits into the ledger's columns; two that differ only at their ends stay
-    different.
-    """
+    """Any text of an orchestrator fits into the ledger's columns; two that differ only at their ends stay different."""
     assert sky.Work(attempt=2).attempt == "2"  # type: ignore[arg-type]
     assert sky.Work(run="a\nb\x00c\x1b[0m").run == "a?b?c?[0m"
     one, other = (sky.Work(asset="a, " * 400 + end).asset for end in "xy")
@@ -31,7 +29,7 @@ def test_a_work_is_plain_text_of_bounded_length() -> None:
 
 
 def test_a_work_reads_as_one_line() -> None:
-    """As `skyward ps` shows it."""
+    """In the form that `skyward ps` prints."""
     assert str(TRAIN) == "airflow:nightly/manual__2026-11-22T07:00:00+00:00/train, try 1"
     assert (
         str(sky.Work(system="dagster", workflow="j", run="r", task="s", asset="a", partition="p"))
@@ -42,7 +40,7 @@ def test_a_work_reads_as_one_line() -> None:
 
 
 def test_tags_hold_what_clouds_take() -> None:
-    """At most 120 characters, none that a service of AWS refuses, never an empty value; what is empty is no tag."""
+    """At most 120 characters, none that a service of AWS refuses, never an empty value; an empty field makes no tag."""
     tags = work_tags(replace(TRAIN, task_run="[a|b]", asset="x" * 300, partition="  "))
     assert set(tags) == {
         f"skyward-work-{name}"
@@ -65,10 +63,8 @@ def tags() -> dict[str, str]:
     return json.loads(os.environ["SKYWARD_TAGS"])
 
 
-def test_a_pool_says_what_it_is_for_before_anything_is_rented(capsys: pytest.CaptureFixture[str]) -> None:
-    """The first event names the pool and its work; ledger, receipt, tags of the machine, `ps` and `cost` say the
-    same.
-    """
+def test_a_pool_records_its_work_before_anything_is_rented(capsys: pytest.CaptureFixture[str]) -> None:
+    """The first event names the pool and its work. Ledger, receipt, tags of the machine, `ps` and `cost` agree."""
     told: list[sky.SkywardEvent] = []
     pool = sky.ComputePool(provider=sky.Local(price_per_hour=36), display="quiet", on_event=told.append, work=TRAIN)
     assert (pool.id, pool.work) == ("", TRAIN)

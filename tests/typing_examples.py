@@ -1,6 +1,6 @@
-"""What a type checker makes of the API.
+"""The types that a type checker finds in the API.
 
-Never run: `assert_type` is checked by pyright in strict mode (see test_compute.py and CI).
+It never runs: pyright in strict mode checks `assert_type` (see test_compute.py and CI).
 """
 
 # pyright: reportUnnecessaryTypeIgnoreComment=true
@@ -17,7 +17,7 @@ class Model:
 
     @sky.compute
     def predict(self, x: float) -> str:
-        """Say what x is."""
+        """Return x as text."""
         return str(x)
 
 
@@ -72,7 +72,7 @@ def batches_keep_their_types(pool: sky.ComputePool) -> None:
 
 
 def futures_and_maps_keep_their_types(pool: sky.ComputePool) -> None:
-    """`submit` gives CallFuture[R], a Future[R] that tells its cost, `map` list[R] of decorated and plain functions."""
+    """`submit` gives CallFuture[R], a Future[R] with its cost, `map` list[R] of decorated and plain functions."""
     assert_type(pool.submit(train(1)), sky.CallFuture[float])
     assert_type(pool.submit(train(1)).result(), float)
     assert_type(pool.map(train, [1, 2]), list[float])
@@ -89,7 +89,7 @@ def pools_keep_their_types() -> None:
 
 
 def editors_know_the_keywords_of_a_pool() -> None:
-    """Names and types of the settings are checked; strings, numbers and plain data stand for values."""
+    """Names and types of the settings are checked; strings, numbers and plain data are accepted in place of values."""
     sky.ComputePool(
         provider=["aws", sky.Local()],
         accelerator="A100",
@@ -115,6 +115,6 @@ def methods_and_generic_functions(pool: sky.ComputePool, model: Model) -> None:
 
 
 def coroutines_and_generators(pool: sky.ComputePool) -> None:
-    """What is awaited on the node comes back as its result, what is generated as a list."""
+    """An awaitable becomes its result, and a generator becomes a list."""
     assert_type(fetch("x") >> pool, bytes)
     assert_type(count(3) >> pool, list[int])

@@ -685,7 +685,9 @@ def test_it_warns_drains_and_is_used_up_in_time(
 
 
 def test_an_hour_that_is_billed_is_used() -> None:
-    """With billing by the hour, the whole limit may be billed at the start: the pool runs until that hour is nearly over."""
+    """With billing by the hour, the whole limit may be billed at the start: the pool runs until that hour is
+    nearly over.
+    """
     it = pool(1.0)
     it.launch(1, usd("1", increment=3600))
     it.clock.seconds += 1.0
@@ -842,7 +844,9 @@ def test_a_launch_that_was_never_answered_is_not_reserved_forever(ledger: Ledger
 
 @pytest.mark.parametrize("has_come", [False, True])
 def test_failed_launches_leave_the_account_to_the_next_candidate(ledger: Ledger, clock: Clock, has_come: bool) -> None:
-    """Twenty candidates refuse, or their machines are terminated: the account holds the cost and one launch, never two."""
+    """Twenty candidates refuse, or their machines are terminated: the account holds the cost and one launch,
+    never two.
+    """
     it = opened(ledger, clock, "5")
     for number in range(20):
         asked_at, lost = clock(), it.limit.commit(1, usd("36"))

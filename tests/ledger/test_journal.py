@@ -486,7 +486,9 @@ def test_an_intent_without_a_machine_is_closed_when_the_provider_lists_none(make
 
 @pytest.mark.parametrize("verb", ["bind_all", "ask_end_all", "note_all", "close_all", "end_pool", "all verbs"])
 def test_an_outage_keeps_no_machine_running_and_is_raised_at_the_end(make: Make, verb: str) -> None:
-    """After a request, errors of the ledger wait until all machines are gone. Then `close` raises; a second one does not."""
+    """After a request, errors of the ledger wait until all machines are gone. Then `close` raises; a second one
+    does not.
+    """
     it = make()
     launch, instances = it.launch(2)
     it.outage.failing = {verb}
@@ -519,7 +521,9 @@ def test_machines_found_during_an_outage_are_terminated(make: Make) -> None:
 
 
 def test_a_locked_database_is_an_outage(make: Make, tmp_path: Path) -> None:
-    """Another process holds the lock of the file: machines end, the error comes last, and entries stay open for a sweep."""
+    """Another process holds the lock of the file: machines end, the error comes last, and entries stay open for
+    a sweep.
+    """
     it = make()
     it.rent(2)
     with closing(sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)) as other:

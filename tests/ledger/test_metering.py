@@ -73,7 +73,9 @@ def test_a_machine_costs_its_price_for_each_hour() -> None:
 
 
 def test_extras_are_counted_with_their_machine() -> None:
-    """Also if only a listing shows the machine, without an agreed price. The on-demand cost and the event have them too."""
+    """Also if only a listing shows the machine, without an agreed price. The on-demand cost and the event have
+    them too.
+    """
     clock = Clock()
     meter = Meter(clock)
     disk = by_month("disk", 72.0, "a price page", "2026-11-22")  # 0.1 USD an hour
