@@ -50,7 +50,7 @@ def installed(wheel: Path, extra: str, home: Path) -> str:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("orchestrator", ORCHESTRATORS)
-def test_each_extra_alone_brings_its_orchestrator_and_no_other(wheel: Path, orchestrator: str, tmp_path: Path) -> None:
+def test_each_extra_alone_installs_only_its_orchestrator(wheel: Path, orchestrator: str, tmp_path: Path) -> None:
     """With one extra its package can be imported, and the other two orchestrators are not installed."""
     python = installed(wheel, f"[{orchestrator}]", tmp_path / "env")
     run(python, "-c", f"import skyward_core; {IMPORTS[orchestrator]}", cwd=tmp_path)

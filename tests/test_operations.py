@@ -37,7 +37,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[dict[str
 
 
 def test_a_sweep_uses_the_providers_of_the_settings(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Python as on the command line."""
+    """This holds in Python as on the command line."""
     monkeypatch.setenv("SKYWARD_PROVIDER", json.dumps(TWO))
     sky.sweep()
     assert cli.main(["sweep"]) == 0

@@ -229,7 +229,7 @@ PLAIN_NAMES = (
 
 @pytest.mark.parametrize("name", SECRET_NAMES.split())
 def test_names_that_look_like_secrets(name: str) -> None:
-    """In any case and spelling."""
+    """Case and spelling do not matter."""
     assert looks_secret(name)
 
 
@@ -240,7 +240,7 @@ def test_names_that_do_not_look_like_secrets(name: str) -> None:
 
 
 def test_a_url_with_user_information_is_a_secret_under_any_name() -> None:
-    """Of a proxy, an index or a database."""
+    """It may be the URL of a proxy, an index or a database."""
     assert looks_secret("https_proxy", "http://me:word@proxy:3128")
     assert looks_secret("UV_INDEX", "https://token@pypi.example.org/simple")
     assert looks_secret("DATABASE_URL", "postgresql://u:p@db/x")
@@ -314,7 +314,7 @@ def test_a_pool_warns_of_values_that_it_cannot_mask(caplog: pytest.LogCaptureFix
     "make", [lambda env: sky.PoolSpec.of(env=env), lambda env: sky.Image(env=env), lambda env: sky.PoolSpec(env=env)]
 )
 def test_a_message_about_env_holds_no_value(make: Any) -> None:
-    """Whatever is wrong with another variable."""
+    """Another variable of env may have any error."""
     with pytest.raises(ValueError) as caught:
         make({"HF_TOKEN": "hf_0123456789", "1X": "2"})
     assert "1X" in str(caught.value)
@@ -726,7 +726,7 @@ def secretive() -> Iterator[Secretive]:
 
 @pytest.mark.slow
 def test_calls_have_the_values(secretive: Secretive) -> None:
-    """On every node and slot, also in children of a call; in addition to the plain environment."""
+    """They have them on every node and slot, also in children of a call, in addition to the plain environment."""
     assert list(spelled("HF_TOKEN") @ secretive.pool) == [secretive.value[::-1]] * 2
     assert secretive.pool.map(spelled, ["HF_TOKEN"] * 50) == [secretive.value[::-1]] * 50
     assert spelled("PLAIN") >> secretive.pool == "nomel"
@@ -735,7 +735,7 @@ def test_calls_have_the_values(secretive: Secretive) -> None:
 
 @pytest.mark.slow
 def test_output_is_masked(secretive: Secretive) -> None:
-    """Lines of both streams, of logging and of children."""
+    """This includes the lines of both streams, of logging and of children."""
     future = secretive.pool.submit(talks("HF_TOKEN"))
     future.result()
     assert secretive.told.lines(future.call_id) == ["plain ***", "from a child ***", "twice *** '***' half"]
@@ -744,7 +744,9 @@ def test_output_is_masked(secretive: Secretive) -> None:
 
 @pytest.mark.slow
 def test_errors_are_masked(secretive: Secretive) -> None:
-    """The exception, its attributes, its cause and the remote traceback; also a crash's last lines and exit message."""
+    """This includes the exception, its attributes, its cause and the remote traceback, and a crash's last lines and
+    exit message.
+    """
     with pytest.raises(ExceptionGroup, match=r"no way with \*\*\*") as caught:
         _ = fails("HF_TOKEN") >> secretive.pool
     error: Any = caught.value

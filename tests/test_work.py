@@ -29,7 +29,7 @@ def test_a_work_is_plain_text_of_bounded_length() -> None:
 
 
 def test_a_work_reads_as_one_line() -> None:
-    """In the form that `skyward ps` prints."""
+    """It has the form that `skyward ps` prints."""
     assert str(TRAIN) == "airflow:nightly/manual__2026-11-22T07:00:00+00:00/train, try 1"
     assert (
         str(sky.Work(system="dagster", workflow="j", run="r", task="s", asset="a", partition="p"))
@@ -39,8 +39,10 @@ def test_a_work_reads_as_one_line() -> None:
     assert str(sky.Work(task="t", task_run="3")) == "t[3]"
 
 
-def test_tags_hold_what_clouds_take() -> None:
-    """At most 120 characters, none that a service of AWS refuses, never an empty value; an empty field makes no tag."""
+def test_tags_have_only_text_that_clouds_accept() -> None:
+    """They have at most 120 characters, none that a service of AWS refuses, and never an empty value. An empty field
+    makes no tag.
+    """
     tags = work_tags(replace(TRAIN, task_run="[a|b]", asset="x" * 300, partition="  "))
     assert set(tags) == {
         f"skyward-work-{name}"

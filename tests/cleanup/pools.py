@@ -286,7 +286,7 @@ CLOUD = CloudProvider(folder="/nowhere")
 
 
 class FailingLedger:
-    """A ledger whose methods fail from the named one on; the machines must end all the same."""
+    """A ledger whose methods fail from the named one on; its pools' machines must still end."""
 
     def __init__(self, ledger: Ledger, fails: Sequence[str], times: int = 1_000_000) -> None:
         self._ledger, self._fails, self._times = ledger, fails, times

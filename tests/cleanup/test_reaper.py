@@ -583,8 +583,10 @@ def test_a_provider_call_that_hangs_is_abandoned(pool: Pool, monkeypatch: pytest
     assert "TimeoutError: no answer within 1 s" in log_text()
 
 
-def test_after_half_an_hour_it_gives_up(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With status 1, a line that says what to do, and the entry open for a sweep. Pauses never exceed half a minute."""
+def test_after_half_an_hour_the_reaper_exits(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It exits with status 1 and a line that says what to do. The entry stays open for a sweep. Pauses never exceed
+    half a minute.
+    """
     stand_in = StandIn(pool)
     assert stand_in.run("raise ConnectionError('503')", monkeypatch) == 1
     pauses = [float(line) for line in stand_in.lines("pauses")]

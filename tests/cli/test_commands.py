@@ -163,8 +163,8 @@ def lines(told: str) -> list[list[str]]:
 # ── ps ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_ps_shows_what_is_open(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """Oldest first, with state, owner, age and money; ended pools only with --all."""
+def test_ps_lists_open_pools(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
+    """Pools are listed oldest first, with state, owner, age and money; ended ones only with --all."""
     open_pool(ledger, clock, folder, "sky-live", owner=HERE, age_seconds=7200, machines=2)
     open_pool(ledger, clock, folder, "sky-dead", owner=DEAD, age_seconds=60)
     open_pool(ledger, clock, folder, "sky-over", owner=HERE, age_seconds=5000)
@@ -257,7 +257,7 @@ def test_the_total_is_the_same_by_each_key(
 
 
 def test_the_bill_of_some_days(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """From one day on, and until before another."""
+    """The options select from one day on, and until before another."""
     clock.now = datetime(2026, 11, 21, 12, tzinfo=UTC)
     open_pool(ledger, clock, folder, "sky-a", owner=HERE, age_seconds=3600)
     open_pool(ledger, clock, folder, "sky-b", owner=HERE, age_seconds=86_400 + 3600)
@@ -358,8 +358,9 @@ def test_a_sweep_that_only_fails_reports_nothing_as_ended(
 def test_a_sweep_lists_the_providers_of_its_options(
     skyward: Skyward, ledger: Ledger, folder: FolderProvider, tmp_path: Path
 ) -> None:
-    """By name, or as JSON with its fields. Machines that are in no ledger stay until they are old, and another user's
-    machines unless `--unknown` is given.
+    """They are given by name, or as JSON with fields.
+
+    Machines that are in no ledger stay until they are old, and another user's machines unless `--unknown` is given.
     """
     (tmp_path / "other").mkdir()
     other = FolderProvider(folder=str(tmp_path / "other"))
@@ -375,7 +376,7 @@ def test_a_sweep_lists_the_providers_of_its_options(
 
 
 def test_a_pool_is_stopped_by_its_id(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """Live or not. The error for an unknown pool says where to look."""
+    """This holds for a live pool and a dead one. The error for an unknown pool says where to look."""
     open_pool(ledger, clock, folder, "sky-live", owner=HERE, machines=2)
     assert re.fullmatch(
         r"sky-live has ended: 2 machines ended \(sky-live\S+, sky-live\S+\); nothing of it is left\n",
@@ -416,7 +417,9 @@ def test_a_receipt_is_json(skyward: Skyward, ledger: Ledger, clock: Clock, folde
 
 
 def test_why_lists_every_attempt(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """In order, with the provider's own messages. A pool without attempts is reported, an unknown one is an error."""
+    """They are in order, with the provider's own messages. A pool without attempts is reported, an unknown one is an
+    error.
+    """
     open_pool(ledger, clock, folder, "sky-1", owner=HERE)
     assert "sky-1 has not tried" in skyward("why sky-1")
     refused = Attempt(
@@ -446,7 +449,7 @@ def test_why_lists_every_attempt(skyward: Skyward, ledger: Ledger, clock: Clock,
 
 
 def test_offers_are_listed_with_their_age(skyward: Skyward, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The cheapest first; a search without offers fails, with the reason."""
+    """The cheapest is first. A search without offers fails, and the error has the reason."""
     sold = [
         Offer(
             provider="folder",
@@ -504,7 +507,7 @@ def test_a_price_below_a_hundredth_of_a_cent_is_not_zero(
 
 
 def test_a_budget_is_set_and_listed(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """With the money spent, reserved and left in this period. A limit for each run has no sum."""
+    """The list has the money spent, reserved and left in this period. A limit for each run has no sum."""
     assert skyward("budget set team --limit 100 --per day") == "team: 100 USD per day\n"
     skyward("budget set runs --limit 5.50 --per run")
     assert ledger.accounts() == [

@@ -21,7 +21,7 @@ def offer(provider: HttpRental, *, is_spot: bool = False) -> Offer:
     return next(offer for offer in provider.offers(Requirements()) if offer.is_spot == is_spot)
 
 
-def test_what_is_rented_is_listed_with_its_tags_until_it_is_given_back(rental: RunningService) -> None:
+def test_a_machine_is_listed_with_its_tags_until_its_termination(rental: RunningService) -> None:
     """Launch, listing and termination agree with the console; spot is cheaper, and ranks continue from the first."""
     provider = HttpRental(url=rental.url)
     launched = provider.launch(offer(provider, is_spot=True), 2, tags(rank=3), "#!/bin/sh\n")

@@ -338,7 +338,7 @@ with Ledger(url, busy_timeout_seconds=60) as ledger:
 
 
 @pytest.mark.slow
-def test_a_hundred_killed_concurrent_pools_overdraw_nothing(tmp_path: Path) -> None:
+def test_concurrent_reservations_and_kills_overdraw_nothing(tmp_path: Path) -> None:
     """Eight processes of thirteen pools each spend from one account until it refuses; three are killed during this.
 
     The account's free money is to the micro-dollar its limit less all recorded sums, and never below zero. When the

@@ -135,7 +135,7 @@ def test_free_machines_have_no_end() -> None:
 def test_a_launch_whose_first_minute_is_not_covered_is_refused(
     max_cost: float, machines: int, price: Price, left: str
 ) -> None:
-    """Before the request, with the computation, a recommendation and the remaining money."""
+    """It is refused before the request. The error has the computation, a recommendation and the remaining money."""
     it = pool(max_cost)
     with pytest.raises(BudgetExceeded, match=r"in their first minute.*max_cost=.*Raise max_cost") as caught:
         it.limit.commit(machines, price)
@@ -656,7 +656,7 @@ def test_no_history_of_parts_and_replacements_can_cost_more(
 def test_it_warns_drains_and_is_used_up_in_time(
     max_cost: float, machines: int, per_hour: str, boot_seconds: float
 ) -> None:
-    """In that order, once each, for pools of six minutes to two hours; no machine has ended itself before.
+    """Each happens once, in that order, for pools of six minutes to two hours, and no machine has ended itself before.
 
     The teardown is within the limit.
     """
@@ -774,7 +774,9 @@ def committed(ledger: Ledger, limit: str, pool_id: str = "sky-1") -> Decimal:
 
 
 def test_the_money_of_an_account_is_reserved_before_the_launch(ledger: Ledger, clock: Clock) -> None:
-    """For the boot and two leases of all machines. With less in the account nothing is launched or reserved."""
+    """The sum covers the boot and two leases of all machines. If the account has less, nothing is launched
+    or reserved.
+    """
     it = opened(ledger, clock, "10")
     it.limit.commit(2, usd("36"))  # a cent a second
     assert reserved(ledger) == 2 * (120 + 2 * 120) * Decimal("0.01")
@@ -889,8 +891,9 @@ def test_a_launch_at_the_end_of_the_paid_time_renews_first(ledger: Ledger, clock
 
 
 def test_an_empty_account_warns_drains_and_ends_the_pool_in_its_paid_time(ledger: Ledger, clock: Clock) -> None:
-    """In that order, with the account's own messages. At the end half of the margin is left for the teardown, and
-    nothing is overdrawn.
+    """They happen in that order, with the account's own messages.
+
+    At the end half of the margin is left for the teardown, and nothing is overdrawn.
     """
     it = opened(ledger, clock, "20")
     it.launch(1, usd("36"))
@@ -905,7 +908,7 @@ def test_an_empty_account_warns_drains_and_ends_the_pool_in_its_paid_time(ledger
 
 
 def test_new_money_in_the_account_ends_the_warning(ledger: Ledger, clock: Clock) -> None:
-    """Also of a drained pool: the limit was raised, so the next interval can be reserved."""
+    """This also holds for a drained pool: the limit was raised, so the next interval can be reserved."""
     it = opened(ledger, clock, "20")
     it.launch(1, usd("36"))
     it.go_until(Fill.DRAINED)

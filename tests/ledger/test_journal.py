@@ -273,8 +273,8 @@ def test_nothing_is_requested_for_a_condemned_pool(make: Make) -> None:
 
 
 def test_from_launch_to_end_each_machine_is_one_entry(make: Make) -> None:
-    """Bound to its id, its end requested, closed with the evidence. Its seconds add up to its life, and their price to
-    the bill.
+    """The entry is bound to the machine's id and closed with the evidence of its end. Its seconds add up to its life,
+    and their price to the bill.
     """
     it = make()
     launch, instances = it.launch(2)
@@ -337,7 +337,7 @@ def test_the_intents_of_a_refused_launch_are_closed_and_cost_nothing(make: Make)
 
 
 def test_if_fewer_machines_come_the_other_intents_are_closed(make: Make) -> None:
-    """By their ranks, in any order."""
+    """The ranks of the machines decide, in any order."""
     it = make()
     launch = it.journal.intend(it.offer, 3, 0, Commitment())
     came = it.provider.launch(it.offer, 3, launch.tags, "")[1:2]
@@ -359,7 +359,9 @@ class PriceReportingProvider(FakeProvider):
 def test_a_machine_that_costs_less_than_its_offer_is_billed_at_its_price(
     make: Make, reported: float, billed: int
 ) -> None:
-    """By the meter and the ledger, also if it is of another type; never more than the reserved price."""
+    """The meter and the ledger do so, also for a machine of another type, and never bill more than the
+    reserved price.
+    """
     it = make(PriceReportingProvider)
     launch, (machine,) = it.launch(1)
     it.journal.bind(launch, [machine.model_copy(update={"price_per_hour": reported, "instance_type": "another"})])
@@ -592,7 +594,7 @@ def test_several_errors_are_raised_as_one(make: Make) -> None:
 
 
 def test_the_lease_is_renewed_from_now(make: Make) -> None:
-    """By `lease_seconds`; or for a given time if the pool outlives this process."""
+    """It is renewed by `lease_seconds`, or by a given time if the pool outlives this process."""
     it = make(lease_seconds=60)
     it.pass_time(30)
     it.journal.renew()

@@ -262,7 +262,7 @@ def test_entries_of_earlier_kinds_can_be_read(file_ledger: Ledger, sqlite_url: s
 
 
 def test_open_intents_can_be_filtered(ledger: Ledger) -> None:
-    """By pool and by provider."""
+    """They are selected by pool and by provider."""
     open_pool(ledger, "q")
     ours, theirs = intend(ledger, "a"), intend(ledger, "b", "q")
     assert ledger.open_intents(pool_id="q") == [theirs]
@@ -271,7 +271,7 @@ def test_open_intents_can_be_filtered(ledger: Ledger) -> None:
 
 
 def test_wrong_arguments_are_refused(ledger: Ledger) -> None:
-    """Unknown or duplicate pools, naive times, no evidence, negative seconds, entries of another ledger."""
+    """Examples: unknown or duplicate pools, naive times, no evidence, negative seconds, entries of another ledger."""
     with pytest.raises(LedgerConflict, match="no pool 'unknown'"):
         intend(ledger, pool_id="unknown")
     with pytest.raises(LedgerConflict, match="already has a pool 'p'"):
@@ -305,7 +305,7 @@ def test_a_pool_ends_once_and_its_open_intents_stay(ledger: Ledger, clock: Clock
 
 
 def test_a_lease_is_renewed_and_never_shortened(ledger: Ledger) -> None:
-    """In any order of renewals. A pool that lives by its lease continues to do so."""
+    """This holds for any order of renewals. A pool that lives by its lease continues to do so."""
     ledger.renew("p", LATER + timedelta(minutes=5))
     ledger.renew("p", LATER)
     pool = ledger.pool("p")
@@ -425,7 +425,7 @@ def test_a_lease_is_either_renewed_or_condemned(ledger: Ledger, url: str, verb: 
 
 
 def test_many_intents_are_recorded_at_once_in_their_order(ledger: Ledger) -> None:
-    """In several statements, all or none. Entries with known tokens do not change."""
+    """The ledger writes all of them, in several statements, or none. Entries with known tokens do not change."""
     known = ledger.bind(intend(ledger, "t7"), "i-7")
     intents = ledger.intend_all("p", [wish(f"t{number}") for number in range(1100)])
     assert [intent.token for intent in intents] == [f"t{number}" for number in range(1100)]
@@ -471,7 +471,7 @@ def seconds_of(ledger: Ledger) -> list[dict[Bucket, float]]:
 
 
 def test_noted_totals_replace_each_other_and_never_shrink(ledger: Ledger) -> None:
-    """To the millisecond; other buckets stay."""
+    """They are exact to the millisecond, and other buckets do not change."""
     one, other = ledger.intend_all("p", [wish("a"), wish("b")])
     ledger.note_all({one.id: {Bucket.LAUNCHING: 12.3456, Bucket.IDLE: 5}, other.id: {Bucket.IDLE: 1}})
     ledger.note_all({one.id: {Bucket.IDLE: 7.25}, other.id: {Bucket.IDLE: 0.5}})
@@ -491,7 +491,7 @@ def test_a_second_may_move_to_another_bucket(ledger: Ledger) -> None:
 
 
 def test_seconds_that_were_never_noted_are_filled_in_at_the_close(ledger: Ledger, clock: Clock) -> None:
-    """Of a bound resource, from its intent on; of an unbound one, none. A second close changes nothing."""
+    """A bound resource gets them from its intent on, an unbound one gets none. A second close changes nothing."""
     noted, unnoted, unbound, unfilled = ledger.intend_all("p", [wish(token) for token in "abcd"])
     ledger.bind_all({noted.id: "i-1", unnoted.id: "i-2", unfilled.id: "i-4"})
     ledger.note_all({noted.id: {Bucket.LAUNCHING: 60, Bucket.IDLE: 30}, unfilled.id: {Bucket.LAUNCHING: 60}})
@@ -655,7 +655,7 @@ def test_a_resource_that_was_never_created_costs_nothing(ledger: Ledger) -> None
 
 
 def test_the_sum_of_a_bill_does_not_depend_on_the_key(ledger: Ledger, clock: Clock) -> None:
-    """By resource, pool, owner, day and bucket: equal to the micro-dollar, also on demand, with odd prices, times and
+    """The bill by resource, pool, owner, day and bucket is equal to the micro-dollar, with odd prices, times and
     billing rules.
     """
     open_pool(ledger, "q", replace(OWNER, user="bob"))
@@ -689,7 +689,7 @@ def test_the_sum_of_a_bill_does_not_depend_on_the_key(ledger: Ledger, clock: Clo
 
 
 def test_a_bill_can_be_filtered(ledger: Ledger, clock: Clock) -> None:
-    """By pool, and by the time of the intent."""
+    """The filters are the pool and the time of the intent."""
     open_pool(ledger, "q")
     intend(ledger, "a")
     clock.time = LATER
@@ -701,7 +701,9 @@ def test_a_bill_can_be_filtered(ledger: Ledger, clock: Clock) -> None:
 
 
 def test_a_list_of_pools_has_the_cost_of_each(ledger: Ledger, clock: Clock) -> None:
-    """Open resources and costs, oldest pool first; ended pools only on request, and only the newest ones."""
+    """It has open resources and costs, oldest pool first. Ended pools are listed only on request, and only the newest
+    ones.
+    """
     for minutes, pool_id in enumerate("qrs", 1):
         clock.time = NOON + timedelta(minutes=minutes)
         open_pool(ledger, pool_id)
@@ -823,7 +825,7 @@ def test_a_renewal_of_reservations_is_atomic(ledger: Ledger, clock: Clock) -> No
 def test_a_limit_holds_for_its_period(
     ledger: Ledger, clock: Clock, period: str, same_day: int, next_day: int, next_month: int, other_pool: int
 ) -> None:
-    """For each pool, each UTC day or each UTC month."""
+    """The period is a pool, a UTC day or a UTC month."""
     open_pool(ledger, "q")
     ledger.set_account(Account("team", USD(1), Period(period)))
     ledger.reserve("team", "p", USD(1))
@@ -1118,7 +1120,7 @@ except LedgerError as error:
 
 @pytest.mark.parametrize("is_made", [False, True])
 def test_a_read_only_directory_is_an_error(tmp_path: Path, is_made: bool) -> None:
-    """With a ledger in it, and without."""
+    """This holds with a ledger in it, and without."""
     folder = tmp_path / "read-only"
     folder.mkdir()
     if is_made:
@@ -1133,7 +1135,7 @@ def test_a_read_only_directory_is_an_error(tmp_path: Path, is_made: bool) -> Non
 
 
 def test_a_directory_that_cannot_be_created_is_an_error(tmp_path: Path) -> None:
-    """There is a file with its name."""
+    """A file has its name."""
     (tmp_path / "state").write_text("")
     with pytest.raises(LedgerError, match="Check the path"):
         Ledger(f"sqlite:///{tmp_path}/state/ledger.db")
@@ -1185,7 +1187,7 @@ def test_a_wrong_url_is_an_error(url: str, message: str) -> None:
 
 
 def test_the_default_ledger_is_in_the_state_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without SKYWARD_LEDGER. A new directory is private."""
+    """This holds without SKYWARD_LEDGER. A new directory is private."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert default_url({}) == f"sqlite:///{tmp_path}/skyward/ledger.db"
     assert default_url({"SKYWARD_LEDGER": "sqlite:////x.db"}) == "sqlite:////x.db"
@@ -1197,7 +1199,7 @@ def test_the_default_ledger_is_in_the_state_directory(monkeypatch: pytest.Monkey
 
 
 def test_attempts_are_kept_in_their_order(ledger: Ledger, clock: Clock) -> None:
-    """Of one pool, since a time, or all; with a code of any length."""
+    """They can be read of one pool, since a time, or all. A code may have any length."""
     intend(ledger)
     (pool,) = ledger.pools()
     moments = [clock() + timedelta(seconds=seconds) for seconds in (5, 0)]
@@ -1258,7 +1260,7 @@ def bill(ledger: Ledger, by: CostBy, **which: object) -> dict[str, tuple[int, De
 
 
 def test_a_pool_is_recorded_with_its_work(ledger: Ledger) -> None:
-    """It is found by any field of its work."""
+    """Each field of the work finds the pool."""
     pay(ledger, "q", TRAIN, 2)
     assert {pool.id: pool.work for pool in ledger.pools()} == {"p": Work(), "q": TRAIN}
     assert bill(ledger, CostBy.POOL, work=Work(run=TRAIN.run, task="train")) == {"q": (2, Decimal(2))}
@@ -1530,7 +1532,7 @@ def another_resource(resource: Mapping[str, Any], number: int) -> dict[str, Any]
 @pytest.mark.generated
 @pytest.mark.parametrize("by", CostBy)
 def test_a_bill_of_many_resources_is_right(large: Ledger, by: CostBy) -> None:
-    """By every key: `skyward cost`."""
+    """It is checked with every key: `skyward cost`."""
     rows = large.cost_rows(by)
     # the first has a second less in each
     assert sum(row.seconds for row in rows) == pytest.approx(6 * (MANY // 1000 * sum(range(1000)) + MANY * 0.1 - 1))
@@ -1545,7 +1547,7 @@ def test_a_bill_of_many_resources_is_right(large: Ledger, by: CostBy) -> None:
 def test_a_list_of_five_thousand_pools_is_right(
     large: Ledger, include_ended: bool, limit: int | None, pools: int, resources: int
 ) -> None:
-    """The open ones, all of them, or the newest: `skyward ps`."""
+    """It is checked for the open ones, for all, and for the newest: `skyward ps`."""
     rows = large.pool_rows(include_ended=include_ended, limit=limit)
     assert (len(rows), sum(row.resources for row in rows)) == (pools, resources)
     assert sum(row.open_resources for row in rows) == (0 if limit else MANY // 25)
@@ -1554,7 +1556,7 @@ def test_a_list_of_five_thousand_pools_is_right(
 @pytest.mark.slow
 @pytest.mark.generated
 def test_all_open_intents_are_found(large: Ledger) -> None:
-    """Among twenty-five times as many: the first read of a sweep."""
+    """They are found among twenty-five times as many, by the first query of a sweep."""
     intents = large.open_intents()
     assert len(intents) == MANY // 25
 
@@ -1567,7 +1569,7 @@ def modes(folder: Path) -> dict[str, int]:
 
 
 def test_the_files_of_a_ledger_are_private(tmp_path: Path) -> None:
-    """With any umask; the default folder too."""
+    """This holds with any umask, and for the default folder."""
     before = os.umask(0)
     try:
         with Ledger(f"sqlite:///{tmp_path / 'new' / 'ledger.db'}") as ledger:
@@ -1579,7 +1581,7 @@ def test_the_files_of_a_ledger_are_private(tmp_path: Path) -> None:
 
 
 def test_a_ledger_that_others_could_read_becomes_private(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With one warning, and without a loss of entries. Only the default folder's mode changes too."""
+    """There is one warning, and no entry is lost. Only the default folder's mode changes too."""
     path = tmp_path / "ledger.db"
     with Ledger(f"sqlite:///{path}") as ledger, Ledger(f"sqlite:///{path}"):
         ledger.set_account(Account("team", Decimal(1), Period.RUN))

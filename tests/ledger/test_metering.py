@@ -73,9 +73,7 @@ def test_a_machine_costs_its_price_for_each_hour() -> None:
 
 
 def test_extras_are_counted_with_their_machine() -> None:
-    """Also if only a listing shows the machine, without an agreed price. The on-demand cost and the event have
-    them too.
-    """
+    """This also holds if only a listing shows the machine. The on-demand cost and the event include them."""
     clock = Clock()
     meter = Meter(clock)
     disk = by_month("disk", 72.0, "a price page", "2026-11-22")  # 0.1 USD an hour
@@ -89,7 +87,7 @@ def test_extras_are_counted_with_their_machine() -> None:
 
 
 def test_a_machine_is_billed_from_its_request() -> None:
-    """Also if the meter learns of it later."""
+    """This also holds if the meter learns of it later."""
     clock = Clock()
     meter = Meter(clock)
     asked_at = meter.now()

@@ -105,8 +105,9 @@ def money(ledger: Ledger, clock: Clock) -> object:
 
 
 def test_prune_deletes_details_and_keeps_money(ledger: Ledger, clock: Clock) -> None:
-    """Only of pools that ended long ago without open entries; a dry run changes nothing; the second time there is nothing
-    to do.
+    """It deletes those of pools that ended long ago and have no open entry.
+
+    A dry run changes nothing, and a second run finds nothing to delete.
     """
     before, since = money(ledger, clock), NOON - timedelta(days=90)
     assert ledger.prune(since) == Pruned(1, 3, 1)
@@ -125,7 +126,7 @@ def test_prune_deletes_details_and_keeps_money(ledger: Ledger, clock: Clock) -> 
 
 @pytest.mark.slow
 def test_a_pruned_file_becomes_smaller(sqlite_url: str, clock: Clock) -> None:
-    """By more than half, with specs and attempts as in real pools."""
+    """It shrinks by more than half, with specs and attempts as in real pools."""
     file = Path(sqlite_url.removeprefix("sqlite:///"))
     with Ledger(sqlite_url, clock=clock) as ledger:
         ledger.set_account(Account("team", Decimal(5000), Period.MONTH))
@@ -180,8 +181,9 @@ def test_the_command_is_a_dry_run_by_default(
 
 @pytest.mark.slow
 def test_a_minimal_role_is_enough(postgresql_server: str, postgresql_url: str, clock: Clock) -> None:
-    """The GRANTs of docs/ledger.md, after the owner has created the tables: every method works, and no table can be created,
-    changed or dropped.
+    """The role has the GRANTs of docs/ledger.md, after the owner has created the tables.
+
+    Every method works, and no table can be created, changed or dropped.
     """
     page = (ROOT / "docs/ledger.md").read_text()
     (grants,) = re.findall(r"```sql\n(.*?)```", page, re.DOTALL)

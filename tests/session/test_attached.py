@@ -285,8 +285,8 @@ def test_a_detached_call_that_waits_is_cancelled(
         call.forget()
 
 
-def test_what_is_unknown_is_refused(attached_pool: sky.ComputePool) -> None:
-    """An id of another pool, and an object that is no pending call."""
+def test_unknown_ids_and_objects_are_refused(attached_pool: sky.ComputePool) -> None:
+    """An id of another pool is refused, and so is an object that is no pending call."""
     with pytest.raises(sky.BadRequest, match="knows of no call"):
         attached_pool.detached_call("0" * 32)
     with pytest.raises(TypeError, match="pending"):
@@ -379,7 +379,7 @@ def supervisor_of(lease: Lease, node: int, number: signal.Signals) -> None:
     os.kill(int(Path(str(lease.nodes[node].instance.directory), "supervisor").read_text()), number)
 
 
-def test_a_pool_is_detached_and_found_again() -> None:
+def test_a_detached_pool_can_be_attached_to() -> None:
     """The opener detaches: its pool lives for the lease that remains, another process uses it, and without a client it
     ends.
     """
