@@ -1,9 +1,8 @@
-"""A stand-in for a hierarchy of control groups (cgroup v2): folders that are real, and files that a kernel would make,
-kept beside them.
+"""A fake hierarchy of control groups (cgroup v2): real folders, with the files of the kernel kept separately.
 
-It refuses what the kernel refuses (cgroups(7)): a group that hands controllers down takes no process and one with
-processes hands none down; what was not handed down has no files. Processes are in the last group that they were written
-to; `0` is who writes. Forks share it.
+It refuses what the kernel refuses (cgroups(7)): a group that passes controllers on takes no process, and a group with
+processes passes none on. Controllers that were not passed on have no files. Processes are in the last group that they
+were written to; `0` is the writer. Forks share the fake.
 """
 
 import errno
@@ -19,7 +18,7 @@ MEMORY_FILES = {
 
 
 class FakeKernel:
-    """Answers in the place of `call_groups.read` and `write`."""
+    """Replaces `call_groups.read` and `write`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -34,7 +33,7 @@ class FakeKernel:
         return group
 
     def put(self, path: Path, text: str) -> None:
-        """Have a file hold this."""
+        """Set the content of a file."""
         file = self._file(path)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)

@@ -9,11 +9,10 @@ from skyward_core.worker.scheduler_messages import Resumed
 
 
 class Following:
-    """`number` is that of the last message delivered. `handler(client.id)` is what that client subscribes to the topic
-    with.
+    """`number` is that of the last message delivered. The client subscribes to the topic with `handler(client.id)`.
 
-    Live messages count only once `resume` has been answered on that client's stream: what comes before that comes
-    again, in its order.
+    Live messages count only once `resume` has been answered on that client's stream: earlier messages come again, in
+    their order.
     """
 
     def __init__(

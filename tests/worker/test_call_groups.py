@@ -1,6 +1,6 @@
-"""Limits of memory that the kernel keeps.
+"""Memory limits that the kernel enforces.
 
-Most of it on a stand-in for cgroupfs; the last test needs a kernel with cgroup v2's memory controller.
+Most tests use a fake of cgroupfs; the last test needs a kernel with cgroup v2's memory controller.
 """
 
 import os
@@ -36,7 +36,7 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
 
 @pytest.fixture
 def group(kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The group of a node, in which this process and two others are."""
+    """The group of a node, with this process and two others in it."""
     group = kernel.make(NODE_GROUP, processes=f"11 12 {os.getpid()}")
     monkeypatch.setattr(call_groups, "own_group", lambda: group)
     return group
@@ -49,16 +49,16 @@ def bounded() -> CallGroups:
 
 
 def test_the_nodes_group_is_divided(kernel: FakeKernel, group: Path) -> None:
-    """What was in it is below it, and it hands memory down."""
+    """Its processes are in a group below it, and it passes the memory controller on."""
     bounded()
     assert kernel.members(group / "node") == {11, 12, os.getpid()}
     assert kernel.read(group / "cgroup.subtree_control") == "memory"
 
 
-def test_a_node_that_begins_anew_is_divided_already(
+def test_a_node_that_restarts_is_divided_already(
     kernel: FakeKernel, group: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its supervisor is in a group below the node's then."""
+    """Its supervisor is then in a group below the node's."""
     bounded()
     monkeypatch.setattr(call_groups, "own_group", lambda: group / "node")
     path = bounded().make()
@@ -66,10 +66,10 @@ def test_a_node_that_begins_anew_is_divided_already(
     assert path.parent == group
 
 
-def test_what_forks_while_the_group_is_divided_is_moved_too(
+def test_processes_forked_while_the_group_is_divided_are_moved_too(
     kernel: FakeKernel, group: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that was not there at the first look."""
+    """They are missing in the first list of processes."""
     really = kernel.write
 
     def write(path: Path, text: str) -> None:
@@ -83,10 +83,10 @@ def test_what_forks_while_the_group_is_divided_is_moved_too(
 
 
 @pytest.mark.parametrize("lack", ["limit", "group", "memory", "another group", "a process that stays"])
-def test_without_what_it_needs_the_worker_bounds_memory_as_before(
+def test_without_a_usable_group_the_worker_limits_memory(
     lack: str, kernel: FakeKernel, group: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No limit; no group to be seen; a group without the controller; one that is not the node's; one of which a process
+    """No limit; no visible group; a group without the controller; a group that is not the node's; a process that
     cannot be moved.
     """
     really = kernel.write
@@ -111,7 +111,7 @@ def test_without_what_it_needs_the_worker_bounds_memory_as_before(
 
 
 def test_each_process_of_calls_has_a_group_with_the_limit(kernel: FakeKernel, group: Path) -> None:
-    """No swap, and all of it ends when the kernel ends one."""
+    """It may not use swap, and all of its processes end when the kernel ends one."""
     groups = bounded()
     first, second = groups.make(), groups.make()
     assert first is not None
@@ -123,8 +123,8 @@ def test_each_process_of_calls_has_a_group_with_the_limit(kernel: FakeKernel, gr
     assert call_groups.enter(group / "gone") is False
 
 
-def test_a_group_that_cannot_be_made_is_done_without(kernel: FakeKernel, group: Path) -> None:
-    """The process stays where it is forked, and the next one is tried again."""
+def test_without_a_new_group_the_process_still_runs(kernel: FakeKernel, group: Path) -> None:
+    """It stays in the group where it is forked; the next process tries to make a group again."""
     groups = bounded()
     kernel.put(group / "cgroup.subtree_control", "")
     assert groups.make() is None
@@ -138,8 +138,10 @@ def test_a_group_that_cannot_be_made_is_done_without(kernel: FakeKernel, group: 
 @pytest.mark.parametrize(
     ("events", "expected"), [("oom_kill 0", False), ("oom 3\noom_kill 2\noom_group_kill 1", True), ("", False)]
 )
-def test_the_kernel_says_whether_it_has_killed(events: str, expected: bool, kernel: FakeKernel, group: Path) -> None:
-    """By the count of the group, which is of that process alone; the group is gone after that."""
+def test_the_kernels_count_shows_whether_it_has_killed(
+    events: str, expected: bool, kernel: FakeKernel, group: Path
+) -> None:
+    """The group belongs to that process alone, and is removed afterwards."""
     groups = bounded()
     path = groups.make()
     assert path is not None
@@ -148,13 +150,13 @@ def test_the_kernel_says_whether_it_has_killed(events: str, expected: bool, kern
     assert not path.exists()
 
 
-def test_a_group_with_somebody_in_it_goes_later(kernel: FakeKernel, group: Path) -> None:
-    """What a call has left behind outlives its process: the group is removed when it is empty."""
+def test_a_group_with_processes_in_it_is_removed_later(kernel: FakeKernel, group: Path) -> None:
+    """Processes that a call has left outlive its runner: the group is removed when it is empty."""
     groups = bounded()
     first, second = groups.make(), groups.make()
     assert first is not None
     assert second is not None
-    (first / "left").mkdir()  # as the kernel, a folder that is not empty refuses to go
+    (first / "left").mkdir()  # a folder that is not empty cannot be removed, as in the kernel
     assert groups.end(first) is False
     assert first.exists()
     (first / "left").rmdir()
@@ -162,8 +164,8 @@ def test_a_group_with_somebody_in_it_goes_later(kernel: FakeKernel, group: Path)
     assert (first.exists(), second.exists()) == (False, False)
 
 
-def test_results_in_memory_have_room_of_their_own(kernel: FakeKernel, group: Path, tmp_path: Path) -> None:
-    """The kernel counts them as the process's: the limit is higher by as much, until they are fetched."""
+def test_results_in_memory_do_not_count_against_the_limit(kernel: FakeKernel, group: Path, tmp_path: Path) -> None:
+    """The kernel counts them as the process's memory: the limit is raised by their size, until they are fetched."""
     path = bounded().make()
     assert path is not None
     room = MemoryAllowance(path, LIMIT)
@@ -180,8 +182,8 @@ def test_results_in_memory_have_room_of_their_own(kernel: FakeKernel, group: Pat
     assert kernel.read(path / "memory.max") == str(LIMIT)
 
 
-def test_the_error_says_who_has_killed_the_call() -> None:
-    """The worker, or the kernel, which counts more."""
+def test_the_error_says_what_has_killed_the_call() -> None:
+    """The worker, or the kernel, which counts more memory."""
     messages: list[str] = []
     for text in ("", BY_KERNEL):
         with pytest.raises(sky.CallOutOfMemory) as caught:
@@ -209,7 +211,7 @@ PLACES = {
 
 
 def hierarchy(tmp_path: Path, case: str) -> tuple[Path, str]:
-    """Plain files: the group of this process, and where one of a node is to be made."""
+    """Plain files: the group of this process, and the place for the group of a node."""
     handed_down, limits, expected = PLACES[case]
     own = tmp_path / "slice" / "session"
     own.mkdir(parents=True)
@@ -221,10 +223,10 @@ def hierarchy(tmp_path: Path, case: str) -> tuple[Path, str]:
 
 
 @pytest.mark.parametrize("case", PLACES)
-def test_a_group_is_made_where_memory_is_handed_down(
+def test_a_group_is_made_where_the_memory_controller_is_available(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside the group of this process, if that has no limit that would be escaped."""
+    """It is beside the group of this process, if no limit is escaped by that."""
     own, expected = hierarchy(tmp_path, case)
     monkeypatch.setattr(call_groups, "own_group", lambda: own)
     assert str(control_groups._home()) == expected
@@ -232,7 +234,7 @@ def test_a_group_is_made_where_memory_is_handed_down(
 
 @pytest.mark.parametrize("case", PLACES)
 def test_a_group_on_a_host_is_made_in_the_same_place(case: str, tmp_path: Path) -> None:
-    """The shell's own words for it."""
+    """The shell script finds the same place."""
     own, expected = hierarchy(tmp_path, case)
     told = subprocess.run(
         ["sh", "-euc", f'parent=$1\n{ssh_transport.PLACE}\necho "$parent"', "sh", str(own)],
@@ -243,8 +245,8 @@ def test_a_group_on_a_host_is_made_in_the_same_place(case: str, tmp_path: Path) 
     assert told.stdout.strip() == expected
 
 
-def test_a_reaper_leaves_the_node_where_the_group_above_takes_no_process(tmp_path: Path) -> None:
-    """One that hands controllers down refuses; all reapers share a group below it.
+def test_a_reaper_leaves_the_node_if_the_group_above_takes_no_process(tmp_path: Path) -> None:
+    """A group that passes controllers on takes no process; all reapers share a group below it.
 
     Looks inside: the groups are folders that the test has made.
     """
@@ -269,8 +271,8 @@ def keeps_limits() -> bool:
 
 
 @pytest.mark.skipif(not keeps_limits(), reason="no cgroup v2 whose memory controller a node's group would have")
-def test_what_a_call_has_started_counts_too() -> None:
-    """The call itself stays small: only the kernel sees that its child does not."""
+def test_memory_of_processes_that_a_call_has_started_counts_too() -> None:
+    """The call itself stays small: only the kernel sees the memory of its child."""
 
     @sky.compute
     def hoard(mib: int) -> int:

@@ -1,4 +1,4 @@
-"""The scheduler's memory: what clients miss, calls that nobody waits for, workers that do not answer."""
+"""The scheduler's memory: messages that clients miss, calls without waiting clients, workers that do not answer."""
 
 import asyncio
 import contextlib
@@ -53,8 +53,8 @@ FOR_EVER = 3600.0
 
 @given(st.lists(st.one_of(st.binary(max_size=30), st.integers(0, 40))), st.integers(1, 60))
 def test_a_topic_keeps_the_newest_within_its_bounds(steps: list[bytes | int], limit_bytes: int) -> None:
-    """What a topic gives back are the newest messages, rightly numbered; it holds no more than its limit, but always
-    the last one.
+    """A topic returns the newest messages with the right numbers; it holds at most its limit, but always the last
+    one.
     """
     topic, said, acknowledged = Topic(limit_bytes), list[bytes](), 0
     for step in steps:
@@ -77,7 +77,7 @@ def test_a_topic_keeps_the_newest_within_its_bounds(steps: list[bytes | int], li
 
 @dataclass
 class Wire:
-    """The stream from the scheduler to one client: messages on their way, and whether it still stands."""
+    """The stream from the scheduler to one client: messages in transit, and whether it is open."""
 
     client_id: str
     handler: Callable[[Any], None]
@@ -121,8 +121,8 @@ STEPS = st.lists(
 @hypothesis_settings(max_examples=400, deadline=None)
 @given(STEPS, st.sampled_from([10**6, 12]))
 def test_a_client_gets_each_message_once_however_it_reconnects(steps: list[str], limit_bytes: int) -> None:
-    """Whatever the order of messages, broken wires, new clients and repeated questions: each message comes once, in
-    order, or is known to be missed.
+    """With messages, broken connections, new clients and repeated questions in any order: each message comes once,
+    in order, or is known to be missed.
     """
     asyncio.run(_reconnecting(steps, limit_bytes))
 
@@ -183,8 +183,8 @@ async def _reconnecting(steps: list[str], limit_bytes: int) -> None:
 
 @given(st.lists(st.tuples(st.floats(0.1, 500), st.booleans()), max_size=60))
 def test_only_checks_make_a_worker_silent(steps: list[tuple[float, bool]]) -> None:
-    """A worker is given up after so many checks without news of it; a scheduler that slept for hours gives nobody up
-    for that.
+    """A worker is dropped after a number of checks without news of it. If the scheduler has slept for hours, it
+    drops no worker because of that.
     """
     silence, seen, unheard = SilentWorkers(), 0.0, 0.0
     silence.check({"w": seen}, 1.0, {"w": 12.0})
@@ -270,12 +270,12 @@ def wait_for_file(path: str) -> str:
 
 
 def runs_noted(folder: Path) -> int:
-    """How many notes there are, other than that to go on."""
+    """How many notes there are, without the file `go`."""
     return len([note for note in folder.iterdir() if note.name != "go"])
 
 
 def note_and_wait(folder: str) -> int:
-    """A task that leaves a note of each of its runs."""
+    """A task that writes a note of each of its runs."""
     Path(folder, uuid.uuid4().hex).touch()
     wait_for_file(f"{folder}/go")
     return 1
@@ -287,8 +287,8 @@ def follow(client: Any, following: Following) -> None:
 
 
 def test_messages_outlive_a_connection() -> None:
-    """What is said while a client has no connection reaches the one it makes next; what it acknowledges takes no memory
-    any more.
+    """Messages that come while a client has no connection reach its next connection. Acknowledged messages take no
+    memory.
 
     Looks inside: what the scheduler keeps shows nowhere else.
     """
@@ -322,8 +322,8 @@ def test_messages_outlive_a_connection() -> None:
 
 @pytest.mark.parametrize("state", ["processing", "memory"])
 def test_tasks_outlive_a_connection_until_their_client_releases_them(tmp_path: Path, state: str) -> None:
-    """A task goes on without its client, whose next connection is told how it stands, gets its result, and lets go of
-    it by releasing its future.
+    """A task goes on without its client. The client's next connection learns its state, gets its result, and releases
+    it with its future.
 
     Looks inside: what the scheduler keeps shows nowhere else.
     """
@@ -362,8 +362,8 @@ def test_tasks_outlive_a_connection_until_their_client_releases_them(tmp_path: P
     with_head(test)
 
 
-def test_a_release_by_dask_after_a_reconnect_lets_nothing_go(tmp_path: Path) -> None:
-    """Dask's client reconnects by itself and then releases its old futures: tasks of which it knows nothing any more.
+def test_a_release_by_dask_after_a_reconnect_releases_nothing(tmp_path: Path) -> None:
+    """Dask's client reconnects by itself and then releases its old futures: tasks that it does not know any more.
 
     They stay.
 
@@ -394,9 +394,9 @@ def test_a_release_by_dask_after_a_reconnect_lets_nothing_go(tmp_path: Path) -> 
     with_head(test)
 
 
-def test_a_client_that_comes_back_is_told_what_has_come(tmp_path: Path) -> None:
-    """What has a task, what came and has none any more, and nothing of the rest: that is not taken any more from the
-    client before it.
+def test_a_client_that_comes_back_learns_what_has_arrived(tmp_path: Path) -> None:
+    """It learns which batches have a task, and which came and have no task any more. The others are not taken any
+    more from its earlier connection.
     """
 
     async def test(head: Head) -> None:
@@ -440,8 +440,10 @@ def test_a_client_that_comes_back_is_told_what_has_come(tmp_path: Path) -> None:
     with_head(test)
 
 
-def test_a_detached_call_begins_once_however_often_it_is_asked_for() -> None:
-    """Who did not hear the answer asks again; what the workers have is told to whoever chooses one."""
+def test_a_detached_call_begins_once_however_often_it_is_requested() -> None:
+    """A client that did not get the answer asks again; a client that chooses a worker learns the load of all
+    workers.
+    """
 
     async def test(head: Head) -> None:
         client = await head.client()
@@ -460,8 +462,8 @@ def test_a_detached_call_begins_once_however_often_it_is_asked_for() -> None:
     with_head(test)
 
 
-def test_the_load_of_workers_is_told(tmp_path: Path) -> None:
-    """By name, with the keys of what each has."""
+def test_the_load_of_workers_is_reported(tmp_path: Path) -> None:
+    """By name, with the keys of each worker's tasks."""
 
     async def test(head: Head) -> None:
         client = await head.client()
@@ -481,8 +483,7 @@ def test_the_load_of_workers_is_told(tmp_path: Path) -> None:
 
 
 def test_what_a_client_releases_is_forgotten_at_once() -> None:
-    """A connected client that releases its tasks leaves nothing behind in the scheduler: neither tasks, nor wishes, nor
-    records.
+    """A connected client that releases its tasks leaves nothing in the scheduler: no tasks, requests or records.
 
     Looks inside: what the scheduler keeps shows nowhere else.
     """
@@ -501,8 +502,8 @@ def test_what_a_client_releases_is_forgotten_at_once() -> None:
     with_head(test)
 
 
-def test_what_was_kept_for_a_client_gone_for_good_is_dropped(tmp_path: Path) -> None:
-    """A client that stays away, or says that it leaves, is remembered no longer; its detached calls are.
+def test_the_data_of_a_client_that_left_is_dropped(tmp_path: Path) -> None:
+    """A client that stays away, or says that it leaves, is forgotten; its detached calls are kept.
 
     Looks inside: what the scheduler keeps shows nowhere else.
     """
@@ -534,8 +535,8 @@ def test_what_was_kept_for_a_client_gone_for_good_is_dropped(tmp_path: Path) -> 
     with_head(test, abandoned_seconds=0.05)
 
 
-def test_a_client_that_comes_back_in_time_is_not_given_up(tmp_path: Path) -> None:
-    """Resuming stops the clock of whoever was gone, and no clock outlives the scheduler.
+def test_a_client_that_comes_back_in_time_is_not_abandoned(tmp_path: Path) -> None:
+    """Resuming stops the clock of a client that was away, and no clock outlives the scheduler.
 
     Looks inside: what the scheduler keeps shows nowhere else.
     """
@@ -556,7 +557,7 @@ def test_a_client_that_comes_back_in_time_is_not_given_up(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("retries", [0, 1])
 def test_a_call_runs_as_often_as_it_may(tmp_path: Path, retries: int) -> None:
-    """A detached call whose worker is lost runs again only if it was given retries; then it is lost, and everybody can
+    """A detached call that loses its worker runs again only if it has retries; then it is lost, and every client can
     read why.
     """
 
@@ -588,7 +589,7 @@ def test_a_call_runs_as_often_as_it_may(tmp_path: Path, retries: int) -> None:
 
 
 def test_a_call_that_has_ended_does_not_run_again_when_its_result_is_lost(tmp_path: Path) -> None:
-    """Dask would compute a lost result once more; a call may not run twice. It has ended, and its result is gone."""
+    """Dask would compute a lost result again, but a call may not run twice. It has ended, and its result is gone."""
 
     async def test(head: Head) -> None:
         client = await head.client()
@@ -614,9 +615,9 @@ def test_a_call_that_has_ended_does_not_run_again_when_its_result_is_lost(tmp_pa
 
 
 @pytest.mark.parametrize("key", ["theirs", "skyward-ours"])
-def test_a_task_of_dasks_own_may_stall_its_worker(tmp_path: Path, key: str) -> None:
-    """A worker imports what such a task needs in the loop that tells that it lives, and has time for it; once the task
-    has ended it is to be heard again.
+def test_a_task_of_dasks_own_may_block_its_worker(tmp_path: Path, key: str) -> None:
+    """A worker imports modules of such a task in the loop that sends its heartbeats, and gets time for it. After the
+    task has ended its heartbeats are expected again.
 
     Looks inside: an hour passes by changing when it was looked at.
     """
@@ -644,8 +645,8 @@ def test_a_task_of_dasks_own_may_stall_its_worker(tmp_path: Path, key: str) -> N
     with_head(test)
 
 
-def test_a_detached_call_that_waits_is_taken_back() -> None:
-    """Cancelled while there is no worker, a call is told to be cancelled to whoever follows it, and never runs.
+def test_a_waiting_detached_call_is_cancelled() -> None:
+    """If a call is cancelled while there is no worker, clients that follow it learn that, and it never runs.
 
     Looks inside: what the scheduler keeps shows nowhere else.
     """
@@ -794,8 +795,8 @@ time.sleep(60)
 
 @pytest.mark.slow
 def test_a_detached_call_outlives_the_process_that_sent_it(one_node: Nodes, tmp_path: Path) -> None:
-    """Its sender killed, a call goes on; another client finds it, follows its log, reads its outcome, and has it
-    forgotten.
+    """When its sender is killed a call goes on; another client finds it, follows its log, reads its outcome, and
+    deletes it.
     """
     note = tmp_path / "nodes"
     note.write_bytes(pickle.dumps(replace(one_node, processes=[])))
@@ -828,8 +829,8 @@ def test_a_detached_call_outlives_the_process_that_sent_it(one_node: Nodes, tmp_
 
 
 def test_a_running_call_is_stopped_through_the_stream(one_node: Nodes, tmp_path: Path) -> None:
-    """A running call is stopped, and one that waits behind it in the worker never begins, with no connection but the
-    client's own to the scheduler.
+    """A running call is stopped, and a call that waits behind it in the worker never begins. Only the client's
+    connection to the scheduler is used.
     """
     with one_node.connect() as client:
         futures = [submit(client, "d1", say_and_wait, str(tmp_path))]
@@ -847,9 +848,9 @@ def test_a_running_call_is_stopped_through_the_stream(one_node: Nodes, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_frozen_worker_is_given_up_and_joins_again_when_it_thaws(tmp_path: Path) -> None:
-    """A worker of which all threads stand still is out of the pool within 15 s; once it can, it ends, and another joins
-    in its place.
+def test_a_frozen_worker_is_dropped_and_replaced_when_it_runs_again(tmp_path: Path) -> None:
+    """A worker with frozen threads is out of the pool within 15 s. When it runs again it ends, and another joins in
+    its place.
     """
     with _nodes(2, tmp_path) as nodes, nodes.connect() as client:
         client.wait_for_workers(2)
@@ -875,8 +876,8 @@ def test_a_frozen_worker_is_given_up_and_joins_again_when_it_thaws(tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_worker_that_was_cut_off_joins_again(tmp_path: Path) -> None:
-    """A node whose packets vanish is given up within 20 s, sees for itself that it is cut off, and is back within 10 s
-    of being healed.
+    """A node that loses all packets is dropped within 20 s, notices itself that it is cut off, and is back within 10
+    s after the network recovers.
     """
     if reason := why_not():
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
@@ -916,7 +917,7 @@ def scheduler_with(calls: CallMemory) -> FakeScheduler:
 
 
 def test_a_question_that_comes_late_does_not_take_the_topic_back() -> None:
-    """The client has a later connection, which has asked since: the one before is replaced, and gets no answer."""
+    """The client has a later connection, which has resumed since: the earlier one is replaced, and gets no answer."""
     calls = CallMemory(FOR_EVER)
     scheduler = scheduler_with(calls)
     scheduler.take("second", resume("second", TOPIC, 0, 2))
@@ -926,9 +927,9 @@ def test_a_question_that_comes_late_does_not_take_the_topic_back() -> None:
     assert (len(answers_to(scheduler.wires["first"])), len(answers_to(scheduler.wires["second"]))) == (0, 1)
 
 
-def test_a_client_hears_that_it_was_abandoned() -> None:
-    """Also when the first answer that says so is lost: a client that takes the topic for known would send again what
-    has run.
+def test_a_client_learns_that_it_was_abandoned() -> None:
+    """Also if the first answer that says so is lost: a client that believes that its topic is known would send calls
+    again that have run.
     """
     calls = CallMemory(FOR_EVER)
     scheduler = scheduler_with(calls)

@@ -1,4 +1,4 @@
-"""What this package uses of Dask beyond its documented interface is there, in the form in which it is used."""
+"""Dask's undocumented names that this package uses exist, in the form in which they are used."""
 
 import ast
 import importlib
@@ -16,7 +16,7 @@ NAMES = [*dask_names.CLIENT, *dask_names.STREAMS, *dask_names.SCHEDULER, *dask_n
 
 
 def lacks(name: str) -> str:
-    """Return what Dask lacks of a name; "" if it has all of it."""
+    """Return what Dask lacks of a name; "" if it lacks nothing."""
     module_name, _, path = name.partition(":")
     path, _, listed = path.partition("(")
     found: object = importlib.import_module(module_name)
@@ -36,7 +36,7 @@ def lacks(name: str) -> str:
 
 
 def is_set_by(kind: type, attribute: str) -> bool:
-    """Tell whether instances of a class, or of those that it is made of, have an attribute."""
+    """Return whether instances of a class, or of its bases, have an attribute."""
     assigned = re.compile(rf"\bself\.{attribute}\b\s*(:[^=\n]+)?=[^=]|^    {attribute}:", re.MULTILINE)
     return any(
         assigned.search(inspect.getsource(base))
@@ -46,10 +46,10 @@ def is_set_by(kind: type, attribute: str) -> bool:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_dask_has_what_is_used_of_it(name: str) -> None:
-    """A failure here: this Dask is too new, or too old.
+def test_dask_has_each_name_that_is_used(name: str) -> None:
+    """If this fails, this Dask is too new, or too old.
 
-    Move the bound in pyproject.toml only once what is used has been mended.
+    Change the bound in pyproject.toml only after the code that uses the name works again.
     """
     assert not lacks(name), (
         f"distributed {distributed.__version__} is not as skyward_core uses it: {lacks(name)} (skyward_core/worker/dask_names.py)"
@@ -65,7 +65,7 @@ def test_dask_has_what_is_used_of_it(name: str) -> None:
         ("distributed.client:no_such_function()", "has no no_such_function"),
     ],
 )
-def test_what_is_missing_is_named(name: str, what: str) -> None:
+def test_a_missing_name_is_reported(name: str, what: str) -> None:
     assert what in lacks(name)
 
 
@@ -85,7 +85,7 @@ USERS = [
 
 @pytest.mark.parametrize("file", USERS)
 def test_every_private_name_is_listed(file: str) -> None:
-    """Names with an underscore that are not the file's own, taken of something else than `self`."""
+    """Names with an underscore that the file does not define, used on objects other than `self`."""
     tree = ast.parse((Path(skyward_core.__file__).parent / file).read_text())
     own = {"_exit", "_replace"}  # of os, and of named tuples
     own |= {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}

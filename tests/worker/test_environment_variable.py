@@ -1,4 +1,4 @@
-"""A variable of the environment that is set for each call: seen everywhere, kept once."""
+"""An environment variable that is set for each call: visible everywhere, stored once."""
 
 import os
 import subprocess
@@ -44,8 +44,8 @@ def heap_growth(how: str) -> int:
     return int(subprocess.run([sys.executable, "-c", HEAP, how], capture_output=True, text=True, check=True).stdout)
 
 
-def test_it_is_seen_here_and_by_every_process_that_is_started() -> None:
-    """Short after long leaves blanks at the end, never a rest of what was there."""
+def test_it_is_visible_here_and_in_every_process_that_is_started() -> None:
+    """A short value after a long one has blanks at its end, and no rest of the old value."""
     variable = RewrittenVariable(NAME)
     for value in ("short", " and much longer than the one before it" * 9, "short again"):
         variable.set(value)
@@ -54,7 +54,7 @@ def test_it_is_seen_here_and_by_every_process_that_is_started() -> None:
         assert os.environb[NAME.encode()].rstrip() == value.encode()
 
 
-def test_what_removes_it_does_not_stop_the_next_one() -> None:
+def test_removing_it_does_not_prevent_the_next_value() -> None:
     variable = RewrittenVariable(NAME)
     variable.set("one")
     del os.environ[NAME]
@@ -72,6 +72,6 @@ def test_a_value_that_no_variable_can_hold_is_refused() -> None:
 
 
 def test_five_thousand_values_take_no_memory() -> None:
-    """The usual way is measured beside it: it keeps each of the 5,000 texts."""
+    """The usual way is measured too: it keeps each of the 5,000 texts."""
     assert heap_growth("usual") > 5000 * 200
     assert heap_growth("rewritten") < 20_000

@@ -1,4 +1,4 @@
-"""Nothing that a call has started outlives its node: the keeper, real processes, real kills."""
+"""No process that a call has started outlives its node: the keeper, with real processes and real kills."""
 
 import contextlib
 import os
@@ -25,7 +25,7 @@ IS_ROOT = os.getuid() == 0
 
 @pytest.fixture
 def mark() -> Iterator[str]:
-    """Seconds that no other process sleeps, by which processes without a tag are recognised; none of them is left behind."""
+    """A duration that no other process sleeps: it identifies processes without a tag. All of them are removed."""
     seconds = f"{4000 + uuid.uuid4().int % 1000000}.{uuid.uuid4().int % 10**8}"
     yield seconds
     for pid in running(seconds):
@@ -50,7 +50,7 @@ def running(seconds: str) -> list[int]:
 
 
 def launched(script: str, pool_id: str = "") -> sky.Instance:
-    """An instance of this computer whose startup script has run to the line that says so."""
+    """An instance of this computer, after its startup script has reported that it runs."""
     provider = sky.Local()
     (offer,) = provider.offers(sky.Requirements())
     (instance,) = provider.launch(
@@ -61,7 +61,7 @@ def launched(script: str, pool_id: str = "") -> sky.Instance:
 
 
 def keepers_of(instance: sky.Instance) -> list[int]:
-    """The pids of its keepers, the first one first."""
+    """The pids of its keepers, in order."""
     pids = [pid for pid, is_keeper in watchdog.members(instance.id).items() if is_keeper]
     return sorted(pids, key=lambda pid: keeper.parent_of(pid) in pids)
 
@@ -74,7 +74,7 @@ def listed(instance: sky.Instance) -> list[str]:
 
 
 def test_a_process_that_sheds_its_tag_ends_with_the_node(mark: str, no_groups: None) -> None:
-    """Terminated from outside, a node takes along what has left its session, its environment and its parent."""
+    """When a node is terminated from outside, processes that have left its session, environment and parent end too."""
     instance = launched(f"{RUNAWAY.format(seconds=mark)} touch started; sleep 300")
     wait_until(lambda: running(mark), "the runaway")
     assert sky.Local().terminate([instance.id]) == {instance.id: EMPTY_TREE}
@@ -82,8 +82,8 @@ def test_a_process_that_sheds_its_tag_ends_with_the_node(mark: str, no_groups: N
     assert listed(instance) == []
 
 
-def test_a_process_that_sheds_its_tag_is_listed_as_its_node(mark: str) -> None:
-    """Long after the startup script has ended by itself, whatever it has left is not: the keeper ends it."""
+def test_a_process_that_removes_its_tag_is_listed_as_its_node(mark: str) -> None:
+    """The startup script ended long ago, but processes that it left are still found, and the keeper ends them."""
     instance = launched(f"{RUNAWAY.format(seconds=mark)} touch started")
     wait_until(lambda: listed(instance) == [], "the node to end with its command")
     assert running(mark) == []
@@ -92,8 +92,10 @@ def test_a_process_that_sheds_its_tag_is_listed_as_its_node(mark: str) -> None:
 
 
 @pytest.mark.parametrize("who", ["command", "first keeper", "second keeper"])
-def test_whoever_of_a_node_is_killed_the_rest_is_found(who: str, mark: str, no_groups: None) -> None:
-    """Any one of the three that stand above a runaway may be killed: the runaway ends, at once or with the node."""
+def test_after_the_kill_of_any_process_of_a_node_the_others_are_found(who: str, mark: str, no_groups: None) -> None:
+    """Any one of the three processes above an untagged process may be killed: the latter ends, at once or with the
+    node.
+    """
     instance = launched(f"echo $$ >shell; {RUNAWAY.format(seconds=mark)} touch started; sleep 300")
     wait_until(lambda: running(mark), "the runaway")
     first, second = keepers_of(instance)
@@ -118,14 +120,14 @@ CHAINS = {
     "sh": 'while [ -e "$1/go" ]; do touch "$1/beat"; setsid sh "$0" "$@" </dev/null >/dev/null 2>&1 & exit; done',
     "python": "import os, sys\nos.chdir(sys.argv[1])\nwhile os.path.exists('go'):\n    open('beat', 'w').close()\n    if os.fork():\n        os._exit(0)\n    os.setsid()\n",
 }
-"""Programs that fork all the time as long as there is a file `go`, and touch the file `beat`: a listing of processes
-hardly ever shows one.
+"""Programs that fork all the time while there is a file `go`, and touch the file `beat`: a list of processes hardly
+ever shows one.
 """
 
 
 @pytest.mark.parametrize("fork", CHAINS)
 def test_a_process_that_forks_all_the_time_is_caught(fork: str, mark: str, tmp_path: Path, no_groups: None) -> None:
-    """Each process of the chain lives for a moment only, has another session and no environment.
+    """Each process of the chain lives only for a moment, has another session and no environment.
 
     Sleeps: its processes have to live for a moment.
     """
@@ -151,25 +153,25 @@ def test_a_process_that_forks_all_the_time_is_caught(fork: str, mark: str, tmp_p
         go.unlink()
 
 
-def test_a_frozen_keeper_holds_the_tree_together(mark: str, no_groups: None) -> None:
-    """A stopped keeper reaps no process, and still is their parent."""
+def test_a_frozen_keeper_keeps_its_children(mark: str, no_groups: None) -> None:
+    """A stopped keeper reaps no process, but is still their parent."""
     instance = launched(f"{RUNAWAY.format(seconds=mark)} touch started; sleep 300")
     wait_until(lambda: running(mark), "the runaway")
     keepers = keepers_of(instance)
     for pid in keepers:
         os.kill(pid, signal.SIGSTOP)
-    watchdog.kill_instance(instance.id)  # once: what stands above the others is spared as long as there are any
+    watchdog.kill_instance(instance.id)  # once: processes above the others are spared while those exist
     wait_until(lambda: set(watchdog.members(instance.id)) == set(keepers), "all but the keepers to be dead", 20)
     assert sky.Local().terminate([instance.id]) == {instance.id: EMPTY_TREE}
     assert running(mark) == []
     assert listed(instance) == []
 
 
-def test_without_keepers_and_groups_the_end_says_what_it_cannot_see(
+def test_without_keepers_and_groups_the_evidence_claims_no_more_than_it_can(
     mark: str, no_groups: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Both keepers killed in one stroke, and no control group: what has shed the tag is lost, and the evidence does not
-    claim otherwise.
+    """If both keepers are killed at once, and there is no control group, untagged processes are not found, and the
+    evidence does not claim otherwise.
     """
     instance = launched(f"{RUNAWAY.format(seconds=mark)} touch started; sleep 300")
     wait_until(lambda: running(mark), "the runaway")
@@ -181,8 +183,8 @@ def test_without_keepers_and_groups_the_end_says_what_it_cannot_see(
 
 
 @pytest.mark.skipif(not IS_ROOT, reason="becoming another user needs root")
-def test_a_process_that_has_become_somebody_else_ends_with_the_node(mark: str, no_groups: None) -> None:
-    """`su nobody` with a shell that is left behind."""
+def test_a_process_that_has_changed_its_user_ends_with_the_node(mark: str, no_groups: None) -> None:
+    """`su nobody`, with a shell that is left running."""
     instance = launched(
         f"su -s /bin/sh nobody -c 'setsid nohup env -i /bin/sleep {mark} >/dev/null 2>&1 </dev/null &'; touch started; sleep 300"
     )
@@ -217,7 +219,7 @@ else:
 
 
 def client(mark: str, ending: str = "stay") -> "tuple[subprocess.Popen[str], str, str, int]":
-    """A process with a pool, in which a call has let something go; the node's id, the pool's, and the pid of the
+    """A process with a pool, in which a call has left a process; the node's id, the pool's id, and the pid of the
     runner.
     """
     process = subprocess.Popen(
@@ -233,8 +235,8 @@ def is_gone(pool_id: str, mark: str) -> bool:
 
 
 @pytest.mark.slow
-def test_close_takes_along_what_a_call_has_left(mark: str) -> None:
-    """And the receipt says how it is known that nothing is left."""
+def test_close_ends_processes_that_a_call_has_left(mark: str) -> None:
+    """The receipt has the evidence that nothing is left."""
     process, _, pool_id, _ = client(mark, "close")
     told, _ = process.communicate(timeout=60)
     assert told in {f"[] local lists it no more: {proof}\n" for proof in (EMPTY_GROUP, EMPTY_TREE)}
@@ -255,8 +257,8 @@ def test_close_takes_along_what_a_call_has_left(mark: str) -> None:
         "supervisor and first keeper",
     ],
 )
-def test_whatever_is_killed_nothing_outlives_the_pool(killed: str, mark: str) -> None:
-    """SIGKILL to one of those that could have ended what a call has left, or to two; then to the client."""
+def test_after_any_kill_nothing_outlives_the_pool(killed: str, mark: str) -> None:
+    """SIGKILL to one or two of the processes that could have ended what a call has left; then to the client."""
     process, instance_id, pool_id, runner = client(mark)
     try:
         assert len(running(mark)) == 1
@@ -305,13 +307,15 @@ sys.stdin.readline()
 
 @pytest.mark.slow
 def test_the_reaper_of_a_pool_that_a_call_has_opened_is_spared(tmp_path: Path) -> None:
-    """It outlives the node, whose end is what it waits for, gives back what the call has rented, and ends."""
+    """It outlives the node, because it waits for the node's end. It terminates the machines that the call has
+    rented, and ends.
+    """
     process = subprocess.Popen([sys.executable, "-c", NESTED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     assert process.stdout is not None
     inner_pool, _ = process.stdout.readline().split()
     (reaper,) = reapers_of(inner_pool)
-    os.kill(reaper, signal.SIGSTOP)  # so that it is there when the node ends
+    os.kill(reaper, signal.SIGSTOP)  # so that it exists when the node ends
     process.stdin.write("\n")
     process.stdin.flush()
     assert process.stdout.readline() == "closed\n"
@@ -348,9 +352,9 @@ def has_groups() -> bool:
 
 
 @pytest.mark.skipif(not has_groups(), reason="no cgroup v2 in which this user may make groups")
-def test_a_control_group_holds_what_has_lost_its_keepers(mark: str) -> None:
-    """Both keepers killed at once, client and reaper gone: any process of the same user lists the node by its group,
-    and ends all that is in it.
+def test_a_control_group_holds_processes_that_have_lost_their_keepers(mark: str) -> None:
+    """Both keepers are killed at once, client and reaper are gone: any process of the same user lists the node by
+    its group, and ends all processes in it.
     """
     pool_id = f"sky-test-{uuid.uuid4().hex[:8]}"
     instance = launched(f"{RUNAWAY.format(seconds=mark)} touch started; sleep 300", pool_id)
@@ -368,8 +372,8 @@ def test_a_control_group_holds_what_has_lost_its_keepers(mark: str) -> None:
 
 @pytest.mark.skipif(not has_groups(), reason="no cgroup v2 in which this user may make groups")
 def test_an_abandoned_group_is_removed_by_the_next_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node that has ended when nobody was there leaves an empty folder; one that is about to be entered is left
-    alone.
+    """A node that ended while no process watched leaves an empty folder; a folder that a node is about to enter is
+    left alone.
     """
     group = control_groups.make(f"local-{uuid.uuid4().hex[:12]}", "sky-test-abandoned", "0")
     assert group is not None

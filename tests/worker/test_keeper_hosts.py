@@ -1,5 +1,5 @@
-"""Nothing that a call has started outlives its node on a real host over SSH: with a control group and without, whatever
-of the node is killed.
+"""No process that a call has started outlives its node on a real host over SSH: with a control group and without,
+whatever process of the node is killed.
 """
 
 import contextlib
@@ -40,13 +40,13 @@ def hosts(fleet: Fleet, mirror: Mirror) -> Iterator[list[Host]]:
 
 @pytest.fixture
 def mark() -> str:
-    """Seconds that no other process sleeps, by which processes without a tag are recognised."""
+    """A duration that no other process sleeps: it identifies processes without a tag."""
     return f"{4000 + uuid.uuid4().int % 1000000}.{uuid.uuid4().int % 10**8}"
 
 
 @sky.compute
 def run_away(mark: str) -> int:
-    """Let go of processes that have shed their tags: one with no environment, one that is somebody else."""
+    """Start processes that remove their tags: one without environment, one with another user."""
     for command in (
         "env -i setsid /bin/sleep $0 </dev/null >/dev/null 2>&1 &",
         "su -s /bin/sh nobody -c 'setsid nohup env -i /bin/sleep '$0' &' >/dev/null 2>&1 </dev/null",
@@ -73,7 +73,7 @@ def owned_by(hosts: list[Host], known_hosts: Path) -> sky.Hosts:
 
 
 def running(host: Host, mark: str) -> list[int]:
-    """What sleeps so long on a host, as this machine counts its processes."""
+    """The processes on a host that sleep this long, by their pids on this machine."""
     found = []
     for pid in host._processes():
         with contextlib.suppress(OSError):
@@ -83,12 +83,12 @@ def running(host: Host, mark: str) -> list[int]:
 
 
 def groups_on(host: Host) -> str:
-    """The control groups of nodes there; those of this computer's own nodes are seen from there too."""
+    """The control groups of nodes there; groups of this computer's own nodes are visible from there too."""
     return host.run("ls -d /sys/fs/cgroup/skyward.host-* 2>/dev/null").stdout
 
 
-def test_close_takes_along_what_a_call_has_left(hosts: list[Host], mark: str, tmp_path: Path) -> None:
-    """And the receipt says for each host how it is known that nothing is left; no control group stays behind."""
+def test_close_ends_processes_that_a_call_has_left_on_hosts(hosts: list[Host], mark: str, tmp_path: Path) -> None:
+    """For each host the receipt has the evidence that nothing is left; no control group stays."""
     with sky.ComputePool(
         provider=owned_by(hosts, tmp_path / "known_hosts"), nodes=2, display="quiet", provision_timeout=150
     ) as pool:
@@ -106,10 +106,10 @@ def test_close_takes_along_what_a_call_has_left(hosts: list[Host], mark: str, tm
 
 
 @pytest.mark.parametrize("who", ["supervisor", "first keeper", "second keeper", "guard", "guard and supervisor"])
-def test_whatever_is_killed_on_a_host_nothing_outlives_the_lease(
+def test_after_any_kill_on_a_host_nothing_outlives_the_lease(
     who: str, hosts: list[Host], mark: str, tmp_path: Path
 ) -> None:
-    """SIGKILL to one of those that could have ended what a call has left, or to two; nobody on the client's side
+    """SIGKILL to one or two of the processes that could have ended what a call has left; no process of the client
     helps.
     """
     host = hosts[1]

@@ -50,9 +50,9 @@ def log_and_die() -> None:
     os._exit(3)
 
 
-def test_a_record_arrives_with_its_level_and_whole(pool: sky.ComputePool, told: Told) -> None:
-    """By Python's last resort and by handlers of the call's own; what is printed has no level, and what goes elsewhere
-    stays there.
+def test_a_record_arrives_whole_and_with_its_level(pool: sky.ComputePool, told: Told) -> None:
+    """By Python's last resort and by handlers of the call's own. Printed text has no level, and records for other
+    outputs stay there.
     """
     future = pool.submit(write_everything())
     future.result()
@@ -87,7 +87,7 @@ def test_the_last_lines_of_a_call_that_dies_are_lines(pool: sky.ComputePool) -> 
     st.lists(st.one_of(st.text(st.characters(exclude_characters="\n\r\x1e")), st.tuples(st.integers(0, 60), st.text())))
 )
 def test_lines_and_records_are_read_back_in_their_order(written: list[str | tuple[int, str]]) -> None:
-    """Neighbours of one level come together; nothing is lost or changed."""
+    """Adjacent texts of one level come together; nothing is lost or changed."""
     import json
 
     lines = [item if isinstance(item, str) else f"{START}{item[0]} {json.dumps(item[1])}" for item in written]

@@ -1,4 +1,4 @@
-"""NVML's values of GPUs become a sample; values that it refuses are left out."""
+"""NVML's values of GPUs become a sample; values that it does not report are omitted."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_the_gpus_of_a_node_are_one_row() -> None:
 
 
 @pytest.mark.usefixtures("nvml")
-def test_what_is_refused_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a partitioned GPU NVML does not tell the utilisation: all else stays."""
+def test_values_that_are_not_reported_are_omitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML does not report the utilisation of a partitioned GPU: the other values stay."""
 
     def refuse(*_: Any) -> None:
         raise pynvml.NVMLError_NotSupported  # type: ignore[attr-defined]

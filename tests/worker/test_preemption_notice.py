@@ -1,4 +1,4 @@
-"""The notice before a spot machine is taken back: read on the machine, sent to the client, and what the pool does
+"""The notice before a spot machine is taken back: read on the machine, sent to the client, and the pool's actions
 before the machine is gone.
 """
 
@@ -27,11 +27,11 @@ from tests.providers.fake_metadata import FakeMetadata, instance_action, stamp
 
 INTERRUPTED = Notice(Kind.INTERRUPTION, "terminate", 1e9, 120.0)
 QUICK = 0.2
-"""How long an answer may take where the test is about one that does not come, in seconds."""
+"""Timeout of a request in tests of a service that does not answer, in seconds."""
 
 
 class Heard:
-    """A poller, its notices, and its complaints."""
+    """A poller, its notices, and its error messages."""
 
     def __init__(self, url: str, answer_seconds: float = 10.0) -> None:
         self.notices: list[Notice] = []
@@ -53,8 +53,8 @@ def service(tmp_path: Path) -> Iterator[FakeMetadata]:
 # ── on the machine ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_without_a_notice_nothing_is_told(service: FakeMetadata) -> None:
-    """404 means that nothing is announced: no notice, and no complaint. One token serves all questions."""
+def test_without_a_notice_nothing_is_reported(service: FakeMetadata) -> None:
+    """404 means that nothing is announced: no notice, and no error. One token serves all requests."""
     heard = Heard(service.url)
     heard.look(3)
     assert (heard.notices, heard.complaints) == ([], [])
@@ -62,8 +62,8 @@ def test_without_a_notice_nothing_is_told(service: FakeMetadata) -> None:
     assert len(service.asked) == 1 + 3 * 2
 
 
-def test_a_notice_is_told_once(service: FakeMetadata, tmp_path: Path) -> None:
-    """However often it is served; the time that is left is counted by the service's clock."""
+def test_a_notice_is_reported_once(service: FakeMetadata, tmp_path: Path) -> None:
+    """However often it is served; the remaining time is by the service's clock."""
     heard = Heard(service.url)
     heard.look()
     (tmp_path / "instance-action").write_text(instance_action(110))
@@ -74,7 +74,7 @@ def test_a_notice_is_told_once(service: FakeMetadata, tmp_path: Path) -> None:
     assert notice.at == pytest.approx(time.time() + 110, abs=10)
 
 
-def test_a_recommendation_is_one_of_its_own(service: FakeMetadata, tmp_path: Path) -> None:
+def test_a_recommendation_is_separate_from_the_notice(service: FakeMetadata, tmp_path: Path) -> None:
     """It may come before the notice."""
     heard = Heard(service.url)
     (tmp_path / "rebalance").write_text('{"noticeTime": "2026-11-21T08:20:00Z"}')
@@ -88,8 +88,8 @@ def test_a_recommendation_is_one_of_its_own(service: FakeMetadata, tmp_path: Pat
     assert heard.notices[0].at == 1795249200.0
 
 
-def test_a_token_that_has_run_out_is_replaced(service: FakeMetadata, tmp_path: Path) -> None:
-    """401 is not taken for an answer: with a new token the notice is there."""
+def test_an_expired_token_is_replaced(service: FakeMetadata, tmp_path: Path) -> None:
+    """401 does not count as an answer: with a new token the notice is there."""
     heard = Heard(service.url)
     heard.look()
     service.tokens.clear()
@@ -111,8 +111,8 @@ def test_a_token_that_has_run_out_is_replaced(service: FakeMetadata, tmp_path: P
         '{"action": ["terminate"]}',
     ],
 )
-def test_what_cannot_be_read_is_no_notice(service: FakeMetadata, tmp_path: Path, body: str) -> None:
-    """It is complained of once, and asked for again: the next answer counts."""
+def test_an_unreadable_answer_is_no_notice(service: FakeMetadata, tmp_path: Path, body: str) -> None:
+    """It is reported once as an error, and requested again: the next answer counts."""
     heard = Heard(service.url)
     (tmp_path / "instance-action").write_text(body)
     heard.look(3)
@@ -123,7 +123,7 @@ def test_what_cannot_be_read_is_no_notice(service: FakeMetadata, tmp_path: Path,
 
 
 def test_a_recommendation_that_cannot_be_read_hides_no_notice(service: FakeMetadata, tmp_path: Path) -> None:
-    """Nor the other way round."""
+    """An unreadable notice hides no recommendation either."""
     heard = Heard(service.url)
     (tmp_path / "rebalance").write_text("no JSON")
     (tmp_path / "instance-action").write_text(instance_action(60))
@@ -136,7 +136,7 @@ def test_a_recommendation_that_cannot_be_read_hides_no_notice(service: FakeMetad
 
 @pytest.mark.parametrize("time_told", ["soon", None])
 def test_a_notice_without_a_time_counts(service: FakeMetadata, tmp_path: Path, time_told: str | None) -> None:
-    """Then the machine has as long as AWS promises at most."""
+    """Then the machine counts as having the longest time that AWS promises."""
     heard = Heard(service.url)
     (tmp_path / "instance-action").write_text(json.dumps({"action": "terminate", "time": time_told}))
     heard.look()
@@ -144,7 +144,7 @@ def test_a_notice_without_a_time_counts(service: FakeMetadata, tmp_path: Path, t
 
 
 @pytest.mark.parametrize(("seconds", "left"), [(-600, 0.0), (86_400, NOTICE_SECONDS)])
-def test_a_clock_gone_wrong_is_bounded(service: FakeMetadata, tmp_path: Path, seconds: float, left: float) -> None:
+def test_a_wrong_clock_is_bounded(service: FakeMetadata, tmp_path: Path, seconds: float, left: float) -> None:
     """A time is at most two minutes away, because no machine has more, and never in the past."""
     heard = Heard(service.url)
     (tmp_path / "instance-action").write_text(instance_action(seconds))
@@ -163,8 +163,8 @@ def test_the_time_left_is_by_the_clock_of_the_service(service: FakeMetadata, tmp
 
 
 @pytest.mark.parametrize("status", [400, 403, 500, 503])
-def test_an_outage_is_no_notice_and_no_absence(service: FakeMetadata, tmp_path: Path, status: int) -> None:
-    """It is complained of once, and the asking goes on."""
+def test_an_outage_is_neither_a_notice_nor_the_end_of_one(service: FakeMetadata, tmp_path: Path, status: int) -> None:
+    """It is reported once, and the requests go on."""
     heard = Heard(service.url)
     service.status = status
     heard.look(3)
@@ -175,8 +175,8 @@ def test_an_outage_is_no_notice_and_no_absence(service: FakeMetadata, tmp_path: 
     assert len(heard.notices) == 1
 
 
-def test_a_service_that_hangs_or_is_not_there_does_no_harm(service: FakeMetadata) -> None:
-    """Each question ends by itself."""
+def test_a_service_that_hangs_or_does_not_exist_does_no_harm(service: FakeMetadata) -> None:
+    """Each request ends by its timeout."""
     service.hangs = True
     heard = Heard(service.url, QUICK)
     heard.look(2)
@@ -189,8 +189,8 @@ def test_a_service_that_hangs_or_is_not_there_does_no_harm(service: FakeMetadata
     assert not heard.complaints[0].startswith("skyward: "), "that would be taken for the node's last words"
 
 
-def test_no_proxy_is_asked(service: FakeMetadata, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The address means the machine itself."""
+def test_no_proxy_is_used(service: FakeMetadata, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address belongs to the machine itself."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     heard = Heard(service.url)
@@ -202,7 +202,7 @@ def test_no_proxy_is_asked(service: FakeMetadata, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_notice_travels_as_text() -> None:
-    """What is printed is read again; anything else is refused."""
+    """The printed line is read back; any other line is refused."""
     assert Notice.from_text(INTERRUPTED.to_text()) == INTERRUPTED
     for text in (
         "",
@@ -233,8 +233,8 @@ class FakeReach:
         return lines
 
 
-def test_the_log_tells_the_notices_of_a_machine() -> None:
-    """A line that was cut short is passed over."""
+def test_the_log_has_the_notices_of_a_machine() -> None:
+    """A line that was cut short is ignored."""
     node = Preparation(
         FakeReach("hello", MARK + '{"kind": "inter', MARK + INTERRUPTED.to_text(), "bye"), 1, lambda _: None
     )  # type: ignore[arg-type]
@@ -243,7 +243,7 @@ def test_the_log_tells_the_notices_of_a_machine() -> None:
 
 
 def test_a_node_without_workers_needs_no_partitions(tmp_path: Path) -> None:
-    """One that is retired has as many partitions of GPUs as before, and no workers for them."""
+    """A retired node has as many partitions of GPUs as before, and no workers for them."""
     settings = NodeSettings(
         "pool", "i-1", 1, 2, 1, "127.0.0.1", "127.0.0.1", 1, "", "", (str(tmp_path),), workers=({}, {})
     )
@@ -264,9 +264,7 @@ AT_REST_SECONDS = (LOOKS_AT_REST + 2) * HOLD_SECONDS
 
 
 def test_a_node_without_calls_is_replaced_at_once(world: World) -> None:
-    """Told once, held, relieved, retired, replaced by the machine that stands by: all before its time is up, and no
-    call is lost.
-    """
+    """Emitted once, held, retired, and replaced by the new machine: all before its time is up, and no call is lost."""
     machine = world.announce(1)
     world.go_on(AT_REST_SECONDS)
     assert [(event.instance_id, event.node, event.action) for event in world.told.of(sky.PreemptionNoticed)] == [
@@ -281,7 +279,7 @@ def test_a_node_without_calls_is_replaced_at_once(world: World) -> None:
 
 
 def test_a_node_with_calls_is_waited_for(world: World) -> None:
-    """It is held from the first moment, stays until its calls have ended, and is retired then."""
+    """It gets no more calls from the first moment, stays until its calls have ended, and is retired then."""
     machine = world.announce(1, calls_left=1)
     world.go_on(60)
     assert machine.is_held
@@ -293,7 +291,7 @@ def test_a_node_with_calls_is_waited_for(world: World) -> None:
     assert world.all_are_there()
 
 
-def test_one_look_without_calls_is_not_enough(world: World) -> None:
+def test_one_check_without_calls_is_not_enough(world: World) -> None:
     """Messages of the last call may still be in flight."""
     machine = world.announce(1, calls_left=1)
     world.go_on(10)
@@ -304,8 +302,8 @@ def test_one_look_without_calls_is_not_enough(world: World) -> None:
     assert world.machines.retired == []
 
 
-def test_when_the_time_is_up_a_node_goes_with_its_calls(world: World) -> None:
-    """Not before, and not much later."""
+def test_when_the_time_is_up_a_node_is_lost_with_its_calls(world: World) -> None:
+    """Not earlier, and not much later."""
     machine = world.announce(1, seconds_left=30, calls_left=1)
     world.go_on(30)
     assert world.machines.retired == []
@@ -315,7 +313,7 @@ def test_when_the_time_is_up_a_node_goes_with_its_calls(world: World) -> None:
 
 
 def test_a_machine_that_goes_early_is_an_ordinary_loss(world: World) -> None:
-    """It is replaced by who stands by, and the reason says that it was announced."""
+    """The new machine replaces it, and the reason says that the loss was announced."""
     world.announce(1, calls_left=1)
     world.go_on(5)
     (standing_by,) = world.machines.standing_by.values()
@@ -328,10 +326,10 @@ def test_a_machine_that_goes_early_is_an_ordinary_loss(world: World) -> None:
 
 
 @pytest.mark.parametrize("is_ready", [True, False], ids=["ready", "on its way"])
-def test_who_stands_by_is_given_back_when_a_restart_has_filled_the_place(world: World, is_ready: bool) -> None:
-    """All processes die at once: machines are rented anew for all ranks.
+def test_a_spare_machine_is_terminated_when_a_restart_has_filled_its_rank(world: World, is_ready: bool) -> None:
+    """All processes die at once: machines are rented for all ranks.
 
-    The one that stood by for one of them would be paid for until the pool ends.
+    A spare machine for one of them would cost money until the pool ends.
     """
     world.announce(1, calls_left=1)
     world.go_on(5) if is_ready else world.turn()
@@ -342,8 +340,8 @@ def test_who_stands_by_is_given_back_when_a_restart_has_filled_the_place(world: 
     assert (world.machines.standing_by, len(world.machines.dismissed)) == ({}, 1)
 
 
-def test_while_somebody_is_being_prepared_no_second_machine_is_rented(world: World) -> None:
-    """The vacancy waits for the machine that is on its way."""
+def test_while_a_machine_is_being_prepared_no_second_one_is_rented(world: World) -> None:
+    """The vacant rank waits for the machine that is being prepared."""
     world.announce(1)
     world.turn()
     world.kill(1)
@@ -356,7 +354,7 @@ def test_while_somebody_is_being_prepared_no_second_machine_is_rented(world: Wor
 
 
 def test_without_another_machine_the_node_stays_until_its_end(world: World) -> None:
-    """The failure to prepare a machine is emitted and the attempt repeated; the node is not given up early."""
+    """The failure to prepare a machine is emitted and the attempt repeated; the node is not abandoned early."""
     world.has_capacity = False
     machine = world.announce(1)
     world.go_on(60)
@@ -379,7 +377,7 @@ def test_a_second_notice_changes_nothing(world: World) -> None:
 
 
 def test_the_head_stays(world: World) -> None:
-    """Its notice is emitted; nothing is done ahead, and when it is lost the reason says so."""
+    """Its notice is emitted; the head is not replaced early, and when it is lost the reason names the notice."""
     head = world.announce(0)
     world.go_on(200)
     assert [event.node for event in world.told.of(sky.PreemptionNoticed)] == [0]
@@ -391,8 +389,8 @@ def test_the_head_stays(world: World) -> None:
     assert world.machines.restarts == 1
 
 
-def test_who_is_leaving_does_not_become_the_head(world: World) -> None:
-    """Of the others, the lowest rank does."""
+def test_a_node_with_a_notice_does_not_become_the_head(world: World) -> None:
+    """The lowest rank of the others does."""
     leaving = world.announce(1, calls_left=1)
     heir = world.nodes[2]
     world.go_on(5)
@@ -405,7 +403,7 @@ def test_who_is_leaving_does_not_become_the_head(world: World) -> None:
     assert world.all_are_there()
 
 
-def test_a_recommendation_is_told_and_no_more(world: World) -> None:
+def test_a_recommendation_is_only_emitted(world: World) -> None:
     """The machine may stay for days."""
     world.nodes[1].notices = (Notice(Kind.REBALANCE, "", 1e9),)
     world.go_on(200)
@@ -414,10 +412,10 @@ def test_a_recommendation_is_told_and_no_more(world: World) -> None:
     assert world.lost() == []
 
 
-def test_a_node_that_cannot_be_told_is_told_later(world: World) -> None:
-    """As long as it is there."""
+def test_a_node_that_cannot_be_reached_gets_the_message_later(world: World) -> None:
+    """The pool tries as long as the node exists."""
     machine = world.announce(1)
-    machine.is_wired = False  # the way to the client, and not the one to the scheduler
+    machine.is_wired = False  # the connection to the client, and not the one to the scheduler
     world.go_on(20)
     assert world.machines.retired == []
     machine.is_wired = True
@@ -427,7 +425,7 @@ def test_a_node_that_cannot_be_told_is_told_later(world: World) -> None:
 
 
 def test_the_notices_in_words() -> None:
-    """They say what happens next."""
+    """They describe what happens next."""
     told = [
         Narrator().tell(event)
         for event in (
@@ -468,7 +466,7 @@ def square(number: int) -> int:
 
 @pytest.fixture
 def noticed(service: FakeMetadata, monkeypatch: pytest.MonkeyPatch) -> FakeMetadata:
-    """The service of the first machine that is node 1; the others have none, nor has the pool that tests share."""
+    """The metadata service of the first machine that is node 1; the other nodes and the shared pool have none."""
     first: list[str] = []
     begun = datetime.now(UTC)
 
@@ -482,9 +480,9 @@ def noticed(service: FakeMetadata, monkeypatch: pytest.MonkeyPatch) -> FakeMetad
 
 
 @pytest.mark.slow
-def test_calls_end_where_they_run_and_no_others_begin_there(noticed: FakeMetadata, tmp_path: Path) -> None:
-    """From the notice on node 1 is given no more calls; its running one ends there, and a machine that was ready takes
-    its rank. Without retries nothing is lost.
+def test_after_a_notice_running_calls_end_and_no_others_begin(noticed: FakeMetadata, tmp_path: Path) -> None:
+    """After the notice node 1 gets no more calls. Its running call ends there, and a prepared machine takes its
+    rank. Nothing is lost, without retries.
     """
     told, folder = Told(), str(tmp_path)
     with sky.ComputePool(
@@ -522,8 +520,8 @@ def test_calls_end_where_they_run_and_no_others_begin_there(noticed: FakeMetadat
 
 
 @pytest.mark.slow
-def test_a_service_that_hangs_holds_up_no_node(noticed: FakeMetadata) -> None:
-    """Calls run as ever, and the node ends as ever."""
+def test_a_service_that_hangs_delays_no_node(noticed: FakeMetadata) -> None:
+    """Calls run as usual, and the node ends as usual."""
     told = Told()
     with sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", on_event=told) as pool:
         wait_until(lambda: noticed.asked, "the first question")

@@ -1,4 +1,4 @@
-"""What counts as a folder that no other user can touch."""
+"""Which folders count as private: no other user can change them."""
 
 import os
 import subprocess
@@ -23,8 +23,8 @@ def made(path: Path, mode: int = 0o700, owner: int | None = None) -> Path:
     return path
 
 
-def test_a_folder_is_made_with_all_above_it_and_found_again(tmp_path: Path) -> None:
-    """Closed to others, whatever the umask; the second time it is the same."""
+def test_a_folder_is_made_with_its_parents_and_found_again(tmp_path: Path) -> None:
+    """It is closed to other users, with any umask; the second time it is the same folder."""
     before = os.umask(0)
     try:
         path = make_private(tmp_path / "a" / "b")
@@ -34,7 +34,7 @@ def test_a_folder_is_made_with_all_above_it_and_found_again(tmp_path: Path) -> N
     assert make_private(path) == path
 
 
-def test_one_that_others_may_read_is_closed_to_them(tmp_path: Path) -> None:
+def test_a_folder_that_others_may_read_is_closed_to_them(tmp_path: Path) -> None:
     """No other user can have put a file there."""
     folder = made(tmp_path / "open", 0o755)
     assert is_private(folder)
@@ -42,8 +42,8 @@ def test_one_that_others_may_read_is_closed_to_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "who"), [(0o777, "everybody"), (0o1777, "everybody"), (0o702, "everybody")])
-def test_one_that_others_may_write_to_is_refused(tmp_path: Path, mode: int, who: str) -> None:
-    """Another user may have put a file there, and it stays as it is."""
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path, mode: int, who: str) -> None:
+    """Another user may have put a file there. The folder is not changed."""
     folder = made(tmp_path / "open", mode)
     with pytest.raises(NotPrivate, match=f"may be written to by {who}"):
         make_private(folder)
@@ -51,8 +51,8 @@ def test_one_that_others_may_write_to_is_refused(tmp_path: Path, mode: int, who:
 
 
 @pytest.mark.parametrize(("mode", "is_good"), [(0o755, True), (0o777, False), (0o1777, True)])
-def test_a_folder_above_it_lets_nobody_rename_it(tmp_path: Path, mode: int, is_good: bool) -> None:
-    """As /tmp does, by its sticky bit."""
+def test_no_other_user_can_rename_a_parent_folder(tmp_path: Path, mode: int, is_good: bool) -> None:
+    """/tmp prevents it by its sticky bit."""
     above = made(tmp_path / "above", mode)
     mine = made(above / "mine")
     assert is_private(mine) is is_good
@@ -61,7 +61,7 @@ def test_a_folder_above_it_lets_nobody_rename_it(tmp_path: Path, mode: int, is_g
 @as_root
 @pytest.mark.parametrize("mode", [0o700, 0o755, 0o777])
 def test_the_folder_of_another_user_is_refused(tmp_path: Path, mode: int) -> None:
-    """By its owner, and so is all that lies in it."""
+    """It is refused by its owner, and so are all folders in it."""
     theirs = made(tmp_path / "theirs", mode, STRANGER)
     with pytest.raises(NotPrivate, match=f"{theirs} belongs to user {STRANGER}"):
         check_private(theirs)
@@ -72,7 +72,7 @@ def test_the_folder_of_another_user_is_refused(tmp_path: Path, mode: int) -> Non
 
 @as_root
 def test_a_group_that_others_are_in_counts_as_others(tmp_path: Path) -> None:
-    """And root's does not, nor the user's own, of the same name and without other members."""
+    """Root's group does not count, nor the user's own group of the same name without other members."""
     above = made(tmp_path / "above", 0o770)
     mine = made(above / "mine")
     os.chown(above, 0, 0)
@@ -82,8 +82,8 @@ def test_a_group_that_others_are_in_counts_as_others(tmp_path: Path) -> None:
         check_private(mine)
 
 
-def test_a_symlink_is_no_folder(tmp_path: Path) -> None:
-    """Not even one to a private folder; above the folder one's own serves, as where a home lies elsewhere."""
+def test_a_symlink_does_not_count_as_a_folder(tmp_path: Path) -> None:
+    """Also not a link to a private folder. A parent may be a link of this user, for a home on another disk."""
     folder = made(tmp_path / "folder")
     link = tmp_path / "link"
     link.symlink_to(folder)
@@ -93,8 +93,8 @@ def test_a_symlink_is_no_folder(tmp_path: Path) -> None:
 
 
 @as_root
-def test_the_symlink_of_another_user_leads_nowhere(tmp_path: Path) -> None:
-    """Wherever it points to, which they may change."""
+def test_the_symlink_of_another_user_is_refused(tmp_path: Path) -> None:
+    """Wherever it points, because that user may change it."""
     folder = made(tmp_path / "folder")
     link = tmp_path / "link"
     link.symlink_to(folder)
@@ -105,19 +105,19 @@ def test_the_symlink_of_another_user_leads_nowhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("make", [True, False])
 @pytest.mark.parametrize("folder", ["skyward", "skyward/nodes"])
-def test_a_symlink_that_appears_after_the_look_is_not_followed(
+def test_a_symlink_that_appears_after_the_check_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: bool, folder: str
 ) -> None:
-    """In a folder that all may write to another user can make one between the look at where the path leads and the
-    walk; it may lead to one's own home.
+    """In a folder that all users may write to, another user can make a link between the check of the path and its use;
+    it may point to the victim's home.
 
-    It stands in the place of the folder, or of one above it.
+    The link replaces the folder, or a parent of it.
 
     Looks inside: the symlink appears between two private steps.
     """
     shared = made(tmp_path / "shared", 0o1777)
     target = made(made(tmp_path / "home") / "nodes")
-    monkeypatch.setattr(private_folders, "_without_links", lambda path: path)  # there was nothing when it looked
+    monkeypatch.setattr(private_folders, "_without_links", lambda path: path)  # the link did not exist at the check
     (shared / "skyward").symlink_to(target.parent)
     with pytest.raises(NotPrivate, match="skyward is a symlink"):
         with private_folders.opened_private(shared / folder, make=make):
@@ -126,7 +126,7 @@ def test_a_symlink_that_appears_after_the_look_is_not_followed(
 
 @pytest.mark.parametrize("between", ["theirs", "missing"])
 def test_a_path_that_goes_through_a_folder_of_another_user_is_refused(tmp_path: Path, between: str) -> None:
-    """`theirs/../mine` is `mine` until he puts a symlink in the place of `theirs`: then it is what lies beside that
+    """`theirs/../mine` is `mine` until the other user replaces `theirs` by a symlink: then it is a folder beside the
     link's target.
     """
     (tmp_path / "mine").mkdir(mode=0o700)
@@ -139,15 +139,15 @@ def test_a_path_that_goes_through_a_folder_of_another_user_is_refused(tmp_path: 
 
 
 @pytest.mark.parametrize("target", ["loop", "../loop", "missing"])
-def test_links_that_lead_nowhere_end(tmp_path: Path, target: str) -> None:
-    """In an error of the operating system's."""
+def test_broken_and_circular_links_raise(tmp_path: Path, target: str) -> None:
+    """They raise an error of the operating system."""
     (made(tmp_path / "d") / "loop").symlink_to(target)
     with pytest.raises(OSError):
         check_private(tmp_path / "d" / "loop" / "x")
 
 
 def test_a_file_is_no_folder(tmp_path: Path) -> None:
-    """Its hard link neither."""
+    """A hard link to a file is not one either."""
     (tmp_path / "file").write_text("")
     os.link(tmp_path / "file", tmp_path / "link")
     for name in ("file", "link"):
@@ -155,8 +155,8 @@ def test_a_file_is_no_folder(tmp_path: Path) -> None:
             make_private(tmp_path / name)
 
 
-def test_roots_that_a_container_cannot_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where root is no user of the namespace, its files show the kernel's stand-in as their owner.
+def test_root_of_a_container_without_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If root is no user of the namespace, its files have the kernel's overflow user as their owner.
 
     Looks inside: the test has no namespace of users.
     """
@@ -167,8 +167,8 @@ def test_roots_that_a_container_cannot_name(tmp_path: Path, monkeypatch: pytest.
     assert private_folders._roots() == (0,)
 
 
-def test_the_first_place_that_serves_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One where folders cannot be locked, as on NFS, is passed over; if none serves, each has its reason."""
+def test_the_first_usable_place_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place without locks for folders, as on NFS, is skipped; if no place is usable, each has its reason."""
     places = [
         ("A", lambda: made(tmp_path / "a", 0o777) if not (tmp_path / "a").exists() else tmp_path / "a"),
         ("B", lambda: tmp_path / "b"),
@@ -218,8 +218,8 @@ def test_a_client_without_proc_has_its_places(tmp_path: Path) -> None:
     assert done.stdout.split() == [str(tmp_path / "real/skyward/nodes"), str(tmp_path / "real/skyward/b")], done.stderr
 
 
-def test_a_folder_on_a_read_only_disk_serves_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is ours, and cannot be written to: the next place is taken."""
+def test_a_folder_on_a_read_only_disk_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is ours, and not writable: the next place is used."""
     real = os.access
 
     def access(path: str, mode: int, *, dir_fd: int) -> bool:

@@ -1,4 +1,4 @@
-"""What a worker keeps of its batches: released or not, reported once or again, within its bounds."""
+"""The batches that a worker keeps: released or not, reported once or again, within its limits."""
 
 import pickle
 from typing import Any
@@ -12,7 +12,7 @@ from skyward_core.worker.wire import Ending, Outcome, Output, Parcel, Report
 
 
 class Wire:
-    """What was sent to a scheduler."""
+    """The messages that were sent to a scheduler."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, Any]] = []
@@ -37,9 +37,9 @@ def said(call_id: str, text: str) -> Output:
     return Output(call_id, "stdout", (text,), 0.0)
 
 
-def test_another_head_hears_all_that_was_not_released() -> None:
-    """First who keeps what, then the reports in their order, with the numbers that they had; what is reported meanwhile
-    comes after.
+def test_another_head_gets_all_that_was_not_released() -> None:
+    """First the list of kept calls, then the reports in their order, with their old numbers; newer reports come
+    after.
     """
     kept, first, second = RetainedBatches("process", keeps=True), Wire(), Wire()
     kept.attach("1-0", "tls://a", "pool", first.send)
@@ -60,8 +60,8 @@ def test_another_head_hears_all_that_was_not_released() -> None:
     assert second.reports[:2] == first.reports
 
 
-def test_what_is_released_is_kept_no_more() -> None:
-    """By its task's key or by its calls; a batch that still runs goes with its end."""
+def test_a_released_batch_is_not_kept() -> None:
+    """It is released by its task's key or by its calls; a batch that still runs is dropped when it ends."""
     kept = RetainedBatches("process", keeps=True)
     for key in ("k1", "k2", "k3"):
         kept.begin(key, "topic", [f"{key}a", f"{key}b"], kept.epoch)
@@ -82,9 +82,9 @@ def test_what_is_released_is_kept_no_more() -> None:
     assert (kept.calls, kept.running, wire.reports, kept.nbytes) == ((), (), [], 0)
 
 
-def test_what_has_not_begun_when_its_scheduler_is_left_never_begins() -> None:
-    """The next scheduler hears which calls are here: one that began after that would run beside the one that the client
-    sends again.
+def test_batches_that_wait_when_their_scheduler_is_left_never_begin() -> None:
+    """The next scheduler gets a list of the calls that are here: a call that began after that would run beside the
+    one that the client sends again.
     """
     kept, wire = RetainedBatches("process", keeps=True), Wire()
     epoch = kept.epoch
@@ -97,8 +97,8 @@ def test_what_has_not_begun_when_its_scheduler_is_left_never_begins() -> None:
     assert kept.calls == ("a",)
 
 
-def test_nothing_is_kept_where_nothing_is_to_be() -> None:
-    """It goes to the scheduler, numbered, and is forgotten."""
+def test_without_a_limit_for_kept_batches_nothing_is_kept() -> None:
+    """Reports go to the scheduler, numbered, and are dropped."""
     kept, wire = RetainedBatches("process", keeps=False), Wire()
     kept.attach("1-0", "tls://a", "pool", wire.send)
     kept.begin("k1", "topic", ["a"], kept.epoch)
@@ -116,9 +116,9 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_outcomes_outlive_output_when_there_is_no_room(steps: list[tuple[str, int, int]]) -> None:
-    """More than the limit is never kept but for outcomes of batches that run; of what is repeated every outcome is
-    there unless its batch was given up whole.
+def test_if_memory_is_short_outcomes_outlive_output(steps: list[tuple[str, int, int]]) -> None:
+    """Only outcomes of running batches may exceed the limit. Repeated reports have every outcome of a batch, unless
+    the whole batch was dropped.
     """
     kept, limit = RetainedBatches("process", keeps=True, limit_bytes=1000), 1000
     running, told = set[str](), dict[str, list[str]]()

@@ -106,8 +106,8 @@ def test_a_shuffle_shuffles_and_the_seed_decides() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 42, 2**32 - 1, 2**32, 2**40 + 7, 2**64 + 1])
-def test_a_node_without_numpy_shuffles_alike(seed: int) -> None:
-    """The order without NumPy is the order with it, so that unlike nodes still partition."""
+def test_a_node_without_numpy_shuffles_in_the_same_order(seed: int) -> None:
+    """The order without NumPy is the order with it, so that different nodes still partition the data."""
     assert shard(list(range(1000)), shuffle=True, seed=seed) == _permutation_in_python(1000, seed)
 
 
@@ -127,9 +127,9 @@ def test_more_workers_than_rows_leaves_some_empty() -> None:
         ((np.array(3),), "without axes"),
     ],
 )
-def test_what_has_no_rows_is_refused(arrays: tuple[Any, ...], hint: str) -> None:
-    """No arrays, unequal lengths and things without rows are a BadRequest, which is a ValueError, that says what to
-    pass.
+def test_values_without_rows_are_refused(arrays: tuple[Any, ...], hint: str) -> None:
+    """No arrays, unequal lengths and values without rows raise a BadRequest, which is a ValueError, that says what
+    to pass.
     """
     with pytest.raises(BadRequest, match=hint) as caught:
         shard(*arrays)
@@ -160,7 +160,7 @@ def test_a_process_started_by_the_call_sees_the_same() -> None:
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"node": 0}'])
 def test_a_broken_environment_is_named(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    """What skyward did not write is refused with the name of the variable."""
+    """A value that skyward did not write is refused with the name of the variable."""
     monkeypatch.setenv(ENV, text)
     with pytest.raises(BadRequest, match=ENV):
         instance_info()

@@ -1,6 +1,6 @@
-"""A slot and its runner: which call a cancellation stops, and which process belongs to which request for one.
+"""A slot and its runner: which call a cancellation stops, and which process belongs to which request for a runner.
 
-The runners here are processes of their own that the tests start in the supervisor's place.
+The runners here are separate processes that the tests start in place of the supervisor.
 """
 
 import contextlib
@@ -66,7 +66,7 @@ class Runners:
 
 @pytest.fixture
 def runners(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Runners]:
-    # runners that start as programs do take longer than a call may before the others are handed back
+    # runners that start as programs take longer than the time after which a call's batch is handed back
     monkeypatch.setattr(slots, "PATIENCE_SECONDS", 600.0)
     runners = Runners(tmp_path)
     yield runners
@@ -116,8 +116,8 @@ def state_of(pid: int) -> str:
 
 @pytest.fixture
 def at_cancel(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
-    """Have something happen once, when a slot has seen that a call of its runner's is cancelled, and before it takes
-    back what waits.
+    """Do something once, after a slot has seen that a call of its runner is cancelled, and before it takes the
+    waiting calls back.
     """
 
     def install(happen: Callable[[], object]) -> None:
@@ -136,7 +136,7 @@ def at_cancel(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]
 def test_a_cancellation_that_comes_late_spares_the_next_call(
     slot: Slot, tmp_path: Path, at_cancel: Callable[[Callable[[], object]], None]
 ) -> None:
-    """When the slot looks, the call has ended, its outcome lies unread, and the runner has begun the next one."""
+    """When the slot checks, the call has ended, its outcome is unread, and the runner has begun the next one."""
     go, begun, end = (tmp_path / name for name in ("go", "begun", "end"))
     pid = slot.pid
 
@@ -160,7 +160,7 @@ def test_a_cancellation_that_comes_late_spares_the_next_call(
 
 
 def test_a_cancelled_call_stops_and_those_behind_it_run(slot: Slot, tmp_path: Path) -> None:
-    """The runner ends with the call that it runs; the others get another one."""
+    """The runner ends with its call; the other calls get another runner."""
     started, never = tmp_path / "started", tmp_path / "never"
     pid = slot.pid
     run = Run(slot, batch_of(wanted=waits_for(never, started), neighbour="pass"))
@@ -170,8 +170,8 @@ def test_a_cancelled_call_stops_and_those_behind_it_run(slot: Slot, tmp_path: Pa
     assert slot.pid != pid
 
 
-def test_what_a_cancelled_call_has_started_is_asked_to_end_too(slot: Slot, tmp_path: Path) -> None:
-    """Its children are of its process group: they get the signal, and are not stopped."""
+def test_processes_that_a_cancelled_call_has_started_get_the_signal(slot: Slot, tmp_path: Path) -> None:
+    """Its children are in its process group: they get the signal, and are not stopped."""
     child, never = tmp_path / "child", tmp_path / "never"
     text = f"import subprocess; child = subprocess.Popen(['sleep', '1000']); open({str(child)!r}, 'w').write(str(child.pid))\n{waits_for(never)}"
     run = Run(slot, batch_of(wanted=text))
@@ -195,7 +195,7 @@ def test_a_call_that_ignores_the_signal_is_killed_later(
     assert ignored.exists()
 
 
-def test_a_runner_that_dies_while_it_is_held_is_buried(
+def test_a_runner_that_dies_while_it_is_stopped_is_reaped(
     slot: Slot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process kills it between the two signals: its call has ended by that, and the next runner is not
@@ -219,10 +219,12 @@ def test_a_runner_that_dies_while_it_is_held_is_buried(
     assert slot.pid != pid
 
 
-def test_a_call_whose_memory_another_has_used_is_spared(
+def test_a_call_that_did_not_use_the_memory_is_spared(
     runners: Runners, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The call that took too much has ended when the slot looks again: the one that runs then has done nothing."""
+    """The call that used too much memory has ended when the slot checks again: the call that runs then is not at
+    fault.
+    """
     go, begun, end, started = (tmp_path / name for name in ("go", "begun", "end", "started"))
     slot = Slot(runners, (str(tmp_path),), memory_limit_bytes=1 << 30)  # type: ignore[arg-type]
     pid = slot.pid
@@ -250,10 +252,10 @@ def test_a_call_whose_memory_another_has_used_is_spared(
 
 
 @pytest.mark.parametrize("is_out_of_memory", [True, False])
-def test_a_call_that_the_kernel_has_killed_for_its_memory_says_so(
+def test_a_call_that_the_kernel_has_killed_for_its_memory_raises_that(
     runners: Runners, slot: Slot, is_out_of_memory: bool
 ) -> None:
-    """The supervisor reports a process that was killed for memory; any other one has crashed."""
+    """The supervisor reports a process that was killed for memory; any other dead process has crashed."""
     runners.is_out_of_memory = is_out_of_memory
     run = Run(slot, batch_of(large="import os; os.kill(os.getpid(), 9)"))
     run.endings()
@@ -266,7 +268,7 @@ def test_a_call_that_the_kernel_has_killed_for_its_memory_says_so(
 
 
 class Contended:
-    """The end of the queue from which a slot takes packets back, where the runner is faster after the first one."""
+    """The end of the queue from which a slot takes packets back; after the first packet the runner is faster."""
 
     def __init__(self, take: Any, meanwhile: Callable[[], object]) -> None:
         self._take = take
@@ -283,11 +285,11 @@ class Contended:
 
 
 @pytest.mark.parametrize("secrets", [None, {"TOKEN": "abc"}])
-def test_a_runner_returns_a_call_whose_function_was_taken_back(
+def test_a_runner_returns_a_call_without_its_function(
     runners: Runners, tmp_path: Path, secrets: dict[str, str] | None
 ) -> None:
-    """The function, and the secrets, come with the first call: the slot takes that one back, and the runner meanwhile
-    the one behind it.
+    """The function and the secrets come with the first call: the slot takes that call back, and meanwhile the runner
+    takes the one behind it.
     """
     closed = tmp_path / "closed"
     closed.touch()
@@ -339,10 +341,10 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-def test_a_birth_that_comes_late_is_ended_and_not_given_to_the_next_request(
+def test_a_runner_that_starts_late_is_ended_and_not_given_to_the_next_request(
     sleeper: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else each request from then on would get the process of the one before."""
+    """Otherwise each later request would get the process of the one before."""
     ours, supervisor = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, supervisor, (tmp_path / "file").open("w") as file:
         factory = RunnerFactory(ours)
@@ -364,13 +366,13 @@ def test_a_birth_that_comes_late_is_ended_and_not_given_to_the_next_request(
         supervisor.send(pickle.dumps(RunnerExit(sleeper.pid, -9)))
         supervisor.send(pickle.dumps(RunnerExit(4321, 5)))
         assert factory.exit_of(4321) == RunnerExit(4321, 5)
-        assert factory.exit_of(sleeper.pid, 0.0) is None  # no caller will ask: it is not kept
+        assert factory.exit_of(sleeper.pid, 0.0) is None  # no caller waits for it: it is not kept
         supervisor.close()
 
 
-def test_a_runner_that_comes_late_takes_no_call(runners: Runners, tmp_path: Path) -> None:
-    """Each runner has a queue of its own: one that its slot has given up finds it closed, and ends, whatever the slot
-    does by then.
+def test_a_runner_that_starts_late_takes_no_call(runners: Runners, tmp_path: Path) -> None:
+    """Each runner has its own queue: a runner that its slot has abandoned finds the queue closed, and ends, whatever
+    the slot does then.
     """
     late = list[int]()
     really = runners.fork
@@ -394,8 +396,8 @@ def test_a_runner_that_comes_late_takes_no_call(runners: Runners, tmp_path: Path
         slot.close()
 
 
-def test_what_has_ended_is_told_though_no_runner_comes(runners: Runners, slot: Slot) -> None:
-    """A crash is a crash, also if no runner can run the next call."""
+def test_a_crash_is_reported_even_if_no_runner_starts(runners: Runners, slot: Slot) -> None:
+    """The call has crashed, also if no runner can run the next call."""
 
     def refuse(descriptors: list[int], mark: bytes) -> int:
         raise ConnectionError("no supervisor")
@@ -409,11 +411,11 @@ def test_what_has_ended_is_told_though_no_runner_comes(runners: Runners, slot: S
     ]
 
 
-def test_a_batch_without_a_runner_leaves_no_topic_behind(
+def test_a_batch_without_a_runner_leaves_no_topic(
     runners: Runners, slot: Slot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a late message that stops the topic would be kept, and would stop the next batch of a client that has come
-    back.
+    """Otherwise a late message that stops the topic would be kept, and would stop the next batch of a client that
+    has come back.
     """
     really = runners.fork
 
@@ -428,8 +430,8 @@ def test_a_batch_without_a_runner_leaves_no_topic_behind(
     assert Run(slot, batch_of(next="pass")._replace(topic="skyward-client")).endings() == {"next": Ending.RESULT}
 
 
-def test_the_exit_of_an_earlier_process_is_not_taken_for_that_of_a_runner_with_the_same_pid(tmp_path: Path) -> None:
-    """The kernel uses pids again. An exit that was reported too late belongs to the process before."""
+def test_the_exit_of_an_earlier_process_does_not_count_for_a_runner_with_the_same_pid(tmp_path: Path) -> None:
+    """The kernel reuses pids. An exit that was reported too late belongs to the earlier process."""
     ours, supervisor = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, supervisor, (tmp_path / "file").open("w") as file:
         factory = RunnerFactory(ours)
@@ -447,9 +449,7 @@ def test_the_exit_of_an_earlier_process_is_not_taken_for_that_of_a_runner_with_t
 
 
 @pytest.mark.parametrize("ending", ["pass", "import sys; sys.exit(3)", "raise ValueError"])
-def test_a_forked_child_that_leaves_the_call_takes_no_part_in_the_next_ones(
-    slot: Slot, tmp_path: Path, ending: str
-) -> None:
+def test_a_forked_child_that_leaves_the_call_takes_no_other_calls(slot: Slot, tmp_path: Path, ending: str) -> None:
     """A program that forks and forgets os._exit.
 
     The child would answer too, and would take calls: each call would get the answer of another one.

@@ -1,4 +1,4 @@
-"""What goes over Dask's streams at once, what waits for company, and batches that need no graph.
+"""Which messages Dask's streams send at once, which wait to be sent together, and batches without a graph.
 
 Comms are lists, or a real scheduler's; clocks are real.
 """
@@ -36,7 +36,7 @@ def square(number: int) -> int:
 
 
 class Comm:
-    """Remembers what is written."""
+    """Records what is written."""
 
     def __init__(self) -> None:
         self.written: list[list[dict[str, Any]]] = []
@@ -66,7 +66,7 @@ def on_stream(story: Callable[[BatchedSend, Comm], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def test_messages_go_at_once_however_long_the_streams_interval():
+def test_urgent_messages_are_sent_at_once_with_any_interval_of_the_stream():
     async def story(stream: BatchedSend, comm: Comm) -> None:
         for number in range(3):
             comm.wrote.clear()
@@ -89,7 +89,7 @@ def test_messages_go_at_once_however_long_the_streams_interval():
     ],
     ids=lambda message: message["op"],
 )
-def test_what_nobody_waits_for_goes_before_the_next_message_and_with_it(
+def test_messages_without_a_waiting_receiver_are_sent_with_the_next_one(
     message: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(streams, "CAN_WAIT_SECONDS", 1000)
@@ -116,8 +116,8 @@ def test_what_nobody_waits_for_goes_before_the_next_message_and_with_it(
     ],
     ids=lambda message: message["op"],
 )
-def test_what_somebody_waits_for_goes_at_once(message: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
-    """A result that is still to be fetched, a call to be stopped, a connection to be taken up again, a batch."""
+def test_messages_with_a_waiting_receiver_are_sent_at_once(message: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    """A large result to be fetched, a call to be stopped, a connection to be resumed, a batch."""
     monkeypatch.setattr(streams, "CAN_WAIT_SECONDS", 1000)
 
     async def story(stream: BatchedSend, comm: Comm) -> None:
@@ -127,11 +127,11 @@ def test_what_somebody_waits_for_goes_at_once(message: dict[str, Any], monkeypat
     on_stream(story)
 
 
-def test_a_message_without_company_goes_after_a_while(monkeypatch: pytest.MonkeyPatch):
+def test_a_single_message_is_sent_after_a_while(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(streams, "CAN_WAIT_SECONDS", 0.001)
 
     async def story(stream: BatchedSend, comm: Comm) -> None:
-        for _ in range(2):  # the second one needs a timer of its own
+        for _ in range(2):  # the second message needs a new timer
             comm.wrote.clear()
             stream.send(IDLE, IDLE)
             await asyncio.wait_for(comm.wrote.wait(), 30)
@@ -140,7 +140,7 @@ def test_a_message_without_company_goes_after_a_while(monkeypatch: pytest.Monkey
     on_stream(story)
 
 
-def test_what_waits_is_sent_before_the_stream_closes(monkeypatch: pytest.MonkeyPatch):
+def test_waiting_messages_are_sent_before_the_stream_closes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(streams, "CAN_WAIT_SECONDS", 1000)
     comms: list[Comm] = []
 
@@ -163,8 +163,7 @@ def send_batch(client: Any, key: str, annotations: dict[str, Any], batch: bytes 
 
 
 def test_a_batch_outlives_a_broken_connection_until_it_is_released() -> None:
-    """A batch is a task that KEEP wants too: the client's next connection finds it, for the worker it was meant for,
-    and lets go of it.
+    """A batch is a task that KEEP wants too: the client's next connection finds it, for its worker, and releases it.
 
     Looks inside: what the scheduler keeps shows nowhere else.
     """
@@ -196,7 +195,7 @@ def test_a_batch_outlives_a_broken_connection_until_it_is_released() -> None:
 
 
 def test_a_batch_that_cannot_become_a_task_fails_alone() -> None:
-    """Its future has the error; the stream that it came by goes on, and nothing of it stays.
+    """Its future has the error; its stream goes on, and the scheduler keeps nothing of it.
 
     Looks inside: what the scheduler keeps shows nowhere else.
     """
@@ -218,9 +217,9 @@ def test_a_batch_that_cannot_become_a_task_fails_alone() -> None:
     with_head(test)
 
 
-def test_a_tiny_call_costs_the_scheduler_few_messages_and_leaves_nothing_there(pool: sky.ComputePool):
-    """The batch to the worker and the report to the client, and now and then what could wait; Dask's own way takes
-    twice as many, and keeps a span each.
+def test_a_tiny_call_costs_the_scheduler_few_messages_and_no_memory(pool: sky.ComputePool):
+    """The batch to the worker and the report to the client, and sometimes messages that waited. Dask's own protocol
+    takes twice as many, and keeps a span for each call.
     """
 
     def look(dask_scheduler: Any) -> tuple[int, int, bool]:
@@ -232,7 +231,7 @@ def test_a_tiny_call_costs_the_scheduler_few_messages_and_leaves_nothing_there(p
     began = time.monotonic()
     assert [square(number) >> pool for number in range(CALLS)] == [number * number for number in range(CALLS)]
     after, comms, has_spans = client.run_on_scheduler(look)
-    # on a busy machine a call may take longer than others wait
+    # on a busy machine a call may take longer than the time after which waiting calls are handed back
     waited_for = comms * (time.monotonic() - began) / streams.CAN_WAIT_SECONDS
     assert after - before < 2.25 * CALLS + waited_for
     assert not has_spans
