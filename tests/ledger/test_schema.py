@@ -205,7 +205,7 @@ def test_a_ledger_of_version_3_is_migrated(ledger: Ledger) -> None:
 def test_a_ledger_of_a_release_before_alembic_is_stamped(ledger: Ledger, statements: tuple[str, ...]) -> None:
     """Alembic's version is that of the ledger after the next migration, and no migration runs twice.
 
-    Looks inside: no verb of the ledger writes what is written here.
+    Looks inside: no method of the ledger writes these rows.
     """
     make_old(ledger, statements)
     with ledger._database.write() as connection:
@@ -220,7 +220,7 @@ def test_a_ledger_of_a_release_before_alembic_is_stamped(ledger: Ledger, stateme
 def test_a_migration_that_fails_changes_nothing(file_ledger: Ledger, tmp_path: Path) -> None:
     """Neither the schema nor the version changes; a later migration runs once. The entries always exist.
 
-    Looks inside: no verb of the ledger writes what is written here.
+    Looks inside: no method of the ledger writes these rows.
     """
     intent = intend(file_ledger)
     path = tmp_path / "state/ledger.db"
@@ -240,7 +240,7 @@ def test_a_migration_that_fails_changes_nothing(file_ledger: Ledger, tmp_path: P
 def test_in_postgresql_a_migration_that_fails_changes_nothing(postgresql_url: str) -> None:
     """A newer schema is refused there too.
 
-    Looks inside: no verb of the ledger writes what is written here.
+    Looks inside: no method of the ledger writes these rows.
     """
     with Ledger(postgresql_url) as ledger:
         with pytest.raises(RuntimeError, match="power"), ledger._database.write() as connection:
@@ -256,7 +256,7 @@ def test_in_postgresql_a_migration_that_fails_changes_nothing(postgresql_url: st
 def test_a_newer_ledger_is_refused_and_not_changed(file_ledger: Ledger, tmp_path: Path) -> None:
     """A release refuses a version that it does not know.
 
-    Looks inside: no verb of the ledger writes what is written here.
+    Looks inside: no method of the ledger writes these rows.
     """
     with file_ledger._database.write() as connection:
         migrate(connection, NEXT)

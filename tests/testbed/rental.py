@@ -1,4 +1,4 @@
-"""A cloud that rents out hosts of the test bed: real machines behind the four verbs of a provider.
+"""A cloud that rents out hosts of the test bed: real machines behind the four methods of a provider.
 
 cloud = Cloud(fleet, prepare=mirror.configure)
 with ComputePool(provider=cloud.provider(), nodes=2) as pool:
