@@ -20,8 +20,8 @@ def patched(*names: str) -> Any:
 
 
 @pytest.mark.parametrize(("module", "library"), [("gevent.monkey", "gevent"), ("eventlet.patcher", "eventlet")])
-def test_what_is_patched_is_named(module: str, library: str) -> None:
-    """With what to do instead; a library that has patched nothing that a pool needs is no reason."""
+def test_the_patched_module_is_named(module: str, library: str) -> None:
+    """The error says what to do instead; a library that has patched nothing that a pool needs is no error."""
     with pytest.raises(
         sky.BadRequest, match=f"{library} has replaced socket, select in this process.*process of its own"
     ):
@@ -30,8 +30,8 @@ def test_what_is_patched_is_named(module: str, library: str) -> None:
     refuse_greenlets({})
 
 
-def test_neither_opening_nor_attaching_is_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whenever it was patched, before the import or after: it is looked at as a pool opens."""
+def test_neither_opening_nor_attaching_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Patched before the import or after: it is checked when a pool opens."""
     pool = sky.ComputePool(provider=sky.Local(), display="quiet")
     monkeypatch.setitem(sys.modules, "gevent.monkey", cast("Any", patched("thread")))
     with pytest.raises(sky.BadRequest, match="gevent has replaced thread"):
@@ -59,7 +59,7 @@ PATCHES = {
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the real libraries, which are in no environment of ours."""
+    """A folder with the real libraries, which none of our environments has."""
     folder = tmp_path_factory.mktemp("greenlets")
     command = [
         uv.find_uv_bin(),

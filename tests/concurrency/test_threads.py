@@ -1,4 +1,4 @@
-"""Several things at once, in plain threads: in order, to the end, and also when the interpreter ends."""
+"""Several tasks at once, in plain threads: in order, to the end, and also when the interpreter ends."""
 
 import asyncio
 import subprocess
@@ -11,8 +11,8 @@ import pytest
 from skyward_core.concurrency.threads import PlainExecutor, Threads, side_by_side
 
 
-def test_the_results_are_in_the_order_of_the_things() -> None:
-    """Whichever is done first."""
+def test_the_results_are_in_the_order_of_the_arguments() -> None:
+    """In whatever order they are done."""
     second_is_done = threading.Event()
 
     def work(thing: int) -> int:
@@ -25,8 +25,8 @@ def test_the_results_are_in_the_order_of_the_things() -> None:
     assert side_by_side(lambda _: threading.current_thread(), [1], "test") == [threading.current_thread()]
 
 
-def test_no_more_than_so_many_are_done_at_once() -> None:
-    """And so many are."""
+def test_the_limit_of_tasks_at_once_is_kept_and_reached() -> None:
+    """Not more, and not fewer."""
     at_once, most, gate = set[int](), list[int](), threading.Barrier(3)
 
     def work(thing: int) -> None:
@@ -40,8 +40,8 @@ def test_no_more_than_so_many_are_done_at_once() -> None:
     assert max(most) == 3
 
 
-def test_the_first_things_error_is_raised_when_all_are_done() -> None:
-    """Not the first error in time."""
+def test_the_first_argument_with_an_error_decides_when_all_are_done() -> None:
+    """Its error is raised, not the first error in time."""
     done: list[int] = []
     third_has_failed = threading.Event()
 
@@ -59,8 +59,8 @@ def test_the_first_things_error_is_raised_when_all_are_done() -> None:
     assert sorted(done) == [1, 4, 5]
 
 
-def test_an_interrupt_begins_no_more_and_waits_for_what_has_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing goes on behind the caller's back."""
+def test_an_interrupt_begins_no_more_tasks_and_waits_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No task goes on after the call has returned."""
     begun, ended, may_end = list[int](), list[int](), threading.Event()
     one_has_begun = threading.Event()
     joins = iter([True, False])
@@ -85,8 +85,8 @@ def test_an_interrupt_begins_no_more_and_waits_for_what_has_begun(monkeypatch: p
     assert begun == ended == [1]
 
 
-def test_where_no_thread_can_be_started_it_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some Pythons start none at their end."""
+def test_if_no_thread_can_be_started_the_task_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some Pythons start no thread while they end."""
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -99,8 +99,8 @@ def test_where_no_thread_can_be_started_it_is_done_here(monkeypatch: pytest.Monk
     assert side_by_side(lambda thing: -thing, [1, 2, 3], "test") == [-1, -2, -3]
 
 
-def test_what_insists_on_an_executor_gets_plain_threads() -> None:
-    """Asyncio's loops do; it ends with what it was given."""
+def test_a_library_that_needs_an_executor_gets_plain_threads() -> None:
+    """Asyncio's loops need one; it ends with the tasks that it was given."""
     may_end, ended = threading.Event(), threading.Event()
 
     def work() -> str:
@@ -117,8 +117,8 @@ def test_what_insists_on_an_executor_gets_plain_threads() -> None:
     assert outcome.result() == "plain-0"
 
 
-def test_what_has_begun_cannot_be_cancelled() -> None:
-    """Asyncio tries to, when its task is; the thread goes on, and its result must find a place."""
+def test_a_running_task_cannot_be_cancelled() -> None:
+    """Asyncio tries to cancel it together with its own task; the thread goes on, and its result must be accepted."""
     may_end = threading.Event()
     threads = Threads("test")
     outcome = threads.submit(may_end.wait, 30)
@@ -128,7 +128,7 @@ def test_what_has_begun_cannot_be_cancelled() -> None:
     assert outcome.result()
 
 
-def test_a_cancelled_task_leaves_no_error_behind() -> None:
+def test_a_cancelled_task_leaves_no_error() -> None:
     """The outcome of its thread has no receiver any more."""
     may_end = threading.Event()
 
@@ -151,7 +151,7 @@ def test_a_cancelled_task_leaves_no_error_behind() -> None:
 
 
 def test_it_works_while_the_interpreter_ends() -> None:
-    """Where an executor takes nothing any more."""
+    """An executor takes no tasks then."""
     code = (
         "import atexit\n"
         "from concurrent.futures import ThreadPoolExecutor\n"
@@ -161,4 +161,4 @@ def test_it_works_while_the_interpreter_ends() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout == "['1', '2', '3']\n"
-    assert "cannot schedule new futures" in done.stderr  # or there would be nothing to test
+    assert "cannot schedule new futures" in done.stderr  # otherwise this test tests nothing

@@ -1,4 +1,4 @@
-"""What exceptions of calls say beside themselves: which package the node lacks, and whose working directory it is."""
+"""Notes that exceptions of calls get: the package that the node lacks, and the node's working directory."""
 
 import pytest
 
@@ -25,24 +25,24 @@ def read(path: str) -> str:
 
 
 def test_a_module_that_the_node_lacks_is_named_as_its_distribution(pool):
-    """The distribution's own name where this client has it, the module's otherwise; the exception stays what it is."""
+    """The distribution's own name if this client has it, the module's otherwise; the exception itself is unchanged."""
     assert 'Image(pip=[...]), as "scikit-learn"' in _notes(import_missing("sklearn"), pool, ModuleNotFoundError)
     assert 'Image(pip=[...]), as "no_such_module_9"' in _notes(
         import_missing("no_such_module_9"), pool, ModuleNotFoundError
     )
 
 
-def test_a_relative_path_is_that_of_the_node(pool):
-    """A file that is not in the node's working directory has the note, one of an absolute path has not, nor has another
-    error.
+def test_a_relative_path_belongs_to_the_node(pool):
+    """A missing file in the node's working directory has the note. A missing file with an absolute path has none,
+    and neither has another error.
     """
     assert "the working directory of a call is the node's own" in _notes(read("data.csv"), pool, FileNotFoundError)
     assert "working directory" not in _notes(read("/no/such/file"), pool, FileNotFoundError)
     assert "working directory" not in _notes(read("."), pool, IsADirectoryError)
 
 
-def test_a_part_that_an_installed_package_lacks_is_a_matter_of_versions():
-    """Where the package is there and its module is not, another version is needed."""
+def test_a_missing_part_of_an_installed_package_is_a_question_of_versions():
+    """If the package is there and its module is not, another version is needed."""
     assert note_for(ModuleNotFoundError(name="sklearn.nothing")) == (
         "the node has 'sklearn', but no 'sklearn.nothing' in it: name the version that you use here in Image(pip=[...]), for \"scikit-learn\""
     )
@@ -55,8 +55,8 @@ def test_a_part_that_an_installed_package_lacks_is_a_matter_of_versions():
         ("own_note.abi3.so", "machine code does not travel"),
     ],
 )
-def test_a_module_of_ones_own_is_in_no_index(tmp_path, monkeypatch, file, advice):
-    """A file of the project is not to be installed from somewhere: it is imported, or built, by its owner."""
+def test_a_module_of_the_project_is_in_no_index(tmp_path, monkeypatch, file, advice):
+    """A file of the project cannot be installed: the note says that it is to be imported, or built."""
     (tmp_path / file).write_bytes(b"")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert advice in str(note_for(ModuleNotFoundError(name="own_note")))
@@ -73,6 +73,6 @@ def test_a_module_of_ones_own_is_in_no_index(tmp_path, monkeypatch, file, advice
     ],
     ids=["a part of Python", "no module", "no path", "a descriptor", "another"],
 )
-def test_there_is_no_note_where_we_know_nothing(error):
-    """An exception without a cure has no note."""
+def test_there_is_no_note_without_a_cure(error):
+    """Other exceptions stay without a note."""
     assert note_for(error) is None

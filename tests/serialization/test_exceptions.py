@@ -1,4 +1,4 @@
-"""Exceptions on their way from a node to their caller: their own class, with what can travel of them."""
+"""Exceptions on their way from a node to their caller: with their own class, and with everything that can travel."""
 
 import asyncio
 import dataclasses
@@ -39,7 +39,7 @@ class KeywordOnly(ValueError):
 
 
 class Doubling(Exception):
-    """Python's own way makes "x x 1" of it, and says nothing."""
+    """Python's own pickling makes "x x 1" of it, without an error."""
 
     def __init__(self, code: object) -> None:
         super().__init__(f"x {code}")
@@ -80,7 +80,7 @@ class BadReduce(Exception):
 
 
 class Registered(Exception):
-    """Says itself how it is pickled, and means it."""
+    """Defines its own pickling."""
 
     made: ClassVar[int] = 0
 
@@ -94,7 +94,7 @@ class Registered(Exception):
 
 
 class Bomb(Exception):
-    """Can be loaded on its node, and not at the caller."""
+    """Can be loaded on its node, and not by the caller."""
 
     here: ClassVar[int] = os.getpid()
     is_armed: ClassVar[bool] = False
@@ -136,17 +136,17 @@ class Row(pydantic.BaseModel):
     size: int
 
 
-pickling_support.install()  # as Dask does, for every exception class there is: it forgets slots
+pickling_support.install()  # as Dask does, for every class of exceptions: it loses slots
 
 
 def over[E: BaseException](error: E) -> E:
-    """What becomes of an exception that is raised on a node."""
+    """Return an exception that is raised on a node, as the caller gets it."""
     pickled = exceptions.pack(error)
     return cast("E", exceptions.unpack(pickled.data, pickled.buffers, 3, "remote text"))
 
 
 def raised(error: BaseException) -> BaseException:
-    """Raise it, as a call does: it has a traceback then."""
+    """Raise it, as a call does, so that it has a traceback."""
     try:
         raise error
     except BaseException as caught:
@@ -177,9 +177,9 @@ def raised(error: BaseException) -> BaseException:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_an_exception_arrives_as_it_was(error: BaseException) -> None:
-    """Class, args, message, attributes and fields of C are the same; its __init__ is not run again unless it asks for
-    that.
+def test_an_exception_arrives_unchanged(error: BaseException) -> None:
+    """Class, args, message, attributes and fields of C are the same; its __init__ runs again only if the class
+    defines that.
     """
     there = over(raised(error))
     assert type(there) is type(error)
@@ -194,14 +194,14 @@ def test_an_exception_arrives_as_it_was(error: BaseException) -> None:
 
 
 def test_slots_travel_also_private_and_empty_ones() -> None:
-    """What lies in __slots__ arrives; an empty slot stays empty."""
+    """Values in __slots__ arrive; an empty slot stays empty."""
     there = over(Slotted("k", 5))
     assert (there.key, there.hidden, there.args) == ("k", 5, ())
     assert not hasattr(there, "empty")
 
 
-def test_none_in_a_slot_is_none_and_no_empty_slot() -> None:
-    """NumPy's AxisError keeps None in one, and cannot say what it is without."""
+def test_none_in_a_slot_stays_none() -> None:
+    """NumPy's AxisError keeps None in a slot, and its message needs it."""
     there = over(Slotted("k", cast(int, None)))
     assert (there.key, there.hidden) == ("k", None)
     with pytest.raises(np.exceptions.AxisError) as caught:
@@ -210,7 +210,7 @@ def test_none_in_a_slot_is_none_and_no_empty_slot() -> None:
 
 
 def test_exceptions_of_libraries_arrive_with_their_attributes() -> None:
-    """A response, the errors of a validation: what callers look at."""
+    """Callers read them: a response, the errors of a validation."""
     response = httpx.Response(404, request=httpx.Request("GET", "http://x"), text="gone")
     there = over(httpx.HTTPStatusError("404", request=response.request, response=response))
     assert (type(there), there.response.status_code, there.response.text, there.request.method) == (
@@ -231,9 +231,9 @@ def test_exceptions_of_libraries_arrive_with_their_attributes() -> None:
     assert any("last_attempt" in note for note in given_up.__notes__)
 
 
-def test_what_cannot_travel_is_left_out_and_named() -> None:
-    """A lock stays on its node; the other attributes arrive, a note names the lock, and another one what the exception
-    says there.
+def test_values_that_cannot_travel_are_omitted_and_named() -> None:
+    """A lock stays on its node; the other attributes arrive. One note names the lock, and another has the
+    exception's message there.
     """
     there = over(
         Holder(
@@ -259,8 +259,8 @@ def test_what_cannot_travel_is_left_out_and_named() -> None:
     assert without.args[1].startswith("<unlocked _thread.lock")
 
 
-def test_notes_causes_and_contexts_come_along() -> None:
-    """The chain is the one that the call has raised; the remote traceback stands at its end."""
+def test_notes_causes_and_contexts_arrive() -> None:
+    """The chain is the one that the call has raised; the remote traceback is at its end."""
     try:
         try:
             try:
@@ -285,8 +285,8 @@ def test_notes_causes_and_contexts_come_along() -> None:
     assert isinstance(there_too.__cause__.__cause__, exceptions.RemoteTraceback)
 
 
-def test_groups_come_with_their_members() -> None:
-    """Nested groups, groups with their own __new__, members of any kind: `except*` finds what was raised."""
+def test_groups_arrive_with_their_members() -> None:
+    """Nested groups, groups with their own __new__, members of any kind: `except*` catches the raised exceptions."""
     lock = Holder(lock=threading.Lock())
     there = over(
         ExceptionGroup(
@@ -309,8 +309,8 @@ def test_groups_come_with_their_members() -> None:
     assert rest is not None
 
 
-def test_circles_and_endless_chains_end() -> None:
-    """An exception that refers to itself comes so; a chain without end is cut."""
+def test_circular_and_endless_chains_end() -> None:
+    """An exception that refers to itself arrives so; an endless chain is cut."""
     error = Holder()
     error.me = error  # type: ignore[attr-defined]
     error.__context__ = other = OwnInit(1, "x")
@@ -328,7 +328,7 @@ def test_circles_and_endless_chains_end() -> None:
 
 @pytest.fixture
 def elsewhere() -> Iterator[types.ModuleType]:
-    """A library that the node has."""
+    """A library that exists only on the node."""
     module = types.ModuleType("far_library")
     module.__file__ = "/opt/python/site-packages/far_library.py"
     source = "class FarError(RuntimeError):\n    pass\nclass Tensor:\n    pass\n"
@@ -339,8 +339,8 @@ def elsewhere() -> Iterator[types.ModuleType]:
 
 
 def test_a_class_that_does_not_exist_here_is_named_first(elsewhere: types.ModuleType) -> None:
-    """RemoteError begins with type and message, and says why; in a group and in a chain it stands for that exception
-    alone.
+    """RemoteError begins with type and message, and says why. In a group and in a chain it replaces only that
+    exception.
     """
     alone = exceptions.pack(elsewhere.FarError("out of\nmemory"))
     group = exceptions.pack(ExceptionGroup("some", [elsewhere.FarError("far"), OwnInit(1, "near")]))
@@ -367,15 +367,15 @@ def test_a_class_that_does_not_exist_here_is_named_first(elsewhere: types.Module
     assert any("without tensor (ModuleNotFoundError: No module named 'far_library')" in note for note in held.__notes__)
 
 
-def test_code_that_raises_while_it_is_loaded_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception whose own way fails at the caller arrives all the same, by its parts."""
+def test_code_that_raises_while_it_is_loaded_is_omitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If an exception's own unpickling fails at the caller, the exception still arrives, by its parts."""
     pickled = exceptions.pack(Bomb("a", 1))
     monkeypatch.setattr(Bomb, "is_armed", True)
     there = exceptions.unpack(pickled.data, pickled.buffers, 0, "text")
     assert (type(there), there.args) == (Bomb, ("a", 1))
 
 
-def test_an_exception_that_says_nothing_arrives() -> None:
+def test_an_exception_without_a_message_arrives() -> None:
     """An error in __str__ is not an error of the transport."""
     assert type(over(Silent("a"))) is Silent
 
@@ -385,8 +385,8 @@ def test_an_exception_that_says_nothing_arrives() -> None:
     [KeyboardInterrupt(), SystemExit(3), GeneratorExit(), asyncio.CancelledError("stop")],
     ids=lambda error: type(error).__name__,
 )
-def test_what_would_end_the_caller_is_told(error: BaseException) -> None:
-    """Such exceptions are not raised here: the caller was neither interrupted nor cancelled."""
+def test_exceptions_that_would_end_the_caller_are_replaced(error: BaseException) -> None:
+    """They are not raised here, because the caller was neither interrupted nor cancelled."""
     there = over(error)
     assert isinstance(there, sky.RemoteError)
     assert str(there).startswith(exceptions.name_of(type(error)))
@@ -420,9 +420,9 @@ ERRORS = st.recursive(
 
 @hypothesis_settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(ERRORS, st.booleans(), st.lists(st.text(max_size=5), max_size=2)), min_size=1, max_size=4))
-def test_whatever_is_raised_arrives(chain: list[tuple[Exception, bool, list[str]]]) -> None:
-    """Any tree of exceptions, with any attributes, notes and causes: classes, members, notes and all that travels are
-    what was raised.
+def test_any_raised_exception_arrives(chain: list[tuple[Exception, bool, list[str]]]) -> None:
+    """Any tree of exceptions, with any attributes, notes and causes: classes, members, notes and all values that can
+    travel are unchanged.
     """
     errors = [error for error, _, _ in chain]
     for error, _, notes in chain:
@@ -464,10 +464,8 @@ def _travels(value: Any) -> bool:
     return True
 
 
-def test_exceptions_inside_results_are_what_they_were() -> None:
-    """A result may hold exceptions: they come back without their __init__ being run, strictly, for nothing of a result
-    is left out.
-    """
+def test_exceptions_inside_results_are_unchanged() -> None:
+    """A result may contain exceptions: they are loaded without their __init__, and nothing of them is omitted."""
     back = pickling.loads(
         pickling.dumps([OwnInit(1, "a"), Doubling(2), Slotted("k", 3), OwnGroup(4, [KeywordOnly(reason="r")]), Data(5)])
     )
@@ -487,7 +485,7 @@ def test_exceptions_inside_results_are_what_they_were() -> None:
 
 
 def test_except_clauses_catch_what_a_call_has_raised(pool: sky.ComputePool) -> None:
-    """The classes are the caller's own, those of this file, which travel by value, and those made in a function; also
+    """The classes are the caller's: those of this file, which travel by value, and those made in a function; also
     one raised by a helper.
     """
 

@@ -1,6 +1,4 @@
-"""What the user's project holds reaches a bare interpreter that has only what is installed, and comes back as
-itself.
-"""
+"""Objects of the user's project reach a bare interpreter with only installed packages, and come back as themselves."""
 
 import functools
 import importlib
@@ -40,9 +38,7 @@ for call in pickle.load(sys.stdin.buffer):
 
 
 def on_node(*calls: Pickled) -> list[Any]:
-    """Run the calls, one after the other, in one bare interpreter; return what they returned, or raise what the first
-    of them raised.
-    """
+    """Run the calls, one after the other, in one bare interpreter; return their results, or raise the first error."""
     core = str(Path(skyward_core.__file__).parents[1])
     done = subprocess.run(
         [sys.executable, "-I", "-c", NODE, core],
@@ -88,8 +84,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
 # ── by value ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_function_takes_its_helpers_along(project: Callable[..., types.ModuleType]) -> None:
-    """Functions of the module and of helper modules work on the node, however they were imported."""
+def test_a_function_travels_with_its_helpers(project: Callable[..., types.ModuleType]) -> None:
+    """Functions of the module and of helper modules work on the node, in whatever way they were imported."""
     own = project(
         own="""
             import math
@@ -112,9 +108,7 @@ def test_a_function_takes_its_helpers_along(project: Callable[..., types.ModuleT
 
 
 def test_nested_packages(project: Callable[..., types.ModuleType]) -> None:
-    """`pkg.sub.f` and relative imports between the modules of a package work, and modules may refer to each other in a
-    circle.
-    """
+    """`pkg.sub.f` and relative imports between the modules of a package work, also circular ones."""
     own = project(
         own="""
             import own_pkg.sub.deep
@@ -136,8 +130,8 @@ def test_nested_packages(project: Callable[..., types.ModuleType]) -> None:
     assert call(own.run, 1) == (101, 102, "pkg")
 
 
-def test_a_module_used_as_a_value_brings_all_that_can_travel(project: Callable[..., types.ModuleType]) -> None:
-    """`getattr(module, name)` and a module as an argument work; what could not travel says why when it is read."""
+def test_a_module_used_as_a_value_travels_as_far_as_possible(project: Callable[..., types.ModuleType]) -> None:
+    """`getattr(module, name)` and a module as an argument work; reading a value that could not travel says why."""
     own = project(
         own="""
             import own_helpers
@@ -161,7 +155,7 @@ def test_a_module_used_as_a_value_brings_all_that_can_travel(project: Callable[.
 
 
 def test_globals_are_shared_within_a_module(project: Callable[..., types.ModuleType]) -> None:
-    """A helper that rebinds a global of its module is seen by its neighbours and through the module, as at home."""
+    """If a helper rebinds a global of its module, its neighbours and the module see it, as on the client."""
     own = project(
         own="""
             import own_state
@@ -180,7 +174,9 @@ def test_globals_are_shared_within_a_module(project: Callable[..., types.ModuleT
     assert call(own.run) == ("fast", "fast")
 
 
-def test_classes_come_with_their_methods_and_come_back_as_themselves(project: Callable[..., types.ModuleType]) -> None:
+def test_classes_travel_with_their_methods_and_come_back_as_themselves(
+    project: Callable[..., types.ModuleType],
+) -> None:
     """Dataclasses, slots, subclasses, enums and properties work on the node, and results are instances of the client's
     own classes.
     """
@@ -235,7 +231,7 @@ def test_classes_come_with_their_methods_and_come_back_as_themselves(project: Ca
 
 
 def test_an_exception_of_the_user_comes_back_as_itself(project: Callable[..., types.ModuleType]) -> None:
-    """`except Divergence` on the client catches what the node raised."""
+    """`except Divergence` on the client catches the node's exception."""
     own = project(
         own="""
             class Divergence(ValueError):
@@ -270,7 +266,7 @@ def test_every_kind_of_callable(project: Callable[..., types.ModuleType], expres
     assert call(eval(expression, {"own": own, "functools": functools}), 2) == 3
 
 
-def test_what_python_pickles_by_name_only(project: Callable[..., types.ModuleType]) -> None:
+def test_objects_that_python_pickles_only_by_name(project: Callable[..., types.ModuleType]) -> None:
     """Cached functions (also recursive ones), type aliases, type variables, generics and names in class bodies
     travel.
     """
@@ -312,8 +308,8 @@ def test_what_python_pickles_by_name_only(project: Callable[..., types.ModuleTyp
     assert call(own.run, [1.0], {}, 2.0) == (832040, 50, "fib", 12, 3, [1.0], 1.0)
 
 
-def test_a_global_travels_with_its_value_of_now(project: Callable[..., types.ModuleType]) -> None:
-    """A global or class attribute changed between two calls has its new value in the second, on the same node."""
+def test_a_global_travels_with_its_present_value(project: Callable[..., types.ModuleType]) -> None:
+    """If a global or class attribute changes between two calls, the second call has its new value, on the same node."""
     own = project(
         own="""
             import own_config
@@ -331,7 +327,7 @@ def test_a_global_travels_with_its_value_of_now(project: Callable[..., types.Mod
 def test_annotations_force_no_import(
     project: Callable[..., types.ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A function annotated with a type of a distribution that the node lacks runs there all the same."""
+    """A function with a type annotation of a distribution that the node lacks runs there all the same."""
     installed = tmp_path / "elsewhere" / "site-packages"
     installed.mkdir(parents=True)
     (installed / "frames_lib.py").write_text("class Frame: pass\n")
@@ -347,7 +343,7 @@ def test_annotations_force_no_import(
 
 
 def test_modules_made_by_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An Airflow DAG module, which has a made-up name and may have no file, travels by value, helpers and all."""
+    """An Airflow DAG module, which has an artificial name and may have no file, travels by value, with its helpers."""
     dag = types.ModuleType("unusual_prefix_5ed1a9_dag")
     monkeypatch.setitem(sys.modules, dag.__name__, dag)
     exec(
@@ -382,11 +378,11 @@ def test_main_travels_by_value(tmp_path: Path) -> None:
     assert on_node(pickle.loads(done.stdout)) == [42]
 
 
-def test_whose_module_it_is(
+def test_which_modules_are_the_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, project: Callable[..., types.ModuleType]
 ) -> None:
-    """The standard library, installed distributions wherever they lie, extension modules and ourselves are not the
-    user's; the rest is.
+    """The standard library, installed distributions in any place, extension modules and skyward itself are not the
+    user's; all others are.
     """
     target = tmp_path / "target"
     (target / "thing-1.0.dist-info").mkdir(parents=True)
@@ -407,14 +403,14 @@ def test_whose_module_it_is(
     assert not belongs_to_user(part_of_numpy)
 
 
-def test_installed_things_go_by_reference() -> None:
-    """A function of NumPy is a name on the wire, not its code."""
+def test_installed_objects_travel_by_reference() -> None:
+    """A function of NumPy travels by name, without its code."""
     assert loads(dumps(np.linalg.norm)) is np.linalg.norm
     assert dumps(np.linalg.norm).nbytes < 300
 
 
-def test_a_registration_of_the_user_is_left_alone(project: Callable[..., types.ModuleType]) -> None:
-    """What a user registered with cloudpickle is still registered after a call, and nothing else is."""
+def test_a_registration_of_the_user_is_kept(project: Callable[..., types.ModuleType]) -> None:
+    """A module that the user registered with cloudpickle is still registered after a call, and no other is."""
     own = project(own="def run(): return 1")
     cloudpickle.register_pickle_by_value(own)
     try:
@@ -425,7 +421,7 @@ def test_a_registration_of_the_user_is_left_alone(project: Callable[..., types.M
 
 
 class NoModuleOfTheUser(pickle.Unpickler):
-    """Loads what mentions no module of the project by name."""
+    """Refuses to load a module of the project by name."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         assert not module_name.startswith("own"), f"{module_name}.{global_name} went by reference"
@@ -453,8 +449,8 @@ def test_many_threads_at_once(project: Callable[..., types.ModuleType]) -> None:
     assert cloudpickle.list_registry_pickle_by_value() == set()
 
 
-def test_replace_puts_another_object_in_its_place(project: Callable[..., types.ModuleType]) -> None:
-    """An orchestrator's wrapper is replaced wherever it is met, also in globals, and where it refers to itself."""
+def test_replace_replaces_an_object(project: Callable[..., types.ModuleType]) -> None:
+    """An orchestrator's wrapper is replaced wherever it occurs, also in globals, and where it refers to itself."""
     own = project(
         own="""
             class Task:
@@ -473,8 +469,8 @@ def test_replace_puts_another_object_in_its_place(project: Callable[..., types.M
 
 @pytest.mark.parametrize("wrap", [lambda a: a, lambda a: {"rows": {1, 2}, "a": a}], ids=["plain", "with a set"])
 def test_large_arrays_stay_out_of_band(wrap: Callable[[Any], Any]) -> None:
-    """A large array is a view in `buffers`, a small one is in the pickle, and loading makes views again: no copy at
-    either end.
+    """A large array is a view in `buffers`, a small one is in the pickle, and loading makes views again: neither end
+    copies.
     """
     large, small = np.zeros(OUT_OF_BAND_BYTES // 8), np.zeros(OUT_OF_BAND_BYTES // 8 - 1)
     pickled = dumps(wrap([large, small]))
@@ -507,8 +503,8 @@ def test_arrays_that_are_not_contiguous_travel_too() -> None:
         assert back.dtype == array.dtype
 
 
-def test_a_pickled_hands_its_buffers_on() -> None:
-    """A transport that knows protocol 5 carries the buffers of a `Pickled` out of band; any other one carries it
+def test_a_pickled_passes_its_buffers_on() -> None:
+    """A transport with protocol 5 carries the buffers of a `Pickled` out of band; any other one carries it as a
     whole.
     """
     pickled = dumps(np.arange(100_000))
@@ -519,8 +515,8 @@ def test_a_pickled_hands_its_buffers_on() -> None:
         assert np.array_equal(loads(again), np.arange(100_000))
 
 
-def test_plain_values_take_the_short_way_and_stay_themselves() -> None:
-    """Builtin values come back equal; a subclass of one is not mistaken for it."""
+def test_plain_values_use_the_fast_path_and_stay_themselves() -> None:
+    """Builtin values come back equal; a subclass of a builtin does not count as one."""
 
     class Name(str):
         __slots__ = ()
@@ -561,7 +557,7 @@ class Slotted:
 
 
 class Careful:
-    """Holds a lock, and leaves it at home."""
+    """Has a lock, and does not pickle it."""
 
     def __init__(self, other: object) -> None:
         self.lock, self.other = threading.Lock(), other
@@ -571,7 +567,7 @@ class Careful:
 
 
 class Parent:
-    """A circle: the child is not at fault."""
+    """A circle: the child is not the cause."""
 
     def __init__(self) -> None:
         self.children = [types.SimpleNamespace(parent=self)]
@@ -601,8 +597,8 @@ def _closure(db: object) -> Callable[[], object]:
         (lambda: (x for x in ()), "result", "result"),
     ],
 )
-def test_the_path_leads_to_the_culprit(make: Callable[[], Any], label: str, path: str) -> None:
-    """The error names the smallest part that cannot travel, by the way one would write it."""
+def test_the_path_leads_to_the_unpicklable_value(make: Callable[[], Any], label: str, path: str) -> None:
+    """The error names the smallest part that cannot travel, as a Python expression."""
     with pytest.raises(NotPicklable) as caught:
         dumps(make(), label=label)
     assert caught.value.path == path
@@ -646,7 +642,7 @@ def test_a_tuple_of_labels_names_its_items() -> None:
 
 
 def test_a_large_value_is_diagnosed_in_bounded_time() -> None:
-    """A culprit far inside something large, deep or circular ends in an error, not in a search without end."""
+    """An unpicklable value deep inside something large or circular ends in an error, not in an endless search."""
     deep: list[Any] = [threading.Lock()]
     for _ in range(100):
         deep = [deep]

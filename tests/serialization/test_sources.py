@@ -1,4 +1,4 @@
-"""What functions import inside their bodies reaches a bare interpreter that has only what is installed, and the
+"""Modules that functions import in their bodies reach a bare interpreter with only installed packages, and the
 client's classes come back.
 """
 
@@ -45,13 +45,13 @@ for function, arguments in pickle.load(sys.stdin.buffer):
 
 
 def packed(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Pickled, Pickled]:
-    """A call as the client sends it: the function and its arguments, apart."""
+    """A call as the client sends it: the function and its arguments, separately."""
     return sources.pack(fn), sources.pack((args, kwargs))
 
 
 def on_node(*calls: tuple[Pickled, Pickled], path: tuple[Path, ...] = ()) -> list[Any]:
     """Run the calls, one after the other, in one bare interpreter with these search paths; return their values, or
-    raise what the first raised.
+    raise the first error.
     """
     core = str(Path(sky.__file__).parents[1])
     done = subprocess.run(
@@ -101,7 +101,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
 
 
 def test_a_helper_module_imported_in_the_body(project: Write) -> None:
-    """It runs on the node, with the helpers that it imports itself, and sending it has imported none of them here."""
+    """It runs on the node, with the helpers that it imports itself. Sending it imports none of them here."""
     own = project(
         own="""
             def run(x):
@@ -136,7 +136,7 @@ def test_a_helper_module_imported_in_the_body(project: Write) -> None:
     ],
 )
 def test_modules_of_packages(project: Write, body: str) -> None:
-    """A submodule comes with the packages it lies in, in each way one can write it."""
+    """A submodule travels with its parent packages, in each spelling of the import."""
     own = project(
         own=f"def run():\n    {body}",
         own_pkg__in____init__="from .names import NAME",
@@ -155,7 +155,7 @@ def test_modules_of_packages(project: Write, body: str) -> None:
 
 
 def test_relative_imports_in_the_body_of_the_function_that_travels(project: Write) -> None:
-    """`from . import data` means the package of the function's module, and folders without `__init__.py` are packages
+    """`from . import data` means the package of the function's module; folders without `__init__.py` are packages
     too.
     """
     own = project(
@@ -173,8 +173,8 @@ def test_relative_imports_in_the_body_of_the_function_that_travels(project: Writ
     assert call(own.run) == (1, 2)
 
 
-def test_every_function_by_value_is_looked_into(project: Write) -> None:
-    """Imports in helpers, inner functions, class bodies, methods of an argument and functions given as arguments are
+def test_every_function_by_value_is_searched(project: Write) -> None:
+    """Imports in helpers, inner functions, class bodies, methods of an argument and functions as arguments are
     found.
     """
     own = project(
@@ -203,9 +203,9 @@ def test_every_function_by_value_is_looked_into(project: Write) -> None:
     assert call(own.run, own.Model(), own.by_name) == (1, (2, 3), 4)
 
 
-def test_what_is_installed_is_named_only(project: Write) -> None:
-    """The standard library, installed distributions and ourselves bring no source, and neither do names that nobody
-    has.
+def test_installed_modules_travel_by_name(project: Write) -> None:
+    """The standard library, installed distributions and skyward itself travel without source, and so do unknown
+    names.
     """
     own = project(
         own="""
@@ -224,8 +224,8 @@ def test_what_is_installed_is_named_only(project: Write) -> None:
 
 
 def test_a_missing_module_is_named(project: Write) -> None:
-    """What the client does not have either raises ModuleNotFoundError on the node; once it is there, the next call
-    finds it.
+    """A module that the client lacks too raises ModuleNotFoundError on the node; when it exists, the next call finds
+    it.
     """
     own = project(
         own="""
@@ -245,7 +245,7 @@ def test_a_missing_module_is_named(project: Write) -> None:
 
 
 def test_large_arrays_stay_out_of_band(project: Write) -> None:
-    """A function with sources still hands on its large arrays as views."""
+    """A function with sources still passes its large arrays on as views."""
     own = project(
         own="import numpy as np\nDATA = np.arange(20_000.0)\ndef run():\n    import own_a\n    return DATA.sum() + own_a.A",
         own_a="A = 1",
@@ -259,9 +259,9 @@ def test_large_arrays_stay_out_of_band(project: Write) -> None:
 # ── what the node makes of it ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_changed_text_is_imported_anew(project: Write) -> None:
-    """An edit of a module, also of one imported by a module that stays the same, is seen by the next call; so is its
-    undoing.
+def test_a_changed_text_is_imported_again(project: Write) -> None:
+    """The next call sees an edit of a module, also of one imported by an unchanged module; and it sees when the edit
+    is undone.
     """
     own = project(
         own="def run():\n    from own_model import predict\n    return predict()",
@@ -276,7 +276,7 @@ def test_a_changed_text_is_imported_anew(project: Write) -> None:
 
 
 def test_a_module_keeps_its_state_between_calls(project: Write) -> None:
-    """While the texts stay the same, a module is imported once, whichever functions import it."""
+    """While the texts are unchanged, a module is imported once, by whatever functions."""
     own = project(
         own="""
             def first():
@@ -313,8 +313,8 @@ CONFIG = """
 
 
 def test_classes_are_the_same_on_both_sides(project: Write) -> None:
-    """An instance from the client is an instance of the class that the body imports, and one from the node of the
-    client's own class.
+    """An instance from the client is an instance of the class that the body imports; an instance from the node has
+    the client's own class.
     """
     own = project(
         own="""
@@ -346,8 +346,8 @@ def test_a_class_that_the_client_has_not_imported(project: Write) -> None:
     assert type(result) is importlib.import_module("own_config").Config
 
 
-def test_a_call_without_the_source_gets_the_class_as_it_is_now(project: Write) -> None:
-    """A class by value is not taken for the one whose text an earlier call brought: it has the method written since."""
+def test_a_call_without_the_source_gets_the_present_class(project: Write) -> None:
+    """A class by value is not replaced by the class of an earlier call's text: it has the method written since."""
     own = project(
         own="def first():\n    import own_thing\n    return own_thing.Thing().name()\ndef second(thing): return thing.name()"
     )
@@ -359,7 +359,7 @@ def test_a_call_without_the_source_gets_the_class_as_it_is_now(project: Write) -
 
 
 def test_a_class_whose_module_cannot_be_imported_on_the_node_travels_by_value(project: Write) -> None:
-    """A body that never runs the import is not disturbed by a module that needs what the node has not."""
+    """If a body never runs the import, a module that needs a package that the node lacks does no harm."""
     own = project(
         own="""
             from own_flow import Config
@@ -381,7 +381,7 @@ def test_a_class_whose_module_cannot_be_imported_on_the_node_travels_by_value(pr
 
 
 def test_a_traceback_shows_the_line_of_the_helper(project: Write, tmp_path: Path) -> None:
-    """The node's traceback has the client's file, and the line as it was sent, whatever lies there on the node."""
+    """The node's traceback has the client's file, and the line as it was sent, whatever file is there on the node."""
     own = project(
         own="def run():\n    import own_helpers\n    own_helpers.f()",
         own_helpers="def f():\n    raise KeyError('k')  # the line",
@@ -395,8 +395,8 @@ def test_a_traceback_shows_the_line_of_the_helper(project: Write, tmp_path: Path
     )
 
 
-def test_what_the_node_has_itself_goes_first(project: Write, tmp_path: Path) -> None:
-    """A module installed on the node is taken; a folder that happens to bear the name is not."""
+def test_the_nodes_own_modules_have_precedence(project: Write, tmp_path: Path) -> None:
+    """A module installed on the node is used; a folder of the same name is not."""
     own = project(
         own="def run():\n    import own_a, own_b\n    return own_a.A, own_b.B", own_a="A = 'sent'", own_b="B = 'sent'"
     )

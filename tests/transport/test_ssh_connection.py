@@ -35,7 +35,7 @@ MIB = 1 << 20
 
 
 class _Door(asyncssh.SSHServer):
-    """Forwards what it is asked to; remembers who came."""
+    """Forwards ports on request; records the users that came."""
 
     def __init__(self, server: "Server") -> None:
         self.server = server
@@ -55,7 +55,7 @@ class _Door(asyncssh.SSHServer):
 
 
 class Server:
-    """An SSH server with real shells, on a loop and a thread of its own."""
+    """An SSH server with real shells, with its own loop and thread."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -90,7 +90,7 @@ class Server:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)
 
     def hang_up(self) -> None:
-        """End all connections as a crash does."""
+        """End all connections abruptly, as a crash does."""
 
         async def abort():
             for connection in self.connections:
@@ -182,7 +182,7 @@ async def _pour(process, target) -> None:
 
 @pytest.fixture(autouse=True)
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No key, agent or configuration of the user who runs the tests."""
+    """Hide the keys, agent and configuration of the user who runs the tests."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
     (tmp_path / ".ssh").mkdir(mode=0o700)
@@ -190,7 +190,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def key(tmp_path: Path) -> str:
-    """A key that the server lets in."""
+    """A key that the server accepts."""
     pair = asyncssh.generate_private_key("ssh-ed25519")
     pair.write_private_key(tmp_path / "id")
     (tmp_path / "authorized_keys").write_bytes(pair.export_public_key())
@@ -257,14 +257,14 @@ def say(port: int, text: bytes) -> bytes:
 # ── run ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_command_tells_its_exit_code_and_output(connection):
+def test_a_command_returns_its_exit_code_and_output(connection):
     """Exit codes come back as they are, signals as negative numbers, both streams in one text."""
     assert connection.run("echo hello") == Completed(0, "hello\n")
     assert connection.run("echo out of order >&2; exit 3") == Completed(3, "out of order\n")
     assert connection.run("kill -TERM $$").exit_code == -signal.SIGTERM
 
 
-def test_lines_are_told_while_the_command_runs(connection, tmp_path):
+def test_lines_are_delivered_while_the_command_runs(connection, tmp_path):
     """The callback gets a line before the command ends: here the command waits for the callback's effect."""
     told = []
 
@@ -292,12 +292,12 @@ def test_much_goes_in_and_comes_out_at_once(connection):
 
 
 def test_a_command_that_reads_nothing_still_ends(connection):
-    """Input that the command does not read is no error."""
+    """Unread input is no error."""
     assert connection.run("exit 4", stdin=b"x" * 5 * MIB, timeout_seconds=60).exit_code == 4
 
 
 def test_a_command_past_its_deadline_is_killed(connection, server):
-    """CommandTimedOut keeps what was written so far, the process is gone, and the connection is of use."""
+    """CommandTimedOut has the output so far, the process is gone, and the connection still works."""
     with pytest.raises(CommandTimedOut, match="sleep 60") as caught:
         connection.run("echo begun; exec sleep 60", timeout_seconds=0.8)
     assert caught.value.output == "begun\n"
@@ -307,7 +307,7 @@ def test_a_command_past_its_deadline_is_killed(connection, server):
 
 
 def test_an_error_in_the_callback_ends_the_command(connection, server):
-    """What `on_line` raises is raised to the caller, and the command does not go on behind his back."""
+    """An error of `on_line` is raised to the caller, and the command does not go on."""
 
     def on_line(line: str) -> None:
         raise ArithmeticError(line)
@@ -317,7 +317,7 @@ def test_an_error_in_the_callback_ends_the_command(connection, server):
     wait_until(lambda: not server.children, "the command to be killed")
 
 
-def test_more_commands_than_sessions_wait_for_each_other(connection):
+def test_more_commands_than_sessions_wait_for_a_free_session(connection):
     """Thirty threads may use one connection at once, though sshd allows ten sessions."""
     codes: list[int] = []
     threads = [
@@ -331,8 +331,8 @@ def test_more_commands_than_sessions_wait_for_each_other(connection):
     assert sorted(codes) == list(range(30))
 
 
-def test_of_told_lines_only_the_end_is_kept(connection):
-    """A command may be followed for days: its output does not gather here."""
+def test_only_the_end_of_delivered_lines_is_kept(connection):
+    """A command may be followed for days: its output is not collected here."""
     told: list[str] = []
     completed = connection.run("seq 500000", on_line=told.append, timeout_seconds=30)  # 3.3 MiB
     assert told == [str(n) for n in range(1, 500001)]
@@ -340,13 +340,13 @@ def test_of_told_lines_only_the_end_is_kept(connection):
     assert 64 * 1024 <= len(completed.output) < 2 * MIB
 
 
-def test_a_command_waits_for_who_reads_it(connection, tmp_path):
-    """While the callback runs, the command gets ahead by a few MiB and no further."""
+def test_a_command_waits_for_its_reader(connection, tmp_path):
+    """While the callback runs, the command gets ahead by a few MiB at most."""
     progress = tmp_path / "progress"
     seen: list[str] = []
 
     def on_line(line: str) -> None:
-        # until it has stood still for a while
+        # until its output has stopped growing
         while not seen or seen[-1] != seen[max(0, len(seen) - 30)] or len(seen) < 60:
             seen.append(progress.read_text())
             time.sleep(0.01)
@@ -362,8 +362,8 @@ def test_a_command_waits_for_who_reads_it(connection, tmp_path):
 
 
 def test_a_shell_answers_command_after_command(connection, server):
-    """One process answers all: output and exit code are those of each command alone, in the words of several lines and
-    quotes too.
+    """One process answers all: output and exit code belong to each command alone, also with several lines and
+    quotes.
     """
     with connection.shell() as shell:
         assert shell.run("echo 'a b'; echo out >&2; exit 3") == Completed(3, "a b\nout\n")
@@ -378,7 +378,7 @@ def test_a_shell_answers_command_after_command(connection, server):
 
 
 @pytest.mark.slow
-def test_a_shell_past_a_deadline_is_started_anew(connection, server, tmp_path):
+def test_a_shell_past_a_deadline_is_restarted(connection, server, tmp_path):
     """A command that takes too long is killed, and a caller that waits for its turn gets its error in time."""
     late: list[str] = []
 
@@ -399,7 +399,7 @@ def test_a_shell_past_a_deadline_is_started_anew(connection, server, tmp_path):
         wait_until(lambda: len(server.children) == 1, "the old shell to be killed")
 
 
-def test_turns_in_a_shell_are_taken(connection):
+def test_threads_take_turns_in_a_shell(connection):
     """Many threads may use one shell; each gets its own answer."""
     with connection.shell() as shell:
         answers: list[tuple[int, str]] = []
@@ -417,7 +417,7 @@ def test_turns_in_a_shell_are_taken(connection):
 
 
 def in_the_middle(connection: SSHConnection, tmp_path: Path, then: Callable[[], object]) -> float:
-    """Run a long command, do something when it runs, and return the seconds until ConnectionLost."""
+    """Run a long command, do something while it runs, and return the seconds until ConnectionLost."""
     since = 0.0
 
     def on_line(line: str) -> None:
@@ -430,9 +430,9 @@ def in_the_middle(connection: SSHConnection, tmp_path: Path, then: Callable[[], 
     return time.monotonic() - since
 
 
-def test_a_connection_that_dies_under_a_command_is_an_error(endpoint, server, tmp_path):
-    """A command whose connection died is never reported as ended; the loss is reported once, and nothing works before
-    `reconnect`.
+def test_a_connection_that_dies_during_a_command_is_an_error(endpoint, server, tmp_path):
+    """A command with a dead connection is never reported as ended; the loss is reported once, and nothing works
+    before `reconnect`.
     """
     losses = []
     with SSHConnection(endpoint, on_lost=losses.append).connect(30) as connection:
@@ -446,8 +446,8 @@ def test_a_connection_that_dies_under_a_command_is_an_error(endpoint, server, tm
 
 
 @pytest.mark.slow
-def test_a_machine_that_falls_silent_is_noticed(server, key, tmp_path):
-    """Without a word from the machine the connection is lost after (count + 1) intervals: here 1.2 s."""
+def test_a_silent_machine_is_noticed(server, key, tmp_path):
+    """Without a message from the machine the connection is lost after (count + 1) intervals: here 1.2 s."""
     with (
         Silencer(server.port) as between,
         SSHConnection(
@@ -458,7 +458,7 @@ def test_a_machine_that_falls_silent_is_noticed(server, key, tmp_path):
 
 
 class Silencer:
-    """A TCP relay that can stop to pass anything on while its sockets stay open."""
+    """A TCP relay that can stop passing data on while its sockets stay open."""
 
     def __init__(self, target: int) -> None:
         self.silence = threading.Event()
@@ -491,7 +491,7 @@ class Silencer:
     def __exit__(self, *_) -> None:
         self._threads[0].join()
         for one in self._sockets:
-            with contextlib.suppress(OSError):  # the other end may have gone
+            with contextlib.suppress(OSError):  # the other end may be closed
                 one.shutdown(socket.SHUT_RDWR)
         for thread in self._threads[1:]:
             thread.join()
@@ -503,7 +503,7 @@ class Silencer:
 
 
 def test_a_file_arrives_whole_and_replaces_the_old_one(connection, tmp_path):
-    """Bytes and files arrive as they are, with their mode, in folders that are made, with nothing beside them."""
+    """Bytes and files arrive unchanged, with their mode, in new folders, and no other file is left there."""
     content = os.urandom(2 * MIB)
     (tmp_path / "here").write_bytes(b"second")
     connection.put(content, "a folder/it's there", mode=0o600)
@@ -516,16 +516,16 @@ def test_a_file_arrives_whole_and_replaces_the_old_one(connection, tmp_path):
 
 
 def test_a_file_that_cannot_be_written_is_an_error(connection, tmp_path):
-    """A folder of that name is an error, with the machine's message, and stays."""
+    """A folder of that name is an error, with the machine's message, and the folder stays."""
     (tmp_path / "taken").mkdir()
     with pytest.raises(CommandFailed, match="is a directory"):
         connection.put(b"x", "taken")
     assert os.listdir(tmp_path / "taken") == []
 
 
-def test_what_is_compressed_arrives_as_it_was(connection, tmp_path):
-    """The file there is the unpacked one; what is cut off, is of another size or is no gzip is refused, and the old
-    file stays.
+def test_compressed_content_arrives_unpacked(connection, tmp_path):
+    """The file there is the unpacked one. A truncated file, one of another size and one that is no gzip are refused,
+    and the old file stays.
     """
     content = os.urandom(MIB) + bytes(MIB)
     packed = gzip.compress(content)
@@ -540,7 +540,9 @@ def test_what_is_compressed_arrives_as_it_was(connection, tmp_path):
 
 
 def test_buffers_arrive_one_after_another_and_come_back(connection, tmp_path):
-    """Buffers of several kinds make one file; what is fetched is whole, writable, and removed when asked for."""
+    """Buffers of several kinds make one file. The fetched value is complete and writable, and the file is removed on
+    request.
+    """
     content = os.urandom(3 * MIB)
     connection.put([content[:7], bytearray(content[7:MIB]), memoryview(content)[MIB:]], "value", mode=0o600)
     assert (tmp_path / "value").read_bytes() == content
@@ -554,22 +556,22 @@ def test_buffers_arrive_one_after_another_and_come_back(connection, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_large_value_is_not_copied_whole(connection):
-    """What goes into a file takes no second copy of itself on its way, nor does what comes back."""
+def test_a_large_value_is_not_copied_as_a_whole(connection):
+    """Neither writing a value to a file nor reading it back makes a second copy of it."""
     size = 8 * FETCH_WINDOW_BYTES
     content, room = bytes(size), bytearray(size)
     tracemalloc.start()
     try:
         connection.put([content], "value")
         connection.fetch("value", into=room, remove=True)
-        # the server is of this process too, and may be some windows ahead of us
+        # the server is in this process too, and may be some windows ahead of us
         assert tracemalloc.get_traced_memory()[1] < size * 3 / 4
     finally:
         tracemalloc.stop()
 
 
-def test_a_file_that_is_not_there_cannot_be_fetched(connection, tmp_path):
-    """The error has the machine's message; a buffer that is too small is an error before a byte is lost."""
+def test_a_missing_file_cannot_be_fetched(connection, tmp_path):
+    """The error has the machine's message; a buffer that is too small is an error before any byte is lost."""
     with pytest.raises(CommandFailed, match="could not be read") as caught:
         connection.fetch("nothing")
     assert "nothing" in caught.value.output
@@ -596,7 +598,7 @@ def test_ports_are_forwarded_both_ways_and_across_a_reconnect(connection, echo):
 
 @pytest.mark.slow
 def test_a_wrong_key_is_refused_at_once(endpoint, server, tmp_path):
-    """A refusal is not tried again, unless the machine is said to be new."""
+    """A refusal is not tried again, unless the endpoint says that the machine is new."""
     asyncssh.generate_private_key("ssh-ed25519").write_private_key(tmp_path / "other")
     with SSHConnection(endpoint.model_copy(update={"key": str(tmp_path / "other")})) as connection:
         with pytest.raises(CredentialsError, match="ann@127"):
@@ -619,7 +621,9 @@ def test_a_missing_key_is_a_bad_request(endpoint, server):
 
 @pytest.mark.parametrize("algorithm", ["ssh-ed25519", "ecdsa-sha2-nistp256"])
 def test_a_changed_host_key_refuses_the_connection(connection, server, algorithm):
-    """The key seen first is held across reconnects; another, of the same or another kind, is refused with an error."""
+    """The first key seen is pinned across reconnects; another one, of the same or another kind, is refused with an
+    error.
+    """
     pinned = connection.host_key
     connection.reconnect(30)
     assert connection.host_key == pinned == server.host_key.export_public_key().decode().strip()
@@ -632,8 +636,8 @@ def test_a_changed_host_key_refuses_the_connection(connection, server, algorithm
 
 
 def test_a_new_machine_may_show_another_key_at_first(endpoint, server):
-    """One whose startup script brings its key: for the grace of its endpoint, at the first connection, and nothing is
-    sent to it meanwhile.
+    """A machine that gets its key from its startup script: for the grace of its endpoint, at the first connection,
+    and nothing is sent to it meanwhile.
     """
     later = asyncssh.generate_private_key("ssh-ed25519")
     young = endpoint.model_copy(
@@ -659,7 +663,7 @@ def test_a_new_machine_may_show_another_key_at_first(endpoint, server):
 
 
 def test_a_known_host_key_is_verified(endpoint, server, tmp_path):
-    """The key that the endpoint or a known_hosts file names is the only one accepted."""
+    """Only the key that the endpoint or a known_hosts file names is accepted."""
     right = server.host_key.export_public_key().decode().strip()
     wrong = asyncssh.generate_private_key("ssh-ed25519").export_public_key().decode().strip()
     (tmp_path / ".ssh" / "known_hosts").write_text(f"[127.0.0.1]:{server.port} {wrong}\n")
@@ -673,9 +677,7 @@ def test_a_known_host_key_is_verified(endpoint, server, tmp_path):
 
 
 def test_the_users_configuration_is_honoured(server, key, tmp_path):
-    """An alias, its address, port, user and key come from ~/.ssh/config; an IdentityFile that is not there is passed
-    over.
-    """
+    """An alias, its address, port, user and key come from ~/.ssh/config; a missing IdentityFile is ignored."""
     config = f"Host box\n  HostName 127.0.0.1\n  Port {server.port}\n  User carol\n  IdentityFile /nonexistent\n  IdentityFile {key}\n"
     (tmp_path / ".ssh" / "config").write_text(config)
     with SSHConnection(Endpoint(host="box")).connect(30) as connection:
@@ -683,13 +685,13 @@ def test_the_users_configuration_is_honoured(server, key, tmp_path):
     assert server.users == ["carol"]
 
 
-def test_a_host_key_that_is_none_is_a_bad_request():
+def test_an_invalid_host_key_is_a_bad_request():
     """Text that is no public key is an error before anything starts."""
     with pytest.raises(BadRequest, match="pub file"):
         SSHConnection(Endpoint(host="127.0.0.1", host_key="nonsense"))
 
 
-def test_a_jump_host_of_the_users_configuration_is_taken(server, key, tmp_path):
+def test_a_jump_host_of_the_users_configuration_is_used(server, key, tmp_path):
     """ProxyJump leads through the other machine, whose own host key is verified by the user's known_hosts."""
     (tmp_path / ".ssh" / "config").write_text(
         f"Host jump\n  User carol\nHost behind\n  User dave\n  ProxyJump jump\nHost *\n  HostName 127.0.0.1\n  Port {server.port}\n  IdentityFile {key}\n"
@@ -710,7 +712,7 @@ def test_a_jump_host_of_the_users_configuration_is_taken(server, key, tmp_path):
 # ── reaching ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_machine_that_comes_up_later_is_reached(endpoint, server):
+def test_a_machine_that_starts_later_is_reached(endpoint, server):
     """While no sshd listens, the connection is tried again until the deadline."""
     port = server.port
     server.stop()
@@ -721,15 +723,15 @@ def test_a_machine_that_comes_up_later_is_reached(endpoint, server):
     timer.join()
 
 
-def test_a_machine_that_never_comes_up_is_unreachable(endpoint, server):
-    """The error names the deadline and what the last attempt ended with."""
+def test_a_machine_that_never_starts_is_unreachable(endpoint, server):
+    """The error has the deadline and the error of the last attempt."""
     server.stop()
     with SSHConnection(endpoint) as connection, pytest.raises(Unreachable, match=r"within 3 s.*\[Errno 111\]"):
         connection.connect(3.0)
 
 
-def test_a_port_that_never_says_a_word_is_unreachable(key):
-    """A listener that accepts and keeps silent does not hold the caller past the deadline."""
+def test_a_silent_port_is_unreachable(key):
+    """A listener that accepts and stays silent does not delay the caller past the deadline."""
     with socket.create_server(("127.0.0.1", 0)) as mute:
         with (
             SSHConnection(Endpoint(host="127.0.0.1", port=mute.getsockname()[1], user="ann", key=key)) as connection,
@@ -741,7 +743,7 @@ def test_a_port_that_never_says_a_word_is_unreachable(key):
 # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_close_may_be_called_twice_and_ends_what_waits(endpoint, server):
+def test_close_may_be_called_twice_and_ends_waiting_commands(endpoint, server):
     """A thread that waits for a command gets ConnectionLost when another closes the connection."""
     connection = SSHConnection(endpoint).connect(30)
     caught: list[BaseException] = []
@@ -764,9 +766,9 @@ def test_close_may_be_called_twice_and_ends_what_waits(endpoint, server):
         connection.run("true")
 
 
-def test_a_command_whose_lines_are_being_told_is_ended_by_close(endpoint, server):
-    """A thread that is busy with a line when another closes the connection gets ConnectionLost, for its command had
-    begun.
+def test_close_ends_a_command_with_lines_in_delivery(endpoint, server):
+    """A thread that is busy with a line when another closes the connection gets ConnectionLost, because its command
+    had begun.
     """
     connection = SSHConnection(endpoint).connect(30)
     with pytest.raises(ConnectionLost, match="sleep 60"):
@@ -775,7 +777,7 @@ def test_a_command_whose_lines_are_being_told_is_ended_by_close(endpoint, server
 
 
 def test_connections_share_a_loop(endpoint):
-    """Many connections work on one thread, and a connection leaves the loop to the others."""
+    """Many connections work on one thread, and closing one leaves the loop to the others."""
     before = threading.active_count()
     with Loop() as loop:
         first, second = SSHConnection(endpoint, loop=loop).connect(30), SSHConnection(endpoint, loop=loop).connect(30)
@@ -787,7 +789,7 @@ def test_connections_share_a_loop(endpoint):
 
 
 def test_an_endpoint_travels_as_json():
-    """An endpoint is the same after a trip through JSON, and refuses fields that it does not know."""
+    """An endpoint is the same after conversion to JSON and back, and refuses unknown fields."""
     endpoint = Endpoint(host="::1", port=2222, user="ann")
     assert Endpoint.model_validate_json(endpoint.model_dump_json()) == endpoint
     assert str(endpoint) == "ann@[::1]:2222"

@@ -1,4 +1,4 @@
-"""SSH to real machines: OpenSSH on hosts of the test bed, and what happens to such hosts."""
+"""SSH to real machines: OpenSSH on hosts of the test bed, and failures of these hosts."""
 
 import os
 import signal
@@ -41,7 +41,7 @@ def fleet() -> Iterator[Fleet]:
 
 @pytest.fixture
 def host(fleet: Fleet) -> Iterator[Host]:
-    """A host of a test's own."""
+    """A host for one test."""
     host = fleet.create()
     yield host
     host.crash()
@@ -49,7 +49,7 @@ def host(fleet: Fleet) -> Iterator[Host]:
 
 @pytest.fixture(autouse=True)
 def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No key, agent or configuration of the user who runs the tests."""
+    """Hide the keys, agent and configuration of the user who runs the tests."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
     (tmp_path / ".ssh").mkdir(mode=0o700)
@@ -77,14 +77,14 @@ def transport(host: Host, **settings) -> SSHConnection:
 
 
 def processes(host: Host, words: str) -> str:
-    """The host's processes whose command line has these words."""
+    """The host's processes with these words in their command lines."""
     return "".join(
         line for line in host.run("ps ax -o args").stdout.splitlines() if words in line and "bash -c ps" not in line
     )
 
 
 def seconds_until_lost(connection: SSHConnection, then: Callable[[], object]) -> float:
-    """Run a long command, do something when it runs, and return the seconds until ConnectionLost."""
+    """Run a long command, do something while it runs, and return the seconds until ConnectionLost."""
     since = 0.0
 
     def on_line(line: str) -> None:
@@ -109,7 +109,7 @@ def test_a_command_is_run_as_it_is_written(connection, host):
 
 
 def test_a_command_past_its_deadline_is_killed_with_its_children(connection, host):
-    """OpenSSH does not pass signals on for root: the command is ended all the same, and so is what it started."""
+    """OpenSSH does not pass signals on for root: the command ends all the same, with its children."""
     with pytest.raises(CommandTimedOut):
         connection.run("sleep 61 & sleep 62", timeout_seconds=0.5)
     wait_until(lambda: processes(host, "sleep 6") == "", "both to be killed")
@@ -117,8 +117,8 @@ def test_a_command_past_its_deadline_is_killed_with_its_children(connection, hos
 
 
 def test_ten_commands_may_last_and_all_end_with_the_connection(host):
-    """As many commands as sshd takes by default follow something at once; `close` from another thread ends them all
-    with ConnectionLost.
+    """As many commands as sshd accepts by default follow something at once; `close` from another thread ends them
+    all with ConnectionLost.
     """
     connection = transport(host).connect(60)
     begun = threading.Barrier(ssh_commands.SESSIONS + 1)
@@ -141,12 +141,12 @@ def test_ten_commands_may_last_and_all_end_with_the_connection(host):
 
 
 def test_a_machine_that_takes_fewer_sessions_than_ours_is_waited_for(host, monkeypatch):
-    """Where MaxSessions is 2, eight short commands at once all run; beside two that last, a third one is refused in
-    words, after a while.
+    """With MaxSessions 2, eight short commands at once all run; beside two long ones, a third is refused after a
+    while with a clear error.
     """
     config = host.root / "etc/ssh/sshd_config"
     config.write_text(config.read_text().replace("MaxSessions 100", "MaxSessions 2"))
-    host.change_host_key()  # a key that is shown proves that sshd has read its configuration anew
+    host.change_host_key()  # the new key proves that sshd has read its configuration again
     with transport(host).connect(60) as connection:
         codes: list[int] = []
         threads = [
@@ -178,8 +178,8 @@ def test_a_machine_that_takes_fewer_sessions_than_ours_is_waited_for(host, monke
 # ── a shell that stays ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_shell_lasts_across_bad_commands_and_a_new_connection(connection, host):
-    """Nothing that a command does ends the shell for the next one, but a loss: then the next one starts it anew."""
+def test_a_shell_outlives_bad_commands_and_a_new_connection(connection, host):
+    """No command ends the shell for the next one. After a loss the next command starts it again."""
     with connection.shell() as shell:
         first = shell.run("echo $PPID $$").output
         assert shell.run("if").exit_code == 2
@@ -202,8 +202,8 @@ def test_a_shell_lasts_across_bad_commands_and_a_new_connection(connection, host
 
 
 def test_a_value_goes_there_and_comes_back(connection, host):
-    """Several buffers of any kind become one private file; it comes back as writable memory, and is gone when asked
-    for.
+    """Several buffers of any kind become one private file; it comes back as writable memory, and is removed on
+    request.
     """
     content = os.urandom(20 * MIB)
     pieces = [
@@ -226,9 +226,7 @@ def test_a_value_goes_there_and_comes_back(connection, host):
 
 
 def test_small_files_of_every_size_come_back(connection, host):
-    """An empty file, lines, and what looks like a size line are files like others, past whatever the login shell
-    says.
-    """
+    """An empty file, lines, and a line that looks like a size are ordinary files, whatever the login shell prints."""
     (host.root / "root/.bashrc").write_text("echo welcome; echo 12 34\n")
     for content in (b"", b"\n", b"x" * 70000, b"0 0\n" * 3):
         connection.put(content, "some/file")
@@ -266,7 +264,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(connection, host, monk
 
 
 def test_a_value_stays_there_if_the_connection_dies_before_all_of_it_is_here(host, monkeypatch):
-    """What is to be removed once it is here is not removed before."""
+    """A file that is to be removed after its transfer is not removed earlier."""
 
     def cut(size: int) -> memoryview:
         host.partition()
@@ -274,7 +272,7 @@ def test_a_value_stays_there_if_the_connection_dies_before_all_of_it_is_here(hos
 
     monkeypatch.setattr(ssh_channels, "memory", cut)
     with transport(host, keepalive_seconds=0.3, keepalive_count=1).connect(60) as connection:
-        connection.put(bytes(40 * MIB), "/dev/shm/value")  # more than can be on its way before the partition
+        connection.put(bytes(40 * MIB), "/dev/shm/value")  # more than can be in transit before the partition
         with pytest.raises(ConnectionLost):
             connection.fetch("/dev/shm/value", remove=True)
         host.heal()
@@ -282,8 +280,8 @@ def test_a_value_stays_there_if_the_connection_dies_before_all_of_it_is_here(hos
         assert connection.run("stat -c %s /dev/shm/value").output == f"{40 * MIB}\n"
 
 
-def test_a_file_whose_rest_never_comes_leaves_the_old_one(connection, host, monkeypatch):
-    """A transfer that is broken off replaces nothing, and its part is removed."""
+def test_an_incomplete_transfer_leaves_the_old_file(connection, host, monkeypatch):
+    """A transfer that is interrupted replaces nothing, and its part is removed."""
     pieces = ssh_channels.pieces
 
     def breaking_off(content):
@@ -300,7 +298,7 @@ def test_a_file_whose_rest_never_comes_leaves_the_old_one(connection, host, monk
 
 
 def test_a_full_disk_is_an_error_and_leaves_the_old_file(fleet):
-    """No space: the error has the machine's message, the file that was there is whole, and nothing is beside it."""
+    """No space: the error has the machine's message, the old file is complete, and no other file is left."""
     host = fleet.create(disk="64M")
     with transport(host).connect(60) as connection:
         connection.put(b"old", "folder/file")
@@ -317,8 +315,8 @@ def test_a_full_disk_is_an_error_and_leaves_the_old_file(fleet):
 
 
 def test_a_partition_is_noticed_and_healed_with_the_same_ports(host, echo):
-    """Silence ends what runs within the keepalive time; after the partition `reconnect` brings back the forwards, where
-    they were.
+    """Silence ends running commands within the keepalive time; after the partition `reconnect` restores the
+    forwards, with their ports.
     """
     losses: list[str] = []
     with transport(host, keepalive_seconds=0.4, keepalive_count=2, on_lost=losses.append).connect(60) as connection:
@@ -337,8 +335,8 @@ def test_a_partition_is_noticed_and_healed_with_the_same_ports(host, echo):
     assert len(losses) == 1
 
 
-def test_a_machine_that_is_gone_is_told(fleet):
-    """A machine whose power is cut falls silent; one that crashes hangs up at once."""
+def test_a_lost_machine_is_noticed(fleet):
+    """A machine without power is silent; a machine that crashes closes the connection at once."""
     for end, keepalive_seconds in (("kill", 0.4), ("crash", 10.0)):
         host = fleet.create()
         with transport(host, keepalive_seconds=keepalive_seconds, keepalive_count=2).connect(60) as connection:
@@ -349,8 +347,8 @@ def test_a_machine_that_is_gone_is_told(fleet):
                 connection.shell().run("true")
 
 
-def test_a_machine_that_comes_up_late_is_reached(host):
-    """While packets vanish, the machine is dialled again until it answers."""
+def test_a_machine_that_starts_late_is_reached(host):
+    """While packets are lost, the connection is tried again until the machine answers."""
     host.partition()
     timer = threading.Timer(1.0, host.heal)
     timer.start()
@@ -363,7 +361,7 @@ def test_a_machine_that_comes_up_late_is_reached(host):
 
 
 def test_a_host_key_that_changes_refuses_the_connection(host):
-    """The key seen first is held; a stranger on the same address is refused."""
+    """The first key seen is pinned; another machine at the same address is refused."""
     with SSHConnection(endpoint(host).model_copy(update={"known_hosts": "/dev/null"})).connect(60) as connection:
         assert connection.host_key.split()[:2] == host.known_hosts_line.split()[1:]
         host.change_host_key()
@@ -406,8 +404,8 @@ def test_an_agent_logs_in_with_a_key_that_has_a_passphrase(host, tmp_path, monke
 
 
 def test_a_configuration_file_leads_through_another_machine(fleet, host, tmp_path):
-    """Alias, User, IdentityFile and ProxyJump come from the file that the endpoint names; the machine behind sees the
-    jump host come.
+    """Alias, User, IdentityFile and ProxyJump come from the file that the endpoint names; the machine behind sees
+    the connection of the jump host.
     """
     jump = fleet.create()
     (tmp_path / "known").write_text(f"{jump.known_hosts_line}\n{host.known_hosts_line}\n")
@@ -423,9 +421,9 @@ def test_a_configuration_file_leads_through_another_machine(fleet, host, tmp_pat
 
 
 @pytest.mark.parametrize("trust", ["named", "usual", "another", "none"])
-def test_the_named_file_holds_for_jump_hosts_too(fleet, host, tmp_path, trust):
-    """A jump host is known by the file that the endpoint names, else by the user's own; one whose key is another there,
-    or that is nowhere, is refused.
+def test_the_named_file_applies_to_jump_hosts_too(fleet, host, tmp_path, trust):
+    """A jump host is verified by the file that the endpoint names, else by the user's own. A jump host with another
+    key there, or with none in either, is refused.
     """
     jump = fleet.create()
     lines = {
@@ -453,7 +451,7 @@ def test_the_named_file_holds_for_jump_hosts_too(fleet, host, tmp_path, trust):
 
 
 def forbid_forwarding(host: Host) -> None:
-    """Say `AllowTcpForwarding no` from the next connection on."""
+    """Set `AllowTcpForwarding no` from the next connection on."""
     with (host.root / "etc/ssh/sshd_config").open("a") as config:
         config.write("\nAllowTcpForwarding no\n")
     os.kill(host.pid, signal.SIGHUP)
@@ -461,8 +459,8 @@ def forbid_forwarding(host: Host) -> None:
     wait_until(host.is_listening, "sshd to be back")
 
 
-def test_forwarding_that_is_not_allowed_is_said_by_its_name(fleet, host, tmp_path):
-    """At once, of the machine itself and of a jump host before it; where it is allowed nothing is said."""
+def test_the_error_says_that_forwarding_is_not_allowed(fleet, host, tmp_path):
+    """At once, for the machine itself and for a jump host; where forwarding is allowed there is no such error."""
     jump = fleet.create()
     with transport(host).connect(60) as connection:
         connection.check_forwarding()

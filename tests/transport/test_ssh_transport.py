@@ -1,5 +1,5 @@
-"""The way to a node over SSH, on real hosts with a guard and nothing else: files, lines, ports, values and leases, and
-what a lost connection does to them.
+"""The SSH transport to a node, on real hosts with only a guard: files, lines, ports, values and leases, and the
+effects of a lost connection.
 """
 
 import gzip
@@ -73,7 +73,7 @@ def cloud(fleet: Fleet) -> Iterator[Cloud]:
 
 @pytest.fixture
 def lead(cloud: Cloud) -> Iterator[Callable[..., Way]]:
-    """Make a way to a new host, whose guard watches."""
+    """Make a transport to a new host with a guard."""
     told = Told()
     made: list[SSHConnections] = []
     transports: list[SSHTransport] = []
@@ -97,7 +97,7 @@ def lead(cloud: Cloud) -> Iterator[Callable[..., Way]]:
 
 @pytest.fixture
 def way(lead: Callable[..., Way]) -> Way:
-    """A way to a host that is there already."""
+    """A transport to a host that is there already."""
     way = lead()
     way.transport.join(timeout_seconds=60)
     way.transport.opened()
@@ -107,9 +107,9 @@ def way(lead: Callable[..., Way]) -> Way:
 # ── its life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_script_is_started_once_and_told_to_its_end(lead, monkeypatch):
-    """The script runs with the instance's tag, on what was sent, uv and our package; once, though the answer to its
-    start was lost. Its exit code is told.
+def test_a_script_is_started_once_and_followed_to_its_end(lead, monkeypatch):
+    """The script runs with the instance's tag, with the sent files, uv and our package; once, although the answer to
+    its start was lost. Its exit code is reported.
 
     Looks inside: one answer is lost, which no server does when asked.
     """
@@ -147,7 +147,8 @@ def test_a_script_is_started_once_and_told_to_its_end(lead, monkeypatch):
 
 @pytest.mark.parametrize(("kind", "file"), [("Linux aarch64", "aarch64"), ("Linux riscv64", None)])
 def test_a_host_is_sent_the_uv_of_its_own_architecture(lead, monkeypatch, tmp_path, kind, file):
-    """By what `uname` says there; where none is known nothing is sent, and the host has to find one itself.
+    """It is chosen by the output of `uname` there. For an unknown architecture nothing is sent, and the host has to
+    find uv itself.
 
     Looks inside: the real one would fetch a program.
     """
@@ -168,12 +169,12 @@ def test_a_host_is_sent_the_uv_of_its_own_architecture(lead, monkeypatch, tmp_pa
     assert fetched == ([file] if file else [])
     assert sent.exists() is (file is not None)
     assert file is None or sent.read_bytes() == b"of another architecture"
-    assert "uv is to be found" in way.lines  # what does not run here is not taken
+    assert "uv is to be found" in way.lines  # a uv that does not run here is not used
 
 
-def test_a_script_that_runs_is_not_touched_when_its_start_is_asked_for_again(lead):
+def test_a_running_script_is_not_touched_by_a_second_request_to_start_it(lead):
     """Not even if only a part of the script arrives then, or none: bash reads a script while it runs it, and would take
-    the cut for its end.
+    the end of the part for the end of the script.
 
     Looks inside: the command is kept, and sent a second time.
     """
@@ -200,8 +201,8 @@ def test_a_script_that_runs_is_not_touched_when_its_start_is_asked_for_again(lea
     assert way.lines[-1] == "::skyward exited 7"
 
 
-def test_only_a_part_of_a_script_is_not_started(lead):
-    """It is refused, nothing of it stays, and the whole is started when it comes.
+def test_a_part_of_a_script_is_not_started(lead):
+    """It is refused and removed, and the whole script is started when it comes.
 
     Looks inside: half of a command is lost, which no server does when asked.
     """
@@ -220,9 +221,9 @@ def test_only_a_part_of_a_script_is_not_started(lead):
     wait_until(lambda: way.has_told("::skyward exited 6"), "the end of the script")
 
 
-def test_what_a_script_says_of_a_full_disk_finds_room(lead):
-    """Not one byte is free when a script fails, not even for the log: what failed, why, and that it has ended is in the log
-    all the same.
+def test_on_a_full_disk_a_script_can_still_report_its_failure(lead):
+    """Not one byte is free when a script fails, not even for the log. Still the log has the failed command, the
+    reason, and the end.
     """
     way = lead()
     fill = 'cat /dev/zero >"$HOME/filler" || true\nwhile printf "x\\n"; do :; done 2>/dev/null\n'
@@ -238,14 +239,14 @@ def test_what_a_script_says_of_a_full_disk_finds_room(lead):
 
 
 def test_a_host_whose_guard_has_not_started_is_waited_for(lead, cloud, monkeypatch):
-    """The error says that there is no guard by the deadline."""
+    """If there is no guard by the deadline, the error says so."""
     monkeypatch.setattr("tests.testbed.rental.BOOT", "mkdir -p {directory}; cat >/dev/null; : {variables}")
     way = lead()
     with pytest.raises(CommandFailed, match=r"the guard of .* has not started"):
         way.transport.join(timeout_seconds=1)
 
 
-def test_closing_ends_whoever_waits_and_leaves_the_node_alone(lead):
+def test_closing_ends_waiting_threads_and_leaves_the_node_alone(lead):
     """A close during `start` ends it with Unreachable at once; the node lives on."""
     way = lead()
     wait_until((way.directory / "guard").exists, "the guard")
@@ -270,8 +271,10 @@ def test_closing_ends_whoever_waits_and_leaves_the_node_alone(lead):
         way.transport.write("late", "")
 
 
-def test_the_node_lives_as_long_as_its_lease_is_extended_and_ends_itself_then(lead):
-    """Longer than its lease while there is a way to it, and the lease after that; a lease is never made shorter."""
+def test_the_node_lives_as_long_as_its_lease_is_extended_and_then_ends(lead):
+    """It lives longer than its lease while there is a connection, and for the lease after that. A lease is never
+    shortened.
+    """
     way = lead(lease_seconds=5)
     way.transport.join(timeout_seconds=60)
     first = int((way.directory / "lease").read_text())
@@ -283,8 +286,8 @@ def test_the_node_lives_as_long_as_its_lease_is_extended_and_ends_itself_then(le
 
 
 @pytest.mark.parametrize("is_remote", [True, False])
-def test_whether_a_supervisor_lives_is_told_by_what_it_was_started_with(tmp_path: Path, is_remote: bool) -> None:
-    """Not by its pid, which may be another process's by now; one that has not begun yet is not dead, and a node without
+def test_a_supervisor_is_recognised_by_its_start_and_not_by_its_pid(tmp_path: Path, is_remote: bool) -> None:
+    """The pid may belong to another process by now. A supervisor that has not begun yet is not dead; a node without
     its folder is.
     """
     directory = tmp_path / "host-1"
@@ -314,7 +317,7 @@ def test_whether_a_supervisor_lives_is_told_by_what_it_was_started_with(tmp_path
 
 
 def here(directory: Path) -> Instance:
-    """A node of this machine with that folder."""
+    """A node of this machine with this folder."""
     return Instance(
         id=directory.name,
         provider="local",
@@ -327,7 +330,7 @@ def here(directory: Path) -> Instance:
     )
 
 
-def test_a_lease_is_not_shortened_by_who_comes_at_the_same_time(tmp_path: Path) -> None:
+def test_several_clients_at_once_do_not_shorten_a_lease(tmp_path: Path) -> None:
     """Several clients extend the lease of one node at once: the longest one holds, from sh and from Python."""
     lease = tmp_path / "lease"
     for interpreter in ("sh", "bash"):
@@ -343,7 +346,7 @@ def test_a_lease_is_not_shortened_by_who_comes_at_the_same_time(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["lease"]
 
 
-def test_the_keeper_goes_on_after_whatever_has_happened(lead, monkeypatch, caplog):
+def test_the_keeper_goes_on_after_any_error(lead, monkeypatch, caplog):
     """An unexpected error does not end the thread: it is logged, and the lease is renewed the next time."""
     way = lead(lease_seconds=5)
     extend, tries = way.transport.extend_lease, []
@@ -361,10 +364,10 @@ def test_the_keeper_goes_on_after_whatever_has_happened(lead, monkeypatch, caplo
     assert way.told.of(ContactLost) == []
 
 
-def test_the_node_learns_with_each_sign_of_life_until_when_it_is_paid_for(lead):
+def test_each_sign_of_life_tells_the_node_until_when_it_is_paid_for(lead):
     """On its own clock, rounded down; it may be less than before.
 
-    Without a word on money there is no such file; when paid time is over the node ends.
+    Without a limit of money there is no such file. When the paid time is over the node ends.
     """
     paid: list[float | None] = [None]
     way = lead(lease_seconds=30, paid_seconds=lambda: paid[0])
@@ -390,7 +393,7 @@ def test_the_node_learns_with_each_sign_of_life_until_when_it_is_paid_for(lead):
 
 
 def test_files_are_private_and_read_back(way):
-    """What is written is there for its owner alone, any text of it; what is not there is CommandFailed."""
+    """A file is readable for its owner only, with any text; reading a missing file raises CommandFailed."""
     way.transport.write("settings.json", "it's\n$HOME \N{SNOWMAN}")
     assert way.transport.read("settings.json") == "it's\n$HOME \N{SNOWMAN}"
     assert (way.directory / "settings.json").stat().st_mode & 0o777 == 0o600
@@ -398,9 +401,9 @@ def test_files_are_private_and_read_back(way):
         way.transport.read("nothing")
 
 
-def test_each_line_of_the_log_is_told_once_however_often_the_connection_is_lost(way):
-    """Lines written while there is no connection are read after it; none is read twice, and nothing that `tail` itself
-    has to say.
+def test_each_line_of_the_log_is_delivered_once_however_often_the_connection_is_lost(way):
+    """Lines that are written during a loss are read after it. No line is read twice, and messages of `tail` itself
+    are not delivered.
     """
     with (way.directory / "log").open("a") as log:
         for number in range(60):
@@ -417,8 +420,8 @@ def test_each_line_of_the_log_is_told_once_however_often_the_connection_is_lost(
     assert [line for line in way.lines if not line.startswith("line ")] == []
 
 
-def test_a_line_is_told_soon(way):
-    """A tenth of a second or so after it is written, also on file systems that do not tell of changes."""
+def test_a_line_is_delivered_soon(way):
+    """About a tenth of a second after it is written, also on file systems that do not report changes."""
     with (way.directory / "log").open("a") as log:
         waits = []
         for number in range(5):
@@ -433,8 +436,8 @@ def test_a_line_is_told_soon(way):
 # ── a lost connection ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_what_is_asked_while_the_connection_is_lost_is_done_after_it(way):
-    """Writing, forwards and looking whether a node is reached wait for the keeper to have made a new connection."""
+def test_requests_during_a_loss_are_served_after_it(way):
+    """Writing, forwards and checks of the node wait until the keeper has made a new connection."""
     way.hang_up()
     way.transport.write("settings.json", "there")
     assert (way.directory / "settings.json").read_text() == "there"
@@ -442,9 +445,9 @@ def test_what_is_asked_while_the_connection_is_lost_is_done_after_it(way):
     assert way.transport.can_reach("127.0.0.1", 22)
 
 
-def test_a_node_that_does_not_let_us_in_is_told_as_silent_until_it_does(way, monkeypatch):
-    """ContactLost once, ContactRegained once, with the seconds between them; meanwhile a write waits as long as it may
-    and raises ConnectionLost.
+def test_a_node_that_refuses_us_counts_as_silent_until_it_accepts(way, monkeypatch):
+    """ContactLost once, ContactRegained once, with the seconds between them; meanwhile a write waits until its
+    deadline and raises ConnectionLost.
     """
     monkeypatch.setattr(ssh_transport, "PATIENCE_SECONDS", 0.2)
     keys = way.host.root / "root/.ssh/authorized_keys"
@@ -465,9 +468,9 @@ def test_a_node_that_does_not_let_us_in_is_told_as_silent_until_it_does(way, mon
 # ── ports ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_ports_lead_both_ways_and_tell_whether_they_are_reached(way, lead):
-    """An address on the node is reached through a port here, kept for the next who asks; a port there leads to one
-    here; a closed one is not reached.
+def test_ports_are_forwarded_both_ways_and_checked(way, lead):
+    """An address on the node is reached through a port here, which is kept for the next caller. A port there leads
+    to one here. A closed port is not reached.
     """
     here, port = way.transport.address("tls://127.0.0.1:22").rsplit(":", 1)
     assert here == "tls://127.0.0.1"
@@ -494,8 +497,8 @@ def _parcel(size: int) -> Parcel:
 
 
 def test_values_go_to_the_nodes_memory_and_come_back(lead):
-    """A value put on the node lies in its memory, for its owner alone, and taken it is what it was, and gone there;
-    released, it is gone too.
+    """A value on the node is in its memory, for its owner only. After it is taken it is unchanged, and removed
+    there. A released value is removed too.
     """
     way = lead()
     way.transport.start("true", timeout_seconds=60, emit=way.told)
@@ -510,10 +513,10 @@ def test_values_go_to_the_nodes_memory_and_come_back(lead):
     assert list(memory.iterdir()) == []
 
 
-def test_the_nodes_folder_in_memory_is_under_a_name_that_nobody_can_guess(lead):
-    """Another user of the host sees the node's id: a folder that he makes with it is not used.
+def test_the_nodes_folder_in_memory_has_a_name_that_other_users_cannot_guess(lead):
+    """Another user of the host sees the node's id: a folder that he makes with that name is not used.
 
-    Who joins the node later is told the same folder.
+    Clients that attach to the node later get the same folder.
     """
     way = lead()
     squatted = [f"/dev/shm/skyward-node-{way.instance.id}", f"/dev/shm/skyward-0-{way.instance.id}"]
@@ -531,9 +534,9 @@ def test_the_nodes_folder_in_memory_is_under_a_name_that_nobody_can_guess(lead):
     way.host.run(f"rmdir {' '.join(squatted)}")
 
 
-def test_a_value_goes_to_disk_where_memory_is_full_and_is_refused_where_both_are(lead):
-    """Without room in the node's memory its disk takes the value; without any, it raises CommandFailed, and nothing of
-    the value is left.
+def test_a_value_goes_to_disk_if_memory_is_full_and_is_refused_if_both_are(lead):
+    """Without room in the node's memory its disk takes the value. Without room there it raises CommandFailed, and no
+    part of the value is left.
     """
     way = lead()
     way.transport.start("true", timeout_seconds=60, emit=way.told)

@@ -1,8 +1,8 @@
-"""The first process of a node, started as it is on a machine: when it ends, what it takes along, how it becomes another
+"""The first process of a node, started as on a machine: when it ends, which processes it ends, how it becomes another
 node.
 
-Most nodes here have a clock that stands in a file, and workers without Dask that run what the file `call` says: quick
-to start, and hours pass at once.
+Most nodes here have a clock in a file, and workers without Dask that run the text of the file `call`. They start
+quickly, and hours pass at once.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from tests.conftest import members, processes_by_tag, wait_until
 
 HOUR = 3600.0
 START = 1000.0
-"""What the clock in the file shows when a node is started."""
+"""The time on the clock in the file when a node is started."""
 
 DRIVER = """
 import os, pickle, signal, sys, time, types
@@ -127,7 +127,7 @@ class Machine:
         )
 
     def tell(self, **changes: Any) -> None:
-        """Write the node's settings, changed so."""
+        """Write the node's settings with these changes."""
         self.settings = dataclasses.replace(self.settings, **changes)
         write_atomically(self.directory / "settings.json", self.settings.to_json())
 
@@ -135,7 +135,7 @@ class Machine:
         write_atomically(self.directory / "uptime", f"{now}")
 
     def await_looks(self, count: int = 4) -> None:
-        """Wait until the supervisor has looked at its clock so many times more."""
+        """Wait until the supervisor has read its clock this many times more."""
         looks = self._looks()
         wait_until(
             lambda: self._looks() >= looks + count or self.process.poll() is not None,
@@ -148,7 +148,7 @@ class Machine:
     def text(self, name: str) -> str:
         try:
             return (self.directory / name).read_text()
-        except FileNotFoundError:  # not there yet, or just taken away
+        except FileNotFoundError:  # not there yet, or just removed
             return ""
 
     def await_file(self, name: str, seconds: float = 30.0) -> str:
@@ -165,8 +165,8 @@ class Machine:
         write_atomically(self.directory / "call", textwrap.dedent(text))
 
     def await_end(self) -> str:
-        """Wait until the first process has ended and nothing is left of the others; return what it has reported to the
-        guard.
+        """Wait until the first process has ended and no other process is left; return the reason that it has
+        reported to the guard.
         """
         wait_until(lambda: self.process.poll() is not None, f"the node to end, log: {self.text('log')}")
         wait_until(lambda: self.pids() == [], "all its processes to be gone")
@@ -180,9 +180,9 @@ class Machine:
         return [pid for pid, tag in processes_by_tag("SKYWARD_INSTANCE_ID") if tag == self.instance_id]
 
     def kill_children(self) -> None:
-        """Kill what there is now of the node but its first process.
+        """Kill all processes of the node except its first.
 
-        Runners may go by themselves meanwhile, with their worker.
+        Runners may end by themselves meanwhile, with their worker.
         """
         for pid in self.pids():
             if pid != self.process.pid:
@@ -209,7 +209,7 @@ def certificate() -> Any:
 
 @pytest.fixture
 def start(certificate: Any) -> Iterator[Start]:
-    """Start nodes with a clock in a file and workers without Dask (`driver`), or just as they are (`driver=""`)."""
+    """Start nodes with a clock in a file and workers without Dask (`driver`), or unchanged (`driver=""`)."""
     machines: list[Machine] = []
 
     def start_one(driver: str = DRIVER, **fields: Any) -> Machine:
@@ -224,8 +224,8 @@ def start(certificate: Any) -> Iterator[Start]:
 # ── the clocks ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_an_idle_node_ends_and_tells_the_guard_why(start: Start) -> None:
-    """A guarded node writes `ended`, and nothing of it runs any more, nor lies in memory."""
+def test_an_idle_node_ends_and_reports_the_reason_to_the_guard(start: Start) -> None:
+    """A guarded node writes `ended`; none of its processes runs any more, and no file of it is in memory."""
     machine = start(timeout_seconds=HOUR)
     assert int(machine.await_file("supervisor")) == machine.process.pid
     machine.await_ready()
@@ -238,8 +238,8 @@ def test_an_idle_node_ends_and_tells_the_guard_why(start: Start) -> None:
     assert not os.path.exists(memory_directory(machine.instance_id))
 
 
-def test_a_running_call_holds_the_node(start: Start) -> None:
-    """Hours pass while a call runs and the node lives; when it has ended they count."""
+def test_a_running_call_keeps_the_node_alive(start: Start) -> None:
+    """Hours pass while a call runs, and the node lives; after its end the idle time counts."""
     machine = start(timeout_seconds=HOUR)
     machine.await_ready()
     machine.call("""
@@ -261,7 +261,7 @@ def test_a_running_call_holds_the_node(start: Start) -> None:
     assert machine.await_end() == "idle for 3600 s (timeout)"
 
 
-def test_a_call_that_crashes_at_once_was_a_call(start: Start) -> None:
+def test_a_call_that_crashes_at_once_counts_as_a_call(start: Start) -> None:
     """A call that was never seen running counts too. A node with new settings starts to count again."""
     machine = start(timeout_seconds=HOUR)
     machine.await_ready()
@@ -281,8 +281,8 @@ def test_a_call_that_crashes_at_once_was_a_call(start: Start) -> None:
     assert machine.await_end() == "idle for 3600 s (timeout)"
 
 
-def test_a_call_whose_worker_has_died_holds_nothing(start: Start) -> None:
-    """With the worker goes its call, for which no client waits any more: the node is idle, though its worker is there
+def test_a_call_with_a_dead_worker_keeps_no_node_alive(start: Start) -> None:
+    """The call ends with its worker, and no client waits for it any more: the node is idle, although its worker runs
     again.
     """
     machine = start(timeout_seconds=HOUR)
@@ -299,8 +299,8 @@ def test_a_call_whose_worker_has_died_holds_nothing(start: Start) -> None:
     assert machine.await_end() == "idle for 3600 s (timeout)"
 
 
-def test_a_lease_that_has_run_out_ends_the_node(start: Start) -> None:
-    """The lease of its start, then the one in the file, the last that could be read."""
+def test_an_expired_lease_ends_the_node(start: Start) -> None:
+    """The lease of its start, then the last readable one in the file."""
     machine = start(lease_seconds=100.0)
     machine.await_ready()
     write_lease(machine.directory, START + 500)
@@ -338,7 +338,7 @@ def test_the_first_reason_is_kept(start: Start) -> None:
 
 
 def test_a_detached_node_lives_by_its_lease(start: Start) -> None:
-    """Its owner is gone, the lease it left rules; it has no guard: it kills all that carries its tag."""
+    """Its owner is gone, and the lease decides. It has no guard: it kills every process with its tag."""
     client = subprocess.Popen(["sleep", "1000"])
     owner = dataclasses.replace(
         this_process(),
@@ -365,7 +365,7 @@ def test_a_detached_node_lives_by_its_lease(start: Start) -> None:
 
 
 def test_a_node_whose_owner_is_gone_ends(start: Start) -> None:
-    """Without a lease it is the client's process that keeps it alive."""
+    """Without a lease the client's process keeps it alive."""
     machine = start(owner=NodeOwner(os.getpid(), "1"), is_guarded=False)
     machine.await_end()
     assert not machine.directory.exists()  # no process is left to read in it
@@ -374,8 +374,8 @@ def test_a_node_whose_owner_is_gone_ends(start: Start) -> None:
 # ── new settings ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_told_anew_a_node_ends_all_that_ran_and_begins_again(start: Start) -> None:
-    """Worker, runners, and what calls have started, in whichever session, go; the supervisor stays."""
+def test_with_new_settings_a_node_ends_all_processes_and_restarts(start: Start) -> None:
+    """Worker, runners, and processes that calls have started, in any session, end; the supervisor stays."""
     machine = start()
     machine.await_ready()
     machine.call("""
@@ -397,10 +397,8 @@ def test_told_anew_a_node_ends_all_that_ran_and_begins_again(start: Start) -> No
     assert machine.is_alive
 
 
-def test_told_anew_while_runners_are_forked_the_last_word_counts(start: Start) -> None:
-    """However often, and at whatever moment, settings come: finally the node is what the last ones say, and of the
-    others nothing runs.
-    """
+def test_with_new_settings_during_forks_the_last_settings_count(start: Start) -> None:
+    """However often and whenever settings come: the node follows the last ones, and no process of earlier ones runs."""
     machine = start(slots=12)
     for generation in range(1, 16):
         machine.tell(generation=generation, slots=12 - generation % 3)
@@ -417,8 +415,8 @@ def test_told_anew_while_runners_are_forked_the_last_word_counts(start: Start) -
     assert machine.await_file("done") == "yes"
 
 
-def test_told_anew_a_node_may_have_fewer_workers(start: Start) -> None:
-    """Nothing of those it had is remembered: not their lines, nor that one of them was to be started again."""
+def test_with_new_settings_a_node_may_have_fewer_workers(start: Start) -> None:
+    """Nothing of the removed workers is kept: neither their lines, nor that one of them was to be restarted."""
     machine = start(DRIVER + "supervisor.FIRST_PAUSE_SECONDS = 0.5", workers=({}, {}))
     machine.await_ready()
     wait_until(lambda: len(machine.pids()) == 5, "supervisor, two workers and their runners")
@@ -433,9 +431,9 @@ def test_told_anew_a_node_may_have_fewer_workers(start: Start) -> None:
     assert machine.is_alive
 
 
-def test_what_was_there_before_the_supervisor_stays(start: Start, tmp_path: Path) -> None:
-    """What the startup script has left running (the guard, say) is killed neither when the node begins anew nor, on a
-    guarded node, when it ends.
+def test_processes_older_than_the_supervisor_stay(start: Start, tmp_path: Path) -> None:
+    """Processes that the startup script has left running (such as the guard) are killed neither when the node
+    restarts nor, on a guarded node, when it ends.
     """
     before = "import subprocess; guard = subprocess.Popen(['sleep', '1000']); open('guard', 'w').write(str(guard.pid))"
     machine = start(before + DRIVER)
@@ -452,10 +450,10 @@ def test_what_was_there_before_the_supervisor_stays(start: Start, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["symlink", "open to all"])
-def test_a_node_takes_no_folder_in_memory_that_another_user_may_have_made(
+def test_a_node_uses_no_folder_in_memory_that_another_user_may_have_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """The client has looked at it too, but from elsewhere, and earlier: large values are pickles."""
+    """The client has checked it too, but from elsewhere, and earlier: large values are pickles."""
     (tmp_path / "node").mkdir(mode=0o700)
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs").chmod(0o777)
@@ -507,8 +505,8 @@ def test_without_a_scheduler_workers_are_started_again_and_again(start: Start) -
     machine.await_ready()
 
 
-def test_a_worker_that_stands_still_is_killed_when_the_pool_misses_it(start: Start) -> None:
-    """Only the one that is missed; and not again while its successor may be on its way."""
+def test_a_frozen_worker_is_killed_when_the_pool_misses_it(start: Start) -> None:
+    """Only the missing worker is killed; and not again while its replacement may be starting."""
     machine = start(workers=({}, {}), rank=1)
     wait_until(lambda: machine.text("workers").count("\n") == 2, "two workers")
     machine.await_ready()
@@ -526,7 +524,7 @@ def test_a_worker_that_stands_still_is_killed_when_the_pool_misses_it(start: Sta
 
 
 def test_a_crash_loop_on_the_head_ends_it(start: Start) -> None:
-    """There the scheduler is near: a worker that dies five times in a minute will not come up."""
+    """The scheduler is on the same node: a worker that dies five times in a minute will not start."""
     machine = start(DRIVER + "(directory / 'no-scheduler').touch()", rank=0, scheduler=None)
     assert machine.await_end() == "worker 0 died 5 times within 60 s, last with 7"
     assert machine.text("workers").count("\n") == 5
@@ -540,7 +538,7 @@ def test_without_its_scheduler_the_head_ends(start: Start) -> None:
 
 
 def test_a_signal_for_a_child_that_was_just_forked_ends_the_child_only(start: Start) -> None:
-    """It must not find the supervisor's way of taking SIGTERM there, which is to end the node."""
+    """The supervisor ends the node on SIGTERM: the child must not inherit that handler."""
     early = """
         forked = []
         def die_with_parent(parent, really=supervisor.die_with_parent):
@@ -558,7 +556,7 @@ def test_a_signal_for_a_child_that_was_just_forked_ends_the_child_only(start: St
 
 
 def test_pauses_between_deaths_grow_and_are_forgotten() -> None:
-    """From 0.2 s to 5 s while a worker dies often, small again when it has lived for a minute; five deaths within a
+    """From 0.2 s to 5 s while a worker dies often, short again when it has lived for a minute; five deaths within a
     minute are a loop.
     """
     deaths = CrashHistory()
@@ -574,8 +572,8 @@ def test_pauses_between_deaths_grow_and_are_forgotten() -> None:
 
 
 def test_a_runner_that_is_stopped_ends_with_its_worker(start: Start) -> None:
-    """A worker stops a runner for a moment to see which call it has, and may die just then: no process would let the runner
-    go on.
+    """A worker stops a runner for a moment to see its current call, and may die just then: no process would continue
+    the runner.
     """
     machine = start()
     machine.await_ready()
@@ -641,9 +639,9 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("kills", [1, 0])
-def test_a_call_that_the_kernel_kills_for_its_memory_is_told_so(start: Start, kills: int) -> None:
-    """On a stand-in for cgroupfs: each process of calls has a group with the limit; one that was killed there had too
-    much, another one has crashed.
+def test_a_call_that_the_kernel_kills_for_its_memory_reports_it(start: Start, kills: int) -> None:
+    """On a fake of cgroupfs: each process of calls has a group with the limit. A process that was killed there had
+    used too much memory; any other dead process has crashed.
     """
     machine = start(DRIVER + GROUPS.replace("sys.argv[2]", "'memory'"), memory_limit_bytes=300_000_000)
     machine.call(LOOK + DIE % kills)
@@ -654,13 +652,13 @@ def test_a_call_that_the_kernel_kills_for_its_memory_is_told_so(start: Start, ki
         path.name.partition("-")[0]
         for path in (machine.directory / "cgroup" / f"skyward.{machine.instance_id}").iterdir()
     )
-    assert groups == ["calls", "node"]  # that of the process that has died is gone
+    assert groups == ["calls", "node"]  # the group of the dead process is removed
     assert "the memory of calls is bounded by the kernel" in machine.text("log")
 
 
-def test_results_in_memory_are_no_part_of_what_a_call_may_use(start: Start) -> None:
-    """The process raises its limit before it writes one, and takes that back before the first call after it was
-    fetched.
+def test_results_in_memory_do_not_count_against_a_calls_limit(start: Start) -> None:
+    """The process raises its limit before it writes a result, and lowers it before the first call after the result
+    was fetched.
     """
     machine = start(DRIVER + GROUPS.replace("sys.argv[2]", "'memory'"), memory_limit_bytes=300_000_000)
     fetch = (
@@ -676,7 +674,7 @@ def test_results_in_memory_are_no_part_of_what_a_call_may_use(start: Start) -> N
     assert machine.text("limits-written").split() == [str(limit), *[str(higher)] * 3, str(limit)]
 
 
-def test_without_the_controller_the_log_says_who_bounds_memory(start: Start) -> None:
+def test_without_the_controller_the_log_says_what_limits_memory(start: Start) -> None:
     """The worker, as on most machines; calls run all the same."""
     machine = start(DRIVER + GROUPS.replace("sys.argv[2]", "'pids'"), memory_limit_bytes=300_000_000)
     machine.call("pass")
@@ -717,9 +715,9 @@ node.run_worker = run_worker
 
 
 @pytest.mark.slow
-def test_a_cancellation_takes_one_call_whenever_it_comes(start: Start) -> None:
-    """Four hundred batches of calls of 0.3 ms, of each of which one is cancelled at some moment: it is stopped or has
-    ended, and no other call is touched.
+def test_a_cancellation_stops_one_call_whenever_it_comes(start: Start) -> None:
+    """Four hundred batches of calls of 0.3 ms; in each batch one call is cancelled at some moment. It is stopped or
+    has ended, and no other call is touched.
     """
     machine = start(DRIVER + ROUNDS)
     stopped, _, rest = machine.await_file("done", 120.0).partition(" ")
@@ -747,8 +745,10 @@ def listens(address: str) -> bool:
 
 
 @pytest.mark.slow
-def test_a_node_becomes_the_head_and_ceases_to_be_it(start: Start, certificate: Any) -> None:
-    """When the head is killed another node takes its place within seconds, and gives it back with the next settings."""
+def test_a_node_becomes_the_head_and_stops_being_it(start: Start, certificate: Any) -> None:
+    """When the head is killed another node takes its place within seconds, and stops being the head with the next
+    settings.
+    """
     head = start("", rank=0, scheduler=None)
     first = head.await_file("head.json")
     other = start("", rank=1, scheduler=first)
@@ -850,7 +850,7 @@ def listen(certificate: Any) -> Iterator[Callable[[str], NoticePoller]]:
 
 
 def long_call(directory: Path) -> str:
-    """A call that notes that it has begun, and with which head, says something, and waits for `go`."""
+    """A call that notes its beginning and its head, prints, and waits for `go`."""
     return textwrap.dedent(f"""
         import os, time
         with open({str(directory / "begun")!r}, "a") as begun:
@@ -872,12 +872,13 @@ def two_nodes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ends", ["before", "after"])
-def test_a_call_outlives_its_head_and_is_told_to_the_next(
+def test_a_call_outlives_its_head_and_is_reported_to_the_next(
     start: Start, listen: Callable[[str], NoticePoller], tmp_path: Path, ends: str
 ) -> None:
     """It is begun once.
 
-    The new head hears who has it, then all that it has reported, and no more calls go there until it has ended.
+    The new head learns which worker has it, then gets all its reports. No more calls go to that worker until it has
+    ended.
     """
     head, other, first = two_nodes(start, listen)
     first.run("1-0", long=long_call(tmp_path), next="pass")
@@ -926,7 +927,7 @@ def test_a_call_outlives_its_head_and_is_told_to_the_next(
 def test_a_node_that_becomes_the_head_keeps_its_calls(
     start: Start, listen: Callable[[str], NoticePoller], tmp_path: Path
 ) -> None:
-    """Its supervisor starts a scheduler beside the worker, which joins it with its call."""
+    """Its supervisor starts a scheduler beside the worker, which joins that scheduler with its call."""
     head, other, first = two_nodes(start, listen)
     first.run("1-0", long=long_call(tmp_path))
     wait_until((tmp_path / "begun").exists, "the call to begin")
@@ -942,10 +943,8 @@ def test_a_node_that_becomes_the_head_keeps_its_calls(
 
 
 @pytest.mark.slow
-def test_a_worker_without_calls_begins_anew(
-    start: Start, listen: Callable[[str], NoticePoller], tmp_path: Path
-) -> None:
-    """And so does one that dies with its calls: the new head hears that they are not there."""
+def test_a_worker_without_calls_restarts(start: Start, listen: Callable[[str], NoticePoller], tmp_path: Path) -> None:
+    """So does a worker that dies with its calls: the new head learns that they are not there."""
     head, other, first = two_nodes(start, listen, workers=({}, {}))
     first.run("1-0", long=long_call(tmp_path))
     wait_until((tmp_path / "begun").exists, "the call to begin")
@@ -965,10 +964,10 @@ def test_a_worker_without_calls_begins_anew(
 
 
 @pytest.mark.slow
-def test_a_worker_that_its_scheduler_has_given_up_ends_its_calls(
+def test_a_worker_that_its_scheduler_has_dropped_ends_its_calls(
     start: Start, listen: Callable[[str], NoticePoller], tmp_path: Path
 ) -> None:
-    """The scheduler lives and has reported them lost to the client: they must not go on."""
+    """The scheduler lives and has reported the calls lost to the client: they must not go on."""
     _, other, first = two_nodes(start, listen)
     first.run("1-0", long=long_call(tmp_path))
     wait_until((tmp_path / "begun").exists, "the call to begin")
@@ -982,7 +981,7 @@ def test_a_worker_that_its_scheduler_has_given_up_ends_its_calls(
 def test_a_call_outlives_one_head_after_the_other(
     start: Start, listen: Callable[[str], NoticePoller], tmp_path: Path
 ) -> None:
-    """Its reports keep their numbers, and the calls that came from each head are all reported to the next."""
+    """Its reports keep their numbers, and the calls from each head are all reported to the next."""
     head, other, first = two_nodes(start, listen, slots=2)
     first.run("1-0", long=long_call(tmp_path))
     first.run("1-0", short="pass")
@@ -1002,10 +1001,10 @@ def test_a_call_outlives_one_head_after_the_other(
 
 
 @pytest.mark.slow
-def test_a_worker_whose_node_is_told_of_no_head_ends_its_calls(
+def test_a_worker_without_a_new_head_ends_its_calls(
     start: Start, listen: Callable[[str], NoticePoller], tmp_path: Path
 ) -> None:
-    """After a lease, though the node itself lives longer."""
+    """After a lease, although the node itself lives longer."""
     head, other, first = two_nodes(start, listen, lease_seconds=25.0)
     write_lease(other.directory, uptime() + HOUR)
     first.run("1-0", long=long_call(tmp_path))

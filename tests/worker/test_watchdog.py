@@ -1,4 +1,4 @@
-"""The node's clocks, lease and marks: values in, a reason out. Nothing here waits."""
+"""The node's clocks, lease and marks: values in, a reason out. No test here waits."""
 
 import math
 import os
@@ -49,8 +49,8 @@ def settings(**fields: object) -> NodeSettings:
 # ── the clocks ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_each_clock_names_its_knob() -> None:
-    """The reason says which setting has ended the node, and how long that is."""
+def test_each_clock_names_its_setting() -> None:
+    """The reason says which setting has ended the node, and its value."""
     clocks = Clocks(timeout_seconds=HOUR, max_lifetime_seconds=2 * HOUR)
     assert clocks.verdict(now=HOUR, started=0, busy_at=0, lease_until=None) == "idle for 3600 s (timeout)"
     assert (
@@ -61,7 +61,7 @@ def test_each_clock_names_its_knob() -> None:
     assert "lease_seconds" in reason
 
 
-def test_until_a_clock_has_run_out_there_is_no_reason() -> None:
+def test_until_a_clock_has_expired_there_is_no_reason() -> None:
     """A moment earlier the node lives."""
     clocks = Clocks(timeout_seconds=100, max_lifetime_seconds=200)
     assert clocks.verdict(now=199.9, started=0, busy_at=100, lease_until=200) is None
@@ -76,7 +76,7 @@ def test_until_a_clock_has_run_out_there_is_no_reason() -> None:
     lease=st.none() | uptimes,
     paid=st.none() | uptimes,
 )
-def test_a_node_ends_exactly_when_one_of_its_clocks_has_run_out(
+def test_a_node_ends_exactly_when_one_of_its_clocks_has_expired(
     now: float,
     started: float,
     busy_at: float,
@@ -85,7 +85,7 @@ def test_a_node_ends_exactly_when_one_of_its_clocks_has_run_out(
     lease: float | None,
     paid: float | None,
 ) -> None:
-    """There is a reason if and only if one clock has run out, whatever the others show."""
+    """There is a reason if and only if one clock has expired, whatever the others show."""
     out = (
         now - busy_at >= timeout
         or (lifetime is not None and now - started >= lifetime)
@@ -95,8 +95,8 @@ def test_a_node_ends_exactly_when_one_of_its_clocks_has_run_out(
     assert (Clocks(timeout, lifetime).verdict(now, started, busy_at, lease, paid) is not None) == out
 
 
-def test_uptime_is_the_kernels() -> None:
-    """It is what the guard, a shell script, reads, and it goes on."""
+def test_uptime_is_that_of_the_kernel() -> None:
+    """The guard, a shell script, reads the same value, and it grows."""
     said = float(
         subprocess.run(["cut", "-d", " ", "-f1", "/proc/uptime"], capture_output=True, text=True, check=True).stdout
     )
@@ -117,14 +117,14 @@ def test_a_lease_is_read_as_it_was_written(tmp_path_factory: pytest.TempPathFact
 
 @given(untils=st.lists(uptimes, min_size=1))
 def test_a_lease_is_never_shortened(tmp_path_factory: pytest.TempPathFactory, untils: list[float]) -> None:
-    """In whatever order leases are written, the latest end holds."""
+    """If leases are written in any order, the latest end holds."""
     directory = tmp_path_factory.mktemp("node")
     for until in untils:
         write_lease(directory, until)
     assert read_lease(directory) == pytest.approx(max(untils), abs=0.001)
 
 
-def test_many_may_lengthen_a_lease_at_once(tmp_path: Path) -> None:
+def test_many_clients_may_extend_a_lease_at_once(tmp_path: Path) -> None:
     """Clients that write at the same moment neither fail nor shorten what another has written."""
     threads = [
         threading.Thread(target=lambda base=base: [write_lease(tmp_path, base + step) for step in range(100)])
@@ -140,7 +140,7 @@ def test_many_may_lengthen_a_lease_at_once(tmp_path: Path) -> None:
 
 @given(text=st.binary(max_size=40).filter(lambda text: not text.strip().replace(b".", b"").isdigit()))
 def test_garbage_is_no_lease(tmp_path_factory: pytest.TempPathFactory, text: bytes) -> None:
-    """What is not a number is not read as one, and raises nothing."""
+    """Text that is not a number is not read as one, and raises nothing."""
     directory = tmp_path_factory.mktemp("node")
     (directory / "lease").write_bytes(text)
     assert read_lease(directory) is None
@@ -153,8 +153,8 @@ def test_numbers_that_a_shell_cannot_read_are_no_lease(tmp_path: Path, text: str
     assert read_lease(tmp_path) is None
 
 
-def test_a_lease_that_is_a_folder_is_none(tmp_path: Path) -> None:
-    """What cannot be read is not an error."""
+def test_a_folder_in_place_of_the_lease_counts_as_no_lease(tmp_path: Path) -> None:
+    """An unreadable lease is no error."""
     (tmp_path / "lease").mkdir()
     assert read_lease(tmp_path) is None
 
@@ -171,8 +171,8 @@ def test_a_lease_without_an_end_is_refused(tmp_path: Path, until: float) -> None
 
 
 @given(untils=st.lists(uptimes, min_size=1))
-def test_the_last_word_on_what_is_paid_holds(tmp_path_factory: pytest.TempPathFactory, untils: list[float]) -> None:
-    """Unlike a lease it may be shortened: what another machine costs is paid with the same money.
+def test_the_last_paid_time_holds(tmp_path_factory: pytest.TempPathFactory, untils: list[float]) -> None:
+    """Unlike a lease it may be shortened: another machine may be paid with the same money.
 
     To the millisecond, in digits that a shell can compare.
     """
@@ -186,7 +186,7 @@ def test_the_last_word_on_what_is_paid_holds(tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.mark.parametrize("until", [math.inf, math.nan, -1.0])
-def test_paid_for_ever_is_refused(tmp_path: Path, until: float) -> None:
+def test_an_endless_paid_time_is_refused(tmp_path: Path, until: float) -> None:
     """It could not be read back, and the old value would stay."""
     write_paid(tmp_path, 5.0)
     with pytest.raises(ValueError, match="uptime"):
@@ -194,7 +194,7 @@ def test_paid_for_ever_is_refused(tmp_path: Path, until: float) -> None:
     assert read_paid(tmp_path) == 5.0
 
 
-def test_a_node_ends_when_its_paid_time_does_whoever_keeps_its_lease(tmp_path: Path) -> None:
+def test_a_node_ends_with_its_paid_time_whatever_its_lease(tmp_path: Path) -> None:
     """Neither a longer lease nor a living client nor a running call helps; the reason names the money."""
     for name, told in (("lease", settings(lease_seconds=120)), ("client", settings(owner=this_process()))):
         directory, clock, busy = tmp_path / name, Clock(1000), BusyFlag()
@@ -210,7 +210,7 @@ def test_a_node_ends_when_its_paid_time_does_whoever_keeps_its_lease(tmp_path: P
 
 
 def test_paid_time_is_lowered_and_raised_while_the_node_runs(tmp_path: Path) -> None:
-    """Each look sees what was said last."""
+    """Each check reads the last value."""
     clock, told = Clock(1000), settings(owner=this_process())
     watch = Watch(tmp_path, clock)
     write_paid(tmp_path, 1500)
@@ -223,8 +223,8 @@ def test_paid_time_is_lowered_and_raised_while_the_node_runs(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("text", ["", "soon", "-5", "inf", "1e9", None])
-def test_what_cannot_be_read_leaves_the_last_paid_time(tmp_path: Path, text: str | None) -> None:
-    """Garbage, or a file that is gone, is neither a gift nor the end."""
+def test_an_unreadable_file_leaves_the_last_paid_time(tmp_path: Path, text: str | None) -> None:
+    """After garbage, or without the file, the paid time is neither longer nor over."""
     clock, told = Clock(1000), settings(owner=this_process())
     watch = Watch(tmp_path, clock)
     write_paid(tmp_path, 1500)
@@ -239,7 +239,7 @@ def test_what_cannot_be_read_leaves_the_last_paid_time(tmp_path: Path, text: str
     assert "budget" in (watch.verdict(told, []) or "")
 
 
-def test_without_a_word_on_money_there_is_no_such_end(tmp_path: Path) -> None:
+def test_without_a_paid_time_there_is_no_such_end(tmp_path: Path) -> None:
     """A pool without `max_cost` and account is not limited."""
     clock, told = Clock(1000), settings(owner=this_process(), timeout_seconds=1e9)
     watch = Watch(tmp_path, clock)
@@ -251,7 +251,7 @@ def test_without_a_word_on_money_there_is_no_such_end(tmp_path: Path) -> None:
 
 
 def test_a_call_that_runs_for_hours_keeps_the_node_alive(tmp_path: Path) -> None:
-    """While a call runs the idle clock stands; it counts from its end."""
+    """While a call runs the idle clock stands still; it counts from the call's end."""
     clock, busy, told = Clock(), BusyFlag(), settings(owner=this_process(), timeout_seconds=HOUR)
     watch = Watch(tmp_path, clock)
     busy.begin()
@@ -260,14 +260,14 @@ def test_a_call_that_runs_for_hours_keeps_the_node_alive(tmp_path: Path) -> None
         assert watch.verdict(told, [busy]) is None
     busy.end()
     clock.now += HOUR - 1
-    assert watch.verdict(told, [busy]) is None  # it ended after the last look: at the latest now
+    assert watch.verdict(told, [busy]) is None  # it ended after the last check: at the latest now
     clock.now += HOUR - 1
     assert watch.verdict(told, [busy]) is None
     clock.now += 1
     assert watch.verdict(told, [busy]) == "idle for 3600 s (timeout)"
 
 
-def test_calls_between_two_looks_count(tmp_path: Path) -> None:
+def test_calls_between_two_checks_count(tmp_path: Path) -> None:
     """A tiny call that was never seen running counts, on any runner."""
     clock, marks, told = (
         Clock(),
@@ -284,8 +284,8 @@ def test_calls_between_two_looks_count(tmp_path: Path) -> None:
     assert watch.verdict(told, marks) is not None
 
 
-def test_all_runners_are_looked_at_each_time(tmp_path: Path) -> None:
-    """Old news of a second runner are not taken for new ones later."""
+def test_all_runners_are_checked_each_time(tmp_path: Path) -> None:
+    """Old news of a second runner does not count as new later."""
     clock, marks, told = Clock(), [BusyFlag(), BusyFlag()], settings(owner=this_process(), timeout_seconds=HOUR)
     watch = Watch(tmp_path, clock)
     for mark in marks:
@@ -297,8 +297,8 @@ def test_all_runners_are_looked_at_each_time(tmp_path: Path) -> None:
 
 
 @given(steps=st.lists(st.sampled_from(["begin", "end", "look"])))
-def test_a_mark_tells_what_has_happened_since_the_last_look(steps: list[str]) -> None:
-    """True if a call runs or one has run since; beginning twice or ending twice changes nothing."""
+def test_a_mark_shows_calls_since_the_last_check(steps: list[str]) -> None:
+    """True if a call runs or one has run since; a second begin or a second end changes nothing."""
     busy, runs, news = BusyFlag(), False, False
     for step in steps:
         if step == "begin":
@@ -313,7 +313,7 @@ def test_a_mark_tells_what_has_happened_since_the_last_look(steps: list[str]) ->
 
 
 def test_a_mark_is_seen_across_a_fork() -> None:
-    """The supervisor sees what the runner notes, and what stands there after its death."""
+    """The supervisor sees what the runner notes, also after the runner's death."""
     alone("""
         busy = BusyFlag()
         pid = os.fork()
@@ -325,8 +325,8 @@ def test_a_mark_is_seen_across_a_fork() -> None:
     """)
 
 
-def test_the_lease_ends_a_node_that_no_client_process_stands_for(tmp_path: Path) -> None:
-    """The lease of the node's start first, then what a client writes, the last that could be read."""
+def test_the_lease_ends_a_node_without_a_client_process(tmp_path: Path) -> None:
+    """The lease of the node's start first, then the last readable one that a client has written."""
     clock, told = Clock(1000), settings(lease_seconds=120)
     watch = Watch(tmp_path, clock)
     clock.now = 1119
@@ -342,8 +342,8 @@ def test_the_lease_ends_a_node_that_no_client_process_stands_for(tmp_path: Path)
     assert "lease_seconds" in (watch.verdict(told, []) or "")
 
 
-def test_without_any_sign_of_life_the_lease_of_the_start_runs_out(tmp_path: Path) -> None:
-    """A client that died before it wrote a lease, or wrote garbage, does not leave a node for ever."""
+def test_without_any_sign_of_life_the_lease_of_the_start_expires(tmp_path: Path) -> None:
+    """A client that died before it wrote a lease, or that wrote garbage, does not leave a node for ever."""
     clock, told = Clock(1000), settings(lease_seconds=120)
     watch = Watch(tmp_path, clock)
     (tmp_path / "lease").write_text("soon")
@@ -351,8 +351,8 @@ def test_without_any_sign_of_life_the_lease_of_the_start_runs_out(tmp_path: Path
     assert "lease_seconds" in (watch.verdict(told, []) or "")
 
 
-def test_a_client_process_stands_for_the_lease(tmp_path: Path) -> None:
-    """While it lives no lease ends the node; when it is gone one that was left rules, and without one the node ends."""
+def test_a_client_process_replaces_the_lease(tmp_path: Path) -> None:
+    """While it lives no lease ends the node. When it is gone a written lease counts; without one the node ends."""
     clock, alive, gone = Clock(1000), settings(owner=this_process()), settings(owner=NodeOwner(os.getpid(), "1"))
     watch = Watch(tmp_path, clock)
     assert watch.verdict(gone, []) == "its client is gone"
@@ -363,7 +363,7 @@ def test_a_client_process_stands_for_the_lease(tmp_path: Path) -> None:
     assert "lease_seconds" in (watch.verdict(gone, []) or "")
 
 
-def test_lifetime_counts_from_the_start_whatever_runs(tmp_path: Path) -> None:
+def test_lifetime_counts_from_the_start_whatever_calls_run(tmp_path: Path) -> None:
     """A running call does not stop the hard end."""
     clock, busy, told = Clock(1000), BusyFlag(), settings(owner=this_process(), max_lifetime_seconds=10.0)
     watch = Watch(tmp_path, clock)
@@ -393,14 +393,14 @@ def test_settings_come_back_as_they_were_written() -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "3", '{"owner": null}'])
 def test_other_text_is_refused(text: str) -> None:
-    """With one of the errors that the docstring names."""
+    """It raises one of the errors that the docstring names."""
     with pytest.raises((ValueError, KeyError, TypeError)):
         NodeSettings.from_json(text)
 
 
-def test_what_is_spared_is_not_killed() -> None:
-    """All that comes from a process goes, orphans and those in sessions of their own too, except what was there before
-    and what comes from that.
+def test_spared_processes_are_not_killed() -> None:
+    """All descendants of a process are killed, also orphans and those in other sessions, except earlier processes
+    and their descendants.
     """
     alone("""
         adopt_orphans()
@@ -419,7 +419,7 @@ def test_what_is_spared_is_not_killed() -> None:
 
 
 def alone(script: str) -> None:
-    """Run a script in a process of its own, without this one's threads and children."""
+    """Run a script in a separate process, without this one's threads and children."""
     imports = "import os, subprocess\nfrom skyward_core.worker.keeper import adopt_orphans\nfrom skyward_core.worker.watchdog import *\n"
     done = subprocess.run(
         [sys.executable, "-c", imports + textwrap.dedent(script)], capture_output=True, text=True, check=False
