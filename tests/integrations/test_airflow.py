@@ -1,5 +1,4 @@
-"""Airflow, for real: DAGs run by `dag.test()` on SQLite in a process of their own, so that Airflow's logging and
-settings stay out of this one.
+"""Airflow, for real: DAGs run by `dag.test()` on SQLite in a separate process, with its own logging and settings.
 
 This file is also that process's program: `python test_airflow.py host` runs DAGs and expressions that the tests send
 it, `... kill` is a task to be killed.
@@ -30,7 +29,7 @@ if importlib.util.find_spec("airflow") is None:
     pytest.skip("Airflow is not installed", allow_module_level=True)
 
 ROOT = Path(__file__).parents[2]
-KILL_SECONDS = 5.0  # what Airflow's supervisor allows between SIGTERM and SIGKILL
+KILL_SECONDS = 5.0  # Airflow's supervisor waits this long between SIGTERM and SIGKILL
 HEAD = """
 from datetime import timedelta
 from airflow.sdk import dag, task
@@ -45,7 +44,7 @@ LOCAL = sky.Local(price_per_hour=36.0)
 
 @dataclass(frozen=True)
 class Ran:
-    """What came of a DAG run: its state, its XComs by (task, map index, key), and all that was logged."""
+    """The results of a DAG run: its state, its XComs by (task, map index, key), and all log records."""
 
     state: str
     xcoms: dict[tuple[str, int, str], Any]
@@ -56,7 +55,7 @@ class Ran:
 
 
 class Airflow:
-    """An Airflow home and a process that lives in it."""
+    """An Airflow home and a process that uses it."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
@@ -78,7 +77,7 @@ class Airflow:
         return subprocess.run(command, env=self.environ, check=True, capture_output=True, text=True, timeout=100).stdout
 
     def start(self, role: str) -> subprocess.Popen[str]:
-        """Start this file as a program, in a process group of its own, as Airflow's supervisor starts tasks."""
+        """Start this file as a program, in its own process group, as Airflow's supervisor starts tasks."""
         return subprocess.Popen(
             [sys.executable, __file__, role],
             env=self.environ,
@@ -89,7 +88,7 @@ class Airflow:
         )
 
     def evaluate(self, code: str) -> Any:
-        """Run code in the Airflow process, after HEAD; return what it leaves in `answer`.
+        """Run code in the Airflow process, after HEAD; return the value of `answer`.
 
         An exception there is raised here as RuntimeError.
         """
@@ -154,13 +153,13 @@ answer = [result, len(bill["unconfirmed"])]
 
 
 @pytest.mark.slow
-def test_machines_that_may_be_left_fail_no_task(airflow: "Airflow") -> None:
+def test_unconfirmed_machines_fail_no_task(airflow: "Airflow") -> None:
     """The work is done: the task succeeds, its bill in XCom names the machine, and the pool's reaper ends it."""
     assert airflow.evaluate(LEFT) == [2, 1]
 
 
 def slowness() -> float:
-    from tests import conftest  # not where this file is run as a program
+    from tests import conftest  # unavailable if this file is run as a program
 
     return conftest.slowness()
 
@@ -175,8 +174,8 @@ def left_by(pid: int) -> list[int]:
 # ── the provider ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_the_provider_info_is_what_airflow_asks_for() -> None:
-    """The provider's info satisfies Airflow's schema, names our distribution, and names a decorator that is there."""
+def test_the_provider_info_satisfies_airflow() -> None:
+    """The provider's info satisfies Airflow's schema, names our distribution, and names an existing decorator."""
     import jsonschema
 
     import airflow_provider_skyward
@@ -192,7 +191,7 @@ def test_the_provider_info_is_what_airflow_asks_for() -> None:
 
 
 def test_importing_the_provider_imports_nothing() -> None:
-    """Airflow asks every process for the provider's info; that brings neither Airflow's SDK nor our core along."""
+    """Airflow asks every process for the provider's info; that imports neither Airflow's SDK nor our core."""
     code = "import sys, airflow_provider_skyward as p; p.get_provider_info(); print([m for m in ('airflow', 'skyward_core', 'pydantic') if m in sys.modules])"
     assert (
         subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "[]"
@@ -218,9 +217,9 @@ CALL_RETRIES = "call_retries=1"
 
 
 @pytest.mark.slow
-def test_every_keyword_survives_the_serialisation_of_the_dag(airflow: Airflow) -> None:
-    """What a task asks for is plain data: it reaches the serialised DAG as JSON that makes the same PoolSpec again, the
-    same at every parse.
+def test_every_keyword_survives_the_serialization_of_the_dag(airflow: Airflow) -> None:
+    """A task's keywords are plain data: they are in the serialized DAG as JSON that makes the same PoolSpec again,
+    the same at every parse.
     """
     answer = airflow.evaluate(f"""
         from airflow.serialization.serialized_objects import DagSerialization
@@ -246,8 +245,8 @@ def test_every_keyword_survives_the_serialisation_of_the_dag(airflow: Airflow) -
 
 
 @pytest.mark.slow
-def test_no_secret_is_in_the_serialised_dag(airflow: Airflow) -> None:
-    """What looks like one in `env` is masked there, and is what it was where the task runs; templates stay."""
+def test_no_secret_is_in_the_serialized_dag(airflow: Airflow) -> None:
+    """A probable secret in `env` is masked there, and has its value where the task runs; templates stay."""
     code = """
         import json
         from airflow.serialization.serialized_objects import DagSerialization
@@ -273,7 +272,7 @@ def test_no_secret_is_in_the_serialised_dag(airflow: Airflow) -> None:
 
 @pytest.mark.slow
 def test_secrets_come_from_connections_and_variables_when_the_task_runs(airflow: Airflow) -> None:
-    """Parsing asks for none of them; the call has them, the log masks them, and Airflow's home holds them nowhere."""
+    """Parsing reads none of them. The call has them, the log masks them, and they are nowhere in Airflow's home."""
     code = """
         import os
         os.environ["AIRFLOW_CONN_HF"] = '{"conn_type": "generic", "login": "me", "password": "pw-0123456789", "extra": {"token": "extra-0123456789"}}'
@@ -281,7 +280,7 @@ def test_secrets_come_from_connections_and_variables_when_the_task_runs(airflow:
         os.environ["OF_THE_WORKER"] = "env-0123456789"
         answer = None
     """
-    airflow.evaluate(code)  # not in the DAG file, whose source Airflow keeps
+    airflow.evaluate(code)  # not in the DAG file, because Airflow stores its source
     ran = airflow.run(
         "secrets",
         """
@@ -317,9 +316,9 @@ def test_secrets_come_from_connections_and_variables_when_the_task_runs(airflow:
 
 
 @pytest.mark.slow
-def test_airflow_itself_masks_what_its_store_has_given(airflow: Airflow) -> None:
-    """A variable whose name says nothing is not masked by Airflow; once it is a secret of a pool, whatever the task's
-    own process logs shows none of it.
+def test_airflow_masks_secrets_from_its_own_store(airflow: Airflow) -> None:
+    """Airflow does not mask a variable by an ordinary name. Once it is a secret of a pool, no log of the task's
+    process shows it.
     """
     answer = airflow.evaluate("""
         import os
@@ -334,10 +333,8 @@ def test_airflow_itself_masks_what_its_store_has_given(airflow: Airflow) -> None
 
 
 @pytest.mark.slow
-def test_no_keyword_of_the_pool_is_a_name_of_airflows(airflow: Airflow) -> None:
-    """A keyword of the pool that BaseOperator has too, as argument or attribute, would silently change what the task
-    is.
-    """
+def test_no_keyword_of_the_pool_has_a_name_of_airflows(airflow: Airflow) -> None:
+    """A keyword of the pool that BaseOperator has too, as argument or attribute, would silently change the task."""
     code = """
         from airflow.sdk import BaseOperator
         from airflow_provider_skyward.operators import POOL_KEYWORDS
@@ -349,9 +346,9 @@ def test_no_keyword_of_the_pool_is_a_name_of_airflows(airflow: Airflow) -> None:
 
 
 @pytest.mark.slow
-def test_templates_are_rendered_before_the_pool_is_asked_for(airflow: Airflow) -> None:
-    """Keywords may be templates, whole or in part, and mean what a literal would mean; a wrong one is refused once it
-    is known.
+def test_templates_are_rendered_before_the_pool_opens(airflow: Airflow) -> None:
+    """Keywords may be templates, whole or in part, and mean the same as literals; a wrong value is refused after
+    rendering.
     """
     code = """
         op = SkywardOperator(task_id="t", python_callable=len, op_args=["{{ ds }}"], accelerator="{{ params.gpu }}", nodes="{{ params.nodes }}",
@@ -372,8 +369,8 @@ def test_templates_are_rendered_before_the_pool_is_asked_for(airflow: Airflow) -
 
 
 @pytest.mark.slow
-def test_a_result_of_another_task_is_a_dependency_wherever_it_stands(airflow: Airflow) -> None:
-    """An XComArg as a keyword of the pool makes its task come first, in plain, partial and mapped tasks."""
+def test_a_result_of_another_task_is_a_dependency_in_any_place(airflow: Airflow) -> None:
+    """An XComArg as a keyword of the pool makes its task run first, in plain, partial and mapped tasks."""
     code = """
         @dag(schedule=None)
         def d():
@@ -388,7 +385,7 @@ def test_a_result_of_another_task_is_a_dependency_wherever_it_stands(airflow: Ai
 
 @pytest.mark.slow
 def test_defaults_of_the_dag_and_a_shared_spec_are_overridden_by_keywords(airflow: Airflow) -> None:
-    """`default_args` reach the pool's keywords, and a keyword beats `spec`, of which the rest holds."""
+    """`default_args` reach the pool's keywords. A keyword overrides `spec`; the other fields of `spec` are used."""
     code = """
         @dag(schedule=None, default_args={"nodes": 3, "provider": "local"})
         def d():
@@ -424,7 +421,7 @@ def test_defaults_of_the_dag_and_a_shared_spec_are_overridden_by_keywords(airflo
     ],
 )
 def test_a_wrong_task_is_refused_while_the_dag_is_parsed(airflow: Airflow, task: str, words: str) -> None:
-    """What cannot run raises BadRequest when the task is made, and the message says what to do."""
+    """A task that cannot run raises BadRequest when it is made, and the message says what to do."""
     with pytest.raises(RuntimeError) as caught:
         airflow.evaluate(f"answer = str({task})")
     assert "skyward_core.errors.BadRequest" in str(caught.value)
@@ -432,9 +429,9 @@ def test_a_wrong_task_is_refused_while_the_dag_is_parsed(airflow: Airflow, task:
 
 
 @pytest.mark.slow
-def test_parsing_a_dag_is_quick_and_asks_nobody(airflow: Airflow) -> None:
-    """Making four hundred tasks imports no engine and no SDK, opens no connection, never reads what is installed, and
-    checks each one's wishes once.
+def test_parsing_a_dag_is_fast_and_uses_no_network(airflow: Airflow) -> None:
+    """Making four hundred tasks imports no engine and no SDK, opens no connection, never reads the installed
+    packages, and checks each task's keywords once.
     """
     code = """
         import sys
@@ -468,8 +465,8 @@ def test_parsing_a_dag_is_quick_and_asks_nobody(airflow: Airflow) -> None:
 
 
 @pytest.mark.slow
-def test_a_task_holds_and_shows_what_was_asked_for_alone(airflow: Airflow) -> None:
-    """Airflow looks at each attribute that is set and at each templated field, at every parse, and stores and shows the
+def test_a_task_holds_and_shows_only_the_given_keywords(airflow: Airflow) -> None:
+    """Airflow reads each attribute that is set and each templated field, at every parse, and stores and shows the
     fields of every run.
     """
     code = """
@@ -506,9 +503,9 @@ def test_a_task_holds_and_shows_what_was_asked_for_alone(airflow: Airflow) -> No
 
 
 @pytest.mark.slow
-def test_a_task_runs_on_a_pool_of_its_own_and_tells_what_it_cost(airflow: Airflow) -> None:
+def test_a_task_runs_on_a_pool_of_its_own_and_reports_its_cost(airflow: Airflow) -> None:
     """The result and the bill are XComs, the nodes' lines are in the task log, and functions of the DAG file travel
-    along.
+    too.
     """
     ran = airflow.run(
         "single",
@@ -549,7 +546,7 @@ def test_a_task_runs_on_a_pool_of_its_own_and_tells_what_it_cost(airflow: Airflo
     assert bill["pool_id"].startswith("sky-")
     assert (bill["nodes"], bill["hourly_rate"], bill["provider"], bill["calls"]) == (2, 72.0, "local", 1)
     assert bill["seconds"] == round(bill["seconds"], 3), "for people to read"
-    # begun seconds are paid whole, from the launch on; `seconds` begin with the search for machines
+    # begun seconds are paid in full, from the launch on; `seconds` begin with the search for machines
     second = 2 * 36.0 / 3600
     assert second <= bill["cost_usd"] <= second * (bill["seconds"] + 1)
     assert ran.bill("classic")["nodes"] == 1
@@ -557,8 +554,8 @@ def test_a_task_runs_on_a_pool_of_its_own_and_tells_what_it_cost(airflow: Airflo
 
 @pytest.mark.slow
 def test_mapped_tasks_have_a_pool_each_and_map_over_shares_one(airflow: Airflow) -> None:
-    """`expand` makes a pool for each item, `map_over` one for all; results of mapped tasks are values when they arrive
-    on a node.
+    """`expand` makes a pool for each item, `map_over` one for all; results of mapped tasks arrive on a node as
+    values.
     """
     ran = airflow.run(
         "mapped",
@@ -593,9 +590,9 @@ def test_mapped_tasks_have_a_pool_each_and_map_over_shares_one(airflow: Airflow)
 
 
 @pytest.mark.slow
-def test_a_task_that_fails_has_closed_its_pool_and_tells_its_cost(airflow: Airflow) -> None:
-    """A function's exception, a crash, an unsuitable argument and the task's time limit all end the pool; what was
-    spent is told.
+def test_a_task_that_fails_has_closed_its_pool_and_reports_its_cost(airflow: Airflow) -> None:
+    """A function's exception, a crash, a wrong argument and the task's time limit all end the pool; the cost is
+    reported.
     """
     ran = airflow.run(
         "failing",
@@ -635,9 +632,9 @@ def test_a_task_that_fails_has_closed_its_pool_and_tells_its_cost(airflow: Airfl
 
 
 @pytest.mark.slow
-def test_a_result_that_xcom_cannot_take_fails_with_advice(airflow: Airflow) -> None:
-    """A result that is too large for the database, or no data at all, fails the task without a retry and says what to
-    do.
+def test_a_result_that_is_too_large_for_xcom_fails_with_advice(airflow: Airflow) -> None:
+    """A result that is too large for the database, or is no data, fails the task without a retry, and the error says
+    what to do.
     """
     ran = airflow.run(
         "large",
@@ -668,8 +665,8 @@ def test_a_result_that_xcom_cannot_take_fails_with_advice(airflow: Airflow) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["launching 2 x local", "] working"])
 def test_a_killed_task_ends_its_pool_before_airflow_sends_sigkill(airflow: Airflow, moment: str) -> None:
-    """SIGTERM to the task's process group, while machines come up or while the function runs: `execute` raises and all
-    nodes are gone in time.
+    """SIGTERM to the task's process group, while machines start or while the function runs: `execute` raises, and
+    all nodes are gone in time.
     """
     process = airflow.start("kill")
     assert process.stdout is not None
@@ -691,7 +688,7 @@ def test_a_killed_task_ends_its_pool_before_airflow_sends_sigkill(airflow: Airfl
 
 @pytest.mark.slow
 def test_a_killed_task_whose_provider_does_not_answer_leaves_its_machines_to_the_reaper(airflow: Airflow) -> None:
-    """While the killed task hangs in giving its machines back, they go: the reaper has them.
+    """If the killed task hangs while it terminates its machines, the reaper ends them.
 
     SIGKILL to the task's process group does not change that.
     """
@@ -715,9 +712,9 @@ def test_a_killed_task_whose_provider_does_not_answer_leaves_its_machines_to_the
 
 
 @pytest.mark.slow
-def test_a_try_that_was_killed_outright_is_in_the_bill_of_the_next(airflow: Airflow, tmp_path: Path) -> None:
-    """SIGKILL, with no time for anything: the pool's id had been told before anything was rented, the reaper ends
-    machines and account, the next try adds up.
+def test_a_try_killed_with_sigkill_is_in_the_bill_of_the_next(airflow: Airflow, tmp_path: Path) -> None:
+    """The pool's id was logged before anything was rented. The reaper ends the machines and the reservation, and the
+    next try adds up the costs.
     """
     environ = {**airflow.environ, "SKYWARD_LEDGER": f"sqlite:///{tmp_path}/ledger.db", "RUN": "run-1"}
     airflow = replace_environ(airflow, environ)
@@ -755,7 +752,7 @@ def test_a_try_that_was_killed_outright_is_in_the_bill_of_the_next(airflow: Airf
 
 
 def replace_environ(airflow: Airflow, environ: dict[str, str]) -> Airflow:
-    """The same Airflow home, with other variables for what is started from now on."""
+    """The same Airflow home, with other variables for processes that start from now on."""
     other = copy(airflow)
     other.environ = environ
     return other
@@ -773,8 +770,8 @@ def ps(environ: dict[str, str]) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_a_task_that_is_tried_again_adds_up_its_cost(airflow: Airflow) -> None:
-    """Each try has a pool of its own; log and XCom tell this one and all of them, and a mapped task's index keeps it
-    apart from the others.
+    """Each try has its own pool. Log and XCom have the cost of this try and of all of them; a mapped task is
+    identified by its index.
     """
     ran = airflow.run(
         "tried",
@@ -813,8 +810,8 @@ def test_a_task_that_is_tried_again_adds_up_its_cost(airflow: Airflow) -> None:
 
 @pytest.mark.slow
 def test_a_retry_policy_sees_the_function_s_own_exception(airflow: Airflow) -> None:
-    """Its class, of an exception that pickle alone cannot rebuild: the rule that names it matches, and the task is not
-    tried again.
+    """An exception that pickle alone cannot rebuild keeps its class: the rule that names it matches, and the task is
+    not tried again.
     """
     ran = airflow.run(
         "policy",
@@ -843,7 +840,7 @@ def test_a_retry_policy_sees_the_function_s_own_exception(airflow: Airflow) -> N
 
 @pytest.mark.slow
 def test_a_task_without_money_fails_without_another_try(airflow: Airflow) -> None:
-    """What the first minute would cost more than allowed is refused; the task is not tried again, says why, and nothing
+    """If the first minute costs more than allowed, the task is refused. It is not tried again, says why, and nothing
     was rented.
     """
     ran = airflow.run(
@@ -864,7 +861,7 @@ def test_a_task_without_money_fails_without_another_try(airflow: Airflow) -> Non
 
 
 @pytest.mark.slow
-def test_the_how_to_is_a_dag_that_runs(airflow: Airflow) -> None:
+def test_the_page_is_a_dag_that_runs(airflow: Airflow) -> None:
     """The Python of docs/airflow.md is a DAG file that runs and prints what it says."""
     source = "".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "airflow.md").read_text(), re.DOTALL))
     ran = airflow.run("howto", source, head="")
@@ -877,9 +874,7 @@ def test_the_how_to_is_a_dag_that_runs(airflow: Airflow) -> None:
 
 
 def _host() -> None:
-    """Answer one request for each line of stdin; whatever is printed meanwhile goes to the file that the request
-    names.
-    """
+    """Answer one request for each line of stdin; all output meanwhile goes to the file that the request names."""
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     for line in sys.stdin:
         request = json.loads(line)
@@ -918,9 +913,7 @@ def _run_dag(file: str) -> dict[str, Any]:
 
 
 def _hang() -> None:
-    """As `_kill`, with a provider that never answers once the task is killed, and word of when the machines were handed
-    over.
-    """
+    """Like `_kill`, with a provider that never answers after the kill. It reports when the reaper got the machines."""
     import threading
 
     import skyward_core as sky
@@ -941,7 +934,7 @@ def _hang() -> None:
 
 
 def _kill() -> None:
-    """Run a task that works for ever, with SIGTERM wired as Airflow's task runner wires it
+    """Run a task that works for ever, with the handler of SIGTERM that Airflow's task runner has
     (`_run_task_and_map_outcome`).
     """
     from airflow.sdk.exceptions import AirflowException

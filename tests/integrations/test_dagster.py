@@ -38,9 +38,9 @@ def owned_processes(pid=None):
 
 @pytest.fixture(autouse=True)
 def new_processes():
-    """Processes of the local nodes of this test; after it there is none, and no thread of ours.
+    """Processes of the local nodes of this test; after the test none of them is left, and no thread of ours.
 
-    A pool that tests share may be open beside it.
+    A pool that tests share may be open at the same time.
     """
     nodes, threads = set(owned_processes()), set(threading.enumerate())
 
@@ -124,9 +124,9 @@ def spread(context: dg.AssetExecutionContext, compute: SkywardResource):
 
 
 @pytest.mark.slow
-def test_two_assets_share_one_pool_and_each_tells_its_lines_its_cost_and_its_time(instance):
-    """In one process two assets use one pool; values, all of the printed lines, and the shares of the bill are where
-    they belong.
+def test_two_assets_share_one_pool_and_each_has_its_lines_cost_and_time(instance):
+    """In one process two assets use one pool; values, all printed lines, and the shares of the bill are in the right
+    place.
     """
     result = materialize([talkative, spread], resource(nodes=2, display="quiet"), instance)
 
@@ -162,8 +162,8 @@ def test_two_assets_share_one_pool_and_each_tells_its_lines_its_cost_and_its_tim
             round(metadata[SECONDS].value, 3),
             round(metadata[COST_USD].value, 9),
         ), "for people to read"
-        # Machines are paid from when they are asked for, by begun seconds: a step may cost less than its own time, and
-        # at most one second more.
+        # Machines are paid from their request on, by begun seconds: a step may cost less than its own time, and at most
+        # one second more.
         assert metadata[COST_USD].value <= (metadata[SECONDS].value + 1) * 2 * PRICE / 3600
         assert metadata[NODES] == dg.IntMetadataValue(2)
         assert metadata[ACCELERATOR] == dg.TextMetadataValue("none")
@@ -187,7 +187,7 @@ def interrupted(context: dg.AssetExecutionContext, compute: SkywardResource):
 
 
 def test_a_failing_asset_raises_its_own_error_and_closes_the_pool(instance, new_processes):
-    """The payload's exception arrives as itself, and nothing is left running."""
+    """The function's exception arrives as itself, and nothing is left running."""
     result = materialize([failing], resource(), instance, raise_on_error=False)
 
     assert not result.success
@@ -197,7 +197,7 @@ def test_a_failing_asset_raises_its_own_error_and_closes_the_pool(instance, new_
 
 
 @pytest.mark.slow
-def test_machines_that_may_be_left_fail_no_step(instance, monkeypatch):
+def test_unconfirmed_machines_fail_no_step(instance, monkeypatch):
     """The work is done: the run succeeds, its log has an error that names the machine, and the pool's reaper ends
     it.
     """
@@ -224,8 +224,8 @@ def alone(context: dg.AssetExecutionContext, compute: SkywardResource):
 
 
 def test_an_interrupt_in_the_step_closes_the_pool(instance, new_processes):
-    """What Dagster raises when a run is terminated is no Exception; the pool is closed all the same, and it is raised
-    on.
+    """Dagster's exception for a terminated run is no Exception. The pool is closed all the same, and the exception
+    is raised again.
     """
     with pytest.raises(dg.DagsterExecutionInterruptedError):
         materialize([interrupted], resource(), instance)
@@ -235,8 +235,8 @@ def test_an_interrupt_in_the_step_closes_the_pool(instance, new_processes):
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [dg.DagsterExecutionInterruptedError, LookupError])
 def test_a_step_that_is_stopped_hands_its_machines_to_the_reaper_first(error, instance, monkeypatch):
-    """Being terminated hands the machines over before anything that may hang; the step's own failure does not: others
-    may use the pool after it.
+    """A terminated step hands the machines to the reaper before any step that may hang. A step that fails does not,
+    because other steps may use the pool after it.
     """
     order = []
     terminate_now, close = sky.ComputePool.terminate_now, sky.ComputePool.close
@@ -257,9 +257,9 @@ def test_a_step_that_is_stopped_hands_its_machines_to_the_reaper_first(error, in
     assert order == (["handed over", "closed"] if error is dg.DagsterExecutionInterruptedError else ["closed"])
 
 
-def test_money_is_a_field_like_others_and_its_end_a_failure_with_words(instance):
-    """`max_cost` and `budget` reach the spec, also from the run's config; what the first minute alone would overspend
-    fails the step with what to do.
+def test_max_cost_is_a_field_like_others_and_exceeding_it_fails_with_advice(instance):
+    """`max_cost` and `budget` reach the spec, also from the run's config. If the first minute alone costs more, the
+    step fails, and the error says what to do.
     """
     assert resource(max_cost=2.5, budget="team-a").spec == sky.PoolSpec.of(
         provider=sky.Local(price_per_hour=PRICE), max_cost=2.5, budget="team-a", display="quiet"
@@ -290,7 +290,7 @@ def two_ops():
 
 @pytest.mark.slow
 def test_an_op_has_its_cost_on_its_output(instance):
-    """Ops work as assets do; the metadata is the output's, and an op with dynamic outputs is left without."""
+    """Ops work as assets do; the output has the metadata, and an op with dynamic outputs has none."""
     result = two_ops.execute_in_process(resources={"compute": resource()}, instance=instance)
 
     assert result.output_for_node("work") == 36
@@ -321,8 +321,8 @@ def checked(context: dg.AssetCheckExecutionContext, compute: SkywardResource) ->
 
 @pytest.mark.slow
 def test_assets_made_together_share_the_cost_and_a_check_runs_too(instance):
-    """Each of two assets of a step carries half of the cost known when it was yielded, beside its own metadata; a check
-    has no place for it.
+    """Each of two assets of a step has half of the cost known when it was yielded, beside its own metadata; a check
+    cannot have metadata.
     """
     result = materialize([both, checked], resource(), instance)
 
@@ -333,9 +333,9 @@ def test_assets_made_together_share_the_cost_and_a_check_runs_too(instance):
 
 
 @pytest.mark.slow
-def test_an_asset_is_invoked_directly(new_processes):
-    """A test may call an asset with a context of its own making: the pool lives as long as the context, and the
-    metadata can be read there.
+def test_an_asset_can_be_invoked_directly(new_processes):
+    """A test may call an asset with a context of its own: the pool lives as long as the context, and the metadata
+    can be read there.
     """
     with dg.build_asset_context() as context:
         places, squares, five = spread(context, compute=resource())
@@ -356,8 +356,8 @@ def test_outside_of_a_run_a_pool_lives_for_the_call(new_processes):
 
 @pytest.mark.slow
 def test_helpers_of_an_asset_module_travel(tmp_path, instance):
-    """Functions, dataclasses and globals of a module that the nodes cannot import are there when the payload runs; the
-    result is of the module's own class.
+    """Functions, dataclasses and globals of a module that the nodes cannot import exist when the function runs; the
+    result has the module's own class.
     """
     path = tmp_path / "asset_module.py"
     path.write_text(
@@ -405,7 +405,7 @@ def costs_by_asset(pool_id):
 
 
 def told_costs(instance, run_id):
-    """What the run's events say that things have cost, by asset; and the pools' ids."""
+    """The costs in the run's events, by asset; and the pools' ids."""
     costs, pools = {}, set()
     for kind in (dg.DagsterEventType.ASSET_MATERIALIZATION, dg.DagsterEventType.ASSET_OBSERVATION):
         for entry in instance.all_logs(run_id, of_type=kind):
@@ -424,7 +424,7 @@ def told_costs(instance, run_id):
 
 
 def slow_square(number):
-    time.sleep(1.1)  # longer than the second that is billed at least
+    time.sleep(1.1)  # longer than one second, the least that is billed
     return number * number
 
 
@@ -461,7 +461,7 @@ def optional(context: dg.AssetExecutionContext, compute: SkywardResource):
 
 @dg.asset(deps=["graphic"])
 def pause():
-    time.sleep(2.1)  # the pool stays open: no step uses these seconds, and all of them pay for them
+    time.sleep(2.1)  # the pool stays open: no step uses these seconds, and all steps pay for them
 
 
 @dg.asset(deps=["pause"])
@@ -471,10 +471,10 @@ def after_pause(context: dg.AssetExecutionContext, compute: SkywardResource):
 
 @pytest.mark.slow
 def test_the_shares_add_up_to_the_bill_whatever_the_steps_are(instance):
-    """Graphs of ops, generators, checks, outputs that are not made and steps that fail: materializations and
-    observations are the bill, and the ledger agrees.
+    """Graphs of ops, generators, checks, missing outputs and failed steps: materializations and observations add up to
+    the bill, and the ledger agrees.
 
-    So it is with a pool that nobody uses for a while.
+    The same holds for a pool that no step uses for a while.
     """
     result = materialize(
         [graphic, both, checked, optional, failing_late, pause, after_pause], resource(), instance, raise_on_error=False
@@ -503,7 +503,7 @@ def second_try(context: dg.AssetExecutionContext, compute: SkywardResource):
 
 @pytest.mark.slow
 def test_tries_of_a_step_in_one_process_add_up_to_the_bill(instance):
-    """What the second try's materialization tells is not taken from the first try's cost as well."""
+    """The cost in the second try's materialization is not subtracted from the first try's cost too."""
     result = materialize([second_try], resource(), instance)
 
     costs, (pool,) = told_costs(instance, result.run_id)
@@ -523,7 +523,7 @@ def tags_of_the_node():
 
 
 def test_pool_run_job_step_asset_and_partition_are_in_metadata_ledger_and_tags(instance):
-    """The machine itself, the ledger and the materialization say the same of what it was rented for."""
+    """The machine itself, the ledger and the materialization agree on the purpose of the machine."""
     result = materialize([daily], resource(), instance, partition_key="tue|sday")
 
     metadata = metadata_of(result, "daily")
@@ -568,8 +568,8 @@ def captures(context: dg.AssetExecutionContext, compute: SkywardResource):
 
 
 def test_a_captured_context_is_named_with_the_cure(instance):
-    """A function that uses the step's context fails with what it is and what to write, not with the first thread lock
-    in it.
+    """A function that uses the step's context fails with an error that names the context and says what to write, not
+    with the first lock in it.
     """
     result = materialize([captures], resource(), instance, raise_on_error=False)
 
@@ -580,7 +580,7 @@ def test_a_captured_context_is_named_with_the_cure(instance):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["before", "after", "both"])
-def test_metadata_may_be_added_in_any_order_where_an_asset_is_invoked_directly(order):
+def test_metadata_may_be_added_in_any_order_if_an_asset_is_invoked_directly(order):
     """A valid asset is valid under `build_asset_context`, where Dagster itself takes an output's metadata only once."""
 
     @dg.asset
@@ -599,9 +599,9 @@ def test_metadata_may_be_added_in_any_order_where_an_asset_is_invoked_directly(o
     assert metadata[COST_USD] > 0
 
 
-def test_a_variable_called_env_is_no_reference_to_the_environment(instance, monkeypatch):
-    """`Image(env={"env": "prod"})` and `env={"env": "prod"}` mean what they say; values of such mappings may still come
-    from the environment.
+def test_a_variable_called_env_is_not_a_reference_to_the_environment(instance, monkeypatch):
+    """`Image(env={"env": "prod"})` and `env={"env": "prod"}` set a variable called env; values of these mappings may
+    still come from the environment.
     """
     monkeypatch.delenv("prod", raising=False)
     monkeypatch.setenv("TEST_STAGE", "staging")
@@ -645,9 +645,9 @@ defs = dg.Definitions(assets=[endless], jobs=[dg.define_asset_job("orphan")], re
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["the run's process is killed", "the run is marked as canceled"])
-def test_a_step_whose_run_is_gone_ends_its_pool(tmp_path, how):
-    """Under the multiprocess executor a killed run process leaves its step processes alone, and they would pay until
-    the payload ends: here for ten minutes.
+def test_a_step_without_its_run_ends_its_pool(tmp_path, how):
+    """Under the multiprocess executor a killed run process leaves its step processes running. They would cost money
+    until the function ends: here for ten minutes.
     """
     (tmp_path / "dagster.yaml").write_text("telemetry: {enabled: false}\n")
     script = tmp_path / "orphan.py"
@@ -712,9 +712,9 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["launching 1 x local", "[node 0] the payload runs"])
-def test_a_signal_during_provisioning_or_payload_leaves_nothing(tmp_path, moment):
-    """SIGINT, which is what Dagster's terminate sends, ends the run at once: the call is stopped, the pool closed, the
-    bill told.
+def test_a_signal_during_provisioning_or_a_call_leaves_nothing(tmp_path, moment):
+    """Dagster's terminate sends SIGINT. It ends the run at once: the call is stopped, the pool closed, the bill
+    reported.
     """
     script = tmp_path / "endless.py"
     script.write_text(SCRIPT)
@@ -747,9 +747,7 @@ def test_a_signal_during_provisioning_or_payload_leaves_nothing(tmp_path, moment
 
 
 def test_the_keywords_become_plain_data_and_the_same_spec():
-    """Values given as objects and as their plain forms make equal resources, whose JSON and spec are those of the
-    core.
-    """
+    """Values as objects and in their plain forms make equal resources, with the JSON and the spec of the core."""
     objects = resource(
         nodes=2, image=sky.Image(pip=["torch"]), accelerator="A100", spot=0.8, env={"A": "1"}, timeout=60
     )
@@ -777,7 +775,7 @@ def test_the_keywords_become_plain_data_and_the_same_spec():
     )
 
 
-def test_each_knob_is_a_config_field_with_its_description():
+def test_each_setting_is_a_config_field_with_its_description():
     """The config that Dagster shows has the fields of PoolSpec, all of them optional, with the texts of the core."""
     fields = SkywardResource.to_fields_dict()
 
@@ -800,9 +798,9 @@ def test_each_knob_is_a_config_field_with_its_description():
         ({"timeout": dg.EnvVar.int("SECONDS")}, "SKYWARD_TIMEOUT"),
     ],
 )
-def test_a_wrong_wish_is_refused_when_the_resource_is_made(wishes, message):
-    """The error is the core's, and says what to do, before Dagster has anything to run; also for what is left to the
-    launch.
+def test_a_wrong_keyword_is_refused_when_the_resource_is_made(wishes, message):
+    """The error is the core's, and says what to do, before Dagster runs anything; also for values that are left to
+    the launch.
     """
     with pytest.raises(sky.BadRequest) as error:
         SkywardResource(**wishes)
@@ -812,7 +810,7 @@ def test_a_wrong_wish_is_refused_when_the_resource_is_made(wishes, message):
 
 
 def test_environment_variables_are_read_when_the_run_starts(instance, monkeypatch):
-    """EnvVar works for text and whole numbers and inside plain data; the definition keeps the name, not the value."""
+    """EnvVar works for text and whole numbers and inside plain data; the definition has the name, not the value."""
     compute = SkywardResource(
         provider={"name": "local", "price_per_hour": dg.EnvVar("TEST_PRICE")},
         nodes=dg.EnvVar.int("TEST_NODES"),
@@ -841,8 +839,8 @@ def backwards():
 
 
 def test_secrets_are_read_from_the_environment_when_the_step_opens_the_pool(instance, monkeypatch):
-    """EnvVar among `secrets`, and names; neither the definition, nor the run's events and configuration, nor its
-    metadata hold a value.
+    """EnvVar among `secrets`, and names; no value is in the definition, in the run's events and configuration, or in
+    its metadata.
     """
     compute = resource(secrets={"HF_TOKEN": dg.EnvVar("TEST_SECRET"), "B_TOKEN": sky.Secret.from_env("TEST_OTHER")})
     assert compute == resource(secrets={"HF_TOKEN": {"env": "TEST_SECRET"}, "B_TOKEN": dg.EnvVar("TEST_OTHER")})
@@ -889,8 +887,8 @@ def test_a_secret_in_plain_text_is_refused(wishes):
         assert "hf_plaintext1" not in str(caught.value)
 
 
-def test_the_run_config_decides_what_was_left_to_the_launch(instance):
-    """configure_at_launch keeps what it was given as defaults; the run's config, in plain words, comes on top."""
+def test_the_run_config_decides_values_that_were_left_to_the_launch(instance):
+    """configure_at_launch keeps its arguments as defaults; the run's config, in plain words, overrides them."""
     seen = {}
 
     @dg.asset
@@ -912,8 +910,8 @@ def test_the_run_config_decides_what_was_left_to_the_launch(instance):
     )
 
 
-def test_what_was_said_comes_before_the_settings(monkeypatch, instance):
-    """A field that was set, be it to the core's own default, is not replaced by a setting; one that was not is."""
+def test_given_values_have_precedence_over_the_settings(monkeypatch, instance):
+    """A setting does not replace a given field, even one with the core's default; it replaces the others."""
     monkeypatch.setenv("SKYWARD_NODES", "5")
     monkeypatch.setenv("SKYWARD_CONCURRENCY", "2")
     seen = {}
@@ -927,7 +925,7 @@ def test_what_was_said_comes_before_the_settings(monkeypatch, instance):
 
 
 def test_a_step_that_does_not_use_its_pool_opens_none(instance, new_processes):
-    """A pool that is only listed costs nothing: no machine, no line, no metadata."""
+    """A pool that is only listed costs nothing: no machine, no log line, no metadata."""
 
     @dg.asset
     def idle(context: dg.AssetExecutionContext, compute: SkywardResource):
@@ -939,7 +937,7 @@ def test_a_step_that_does_not_use_its_pool_opens_none(instance, new_processes):
 
 
 def test_the_library_is_known_to_dagster():
-    """`import dagster_skyward` tells Dagster the library and its version, as its UI and telemetry expect."""
+    """`import dagster_skyward` registers the library and its version with Dagster, for its UI and telemetry."""
     from dagster_shared.libraries import DagsterLibraryRegistry
 
     assert DagsterLibraryRegistry.get()["dagster-skyward"] == sky.__version__
@@ -947,7 +945,7 @@ def test_the_library_is_known_to_dagster():
 
 @pytest.mark.slow
 def test_the_first_example_of_the_page_runs_on_a_machine_without_a_gpu(instance, tmp_path, monkeypatch, caplog):
-    """As it is written, accelerator and all: this machine stands in for one that has it, which one warning says."""
+    """As it is written, with its accelerator: this machine simulates it, with one warning."""
     monkeypatch.setattr("skyward_core.providers.local.gpus_here", lambda: ())
     page = (Path(__file__).parents[2] / "docs" / "dagster.md").read_text()
     (tmp_path / "page.py").write_text(page.partition("```python\n")[2].partition("```")[0])

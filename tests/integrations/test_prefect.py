@@ -1,4 +1,4 @@
-"""`SkywardTaskRunner` with a real Prefect API (a server process of its own) and real pools on this machine."""
+"""`SkywardTaskRunner` with a real Prefect API (in a separate server process) and real pools on this machine."""
 
 import asyncio
 import atexit
@@ -57,7 +57,7 @@ from skyward_core.worker.watchdog import POOL_TAG, tagged_processes  # noqa: E40
 
 pytestmark = [
     pytest.mark.slow,  # starts a server
-    pytest.mark.filterwarnings("default"),  # Prefect's own warnings are not ours to mend
+    pytest.mark.filterwarnings("default"),  # Prefect's own warnings are not our faults
 ]
 
 
@@ -70,7 +70,7 @@ def api() -> Iterator[str]:
 
 @pytest.fixture
 def events() -> Iterator[list[Any]]:
-    """What the pools of a test have told; whatever the test did, none of their processes is left."""
+    """The events of a test's pools; after the test none of their processes is left."""
     told: list[Any] = []
     yield told
     pools = {event.pool_id for event in told if isinstance(event, sky.PoolReady)}
@@ -95,7 +95,7 @@ def wait_for(what: Callable[[], Any], seconds: float = 30.0) -> Any:
 
 
 def runs_of(client: Any, task_run_id: UUID) -> int:
-    """How often a task run has begun, as far as the server knows: it gets task runs as events, after the fact."""
+    """How often a task run has begun, by the server, which gets task runs as events, with a delay."""
     try:
         return client.read_task_run(task_run_id).run_count
     except ObjectNotFound:
@@ -103,7 +103,7 @@ def runs_of(client: Any, task_run_id: UUID) -> int:
 
 
 def logs(flow_run_id: UUID) -> list[Any]:
-    """All log records of a flow run, its task runs' included, in the order of their time."""
+    """All log records of a flow run and its task runs, in the order of their time."""
     with get_client(sync_client=True) as client:
         records: list[Any] = []
         while True:
@@ -159,7 +159,7 @@ async def endless() -> Any:
 
 
 def test_functions_run_on_nodes_and_futures_and_dependencies_are_resolved_here(events: list[Any]) -> None:
-    """Submit, map, futures as inputs, `wait_for`, generators and asynchronous tasks work; the node sees the function
+    """Submit, map, futures as inputs, `wait_for`, generators and asynchronous tasks work; the node has the function
     and no Prefect.
     """
 
@@ -205,9 +205,9 @@ async def long_nap(seconds: float) -> float:
 
 
 @pytest.mark.slow
-def test_the_ledger_knows_the_flow_run_and_what_each_task_has_cost(events: list[Any]) -> None:
-    """The pool is the flow run's, from before anything is rented; each task run has its share, and all that is left is
-    the flow run's.
+def test_the_ledger_has_the_flow_run_and_the_cost_of_each_task(events: list[Any]) -> None:
+    """The pool belongs to the flow run before anything is rented; each task run has its share, and the rest belongs
+    to the flow run.
     """
 
     @flow(name="naps", task_runner=runner(events))
@@ -234,7 +234,7 @@ def test_the_ledger_knows_the_flow_run_and_what_each_task_has_cost(events: list[
     )
 
 
-def test_an_asynchronous_flow_submits_as_well(events: list[Any]) -> None:
+def test_an_asynchronous_flow_can_submit(events: list[Any]) -> None:
     """An `async def` flow can submit plain and asynchronous tasks."""
 
     @flow(task_runner=runner(events))
@@ -246,7 +246,7 @@ def test_an_asynchronous_flow_submits_as_well(events: list[Any]) -> None:
 
 
 def test_an_asynchronous_generator_is_refused(events: list[Any]) -> None:
-    """What cannot travel is refused at submit, before a machine is rented, with what to do."""
+    """It is refused at submit, because it cannot travel, before a machine is rented; the error says what to do."""
 
     @flow(task_runner=runner(events))
     def stream() -> None:
@@ -309,7 +309,7 @@ def halved(x: float) -> float:
     return x / 2
 
 
-def test_what_the_function_uses_travels_along(events: list[Any]) -> None:
+def test_objects_that_the_function_uses_travel_too(events: list[Any]) -> None:
     """Helpers, dataclasses, globals, other tasks (as functions), methods, `@sky.compute` functions and `get_run_logger`
     work on a bare node.
     """
@@ -346,7 +346,7 @@ def third_time_lucky(path: Path, how: str) -> int:
 
 
 def test_retries_are_new_calls(events: list[Any], tmp_path: Path) -> None:
-    """Prefect's retries run the function again, after its own exception as after the death of its process."""
+    """Prefect's retries run the function again, after its own exception and after the death of its process."""
 
     @flow(task_runner=runner(events))
     def stubborn() -> list[int]:
@@ -365,7 +365,7 @@ def fail_on_node(x: int) -> None:
 
 
 def test_the_function_s_exception_arrives_as_itself_with_its_remote_traceback(events: list[Any]) -> None:
-    """The task fails with the exception that the function raised, its cause being the traceback on the node."""
+    """The task fails with the exception of the function; its cause is the traceback on the node."""
 
     @flow(task_runner=runner(events))
     def failing() -> None:
@@ -377,7 +377,7 @@ def test_the_function_s_exception_arrives_as_itself_with_its_remote_traceback(ev
 
 
 class Busy(Exception):
-    """Cannot be rebuilt in pickle's own way."""
+    """Cannot be rebuilt by pickle's default."""
 
     def __init__(self, code: int, wait: str) -> None:
         super().__init__(f"busy {code}")
@@ -396,8 +396,8 @@ def busy(path: Path) -> None:
 
 
 def test_a_retry_condition_sees_the_function_s_own_exception(events: list[Any], tmp_path: Path) -> None:
-    """Its class and what it holds, of an exception that pickle alone cannot rebuild: tried again twice, and then no
-    more.
+    """An exception that pickle alone cannot rebuild keeps its class and its attributes: the task is tried again
+    twice, and then no more.
     """
 
     @flow(task_runner=runner(events))
@@ -411,7 +411,7 @@ def test_a_retry_condition_sees_the_function_s_own_exception(events: list[Any], 
 
 
 def far_tensor(folder: Path, name: str) -> Any:
-    """Note the run; return something of a library that this process does not have."""
+    """Note the run; return an object of a library that this process does not have."""
     import types
 
     (folder / f"{name}-{time.monotonic_ns()}").touch()
@@ -441,7 +441,7 @@ async def async_weights(folder: Path) -> Any:
 
 
 def test_work_whose_result_cannot_be_loaded_here_is_not_done_again(events: list[Any], tmp_path: Path) -> None:
-    """The payload has succeeded and is paid for; another try would end here again.
+    """The function has succeeded and is paid for; another try would fail here again.
 
     The error keeps the result, and the run's log says why.
     """
@@ -464,13 +464,13 @@ def test_work_whose_result_cannot_be_loaded_here_is_not_done_again(events: list[
     )
 
 
-@task(timeout_seconds=4, cache_policy=NO_CACHE)  # so long may it take to begin
+@task(timeout_seconds=4, cache_policy=NO_CACHE)  # the time in which it has to begin
 def sleeper(path: Path) -> None:
     path.write_text(str(os.getpid()))
     time.sleep(600)
 
 
-@task(timeout_seconds=4, cache_policy=NO_CACHE)  # so long may it take to begin
+@task(timeout_seconds=4, cache_policy=NO_CACHE)  # the time in which it has to begin
 async def async_sleeper(path: Path) -> None:
     path.write_text(str(os.getpid()))  # noqa: ASYNC240
     await asyncio.sleep(600)
@@ -484,8 +484,8 @@ def is_alive(pid: int) -> bool:
 
 
 def test_a_timeout_stops_the_work_on_the_node(events: list[Any], tmp_path: Path) -> None:
-    """`timeout_seconds` ends the task run and the remote process, of plain and asynchronous tasks; the slot then takes
-    other calls.
+    """`timeout_seconds` ends the task run and the remote process, for plain and asynchronous tasks; the slot then
+    takes other calls.
     """
 
     @flow(task_runner=runner(events))
@@ -504,7 +504,7 @@ def test_a_timeout_stops_the_work_on_the_node(events: list[Any], tmp_path: Path)
 @task(cache_policy=NO_CACHE)
 def hang(path: Path) -> None:
     path.with_suffix(".new").write_text(str(os.getpid()))
-    path.with_suffix(".new").rename(path)  # whole or not at all: it may be stopped at any moment
+    path.with_suffix(".new").rename(path)  # atomically, because it may be stopped at any moment
     time.sleep(600)
 
 
@@ -523,9 +523,9 @@ def test_a_failing_flow_stops_its_calls_and_closes_its_pool(events: list[Any], t
     started = time.monotonic()
     with pytest.raises(LookupError, match="the flow itself"):
         broken()
-    # of the 600 s that the call sleeps; a test's own timeout would be swallowed by Prefect here
+    # the call sleeps for 600 s; Prefect would swallow a test's own timeout here
     assert time.monotonic() - started < 60
-    # it has ended; one that nobody has waited for asks the server, with a client that it never closes
+    # it has ended; a run that was not waited for asks the server, with a client that it never closes
     futures[0].wait()
     assert futures[0].state.name == "Cancelled"
     assert not is_alive(int((tmp_path / "pid").read_text()))
@@ -535,8 +535,8 @@ def test_a_failing_flow_stops_its_calls_and_closes_its_pool(events: list[Any], t
 def test_a_flow_that_is_stopped_hands_its_machines_to_the_reaper_first(
     events: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal hands the machines over before anything that may hang; a failure of the flow's own does not: its
-    machines are given back right here.
+    """After a signal the reaper gets the machines before any step that may hang. If the flow itself fails, its
+    machines are terminated here.
     """
     order: list[str] = []
     terminate_now, close = sky.ComputePool.terminate_now, sky.ComputePool.close
@@ -559,9 +559,9 @@ def test_a_flow_that_is_stopped_hands_its_machines_to_the_reaper_first(
     assert order[1:] == ["handed over", "closed"]
 
 
-def test_money_is_a_wish_like_others_and_its_end_a_failure_with_words() -> None:
-    """`max_cost` and `budget` reach the pool; what the first minute alone would overspend fails the flow with what to
-    do, and nothing is rented.
+def test_max_cost_is_a_keyword_like_others_and_exceeding_it_fails_with_advice() -> None:
+    """`max_cost` and `budget` reach the pool. If the first minute alone costs more, the flow fails, the error says
+    what to do, and nothing is rented.
     """
     events: list[Any] = []
     assert SkywardTaskRunner(max_cost=2.5, budget="team-a").spec == sky.PoolSpec.of(max_cost=2.5, budget="team-a")
@@ -578,7 +578,7 @@ def test_money_is_a_wish_like_others_and_its_end_a_failure_with_words() -> None:
 
 
 class Gated(sky.Local):
-    """Launches when it is let."""
+    """Launches only after a signal of the test."""
 
     _may: threading.Event = PrivateAttr(default_factory=threading.Event)
 
@@ -588,8 +588,7 @@ class Gated(sky.Local):
 
 
 def test_the_first_submit_does_not_wait_for_machines(events: list[Any]) -> None:
-    """The flow goes on while they are rented, and may do something meanwhile; a task's timeout begins when they are
-    there.
+    """The flow goes on while they are rented; a task's timeout begins when they are ready.
 
     Sleeps: the call has to take longer than the task's limit.
     """
@@ -643,7 +642,7 @@ def test_a_flow_that_fails_while_its_pool_opens_ends_the_opening() -> None:
 
 
 class SoldOutAtFirst(sky.Local):
-    """Has nothing the first time it is asked."""
+    """Has no machines at the first request."""
 
     _asked: list[int] = PrivateAttr(default_factory=list)
 
@@ -652,8 +651,8 @@ class SoldOutAtFirst(sky.Local):
         return [] if len(self._asked) == 1 else super().offers(want)
 
 
-def test_a_pool_that_cannot_be_opened_fails_the_task_runs_and_their_retries_ask_again() -> None:
-    """Without retries each of them fails with the reason; one that is tried again finds another opening."""
+def test_if_a_pool_cannot_open_the_task_runs_fail_and_their_retries_try_again() -> None:
+    """Without retries each of them fails with the reason; a retry opens the pool again."""
     stubborn = add.with_options(retries=1)
 
     @flow(task_runner=runner([], provider=SoldOutAtFirst()))
@@ -668,9 +667,9 @@ def test_a_pool_that_cannot_be_opened_fails_the_task_runs_and_their_retries_ask_
     assert "NoCapacity" in state.message
 
 
-def test_machines_are_given_back_before_a_flow_is_tried_again(events: list[Any], tmp_path: Path) -> None:
-    """Prefect sleeps for `retry_delay_seconds` before it leaves the runner: nothing is billed meanwhile, and what the
-    failed attempt began is stopped.
+def test_machines_are_terminated_before_a_flow_is_tried_again(events: list[Any], tmp_path: Path) -> None:
+    """Prefect sleeps for `retry_delay_seconds` before it leaves the runner: nothing is billed meanwhile, and calls
+    of the failed attempt are stopped.
     """
     bodies: list[float] = []
     finals: list[float] = []
@@ -700,7 +699,7 @@ def test_machines_are_given_back_before_a_flow_is_tried_again(events: list[Any],
     assert wait_for(lambda: [r for r in logs(ids[0]) if "machines of this attempt are given back" in r["message"]])
 
 
-def test_a_flow_that_is_tried_again_at_once_stops_what_the_first_attempt_began(
+def test_a_flow_that_is_tried_again_at_once_stops_the_calls_of_the_first_attempt(
     events: list[Any], tmp_path: Path
 ) -> None:
     bodies: list[int] = []
@@ -744,7 +743,7 @@ def test_a_flow_that_ends_well_finishes_its_calls(events: list[Any], tmp_path: P
 
 
 class Clinging(sky.Local):
-    """Lets its machines go, and goes on listing them."""
+    """Terminates its machines, and goes on listing them."""
 
     _listed: dict[str, Any] = PrivateAttr(default_factory=dict)
 
@@ -753,9 +752,9 @@ class Clinging(sky.Local):
         return list(self._listed.values())
 
 
-def test_machines_that_may_be_left_are_told(events: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """If closing cannot confirm that the machines are gone, the flow's work is done all the same; its log and its
-    artifact say so.
+def test_unconfirmed_machines_are_reported(events: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """If closing cannot confirm that the machines are gone, the flow still succeeds; its log and its artifact name
+    them.
     """
     monkeypatch.setattr("skyward_core.provisioning.teardown.DEADLINE_SECONDS", 0.5)
     ids = []
@@ -797,8 +796,8 @@ def chatter(name: str, lines: int) -> None:
 
 
 def test_every_line_of_a_task_is_in_its_log(events: list[Any]) -> None:
-    """Each of 200 lines of each of three tasks arrives, once and in order, in the log of its own task run; the
-    machines' news is the flow run's.
+    """Each of 200 lines of each of three tasks arrives, once and in order, in the log of its own task run; the flow
+    run's log has the events of the machines.
     """
     names = {}
 
@@ -904,7 +903,7 @@ def publish() -> None:
 def test_prefect_s_api_in_a_task_fails_at_once_and_starts_no_server(
     use: Any, events: list[Any], tmp_path: Path
 ) -> None:
-    """It would start one on the node, with a database in the home directory."""
+    """Prefect's client would start one on the node, with a database in the home directory."""
 
     @flow(task_runner=runner(events, env={"HOME": str(tmp_path)}))
     def asks() -> None:
@@ -915,9 +914,9 @@ def test_prefect_s_api_in_a_task_fails_at_once_and_starts_no_server(
     assert not [path for path in tmp_path.rglob("*") if path.suffix == ".db"]
 
 
-def test_a_line_that_comes_before_its_call_is_known_is_not_lost() -> None:
-    """A node may be quicker than `submit` returns: such a line waits, and goes to the task run; a line of nobody's call
-    goes to the flow run.
+def test_a_line_that_comes_before_its_call_is_registered_is_not_lost() -> None:
+    """A node may be faster than `submit`: such a line waits, and goes to the task run; a line of no call goes to the
+    flow run.
     """
 
     @task
@@ -956,7 +955,7 @@ def test_a_line_that_comes_before_its_call_is_known_is_not_lost() -> None:
 
 
 def test_the_bill_is_an_artifact_of_the_flow_run(events: list[Any]) -> None:
-    """Under the key `skyward-cost` stands the final bill: total, rate, seconds, nodes, calls."""
+    """The final bill is under the key `skyward-cost`: total, rate, seconds, nodes, calls."""
 
     @flow(task_runner=runner(events, nodes=2))
     def spend() -> float:
@@ -992,8 +991,8 @@ def counted(path: Path) -> int:
 
 
 def test_results_are_cached_here(events: list[Any], tmp_path: Path) -> None:
-    """Caching works as without the runner, and its keys know the user's code: another function of the same name is
-    another entry.
+    """Caching works as without the runner, and its keys contain the user's code: another function of the same name
+    is another entry.
     """
 
     def renamed(path: Path) -> int:
@@ -1025,7 +1024,7 @@ def reads_secrets() -> list[str]:
 
 @pytest.mark.slow
 def test_secrets_come_from_blocks_when_the_pool_opens(events: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By name, by the block itself or from the environment; the run's log masks them, and the server's database holds
+    """By name, by the block itself or from the environment; the run's log masks them, and the server's database has
     none in plain text.
     """
     Secret(value="block-0123456789").save("hf-token", overwrite=True)
@@ -1064,8 +1063,8 @@ def test_secrets_come_from_blocks_when_the_pool_opens(events: list[Any], monkeyp
     assert [text[:100] for text in (*files, *spoken) for value in values if value in text] == []
 
 
-def test_a_block_that_is_not_there_is_named() -> None:
-    """One that was not saved where the runner is made, one that does not exist when its pool opens; nothing is
+def test_a_missing_block_is_named() -> None:
+    """A block that was not saved when the runner is made, or that does not exist when its pool opens; nothing is
     rented.
     """
     with pytest.raises(sky.BadRequest, match="HF_TOKEN"):
@@ -1077,8 +1076,8 @@ def test_a_block_that_is_not_there_is_named() -> None:
 # ── the runner as a value ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_runners_compare_by_what_they_ask_for() -> None:
-    """Equality, `duplicate` and pickling know the spec alone."""
+def test_runners_compare_by_their_spec() -> None:
+    """Equality, `duplicate` and pickling use only the spec."""
     one = SkywardTaskRunner(nodes=2, provider=sky.Local(price_per_hour=1.2))
     assert one == SkywardTaskRunner(spec=sky.PoolSpec.of(nodes=2, provider=sky.Local(price_per_hour=1.2)))
     assert one != SkywardTaskRunner(nodes=3, provider=sky.Local(price_per_hour=1.2))
@@ -1091,14 +1090,14 @@ def test_runners_compare_by_what_they_ask_for() -> None:
 
 
 def test_a_started_runner_can_be_compared_and_pickled() -> None:
-    """What is alive in a runner stays behind when it travels, and does not count when it is compared."""
+    """Threads and pool of a runner do not travel with it, and do not count when it is compared."""
     with SkywardTaskRunner(nodes=2).duplicate() as live:
         assert live == SkywardTaskRunner(nodes=2)
         assert pickle.loads(pickle.dumps(live)) == live
 
 
-def test_the_class_alone_will_do() -> None:
-    """`@flow(task_runner=SkywardTaskRunner)` is a pool of one node where the settings say."""
+def test_the_class_without_arguments_is_a_runner() -> None:
+    """`@flow(task_runner=SkywardTaskRunner)` is a pool of one node at the provider of the settings."""
 
     @flow(task_runner=SkywardTaskRunner)
     def nothing() -> None: ...
@@ -1117,14 +1116,14 @@ def test_the_class_alone_will_do() -> None:
         ({"spec": sky.PoolSpec.of(nodes=2), "nodes": 3}, "not both"),
     ],
 )
-def test_wrong_wishes_are_refused_at_construction(wishes: dict[str, Any], message: str) -> None:
-    """A flow file with a wrong keyword fails when it is imported, with what to write in its place."""
+def test_wrong_keywords_are_refused_at_construction(wishes: dict[str, Any], message: str) -> None:
+    """A flow file with a wrong keyword fails when it is imported, and the error says what to write instead."""
     with pytest.raises(sky.BadRequest, match=message):
         SkywardTaskRunner(**wishes)
 
 
 def test_submitting_to_a_runner_that_is_not_started_is_an_error() -> None:
-    """Outside a flow and a `with` block there is nothing to run on."""
+    """Outside a flow and a `with` block it has no pool."""
     with pytest.raises(RuntimeError, match="not started"):
         SkywardTaskRunner().submit(add, {"a": 1, "b": 2})
 

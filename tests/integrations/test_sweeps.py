@@ -1,5 +1,5 @@
-"""The sweeps of dags/ and flows/, each run as its orchestrator runs it: a machine whose owner is dead goes, a dry run
-ends nothing, and a failure is red.
+"""The sweeps of dags/ and flows/, each run by its orchestrator: a machine with a dead owner ends, a dry run ends
+nothing, and a failure fails the run.
 """
 
 import os
@@ -55,7 +55,7 @@ DRY = {
 
 @pytest.fixture(scope="module")
 def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Homes of all three and a ledger, apart from everybody else's."""
+    """Homes of all three and a ledger, separate from all others."""
     home = tmp_path_factory.mktemp("sweeps")
     (home / "dagster").mkdir()
     environ = os.environ | {
@@ -76,7 +76,7 @@ def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture
 def forgotten() -> Iterator[sky.Instance]:
-    """A machine that no ledger knows, asked for a day ago by a process that is dead, and to be gone for an hour."""
+    """A machine that no ledger knows, requested a day ago by a process that is dead; its time ran out an hour ago."""
     owner = subprocess.run([sys.executable, "-c", OWNER], capture_output=True, text=True, check=True).stdout.split()
     now = int(time.time())
     tags = {
@@ -113,8 +113,8 @@ def run(command: list[str], environ: dict[str, str]) -> tuple[int, str]:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("orchestrator", ORCHESTRATORS)
-def test_a_forgotten_machine_goes(orchestrator: str, environ: dict[str, str], forgotten: sky.Instance) -> None:
-    """A dry run names the machine, says why it may go, and leaves it; the sweep ends it and is green."""
+def test_a_forgotten_machine_ends(orchestrator: str, environ: dict[str, str], forgotten: sky.Instance) -> None:
+    """A dry run names the machine and the reason, and leaves it; the sweep ends it and succeeds."""
     code, said = run(DRY[orchestrator], environ)
     assert code == 0, said
     assert forgotten.id in said
@@ -138,12 +138,13 @@ sky.Local.instances = blind
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("orchestrator", ORCHESTRATORS)
-def test_a_sweep_that_could_not_see_everything_is_red(
+def test_a_sweep_fails_if_a_provider_does_not_answer(
     orchestrator: str, environ: dict[str, str], forgotten: sky.Instance, tmp_path: Path
 ) -> None:
-    """When a provider of the settings does not answer, the run fails with its words, and nothing of it was ended.
+    """When a provider of the settings does not answer, the run fails with its error, and none of its machines was
+    ended.
 
-    All that they name are asked.
+    The sweep asks all providers of the settings.
     """
     environ = {name: value for name, value in environ.items() if not name.startswith("DIGITALOCEAN")}
     environ |= {"SKYWARD_PROVIDER": '["local", "digitalocean"]', "XDG_CONFIG_HOME": str(tmp_path)}
@@ -154,7 +155,7 @@ def test_a_sweep_that_could_not_see_everything_is_red(
     )
     assert FAILURE in said
     assert "503 from the listing" in said
-    assert "DIGITALOCEAN_TOKEN" in said  # there is none
-    assert code != 0 or orchestrator == "airflow", said  # `airflow dags test` tells the state in words alone
+    assert "DIGITALOCEAN_TOKEN" in said  # there is no token
+    assert code != 0 or orchestrator == "airflow", said  # `airflow dags test` reports the state only as text
     assert "state=failed" in said or "DagRunState.FAILED" in said or orchestrator != "airflow", said
     assert sky.Local().instances(forgotten.pool_id) == [forgotten]
