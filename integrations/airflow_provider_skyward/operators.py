@@ -466,7 +466,7 @@ def _plain_function(obj: Any) -> Any:
     return obj.function if getattr(type(obj), "_airflow_is_task_decorator", False) else NotImplemented
 
 
-# ── what is asked for, as plain data ─────────────────────────────────────────────────────────────────────────────────
+# ── the pool's keywords, as plain data ──────────────────────────────────────────────────────────────────────────────
 
 
 def _refuse_unknown(operator: str, keywords: Mapping[str, Any]) -> None:

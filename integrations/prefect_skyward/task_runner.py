@@ -57,9 +57,9 @@ WATCH_SECONDS = 0.25
 class SkywardTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
     """Runs the tasks that a flow submits or maps on a pool of machines that lives as long as the flow run.
 
-    Takes the keywords of `ComputePool`, or `spec`, a `PoolSpec`; wrong wishes raise BadRequest right here. The pool
-    opens at the first `.submit` or `.map` and closes with the flow. `display` is "quiet" unless you ask for another:
-    what the nodes write is in the logs of the task runs anyway.
+    Takes the keywords of `ComputePool`, or `spec`, a `PoolSpec`; wrong keywords raise BadRequest here. The pool
+    opens at the first `.submit` or `.map` and closes with the flow. `display` is "quiet" unless you set it, because the
+    output of the nodes is in the logs of the task runs anyway.
 
     A task that is called directly, `train(x)`, never reaches a task runner: it runs in the flow's own process.
 

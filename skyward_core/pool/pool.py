@@ -444,7 +444,7 @@ class ComputePool:
 
     @property
     def lease(self) -> Lease:
-        """The written claim on the machines. Raises PoolClosed while there is none."""
+        """The written claim on the machines. Raises PoolClosed while the pool has none."""
         if self._open is None or self._open.lease is None:
             raise PoolClosed(self._why_closed())
         return signed(self._open.lease)

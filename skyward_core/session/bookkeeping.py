@@ -1,7 +1,7 @@
 """What one session writes into the ledger: the pool, its lease, its money, its end.
 
     opened ──> the pool is in the ledger ──> its end is written ──> the ledger is closed
-                                             └─ refused: written anew by the next `close_book`, or by the reaper
+                                             └─ refused: repeated by the next `close_book`, or by the reaper
 
 SQLAlchemy is loaded when the ledger is opened, and not with this module. `Ledger`, `Journal` and `SpendingLimit` have
 their own locks.
