@@ -1,5 +1,4 @@
-"""End, every ten minutes, what was left running: the machines of pools whose owner is dead, and of leases that have run
-out.
+"""End, every ten minutes, machines that were left running: of pools with a dead owner or an expired lease.
 
     AIRFLOW__CORE__DAGS_FOLDER=dags airflow dags test skyward_sweep                           ends what it finds
     AIRFLOW__CORE__DAGS_FOLDER=dags airflow dags test skyward_sweep -c '{"dry_run": true}'    lists what it would end

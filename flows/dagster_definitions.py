@@ -5,8 +5,8 @@ winner's accuracy on images it never saw.
     dagster dev -f flows/dagster_definitions.py     the same with the UI: Catalog > digits_model > Metadata shows and
     plots skyward/cost_usd
 
-Besides, every ten minutes, the schedule of `skyward_sweep` ends what was left running: the machines of pools whose
-owner is dead, and of leases that have run out. Turn it on under Automation.
+Every ten minutes the schedule of `skyward_sweep` ends machines that were left running: of pools with a dead owner or an
+expired lease. Turn it on under Automation.
 
 The data, scikit-learn's 1,797 digits, is loaded on the nodes; scikit-learn is installed there, and need not be here.
 """

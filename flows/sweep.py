@@ -1,4 +1,4 @@
-"""End what was left running: the machines of pools whose owner is dead, and of leases that have run out.
+"""End machines that were left running: of pools with a dead owner or an expired lease.
 
     python flows/sweep.py            sweeps once
     python flows/sweep.py serve      sweeps every ten minutes, as a deployment of the server that PREFECT_API_URL names

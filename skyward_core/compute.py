@@ -133,7 +133,7 @@ class PendingBatch[*Rs]:
 class ComputeFunction[**P, R]:
     """A function made lazy by `@compute`: calling it gives a `PendingCompute`.
 
-    `.local` is the function itself, to be run here and now.
+    `.local` is the function itself; calling it runs the function in this process.
     """
 
     def __init__(self, fn: Callable[P, R]) -> None:

@@ -365,7 +365,7 @@ class _Scribe:
         self._queue.put((log, level, text))
 
     def flush(self) -> None:
-        """Wait until what was written so far is in the log, a minute at most."""
+        """Wait until all lines so far are in the log, a minute at most."""
         if self._thread is not None:
             written = threading.Event()
             self._queue.put(written)

@@ -151,7 +151,7 @@ class SkywardTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
 
 
 def cost_so_far() -> float:
-    """Return what the pool of the current flow run has cost so far, in USD; 0.0 before its first submit.
+    """Return the cost of the current flow run's pool so far, in USD; 0.0 before its first submit.
 
     Call it in the flow.
     """

@@ -67,13 +67,13 @@ class Image(Frozen):
 
     `python` is "major.minor" and defaults to the interpreter that builds the image: functions travel as bytecode, so
     both sides must agree. `pip` holds requirements (PEP 508). `pip_indexes` has, for an index other than the package
-    index, the packages that come from it, and only from it. `pip_extra_index_url` is an additional index: packages
-    that it has come from it, in any version, and the others from the package index. With `require_hashes` only files
-    are installed whose hashes the package index gave this client before anything was rented. `lock`, the path of a lock
-    file with hashes, or its text, replaces `pip`. `apt` holds Debian package names, also as "name=version". `env` is
-    set in every call, its values literally; in repr and JSON values that look like secrets are masked
-    (docs/secrets.md). With `cache` a provider that can keep disks (AWS) keeps the disk of the first machine with these
-    packages, and later machines start from it; with other providers it has no effect. Lists become tuples. Raises
+    index, the packages that come from it, and only from it. `pip_extra_index_url` is an additional index: packages that
+    it has come from it, in any version, and the others from the package index. With `require_hashes` only files with
+    known hashes are installed; the package index gives this client the hashes before anything is rented. `lock`, the
+    path of a lock file with hashes, or its text, replaces `pip`. `apt` holds Debian package names, also as
+    "name=version". `env` is set in every call, its values literally; in repr and JSON values that look like secrets are
+    masked (docs/secrets.md). With `cache` a provider that can keep disks (AWS) keeps the disk of the first machine with
+    these packages, and later machines start from it; with other providers it has no effect. Lists become tuples. Raises
     BadRequest before anything starts.
 
     >>> Image(python="3.13", pip=["torch"], env={"OMP_NUM_THREADS": "1"}).pip

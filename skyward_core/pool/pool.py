@@ -413,7 +413,7 @@ class ComputePool:
             raise PoolClosed(self._why_closed())
         return opened.user_client.get()
 
-    # ── what it is ───────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── properties ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def spec(self) -> PoolSpec:

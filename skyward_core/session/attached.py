@@ -403,7 +403,7 @@ class DetachedCall[R]:
         self._cluster().forget_detached(self.call_id, self._outcome)
 
     def _look(self) -> Any:
-        """Ask the head for news of the call, and store them."""
+        """Ask the head for the new state of the call, and store it."""
         with self._lock:
             known = self._cluster().detached_call(self.call_id, self._number)
             if known["missed"]:

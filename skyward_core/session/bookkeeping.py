@@ -1,4 +1,4 @@
-"""What one session writes into the ledger: the pool, its lease, its money, its end.
+"""The writes of one session to the ledger: the pool, its lease, its money, its end.
 
     opened ──> the pool is in the ledger ──> its end is written ──> the ledger is closed
                                              └─ refused: repeated by the next `close_book`, or by the reaper
@@ -80,7 +80,7 @@ class Bookkeeping:
         """Reserve for a lease of this length; yield for how many seconds the machines are paid: `max_cost` may end them
         earlier.
 
-        If the block fails, the reservation goes back to that of a pool with a client.
+        If the block fails, the reservation becomes again that of a pool with a client.
         """
         assert self.purse is not None
         try:

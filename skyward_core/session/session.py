@@ -1,7 +1,7 @@
 """One session of a pool, from `open` to `close`: composes machines, cluster, recovery, ledger, reaper and clock, and
 undoes them in the right order.
 
-The states, and who may change them: `state.py`. `start` undoes everything if it fails; `stop` and `release` may be
+The states and their changes are in `state.py`. `start` undoes everything if it fails; `stop` and `release` may be
 called again. Between any two lines the process may be killed: the reaper, which is started before anything is asked
 for, then does what `release` would have done.
 
@@ -521,7 +521,7 @@ class Session:
         return number
 
     def _count(self, event: SkywardEvent) -> None:
-        """Set in the meter what a machine's seconds are spent on from now on."""
+        """Set in the meter the bucket of a machine's seconds from now on."""
         match event:
             case BootstrapProgress(instance_id):
                 self.meter.enter(instance_id, Bucket.BOOTSTRAPPING)

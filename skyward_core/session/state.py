@@ -1,4 +1,4 @@
-"""The states of one session, and who may change them: pure, without machines, ledger or nodes.
+"""The states of one session and their changes: pure, without machines, ledger or nodes.
 
     new ── start ──> open ────────── stop ──────────> stopped ──> released ──> written down
      │                │ ^                             (by `release`, which is called again where it has failed)

@@ -27,7 +27,7 @@ def test_there_is_one_ping_at_a_time_and_none_too_early() -> None:
     assert done == [do.Ping(1)] * 2
 
 
-def test_a_new_connection_is_pinged_anew() -> None:
+def test_a_new_connection_gets_its_own_pings() -> None:
     """It does not wait for the answer to a ping of the earlier connection, nor count its misses."""
     state, done = live()
     state.tick(PING_SECONDS + 0.1)

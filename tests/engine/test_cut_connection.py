@@ -316,7 +316,7 @@ def test_a_result_is_fetched_when_the_wire_to_its_node_is_back(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ["closed", "lost", "given up", "late"])
-def test_a_result_that_cannot_be_fetched_is_given_up(
+def test_a_result_that_cannot_be_fetched_raises(
     far: sky.ComputePool, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     """That happens when the pool is closed, the node is lost, the pool is abandoned, or the fetch takes too long."""

@@ -225,7 +225,7 @@ def fetching() -> tuple[Pool, str]:
 
 
 @pytest.mark.parametrize("is_cut", [False, True])
-def test_a_fetch_that_fails_after_the_pool_was_given_up_ends_its_call(is_cut: bool) -> None:
+def test_a_fetch_that_fails_after_the_pool_was_abandoned_ends_its_call(is_cut: bool) -> None:
     """Until the failure the value may still arrive."""
     pool, path = fetching()
     pool.dispatcher.give_up(NodeLost("no head"))
@@ -235,7 +235,7 @@ def test_a_fetch_that_fails_after_the_pool_was_given_up_ends_its_call(is_cut: bo
     assert not pool.dispatcher.fetching
 
 
-def test_a_fetch_that_arrives_after_the_pool_was_given_up_counts() -> None:
+def test_a_fetch_that_arrives_after_the_pool_was_abandoned_counts() -> None:
     pool, path = fetching()
     pool.dispatcher.give_up(NodeLost("no head"))
     pool.dispatcher.fetched("a", Parcel(b"value"), path)
@@ -549,7 +549,7 @@ def test_a_call_that_is_lost_on_a_pool_that_drains_is_not_run_again() -> None:
     assert "the pool begins no calls any more" in str(pool.errors()["a"])
 
 
-def test_a_held_worker_takes_no_place() -> None:
+def test_a_held_worker_occupies_no_free_slot() -> None:
     """Its calls are in flight, and the other worker's slot is still free.
 
     A call for the held worker waits for the worker that replaces it.
@@ -574,7 +574,7 @@ def test_a_worker_that_is_held_when_the_scheduler_answers_is_held() -> None:
     assert pool.submit(entry("a")) == []
 
 
-def test_a_worker_that_was_freed_during_a_cut_is_given_calls_again() -> None:
+def test_a_worker_that_was_freed_during_a_cut_gets_calls_again() -> None:
     """WorkerFree was lost with the connection; the scheduler's answer says that the worker runs."""
     pool = Pool(workers=["0-0"])
     pool.dispatcher.pool_news(pool.epoch, WorkerHeld(ADDRESSES["0-0"], 1), 0.0)
@@ -595,7 +595,7 @@ def test_calls_for_an_abandoned_node_raise() -> None:
     assert {call_id: str(error) for call_id, error in pool.errors().items()} == {"pinned": "not replaced"}
 
 
-def test_a_file_is_looked_for_on_its_own_node() -> None:
+def test_a_file_is_searched_on_its_own_node() -> None:
     """Ids of Vast.ai are numbers: one id may be the beginning of another."""
     nodes = [node_of(rank, rank, 1, 1) for rank in range(2)]
     short, long = (

@@ -59,7 +59,7 @@ def test_a_forgotten_fetch_is_removed_from_the_node() -> None:
     assert begun.done == [begun.fetch, begun.remove]
 
 
-def test_a_fetch_whose_wire_is_cut_is_repeated_once_its_node_is_reached() -> None:
+def test_a_fetch_that_loses_its_connection_is_repeated_when_its_node_is_reached() -> None:
     """A fetch that is in progress is not started again."""
     begun = Begun()
     assert begun.fetches.is_under_way("a")

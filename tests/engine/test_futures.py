@@ -76,7 +76,7 @@ def test_several_threads_wait_for_one_future() -> None:
     assert future.result() == 7
 
 
-def test_waiting_for_some_of_many_works_with_others_beside_them() -> None:
+def test_waiting_for_some_futures_of_many_works() -> None:
     """`wait`, callbacks and cancelling are those of Python."""
     stopped = list[str]()
     ours, theirs = [CallFuture[int](str(number), stopped.append) for number in range(3)], Future[int]()

@@ -54,7 +54,7 @@ def files_in_memory() -> int:
 
 
 @pytest.mark.slow
-def test_a_large_array_goes_there_and_back(far_pool: sky.ComputePool) -> None:
+def test_a_large_array_travels_to_a_node_and_back(far_pool: sky.ComputePool) -> None:
     """An array of 20 MB arrives writable on the node and writable at the client; the client's own array is unchanged."""
     array = np.arange(2_500_000, dtype=float)
     back = add_one(array) >> far_pool
@@ -77,7 +77,7 @@ def test_many_large_values_at_once(far_pool: sky.ComputePool) -> None:
 
 
 @pytest.mark.slow
-def test_nothing_stays_behind_on_the_workers(far_pool: sky.ComputePool) -> None:
+def test_no_value_stays_on_the_workers(far_pool: sky.ComputePool) -> None:
     """Once the calls have ended, no node keeps a value in its memory: for calls that returned, failed or were
     cancelled.
     """
@@ -164,7 +164,7 @@ def test_a_value_kept_on_a_node_is_not_shared_with_the_client() -> None:
 
 
 @pytest.mark.parametrize("arguments", [wire.KEEPS_NO_DESCRIPTOR, {}], ids=["as here", "as on Python 3.12"])
-def test_values_that_a_program_holds_keep_no_file_descriptor(
+def test_values_in_use_need_no_file_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any]
 ) -> None:
     """The usual limit is 1,024 descriptors: a map with more large results would fail, and the whole program would have

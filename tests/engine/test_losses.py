@@ -284,7 +284,7 @@ sold = Counter[str]()
 
 
 @pytest.mark.slow
-def test_the_only_node_of_a_pool_is_replaced_by_another_type_where_its_own_is_sold_out(tmp_path: Path) -> None:
+def test_the_only_node_of_a_pool_is_replaced_by_another_type_if_its_own_is_sold_out(tmp_path: Path) -> None:
     """The only node may be replaced with any type, like any other node: spot machines of one type and zone end all at
     once.
     """
@@ -401,7 +401,7 @@ def test_a_broadcast_waits_for_the_replacement_of_a_lost_node(
         assert result == (0, 1) if retries else isinstance(result, sky.NodeLost)
 
 
-# ── closing, freezing, last words ────────────────────────────────────────────────────────────────────────────────────
+# ── closing, freezing, last lines ────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.slow

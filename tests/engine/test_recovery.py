@@ -798,7 +798,7 @@ def test_a_node_that_does_not_join_the_new_head_is_lost(world: World) -> None:
     assert world.all_are_there()
 
 
-def test_a_single_node_that_is_lost_is_rented_anew() -> None:
+def test_a_single_node_that_is_lost_is_replaced() -> None:
     """A pool of one node has no other node for a head: another machine is rented, as soon as one is available."""
     world = World(nodes=1)
     world.has_capacity = False
@@ -827,7 +827,7 @@ def test_a_head_that_never_comes_back_is_abandoned() -> None:
     assert world.machines.restarts == restarts
 
 
-def test_a_replacement_under_way_does_not_become_the_head(world: World) -> None:
+def test_an_unfinished_replacement_does_not_become_the_head(world: World) -> None:
     """A rank that is being replaced has no node yet: another node becomes the head."""
     world.kill(1)
     world.turn()

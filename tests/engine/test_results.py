@@ -169,7 +169,7 @@ def test_futures_detached_calls_and_attached_clients_keep_it_too(
     detached.forget()
 
 
-def test_a_result_whose_code_fails_here_is_kept() -> None:
+def test_a_result_that_fails_to_load_here_is_kept() -> None:
     """The stored value loads as the value, also in a pickle of other values."""
     data = pickle.dumps([1, 2])
     assert pickle.loads(pickle.dumps({"a": Stored(data)}, protocol=5)) == {"a": [1, 2]}
@@ -247,7 +247,7 @@ def test_mapping_a_function_that_calls_a_decorated_one_raises_an_error_with_the_
 
 
 @pytest.mark.parametrize("wrong", [None, 3, "double", [1]], ids=repr)
-def test_what_is_no_function_is_refused_at_the_call(wrong: Any) -> None:
+def test_a_value_that_is_no_function_is_refused_at_the_call(wrong: Any) -> None:
     """By a map, for any items and before its pool is used, and by `sky.compute`."""
     pool = sky.ComputePool(provider=sky.Local())
     for items in ([1, 2], []):

@@ -160,7 +160,7 @@ class EvictsWhatIsUsed(FunctionsOnNodes):
 
 
 class KeepsUploads(Dispatcher):
-    """A batch that is being uploaded when the pool drains goes out."""
+    """A batch that is being uploaded when the pool drains is sent."""
 
     def drain(self, error: Any) -> None:
         self._calls.drain(error)
@@ -182,7 +182,7 @@ class TakesReturnedForLost(CallTable):
 
 
 class ForgetsFetches(Dispatcher):
-    """A fetch whose wire was cut is not repeated."""
+    """A fetch that has lost its connection is not repeated."""
 
     def tick(self, now: float, is_reachable: Callable[[str], bool]) -> None:
         super().tick(now, lambda _: False)
@@ -246,7 +246,7 @@ class UploadsTwice(Placement):
 
 
 class ForgetsFailedUploads(Placement):
-    """A function whose upload has failed counts as coming for ever."""
+    """A function that could not be uploaded counts as being uploaded for ever."""
 
     def upload_failed(
         self, number: int, instance_id: str, functions: Collection[str], error: Exception, *, is_its_fault: bool
@@ -264,7 +264,7 @@ BROKEN = [
 
 
 def first_found(broken: type, monkeypatch: pytest.MonkeyPatch) -> int | None:
-    """Return the first seed in whose history the fault shows."""
+    """Return the first seed that finds the fault."""
     is_part = not issubclass(broken, Dispatcher)
     if is_part:
         monkeypatch.setattr(dispatching, broken.__base__.__name__, broken)

@@ -687,7 +687,7 @@ def test_a_killed_task_ends_its_pool_before_airflow_sends_sigkill(airflow: Airfl
 
 
 @pytest.mark.slow
-def test_a_killed_task_whose_provider_does_not_answer_leaves_its_machines_to_the_reaper(airflow: Airflow) -> None:
+def test_a_killed_task_leaves_its_machines_to_the_reaper_if_the_provider_does_not_answer(airflow: Airflow) -> None:
     """If the killed task hangs while it terminates its machines, the reaper ends them.
 
     SIGKILL to the task's process group does not change that.

@@ -257,7 +257,7 @@ def test_an_asynchronous_generator_is_refused(events: list[Any]) -> None:
     assert events == []
 
 
-def test_a_direct_call_stays_here_and_no_pool_opens(events: list[Any]) -> None:
+def test_a_direct_call_runs_here_and_opens_no_pool(events: list[Any]) -> None:
     """`task(x)` never reaches a task runner: it runs in the flow's process, and a flow without a submit rents
     nothing.
     """
@@ -440,7 +440,7 @@ async def async_weights(folder: Path) -> Any:
     return far_tensor(folder, "async")
 
 
-def test_work_whose_result_cannot_be_loaded_here_is_not_done_again(events: list[Any], tmp_path: Path) -> None:
+def test_work_is_not_repeated_if_its_result_cannot_be_loaded_here(events: list[Any], tmp_path: Path) -> None:
     """The function has succeeded and is paid for; another try would fail here again.
 
     The error keeps the result, and the run's log says why.

@@ -133,7 +133,7 @@ def blind(provider, pool_id=None):
 
 sky.Local.instances = blind
 """
-"""What a sweep of a provider meets that does not answer; imported by every Python process that has it on its path."""
+"""Simulates a provider that does not answer; imported by every Python process that has it on its path."""
 
 
 @pytest.mark.timeout(400)

@@ -484,7 +484,7 @@ def test_exceptions_inside_results_are_unchanged() -> None:
 # ── over real nodes ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_except_clauses_catch_what_a_call_has_raised(pool: sky.ComputePool) -> None:
+def test_except_clauses_catch_the_exceptions_of_calls(pool: sky.ComputePool) -> None:
     """The classes are the caller's: those of this file, which travel by value, and those made in a function; also
     one raised by a helper.
     """

@@ -256,7 +256,7 @@ def test_large_arrays_stay_out_of_band(project: Write) -> None:
     assert call(own.run) == own.DATA.sum() + 1
 
 
-# ── what the node makes of it ────────────────────────────────────────────────────────────────────────────────────────
+# ── modules on the node ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_changed_text_is_imported_again(project: Write) -> None:
@@ -358,7 +358,7 @@ def test_a_call_without_the_source_gets_the_present_class(project: Write) -> Non
     assert on_node(first, packed(own.second, thing)) == ["old", "quite new"]
 
 
-def test_a_class_whose_module_cannot_be_imported_on_the_node_travels_by_value(project: Write) -> None:
+def test_a_class_of_a_module_that_the_node_cannot_import_travels_by_value(project: Write) -> None:
     """If a body never runs the import, a module that needs a package that the node lacks does no harm."""
     own = project(
         own="""

@@ -285,7 +285,7 @@ def test_input_of_every_kind_reaches_the_command(connection, tmp_path):
     ]  # fmt: skip
 
 
-def test_much_goes_in_and_comes_out_at_once(connection):
+def test_large_input_and_output_at_once(connection):
     """A command that writes while it reads does not block, whatever the size."""
     sent = "0123456789abcde\n" * (5 * MIB // 16)
     assert connection.run("cat", stdin=sent, timeout_seconds=30).output == sent
@@ -692,7 +692,7 @@ def test_an_invalid_host_key_is_a_bad_request():
 
 
 def test_a_jump_host_of_the_users_configuration_is_used(server, key, tmp_path):
-    """ProxyJump leads through the other machine, whose own host key is verified by the user's known_hosts."""
+    """ProxyJump leads through the other machine; the user's known_hosts verifies the host key of that machine."""
     (tmp_path / ".ssh" / "config").write_text(
         f"Host jump\n  User carol\nHost behind\n  User dave\n  ProxyJump jump\nHost *\n  HostName 127.0.0.1\n  Port {server.port}\n  IdentityFile {key}\n"
     )

@@ -140,7 +140,7 @@ def test_ten_commands_may_last_and_all_end_with_the_connection(host):
     assert caught == [ConnectionLost] * ssh_commands.SESSIONS
 
 
-def test_a_machine_that_takes_fewer_sessions_than_ours_is_waited_for(host, monkeypatch):
+def test_a_machine_with_fewer_sessions_delays_commands(host, monkeypatch):
     """With MaxSessions 2, eight short commands at once all run; beside two long ones, a third is refused after a
     while with a clear error.
     """
@@ -201,7 +201,7 @@ def test_a_shell_outlives_bad_commands_and_a_new_connection(connection, host):
 # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_value_goes_there_and_comes_back(connection, host):
+def test_a_value_travels_to_the_host_and_back(connection, host):
     """Several buffers of any kind become one private file; it comes back as writable memory, and is removed on
     request.
     """
@@ -263,7 +263,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(connection, host, monk
     assert connection.run("ls /dev/shm").output == "file\n"
 
 
-def test_a_value_stays_there_if_the_connection_dies_before_all_of_it_is_here(host, monkeypatch):
+def test_a_value_stays_on_the_host_if_the_connection_dies_during_its_transfer(host, monkeypatch):
     """A file that is to be removed after its transfer is not removed earlier."""
 
     def cut(size: int) -> memoryview:
@@ -314,7 +314,7 @@ def test_a_full_disk_is_an_error_and_leaves_the_old_file(fleet):
 # ── forwards, loss and return ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_partition_is_noticed_and_healed_with_the_same_ports(host, echo):
+def test_after_a_partition_the_forwards_have_the_same_ports(host, echo):
     """Silence ends running commands within the keepalive time; after the partition `reconnect` restores the
     forwards, with their ports.
     """

@@ -146,7 +146,7 @@ def test_a_script_is_started_once_and_followed_to_its_end(lead, monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "file"), [("Linux aarch64", "aarch64"), ("Linux riscv64", None)])
-def test_a_host_is_sent_the_uv_of_its_own_architecture(lead, monkeypatch, tmp_path, kind, file):
+def test_a_host_gets_the_uv_of_its_own_architecture(lead, monkeypatch, tmp_path, kind, file):
     """It is chosen by the output of `uname` there. For an unknown architecture nothing is sent, and the host has to
     find uv itself.
 
@@ -364,7 +364,7 @@ def test_the_keeper_goes_on_after_any_error(lead, monkeypatch, caplog):
     assert way.told.of(ContactLost) == []
 
 
-def test_each_sign_of_life_tells_the_node_until_when_it_is_paid_for(lead):
+def test_each_sign_of_life_has_the_paid_time_of_the_node(lead):
     """On its own clock, rounded down; it may be less than before.
 
     Without a limit of money there is no such file. When the paid time is over the node ends.

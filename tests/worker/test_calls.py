@@ -482,7 +482,7 @@ def test_the_load_of_workers_is_reported(tmp_path: Path) -> None:
     with_head(test)
 
 
-def test_what_a_client_releases_is_forgotten_at_once() -> None:
+def test_released_tasks_are_forgotten_at_once() -> None:
     """A connected client that releases its tasks leaves nothing in the scheduler: no tasks, requests or records.
 
     Looks inside: what the scheduler keeps shows nowhere else.
@@ -916,7 +916,7 @@ def scheduler_with(calls: CallMemory) -> FakeScheduler:
     return scheduler  # type: ignore[no-any-return]
 
 
-def test_a_question_that_comes_late_does_not_take_the_topic_back() -> None:
+def test_a_late_resume_of_an_earlier_connection_gets_no_topic() -> None:
     """The client has a later connection, which has resumed since: the earlier one is replaced, and gets no answer."""
     calls = CallMemory(FOR_EVER)
     scheduler = scheduler_with(calls)

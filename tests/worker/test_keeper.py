@@ -70,7 +70,7 @@ def listed(instance: sky.Instance) -> list[str]:
     return [found.id for found in sky.Local().instances(instance.pool_id)]
 
 
-# ── what the end takes along ─────────────────────────────────────────────────────────────────────────────────────────
+# ── the end of a node ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_process_that_sheds_its_tag_ends_with_the_node(mark: str, no_groups: None) -> None:

@@ -198,7 +198,7 @@ def test_no_proxy_is_used(service: FakeMetadata, monkeypatch: pytest.MonkeyPatch
     assert heard.complaints == []
 
 
-# ── on its way ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── as text ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_notice_travels_as_text() -> None:
@@ -312,7 +312,7 @@ def test_when_the_time_is_up_a_node_is_lost_with_its_calls(world: World) -> None
     assert world.all_are_there()
 
 
-def test_a_machine_that_goes_early_is_an_ordinary_loss(world: World) -> None:
+def test_a_machine_that_ends_early_is_an_ordinary_loss(world: World) -> None:
     """The new machine replaces it, and the reason says that the loss was announced."""
     world.announce(1, calls_left=1)
     world.go_on(5)
@@ -376,7 +376,7 @@ def test_a_second_notice_changes_nothing(world: World) -> None:
     assert world.machines.retired == [machine.id]
 
 
-def test_the_head_stays(world: World) -> None:
+def test_the_head_is_not_replaced_early(world: World) -> None:
     """Its notice is emitted; the head is not replaced early, and when it is lost the reason names the notice."""
     head = world.announce(0)
     world.go_on(200)
@@ -424,7 +424,7 @@ def test_a_node_that_cannot_be_reached_gets_the_message_later(world: World) -> N
     assert world.all_are_there()
 
 
-def test_the_notices_in_words() -> None:
+def test_the_texts_of_the_notices() -> None:
     """They describe what happens next."""
     told = [
         Narrator().tell(event)

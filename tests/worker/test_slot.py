@@ -264,7 +264,7 @@ def test_a_call_that_the_kernel_has_killed_for_its_memory_raises_that(
     assert (news.ending, news.text, news.exit_code) == (*expected, -signal.SIGKILL)
 
 
-# ── what is taken back ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── calls taken back ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Contended:

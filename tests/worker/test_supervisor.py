@@ -364,7 +364,7 @@ def test_a_detached_node_lives_by_its_lease(start: Start) -> None:
     assert not os.path.exists(memory_directory(machine.instance_id))
 
 
-def test_a_node_whose_owner_is_gone_ends(start: Start) -> None:
+def test_a_node_without_its_owner_ends(start: Start) -> None:
     """Without a lease the client's process keeps it alive."""
     machine = start(owner=NodeOwner(os.getpid(), "1"), is_guarded=False)
     machine.await_end()

@@ -167,7 +167,7 @@ def test_a_lease_without_an_end_is_refused(tmp_path: Path, until: float) -> None
     assert not (tmp_path / "lease").exists()
 
 
-# ── what is paid ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── paid time ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @given(untils=st.lists(uptimes, min_size=1))
