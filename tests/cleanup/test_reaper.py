@@ -592,7 +592,7 @@ def test_after_half_an_hour_the_reaper_exits(pool: Pool, monkeypatch: pytest.Mon
     pauses = [float(line) for line in stand_in.lines("pauses")]
     assert max(pauses) == 30
     assert 1800 < sum(pauses) < 1900
-    assert "`skyward sweep` asks again" in log_text().splitlines()[-1]
+    assert "`skyward sweep` tries again" in log_text().splitlines()[-1]
     assert pool.entry().ended_at is None
 
 
@@ -612,7 +612,7 @@ def test_an_error_of_the_ledger_is_retried_for_two_minutes(pool: Pool, monkeypat
         == 1
     )
     assert sum(float(line) for line in stand_in.lines("pauses")) < 160
-    assert "this could not be written down: the disk is full" in log_text()
+    assert "this could not be recorded: the disk is full" in log_text()
 
 
 def test_a_provider_that_cannot_be_rebuilt_comes_from_the_ledger(

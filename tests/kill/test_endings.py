@@ -514,7 +514,7 @@ def test_a_disk_that_is_full_while_the_pool_is_open(program: Program) -> None:
     assert program.status() == 1
     assert not list(program.bill.glob("local-*"))
     assert FULL in program.stderr
-    assert "not written down: " in program.stderr
+    assert "not recorded: " in program.stderr
     reaped(program)
 
 

@@ -184,14 +184,14 @@ class HostedAWS(FakeAWS):
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
         for machine in self._machines():
             if machine.id not in before:
-                self._young[machine.id] = [0, 10**6, ""]
+                self._new_machines[machine.id] = [0, 10**6, ""]
                 self._hosting.rent(machine.id, lambda host, machine_id=machine.id: cloud_init(host, machine_id, text))
         return answer
 
     def _describe_instances(self, environ: dict[str, Any], request: AwsRequest) -> Any:
-        for machine_id in list(self._young):
+        for machine_id in list(self._new_machines):
             if (ip := self._hosting.ip(machine_id)) is not None:
-                self._young[machine_id] = [0, 0, ip]
+                self._new_machines[machine_id] = [0, 0, ip]
                 self.machine(machine_id).nics[0].private_ip_address = ip
         for machine_id in self.alive():
             if self._hosting.is_off(machine_id):

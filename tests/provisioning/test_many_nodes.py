@@ -207,7 +207,7 @@ def test_all_nodes_are_prepared_at_the_same_time(rent: Rent) -> None:
         "put ship.tar.gz",
         "start",
         excused="fake-0",
-        transport=NODES - 1,
+        reach=NODES - 1,
         put_settings=NODES - 1,
     )
     with ExitStack() as undo:

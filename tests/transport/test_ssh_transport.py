@@ -360,7 +360,7 @@ def test_the_keeper_goes_on_after_any_error(lead, monkeypatch, caplog):
     monkeypatch.setattr(way.transport, "extend_lease", fail_first)
     way.transport.join(timeout_seconds=60)
     wait_until(lambda: len(tries) > 4, "it to go on")
-    assert caplog.text.count("the lease of node 0 could not be extended") == 1
+    assert caplog.text.count("the lease of node 0 could not be renewed") == 1
     assert way.told.of(ContactLost) == []
 
 
