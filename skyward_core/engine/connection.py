@@ -259,7 +259,7 @@ class SchedulerConnection:
 
     def all_failed(self, reason: str) -> None:
         """Post all tasks as failed."""
-        for key in list(self._followed):
+        for key in [*self._followed, *self._known]:
             self.failed(key, reason)
 
     def _end(self, key: str, post: Callable[[int], object]) -> None:
