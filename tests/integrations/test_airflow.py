@@ -233,7 +233,7 @@ def test_every_keyword_survives_the_serialization_of_the_dag(airflow: Airflow) -
         data = serialized()
         back = DagSerialization.from_dict(data).task_dict
         spec = sky.PoolSpec.of({EVERY_KEYWORD}, retries=1)
-        from airflow_provider_skyward.operators import POOL_FIELDS
+        from airflow_provider_skyward.pool_keywords import POOL_FIELDS
         answer = dict(
             fields=sorted(spec.model_fields_set) == sorted(sky.PoolSpec.model_fields),
             same=[sky.PoolSpec.of(**{{field: getattr(back[t], name) for name, field in POOL_FIELDS.items()}}) == spec for t in "tu"],
@@ -337,7 +337,7 @@ def test_no_keyword_of_the_pool_has_a_name_of_airflows(airflow: Airflow) -> None
     """A keyword of the pool that BaseOperator has too, as argument or attribute, would silently change the task."""
     code = """
         from airflow.sdk import BaseOperator
-        from airflow_provider_skyward.operators import POOL_KEYWORDS
+        from airflow_provider_skyward.pool_keywords import POOL_KEYWORDS
         import inspect
         theirs = {*inspect.signature(BaseOperator.__init__).parameters, *dir(BaseOperator(task_id="t"))}
         answer = sorted(theirs & set(POOL_KEYWORDS))
@@ -470,7 +470,7 @@ def test_a_task_holds_and_shows_only_the_given_keywords(airflow: Airflow) -> Non
     fields of every run.
     """
     code = """
-        from airflow_provider_skyward.operators import POOL_KEYWORDS
+        from airflow_provider_skyward.pool_keywords import POOL_KEYWORDS
         class Mine(SkywardOperator):
             template_fields = ("bucket", *SkywardOperator.template_fields)
             def __init__(self, bucket, **kwargs):
