@@ -62,11 +62,11 @@ def calls_of(
 
     Raises BadRequest for a function that cannot run on a node, and for arguments that do not fit.
     """
-    args, kwargs = _at_hand(list(args)), _at_hand(dict(kwargs))
+    args, kwargs = _loaded(list(args)), _loaded(dict(kwargs))
     refuse_callable(fn, args, kwargs, map_over)
-    wanted = _wanted_of_context(inspect.signature(fn).parameters, args, kwargs)
-    from_context = {name: _plain(name, context[name]) for name in wanted if name in context}  # type: ignore[literal-required]
-    return _pending(fn, args, from_context | kwargs, map_over)
+    names = _context_names(inspect.signature(fn).parameters, args, kwargs)
+    from_context = {name: _as_plain(name, context[name]) for name in names if name in context}  # type: ignore[literal-required]
+    return _pending_calls(fn, args, from_context | kwargs, map_over)
 
 
 def refuse_callable(fn: Callable[..., Any], args: object, kwargs: object, map_over: Sequence[str]) -> None:
@@ -89,10 +89,10 @@ def refuse_callable(fn: Callable[..., Any], args: object, kwargs: object, map_ov
     if (
         isinstance(args, (list, tuple))
         and isinstance(kwargs, Mapping)
-        and (bound := _wanted_of_context(parameters, args, kwargs) - PLAIN_CONTEXT)
+        and (unplain := _context_names(parameters, args, kwargs) - PLAIN_CONTEXT)
     ):
         raise sky.BadRequest(
-            f"{name} asks for {', '.join(map(repr, sorted(bound)))}, which talks to Airflow and cannot travel to a"
+            f"{name} asks for {', '.join(map(repr, sorted(unplain)))}, which talks to Airflow and cannot travel to a"
             " node. Ask for plain data instead (ds, ts, run_id, params, ...), pass what you need of it as a template,"
             " such as op_kwargs={'try_number': '{{ ti.try_number }}'}, or return the value and push it in"
             " another task"
@@ -103,11 +103,12 @@ def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
 
 
-def _wanted_of_context(
+def _context_names(
     parameters: Mapping[str, inspect.Parameter], args: Collection[Any], kwargs: Mapping[str, Any]
 ) -> set[str]:
-    """Names of context values that a signature has and the caller has not given; with `**kwargs`, also all values that
-    are loaded and can travel.
+    """Return the names of context values that a signature has and the caller has not given.
+
+    With `**kwargs`, also those of all values that are loaded and can travel.
     """
     named = {name for name in list(parameters)[len(args) :] if name in KNOWN_CONTEXT_KEYS}
     others = PLAIN_CONTEXT - set(parameters) if _takes_any(parameters) else ()
@@ -115,16 +116,16 @@ def _wanted_of_context(
     return (named | unnamed) - set(kwargs)
 
 
-def _plain(name: str, value: Any) -> Any:
-    """A context value without Airflow's and pendulum's classes, which may be missing on a node."""
+def _as_plain(name: str, value: Any) -> Any:
+    """Return a context value without Airflow's and pendulum's classes, which may be missing on a node."""
     if hasattr(value, "__wrapped__"):  # a lazy value: queries Airflow's database on first use
         value = value.__wrapped__
     if isinstance(value, datetime):
         return datetime.fromtimestamp(value.timestamp(), UTC)
     if isinstance(value, Mapping):
-        return {key: _plain(name, item) for key, item in value.items()}
+        return {key: _as_plain(name, item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(name, item) for item in value]
+        return [_as_plain(name, item) for item in value]
     if value is None or isinstance(value, (str, int, float)):
         return value
     raise sky.BadRequest(
@@ -132,21 +133,24 @@ def _plain(name: str, value: Any) -> Any:
     )
 
 
-def _at_hand(value: Any) -> Any:
+def _loaded(value: Any) -> Any:
     """Return loaded values: results of mapped tasks are loaded one by one on access, which is impossible on a node."""
     if isinstance(value, LazyXComSequence):
         return list(value)
     if isinstance(value, dict):
-        return {key: _at_hand(item) for key, item in value.items()}
+        return {key: _loaded(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(_at_hand, value))
+        return type(value)(map(_loaded, value))
     return value
 
 
-def _pending(
+def _pending_calls(
     fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], map_over: Sequence[str]
 ) -> list[sky.PendingCompute[Any]]:
-    """The calls to make: one, or with `map_over` one for each item. Raises BadRequest for arguments that do not fit."""
+    """Return the calls to make: one, or with `map_over` one for each item.
+
+    Raises BadRequest for arguments that do not fit.
+    """
     compute = sky.compute(fn)
     try:
         arguments = inspect.signature(fn).bind(*args, **kwargs)

@@ -93,7 +93,7 @@ class SkywardOperator(BaseOperator):
         **kwargs: Any,
     ) -> None:
         _refuse_unknown(type(self).__name__, kwargs)
-        wishes = as_keywords(spec) | {field: kwargs.pop(name) for name, field in POOL_FIELDS.items() if name in kwargs}
+        given = as_keywords(spec) | {field: kwargs.pop(name) for name, field in POOL_FIELDS.items() if name in kwargs}
         if map_over:
             # else inferred from the function's return type, of which the task returns a list
             kwargs["multiple_outputs"] = False
@@ -104,10 +104,10 @@ class SkywardOperator(BaseOperator):
         self.map_over = (map_over,) if isinstance(map_over, str) else tuple(map_over or ())
         self.max_xcom_bytes = max_xcom_bytes
         refuse_callable(python_callable, self.op_args, self.op_kwargs, self.map_over)
-        plain = as_plain_data(wishes)
+        plain = as_plain_data(given)
         for field, value in plain.items():
             setattr(self, OTHER_NAMES.get(field, field), value)
-        self._asked = tuple(plain)
+        self._given = tuple(plain)
         self.template_fields = tuple(
             name
             for name in type(self).template_fields
@@ -117,7 +117,7 @@ class SkywardOperator(BaseOperator):
     @property
     def pool_spec(self) -> sky.PoolSpec:
         """The pool's spec, after templates are rendered. Raises BadRequest if a rendered value is not valid."""
-        return sky.PoolSpec.of(**{field: shown(getattr(self, OTHER_NAMES.get(field, field))) for field in self._asked})
+        return sky.PoolSpec.of(**{field: shown(getattr(self, OTHER_NAMES.get(field, field))) for field in self._given})
 
     def execute(self, context: Context) -> Any:
         """Run the function on a pool of its own and return its result; close the pool in every case."""
@@ -171,6 +171,7 @@ def _refuse_too_large(result: object, limit: int | None) -> None:
 
     A custom backend has limits of its own.
     """
+    # imported only when a task runs: parsing a DAG does not need them
     from airflow.sdk.execution_time.xcom import XCom
     from airflow.sdk.serde import serialize
 

@@ -25,14 +25,15 @@ def as_keywords(spec: sky.PoolSpec | Mapping[str, Any] | None) -> dict[str, Any]
     return dict(spec or {})
 
 
-def as_plain_data(wishes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values as JSON data, checked by PoolSpec; templates and results of other tasks stay as they are, and are
-    checked when they are known.
+def as_plain_data(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields as JSON data, checked by PoolSpec.
+
+    Templates and results of other tasks stay as they are. They are checked when they are known.
     """
-    known = {name: value for name, value in wishes.items() if not _is_template(value)}
+    known = {name: value for name, value in fields.items() if not _is_template(value)}
     spec = sky.PoolSpec.of(**known)
     checked = spec.model_dump(mode="json", exclude_unset=True)
-    plain = {name: checked.get(name, value) for name, value in wishes.items()}
+    plain = {name: checked.get(name, value) for name, value in fields.items()}
     if plain.get("env"):
         plain["env"] = hidden(spec.env, plain["env"]) if "env" in known else hidden(plain["env"])
     if isinstance(image := plain.get("image"), Mapping) and cast("Mapping[str, Any]", image).get("env"):

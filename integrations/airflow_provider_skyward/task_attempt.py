@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 COST_KEY = "skyward_cost"
 POOL_KEY = "skyward_pool"
-"""XCom that is pushed before anything is rented: by the pool's id the bill is found even if the task is killed."""
+"""XCom that is pushed before anything is rented: the pool's id finds the bill even if the task is killed."""
 
 
 class Killed(BaseException):
@@ -44,11 +44,11 @@ class TaskAttempt:
         self._log = log
         self._task_instance = context["ti"]  # pyright: ignore[reportTypedDictNotRequiredAccess]
         self._work = _work_of(self._task_instance)
-        self._news: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._main = threading.current_thread()
         self._writing = threading.Lock()
         self._is_main_waiting = False
-        """Waits until the pool is open, or closed."""
+        """Whether the main thread waits until the pool is open, or closed."""
         self._pool: sky.ComputePool | None = None
         self._calls = 0
         self._provider = ""
@@ -66,7 +66,7 @@ class TaskAttempt:
         # The task log replaces the display; the pool's own display would write everything twice.
         self._pool = pool = sky.ComputePool.from_spec(
             spec.with_(display="quiet"),
-            on_event=self._tell,
+            on_event=self._receive,
             secrets=values_of(spec),
             replace_object=_plain_function,
             work=self._work,
@@ -74,7 +74,7 @@ class TaskAttempt:
         try:
             self._log.info("::group::Provisioning")
             try:
-                with self._interruptible(), self._told_at_once():
+                with self._interruptible(), self._events_written_at_once():
                     pool.open()
             finally:
                 self._log.info("::endgroup::")
@@ -83,21 +83,22 @@ class TaskAttempt:
             self._calls = len(futures)
             return self._wait(futures)
         finally:
-            with self._told_at_once():
+            with self._events_written_at_once():
                 # an unconfirmed machine is in the log and in `bill`, and fails no task that has done its work
                 pool.hand_over()
 
     def kill(self) -> None:
-        """Stop `run`. Called in a signal handler: orders the machines' end, then wakes the main thread, or raises an
-        exception where it may be waiting for machines.
+        """Stop `run`. Called in a signal handler.
 
-        If a provider does not answer, closing the pool may take longer than Airflow lets this process live: so the
-        reaper gets the order first.
+        It orders the machines' end. Then it wakes the main thread, or raises Killed where that may wait for machines.
+
+        The reaper gets the order first: if a provider does not answer, closing the pool may take longer than Airflow
+        lets this process live.
         """
         self._is_killed = True
         if self._pool is not None:
             self._pool.terminate_now()
-        self._news.put(None)
+        self._inbox.put(None)
         if self._is_interruptible:
             raise Killed
 
@@ -133,8 +134,8 @@ class TaskAttempt:
             return
         costs = self._costs_so_far() | {bill["pool_id"]: bill["cost_usd"]}
         bill |= {"all_tries_usd": sum(costs.values()), "pools": sorted(costs)}
-        told = (bill["cost_usd"], bill["seconds"], bill["nodes"], bill["pool_id"])
-        self._log.info("cost: %.6f USD, %.1f s, nodes: %d; of each machine: skyward receipt %s", *told)
+        figures = (bill["cost_usd"], bill["seconds"], bill["nodes"], bill["pool_id"])
+        self._log.info("cost: %.6f USD, %.1f s, nodes: %d; of each machine: skyward receipt %s", *figures)
         if len(costs) > 1:
             self._log.info("cost of all tries: %.6f USD, for %d pools", bill["all_tries_usd"], len(costs))
         self._push(COST_KEY, bill)
@@ -143,19 +144,19 @@ class TaskAttempt:
         """Push the pool's id before anything is rented: then the cost of this try is found even after a SIGKILL."""
         costs = {other: cost for other, cost in self._costs_so_far().items() if other != pool_id}
         receipt = f"skyward receipt {pool_id}"
-        self._log.info("`%s` tells at any time what became of each machine and what it has cost", receipt)
+        self._log.info("`%s` shows at any time the state and the cost of each machine", receipt)
         if costs:
             self._log.info(
                 "earlier tries of this task have cost %.6f USD: %s", sum(costs.values()), ", ".join(sorted(costs))
             )
-        told = {
+        value = {
             "pool_id": pool_id,
             "receipt": receipt,
             "work": self._work.labels(),
             "earlier_tries_usd": sum(costs.values()),
             "earlier_pools": sorted(costs),
         }
-        self._push(POOL_KEY, told)
+        self._push(POOL_KEY, value)
 
     def _costs_so_far(self) -> dict[str, float]:
         try:
@@ -201,38 +202,38 @@ class TaskAttempt:
     def _wait(self, futures: Sequence[Future[Any]]) -> list[Any]:
         waiting = {future: number for number, future in enumerate(futures, 1)}
         for future in futures:
-            future.add_done_callback(self._news.put)
+            future.add_done_callback(self._inbox.put)
         while waiting and not self._is_killed:
-            news = self._news.get()
-            if not isinstance(news, Future):
+            message = self._inbox.get()
+            if not isinstance(message, Future):
                 with self._writing:
-                    self._write(news)
-            elif error := _error_of(news):
+                    self._write(message)
+            elif error := _error_of(message):
                 if len(futures) > 1:
-                    error.add_note(f"in call {waiting[news]} of {len(futures)} (map_over)")
+                    error.add_note(f"in call {waiting[message]} of {len(futures)} (map_over)")
                 raise error
             else:
-                del waiting[news]
+                del waiting[message]
         if self._is_killed:
             raise Killed
         return [future.result() for future in futures]
 
-    def _tell(self, event: sky.SkywardEvent) -> None:
+    def _receive(self, event: sky.SkywardEvent) -> None:
         with self._writing:
             if self._is_main_waiting:
                 self._write(event)
                 return
-        self._news.put(event)
+        self._inbox.put(event)
 
     @contextmanager
-    def _told_at_once(self) -> Generator[None]:
+    def _events_written_at_once(self) -> Generator[None]:
         """Have the thread of the pool's events write the events of the block.
 
         An exception that a signal handler raises does not interrupt that thread.
         """
         with self._writing:
-            while not self._news.empty():
-                self._write(self._news.get())
+            while not self._inbox.empty():
+                self._write(self._inbox.get())
             self._is_main_waiting = True
         try:
             yield
@@ -240,15 +241,15 @@ class TaskAttempt:
             with self._writing:
                 self._is_main_waiting = False
 
-    def _write(self, news: Any) -> None:
-        if isinstance(news, sky.InstanceProvisioned):
-            self._provider = news.provider
-        if isinstance(news, sky.InfraCreating):
-            self._push_pool(news.pool_id)
-        if isinstance(news, (Future, NoneType)):
+    def _write(self, message: Any) -> None:
+        if isinstance(message, sky.InstanceProvisioned):
+            self._provider = message.provider
+        if isinstance(message, sky.InfraCreating):
+            self._push_pool(message.pool_id)
+        if isinstance(message, (Future, NoneType)):
             return
-        if told := self._narrator.tell(news):
-            self._log.log(told[0], "%s", told[1])
+        if record := self._narrator.tell(message):
+            self._log.log(record[0], "%s", record[1])
 
 
 def _work_of(task_instance: Any) -> sky.Work:
