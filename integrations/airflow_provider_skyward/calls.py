@@ -62,11 +62,11 @@ def calls_of(
 
     Raises BadRequest for a function that cannot run on a node, and for arguments that do not fit.
     """
-    args, kwargs = _loaded(list(args)), _loaded(dict(kwargs))
-    refuse_callable(fn, args, kwargs, map_over)
-    names = _context_names(inspect.signature(fn).parameters, args, kwargs)
+    loaded_args, loaded_kwargs = _loaded(list(args)), _loaded(dict(kwargs))
+    refuse_callable(fn, loaded_args, loaded_kwargs, map_over)
+    names = _context_names(inspect.signature(fn).parameters, loaded_args, loaded_kwargs)
     from_context = {name: _as_plain(name, context[name]) for name in names if name in context}  # type: ignore[literal-required]
-    return _pending_calls(fn, args, from_context | kwargs, map_over)
+    return _pending_calls(fn, loaded_args, from_context | loaded_kwargs, map_over)
 
 
 def refuse_callable(fn: Callable[..., Any], args: object, kwargs: object, map_over: Sequence[str]) -> None:
