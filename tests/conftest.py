@@ -346,7 +346,7 @@ def shared(pool: sky.ComputePool) -> Iterator[sky.ComputePool]:
     """
     with pool:
         # over SSH it is the port of the forward
-        port = urlsplit(cast(Any, pool)._open.cluster.client.scheduler.address).port or 0
+        port = urlsplit(cast(Any, pool)._session.cluster.client.scheduler.address).port or 0
         _shared_schedulers.add(port)
         pool.dask_client()  # its thread belongs to the pool, not to the first test that uses it
         try:

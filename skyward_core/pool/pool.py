@@ -1,20 +1,12 @@
 """`ComputePool`: machines with a Dask cluster on them, as a context manager.
 
-States: new -> opening -> open -> closing -> closed. Only `open` and `close` change the state; `close` may be called in
-any state and twice. If opening fails, `PoolMachines.acquire` ends the machines that were rented; later `close` does. If
-this process is killed, the reaper does, which is started before anything is rented (docs/decisions/0008).
-
-A pool belongs to the process that has opened it. In a fork of that process it raises PoolClosed when it is used;
-closing or collecting it there does nothing.
+The object makes calls and reports cost and state. `current_session.py` owns the state: what is open, and who may open
+and close it.
 """
 
 from __future__ import annotations
 
 import inspect
-import os
-import threading
-import warnings
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
@@ -24,27 +16,23 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, Unpack, cast
 from skyward_core.compute import ComputeFunction, PendingBatch, PendingCompute
 from skyward_core.concurrency.greenlets import refuse_greenlets
 from skyward_core.engine.futures import CallFuture
-from skyward_core.errors import BadRequest, InstancesLeft, NotPicklable, PoolClosed, SkywardError
-from skyward_core.events import console
-from skyward_core.events.events import Callback, CostFinal, compose, registered_callback
-from skyward_core.events.queue import EventQueue
+from skyward_core.errors import BadRequest, InstancesLeft, NotPicklable, PoolClosed
+from skyward_core.events.events import Callback, CostFinal
 from skyward_core.machines.instances import Lease
 from skyward_core.machines.signing import signed, verify
 from skyward_core.pool.calls import checked, mapped_calls, results_of
+from skyward_core.pool.current_session import CurrentSession
 from skyward_core.pool.preparation import Prepared, prepare
 from skyward_core.providers.base import Provider
 from skyward_core.providers.local import Local
 from skyward_core.serialization import pickling
-from skyward_core.session.attached import Attached, DetachedCall
-from skyward_core.session.session import Session
+from skyward_core.session.attached import DetachedCall
 from skyward_core.spec import LONGEST_SECONDS, PoolSpec, Wishes, signature
 from skyward_core.work import NO_WORK, Work
 from skyward_core.worker.masking import SecretValues
 
 if TYPE_CHECKING:
     import distributed
-
-    from skyward_core.engine.cluster import Cluster
 
 
 class ComputePool:
@@ -101,19 +89,7 @@ class ComputePool:
     def _reset(self, prepared: Prepared) -> None:
         """Set the state of a pool that was never opened."""
         self._prepared = prepared
-        self._id = ""
-        self._opening = threading.RLock()
-        self._open: Session | Attached | None = None
-        self._process = 0
-        """The process that has opened the pool."""
-        self._was_opened = False
-        self._terminations = 0
-        """How often `terminate_now` was called."""
-        self._final: CostFinal | None = None
-        self._unconfirmed: InstancesLeft | None = None
-        self._receipt: Mapping[str, Any] | None = None
-        self._why_ended: SkywardError | None = None
-        self._finalizer: weakref.finalize[Any, ComputePool] | None = None
+        self._session = CurrentSession()
 
     @classmethod
     def attach(
@@ -145,11 +121,7 @@ class ComputePool:
         )
         pool = cls.__new__(cls)
         pool._reset(Prepared(spec, (Local(),), on_event=on_event))
-        attached = _attach(claim, None if key is None else str(key), spec, on_event, timeout_seconds)
-        pool._was_opened = True
-        pool._open = attached
-        pool._process = os.getpid()
-        pool._finalizer = weakref.finalize(pool, _left, attached, pool._process)
+        pool._session.attach(claim, None if key is None else str(key), spec, on_event, timeout_seconds)
         return pool
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -161,56 +133,8 @@ class ComputePool:
         ProvisioningTimeout or an error of the provider; then no machine is left running. Raises PoolClosed if the pool
         has ended itself: close it first. Raises BadRequest in a process that gevent or eventlet has patched.
         """
-        self._raise_in_a_fork()
-        refuse_greenlets()
-        terminations = self._terminations
-        opened: Session | None = None
-        try:
-            with self._opening:
-                if isinstance(self._open, Session) and not self._open.is_running:
-                    raise PoolClosed(
-                        "the pool has ended, and closing it has not succeeded yet: close it, and open it then"
-                    )
-                if self._open is None:
-                    prepared = self._prepared
-                    secrets = prepared.read_secrets()
-                    self._was_opened = True
-                    self._final = self._receipt = self._why_ended = self._unconfirmed = None
-                    self._process = os.getpid()
-                    self._open = opened = Session(
-                        prepared.spec, prepared.providers, prepared.on_event, prepared.work, secrets
-                    )
-                    self._start(opened, terminations)
-        finally:
-            if opened is not None:
-                self._flush(opened)
+        self._session.open(self._prepared)
         return self
-
-    def _start(self, opened: Session, terminations: int) -> None:
-        self._id = opened.pool_id
-        if self._terminations != terminations:  # by a signal handler, before there was a session
-            opened.terminate_now()
-        self._prepared.log_provider()
-        try:
-            opened.start()
-        except BaseException:
-            self._open = None
-            opened.stop("the pool could not be opened")
-            self._final, self._receipt = opened.final, opened.receipt
-            raise
-        self._finalizer = weakref.finalize(self, _collected, opened)
-        self._finalizer.atexit = False
-
-    def _flush(self, opened: Session) -> None:
-        """Wait for the callbacks, without the lock, because one of them may be closing the pool.
-
-        An interrupt closes the pool here: no `with` block has begun that would close it.
-        """
-        try:
-            opened.events.flush()
-        except BaseException as error:
-            self.__exit__(type(error), error, error.__traceback__)
-            raise
 
     def close(self) -> None:
         """Terminate the machines and wait until they are confirmed gone.
@@ -221,30 +145,7 @@ class ComputePool:
         could not be written: then the reaper tries that for two minutes, and closing again tries it at once. In a fork
         of the process that has opened the pool it does nothing.
         """
-        if self._is_in_a_fork:
-            return
-        opened = self._open
-        try:
-            with self._opening:
-                self._close()
-        finally:
-            if opened is not None:
-                opened.events.flush()  # without the lock: a callback may be closing the pool too
-
-    def _close(self) -> None:
-        opened = self._open
-        if opened is None:
-            return
-        try:
-            opened.stop("the pool was closed")
-            opened.release()
-        finally:
-            self._final, self._receipt, self._why_ended = opened.final, opened.receipt, opened.why_ended
-            self._unconfirmed = opened.unconfirmed if isinstance(opened, Session) else None
-        self._open = None  # after all else: after an interrupt, InstancesLeft or LedgerError, closing again tries again
-        if self._finalizer is not None:
-            self._finalizer.detach()
-            self._finalizer = None
+        self._session.close()
 
     def hand_over(self) -> InstancesLeft | None:
         """Close; leave unconfirmed machines to the pool's reaper, and return them instead of raising.
@@ -253,16 +154,7 @@ class ComputePool:
         must not lose its result or its own exception. The machines may still cost money: report them to the user. There
         is an `InstancesUnconfirmed` event, their entries in the ledger stay open, and `skyward sweep` asks again.
         """
-        opened = self._open
-        try:
-            self.close()
-        except InstancesLeft as error:
-            if not isinstance(opened, Session):
-                raise
-            opened.hand_over(error)
-            self._unconfirmed = error
-            self.close()
-        return self._unconfirmed
+        return self._session.hand_over()
 
     def terminate_now(self) -> None:
         """Leave the end of the machines to the reaper and return at once; for kill hooks and signal handlers.
@@ -271,10 +163,7 @@ class ComputePool:
         `close` may follow, and reports whether all are gone; it need not. A pool that is still opening rents no more
         machines, and `open` raises. In a fork of the process that has opened the pool it does nothing.
         """
-        self._terminations += 1
-        opened = self._open
-        if isinstance(opened, Session):
-            opened.terminate_now()
+        self._session.terminate_now()
 
     def __enter__(self) -> Self:
         return self.open()
@@ -288,8 +177,8 @@ class ComputePool:
         """
         if error is None:
             self.close()
-        elif (left := self.hand_over()) is not None:
-            error.add_note(f"besides, machines are not confirmed gone: {left}")
+        else:
+            self._session.close_after(error)
 
     # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -299,7 +188,7 @@ class ComputePool:
         `.result()` of the future waits, `.cancel()` stops the call even while it runs, `.seconds` and `.cost` are its
         duration and cost.
         """
-        return cast("CallFuture[R]", self._cluster.submit([checked(pending)], self._prepared.replace_object)[0])
+        return cast("CallFuture[R]", self._session.cluster.submit([checked(pending)], self._prepared.replace_object)[0])
 
     def submit_all[R](self, calls: Iterable[PendingCompute[R]]) -> list[CallFuture[R]]:
         """Submit many calls at once; return their futures, in order.
@@ -308,7 +197,7 @@ class ComputePool:
         """
         return cast(
             "list[CallFuture[R]]",
-            self._cluster.submit([checked(pending) for pending in calls], self._prepared.replace_object),
+            self._session.cluster.submit([checked(pending) for pending in calls], self._prepared.replace_object),
         )
 
     def run[R](self, pending: PendingCompute[R]) -> R:
@@ -317,7 +206,10 @@ class ComputePool:
         Its own exception is raised here, with its remote traceback as the cause.
         """
         return cast(
-            "R", results_of(self._cluster.submit([checked(pending)], self._prepared.replace_object, is_awaited=True))[0]
+            "R",
+            results_of(
+                self._session.cluster.submit([checked(pending)], self._prepared.replace_object, is_awaited=True)
+            )[0],
         )
 
     def run_batch(self, batch: PendingBatch[*tuple[Any, ...]]) -> tuple[Any, ...]:
@@ -327,13 +219,16 @@ class ComputePool:
         """
         return cast(
             "tuple[Any, ...]",
-            results_of(self._cluster.submit([*batch.calls], self._prepared.replace_object, is_awaited=True), tuple),
+            results_of(
+                self._session.cluster.submit([*batch.calls], self._prepared.replace_object, is_awaited=True), tuple
+            ),
         )
 
     def broadcast[R](self, pending: PendingCompute[R]) -> tuple[R, ...]:
         """Run the call on all workers at once; return the results in the order of nodes and workers."""
         return cast(
-            "tuple[R, ...]", results_of(self._cluster.broadcast(checked(pending), self._prepared.replace_object), tuple)
+            "tuple[R, ...]",
+            results_of(self._session.cluster.broadcast(checked(pending), self._prepared.replace_object), tuple),
         )
 
     def map[R](self, fn: Callable[..., R] | ComputeFunction[..., R], *iterables: Iterable[Any]) -> list[R]:
@@ -343,7 +238,9 @@ class ComputePool:
         Raises TypeError if the function does not take as many arguments.
         """
         calls = mapped_calls(fn, iterables)
-        return cast("list[R]", results_of(self._cluster.submit(calls, self._prepared.replace_object, is_awaited=True)))
+        return cast(
+            "list[R]", results_of(self._session.cluster.submit(calls, self._prepared.replace_object, is_awaited=True))
+        )
 
     def start_detached[R](self, pending: PendingCompute[R]) -> DetachedCall[R]:
         """Submit a call that goes on when this process dies; return an object that represents it.
@@ -352,11 +249,10 @@ class ComputePool:
         pool is closed, or the lease of its nodes runs out (`lease_seconds` after the last sign of life from a client).
         Arguments are sent in one message; the call should read large values itself.
         """
-        cluster = self._cluster
-        if isinstance(self._open, Session):
-            self._open.live_by_lease()
+        cluster = self._session.cluster
+        self._session.live_by_lease()
         return DetachedCall(
-            cluster.start_detached(checked(pending), self._prepared.replace_object), lambda: self._cluster
+            cluster.start_detached(checked(pending), self._prepared.replace_object), lambda: self._session.cluster
         )
 
     def detached_call(self, call_id: str) -> DetachedCall[Any]:
@@ -364,12 +260,15 @@ class ComputePool:
 
         Raises BadRequest if the pool knows none.
         """
-        self._cluster.detached_call(call_id)
-        return DetachedCall(call_id, lambda: self._cluster)
+        self._session.cluster.detached_call(call_id)
+        return DetachedCall(call_id, lambda: self._session.cluster)
 
     def detached_calls(self) -> list[DetachedCall[Any]]:
         """Return all calls that were started detached and not forgotten, in the order in which they came."""
-        return [DetachedCall(str(known["call_id"]), lambda: self._cluster) for known in self._cluster.detached_calls()]
+        return [
+            DetachedCall(str(known["call_id"]), lambda: self._session.cluster)
+            for known in self._session.cluster.detached_calls()
+        ]
 
     def detach(self, lease_seconds: float | None = None) -> Lease:
         """Leave the pool running, for `lease_seconds` (at least the spec's) from now; return its lease, for `attach`.
@@ -381,24 +280,12 @@ class ComputePool:
         With `max_cost` the lease ends when that is used up. Raises Unreachable if a node cannot be reached, and
         LedgerError. After an error the pool is open as before.
         """
-        self._raise_in_a_fork()
         if lease_seconds is not None and not 0 < lease_seconds <= LONGEST_SECONDS:
             raise BadRequest(
                 f"lease_seconds={lease_seconds!r}: write the seconds that nodes may live on without a sign of life, at"
                 f" most {LONGEST_SECONDS:.0f}"
             )
-        with self._opening:
-            opened = self._open
-            if not isinstance(opened, Session):
-                raise PoolClosed(self._why_closed() if opened is None else "an attached pool is left by closing it")
-            lease = signed(opened.detach(self._prepared.spec.lease_seconds if lease_seconds is None else lease_seconds))
-            self._final = opened.final
-            self._open = None
-            if self._finalizer is not None:
-                self._finalizer.detach()
-                self._finalizer = None
-        opened.events.flush()
-        return lease
+        return self._session.detach(self._prepared.spec.lease_seconds if lease_seconds is None else lease_seconds)
 
     def dask_client(self) -> distributed.Client:
         """Return a Dask client of the pool's cluster, for Dask collections and other libraries that take one.
@@ -408,10 +295,7 @@ class ComputePool:
         a `with`. When the head of the pool was lost its futures are cancelled, and this returns another client, of the
         new head. Raises NodeLost while the scheduler is out of reach: try again.
         """
-        _, opened = self._cluster, self._open
-        if opened is None or opened.user_client is None:
-            raise PoolClosed(self._why_closed())
-        return opened.user_client.get()
+        return self._session.user_client.get()
 
     # ── properties ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -425,7 +309,7 @@ class ComputePool:
         """The pool's id, in the ledger, `skyward receipt` and the machines' tags: of the last opening, "" before the
         first.
         """
-        return self._open.lease.pool_id if isinstance(self._open, Attached) else self._id
+        return self._session.pool_id
 
     @property
     def work(self) -> Work:
@@ -435,19 +319,19 @@ class ComputePool:
     @property
     def is_active(self) -> bool:
         """True while the pool is open, in the process that has opened it."""
-        return self._open is not None and self._open.is_running and not self._is_in_a_fork
+        return self._session.is_active
 
     @property
     def instance_count(self) -> int:
         """Number of machines of the open pool; 0 while it is not open."""
-        return len(self._open.lease.nodes) if self._open is not None and self._open.lease is not None else 0
+        return len(lease.nodes) if (lease := self._session.lease) is not None else 0
 
     @property
     def lease(self) -> Lease:
         """The written claim on the machines. Raises PoolClosed while the pool has none."""
-        if self._open is None or self._open.lease is None:
-            raise PoolClosed(self._why_closed())
-        return signed(self._open.lease)
+        if (lease := self._session.lease) is None:
+            raise PoolClosed(self._session.why_closed)
+        return signed(lease)
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled: a copy in another process could not end the pool's machines."""
@@ -459,9 +343,7 @@ class ComputePool:
     @property
     def cost(self) -> float:
         """USD spent so far; after the end the whole bill."""
-        if self._final is not None:
-            return self._final.total_cost
-        return self._open.meter.update().accumulated_cost if isinstance(self._open, Session) else 0.0
+        return self._session.cost
 
     def share_cost(self, shares: Mapping[Work, float]) -> None:
         """Divide parts of the cost, in USD, among tasks that share the pool, for `skyward cost --by task`.
@@ -469,65 +351,37 @@ class ComputePool:
         Replaces earlier shares; the rest of the cost belongs to the pool's own work. Allowed after the end. Raises
         LedgerError, and PoolClosed for a pool that was never opened.
         """
-        if not self._id:
-            raise PoolClosed(self._why_closed())
+        if not self._session.own_id:
+            raise PoolClosed(self._session.why_closed)
         # programs that only describe pools do not load SQLAlchemy
         from skyward_core.ledger.ledger import Ledger, default_url
 
         with Ledger(default_url()) as ledger:
-            ledger.set_shares(self._id, {work: Decimal(repr(float(usd))) for work, usd in shares.items()})
+            ledger.set_shares(self._session.own_id, {work: Decimal(repr(float(usd))) for work, usd in shares.items()})
 
     @property
     def receipt(self) -> Mapping[str, Any] | None:
         """The cost and the times of each rented resource, as JSON data, once the pool has ended: when it was requested,
         ended and confirmed gone.
         """
-        return self._receipt
+        return self._session.receipt
 
     @property
     def unconfirmed(self) -> InstancesLeft | None:
         """The machines that were not confirmed gone when the pool was closed, with their ids; None if all are gone, or
         the pool is open.
         """
-        return self._unconfirmed
+        return self._session.unconfirmed
 
     @property
     def cost_final(self) -> CostFinal | None:
         """The whole bill, once the pool has ended."""
-        return self._final
+        return self._session.final
 
     def __repr__(self) -> str:
-        state = "open" if self.is_active else "closed" if self._was_opened else "new"
+        state = "open" if self.is_active else "closed" if self._session.was_opened else "new"
         spec, names = self._prepared.spec, " or ".join(provider.name for provider in self._prepared.providers)
         return f"<ComputePool {state}, {spec.nodes} x {spec.accelerator or 'node'} on {names}>"
-
-    @property
-    def _is_in_a_fork(self) -> bool:
-        return self._open is not None and self._process != os.getpid()
-
-    def _raise_in_a_fork(self) -> None:
-        if self._is_in_a_fork:
-            raise PoolClosed(
-                f"process {os.getpid()} is a fork of the one that has opened the pool, {self._process}, and has no"
-                " connection to it. Make the calls there; or start this process anew (multiprocessing's 'spawn') and"
-                " let it attach: ComputePool.attach(pool.lease)"
-            )
-
-    @property
-    def _cluster(self) -> Cluster:
-        self._raise_in_a_fork()
-        if self._open is None or self._open.cluster is None:
-            if self._why_ended is not None:
-                raise type(self._why_ended)(*self._why_ended.args)
-            raise PoolClosed(self._why_closed())
-        return self._open.cluster
-
-    def _why_closed(self) -> str:
-        return (
-            "the pool is closed: its machines are gone"
-            if self._was_opened
-            else "the pool is not open: write `with sky.ComputePool(...) as pool:`"
-        )
 
 
 def _read_lease(lease: Lease | Mapping[str, Any] | str, *, is_trusted: bool) -> Lease:
@@ -542,39 +396,3 @@ def _read_lease(lease: Lease | Mapping[str, Any] | str, *, is_trusted: bool) -> 
     if not is_trusted:
         verify(claim)
     return claim
-
-
-def _attach(
-    claim: Lease, key: str | None, spec: PoolSpec, on_event: Callback | None, timeout_seconds: float
-) -> Attached:
-    """Connect to the nodes of a lease; nothing stays open if that fails."""
-    show = console.display(spec.display)
-    callback = compose(*[sink for sink in (registered_callback(), on_event) if sink is not None], show)
-    attached = Attached(claim, key, spec.lease_seconds, spec.retries, EventQueue(callback, show.close))
-    try:
-        attached.start(timeout_seconds)
-        attached.events.flush()
-    except BaseException:
-        attached.stop("the pool could not be attached to")
-        attached.events.flush()
-        raise
-    return attached
-
-
-def _left(attached: Attached, process: int) -> None:
-    """Close an attachment. Also called in forks of the process, when they end."""
-    if process == os.getpid():
-        attached.stop("the pool object was collected")
-
-
-def _collected(opened: Session) -> None:
-    if opened.is_running and not opened.is_fork:
-        ids = ", ".join(node.instance.id for node in opened.lease.nodes) if opened.lease else "none"
-        try:
-            warnings.warn(
-                f"a ComputePool was collected while open ({ids}): use `with`, or close() it",
-                ResourceWarning,
-                stacklevel=2,
-            )
-        finally:  # the warning is an error under `python -W error`
-            opened.stop("the pool object was collected")

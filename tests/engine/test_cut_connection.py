@@ -47,7 +47,7 @@ def far() -> Iterator[sky.ComputePool]:
 
 
 def cluster_of(pool: sky.ComputePool) -> Any:
-    return pool._cluster
+    return pool._session.cluster
 
 
 def cut(pool: sky.ComputePool) -> Callable[[], None]:

@@ -70,7 +70,7 @@ def not_loaded(call: Callable[[], Any]) -> sky.ResultNotLoaded:
 
 def counted(pool: sky.ComputePool, told: Told) -> sky.CallProgress:
     """Return the last CallProgress once all calls are counted; there are at most ten such events a second."""
-    sent: int = pool._cluster.dispatcher._calls.submitted
+    sent: int = pool._session.cluster.dispatcher._calls.submitted
     wait_until(
         lambda: (last := told.of(sky.CallProgress)[-1]).done + last.cancelled == last.submitted == sent,
         "all calls to be counted",
@@ -263,7 +263,7 @@ def test_a_map_with_wrong_arguments_sends_nothing(own_pool: sky.ComputePool, mon
     Looks inside: what is not sent shows nowhere else.
     """
     sent = list[object]()
-    monkeypatch.setattr(own_pool._cluster, "submit", lambda *what, **_: sent.append(what))
+    monkeypatch.setattr(own_pool._session.cluster, "submit", lambda *what, **_: sent.append(what))
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'b'"):
         own_pool.map(add, [1, 2])
     assert sent == []

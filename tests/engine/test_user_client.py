@@ -245,7 +245,7 @@ def test_closing_neither_hangs_nor_logs(scheduler_is: str, caplog: pytest.LogCap
             wait_until(lambda: client.status == "connecting", "the client to notice", SOON_SECONDS)
         caplog.clear()
         began = time.monotonic()
-        pool._open.user_client.close()
+        pool._session._opened.user_client.close()
         took = time.monotonic() - began
         with pytest.raises(CancelledError):
             waits.result(SOON_SECONDS)

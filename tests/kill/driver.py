@@ -236,7 +236,7 @@ def _work(scenario: Scenario, pool: Any, boundaries: Boundaries, clock: SharedCl
     """Run what happens while a pool is open, and how the driver leaves it."""
     from skyward_core.events.events import InstanceLost
 
-    opened = pool._open
+    opened = pool._session._opened
     for _ in range(scenario.beats):
         clock.advance(BEAT_SECONDS)
         _beat(scenario, opened)

@@ -492,7 +492,7 @@ def bought() -> Iterator[Bought]:
     with shared(
         sky.ComputePool(provider=sky.Local(price_per_hour=7200.0), concurrency=2, display="quiet", on_event=told)
     ) as pool:
-        meter = cast(Any, pool)._open.meter
+        meter = cast(Any, pool)._session._opened.meter
         (instance_id,) = meter.rented()
         yield Bought(pool, told, meter, instance_id)
 

@@ -34,7 +34,7 @@ import skyward_core as sky
 from skyward_core.ledger.database import Database
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.rows import Account, Bucket, CostBy, Period
-from skyward_core.pool.pool import _left
+from skyward_core.pool.current_session import _left
 from skyward_core.provisioning.lifecycle import PoolMachines
 from skyward_core.session import clock
 from skyward_core.session.session import Session
@@ -1028,7 +1028,7 @@ def test_a_ledger_that_fails_while_a_pool_closes_gets_its_end_later(
         ledger.set_account(Account("outage", Decimal(2000), Period.MONTH))
         pool = sky.ComputePool(provider=sky.Local(price_per_hour=3600), display="quiet", budget="outage").open()
         pool_id = pool.lease.pool_id
-        opened = pool._open
+        opened = pool._session._opened
         assert isinstance(opened, Session)
         machines, reaper = opened.machines, opened._reaper.reaper
         assert machines is not None

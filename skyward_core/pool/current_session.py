@@ -1,0 +1,306 @@
+"""The session that a pool object has open, and what the session before it has left: bill, receipt, unconfirmed
+machines.
+
+States of a pool: new -> opening -> open -> closing -> closed. Only `open`, `attach`, `close` and `detach` change the
+state; `close` may be called in any state and twice. If opening fails, `PoolMachines.acquire` ends the machines that
+were rented; later `close` does. If this process is killed, the reaper does, which is started before anything is rented
+(docs/decisions/0008).
+
+A session belongs to the process that has opened it. In a fork of that process it raises PoolClosed when it is used;
+closing or collecting it there does nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from skyward_core.concurrency.greenlets import refuse_greenlets
+from skyward_core.errors import InstancesLeft, PoolClosed, SkywardError
+from skyward_core.events import console
+from skyward_core.events.events import Callback, CostFinal, compose, registered_callback
+from skyward_core.events.queue import EventQueue
+from skyward_core.machines.instances import Lease
+from skyward_core.machines.signing import signed
+from skyward_core.pool.preparation import Prepared
+from skyward_core.session.attached import Attached
+from skyward_core.session.session import Session
+from skyward_core.spec import PoolSpec
+
+if TYPE_CHECKING:
+    from skyward_core.engine.cluster import Cluster
+    from skyward_core.engine.user_client import UserClient
+
+
+class CurrentSession:
+    """What one pool object has open: a session, an attachment to another process's session, or nothing.
+
+    If it is collected while open, the session is stopped, with a ResourceWarning. `open` and `close` have the contracts
+    of the methods of `ComputePool`.
+    """
+
+    def __init__(self) -> None:
+        self.own_id = ""
+        """The id of the last session that was opened here; "" before the first, and for an attachment."""
+        self.was_opened = False
+        self.final: CostFinal | None = None
+        self.receipt: Mapping[str, Any] | None = None
+        self.unconfirmed: InstancesLeft | None = None
+        self._changing = threading.RLock()
+        self._opened: Session | Attached | None = None
+        self._process = 0
+        """The process that has opened the session."""
+        self._terminations = 0
+        """How often `terminate_now` was called."""
+        self._why_ended: SkywardError | None = None
+        self._finalizer: weakref.finalize[Any, CurrentSession] | None = None
+
+    # ── open ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def open(self, prepared: Prepared) -> None:
+        """Open a session, unless one is open."""
+        self._raise_in_a_fork()
+        refuse_greenlets()
+        terminations = self._terminations
+        opened: Session | None = None
+        try:
+            with self._changing:
+                if isinstance(self._opened, Session) and not self._opened.is_running:
+                    raise PoolClosed(
+                        "the pool has ended, and closing it has not succeeded yet: close it, and open it then"
+                    )
+                if self._opened is None:
+                    secrets = prepared.read_secrets()
+                    self.was_opened = True
+                    self.final = self.receipt = self._why_ended = self.unconfirmed = None
+                    self._process = os.getpid()
+                    self._opened = opened = Session(
+                        prepared.spec, prepared.providers, prepared.on_event, prepared.work, secrets
+                    )
+                    self._start(opened, prepared, terminations)
+        finally:
+            if opened is not None:
+                self._flush(opened)
+
+    def _start(self, opened: Session, prepared: Prepared, terminations: int) -> None:
+        self.own_id = opened.pool_id
+        if self._terminations != terminations:  # by a signal handler, before there was a session
+            opened.terminate_now()
+        prepared.log_provider()
+        try:
+            opened.start()
+        except BaseException:
+            self._opened = None
+            opened.stop("the pool could not be opened")
+            self.final, self.receipt = opened.final, opened.receipt
+            raise
+        self._finalizer = weakref.finalize(self, _collected, opened)
+        self._finalizer.atexit = False
+
+    def _flush(self, opened: Session) -> None:
+        """Wait for the callbacks, without the lock, because one of them may be closing the pool.
+
+        An interrupt closes the pool here: no `with` block has begun that would close it.
+        """
+        try:
+            opened.events.flush()
+        except BaseException as error:
+            self.close_after(error)
+            raise
+
+    def attach(
+        self, lease: Lease, key: str | None, spec: PoolSpec, on_event: Callback | None, timeout_seconds: float
+    ) -> None:
+        """Connect to the nodes of a lease."""
+        attached = _attach(lease, key, spec, on_event, timeout_seconds)
+        self.was_opened = True
+        self._opened = attached
+        self._process = os.getpid()
+        self._finalizer = weakref.finalize(self, _left, attached, self._process)
+
+    # ── close ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def close(self) -> None:
+        """Stop the session and release its machines."""
+        if self._is_in_a_fork:
+            return
+        opened = self._opened
+        try:
+            with self._changing:
+                self._close()
+        finally:
+            if opened is not None:
+                opened.events.flush()  # without the lock: a callback may be closing the pool too
+
+    def _close(self) -> None:
+        opened = self._opened
+        if opened is None:
+            return
+        try:
+            opened.stop("the pool was closed")
+            opened.release()
+        finally:
+            self.final, self.receipt, self._why_ended = opened.final, opened.receipt, opened.why_ended
+            self.unconfirmed = opened.unconfirmed if isinstance(opened, Session) else None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Have nothing open.
+
+        After all else: after an interrupt, InstancesLeft or LedgerError, closing again tries again.
+        """
+        self._opened = None
+        if self._finalizer is not None:
+            self._finalizer.detach()
+            self._finalizer = None
+
+    def hand_over(self) -> InstancesLeft | None:
+        """Close; leave unconfirmed machines to the pool's reaper, and return them instead of raising."""
+        opened = self._opened
+        try:
+            self.close()
+        except InstancesLeft as error:
+            if not isinstance(opened, Session):
+                raise
+            opened.hand_over(error)
+            self.unconfirmed = error
+            self.close()
+        return self.unconfirmed
+
+    def close_after(self, error: BaseException) -> None:
+        """Close after this exception, which unconfirmed machines never hide: a note of it names them."""
+        if (left := self.hand_over()) is not None:
+            error.add_note(f"besides, machines are not confirmed gone: {left}")
+
+    def terminate_now(self) -> None:
+        """Leave the end of the machines to the reaper and return at once. A signal handler may call it."""
+        self._terminations += 1
+        opened = self._opened
+        if isinstance(opened, Session):
+            opened.terminate_now()
+
+    # ── detach ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def live_by_lease(self) -> None:
+        """Let the nodes of this machine outlive this process, until their lease ends; the others do anyway."""
+        if isinstance(self._opened, Session):
+            self._opened.live_by_lease()
+
+    def detach(self, lease_seconds: float) -> Lease:
+        """Leave the machines running, for so long; return their signed lease."""
+        self._raise_in_a_fork()
+        with self._changing:
+            opened = self._opened
+            if not isinstance(opened, Session):
+                raise PoolClosed(self.why_closed if opened is None else "an attached pool is left by closing it")
+            lease = signed(opened.detach(lease_seconds))
+            self.final = opened.final
+            self._forget()
+        opened.events.flush()
+        return lease
+
+    # ── what is open ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that runs calls.
+
+        Raises PoolClosed if nothing is open, or again the error by which the session has ended itself.
+        """
+        self._raise_in_a_fork()
+        if self._opened is None or self._opened.cluster is None:
+            if self._why_ended is not None:
+                raise type(self._why_ended)(*self._why_ended.args)
+            raise PoolClosed(self.why_closed)
+        return self._opened.cluster
+
+    @property
+    def user_client(self) -> UserClient:
+        """The source of Dask clients for the user. Raises what `cluster` raises."""
+        _, opened = self.cluster, self._opened
+        if opened is None or opened.user_client is None:
+            raise PoolClosed(self.why_closed)
+        return opened.user_client
+
+    @property
+    def pool_id(self) -> str:
+        """The id of the pool that is open, or was open last."""
+        return self._opened.lease.pool_id if isinstance(self._opened, Attached) else self.own_id
+
+    @property
+    def is_active(self) -> bool:
+        """Whether calls can be made in this process."""
+        return self._opened is not None and self._opened.is_running and not self._is_in_a_fork
+
+    @property
+    def lease(self) -> Lease | None:
+        """The claim on the present machines; None before there are any."""
+        return self._opened.lease if self._opened is not None else None
+
+    @property
+    def cost(self) -> float:
+        """USD spent so far; after the end the whole bill."""
+        if self.final is not None:
+            return self.final.total_cost
+        return self._opened.meter.update().accumulated_cost if isinstance(self._opened, Session) else 0.0
+
+    @property
+    def why_closed(self) -> str:
+        """The message of PoolClosed while nothing is open."""
+        return (
+            "the pool is closed: its machines are gone"
+            if self.was_opened
+            else "the pool is not open: write `with sky.ComputePool(...) as pool:`"
+        )
+
+    @property
+    def _is_in_a_fork(self) -> bool:
+        return self._opened is not None and self._process != os.getpid()
+
+    def _raise_in_a_fork(self) -> None:
+        if self._is_in_a_fork:
+            raise PoolClosed(
+                f"process {os.getpid()} is a fork of the one that has opened the pool, {self._process}, and has no"
+                " connection to it. Make the calls there; or start this process anew (multiprocessing's 'spawn') and"
+                " let it attach: ComputePool.attach(pool.lease)"
+            )
+
+
+def _attach(
+    claim: Lease, key: str | None, spec: PoolSpec, on_event: Callback | None, timeout_seconds: float
+) -> Attached:
+    """Connect to the nodes of a lease; nothing stays open if that fails."""
+    show = console.display(spec.display)
+    callback = compose(*[sink for sink in (registered_callback(), on_event) if sink is not None], show)
+    attached = Attached(claim, key, spec.lease_seconds, spec.retries, EventQueue(callback, show.close))
+    try:
+        attached.start(timeout_seconds)
+        attached.events.flush()
+    except BaseException:
+        attached.stop("the pool could not be attached to")
+        attached.events.flush()
+        raise
+    return attached
+
+
+def _left(attached: Attached, process: int) -> None:
+    """Close an attachment. Also called in forks of the process, when they end."""
+    if process == os.getpid():
+        attached.stop("the pool object was collected")
+
+
+def _collected(opened: Session) -> None:
+    if opened.is_running and not opened.is_fork:
+        ids = ", ".join(node.instance.id for node in opened.lease.nodes) if opened.lease else "none"
+        try:
+            warnings.warn(
+                f"a ComputePool was collected while open ({ids}): use `with`, or close() it",
+                ResourceWarning,
+                stacklevel=2,
+            )
+        finally:  # the warning is an error under `python -W error`
+            opened.stop("the pool object was collected")
