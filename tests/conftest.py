@@ -1,7 +1,7 @@
 """What every test has: its own home (caches, settings), no access to the network, and a check that nothing is left.
 
-A test that opens pools may share `pool`, two nodes that live as long as the test session; `told` has the events of that
-pool.
+A test that opens pools may share `pool`, two nodes that live as long as the test session; `recorded` has the
+events of that pool.
 """
 
 import gc
@@ -171,7 +171,7 @@ def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
     strangers, launched = len(_strangers), len(_launched)
     threads, descriptors = set(threading.enumerate()), _descriptors(request)
     yield
-    assert _strangers[strangers:] == [], "somebody wanted to connect to the outside"
+    assert _strangers[strangers:] == [], "something wanted to connect to the outside"
     checks: list[Callable[[], object]] = [
         lambda: _new_threads(threads, request),
         lambda: _new_descriptors(descriptors, request),
@@ -204,7 +204,7 @@ def _new_threads(before: set[threading.Thread], request: pytest.FixtureRequest) 
 def _new_descriptors(before: dict[int, str], request: pytest.FixtureRequest) -> dict[int, str]:
     new = {number: what for number, what in _descriptors(request).items() if number not in before}
     return {
-        number: _told(what)
+        number: _described(what)
         for number, what in new.items()
         if not (what.startswith("socket:") and _is_to_shared_pool(what))
     }
@@ -229,7 +229,7 @@ def _descriptors(request: pytest.FixtureRequest) -> dict[int, str]:
     return found
 
 
-def _told(what: str) -> str:
+def _described(what: str) -> str:
     """Describe a descriptor; of a TCP socket both ends and its state.
 
     In /proc/net/tcp, in hexadecimal, 01 is established, 08 waits for us to close it.
@@ -320,7 +320,7 @@ def slowness() -> float:
     return max(1.0, took / (after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime))
 
 
-class Told:
+class RecordedEvents:
     """The events of a pool so far; an event sink."""
 
     def __init__(self) -> None:
@@ -356,20 +356,20 @@ def shared(pool: sky.ComputePool) -> Iterator[sky.ComputePool]:
 
 
 @pytest.fixture(scope="session")
-def _shared() -> Iterator[tuple[sky.ComputePool, Told]]:
-    told = Told()
-    with shared(sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", on_event=told)) as pool:
-        yield pool, told
+def _shared() -> Iterator[tuple[sky.ComputePool, RecordedEvents]]:
+    recorded = RecordedEvents()
+    with shared(sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", on_event=recorded)) as pool:
+        yield pool, recorded
 
 
 @pytest.fixture
-def pool(_shared: tuple[sky.ComputePool, Told]) -> sky.ComputePool:
+def pool(_shared: tuple[sky.ComputePool, RecordedEvents]) -> sky.ComputePool:
     """Two local nodes with one slot each, shared by the tests of a session. Tests must not change it permanently."""
     return _shared[0]
 
 
 @pytest.fixture
-def told(_shared: tuple[sky.ComputePool, Told]) -> Told:
+def recorded(_shared: tuple[sky.ComputePool, RecordedEvents]) -> RecordedEvents:
     """The events of the shared pool since it was opened."""
     return _shared[1]
 

@@ -77,10 +77,10 @@ def run(orchestrator: Orchestrator) -> dict[str, float]:
                 lines.append(line)
         if process.returncode:
             sys.exit(f"{orchestrator.name} failed with {process.returncode}")
-    told = [line.partition(RESULT)[2] for line in lines if RESULT + "{" in line]
-    if not told:
-        sys.exit(f"{orchestrator.name} told no result")
-    result = json.JSONDecoder().raw_decode(told[-1])[0]
+    results = [line.partition(RESULT)[2] for line in lines if RESULT + "{" in line]
+    if not results:
+        sys.exit(f"{orchestrator.name} printed no result")
+    result = json.JSONDecoder().raw_decode(results[-1])[0]
     if not result["accuracy"] > 0.97:
         sys.exit(f"{orchestrator.name}: accuracy {result['accuracy']} is not above 0.97")
     return result

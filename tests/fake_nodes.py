@@ -83,7 +83,7 @@ class FakeNode:
     lives: bool = True
     """Whether its supervisor lives while the machine answers."""
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    told: asyncio.Event = field(default_factory=asyncio.Event)
+    configured: asyncio.Event = field(default_factory=asyncio.Event)
     tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
     def say(self, line: str) -> None:
@@ -96,7 +96,7 @@ class FakeNode:
         """Keep a file, under its base name."""
         self.files[name] = content
         if name == "settings.json":
-            self.told.set()
+            self.configured.set()
 
     def start(self) -> None:
         """Start to play the bootstrap; later calls do nothing."""
@@ -117,8 +117,8 @@ class FakeNode:
         for phase in PHASES_AFTER:
             self.say(f"::skyward phase {phase}")
         while True:
-            await self.told.wait()
-            self.told.clear()
+            await self.configured.wait()
+            self.configured.clear()
             await self.serve(self, NodeSettings.from_json(self.files["settings.json"].decode()))
 
 
@@ -371,10 +371,10 @@ class _Command(asyncssh.SSHServerSession[bytes]):
         return 0, ""
 
     async def _follow(self, line: int) -> tuple[int, str]:
-        told = line - 1
+        sent = line - 1
         while True:
             news = self._node.news
-            if lines := self._node.log[told:]:
-                told += len(lines)
+            if lines := self._node.log[sent:]:
+                sent += len(lines)
                 self._channel.write("".join(f"{line}\n" for line in lines).encode())
             await news.wait()

@@ -99,18 +99,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--sample", type=int, metavar="N", help="only so many mutants, drawn by chance")
     parser.add_argument("--seed", type=int, default=0, help="the same seed draws the same mutants of the same module")
     parser.add_argument("--tests", nargs="+", help="these instead of the module's own, as pytest names them")
-    wishes = parser.parse_args(arguments)
-    tests = wishes.tests or tests_of(wishes.module)
-    print(f"{wishes.module} is tested by {' '.join(tests)}", flush=True)
+    options = parser.parse_args(arguments)
+    tests = options.tests or tests_of(options.module)
+    print(f"{options.module} is tested by {' '.join(tests)}", flush=True)
     try:
-        outcomes = explored(ROOT, wishes.module, tests, wishes.sample, wishes.seed)
+        outcomes = explored(ROOT, options.module, tests, options.sample, options.seed)
     except Failed as failure:
         print(failure, file=sys.stderr)
         return 1
     for outcome in outcomes:
         if outcome.status != "killed":
             print(f"\n# {outcome.status}: {outcome.name}\n{outcome.diff}")
-    print(f"\n{wishes.module}: {summary(outcomes)}")
+    print(f"\n{options.module}: {summary(outcomes)}")
     return 0
 
 

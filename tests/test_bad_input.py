@@ -19,7 +19,7 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "advice"),
+    ("options", "advice"),
     [
         ({"node": 2}, "'nodes'"),
         ({"acelerator": "A100"}, "'accelerator'"),
@@ -50,14 +50,14 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_a_wrong_spec_is_refused_with_advice(wishes: dict[str, Any], advice: str) -> None:
+def test_a_wrong_spec_is_refused_with_advice(options: dict[str, Any], advice: str) -> None:
     """Each wrong keyword or value raises BadRequest, a ValueError, which names the correct one."""
     with pytest.raises(sky.BadRequest) as caught:
-        sky.ComputePool(**{"provider": sky.Local(), **wishes})
+        sky.ComputePool(**{"provider": sky.Local(), **options})
     assert advice in str(caught.value)
     assert isinstance(caught.value, ValueError)
     with pytest.raises(sky.BadRequest):
-        sky.PoolSpec.of(**wishes)
+        sky.PoolSpec.of(**options)
 
 
 def test_all_faults_are_in_one_message() -> None:
@@ -80,17 +80,17 @@ def test_another_python_is_refused_with_the_reason() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "name"),
+    ("options", "name"),
     [
         ({"volume": sky.S3Volume(mount_path="/data", bucket="weather")}, "volume"),
         ({"accelerator": sky.Accelerator.NVIDIA.H100(mig="3g.40gb")}, "mig"),
         ({"image": sky.Image(apt=["ffmpeg"])}, "apt"),
     ],
 )
-def test_a_setting_that_local_does_not_support_is_refused(wishes: dict[str, Any], name: str) -> None:
+def test_a_setting_that_local_does_not_support_is_refused(options: dict[str, Any], name: str) -> None:
     """It raises NotYetSupported, a NotImplementedError, which names the setting and the providers that support it."""
     with pytest.raises(sky.NotYetSupported) as caught:
-        sky.ComputePool(provider=sky.Local(), **wishes)
+        sky.ComputePool(provider=sky.Local(), **options)
     assert isinstance(caught.value, NotImplementedError)
     assert f"local does not do {name}: " in str(caught.value)
 

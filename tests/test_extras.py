@@ -63,13 +63,13 @@ def test_each_extra_alone_installs_only_its_orchestrator(wheel: Path, orchestrat
 def test_without_an_extra_there_is_no_orchestrator_and_a_pool_works(wheel: Path, tmp_path: Path) -> None:
     """The bare wheel runs calls, and neither has nor imports any orchestrator."""
     python = installed(wheel, "", tmp_path / "env")
-    told = run(
+    output = run(
         python,
         "-c",
         "import sys, skyward_core; print(sorted({name.partition('.')[0] for name in sys.modules}))",
         cwd=tmp_path,
     )
-    assert not {"prefect", "airflow", "dagster", "distributed", "pydantic"} & set(ast.literal_eval(told))
+    assert not {"prefect", "airflow", "dagster", "distributed", "pydantic"} & set(ast.literal_eval(output))
     script = tmp_path / "call.py"
     script.write_text(A_CALL)
     run(python, str(script), cwd=tmp_path)

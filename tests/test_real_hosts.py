@@ -35,7 +35,7 @@ from skyward_core.events.events import (
 )
 from skyward_core.providers import host_connections
 from skyward_core.provisioning import rental
-from tests.conftest import Told, processes_by_tag, slowness, wait_until
+from tests.conftest import RecordedEvents, processes_by_tag, slowness, wait_until
 from tests.testbed import Fleet, Host
 from tests.testbed.command import run
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
@@ -50,7 +50,7 @@ NOTICE_SECONDS = 20
 NOTICE_OF_DEATH_SECONDS = 3
 GUARD_SECONDS = 10
 FIRST_CALL_SECONDS = 15
-NOBODY = "02:77:ff:00:00:00"
+UNUSED_ADDRESS = "02:77:ff:00:00:00"
 REPOSITORY = Path(__file__).parents[1]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -154,17 +154,17 @@ def owned_by(hosts: Sequence[Host], known_hosts: Path) -> sky.Hosts:
     )
 
 
-def pool_on(provider: sky.Provider, told: Callable[[Any], Any], **wishes: Any) -> sky.ComputePool:
+def pool_on(provider: sky.Provider, recorded: Callable[[Any], Any], **options: Any) -> sky.ComputePool:
     image = sky.Image(pip=["numpy"])
     return sky.ComputePool(
         **{
             "provider": provider,
             "nodes": 3,
             "image": image,
-            "on_event": told,
+            "on_event": recorded,
             "display": "quiet",
             "provision_timeout": 150,
-            **wishes,
+            **options,
         }
     )
 
@@ -233,7 +233,7 @@ def from_the_client(hosts: Sequence[Host]) -> Iterator[None]:
         )
 
     for host in hosts:
-        address(host, NOBODY, NOBODY)
+        address(host, UNUSED_ADDRESS, UNUSED_ADDRESS)
     yield
     for host in hosts:
         address(host, host.network._mac(1), host.network._mac(host.index))
@@ -251,7 +251,7 @@ def index_of(events: Sequence[Any], condition: Callable[[Any], bool]) -> int:
     return next(index for index, event in enumerate(events) if condition(event))
 
 
-class Clocked(Told):
+class Clocked(RecordedEvents):
     """The events of a pool, with their times."""
 
     def __init__(self) -> None:
@@ -277,8 +277,8 @@ def test_three_bare_hosts_become_a_pool(hosts, owned, timings):
     """
     np = pytest.importorskip("numpy")
     assert [(host.root / "root/.cache/skyward").exists() for host in hosts] == [False] * 4
-    told = Told()
-    pool = pool_on(owned, told)
+    recorded = RecordedEvents()
+    pool = pool_on(owned, recorded)
     with timings.of("open three bare hosts, numpy installed"):
         pool.open()
     with pool:
@@ -295,15 +295,15 @@ def test_three_bare_hosts_become_a_pool(hosts, owned, timings):
 
         call = pool.submit(square(7))
         assert call.result() == 49
-        assert told.lines(call.call_id) == ["square of 7"]  # emitted before the result arrives
-        lines = Counter(event.line for event in told.of(sky.LogLine))
+        assert recorded.lines(call.call_id) == ["square of 7"]  # emitted before the result arrives
+        lines = Counter(event.line for event in recorded.of(sky.LogLine))
         assert lines == Counter([f"square of {number}" for number in (*range(60), 7)])
-        assert {event.node for event in told.of(sky.LogLine)} == {0, 1, 2}
-    steps = [event.step for event in told.of(BootstrapProgress)]
+        assert {event.node for event in recorded.of(sky.LogLine)} == {0, 1, 2}
+    steps = [event.step for event in recorded.of(BootstrapProgress)]
     assert Counter(steps)["deps"] == 3
     executions(hosts)
 
-    told.events.clear()
+    recorded.events.clear()
     with timings.of("open three hosts, environment cached"):
         pool.open()
     with pool:
@@ -311,37 +311,41 @@ def test_three_bare_hosts_become_a_pool(hosts, owned, timings):
         with timings.of("map of 200 calls of 0.1 s on three hosts"):
             assert pool.map(square, range(CALLS)) == [number * number for number in range(CALLS)]
     assert executions(hosts) == Counter(range(CALLS))
-    assert "deps" not in [event.step for event in told.of(BootstrapProgress)]
+    assert "deps" not in [event.step for event in recorded.of(BootstrapProgress)]
 
 
 def test_a_host_is_preempted_under_a_running_map(cloud, timings):
     """A host is preempted during 200 calls. Each result is right and counted once, the host's running calls run again,
     and another host replaces it.
     """
-    told = Clocked()
-    with pool_on(cloud.provider(), told, image=sky.Image()) as pool, ThreadPoolExecutor(1) as threads:
+    recorded = Clocked()
+    with pool_on(cloud.provider(), recorded, image=sky.Image()) as pool, ThreadPoolExecutor(1) as threads:
         lost = pool.lease.nodes[2].instance
         others = [cloud.host(node.instance.id) for node in pool.lease.nodes[:2]]
         results = threads.submit(pool.map, square, range(CALLS))
         wait_until(lambda: (cloud.host(lost.id).root / RAN).exists(), "the host to be at work")
         cloud.preempt(lost.id)
         preempted_at = time.monotonic()
-        lost_at = told.when(lambda event: isinstance(event, InstanceLost))
+        lost_at = recorded.when(lambda event: isinstance(event, InstanceLost))
         assert results.result(90) == [number * number for number in range(CALLS)]
-        joined_at = told.when(
-            lambda event: isinstance(event, BootstrapCompleted) and told.times[told.events.index(event)] > preempted_at
+        joined_at = recorded.when(
+            lambda event: (
+                isinstance(event, BootstrapCompleted) and recorded.times[recorded.events.index(event)] > preempted_at
+            )
         )
         assert lost_at - preempted_at < NOTICE_SECONDS * slowness()
-        timings.rows.append(("a host preempted, until that is told", lost_at - preempted_at))
+        timings.rows.append(("a host preempted, until its event", lost_at - preempted_at))
         timings.rows.append(("until another one, bare, has taken its place", joined_at - lost_at))
 
-        assert [(event.node, event.instance_id) for event in told.of(InstanceLost)] == [(2, lost.id)]
-        wait_until(lambda: told.of(CallProgress)[-1] == CallProgress(CALLS, CALLS, 0), "all calls to be counted")
-        numbers = {event.call_id: int(event.line.split()[-1]) for event in told.of(sky.LogLine)}
-        again = {numbers[event.call_id] for event in told.of(CallRetrying)}
+        assert [(event.node, event.instance_id) for event in recorded.of(InstanceLost)] == [(2, lost.id)]
+        wait_until(lambda: recorded.of(CallProgress)[-1] == CallProgress(CALLS, CALLS, 0), "all calls to be counted")
+        numbers = {event.call_id: int(event.line.split()[-1]) for event in recorded.of(sky.LogLine)}
+        again = {numbers[event.call_id] for event in recorded.of(CallRetrying)}
         new = cloud.host(pool.lease.nodes[2].instance.id)
         ran = executions([*others, new])
-        elsewhere = {numbers[event.call_id] for event in told.of(sky.LogLine) if event.instance_id == lost.id} - again
+        elsewhere = {
+            numbers[event.call_id] for event in recorded.of(sky.LogLine) if event.instance_id == lost.id
+        } - again
         # each of them once; and those that ended on the lost host on no other
         assert ran == Counter(set(range(CALLS)) - elsewhere)
         assert again
@@ -354,8 +358,8 @@ def test_a_call_without_retries_never_begins_twice(cloud, timings):
     """With retries=0 the calls of a host whose processes die raise NodeLost soon. All others return, and none has begun
     a second time.
     """
-    told = Clocked()
-    with pool_on(cloud.provider(), told, nodes=2, retries=0, image=sky.Image()) as pool:
+    recorded = Clocked()
+    with pool_on(cloud.provider(), recorded, nodes=2, retries=0, image=sky.Image()) as pool:
         instance = pool.lease.nodes[1].instance
         kept, lost = (cloud.host(node.instance.id) for node in pool.lease.nodes)
         futures = pool.submit_all([square(number) for number in range(FEWER_CALLS)])
@@ -364,13 +368,16 @@ def test_a_call_without_retries_never_begins_twice(cloud, timings):
         crashed_at = time.monotonic()
         wait_until(
             lambda: any(future.done() and future.exception() is not None for future in futures),
-            "a call to be told lost",
+            "a call to fail as lost",
         )
         noticed_at = time.monotonic()
         assert noticed_at - crashed_at < NOTICE_OF_DEATH_SECONDS * slowness()
         timings.rows.append(("all processes of a host killed, until its calls raise NodeLost", noticed_at - crashed_at))
         timings.rows.append(
-            ("until the host is told lost", told.when(lambda event: isinstance(event, InstanceLost)) - crashed_at)
+            (
+                "until the InstanceLost of the host",
+                recorded.when(lambda event: isinstance(event, InstanceLost)) - crashed_at,
+            )
         )
         errors = {number: future.exception(60) for number, future in enumerate(futures)}
         raised = {number for number, error in errors.items() if error is not None}
@@ -378,11 +385,11 @@ def test_a_call_without_retries_never_begins_twice(cloud, timings):
         assert {type(errors[number]) for number in raised} == {sky.NodeLost}
         assert all(future.result() == number * number for number, future in enumerate(futures) if number not in raised)
         ended_there = {
-            int(event.line.split()[-1]) for event in told.of(sky.LogLine) if event.instance_id == instance.id
+            int(event.line.split()[-1]) for event in recorded.of(sky.LogLine) if event.instance_id == instance.id
         } - raised
         new = [machine.host for machine in cloud.machines.values() if machine.host not in (kept, lost)]
         assert executions([kept, *new]) == Counter(set(range(FEWER_CALLS)) - raised - ended_there)
-        assert told.of(CallRetrying) == []
+        assert recorded.of(CallRetrying) == []
 
 
 @pytest.mark.long
@@ -390,9 +397,9 @@ def test_short_partitions_lose_no_node_and_no_result(hosts, owned, timings):
     """During maps every host is cut off from all others, then the client alone from all: no node is lost, no result is
     missing, no call runs twice.
     """
-    told = Told()
+    recorded = RecordedEvents()
     three = hosts[:3]
-    with pool_on(owned, told, retries=0) as pool, ThreadPoolExecutor(1) as threads:
+    with pool_on(owned, recorded, retries=0) as pool, ThreadPoolExecutor(1) as threads:
         for what, cut, seconds in (
             ("all hosts cut off from everybody", from_everybody, 8),
             ("the client cut off from all hosts", from_the_client, 20),
@@ -406,9 +413,11 @@ def test_short_partitions_lose_no_node_and_no_result(hosts, owned, timings):
             with timings.of(f"{what} for {seconds} s: from its end until the map has ended"):
                 assert results.result(60) == [number * number for number in range(FEWER_CALLS)]
             assert executions(hosts) == Counter(range(FEWER_CALLS))
-        assert told.of(InstanceLost) == []
-        assert {event.node for event in told.of(ContactLost)} == {0, 1, 2}
-        wait_until(lambda: len(told.of(ContactRegained)) == len(told.of(ContactLost)), "all hosts to be in contact")
+        assert recorded.of(InstanceLost) == []
+        assert {event.node for event in recorded.of(ContactLost)} == {0, 1, 2}
+        wait_until(
+            lambda: len(recorded.of(ContactRegained)) == len(recorded.of(ContactLost)), "all hosts to be in contact"
+        )
         assert where() @ pool == tuple((host.name, rank) for rank, host in enumerate(three))
 
 
@@ -418,8 +427,8 @@ def test_a_permanent_partition_ends_the_node_and_it_is_replaced(hosts, owned, ti
 
     The unreachable host is reported, and raises no error.
     """
-    told = Clocked()
-    pool = pool_on(owned, told, lease_seconds=LEASE_SECONDS).open()
+    recorded = Clocked()
+    pool = pool_on(owned, recorded, lease_seconds=LEASE_SECONDS).open()
     cut = hosts[2]
     instance = pool.lease.nodes[2].instance
     try:
@@ -437,13 +446,15 @@ def test_a_permanent_partition_ends_the_node_and_it_is_replaced(hosts, owned, ti
                     time.monotonic() - cut_at,
                 )
             )
-            lost_at = told.when(lambda event: isinstance(event, InstanceLost))
+            lost_at = recorded.when(lambda event: isinstance(event, InstanceLost))
             assert lost_at - cut_at < NOTICE_SECONDS * slowness()
             assert results.result(90) == [number * number for number in range(CALLS)]
-        joined_at = told.when(
-            lambda event: isinstance(event, BootstrapCompleted) and told.times[told.events.index(event)] > cut_at
+        joined_at = recorded.when(
+            lambda event: (
+                isinstance(event, BootstrapCompleted) and recorded.times[recorded.events.index(event)] > cut_at
+            )
         )
-        timings.rows.append(("a host cut off, until that is told", lost_at - cut_at))
+        timings.rows.append(("a host cut off, until its event", lost_at - cut_at))
         timings.rows.append(("until the spare host has taken its place", joined_at - lost_at))
         assert where() @ pool == ((hosts[0].name, 0), (hosts[1].name, 1), (hosts[3].name, 2))
         monkeypatch.setattr(host_connections, "CONNECT_SECONDS", 3.0)
@@ -476,8 +487,8 @@ def test_all_processes_of_all_hosts_die_at_once(six, timings, tmp_path):
     """Six nodes, each with its guard, are killed while their hosts answer: the pool starts again on the same hosts at
     once, and no call is lost.
     """
-    told = Clocked()
-    with pool_on(owned_by(six, tmp_path / "known_hosts"), told, nodes=6) as pool:
+    recorded = Clocked()
+    with pool_on(owned_by(six, tmp_path / "known_hosts"), recorded, nodes=6) as pool:
         before = pool.lease.nodes
         futures = pool.submit_all([square(number) for number in range(60)])
         wait_until(lambda: all((host.root / RAN).exists() for host in six), "all hosts to be at work")
@@ -491,20 +502,21 @@ def test_all_processes_of_all_hosts_die_at_once(six, timings, tmp_path):
         seconds = time.monotonic() - killed_at
         timings.rows.append(("all processes of six hosts killed, until the first call has run", seconds))
         assert [future.result(90) for future in futures] == [number * number for number in range(60)]
-        wait_until(lambda: len(told.of(BootstrapCompleted)) == 12, "all nodes to be there", 60)
+        wait_until(lambda: len(recorded.of(BootstrapCompleted)) == 12, "all nodes to be there", 60)
         timings.rows.append(
             (
                 "until all six nodes are there again",
-                told.times[index_of(told.events, lambda event: event is told.of(BootstrapCompleted)[-1])] - killed_at,
+                recorded.times[index_of(recorded.events, lambda event: event is recorded.of(BootstrapCompleted)[-1])]
+                - killed_at,
             )
         )
         assert sorted(where() @ pool) == sorted((host.name, rank) for rank, host in enumerate(six))
-        lost = [(event.instance_id, event.node, event.reason) for event in told.of(InstanceLost)]
+        lost = [(event.instance_id, event.node, event.reason) for event in recorded.of(InstanceLost)]
         assert sorted(lost) == sorted((node.instance.id, node.rank, "its processes have died") for node in before)
-        assert len(told.of(ClusterRestarting)) == 1
+        assert len(recorded.of(ClusterRestarting)) == 1
         assert seconds < FIRST_CALL_SECONDS * slowness()
     assert {entry["cloud_id"] for entry in (pool.receipt or {})["resources"]} == {
-        event.instance_id for event in told.of(sky.InstanceProvisioned)
+        event.instance_id for event in recorded.of(sky.InstanceProvisioned)
     }
     assert (pool.receipt or {})["left"] == []
     assert [names_of(tagged(host)) for host in six] == [[]] * 6
@@ -550,7 +562,7 @@ def test_the_client_and_its_reaper_are_killed_and_the_hosts_end_by_themselves(ho
         timings.rows.append(
             (f"client killed, until nothing runs on the hosts (lease {LEASE_SECONDS} s)", time.monotonic() - killed_at)
         )
-    with pool_on(owned, Told()) as pool:
+    with pool_on(owned, RecordedEvents()) as pool:
         assert pool.map(square, range(10)) == [number * number for number in range(10)]
     assert executions(hosts) == Counter(range(10))
 
@@ -573,7 +585,7 @@ def test_a_second_process_attaches(hosts, owned, timings, tmp_path):
     key = tmp_path / "copied-key"
     key.write_bytes(hosts[0].key_path.read_bytes())
     key.chmod(0o600)
-    with pool_on(owned, Told()) as pool:
+    with pool_on(owned, RecordedEvents()) as pool:
         detached = pool.start_detached(square(12))
         lease = tmp_path / "lease.json"
         lease.write_text(pool.lease.with_key("/nonexistent").model_dump_json())
@@ -594,10 +606,10 @@ def test_a_host_with_a_wrong_key_is_refused(hosts, owned):
     the others.
     """
     hosts[1].change_host_key()
-    told = Told()
-    with pytest.raises(sky.HostKeyChanged, match=hosts[1].ip), pool_on(owned, told):
+    recorded = RecordedEvents()
+    with pytest.raises(sky.HostKeyChanged, match=hosts[1].ip), pool_on(owned, recorded):
         pass
-    assert told.of(sky.InstanceProvisioned) == []
+    assert recorded.of(sky.InstanceProvisioned) == []
     assert [names_of(tagged(host)) for host in hosts] == [[]] * 4
 
 

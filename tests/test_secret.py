@@ -43,7 +43,7 @@ from skyward_core.worker.secret_values import SecretStore, ask_for
 from skyward_core.worker.settings import NodeSettings
 from skyward_core.worker.slot import Slot, _BatchRun
 from skyward_core.worker.wire import Batch, Call, Parcel
-from tests.conftest import Told, processes_by_tag, shared, wait_until
+from tests.conftest import RecordedEvents, processes_by_tag, shared, wait_until
 from tests.fakes import FakeProvider
 
 LOSS_SECONDS = 60.0
@@ -70,7 +70,7 @@ def test_a_name_refers_to_the_variable_of_that_name() -> None:
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "requested",
     [
         {"HF_TOKEN": "hf_value"},
         ("hf-value with spaces",),
@@ -80,10 +80,10 @@ def test_a_name_refers_to_the_variable_of_that_name() -> None:
         {"A": {"key": "hf_value", "x": 1}},
     ],
 )
-def test_a_value_in_place_of_a_reference_is_refused_and_not_shown(wish: Any) -> None:
+def test_a_value_in_place_of_a_reference_is_refused_and_not_shown(requested: Any) -> None:
     """The message shows the correct form, and not the value."""
     with pytest.raises(sky.BadRequest) as caught:
-        sky.PoolSpec.of(secrets=wish)
+        sky.PoolSpec.of(secrets=requested)
     assert "hf_value" not in str(caught.value)
     assert "hf-value" not in str(caught.value)
     assert "hf_value" not in "".join(traceback.format_exception(caught.value))
@@ -187,17 +187,17 @@ def test_the_variables_of_our_frames_show_no_value(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    "wish",
+    "requested",
     [lambda value: (value,), lambda value: value, lambda value: {value: sky.Secret.from_env("A")}, sky.Secret.from_env],
 )
-def test_the_value_of_a_variable_is_refused_as_a_name(monkeypatch: pytest.MonkeyPatch, wish: Any) -> None:
+def test_the_value_of_a_variable_is_refused_as_a_name(monkeypatch: pytest.MonkeyPatch, requested: Any) -> None:
     """`secrets=os.environ["HF_TOKEN"]` is an error. Most tokens could be names, and would then be in the ledger and in
     the message about missing variables.
     """
     monkeypatch.setenv("HF_TOKEN", "hf_0123456789abcdef")
     monkeypatch.setenv("SKYWARD_SECRETS", "NOT_SET_HERE")
     with pytest.raises(sky.BadRequest, match="value of HF_TOKEN") as caught:
-        sky.PoolSpec.of(secrets=wish(os.environ["HF_TOKEN"]))
+        sky.PoolSpec.of(secrets=requested(os.environ["HF_TOKEN"]))
     assert "hf_0123456789abcdef" not in "".join(traceback.format_exception(caught.value))
     assert sky.PoolSpec.of(secrets=("NOT_SET_HERE",)).secrets
 
@@ -281,11 +281,11 @@ def test_the_ledgers_file_holds_no_value(tmp_path: Path, monkeypatch: pytest.Mon
     spec = sky.PoolSpec.of(**{"secrets": ("WORD",), **both_envs().model_dump(exclude_unset=True)})
     with Ledger(f"sqlite:///{tmp_path}/ledger.db") as ledger:
         Journal(ledger, "sky-1", spec, FakeProvider(folder=str(tmp_path)), Meter(time.monotonic), lambda _: None).open()
-        told = receipt(ledger, "sky-1")
+        bill = receipt(ledger, "sky-1")
         written = b"".join(path.read_bytes() for path in tmp_path.glob("ledger.db*"))
     for value in ("tok-0123456789", "opensesame1", "hf_0123456789"):
         assert value.encode() not in written
-        assert value not in str(told)
+        assert value not in str(bill)
     for name in ("WORD", "DB_PASSWORD", "HF_TOKEN"):
         assert name.encode() in written
 
@@ -411,12 +411,12 @@ def test_a_value_that_is_not_utf_8_is_masked(value: str) -> None:
     """An environment variable may hold any bytes. Python prints those of a runner escaped, and those of a child are
     escaped when they are read.
     """
-    told = [
+    texts = [
         value.encode(errors="backslashreplace").decode(),
         os.fsencode(value).decode(errors="backslashreplace"),
         repr(value),
     ]
-    assert [Mask([value]).text(text) for text in told] == [MASK, MASK, f"'{MASK}'"]
+    assert [Mask([value]).text(text) for text in texts] == [MASK, MASK, f"'{MASK}'"]
 
 
 @pytest.mark.parametrize("separator", ["\r", "\r\n", "\n", "\n\n"])
@@ -541,10 +541,10 @@ def test_an_object_of_an_exception_has_no_spelling_of_a_value() -> None:
 def test_settings_have_the_names_of_secrets_and_no_value() -> None:
     """They are a file on the node's disk."""
     fields = dict.fromkeys(("pool_id", "instance_id", "host", "head_host", "tls_certificate", "tls_key"), "x")
-    told = NodeSettings(
+    settings = NodeSettings(
         **fields, rank=0, total_nodes=1, slots=1, head_port=1, value_directories=("/x",), secret_names=("HF_TOKEN",)
     )
-    assert NodeSettings.from_json(told.to_json()) == told
+    assert NodeSettings.from_json(settings.to_json()) == settings
 
 
 def test_a_worker_waits_for_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -683,8 +683,17 @@ def exits(name: str) -> None:
 class Secretive:
     """A pool with a secret, its events, and the places to which it may have written."""
 
-    def __init__(self, pool: sky.ComputePool, told: Told, name: str, value: str, plain: str, said: str) -> None:
-        self.pool, self.told, self.name, self.value, self.plain, self.said = pool, told, name, value, plain, said
+    def __init__(
+        self, pool: sky.ComputePool, recorded: RecordedEvents, name: str, value: str, plain: str, said: str
+    ) -> None:
+        self.pool, self.recorded, self.name, self.value, self.plain, self.said = (
+            pool,
+            recorded,
+            name,
+            value,
+            plain,
+            said,
+        )
         """`plain` is a value in env that looks like a secret. `said` is the client's output and log while the pool
         opened.
         """
@@ -698,10 +707,10 @@ class Secretive:
 @pytest.fixture(scope="module")
 def secretive() -> Iterator[Secretive]:
     """Two nodes, with a secret under another name than here, and a value in env that looks like one."""
-    told, value, plain = Told(), f"tok-{uuid.uuid4().hex}", f"plain-{uuid.uuid4().hex}"
+    recorded, value, plain = RecordedEvents(), f"tok-{uuid.uuid4().hex}", f"plain-{uuid.uuid4().hex}"
     patch = pytest.MonkeyPatch()
     patch.setenv("OTHER", value)
-    wishes: dict[str, Any] = {
+    options: dict[str, Any] = {
         "secrets": {"HF_TOKEN": sky.Secret.from_env("OTHER")},
         "env": {"PLAIN": "lemon", "DB_PASSWORD": plain},
         "concurrency": 2,
@@ -714,11 +723,11 @@ def secretive() -> Iterator[Secretive]:
         with ExitStack() as stack:
             with redirect_stdout(said), redirect_stderr(said):
                 pool = stack.enter_context(
-                    shared(sky.ComputePool(provider=sky.Local(), nodes=2, display="log", on_event=told, **wishes))
+                    shared(sky.ComputePool(provider=sky.Local(), nodes=2, display="log", on_event=recorded, **options))
                 )
             root.removeHandler(listening)
             patch.undo()  # it was read when the pool opened
-            yield Secretive(pool, told, "HF_TOKEN", value, plain, said.getvalue())
+            yield Secretive(pool, recorded, "HF_TOKEN", value, plain, said.getvalue())
     finally:
         root.removeHandler(listening)
         patch.undo()
@@ -738,8 +747,8 @@ def test_output_is_masked(secretive: Secretive) -> None:
     """This includes the lines of both streams, of logging and of children."""
     future = secretive.pool.submit(talks("HF_TOKEN"))
     future.result()
-    assert secretive.told.lines(future.call_id) == ["plain ***", "from a child ***", "twice *** '***' half"]
-    assert secretive.told.lines(future.call_id, "stderr") == ["***", "logged ***"]
+    assert secretive.recorded.lines(future.call_id) == ["plain ***", "from a child ***", "twice *** '***' half"]
+    assert secretive.recorded.lines(future.call_id, "stderr") == ["***", "logged ***"]
 
 
 @pytest.mark.slow
@@ -802,10 +811,10 @@ def test_replacements_have_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """A restarted worker process, a replaced node, a new head, and the calls of an attached client that has no values
     itself.
     """
-    value, told = f"tok-{uuid.uuid4().hex}", Told()
+    value, recorded = f"tok-{uuid.uuid4().hex}", RecordedEvents()
     monkeypatch.setenv("HF_TOKEN", value)
     with sky.ComputePool(
-        provider=sky.Local(), nodes=2, secrets=("HF_TOKEN",), display="quiet", on_event=told, collect_metrics=False
+        provider=sky.Local(), nodes=2, secrets=("HF_TOKEN",), display="quiet", on_event=recorded, collect_metrics=False
     ) as pool:
         monkeypatch.delenv("HF_TOKEN")
         workers: Any = pool.dask_client().run(os.getpid)
@@ -815,7 +824,9 @@ def test_replacements_have_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
         for lost in (1, 0):
             os.kill((supervisor() @ pool)[lost], signal.SIGKILL)
             wait_until(
-                lambda lost=lost: lost in [event.node for event in told.of(sky.InstanceLost)], "the loss", LOSS_SECONDS
+                lambda lost=lost: lost in [event.node for event in recorded.of(sky.InstanceLost)],
+                "the loss",
+                LOSS_SECONDS,
             )
             assert list(spelled("HF_TOKEN") @ pool) == [value[::-1]] * 2
             assert pool.map(spelled, ["HF_TOKEN"] * 10) == [value[::-1]] * 10
@@ -845,7 +856,7 @@ def test_nothing_that_is_written_holds_a_value(
         pool.spec.model_dump_json(),
         pool.lease.model_dump_json(),
         repr(pool.lease),
-        repr(secretive.told.events),
+        repr(secretive.recorded.events),
         caplog.text,
     ]
     texts += [*capfd.readouterr(), default_url(), secretive.said, repr(vars(pool))]

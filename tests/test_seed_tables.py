@@ -233,14 +233,14 @@ RECOMMENDED = [
 ]
 
 
-@pytest.mark.parametrize("wish", RECOMMENDED)
-def test_the_recommended_accelerators_are_accepted(wish: str) -> None:
+@pytest.mark.parametrize("requested", RECOMMENDED)
+def test_the_recommended_accelerators_are_accepted(requested: str) -> None:
     """With the name and the count of the reference."""
-    count = int(wish[0]) if " " in wish else 1
-    accelerator = sky.accelerators.parse(wish)
+    count = int(requested[0]) if " " in requested else 1
+    accelerator = sky.accelerators.parse(requested)
     assert accelerator.count == count
-    assert accelerator.name == re.sub(r"^\dx |-\d+GB$", "", wish)
-    assert "-" not in wish or wish.endswith(accelerator.memory)
+    assert accelerator.name == re.sub(r"^\dx |-\d+GB$", "", requested)
+    assert "-" not in requested or requested.endswith(accelerator.memory)
 
 
 # 001:277-289, 003:714-735
@@ -319,10 +319,10 @@ def aws_machines() -> list[sky.Offer]:
     ]
 
 
-@pytest.mark.parametrize(("wish", "gb", "families"), AWS_FAMILIES, ids=[row[0] for row in AWS_FAMILIES])
-def test_a_gpu_is_an_instance_type_of_aws(wish: str, gb: int, families: set[str]) -> None:
+@pytest.mark.parametrize(("requested", "gb", "families"), AWS_FAMILIES, ids=[row[0] for row in AWS_FAMILIES])
+def test_a_gpu_is_an_instance_type_of_aws(requested: str, gb: int, families: set[str]) -> None:
     """By AWS's own descriptions of all its types."""
-    accelerator = sky.accelerators.parse(wish)
+    accelerator = sky.accelerators.parse(requested)
     assert accelerator.memory_gb == gb
     found = {
         offer.instance_type.split(".")[0]
@@ -359,17 +359,17 @@ def test_a_machine_with_chips_of_amazons(instance_type: str, name: str, count: i
     assert name not in aws_offers.WITHOUT_IMAGE
 
 
-@pytest.mark.parametrize("wish", ["TPU-v5p", "Radeon Pro V710", "B100", "GB200"])
-def test_accelerators_without_a_provider_are_refused_with_the_alternatives(wish: str) -> None:
+@pytest.mark.parametrize("requested", ["TPU-v5p", "Radeon Pro V710", "B100", "GB200"])
+def test_accelerators_without_a_provider_are_refused_with_the_alternatives(requested: str) -> None:
     """001:232-253: TPUs, the V710 and others are specifications only.
 
     Providers that search for machines refuse them and name a substitute.
     """
-    sky.PoolSpec.of(accelerator=wish)
+    sky.PoolSpec.of(accelerator=requested)
     with pytest.raises(
         sky.NoCapacity, match=r"rented by none of the built-in clouds; nearest to it in memory is .+ \(.+\)"
     ):
-        sky.select_instance(aws_machines(), accelerator=wish)
+        sky.select_instance(aws_machines(), accelerator=requested)
 
 
 @pytest.fixture

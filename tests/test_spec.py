@@ -207,7 +207,7 @@ def test_entry_points_are_read_once_and_only_for_other_providers(monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("ask", "told"),
+    ("ask", "advice"),
     [
         (lambda: sky.Image(pipp=["torch"]), "Image has no field 'pipp': did you mean 'pip'?"),
         (lambda: sky.Image(python=3), "python: Input should be a valid string"),
@@ -227,11 +227,11 @@ def test_entry_points_are_read_once_and_only_for_other_providers(monkeypatch: py
         (lambda: sky.ComputePool(spot="alway"), 'did you mean "always"?'),
     ],
 )
-def test_every_mistake_in_a_spec_is_a_bad_request_with_the_correction(ask: Callable[[], object], told: str) -> None:
+def test_every_mistake_in_a_spec_is_a_bad_request_with_the_correction(ask: Callable[[], object], advice: str) -> None:
     """Images, providers and volumes raise what pools raise, and name the nearest field or what to write."""
     with pytest.raises(sky.BadRequest) as caught:
         ask()
-    assert told in str(caught.value)
+    assert advice in str(caught.value)
 
 
 def test_a_wrong_secret_is_not_shown() -> None:

@@ -67,11 +67,11 @@ def tags() -> dict[str, str]:
 
 def test_a_pool_records_its_work_before_anything_is_rented(capsys: pytest.CaptureFixture[str]) -> None:
     """The first event names the pool and its work. Ledger, receipt, tags of the machine, `ps` and `cost` agree."""
-    told: list[sky.SkywardEvent] = []
-    pool = sky.ComputePool(provider=sky.Local(price_per_hour=36), display="quiet", on_event=told.append, work=TRAIN)
+    recorded: list[sky.SkywardEvent] = []
+    pool = sky.ComputePool(provider=sky.Local(price_per_hour=36), display="quiet", on_event=recorded.append, work=TRAIN)
     assert (pool.id, pool.work) == ("", TRAIN)
     with pool:
-        assert told[0] == sky.InfraCreating(pool.id, TRAIN)
+        assert recorded[0] == sky.InfraCreating(pool.id, TRAIN)
         its_tags = tags() >> pool
         assert cli.main(["ps", "--json"]) == 0
         (row,) = (row for row in json.loads(capsys.readouterr().out) if row["pool"] == pool.id)

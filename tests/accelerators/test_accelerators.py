@@ -115,17 +115,17 @@ def test_a_slice_is_counted_in_chips(accelerator_type, name, chips):
 
 
 @pytest.mark.parametrize(
-    ("form_factor", "memory_gb", "told"),
+    ("form_factor", "memory_gb", "expected"),
     [("SXM", 80, "SXM"), ("PCIe", 80, "PCIe"), ("NVL", 94, "NVL"), ("sxm5", 80, "SXM"), (None, 80, None)],
 )
-def test_a_form_factor_determines_the_memory(form_factor, memory_gb, told):
+def test_a_form_factor_determines_the_memory(form_factor, memory_gb, expected):
     """An H100 NVL has 94 GB, the others 80. The chip determines the number after "SXM"."""
     made = Accelerator.NVIDIA.H100(form_factor=form_factor)
-    assert (made.memory_gb, made.form_factor) == (memory_gb, told)
+    assert (made.memory_gb, made.form_factor) == (memory_gb, expected)
 
 
 @pytest.mark.parametrize(
-    ("wish", "meant"),
+    ("requested", "meant"),
     [
         ("A100", Accelerator("A100", 80)),
         ("A100-40GB", Accelerator("A100", 40)),
@@ -152,12 +152,12 @@ def test_a_form_factor_determines_the_memory(form_factor, memory_gb, told):
         (Accelerator("L4", 24, 2), Accelerator("L4", 24, 2)),
     ],
 )
-def test_a_name_is_parsed(wish, meant):
+def test_a_name_is_parsed(requested, meant):
     """The name may have memory, form factor and count, in any case, and the spelling of drivers and clouds.
 
     An Accelerator stays itself.
     """
-    assert parse(wish) == meant
+    assert parse(requested) == meant
 
 
 def test_a_name_is_parsed_once() -> None:
@@ -307,7 +307,7 @@ def test_the_clouds_are_the_built_in_ones():
 
 
 @pytest.mark.parametrize(
-    ("wish", "told"),
+    ("requested", "expected"),
     [
         ("MI325X", "MI325X is rented by DigitalOcean"),
         ("Trainium2", "Trainium2 is rented by AWS"),
@@ -317,7 +317,7 @@ def test_the_clouds_are_the_built_in_ones():
         ("Radeon Pro V710", "none of the built-in clouds; nearest to it in memory is MI50 32GB (Vast.ai)"),
     ],
 )
-def test_a_refusal_names_the_clouds_that_rent_the_chip(wish, told):
+def test_a_refusal_names_the_clouds_that_rent_the_chip(requested, expected):
     """If no offer has the chip, the message names its clouds, or a similar chip."""
     offer = Offer(
         provider="x",
@@ -331,8 +331,8 @@ def test_a_refusal_names_the_clouds_that_rent_the_chip(wish, told):
     )
     for offers in ([], [offer]):
         with pytest.raises(NoCapacity) as refusal:
-            rank(offers, Requirements(accelerator=parse(wish)))
-        assert told in str(refusal.value)
+            rank(offers, Requirements(accelerator=parse(requested)))
+        assert expected in str(refusal.value)
     with pytest.raises(NoCapacity) as refusal:
         rank([offer], Requirements(accelerator=parse("2xT4")))
     assert "rented" not in str(refusal.value), "it is there, and something else does not fit"
@@ -380,7 +380,7 @@ def test_the_docs_table_of_cores_is_the_catalogue():
 
 
 @pytest.mark.parametrize(
-    ("wish", "near"),
+    ("requested", "near"),
     [
         ("A1000", ["A100"]),
         ("H10O", ["H100"]),
@@ -389,10 +389,10 @@ def test_the_docs_table_of_cores_is_the_catalogue():
         ("Trainium9", ["Trainium1", "Trainium2"]),
     ],
 )
-def test_an_unknown_name_is_refused_with_the_nearest(wish, near):
+def test_an_unknown_name_is_refused_with_the_nearest(requested, near):
     """The message has three chips, with the likely one, and the location of the catalogue."""
     with pytest.raises(BadRequest) as refusal:
-        parse(wish)
+        parse(requested)
     assert all(repr(name) in str(refusal.value) for name in near)
     assert sum(repr(chip.name) in str(refusal.value) for chip in CHIPS) == 3
     assert "skyward_core.accelerators.catalog.CHIPS" in str(refusal.value)
@@ -459,7 +459,7 @@ def test_a_list_of_profiles_means_exactly_those():
 # counts: user guide, column "Number of Instances Available"; 4g+3g, 3g+2g+2x1g (all-balanced of mig-parted), 3x2g+1g
 # are named there as layouts
 @pytest.mark.parametrize(
-    ("name", "memory_gb", "wish"),
+    ("name", "memory_gb", "requested"),
     [
         ("A100", 80, ["4g.40gb", "3g.40gb"]),
         ("A100", 80, ["3g.40gb", "2g.20gb", "1g.10gb", "1g.10gb"]),
@@ -477,14 +477,14 @@ def test_a_list_of_profiles_means_exactly_those():
         ("RTX PRO 4500", 32, ["1g.16gb", "1g.16gb"]),
     ],
 )
-def test_the_layouts_of_the_vendor_fit(name, memory_gb, wish):
+def test_the_layouts_of_the_vendor_fit(name, memory_gb, requested):
     """Mixed sets of NVIDIA's documents are accepted, in any order."""
-    check(name, memory_gb, wish)
-    assert split(name, memory_gb, wish) == split(name, memory_gb, wish[::-1])
+    check(name, memory_gb, requested)
+    assert split(name, memory_gb, requested) == split(name, memory_gb, requested[::-1])
 
 
 @pytest.mark.parametrize(
-    ("name", "memory_gb", "wish", "advice"),
+    ("name", "memory_gb", "requested", "advice"),
     [
         # two 3g take all 8 memory slices: the seventh compute slice is lost
         ("A100", 80, ["3g.40gb", "3g.40gb", "1g.10gb"], "2 x 3g.40gb would fit"),
@@ -507,13 +507,13 @@ def test_the_layouts_of_the_vendor_fit(name, memory_gb, wish):
         ("B200", 192, ["1g.23gb"], "180GB"),
     ],
 )
-def test_impossible_partitions_are_refused(name, memory_gb, wish, advice):
+def test_impossible_partitions_are_refused(name, memory_gb, requested, advice):
     """The chip has no MIG, the profile has another memory size, or the set does not fit.
 
     The error is a BadRequest with valid partitions.
     """
     with pytest.raises(BadRequest) as refusal:
-        check(name, memory_gb, wish)
+        check(name, memory_gb, requested)
     assert advice in str(refusal.value)
 
 

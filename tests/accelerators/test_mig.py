@@ -50,8 +50,8 @@ FAKE_ROOT=1 exec "$@"
 pytestmark = pytest.mark.slow
 
 
-def spec(**wishes: Any) -> sky.PoolSpec:
-    return sky.PoolSpec.of(provider=sky.Hosts("gpu-1"), **wishes)
+def spec(**options: Any) -> sky.PoolSpec:
+    return sky.PoolSpec.of(provider=sky.Hosts("gpu-1"), **options)
 
 
 @pytest.mark.parametrize(
@@ -117,10 +117,10 @@ def test_limits_of_one_worker_do_not_change_with_partitions() -> None:
 
 def test_this_machine_is_not_partitioned() -> None:
     """Local refuses before the start and names a provider that supports partitions. Hosts accepts everything."""
-    wish = sky.PoolSpec.of(provider=sky.Local(), accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb"))
+    requested = sky.PoolSpec.of(provider=sky.Local(), accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb"))
     with pytest.raises(sky.NotYetSupported, match=r"local does not do mig: .*use Hosts with its address"):
-        refuse(wish, sky.Local())
-    refuse(wish, sky.Hosts("gpu-1"))
+        refuse(requested, sky.Local())
+    refuse(requested, sky.Hosts("gpu-1"))
     refuse(sky.PoolSpec.of(accelerator="H100"), sky.Local())
 
 
@@ -314,7 +314,7 @@ def test_small_profiles_first_would_not_fit(machine: Machine) -> None:
 
     The partitions created until then are removed.
     """
-    wish = sky.Accelerator.NVIDIA.H100(count=2, mig=["1g.10gb", "1g.10gb", "2g.20gb", "3g.40gb"])
+    requested = sky.Accelerator.NVIDIA.H100(count=2, mig=["1g.10gb", "1g.10gb", "2g.20gb", "3g.40gb"])
     code, said = machine.partition(MIXED[::-1])
     assert code != 0
     assert "Insufficient Resources" in said
@@ -323,7 +323,7 @@ def test_small_profiles_first_would_not_fit(machine: Machine) -> None:
     machine.give_back()
     assert (machine.gpus.modes, machine.gpus.partitions) == (DISABLED, WHOLE)
     (machine.directory / "partitions").unlink(missing_ok=True)
-    assert machine.partition(wish.mig)[0] == 0
+    assert machine.partition(requested.mig)[0] == 0
     assert machine.gpus.partitions == [list(MIXED)] * 2
 
 
@@ -597,6 +597,6 @@ def test_an_offer_must_have_cpus_for_all_its_workers() -> None:
         accelerators=1,
         accelerator_memory_gb=80,
     )
-    wish = spec(accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb"), cpu=8).requirements
+    requested = spec(accelerator=sky.Accelerator.NVIDIA.H100(mig="3g.40gb"), cpu=8).requirements
     with pytest.raises(sky.NoCapacity, match="has 8 CPUs"):
-        sky.select_instance([small], wish.accelerator, cpu=wish.vcpus)
+        sky.select_instance([small], requested.accelerator, cpu=requested.vcpus)

@@ -16,7 +16,7 @@ from distributed.diagnostics import nvml
 
 import skyward_core as sky
 from skyward_core.events.events import BootstrapProgress, InstanceLost
-from tests.conftest import Told, members, wait_until
+from tests.conftest import RecordedEvents, members, wait_until
 from tests.testbed import Fleet, Host
 from tests.testbed.fakegpu import Gpus, install
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
@@ -95,7 +95,9 @@ def run_on(host: Host, command: str) -> str:
     return host.run(command).stdout.strip()
 
 
-def pool_on(machines: Sequence[Host], folder: Path, told: Told | None = None, **wishes: Any) -> sky.ComputePool:
+def pool_on(
+    machines: Sequence[Host], folder: Path, recorded: RecordedEvents | None = None, **options: Any
+) -> sky.ComputePool:
     known_hosts = folder / "known_hosts"
     known_hosts.write_text("".join(f"{host.known_hosts_line}\n" for host in machines))
     provider = sky.Hosts(
@@ -110,11 +112,11 @@ def pool_on(machines: Sequence[Host], folder: Path, told: Told | None = None, **
         "provider": provider,
         "nodes": len(machines),
         "accelerator": HALVES,
-        "on_event": told or Told(),
+        "on_event": recorded or RecordedEvents(),
         "display": "quiet",
         "provision_timeout": 90,
     }
-    return sky.ComputePool(**{**fields, **wishes})
+    return sky.ComputePool(**{**fields, **options})
 
 
 def as_before(gpus: Sequence[Gpus]) -> bool:
@@ -129,8 +131,8 @@ def test_each_partition_is_a_worker(machines, gpus, tmp_path):
 
     Single calls use all workers. Afterwards the GPUs are whole again.
     """
-    told = Told()
-    with pool_on(machines, tmp_path, told, memory="256MB", env={"CUDA_VISIBLE_DEVICES": "all"}) as pool:
+    recorded = RecordedEvents()
+    with pool_on(machines, tmp_path, recorded, memory="256MB", env={"CUDA_VISIBLE_DEVICES": "all"}) as pool:
         found = seen() @ pool
         assert [visible for visible, _ in found] == [uuid for one in gpus for uuid in one.uuids]
         assert len({visible for visible, _ in found}) == 4
@@ -146,7 +148,7 @@ def test_each_partition_is_a_worker(machines, gpus, tmp_path):
         assert call.result() in {visible for visible, _ in found}
         assert call.cost == pytest.approx(call.seconds)
         assert [(node.workers, node.slots) for node in pool.lease.nodes] == [(2, 1), (2, 1)]
-        assert [event.slots for event in told.of(sky.PoolReady)] == [4]
+        assert [event.slots for event in recorded.of(sky.PoolReady)] == [4]
         # Dask's NVML queries are disabled, because NVML refuses them for partitions
         assert set(pool.dask_client().run(attrgetter("NVML_STATE.name"), nvml).values()) == {"DISABLED_CONFIG"}
         assert [one.partitions for one in gpus] == [[["3g.40gb", "3g.40gb"], []]] * 2  # the spec needs one of two GPUs
@@ -154,8 +156,8 @@ def test_each_partition_is_a_worker(machines, gpus, tmp_path):
         step
         for step, _ in groupby(
             event.step
-            for event in told.of(BootstrapProgress)
-            if event.instance_id == told.of(sky.InstanceProvisioned)[0].instance_id
+            for event in recorded.of(BootstrapProgress)
+            if event.instance_id == recorded.of(sky.InstanceProvisioned)[0].instance_id
         )
     ]
     assert steps[-3:] == ["skyward", "mig", "server"]
@@ -179,8 +181,8 @@ def test_a_worker_that_dies_comes_back_with_its_own_partition(machines, gpus, tm
 
     The node is not replaced.
     """
-    told = Told()
-    with pool_on(machines[:1], tmp_path, told) as pool:
+    recorded = RecordedEvents()
+    with pool_on(machines[:1], tmp_path, recorded) as pool:
         before = [visible for visible, _ in seen() @ pool]
         for _ in range(2):
             with pytest.raises(sky.CallCrashed):
@@ -193,7 +195,7 @@ def test_a_worker_that_dies_comes_back_with_its_own_partition(machines, gpus, tm
         wait_until(lambda: names["0-1"] not in members(client), "the worker to be missed")
         wait_until(lambda: len(members(client)) == 2, "the worker to be back")
         wait_until(lambda: [visible for visible, _ in seen() @ pool] == before, "both workers to take part")
-        assert told.of(InstanceLost) == []
+        assert recorded.of(InstanceLost) == []
     assert as_before(gpus)
 
 
@@ -206,8 +208,8 @@ def test_hosts_that_cannot_reach_each_other_run_partitions(fleet, mirror, tmp_pa
     for host in hosts:
         mirror.configure(host)
     gpus = [install(host.root / PLACE, count=2) for host in hosts]
-    told = Told()
-    with pool_on(hosts, tmp_path, told) as pool:
+    recorded = RecordedEvents()
+    with pool_on(hosts, tmp_path, recorded) as pool:
         first = [visible for visible, _ in seen() @ pool]
         assert first == [uuid for one in gpus for uuid in one.uuids]
         client = pool.dask_client()
@@ -216,10 +218,11 @@ def test_hosts_that_cannot_reach_each_other_run_partitions(fleet, mirror, tmp_pa
         assert len({address.rpartition(":")[2] for address in names.values()}) == 4
         assert {address.rpartition(":")[0] for address in names.values()} == {"tls://127.0.0.1"}
         hosts[1].run(f"kill -KILL {parents[names['1-0']]}")
-        wait_until(lambda: told.of(InstanceLost), "the node to be lost", seconds=60)
+        wait_until(lambda: recorded.of(InstanceLost), "the node to be lost", seconds=60)
         wait_until(
             lambda: (
-                len(pool.lease.nodes) == 2 and pool.lease.nodes[1].instance.id != told.of(InstanceLost)[0].instance_id
+                len(pool.lease.nodes) == 2
+                and pool.lease.nodes[1].instance.id != recorded.of(InstanceLost)[0].instance_id
             ),
             "another node",
             seconds=60,

@@ -125,7 +125,7 @@ TRN1 = Offer(
 # ── the settings of a node ───────────────────────────────────────────────────────────────────────────────────────────
 
 
-def node_settings(offer: Offer = CPUS, **wishes: Any) -> NodeSettings:
+def node_settings(offer: Offer = CPUS, **options: Any) -> NodeSettings:
     """Return the settings of the first node of a pool on a machine with these fields."""
     instance = Instance(
         id="i-1",
@@ -140,7 +140,7 @@ def node_settings(offer: Offer = CPUS, **wishes: Any) -> NodeSettings:
     transports = Transports(60.0, lambda _: None)
     try:
         role = Role(0, 0, "10.0.0.1", "10.0.0.1", 29500)
-        spec = sky.PoolSpec.of(provider=sky.AWS(), **wishes)
+        spec = sky.PoolSpec.of(provider=sky.AWS(), **options)
         settings = settings_of(
             transports.to(instance), role, spec, PoolCertificate("pem", "key"), spec.accelerator_on(offer)
         )
@@ -183,18 +183,18 @@ def test_a_machine_chosen_by_its_type_gets_the_settings_of_its_chips() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told_gb", "gb"), [("A100", 42.9, 40), ("A100", 80.0, 80), ("H100", None, 80), ("T4", 15.0, 16)]
+    ("name", "memory_gb", "gb"), [("A100", 42.9, 40), ("A100", 80.0, 80), ("H100", None, 80), ("T4", 15.0, 16)]
 )
-def test_the_catalogue_determines_the_chips_of_a_machine(name: str, told_gb: float | None, gb: int) -> None:
+def test_the_catalogue_determines_the_chips_of_a_machine(name: str, memory_gb: float | None, gb: int) -> None:
     """Clouds report their memory in other units, or not at all."""
-    offer = CPUS.model_copy(update={"accelerator": name, "accelerators": 2, "accelerator_memory_gb": told_gb})
+    offer = CPUS.model_copy(update={"accelerator": name, "accelerators": 2, "accelerator_memory_gb": memory_gb})
     assert sky.PoolSpec.of(machine="x").accelerator_on(offer) == sky.Accelerator(name, gb, 2)
 
 
 def test_without_neuroncores_the_environment_is_unchanged() -> None:
     """It is also unchanged if the runtime chooses the cores."""
-    for wishes in ({}, {"accelerator": "H100"}, {"accelerator": Trainium(), "env": {"NEURON_RT_NUM_CORES": "1"}}):
-        settings = node_settings(**wishes, concurrency=2)
+    for options in ({}, {"accelerator": "H100"}, {"accelerator": Trainium(), "env": {"NEURON_RT_NUM_CORES": "1"}}):
+        settings = node_settings(**options, concurrency=2)
         assert (settings.neuron_cores, settings.cores_of(1), settings.environment_of(0, 1)) == ((), (), {})
 
 

@@ -25,7 +25,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
 
 
 @pytest.mark.parametrize(
-    ("wish", "name", "count", "memory_gb", "form_factor"),
+    ("requested", "name", "count", "memory_gb", "form_factor"),
     [
         ("A100", "A100", 1, 80, None),
         ("A100:2", "A100", 2, 80, None),
@@ -36,10 +36,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float]]:
     ],
 )
 def test_local_offers_what_it_simulates(
-    wish: Any, name: str, count: int, memory_gb: int, form_factor: str | None
+    requested: Any, name: str, count: int, memory_gb: int, form_factor: str | None
 ) -> None:
     """It holds in every spelling, and after JSON."""
-    provider = sky.Local(simulate=wish, price_per_hour=1.5)
+    provider = sky.Local(simulate=requested, price_per_hour=1.5)
     assert base.load(provider.to_json()) == provider
     (offer,) = provider.offers(sky.Requirements())
     assert (offer.accelerator, offer.accelerators, offer.accelerator_memory_gb, offer.form_factor) == (
@@ -54,13 +54,13 @@ def test_local_offers_what_it_simulates(
 
 
 @pytest.mark.parametrize(
-    ("wish", "words"),
+    ("requested", "words"),
     [("A1000", "nearest are 'A100'"), (sky.accelerators.H100(mig="3g.40gb"), "not simulated"), (3, "string")],
 )
-def test_what_cannot_be_simulated_is_refused(wish: Any, words: str) -> None:
+def test_what_cannot_be_simulated_is_refused(requested: Any, words: str) -> None:
     """The provider cannot be created, and the message has the reason."""
     with pytest.raises(ValueError, match=words):
-        sky.Local(simulate=wish)
+        sky.Local(simulate=requested)
 
 
 def test_calls_know_that_accelerators_are_simulated(gpus: list[tuple[str, float]]) -> None:

@@ -179,10 +179,10 @@ class World:
 
     def intend(self, pool_id: str, nodes: int = 1, first: int = 0, owner: Owner = DEAD) -> list[Intent]:
         return self.ledger.intend_all(
-            pool_id, [self.wish(pool_id, rank, first, owner) for rank in range(first, first + nodes)]
+            pool_id, [self.resource_request(pool_id, rank, first, owner) for rank in range(first, first + nodes)]
         )
 
-    def wish(self, pool_id: str, rank: int, first: int = 0, owner: Owner = DEAD) -> ResourceRequest:
+    def resource_request(self, pool_id: str, rank: int, first: int = 0, owner: Owner = DEAD) -> ResourceRequest:
         return ResourceRequest(
             kind=ResourceKind.INSTANCE,
             provider=self.provider.name,
@@ -260,7 +260,7 @@ def intent(
     **fields: Any,
 ) -> Intent:
     intended = START - timedelta(seconds=age_seconds)
-    told: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "id": number,
         "pool_id": pool_id,
         "kind": ResourceKind.INSTANCE,
@@ -279,7 +279,7 @@ def intent(
         "evidence": None,
         "seconds": {},
     }
-    return Intent(**(told | fields))
+    return Intent(**(defaults | fields))
 
 
 CLOUD = CloudProvider(folder="/nowhere")

@@ -94,7 +94,7 @@ def test_a_pool_is_not_stopped_with_other_credentials(ledger: Ledger, monkeypatc
 def test_an_entry_without_an_account_needs_no_matching_account(ledger: Ledger) -> None:
     """Entries of a ledger of the first version, and of providers that have no accounts."""
     ledger.turn_to(POOL, Quiet().to_json(), "")
-    assert sweep(ledger, [Quiet().of("whoever")], is_dry_run=False).failures == ()
+    assert sweep(ledger, [Quiet().of("another")], is_dry_run=False).failures == ()
     assert states(ledger) == (True, False)
 
 

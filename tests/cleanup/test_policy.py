@@ -275,13 +275,13 @@ def test_each_machine_has_one_finding_and_ends_only_with_evidence(
                 by_number[number].cloud_id in {found.id for found in facts.machines if found.pool_id == finding.pool_id}
                 for number in finding.intents
             )
-    told = [
+    found = [
         instance_id
         for finding in findings
         for instance_id in set(finding.resource_ids)
         if instance_id in listed and listed[instance_id].pool_id == finding.pool_id
     ]
-    assert sorted(told) == sorted(listed)
+    assert sorted(found) == sorted(listed)
     of_the_dead = [
         its.id
         for its in facts.intents

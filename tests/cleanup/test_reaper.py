@@ -447,7 +447,7 @@ def test_machines_end_while_the_ledger_is_locked(pool: Pool, start: Start) -> No
         start(pool.reaper_input()).terminate_now()
         wait_until(lambda: not pool.living(), "the machines to end", seconds=60)
         locker.execute("ROLLBACK")
-        wait_until(lambda: pool.entry().ended_at is not None, "the books to be closed", seconds=60)
+        wait_until(lambda: pool.entry().ended_at is not None, "the entries to be closed", seconds=60)
     finally:
         locker.close()
 
@@ -476,7 +476,7 @@ def test_only_providers_that_may_have_machines_are_used(
     start(ReaperInput.of([other, pool.provider], pool.pool_id, url)).terminate_now()
     wait_until(lambda: not pool.living(), "the machines to end")
     if has_ledger:
-        wait_until(pool.is_ended, "the books to be closed")
+        wait_until(pool.is_ended, "the entries to be closed")
         assert len(other.instances()) == 1
     else:
         wait_until(lambda: not other.instances(), "the machines of the other one to end")
@@ -570,9 +570,9 @@ def test_a_failed_teardown_is_tried_again(pool: Pool, monkeypatch: pytest.Monkey
     )
     assert stand_in.lines("calls") == [f"{pool.pool_id} FolderProvider True its process is gone"] * 4
     assert stand_in.lines("pauses") == ["1.0", "2.0", "4.0"]
-    told = [line.split(" ", 2)[2] for line in log_text().splitlines()]
-    assert "ConnectionError: no. 1" in told
-    assert "more" not in told
+    messages = [line.split(" ", 2)[2] for line in log_text().splitlines()]
+    assert "ConnectionError: no. 1" in messages
+    assert "more" not in messages
     assert pool.is_ended()
 
 
@@ -638,7 +638,9 @@ def test_no_secret_is_visible(pool: Pool, start: Start) -> None:
     """The command line, the environment, the log and the repr of reaper_input have neither the provider's secret nor
     the ledger's password.
     """
-    reaper_input = ReaperInput.of([pool.provider], pool.pool_id, f"postgresql+psycopg://ada:{SECRET}@127.0.0.1:1/books")
+    reaper_input = ReaperInput.of(
+        [pool.provider], pool.pool_id, f"postgresql+psycopg://ada:{SECRET}@127.0.0.1:1/ledger"
+    )
     assert SECRET.encode() in reaper_input.providers
     assert SECRET not in repr(reaper_input)
     reaper = start(reaper_input)

@@ -203,7 +203,7 @@ def test_machines_that_cost_money_when_off_are_billed_until_the_sweep(world: Wor
 
 
 @pytest.mark.parametrize(
-    ("wish", "is_sure"),
+    ("kind", "is_sure"),
     [
         ({"name": "aws"}, True),
         ({"name": "runpod"}, True),
@@ -217,9 +217,9 @@ def test_machines_that_cost_money_when_off_are_billed_until_the_sweep(world: Wor
     ],
     ids=str,
 )
-def test_providers_know_if_a_machine_that_ends_itself_costs_nothing_more(wish: dict[str, Any], is_sure: bool) -> None:
+def test_providers_know_if_a_machine_that_ends_itself_costs_nothing_more(kind: dict[str, Any], is_sure: bool) -> None:
     """False if a machine that ends itself is only off, and still billed."""
-    assert load(wish).ends_for_good() is is_sure
+    assert load(kind).ends_for_good() is is_sure
 
 
 def test_an_entry_without_a_machine_costs_nothing(world: World) -> None:
@@ -365,7 +365,7 @@ def test_unspent_money_returns_to_the_budget(world: World) -> None:
 def test_a_resource_that_is_no_machine_keeps_the_pool_open(world: World) -> None:
     """A resource that is no machine is not recorded as gone, so the pool does not end."""
     pool = world.pool()
-    world.ledger.intend(pool, replace(world.wish(pool, 0), kind=ResourceKind.OTHER, token="key"))
+    world.ledger.intend(pool, replace(world.resource_request(pool, 0), kind=ResourceKind.OTHER, token="key"))
     world.rent(pool)
     world.end(pool)
     assert [its.kind for its in world.ledger.open_intents()] == [ResourceKind.OTHER]

@@ -46,14 +46,14 @@ def test_a_dry_run_reports_and_changes_nothing(world: World) -> None:
     world.rent(dead, 2)
     world.rent(world.pool("sky-live", HERE), 1, owner=HERE)
     before = world.ids(), world.ledger.open_intents(), world.ledger.pools()
-    told = sweep(world.ledger, [world.provider], **world.hands.keywords)
-    assert actions(told) == [("end", "sky-dead"), ("leave", "sky-live")]
+    planned = sweep(world.ledger, [world.provider], **world.hands.keywords)
+    assert actions(planned) == [("end", "sky-dead"), ("leave", "sky-live")]
     assert (world.ids(), world.ledger.open_intents(), world.ledger.pools()) == before
-    assert told.ended == ()
-    assert [finding.pool_id for finding in told.to_do] == ["sky-dead"]
+    assert planned.ended == ()
+    assert [finding.pool_id for finding in planned.to_do] == ["sky-dead"]
     done = world.sweep()
-    assert actions(done) == actions(told)
-    assert done.ended == told.findings[:1]
+    assert actions(done) == actions(planned)
+    assert done.ended == planned.findings[:1]
     assert {instance.pool_id for instance in world.provider.instances()} == {"sky-live"}
     assert actions(world.sweep()) == [("leave", "sky-live")]
 
@@ -66,7 +66,11 @@ def test_a_sweep_finds_providers_in_the_ledger(
     """
     folders = {"name": "folder", "folder": str(tmp_path)}
     monkeypatch.setattr(
-        survey, "load", lambda wish: FolderProvider(folder=wish["folder"]) if wish["name"] == "folder" else load(wish)
+        survey,
+        "load",
+        lambda requested: (
+            FolderProvider(folder=requested["folder"]) if requested["name"] == "folder" else load(requested)
+        ),
     )
     world = World(ledger, FolderProvider(folder=str(tmp_path)), hands)
     world.rent(world.pool("sky-folder"), 2)
@@ -309,10 +313,10 @@ def test_several_sweeps_at_once_end_dead_pools_only(tmp_path: Path) -> None:
             ]
             others = [subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) for _ in range(2)]
             reports = list(threads.map(lambda _: sweep(world.ledger, [world.provider], is_dry_run=False), range(4)))
-            told = [other.communicate(timeout=110)[0] for other in others]
+            outputs = [other.communicate(timeout=110)[0] for other in others]
             over.set()
             keeping.result()
-        assert told == ["", ""]
+        assert outputs == ["", ""]
         assert [other.returncode for other in others] == [0, 0]
         assert [failure for report in reports for failure in report.failures] == []
         assert {instance.pool_id for instance in world.provider.instances()} == {"sky-live"}

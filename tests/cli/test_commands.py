@@ -65,10 +65,10 @@ def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("SKYWARD_LEDGER", found)
     load = base.load
 
-    def loading(wish: Any) -> Any:
-        fields = dict(wish) if isinstance(wish, Mapping) else {"name": wish}
+    def loading(requested: Any) -> Any:
+        fields = dict(requested) if isinstance(requested, Mapping) else {"name": requested}
         assert fields.get("name") != "local", "a test must not sweep this host"
-        return FolderProvider(folder=fields["folder"]) if fields.get("name") == "folder" else load(wish)
+        return FolderProvider(folder=fields["folder"]) if fields.get("name") == "folder" else load(requested)
 
     monkeypatch.setattr(base, "load", loading)
     monkeypatch.setattr(releasing, "load", loading)
@@ -99,12 +99,12 @@ def skyward(capsys: pytest.CaptureFixture[str], url: str) -> Skyward:
 
     def run(line: str, code: int = 0) -> str:
         assert cli.main(shlex.split(line)) == code
-        told = capsys.readouterr()
+        output = capsys.readouterr()
         if code == cli.FAILED:
-            assert "Traceback" not in told.err
-            return told.err
-        assert told.err == ""
-        return told.out
+            assert "Traceback" not in output.err
+            return output.err
+        assert output.err == ""
+        return output.out
 
     return run
 
@@ -134,7 +134,7 @@ def open_pool(
         )
         tags = {POOL_TAG: pool_id, LAUNCH_TAG: f"{pool_id}-1", RANK_TAG: "0"}
         price = Price(Decimal(2), Decimal(8), is_spot=True)
-        wishes = [
+        requests = [
             ResourceRequest(
                 ResourceKind.INSTANCE,
                 "folder",
@@ -147,7 +147,7 @@ def open_pool(
             )
             for rank in range(machines)
         ]
-        intents = ledger.intend_all(pool_id, wishes)
+        intents = ledger.intend_all(pool_id, requests)
         instances = provider.launch(None, machines, tags, "")
         ledger.bind_all({its.id: instance.id for its, instance in zip(intents, instances, strict=True)})
         ledger.note_all({its.id: {Bucket.RUNNING_CALLS: age_seconds} for its in intents})
@@ -155,9 +155,9 @@ def open_pool(
         clock.now = now
 
 
-def lines(told: str) -> list[list[str]]:
+def lines(output: str) -> list[list[str]]:
     """The text of a table, by lines and columns."""
-    return [re.split(r" {2,}", line.strip()) for line in told.splitlines()]
+    return [re.split(r" {2,}", line.strip()) for line in output.splitlines()]
 
 
 # ── ps ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -169,10 +169,10 @@ def test_ps_lists_open_pools(skyward: Skyward, ledger: Ledger, clock: Clock, fol
     open_pool(ledger, clock, folder, "sky-dead", owner=DEAD, age_seconds=60)
     open_pool(ledger, clock, folder, "sky-over", owner=HERE, age_seconds=5000)
     ledger.end_pool("sky-over")
-    told = lines(skyward("ps"))
-    assert told[0] == ["POOL", "STATE", "OWNER", "PROVIDER", "OPEN", "AGE", "LEASE", "USD/H", "COST USD"]
-    assert [row[0] for row in told[1:]] == ["sky-live", "sky-dead"]
-    assert [told[1][place] for place in (1, 2, 3, 4, 5, 7, 8)] == [
+    output = lines(skyward("ps"))
+    assert output[0] == ["POOL", "STATE", "OWNER", "PROVIDER", "OPEN", "AGE", "LEASE", "USD/H", "COST USD"]
+    assert [row[0] for row in output[1:]] == ["sky-live", "sky-dead"]
+    assert [output[1][place] for place in (1, 2, 3, 4, 5, 7, 8)] == [
         "live",
         "ada@laptop",
         "folder",
@@ -181,7 +181,7 @@ def test_ps_lists_open_pools(skyward: Skyward, ledger: Ledger, clock: Clock, fol
         "4.00",
         "8.0000",
     ]
-    assert told[2][1] == "dead: its owner is dead"
+    assert output[2][1] == "dead: its owner is dead"
     assert [row[0] for row in lines(skyward("ps --all"))[1:]] == ["sky-live", "sky-over", "sky-dead"]
     assert "the newest 2" in skyward("ps --all --limit 2")
 
@@ -240,9 +240,9 @@ def test_the_total_is_the_same_by_each_key(
     clock.now = datetime(2026, 11, 21, 12, tzinfo=UTC)
     open_pool(ledger, clock, folder, "sky-a", owner=HERE, age_seconds=1800, machines=3)
     open_pool(ledger, clock, folder, "sky-b", owner=DEAD, age_seconds=360_000)
-    told = lines(skyward(f"cost --by {by}"))
-    assert told[0] == [by.upper(), "RESOURCES", "HOURS", "USD", "ON DEMAND", "SAVED"]
-    assert told[-1] == ["total", "4", "101.50", "203.0000", "812.0000", "609.0000"]
+    output = lines(skyward(f"cost --by {by}"))
+    assert output[0] == [by.upper(), "RESOURCES", "HOURS", "USD", "ON DEMAND", "SAVED"]
+    assert output[-1] == ["total", "4", "101.50", "203.0000", "812.0000", "609.0000"]
     bill = json.loads(skyward(f"cost --by {by} --json"))
     assert {row["key"] for row in bill["rows"]} == KEYS[by]
     assert bill["total"] == {
@@ -289,10 +289,10 @@ def test_a_sweep_is_dry_without_yes(skyward: Skyward, ledger: Ledger, clock: Clo
     """
     open_pool(ledger, clock, folder, "sky-dead", owner=DEAD, machines=2)
     open_pool(ledger, clock, folder, "sky-live", owner=HERE)
-    told = skyward("sweep", code=3)
-    assert ["end", "sky-dead"] in [row[:2] for row in lines(told)]
-    assert "its owner is dead" in told
-    assert "skyward sweep --yes" in told
+    output = skyward("sweep", code=3)
+    assert ["end", "sky-dead"] in [row[:2] for row in lines(output)]
+    assert "its owner is dead" in output
+    assert "skyward sweep --yes" in output
     assert len(folder.instances()) == 3
     would = json.loads(skyward("sweep --json", code=3))
     assert (would["is_dry_run"], [finding["action"] for finding in would["findings"]], would["ended"]) == (
@@ -323,8 +323,8 @@ def test_a_sweep_reports_what_it_has_done(
         open_pool(ledger, clock, folder, f"sky-gone-{number}", owner=DEAD)
         folder.terminate([instance.id for instance in folder.instances()])
     open_pool(ledger, clock, folder, "sky-dead", owner=DEAD)
-    told = skyward("sweep --yes")
-    assert told.splitlines()[-1] == "machines of 1 pool ended; entries of 2 pools closed, nothing of which was there"
+    output = skyward("sweep --yes")
+    assert output.splitlines()[-1] == "machines of 1 pool ended; entries of 2 pools closed, nothing of which was there"
     open_pool(ledger, clock, folder, "sky-gone-2", owner=DEAD)
     folder.terminate([instance.id for instance in folder.instances()])
     report = json.loads(skyward("sweep --yes --json"))
@@ -406,10 +406,10 @@ def test_a_receipt_is_json(skyward: Skyward, ledger: Ledger, clock: Clock, folde
     """It has the state of each resource; an unknown pool has no receipt."""
     open_pool(ledger, clock, folder, "sky-1", owner=HERE, machines=2)
     skyward("stop sky-1")
-    told = json.loads(skyward("receipt sky-1"))
-    assert told["pool_id"] == "sky-1"
-    assert len(told["resources"]) == 2
-    assert told["left"] == []
+    output = json.loads(skyward("receipt sky-1"))
+    assert output["pool_id"] == "sky-1"
+    assert len(output["resources"]) == 2
+    assert output["left"] == []
     assert "sky-nowhere" in skyward("receipt sky-nowhere", code=1)
 
 
@@ -440,8 +440,8 @@ def test_why_lists_every_attempt(skyward: Skyward, ledger: Ledger, clock: Clock,
     assert head == ["AT", "PROVIDER", "REGION", "TYPE", "MARKET", "SECONDS", "OUTCOME", "CODE", "REASON"]
     assert first[1:] == ["aws", "us-east-1", "p5.48xlarge", "spot", "2.1", "NoCapacity", "Insufficient", "none at all"]
     assert second[1:] == ["runpod", "any", "H100 x8", "on demand", "9.0", "rented"]
-    told = json.loads(skyward("why sky-1 --json"))
-    assert [(one["error"], one["code"], one["seconds"]) for one in told] == [
+    output = json.loads(skyward("why sky-1 --json"))
+    assert [(one["error"], one["code"], one["seconds"]) for one in output] == [
         ("NoCapacity", "Insufficient", 2.13),
         (None, None, 9.0),
     ]
@@ -473,9 +473,9 @@ def test_offers_are_listed_with_their_age(skyward: Skyward, monkeypatch: pytest.
         ("t2", "on demand", "2.0000", "1 x L4 24GB"),
     ]
     assert age[0].startswith("2 in all; asked ")
-    told = json.loads(skyward("offers --json --limit 1"))
-    assert told["age_seconds"] < 300
-    assert [offer["instance_type"] for offer in told["offers"]] == ["t1"]
+    output = json.loads(skyward("offers --json --limit 1"))
+    assert output["age_seconds"] < 300
+    assert [offer["instance_type"] for offer in output["offers"]] == ["t1"]
     assert "the cheapest 1 of 3" in skyward("offers --limit 1")
     assert "does not report its architecture" in skyward("offers --architecture arm64", code=1)
     assert "has 1 of them" in skyward("offers --accelerator L4 --count 8", code=1)
@@ -517,9 +517,9 @@ def test_a_budget_is_set_and_listed(skyward: Skyward, ledger: Ledger, clock: Clo
     open_pool(ledger, clock, folder, "sky-1", owner=HERE, account="team")
     ledger.settle(ledger.reserve("team", "sky-1", Decimal(10)), Decimal(4))
     ledger.reserve("team", "sky-1", Decimal(7))
-    told = lines(skyward("budget list"))
-    assert told[0] == ["ACCOUNT", "PER", "LIMIT USD", "SPENT", "RESERVED", "LEFT"]
-    assert told[2] == ["team", "day", "100.0000", "4.0000", "7.0000", "89.0000"]
+    output = lines(skyward("budget list"))
+    assert output[0] == ["ACCOUNT", "PER", "LIMIT USD", "SPENT", "RESERVED", "LEFT"]
+    assert output[2] == ["team", "day", "100.0000", "4.0000", "7.0000", "89.0000"]
     runs, team = json.loads(skyward("budget list --json"))
     assert (runs["spent_usd"], runs["left_usd"], team["left_usd"]) == (None, None, 89.0)
     skyward("budget set team --limit 20 --per day")
@@ -554,10 +554,10 @@ def test_a_wrong_command_line_is_no_traceback(line: str, url: str, capsys: pytes
 def test_a_ledger_that_cannot_be_used_is_one_line(skyward: Skyward, tmp_path: Path) -> None:
     """It names the problem and what to try."""
     (tmp_path / "text").write_text("no ledger at all, and longer than the header of one\n" * 20)
-    told = skyward(f"--ledger sqlite:///{tmp_path}/text ps", code=1)
-    assert told.startswith("skyward: ")
-    assert told.count("\n") == 1
-    assert "damaged" in told
+    output = skyward(f"--ledger sqlite:///{tmp_path}/text ps", code=1)
+    assert output.startswith("skyward: ")
+    assert output.count("\n") == 1
+    assert "damaged" in output
 
 
 def test_a_closed_pipe_is_no_traceback(url: str, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
@@ -590,14 +590,14 @@ def documented(command: str) -> dict[str, str]:
     return fields
 
 
-def told_fields(data: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+def fields_of(data: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     """Return the position of each value in some JSON, with the value; an empty list is one value."""
     if isinstance(data, dict):
         for name, value in data.items():
-            yield from told_fields(value, f"{place}.{_kind_of(name, place)}".lstrip("."))
+            yield from fields_of(value, f"{place}.{_kind_of(name, place)}".lstrip("."))
     elif isinstance(data, list) and data:
         for value in data:
-            yield from told_fields(value, f"{place}[]" if place else "")
+            yield from fields_of(value, f"{place}[]" if place else "")
     else:
         yield place, data
 
@@ -662,7 +662,7 @@ def test_json_has_the_fields_of_the_page(
         fields, seen = documented(command), set[str]()
         for line in typed:
             cli.main(shlex.split(line))
-            for place, value in told_fields(json.loads(capsys.readouterr().out)):
+            for place, value in fields_of(json.loads(capsys.readouterr().out)):
                 known = [
                     field for field in fields if field == place or (value == [] and field.startswith(f"{place}[]"))
                 ]

@@ -101,11 +101,11 @@ def test_a_pool_that_cannot_be_read_stops_nothing(
     # no other command lists this provider's machines
     monkeypatch.setattr("skyward_core.cleanup.policy.IN_FLIGHT_SECONDS", 0.0)
     damage(POOL_DAMAGES[what])
-    code, told, complaint = run("ps")
-    assert (code, "sky-live" in told, "sky-dead" in told) == (1, True, True)
+    code, output, complaint = run("ps")
+    assert (code, "sky-live" in output, "sky-dead" in output) == (1, True, True)
     assert complaint.startswith("skyward: row 'sky-odd' of skyward_pools in the ledger cannot be read: ")
-    code, told, complaint = run("sweep --yes --min-age 0 --unknown --json")
-    report = json.loads(told)
+    code, output, complaint = run("sweep --yes --min-age 0 --unknown --json")
+    report = json.loads(output)
     assert code == 1
     assert [finding["pool"] for finding in report["ended"]] == ["sky-dead"]
     assert [(failure["provider"], failure["pool"]) for failure in report["failures"]] == [("ledger", "sky-odd")]
@@ -115,7 +115,7 @@ def test_a_pool_that_cannot_be_read_stops_nothing(
     for line in ("receipt sky-odd", "why sky-odd", "stop sky-odd"):
         code, _, complaint = run(line)
         assert (code, complaint.count("\n"), "cannot be read" in complaint) == (1, 1, True)
-    code, told, complaint = run(f"stop sky-odd --provider {shlex.quote(json.dumps(folder.to_json()))}")
+    code, output, complaint = run(f"stop sky-odd --provider {shlex.quote(json.dumps(folder.to_json()))}")
     assert {machine.pool_id for machine in folder.instances()} == {"sky-live"}
     assert "cannot be read" in complaint
 
@@ -131,12 +131,12 @@ def test_a_pool_whose_owner_cannot_be_read_lives_by_its_lease(
     machines alive.
     """
     damage("UPDATE skyward_pools SET owner_process = 'garbage' WHERE id = 'sky-odd'")
-    code, told, complaint = run("ps --json")
-    assert (code, {pool["pool"]: pool["state"] for pool in json.loads(told)}["sky-odd"]) == (1, "live")
+    code, output, complaint = run("ps --json")
+    assert (code, {pool["pool"]: pool["state"] for pool in json.loads(output)}["sky-odd"]) == (1, "live")
     assert "its owner's process, 'garbage', cannot be read" in complaint
     assert json.loads(run("receipt sky-odd")[1])["owner"] == "ada@laptop"
-    code, told, _ = run("sweep --yes --json")
-    report = json.loads(told)
+    code, output, _ = run("sweep --yes --json")
+    report = json.loads(output)
     assert (code, [finding["pool"] for finding in report["ended"]]) == (1, ["sky-dead"])
     assert [failure["pool"] for failure in report["failures"]] == ["sky-odd"]
     damage("UPDATE skyward_pools SET lease_expires_microseconds = 1 WHERE id = 'sky-odd'")
@@ -156,14 +156,14 @@ def test_a_resource_that_cannot_be_read_stops_nothing(
     """Each command names it: ps, cost, receipt and sweep. A dead pool's machine ends all the same."""
     damage(RESOURCE_DAMAGES[what])
     for line in ("ps", "cost --by day", "cost --by bucket --json", "cost --by pool", "receipt sky-odd"):
-        code, told, complaint = run(line)
+        code, output, complaint = run(line)
         assert code in (0, 1), line
         if code:
             assert complaint.startswith("skyward: row "), line
     assert "cannot be read" in run("ps")[2]
     damage("UPDATE skyward_pools SET lease_expires_microseconds = 1 WHERE id = 'sky-odd'")
-    code, told, _ = run("sweep --yes --json")
-    report = json.loads(told)
+    code, output, _ = run("sweep --yes --json")
+    report = json.loads(output)
     assert code == 1
     assert "sky-dead" in [finding["pool"] for finding in report["ended"]]
     assert "sky-odd" in [failure["pool"] for failure in report["failures"]]
@@ -179,8 +179,8 @@ def test_a_bill_omits_and_names_rows_without_a_number(
     """No such row counts as zero without a message: the row is named, the total is that of the others."""
     before = json.loads(run("cost --json")[1])["total"]["cost_usd"]
     damage(RESOURCE_DAMAGES["price is nan"])
-    code, told, complaint = run("cost --json")
-    assert (code, json.loads(told)["total"]["cost_usd"]) == (1, pytest.approx(before * 2 / 3))
+    code, output, complaint = run("cost --json")
+    assert (code, json.loads(output)["total"]["cost_usd"]) == (1, pytest.approx(before * 2 / 3))
     assert "a price or a time is no number" in complaint
 
 
@@ -202,12 +202,12 @@ def test_other_rows_that_cannot_be_read(
     damage("UPDATE skyward_accounts SET period = 'fortnight' WHERE name = 'odd'")
     damage("UPDATE skyward_attempts SET at_microseconds = 'x' WHERE region = 'there'")
     damage("UPDATE skyward_pools SET owner_user = CAST(x'ff41' AS TEXT) WHERE id = 'sky-odd'")
-    code, told, complaint = run("budget list")
-    assert (code, "team" in told, "'odd' of skyward_accounts" in complaint) == (1, True, True)
-    code, told, complaint = run("why sky-live")
-    assert (code, "here" in told, "skyward_attempts" in complaint) == (1, True, True)
-    code, told, complaint = run("ps")
-    assert (code, "\ufffdA@laptop" in told, complaint) == (0, True, "")
+    code, output, complaint = run("budget list")
+    assert (code, "team" in output, "'odd' of skyward_accounts" in complaint) == (1, True, True)
+    code, output, complaint = run("why sky-live")
+    assert (code, "here" in output, "skyward_attempts" in complaint) == (1, True, True)
+    code, output, complaint = run("ps")
+    assert (code, "\ufffdA@laptop" in output, complaint) == (0, True, "")
 
 
 @pytest.mark.parametrize("version", ["abc", "-1", "", "2.5", "²"])
@@ -216,8 +216,8 @@ def test_a_database_without_a_known_version_is_refused(
 ) -> None:
     """No command migrates, or writes into, a database that is no ledger of a known version."""
     damage(f"UPDATE skyward_meta SET value = '{version}'")
-    told = skyward("ps", code=1)
-    assert f"says that it has version {version!r}, which is none" in told
+    output = skyward("ps", code=1)
+    assert f"says that it has version {version!r}, which is none" in output
     with pytest.raises(LedgerError, match="SKYWARD_LEDGER"):
         Ledger(url)
 
@@ -263,10 +263,10 @@ def test_a_meaningless_argument_is_an_error_with_a_message(
     with pytest.raises(SystemExit) as caught:
         cli.main(shlex.split(line.replace("$'\\x1b[2J'", "'\x1b[2J'")))
     assert caught.value.code == 2
-    told = capsys.readouterr().err
-    assert "Usage: skyward" in told
-    assert told.replace("\n", "").isprintable()
-    assert max(map(len, told.splitlines())) < 400
+    output = capsys.readouterr().err
+    assert "Usage: skyward" in output
+    assert output.replace("\n", "").isprintable()
+    assert max(map(len, output.splitlines())) < 400
 
 
 @pytest.mark.parametrize(
@@ -294,9 +294,9 @@ def test_the_command_prints_its_version(skyward: Skyward, capsys: pytest.Capture
         with pytest.raises(SystemExit) as caught:
             cli.main([line])
         assert caught.value.code == 0
-        told = capsys.readouterr().out
-        assert told.startswith(expected)
-    assert Path(told.strip()).is_file()
+        output = capsys.readouterr().out
+        assert output.startswith(expected)
+    assert Path(output.strip()).is_file()
 
 
 # ── output ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -352,9 +352,9 @@ def test_tables_are_readable_on_a_narrow_terminal(
     """With 20 columns each value has its own line, complete; with 200 it is a table."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "20")
-    told = skyward("ps")
-    assert "POOL: sky-live\nSTATE: live\nOWNER: ada@laptop\nPROVIDER: folder\nOPEN: 1/1\n" in told
-    assert "COST USD: 2.0000" in told
+    output = skyward("ps")
+    assert "POOL: sky-live\nSTATE: live\nOWNER: ada@laptop\nPROVIDER: folder\nOPEN: 1/1\n" in output
+    assert "COST USD: 2.0000" in output
     assert "USD: 6.0000" in skyward("cost --by pool")
     monkeypatch.setenv("COLUMNS", "200")
     assert skyward("ps").splitlines()[0].startswith("POOL  ")
@@ -462,10 +462,10 @@ def test_no_command_line_is_a_traceback(
     """Any command line has an exit code and a message."""
     load = base.load
 
-    def loading(wish: Any) -> Any:
-        if isinstance(wish, str) and wish in BUILT_IN:
+    def loading(requested: Any) -> Any:
+        if isinstance(requested, str) and requested in BUILT_IN:
             raise BadRequest("tests rent nothing")
-        return load(wish)
+        return load(requested)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base, "load", loading)
@@ -511,6 +511,6 @@ def test_escape_sequences_of_a_row_do_not_reach_the_terminal(
 ) -> None:
     """Other users may write to a shared ledger: their text is shown with escape sequences written out."""
     damage("UPDATE skyward_pools SET owner_user = 'x\x1b[2J' WHERE id = 'sky-odd'")
-    _, out, told = run("ps --all")
-    assert "\x1b" not in out + told
+    _, out, errors = run("ps --all")
+    assert "\x1b" not in out + errors
     assert "x\\x1b[2J" in out

@@ -1133,20 +1133,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--histories", type=int, default=2000)
     parser.add_argument("--from", type=int, default=0, dest="first", help="the first seed")
     parser.add_argument("--processes", type=int, default=2)
-    wishes = parser.parse_args(arguments)
-    if wishes.seed is not None:
-        World(wishes.seed, trace=print).run()
+    options = parser.parse_args(arguments)
+    if options.seed is not None:
+        World(options.seed, trace=print).run()
         return 0
-    seeds = range(wishes.first, wishes.first + wishes.histories)
+    seeds = range(options.first, options.first + options.histories)
     began = time.monotonic()
     failures = Counter[str]()
-    for failure in filter(None, _explored(seeds, wishes.processes)):
+    for failure in filter(None, _explored(seeds, options.processes)):
         what = failure.partition(": ")[2][:WORDS]
         failures[what] += 1
         if failures[what] <= PRINTED_OF_A_KIND:
             print(failure[:LONGEST], flush=True)
     print(
-        f"{len(seeds)} histories from seed {wishes.first} in {time.monotonic() - began:.0f} s, {failures.total()} failed"
+        f"{len(seeds)} histories from seed {options.first} in {time.monotonic() - began:.0f} s, {failures.total()} failed"
     )
     for what, count in failures.most_common():
         print(f"{count:7} {what}")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import skyward_core as sky
-from tests.conftest import Told, processes_by_tag, slowness, wait_until
+from tests.conftest import RecordedEvents, processes_by_tag, slowness, wait_until
 
 LOSS_SECONDS = 60.0
 """How long the recovery from a loss may take on a busy machine, in tests that do not measure it."""
@@ -47,7 +47,7 @@ def node_pid() -> tuple[int, int]:
 
 
 @sky.compute
-def add_when_told(values: Any, folder: str) -> float:
+def add_when_allowed(values: Any, folder: str) -> float:
     """Note this run, wait for the file `go`, return the sum."""
     Path(folder, f"node-{sky.instance_info().node}").write_text(str(os.getppid()))
     while not Path(folder, "go").exists():
@@ -73,10 +73,10 @@ def executions(folder: Path) -> Counter[int]:
 
 
 @contextlib.contextmanager
-def open_pool(told: Told, nodes: int = 2, **options: Any) -> Generator[sky.ComputePool]:
+def open_pool(recorded: RecordedEvents, nodes: int = 2, **options: Any) -> Generator[sky.ComputePool]:
     provider = options.pop("provider", sky.Local())
     with sky.ComputePool(
-        provider=provider, nodes=nodes, display="quiet", on_event=told, collect_metrics=False, **options
+        provider=provider, nodes=nodes, display="quiet", on_event=recorded, collect_metrics=False, **options
     ) as pool:
         yield pool
 
@@ -97,15 +97,15 @@ def signal_all(instance_id: str, number: signal.Signals) -> int:
     return len(pids)
 
 
-def await_replacement(told: Told, count: int = 1) -> None:
+def await_replacement(recorded: RecordedEvents, count: int = 1) -> None:
     """Wait until this many machines have joined beyond the first two."""
-    first = len(told.of(sky.InstanceProvisioned)) - len(told.of(sky.InstanceLost))
+    first = len(recorded.of(sky.InstanceProvisioned)) - len(recorded.of(sky.InstanceLost))
 
     def replaced() -> bool:
-        ids = {event.instance_id for event in told.of(sky.InstanceProvisioned)[first:]}
-        return len(ids & {event.instance_id for event in told.of(sky.BootstrapCompleted)}) >= count
+        ids = {event.instance_id for event in recorded.of(sky.InstanceProvisioned)[first:]}
+        return len(ids & {event.instance_id for event in recorded.of(sky.BootstrapCompleted)}) >= count
 
-    wait_until(lambda: len(told.of(sky.InstanceLost)) >= count, "the event of the loss", LOSS_SECONDS)
+    wait_until(lambda: len(recorded.of(sky.InstanceLost)) >= count, "the event of the loss", LOSS_SECONDS)
     wait_until(replaced, "the replacement", LOSS_SECONDS)
 
 
@@ -117,8 +117,8 @@ def test_a_lost_node_loses_only_its_calls(tmp_path: Path) -> None:
     """With retries=0 the running call of a dead node is lost, calls on other nodes go on, and later calls run on the
     remaining nodes.
     """
-    told = Told()
-    with open_pool(told, retries=0) as pool:
+    recorded = RecordedEvents()
+    with open_pool(recorded, retries=0) as pool:
         futures = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
         supervisors = [supervisor_of(tmp_path, node) for node in range(2)]
         kill(supervisors[1])
@@ -130,11 +130,11 @@ def test_a_lost_node_loses_only_its_calls(tmp_path: Path) -> None:
         (kept,) = [future for future in futures if future is not lost]
         assert kept.result(timeout=LOSS_SECONDS) == 0
         assert pool.map(double, range(20)) == [2 * x for x in range(20)]
-        await_replacement(told)
+        await_replacement(recorded)
         assert [node for node, _ in node_pid() @ pool] == [0, 1]
-        assert [event.node for event in told.of(sky.InstanceLost)] == [1]
-    assert told.of(sky.CallRetrying) == []
-    assert len(told.of(sky.CostFinal)) == 1
+        assert [event.node for event in recorded.of(sky.InstanceLost)] == [1]
+    assert recorded.of(sky.CallRetrying) == []
+    assert len(recorded.of(sky.CostFinal)) == 1
 
 
 @pytest.mark.slow
@@ -143,8 +143,8 @@ def test_a_lost_head_loses_only_its_calls(tmp_path: Path) -> None:
 
     The other node's call goes on, begun once; waiting calls run on the next cluster.
     """
-    told = Told()
-    with open_pool(told, retries=0) as pool:
+    recorded = RecordedEvents()
+    with open_pool(recorded, retries=0) as pool:
         out = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
         supervisors = [supervisor_of(tmp_path, node) for node in range(2)]
         waiting = [pool.submit(note(str(tmp_path), number)) for number in range(20)]
@@ -153,7 +153,7 @@ def test_a_lost_head_loses_only_its_calls(tmp_path: Path) -> None:
         (lost,) = [future for future in out if future.done()]
         with pytest.raises(sky.NodeLost):
             lost.result()
-        wait_until(lambda: len(told.of(sky.PoolReady)) == 2, "the next cluster", LOSS_SECONDS)
+        wait_until(lambda: len(recorded.of(sky.PoolReady)) == 2, "the next cluster", LOSS_SECONDS)
         (kept,) = [future for future in out if future is not lost]
         assert not kept.done()
         (tmp_path / "go").touch()
@@ -162,11 +162,11 @@ def test_a_lost_head_loses_only_its_calls(tmp_path: Path) -> None:
         assert double(1) >> pool == 2
         assert supervisor_of(tmp_path, 1) == supervisors[1]
     assert executions(tmp_path) == Counter(range(20))
-    assert [event.node for event in told.of(sky.InstanceLost)] == [0]
-    assert told.of(sky.CallRetrying) == []
-    assert len(told.of(sky.ClusterRestarting)) == 1
-    assert len(told.of(sky.PoolReady)) == 2
-    assert len(told.of(sky.CostFinal)) == 1
+    assert [event.node for event in recorded.of(sky.InstanceLost)] == [0]
+    assert recorded.of(sky.CallRetrying) == []
+    assert len(recorded.of(sky.ClusterRestarting)) == 1
+    assert len(recorded.of(sky.PoolReady)) == 2
+    assert len(recorded.of(sky.CostFinal)) == 1
 
 
 @pytest.mark.slow
@@ -175,8 +175,8 @@ def test_without_retries_nothing_runs_twice(tmp_path: Path, victim: int) -> None
     """With retries=0, for each lost node: calls in flight raise, all others have results, and no call has begun more
     than once.
     """
-    told = Told()
-    with open_pool(told, retries=0) as pool:
+    recorded = RecordedEvents()
+    with open_pool(recorded, retries=0) as pool:
         pids = dict(node_pid() @ pool)
         futures = pool.submit_all([note(str(tmp_path), number, 0.02) for number in range(200)])
         wait_until(lambda: len(executions(tmp_path)) > 20, "some calls to run")
@@ -197,14 +197,14 @@ def test_with_retries_a_loss_loses_no_result(tmp_path: Path, victim: int) -> Non
     """By default a map goes on when a node is lost, even the head: all results are right, and only calls in flight have
     run twice.
     """
-    told = Told()
-    with open_pool(told) as pool:
+    recorded = RecordedEvents()
+    with open_pool(recorded) as pool:
         pids = dict(node_pid() @ pool)
         futures = pool.submit_all([note(str(tmp_path), number, 0.02) for number in range(200)])
         wait_until(lambda: len(executions(tmp_path)) > 20, "some calls to run")
         kill(pids[victim])
         assert [future.result(timeout=LOSS_SECONDS) for future in futures] == list(range(200))
-        retried = {event.call_id: event for event in told.of(sky.CallRetrying)}
+        retried = {event.call_id: event for event in recorded.of(sky.CallRetrying)}
         assert 0 < len(retried) < 20
         assert {(event.attempt, event.attempts) for event in retried.values()} == {(2, 4)}
         counts = executions(tmp_path)
@@ -212,28 +212,28 @@ def test_with_retries_a_loss_loses_no_result(tmp_path: Path, victim: int) -> Non
         again = [number for number, count in counts.items() if count > 1]
         assert len(again) <= len(retried)
         assert max(counts.values()) <= 2
-        await_replacement(told)
+        await_replacement(recorded)
         assert [node for node, _ in node_pid() @ pool] == [0, 1]
-    assert [event.node for event in told.of(sky.InstanceLost)] == [victim]
-    progress = told.of(sky.CallProgress)[-1]
+    assert [event.node for event in recorded.of(sky.InstanceLost)] == [victim]
+    progress = recorded.of(sky.CallProgress)[-1]
     assert (progress.done, progress.failed) == (progress.submitted, 0)
 
 
 @pytest.mark.slow
 def test_a_call_that_is_lost_too_often_says_how_often(tmp_path: Path) -> None:
     """With retries=1 a call whose node is lost twice raises NodeLost, and the message says how often."""
-    told = Told()
-    with open_pool(told, nodes=1, retries=1) as pool:
+    recorded = RecordedEvents()
+    with open_pool(recorded, nodes=1, retries=1) as pool:
         future = pool.submit(wait_for_go(str(tmp_path)))
         for count in (1, 2):
             kill(supervisor_of(tmp_path, 0))
             (tmp_path / "node-0").unlink()
             wait_until(
-                lambda count=count: len(told.of(sky.InstanceLost)) == count, "the event of the loss", LOSS_SECONDS
+                lambda count=count: len(recorded.of(sky.InstanceLost)) == count, "the event of the loss", LOSS_SECONDS
             )
         with pytest.raises(sky.NodeLost, match=r"it was lost 2 times .*retries=1"):
             future.result(timeout=LOSS_SECONDS)
-    assert [(event.attempt, event.attempts) for event in told.of(sky.CallRetrying)] == [(2, 2)]
+    assert [(event.attempt, event.attempts) for event in recorded.of(sky.CallRetrying)] == [(2, 2)]
 
 
 @pytest.mark.slow
@@ -241,13 +241,13 @@ def test_the_only_node_of_a_pool_is_replaced(tmp_path: Path) -> None:
     """A pool that loses its only node rents another, and the call runs again there; the bill has both, each for its own
     time.
     """
-    told = Told()
-    with open_pool(told, nodes=1, provider=sky.Local(price_per_hour=36.0)) as pool:
+    recorded = RecordedEvents()
+    with open_pool(recorded, nodes=1, provider=sky.Local(price_per_hour=36.0)) as pool:
         future = pool.submit(wait_for_go(str(tmp_path)))
         kill(supervisor_of(tmp_path, 0))
         (tmp_path / "node-0").unlink()
         supervisor_of(tmp_path, 0)
-        wait_until(lambda: len(told.of(sky.PoolReady)) == 2, "the cluster to be up")
+        wait_until(lambda: len(recorded.of(sky.PoolReady)) == 2, "the cluster to be up")
         assert pool.instance_count == 1
         spent, at = pool.cost, time.monotonic()
         wait_until(lambda: pool.cost > spent + 0.05, "some seconds' cost")
@@ -257,7 +257,7 @@ def test_the_only_node_of_a_pool_is_replaced(tmp_path: Path) -> None:
         )
         (tmp_path / "go").touch()
         assert future.result(timeout=LOSS_SECONDS) == 0
-    (final,) = told.of(sky.CostFinal)
+    (final,) = recorded.of(sky.CostFinal)
     assert final.ondemand_count == 2
     assert 0.0 < final.total_cost < 0.015 * final.total_seconds + 0.02
     assert pool.cost == final.total_cost
@@ -288,12 +288,12 @@ def test_the_only_node_of_a_pool_is_replaced_by_another_type_if_its_own_is_sold_
     """The only node may be replaced with any type, like any other node: spot machines of one type and zone end all at
     once.
     """
-    told = Told()
+    recorded = RecordedEvents()
     sold.clear()
-    with open_pool(told, nodes=1, provider=Scarce()) as pool:
+    with open_pool(recorded, nodes=1, provider=Scarce()) as pool:
         future = pool.submit(wait_for_go(str(tmp_path)))
         kill(supervisor_of(tmp_path, 0))
-        wait_until(lambda: len(told.of(sky.PoolReady)) == 2, "the cluster to be up")
+        wait_until(lambda: len(recorded.of(sky.PoolReady)) == 2, "the cluster to be up")
         (tmp_path / "go").touch()
         assert future.result(timeout=LOSS_SECONDS) == 0
     assert sold == {"rare": 1, "common": 1}
@@ -304,9 +304,9 @@ def test_large_arguments_are_lost_with_their_machine(tmp_path: Path) -> None:
     """Large arguments are in the memory of the machine, and lost with their call: it raises NodeLost with any
     `retries`.
     """
-    told = Told()
-    with open_pool(told) as pool:
-        futures = [pool.submit(add_when_told(np.full(100_000, float(number)), str(tmp_path))) for number in range(2)]
+    recorded = RecordedEvents()
+    with open_pool(recorded) as pool:
+        futures = [pool.submit(add_when_allowed(np.full(100_000, float(number)), str(tmp_path))) for number in range(2)]
         supervisors = [supervisor_of(tmp_path, node) for node in range(2)]
         kill(supervisors[1])
         wait_until(lambda: any(future.done() for future in futures), "the loss to be noticed", LOSS_SECONDS)
@@ -321,14 +321,14 @@ def test_large_arguments_are_lost_with_their_machine(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_waiting_calls_with_large_arguments_end_when_the_head_is_lost(tmp_path: Path) -> None:
     """Calls whose large arguments were in the memory of the lost head end, with a result or with NodeLost."""
-    told = Told()
-    with open_pool(told) as pool:
+    recorded = RecordedEvents()
+    with open_pool(recorded) as pool:
         out = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
         supervisors = [supervisor_of(tmp_path, node) for node in range(2)]
-        waiting = [pool.submit(add_when_told(np.full(100_000, 1.0), str(tmp_path))) for _ in range(4)]
+        waiting = [pool.submit(add_when_allowed(np.full(100_000, 1.0), str(tmp_path))) for _ in range(4)]
         (tmp_path / "node-1").unlink()
         kill(supervisors[0])
-        wait_until(lambda: len(told.of(sky.PoolReady)) == 2, "the cluster to be up", LOSS_SECONDS)
+        wait_until(lambda: len(recorded.of(sky.PoolReady)) == 2, "the cluster to be up", LOSS_SECONDS)
         (tmp_path / "go").touch()
         assert [future.result(timeout=LOSS_SECONDS) in (0, 1) for future in out] == [True, True]
         for future in waiting:
@@ -353,8 +353,8 @@ def test_a_large_function_survives_a_loss(tmp_path: Path) -> None:
         time.sleep(0.1)
         return number, len(baggage)
 
-    told = Told()
-    with open_pool(told) as pool:
+    recorded = RecordedEvents()
+    with open_pool(recorded) as pool:
         pids = dict(node_pid() @ pool)
         futures = pool.submit_all([sky.compute(weigh)(number) for number in range(40)])
         wait_until(lambda: len(executions(tmp_path)) > 4, "some calls to run")
@@ -369,16 +369,16 @@ def test_a_large_function_survives_a_loss(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("retries", "wishes"), [(0, {}), (1, {}), (1, {"provider": sky.Local(price_per_hour=3.6), "max_cost": 50.0})]
+    ("retries", "options"), [(0, {}), (1, {}), (1, {"provider": sky.Local(price_per_hour=3.6), "max_cost": 50.0})]
 )
 def test_a_broadcast_waits_for_the_replacement_of_a_lost_node(
-    tmp_path: Path, retries: int, wishes: dict[str, Any]
+    tmp_path: Path, retries: int, options: dict[str, Any]
 ) -> None:
     """A broadcast whose node is lost runs again on its replacement, or raises NodeLost without retries; also with a
     cost limit.
     """
-    told = Told()
-    with open_pool(told, retries=retries, **wishes) as pool:
+    recorded = RecordedEvents()
+    with open_pool(recorded, retries=retries, **options) as pool:
         results = list[object]()
 
         def broadcast() -> None:
@@ -409,14 +409,16 @@ def test_a_broadcast_waits_for_the_replacement_of_a_lost_node(
 @pytest.mark.parametrize("moment", ["lost", "stopping", "rented", "joined"])
 def test_closing_in_the_middle_of_a_replacement_leaves_nothing(tmp_path: Path, victim: int, moment: str) -> None:
     """When the pool is closed during a replacement, its calls end, no machine is left, and the bill is emitted once."""
-    told = Told()
+    recorded = RecordedEvents()
     kinds: dict[str, Callable[[], bool]] = {
-        "lost": lambda: bool(told.of(sky.InstanceLost)),
-        "stopping": lambda: bool(told.of(sky.InstanceStopping)),
-        "rented": lambda: len(told.of(sky.InstanceProvisioned)) == 3,
-        "joined": lambda: len(told.of(sky.InstanceProvisioned)) == 3 and len(told.of(sky.BootstrapStarting)) == 3,
+        "lost": lambda: bool(recorded.of(sky.InstanceLost)),
+        "stopping": lambda: bool(recorded.of(sky.InstanceStopping)),
+        "rented": lambda: len(recorded.of(sky.InstanceProvisioned)) == 3,
+        "joined": lambda: (
+            len(recorded.of(sky.InstanceProvisioned)) == 3 and len(recorded.of(sky.BootstrapStarting)) == 3
+        ),
     }
-    with open_pool(told) as pool:
+    with open_pool(recorded) as pool:
         futures = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(4)]
         supervisors = [supervisor_of(tmp_path, node) for node in range(2)]
         pool_id = pool.lease.pool_id
@@ -425,7 +427,7 @@ def test_closing_in_the_middle_of_a_replacement_leaves_nothing(tmp_path: Path, v
     for future in futures:
         assert isinstance(future.exception(timeout=0), sky.PoolClosed)
     assert [tag for _, tag in processes_by_tag("SKYWARD_POOL_ID") if tag == pool_id] == []
-    assert len(told.of(sky.CostFinal)) == 1
+    assert len(recorded.of(sky.CostFinal)) == 1
 
 
 @pytest.mark.slow
@@ -434,8 +436,8 @@ def test_closing_in_the_middle_of_a_replacement_leaves_nothing(tmp_path: Path, v
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_frozen_node_is_noticed(tmp_path: Path, victim: int) -> None:
     """A frozen node (a machine that is moved or starved) is lost within twenty seconds, and its call runs again."""
-    told = Told()
-    with open_pool(told, lease_seconds=40) as pool:
+    recorded = RecordedEvents()
+    with open_pool(recorded, lease_seconds=40) as pool:
         futures = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
         for node in range(2):
             supervisor_of(tmp_path, node)
@@ -443,11 +445,11 @@ def test_a_frozen_node_is_noticed(tmp_path: Path, victim: int) -> None:
         for _ in range(2):  # a process may have forked while the others were stopped
             signal_all(frozen, signal.SIGSTOP)
         # A head has half the lease in addition: it may only be slow, and losing it loses all calls in flight.
-        wait_until(lambda: told.of(sky.CallRetrying), "the loss to be noticed", (20 if victim else 55) * slowness())
+        wait_until(lambda: recorded.of(sky.CallRetrying), "the loss to be noticed", (20 if victim else 55) * slowness())
         (tmp_path / "go").touch()
         assert {future.result(timeout=LOSS_SECONDS) for future in futures} <= {0, 1}
-        await_replacement(told)
-    assert [event.node for event in told.of(sky.InstanceLost)] == [victim]
+        await_replacement(recorded)
+    assert [event.node for event in recorded.of(sky.InstanceLost)] == [victim]
 
 
 @pytest.mark.slow
@@ -457,15 +459,15 @@ def test_a_frozen_worker_of_the_head_is_restarted(tmp_path: Path) -> None:
 
     An event says so within twenty seconds, and the call runs on the worker's successor.
     """
-    told = Told()
-    with open_pool(told, nodes=1) as pool:
+    recorded = RecordedEvents()
+    with open_pool(recorded, nodes=1) as pool:
         supervisor = dict(node_pid() @ pool)[0]
         address = next(iter(pool.dask_client().scheduler_info()["workers"]))
         os.kill(listener(supervisor, int(address.rpartition(":")[2])), signal.SIGSTOP)
         future = pool.submit(double(4))
-        wait_until(lambda: told.of(sky.Error), "the event", 20 * slowness())
+        wait_until(lambda: recorded.of(sky.Error), "the event", 20 * slowness())
         assert future.result(timeout=LOSS_SECONDS) == 8
-    assert (told.of(sky.InstanceLost), told.of(sky.ClusterRestarting)) == ([], [])
+    assert (recorded.of(sky.InstanceLost), recorded.of(sky.ClusterRestarting)) == ([], [])
 
 
 def listener(supervisor: int, port: int) -> int:
@@ -487,48 +489,48 @@ def test_all_nodes_lost_at_once_are_replaced(tmp_path: Path) -> None:
     """When the head and the node after it die together, both losses are emitted, both nodes replaced, and the calls run
     again.
     """
-    told = Told()
-    with open_pool(told) as pool:
+    recorded = RecordedEvents()
+    with open_pool(recorded) as pool:
         futures = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
         for pid in [supervisor_of(tmp_path, node) for node in range(2)]:
             kill(pid)
         (tmp_path / "go").touch()
         assert {future.result(timeout=60) for future in futures} <= {0, 1}
-        wait_until(lambda: len(told.of(sky.InstanceLost)) == 2, "the events of both losses", LOSS_SECONDS)
+        wait_until(lambda: len(recorded.of(sky.InstanceLost)) == 2, "the events of both losses", LOSS_SECONDS)
         wait_until(lambda: pool.instance_count == 2 and len(node_pid() @ pool) == 2, "both replacements", 60)
-    ids = [event.instance_id for event in told.of(sky.InstanceLost)]
+    ids = [event.instance_id for event in recorded.of(sky.InstanceLost)]
     assert len(ids) == len(set(ids))
 
 
 @pytest.mark.slow
 def test_a_replacement_that_dies_before_it_joins_is_replaced(tmp_path: Path) -> None:
     """The loss of a machine that has not joined is noticed at once, not at the deadline of provisioning."""
-    told = Told()
-    with open_pool(told) as pool:
+    recorded = RecordedEvents()
+    with open_pool(recorded) as pool:
         pids = dict(node_pid() @ pool)
         kill(pids[1])
-        wait_until(lambda: len(told.of(sky.InstanceProvisioned)) == 3, "the replacement to be rented", LOSS_SECONDS)
-        second = told.of(sky.InstanceProvisioned)[2].instance_id
+        wait_until(lambda: len(recorded.of(sky.InstanceProvisioned)) == 3, "the replacement to be rented", LOSS_SECONDS)
+        second = recorded.of(sky.InstanceProvisioned)[2].instance_id
         wait_until(lambda: not signal_all(second, signal.SIGKILL), "all of it to be killed")
-        wait_until(lambda: len(told.of(sky.InstanceProvisioned)) == 4, "another replacement", LOSS_SECONDS)
+        wait_until(lambda: len(recorded.of(sky.InstanceProvisioned)) == 4, "another replacement", LOSS_SECONDS)
         wait_until(lambda: len(node_pid() @ pool) == 2, "the node to join", LOSS_SECONDS)
-    assert len(told.of(sky.Error)) == 1
-    assert len(told.of(sky.InstanceLost)) == 1
+    assert len(recorded.of(sky.Error)) == 1
+    assert len(recorded.of(sky.InstanceLost)) == 1
 
 
 @pytest.mark.slow
 def test_a_node_that_ends_itself_says_why(tmp_path: Path) -> None:
     """The event of its loss has the last lines of the node's log."""
-    told = Told()
-    with open_pool(told) as pool:
+    recorded = RecordedEvents()
+    with open_pool(recorded) as pool:
         pids = dict(node_pid() @ pool)
         directory = pool.lease.nodes[1].instance.directory
         assert directory is not None
         with (Path(directory) / "log").open("a") as log:
             log.write("skyward: the machine is taken back\n")
         kill(pids[1])
-        wait_until(lambda: told.of(sky.InstanceLost), "the event of the loss", LOSS_SECONDS)
-        (lost,) = told.of(sky.InstanceLost)
+        wait_until(lambda: recorded.of(sky.InstanceLost), "the event of the loss", LOSS_SECONDS)
+        (lost,) = recorded.of(sky.InstanceLost)
         assert lost.reason == "its worker has left the pool (the machine is taken back)"
 
 
@@ -537,11 +539,11 @@ def test_a_callback_that_raises_stops_no_recovery(tmp_path: Path) -> None:
     """Callbacks of the events of loss and recovery may raise: recovery goes on."""
 
     def raise_on_loss(event: object) -> None:
-        told(event)
+        recorded(event)
         if isinstance(event, sky.InstanceLost | sky.CallRetrying | sky.ClusterRestarting | sky.InstanceStopping):
             raise RuntimeError(type(event).__name__)
 
-    told = Told()
+    recorded = RecordedEvents()
     with sky.ComputePool(
         provider=sky.Local(), nodes=2, display="quiet", on_event=raise_on_loss, collect_metrics=False
     ) as pool:
@@ -550,4 +552,4 @@ def test_a_callback_that_raises_stops_no_recovery(tmp_path: Path) -> None:
         kill(supervisors[0])
         (tmp_path / "go").touch()
         assert {future.result(timeout=LOSS_SECONDS) for future in futures} <= {0, 1}
-        await_replacement(told)
+        await_replacement(recorded)

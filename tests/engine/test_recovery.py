@@ -33,7 +33,7 @@ from skyward_core.errors import NoCapacity, NodeLost, PoolClosed, SkywardError, 
 from skyward_core.machines.instances import Endpoint, Instance, InstanceState, Lease, Node
 from skyward_core.provisioning.head_restart import HEIR_SECONDS
 from skyward_core.worker.preemption_notice import Kind, Notice
-from tests.conftest import Told, wait_until
+from tests.conftest import RecordedEvents, wait_until
 
 NODES = 3
 
@@ -77,11 +77,11 @@ class World:
         self.mute: set[int] = set()
         """Ranks that do not answer in time whether they live."""
         self.in_thread: list[tuple[str, Callable[[], None]]] = []
-        self.told = Told()
+        self.recorded = RecordedEvents()
         self.machines = FakeMachines(self)
         self.cluster = FakeCluster(self)
         self.recovery = Recovery(
-            self.machines, self.cluster, nodes, lease_seconds, self.told, lambda: self.now, self.moved_to_file
+            self.machines, self.cluster, nodes, lease_seconds, self.recorded, lambda: self.now, self.moved_to_file
         )
 
     def moved_to_file(self, name: str, work: Callable[[], None]) -> None:
@@ -149,7 +149,7 @@ class World:
         self.turn()
 
     def lost(self) -> list[tuple[str, int]]:
-        return [(event.instance_id, event.node) for event in self.told.of(sky.InstanceLost)]
+        return [(event.instance_id, event.node) for event in self.recorded.of(sky.InstanceLost)]
 
     def all_are_there(self) -> bool:
         return all(self.cluster.has(rank) and self.nodes[rank].answers for rank in range(self.size))
@@ -369,7 +369,7 @@ def world() -> World:
 def test_nothing_happens_while_all_are_there(world: World) -> None:
     """As long as every node is there, there are no events, requests or new machines."""
     world.go_on(60)
-    assert (world.told.events, world.machines.replaced, world.machines.restarts) == ([], [], 0)
+    assert (world.recorded.events, world.machines.replaced, world.machines.restarts) == ([], [], 0)
 
 
 def test_a_worker_that_comes_back_soon_is_not_lost(world: World) -> None:
@@ -379,7 +379,7 @@ def test_a_worker_that_comes_back_soon_is_not_lost(world: World) -> None:
         world.go_on(REJOIN_SECONDS - 0.5)
         world.mend(1)
         world.go_on(1)
-    assert (world.told.events, world.machines.replaced) == ([], [])
+    assert (world.recorded.events, world.machines.replaced) == ([], [])
 
 
 def test_a_node_that_stays_away_is_lost_once_and_replaced(world: World) -> None:
@@ -389,7 +389,7 @@ def test_a_node_that_stays_away_is_lost_once_and_replaced(world: World) -> None:
     assert world.lost() == []
     world.go_on(60)
     assert world.lost() == [(lost.id, 1)]
-    assert [type(event) for event in world.told.events] == [sky.InstanceLost]
+    assert [type(event) for event in world.recorded.events] == [sky.InstanceLost]
     assert len(world.machines.replaced) == 1
     assert world.all_are_there()
     assert world.cluster.known == world.machines.lease
@@ -399,7 +399,7 @@ def test_a_node_that_reports_its_end_is_not_waited_for(world: World) -> None:
     """A node whose log says that it has ended is lost at once, and the event has the last lines of that log."""
     lost = world.kill(2, "the lease ran out")
     world.turn()
-    assert [(event.instance_id, event.reason) for event in world.told.of(sky.InstanceLost)] == [
+    assert [(event.instance_id, event.reason) for event in world.recorded.of(sky.InstanceLost)] == [
         (lost.id, "its worker has left the pool (the lease ran out)")
     ]
 
@@ -416,7 +416,7 @@ def test_without_capacity_it_is_tried_again_at_growing_intervals(world: World) -
     assert pauses[:4] == pytest.approx([FIRST_PAUSE_SECONDS, 4, 8, 16], abs=0.5)
     assert max(pauses) == pytest.approx(LONGEST_PAUSE_SECONDS, abs=0.5)
     assert world.lost() == [(lost.id, 1)]
-    assert len(world.told.of(sky.Error)) == len(times)
+    assert len(world.recorded.of(sky.Error)) == len(times)
     assert {rank for rank, _ in world.cluster.given_up} == {1}
     assert isinstance(world.cluster.given_up[0][1].__cause__, NoCapacity)
     world.has_capacity = True
@@ -514,12 +514,12 @@ def test_a_head_with_a_frozen_worker_has_it_restarted(world: World) -> None:
     """
     world.cluster.leaves(0)
     world.go_on(REJOIN_SECONDS + RESTART_WORKERS_SECONDS)
-    assert (world.told.events, world.machines.roused) == ([], [])  # a worker that has died is back by then
+    assert (world.recorded.events, world.machines.roused) == ([], [])  # a worker that has died is back by then
     world.go_on(1)
     ((at, rank, workers),) = world.machines.roused
     assert (rank, workers) == (0, [0])
     assert at < 5, "with the 14 s of the scheduler that is within twenty"
-    assert [type(event) for event in world.told.events] == [sky.Error]
+    assert [type(event) for event in world.recorded.events] == [sky.Error]
     world.go_on(20)
     assert len(world.machines.roused) == 3  # one request may not have arrived
     world.cluster.joins(0)
@@ -540,9 +540,10 @@ def test_a_head_without_its_worker_is_lost_at_last(world: World) -> None:
     world.go_on(20)
     assert world.lost() == [(lost, 0)]
     assert (
-        world.told.of(sky.InstanceLost)[0].reason == "its scheduler answers, but its workers have stayed away for 60 s"
+        world.recorded.of(sky.InstanceLost)[0].reason
+        == "its scheduler answers, but its workers have stayed away for 60 s"
     )
-    assert len(world.told.of(sky.ClusterRestarting)) == len(world.told.of(sky.PoolReady)) == 1
+    assert len(world.recorded.of(sky.ClusterRestarting)) == len(world.recorded.of(sky.PoolReady)) == 1
     assert world.all_are_there()
 
 
@@ -569,7 +570,7 @@ def test_a_head_that_answers_again_is_not_lost(world: World, is_asked_in_vain: b
     world.mend(0)
     world.go_on(1)
     assert world.cluster.resumed == 1
-    assert (world.told.events, world.machines.replaced, world.machines.restarts) == ([], [], 0)
+    assert (world.recorded.events, world.machines.replaced, world.machines.restarts) == ([], [], 0)
     assert world.all_are_there()
 
 
@@ -581,7 +582,7 @@ def test_each_cut_has_the_whole_patience(world: World) -> None:
         world.mend(0)
         world.go_on(0.5)
         assert world.cluster.resumed == count
-    assert world.told.events == []
+    assert world.recorded.events == []
 
 
 def test_no_node_counts_as_lost_while_the_head_is_silent(world: World) -> None:
@@ -594,7 +595,7 @@ def test_no_node_counts_as_lost_while_the_head_is_silent(world: World) -> None:
     world.go_on(HEAD_PATIENCE_SECONDS - 1)
     world.mend(0)
     world.go_on(REJOIN_SECONDS - 1)
-    assert world.told.events == []
+    assert world.recorded.events == []
     world.go_on(5)
     assert [rank for _, rank in world.lost()] == [1]
     assert world.all_are_there()
@@ -610,7 +611,7 @@ def test_a_node_that_was_away_before_a_cut_has_the_usual_time_after_it(world: Wo
     world.go_on(REJOIN_SECONDS - 1)
     world.mend(1)
     world.go_on(5)
-    assert world.told.events == []
+    assert world.recorded.events == []
 
 
 @pytest.mark.parametrize(
@@ -631,15 +632,15 @@ def test_a_lost_head_is_succeeded_by_a_node_that_is_left(world: World, how: str,
     )
     world.go_on(seconds)
     assert world.nodes[0] is heir
-    assert [(event.instance_id, event.node, event.reason) for event in world.told.of(sky.InstanceLost)] == [
+    assert [(event.instance_id, event.node, event.reason) for event in world.recorded.of(sky.InstanceLost)] == [
         (lost.id, 0, reason)
     ]
     world.go_on(10)
-    kinds = [type(event) for event in world.told.events]
+    kinds = [type(event) for event in world.recorded.events]
     assert kinds == [sky.InstanceLost, sky.ClusterRestarting, sky.PoolReady]
     assert [rank for _, rank in world.machines.replaced] == [1]
     assert world.all_are_there()
-    assert world.told.of(sky.PoolReady)[0].nodes == NODES - 1
+    assert world.recorded.of(sky.PoolReady)[0].nodes == NODES - 1
 
 
 def test_if_no_node_answers_the_client_counts_as_cut_off(world: World) -> None:
@@ -651,11 +652,11 @@ def test_if_no_node_answers_the_client_counts_as_cut_off(world: World) -> None:
     for rank in world.nodes:
         world.mend(rank)
     world.go_on(1)
-    assert (world.told.events, world.cluster.resumed) == ([], 1)
+    assert (world.recorded.events, world.cluster.resumed) == ([], 1)
     for rank in world.nodes:
         world.cut(rank)
     world.go_on(121)
-    assert next(event.reason for event in world.told.of(sky.InstanceLost)) == "it has been silent for 120 s"
+    assert next(event.reason for event in world.recorded.of(sky.InstanceLost)) == "it has been silent for 120 s"
 
 
 def test_the_only_node_has_its_whole_lease() -> None:
@@ -663,10 +664,10 @@ def test_the_only_node_has_its_whole_lease() -> None:
     world = World(nodes=1, lease_seconds=120)
     world.cut(0)
     world.go_on(119)
-    assert world.told.events == []
+    assert world.recorded.events == []
     world.mend(0)
     world.go_on(1)
-    assert (world.told.events, world.cluster.resumed) == ([], 1)
+    assert (world.recorded.events, world.cluster.resumed) == ([], 1)
 
 
 def test_a_head_that_answers_after_other_nodes_is_not_lost(world: World) -> None:
@@ -692,7 +693,7 @@ def test_a_cloud_may_leave_a_machine_out_once(world: World) -> None:
     assert world.lost() == []
     head.is_missed = True
     world.go_on(5)
-    assert [event.reason for event in world.told.of(sky.InstanceLost)] == ["its provider lists it no more"]
+    assert [event.reason for event in world.recorded.of(sky.InstanceLost)] == ["its provider lists it no more"]
 
 
 def test_listings_without_the_head_count_only_in_a_row(world: World) -> None:
@@ -723,7 +724,7 @@ def test_the_provider_is_asked_again_after_an_outage(world: World) -> None:
     world.go_on(10)
     world.is_asked_in_vain = False
     world.go_on(3)
-    assert [event.reason for event in world.told.of(sky.InstanceLost)] == ["its provider lists it no more"]
+    assert [event.reason for event in world.recorded.of(sky.InstanceLost)] == ["its provider lists it no more"]
 
 
 def test_the_provider_is_asked_one_question_at_a_time(world: World) -> None:
@@ -751,11 +752,11 @@ def test_a_restart_that_fails_is_tried_again(world: World) -> None:
     world.go_on(30)
     assert [rank for _, rank in world.lost()] == [0, 0, 0]
     assert len({instance_id for instance_id, _ in world.lost()}) == 3
-    assert [event.reason for event in world.told.of(sky.InstanceLost)][1:] == [
+    assert [event.reason for event in world.recorded.of(sky.InstanceLost)][1:] == [
         "the cluster did not come up on it: the new head did not come up in time"
     ] * 2
-    assert len(world.told.of(sky.Error)) == 2
-    assert len(world.told.of(sky.ClusterRestarting)) == len(world.told.of(sky.PoolReady)) == 1
+    assert len(world.recorded.of(sky.Error)) == 2
+    assert len(world.recorded.of(sky.ClusterRestarting)) == len(world.recorded.of(sky.PoolReady)) == 1
     assert world.all_are_there()
 
 
@@ -871,8 +872,8 @@ def test_if_all_processes_die_at_once_all_nodes_restart_at_once(is_cloud: bool) 
     assert world.all_are_there()
     assert (world.machines.restarts, world.machines.replaced) == (1, [])
     assert sorted(world.lost()) == [(instance_id, rank) for rank, instance_id in enumerate(ids)]
-    assert {event.reason for event in world.told.of(sky.InstanceLost)} == {"its processes have died"}
-    assert len(world.told.of(sky.ClusterRestarting)) == len(world.told.of(sky.PoolReady)) == 1
+    assert {event.reason for event in world.recorded.of(sky.InstanceLost)} == {"its processes have died"}
+    assert len(world.recorded.of(sky.ClusterRestarting)) == len(world.recorded.of(sky.PoolReady)) == 1
     assert world.cluster.given_up == []
 
 
@@ -918,7 +919,7 @@ def test_the_only_node_with_dead_processes_is_not_waited_for() -> None:
     world.hollow_out(0)
     world.go_on(3)
     assert world.all_are_there()
-    assert [event.reason for event in world.told.of(sky.InstanceLost)] == ["its processes have died"]
+    assert [event.reason for event in world.recorded.of(sky.InstanceLost)] == ["its processes have died"]
 
 
 # ── threads ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -961,7 +962,7 @@ def test_closing_during_recovery_ends_all_threads(rank: int, others: set[threadi
     """If recovery is stopped while it waits for a machine, it ends as soon as it is woken, and emits nothing."""
     world = World()
     machines = Blocking(world)
-    recovery = world.recovery = Recovery(machines, world.cluster, NODES, 600.0, world.told)
+    recovery = world.recovery = Recovery(machines, world.cluster, NODES, 600.0, world.recorded)
     recovery.start()
     world.kill(rank, "gone")
     assert machines.is_waiting.wait(30)
@@ -969,14 +970,14 @@ def test_closing_during_recovery_ends_all_threads(rank: int, others: set[threadi
     machines.stopped.set()
     recovery.join()
     assert threads_of_recovery(others) == []
-    assert world.told.of(sky.Error) == []
+    assert world.recorded.of(sky.Error) == []
     assert world.cluster.given_up == []
 
 
 def test_closing_at_rest_is_immediate(others: set[threading.Thread]) -> None:
     """A recovery with nothing to do ends when it is stopped."""
     world = World()
-    world.recovery = Recovery(world.machines, world.cluster, NODES, 600.0, world.told)
+    world.recovery = Recovery(world.machines, world.cluster, NODES, 600.0, world.recorded)
     world.recovery.start()
     world.recovery.stop()
     world.recovery.join()
@@ -1001,7 +1002,7 @@ def test_nothing_starts_after_recovery_is_stopped(others: set[threading.Thread])
     """A turn that runs when recovery is stopped starts no thread, because `join` could not know of it."""
     world = World()
     machines = Held(world)
-    recovery = world.recovery = Recovery(machines, world.cluster, NODES, 600.0, world.told)
+    recovery = world.recovery = Recovery(machines, world.cluster, NODES, 600.0, world.recorded)
     recovery.start()
     world.kill(1, "gone")
     assert machines.is_in_turn.wait(30)
@@ -1017,7 +1018,7 @@ def test_nothing_starts_after_recovery_is_stopped(others: set[threading.Thread])
 def test_news_wake_the_thread() -> None:
     """Recovery's own thread handles the cluster's messages."""
     world = World()
-    world.recovery = Recovery(world.machines, world.cluster, NODES, 600.0, world.told)
+    world.recovery = Recovery(world.machines, world.cluster, NODES, 600.0, world.recorded)
     world.recovery.start()
     try:
         world.kill(1, "gone")
@@ -1039,7 +1040,7 @@ def test_an_error_in_a_turn_does_not_end_recovery() -> None:
         return real(rank)
 
     world.machines.has_ended = fail  # type: ignore[method-assign]
-    world.recovery = Recovery(world.machines, world.cluster, NODES, 600.0, world.told)
+    world.recovery = Recovery(world.machines, world.cluster, NODES, 600.0, world.recorded)
     world.recovery.start()
     try:
         world.kill(1, "gone")
@@ -1047,7 +1048,7 @@ def test_an_error_in_a_turn_does_not_end_recovery() -> None:
     finally:
         world.recovery.stop()
         world.recovery.join()
-    assert len(world.told.of(sky.Error)) == 1
+    assert len(world.recorded.of(sky.Error)) == 1
 
 
 def test_the_module_that_decides_has_no_thread_clock_or_machine() -> None:
@@ -1144,7 +1145,7 @@ class AnyOrder(RuleBasedStateMachine):
         self._note()
 
     @invariant()
-    def nothing_is_told_twice_and_no_member_that_never_left(self) -> None:
+    def each_loss_has_one_event_and_only_members_are_lost(self) -> None:
         lost = [instance_id for instance_id, _ in self.world.lost()]
         assert len(lost) == len(set(lost))
         ranks = [name for name, _ in self.world.in_thread if name.startswith(("skyward-replace", "skyward-stand-by"))]
@@ -1166,9 +1167,9 @@ class AnyOrder(RuleBasedStateMachine):
             "who is to be taken back is replaced"
         )
         assert world.machines.standing_by == {}, "no machine is rented without need"
-        assert len(world.told.of(sky.ClusterRestarting)) == len(world.told.of(sky.PoolReady))
+        assert len(world.recorded.of(sky.ClusterRestarting)) == len(world.recorded.of(sky.PoolReady))
         lost = {instance_id for instance_id, _ in world.lost()}
-        assert self.seen.members & world.former <= lost, "a member that was given back must have been told lost"
+        assert self.seen.members & world.former <= lost, "a member that was given back must have an InstanceLost event"
 
 
 AnyOrder.TestCase.settings = settings(
@@ -1179,4 +1180,4 @@ AnyOrder.TestCase.settings = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 TestAnyOrder: Any = AnyOrder.TestCase
-TestAnyOrder.__doc__ = "Whatever happens in whatever order: once all is mended every rank is there again, and each lost instance was told exactly once."
+TestAnyOrder.__doc__ = "Whatever happens in whatever order: once all is mended every rank is there again, and each lost instance has exactly one event."

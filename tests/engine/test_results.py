@@ -15,7 +15,7 @@ from skyward_core.compute import PendingCompute
 from skyward_core.engine.results import PLAIN_BYTES, NotPlain, plain_value
 from skyward_core.errors import Stored
 from skyward_core.worker.wire import Ending, Outcome, Parcel
-from tests.conftest import Told, shared, wait_until
+from tests.conftest import RecordedEvents, shared, wait_until
 
 SOURCE = """
 class Tensor:
@@ -50,14 +50,14 @@ def install() -> Iterator[Callable[[], Any]]:
 
 
 @pytest.fixture(scope="module")
-def _own() -> Iterator[tuple[sky.ComputePool, Told]]:
-    told = Told()
-    with shared(sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", on_event=told)) as pool:
-        yield pool, told
+def _own() -> Iterator[tuple[sky.ComputePool, RecordedEvents]]:
+    recorded = RecordedEvents()
+    with shared(sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", on_event=recorded)) as pool:
+        yield pool, recorded
 
 
 @pytest.fixture
-def own_pool(_own: tuple[sky.ComputePool, Told]) -> sky.ComputePool:
+def own_pool(_own: tuple[sky.ComputePool, RecordedEvents]) -> sky.ComputePool:
     """Two local nodes of this module."""
     return _own[0]
 
@@ -68,14 +68,14 @@ def not_loaded(call: Callable[[], Any]) -> sky.ResultNotLoaded:
     return caught.value
 
 
-def counted(pool: sky.ComputePool, told: Told) -> sky.CallProgress:
+def counted(pool: sky.ComputePool, recorded: RecordedEvents) -> sky.CallProgress:
     """Return the last CallProgress once all calls are counted; there are at most ten such events a second."""
     sent: int = pool._session.cluster.dispatcher._calls.submitted
     wait_until(
-        lambda: (last := told.of(sky.CallProgress)[-1]).done + last.cancelled == last.submitted == sent,
+        lambda: (last := recorded.of(sky.CallProgress)[-1]).done + last.cancelled == last.submitted == sent,
         "all calls to be counted",
     )
-    return told.of(sky.CallProgress)[-1]
+    return recorded.of(sky.CallProgress)[-1]
 
 
 def test_a_result_of_a_missing_package_is_kept(
@@ -149,20 +149,20 @@ def test_futures_detached_calls_and_attached_clients_keep_it_too(
     own_pool: sky.ComputePool, _own: Any, install: Callable[[], Any]
 ) -> None:
     """In whatever way the result is requested. The call runs once, and counts as done and not as failed."""
-    told: Told = _own[1]
+    recorded: RecordedEvents = _own[1]
     add(1, 1) >> own_pool
-    before = counted(own_pool, told)
+    before = counted(own_pool, recorded)
     future = own_pool.submit(weights(1))
     errors = [not_loaded(lambda: future.result(timeout=60))]
-    wait_until(lambda: told.of(sky.CallProgress)[-1].done == before.done + 1, "the call to be counted")
-    assert told.of(sky.CallProgress)[-1].failed == before.failed
+    wait_until(lambda: recorded.of(sky.CallProgress)[-1].done == before.done + 1, "the call to be counted")
+    assert recorded.of(sky.CallProgress)[-1].failed == before.failed
     detached = own_pool.start_detached(weights(1))
     errors.append(not_loaded(lambda: detached.result(timeout=60)))
     with sky.ComputePool.attach(own_pool.lease) as attached:
         errors.append(not_loaded(lambda: weights(1) >> attached))
         errors.append(not_loaded(lambda: attached.detached_call(detached.call_id).result(timeout=60)))
     assert all(error.node >= 0 for error in errors)
-    assert not told.of(sky.CallRetrying)
+    assert not recorded.of(sky.CallRetrying)
     tensor = install().Tensor([0])
     assert [error.load() for error in errors] == [{"w": tensor}] * 4
     assert detached.result(timeout=60) == {"w": tensor}
@@ -275,7 +275,7 @@ def test_a_map_with_wrong_arguments_sends_nothing(own_pool: sky.ComputePool, mon
 
 def test_cancelled_calls_count_as_cancelled(own_pool: sky.ComputePool, _own: Any, tmp_path: Path) -> None:
     """Running and waiting calls: none of them is done, and none has failed."""
-    told: Told = _own[1]
+    recorded: RecordedEvents = _own[1]
 
     @sky.compute
     def wait(folder: Path) -> None:
@@ -285,14 +285,14 @@ def test_cancelled_calls_count_as_cancelled(own_pool: sky.ComputePool, _own: Any
             time.sleep(0.01)
 
     add(1, 1) >> own_pool
-    before = counted(own_pool, told)
+    before = counted(own_pool, recorded)
     futures = [own_pool.submit(wait(tmp_path)) for _ in range(4)]
     for future in futures:
         assert future.cancel()
     wait_until(
-        lambda: told.of(sky.CallProgress)[-1].cancelled == before.cancelled + 4, "the cancelled calls to be counted"
+        lambda: recorded.of(sky.CallProgress)[-1].cancelled == before.cancelled + 4, "the cancelled calls to be counted"
     )
-    after = told.of(sky.CallProgress)[-1]
+    after = recorded.of(sky.CallProgress)[-1]
     assert (after.submitted, after.done, after.failed) == (before.submitted + 4, before.done, before.failed)
 
 
@@ -309,7 +309,7 @@ def test_a_small_result_without_types_is_loaded_at_once(value: object) -> None:
     "outcome",
     [
         outcome_of(len),
-        outcome_of(Told()),
+        outcome_of(RecordedEvents()),
         outcome_of("x" * PLAIN_BYTES),
         outcome_of(1)._replace(ending=Ending.ERROR),
         outcome_of(1)._replace(parcel=Parcel(b"", (), "/dev/shm/value", ((0, 5),))),

@@ -23,7 +23,7 @@ import pytest
 import skyward_core as sky
 from skyward_core.engine.user_client import UserClient
 from skyward_core.errors import NodeLost, PoolClosed
-from tests.conftest import Told, wait_until
+from tests.conftest import RecordedEvents, wait_until
 
 FROZEN_SECONDS = 20.0
 BUSY_PROCESSES = 16
@@ -162,9 +162,9 @@ def double(n: int) -> int:
     return 2 * n
 
 
-def open_pool(told: Told | None = None, **wishes: Any) -> sky.ComputePool:
-    wishes = {"nodes": 2, "display": "quiet", "collect_metrics": False, **wishes}
-    return sky.ComputePool(provider=sky.Local(), on_event=told or Told(), **wishes)
+def open_pool(recorded: RecordedEvents | None = None, **options: Any) -> sky.ComputePool:
+    options = {"nodes": 2, "display": "quiet", "collect_metrics": False, **options}
+    return sky.ComputePool(provider=sky.Local(), on_event=recorded or RecordedEvents(), **options)
 
 
 def test_it_is_not_dasks_default_client(pool: sky.ComputePool) -> None:
@@ -259,15 +259,15 @@ def test_closing_neither_hangs_nor_logs(scheduler_is: str, caplog: pytest.LogCap
 @pytest.mark.timeout(240)
 def test_a_new_head_has_a_new_client() -> None:
     """The futures of the old head's client are cancelled; the next `dask_client()` works."""
-    told = Told()
-    with open_pool(told, retries=2) as pool:
+    recorded = RecordedEvents()
+    with open_pool(recorded, retries=2) as pool:
         client = pool.dask_client()
         future = client.submit(time.sleep, 600)
         done = client.submit(pow, 2, 3)
         assert done.result(30) == 8
         scheduler: Any = client.run_on_scheduler(os.getppid)
         os.kill(scheduler, signal.SIGKILL)
-        wait_until(lambda: told.of(sky.ClusterRestarting), "the loss of the head")
+        wait_until(lambda: recorded.of(sky.ClusterRestarting), "the loss of the head")
         assert pool.submit(double(2)).result(60) == 4
         with pytest.raises(CancelledError):
             future.result(30)

@@ -15,7 +15,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.ledger.ledger import Ledger, default_url
-from tests.conftest import Told, wait_until
+from tests.conftest import RecordedEvents, wait_until
 
 LEASE_SECONDS = 5.0
 
@@ -24,7 +24,7 @@ class BlockedByLines:
     """A sink that blocks at the first line of a call, until it is released."""
 
     def __init__(self) -> None:
-        self.told = Told()
+        self.recorded = RecordedEvents()
         self.may_go_on = threading.Event()
         self.is_in = threading.Event()
 
@@ -32,7 +32,7 @@ class BlockedByLines:
         if isinstance(event, sky.LogLine):
             self.is_in.set()
             self.may_go_on.wait(120)
-        self.told(event)
+        self.recorded(event)
 
 
 @pytest.fixture
@@ -50,8 +50,8 @@ def prints(number: int) -> int:
     return 2 * number
 
 
-def pool_with(sink: BlockedByLines, **wishes: Any) -> sky.ComputePool:
-    return sky.ComputePool(provider=sky.Local(), display="quiet", on_event=sink, **wishes)
+def pool_with(sink: BlockedByLines, **options: Any) -> sky.ComputePool:
+    return sky.ComputePool(provider=sky.Local(), display="quiet", on_event=sink, **options)
 
 
 def lives_on(pool_id: str, since: datetime) -> bool:
@@ -86,7 +86,7 @@ def test_a_sweep_leaves_a_living_pool_while_a_callback_blocks(
         assert pool.is_active
         assert prints(2) >> pool == 4
         sink.may_go_on.set()
-    assert [event.line for event in sink.told.of(sky.LogLine)] == ["line 1", "line 2"]
+    assert [event.line for event in sink.recorded.of(sky.LogLine)] == ["line 1", "line 2"]
 
 
 @pytest.mark.slow
@@ -102,7 +102,7 @@ def test_an_attached_client_keeps_the_lease_while_a_callback_blocks(sink: Blocke
             wait_until(lambda: lives_on(lease.pool_id, since), "the lease to be renewed while the callback blocks", 20)
             assert prints(2) >> pool == 4
             sink.may_go_on.set()
-        assert [event.line for event in sink.told.of(sky.LogLine)] == ["line 1", "line 2"]
+        assert [event.line for event in sink.recorded.of(sky.LogLine)] == ["line 1", "line 2"]
     finally:
         sky.release(lease.pool_id)
 
@@ -119,17 +119,17 @@ def test_results_do_not_wait_for_a_callback_that_blocks(sink: BlockedByLines) ->
         assert pool.map(prints.local, range(200)) == list(range(0, 400, 2))
         assert time.monotonic() - began < 20  # and not 200 times 0.2 s
         threading.Timer(0.2, sink.may_go_on.set).start()
-    assert len(sink.told.of(sky.LogLine)) == 201
-    assert isinstance(sink.told.events[-1], sky.CostFinal)
+    assert len(sink.recorded.of(sky.LogLine)) == 201
+    assert isinstance(sink.recorded.events[-1], sky.CostFinal)
 
 
 def test_a_callback_may_close_the_pool() -> None:
     """Callback and `with` block do not wait for each other; the bill is emitted after the callback's event."""
-    told = Told()
+    recorded = RecordedEvents()
     closed = threading.Event()
 
     def closes(event: Any) -> None:
-        told(event)
+        recorded(event)
         if isinstance(event, sky.LogLine):
             pool.close()
             closed.set()
@@ -139,8 +139,8 @@ def test_a_callback_may_close_the_pool() -> None:
         assert closed.wait(60)
         assert not pool.is_active
         future.exception(60)
-    assert isinstance(told.events[-1], sky.CostFinal)
-    assert len(told.of(sky.CostFinal)) == 1
+    assert isinstance(recorded.events[-1], sky.CostFinal)
+    assert len(recorded.of(sky.CostFinal)) == 1
 
 
 def test_a_callback_may_use_the_pool() -> None:

@@ -119,7 +119,7 @@ def test_log_has_one_line_for_each_important_event():
 
 
 @pytest.mark.parametrize(
-    ("amount", "told"),
+    ("amount", "shown"),
     [
         (0, "0.0000"),
         (0.0, "0.0000"),
@@ -138,9 +138,9 @@ def test_log_has_one_line_for_each_important_event():
         (123456789, "123456789.0000"),
     ],
 )
-def test_a_price_above_zero_is_not_shown_as_zero(amount: float | Decimal, told: str):
+def test_a_price_above_zero_is_not_shown_as_zero(amount: float | Decimal, shown: str):
     """Four decimals, more only where the first four digits need them; no trailing zeros after those."""
-    assert digits(amount) == told
+    assert digits(amount) == shown
 
 
 @pytest.mark.usefixtures("unconfigured")

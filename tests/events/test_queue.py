@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import skyward_core as sky
 from skyward_core.events.queue import EventQueue
-from tests.conftest import Told, wait_until
+from tests.conftest import RecordedEvents, wait_until
 
 BILL = sky.CostFinal(1.0, 1.0, 1.0, 0, 1, 0.0)
 PATIENCE_SECONDS = 0.05
@@ -33,14 +33,14 @@ class Blocked:
     """A sink that takes events only while it is released, and reports that it blocks."""
 
     def __init__(self) -> None:
-        self.told = Told()
+        self.recorded = RecordedEvents()
         self.may_go_on = threading.Event()
         self.is_in = threading.Event()
 
     def __call__(self, event: Any) -> None:
         self.is_in.set()
         assert self.may_go_on.wait(60)
-        self.told(event)
+        self.recorded(event)
 
 
 @pytest.fixture
@@ -91,10 +91,10 @@ def test_putting_an_event_does_not_wait(blocked: Blocked) -> None:
     queue.log(logging.INFO, "for a terminal that takes nothing")
     queue.close()
     assert time.monotonic() - began < 10
-    assert blocked.told.events == []
+    assert blocked.recorded.events == []
     blocked.may_go_on.set()
     assert queue.flush()
-    assert len(blocked.told.events) == 1000
+    assert len(blocked.recorded.events) == 1000
 
 
 def test_a_flush_ends_when_a_callback_blocks_and_the_rest_is_delivered_later(blocked: Blocked) -> None:
@@ -109,7 +109,7 @@ def test_a_flush_ends_when_a_callback_blocks_and_the_rest_is_delivered_later(blo
     blocked.may_go_on.set()
     assert queue.flush()
     assert is_closed.is_set()
-    assert blocked.told.events == [line(0)]
+    assert blocked.recorded.events == [line(0)]
 
 
 def test_a_flush_waits_as_long_as_there_is_progress() -> None:
@@ -208,13 +208,13 @@ def test_the_queue_is_bounded_and_keeps_important_events(kinds: list[str], most:
     assert [event for event in seen if isinstance(event, sky.InstanceLost)] == lost
     progress = [event for event in put if isinstance(event, sky.CallProgress)]
     assert [event for event in seen if isinstance(event, sky.CallProgress)][-1:] == progress[-1:]
-    told = [int(event.message.split()[0]) for event in seen if isinstance(event, sky.Error)]
+    counts = [int(event.message.split()[0]) for event in seen if isinstance(event, sky.Error)]
     again = sum(1 for event in seen if isinstance(event, sky.CallProgress)) + sum(
         1 for event in seen if isinstance(event, sky.LogLine)
     )
     dropped = len(put) - len(lost) - again
     # the last progress was counted as dropped, and is delivered anyway
-    assert dropped <= sum(told) <= dropped + len(told)
+    assert dropped <= sum(counts) <= dropped + len(counts)
     assert seen[-1] == BILL
 
 

@@ -169,12 +169,12 @@ def test_invalid_fields_are_refused_with_advice(fields, advice):
 
 def test_an_error_contains_no_password():
     """Neither its text nor its cause has it. SSH user names and variables that the node replaces are no passwords."""
-    for wish in (
+    for requested in (
         {"pip": ["ours @ git+https://x:hunter2@github.com/o/ours"]},
         {"pip_extra_index_url": "https://x:hunter2@pypi.example.org"},
     ):
         with pytest.raises(BadRequest) as caught:
-            Image(**wish)
+            Image(**requested)
         assert "hunter2" not in repr(caught.value) + str(caught.value) + str(caught.value.__cause__)
     assert Image(pip=["a @ git+ssh://git@github.com/o/a", "b @ git+https://${TOKEN}@github.com/o/b"]).pip
 
@@ -422,7 +422,7 @@ def machine(tmp_path):
     return Machine(tmp_path)
 
 
-def told(output: str) -> list[str]:
+def reported(output: str) -> list[str]:
     return [line.removeprefix("::skyward ") for line in output.splitlines() if line.startswith("::skyward ")]
 
 
@@ -438,7 +438,7 @@ def test_the_script_reports_its_phases_and_exports_the_environment(machine):
         + 'echo "$SKYWARD_ENV_PYTHON|$(env | grep GREETING)"\nskyward_phase server\nfalse\n'
     )
     environment = machine.home / "envs" / image.content_hash(runtime=NO_RUNTIME)
-    assert told(run.stdout) == [
+    assert reported(run.stdout) == [
         "phase uv",
         "phase deps",
         "done phase=deps",
@@ -476,7 +476,7 @@ def test_a_second_run_does_nothing(machine):
     machine.stand_in("uv", "exit 9")
     machine.log.write_text("")
     run = machine.run(script, SKYWARD_UV="/nonexistent")
-    assert (run.returncode, told(run.stdout), machine.log.read_text()) == (0, ["done phase=deps"], "")
+    assert (run.returncode, reported(run.stdout), machine.log.read_text()) == (0, ["done phase=deps"], "")
 
 
 def test_an_environment_without_its_interpreter_is_built_again(machine):
@@ -489,7 +489,7 @@ def test_an_environment_without_its_interpreter_is_built_again(machine):
     python.symlink_to("/nonexistent/python")
     run = machine.run(image.bootstrap(runtime=NO_RUNTIME))
     assert run.returncode == 0
-    assert "phase deps" in told(run.stdout)
+    assert "phase deps" in reported(run.stdout)
     assert python.resolve() == Path(sys.executable).resolve()
 
 
@@ -502,11 +502,11 @@ def test_a_failed_installation_is_reported_with_its_command_and_tried_again(mach
     image = Image(pip=["no such\tthing"[:7]])
     run = machine.run(image.bootstrap(runtime=NO_RUNTIME))
     assert run.returncode == 7
-    *_, failed = told(run.stdout)
+    *_, failed = reported(run.stdout)
     assert failed.startswith("failed phase=deps exit=7 command=uv pip install")
     assert failed.endswith("-- no such")
     machine.uv()
-    assert told(machine.run(image.bootstrap(runtime=NO_RUNTIME)).stdout) == [
+    assert reported(machine.run(image.bootstrap(runtime=NO_RUNTIME)).stdout) == [
         "phase uv",
         "phase deps",
         "done phase=deps",
@@ -522,7 +522,7 @@ def test_a_killed_build_is_repaired(machine):
     assert environment.exists()
     (environment / "left-over").touch()
     machine.uv()
-    assert told(machine.run(image.bootstrap(runtime=NO_RUNTIME)).stdout)[-1] == "done phase=deps"
+    assert reported(machine.run(image.bootstrap(runtime=NO_RUNTIME)).stdout)[-1] == "done phase=deps"
     assert not (environment / "left-over").exists()
 
 
@@ -567,7 +567,7 @@ def test_an_interpreter_of_another_version_is_refused(machine):
     other = "3.7"
     run = machine.run(Image(python=other).bootstrap(runtime=NO_RUNTIME))
     assert run.returncode == 1
-    assert told(run.stdout)[-1].startswith("failed phase=deps exit=1")
+    assert reported(run.stdout)[-1].startswith("failed phase=deps exit=1")
     assert f"This interpreter is Python {HERE}, not {other}" in run.stderr
 
 
@@ -657,7 +657,7 @@ def test_without_pip_the_file_of_the_index_is_fetched_and_checked(machine, tmp_p
     run = machine.run(script)
     assert run.returncode != 0
     assert "has changed" in run.stderr
-    assert told(run.stdout)[-1].startswith("failed phase=uv exit=1 command=fetch_uv")
+    assert reported(run.stdout)[-1].startswith("failed phase=uv exit=1 command=fetch_uv")
     assert not (machine.home / "uv").exists()
     run = machine.run(script.replace(wanted.sha256, hashlib.sha256((tmp_path / "uv.whl").read_bytes()).hexdigest()))
     assert run.returncode == 0, run.stderr
@@ -675,7 +675,7 @@ def test_without_any_uv_the_phase_uv_fails(machine, kind, advice):
     run = machine.run(Image().bootstrap(runtime=NO_RUNTIME))
     assert run.returncode == 1
     assert advice in run.stderr
-    assert told(run.stdout) == ["phase uv", f"failed phase=uv exit=1 command=fetch_uv {machine.home}/uv.partial"]
+    assert reported(run.stdout) == ["phase uv", f"failed phase=uv exit=1 command=fetch_uv {machine.home}/uv.partial"]
 
 
 @pytest.mark.parametrize("kind", ["x86_64", "aarch64"])
@@ -774,7 +774,7 @@ def test_only_missing_packages_are_installed(machine, packages, missing):
         machine.stand_in(tool, body)
     run = machine.run(Image(apt=packages).bootstrap(runtime=NO_RUNTIME))
     assert run.returncode == 0, run.stderr
-    assert told(run.stdout) == ["phase uv", *(["phase apt"] if missing else []), "phase deps", "done phase=deps"]
+    assert reported(run.stdout) == ["phase uv", *(["phase apt"] if missing else []), "phase deps", "done phase=deps"]
     calls = machine.called("apt-get")
     assert [next(word for word in ("[update]", "[install]") if word in call) for call in calls] == (
         ["[update]", "[install]"] if missing else []
@@ -795,7 +795,7 @@ def test_a_failed_apt_is_reported_in_its_phase(machine):
         machine.stand_in(tool, body)
     run = machine.run(Image(apt=["lack"]).bootstrap(runtime=NO_RUNTIME))
     assert run.returncode == 100
-    assert told(run.stdout)[-1].startswith(
+    assert reported(run.stdout)[-1].startswith(
         "failed phase=apt exit=100 command=sudo env DEBIAN_FRONTEND=noninteractive apt-get"
     )
 
@@ -887,7 +887,7 @@ def test_a_real_environment_is_built_once(real, tmp_path):
     )
     first = _bash(image.bootstrap() + check, real)
     assert first.returncode == 0, first.stderr
-    assert told(first.stdout) == ["phase uv", "phase deps", "done phase=deps"]
+    assert reported(first.stdout) == ["phase uv", "phase deps", "done phase=deps"]
     dask = next(pin for pin in runtime_pins() if pin.startswith("dask==")).removeprefix("dask==")
     assert first.stdout.splitlines()[-1] == f"1.17.0 {dask} {environment}"
 
@@ -896,7 +896,7 @@ def test_a_real_environment_is_built_once(real, tmp_path):
     started = time.monotonic()
     second = _bash(image.bootstrap() + check, {**real, "UV_OFFLINE": "1", "UV_CACHE_DIR": str(empty)})
     assert time.monotonic() - started < 30
-    assert (second.returncode, told(second.stdout)) == (0, ["done phase=deps"])
+    assert (second.returncode, reported(second.stdout)) == (0, ["done phase=deps"])
     assert second.stdout.splitlines()[-1] == first.stdout.splitlines()[-1]
     assert _snapshot(environment) == before
     assert not empty.exists()
@@ -908,8 +908,8 @@ def test_a_package_that_does_not_exist_is_reported(real):
     image = Image(pip=["skyward-no-such-package-exists==99"])
     run = _bash(image.bootstrap(runtime=NO_RUNTIME), real)
     assert run.returncode != 0
-    assert told(run.stdout)[:2] == ["phase uv", "phase deps"]
-    assert told(run.stdout)[2].startswith(f"failed phase=deps exit={run.returncode} command=uv pip install")
+    assert reported(run.stdout)[:2] == ["phase uv", "phase deps"]
+    assert reported(run.stdout)[2].startswith(f"failed phase=deps exit={run.returncode} command=uv pip install")
     assert "skyward-no-such-package-exists" in run.stderr
     assert not Path(real["SKYWARD_HOME"], "envs", image.content_hash(runtime=NO_RUNTIME), ".skyward-complete").exists()
 

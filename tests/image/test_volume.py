@@ -34,17 +34,17 @@ def test_the_example_of_the_reference():
 def test_a_list_of_volumes_survives_json():
     """Volumes come back equal, and their JSON has their kind."""
 
-    class Wish(BaseModel):
+    class Options(BaseModel):
         volume: tuple[Volume, ...] = ()
 
-    wish = Wish(
+    requested = Options(
         volume=(
             S3Volume(mount_path="/data", bucket="my-bucket"),
             S3Volume(mount_path="/out", bucket="other", read_only=False),
         )
     )
-    assert Wish.model_validate_json(wish.model_dump_json()) == wish
-    assert [volume["kind"] for volume in wish.model_dump(mode="json")["volume"]] == ["s3", "s3"]
+    assert Options.model_validate_json(requested.model_dump_json()) == requested
+    assert [volume["kind"] for volume in requested.model_dump(mode="json")["volume"]] == ["s3", "s3"]
 
 
 def test_a_volume_is_a_value():
@@ -241,10 +241,10 @@ def test_special_characters_reach_the_shell_literally(path, prefix):
     """Quotes, substitutions and globs in a path or prefix are not interpreted."""
     volume = S3Volume(mount_path=f"/x{path}", bucket="my-bucket", prefix=f"x{prefix}", endpoint_url="http://x.org:1")
     call = mount_volumes([volume]).splitlines()[-1]
-    told = subprocess.run(
+    output = subprocess.run(
         ["bash", "-c", f'skyward_volume() {{ printf "%s\\0" "$@"; }}\n{call}'],
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    assert told.split("\0") == [volume.mount_path, "ro", "my-bucket", volume.prefix, "http://x.org:1", "", ""]
+    assert output.split("\0") == [volume.mount_path, "ro", "my-bucket", volume.prefix, "http://x.org:1", "", ""]

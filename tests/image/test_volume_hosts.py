@@ -445,12 +445,12 @@ def test_an_existing_equal_mount_is_used(node):
     assert node.daemons() == [first]
     assert node.listed() == ["/data"]
     before = first
-    for wish, env in (
+    for requested, env in (
         (data(read_only=False), KEYS),
         (data(read_only=False, prefix="other"), KEYS),
         (data(read_only=False, prefix="other"), {**KEYS, "AWS_ACCESS_KEY_ID": "AKIAOTHER"}),
     ):
-        assert node.mount(wish, env=env).returncode == 0
+        assert node.mount(requested, env=env).returncode == 0
         wait_until(lambda before=before: before not in node.daemons(), "the former s3fs to end")
         (before,) = node.daemons()
     assert node.said("ls /data") == "c.txt"
@@ -514,12 +514,12 @@ def test_mountpoint_s3_is_used_if_the_image_has_it(node, service):
     service.fill("mine", {"in/x": "x"})
     node.host.run("cat > /usr/local/bin/mount-s3; chmod +x /usr/local/bin/mount-s3", text=MOUNT_S3)
     try:
-        wish = (
+        requested = (
             data(prefix="datasets", region="eu-central-1"),
             S3Volume(mount_path="/out", bucket="mine", read_only=False),
         )
         for _ in range(2):
-            done = node.mount(*wish)
+            done = node.mount(*requested)
             assert done.returncode == 0, done.stdout
         url = service.url
         assert node.said("cat /root/mount-s3.log").split("\n") == [
@@ -528,7 +528,7 @@ def test_mountpoint_s3_is_used_if_the_image_has_it(node, service):
         ]
         assert node.said("cat /data/a.txt /out/in/x") == "ax"
         later = Node(node.host, f"{node.directory}-later", service)
-        assert "command=clear /data mountpoint-s3" in refusal(later.mount(*wish))
+        assert "command=clear /data mountpoint-s3" in refusal(later.mount(*requested))
         done = Node(node.host, node.directory, service).mount(S3Volume(mount_path="/none", bucket="no-such-bucket"))
         assert "command=mount_s3 --read-only" in refusal(done)
     finally:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import skyward_core as sky
-from tests.conftest import Told, wait_until
+from tests.conftest import RecordedEvents, wait_until
 from tests.image.test_volume_hosts import KEYS, SECRET, Service, service
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror
@@ -40,7 +40,7 @@ def test_calls_read_and_write_buckets(fleet: Fleet, mirror: Mirror, service: Ser
     hosts = [fleet.create() for _ in range(2)]
     for host in hosts:
         mirror.configure(host)
-    told = Told()
+    recorded = RecordedEvents()
     provider = sky.Hosts(
         *[host.ip for host in hosts], user="root", key=str(fleet.key_path), known_hosts="/dev/null", config="/dev/null"
     )
@@ -49,13 +49,15 @@ def test_calls_read_and_write_buckets(fleet: Fleet, mirror: Mirror, service: Ser
         sky.S3Volume(mount_path="/results", bucket="pool-results", read_only=False),
     )
     env = {"AWS_ENDPOINT_URL_S3": service.url, **KEYS}
-    with sky.ComputePool(provider=provider, nodes=2, volume=volumes, env=env, display="quiet", on_event=told) as pool:
+    with sky.ComputePool(
+        provider=provider, nodes=2, volume=volumes, env=env, display="quiet", on_event=recorded
+    ) as pool:
         assert read("/data/a.txt") @ pool == ("a", "a")
         assert write("/data/new.txt", "x") >> pool == "OSError"
         assert write("/results/done.txt", "result") >> pool == ""
         assert service.objects("pool-results") == {"done.txt": "result"}
-    assert "volumes" in {event.step for event in told.of(sky.BootstrapProgress)}
-    assert SECRET not in repr(told.events)
+    assert "volumes" in {event.step for event in recorded.of(sky.BootstrapProgress)}
+    assert SECRET not in repr(recorded.events)
     for host in hosts:
         assert host.run("findmnt --noheadings --raw --output FSTYPE | grep -c fuse.s3fs").stdout.strip() == "0"
         wait_until(lambda host=host: host.run("pgrep -x s3fs").returncode == 1, "s3fs to end")

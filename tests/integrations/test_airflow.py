@@ -134,15 +134,15 @@ from skyward_core.provisioning import teardown
 
 class TaskInstance:
     dag_id, run_id, task_id, map_index, try_number = "left", "run", "work", -1, 1
-    told = {}
+    pushed = {}
     def xcom_push(self, key, value):
-        self.told[key] = value
+        self.pushed[key] = value
 
 terminate, teardown.DEADLINE_SECONDS = sky.Local.terminate, 0.3
 sky.Local.terminate = lambda *_: {}
 try:
     result = SkywardOperator(task_id="work", python_callable=abs, op_args=[-2], provider="local").execute({"ti": TaskInstance()})
-    bill = TaskInstance.told["skyward_cost"]
+    bill = TaskInstance.pushed["skyward_cost"]
     deadline = time.monotonic() + 60
     while sky.Local().instances(bill["pool_id"]) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -250,12 +250,12 @@ def test_no_secret_is_in_the_serialized_dag(airflow: Airflow) -> None:
     code = """
         import json
         from airflow.serialization.serialized_objects import DagSerialization
-        wishes = dict(env={"HF_TOKEN": "hf_plaintext1", "DAY": "{{ ds }}", "API_KEY": "{{ conn.x.password }}"}, image=sky.Image(env={"DB_PASSWORD": "opensesame1"}))
+        options = dict(env={"HF_TOKEN": "hf_plaintext1", "DAY": "{{ ds }}", "API_KEY": "{{ conn.x.password }}"}, image=sky.Image(env={"DB_PASSWORD": "opensesame1"}))
         @dag(schedule=None)
         def d():
-            SkywardOperator(task_id="a", python_callable=len, secrets=("A",), **wishes)
-            SkywardOperator(task_id="b", python_callable=len, spec=sky.PoolSpec.of(**wishes))
-            task.skyward(image={"env": {"DB_PASSWORD": "opensesame1"}}, env=wishes["env"])(lambda: 1).override(task_id="c")()
+            SkywardOperator(task_id="a", python_callable=len, secrets=("A",), **options)
+            SkywardOperator(task_id="b", python_callable=len, spec=sky.PoolSpec.of(**options))
+            task.skyward(image={"env": {"DB_PASSWORD": "opensesame1"}}, env=options["env"])(lambda: 1).override(task_id="c")()
         made = d()
         tasks = {}
         for op in made.tasks:
@@ -325,11 +325,11 @@ def test_airflow_masks_secrets_from_its_own_store(airflow: Airflow) -> None:
         from airflow.sdk._shared.secrets_masker import redact
         from airflow_provider_skyward.secrets import values_of
         os.environ["AIRFLOW_VAR_WORD"] = "var-9876543210"
-        before = redact("told: var-9876543210")
+        before = redact("value: var-9876543210")
         values = values_of(sky.PoolSpec.of(secrets={"D": sky.Secret.from_store("variable/word")}))
-        answer = [before, values, redact("told: var-9876543210")]
+        answer = [before, values, redact("value: var-9876543210")]
     """)
-    assert answer == ["told: var-9876543210", {"D": "var-9876543210"}, "told: ***"]
+    assert answer == ["value: var-9876543210", {"D": "var-9876543210"}, "value: ***"]
 
 
 @pytest.mark.slow
@@ -447,7 +447,7 @@ def test_parsing_a_dag_is_fast_and_uses_no_network(airflow: Airflow) -> None:
                 SkywardOperator(task_id=f"env{n}", python_callable=len, op_args=["ab"], env={"TOKEN": "s"}, image=sky.Image(env={"TOKEN": "s"}))
         spec = sky.PoolSpec.of(provider=LOCAL, nodes=2)
         made, of = [], sky.PoolSpec.of
-        sky.PoolSpec.of = lambda **wishes: made.append(wishes) or of(**wishes)
+        sky.PoolSpec.of = lambda **options: made.append(options) or of(**options)
         from importlib import metadata
         from skyward_core.providers import base
         base.entry_points = lambda **group: opened.append("a scan of all distributions") or metadata.entry_points(**group)
@@ -720,13 +720,13 @@ def test_a_try_killed_with_sigkill_is_in_the_bill_of_the_next(airflow: Airflow, 
     airflow = replace_environ(airflow, environ)
     first = airflow.start("kill")
     assert first.stdout is not None
-    told: list[str] = []
+    output: list[str] = []
     try:
-        assert any("] working" in line for line in first.stdout if told.append(line) is None)
+        assert any("] working" in line for line in first.stdout if output.append(line) is None)
     finally:
         os.killpg(first.pid, signal.SIGKILL)
         first.communicate()
-    text = "".join(told)
+    text = "".join(output)
     (pool,) = re.findall(r"`skyward receipt (sky-\w+)` tells", text)
     assert text.index("pushed skyward_pool") < text.index("launching")
     # the reaper's work; a limit is the test's own
@@ -738,10 +738,10 @@ def test_a_try_killed_with_sigkill_is_in_the_bill_of_the_next(airflow: Airflow, 
     airflow = replace_environ(airflow, environ | {"TRY": "2"})
     second = airflow.start("kill")
     assert second.stdout is not None
-    assert any("] working" in line for line in second.stdout if told.append(line) is None)
+    assert any("] working" in line for line in second.stdout if output.append(line) is None)
     os.killpg(second.pid, signal.SIGTERM)
     said, _ = second.communicate(timeout=60)
-    text = "".join(told)
+    text = "".join(output)
     assert f"earlier tries of this task have cost {cost:.6f} USD: {pool}" in text
     bill = ast.literal_eval(re.search(r"pushed skyward_cost (.*)", said)[1])
     assert bill["pools"] == sorted({pool, bill["pool_id"]})

@@ -63,8 +63,8 @@ def instance():
         yield ephemeral
 
 
-def resource(**wishes):
-    return SkywardResource(**{"provider": sky.Local(price_per_hour=PRICE)} | wishes)
+def resource(**options):
+    return SkywardResource(**{"provider": sky.Local(price_per_hour=PRICE)} | options)
 
 
 def materialize(assets, compute, instance, **more):
@@ -139,12 +139,12 @@ def test_two_assets_share_one_pool_and_each_has_its_lines_cost_and_time(instance
     assert len(machines) == 2
     assert result.output_for_node("talkative")[1] in machines
 
-    told = messages(instance, result, "talkative")
-    lines = [line for line in told if line.startswith("[node ")]
+    logged = messages(instance, result, "talkative")
+    lines = [line for line in logged if line.startswith("[node ")]
     assert [line.partition("] ")[2] for line in lines] == [f"line {number} of the payload" for number in range(100)]
     assert {line.partition("]")[0] for line in lines} == {f"[node {result.output_for_node('talkative')[0]}"}
-    assert any(line.startswith("launching 2 x local") for line in told)
-    assert any(line.startswith("the pool is ready after") and "2 nodes" in line for line in told)
+    assert any(line.startswith("launching 2 x local") for line in logged)
+    assert any(line.startswith("the pool is ready after") and "2 nodes" in line for line in logged)
     assert not any(line.startswith("launching") for line in messages(instance, result, "spread"))
     bills = [
         line
@@ -206,10 +206,10 @@ def test_unconfirmed_machines_fail_no_step(instance, monkeypatch):
     result = materialize([alone], resource(), instance)
     assert result.success
     machine, pool_id = result.output_for_node("alone")[1:]
-    told = [
+    logged = [
         (entry.level, line) for entry in instance.all_logs(result.run_id) for line in entry.user_message.splitlines()
     ]
-    assert [machine in line for level, line in told if level == logging.ERROR and "NOT CONFIRMED GONE" in line] == [
+    assert [machine in line for level, line in logged if level == logging.ERROR and "NOT CONFIRMED GONE" in line] == [
         True
     ]
     deadline = time.monotonic() + 60
@@ -404,7 +404,7 @@ def costs_by_asset(pool_id):
         return {row.key: float(row.cost_usd) for row in ledger.cost_rows(CostBy.ASSET, pool_id=pool_id)}
 
 
-def told_costs(instance, run_id):
+def reported_costs(instance, run_id):
     """The costs in the run's events, by asset; and the pools' ids."""
     costs, pools = {}, set()
     for kind in (dg.DagsterEventType.ASSET_MATERIALIZATION, dg.DagsterEventType.ASSET_OBSERVATION):
@@ -481,7 +481,7 @@ def test_the_shares_add_up_to_the_bill_whatever_the_steps_are(instance):
     )
 
     assert not result.success
-    costs, (pool,) = told_costs(instance, result.run_id)
+    costs, (pool,) = reported_costs(instance, result.run_id)
     bill = bill_of(pool)
     assert set(costs) == {"graphic", "left", "deep/right", "made", "failing_late", "after_pause"}
     assert all(cost > 0 for cost in costs.values())
@@ -506,7 +506,7 @@ def test_tries_of_a_step_in_one_process_add_up_to_the_bill(instance):
     """The cost in the second try's materialization is not subtracted from the first try's cost too."""
     result = materialize([second_try], resource(), instance)
 
-    costs, (pool,) = told_costs(instance, result.run_id)
+    costs, (pool,) = reported_costs(instance, result.run_id)
     assert costs == {"second_try": pytest.approx(bill_of(pool), abs=1e-5)}
 
 
@@ -726,12 +726,12 @@ def test_a_signal_during_provisioning_or_a_call_leaves_nothing(tmp_path, moment)
         env={**os.environ, "DAGSTER_HOME": ""},
     )
     try:
-        told = []
+        lines = []
         for line in process.stderr:
-            told.append(line)
+            lines.append(line)
             if moment in line:
                 break
-        assert moment in told[-1], "".join(told)
+        assert moment in lines[-1], "".join(lines)
         process.send_signal(signal.SIGINT)
         rest = process.communicate(timeout=60)[1]
     finally:
@@ -785,7 +785,7 @@ def test_each_setting_is_a_config_field_with_its_description():
 
 
 @pytest.mark.parametrize(
-    ("wishes", "message"),
+    ("options", "message"),
     [
         ({"acelerator": "A100"}, "did you mean 'accelerator'"),
         ({"nods": dg.EnvVar("NODES")}, "did you mean 'nodes'"),
@@ -798,15 +798,15 @@ def test_each_setting_is_a_config_field_with_its_description():
         ({"timeout": dg.EnvVar.int("SECONDS")}, "SKYWARD_TIMEOUT"),
     ],
 )
-def test_a_wrong_keyword_is_refused_when_the_resource_is_made(wishes, message):
+def test_a_wrong_keyword_is_refused_when_the_resource_is_made(options, message):
     """The error is the core's, and says what to do, before Dagster runs anything; also for values that are left to
     the launch.
     """
     with pytest.raises(sky.BadRequest) as error:
-        SkywardResource(**wishes)
+        SkywardResource(**options)
     assert message in str(error.value)
     with pytest.raises(sky.BadRequest):
-        SkywardResource.configure_at_launch(**wishes)
+        SkywardResource.configure_at_launch(**options)
 
 
 def test_environment_variables_are_read_when_the_run_starts(instance, monkeypatch):
@@ -868,7 +868,7 @@ def test_secrets_are_read_from_the_environment_when_the_step_opens_the_pool(inst
 
 
 @pytest.mark.parametrize(
-    "wishes",
+    "options",
     [
         {"env": {"HF_TOKEN": "hf_plaintext1"}},
         {"env": {"HF_TOKEN": "hf_plaintext1", "A": dg.EnvVar("A")}},
@@ -878,11 +878,11 @@ def test_secrets_are_read_from_the_environment_when_the_step_opens_the_pool(inst
         {"secrets": {"HF_TOKEN": sky.Secret.from_store("hf_plaintext1")}},
     ],
 )
-def test_a_secret_in_plain_text_is_refused(wishes):
+def test_a_secret_in_plain_text_is_refused(options):
     """Dagster would store it and show it; the message says what to write and does not repeat it."""
     for make in (SkywardResource, SkywardResource.configure_at_launch):
         with pytest.raises(sky.BadRequest) as caught:
-            make(**wishes)
+            make(**options)
         assert "EnvVar" in str(caught.value) or "from_env" in str(caught.value)
         assert "hf_plaintext1" not in str(caught.value)
 

@@ -71,10 +71,10 @@ def api() -> Iterator[str]:
 @pytest.fixture
 def events() -> Iterator[list[Any]]:
     """The events of a test's pools; after the test none of their processes is left."""
-    told: list[Any] = []
-    yield told
-    pools = {event.pool_id for event in told if isinstance(event, sky.PoolReady)}
-    assert sum(isinstance(event, sky.CostFinal) for event in told) == len(pools)
+    recorded: list[Any] = []
+    yield recorded
+    pools = {event.pool_id for event in recorded if isinstance(event, sky.PoolReady)}
+    assert sum(isinstance(event, sky.CostFinal) for event in recorded) == len(pools)
     assert processes_of(pools) == []
 
 
@@ -82,8 +82,8 @@ def processes_of(pools: set[str]) -> list[int]:
     return [pid for pid, environ in tagged_processes() if environ.get(POOL_TAG) in pools]
 
 
-def runner(events: list[Any], **wishes: Any) -> SkywardTaskRunner:
-    return SkywardTaskRunner(**{"provider": sky.Local(price_per_hour=36.0), "on_event": events.append, **wishes})
+def runner(events: list[Any], **options: Any) -> SkywardTaskRunner:
+    return SkywardTaskRunner(**{"provider": sky.Local(price_per_hour=36.0), "on_event": events.append, **options})
 
 
 def wait_for(what: Callable[[], Any], seconds: float = 30.0) -> Any:
@@ -624,9 +624,9 @@ def test_an_asynchronous_flow_s_event_loop_is_not_blocked_by_the_first_submit(ev
 
 def test_a_flow_that_fails_while_its_pool_opens_ends_the_opening() -> None:
     provider = Gated()
-    futures, told = [], list[Any]()
+    futures, recorded = [], list[Any]()
 
-    @flow(task_runner=runner(told, provider=provider))
+    @flow(task_runner=runner(recorded, provider=provider))
     def broken() -> None:
         futures.append(add.submit(1, 1))
         threading.Timer(1.0, provider._may.set).start()
@@ -636,8 +636,8 @@ def test_a_flow_that_fails_while_its_pool_opens_ends_the_opening() -> None:
         broken()
     futures[0].wait()
     assert futures[0].state.name == "Cancelled"
-    assert not any(isinstance(event, sky.PoolReady) for event in told)
-    (pool_id,) = {event.pool_id for event in told if isinstance(event, sky.InfraCreating)}
+    assert not any(isinstance(event, sky.PoolReady) for event in recorded)
+    (pool_id,) = {event.pool_id for event in recorded if isinstance(event, sky.InfraCreating)}
     assert provider.instances(pool_id) == []
 
 
@@ -1106,7 +1106,7 @@ def test_the_class_without_arguments_is_a_runner() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "message"),
+    ("options", "message"),
     [
         ({"node": 2}, "did you mean 'nodes'"),
         ({"nodes": 0}, "nodes=0"),
@@ -1116,10 +1116,10 @@ def test_the_class_without_arguments_is_a_runner() -> None:
         ({"spec": sky.PoolSpec.of(nodes=2), "nodes": 3}, "not both"),
     ],
 )
-def test_wrong_keywords_are_refused_at_construction(wishes: dict[str, Any], message: str) -> None:
+def test_wrong_keywords_are_refused_at_construction(options: dict[str, Any], message: str) -> None:
     """A flow file with a wrong keyword fails when it is imported, and the error says what to write instead."""
     with pytest.raises(sky.BadRequest, match=message):
-        SkywardTaskRunner(**wishes)
+        SkywardTaskRunner(**options)
 
 
 def test_submitting_to_a_runner_that_is_not_started_is_an_error() -> None:

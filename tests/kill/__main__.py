@@ -15,7 +15,7 @@ from rich.console import Console
 from tests.kill import matrix
 
 SEED = 20261121
-TOLD_EVERY = 250
+REPORT_EVERY = 250
 
 
 def main() -> int:
@@ -27,23 +27,23 @@ def main() -> int:
         "--reaped", type=int, default=None, help="how many more points are left to a real reaper (default: a fortieth)"
     )
     parser.add_argument("--seed", type=int, default=SEED, help="of the scenarios")
-    wishes = parser.parse_args()
+    options = parser.parse_args()
     console = Console(width=180) if not sys.stdout.isatty() else Console()
-    reaped = max(12, wishes.points // 40) if wishes.reaped is None else wishes.reaped
-    console.print(f"seed {wishes.seed}: {wishes.points} points, and {reaped} for the reaper")
+    reaped = max(12, options.points // 40) if options.reaped is None else options.reaped
+    console.print(f"seed {options.seed}: {options.points} points, and {reaped} for the reaper")
     began = time.monotonic()
     done: list[dict[str, Any]] = []
 
-    def told(point: dict[str, Any]) -> None:
+    def report(point: dict[str, Any]) -> None:
         done.append(point)
-        if len(done) % TOLD_EVERY == 0:
+        if len(done) % REPORT_EVERY == 0:
             console.print(f"{len(done)} after {time.monotonic() - began:.0f} s")
 
-    points = matrix.work_off(wishes.seed, wishes.points, reaped, told)
+    points = matrix.work_off(options.seed, options.points, reaped, report)
     console.print(matrix.table(points))
     kills = sum(map(matrix.is_kill, points))
     scenarios = len({point["scenario"] for point in points})
-    console.print(f"{kills} kills in {scenarios} scenarios in {time.monotonic() - began:.0f} s, seed {wishes.seed}")
+    console.print(f"{kills} kills in {scenarios} scenarios in {time.monotonic() - began:.0f} s, seed {options.seed}")
     wrong = matrix.wrong(points)
     for line in wrong[:50]:
         console.print(line, markup=False, style="red", soft_wrap=True)

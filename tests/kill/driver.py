@@ -66,13 +66,13 @@ class Scenario:
     budget: str | None = None
 
     def __str__(self) -> str:
-        told = {"nodes": self.nodes, "kind": self.kind, "ends": str(self.ends)}
-        told |= {
+        settings = {"nodes": self.nodes, "kind": self.kind, "ends": str(self.ends)}
+        settings |= {
             name: value
             for name in ("is_spot", "faults", "late_faults", "beats", "lost", "is_head_lost", "max_cost", "budget")
             if (value := getattr(self, name))
         }
-        return f"scenario {self.number}: {', '.join(f'{name}={value}' for name, value in told.items())}"
+        return f"scenario {self.number}: {', '.join(f'{name}={value}' for name, value in settings.items())}"
 
     def provider(self, url: str) -> HttpRental:
         """Return the provider to rent from."""

@@ -17,11 +17,11 @@ from tests.kill.billed import Billed
 HOME = Path(os.environ["ENDINGS_HOME"])
 
 
-def pool(**wishes: Any) -> sky.ComputePool:
+def pool(**options: Any) -> sky.ComputePool:
     """Return a pool of one node, not open yet."""
-    price = wishes.pop("price_per_hour", 1.0)
+    price = options.pop("price_per_hour", 1.0)
     provider = Billed(folder=str(HOME / "billed"), price_per_hour=price)
-    return sky.ComputePool(provider=provider, display="quiet", collect_metrics=False, **wishes)
+    return sky.ComputePool(provider=provider, display="quiet", collect_metrics=False, **options)
 
 
 @sky.compute

@@ -18,7 +18,7 @@ from tests.kill.console import REPOSITORY
 
 WORKERS = 2
 COLUMNS = (
-    ("nobody", "close", "nobody; close"),
+    ("none", "close", "none; close"),
     ("driver", "sweep", "driver; sweep"),
     ("driver", "two sweeps at once", "driver; two sweeps"),
     ("driver and sweep", "sweep", "driver, sweep; sweep"),
@@ -30,7 +30,7 @@ COLUMNS = (
 
 
 def work_off(
-    seed: int, points: int, reaped: int, told: Callable[[dict[str, Any]], object] = lambda point: None
+    seed: int, points: int, reaped: int, report: Callable[[dict[str, Any]], object] = lambda point: None
 ) -> list[dict[str, Any]]:
     """Run this many points, and `reaped` more in which a reaper recovers; return them as plain data, in the order of
     their ends. Errors as of `run`.
@@ -39,11 +39,11 @@ def work_off(
     arguments: list[list[object]] = [["sweep", seed, number, WORKERS, share] for number, share in enumerate(shares)]
     if reaped:
         arguments.append(["reaper", reaped])
-    return run(arguments, told)
+    return run(arguments, report)
 
 
 def run(
-    arguments: Sequence[Sequence[object]], told: Callable[[dict[str, Any]], object] = lambda point: None
+    arguments: Sequence[Sequence[object]], report: Callable[[dict[str, Any]], object] = lambda point: None
 ) -> list[dict[str, Any]]:
     """Run workers with these arguments at once; return their points. Raises RuntimeError if one fails.
 
@@ -53,7 +53,7 @@ def run(
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(prefix="skyward-kill-", dir=memory if memory.is_dir() else None) as folder:
         workers = [
-            _Worker(Path(folder) / str(number), list(map(str, its)), found, told)
+            _Worker(Path(folder) / str(number), list(map(str, its)), found, report)
             for number, its in enumerate(arguments)
         ]
         try:
@@ -75,12 +75,12 @@ class _Worker:
         folder: Path,
         arguments: Sequence[str],
         found: list[dict[str, Any]],
-        told: Callable[[dict[str, Any]], object],
+        report: Callable[[dict[str, Any]], object],
     ) -> None:
         folder.mkdir()
         self.trouble = ""
         self._found = found
-        self._told = told
+        self._report = report
         self._errors = folder / "errors"
         with self._errors.open("wb") as errors:
             command = [sys.executable, "-m", "tests.kill.worker", str(folder), *arguments]
@@ -95,7 +95,7 @@ class _Worker:
         for line in self._process.stdout:
             point = json.loads(line)
             self._found.append(point)
-            self._told(point)
+            self._report(point)
 
     def join(self) -> None:
         """Wait until its work is done."""
@@ -114,13 +114,13 @@ class _Worker:
 
 def is_kill(point: dict[str, Any]) -> bool:
     """Return whether a process was killed."""
-    return point["killed"] != "nobody"
+    return point["killed"] != "none"
 
 
 def wrong(points: Sequence[dict[str, Any]]) -> list[str]:
     """Return the problems, a line for each point."""
     return [
-        f"{point['scenario']}; killed: {point['killed']} at {point['boundary']}/{point['then']} ({point['phase']}); rope: {point['rope']}: {'; '.join(point['problems'])}"
+        f"{point['scenario']}; killed: {point['killed']} at {point['boundary']}/{point['then']} ({point['phase']}); safeguard: {point['safeguard']}: {'; '.join(point['problems'])}"
         for point in points
         if point["problems"] or point["alive"]
     ]
@@ -128,22 +128,24 @@ def wrong(points: Sequence[dict[str, Any]]) -> list[str]:
 
 def table(points: Sequence[dict[str, Any]]) -> Table:
     """Phase by killed process and safeguard: points, machines left by the kill, machines alive after the safeguard."""
-    shown = Table(title="points / machines that the kill has left running / alive after the rope", title_justify="left")
+    shown = Table(
+        title="points / machines that the kill has left running / alive after the safeguard", title_justify="left"
+    )
     shown.add_column("killed in the phase")
     for _, _, name in COLUMNS:
         shown.add_column(name, justify="right")
     for phase in PHASES:
-        shown.add_row(phase.value, *(_cell(points, killed, rope, phase.value) for killed, rope, _ in COLUMNS))
+        shown.add_row(phase.value, *(_cell(points, killed, safeguard, phase.value) for killed, safeguard, _ in COLUMNS))
     shown.add_section()
-    shown.add_row("all", *(_cell(points, killed, rope, None) for killed, rope, _ in COLUMNS))
+    shown.add_row("all", *(_cell(points, killed, safeguard, None) for killed, safeguard, _ in COLUMNS))
     return shown
 
 
-def _cell(points: Sequence[dict[str, Any]], killed: str, rope: str, phase: str | None) -> str:
+def _cell(points: Sequence[dict[str, Any]], killed: str, safeguard: str, phase: str | None) -> str:
     its = [
         point
         for point in points
-        if (point["killed"], point["rope"]) == (killed, rope) and phase in (None, point["phase"])
+        if (point["killed"], point["safeguard"]) == (killed, safeguard) and phase in (None, point["phase"])
     ]
     if not its:
         return ""

@@ -42,13 +42,13 @@ LONG = timedelta(days=1)
 class Killed(StrEnum):
     """Which processes are killed."""
 
-    NOBODY = "nobody"
+    NONE = "none"
     DRIVER = "driver"
     SWEEP = "driver and sweep"
     REAPER = "driver and reaper"
 
 
-class Rope(StrEnum):
+class Safeguard(StrEnum):
     """Which safeguard ends the spending after that."""
 
     CLOSE = "close"
@@ -70,7 +70,7 @@ class Point:
     boundary: int
     then: int
     killed: Killed
-    rope: Rope
+    safeguard: Safeguard
     phase: Phase
     alive_before: int
     alive: int
@@ -113,7 +113,9 @@ class Round:
             self.boundaries.arm(0)
             provider = self._begin(scenario)
             self._drive(scenario)
-            assert not (problems := self._recover(scenario, provider, Rope.SWEEP) + self._judge(provider)[1]), problems
+            assert not (problems := self._recover(scenario, provider, Safeguard.SWEEP) + self._judge(provider)[1]), (
+                problems
+            )
         while threading.active_count() > 1:
             time.sleep(0.001)
         gc.collect()
@@ -135,7 +137,7 @@ class Round:
                 case 0:
                     yield from self._killed_in_turn(scenario, boundary, Killed.SWEEP)
                 case 3:
-                    yield from _some(self.swept(scenario, boundary, Rope.SWEEPS))
+                    yield from _some(self.swept(scenario, boundary, Safeguard.SWEEPS))
                 case 6:
                     yield from self._killed_in_turn(scenario, boundary, Killed.REAPER)
                 case 1 | 4 | 9 if scenario.kind != HttpRentalHere.name:
@@ -160,7 +162,7 @@ class Round:
         """
         provider = self._begin(scenario)
         if (died := self._fork(lambda: self._drive(scenario), boundary)) != signal.SIGKILL:
-            yield from _some(self._no_point(scenario, boundary, killed, Rope.SWEEP, died))
+            yield from _some(self._no_point(scenario, boundary, killed, Safeguard.SWEEP, died))
             return
         phase = self.boundaries.phase
         before = self._alive_of_victims(provider)
@@ -177,11 +179,13 @@ class Round:
         ):
             self._restore()
             if (died := self._fork(lambda: work(scenario, provider), then)) != signal.SIGKILL:
-                yield from _some(self._no_point(scenario, boundary, killed, Rope.SWEEP, died))
+                yield from _some(self._no_point(scenario, boundary, killed, Safeguard.SWEEP, died))
                 continue
-            problems = self._recover(scenario, provider, Rope.SWEEP)
+            problems = self._recover(scenario, provider, Safeguard.SWEEP)
             alive, more = self._judge(provider)
-            yield Point(str(scenario), boundary, then, killed, Rope.SWEEP, phase, before, alive, tuple(problems + more))
+            yield Point(
+                str(scenario), boundary, then, killed, Safeguard.SWEEP, phase, before, alive, tuple(problems + more)
+            )
 
     def _save(self) -> None:
         """Save the state that the killed driver has left, including unfinished transactions of the ledger."""
@@ -208,26 +212,26 @@ class Round:
         seen = self.service.look()
         before = len(seen.billed() - self.others[self._key(provider)].ids)
         phase = self.boundaries.phase
-        problems += self._recover(scenario, provider, Rope.SWEEP)
+        problems += self._recover(scenario, provider, Safeguard.SWEEP)
         alive, more = self._judge(provider)
-        return Point(str(scenario), 0, 0, Killed.NOBODY, Rope.CLOSE, phase, before, alive, tuple(problems + more))
+        return Point(str(scenario), 0, 0, Killed.NONE, Safeguard.CLOSE, phase, before, alive, tuple(problems + more))
 
-    def swept(self, scenario: Scenario, boundary: int, rope: Rope = Rope.SWEEP) -> Point | None:
+    def swept(self, scenario: Scenario, boundary: int, safeguard: Safeguard = Safeguard.SWEEP) -> Point | None:
         """Kill the driver; then sweep. None if the boundary was not reached."""
         provider = self._begin(scenario)
         if (died := self._fork(lambda: self._drive(scenario), boundary)) != signal.SIGKILL:
-            return self._no_point(scenario, boundary, Killed.DRIVER, rope, died)
+            return self._no_point(scenario, boundary, Killed.DRIVER, safeguard, died)
         phase = self.boundaries.phase
         before = self._alive_of_victims(provider)
-        problems = self._recover(scenario, provider, rope)
+        problems = self._recover(scenario, provider, safeguard)
         alive, more = self._judge(provider)
-        return Point(str(scenario), boundary, 0, Killed.DRIVER, rope, phase, before, alive, tuple(problems + more))
+        return Point(str(scenario), boundary, 0, Killed.DRIVER, safeguard, phase, before, alive, tuple(problems + more))
 
     def left_to_nodes(self, scenario: Scenario, boundary: int) -> Point | None:
         """Kill the driver; only the guards on the machines recover, on a clock that is advanced."""
         provider = self._begin(scenario)
         if (died := self._fork(lambda: self._drive(scenario), boundary)) != signal.SIGKILL:
-            return self._no_point(scenario, boundary, Killed.DRIVER, Rope.NODE, died)
+            return self._no_point(scenario, boundary, Killed.DRIVER, Safeguard.NODE, died)
         phase = self.boundaries.phase
         others = self.others[self._key(provider)]
         machines = [
@@ -237,10 +241,18 @@ class Round:
         ]
         problems = guards.left_alone(self.service, machines, LEASE_SECONDS)
         alive = len(self.service.look().billed() - others.ids)
-        problems += self._recover(scenario, provider, Rope.SWEEP)
+        problems += self._recover(scenario, provider, Safeguard.SWEEP)
         _, more = self._judge(provider)
         return Point(
-            str(scenario), boundary, 0, Killed.DRIVER, Rope.NODE, phase, len(machines), alive, tuple(problems + more)
+            str(scenario),
+            boundary,
+            0,
+            Killed.DRIVER,
+            Safeguard.NODE,
+            phase,
+            len(machines),
+            alive,
+            tuple(problems + more),
         )
 
     def faulty(self, scenario: Scenario) -> Iterator[Point]:
@@ -264,7 +276,7 @@ class Round:
         provider = self._begin(scenario)
         if (died := self._fork(lambda: self._drive(scenario, has_reaper=True), boundary)) != signal.SIGKILL:
             self._await_orphans()
-            return self._no_point(scenario, boundary, Killed.DRIVER, Rope.REAPER, died)
+            return self._no_point(scenario, boundary, Killed.DRIVER, Safeguard.REAPER, died)
         phase = self.boundaries.phase
         before = self._alive_of_victims(provider)
         problems = self._await_orphans()
@@ -274,17 +286,19 @@ class Round:
                 [] if left == len(live) else [f"the reaper has touched a detached pool: {left} of {len(live)} are left"]
             )
             self._sweep(scenario, provider)
-            return Point(str(scenario), boundary, 0, Killed.DRIVER, Rope.REAPER, phase, before, 0, tuple(problems))
+            return Point(str(scenario), boundary, 0, Killed.DRIVER, Safeguard.REAPER, phase, before, 0, tuple(problems))
         alive, more = self._judge(provider)
         return Point(
-            str(scenario), boundary, 0, Killed.DRIVER, Rope.REAPER, phase, before, alive, tuple(problems + more)
+            str(scenario), boundary, 0, Killed.DRIVER, Safeguard.REAPER, phase, before, alive, tuple(problems + more)
         )
 
-    def _no_point(self, scenario: Scenario, boundary: int, killed: Killed, rope: Rope, died: int) -> Point | None:
+    def _no_point(
+        self, scenario: Scenario, boundary: int, killed: Killed, safeguard: Safeguard, died: int
+    ) -> Point | None:
         """Handle a boundary that was not reached; if the process failed by itself, that is a problem."""
         if died == 0:
             return None
-        return Point(str(scenario), boundary, 0, killed, rope, self.boundaries.phase, 0, 0, (self._crash(died),))
+        return Point(str(scenario), boundary, 0, killed, safeguard, self.boundaries.phase, 0, 0, (self._crash(died),))
 
     def _crash(self, died: int) -> str:
         path = self.folder / "crash"
@@ -370,7 +384,7 @@ class Round:
         from skyward_core.machines.owner import Owner
 
         here = Owner.here()
-        elsewhere = Owner("somebody", "elsewhere", "another-boot", "1", 4242, "17")
+        elsewhere = Owner("another", "elsewhere", "another-boot", "1", 4242, "17")
         clock = self.service.clock.utc
         with Ledger(f"sqlite:///{path}", clock=clock) as ledger:
             ledger.set_account(Account(driver.ACCOUNT, Decimal(1000), Period.RUN))
@@ -396,14 +410,14 @@ class Round:
                         spec_json="{}",
                         lease_expires_at=clock() + LONG,
                     )
-                    wishes = [
+                    requests = [
                         ResourceRequest(
                             ResourceKind.INSTANCE, provider.name, "here-1", f"{pool_id}-{rank}", f"{pool_id}-1-{rank}", tags | {"skyward-rank": str(rank)},
                             clock() + LONG, Price(Decimal("3.6")),
                         )
                         for rank in range(2)
                     ]  # fmt: skip
-                    intents = ledger.intend_all(pool_id, wishes)
+                    intents = ledger.intend_all(pool_id, requests)
                     ledger.bind_all({intent.id: machine.id for intent, machine in zip(intents, machines, strict=True)})
         seen = self.service.look()
         return Others(
@@ -428,7 +442,7 @@ class Round:
 
     # ── recovery ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _recover(self, scenario: Scenario, provider: HttpRental, rope: Rope) -> list[str]:
+    def _recover(self, scenario: Scenario, provider: HttpRental, safeguard: Safeguard) -> list[str]:
         """Sweep until there is nothing to do, a minute apart. A detached pool must stay until its lease has expired.
 
         Returns the problems.
@@ -436,12 +450,12 @@ class Round:
         problems: list[str] = []
         live = self._live(provider)
         if live:
-            problems += self._sweeps(scenario, provider, rope)
+            problems += self._sweeps(scenario, provider, safeguard)
             if (left := self.service.look().billed() - self.others[self._key(provider)].ids) != live:
                 problems.append(f"machines of a live, detached pool were touched: {sorted(live ^ left)}")
             self.service.clock.advance(driver.DETACHED_SECONDS + 1)
         for _ in range(ROUNDS):
-            problems += self._sweeps(scenario, provider, rope)
+            problems += self._sweeps(scenario, provider, safeguard)
             if self._is_clean(provider):
                 break
             self.service.clock.advance(ROUND_SECONDS)
@@ -462,7 +476,7 @@ class Round:
             assert entries[0].lease_expires_at > self.service.clock.utc()
             return self.service.look().billed(entries[0].id)
 
-    def _sweeps(self, scenario: Scenario, provider: HttpRental, rope: Rope) -> list[str]:
+    def _sweeps(self, scenario: Scenario, provider: HttpRental, safeguard: Safeguard) -> list[str]:
         """Run one sweep, or two at once. Errors of a service with faults are expected."""
         crashes: list[str] = []
 
@@ -473,10 +487,10 @@ class Round:
                 crashes.append(traceback.format_exc())
 
         other = threading.Thread(target=once, args=("./",))
-        if rope is Rope.SWEEPS:
+        if safeguard is Safeguard.SWEEPS:
             other.start()
         once()
-        if rope is Rope.SWEEPS:
+        if safeguard is Safeguard.SWEEPS:
             other.join()
         return crashes
 
@@ -576,9 +590,9 @@ def _audit_machine(machine: dict[str, Any], intent: Any) -> Iterator[str]:
     if intent.gone_at.timestamp() < machine["ended_at"] - TOLERANCE_SECONDS:
         yield f"{machine['id']} lived on after it was said to be gone ({intent.evidence})"
     life = (intent.gone_at - intent.intended_at).total_seconds()
-    told = sum(intent.seconds.values())
-    if abs(life - told) > TOLERANCE_SECONDS:
-        yield f"{machine['id']} lived for {life:.3f} s, its buckets have {told:.3f}: {dict(intent.seconds)}"
+    recorded = sum(intent.seconds.values())
+    if abs(life - recorded) > TOLERANCE_SECONDS:
+        yield f"{machine['id']} lived for {life:.3f} s, its buckets have {recorded:.3f}: {dict(intent.seconds)}"
 
 
 def _children() -> set[int]:

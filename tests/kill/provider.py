@@ -45,7 +45,7 @@ printf "POST /machines/%s/shutdown HTTP/1.1\\r\\n\\r\\n" "$SKYWARD_INSTANCE_ID" 
         return [offer for machine in sold for offer in self._both(machine)]
 
     def launch(self, offer: Offer, count: int, tags: Tags, startup: str) -> list[Instance]:
-        wish = {
+        requested = {
             "count": count,
             "type": offer.instance_type,
             "is_spot": offer.is_spot,
@@ -53,7 +53,7 @@ printf "POST /machines/%s/shutdown HTTP/1.1\\r\\n\\r\\n" "$SKYWARD_INSTANCE_ID" 
             "startup": startup,
             "token": tags[LAUNCH_TAG],
         }
-        return [self._instance(machine) for machine in self._ask("POST", "/machines", wish)["machines"]]
+        return [self._instance(machine) for machine in self._ask("POST", "/machines", requested)["machines"]]
 
     def instances(self, pool_id: str | None = None) -> list[Instance]:
         found: list[dict[str, Any]] = []
@@ -61,7 +61,7 @@ printf "POST /machines/%s/shutdown HTTP/1.1\\r\\n\\r\\n" "$SKYWARD_INSTANCE_ID" 
         with self._client() as client:
             while page is not None:
                 query = {"page": str(page)} | ({"tag": f"{POOL_TAG}:{pool_id}"} if pool_id is not None else {})
-                answer = self._told(client.get("/machines", params=query))
+                answer = self._body_of(client.get("/machines", params=query))
                 found += answer["machines"]
                 page = answer["next"]
         listed = [self._instance(machine) for machine in found if POOL_TAG in machine["tags"]]
@@ -73,7 +73,7 @@ printf "POST /machines/%s/shutdown HTTP/1.1\\r\\n\\r\\n" "$SKYWARD_INSTANCE_ID" 
                 answer = client.delete(f"/machines/{ids[0]}")
                 # the service documents this as: it is gone or never existed
                 if answer.status_code != HTTPStatus.NOT_FOUND:
-                    self._told(answer)
+                    self._body_of(answer)
         elif ids:
             left = self._ask("DELETE", f"/machines?{httpx.QueryParams([('id', machine_id) for machine_id in ids])}")[
                 "left"
@@ -86,7 +86,7 @@ printf "POST /machines/%s/shutdown HTTP/1.1\\r\\n\\r\\n" "$SKYWARD_INSTANCE_ID" 
 
     def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         with self._client() as client:
-            return self._told(client.request(method, path, json=body))
+            return self._body_of(client.request(method, path, json=body))
 
     def _client(self) -> httpx.Client:
         return httpx.Client(
@@ -96,7 +96,7 @@ printf "POST /machines/%s/shutdown HTTP/1.1\\r\\n\\r\\n" "$SKYWARD_INSTANCE_ID" 
             trust_env=False,
         )
 
-    def _told(self, answer: httpx.Response) -> Any:
+    def _body_of(self, answer: httpx.Response) -> Any:
         """Return the service's answer. Raises CredentialsError and NoCapacity; any other failure is raised
         unchanged.
         """

@@ -358,10 +358,10 @@ class Server:
         self._is_quiet = asyncio.Event()
         self._is_quiet.set()
 
-    async def serve(self, until: Callable[[], Any], told: Callable[[int], object]) -> None:
+    async def serve(self, until: Callable[[], Any], on_port: Callable[[int], object]) -> None:
         """Listen on any free port, print it, and serve until `until` is set."""
         server = await asyncio.start_server(self._talk, "127.0.0.1", 0)
-        told(server.sockets[0].getsockname()[1])
+        on_port(server.sockets[0].getsockname()[1])
         await until()
         server.close()
 

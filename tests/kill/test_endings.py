@@ -619,11 +619,11 @@ def test_forks_of_a_program_that_end(program: Program) -> None:
     and a call in the helper says so.
     """
     assert program.start(FORKS).status(OPEN_SECONDS) == 0, program.stderr
-    *told, last = program.stdout.splitlines()
+    *output, last = program.stdout.splitlines()
     assert any(
-        "a fork calls: process" in line and "is a fork of the one that has opened the pool" in line for line in told
+        "a fork calls: process" in line and "is a fork of the one that has opened the pool" in line for line in output
     )
-    assert "a fork looks: False" in told
+    assert "a fork looks: False" in output
     assert last == "done by 1, active: True"
     assert len(program.machines()) == 1
     tidied(program)
@@ -633,8 +633,8 @@ def test_forks_of_a_program_that_end(program: Program) -> None:
 
 SPENDS = """
 import json, threading
-from skyward_core.ledger import budgets as purse
-purse.FIRST_MINUTE_SECONDS = 1.0  # so that what is to be spent is spent in seconds
+from skyward_core.ledger import budgets
+budgets.FIRST_MINUTE_SECONDS = 1.0  # so that what is to be spent is spent in seconds
 
 events = []
 with pool(price_per_hour=3600.0, max_cost={max_cost}, on_event=events.append) as p:
@@ -658,13 +658,13 @@ def test_the_money_runs_out(program: Program) -> None:
     """
     assert program.start(SPENDS.format(max_cost=20)).status(OPEN_SECONDS) == 0, program.stderr
     *refusals, story = program.stdout.splitlines()
-    told = json.loads(story)
+    account = json.loads(story)
     assert len(refusals) == 2
     assert all("of max_cost=20" in line for line in refusals)
-    assert 16 <= told["cost"] <= 20
-    assert len(told["warned"]) == 1
-    assert told["last"] == "CostFinal"
-    assert told["receipt"] is not None
+    assert 16 <= account["cost"] <= 20
+    assert len(account["warned"]) == 1
+    assert account["last"] == "CostFinal"
+    assert account["receipt"] is not None
     tidied(program)
 
 
@@ -678,7 +678,7 @@ def test_the_money_of_a_stopped_program_runs_out(program: Program) -> None:
     os.kill(program.pid, signal.SIGSTOP)
     program.wait_for(lambda: not program.nodes(), "the machine to end itself")
     assert time.time() - began < 20 + 3  # the client may take this long to notice it on a busy machine
-    assert list(program.bill.glob("local-*")), "nobody was there to terminate it"
+    assert list(program.bill.glob("local-*")), "no process was there to terminate it"
     os.kill(program.pid, signal.SIGCONT)
     assert program.status() == 0, program.stderr
     program.leaves_nothing()

@@ -29,8 +29,8 @@ def test_after_a_kill_at_any_point_nothing_is_left() -> None:
     assert len(kills) >= POINTS
     phases = Counter(point["phase"] for point in kills)
     assert set(phases) == {phase.value for phase in PHASES}
-    ropes = {(point["killed"], point["rope"]) for point in points}
-    assert ropes == {(killed, rope) for killed, rope, _ in matrix.COLUMNS}
+    safeguards = {(point["killed"], point["safeguard"]) for point in points}
+    assert safeguards == {(killed, safeguard) for killed, safeguard, _ in matrix.COLUMNS}
     assert sum(point["alive_before"] for point in kills) > POINTS // 2, (
         "the kills must leave machines running, or nothing is shown"
     )

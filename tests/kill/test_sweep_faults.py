@@ -30,7 +30,7 @@ def test_closing_under_a_fault_leaves_nothing(points: dict[tuple[str, str], dict
     """Closing alone ends every machine, and waits until the fault is over. Machines remain for a sweep only after an
     outage of five minutes or a wrong listing.
     """
-    point = points[str(scenario), "nobody"]
+    point = points[str(scenario), "none"]
     assert point["alive"] == 0
     assert _unexpected(point, scenario) == []
     if scenario.late_faults != LONG_OUTAGE and scenario.late_faults not in TOGETHER:
@@ -45,7 +45,7 @@ def test_sweeping_under_a_fault_leaves_nothing(points: dict[tuple[str, str], dic
     killed = str(scenario).replace(f"ends={Ends.CLOSED}", f"ends={Ends.KILLED}")
     point = points.get((killed, "driver"))
     if point is None:
-        assert scenario.faults, "only a pool that could not be opened has nobody to kill"
+        assert scenario.faults, "only a pool that could not be opened has no process to kill"
         return
     assert point["alive"] == 0
     assert _unexpected(point, scenario) == []

@@ -22,15 +22,15 @@ from typing import Any
 from tests.kill.console import RunningService
 
 
-def main(folder: Path, rope: str, *numbers: int) -> None:
+def main(folder: Path, safeguard: str, *numbers: int) -> None:
     """Run points with this safeguard."""
     os.environ |= {f"XDG_{kind}_HOME": str(folder / kind.lower()) for kind in ("CACHE", "CONFIG", "STATE")}
     os.environ["SKYWARD_LEDGER"] = f"sqlite:///{folder / 'ledger.db'}"
     with RunningService(folder / "service") as service:
-        put_back = service.clock.take_over() if rope != "reaper" else lambda: None
+        put_back = service.clock.take_over() if safeguard != "reaper" else lambda: None
         try:
             _prepare(service)
-            for point in {"sweep": _swept, "faults": _faulty, "reaper": _reaped}[rope](service, folder, *numbers):
+            for point in {"sweep": _swept, "faults": _faulty, "reaper": _reaped}[safeguard](service, folder, *numbers):
                 print(json.dumps(point.to_json()), flush=True)
         finally:
             put_back()
@@ -49,7 +49,7 @@ def _swept(service: RunningService, folder: Path, seed: int, share: int, of: int
             continue
         for point in work.points(scenario):
             yield point
-            done += point.killed is not points.Killed.NOBODY
+            done += point.killed is not points.Killed.NONE
             if done >= wanted:
                 return
 
@@ -122,5 +122,5 @@ def _turn_dates(service: RunningService) -> None:
 
 
 if __name__ == "__main__":
-    folder, rope, *numbers = sys.argv[1:]
-    main(Path(folder), rope, *map(int, numbers))
+    folder, safeguard, *numbers = sys.argv[1:]
+    main(Path(folder), safeguard, *map(int, numbers))

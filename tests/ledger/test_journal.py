@@ -37,7 +37,7 @@ from skyward_core.providers.base import (
 )
 from skyward_core.provisioning.teardown import tear_down
 from skyward_core.spec import PoolSpec
-from tests.conftest import Told
+from tests.conftest import RecordedEvents
 from tests.fakes import FakeProvider, LossyProvider
 
 POOL = "sky-1"
@@ -92,7 +92,7 @@ class JournalCase:
     provider: FakeProvider
     meter: Meter
     journal: Journal
-    told: Told
+    recorded: RecordedEvents
 
     @property
     def offer(self) -> Offer:
@@ -132,7 +132,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     def make(
         kind: type[FakeProvider] = FakeProvider, price: float = float(PRICE), is_opened: bool = True, **spec: Any
     ) -> JournalCase:
-        clock, told, url = Clock(), Told(), f"sqlite:///{tmp_path}/ledger.db"
+        clock, recorded, url = Clock(), RecordedEvents(), f"sqlite:///{tmp_path}/ledger.db"
         ledger = Ledger(url, clock=clock.date, busy_timeout_seconds=0.05)
         ledgers.append(ledger)
         if "budget" in spec:
@@ -142,10 +142,10 @@ def make(tmp_path: Path) -> Iterator[Make]:
             Meter(clock),
             kind(folder=str(tmp_path / "machines"), price_per_hour=price),
         )
-        journal = Journal(cast("Ledger", outage), POOL, PoolSpec.of(**spec), provider, meter, told, now=clock.date)
+        journal = Journal(cast("Ledger", outage), POOL, PoolSpec.of(**spec), provider, meter, recorded, now=clock.date)
         if is_opened:
             journal.open()
-        return JournalCase(clock, url, ledger, outage, provider, meter, journal, told)
+        return JournalCase(clock, url, ledger, outage, provider, meter, journal, recorded)
 
     yield make
     for ledger in ledgers:
@@ -308,7 +308,7 @@ def test_from_launch_to_end_each_machine_is_one_entry(make: Make) -> None:
     entry = it.ledger.pool(POOL)
     assert entry is not None
     assert entry.ended_at == START + timedelta(seconds=100)
-    assert [event.instance_id for event in it.told.of(sky.InstanceStopping)] == ["fake-0", "fake-1"]
+    assert [event.instance_id for event in it.recorded.of(sky.InstanceStopping)] == ["fake-0", "fake-1"]
 
 
 def test_the_time_of_a_termination_is_in_its_bucket(make: Make) -> None:

@@ -97,7 +97,7 @@ def open_pool(ledger: Ledger, pool_id: str, owner: Owner = OWNER) -> PoolEntry:
     return ledger.open_pool(pool_id, owner=owner, provider=PROVIDER, spec_json="{}", lease_expires_at=LATER)
 
 
-def wish(token: str = "t1", pool_id: str = "p", price: Price = Price()) -> ResourceRequest:
+def resource_request(token: str = "t1", pool_id: str = "p", price: Price = Price()) -> ResourceRequest:
     return ResourceRequest(
         kind=ResourceKind.INSTANCE,
         provider="verda",
@@ -111,7 +111,7 @@ def wish(token: str = "t1", pool_id: str = "p", price: Price = Price()) -> Resou
 
 
 def intend(ledger: Ledger, token: str = "t1", pool_id: str = "p", price: Price = Price()) -> Intent:
-    return ledger.intend(pool_id, wish(token, pool_id, price))
+    return ledger.intend(pool_id, resource_request(token, pool_id, price))
 
 
 # ── a PostgreSQL server for the tests ────────────────────────────────────────────────────────────────────────────────
@@ -321,8 +321,8 @@ def spending_verbs(ledger: Ledger) -> list[Callable[[], object]]:
     return [
         lambda: ledger.renew("p", LATER),
         lambda: ledger.live_by_lease("p", LATER),
-        lambda: ledger.intend("p", wish("new")),
-        lambda: ledger.intend("p", wish("old")),
+        lambda: ledger.intend("p", resource_request("new")),
+        lambda: ledger.intend("p", resource_request("old")),
         lambda: ledger.reserve("team", "p", USD(1)),
         lambda: ledger.roll("team", "p", USD(1), USD(1)),
     ]
@@ -348,8 +348,8 @@ def test_nothing_is_requested_for_a_dead_pool(ledger: Ledger, is_condemned: bool
     ledger.note_all({intent.id: {Bucket.IDLE: 1}})
     assert ledger.ask_end_all([intent.id])[0].end_asked_at == NOON
     assert ledger.close_all([intent.id], "404")[0].gone_at == NOON
-    found = ledger.adopt("p", wish("found"), "i-2")
-    assert ledger.adopt("p", wish("found"), "i-2") == found
+    found = ledger.adopt("p", resource_request("found"), "i-2")
+    assert ledger.adopt("p", resource_request("found"), "i-2") == found
     assert ledger.open_intents() == [found]
     assert (found.cloud_id, found.bound_at, found.token) == ("i-2", NOON, "found")
 
@@ -403,7 +403,7 @@ def test_a_lease_is_either_renewed_or_condemned(ledger: Ledger, url: str, verb: 
                     if verb == "renew":
                         other.renew(pool_id, LATER + timedelta(hours=1))
                     else:
-                        other.intend(pool_id, wish(pool_id, pool_id))
+                        other.intend(pool_id, resource_request(pool_id, pool_id))
                     outcome["is_renewed"] = True
                 except LeaseLost:
                     outcome["is_renewed"] = False
@@ -427,10 +427,12 @@ def test_a_lease_is_either_renewed_or_condemned(ledger: Ledger, url: str, verb: 
 def test_many_intents_are_recorded_at_once_in_their_order(ledger: Ledger) -> None:
     """The ledger writes all of them, in several statements, or none. Entries with known tokens do not change."""
     known = ledger.bind(intend(ledger, "t7"), "i-7")
-    intents = ledger.intend_all("p", [wish(f"t{number}") for number in range(1100)])
+    intents = ledger.intend_all("p", [resource_request(f"t{number}") for number in range(1100)])
     assert [intent.token for intent in intents] == [f"t{number}" for number in range(1100)]
     assert intents[7] == known
-    assert ledger.intend_all("p", [wish("t7"), wish("t3"), wish("new"), wish("new")]) == [
+    assert ledger.intend_all(
+        "p", [resource_request("t7"), resource_request("t3"), resource_request("new"), resource_request("new")]
+    ) == [
         known,
         intents[3],
         *[ledger.intents()[-1]] * 2,
@@ -440,11 +442,11 @@ def test_many_intents_are_recorded_at_once_in_their_order(ledger: Ledger) -> Non
     assert [intent.id for intent in bound] == numbers
     before = ledger.intents()
     with pytest.raises(LedgerConflict, match="Token 't1' belongs to"):
-        ledger.intend_all("p", [wish("another"), replace(wish("t1"), region="ICE-01")])
+        ledger.intend_all("p", [resource_request("another"), replace(resource_request("t1"), region="ICE-01")])
     with pytest.raises(LedgerConflict, match="no entry 99999"):
         ledger.close_all([numbers[0], 99999], "404")
     with pytest.raises(LedgerConflict, match="Token 'twice' belongs to"):
-        ledger.intend_all("p", [wish("twice"), replace(wish("twice"), region="ICE-01")])
+        ledger.intend_all("p", [resource_request("twice"), replace(resource_request("twice"), region="ICE-01")])
     assert ledger.intents() == before
     assert {intent.end_asked_at for intent in ledger.ask_end_all(numbers)} == {NOON}
     assert {intent.evidence for intent in ledger.close_all(iter(numbers), "404")} == {"404"}
@@ -456,7 +458,7 @@ def test_many_intents_are_recorded_at_once_in_their_order(ledger: Ledger) -> Non
 
 def test_a_conflicting_id_does_not_stop_the_binding_of_others(ledger: Ledger) -> None:
     """Each conflict is named and changes nothing; all others are recorded."""
-    first, second, third = ledger.intend_all("p", [wish("a"), wish("b"), wish("c")])
+    first, second, third = ledger.intend_all("p", [resource_request("a"), resource_request("b"), resource_request("c")])
     ledger.bind_all({first.id: "i-1", second.id: "i-2"})
     with pytest.raises(LedgerConflict, match=r"terminate i-8.*terminate i-9"):
         ledger.bind_all({first.id: "i-8", third.id: "i-3", second.id: "i-9"})
@@ -472,7 +474,7 @@ def seconds_of(ledger: Ledger) -> list[dict[Bucket, float]]:
 
 def test_noted_totals_replace_each_other_and_never_shrink(ledger: Ledger) -> None:
     """They are exact to the millisecond, and other buckets do not change."""
-    one, other = ledger.intend_all("p", [wish("a"), wish("b")])
+    one, other = ledger.intend_all("p", [resource_request("a"), resource_request("b")])
     ledger.note_all({one.id: {Bucket.LAUNCHING: 12.3456, Bucket.IDLE: 5}, other.id: {Bucket.IDLE: 1}})
     ledger.note_all({one.id: {Bucket.IDLE: 7.25}, other.id: {Bucket.IDLE: 0.5}})
     ledger.note_all({})
@@ -492,7 +494,7 @@ def test_a_second_may_move_to_another_bucket(ledger: Ledger) -> None:
 
 def test_seconds_that_were_never_noted_are_filled_in_at_the_close(ledger: Ledger, clock: Clock) -> None:
     """A bound resource gets them from its intent on, an unbound one gets none. A second close changes nothing."""
-    noted, unnoted, unbound, unfilled = ledger.intend_all("p", [wish(token) for token in "abcd"])
+    noted, unnoted, unbound, unfilled = ledger.intend_all("p", [resource_request(token) for token in "abcd"])
     ledger.bind_all({noted.id: "i-1", unnoted.id: "i-2", unfilled.id: "i-4"})
     ledger.note_all({noted.id: {Bucket.LAUNCHING: 60, Bucket.IDLE: 30}, unfilled.id: {Bucket.LAUNCHING: 60}})
     clock.time = NOON + timedelta(seconds=600.5)
@@ -510,7 +512,7 @@ def test_seconds_that_were_never_noted_are_filled_in_at_the_close(ledger: Ledger
 
 def test_a_machine_that_was_gone_long_before_is_filled_in_until_then(ledger: Ledger, clock: Clock) -> None:
     """The close has the time at which it was gone. Later seconds are not filled in, and known ones are kept."""
-    early, late, short = ledger.intend_all("p", [wish(token) for token in "abc"])
+    early, late, short = ledger.intend_all("p", [resource_request(token) for token in "abc"])
     ledger.bind_all({early.id: "i-1", late.id: "i-2", short.id: "i-3"})
     ledger.note_all({short.id: {Bucket.IDLE: 90}})
     clock.time = NOON + timedelta(seconds=600)
@@ -708,7 +710,9 @@ def test_a_list_of_pools_has_the_cost_of_each(ledger: Ledger, clock: Clock) -> N
         clock.time = NOON + timedelta(minutes=minutes)
         open_pool(ledger, pool_id)
     spot = Price(USD(1), USD(4), is_spot=True)
-    one, other, unbound = ledger.intend_all("q", [wish("a", "q", spot), wish("b", "q"), wish("c", "q", spot)])
+    one, other, unbound = ledger.intend_all(
+        "q", [resource_request("a", "q", spot), resource_request("b", "q"), resource_request("c", "q", spot)]
+    )
     ledger.bind_all({one.id: "i-1", other.id: "i-2"})
     ledger.note_all({one.id: {Bucket.LAUNCHING: 1800, Bucket.IDLE: 1800.5}})
     ledger.close_all([unbound.id], "fewer came")
@@ -1246,11 +1250,11 @@ def pay(ledger: Ledger, pool_id: str, work: Work, usd: int) -> None:
         pool_id, owner=OWNER, provider={"name": "verda"}, spec_json="{}", lease_expires_at=LATER, work=work
     )
     price = Price(Decimal(usd) / 2)
-    wishes = [
+    requests = [
         ResourceRequest(ResourceKind.INSTANCE, "verda", "FIN-01", f"{pool_id}-{n}", f"{pool_id}-{n}", {}, LATER, price)
         for n in range(2)
     ]
-    intents = ledger.intend_all(pool_id, wishes)
+    intents = ledger.intend_all(pool_id, requests)
     ledger.bind_all({intent.id: f"{pool_id}-i-{intent.id}" for intent in intents})
     ledger.note_all({intent.id: {Bucket.RUNNING_CALLS: 3600.0} for intent in intents})
 
@@ -1364,7 +1368,7 @@ from skyward_core.ledger.ledger import Ledger
 url, now = sys.argv[1], datetime.fromisoformat(sys.argv[2])
 POOLS, LATER = [f"p{number}" for number in range(6)], now + timedelta(hours=1)
 
-def wish(name, token):
+def resource_request(name, token):
     return ResourceRequest(ResourceKind.INSTANCE, "x", "r", name, token, {}, LATER)
 
 def cents(draw, most):
@@ -1379,14 +1383,14 @@ def settle_one(ledger, draw, pool, account):
 
 def rent_three(ledger, draw, pool, account):
     token = f"{os.getpid()}-{draw.random()}"
-    intents = [intent.id for intent in ledger.intend_all(pool, [wish(f"n{rank}", f"{token}-{rank}") for rank in range(3)])]
+    intents = [intent.id for intent in ledger.intend_all(pool, [resource_request(f"n{rank}", f"{token}-{rank}") for rank in range(3)])]
     ledger.bind_all({number: f"c{number}" for number in reversed(intents)})
     ledger.note_all({number: {Bucket.IDLE: 5} for number in intents})
     ledger.close_all(intents[::-1], "gone")
 
 def adopt_one(ledger, draw, pool, account):
     number = draw.randrange(30)
-    ledger.adopt(POOLS[number % 6], wish("n", f"found-{number}"), f"same-{number}")
+    ledger.adopt(POOLS[number % 6], resource_request("n", f"found-{number}"), f"same-{number}")
 
 VERBS = [
     lambda ledger, draw, pool, account: ledger.reserve(account, pool, cents(draw, 49) + Decimal("0.01")),

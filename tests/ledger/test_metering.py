@@ -25,7 +25,7 @@ from skyward_core.machines.offers import by_month
 from skyward_core.provisioning import rental
 from skyward_core.worker.streams import Told as Outcomes
 from skyward_core.worker.wire import Ending, Outcome
-from tests.conftest import Told, shared, wait_until
+from tests.conftest import RecordedEvents, shared, wait_until
 
 NOTHING = dict.fromkeys(Bucket, 0.0)
 
@@ -82,8 +82,8 @@ def test_extras_are_counted_with_their_machine() -> None:
     clock.seconds += 3600
     assert meter.update().accumulated_cost == 2.1
     assert meter.update().hourly_rate == 2.1
-    told = rental._provisioned(spot)
-    assert (told.price_spot, told.price_on_demand) == (2.1, 5.1)
+    event = rental._provisioned(spot)
+    assert (event.price_spot, event.price_on_demand) == (2.1, 5.1)
 
 
 def test_a_machine_is_billed_from_its_request() -> None:
@@ -467,7 +467,7 @@ class Bought:
     """
 
     pool: sky.ComputePool
-    told: Told
+    recorded: RecordedEvents
     meter: Meter
     instance_id: str
 
@@ -477,7 +477,7 @@ class Bought:
     def begin(self, seconds: float) -> CallFuture[Any]:
         """A call that has begun to sleep."""
         future = self.submit(sleep(seconds))
-        wait_until(lambda: self.told.lines(future.call_id), "the call to begin", 30)
+        wait_until(lambda: self.recorded.lines(future.call_id), "the call to begin", 30)
         return future
 
     def running_seconds(self) -> float:
@@ -488,13 +488,13 @@ class Bought:
 @pytest.fixture(scope="module")
 def bought() -> Iterator[Bought]:
     """One node for all tests of this file."""
-    told = Told()
+    recorded = RecordedEvents()
     with shared(
-        sky.ComputePool(provider=sky.Local(price_per_hour=7200.0), concurrency=2, display="quiet", on_event=told)
+        sky.ComputePool(provider=sky.Local(price_per_hour=7200.0), concurrency=2, display="quiet", on_event=recorded)
     ) as pool:
         meter = cast(Any, pool)._session._opened.meter
         (instance_id,) = meter.rented()
-        yield Bought(pool, told, meter, instance_id)
+        yield Bought(pool, recorded, meter, instance_id)
 
 
 @pytest.mark.parametrize(

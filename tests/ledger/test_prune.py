@@ -67,10 +67,10 @@ def ledger(url: str, clock: Clock) -> Iterator[Ledger]:
 
 def use(ledger: Ledger, pool_id: str, *, closes: bool) -> None:
     ledger.open_pool(pool_id, owner=OWNER, provider=PROVIDER, spec_json=SPEC, lease_expires_at=LATER, account="team")
-    wish = ResourceRequest(
+    request = ResourceRequest(
         ResourceKind.INSTANCE, "local", "here", f"{pool_id}-0", pool_id, TAGS, LATER, Price(Decimal("1.5"), Decimal(4))
     )
-    (intent,) = ledger.intend_all(pool_id, [wish])
+    (intent,) = ledger.intend_all(pool_id, [request])
     ledger.bind(intent, f"i-{pool_id}")
     ledger.note_all({intent.id: {Bucket.LAUNCHING: 60.0, Bucket.RUNNING_CALLS: 3600.5}})
     ledger.note_attempts(

@@ -61,10 +61,10 @@ def intend(
     ledger: Ledger, name: str, price: Price = SPOT, kind: ResourceKind = ResourceKind.INSTANCE, pool_id: str = "p"
 ) -> int:
     tags = {TYPE_TAG: "1xH100"} if kind is ResourceKind.INSTANCE else {}
-    wish = ResourceRequest(
+    request = ResourceRequest(
         kind, "verda", "FIN-01", name, f"token-{pool_id}-{name}", tags, NOON + timedelta(hours=9), price
     )
-    return ledger.intend(pool_id, wish).id
+    return ledger.intend(pool_id, request).id
 
 
 def of_an_afternoon(ledger: Ledger, clock: Clock) -> dict[str, Any]:

@@ -31,10 +31,10 @@ from tests.ledger.test_ledger import (  # noqa: F401 - fixtures
     pay,
     postgresql_server,
     postgresql_url,
+    resource_request,
     run_script,
     sqlite_url,
     url,
-    wish,
 )
 
 USD = Decimal
@@ -198,7 +198,7 @@ def test_a_ledger_of_version_3_is_migrated(ledger: Ledger) -> None:
     price = Price(USD("1.25"), USD("2.25"), minimum_usd=USD("0.01"), extras=extras)
     with Ledger(make_old(ledger, VERSION_3)) as newer:
         assert newer.intents() == [before]
-        assert newer.intend("p", wish("t2", price=price)).price == price
+        assert newer.intend("p", resource_request("t2", price=price)).price == price
 
 
 @pytest.mark.parametrize("statements", [BEFORE_ALEMBIC, VERSION_3, VERSION_2, VERSION_1])

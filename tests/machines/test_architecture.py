@@ -35,7 +35,7 @@ def machine(kind: str, price: float, **fields: Any) -> Offer:
     )
 
 
-T4G, T3, UNTOLD = (
+T4G, T3, UNREPORTED = (
     machine("t4g.small", 0.0168, architecture="arm64"),
     machine("t3.small", 0.0208, architecture="x86_64"),
     machine("elsewhere", 0.01),
@@ -47,27 +47,27 @@ def test_any_processor_matches_unless_one_is_required() -> None:
 
     With `architecture` it is the cheapest of that kind. Unknown architectures do not match.
     """
-    assert [offer.instance_type for offer in rank([T3, T4G, UNTOLD], Requirements())] == [
+    assert [offer.instance_type for offer in rank([T3, T4G, UNREPORTED], Requirements())] == [
         "elsewhere",
         "t4g.small",
         "t3.small",
     ]
-    assert [offer.instance_type for offer in rank([T3, T4G, UNTOLD], Requirements(architecture="x86_64"))] == [
+    assert [offer.instance_type for offer in rank([T3, T4G, UNREPORTED], Requirements(architecture="x86_64"))] == [
         "t3.small"
     ]
     assert select_instance([T3, T4G], architecture="arm64") == T4G
-    assert matches(UNTOLD, Requirements(architecture="arm64")) == "does not report its architecture"
+    assert matches(UNREPORTED, Requirements(architecture="arm64")) == "does not report its architecture"
     with pytest.raises(sky.NoCapacity, match=r"no provider offers x86_64: .* is arm64"):
         rank([T4G], Requirements(architecture="x86_64"))
 
 
 @pytest.mark.parametrize(
-    ("wish", "kept"),
+    ("requested", "kept"),
     [("arm64", "arm64"), ("aarch64", "arm64"), ("amd64", "x86_64"), ("x86_64", "x86_64"), (None, None)],
 )
-def test_a_pool_accepts_all_names_of_an_architecture(wish: str | None, kept: str | None) -> None:
+def test_a_pool_accepts_all_names_of_an_architecture(requested: str | None, kept: str | None) -> None:
     """It is in the spec and its requirements, also after JSON, and decides which machines are candidates."""
-    spec = sky.PoolSpec.of(architecture=wish) if wish else sky.PoolSpec()
+    spec = sky.PoolSpec.of(architecture=requested) if requested else sky.PoolSpec()
     assert sky.PoolSpec.model_validate_json(spec.model_dump_json()) == spec
     assert spec.requirements.architecture == kept
     found, _ = candidates(spec, [ProviderOffers(sky.Local(), (T3, T4G))])
@@ -106,10 +106,10 @@ def test_vastai_reports_the_architecture_of_each_machine() -> None:
     ]
 
 
-@pytest.mark.parametrize(("told", "architecture"), [("x86_64", "x86_64"), ("aarch64", "arm64"), ("riscv64", None)])
-def test_a_host_reports_its_architecture(told: str, architecture: str | None) -> None:
+@pytest.mark.parametrize(("reported", "architecture"), [("x86_64", "x86_64"), ("aarch64", "arm64"), ("riscv64", None)])
+def test_a_host_reports_its_architecture(reported: str, architecture: str | None) -> None:
     """The command is `uname -m`. Other machines have no architecture, and match only without a requirement."""
-    lines = f"::skyward vcpus 2\n::skyward memory_kib 1000000\n::skyward machine {told}\n"
+    lines = f"::skyward vcpus 2\n::skyward memory_kib 1000000\n::skyward machine {reported}\n"
     host = _Host.of(HostAnswer.read(lines))
     assert host.architecture == architecture
     free = machine("hosts", 0.0, vcpus=1, memory_gb=0.5)

@@ -23,8 +23,8 @@ def test_this_process_is_alive_and_survives_its_text_form() -> None:
 
 def test_a_process_that_has_ended_is_dead() -> None:
     """Another process of the same host sees it."""
-    told = subprocess.run([sys.executable, "-c", TELL], capture_output=True, text=True, check=True).stdout.split()
-    assert Owner.parse(*told).state() is OwnerState.DEAD
+    words = subprocess.run([sys.executable, "-c", TELL], capture_output=True, text=True, check=True).stdout.split()
+    assert Owner.parse(*words).state() is OwnerState.DEAD
 
 
 @pytest.mark.parametrize("elsewhere", [{"host": "other"}, {"boot": "b"}, {"boot": ""}, {"namespace": "1"}], ids=str)
@@ -38,14 +38,14 @@ def test_a_reused_pid_is_another_owner() -> None:
     assert replace(Owner.here(), started="1").state() is OwnerState.DEAD
 
 
-AS_NOBODY = """
+AS_ANOTHER_USER = """
 import os, subprocess, sys
 from skyward_core.machines.owner import Owner
 subprocess.run(["mount", "-t", "proc", "-o", "hidepid=" + sys.argv[1], "proc", "/proc"], check=True)
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 here = Owner.here()
-told = [Owner.parse(*words.split()).state().value for words in sys.argv[2:]]
-print(*told, here.state().value)
+states = [Owner.parse(*words.split()).state().value for words in sys.argv[2:]]
+print(*states, here.state().value)
 """
 
 
@@ -56,11 +56,20 @@ def test_a_hidden_owner_is_unknown_not_dead(hidepid: int) -> None:
     """With `hidepid` on /proc, other users cannot see a process. The kernel still reports whether it has ended."""
     dead = subprocess.run([sys.executable, "-c", TELL], capture_output=True, text=True, check=True).stdout
     here = Owner.here()
-    command = ["unshare", "--mount", sys.executable, "-c", AS_NOBODY, str(hidepid), f"{here.name} {here.process}", dead]
-    told = subprocess.run(command, capture_output=True, text=True, check=False)
-    if "mount" in told.stderr or "unshare" in told.stderr:
-        pytest.skip(told.stderr)
-    assert told.stdout.split() == ["unknown", "dead", "alive"], told.stderr
+    command = [
+        "unshare",
+        "--mount",
+        sys.executable,
+        "-c",
+        AS_ANOTHER_USER,
+        str(hidepid),
+        f"{here.name} {here.process}",
+        dead,
+    ]
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if "mount" in completed.stderr or "unshare" in completed.stderr:
+        pytest.skip(completed.stderr)
+    assert completed.stdout.split() == ["unknown", "dead", "alive"], completed.stderr
 
 
 @pytest.mark.parametrize("pid", [0, -1, 10**30, 2**22 + 1])

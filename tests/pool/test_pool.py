@@ -40,7 +40,7 @@ from skyward_core.session import clock
 from skyward_core.session.session import Session
 from skyward_core.worker.slot import TERM_SECONDS
 from skyward_core.worker.watchdog import DETACHED, read_lease, read_paid, uptime
-from tests.conftest import Told, connections, members, shared, wait_until
+from tests.conftest import RecordedEvents, connections, members, shared, wait_until
 from tests.fakes import DyingLocal, NoCapacityProvider, UnpreparableLocal
 
 FACTOR = 3
@@ -266,10 +266,10 @@ def test_a_call_that_returns_as_it_is_stopped_does_not_stop_the_next() -> None:
         time.sleep(TERM_SECONDS + 1)
         return "slept"
 
-    told = Told()
-    with one_node(told) as pool:
+    recorded = RecordedEvents()
+    with one_node(recorded) as pool:
         call = pool.submit(sky.compute(yields)())
-        wait_until(lambda: told.lines(call.call_id), "the call to run")
+        wait_until(lambda: recorded.lines(call.call_id), "the call to run")
         assert call.cancel()
         assert pool.run(sky.compute(nap)()) == "slept"
 
@@ -483,7 +483,7 @@ def test_an_object_that_cannot_be_pickled_is_named(pool: sky.ComputePool) -> Non
 # ── output ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_output_belongs_to_its_call_and_is_complete(pool: sky.ComputePool, told: Told) -> None:
+def test_output_belongs_to_its_call_and_is_complete(pool: sky.ComputePool, recorded: RecordedEvents) -> None:
     """Each line is emitted for the call that wrote it, on its stream and in order, before the call's result. Lines of
     subprocesses and raw writes are included.
     """
@@ -499,11 +499,11 @@ def test_output_belongs_to_its_call_and_is_complete(pool: sky.ComputePool, told:
     futures = [pool.submit(talk(n)) for n in range(20)]
     for n, future in enumerate(futures):
         future.result(timeout=60)
-        assert told.lines(future.call_id) == [f"begin {n}", f"child {n}", f"raw {n}", f"no newline {n}"]
-        assert told.lines(future.call_id, "stderr") == [f"warn {n}", f"child-err {n}"]
+        assert recorded.lines(future.call_id) == [f"begin {n}", f"child {n}", f"raw {n}", f"no newline {n}"]
+        assert recorded.lines(future.call_id, "stderr") == [f"warn {n}", f"child-err {n}"]
 
 
-def test_large_output_arrives_completely(pool: sky.ComputePool, told: Told) -> None:
+def test_large_output_arrives_completely(pool: sky.ComputePool, recorded: RecordedEvents) -> None:
     """Output larger than a pipe does not block the call, and no line is lost."""
 
     @sky.compute
@@ -513,10 +513,10 @@ def test_large_output_arrives_completely(pool: sky.ComputePool, told: Told) -> N
 
     future = pool.submit(flood(20_000))
     future.result(timeout=60)
-    assert told.lines(future.call_id) == [f"{n:06d} {'x' * 60}" for n in range(20_000)]
+    assert recorded.lines(future.call_id) == [f"{n:06d} {'x' * 60}" for n in range(20_000)]
 
 
-def test_output_is_emitted_while_the_call_runs(pool: sky.ComputePool, told: Told, tmp_path: Path) -> None:
+def test_output_is_emitted_while_the_call_runs(pool: sky.ComputePool, recorded: RecordedEvents, tmp_path: Path) -> None:
     """Lines do not wait for the end of their call."""
 
     @sky.compute
@@ -526,13 +526,13 @@ def test_output_is_emitted_while_the_call_runs(pool: sky.ComputePool, told: Told
             time.sleep(0.01)
 
     future = pool.submit(talk(tmp_path))
-    wait_until(lambda: told.lines(future.call_id) == ["already"], "the first line")
+    wait_until(lambda: recorded.lines(future.call_id) == ["already"], "the first line")
     assert not future.done()
     (tmp_path / "go").touch()
     future.result(timeout=30)
 
 
-def test_output_that_is_not_utf_8_is_emitted(pool: sky.ComputePool, told: Told) -> None:
+def test_output_that_is_not_utf_8_is_emitted(pool: sky.ComputePool, recorded: RecordedEvents) -> None:
     """Bytes that are not UTF-8 do not lose the rest of their line."""
 
     @sky.compute
@@ -541,10 +541,10 @@ def test_output_that_is_not_utf_8_is_emitted(pool: sky.ComputePool, told: Told) 
 
     future = pool.submit(talk())
     future.result(timeout=30)
-    assert told.lines(future.call_id) == ["caf\\xe9 €"]
+    assert recorded.lines(future.call_id) == ["caf\\xe9 €"]
 
 
-def test_lines_name_their_node(pool: sky.ComputePool, told: Told) -> None:
+def test_lines_name_their_node(pool: sky.ComputePool, recorded: RecordedEvents) -> None:
     """Each line has the rank and the id of the node that wrote it."""
 
     @sky.compute
@@ -552,7 +552,7 @@ def test_lines_name_their_node(pool: sky.ComputePool, told: Told) -> None:
         print(word, sky.instance_info().rank)
 
     talk("node-mark") @ pool
-    lines = [event for event in told.of(sky.LogLine) if event.line.startswith("node-mark")]
+    lines = [event for event in recorded.of(sky.LogLine) if event.line.startswith("node-mark")]
     assert sorted((event.node, event.line, event.instance_id) for event in lines) == [
         (node.rank, f"node-mark {node.rank}", node.instance.id) for node in pool.lease.nodes
     ]
@@ -622,8 +622,8 @@ def test_a_call_that_interrupts_itself_raises_an_error(pool: sky.ComputePool) ->
 
 
 @pytest.fixture(scope="module")
-def _crashing() -> Iterator[tuple[sky.ComputePool, Told]]:
-    told = Told()
+def _crashing() -> Iterator[tuple[sky.ComputePool, RecordedEvents]]:
+    recorded = RecordedEvents()
     crashed = sky.ComputePool(
         provider=sky.Local(),
         concurrency=2,
@@ -631,14 +631,14 @@ def _crashing() -> Iterator[tuple[sky.ComputePool, Told]]:
         env={"FLAVOUR": "lemon"},
         image=sky.Image(env={"FLAVOUR": "salt", "CUP": "1"}),
         display="quiet",
-        on_event=told,
+        on_event=recorded,
     )
     with shared(crashed) as pool:
-        yield pool, told
+        yield pool, recorded
 
 
 @pytest.fixture
-def crashing(_crashing: tuple[sky.ComputePool, Told]) -> sky.ComputePool:
+def crashing(_crashing: tuple[sky.ComputePool, RecordedEvents]) -> sky.ComputePool:
     """One local node with two slots of 300 MB each and some environment, shared by the tests of this module."""
     return _crashing[0]
 
@@ -744,9 +744,14 @@ def test_variables_reach_the_calls(crashing: sky.ComputePool, monkeypatch: pytes
 # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def one_node(told: Told | None = None, **wishes: Any) -> sky.ComputePool:
+def one_node(recorded: RecordedEvents | None = None, **options: Any) -> sky.ComputePool:
     return sky.ComputePool(
-        **{"provider": sky.Local(price_per_hour=3600.0), "display": "quiet", "on_event": told or Told(), **wishes}
+        **{
+            "provider": sky.Local(price_per_hour=3600.0),
+            "display": "quiet",
+            "on_event": recorded or RecordedEvents(),
+            **options,
+        }
     )
 
 
@@ -775,8 +780,8 @@ def test_a_closed_pool_raises_pool_closed_and_can_be_opened_again() -> None:
     """After `with`, calls raise PoolClosed. A second close is allowed. A new opening rents new machines on a new
     bill.
     """
-    told = Told()
-    pool = one_node(told)
+    recorded = RecordedEvents()
+    pool = one_node(recorded)
     with pool as opened:
         assert opened is pool
         assert pool.is_active
@@ -795,19 +800,19 @@ def test_a_closed_pool_raises_pool_closed_and_can_be_opened_again() -> None:
         assert pool.cost_final is None
         assert pool.lease.pool_id != first.pool_id
         assert double(1) >> pool == 2
-    assert len(told.of(sky.CostFinal)) == 2
+    assert len(recorded.of(sky.CostFinal)) == 2
 
 
 @pytest.mark.slow
 def test_the_events_of_a_pool_are_in_order() -> None:
     """Events are in the order in which things happen, and agree with each other about machines and calls."""
-    told = Told()
-    with one_node(told, nodes=2, collect_metrics=False) as pool:
+    recorded = RecordedEvents()
+    with one_node(recorded, nodes=2, collect_metrics=False) as pool:
         pool.map(double, range(50))
         ids = {node.instance.id for node in pool.lease.nodes}
     names = [
         type(event).__name__
-        for event in told.events
+        for event in recorded.events
         if not isinstance(event, sky.CallProgress | sky.CostUpdate | sky.BootstrapProgress)
     ]
     assert names[:3] == ["InfraCreating", "InfraCreated", "InstanceLaunching"]
@@ -816,8 +821,8 @@ def test_the_events_of_a_pool_are_in_order() -> None:
     assert names[7:9] == ["BootstrapCompleted"] * 2
     assert names[9:] == ["PoolReady", "PoolStopping", "InstanceStopping", "InstanceStopping", "CostFinal"]
     for kind in (sky.InstanceProvisioned, sky.BootstrapStarting, sky.BootstrapCompleted, sky.InstanceStopping):
-        assert {event.instance_id for event in told.of(kind)} == ids
-    assert told.of(sky.CallProgress)[-1] == sky.CallProgress(submitted=50, done=50, failed=0)
+        assert {event.instance_id for event in recorded.of(kind)} == ids
+    assert recorded.of(sky.CallProgress)[-1] == sky.CallProgress(submitted=50, done=50, failed=0)
 
 
 def test_calls_that_still_run_when_the_pool_is_closed_get_an_error(tmp_path: Path) -> None:
@@ -858,26 +863,26 @@ def test_a_multi_pool_opens_and_closes_its_pools() -> None:
 
 def test_a_multi_pool_closes_all_if_one_fails(tmp_path: Path) -> None:
     """If one pool cannot be opened its error is raised, and the others are closed and billed."""
-    told = Told()
-    good = one_node(told)
+    recorded = RecordedEvents()
+    good = one_node(recorded)
     with pytest.raises(sky.NoCapacity):
         sky.MultiPool(good, one_node(provider=NoCapacityProvider(folder=str(tmp_path)))).__enter__()
     assert not good.is_active
-    assert len(told.of(sky.CostFinal)) == 1
+    assert len(recorded.of(sky.CostFinal)) == 1
 
 
 @pytest.mark.slow
 def test_an_idle_pool_ends_itself(caplog: pytest.LogCaptureFixture) -> None:
     """After `timeout` seconds without a call the machines end; later calls raise an error with the reason."""
-    told = Told()
+    recorded = RecordedEvents()
     # it counts from the node's start: on a busy machine seconds pass before the pool is open
-    with one_node(told, timeout=8.0) as pool:
+    with one_node(recorded, timeout=8.0) as pool:
         assert double(1) >> pool == 2
-        wait_until(lambda: told.of(sky.CostFinal), "the idle pool's bill")
+        wait_until(lambda: recorded.of(sky.CostFinal), "the idle pool's bill")
         assert not pool.is_active
         with pytest.raises(sky.PoolClosed, match="idle"):
             double(1) >> pool
-    assert len(told.of(sky.CostFinal)) == 1
+    assert len(recorded.of(sky.CostFinal)) == 1
     assert pool.cost_final is not None
     assert any("idle" in record.message for record in caplog.records)
 
@@ -920,11 +925,11 @@ def _from_a_callback(pool: sky.ComputePool) -> None:
 @pytest.mark.parametrize("way", [_normal, _body_fails, _two_threads, _from_a_callback])
 def test_the_bill_is_emitted_once(way: Any) -> None:
     """However a pool ends, CostFinal is emitted exactly once and is the last event."""
-    told = Told()
-    way(one_node(told, collect_metrics=False))
-    wait_until(lambda: told.of(sky.CostFinal), "the bill")
-    assert len(told.of(sky.CostFinal)) == 1
-    assert isinstance(told.events[-1], sky.CostFinal)
+    recorded = RecordedEvents()
+    way(one_node(recorded, collect_metrics=False))
+    wait_until(lambda: recorded.of(sky.CostFinal), "the bill")
+    assert len(recorded.of(sky.CostFinal)) == 1
+    assert isinstance(recorded.events[-1], sky.CostFinal)
 
 
 @pytest.mark.parametrize(
@@ -936,16 +941,16 @@ def test_a_node_that_cannot_be_prepared_is_an_error_with_its_last_lines(
     """A failing bootstrap raises BootstrapFailed with phase and output. The bill is emitted once and the machines are
     gone.
     """
-    told = Told()
-    pool = one_node(told, provider=provider(price_per_hour=3600.0))
+    recorded = RecordedEvents()
+    pool = one_node(recorded, provider=provider(price_per_hour=3600.0))
     with pytest.raises(sky.BootstrapFailed) as caught:
         pool.open()
     assert caught.value.phase == phase
     assert words in "\n".join(caught.value.output)
     assert words in str(caught.value)
-    assert len(told.of(sky.CostFinal)) == 1
-    assert pool.cost_final == told.of(sky.CostFinal)[0]
-    assert len(told.of(sky.Error)) == 1
+    assert len(recorded.of(sky.CostFinal)) == 1
+    assert pool.cost_final == recorded.of(sky.CostFinal)[0]
+    assert len(recorded.of(sky.Error)) == 1
     assert not pool.is_active
     pool.close()
 
@@ -1237,54 +1242,54 @@ def test_an_attached_pool_that_is_collected_in_a_fork_stays_attached(process: in
 @pytest.mark.slow
 def test_a_forgotten_pool_warns_and_is_closed() -> None:
     """A pool that is collected while open warns with ResourceWarning, which names its machines, and ends them."""
-    told = Told()
-    pool = one_node(told).open()
+    recorded = RecordedEvents()
+    pool = one_node(recorded).open()
     instance_id = pool.lease.nodes[0].instance.id
     with pytest.warns(ResourceWarning, match=instance_id):
         del pool
         gc.collect()
-    wait_until(lambda: told.of(sky.CostFinal), "the bill")
-    assert len(told.of(sky.CostFinal)) == 1
+    wait_until(lambda: recorded.of(sky.CostFinal), "the bill")
+    assert len(recorded.of(sky.CostFinal)) == 1
 
 
 @pytest.mark.slow
 def test_a_forgotten_pool_is_closed_where_warnings_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under `python -W error` the machines of a forgotten pool end too."""
-    told = Told()
+    recorded = RecordedEvents()
     unraisable: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
     monkeypatch.setattr(
-        sys, "excepthook", lambda *told: unraisable.append(told)
+        sys, "excepthook", lambda *raised: unraisable.append(raised)
     )  # weakref.finalize reports errors here
-    pool = one_node(told).open()
+    pool = one_node(recorded).open()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         del pool
         gc.collect()
-    wait_until(lambda: told.of(sky.CostFinal), "the bill")
+    wait_until(lambda: recorded.of(sky.CostFinal), "the bill")
 
 
 def test_a_callback_that_raises_stops_no_call_and_no_other_sink(caplog: pytest.LogCaptureFixture) -> None:
     """A callback's error is logged once, however often it is raised. Calls continue and other sinks get every event."""
-    told = Told()
+    recorded = RecordedEvents()
 
     def broken(event: object) -> None:
         raise ValueError("callback trouble")
 
-    with caplog.at_level(logging.ERROR, logger="skyward"), sky.use_callback(told):
+    with caplog.at_level(logging.ERROR, logger="skyward"), sky.use_callback(recorded):
         with one_node(on_event=broken) as pool:
             assert double(1) >> pool == 2
     reports = [record for record in caplog.records if record.exc_info and "callback trouble" in str(record.exc_info[1])]
     assert len(reports) == 1
-    assert len(told.of(sky.CostFinal)) == 1
+    assert len(recorded.of(sky.CostFinal)) == 1
 
 
-def test_metrics_arrive_from_every_node(pool: sky.ComputePool, told: Told) -> None:
+def test_metrics_arrive_from_every_node(pool: sky.ComputePool, recorded: RecordedEvents) -> None:
     """Each node's samples of processor and memory arrive without a request and are plausible."""
-    wait_until(lambda: {sample.node for sample in told.of(sky.Metrics)} == {0, 1}, "samples of both nodes")
+    wait_until(lambda: {sample.node for sample in recorded.of(sky.Metrics)} == {0, 1}, "samples of both nodes")
     import psutil
 
-    for sample in told.of(sky.Metrics):
+    for sample in recorded.of(sky.Metrics):
         assert 0 <= sample.cpu_percent <= 100
         assert 0 < sample.memory_used_mb < sample.memory_total_mb
         assert sample.memory_total_mb == pytest.approx(psutil.virtual_memory().total / 1e6)
@@ -1327,11 +1332,11 @@ def test_an_image_with_packages_is_installed_once(monkeypatch: pytest.MonkeyPatc
 
         return version("iniconfig"), sys.executable
 
-    told = Told()
-    with one_node(told, image=image, collect_metrics=True) as pool:
+    recorded = RecordedEvents()
+    with one_node(recorded, image=image, collect_metrics=True) as pool:
         installed, python = look() >> pool
         assert pool.map(double, range(20)) == [2 * n for n in range(20)]
-        wait_until(lambda: told.of(sky.Metrics), "a sample of the node")
+        wait_until(lambda: recorded.of(sky.Metrics), "a sample of the node")
     assert installed == "2.1.0"
     assert python != sys.executable
     assert image.content_hash() in python
@@ -1350,12 +1355,12 @@ def test_an_image_with_packages_is_installed_once(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.timeout(600)
 def test_a_package_that_does_not_exist_fails_the_bootstrap() -> None:
     """BootstrapFailed names the phase and shows the output of uv; the bill is emitted once."""
-    told = Told()
+    recorded = RecordedEvents()
     with pytest.raises(sky.BootstrapFailed) as caught:
-        one_node(told, image=sky.Image(pip=["skyward-no-such-package-5a1e==1"])).open()
+        one_node(recorded, image=sky.Image(pip=["skyward-no-such-package-5a1e==1"])).open()
     assert caught.value.phase == "deps"
     assert "skyward-no-such-package-5a1e" in "\n".join(caught.value.output)
-    assert len(told.of(sky.CostFinal)) == 1
+    assert len(recorded.of(sky.CostFinal)) == 1
 
 
 @sky.compute

@@ -268,22 +268,22 @@ class FakeAWS:
             "StartSession": self._start_session,
             "TerminateSession": lambda _, request: _json({"SessionId": request.parameters["SessionId"]}),
         }
-        if (told := self.images.answer(request.action, request.parameters, request.region)) is not None:
-            return _refusal("ec2", told[0], 400, told[0]) if told[1] is None else _xml(request.action, told[1])
-        told = self.fleets.answer(
+        if (reply := self.images.answer(request.action, request.parameters, request.region)) is not None:
+            return _refusal("ec2", reply[0], 400, reply[0]) if reply[1] is None else _xml(request.action, reply[1])
+        reply = self.fleets.answer(
             request.action,
             request.parameters,
             request.region,
             lambda parameters: self._run(environ, parameters, request.region),
         )
-        if told is not None:
-            return _refusal("ec2", told[0], 400, told[0]) if told[1] is None else _xml(request.action, told[1])
+        if reply is not None:
+            return _refusal("ec2", reply[0], 400, reply[0]) if reply[1] is None else _xml(request.action, reply[1])
         if request.action in own:
             return own[request.action](environ, request)
         return self._ask_moto(environ, request)
 
     def _ask_moto(self, environ: dict[str, Any], request: AwsRequest) -> Answer:
-        told: list[Any] = []
+        head: list[Any] = []
         content = (
             json.dumps(request.parameters)
             if "HTTP_X_AMZ_TARGET" in environ
@@ -292,10 +292,10 @@ class FakeAWS:
         given = environ | {"wsgi.input": io.BytesIO(content), "CONTENT_LENGTH": str(len(content))}
         body = b"".join(
             self._moto(
-                given, lambda status, headers, *_: told.extend((int(status[:3]), dict(headers).get("Content-Type", "")))
+                given, lambda status, headers, *_: head.extend((int(status[:3]), dict(headers).get("Content-Type", "")))
             )
         )
-        return told[0], told[1], body
+        return head[0], head[1], body
 
     def _run_instances(self, environ: dict[str, Any], request: AwsRequest) -> Answer:
         token = request.parameters["ClientToken"]

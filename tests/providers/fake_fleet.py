@@ -70,8 +70,8 @@ class FakeFleets:
     def _create_fleet(self, parameters: Words, region: str, run: Callable[[Words], list[str]]) -> FleetAnswer:
         token = parameters["ClientToken"]
         if token in self._answers:
-            before, told = self._answers[token]
-            return ("", told) if before == parameters else ("IdempotentParameterMismatch", None)
+            before, reply = self._answers[token]
+            return ("", reply) if before == parameters else ("IdempotentParameterMismatch", None)
         count = int(parameters["TargetCapacitySpecification.TotalTargetCapacity"])
         is_single = (
             parameters.get("SpotOptions.SingleInstanceType")
@@ -122,10 +122,10 @@ class FakeFleets:
                 )
             chosen = self._got(machines, name, subnet)
             break
-        told = f"<fleetId>fleet-1</fleetId><errorSet>{'' if machines and not self.short_of else ''.join(errors)}</errorSet>"
-        told += f"<fleetInstanceSet>{chosen if machines else ''}</fleetInstanceSet>"
-        self._answers[token] = (parameters, told)
-        return "", told
+        reply = f"<fleetId>fleet-1</fleetId><errorSet>{'' if machines and not self.short_of else ''.join(errors)}</errorSet>"
+        reply += f"<fleetInstanceSet>{chosen if machines else ''}</fleetInstanceSet>"
+        self._answers[token] = (parameters, reply)
+        return "", reply
 
     def _pools(self, parameters: Words, region: str) -> Iterator[tuple[str, str, str, str]]:
         """Yield type, zone, subnet and template of each override."""

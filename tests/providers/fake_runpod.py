@@ -263,7 +263,7 @@ class FakeRunPod(FakeCloud):
         self.next_pod += 1
         pod = f"p{self.next_pod:04}x7h9k2m4n"
         cloud, card, flavor = body.get("cloud", "SECURE"), body.get("gpu"), body.get("cpu")
-        wished = (body.get("dataCenterIds") or ["EU-RO-1"])[0]
+        requested = (body.get("dataCenterIds") or ["EU-RO-1"])[0]
         if flavor:
             memory = int(self.cpus[flavor["id"]]["ramGbPerVcpu"] * flavor["vcpuCount"])
             hardware: dict[str, Any] = {"cpu": {**flavor, "memory": memory}}
@@ -288,7 +288,7 @@ class FakeRunPod(FakeCloud):
             "registry": body.get("registry"),
             **hardware,
             "cloud": cloud,
-            "dataCenterId": None if cloud == "COMMUNITY" else (self.elsewhere or wished),
+            "dataCenterId": None if cloud == "COMMUNITY" else (self.elsewhere or requested),
             "cudaVersion": None,
             "cost": cost,
             "locked": False,

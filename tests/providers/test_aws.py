@@ -222,8 +222,8 @@ def test_requirements_for_a_chip_match_each_type_that_has_it() -> None:
                 assert kind["InstanceType"].split(".")[0] in ("g6f", "gr6f")
                 continue
             offer = machine[0]
-            wish = parse(f"{offer.accelerators}x{offer.accelerator}-{offer.accelerator_memory_gb:g}GB")
-            assert matches(offer, Requirements(accelerator=wish)) is None
+            requested = parse(f"{offer.accelerators}x{offer.accelerator}-{offer.accelerator_memory_gb:g}GB")
+            assert matches(offer, Requirements(accelerator=requested)) is None
             assert any(kind["InstanceType"].startswith(family.rstrip("*")) for family in region_offers.ACCELERATED)
             found += 1
     assert found > 60
@@ -471,7 +471,7 @@ def test_without_the_right_to_read_spot_prices_only_on_demand_is_offered(
 
 
 @pytest.mark.parametrize(
-    ("wish", "names"),
+    ("requested", "names"),
     [
         ({}, {"t4g.small", "m7i.large"}),
         ({"vcpus": 2, "nodes": 2}, {"t4g.small", "m7i.large"}),
@@ -480,14 +480,14 @@ def test_without_the_right_to_read_spot_prices_only_on_demand_is_offered(
     ],
 )
 def test_without_a_memory_requirement_offers_have_enough_for_a_node(
-    cloud: FakeAWS, wish: dict[str, Any], names: set[str]
+    cloud: FakeAWS, requested: dict[str, Any], names: set[str]
 ) -> None:
     """It is 2 GB; smaller machines are offered for a smaller requirement, or for a named type."""
     cloud.list_prices = {
         ("us-east-1", name): price
         for name, price in (("t4g.nano", 0.0042), ("t3.micro", 0.01), ("t4g.small", 0.017), ("m7i.large", 0.1))
     }
-    assert {offer.instance_type for offer in make(cloud).offers(Requirements(**wish))} == names
+    assert {offer.instance_type for offer in make(cloud).offers(Requirements(**requested))} == names
 
 
 def test_an_offer_has_the_processor_of_its_type(cloud: FakeAWS) -> None:
@@ -504,8 +504,10 @@ def test_an_offer_has_the_processor_of_its_type(cloud: FakeAWS) -> None:
 def test_a_named_type_is_found_though_other_offers_are_cached(cloud: FakeAWS, tmp_path: Path) -> None:
     """A cached answer for all types does not answer a request for small ones."""
     cloud.list_prices = {("us-east-1", "t4g.nano"): 0.0042, ("us-east-1", "t4g.small"): 0.017}
-    for wish, name in (({}, "t4g.small"), ({"instance_type": "t4g.nano"}, "t4g.nano")):
-        assert [offer.instance_type for offer in price_list([make(cloud)], Requirements(**wish), tmp_path)] == [name]
+    for requested, name in (({}, "t4g.small"), ({"instance_type": "t4g.nano"}, "t4g.nano")):
+        assert [offer.instance_type for offer in price_list([make(cloud)], Requirements(**requested), tmp_path)] == [
+            name
+        ]
 
 
 # ── the creating call ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -380,8 +380,8 @@ def test_an_existing_template_of_the_same_launch_is_used(cloud: FakeAWS) -> None
     assert len(cloud.fleets.templates) == 1
     cloud.faults.clear()
     cloud.fleets._answers = {
-        token: told
-        for token, told in cloud.fleets._answers.items()
+        token: reply
+        for token, reply in cloud.fleets._answers.items()
         if token in {one["ClientToken"] for one in cloud.parameters("CreateFleet")}
     }
     assert [instance.id for instance in make(cloud).launch(SPOT, 1, tags(), STARTUP)] == [
@@ -459,9 +459,9 @@ def test_throttling_inside_an_answer_is_retried(cloud: FakeAWS) -> None:
     answer = cloud.fleets._create_fleet
 
     def then(*parameters: Any) -> Any:
-        told = answer(*parameters)
+        reply = answer(*parameters)
         next(steps)
-        return told
+        return reply
 
     cloud.fleets._create_fleet = then  # type: ignore[method-assign]
     assert len(make(cloud).launch(SPOT, 1, tags(), STARTUP)) == 1
@@ -916,14 +916,14 @@ def test_prune_deletes_resources_of_all_regions(cloud: FakeAWS) -> None:
         {POOL_TAG: "sky-west", CREATED_TAG: str(int((now() - OLD).timestamp()))}
     )
     both = make(cloud, region=("us-east-1", "eu-west-1"))
-    told = both.prune(now(), is_dry_run=True)
-    assert sorted(told) == [
+    would_go = both.prune(now(), is_dry_run=True)
+    assert sorted(would_go) == [
         "launch template skyward-old in us-east-1",
         f"placement group skyward-old-{A} in us-east-1",
         "placement group skyward-west in eu-west-1",
     ]
     assert len(left(cloud)) == 3
-    assert both.prune(now(), is_dry_run=False) == told
+    assert both.prune(now(), is_dry_run=False) == would_go
     assert left(cloud) == set()
 
 

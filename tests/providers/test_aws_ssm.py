@@ -26,7 +26,7 @@ from skyward_core.providers.base import LAUNCH_TAG, load
 from skyward_core.providers.ssh_keys import host_key, our_key
 from skyward_core.transport.proxy_command import PYTHON
 from skyward_core.transport.ssh_connection import SSHConnection
-from tests.conftest import Told, processes_by_tag, wait_until
+from tests.conftest import RecordedEvents, processes_by_tag, wait_until
 from tests.providers.contract import STARTUP, tags
 from tests.providers.fake_aws import SESSION_TOKEN, FakeAWS
 from tests.providers.hosted import Hosting
@@ -202,8 +202,8 @@ def test_no_port_is_opened_and_no_public_address_is_looked_up(cloud: FakeAWS) ->
 
 def test_a_login_uses_the_id_of_the_machine(cloud: FakeAWS) -> None:
     """Its host key is known before. The command has no secrets, and is the same from any process."""
-    wish, provider = tags(), sky.AWS(use_ssm=True)
-    (machine,) = provider.launch(OFFER, 1, wish, STARTUP)
+    requested, provider = tags(), sky.AWS(use_ssm=True)
+    (machine,) = provider.launch(OFFER, 1, requested, STARTUP)
     ours = our_key()
     assert machine.state is InstanceState.RUNNING
     assert machine.endpoint == Endpoint(
@@ -211,7 +211,7 @@ def test_a_login_uses_the_id_of_the_machine(cloud: FakeAWS) -> None:
         port=22,
         user="root",
         key=str(ours.path),
-        host_key=host_key(wish[LAUNCH_TAG], ours).public,
+        host_key=host_key(requested[LAUNCH_TAG], ours).public,
         known_hosts="/dev/null",
         config="/dev/null",
         proxy_command=("{python}", "-m", "skyward_core.providers.aws.session_manager", machine.id, "us-east-1"),
@@ -546,8 +546,8 @@ def test_a_proxy_ends_when_its_client_is_killed(endpoint: Endpoint, plugin: Plug
         file_actions=[(os.POSIX_SPAWN_DUP2, writing, 1)],
     )
     os.close(writing)
-    with open(reading) as told:
-        assert told.readline() == "there\n"
+    with open(reading) as output:
+        assert output.readline() == "there\n"
         os.kill(pid, 9)
         os.waitpid(pid, 0)
     wait_until(lambda: plugin.living == set(), "the plugin to end")
@@ -580,7 +580,7 @@ def test_a_pool_runs_through_session_manager(
     """Bare machines are prepared and used only through sessions. No machine, session or open port is left."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
-    hosting, told = Hosting(fleet, mirror.configure), Told()
+    hosting, recorded = Hosting(fleet, mirror.configure), RecordedEvents()
     try:
         with ManagedAWS(hosting) as cloud:
             as_us(cloud, monkeypatch)
@@ -589,7 +589,7 @@ def test_a_pool_runs_through_session_manager(
                 nodes=2,
                 cpu=4,
                 image=sky.Image(),
-                on_event=told,
+                on_event=recorded,
                 display="quiet",
                 lease_seconds=30,
             ) as pool:
@@ -611,5 +611,5 @@ def test_a_pool_runs_through_session_manager(
             assert plugin.living == set()
     finally:
         hosting.close()
-    assert SECRET not in written + repr(told.events)
-    assert SESSION_TOKEN not in written + repr(told.events)
+    assert SECRET not in written + repr(recorded.events)
+    assert SESSION_TOKEN not in written + repr(recorded.events)

@@ -837,10 +837,10 @@ def test_an_outage_delays_terminate_only_for_a_limited_time(
 # ── the end script ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 TOOLS = {
-    "curl": 'echo "curl $*" >>"$TOLD"\n'
-    'case "$*" in *metadata/v1/id) cat "$METADATA" ;; *DELETE*) cat >>"$TOLD"; [ "$(grep -c DELETE "$TOLD")" -gt "$TRIES" ] || exit "$FAILS" ;; esac\n',
-    "sleep": 'echo "sleep $1" >>"$TOLD"\n[ "$1" != 60 ] || kill -KILL 0\n',
-    "poweroff": 'echo poweroff >>"$TOLD"\n',
+    "curl": 'echo "curl $*" >>"$CALLS"\n'
+    'case "$*" in *metadata/v1/id) cat "$METADATA" ;; *DELETE*) cat >>"$CALLS"; [ "$(grep -c DELETE "$CALLS")" -gt "$TRIES" ] || exit "$FAILS" ;; esac\n',
+    "sleep": 'echo "sleep $1" >>"$CALLS"\n[ "$1" != 60 ] || kill -KILL 0\n',
+    "poweroff": 'echo poweroff >>"$CALLS"\n',
 }
 
 
@@ -858,7 +858,7 @@ def run_end_script(script: str, folder: Path, fails: int = 0, tries: int = 0) ->
         metadata.write_text("4711")
     environ = {
         "PATH": f"{folder}:/usr/bin:/bin",
-        "TOLD": str(calls),
+        "CALLS": str(calls),
         "FAILS": str(fails),
         "TRIES": str(tries),
         "METADATA": str(metadata),

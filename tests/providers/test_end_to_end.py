@@ -30,7 +30,7 @@ from skyward_core.providers.base import CREATED_TAG
 from skyward_core.providers.vastai import api as vastai_api
 from skyward_core.providers.vastai import boot as vastai_boot
 from skyward_core.provisioning.guard import guard_script
-from tests.conftest import Told, wait_until
+from tests.conftest import RecordedEvents, wait_until
 from tests.providers.contract import tags
 from tests.providers.fake_aws import AwsRequest, FakeAWS
 from tests.providers.fake_digitalocean import TOKEN, Droplet, FakeDigitalOcean
@@ -44,7 +44,7 @@ from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
 
-WISH = Requirements(vcpus=4)
+REQUIREMENTS = Requirements(vcpus=4)
 AWS_SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
 LEASE_SECONDS = 15
 """The lease of a machine without a client. On a busy machine the provider needs less time to report it as running."""
@@ -150,10 +150,10 @@ class HostedVerda(FakeVerda):
             machine["ip"] = machine["private_ip"] = self._hosting.ip(machine["id"])
 
     def _delete(self, machine_id: str, body: dict[str, Any]) -> dict[str, Any]:
-        told = super()._delete(machine_id, body)
-        if told["status"] == "success":
+        answer = super()._delete(machine_id, body)
+        if answer["status"] == "success":
             self._hosting.end(machine_id)
-        return told
+        return answer
 
     def preempt(self, machine_id: str) -> None:
         super().preempt(machine_id)
@@ -387,18 +387,18 @@ def test_a_pool_runs_on_a_cloud(
     No machine is left. No file has a secret of the cloud or of calls, or a likely secret in `env`.
     """
     caplog.set_level(logging.DEBUG)
-    token, password, told = f"tok-{uuid.uuid4().hex}", f"pw-{uuid.uuid4().hex}", Told()
+    token, password, recorded = f"tok-{uuid.uuid4().hex}", f"pw-{uuid.uuid4().hex}", RecordedEvents()
     monkeypatch.setenv("HF_TOKEN", token)
-    wishes: dict[str, Any] = {"secrets": ("HF_TOKEN",), "env": {"DB_PASSWORD": password}}
+    options: dict[str, Any] = {"secrets": ("HF_TOKEN",), "env": {"DB_PASSWORD": password}}
     pool = sky.ComputePool(
         provider=rented.provider,
         nodes=2,
         cpu=4,
         image=sky.Image(),
-        on_event=told,
+        on_event=recorded,
         display="log",
         lease_seconds=30,
-        **wishes,
+        **options,
     )
     with pool:
         assert rented.alive() == {node.instance.id for node in pool.lease.nodes}
@@ -409,7 +409,7 @@ def test_a_pool_runs_on_a_cloud(
         rented.preempt(lost)
         assert [future.result(300) for future in futures] == [number * number for number in range(40)]
         wait_until(
-            lambda: len({event.instance_id for event in told.of(sky.BootstrapCompleted)}) == 3,
+            lambda: len({event.instance_id for event in recorded.of(sky.BootstrapCompleted)}) == 3,
             "another machine",
             seconds=300,
         )
@@ -428,7 +428,16 @@ def test_a_pool_runs_on_a_cloud(
     assert pool.receipt["left"] == []
     assert len(pool.receipt["resources"]) == 3
     out, err = capfd.readouterr()
-    texts = [written, out, err, caplog.text, repr(told.events), repr(pool.receipt), default_url(), *contents(tmp_path)]
+    texts = [
+        written,
+        out,
+        err,
+        caplog.text,
+        repr(recorded.events),
+        repr(pool.receipt),
+        default_url(),
+        *contents(tmp_path),
+    ]
     for secret in (*rented.secrets, token, password):
         assert not [text[:200] for text in texts if secret in text]
 
@@ -439,7 +448,7 @@ def test_a_machine_ends_itself_without_its_client(rented: Rented, monkeypatch: p
     Then the cloud reports its end, or lists it as stopped, to be terminated.
     """
     provider = rented.provider
-    offer = rank(provider.offers(WISH), WISH)[0]
+    offer = rank(provider.offers(REQUIREMENTS), REQUIREMENTS)[0]
     (instance,) = provider.launch(
         offer,
         1,

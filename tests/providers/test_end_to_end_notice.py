@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import skyward_core as sky
-from tests.conftest import Told, wait_until
+from tests.conftest import RecordedEvents, wait_until
 from tests.providers import fake_metadata
 from tests.providers.fake_metadata import instance_action
 from tests.providers.hosted import Hosting
@@ -88,7 +88,7 @@ def test_a_preemption_notice_loses_no_call(cloud: tuple[HostedAWS, Hosting]) -> 
     The machine is terminated before AWS preempts it.
     """
     aws, hosting = cloud
-    told = Told()
+    recorded = RecordedEvents()
     provider = sky.AWS(ssh_cidr="203.0.113.0/24")
     with sky.ComputePool(
         provider=provider,
@@ -97,7 +97,7 @@ def test_a_preemption_notice_loses_no_call(cloud: tuple[HostedAWS, Hosting]) -> 
         image=sky.Image(),
         spot="always",
         retries=0,
-        on_event=told,
+        on_event=recorded,
         display="quiet",
         lease_seconds=30,
     ) as pool:
@@ -116,11 +116,11 @@ def test_a_preemption_notice_loses_no_call(cloud: tuple[HostedAWS, Hosting]) -> 
         wait_until(all_began, "a call on each node", seconds=60)
 
         (roots[1] / NOTICES / "instance-action").write_text(instance_action(SECONDS_LEFT))
-        wait_until(lambda: told.of(sky.PreemptionNoticed), "the notice")
-        (noticed,) = told.of(sky.PreemptionNoticed)
+        wait_until(lambda: recorded.of(sky.PreemptionNoticed), "the notice")
+        (noticed,) = recorded.of(sky.PreemptionNoticed)
         assert (noticed.instance_id, noticed.node, noticed.action) == (machines[1].id, 1, "terminate")
         assert SECONDS_LEFT - 30 < noticed.seconds_left <= SECONDS_LEFT
-        wait_until(lambda: stands_by(told), "somebody who stands by", seconds=90)
+        wait_until(lambda: stands_by(recorded), "a standby machine", seconds=90)
         (roots[0] / "root" / f"go-{begun[0][0]}").touch()
         assert [future.result(60) for future in pool.submit_all([where() for _ in range(10)])] == [0] * 10
 
@@ -128,7 +128,7 @@ def test_a_preemption_notice_loses_no_call(cloud: tuple[HostedAWS, Hosting]) -> 
         assert sorted(future.result(60) for future in running) == [0, 1]
         wait_until(lambda: machines[1].id not in aws.alive(), "the machine to be given back", seconds=60)
         wait_until(
-            lambda: len({event.instance_id for event in told.of(sky.BootstrapCompleted)}) == 3,
+            lambda: len({event.instance_id for event in recorded.of(sky.BootstrapCompleted)}) == 3,
             "another machine",
             seconds=60,
         )
@@ -137,23 +137,25 @@ def test_a_preemption_notice_loses_no_call(cloud: tuple[HostedAWS, Hosting]) -> 
 
         last = pool.lease.nodes[1].instance.id
         (hosting.hosts[last].root / NOTICES / "instance-action").write_text(instance_action(SECONDS_LEFT))
-        wait_until(lambda: len(told.of(sky.PreemptionNoticed)) == 2, "the next notice")
+        wait_until(lambda: len(recorded.of(sky.PreemptionNoticed)) == 2, "the next notice")
         aws.preempt(last)  # earlier than announced
         wait_until(
-            lambda: len({event.instance_id for event in told.of(sky.BootstrapCompleted)}) == 4,
+            lambda: len({event.instance_id for event in recorded.of(sky.BootstrapCompleted)}) == 4,
             "one more machine",
             seconds=90,
         )
         assert list(where() @ pool) == [0, 1]
-    assert told.of(sky.CallRetrying) == []
-    assert [event.node for event in told.of(sky.InstanceLost)] == [1, 1]
-    assert all("announced" in event.reason for event in told.of(sky.InstanceLost))
+    assert recorded.of(sky.CallRetrying) == []
+    assert [event.node for event in recorded.of(sky.InstanceLost)] == [1, 1]
+    assert all("announced" in event.reason for event in recorded.of(sky.InstanceLost))
     assert aws.alive() == set()
     assert pool.receipt["left"] == []
     assert len(pool.receipt["resources"]) == 4
 
 
-def stands_by(told: Told) -> bool:
+def stands_by(recorded: RecordedEvents) -> bool:
     """Return whether there is a prepared machine without a node."""
-    first = {event.instance_id for event in told.of(sky.BootstrapCompleted)}
-    return any(event.step == "server" and event.instance_id not in first for event in told.of(sky.BootstrapProgress))
+    first = {event.instance_id for event in recorded.of(sky.BootstrapCompleted)}
+    return any(
+        event.step == "server" and event.instance_id not in first for event in recorded.of(sky.BootstrapProgress)
+    )

@@ -160,11 +160,11 @@ def test_the_scripts_are_plain_sh(name: str) -> None:
 def test_an_id_determines_its_possible_hosts() -> None:
     """An id with a host's mark is looked for only there; one with an unknown mark, on all hosts."""
     provider = sky.Hosts("a", "b")
-    (of_a, of_b, of_nobody) = (
+    (of_a, of_b, of_no_pool) = (
         f"host-{mark}1234567" for mark in (provider._mark("a"), provider._mark("b"), sky.Hosts("c")._mark("c"))
     )
-    assert provider._possible("a", [of_a, of_b, of_nobody]) == {of_a, of_nobody}
-    assert provider._possible("b", [of_a, of_b, of_nobody]) == {of_b, of_nobody}
+    assert provider._possible("a", [of_a, of_b, of_no_pool]) == {of_a, of_no_pool}
+    assert provider._possible("b", [of_a, of_b, of_no_pool]) == {of_b, of_no_pool}
     assert sky.Hosts("a", user="you")._mark("a") == provider._mark("a")
 
 
@@ -269,8 +269,8 @@ def start_in(host: Host, instance: sky.Instance, command: str) -> None:
     """Start another process of the node, as its bootstrap does."""
     tags = f"SKYWARD_INSTANCE_ID={instance.id} SKYWARD_POOL_ID={instance.pool_id} SKYWARD_RANK={instance.rank} SKYWARD_INSTANCE_DIRECTORY={instance.directory}"
     mark = host.root / f"{instance.directory}/begun".lstrip("/")
-    told = 'touch "$SKYWARD_INSTANCE_DIRECTORY/begun"; ' + command
-    said(host, f"{tags} setsid sh -c {shlex.quote(told)} </dev/null >/dev/null 2>&1 &")
+    program = 'touch "$SKYWARD_INSTANCE_DIRECTORY/begun"; ' + command
+    said(host, f"{tags} setsid sh -c {shlex.quote(program)} </dev/null >/dev/null 2>&1 &")
     wait_until(mark.exists, "the process to run")
 
 
@@ -603,8 +603,8 @@ def test_pools_that_launch_at_the_same_time_share_no_host(machines) -> None:
             )
             for n, lines in enumerate((one, two))
         ]
-        told = [answers[host.ip] for answers, failures in (future.result() for future in pending) if not failures]
-    assert sorted(bool(answer.all("taken")) for answer in told) == [False, True]
+        answered = [answers[host.ip] for answers, failures in (future.result() for future in pending) if not failures]
+    assert sorted(bool(answer.all("taken")) for answer in answered) == [False, True]
     assert sum(len(provider.instances(f"sky-{n}")) for n in range(2)) == 1
 
 

@@ -291,20 +291,20 @@ CLIENT = """
 import sys, time, os
 import skyward_core as sky
 
-told = open(sys.argv[1], "a", buffering=1)
+log = open(sys.argv[1], "a", buffering=1)
 image = eval(sys.argv[2])
 
 def on_event(event):
     if isinstance(event, sky.InstanceProvisioned):
-        told.write(f"{event.instance_id}\\n")
+        log.write(f"{event.instance_id}\\n")
     if isinstance(event, sky.BootstrapProgress) and event.step == "deps":
-        told.write("installing\\n")
+        log.write("installing\\n")
 
 pool = sky.ComputePool(provider=sky.Local(), nodes=2, image=image, display="quiet", on_event=on_event)
 pool.open()
 future = pool.submit(sky.compute(lambda: (print("begun"), time.sleep(300)))())
 pool.submit(sky.compute(lambda: 1)()).result()
-told.write("ready\\n")
+log.write("ready\\n")
 if sys.argv[3] == "exit":
     sys.exit(0)
 future.result()
@@ -315,17 +315,17 @@ def client(
     tmp_path: Path, image: str = "sky.Image()", ending: str = "stay", env: dict[str, str] | None = None
 ) -> tuple[subprocess.Popen[str], Path]:
     (tmp_path / "client.py").write_text(CLIENT)
-    told = tmp_path / "told"
-    told.touch()
+    log = tmp_path / "log"
+    log.touch()
     with (tmp_path / "errors").open("w") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", str(tmp_path / "client.py"), str(told), image, ending],
+            [sys.executable, "-W", "ignore", str(tmp_path / "client.py"), str(log), image, ending],
             env={**os.environ, **(env or {})},
             stdout=subprocess.DEVNULL,
             stderr=errors,
             text=True,
         )
-    return process, told
+    return process, log
 
 
 def left_of(ids: list[str]) -> list[Any]:
@@ -337,10 +337,10 @@ def left_of(ids: list[str]) -> list[Any]:
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
 def test_nodes_end_with_their_client(sig: signal.Signals, tmp_path: Path) -> None:
     """When a client is killed during a call, all processes of its nodes, and their memory, are gone within seconds."""
-    process, told = client(tmp_path)
+    process, log = client(tmp_path)
     try:
-        wait_until(lambda: "ready" in told.read_text(), "the client's pool", 60)
-        ids = [line for line in told.read_text().split() if line.startswith("local-")]
+        wait_until(lambda: "ready" in log.read_text(), "the client's pool", 60)
+        ids = [line for line in log.read_text().split() if line.startswith("local-")]
         assert len(ids) == 2
         assert len({tag for _, tag in processes_by_tag("SKYWARD_INSTANCE_ID")} & set(ids)) == 2
     finally:
@@ -352,13 +352,13 @@ def test_nodes_end_with_their_client(sig: signal.Signals, tmp_path: Path) -> Non
 @pytest.mark.slow
 def test_nodes_end_when_their_client_is_killed_while_they_start(tmp_path: Path) -> None:
     """A client that is killed before its nodes are ready leaves no process."""
-    process, told = client(tmp_path)
+    process, log = client(tmp_path)
     try:
-        wait_until(lambda: told.read_text().count("local-") == 2, "the instances", 60)
+        wait_until(lambda: log.read_text().count("local-") == 2, "the instances", 60)
     finally:
         process.kill()
         process.wait()
-    ids = told.read_text().split()
+    ids = log.read_text().split()
     wait_until(lambda: not left_of(ids), "the nodes to end")
 
 
@@ -375,17 +375,17 @@ def test_nodes_end_when_their_client_is_killed_while_packages_are_installed(tmp_
         "HOME": str(tmp_path),
         "XDG_CACHE_HOME": str(tmp_path / "cache"),
     }
-    process, told = client(tmp_path, "sky.Image(pip=['iniconfig'])", env=env)
+    process, log = client(tmp_path, "sky.Image(pip=['iniconfig'])", env=env)
     try:
         wait_until(
-            lambda: (tmp_path / "uv-began").exists() and told.read_text().count("local-") == 2,
+            lambda: (tmp_path / "uv-began").exists() and log.read_text().count("local-") == 2,
             "the installation to begin",
             60,
         )
     finally:
         process.kill()
         process.wait()
-    ids = [line for line in told.read_text().split() if line.startswith("local-")]
+    ids = [line for line in log.read_text().split() if line.startswith("local-")]
     assert len(ids) == 2
     wait_until(lambda: not left_of(ids), "the installation to end")
 
@@ -393,14 +393,14 @@ def test_nodes_end_when_their_client_is_killed_while_packages_are_installed(tmp_
 @pytest.mark.slow
 def test_a_program_that_exits_with_an_open_pool_tears_it_down(tmp_path: Path) -> None:
     """sys.exit during a call returns, and leaves no machine and no directory."""
-    process, told = client(tmp_path, ending="exit")
+    process, log = client(tmp_path, ending="exit")
     try:
         assert process.wait(timeout=60) == 0, (tmp_path / "errors").read_text()
     finally:
         process.kill()
         process.wait()
-    ids = [line for line in told.read_text().split() if line.startswith("local-")]
-    assert "ready" in told.read_text()
+    ids = [line for line in log.read_text().split() if line.startswith("local-")]
+    assert "ready" in log.read_text()
     assert left_of(ids) == []
     assert not any(
         (folder / instance_id).exists() for folder in existing("nodes", state_places()) for instance_id in ids

@@ -56,12 +56,12 @@ def sdk_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def drive(sdk_python: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Drive:
-    """Run a program with the SDKs. It gets its arguments as `told`. Return its `answer`."""
+    """Run a program with the SDKs. It gets its arguments as `given`. Return its `answer`."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
     def run(program: str, **words: Any) -> Any:
         code = (
-            "import json, sys\ntold = json.loads(sys.argv[1])\n"
+            "import json, sys\ngiven = json.loads(sys.argv[1])\n"
             + textwrap.dedent(program)
             + "\nprint(json.dumps(answer))\n"
         )
@@ -106,7 +106,7 @@ def test_digitaloceans_sdk_rents_a_droplet_of_the_fake(drive: Drive, ocean: Fake
         import pydo
         from azure.core.pipeline.policies import HeadersPolicy
         # its own policy sends no token without TLS
-        client = pydo.Client(told["token"], endpoint=told["url"], authentication_policy=HeadersPolicy({"Authorization": "Bearer " + told["token"]}))
+        client = pydo.Client(given["token"], endpoint=given["url"], authentication_policy=HeadersPolicy({"Authorization": "Bearer " + given["token"]}))
         sizes, page = [], 1
         while True:
             part = client.sizes.list(per_page=5, page=page)
@@ -114,7 +114,7 @@ def test_digitaloceans_sdk_rents_a_droplet_of_the_fake(drive: Drive, ocean: Fake
             if "next" not in part["links"].get("pages", {}):
                 break
             page += 1
-        key = client.ssh_keys.create(body={"name": "mine", "public_key": told["key"]})["ssh_key"]
+        key = client.ssh_keys.create(body={"name": "mine", "public_key": given["key"]})["ssh_key"]
         made = client.droplets.create(body={
             "name": "sdk-1", "region": "nyc1", "size": "s-2vcpu-4gb", "image": "ubuntu-24-04-x64", "ssh_keys": [key["fingerprint"]], "tags": ["sdk"]})
         id = made["droplet"]["id"]
@@ -143,14 +143,14 @@ def test_verdas_sdk_rents_a_machine_of_the_fake(drive: Drive, verda: FakeVerda) 
     answer = drive(
         """
         import verda
-        client = verda.VerdaClient(told["id"], told["secret"], told["url"])
+        client = verda.VerdaClient(given["id"], given["secret"], given["url"])
         types = client.instance_types.get()
         places = client.instances.get_availabilities(is_spot=True)
         image = client.images.get()[0].image_type
-        key = client.ssh_keys.create("mine", told["key"])
+        key = client.ssh_keys.create("mine", given["key"])
         script = client.startup_scripts.create("mine", "echo hello")
         made = client.instances.create(
-            instance_type="1H100.80S.30V", image=told["image"], hostname="sdk-1", description="sdk", ssh_key_ids=[key.id], location="FIN-01",
+            instance_type="1H100.80S.30V", image=given["image"], hostname="sdk-1", description="sdk", ssh_key_ids=[key.id], location="FIN-01",
             startup_script_id=script.id, os_volume={"name": "sdk", "size": 60, "on_spot_discontinue": "delete_permanently"}, is_spot=True,
             contract="SPOT", pricing="FIXED_PRICE", initial_interval=0.01)
         listed = [one.id for one in client.instances.get()]
@@ -181,7 +181,7 @@ def test_vasts_sdk_rents_a_container_of_the_fake(drive: Drive, vast: FakeVast) -
     answer = drive(
         """
         import vastai
-        client = vastai.VastAI(api_key=told["key"], server_url=told["url"], quiet=True, raw=True)
+        client = vastai.VastAI(api_key=given["key"], server_url=given["url"], quiet=True, raw=True)
         offers = client.search_offers(query={"gpu_name": {"eq": "RTX 4090"}, "num_gpus": {"eq": 1}}, order="dph_total", storage=40)
         made = [
             client.create_instance(id=offer["id"], image="nvidia/cuda:12.4.1-runtime-ubuntu22.04", disk=40, label=f"sdk-{number}", env={"-p 22:22": "1", "A": "b"},

@@ -35,7 +35,7 @@ from skyward_core.provisioning.bootstrap import GUARD_ENDS
 from skyward_core.provisioning.guard import guard_script
 from skyward_core.transport.ssh_connection import SSHConnection
 from skyward_core.transport.ssh_transport import SSHConnections
-from tests.conftest import Told, wait_until
+from tests.conftest import RecordedEvents, wait_until
 from tests.providers.contract import tags as contract_tags
 from tests.testbed import Fleet, Host
 from tests.testbed.fixtures import fleet  # noqa: F401 - a fixture
@@ -677,7 +677,7 @@ def transport(key: Key) -> Iterator[Callable[..., Any]]:
             directory=userdata.directory_of(called),
             endpoint=endpoint(machine, key),
         )
-        made.append(SSHConnections(lease_seconds, Told(), lambda: False, lambda: None))
+        made.append(SSHConnections(lease_seconds, RecordedEvents(), lambda: False, lambda: None))
         transports.append(made[-1].transport(instance))
         return transports[-1]
 
@@ -762,7 +762,9 @@ def test_a_machine_with_another_id_than_the_clouds_starts_and_ends(
         ),
     )
     way = transport(machine, "m-1", lease_seconds=8)
-    way.start('echo "$SKYWARD_INSTANCE_ID $SKYWARD_TAGS"\nsleep 4711 &\nwait\n', timeout_seconds=30, emit=Told())
+    way.start(
+        'echo "$SKYWARD_INSTANCE_ID $SKYWARD_TAGS"\nsleep 4711 &\nwait\n', timeout_seconds=30, emit=RecordedEvents()
+    )
     lines: list[str] = []
 
     def first() -> bool:

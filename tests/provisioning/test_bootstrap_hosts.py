@@ -27,7 +27,7 @@ from skyward_core.providers.base import POOL_TAG, Tags
 from skyward_core.providers.hosts import Hosts
 from skyward_core.transport import ssh_transport
 from skyward_core.transport.ssh_connection import SSHConnection
-from tests.conftest import Told, members, wait_until
+from tests.conftest import RecordedEvents, members, wait_until
 from tests.testbed import Fleet, Host
 from tests.testbed.fixtures import PURE_PACKAGE, fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
@@ -74,15 +74,15 @@ def cloud(fleet: Fleet, mirror: Mirror) -> Iterator[Cloud]:
     cloud.close()
 
 
-def pool_on(provider: sky.Provider, told: Callable[..., Any], **wishes: Any) -> sky.ComputePool:
+def pool_on(provider: sky.Provider, recorded: Callable[..., Any], **options: Any) -> sky.ComputePool:
     return sky.ComputePool(
-        **{"provider": provider, "on_event": told, "display": "quiet", "provision_timeout": 120, **wishes}
+        **{"provider": provider, "on_event": recorded, "display": "quiet", "provision_timeout": 120, **options}
     )
 
 
-def steps(told: Told) -> list[str]:
+def steps(recorded: RecordedEvents) -> list[str]:
     """Return the reported steps in their order. A step that is reported twice in a row counts once."""
-    return [step for step, _ in groupby(event.step for event in told.of(BootstrapProgress))]
+    return [step for step, _ in groupby(event.step for event in recorded.of(BootstrapProgress))]
 
 
 def tagged(host: Host) -> str:
@@ -98,7 +98,7 @@ def kill_bootstrap(host: Host) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-class Reaction(Told):
+class Reaction(RecordedEvents):
     """A callback of a pool. It runs an action at the first event of a kind, or at the first report of a step."""
 
     def __init__(self, to: type | str, action: Callable[[str], object]) -> None:
@@ -142,18 +142,18 @@ def test_a_killed_build_is_built_again_and_the_next_pool_uses_it(fleet, mirror):
     assert list(environments.glob("*/pyvenv.cfg")) != []
     assert list(environments.glob("*/.skyward-complete")) == []
 
-    told = Told()
-    with pool_on(provider, told, image=image) as pool:
+    recorded = RecordedEvents()
+    with pool_on(provider, recorded, image=image) as pool:
         assert (where() >> pool, imported("six") >> pool) == (host.name, PURE_PACKAGE.partition("==")[2])
-    assert steps(told)[-3:] == STEPS[1:]
+    assert steps(recorded)[-3:] == STEPS[1:]
     assert tagged(host) == ""
 
-    told, asked = Told(), mirror.requests
+    recorded, asked = RecordedEvents(), mirror.requests
     started = time.monotonic()
-    with pool_on(provider, told, image=image) as pool:
+    with pool_on(provider, recorded, image=image) as pool:
         assert square(3) >> pool == 9
         seconds = time.monotonic() - started
-    assert steps(told) == STEPS[2:]
+    assert steps(recorded) == STEPS[2:]
     assert mirror.requests == asked
     assert seconds < 20  # an idle machine takes three or four seconds
     assert tagged(host) == ""
@@ -165,12 +165,12 @@ def test_two_pools_at_the_same_time_do_not_disturb_each_other(cloud):
 
     Each goes through all steps in order and runs calls.
     """
-    tolds = [Told(), Told()]
+    recorders = [RecordedEvents(), RecordedEvents()]
     image = sky.Image(pip=[PURE_PACKAGE])
-    with sky.MultiPool(*(pool_on(cloud.provider(), told, image=image) for told in tolds)) as pools:
+    with sky.MultiPool(*(pool_on(cloud.provider(), sink, image=image) for sink in recorders)) as pools:
         names = [where() >> pool for pool in pools]
         assert sorted(names) == sorted(machine.host.name for machine in cloud.machines.values())
-    assert [steps(told) for told in tolds] == [STEPS, STEPS]
+    assert [steps(sink) for sink in recorders] == [STEPS, STEPS]
 
 
 def test_two_bootstraps_of_one_image_on_one_host_share_the_work(fleet, mirror):
@@ -180,8 +180,8 @@ def test_two_bootstraps_of_one_image_on_one_host_share_the_work(fleet, mirror):
     """
     host = fleet.create()
     mirror.configure(host)
-    told = Told()
-    with pool_on(_Twice(host=_particulars(host)), told, nodes=2, image=sky.Image(pip=[PURE_PACKAGE])) as pool:
+    recorded = RecordedEvents()
+    with pool_on(_Twice(host=_particulars(host)), recorded, nodes=2, image=sky.Image(pip=[PURE_PACKAGE])) as pool:
         assert square(3) @ pool == (9, 9)
     environments = list((host.root / "root/.cache/skyward/envs").glob("*/.skyward-complete"))
     assert len(environments) == 1
@@ -191,13 +191,16 @@ def test_two_bootstraps_of_one_image_on_one_host_share_the_work(fleet, mirror):
 # ── failures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def failure(cloud: Cloud, told: Callable[..., Any], **wishes: Any) -> sky.BootstrapFailed:
+def failure(cloud: Cloud, recorded: Callable[..., Any], **options: Any) -> sky.BootstrapFailed:
     """Open a pool that cannot open. Return the error after all machines of the pool have ended.
 
     The conftest checks that no thread and no socket is left.
     """
-    launched = Told()
-    with pytest.raises(sky.BootstrapFailed) as caught, pool_on(cloud.provider(), compose(launched, told), **wishes):
+    launched = RecordedEvents()
+    with (
+        pytest.raises(sky.BootstrapFailed) as caught,
+        pool_on(cloud.provider(), compose(launched, recorded), **options),
+    ):
         pass
     assert launched.of(InstanceProvisioned) != []
     assert cloud.machines == {}  # a terminated host has been ended
@@ -207,7 +210,7 @@ def failure(cloud: Cloud, told: Callable[..., Any], **wishes: Any) -> sky.Bootst
 
 def test_a_package_that_does_not_exist_is_named(cloud):
     """The error has the step, the exit code, the uv command and its output, for the node that failed first."""
-    error = failure(cloud, Told(), image=sky.Image(pip=["skyward-no-such-package==9"]))
+    error = failure(cloud, RecordedEvents(), image=sky.Image(pip=["skyward-no-such-package==9"]))
     assert (error.node, error.phase, error.exit_code) == (0, "deps", 1)
     assert "command=uv pip install" in str(error)
     assert "skyward-no-such-package was not found" in error.output[-1]
@@ -216,7 +219,7 @@ def test_a_package_that_does_not_exist_is_named(cloud):
 
 def test_a_debian_package_that_cannot_be_installed_is_named(cloud):
     """The error has apt's exit code and last line. The hosts cannot reach a Debian mirror."""
-    error = failure(cloud, Told(), image=sky.Image(apt=["nonexistent-package"]))
+    error = failure(cloud, RecordedEvents(), image=sky.Image(apt=["nonexistent-package"]))
     assert (error.node, error.phase, error.exit_code) == (0, "apt", 100)
     assert "apt-get -o DPkg::Lock::Timeout=300 install" in str(error)
     assert error.output[-1] == "E: Unable to locate package nonexistent-package"
@@ -229,7 +232,7 @@ def test_a_broken_index_is_reported(cloud, mirror):
     """
     mirror.break_()
     try:
-        error = failure(cloud, Told(), nodes=2, image=sky.Image(env={"UV_HTTP_RETRIES": "0"}))
+        error = failure(cloud, RecordedEvents(), nodes=2, image=sky.Image(env={"UV_HTTP_RETRIES": "0"}))
     finally:
         mirror.mend()
     assert (error.node in (0, 1), error.phase, error.exit_code) == (True, "deps", 2)
@@ -240,7 +243,7 @@ def test_a_broken_index_is_reported(cloud, mirror):
 @pytest.mark.parametrize(("disk", "phase"), [("24M", "uv"), ("64M", "deps")])
 def test_a_full_disk_is_reported(fleet, mirror, disk, phase):
     """There is no space for uv, or for the interpreter. The error has the node, the step, the command and the reason."""
-    error = failure(Cloud(fleet, prepare=mirror.configure, disk=disk), Told())
+    error = failure(Cloud(fleet, prepare=mirror.configure, disk=disk), RecordedEvents())
     assert (error.node, error.phase) == (0, phase)
     assert error.exit_code
     assert "No space left on device" in "\n".join(error.output)
@@ -256,7 +259,7 @@ def test_a_machine_that_dies_during_the_bootstrap_is_reported_long_before_the_de
 
     def die(instance_id: str) -> None:
         settings = cloud.host(instance_id).root / f"root/.cache/skyward/instances/{instance_id}/settings.json"
-        wait_until(settings.exists, "the head to have been told what it is")
+        wait_until(settings.exists, "the settings of the head")
         cloud.preempt(instance_id)
 
     started = time.monotonic()
@@ -291,7 +294,7 @@ def test_a_node_that_its_guard_ends_during_the_bootstrap_is_reported(fleet, mirr
 
     started = time.monotonic()
     # a busy machine needs less time than this to reach that lock
-    error = failure(Cloud(fleet, prepare=prepare), Told(), max_lifetime=6)
+    error = failure(Cloud(fleet, prepare=prepare), RecordedEvents(), max_lifetime=6)
     assert (error.node, error.phase) == (0, "deps")
     assert "max_lifetime" in str(error)
     assert time.monotonic() - started < 50
@@ -321,10 +324,10 @@ def test_another_host_key_is_refused(fleet, mirror):
     The client sends it nothing and raises HostKeyChanged. The machine is terminated.
     """
     cloud = Cloud(fleet, prepare=lambda host: (mirror.configure(host), host.change_host_key()))
-    told = Told()
-    with pytest.raises(sky.HostKeyChanged), pool_on(cloud.provider(), told):
+    recorded = RecordedEvents()
+    with pytest.raises(sky.HostKeyChanged), pool_on(cloud.provider(), recorded):
         pass
-    assert steps(told) == []
+    assert steps(recorded) == []
     assert cloud.machines == {}
 
 
@@ -391,7 +394,7 @@ def test_hosts_that_cannot_reach_each_other_are_one_pool(fleet, mirror):
     """
     np = pytest.importorskip("numpy")
     cloud = Cloud(fleet, prepare=mirror.configure, isolated=True)
-    with pool_on(cloud.provider(), Told(), nodes=3, image=sky.Image(pip=["numpy"])) as pool:
+    with pool_on(cloud.provider(), RecordedEvents(), nodes=3, image=sky.Image(pip=["numpy"])) as pool:
         hosts = [cloud.host(node.instance.id) for node in pool.lease.nodes]
         assert hosts[0].run(f"timeout 2 bash -c 'exec 3<>/dev/tcp/{hosts[1].ip}/22'").returncode != 0
         assert where() @ pool == tuple(host.name for host in hosts)
@@ -426,7 +429,7 @@ def rented_pool(fleet: Fleet, mirror: Mirror) -> Iterator[sky.ComputePool]:
     image = sky.Image(
         pip=[PURE_PACKAGE], pip_indexes={f"{mirror.url}/simple": [PURE_PACKAGE.partition("==")[0]]}, env=env
     )
-    with pool_on(Cloud(fleet).provider(), Told(), image=image) as pool:
+    with pool_on(Cloud(fleet).provider(), RecordedEvents(), image=image) as pool:
         pool.dask_client()  # otherwise the thread would belong to the first test that needs it
         yield pool
 

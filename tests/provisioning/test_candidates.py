@@ -47,7 +47,7 @@ def both(kind: str, price: float, spot_price: float, **fields: Any) -> tuple[Off
     return offer(kind, price, **fields), offer(kind, spot_price, is_spot=True, on_demand_price_per_hour=price, **fields)
 
 
-def told(found: Sequence[placing.Candidate]) -> list[list[tuple[str, bool, int, int]]]:
+def in_short(found: Sequence[placing.Candidate]) -> list[list[tuple[str, bool, int, int]]]:
     return [
         [(part.offer.instance_type, part.offer.is_spot, part.count, part.first_rank) for part in one.parts]
         for one in found
@@ -87,10 +87,10 @@ def told(found: Sequence[placing.Candidate]) -> list[list[tuple[str, bool, int, 
 )
 def test_the_spot_strategy_determines_the_candidates(spot: Any, expected: list[Any]) -> None:
     """The cheapest is first. In a mixed pool the on-demand part has the lower ranks, and its price counts."""
-    wishes = {} if spot is None else {"spot": spot}
+    options = {} if spot is None else {"spot": spot}
     offers = (*both("a", 3.0, 1.0), *both("b", 3.1, 0.5), offer("c", 2.0))
-    found, refusals = candidates(sky.PoolSpec.of(nodes=2, **wishes), [ProviderOffers(CHEAP, offers, "acc")])
-    assert told(found) == expected
+    found, refusals = candidates(sky.PoolSpec.of(nodes=2, **options), [ProviderOffers(CHEAP, offers, "acc")])
+    assert in_short(found) == expected
     assert refusals == []
     assert {one.account for one in found} == {"acc"}
     assert [one.price_per_hour for one in found] == sorted(one.price_per_hour for one in found)
@@ -144,7 +144,7 @@ def test_a_provider_without_candidates_is_reported_with_the_reason() -> None:
         ProviderOffers(DEAR, both("s", 3, 1)),
     ]
     found, refusals = candidates(sky.PoolSpec.of(cpu=2, spot="always"), sold)
-    assert told(found) == [[("s", True, 1, 0)]]
+    assert in_short(found) == [[("s", True, 1, 0)]]
     assert refusals[0] == Refusal("local", "", "", False, "ProviderFailed", "503", "down", 2.0)  # noqa: FBT003 - spot
     assert "tiny has 1 CPUs" in refusals[1].message
     assert "no spot machine" in refusals[2].message
@@ -156,7 +156,7 @@ def test_a_region_that_fails_is_reported_beside_the_offers_of_the_others() -> No
         CHEAP, (offer("a"),), seconds=2.0, unasked={"far": CredentialsError("not enabled").coded("AuthFailure")}
     )
     found, refusals = candidates(sky.PoolSpec.of(), [part])
-    assert told(found) == [[("a", False, 1, 0)]]
+    assert in_short(found) == [[("a", False, 1, 0)]]
     assert refusals == [Refusal("local", "far", "", False, "CredentialsError", "AuthFailure", "not enabled", 2.0)]  # noqa: FBT003 - spot
     assert [str(error) for error in part.errors] == ["not enabled"]
     assert candidates(sky.PoolSpec.of(spot="always"), [part])[0] == []
@@ -197,7 +197,7 @@ def test_spot_that_a_provider_may_sell_is_no_bad_request(other: ProviderOffers, 
 
 
 @pytest.mark.parametrize(
-    ("cloud", "wish", "expected"),
+    ("cloud", "requested", "expected"),
     [
         (sky.RunPod(), {"accelerator": sky.Accelerator.NVIDIA.H100()}, False),
         (sky.AWS(), {"accelerator": sky.Accelerator.NVIDIA.H100()}, False),
@@ -211,10 +211,10 @@ def test_spot_that_a_provider_may_sell_is_no_bad_request(other: ProviderOffers, 
     ids=str,
 )
 def test_providers_that_list_spot_only_while_it_is_available(
-    cloud: sky.Provider, wish: dict[str, Any], expected: bool
+    cloud: sky.Provider, requested: dict[str, Any], expected: bool
 ) -> None:
     """AWS always lists a spot price. RunPod sells no spot, DigitalOcean sells three chips as spot (fact sheet)."""
-    assert cloud.may_sell_spot(Requirements(**wish)) is expected
+    assert cloud.may_sell_spot(Requirements(**requested)) is expected
 
 
 def gpus(kind: str, price: float, chips: int, **fields: Any) -> Offer:
@@ -238,8 +238,8 @@ def test_offers_with_more_chips_than_required() -> None:
         ProviderOffers(market, (gpus("only-eight", 16.0, 8), gpus("only-eight", 17.0, 8, region="r-2"))),
     ]
 
-    def types(**wishes: Any) -> list[str]:
-        found, _ = candidates(sky.PoolSpec.of(**wishes), sold)
+    def types(**options: Any) -> list[str]:
+        found, _ = candidates(sky.PoolSpec.of(**options), sold)
         return [one.parts[0].offer.instance_type for one in found]
 
     assert types(accelerator="H100") == ["one", "two", "one", "only-eight", "only-eight"]

@@ -79,9 +79,9 @@ def test_after_a_detach_the_nodes_keep_their_longer_lease(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("before", [None, 60.0, 600.0])
-@pytest.mark.parametrize("is_told", [True, False])
+@pytest.mark.parametrize("does_answer", [True, False])
 def test_after_a_failed_detach_nodes_get_their_former_lease(
-    tmp_path: Path, before: float | None, *, is_told: bool
+    tmp_path: Path, before: float | None, *, does_answer: bool
 ) -> None:
     """A node on another machine gets its former lease.
 
@@ -96,7 +96,9 @@ def test_after_a_failed_detach_nodes_get_their_former_lease(
     now = uptime()
     if before is not None:
         write_lease(tmp_path / "node", now + before)
-    machines = machines_of([here, there, lost, bare], None if is_told else Unreachable("the last one does not answer"))
+    machines = machines_of(
+        [here, there, lost, bare], None if does_answer else Unreachable("the last one does not answer")
+    )
     with pytest.raises((Unreachable, KeyboardInterrupt)), detached_nodes(machines, 1000.0, 120.0):
         raise KeyboardInterrupt
     assert there.lease == "700\n"

@@ -176,9 +176,9 @@ def test_a_guard_that_cannot_write_ends_the_machine(guarded, tmp_path):
     """
     (tmp_path / "instance").write_text("in the way")
     node = guarded(end_command="echo shut down", SKYWARD_KEEP_DIRECTORY="1")
-    out, told = node.process.communicate(timeout=60)
+    out, errors = node.process.communicate(timeout=60)
     assert out == "shut down\n"
-    assert "cannot write" in told
+    assert "cannot write" in errors
 
 
 # ── reasons to end a node ────────────────────────────────────────────────────────────────────────────────────────────
@@ -258,14 +258,14 @@ def test_a_node_ends_at_the_end_of_its_paid_time(guarded):
     assert last_words(node) == "skyward: node ends: the money is used up (max_cost, budget)\n"
 
 
-@pytest.mark.parametrize("told", [None, 1200.0, 4000.0])
-def test_the_paid_time_of_the_launch_counts_until_another_is_written(guarded, told):
+@pytest.mark.parametrize("paid", [None, 1200.0, 4000.0])
+def test_the_paid_time_of_the_launch_counts_until_another_is_written(guarded, paid):
     """The later value may be longer or shorter."""
     node = guarded(paid_seconds=300.9, SKYWARD_KEEP_DIRECTORY="1")
     node.write("lease", "90000\n")
-    if told is not None:
-        write_paid(node.directory, told)
-    end = told or 1300
+    if paid is not None:
+        write_paid(node.directory, paid)
+    end = paid or 1300
     node.looked()
     node.set_uptime(end - 1)
     node.looked()

@@ -31,7 +31,7 @@ from skyward_core.providers.base import IMAGE_TAG, STARTED_FROM_TAG
 from skyward_core.provisioning.bootstrap import IMAGE_ENV, KEEP_PHASE, REST, Preparation, node_script_in_two
 from skyward_core.provisioning.image_capture import is_to_be_kept, start_and_keep
 from skyward_core.spec import PoolSpec
-from tests.conftest import Told
+from tests.conftest import RecordedEvents
 from tests.fakes import FakeProvider
 from tests.providers.hosted import Hosting
 from tests.providers.test_end_to_end import AWS_SECRET, HostedAWS
@@ -67,9 +67,9 @@ def test_the_tags_of_a_launch_have_the_hash_of_the_packages(
     kind = type("Keeping", (FakeProvider,), {"keeps_images": keeps, "name": "keeping"})
     image = Image(cache=cache)
     with Ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
-        book = Journal(ledger, "sky-1", PoolSpec(image=image), kind(folder=str(tmp_path)), Meter(), lambda _: None)
-        book.open()
-        tags = book.intend(OFFER, 1, 0, Commitment(None, None)).tags
+        journal = Journal(ledger, "sky-1", PoolSpec(image=image), kind(folder=str(tmp_path)), Meter(), lambda _: None)
+        journal.open()
+        tags = journal.intend(OFFER, 1, 0, Commitment(None, None)).tags
     assert tags.get(IMAGE_TAG) == (image.content_hash() if is_tagged else None)
 
 
@@ -332,13 +332,13 @@ def cloud(fleet: Fleet, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, tmp_pat
         hosting.close()
 
 
-def pool(told: Told) -> sky.ComputePool:
+def pool(recorded: RecordedEvents) -> sky.ComputePool:
     return sky.ComputePool(
         provider=sky.AWS(ssh_cidr="203.0.113.0/24"),
         cpu=4,
         image=sky.Image(cache=True, env={"INDEX_TOKEN": IMAGE_SECRET}),
         env={"HF_TOKEN": POOL_SECRET},
-        on_event=told,
+        on_event=recorded,
         display="quiet",
     )
 
@@ -353,7 +353,7 @@ def test_the_second_pool_starts_from_the_image_of_the_first(
     A user who could log in to the first machine cannot log in to the second.
     """
     monkeypatch.setattr(images, "LOOK_SECONDS", 0.05)
-    first = Told()
+    first = RecordedEvents()
     with pool(first) as running:
         assert tuple(value() @ running) == ((IMAGE_SECRET, POOL_SECRET),)
         assert [image.machine for image in cloud.images.images.values()] == [running.lease.nodes[0].instance.id]
@@ -371,7 +371,7 @@ def test_the_second_pool_starts_from_the_image_of_the_first(
             == ""
         )
     cloud.images.finish()
-    second = Told()
+    second = RecordedEvents()
     with pool(second) as running:
         (node,) = running.lease.nodes
         assert node.instance.tags[STARTED_FROM_TAG] in cloud.images.images

@@ -22,7 +22,7 @@ from skyward_core.provisioning import lifecycle, teardown, termination
 from skyward_core.provisioning.bootstrap import Preparation
 from skyward_core.transport.transport import Transport, Transports
 from skyward_core.worker.watchdog import read_paid, uptime
-from tests.conftest import Told, wait_until
+from tests.conftest import RecordedEvents, wait_until
 from tests.fakes import (
     BlindProvider,
     FakeProvider,
@@ -48,33 +48,33 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
     return lambda kind, **fields: kind(folder=str(tmp_path), **fields)
 
 
-def open_pool(provider: sky.Provider, told: Told, **wishes: Any) -> sky.ComputePool:
+def open_pool(provider: sky.Provider, recorded: RecordedEvents, **options: Any) -> sky.ComputePool:
     pool = sky.ComputePool(
-        provider=provider, on_event=told, display="quiet", **{"provision_timeout": 0.3, "nodes": 2, **wishes}
+        provider=provider, on_event=recorded, display="quiet", **{"provision_timeout": 0.3, "nodes": 2, **options}
     )
     try:
         return pool.open()
     except BaseException:
         assert not pool.is_active
-        assert pool.cost_final == told.of(sky.CostFinal)[0]
+        assert pool.cost_final == recorded.of(sky.CostFinal)[0]
         raise
 
 
 def test_no_capacity_is_raised_and_costs_nothing(make: Make) -> None:
     """NoCapacity of the provider reaches the caller. There is one final cost event, with zero."""
-    told = Told()
+    recorded = RecordedEvents()
     with pytest.raises(sky.NoCapacity, match="nowhere-1"):
-        open_pool(make(NoCapacityProvider), told)
-    (bill,) = told.of(sky.CostFinal)
+        open_pool(make(NoCapacityProvider), recorded)
+    (bill,) = recorded.of(sky.CostFinal)
     assert bill.total_cost == 0
-    assert told.of(sky.InstanceProvisioned) == []
+    assert recorded.of(sky.InstanceProvisioned) == []
 
 
 def test_an_empty_list_of_offers_is_no_capacity(make: Make) -> None:
     """It is raised before anything is launched."""
     provider = make(NothingSoldProvider)
     with pytest.raises(sky.NoCapacity):
-        open_pool(provider, Told())
+        open_pool(provider, RecordedEvents())
     assert provider.machines.launched == []
 
 
@@ -98,7 +98,7 @@ def test_missing_credentials_are_reported_at_once(make: Make) -> None:
     """
     provider = make(StrangersProvider)
     with pytest.raises(CredentialsError, match="who are you"):
-        open_pool(provider, Told())
+        open_pool(provider, RecordedEvents())
     assert provider._asked == []
 
 
@@ -106,19 +106,19 @@ def test_the_error_has_a_reason_for_each_offer(make: Make) -> None:
     """NoCapacity names each offer and the requirement that it does not meet."""
     provider = make(FakeProvider)
     with pytest.raises(sky.NoCapacity, match=r"nowhere-1 fake\.1 has 16\.0 GB"):
-        open_pool(provider, Told(), memory="1TB")
+        open_pool(provider, RecordedEvents(), memory="1TB")
     assert provider.machines.launched == []
 
 
 def test_machines_that_do_not_become_ready_are_terminated(make: Make) -> None:
     """ProvisioningTimeout is raised at the deadline, with advice. All machines are terminated, and metered until then."""
-    told, provider = Told(), make(NeverReadyProvider)
+    recorded, provider = RecordedEvents(), make(NeverReadyProvider)
     with pytest.raises(sky.ProvisioningTimeout, match="provision_timeout"):
-        open_pool(provider, told)
+        open_pool(provider, recorded)
     assert provider.machines.running == {}
     assert sorted(provider.machines.launched) == ["fake-0", "fake-1"]
-    assert {event.instance_id for event in told.of(sky.InstanceStopping)} == {"fake-0", "fake-1"}
-    (bill,) = told.of(sky.CostFinal)
+    assert {event.instance_id for event in recorded.of(sky.InstanceStopping)} == {"fake-0", "fake-1"}
+    (bill,) = recorded.of(sky.CostFinal)
     assert 2 * 36.0 * 0.3 / 3600 <= bill.total_cost <= 2 * 36.0 * 10 / 3600
 
 
@@ -128,23 +128,23 @@ def test_machines_of_a_failed_launch_are_found_and_terminated(make: Make, error:
 
     The machines are found by their tags. The error is raised unchanged.
     """
-    told, provider = Told(), make(LossyProvider).fail_with(error)
+    recorded, provider = RecordedEvents(), make(LossyProvider).fail_with(error)
     with pytest.raises(type(error)) as caught:
-        open_pool(provider, told)
+        open_pool(provider, recorded)
     assert caught.value is error
     assert len(provider.machines.launched) == 2
     assert provider.machines.running == {}
-    assert len(told.of(sky.CostFinal)) == 1
+    assert len(recorded.of(sky.CostFinal)) == 1
 
 
 def test_an_incomplete_launch_is_terminated(make: Make) -> None:
     """A launch returns fewer machines than requested. NoCapacity has both numbers, and the machines are terminated."""
-    told, provider = Told(), make(ShortProvider)
+    recorded, provider = RecordedEvents(), make(ShortProvider)
     with pytest.raises(sky.NoCapacity, match="2 of 3"):
-        open_pool(provider, told, nodes=3)
+        open_pool(provider, recorded, nodes=3)
     assert len(provider.machines.launched) == 2
     assert provider.machines.running == {}
-    assert len(told.of(sky.CostFinal)) == 1
+    assert len(recorded.of(sky.CostFinal)) == 1
 
 
 def test_machines_of_other_pools_are_not_terminated(make: Make) -> None:
@@ -153,40 +153,40 @@ def test_machines_of_other_pools_are_not_terminated(make: Make) -> None:
     offer = provider.offers(sky.Requirements())[0]
     others = [provider._start(offer, pool_id, 0).id for pool_id in ("sky-", "sky-other")]
     with pytest.raises(ConnectionError):
-        open_pool(provider, Told())
+        open_pool(provider, RecordedEvents())
     assert sorted(provider.machines.running) == sorted(others)
 
 
 @pytest.mark.slow
 def test_machines_that_do_not_end_are_named(make: Make) -> None:
     """InstancesLeft has the ids of machines that are listed at the deadline. The first error is its context."""
-    told, provider = Told(), make(StuckProvider)
+    recorded, provider = RecordedEvents(), make(StuckProvider)
     with pytest.raises(sky.InstancesLeft) as caught:
-        open_pool(provider, told)
+        open_pool(provider, recorded)
     assert caught.value.ids == ("fake-0", "fake-1")
     assert "fake-0" in str(caught.value)
     assert "fake-1" in str(caught.value)
     assert isinstance(caught.value.__context__, sky.ProvisioningTimeout)
-    assert len(told.of(sky.CostFinal)) == 1
-    assert any("fake-0" in event.message for event in told.of(sky.Error))
+    assert len(recorded.of(sky.CostFinal)) == 1
+    assert any("fake-0" in event.message for event in recorded.of(sky.Error))
 
 
 def test_a_termination_is_repeated_until_the_machine_is_gone(make: Make) -> None:
     """A machine that is still listed is terminated again."""
     provider = make(SlowToGoProvider)
     with pytest.raises(sky.ProvisioningTimeout):
-        open_pool(provider, Told(), nodes=1)
+        open_pool(provider, RecordedEvents(), nodes=1)
     assert provider.machines.terminated == ["fake-0"] * 3
     assert provider.machines.running == {}
 
 
 def test_a_failed_termination_is_repeated(make: Make) -> None:
     """A failed request leaves no machine. The raised error is the original one."""
-    told, provider = Told(), make(FlakyProvider)
+    recorded, provider = RecordedEvents(), make(FlakyProvider)
     with pytest.raises(sky.ProvisioningTimeout):
-        open_pool(provider, told)
+        open_pool(provider, recorded)
     assert provider.machines.running == {}
-    assert len(told.of(sky.CostFinal)) == 1
+    assert len(recorded.of(sky.CostFinal)) == 1
 
 
 @pytest.mark.slow
@@ -197,13 +197,13 @@ def test_closing_names_the_machines_that_are_left(monkeypatch: pytest.MonkeyPatc
     It can be called again.
     """
     monkeypatch.setattr(teardown, "DEADLINE_SECONDS", 0.3)
-    told = Told()
-    pool = sky.ComputePool(provider=StuckLocal(), on_event=told, display="quiet")
+    recorded = RecordedEvents()
+    pool = sky.ComputePool(provider=StuckLocal(), on_event=recorded, display="quiet")
     with pytest.raises(sky.InstancesLeft) as caught, pool:
         (instance,) = [node.instance for node in pool.lease.nodes]
     sky.Local().terminate([instance.id])
     assert caught.value.ids == (instance.id,)
-    assert len(told.of(sky.CostFinal)) == 1
+    assert len(recorded.of(sky.CostFinal)) == 1
     assert not pool.is_active
     pool.close()
     assert pool.unconfirmed is None
@@ -229,8 +229,8 @@ def test_results_are_kept_if_machines_cannot_be_confirmed_gone(
     free machines and closes the entry.
     """
     monkeypatch.setattr(sky.Local, "may_be_left_to_its_lease", lambda *_: is_free)
-    told = Told()
-    pool = sky.ComputePool(provider=sky.Local(), on_event=told, display="quiet").open()
+    recorded = RecordedEvents()
+    pool = sky.ComputePool(provider=sky.Local(), on_event=recorded, display="quiet").open()
     (node,) = pool.lease.nodes
     result = pool.run(sky.PendingCompute(abs, (-1,)))
     try:
@@ -239,9 +239,9 @@ def test_results_are_kept_if_machines_cannot_be_confirmed_gone(
     except sky.InstancesLeft:
         assert not is_free
     assert result == 1
-    (left,) = told.of(sky.InstancesUnconfirmed)
+    (left,) = recorded.of(sky.InstancesUnconfirmed)
     assert (left.instance_ids, left.is_free) == ((node.instance.id,), is_free)
-    assert told.events.index(left) < told.events.index(told.of(sky.CostFinal)[0])
+    assert recorded.events.index(left) < recorded.events.index(recorded.of(sky.CostFinal)[0])
     assert pool.unconfirmed is not None
     assert pool.unconfirmed.ids == (node.instance.id,)
     if is_free:
@@ -282,30 +282,30 @@ def test_machines_are_terminated_even_if_they_cannot_be_listed(make: Make) -> No
 
     The error names them, because their end is not confirmed.
     """
-    told, provider = Told(), make(BlindProvider)
+    recorded, provider = RecordedEvents(), make(BlindProvider)
     with pytest.raises((sky.InstancesLeft, ConnectionError)):
-        open_pool(provider, told)
+        open_pool(provider, recorded)
     assert sorted(set(provider.machines.terminated)) == ["fake-0", "fake-1"]
     assert provider.machines.running == {}
-    assert len(told.of(sky.CostFinal)) == 1
+    assert len(recorded.of(sky.CostFinal)) == 1
 
 
 def test_a_machine_launched_during_close_is_terminated_at_once(make: Make, tmp_path: Path) -> None:
     """A launch returns after close has begun. It leaves no machine, and close does not wait for it."""
-    told, certificate = Told(), Future[Any]()
+    recorded, certificate = RecordedEvents(), Future[Any]()
     provider = make(FakeProvider)
     meter, spec = Meter(), sky.PoolSpec.of()
     with Ledger(f"sqlite:///{tmp_path / 'ledger.db'}") as ledger:
-        book = Journal(ledger, "sky-1", spec, provider, meter, told)
-        book.open()
+        journal = Journal(ledger, "sky-1", spec, provider, meter, recorded)
+        journal.open()
         machines = lifecycle.PoolMachines(
             spec,
             [provider],
             "sky-1",
             certificate,
-            emit=told,
+            emit=recorded,
             meter=meter,
-            book=book,
+            book=journal,
             purse=SpendingLimit("sky-1", meter),
         )
         _close_while_it_launches(machines, provider)
@@ -339,13 +339,13 @@ def _close_while_it_launches(machines: lifecycle.PoolMachines, provider: FakePro
 )
 def test_spot_is_used_as_requested(make: Make, spot: str | None, is_sold: bool, taken: bool) -> None:
     """If the user does not set spot, it is used where it is sold. The final cost has the savings against on demand."""
-    told = Told()
-    wishes = {} if spot is None else {"spot": spot}
+    recorded = RecordedEvents()
+    options = {} if spot is None else {"spot": spot}
     with pytest.raises(sky.ProvisioningTimeout):
-        open_pool(make(NeverReadyProvider, spot_is_sold=is_sold), told, nodes=1, **wishes)
-    (machine,) = told.of(sky.InstanceProvisioned)
+        open_pool(make(NeverReadyProvider, spot_is_sold=is_sold), recorded, nodes=1, **options)
+    (machine,) = recorded.of(sky.InstanceProvisioned)
     assert machine.spot is taken
-    (bill,) = told.of(sky.CostFinal)
+    (bill,) = recorded.of(sky.CostFinal)
     assert (bill.spot_count, bill.ondemand_count) == ((1, 0) if taken else (0, 1))
     # each machine is rounded up to a micro-dollar
     assert bill.savings_vs_ondemand == pytest.approx(2 * bill.total_cost if taken else 0.0, abs=1e-5)
@@ -355,28 +355,28 @@ def test_spot_that_is_not_sold_is_refused_before_anything_is_launched(make: Make
     """A pool requires spot, and it is not sold: BadRequest is raised."""
     provider = make(FakeProvider)
     with pytest.raises(sky.BadRequest, match="if-available"):
-        open_pool(provider, Told(), spot="always")
+        open_pool(provider, RecordedEvents(), spot="always")
     assert provider.machines.launched == []
 
 
 def test_a_mixed_pool_rents_both_kinds(make: Make) -> None:
     """Half of the machines are spot: there is one machine of each kind. The head is on demand."""
-    told = Told()
+    recorded = RecordedEvents()
     with pytest.raises((sky.ProvisioningTimeout, sky.NotYetSupported)) as caught:
-        open_pool(make(NeverReadyProvider, spot_is_sold=True), told, spot=0.5)
+        open_pool(make(NeverReadyProvider, spot_is_sold=True), recorded, spot=0.5)
     if isinstance(caught.value, sky.NotYetSupported):
-        assert told.of(sky.InstanceLaunching) == []
+        assert recorded.of(sky.InstanceLaunching) == []
         return
-    assert [(event.node, event.spot) for event in told.of(sky.InstanceProvisioned)] == [(0, False), (1, True)]
+    assert [(event.node, event.spot) for event in recorded.of(sky.InstanceProvisioned)] == [(0, False), (1, True)]
 
 
 def test_a_mixed_pool_with_a_limit_rents_both_kinds(make: Make) -> None:
     """The commitment covers both parts, so the second part is not refused."""
-    told = Told()
+    recorded = RecordedEvents()
     with pytest.raises(sky.ProvisioningTimeout):
-        open_pool(make(NeverReadyProvider, spot_is_sold=True), told, spot=0.5, max_cost=5.0)
-    assert [(event.node, event.spot) for event in told.of(sky.InstanceProvisioned)] == [(0, False), (1, True)]
-    refused = Told()
+        open_pool(make(NeverReadyProvider, spot_is_sold=True), recorded, spot=0.5, max_cost=5.0)
+    assert [(event.node, event.spot) for event in recorded.of(sky.InstanceProvisioned)] == [(0, False), (1, True)]
+    refused = RecordedEvents()
     with pytest.raises(
         sky.BudgetExceeded, match=r"1 x 36.0 USD per hour and 1 x 12.0 .* 60 s that their termination may take"
     ):
@@ -389,19 +389,19 @@ def opened(make: Make, tmp_path: Path) -> Iterator[Callable[..., tuple[lifecycle
     """Make the machines of an open pool. They are stopped at the end."""
     with ExitStack() as stack:
 
-        def open_one(provider: FakeProvider, **wishes: Any) -> tuple[lifecycle.PoolMachines, SpendingLimit, Meter]:
-            meter, spec, told = Meter(), sky.PoolSpec.of(**wishes), Told()
+        def open_one(provider: FakeProvider, **options: Any) -> tuple[lifecycle.PoolMachines, SpendingLimit, Meter]:
+            meter, spec, recorded = Meter(), sky.PoolSpec.of(**options), RecordedEvents()
             ledger = stack.enter_context(Ledger(f"sqlite:///{tmp_path / 'ledger.db'}"))
-            book = Journal(ledger, "sky-1", spec, provider, meter, told)
-            book.open()
-            purse = SpendingLimit("sky-1", meter, max_cost=spec.max_cost)
+            journal = Journal(ledger, "sky-1", spec, provider, meter, recorded)
+            journal.open()
+            limit = SpendingLimit("sky-1", meter, max_cost=spec.max_cost)
             machines = lifecycle.PoolMachines(
-                spec, [provider], "sky-1", Future[Any](), emit=told, meter=meter, book=book, purse=purse
+                spec, [provider], "sky-1", Future[Any](), emit=recorded, meter=meter, book=journal, purse=limit
             )
             stack.callback(machines.stop)
             (offer,) = provider.offers(sky.Requirements())
             machines._selection.offers = {0: offer, 1: offer}
-            return machines, purse, meter
+            return machines, limit, meter
 
         yield open_one
 
@@ -453,12 +453,12 @@ def test_a_replacement_waits_for_the_commitment_of_the_lost_machine(
     """
     monkeypatch.setattr(termination, "FIRST_PAUSE_SECONDS", 0.01)
     provider = make(UnheardOf)
-    machines, purse, meter = opened(provider, max_cost=5.0)
+    machines, limit, meter = opened(provider, max_cost=5.0)
     lost = node_of(machines, 0)
-    paid = purse.paid_seconds()
+    paid = limit.paid_seconds()
     assert machines._selection.rent_one(0, machines._rental.end_in_thread(lost)).id == "fake-1"
     assert meter.rented() == {"fake-1"}
-    assert purse.paid_seconds() > paid - 60
+    assert limit.paid_seconds() > paid - 60
 
 
 def test_a_standby_machine_shortens_the_paid_time_of_the_other(make: Make, opened: Any) -> None:
@@ -469,15 +469,15 @@ def test_a_standby_machine_shortens_the_paid_time_of_the_other(make: Make, opene
     Looks inside: a replacement does more than rent.
     """
     provider = make(FakeProvider)
-    machines, purse, _ = opened(provider, max_cost=10.0)  # one cent a second, and a minute for the termination
+    machines, limit, _ = opened(provider, max_cost=10.0)  # one cent a second, and a minute for the termination
     there = node_of(machines, 0)
     other = machines._selection.rent_one(0, None)
     directory = Path(there.instance.directory or "")
     assert 430 < (read_paid(directory) or 0) - uptime() <= 440
     assert (end_of(other) - end_of(there.instance)) in (0, 1)
     machines._rental.end(there)
-    purse.check()
-    assert 930 < purse.paid_seconds() <= 940
+    limit.check()
+    assert 930 < limit.paid_seconds() <= 940
 
 
 class Way:
@@ -555,8 +555,8 @@ def test_a_second_close_finishes_an_interrupted_one(monkeypatch: pytest.MonkeyPa
 
     The next close terminates the machines. There is only one final cost event.
     """
-    told = Told()
-    pool = sky.ComputePool(provider=sky.Local(), on_event=told, display="quiet").open()
+    recorded = RecordedEvents()
+    pool = sky.ComputePool(provider=sky.Local(), on_event=recorded, display="quiet").open()
     (instance,) = [node.instance for node in pool.lease.nodes]
 
     def interrupted(*_: object) -> None:
@@ -569,4 +569,4 @@ def test_a_second_close_finishes_an_interrupted_one(monkeypatch: pytest.MonkeyPa
     assert sky.Local().instances(instance.pool_id) != []
     pool.close()
     assert sky.Local().instances(instance.pool_id) == []
-    assert len(told.of(sky.CostFinal)) == 1
+    assert len(recorded.of(sky.CostFinal)) == 1

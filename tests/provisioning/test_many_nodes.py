@@ -36,7 +36,7 @@ from skyward_core.machines.offers import Offer
 from skyward_core.provisioning import head_restart, lifecycle
 from skyward_core.transport import code_upload, ssh_transport
 from skyward_core.worker.settings import NodeSettings
-from tests.conftest import Told, wait_until
+from tests.conftest import RecordedEvents, wait_until
 from tests.fake_nodes import Before, FakeNode, FakeNodes, Played
 from tests.fakes import FakeProvider
 
@@ -121,13 +121,18 @@ class Many:
     """The machines of a pool with NODES nodes, and their barrier."""
 
     def __init__(
-        self, nodes: FakeNodes, together: Together, machines: lifecycle.PoolMachines, meter: Meter, told: Told
+        self,
+        nodes: FakeNodes,
+        together: Together,
+        machines: lifecycle.PoolMachines,
+        meter: Meter,
+        recorded: RecordedEvents,
     ) -> None:
         self.nodes = nodes
         self.together = together
         self.machines = machines
         self.meter = meter
-        self.told = told
+        self.recorded = recorded
 
     def expect(self, *what: str, excused: str = "", **others: int) -> None:
         """Let nodes wait for all others in these operations.
@@ -139,7 +144,7 @@ class Many:
             dict.fromkeys(what, NODES) | {name.replace("_", " "): count for name, count in others.items()}, excused
         )
 
-    def told_of(self, instance_id: str) -> NodeSettings:
+    def settings_of(self, instance_id: str) -> NodeSettings:
         """Return the latest settings that a node has received."""
         return NodeSettings.from_json(self.nodes.nodes[instance_id].files["settings.json"].decode())
 
@@ -156,7 +161,7 @@ def rent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rent]:
         def rent(
             played: Played = Played(has_uv=False), before: Before | None = None, nodes_wanted: int = NODES
         ) -> Many:
-            together, told = Together(), Told()
+            together, recorded = Together(), RecordedEvents()
             nodes = FakeNodes(played, before=before or together)
             undo.callback(nodes.close)
             host_key, login = (asyncssh.generate_private_key("ssh-ed25519") for _ in range(2))
@@ -173,20 +178,20 @@ def rent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rent]:
             certificate.set_result(CERTIFICATE)
             spec, meter = sky.PoolSpec.of(nodes=nodes_wanted, lease_seconds=3600), Meter()
             ledger = undo.enter_context(Ledger(f"sqlite:///{tmp_path / 'ledger.db'}"))
-            book = Journal(ledger, "sky-many", spec, cloud, meter, told)
-            book.open()
+            journal = Journal(ledger, "sky-many", spec, cloud, meter, recorded)
+            journal.open()
             machines = lifecycle.PoolMachines(
                 spec,
                 [cloud],
                 "sky-many",
                 certificate,
-                emit=told,
+                emit=recorded,
                 meter=meter,
-                book=book,
+                book=journal,
                 purse=SpendingLimit("sky-many", meter),
             )
             undo.callback(machines.release)
-            return Many(nodes, together, machines, meter, told)
+            return Many(nodes, together, machines, meter, recorded)
 
         yield rent
 
@@ -217,8 +222,8 @@ def test_all_nodes_are_prepared_at_the_same_time(rent: Rent) -> None:
     assert many.together.met == many.together.wanted.keys()
     assert many.nodes.unknown == []
     assert [node.rank for node in lease.nodes] == list(range(NODES))
-    assert {many.told_of(node.instance.id).scheduler for node in lease.nodes} == {None, lease.scheduler}
-    phases = Counter(event.instance_id for event in many.told.of(sky.BootstrapProgress))
+    assert {many.settings_of(node.instance.id).scheduler for node in lease.nodes} == {None, lease.scheduler}
+    phases = Counter(event.instance_id for event in many.recorded.of(sky.BootstrapProgress))
     assert phases == {node.instance.id: 4 for node in lease.nodes}
 
 
@@ -267,7 +272,7 @@ def test_slow_nodes_may_take_as_long_as_the_pool_to_open(rent: Rent, monkeypatch
     assert {node.id: node.asked.count("lease") for node in many.nodes.nodes.values()} == dict.fromkeys(
         many.nodes.nodes, 1
     )
-    assert many.told.of(sky.ContactLost) == []
+    assert many.recorded.of(sky.ContactLost) == []
     seconds[0] = PATIENCE_SECONDS
     with pytest.raises(CommandTimedOut):
         many.machines.restart_workers(1, [0])
@@ -289,10 +294,10 @@ def test_leases_and_a_new_head_are_sent_to_all_nodes_at_the_same_time(rent: Rent
     assert many.together.alone == []
     assert many.together.met == {"put settings"}
     assert [node.instance.id for node in lease.nodes] == [f"fake-{number}" for number in range(1, NODES)]
-    told = [many.told_of(node.instance.id) for node in lease.nodes]
-    assert [(settings.generation, settings.scheduler) for settings in told] == [(1, None)] + [(1, lease.scheduler)] * (
-        NODES - 2
-    )
+    of_nodes = [many.settings_of(node.instance.id) for node in lease.nodes]
+    assert [(settings.generation, settings.scheduler) for settings in of_nodes] == [(1, None)] + [
+        (1, lease.scheduler)
+    ] * (NODES - 2)
 
 
 def test_a_node_that_does_not_receive_the_new_head_is_terminated_and_the_others_continue(
@@ -311,7 +316,7 @@ def test_a_node_that_does_not_receive_the_new_head_is_terminated_and_the_others_
     assert [node.instance.id for node in lease.nodes] == [
         f"fake-{number}" for number in range(1, NODES) if f"fake-{number}" not in lost
     ]
-    assert {event.instance_id for event in many.told.of(sky.InstanceStopping)} >= set(lost)
+    assert {event.instance_id for event in many.recorded.of(sky.InstanceStopping)} >= set(lost)
 
 
 def test_if_all_processes_have_died_all_nodes_are_replaced_at_the_same_time(rent: Rent) -> None:
@@ -337,8 +342,8 @@ def test_if_all_processes_have_died_all_nodes_are_replaced_at_the_same_time(rent
     assert [(node.rank, node.instance.id) for node in lease.nodes] == [
         (rank, f"fake-{NODES + rank}") for rank in range(NODES)
     ]
-    assert {many.told_of(node.instance.id).scheduler for node in lease.nodes} == {None, lease.scheduler}
-    assert [event.count for event in many.told.of(sky.InstanceLaunching)] == [NODES, NODES]
+    assert {many.settings_of(node.instance.id).scheduler for node in lease.nodes} == {None, lease.scheduler}
+    assert [event.count for event in many.recorded.of(sky.InstanceLaunching)] == [NODES, NODES]
     wait_until(lambda: many.meter.rented() == {node.instance.id for node in lease.nodes}, "the dead ones to be gone")
 
 
@@ -372,7 +377,7 @@ def test_a_failed_replacement_leaves_its_rank_vacant(rent: Rent, monkeypatch: py
         is_over.set()
     assert [node.rank for node in lease.nodes] == [rank for rank in range(NODES) if rank not in {2, 4}]
     assert lease.nodes[2].instance.id == "fake-3"
-    assert many.told_of("fake-3").scheduler == lease.scheduler
+    assert many.settings_of("fake-3").scheduler == lease.scheduler
     wait_until(lambda: many.meter.rented() == {node.instance.id for node in lease.nodes}, "the others to be gone")
 
 

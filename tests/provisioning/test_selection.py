@@ -31,7 +31,7 @@ from skyward_core.provisioning import teardown
 from skyward_core.provisioning.candidates import resting
 from skyward_core.provisioning.selection import Selection
 from skyward_core.provisioning.termination import Termination
-from tests.conftest import Told
+from tests.conftest import RecordedEvents
 from tests.fakes import FakeProvider
 from tests.provisioning.test_candidates import CHEAP, offer
 
@@ -83,11 +83,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def run(
-    providers: list[sky.Provider], expected: type[BaseException] = sky.BootstrapFailed, **wishes: Any
-) -> tuple[Any, Told]:
+    providers: list[sky.Provider], expected: type[BaseException] = sky.BootstrapFailed, **options: Any
+) -> tuple[Any, RecordedEvents]:
     """Open a pool that fails. Return the error and the collected events."""
-    seen = Told()
-    pool = sky.ComputePool(provider=providers, on_event=seen, display="quiet", **{"nodes": 2, **wishes})
+    seen = RecordedEvents()
+    pool = sky.ComputePool(provider=providers, on_event=seen, display="quiet", **{"nodes": 2, **options})
     with pytest.raises(expected) as caught:
         pool.open()
     return caught.value, seen
@@ -112,11 +112,11 @@ def test_extra_costs_of_machines_are_reserved_and_billed(folder: str) -> None:
     run([beside], max_cost=40.0)
     with Ledger(default_url()) as ledger:
         (pool,) = [entry for entry in ledger.pools(include_ended=True) if ledger.intents(pool_id=entry.id)]
-        told = receipt(ledger, pool.id)
-    assert [one["price_per_hour_usd"] for one in told["resources"]] == [360.0, 360.0]
-    assert told["lines"]["disk"] == pytest.approx(0.9 * told["total_cost_usd"], abs=1e-5)
-    assert sum(told["lines"].values()) == pytest.approx(told["total_cost_usd"])
-    assert told["total_cost_usd"] > 0
+        bill = receipt(ledger, pool.id)
+    assert [one["price_per_hour_usd"] for one in bill["resources"]] == [360.0, 360.0]
+    assert bill["lines"]["disk"] == pytest.approx(0.9 * bill["total_cost_usd"], abs=1e-5)
+    assert sum(bill["lines"].values()) == pytest.approx(bill["total_cost_usd"])
+    assert bill["total_cost_usd"] > 0
 
 
 @pytest.mark.parametrize(
@@ -166,8 +166,10 @@ def test_after_a_refusal_the_next_provider_is_tried(folder: str, error: SkywardE
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("wishes", [{"max_cost": 5.0}, {"budget": "team"}], ids=str)
-def test_after_a_lost_answer_the_next_candidate_gets_the_money(folder: str, wishes: dict[str, Any], first: int) -> None:
+@pytest.mark.parametrize("options", [{"max_cost": 5.0}, {"budget": "team"}], ids=str)
+def test_after_a_lost_answer_the_next_candidate_gets_the_money(
+    folder: str, options: dict[str, Any], first: int
+) -> None:
     """All money was reserved for the first candidate.
 
     When it has no machine any more, the second candidate gets the money.
@@ -180,7 +182,7 @@ def test_after_a_lost_answer_the_next_candidate_gets_the_money(folder: str, wish
         ProviderFailed("no answer")
     )
     dear = Elsewhere(folder=folder + "/dear", price_per_hour=22.0)
-    run([lost, dear], **wishes)
+    run([lost, dear], **options)
     assert dear.machines.launched == ["fake-0", "fake-1"]
 
 
@@ -351,7 +353,7 @@ def test_a_replacement_that_is_too_dear_is_skipped() -> None:
     """Later candidates may be affordable. The type of the lost machine may be available when that machine is gone."""
     a, b, c = offer("a", 1.0), offer("b", 9.0), offer("c", 2.0)
     shelf: Any = Shelf({"a": NoCapacity("none"), "b": BudgetExceeded("too dear"), "c": QuotaExceeded("none")})
-    selection = Selection(sky.PoolSpec.of(), [CHEAP], shelf, emit=Told(), book=None)  # type: ignore[arg-type]
+    selection = Selection(sky.PoolSpec.of(), [CHEAP], shelf, emit=RecordedEvents(), book=None)  # type: ignore[arg-type]
     selection.offers, selection.others = {0: a}, [a, b, c]
     ended = Termination("a-1", CHEAP)
     ended.over.set()
@@ -370,7 +372,7 @@ def test_machines_that_a_failed_launch_leaves_end_the_search(folder: str) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("wishes", "is_sold", "price", "is_told"),
+    ("options", "is_sold", "price", "is_warned"),
     [
         ({}, False, 3.6, True),
         ({"spot": "if-available"}, False, 3.6, True),
@@ -380,13 +382,13 @@ def test_machines_that_a_failed_launch_leaves_end_the_search(folder: str) -> Non
     ],
 )
 def test_missing_spot_is_logged_once(
-    folder: str, caplog: pytest.LogCaptureFixture, wishes: dict[str, Any], is_sold: bool, price: float, is_told: bool
+    folder: str, caplog: pytest.LogCaptureFixture, options: dict[str, Any], is_sold: bool, price: float, is_warned: bool
 ) -> None:
     """It is logged if the user has left the choice to the pool. It is not logged for machines that cost nothing."""
     with caplog.at_level(logging.INFO, "skyward"):
-        run([Elsewhere(folder=folder, spot_is_sold=is_sold, price_per_hour=price)], **wishes)
+        run([Elsewhere(folder=folder, spot_is_sold=is_sold, price_per_hour=price)], **options)
     said = [record.getMessage() for record in caplog.records if "has no spot offer" in record.getMessage()]
-    assert said == (["elsewhere/nowhere-1 fake.1 has no spot offer: it is rented on demand"] if is_told else [])
+    assert said == (["elsewhere/nowhere-1 fake.1 has no spot offer: it is rented on demand"] if is_warned else [])
 
 
 @pytest.mark.slow

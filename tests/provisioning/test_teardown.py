@@ -113,7 +113,7 @@ class Page:
     def __init__(self, cloud: Cloud, known: Iterable[str]) -> None:
         self.cloud = cloud
         self.known = set(known)
-        self.told: list[tuple[str, ...]] = []
+        self.entries: list[tuple[str, ...]] = []
         self.evidence: dict[str, str] = {}
         self.lapsed: frozenset[str] = frozenset()
 
@@ -124,25 +124,25 @@ class Page:
         for instance in instances:
             if instance.id not in self.known:
                 self.known.add(instance.id)
-                self.told.append(("found", instance.id))
+                self.entries.append(("found", instance.id))
 
     def ending(self, instance_ids: Iterable[str]) -> None:
         ids = list(instance_ids)
-        assert not any(set(ids) & set(asked) for asked in self.cloud.asked), "told after termination was asked for"
-        self.told += [("ending", name) for name in ids]
+        assert not any(set(ids) & set(asked) for asked in self.cloud.asked), "recorded after termination was asked for"
+        self.entries += [("ending", name) for name in ids]
 
     def asked(self, instance_ids: Iterable[str]) -> None:
         assert set(instance_ids) <= {name for asked in self.cloud.asked for name in asked}, (
-            "told before termination was asked for"
+            "recorded before termination was asked for"
         )
 
     def gone(self, instance_ids: Iterable[str], evidence: str) -> None:
         for name in instance_ids:
             assert name not in self.cloud.billed or name in self.lapsed, (
-                f"{name} is billed and was told as gone: {evidence}"
+                f"{name} is billed and was recorded as gone: {evidence}"
             )
-            assert name not in self.evidence, f"{name} was told as gone twice"
-            self.told.append(("gone", name))
+            assert name not in self.evidence, f"{name} was recorded as gone twice"
+            self.entries.append(("gone", name))
             self.evidence[name] = evidence
 
 
@@ -176,7 +176,7 @@ def test_machines_are_gone_when_the_provider_does_not_list_them() -> None:
     it = scene("ab")
     it.tear_down()
     assert it.cloud.asked == [["a", "b"]]
-    assert it.page.told == [("ending", "a"), ("ending", "b"), ("gone", "a"), ("gone", "b")]
+    assert it.page.entries == [("ending", "a"), ("ending", "b"), ("gone", "a"), ("gone", "b")]
     assert it.page.evidence == dict.fromkeys("ab", "cloud lists it no more")
     assert it.time.pauses == []
 
@@ -187,7 +187,7 @@ def test_a_termination_without_effect_is_repeated(times: int) -> None:
     it = scene("ab", endings=["nothing"] * times)
     it.tear_down()
     assert it.cloud.asked == [["a", "b"]] * (times + 1)
-    assert [told for told in it.page.told if told[0] == "ending"] == [("ending", "a"), ("ending", "b")]
+    assert [entry for entry in it.page.entries if entry[0] == "ending"] == [("ending", "a"), ("ending", "b")]
     assert it.time.pauses == sorted(it.time.pauses)
     assert (it.time.pauses[0], max(it.time.pauses) <= 2.0) == (0.2, True)
 
@@ -197,7 +197,7 @@ def test_only_machines_that_are_left_are_requested_again() -> None:
     it = scene("abcd", endings=["half", "half"])
     it.tear_down()
     assert it.cloud.asked == [["a", "b", "c", "d"], ["c", "d"], ["d"]]
-    assert [name for what, name in it.page.told if what == "gone"] == ["a", "b", "c", "d"]
+    assert [name for what, name in it.page.entries if what == "gone"] == ["a", "b", "c", "d"]
 
 
 def test_a_failed_listing_proves_nothing() -> None:
@@ -233,7 +233,11 @@ def test_a_machine_that_only_the_listing_has_is_ended_too() -> None:
     it = scene("abz", known="ab")
     it.tear_down()
     assert it.cloud.billed == set()
-    assert it.page.told.index(("found", "z")) < it.page.told.index(("ending", "z")) < it.page.told.index(("gone", "z"))
+    assert (
+        it.page.entries.index(("found", "z"))
+        < it.page.entries.index(("ending", "z"))
+        < it.page.entries.index(("gone", "z"))
+    )
 
 
 def test_a_machine_listed_after_the_first_termination_is_ended_too() -> None:
@@ -249,17 +253,17 @@ def test_a_pool_without_machines_needs_no_request() -> None:
     it = scene("")
     it.tear_down()
     assert it.cloud.asked == []
-    assert it.page.told == []
+    assert it.page.entries == []
 
 
 def test_a_second_teardown_requests_nothing() -> None:
     """The second call finds no machine."""
     it = scene("ab")
     it.tear_down()
-    told = list(it.page.told)
+    entries = list(it.page.entries)
     it.tear_down()
     assert it.cloud.asked == [["a", "b"]]
-    assert it.page.told == told
+    assert it.page.entries == entries
 
 
 def test_a_second_teardown_finishes_an_interrupted_one() -> None:

@@ -72,11 +72,11 @@ class Cloud:
 class Witness:
     """A witness that records which machines are gone, and why."""
 
-    told: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    entries: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     error: Exception | None = None
 
     def gone(self, instance_ids: Iterable[str], evidence: str) -> None:
-        self.told += [(instance_id, evidence) for instance_id in instance_ids]
+        self.entries += [(instance_id, evidence) for instance_id in instance_ids]
         if self.error is not None:
             raise self.error
 
@@ -111,7 +111,7 @@ def test_a_machine_that_ends_at_once_is_requested_once(terminations: Termination
     """The thread ends, and the other machine of the pool stays."""
     cloud = Cloud(there={"a", "b"})
     assert terminations.end("a", cloud).over.is_set()
-    assert (cloud.asked, cloud.there, witness.told) == ([["a"]], {"b"}, [("a", LISTED_NO_MORE)])
+    assert (cloud.asked, cloud.there, witness.entries) == ([["a"]], {"b"}, [("a", LISTED_NO_MORE)])
     assert not repeaters()
 
 
@@ -133,7 +133,7 @@ def test_a_machine_that_does_not_end_is_requested_again(
     """The termination is repeated until a listing lacks the machine. Then the thread ends."""
     cloud = Cloud(there={"a", "b"}, **copy.deepcopy(trouble))
     assert terminations.end("a", cloud).over.wait(30)
-    assert (cloud.asked, cloud.there, witness.told) == ([["a"]] * times, {"b"}, [("a", LISTED_NO_MORE)])
+    assert (cloud.asked, cloud.there, witness.entries) == ([["a"]] * times, {"b"}, [("a", LISTED_NO_MORE)])
     wait_until(lambda: not repeaters(), "the thread to end")
 
 
@@ -142,7 +142,7 @@ def test_a_listing_is_not_believed_before_a_request_was_accepted(terminations: T
     cloud = Cloud(failures=[ConnectionError("503")] * 3)
     assert terminations.end("late", cloud).over.wait(30)
     assert len(cloud.asked) == 4
-    assert witness.told == [("late", LISTED_NO_MORE)]
+    assert witness.entries == [("late", LISTED_NO_MORE)]
 
 
 @pytest.mark.parametrize("ids", [["a"], []])
@@ -151,7 +151,7 @@ def test_a_provider_that_confirms_is_not_listed(terminations: Terminations, witn
     cloud = Cloud(terminate_confirms=True, outages=10**6, failures=[InstancesLeft("it does not answer", ids)] * 2)
     assert terminations.end("a", cloud).over.wait(30)
     assert len(cloud.asked) == 3
-    assert witness.told == [("a", CONFIRMED)]
+    assert witness.entries == [("a", CONFIRMED)]
 
 
 def test_many_machines_are_in_one_request(terminations: Terminations, witness: Witness) -> None:
@@ -167,7 +167,7 @@ def test_many_machines_are_in_one_request(terminations: Terminations, witness: W
     cloud.failures.append(left)
     cloud.hold.set()
     assert all(one.over.wait(30) for one in all_of_them)
-    assert sorted(name for name, _ in witness.told) == ["a", "b", "c"]
+    assert sorted(name for name, _ in witness.entries) == ["a", "b", "c"]
     assert cloud.there == set()
 
 
@@ -182,7 +182,7 @@ def test_the_work_before_the_request_may_fail(
         raise ZeroDivisionError
 
     assert terminations.end_in_thread("a", cloud, "skyward-end-0", fail).over.wait(30)
-    assert witness.told == [("a", LISTED_NO_MORE)]
+    assert witness.entries == [("a", LISTED_NO_MORE)]
 
 
 def test_an_error_of_the_ledger_does_not_stop_a_termination(terminations: Terminations, witness: Witness) -> None:
@@ -190,7 +190,7 @@ def test_an_error_of_the_ledger_does_not_stop_a_termination(terminations: Termin
     witness.error = LeaseLost("judged dead")
     cloud = Cloud(there={"a"}, lingers=2)
     assert terminations.end("a", cloud).over.wait(30)
-    assert len(witness.told) == 1
+    assert len(witness.entries) == 1
 
 
 def test_the_end_of_the_pool_stops_all_requests(terminations: Terminations, witness: Witness) -> None:
@@ -205,7 +205,7 @@ def test_the_end_of_the_pool_stops_all_requests(terminations: Terminations, witn
     asked = len(cloud.asked)
     assert terminations.end("b", cloud).over.is_set()
     assert cloud.asked[asked:] == [["b"]]
-    assert witness.told == []
+    assert witness.entries == []
     assert not repeaters()
 
 

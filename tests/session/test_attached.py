@@ -22,7 +22,7 @@ import pytest
 import skyward_core as sky
 from skyward_core.machines.instances import Lease
 from skyward_core.transport import ssh_transport
-from tests.conftest import Told, processes_by_tag, shared, wait_until
+from tests.conftest import RecordedEvents, processes_by_tag, shared, wait_until
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
@@ -47,7 +47,7 @@ def rank() -> int:
 
 
 @sky.compute
-def told_until(path: str) -> str:
+def runs_until(path: str) -> str:
     """Print a line, wait for a file to appear, print another line."""
     print("begun", flush=True)
     Path(f"{path}-begun").touch()
@@ -113,9 +113,9 @@ def test_an_attached_pool_computes(opened_pool: sky.ComputePool, form: Callable[
 
     Leaving it leaves the opener's pool open.
     """
-    told, elsewhere = Told(), Told()
+    recorded, elsewhere = RecordedEvents(), RecordedEvents()
     with (
-        sky.ComputePool.attach(form(opened_pool.lease), on_event=told) as pool,
+        sky.ComputePool.attach(form(opened_pool.lease), on_event=recorded) as pool,
         sky.ComputePool.attach(opened_pool.lease, on_event=elsewhere),
     ):
         assert (pool.is_active, pool.instance_count, pool.lease) == (True, 2, opened_pool.lease)
@@ -124,7 +124,7 @@ def test_an_attached_pool_computes(opened_pool: sky.ComputePool, form: Callable[
         assert pool.map(doubled, range(50)) == [2 * number for number in range(50)]
         call = pool.submit(doubled(1))
         assert call.result() == 2
-        assert told.lines(call.call_id) == ["twice 1"]
+        assert recorded.lines(call.call_id) == ["twice 1"]
         assert elsewhere.of(sky.LogLine) == []
     assert not pool.is_active
     with pytest.raises(sky.PoolClosed):
@@ -135,17 +135,17 @@ def test_an_attached_pool_computes(opened_pool: sky.ComputePool, form: Callable[
 
 def test_clients_get_only_their_own_results_and_lines(opened_pool: sky.ComputePool) -> None:
     """Three clients run maps at the same time. Each gets its own results, and the lines of its own calls only."""
-    tolds = [Told() for _ in range(3)]
+    recorders = [RecordedEvents() for _ in range(3)]
     with contextlib.ExitStack() as stack:
-        pools = [stack.enter_context(sky.ComputePool.attach(opened_pool.lease, on_event=told)) for told in tolds]
+        pools = [stack.enter_context(sky.ComputePool.attach(opened_pool.lease, on_event=sink)) for sink in recorders]
         futures = [
             pool.submit_all([doubled(1000 * index + number) for number in range(100)])
             for index, pool in enumerate(pools)
         ]
         for index, its in enumerate(futures):
             assert [future.result(30) for future in its] == [2 * (1000 * index + number) for number in range(100)]
-    for index, told in enumerate(tolds):
-        assert {event.line for event in told.of(sky.LogLine)} == {
+    for index, sink in enumerate(recorders):
+        assert {event.line for event in sink.of(sky.LogLine)} == {
             f"twice {1000 * index + number}" for number in range(100)
         }
 
@@ -156,7 +156,7 @@ def test_the_calls_of_a_client_that_leaves_are_ended(opened_pool: sky.ComputePoo
     """
     pool = sky.ComputePool.attach(opened_pool.lease)
     futures = pool.submit_all(
-        [told_until(str(tmp_path / str(number))) for number in range(2)] + [touched(str(tmp_path / "never"))]
+        [runs_until(str(tmp_path / str(number))) for number in range(2)] + [touched(str(tmp_path / "never"))]
     )
     wait_until(lambda: (tmp_path / "0-begun").exists() and (tmp_path / "1-begun").exists(), "both to run")
     pool.close()
@@ -203,7 +203,7 @@ def test_a_detached_call_has_a_state_and_a_log(
     The result can be read more than once, until the call is forgotten.
     """
     go = tmp_path / "go"
-    started = opened_pool.start_detached(told_until(str(go)))
+    started = opened_pool.start_detached(runs_until(str(go)))
     found = attached_pool.detached_call(started.call_id)
     wait_until(lambda: found.log() == ["begun"], "the first line")
     assert (found.state, started.state) == ("running", "running")
@@ -263,7 +263,7 @@ def test_a_detached_call_that_waits_is_cancelled(
     opened_pool: sky.ComputePool, attached_pool: sky.ComputePool, tmp_path: Path
 ) -> None:
     """It never begins. A running call is stopped; the others continue, and an ended call does not change."""
-    running = [opened_pool.start_detached(told_until(str(tmp_path / f"go{number}"))) for number in range(2)]
+    running = [opened_pool.start_detached(runs_until(str(tmp_path / f"go{number}"))) for number in range(2)]
     wait_until(lambda: all(call.log() for call in running), "both to run")
     waiting = [opened_pool.start_detached(touched(str(tmp_path / f"never{number}"))) for number in range(3)]
     assert [call.state for call in waiting] == ["waiting"] * 3
@@ -563,7 +563,7 @@ def other_process(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
 def open_and_wait(path: str) -> None:
     """Open a pool, start a call detached, print both, and wait to be killed."""
     pool = sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", lease_seconds=LEASE_SECONDS).open()
-    call = pool.start_detached(told_until(path))
+    call = pool.start_detached(runs_until(path))
     wait_until(lambda: call.log(), "the call to run")
     print(f"{pool.lease.model_dump_json()}\n{call.call_id}", flush=True)
     time.sleep(60)
@@ -574,7 +574,7 @@ def attach_and_wait(path: str) -> None:
     wait to be killed.
     """
     with sky.ComputePool.attach(sys.stdin.readline()) as pool:
-        pool.submit(told_until(path))
+        pool.submit(runs_until(path))
         print("attached", flush=True)
         time.sleep(60)
 

@@ -20,7 +20,7 @@ from skyward_core.machines.instances import Lease
 from skyward_core.session import session
 from skyward_core.session.session import Session
 from skyward_core.session.state import SessionState
-from tests.conftest import Told
+from tests.conftest import RecordedEvents
 
 OVER_BUDGET = sky.BudgetExceeded("the money is used up: the pool has closed", "team")
 
@@ -30,8 +30,8 @@ class World:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.done: list[str] = []
-        self.told = Told()
-        self.opened = opened = Session(sky.PoolSpec.of(display="quiet", lease_seconds=60), [sky.Local()], self.told)
+        self.recorded = RecordedEvents()
+        self.opened = opened = Session(sky.PoolSpec.of(display="quiet", lease_seconds=60), [sky.Local()], self.recorded)
         self.hooks: dict[str, Any] = {}
         """What happens during each action, by the action's name."""
         do = self.do
@@ -43,7 +43,7 @@ class World:
             close=lambda error: do(f"closed with {type(error).__name__}"), leave=lambda _: do("left")
         )  # type: ignore[assignment]
         opened.recovery = SimpleNamespace(stop=lambda: None, join=lambda: None)  # type: ignore[assignment]
-        opened._bookkeeping.book = SimpleNamespace(live_by_lease=lambda _: do("ledger told"), note=lambda: None)  # type: ignore[assignment]
+        opened._bookkeeping.book = SimpleNamespace(live_by_lease=lambda _: do("ledger updated"), note=lambda: None)  # type: ignore[assignment]
         monkeypatch.setattr(opened._bookkeeping, "close_book", lambda: do("written down"))
         monkeypatch.setattr(opened._bookkeeping, "paid_for", self._paid_for)
         monkeypatch.setattr(opened.meter, "final", lambda: CostFinal(1.0, 1.0, 1.0, 0, 1, 0.0))
@@ -61,11 +61,11 @@ class World:
 
     @contextlib.contextmanager
     def _living_alone(self, *_: Any) -> Generator[None]:
-        self.do("nodes told")
+        self.do("nodes informed")
         try:
             yield
         except BaseException:
-            self.do("nodes told again")
+            self.do("nodes informed again")
             raise
 
     def in_a_thread(self, what: Any, *given: Any) -> None:
@@ -105,25 +105,25 @@ def test_a_pool_whose_money_is_used_up_while_it_is_detached_ends(world: World) -
     """Until the transaction commits, the owner can end the pool: the nodes receive their end again, the machines end,
     and no lease is returned.
     """
-    world.hooks["nodes told"] = world.stop
+    world.hooks["nodes informed"] = world.stop
     with pytest.raises(sky.BudgetExceeded, match="used up"):
         world.opened.detach(600)
-    assert world.done == ["nodes told", "nodes told again", *GIVEN_BACK]
+    assert world.done == ["nodes informed", "nodes informed again", *GIVEN_BACK]
     assert not world.opened.is_running
     assert world.opened.events.flush()
-    assert len(world.told.of(CostFinal)) == 1
+    assert len(world.recorded.of(CostFinal)) == 1
 
 
 def test_a_pool_that_was_detached_is_not_stopped(world: World) -> None:
     """After the transaction has committed, no thread ends the machines of a lease, and the calls of other clients
     continue.
     """
-    world.hooks["ledger told"] = world.stop
+    world.hooks["ledger updated"] = world.stop
     lease = world.opened.detach(600)
     assert lease.expires_at is not None
     world.stop()
     world.opened.release()
-    assert world.done == ["nodes told", "ledger told", "left"]
+    assert world.done == ["nodes informed", "ledger updated", "left"]
     assert world.opened._claims.state is SessionState.DETACHED
 
 
@@ -134,13 +134,13 @@ def test_a_stop_wins_over_a_detach_that_the_ledger_refuses(world: World) -> None
         world.stop()
         raise sky.LedgerError("the disk is full")
 
-    world.hooks["nodes told"] = lambda: None
-    world.hooks["ledger told"] = refuses
+    world.hooks["nodes informed"] = lambda: None
+    world.hooks["ledger updated"] = refuses
     with pytest.raises(sky.LedgerError):
         world.opened.detach(600)
     assert world.opened.is_running  # no request was waiting: the clock checks again in a second
     world.stop()
-    assert world.done == ["nodes told", "ledger told", "nodes told again", *GIVEN_BACK]
+    assert world.done == ["nodes informed", "ledger updated", "nodes informed again", *GIVEN_BACK]
 
 
 def test_a_detach_that_fails_leaves_the_pool_open(world: World) -> None:
@@ -150,7 +150,7 @@ def test_a_detach_that_fails_leaves_the_pool_open(world: World) -> None:
         def fails(error: BaseException = error) -> None:
             raise error
 
-        world.hooks["nodes told"] = fails
+        world.hooks["nodes informed"] = fails
         with pytest.raises(type(error)):
             world.opened.detach(600)
         assert world.opened._claims.state is SessionState.OPEN
@@ -162,7 +162,7 @@ def test_a_signal_handler_may_close_a_pool_that_is_being_detached(world: World) 
     """The handler runs in the thread that detaches. Neither waits for the other, and no lease of ended machines is
     returned.
     """
-    for moment in ("nodes told", "ledger told"):
+    for moment in ("nodes informed", "ledger updated"):
         world.opened._claims.state = SessionState.OPEN
         world.hooks[moment] = lambda: world.opened.stop("the pool was closed")
         with pytest.raises(sky.PoolClosed, match="closed while it was detached"):
@@ -173,10 +173,10 @@ def test_a_signal_handler_may_close_a_pool_that_is_being_detached(world: World) 
 
 def test_a_pool_that_is_to_be_terminated_is_not_detached(world: World) -> None:
     """A kill hook may run during the detach."""
-    world.hooks["nodes told"] = lambda: setattr(world.opened._claims, "is_to_end", True)
+    world.hooks["nodes informed"] = lambda: setattr(world.opened._claims, "is_to_end", True)
     with pytest.raises(sky.PoolClosed, match="terminate_now"):
         world.opened.detach(600)
-    assert world.done == ["nodes told", "nodes told again"]
+    assert world.done == ["nodes informed", "nodes informed again"]
 
 
 def test_a_close_that_fails_at_the_programs_end_is_one_clear_line(
@@ -211,9 +211,9 @@ def test_a_pool_that_must_end_at_the_end_of_its_opening_does_not_open(monkeypatc
 
     monkeypatch.setattr(session.OpeningLimits, "start", lambda limits: None)
     monkeypatch.setattr(session.OpeningLimits, "end", end)
-    told = Told()
-    pool = sky.ComputePool(provider=sky.Local(), display="quiet", on_event=told)
+    recorded = RecordedEvents()
+    pool = sky.ComputePool(provider=sky.Local(), display="quiet", on_event=recorded)
     with pytest.raises(sky.BudgetExceeded, match="the money is used up"):
         pool.open()
-    (created,) = told.of(sky.InfraCreating)
+    (created,) = recorded.of(sky.InfraCreating)
     assert sky.Local().instances(created.pool_id) == []

@@ -180,8 +180,8 @@ def main(words: list[str]) -> int:
                 raise Refused(1, "Unknown Error")
             code = _do(words, state)
     except Refused as error:
-        code, told = error.args
-        print(told)
+        code, message = error.args
+        print(message)
     if stops == "after":
         _stop(by)
     return code

@@ -12,7 +12,7 @@ mount -t overlay -o "lowerdir=/,upperdir=$disk/upper,workdir=$disk/work" overlay
 
 mount -t proc proc "$root/proc"
 mount -t sysfs -o ro sysfs "$root/sys"
-case $CGROUPS in # so that whoever asks for the memory limit inside finds it
+case $CGROUPS in # so that a process inside finds the memory limit
 1)
   mount -t tmpfs -o mode=755 cgroups "$root/sys/fs/cgroup"
   mkdir "$root/sys/fs/cgroup/memory"

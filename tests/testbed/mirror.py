@@ -159,8 +159,8 @@ def _filled(folder: Path, requirements: Sequence[str]) -> Path:
     """Return the folder that holds these wheels and this interpreter. It is filled by one process at a time, and
     atomically.
     """
-    wish = [RECIPE, sorted(requirements), sys.version, sys.base_prefix, platform.machine()]
-    site = folder / f"mirror-{hashlib.sha256(json.dumps(wish).encode()).hexdigest()[:12]}"
+    requested = [RECIPE, sorted(requirements), sys.version, sys.base_prefix, platform.machine()]
+    site = folder / f"mirror-{hashlib.sha256(json.dumps(requested).encode()).hexdigest()[:12]}"
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder / "lock"):
         if not site.is_dir():

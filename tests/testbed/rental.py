@@ -246,13 +246,13 @@ def _boot(host: Host, instance: Instance, startup: str) -> None:
     Raises RuntimeError with the host's output.
     """
     assert instance.directory is not None
-    told = {
+    environment = {
         "SKYWARD_INSTANCE_ID": instance.id,
         "SKYWARD_POOL_ID": instance.pool_id,
         "SKYWARD_RANK": str(instance.rank),
         "SKYWARD_INSTANCE_DIRECTORY": instance.directory,
     }
-    variables = shlex.join(f"{name}={value}" for name, value in told.items())
+    variables = shlex.join(f"{name}={value}" for name, value in environment.items())
     done = host.run(BOOT.format(directory=shlex.quote(instance.directory), variables=variables), text=startup)
     if done.returncode:
         raise RuntimeError(

@@ -63,11 +63,11 @@ def test_a_bare_host_becomes_a_node(host, mirror):
     said(host, f"/root/uv venv --quiet --python {HERE} /root/venv")
     install = f"/root/uv pip install --quiet --python {PYTHON} {shlex.join(runtime_pins())} numpy {PURE_PACKAGE}"
     said(host, install)
-    told = said(
+    output = said(
         host,
         f"{PYTHON} -c 'import distributed, numpy, six, ssl, sqlite3, sys; print(sys.base_prefix, *sys.version_info[:3])'",
     )
-    assert told.split() == [
+    assert output.split() == [
         f"/root/.local/share/uv/python/cpython-{HERE}-linux-x86_64-gnu",
         *map(str, sys.version_info[:3]),
     ]

@@ -266,15 +266,15 @@ def test_a_command_returns_its_exit_code_and_output(connection):
 
 def test_lines_are_delivered_while_the_command_runs(connection, tmp_path):
     """The callback gets a line before the command ends: here the command waits for the callback's effect."""
-    told = []
+    lines = []
 
     def on_line(line: str) -> None:
-        told.append((line, threading.current_thread()))
+        lines.append((line, threading.current_thread()))
         (tmp_path / "go").touch()
 
     command = "echo grüße; while ! [ -e go ]; do sleep 0.01; done; printf 'two\\r\\nno end'"
     assert connection.run(command, on_line=on_line, timeout_seconds=60).exit_code == 0
-    assert told == [(line, threading.current_thread()) for line in ("grüße", "two", "no end")]
+    assert lines == [(line, threading.current_thread()) for line in ("grüße", "two", "no end")]
 
 
 def test_input_of_every_kind_reaches_the_command(connection, tmp_path):
@@ -333,9 +333,9 @@ def test_more_commands_than_sessions_wait_for_a_free_session(connection):
 
 def test_only_the_end_of_delivered_lines_is_kept(connection):
     """A command may be followed for days: its output is not collected here."""
-    told: list[str] = []
-    completed = connection.run("seq 500000", on_line=told.append, timeout_seconds=30)  # 3.3 MiB
-    assert told == [str(n) for n in range(1, 500001)]
+    lines: list[str] = []
+    completed = connection.run("seq 500000", on_line=lines.append, timeout_seconds=30)  # 3.3 MiB
+    assert lines == [str(n) for n in range(1, 500001)]
     assert completed.output.endswith("\n499999\n500000\n")
     assert 64 * 1024 <= len(completed.output) < 2 * MIB
 

@@ -29,7 +29,7 @@ from skyward_core.transport.ssh_transport import SSHConnections, SSHTransport
 from skyward_core.transport.transport import LocalTransport
 from skyward_core.worker.watchdog import uptime, write_lease
 from skyward_core.worker.wire import Parcel
-from tests.conftest import Told, wait_until
+from tests.conftest import RecordedEvents, wait_until
 from tests.testbed import Fleet, Host
 from tests.testbed.fixtures import fleet  # noqa: F401 - a fixture
 from tests.testbed.rental import Cloud
@@ -47,7 +47,7 @@ class Way:
     transport: SSHTransport
     instance: Instance
     host: Host
-    told: Told = field(default_factory=Told)
+    recorded: RecordedEvents = field(default_factory=RecordedEvents)
     lines: list[str] = field(default_factory=list)
 
     @property
@@ -55,7 +55,7 @@ class Way:
         """The node's directory, as this machine sees it."""
         return self.host.root / str(self.instance.directory).lstrip("/")
 
-    def has_told(self, line: str) -> bool:
+    def has_emitted(self, line: str) -> bool:
         self.lines += self.transport.new_lines()
         return line in self.lines
 
@@ -74,7 +74,7 @@ def cloud(fleet: Fleet) -> Iterator[Cloud]:
 @pytest.fixture
 def lead(cloud: Cloud) -> Iterator[Callable[..., Way]]:
     """Make a transport to a new host with a guard."""
-    told = Told()
+    recorded = RecordedEvents()
     made: list[SSHConnections] = []
     transports: list[SSHTransport] = []
 
@@ -84,9 +84,9 @@ def lead(cloud: Cloud) -> Iterator[Callable[..., Way]]:
         (instance,) = provider.launch(
             offer, 1, {"skyward-pool": "sky-ways", "skyward-rank": "0"}, guard_script(lease_seconds, None, "poweroff")
         )
-        made.append(SSHConnections(lease_seconds, told, lambda: False, paid_seconds))
+        made.append(SSHConnections(lease_seconds, recorded, lambda: False, paid_seconds))
         transports.append(made[-1].transport(instance))
-        return Way(transports[-1], instance, cloud.host(instance.id), told)
+        return Way(transports[-1], instance, cloud.host(instance.id), recorded)
 
     yield lead
     for transport in transports:
@@ -131,8 +131,8 @@ def test_a_script_is_started_once_and_followed_to_its_end(lead, monkeypatch):
         f'ls "$SKYWARD_HOME/ship/{shipped_archive().name}/skyward_core/transport/ssh_transport.py"\n'
         "exit 7\n"
     )
-    way.transport.start(script, timeout_seconds=60, emit=way.told)
-    wait_until(lambda: way.has_told("::skyward exited 7"), "the end of the script")
+    way.transport.start(script, timeout_seconds=60, emit=way.recorded)
+    wait_until(lambda: way.has_emitted("::skyward exited 7"), "the end of the script")
     assert len(starts) == 2
     home = str(way.instance.directory).partition("/instances/")[0]
     ours = [
@@ -163,8 +163,8 @@ def test_a_host_gets_the_uv_of_its_own_architecture(lead, monkeypatch, tmp_path,
     uname = way.host.root / "usr/local/bin/uname"
     uname.write_text(f"#!/bin/sh\ncase $1 in -s) echo {kind.split()[0]} ;; -m) echo {kind.split()[1]} ;; esac\n")
     uname.chmod(0o755)
-    way.transport.start('echo "uv is ${SKYWARD_UV:-to be found}"\nexit 7\n', timeout_seconds=60, emit=way.told)
-    wait_until(lambda: way.has_told("::skyward exited 7"), "the end of the script")
+    way.transport.start('echo "uv is ${SKYWARD_UV:-to be found}"\nexit 7\n', timeout_seconds=60, emit=way.recorded)
+    wait_until(lambda: way.has_emitted("::skyward exited 7"), "the end of the script")
     sent = way.directory.parent.parent / "uv/bin/uv"
     assert fetched == ([file] if file else [])
     assert sent.exists() is (file is not None)
@@ -190,13 +190,13 @@ def test_a_running_script_is_not_touched_by_a_second_request_to_start_it(lead):
         return ask(text, words, **settings)
 
     way.transport._command = remember
-    way.transport.start(script, timeout_seconds=60, emit=way.told)
-    wait_until(lambda: way.has_told("runs"), "the script to run")
+    way.transport.start(script, timeout_seconds=60, emit=way.recorded)
+    wait_until(lambda: way.has_emitted("runs"), "the script to run")
     for part in (script[:20], ""):
         ask(ssh_transport.START, asked[0], stdin=part)
     (way.directory / "go").touch()
     wait_until(
-        lambda: way.has_told("::skyward exited 7") or way.has_told("::skyward exited 0"), "the end of the script"
+        lambda: way.has_emitted("::skyward exited 7") or way.has_emitted("::skyward exited 0"), "the end of the script"
     )
     assert way.lines[-1] == "::skyward exited 7"
 
@@ -214,11 +214,11 @@ def test_a_part_of_a_script_is_not_started(lead):
 
     way.transport._command = lose_half
     with pytest.raises(CommandFailed, match="could not run a command of ours"):
-        way.transport.start("exit 6\nexit 7\n", timeout_seconds=60, emit=way.told)
+        way.transport.start("exit 6\nexit 7\n", timeout_seconds=60, emit=way.recorded)
     assert not list(way.directory.glob("bootstrap*"))
     way.transport._command = ask
-    way.transport.start("exit 6\nexit 7\n", timeout_seconds=60, emit=way.told)
-    wait_until(lambda: way.has_told("::skyward exited 6"), "the end of the script")
+    way.transport.start("exit 6\nexit 7\n", timeout_seconds=60, emit=way.recorded)
+    wait_until(lambda: way.has_emitted("::skyward exited 6"), "the end of the script")
 
 
 def test_on_a_full_disk_a_script_can_still_report_its_failure(lead):
@@ -230,9 +230,9 @@ def test_on_a_full_disk_a_script_can_still_report_its_failure(lead):
     way.transport.start(
         shell.script(shell.prelude(), "skyward_phase deps", fill, "skyward_run cp /etc/passwd /root"),
         timeout_seconds=60,
-        emit=way.told,
+        emit=way.recorded,
     )
-    wait_until(lambda: way.has_told("::skyward exited 1"), "the end of the script")
+    wait_until(lambda: way.has_emitted("::skyward exited 1"), "the end of the script")
     last = [line for line in way.lines if line != "x"][-3:]
     assert last[0] == "The disk that holds /root/.cache/skyward is full, or nearly so."
     assert last[1:] == ["::skyward failed phase=deps exit=1 command=cp /etc/passwd /root", "::skyward exited 1"]
@@ -255,7 +255,7 @@ def test_closing_ends_waiting_threads_and_leaves_the_node_alone(lead):
 
     def start() -> None:
         try:
-            way.transport.start("true", timeout_seconds=60, emit=way.told)
+            way.transport.start("true", timeout_seconds=60, emit=way.recorded)
         except Unreachable as error:
             caught.append(error)
 
@@ -361,7 +361,7 @@ def test_the_keeper_goes_on_after_any_error(lead, monkeypatch, caplog):
     way.transport.join(timeout_seconds=60)
     wait_until(lambda: len(tries) > 4, "it to go on")
     assert caplog.text.count("the lease of node 0 could not be renewed") == 1
-    assert way.told.of(ContactLost) == []
+    assert way.recorded.of(ContactLost) == []
 
 
 def test_each_sign_of_life_has_the_paid_time_of_the_node(lead):
@@ -410,13 +410,13 @@ def test_each_line_of_the_log_is_delivered_once_however_often_the_connection_is_
             log.write(f"line {number}\n")
             log.flush()
             if number % 20 == 10:
-                wait_until(lambda number=number: way.has_told(f"line {number}"), f"line {number}")
+                wait_until(lambda number=number: way.has_emitted(f"line {number}"), f"line {number}")
                 way.hang_up()
-    wait_until(lambda: way.has_told("line 59"), "the last line")
+    wait_until(lambda: way.has_emitted("line 59"), "the last line")
     assert way.lines == [f"line {number}" for number in range(60)]
     (way.directory / "log").rename(way.directory / "old")
     (way.directory / "log").write_text("line 60\n")
-    wait_until(lambda: way.has_told("line 60"), "the line of another file")
+    wait_until(lambda: way.has_emitted("line 60"), "the line of another file")
     assert [line for line in way.lines if not line.startswith("line ")] == []
 
 
@@ -428,7 +428,7 @@ def test_a_line_is_delivered_soon(way):
             log.write(f"line {number}\n")
             log.flush()
             written_at = time.monotonic()
-            wait_until(lambda number=number: way.has_told(f"line {number}"), f"line {number}")
+            wait_until(lambda number=number: way.has_emitted(f"line {number}"), f"line {number}")
             waits.append(time.monotonic() - written_at)
     assert sorted(waits)[2] < 0.5
 
@@ -453,12 +453,12 @@ def test_a_node_that_refuses_us_counts_as_silent_until_it_accepts(way, monkeypat
     keys = way.host.root / "root/.ssh/authorized_keys"
     ours = keys.read_text()
     way.hang_up(": >/root/.ssh/authorized_keys")
-    wait_until(lambda: way.told.of(ContactLost), "ContactLost")
+    wait_until(lambda: way.recorded.of(ContactLost), "ContactLost")
     with pytest.raises(ConnectionLost):
         way.transport.write("settings.json", "")
     keys.write_text(ours)
-    wait_until(lambda: way.told.of(ContactRegained), "ContactRegained")
-    (lost,), (regained,) = way.told.of(ContactLost), way.told.of(ContactRegained)
+    wait_until(lambda: way.recorded.of(ContactRegained), "ContactRegained")
+    (lost,), (regained,) = way.recorded.of(ContactLost), way.recorded.of(ContactRegained)
     assert (lost.instance_id, lost.node, regained.instance_id) == (way.instance.id, 0, way.instance.id)
     assert "refuses our keys" in lost.reason
     assert 0 < regained.seconds < 20
@@ -501,7 +501,7 @@ def test_values_go_to_the_nodes_memory_and_come_back(lead):
     there. A released value is removed too.
     """
     way = lead()
-    way.transport.start("true", timeout_seconds=60, emit=way.told)
+    way.transport.start("true", timeout_seconds=60, emit=way.recorded)
     memory = way.host.root / way.transport.value_directories[0].lstrip("/")
     there = way.transport.put(_parcel(MIB))
     assert [path.name for path in memory.iterdir()] == [Path(str(there.path)).name]
@@ -521,7 +521,7 @@ def test_the_nodes_folder_in_memory_has_a_name_that_other_users_cannot_guess(lea
     way = lead()
     squatted = [f"/dev/shm/skyward-node-{way.instance.id}", f"/dev/shm/skyward-0-{way.instance.id}"]
     assert way.host.run(f"setpriv --reuid=nobody --clear-groups mkdir -m 777 {' '.join(squatted)}").returncode == 0
-    way.transport.start("true", timeout_seconds=60, emit=way.told)
+    way.transport.start("true", timeout_seconds=60, emit=way.recorded)
     memory, directory = way.transport.value_directories
     assert directory == way.instance.directory
     assert re.fullmatch(rf"/dev/shm/skyward-[A-Za-z0-9]{{10}}-{way.instance.id}", memory)
@@ -539,7 +539,7 @@ def test_a_value_goes_to_disk_if_memory_is_full_and_is_refused_if_both_are(lead)
     part of the value is left.
     """
     way = lead()
-    way.transport.start("true", timeout_seconds=60, emit=way.told)
+    way.transport.start("true", timeout_seconds=60, emit=way.recorded)
     there = way.transport.put(_parcel(MIB))
     (way.host.root / "dev/shm/filler").write_bytes(b"")
     way.host.run("head -c 300M /dev/zero >/dev/shm/filler")

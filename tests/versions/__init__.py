@@ -196,13 +196,13 @@ def _smoked(trial: Trial, log: Path) -> int | None:
 
 def versions(trial: Trial) -> dict[str, str]:
     """Return the versions installed in a trial's environment."""
-    told = subprocess.run(
+    output = subprocess.run(
         [uv.find_uv_bin(), "pip", "freeze", "--quiet", "--python", str(trial.interpreter)],
         capture_output=True,
         text=True,
         check=True,
     ).stdout
-    return dict(line.split("==", 1) for line in told.splitlines() if "==" in line)
+    return dict(line.split("==", 1) for line in output.splitlines() if "==" in line)
 
 
 def _locked() -> dict[str, str]:
@@ -246,21 +246,21 @@ def blamed(
     frames = [match for match in re.findall(r"site-packages/([A-Za-z0-9_]+)", log)]
     missing = re.findall(r"No module named '([A-Za-z0-9_]+)", log)
     innermost = list(dict.fromkeys([*reversed(missing), *reversed(frames)]))
-    told = [
+    suspects = [
         f"{name} {installed.get(name, 'missing')}{f' (locked: {locked[name]})' if locked.get(name) not in (None, installed.get(name)) else ''}"
         for module in innermost
         if not module.startswith("skyward")
         if (name := names.get(module.lower(), module.replace("_", "-") if module in missing else ""))
     ]
-    if not told:
+    if not suspects:
         return "no package stands in a traceback"
-    others = sorted((needs or {}).get(told[0].split()[0], ()))
+    others = sorted((needs or {}).get(suspects[0].split()[0], ()))
     changed = [
         f"{name} {its} (locked: {locked[name]})"
         for name in others
         if name in locked and (its := installed.get(name, "missing")) != locked[name]
     ]
-    return f"look at {', '.join(told[:4])}{f'; changed below {told[0].split()[0]}: {", ".join(changed)}' if changed else ''}"
+    return f"look at {', '.join(suspects[:4])}{f'; changed below {suspects[0].split()[0]}: {", ".join(changed)}' if changed else ''}"
 
 
 def _tail(text: str, lines: int = 25) -> str:

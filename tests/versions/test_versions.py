@@ -120,8 +120,8 @@ def test_only_the_lowest_versions_may_stop_ci(
     monkeypatch.setattr(versions.subprocess, "run", built)
     monkeypatch.setattr(versions, "tried", lambda trial, wheel: "look at fastapi 9" if trial.part == "prefect" else "")
     assert versions.main(["newest"]) == 0
-    told = capsys.readouterr().out
-    assert f"prefect, newest versions, Python 3.{sys.version_info.minor}: FAILED (reported only)" in told
-    assert "look at fastapi 9" in told
+    output = capsys.readouterr().out
+    assert f"prefect, newest versions, Python 3.{sys.version_info.minor}: FAILED (reported only)" in output
+    assert "look at fastapi 9" in output
     assert versions.main(["lowest", "newest"]) == 1
     assert "Raise the lower bound" in capsys.readouterr().out

@@ -236,13 +236,13 @@ def test_a_group_is_made_where_the_memory_controller_is_available(
 def test_a_group_on_a_host_is_made_in_the_same_place(case: str, tmp_path: Path) -> None:
     """The shell script finds the same place."""
     own, expected = hierarchy(tmp_path, case)
-    told = subprocess.run(
+    completed = subprocess.run(
         ["sh", "-euc", f'parent=$1\n{ssh_transport.PLACE}\necho "$parent"', "sh", str(own)],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert told.stdout.strip() == expected
+    assert completed.stdout.strip() == expected
 
 
 def test_a_reaper_leaves_the_node_if_the_group_above_takes_no_process(tmp_path: Path) -> None:

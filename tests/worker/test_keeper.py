@@ -238,8 +238,8 @@ def is_gone(pool_id: str, mark: str) -> bool:
 def test_close_ends_processes_that_a_call_has_left(mark: str) -> None:
     """The receipt has the evidence that nothing is left."""
     process, _, pool_id, _ = client(mark, "close")
-    told, _ = process.communicate(timeout=60)
-    assert told in {f"[] local lists it no more: {proof}\n" for proof in (EMPTY_GROUP, EMPTY_TREE)}
+    output, _ = process.communicate(timeout=60)
+    assert output in {f"[] local lists it no more: {proof}\n" for proof in (EMPTY_GROUP, EMPTY_TREE)}
     assert is_gone(pool_id, mark)
 
 
@@ -362,8 +362,8 @@ def test_a_control_group_holds_processes_that_have_lost_their_keepers(mark: str)
     kill_at_once([pid for pid in watchdog.members(instance.id) if pid not in running(mark)])
     wait_until(lambda: not watchdog.members(instance.id), "nothing with a tag to be left")
     asked = "import sys, skyward_core as sky; print([(i.id, i.pool_id, i.rank) for i in sky.Local().instances(sys.argv[1])])"
-    told = subprocess.run([sys.executable, "-c", asked, pool_id], capture_output=True, text=True, check=True).stdout
-    assert told == f"{[(instance.id, pool_id, 0)]}\n"
+    output = subprocess.run([sys.executable, "-c", asked, pool_id], capture_output=True, text=True, check=True).stdout
+    assert output == f"{[(instance.id, pool_id, 0)]}\n"
     assert sky.Local().terminate([instance.id]) == {instance.id: EMPTY_GROUP}
     assert running(mark) == []
     assert listed(instance) == []

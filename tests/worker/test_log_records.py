@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import skyward_core as sky
 from skyward_core.worker.log_records import LogLines, split_records
-from tests.conftest import Told
+from tests.conftest import RecordedEvents
 
 MARK = b"\x1e0123456789abcdef\x1e"
 START = MARK[:-1].decode() + ":"
@@ -50,13 +50,13 @@ def log_and_die() -> None:
     os._exit(3)
 
 
-def test_a_record_arrives_whole_and_with_its_level(pool: sky.ComputePool, told: Told) -> None:
+def test_a_record_arrives_whole_and_with_its_level(pool: sky.ComputePool, recorded: RecordedEvents) -> None:
     """By Python's last resort and by handlers of the call's own. Printed text has no level, and records for other
     outputs stay there.
     """
     future = pool.submit(write_everything())
     future.result()
-    lines = [line for line in told.of(sky.LogLine) if line.call_id == future.call_id]
+    lines = [line for line in recorded.of(sky.LogLine) if line.call_id == future.call_id]
     out = [(line.level, line.line) for line in lines if line.stream == "stdout"]
     assert out == [
         (None, "a line"),

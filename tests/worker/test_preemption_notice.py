@@ -21,7 +21,7 @@ from skyward_core.provisioning.bootstrap import Preparation
 from skyward_core.provisioning.nodes import Nodes
 from skyward_core.worker.preemption_notice import MARK, NOTICE_SECONDS, Kind, MetadataService, Notice, NoticePoller
 from skyward_core.worker.settings import NodeSettings, with_partitions
-from tests.conftest import Told, wait_until
+from tests.conftest import RecordedEvents, wait_until
 from tests.engine.test_recovery import World
 from tests.providers.fake_metadata import FakeMetadata, instance_action, stamp
 
@@ -134,11 +134,11 @@ def test_a_recommendation_that_cannot_be_read_hides_no_notice(service: FakeMetad
     assert [notice.kind for notice in heard.notices] == [Kind.INTERRUPTION, Kind.REBALANCE]
 
 
-@pytest.mark.parametrize("time_told", ["soon", None])
-def test_a_notice_without_a_time_counts(service: FakeMetadata, tmp_path: Path, time_told: str | None) -> None:
+@pytest.mark.parametrize("time_given", ["soon", None])
+def test_a_notice_without_a_time_counts(service: FakeMetadata, tmp_path: Path, time_given: str | None) -> None:
     """Then the machine counts as having the longest time that AWS promises."""
     heard = Heard(service.url)
-    (tmp_path / "instance-action").write_text(json.dumps({"action": "terminate", "time": time_told}))
+    (tmp_path / "instance-action").write_text(json.dumps({"action": "terminate", "time": time_given}))
     heard.look()
     assert heard.notices[0].seconds_left == NOTICE_SECONDS
 
@@ -181,9 +181,9 @@ def test_a_service_that_hangs_or_does_not_exist_does_no_harm(service: FakeMetada
     heard = Heard(service.url, QUICK)
     heard.look(2)
     assert (heard.notices, len(heard.complaints)) == ([], 1)
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        heard = Heard(f"http://127.0.0.1:{nobody.getsockname()[1]}", QUICK)
+    with socket.socket() as unserved:
+        unserved.bind(("127.0.0.1", 0))
+        heard = Heard(f"http://127.0.0.1:{unserved.getsockname()[1]}", QUICK)
         heard.look(2)
     assert (heard.notices, len(heard.complaints)) == ([], 1)
     assert not heard.complaints[0].startswith("skyward: "), "that would be taken for the node's last words"
@@ -267,12 +267,12 @@ def test_a_node_without_calls_is_replaced_at_once(world: World) -> None:
     """Emitted once, held, retired, and replaced by the new machine: all before its time is up, and no call is lost."""
     machine = world.announce(1)
     world.go_on(AT_REST_SECONDS)
-    assert [(event.instance_id, event.node, event.action) for event in world.told.of(sky.PreemptionNoticed)] == [
+    assert [(event.instance_id, event.node, event.action) for event in world.recorded.of(sky.PreemptionNoticed)] == [
         (machine.id, 1, "terminate")
     ]
     assert world.machines.retired == [machine.id]
     assert machine.id in world.former
-    (lost,) = world.told.of(sky.InstanceLost)
+    (lost,) = world.recorded.of(sky.InstanceLost)
     assert "announced" in lost.reason
     assert world.all_are_there()
     assert world.machines.standing_by == {}
@@ -320,7 +320,7 @@ def test_a_machine_that_ends_early_is_an_ordinary_loss(world: World) -> None:
     world.kill(1)
     world.go_on(5)
     assert world.nodes[1] is standing_by
-    (lost,) = world.told.of(sky.InstanceLost)
+    (lost,) = world.recorded.of(sky.InstanceLost)
     assert "announced" in lost.reason
     assert world.machines.retired == []
 
@@ -359,7 +359,7 @@ def test_without_another_machine_the_node_stays_until_its_end(world: World) -> N
     machine = world.announce(1)
     world.go_on(60)
     assert world.machines.retired == []
-    assert any("no machine stands by yet for node 1" in event.message for event in world.told.of(sky.Error))
+    assert any("no machine stands by yet for node 1" in event.message for event in world.recorded.of(sky.Error))
     world.has_capacity = True
     world.go_on(60)
     assert world.machines.retired == [machine.id]
@@ -372,7 +372,7 @@ def test_a_second_notice_changes_nothing(world: World) -> None:
     world.go_on(30)
     machine.notices = (*machine.notices, Notice(Kind.INTERRUPTION, "terminate", 1e9, 60.0))
     world.go_on(30 + LATE_SECONDS + 2 * HOLD_SECONDS)
-    assert len(world.told.of(sky.PreemptionNoticed)) == 1
+    assert len(world.recorded.of(sky.PreemptionNoticed)) == 1
     assert world.machines.retired == [machine.id]
 
 
@@ -380,12 +380,12 @@ def test_the_head_is_not_replaced_early(world: World) -> None:
     """Its notice is emitted; the head is not replaced early, and when it is lost the reason names the notice."""
     head = world.announce(0)
     world.go_on(200)
-    assert [event.node for event in world.told.of(sky.PreemptionNoticed)] == [0]
+    assert [event.node for event in world.recorded.of(sky.PreemptionNoticed)] == [0]
     assert not head.is_held
     assert (world.machines.retired, world.machines.standing_by, world.machines.restarts) == ([], {}, 0)
     world.kill(0, "asked to")
     world.go_on(10)
-    assert "announced" in world.told.of(sky.InstanceLost)[0].reason
+    assert "announced" in world.recorded.of(sky.InstanceLost)[0].reason
     assert world.machines.restarts == 1
 
 
@@ -407,7 +407,7 @@ def test_a_recommendation_is_only_emitted(world: World) -> None:
     """The machine may stay for days."""
     world.nodes[1].notices = (Notice(Kind.REBALANCE, "", 1e9),)
     world.go_on(200)
-    assert [(event.node, event.at) for event in world.told.of(sky.RebalanceRecommended)] == [(1, 1e9)]
+    assert [(event.node, event.at) for event in world.recorded.of(sky.RebalanceRecommended)] == [(1, 1e9)]
     assert not world.nodes[1].is_held
     assert world.lost() == []
 
@@ -426,7 +426,7 @@ def test_a_node_that_cannot_be_reached_gets_the_message_later(world: World) -> N
 
 def test_the_texts_of_the_notices() -> None:
     """They describe what happens next."""
-    told = [
+    texts = [
         Narrator().tell(event)
         for event in (
             sky.PreemptionNoticed("i-1", 1, "terminate", 1e9, 118.0),
@@ -434,7 +434,7 @@ def test_the_texts_of_the_notices() -> None:
             sky.RebalanceRecommended("i-1", 1, 1e9),
         )
     ]
-    assert [line and line[1] for line in told] == [
+    assert [line and line[1] for line in texts] == [
         "node 1 is taken back by its provider in 1 min 58 s (terminate): it takes no more calls, and another machine is prepared",
         "node 0 is taken back by its provider in 1 min 58 s (stop): it is the head, and the cluster comes up anew without it then",
         "node 1 may be taken back by its provider soon",
@@ -484,21 +484,21 @@ def test_after_a_notice_running_calls_end_and_no_others_begin(noticed: FakeMetad
     """After the notice node 1 gets no more calls. Its running call ends there, and a prepared machine takes its
     rank. Nothing is lost, without retries.
     """
-    told, folder = Told(), str(tmp_path)
+    recorded, folder = RecordedEvents(), str(tmp_path)
     with sky.ComputePool(
-        provider=sky.Local(), nodes=2, concurrency=2, display="quiet", on_event=told, retries=0
+        provider=sky.Local(), nodes=2, concurrency=2, display="quiet", on_event=recorded, retries=0
     ) as pool:
         running = [pool.submit(wait_for_go(folder, mark)) for mark in "abcd"]
         wait_until(lambda: len([*tmp_path.glob("?-on-?")]) == 4, "a call in each slot")
         on = {node: sorted(path.name[0] for path in tmp_path.glob(f"?-on-{node}")) for node in range(2)}
         (tmp_path / "instance-action").write_text(instance_action(110))
-        wait_until(lambda: told.of(sky.PreemptionNoticed), "the notice")
-        old = told.of(sky.PreemptionNoticed)[0].instance_id
-        assert [event.node for event in told.of(sky.PreemptionNoticed)] == [1]
+        wait_until(lambda: recorded.of(sky.PreemptionNoticed), "the notice")
+        old = recorded.of(sky.PreemptionNoticed)[0].instance_id
+        assert [event.node for event in recorded.of(sky.PreemptionNoticed)] == [1]
         wait_until(
             lambda: any(
                 event.step == "server" and event.instance_id not in ids(pool)
-                for event in told.of(sky.BootstrapProgress)
+                for event in recorded.of(sky.BootstrapProgress)
             ),
             "who stands by",
         )
@@ -514,22 +514,22 @@ def test_after_a_notice_running_calls_end_and_no_others_begin(noticed: FakeMetad
             assert list(everywhere.result(60)) == [0, 1]
         assert old not in ids(pool)
         assert pool.map(square, range(20)) == [number * number for number in range(20)]
-    assert told.of(sky.CallRetrying) == []
-    assert [(event.instance_id, event.node) for event in told.of(sky.InstanceLost)] == [(old, 1)]
-    assert len(told.of(sky.InstanceProvisioned)) == 3
+    assert recorded.of(sky.CallRetrying) == []
+    assert [(event.instance_id, event.node) for event in recorded.of(sky.InstanceLost)] == [(old, 1)]
+    assert len(recorded.of(sky.InstanceProvisioned)) == 3
 
 
 @pytest.mark.slow
 def test_a_service_that_hangs_delays_no_node(noticed: FakeMetadata) -> None:
     """Calls run as usual, and the node ends as usual."""
-    told = Told()
-    with sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", on_event=told) as pool:
+    recorded = RecordedEvents()
+    with sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", on_event=recorded) as pool:
         wait_until(lambda: noticed.asked, "the first question")
         noticed.hangs = True
         asked = len(noticed.asked)
         wait_until(lambda: len(noticed.asked) > asked, "a question without an answer")
         assert pool.map(square, range(20)) == [number * number for number in range(20)]
-    assert told.of(sky.InstanceLost) == []
+    assert recorded.of(sky.InstanceLost) == []
 
 
 def ids(pool: sky.ComputePool) -> set[str]:

@@ -121,24 +121,24 @@ def test_if_memory_is_short_outcomes_outlive_output(steps: list[tuple[str, int, 
     the whole batch was dropped.
     """
     kept, limit = RetainedBatches("process", keeps=True, limit_bytes=1000), 1000
-    running, told = set[str](), dict[str, list[str]]()
+    running, outcomes_of = set[str](), dict[str, list[str]]()
     for number, (step, index, size) in enumerate(steps):
         key = f"k{index}"
         match step:
-            case "begin" if key not in running and key not in told:
+            case "begin" if key not in running and key not in outcomes_of:
                 running.add(key)
-                told[key] = []
+                outcomes_of[key] = []
                 kept.begin(key, "topic", [f"{key}-{number}"], kept.epoch)
             case "say" if key in running:
                 kept.report(key, 1, "i", (said(key, "x" * size),))
             case "outcome" if key in running:
-                told[key].append(f"{key}-{number}")
+                outcomes_of[key].append(f"{key}-{number}")
                 kept.report(key, 1, "i", (outcome(f"{key}-{number}", size), said(key, "y" * size)))
             case "end" if key in running:
                 running.remove(key)
                 kept.end(key)
-            case "release" if key in told and key not in running:
-                del told[key]
+            case "release" if key in outcomes_of and key not in running:
+                del outcomes_of[key]
                 kept.release(key)
             case _:
                 pass
@@ -147,7 +147,7 @@ def test_if_memory_is_short_outcomes_outlive_output(steps: list[tuple[str, int, 
         there = {report.origin.removeprefix("process/") for report in wire.reports}
         assert kept.nbytes == sum(len(pickle.dumps(report, protocol=5)) for report in wire.reports)
         assert kept.nbytes <= limit or there <= running
-        for key, outcomes in told.items():
+        for key, outcomes in outcomes_of.items():
             again = [
                 item.call_id
                 for report in wire.reports

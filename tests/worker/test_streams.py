@@ -175,7 +175,7 @@ def test_a_batch_outlives_a_broken_connection_until_it_is_released() -> None:
         kept = send_batch(first, KEY, {"workers": ["tcp://127.0.0.1:1"]})
         await head.until(lambda: KEY in head.scheduler.tasks, "the task")
         task = head.scheduler.tasks[KEY]
-        assert {wisher.client_key for wisher in task.who_wants} == {first.id, KEEP}
+        assert {client.client_key for client in task.who_wants} == {first.id, KEEP}
         assert task.worker_restrictions == {"tcp://127.0.0.1:1"}
         assert task.run_spec.args == (Sealed(b"sealed"),)
         await head.lose(first)
@@ -185,7 +185,9 @@ def test_a_batch_outlives_a_broken_connection_until_it_is_released() -> None:
         await head.until(lambda: answers, "an answer")
         assert answers[0].tasks == {KEY: "no-worker"}
         futures = [distributed.Future(KEY, second)]
-        await head.until(lambda: second.id in {wisher.client_key for wisher in task.who_wants}, "the new client's wish")
+        await head.until(
+            lambda: second.id in {client.client_key for client in task.who_wants}, "the new client's request"
+        )
         futures.pop().release()
         await head.until(lambda: not head.scheduler.tasks, "the task to be let go")
         assert not head.calls._keys

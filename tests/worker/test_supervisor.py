@@ -460,10 +460,10 @@ def test_a_node_uses_no_folder_in_memory_that_another_user_may_have_made(
     place = tmp_path / "memory"
     place.symlink_to(tmp_path / "theirs") if kind == "symlink" else (tmp_path / "theirs").rename(place)
     fields = dict.fromkeys(("pool_id", "instance_id", "host", "head_host", "tls_certificate", "tls_key"), "x")
-    told = NodeSettings(
+    node_settings = NodeSettings(
         **fields, rank=0, total_nodes=1, slots=1, head_port=1, value_directories=(str(place), str(tmp_path / "node"))
     )
-    write_atomically(tmp_path / "node" / "settings.json", told.to_json())
+    write_atomically(tmp_path / "node" / "settings.json", node_settings.to_json())
     monkeypatch.setattr(sys, "argv", ["supervisor", str(tmp_path / "node")])
     monkeypatch.setattr(supervisor, "Supervisor", lambda *_: pytest.fail("it goes on"))
     with pytest.raises(NotPrivate):
@@ -755,11 +755,11 @@ def test_a_node_becomes_the_head_and_stops_being_it(start: Start, certificate: A
     workers_at(first, certificate, {"0-0", "1-0"})
     head.process.kill()
     wait_until(lambda: not listens(first), "the old scheduler to be gone")
-    told_at = time.monotonic()
+    written_at = time.monotonic()
     other.tell(rank=0, scheduler=None, total_nodes=1, generation=1)
     second = other.await_file("head.json")
     workers_at(second, certificate, {"0-0"})
-    took = time.monotonic() - told_at
+    took = time.monotonic() - written_at
     assert took < 15, f"{took} s"  # a second on an idle machine
     other.tell(generation=2)
     wait_until(lambda: other.text("head.json") not in ("", second), "a third scheduler")
@@ -958,7 +958,7 @@ def test_a_worker_without_calls_restarts(start: Start, listen: Callable[[str], N
     assert set(second.kept("1-0") + second.kept("1-1")) == {()}
     assert (tmp_path / "begun").read_text() == "begun\n"
     other.tell(total_nodes=3, generation=2)
-    wait_until(lambda: other.text("log").count("carries on as generation 2"), "the node to be told")
+    wait_until(lambda: other.text("log").count("carries on as generation 2"), "the settings to arrive at the node")
     second.await_worker("1-0")
     second.await_worker("1-1")
 

@@ -196,7 +196,7 @@ def test_an_endless_paid_time_is_refused(tmp_path: Path, until: float) -> None:
 
 def test_a_node_ends_with_its_paid_time_whatever_its_lease(tmp_path: Path) -> None:
     """Neither a longer lease nor a living client nor a running call helps; the reason names the money."""
-    for name, told in (("lease", settings(lease_seconds=120)), ("client", settings(owner=this_process()))):
+    for name, limits in (("lease", settings(lease_seconds=120)), ("client", settings(owner=this_process()))):
         directory, clock, busy = tmp_path / name, Clock(1000), BusyFlag()
         directory.mkdir()
         watch = Watch(directory, clock)
@@ -204,47 +204,47 @@ def test_a_node_ends_with_its_paid_time_whatever_its_lease(tmp_path: Path) -> No
         write_paid(directory, 1500)
         busy.begin()
         clock.now = 1499.9
-        assert watch.verdict(told, [busy]) is None
+        assert watch.verdict(limits, [busy]) is None
         clock.now = 1500
-        assert watch.verdict(told, [busy]) == "the money is used up (max_cost, budget)"
+        assert watch.verdict(limits, [busy]) == "the money is used up (max_cost, budget)"
 
 
 def test_paid_time_is_lowered_and_raised_while_the_node_runs(tmp_path: Path) -> None:
     """Each check reads the last value."""
-    clock, told = Clock(1000), settings(owner=this_process())
+    clock, limits = Clock(1000), settings(owner=this_process())
     watch = Watch(tmp_path, clock)
     write_paid(tmp_path, 1500)
-    assert watch.verdict(told, []) is None
+    assert watch.verdict(limits, []) is None
     write_paid(tmp_path, 3000)
     clock.now = 2000
-    assert watch.verdict(told, []) is None
+    assert watch.verdict(limits, []) is None
     write_paid(tmp_path, 1999)
-    assert "budget" in (watch.verdict(told, []) or "")
+    assert "budget" in (watch.verdict(limits, []) or "")
 
 
 @pytest.mark.parametrize("text", ["", "soon", "-5", "inf", "1e9", None])
 def test_an_unreadable_file_leaves_the_last_paid_time(tmp_path: Path, text: str | None) -> None:
     """After garbage, or without the file, the paid time is neither longer nor over."""
-    clock, told = Clock(1000), settings(owner=this_process())
+    clock, limits = Clock(1000), settings(owner=this_process())
     watch = Watch(tmp_path, clock)
     write_paid(tmp_path, 1500)
-    assert watch.verdict(told, []) is None
+    assert watch.verdict(limits, []) is None
     if text is None:
         (tmp_path / "paid").unlink()
     else:
         (tmp_path / "paid").write_text(text)
     clock.now = 1499
-    assert watch.verdict(told, []) is None
+    assert watch.verdict(limits, []) is None
     clock.now = 1500
-    assert "budget" in (watch.verdict(told, []) or "")
+    assert "budget" in (watch.verdict(limits, []) or "")
 
 
 def test_without_a_paid_time_there_is_no_such_end(tmp_path: Path) -> None:
     """A pool without `max_cost` and account is not limited."""
-    clock, told = Clock(1000), settings(owner=this_process(), timeout_seconds=1e9)
+    clock, limits = Clock(1000), settings(owner=this_process(), timeout_seconds=1e9)
     watch = Watch(tmp_path, clock)
     clock.now = 1e8
-    assert watch.verdict(told, []) is None
+    assert watch.verdict(limits, []) is None
 
 
 # ── the watch ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -252,24 +252,24 @@ def test_without_a_paid_time_there_is_no_such_end(tmp_path: Path) -> None:
 
 def test_a_call_that_runs_for_hours_keeps_the_node_alive(tmp_path: Path) -> None:
     """While a call runs the idle clock stands still; it counts from the call's end."""
-    clock, busy, told = Clock(), BusyFlag(), settings(owner=this_process(), timeout_seconds=HOUR)
+    clock, busy, limits = Clock(), BusyFlag(), settings(owner=this_process(), timeout_seconds=HOUR)
     watch = Watch(tmp_path, clock)
     busy.begin()
     for _ in range(10):
         clock.now += 2 * HOUR
-        assert watch.verdict(told, [busy]) is None
+        assert watch.verdict(limits, [busy]) is None
     busy.end()
     clock.now += HOUR - 1
-    assert watch.verdict(told, [busy]) is None  # it ended after the last check: at the latest now
+    assert watch.verdict(limits, [busy]) is None  # it ended after the last check: at the latest now
     clock.now += HOUR - 1
-    assert watch.verdict(told, [busy]) is None
+    assert watch.verdict(limits, [busy]) is None
     clock.now += 1
-    assert watch.verdict(told, [busy]) == "idle for 3600 s (timeout)"
+    assert watch.verdict(limits, [busy]) == "idle for 3600 s (timeout)"
 
 
 def test_calls_between_two_checks_count(tmp_path: Path) -> None:
     """A tiny call that was never seen running counts, on any runner."""
-    clock, marks, told = (
+    clock, marks, limits = (
         Clock(),
         [BusyFlag(), BusyFlag(), BusyFlag()],
         settings(owner=this_process(), timeout_seconds=HOUR),
@@ -279,21 +279,21 @@ def test_calls_between_two_checks_count(tmp_path: Path) -> None:
         clock.now += HOUR - 1
         mark.begin()
         mark.end()
-        assert watch.verdict(told, marks) is None
+        assert watch.verdict(limits, marks) is None
     clock.now += HOUR
-    assert watch.verdict(told, marks) is not None
+    assert watch.verdict(limits, marks) is not None
 
 
 def test_all_runners_are_checked_each_time(tmp_path: Path) -> None:
     """Old news of a second runner does not count as new later."""
-    clock, marks, told = Clock(), [BusyFlag(), BusyFlag()], settings(owner=this_process(), timeout_seconds=HOUR)
+    clock, marks, limits = Clock(), [BusyFlag(), BusyFlag()], settings(owner=this_process(), timeout_seconds=HOUR)
     watch = Watch(tmp_path, clock)
     for mark in marks:
         mark.begin()
         mark.end()
-    assert watch.verdict(told, marks) is None
+    assert watch.verdict(limits, marks) is None
     clock.now += HOUR
-    assert watch.verdict(told, marks) is not None
+    assert watch.verdict(limits, marks) is not None
 
 
 @given(steps=st.lists(st.sampled_from(["begin", "end", "look"])))
@@ -327,28 +327,28 @@ def test_a_mark_is_seen_across_a_fork() -> None:
 
 def test_the_lease_ends_a_node_without_a_client_process(tmp_path: Path) -> None:
     """The lease of the node's start first, then the last readable one that a client has written."""
-    clock, told = Clock(1000), settings(lease_seconds=120)
+    clock, limits = Clock(1000), settings(lease_seconds=120)
     watch = Watch(tmp_path, clock)
     clock.now = 1119
-    assert watch.verdict(told, []) is None
+    assert watch.verdict(limits, []) is None
     write_lease(tmp_path, 1300)
     clock.now = 1299
-    assert watch.verdict(told, []) is None
+    assert watch.verdict(limits, []) is None
     (tmp_path / "lease").write_text("soon")
-    assert watch.verdict(told, []) is None
+    assert watch.verdict(limits, []) is None
     (tmp_path / "lease").unlink()
-    assert watch.verdict(told, []) is None
+    assert watch.verdict(limits, []) is None
     clock.now = 1300
-    assert "lease_seconds" in (watch.verdict(told, []) or "")
+    assert "lease_seconds" in (watch.verdict(limits, []) or "")
 
 
 def test_without_any_sign_of_life_the_lease_of_the_start_expires(tmp_path: Path) -> None:
     """A client that died before it wrote a lease, or that wrote garbage, does not leave a node for ever."""
-    clock, told = Clock(1000), settings(lease_seconds=120)
+    clock, limits = Clock(1000), settings(lease_seconds=120)
     watch = Watch(tmp_path, clock)
     (tmp_path / "lease").write_text("soon")
     clock.now = 1120
-    assert "lease_seconds" in (watch.verdict(told, []) or "")
+    assert "lease_seconds" in (watch.verdict(limits, []) or "")
 
 
 def test_a_client_process_replaces_the_lease(tmp_path: Path) -> None:
@@ -365,11 +365,11 @@ def test_a_client_process_replaces_the_lease(tmp_path: Path) -> None:
 
 def test_lifetime_counts_from_the_start_whatever_calls_run(tmp_path: Path) -> None:
     """A running call does not stop the hard end."""
-    clock, busy, told = Clock(1000), BusyFlag(), settings(owner=this_process(), max_lifetime_seconds=10.0)
+    clock, busy, limits = Clock(1000), BusyFlag(), settings(owner=this_process(), max_lifetime_seconds=10.0)
     watch = Watch(tmp_path, clock)
     busy.begin()
     clock.now = 1010
-    assert watch.verdict(told, [busy]) == "alive for 10 s (max_lifetime)"
+    assert watch.verdict(limits, [busy]) == "alive for 10 s (max_lifetime)"
 
 
 # ── settings and processes ───────────────────────────────────────────────────────────────────────────────────────────
@@ -377,7 +377,7 @@ def test_lifetime_counts_from_the_start_whatever_calls_run(tmp_path: Path) -> No
 
 def test_settings_come_back_as_they_were_written() -> None:
     """Also those of real machines: tuples stay tuples."""
-    told = settings(
+    limits = settings(
         timeout_seconds=5.0,
         max_lifetime_seconds=60.0,
         lease_seconds=7.0,
@@ -387,7 +387,7 @@ def test_settings_come_back_as_they_were_written() -> None:
         generation=3,
         owner=NodeOwner(1, "2"),
     )
-    assert NodeSettings.from_json(told.to_json()) == told
+    assert NodeSettings.from_json(limits.to_json()) == limits
     assert NodeSettings.from_json(settings().to_json()) == settings()
 
 
