@@ -8,16 +8,16 @@ SkywardError
 ├── NoCapacity                     try another offer, region or provider
 │   └── QuotaExceeded              ask the provider for more, or try another
 ├── OfferGone                      ask for offers again
-├── ProviderFailed                 ask again later: the provider failed or did not answer, and may have done what was
-asked │   └── RateLimited                ask less often: nothing was done
+├── ProviderFailed                 try again later: the provider failed or did not answer, and may have done it
+│   └── RateLimited                send fewer requests: nothing was done
 ├── ProvisioningTimeout            the machines did not come up in time
 ├── BootstrapFailed                mend the image: a machine came up and could not be prepared
 ├── CallCrashed                    the process of one call died; the slot is back, other calls went on
 │   └── CallOutOfMemory            ask for more memory
 ├── NodeLost                       submit again: the machine went away under the call
 ├── RemoteError                    read the text: the call failed with an error whose class does not exist here
-├── ResultNotLoaded                install what is missing, then `load()`: the call succeeded, and its result cannot be
-rebuilt here ├── PoolClosed                     open a pool first
+├── ResultNotLoaded                install what is missing, then `load()`: the call succeeded, its result is not loaded
+├── PoolClosed                     open a pool first
 ├── Unreachable                    look whether the machine lives, or take another: no SSH to it by the deadline
 │   └── ConnectionLost             reconnect, and find out whether the command took effect
 ├── HostKeyChanged                 find out who answers there: it is not the machine that was known
@@ -47,7 +47,7 @@ type Bytes = bytes | bytearray | memoryview
 class SkywardError(Exception):
     """Anything that this library raises on its own account.
 
-    `code` is the provider's own word for it, "" where it has none or was not asked.
+    `code` is the provider's own code for it, "" if it has none or got no request.
     """
 
     code = ""
@@ -83,8 +83,7 @@ class CredentialsError(SkywardError):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why one candidate for a pool's machines was not taken. `instance_type` is "" if the provider itself could not be
-    asked.
+    """Why one candidate for a pool's machines was not taken. `instance_type` is "" if the query of the provider failed.
 
     `error` is the class of ours, `code` the provider's own word for it, `seconds` how long it took to say so.
     """
@@ -129,13 +128,11 @@ class OfferGone(SkywardError):
 
 
 class ProviderFailed(SkywardError):
-    """The provider failed, or did not answer: that says nothing of the machines, and what was asked for may have been
-    done.
-    """
+    """The provider failed, or did not answer. The machines' state is unknown: the request may have had its effect."""
 
 
 class RateLimited(ProviderFailed):
-    """The provider wants to be asked less often; nothing was done."""
+    """The provider wants fewer requests; nothing was done."""
 
 
 class ProvisioningTimeout(SkywardError):
@@ -273,7 +270,7 @@ class PoolClosed(SkywardError):
 
 
 class InstancesLeft(SkywardError):
-    """Termination was asked for, but these machines could not be confirmed gone; `ids` names them."""
+    """Termination was requested, but these machines could not be confirmed gone; `ids` names them."""
 
     def __init__(self, message: str, ids: Sequence[str] = ()) -> None:
         super().__init__(message, tuple(ids))

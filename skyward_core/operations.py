@@ -34,10 +34,10 @@ def offers(
     max_price_per_hour: float | None = None,
     max_age_seconds: float = MAX_AGE_SECONDS,
 ) -> PriceList:
-    """Return the present offers of these providers that fit, the cheapest first. Providers are asked at the same time,
-    unless an answer in the cache is young enough.
+    """Return the present offers of these providers that fit, the cheapest first. All providers are queried at the same
+    time, except those with a recent answer in the cache.
 
-    Prices are USD per hour for one machine, with all that it needs. A provider that could not be asked is in
+    Prices are USD per hour for one machine, with all that it needs. A provider that could not be queried is in
     `refusals`. Raises BadRequest for requirements that no machine can meet, and if all providers raise it.
 
     >>> import skyward_core as sky

@@ -79,22 +79,22 @@ class Secret(BaseModel):
         )
 
 
-def as_references(wish: Any) -> Any:
+def as_references(given: Any) -> Any:
     """Read what a user may write for `secrets`: names, or references by name.
 
     Raises ValueError, which never repeats what may be a value.
     """
-    if isinstance(wish, str):
-        wish = (wish,)
-    if not isinstance(wish, Mapping):
-        if not isinstance(wish, Iterable) or not all(isinstance(name, str) for name in cast("Iterable[Any]", wish)):
+    if isinstance(given, str):
+        given = (given,)
+    if not isinstance(given, Mapping):
+        if not isinstance(given, Iterable) or not all(isinstance(name, str) for name in cast("Iterable[Any]", given)):
             raise ValueError(
                 'write the names of variables, secrets=("HF_TOKEN",), or where they are read: secrets={"HF_TOKEN":'
                 ' sky.Secret.from_env("OTHER")}'
             )
-        wish = {str(name): Secret.from_env(str(name)) for name in cast("Iterable[Any]", wish)}
+        given = {str(name): Secret.from_env(str(name)) for name in cast("Iterable[Any]", given)}
     found = dict[str, Secret]()
-    for name, reference in cast("Mapping[Any, Any]", wish).items():
+    for name, reference in cast("Mapping[Any, Any]", given).items():
         _refuse_no_variable(name)
         if name.startswith("SKYWARD_"):
             raise ValueError(f"{name!r} belongs to us: choose another name")

@@ -52,19 +52,19 @@ type Display = Literal["log", "spinner", "quiet"]
 
 type AnyProvider = Annotated[
     SerializeAsAny[Provider] | tuple[SerializeAsAny[Provider], ...],
-    BeforeValidator(lambda wish: _loaded(wish)),
+    BeforeValidator(lambda given: _loaded(given)),
     PlainSerializer(lambda one: _plain(one)),
 ]
 type AnyAccelerator = Annotated[
     Accelerator,
     BeforeValidator(
-        lambda wish: Accelerator.from_json(wish) if isinstance(wish, Mapping) else accelerators.parse(wish)
+        lambda given: Accelerator.from_json(given) if isinstance(given, Mapping) else accelerators.parse(given)
     ),
     PlainSerializer(lambda accelerator: accelerator.to_json(), return_type=dict[str, Any]),
 ]
 type AnySpot = Annotated[
     spot.Strategy,
-    BeforeValidator(lambda wish: spot.from_json(wish) if isinstance(wish, Mapping) else spot.parse(wish)),
+    BeforeValidator(lambda given: spot.from_json(given) if isinstance(given, Mapping) else spot.parse(given)),
     PlainSerializer(spot.to_json),
 ]
 type Secrets = Annotated[Mapping[str, Secret], BeforeValidator(as_references)]
@@ -179,20 +179,20 @@ class PoolSpec(BaseModel):
     )
 
     @classmethod
-    def of(cls, **asked: Unpack[Wishes]) -> Self:
+    def of(cls, **keywords: Unpack[Wishes]) -> Self:
         """Build a spec from keywords; raises BadRequest, which says what to do.
 
         Strings and numbers may stand for values: `accelerator="A100"`, `spot=0.8`.
         """
-        wishes: dict[str, Any] = {**asked}
-        if isinstance(wishes.get("volume"), BaseModel):
-            wishes["volume"] = (wishes["volume"],)
-        if wishes.get("volume", ()) is None:
-            del wishes["volume"]
+        fields: dict[str, Any] = {**keywords}
+        if isinstance(fields.get("volume"), BaseModel):
+            fields["volume"] = (fields["volume"],)
+        if fields.get("volume", ()) is None:
+            del fields["volume"]
         try:
-            return cls(**wishes)
+            return cls(**fields)
         except ValidationError as error:
-            raise BadRequest(explained(error, wishes, unshown=UNREPEATED)) from error
+            raise BadRequest(explained(error, fields, unshown=UNREPEATED)) from error
 
     def with_(self, **changes: Unpack[Wishes]) -> Self:
         """Return a spec with these fields changed, validated again."""
@@ -327,9 +327,9 @@ def signature(*own: inspect.Parameter) -> inspect.Signature:
     return inspect.Signature([*own, *keywords])
 
 
-def _loaded(wish: Any) -> Provider | tuple[Provider, ...]:
+def _loaded(given: Any) -> Provider | tuple[Provider, ...]:
     """Read one provider or several; BadRequest is a ValueError, which pydantic reports as the field's error."""
-    found = base.load_all(wish)
+    found = base.load_all(given)
     return next(iter(found)) if len(found) == 1 else found
 
 

@@ -94,10 +94,10 @@ def _value_of(name: str, reference: sky.Secret) -> str:
         )
     except (AirflowException, AirflowRuntimeError, KeyError) as error:
         raise sky.BadRequest(
-            f"the secret {name} is to be {_told(reference)}, and Airflow has none: {type(error).__name__}"
+            f"the secret {name} is to be {_described(reference)}, and Airflow has none: {type(error).__name__}"
         ) from error
     if not value:
-        raise sky.BadRequest(f"the secret {name} is to be {_told(reference)}, which is empty")
+        raise sky.BadRequest(f"the secret {name} is to be {_described(reference)}, which is empty")
     return str(value)
 
 
@@ -111,7 +111,7 @@ def _part_of(connection: Any, field: str) -> Any:
     return connection.get_uri() if field == "uri" else connection.extra_dejson.get(field)
 
 
-def _told(reference: sky.Secret) -> str:
+def _described(reference: sky.Secret) -> str:
     if reference.key.startswith(VARIABLE):
         return f"Airflow's variable {reference.key.removeprefix(VARIABLE)!r}"
     return f"the {reference.field or 'password'} of Airflow's connection {reference.key!r}"

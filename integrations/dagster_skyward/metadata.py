@@ -22,7 +22,7 @@ COST_USD = "skyward/cost_usd"
 OTHER_COST_USD = "skyward/other_cost_usd"
 SECONDS = "skyward/seconds"
 PLACES = {COST_USD: 9, SECONDS: 3}
-"""Decimal places of a share, so that a person can read it; `tell_rest` adds the rounding difference."""
+"""Decimal places of a share, so that a person can read it; `observe_rest` adds the rounding difference."""
 NODES = "skyward/nodes"
 ACCELERATOR = "skyward/accelerator"
 POOL_ID = "skyward/pool_id"
@@ -119,14 +119,14 @@ def assets_of(context: StepContext) -> list[dg.AssetKey]:
     return sorted(op.selected_asset_keys if op.assets_def.node_def is op.op_def else op.assets_def.keys)
 
 
-def tell_rest(shares: Iterable[Share]) -> dict[str, dict[sky.Work, float]]:
+def observe_rest(shares: Iterable[Share]) -> dict[str, dict[sky.Work, float]]:
     """Log as observations the parts of the bill that are in no materialization; return all shares, by pool and work,
     for the ledger.
 
     A share goes equally to the assets that the step has made, or if it has made none, to all that it should have made.
     The share of an op without assets goes to the log.
     """
-    told: dict[str, dict[sky.Work, float]] = {}
+    recorded: dict[str, dict[sky.Work, float]] = {}
     for its in _by_step(shares):
         context = its[-1].context
         made = _made(context, min(share.since for share in its))
@@ -142,9 +142,9 @@ def tell_rest(shares: Iterable[Share]) -> dict[str, dict[sky.Work, float]]:
             names = [asset.to_user_string() for asset in assets] or [""]
             for name in names:
                 work = sky.Work.of({**share.work.labels(), "asset": name})
-                of_pool = told.setdefault(share.pool_id, {})
+                of_pool = recorded.setdefault(share.pool_id, {})
                 of_pool[work] = of_pool.get(work, 0.0) + share.cost_usd / len(names)
-    return told
+    return recorded
 
 
 def _by_step(shares: Iterable[Share]) -> list[list[Share]]:

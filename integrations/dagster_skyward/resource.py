@@ -23,7 +23,7 @@ from pydantic import BaseModel, Field, PrivateAttr, create_model
 from pydantic_core import PydanticUndefined
 
 import skyward_core as sky
-from dagster_skyward.metadata import Share, StepContext, Usage, record, step_key, tell_rest, work_of
+from dagster_skyward.metadata import Share, StepContext, Usage, observe_rest, record, step_key, work_of
 from dagster_skyward.watch import RunWatch, interrupt_step
 
 type Log = dg.DagsterLogManager
@@ -96,17 +96,17 @@ class SkywardResource(_PoolFields):
 
     _live: "_Live | None" = PrivateAttr(default=None)
 
-    def __init__(self, **wishes: Any) -> None:
+    def __init__(self, **keywords: Any) -> None:
         """Raise BadRequest, which says what to do, for keywords that make no valid pool.
 
         Values from the environment are checked when the run starts.
         """
-        super().__init__(**_plain(wishes))
+        super().__init__(**_plain(keywords))
 
     @classmethod
-    def configure_at_launch(cls, **wishes: Any) -> Any:
+    def configure_at_launch(cls, **keywords: Any) -> Any:
         """Return the resource with these keywords as defaults; the run's config may set all keywords."""
-        return super().configure_at_launch(**_plain(wishes))
+        return super().configure_at_launch(**_plain(keywords))
 
     @property
     def spec(self) -> sky.PoolSpec:
@@ -177,7 +177,7 @@ class _Live:
         self._instance = instance
         self._watch: RunWatch | None = None
         self._resource_log = self._log = log
-        self._scribe = _Scribe()
+        self._log_writer = _LogWriter()
         self._narrator = sky.Narrator()
         self._lock = threading.RLock()
         self._pool: sky.ComputePool | None = None
@@ -208,7 +208,7 @@ class _Live:
         finally:
             if self._pool is not None and self._pool.id:
                 self._note(context, self._pool, cost if self._pool.id == before else 0.0)
-            self._scribe.flush()
+            self._log_writer.flush()
 
     def _note(self, context: StepContext, pool: sky.ComputePool, cost_before: float) -> None:
         self._pools[pool.id] = pool
@@ -243,7 +243,7 @@ class _Live:
                 try:
                     self._share_out()
                 finally:
-                    self._scribe.close()
+                    self._log_writer.close()
 
     def _share_out(self) -> None:
         """Log the parts of the bills that are in no step's metadata, and write all shares into the ledger.
@@ -252,11 +252,11 @@ class _Live:
         """
         shares = [share for pool in self._pools.values() for share in self._shares(pool.id, pool.cost)]
         try:
-            for pool_id, its in tell_rest(shares).items():
+            for pool_id, its in observe_rest(shares).items():
                 self._pools[pool_id].share_cost(its)
         # Dagster's storage or the ledger fails; the ledger still has the whole bill, for the step that opened the pool
         except Exception:
-            logging.getLogger("skyward").exception("the shares of the bill could not all be told")
+            logging.getLogger("skyward").exception("the shares of the bill could not all be recorded")
 
     def _shares(self, pool_id: str, bill: float) -> list[Share]:
         """Each step's part of a pool's bill: the costs while the step used the pool, and a proportional part of the
@@ -291,7 +291,7 @@ class _Live:
                 if pool is not None:
                     pool.hand_over()
                 self._pool = sky.ComputePool.from_spec(
-                    self._spec, on_event=self._tell, replace_object=_refuse_context, work=work_of(context)
+                    self._spec, on_event=self._log_event, replace_object=_refuse_context, work=work_of(context)
                 )
                 self._watch_run(context)
                 self._pool.open()
@@ -317,10 +317,10 @@ class _Live:
             self._pool.terminate_now()
         interrupt_step()
 
-    def _tell(self, event: sky.SkywardEvent) -> None:
-        told = self._narrator.tell(event)
-        if told is not None and self._log is not None:
-            self._scribe.write(self._log, *told)
+    def _log_event(self, event: sky.SkywardEvent) -> None:
+        line = self._narrator.tell(event)
+        if line is not None and self._log is not None:
+            self._log_writer.write(self._log, *line)
 
 
 def _refuse_context(obj: Any) -> Any:
@@ -343,7 +343,7 @@ def _refuse_context(obj: Any) -> Any:
     return NotImplemented
 
 
-class _Scribe:
+class _LogWriter:
     """Writes to Dagster's logs in a thread of its own: a record takes about 14 ms in SQLite, and the pool's results
     must not wait for it.
 
@@ -395,12 +395,12 @@ class _Scribe:
                     item.set()
 
 
-def _plain(wishes: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords as plain data, checked as far as they are known.
 
     None means not given, as in Dagster's config. Raises BadRequest.
     """
-    said = _with_references({name: value for name, value in wishes.items() if value is not None})
+    said = _with_references({name: value for name, value in keywords.items() if value is not None})
     _refuse_plain_secrets(said)
     later = {name: value for name, value in said.items() if name in _FIELDS and _is_from_environment(value, name)}
     for name, value in later.items():

@@ -10,16 +10,16 @@ from prefect.blocks.system import Secret
 import skyward_core as sky
 
 
-def with_references(wishes: Mapping[str, Any]) -> dict[str, Any]:
+def with_references(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords with loaded blocks replaced by references.
 
     Raises BadRequest for a block that is not saved.
     """
-    secrets = wishes.get("secrets")
+    secrets = keywords.get("secrets")
     if not isinstance(secrets, Mapping):
-        return dict(wishes)
+        return dict(keywords)
     references = {name: _reference(name, one) for name, one in cast("Mapping[str, Any]", secrets).items()}
-    return {**wishes, "secrets": references}
+    return {**keywords, "secrets": references}
 
 
 def values_of(spec: sky.PoolSpec) -> dict[str, str]:
@@ -36,23 +36,25 @@ def _reference(name: str, one: Any) -> Any:
         return one
     if (block := cast(Any, one)._block_document_name) is None:
         raise sky.BadRequest(
-            f"secrets: the block for {name} has no name, for it was not saved: save it, and write"
+            f"secrets: the block for {name} has no name, because it was not saved: save it, and write"
             ' sky.Secret.from_store("its-name")'
         )
     return sky.Secret.from_store(block)
 
 
 def _value_of(name: str, reference: sky.Secret) -> str:
-    told = f"Prefect's Secret block {reference.key!r}"
+    described = f"Prefect's Secret block {reference.key!r}"
     try:
         value = cast(Any, Secret).load(reference.key, _sync=True).get()
     except ValueError as error:
         raise sky.BadRequest(
-            f"the secret {name} is to be {told}, which cannot be loaded: make it with"
+            f"the secret {name} is to be {described}, which cannot be loaded: make it with"
             f" Secret(value=...).save({reference.key!r})"
         ) from error
     if reference.field:
         value = cast("Mapping[str, Any]", value).get(reference.field) if isinstance(value, Mapping) else None
     if value is None or value == "":
-        raise sky.BadRequest(f"the secret {name} is to be {reference.field or 'the value'} of {told}, which has none")
+        raise sky.BadRequest(
+            f"the secret {name} is to be {reference.field or 'the value'} of {described}, which has none"
+        )
     return str(value)

@@ -69,15 +69,15 @@ class SkywardTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
     """
 
     def __init__(
-        self, *, spec: sky.PoolSpec | None = None, on_event: sky.Callback | None = None, **wishes: Any
+        self, *, spec: sky.PoolSpec | None = None, on_event: sky.Callback | None = None, **keywords: Any
     ) -> None:
         super().__init__()
-        if spec is not None and wishes:
+        if spec is not None and keywords:
             raise sky.BadRequest(
-                f"give spec=... or keywords, not both: {', '.join(wishes)} stand beside a spec; write"
+                f"give spec=... or keywords, not both: {', '.join(keywords)} stand beside a spec; write"
                 " spec=spec.with_(...)"
             )
-        self._spec = spec if spec is not None else sky.PoolSpec.of(**with_references(wishes))
+        self._spec = spec if spec is not None else sky.PoolSpec.of(**with_references(keywords))
         self._spec.refuse_what_cannot_be()
         # else the settings of the machine that runs the flow name one; it may be another machine than this
         if self._spec.provider is not None:
@@ -447,7 +447,7 @@ class _SyncCall(_RemoteCall):
                 return _cancelled()
             raise
         except Exception as error:
-            _raise_if_it_asked_for_prefect_s_api(error)
+            _raise_if_prefect_s_api_was_used(error)
             raise
 
     def _wait[T](self, future: Future[T]) -> T:
@@ -479,7 +479,7 @@ class _AsyncCall(_RemoteCall):
                 return _cancelled()
             raise
         except Exception as error:
-            _raise_if_it_asked_for_prefect_s_api(error)
+            _raise_if_prefect_s_api_was_used(error)
             raise
 
 
@@ -497,7 +497,7 @@ def _unless_the_work_is_done(condition: Callable[..., Any] | None) -> Callable[.
         return condition is None or condition(task, task_run, state)
 
     async def may_be_tried_again_async(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> Any:
-        return await asked if inspect.isawaitable(asked := may_be_tried_again(task, task_run, state)) else asked
+        return await answer if inspect.isawaitable(answer := may_be_tried_again(task, task_run, state)) else answer
 
     return may_be_tried_again_async if inspect.iscoroutinefunction(condition) else may_be_tried_again
 
@@ -511,7 +511,7 @@ def _without_prefect_s_api(spec: sky.PoolSpec) -> sky.PoolSpec:
     return spec.with_(env={"PREFECT_API_URL": NO_API} | spec.image.env | (spec.env or {}))
 
 
-def _raise_if_it_asked_for_prefect_s_api(error: Exception) -> None:
+def _raise_if_prefect_s_api_was_used(error: Exception) -> None:
     if NO_API_SCHEME in f"{error} {error.__cause__}":  # the cause is the traceback of the node
         raise sky.BadRequest(
             "the task's function asks Prefect's API (for a variable, a concurrency limit, an artifact, a block), which"

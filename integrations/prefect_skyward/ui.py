@@ -73,8 +73,8 @@ class RunLogs:
         if isinstance(event, sky.LogLine):
             with self._lock:
                 self._tell(event)
-        elif told := self._narrator.tell(event):
-            self._flow.say(*told)
+        elif line := self._narrator.tell(event):
+            self._flow.say(*line)
 
     def follow(self, submit: Callable[[], Future[Any]]) -> Future[Any]:
         """Submit a call with `submit`; its lines go to the log of the current task run, also lines that come before
@@ -185,11 +185,13 @@ class CostArtifact:
     def __init__(self, flow_run_id: UUID, log: RunLog) -> None:
         self._flow_run_id = flow_run_id
         self._log = log
-        self._bill = self._told = Bill()
+        self._bill = self._written = Bill()
         self._artifact_id: UUID | None = None
         self._is_silent = False
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=log.run, args=(self._keep_telling,), name="skyward-cost", daemon=True)
+        self._thread = threading.Thread(
+            target=log.run, args=(self._write_periodically,), name="skyward-cost", daemon=True
+        )
         self._thread.start()
 
     def __call__(self, event: sky.SkywardEvent) -> None:
@@ -200,16 +202,16 @@ class CostArtifact:
         self._ended.set()
         self._thread.join()
 
-    def _keep_telling(self) -> None:
+    def _write_periodically(self) -> None:
         while not self._ended.wait(ARTIFACT_SECONDS):
             self._tell()
         self._tell()
 
     def _tell(self) -> None:
         bill = self._bill
-        if bill == self._told:
+        if bill == self._written:
             return
-        self._told = bill
+        self._written = bill
         try:
             with SyncClientContext.get_or_create() as context:
                 self._write(context.client, bill.to_markdown())

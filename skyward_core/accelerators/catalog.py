@@ -78,7 +78,7 @@ CHIPS: tuple[Chip, ...] = (
         memory_of=(("PCIe", (80,)), ("NVL", (94,))),
     ),
     Chip("H200", "NVIDIA", (141,), _MIG_GUIDE, ("SXM", "NVL"), mig=True),
-    Chip("B100", "NVIDIA", (192,), "fact sheet of 2026-11-20, section 6: announced, sold by nobody"),
+    Chip("B100", "NVIDIA", (192,), "fact sheet of 2026-11-20, section 6: announced, sold by no cloud"),
     Chip("B200", "NVIDIA", (180,), _MIG_GUIDE + "; EC2 p6-b200: 183359 MiB", mig=True),
     Chip(
         "B300",

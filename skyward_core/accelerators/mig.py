@@ -83,7 +83,7 @@ def check(name: str, memory_gb: int, wanted: Sequence[str]) -> None:
         )
 
 
-def split(name: str, memory_gb: int, wish: str | Iterable[str]) -> tuple[str, ...]:
+def split(name: str, memory_gb: int, requested: str | Iterable[str]) -> tuple[str, ...]:
     """Return the partitions of one GPU, largest first: in that order the driver can place all of them.
 
     A single name means as many as fit, a collection of names exactly those. Raises BadRequest as `check` does.
@@ -93,13 +93,13 @@ def split(name: str, memory_gb: int, wish: str | Iterable[str]) -> tuple[str, ..
     >>> split("H100", 80, ["1g.10gb", "4g.40gb"])
     ('4g.40gb', '1g.10gb')
     """
-    wanted = (wish,) if isinstance(wish, str) else tuple(wish)
+    wanted = (requested,) if isinstance(requested, str) else tuple(requested)
     if not wanted:
         return ()
     check(name, memory_gb, wanted)
     known = {profile.name: profile for profile in profiles(name, memory_gb)}
-    if isinstance(wish, str):
-        return (wish,) * known[wish].count_that_fit
+    if isinstance(requested, str):
+        return (requested,) * known[requested].count_that_fit
     return tuple(profile.name for profile in sorted((known[each] for each in wanted), key=_largest_first))
 
 

@@ -134,7 +134,7 @@ def can_see(provider: Provider, owner: Owner, here: Owner) -> bool:
     return owner.host == here.host and is_same_place and here.user in (owner.user, "root")
 
 
-def asked_by(entry: PoolEntry, intent: Intent, now: datetime) -> datetime:
+def latest_request(entry: PoolEntry, intent: Intent, now: datetime) -> datetime:
     """Return the latest time at which a resource may have been requested.
 
     No process requests anything for a pool that has ended, is condemned, or has lost its lease.
@@ -239,7 +239,9 @@ def _decide_dead(
     rest = [intent for intent in ours if intent.cloud_id not in listed and intent.id not in answered]
     hidden = [intent for intent in rest if intent.cloud_id is not None and _known_since(intent) + lag > facts.now]
     waiting = [
-        intent for intent in rest if intent.cloud_id is None and asked_by(entry, intent, facts.now) + unsure > facts.now
+        intent
+        for intent in rest
+        if intent.cloud_id is None and latest_request(entry, intent, facts.now) + unsure > facts.now
     ]
     undecided = {*_numbers(hidden), *_numbers(waiting)}
     absent = [intent for intent in rest if intent.id not in undecided]

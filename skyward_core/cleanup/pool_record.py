@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from skyward_core.cleanup.policy import answers, asked_by, paid_until, unsure_seconds
+from skyward_core.cleanup.policy import answers, latest_request, paid_until, unsure_seconds
 from skyward_core.errors import ZERO_USD, LedgerConflict, LedgerError
 from skyward_core.ledger.journal import request_for_found
 from skyward_core.ledger.rows import Bucket, CostBy, Intent, PoolEntry, ResourceKind
@@ -48,11 +48,11 @@ class PoolRecord:
         self._clock = clock
         self._entry: PoolEntry | None = None
         self._intents: dict[int, Intent] = {}
-        self._asked_before: dict[int, datetime | None] = {}
+        self._requested_before: dict[int, datetime | None] = {}
         """By entry: when another process requested the end of its machine."""
         self._numbers: dict[str, int] = {}
         self._machines: dict[str, Instance] = {}
-        self._asked: dict[str, datetime] = {}
+        self._requested: dict[str, datetime] = {}
         self._gone: dict[str, str] = {}
         self._trouble: LedgerError | None = None
         self._try(self._read)
@@ -63,7 +63,7 @@ class PoolRecord:
         for intent in self._ledger.intents(pool_id=self._pool_id):
             if intent.kind is ResourceKind.INSTANCE and (intent.gone_at is None or intent.cloud_id is None):
                 self._intents[intent.id] = intent
-                self._asked_before.setdefault(intent.id, intent.end_asked_at)
+                self._requested_before.setdefault(intent.id, intent.end_asked_at)
                 if intent.cloud_id is not None:
                     self._numbers[intent.cloud_id] = intent.id
 
@@ -76,7 +76,7 @@ class PoolRecord:
             return longest if may_still_launch else 0.0
         now, entry = self._clock(), self._entry
         ages = (
-            [(now - asked_by(entry, intent, now)).total_seconds() for intent in self._unanswered()]
+            [(now - latest_request(entry, intent, now)).total_seconds() for intent in self._unanswered()]
             if entry is not None
             else []
         )
@@ -112,10 +112,10 @@ class PoolRecord:
     def ending(self, instance_ids: Iterable[str]) -> None:
         """Note that the end of these machines is about to be requested."""
         ids = list(instance_ids)
-        self._asked |= dict.fromkeys(ids, self._clock())
+        self._requested |= dict.fromkeys(ids, self._clock())
         _log.info("%s: terminating %s: %s", self._pool_id, ", ".join(ids), self._why)
 
-    def asked(self, instance_ids: Iterable[str]) -> None:
+    def end_requested(self, instance_ids: Iterable[str]) -> None:
         """Record that the end of these machines was requested."""
         ids = list(instance_ids)
         self._try(lambda: self._ask_end_all(ids))
@@ -138,7 +138,7 @@ class PoolRecord:
             self._trouble = None
             self._read()
             self._bind_all()
-            self._ask_end_all(self._asked)
+            self._ask_end_all(self._requested)
         by_evidence: dict[str, list[Intent]] = {}
         for instance_id, evidence in self._gone.items():
             if (number := self._numbers.get(instance_id)) is not None and self._intents[number].gone_at is None:
@@ -154,7 +154,7 @@ class PoolRecord:
         unseen = (intent for intent in intents if intent.cloud_id not in self._machines)
         return {
             intent.id: paid_until(
-                self._provider, self._entry, replace(intent, end_asked_at=self._asked_before.get(intent.id)), now
+                self._provider, self._entry, replace(intent, end_asked_at=self._requested_before.get(intent.id)), now
             )
             for intent in unseen
         }

@@ -93,7 +93,7 @@ class OwnerProcess:
 
 
 class PoolTeardown:
-    """Ends the pool, as often as it is asked to, in a thread: meanwhile the owner may send `leave`."""
+    """Ends the pool in a thread, at each request: meanwhile the owner may send `leave`."""
 
     def __init__(
         self,
@@ -111,25 +111,25 @@ class PoolTeardown:
         self._try_seconds = try_seconds
         self._clock = clock
         self._pause = pause
-        self._was_asked = False
-        self._asked = threading.Event()
+        self._is_requested = False
+        self._request = threading.Event()
         self._busy = threading.Lock()
         self._pool_id = self._ledger_url = ""
         self._providers = b""
 
     def ask(self) -> None:
         """End the pool whether its owner lives or not. Returns at once."""
-        self._asked.set()
-        if not self._was_asked:
-            self._was_asked = True
+        self._request.set()
+        if not self._is_requested:
+            self._is_requested = True
             threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
         while True:
-            self._asked.wait()
-            self._asked.clear()
+            self._request.wait()
+            self._request.clear()
             with self._busy:
-                self._end("its process asked for it")
+                self._end("its process has requested it")
 
     def finish(self) -> int:
         """End the pool because its owner is gone, unless it has ended or outlives its owner. Return 0, or 1 if it could
@@ -174,7 +174,7 @@ class PoolTeardown:
             self._unpack()
         ledger, entry, trouble = self._looked_up()
         try:
-            if not self._was_asked and (reason := self._why_not(entry)):
+            if not self._is_requested and (reason := self._why_not(entry)):
                 self._say(f"{why}, and {reason}: nothing to do")
                 return
             self._say(f"{why}: ending its machines")

@@ -109,7 +109,7 @@ def release(
     nothing more and closes.
 
     Args:
-        lease_or_pool_id: the pool. A lease also names the provider, and is verified before the provider is asked.
+        lease_or_pool_id: the pool. A lease also names the provider, and is verified before the first request to it.
         ledger: None if only the lease and the provider's tags are known.
         credentials: the provider, if it needs secrets that neither the environment nor its entry has.
         why: the reason, for the evidence.

@@ -135,7 +135,7 @@ class _Survey:
         self.listings: dict[str, ProviderListing] = {}
         self.failures: list[Failure] = []
         self._given = dict(given)
-        self._asked = set[str]()
+        self._queried = set[str]()
 
     def machines(self) -> Generator[Instance]:
         """Return all listed machines."""
@@ -147,8 +147,8 @@ class _Survey:
             **{_key(entry.provider): entry.provider for entry in entries},
             **self._given,
         }
-        new = {key: provider for key, provider in wanted.items() if key not in self._asked}
-        self._asked |= new.keys()
+        new = {key: provider for key, provider in wanted.items() if key not in self._queried}
+        self._queried |= new.keys()
         for key, answer in zip(new, side_by_side(_listed, list(new.values()), "skyward-sweep"), strict=True):
             if isinstance(answer, Failure):
                 self.failures.append(answer)
@@ -181,10 +181,7 @@ def _without_duplicates(listings: Mapping[str, ProviderListing], pools: Mapping[
             if (home == key) and (entry is not None or (listing.provider.name, machine.id) not in seen):
                 kept.append(machine)
             elif home != key and (home, machine.id) not in own:
-                reason = (
-                    "its pool was opened with other settings of the provider, which do not list it, or could not be"
-                    " asked"
-                )
+                reason = "its pool was opened with other settings of the provider, which do not list it, or failed"
                 left.append(Finding(Action.LEAVE, machine.pool_id, listing.provider.name, (machine.id,), reason))
             seen.add((listing.provider.name, machine.id))
         listing.machines = kept

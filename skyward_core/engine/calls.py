@@ -83,7 +83,7 @@ class CallTable:
         if not self._queue.drop({call_id}) and self._queue.is_out(call_id):
             self._to_stop.add(call_id)
         self._do(do.Cancelled(call_id, entry.call.arguments))
-        self.clear_aside(entry)
+        self.clear_remote_args(entry)
 
     def drain(self, error: SkywardError | None) -> None:
         """Begin no more calls: those that wait raise this. None: begin calls again."""
@@ -179,7 +179,7 @@ class CallTable:
         self._done += 1
         self._failed += outcome.ending is not Ending.RESULT
         self._do(do.Finish(call_id, node, instance_id, outcome, entry.call.arguments))
-        self.clear_aside(entry)
+        self.clear_remote_args(entry)
 
     def _lose_fetching(self, fetching: Fetching) -> None:
         assert fetching.error is not None
@@ -220,7 +220,7 @@ class CallTable:
                 continue
             entry.losses += 1
             if self._may_run_again(entry):
-                self.clear_aside(entry)
+                self.clear_remote_args(entry)
                 again.append(call_id)
                 self._do(do.EmitEvent(CallRetrying(call_id, entry.losses + 1, self._retries + 1, reason)))
             else:
@@ -244,7 +244,7 @@ class CallTable:
             self._done += 1
             self._failed += 1
             self._do(do.Fail(call_id, error, entry.call.arguments))
-            self.clear_aside(entry)
+            self.clear_remote_args(entry)
 
     def without_arguments(self, is_there: Callable[[Parcel], bool]) -> list[str]:
         """Return the waiting calls whose arguments were in a node's memory and are gone."""
@@ -288,20 +288,20 @@ class CallTable:
 
     # ── arguments on nodes ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def lay_aside(self, call_id: str, instance_id: str, parcel: Parcel) -> None:
+    def set_remote_args(self, call_id: str, instance_id: str, parcel: Parcel) -> None:
         """The large arguments of a call are in a node's memory. Remove them at once if no caller waits for the call."""
         entry = self.entries.get(call_id)
         if entry is None:
             self._do(do.Remove(instance_id, parcel))
         else:
-            self.clear_aside(entry)
-            entry.aside = (instance_id, parcel)
+            self.clear_remote_args(entry)
+            entry.remote_args = (instance_id, parcel)
 
-    def clear_aside(self, entry: Entry) -> None:
+    def clear_remote_args(self, entry: Entry) -> None:
         """Remove a call's arguments from the node that has them: they are not needed there any more."""
-        if entry.aside is not None:
-            self._do(do.Remove(*entry.aside))
-            entry.aside = None
+        if entry.remote_args is not None:
+            self._do(do.Remove(*entry.remote_args))
+            entry.remote_args = None
 
     # ── calls to stop ────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -293,7 +293,7 @@ class SchedulerConnection:
 
     def ask(self, operation: str, is_open: Callable[[], bool], what: Mapping[str, Any]) -> Any:
         """Call an operation of the scheduler, and return its answer. Raises NodeLost if there will be none."""
-        return asked(self.client, operation, is_open, what)
+        return call_scheduler(self.client, operation, is_open, what)
 
     def ping(self, inbox: ReportInbox) -> None:
         """Ask the scheduler how long calls have run: a frozen scheduler keeps its connections and does not answer."""
@@ -379,7 +379,9 @@ def _is_no_cancel(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError))
 
 
-def asked(client: distributed.Client, operation: str, is_open: Callable[[], bool], what: Mapping[str, Any]) -> Any:
+def call_scheduler(
+    client: distributed.Client, operation: str, is_open: Callable[[], bool], what: Mapping[str, Any]
+) -> Any:
     """Call an operation of the scheduler, and return its answer.
 
     Raises NodeLost if it is out of reach, or when `is_open` returns False.

@@ -142,7 +142,7 @@ class Losses:
     def is_repeated(self, report: Report) -> bool:
         """Return whether a report was heard before, or its batch is done; note the report's number.
 
-        Workers repeat all reports that were not released, when they join and when they are asked.
+        Workers repeat all reports that were not released when they join, and at each request.
         """
         number = batch_of(report.origin)
         if number < 0:

@@ -270,7 +270,7 @@ class Membership:
             leaving.looks_at_rest = 0 if left else leaving.looks_at_rest + 1
 
     def retired(self, rank: int, instance_id: str, *, is_retired: bool) -> None:
-        """A node was asked to end its workers; `is_retired` is False if it does not answer."""
+        """The request to end a node's workers is over; `is_retired` is False if the node has not answered."""
         if (leaving := self._leaving_of(rank, instance_id)) is not None:
             leaving.is_asking, leaving.is_retired = False, is_retired
 

@@ -29,14 +29,14 @@ SMOOTHING = 0.2
 class Entry:
     """One call, the name of the worker where it must run (None: anywhere), and how often it was lost.
 
-    `aside` has the place of its large arguments: the id of an instance, and the file in that one's memory.
+    `remote_args` says where its large arguments are: the id of an instance, and the file in its memory.
     """
 
     call: Call
     function: Parcel
     worker: str | None = None
     losses: int = 0
-    aside: tuple[str, Parcel] | None = None
+    remote_args: tuple[str, Parcel] | None = None
 
 
 @dataclass(slots=True)

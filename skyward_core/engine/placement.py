@@ -58,11 +58,11 @@ class Placement:
         self._shipments = shipments
         self._functions = functions
         self._do = act
-        self._is_load_asked = False
+        self._is_load_requested = False
 
     def disconnected(self) -> None:
         """There is no connection: the scheduler will not answer the question for its load."""
-        self._is_load_asked = False
+        self._is_load_requested = False
 
     def ship(self) -> None:
         """Send the calls that may go out now, after the upload of their large values."""
@@ -74,7 +74,7 @@ class Placement:
         """The scheduler has said which batches each worker has; empty if it did not answer."""
         if epoch != self._connection.epoch:
             return
-        self._is_load_asked = False
+        self._is_load_requested = False
         for out in self._shipments.in_phase(Phase.CHOOSING):
             self._choose(out, load)
 
@@ -98,7 +98,7 @@ class Placement:
                 self._do(do.Remove(instance_id, parcel))
         else:
             for call_id, parcel in arguments.items():
-                self._calls.lay_aside(call_id, instance_id, parcel)
+                self._calls.set_remote_args(call_id, instance_id, parcel)
             inline = {name for name, parcel in functions.items() if parcel is None}
             self._go_on(out, inline)
         self._functions.evict(instance_id)
@@ -143,14 +143,14 @@ class Placement:
             self._go_on(out, ())
         elif out.worker or self._is_load_known:
             self._choose(out, {})
-        elif not self._is_load_asked:
-            self._is_load_asked = True
+        elif not self._is_load_requested:
+            self._is_load_requested = True
             self._do(do.AskLoad(self._connection.epoch))
 
     @property
     def _is_load_known(self) -> bool:
-        """Whether the scheduler need not be asked: all batches in flight went to workers that were chosen here, or
-        there is no choice.
+        """Whether no request to the scheduler is needed: all batches in flight went to workers that were chosen here,
+        or there is no choice.
         """
         return len(self._members.free) < 2 or all(out.worker for out in self._shipments.outs.values() if out.is_out)
 
@@ -202,9 +202,7 @@ class Placement:
             if set(names) - out.functions.keys() - set(inline):  # a function was evicted meanwhile
                 self._upload(out, out.instance_id)
                 return
-        calls = tuple(
-            self._with_arguments_aside(call, out) for call in batch.calls if call.call_id in self._calls.entries
-        )
+        calls = tuple(self._with_remote_args(call, out) for call in batch.calls if call.call_id in self._calls.entries)
         for call in batch.calls:
             if call.call_id not in self._calls.entries:  # cancelled during the upload
                 self._queue.ended(call.call_id)
@@ -216,9 +214,13 @@ class Placement:
         )
         self._shipments.send(out, batch._replace(calls=calls, functions={**batch.functions, **out.functions}))
 
-    def _with_arguments_aside(self, call: Call, out: Out) -> Call:
-        aside = self._calls.entries[call.call_id].aside
-        return call._replace(arguments=aside[1]) if aside is not None and aside[0] == out.instance_id else call
+    def _with_remote_args(self, call: Call, out: Out) -> Call:
+        remote_args = self._calls.entries[call.call_id].remote_args
+        return (
+            call._replace(arguments=remote_args[1])
+            if remote_args is not None and remote_args[0] == out.instance_id
+            else call
+        )
 
     def _unblock(self) -> None:
         for out in self._shipments.in_phase(Phase.BLOCKED):

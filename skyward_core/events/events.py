@@ -50,7 +50,7 @@ class CandidateRefused(Refusal):
 
 @dataclass(frozen=True, slots=True)
 class InstanceLaunching:
-    """Machines are being asked for; from here on they may cost money."""
+    """Machines are being requested; from here on they may cost money."""
 
     count: int
     instance_type: str
@@ -174,7 +174,7 @@ class InstanceStopping:
 
 @dataclass(frozen=True, slots=True)
 class InstanceLost:
-    """A machine went away without being asked to; `reason` says how it was noticed."""
+    """A machine went away without a request; `reason` says how it was noticed."""
 
     instance_id: str
     node: int

@@ -43,7 +43,7 @@ class Narrator:
     def __init__(self) -> None:
         self._nodes: dict[str, int] = {}
         self._calls = CallProgress(submitted=0, done=0, failed=0)
-        self._cost_told_at = 0.0
+        self._cost_shown_at = 0.0
 
     def tell(self, event: SkywardEvent) -> tuple[int, str] | None:
         """Return the level (of `logging`) and the words for an event, or None if it is not worth a line."""
@@ -122,9 +122,9 @@ class Narrator:
                 return None
 
     def _cost_so_far(self, event: CostUpdate) -> tuple[int, str] | None:
-        if event.elapsed_seconds - self._cost_told_at < SECONDS_BETWEEN_COSTS:
+        if event.elapsed_seconds - self._cost_shown_at < SECONDS_BETWEEN_COSTS:
             return None
-        self._cost_told_at = event.elapsed_seconds
+        self._cost_shown_at = event.elapsed_seconds
         parts = [f"running for {_duration(event.elapsed_seconds)}"]
         if self._calls.submitted:
             parts.append(self._calls_so_far())

@@ -39,27 +39,27 @@ skyward_mig_mode() { # index: current and pending mode, as "Enabled Disabled"
   printf '%s\n' "${modes//,/}"
 }
 skyward_is_partitioned() { # index
-  local told
-  told=$(skyward_smi mig -i "$1" -lgi 2>&1) || :
-  grep -q '^| *[0-9][0-9]* *MIG ' <<<"$told"
+  local output
+  output=$(skyward_smi mig -i "$1" -lgi 2>&1) || :
+  grep -q '^| *[0-9][0-9]* *MIG ' <<<"$output"
 }
 skyward_look_at_gpus() { # how many are needed
-  local told found
+  local output found
   if ! skyward_nvidia_smi=$(command -v nvidia-smi); then
     echo 'there is no nvidia-smi here: install the driver of NVIDIA, or choose a machine image that has it'
     return 1
   fi
-  if ! told=$("$skyward_nvidia_smi" --query-gpu=index --format=csv,noheader 2>&1); then
-    printf '%s\n' "$told" 'the driver of the GPUs does not answer'
+  if ! output=$("$skyward_nvidia_smi" --query-gpu=index --format=csv,noheader 2>&1); then
+    printf '%s\n' "$output" 'the driver of the GPUs does not answer'
     return 1
   fi
-  found=$(grep -c '^[0-9]' <<<"$told") || :
+  found=$(grep -c '^[0-9]' <<<"$output") || :
   if [ "$found" -lt "$1" ]; then
     printf 'there are %s GPUs here, and %s are to be partitioned\n' "$found" "$1"
     return 1
   fi
-  if ! told=$(skyward_smi -L 2>&1); then
-    printf '%s\n' "$told" 'GPUs are partitioned by root only: log in as root, or let sudo run nvidia-smi without a password'
+  if ! output=$(skyward_smi -L 2>&1); then
+    printf '%s\n' "$output" 'GPUs are partitioned by root only: log in as root, or let sudo run nvidia-smi without a password'
     return 1
   fi
 }
@@ -84,15 +84,15 @@ skyward_claim() { # index: records the state of the GPU, before anything is chan
   fi
 }
 skyward_enable() { # index
-  local told reset
+  local output reset
   [ "$(skyward_mig_mode "$1")" != 'Enabled Enabled' ] || return 0
-  told=$(skyward_smi -i "$1" -mig 1 2>&1) || :
+  output=$(skyward_smi -i "$1" -mig 1 2>&1) || :
   if [ "$(skyward_mig_mode "$1")" = 'Disabled Enabled' ]; then # Ampere needs a reset, Hopper and later do not
     reset=$(skyward_smi --gpu-reset -i "$1" 2>&1) || :
-    told+=$'\n'$reset
+    output+=$'\n'$reset
   fi
   [ "$(skyward_mig_mode "$1")" != 'Enabled Enabled' ] || return 0
-  printf '%s\n' "$told"
+  printf '%s\n' "$output"
   skyward_why_not_enabled "$1"
   return 1
 }
@@ -111,16 +111,16 @@ skyward_why_not_enabled() { # index
   fi
 }
 skyward_create() { # index, profiles
-  local told
-  if ! told=$(skyward_smi mig -i "$1" -cgi "$2" -C 2>&1); then
-    printf '%s\n' "$told"
+  local output
+  if ! output=$(skyward_smi mig -i "$1" -cgi "$2" -C 2>&1); then
+    printf '%s\n' "$output"
     printf 'GPU %s cannot be split into %s: "nvidia-smi mig -lgip" on the machine lists what it can be split into\n' "$1" "$2"
     return 1
   fi
 }
 skyward_list_partitions() { # number of GPUs: prints the UUIDs of their partitions
-  local told line gpu=-1
-  told=$("$skyward_nvidia_smi" -L)
+  local output line gpu=-1
+  output=$("$skyward_nvidia_smi" -L)
   while IFS= read -r line; do
     case $line in
       'GPU '*)
@@ -132,7 +132,7 @@ skyward_list_partitions() { # number of GPUs: prints the UUIDs of their partitio
         [ "$gpu" -ge "$1" ] || printf '%s\n' "${line%%)*}"
         ;;
     esac
-  done <<<"$told"
+  done <<<"$output"
 }
 skyward_partition() { # number of GPUs, profiles of each
   local index wanted found partial="$SKYWARD_INSTANCE_DIRECTORY/.partitions.partial" profiles
@@ -172,13 +172,13 @@ is_as_before() { # index, mode
 give_back() { # index, mode, boot: a reboot removes partitions, so those found after one are not ours
   [ "$3" = "$(cat /proc/sys/kernel/random/boot_id)" ] || ! is_partitioned "$1" || return 0
   for _ in 1 2 3 4 5; do
-    told=$(smi mig -i "$1" -dci; smi mig -i "$1" -dgi; [ "$2" = Enabled ] || smi -i "$1" -mig 0)
+    output=$(smi mig -i "$1" -dci; smi mig -i "$1" -dgi; [ "$2" = Enabled ] || smi -i "$1" -mig 0)
     ! is_as_before "$1" "$2" || return 0
-    [ "$2" = Enabled ] || told="$told; $(smi --gpu-reset -i "$1")"
+    [ "$2" = Enabled ] || output="$output; $(smi --gpu-reset -i "$1")"
     ! is_as_before "$1" "$2" || return 0
     sleep 0.5
   done
-  printf "%s\n" "GPU $1 is not as it was before (MIG mode $2, not partitioned): $told" | tr "\n" " "
+  printf "%s\n" "GPU $1 is not as it was before (MIG mode $2, not partitioned): $output" | tr "\n" " "
   echo
 }
 for _ in $(seq 100); do

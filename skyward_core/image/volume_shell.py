@@ -137,7 +137,7 @@ skyward_s3fs() { # bucket:/prefix, mount path, options of s3fs
   timeout --kill-after=5 20 s3fs "$@" -f -o dbglevel=err,retries=1 2>&1 | tail -n 20 || code=$?
   skyward_unmount "$2"
   [ "$skyward_credentials" != none ] ||
-    printf '%s\n' 'asked without credentials, for there are none: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in Image(env=...)'
+    printf '%s\n' 'the request had no credentials: set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in Image(env=...)'
   return "$((code ? code : 1))"
 }
 skyward_mount_s3() { # options of mount-s3, bucket, mount path

@@ -85,11 +85,11 @@ class Launch:
     """One recorded creating call: the tags of its machines, and the numbers of its intents by rank."""
 
     def __init__(
-        self, tags: dict[str, str], intents: Sequence[Intent], first_rank: int, asked_at: float, price: Price
+        self, tags: dict[str, str], intents: Sequence[Intent], first_rank: int, requested_at: float, price: Price
     ) -> None:
         self.tags = tags
         self.price = price
-        self.asked_at = asked_at
+        self.requested_at = requested_at
         """On the meter's clock."""
         self.by_rank = {first_rank + index: intent.id for index, intent in enumerate(intents)}
 
@@ -266,7 +266,7 @@ class Journal:
             for number in ids:
                 self._unbound.pop(number, None)
         for instance in instances:
-            self._meter.start(instance, launch.asked_at, self._price_as_rented(instance, launch))
+            self._meter.start(instance, launch.requested_at, self._price_as_rented(instance, launch))
         as_rented = {
             number: Rented(self._price_as_rented(instance, launch).per_hour, {TYPE_TAG: instance.instance_type})
             for instance in instances
@@ -303,9 +303,9 @@ class Journal:
             new = [instance for instance in instances if instance.id not in self._numbers]
         answers = [(instance, self._answered_by(instance)) for instance in new]
         for instance, launch in answers:
-            asked_at = self._meter.now() if launch is None else launch.asked_at
+            requested_at = self._meter.now() if launch is None else launch.requested_at
             self._meter.start(
-                instance, asked_at, price_of(instance, self._provider) if launch is None else launch.price
+                instance, requested_at, price_of(instance, self._provider) if launch is None else launch.price
             )
         # the first error ends the loop: each may take half a minute, and the machines must still be terminated
         with self._kept("machines of a listing"):
@@ -352,7 +352,7 @@ class Journal:
             self._meter.enter(instance_id, Bucket.TERMINATING)
             self._emit(InstanceStopping(instance_id))
 
-    def asked(self, instance_ids: Iterable[str]) -> None:
+    def end_requested(self, instance_ids: Iterable[str]) -> None:
         """The termination of these was requested."""
         with self._kept("requested terminations"):
             self._ledger.ask_end_all(self._numbers_of(instance_ids))

@@ -117,8 +117,8 @@ END = (
   skyward_find "$1"
   directory=$skyward_home/instances/$1
   for pid in $skyward_pids; do
-    told=$(tr '\0' '\n' <"/proc/$pid/environ" 2>/dev/null | sed -n 's/^SKYWARD_INSTANCE_DIRECTORY=//p')
-    case $told in /*/"$1") directory=$told && break ;; esac
+    found=$(tr '\0' '\n' <"/proc/$pid/environ" 2>/dev/null | sed -n 's/^SKYWARD_INSTANCE_DIRECTORY=//p')
+    case $found in /*/"$1") directory=$found && break ;; esac
   done
   [ -n "$skyward_pids" ] || [ -e "$directory" ] || return 0
   echo "::skyward found $1"

@@ -114,16 +114,16 @@ skyward_unmount() { # directory: unmounts what the node has mounted, last first
 skyward_unpartition() { # directory: restores the GPUs; waits at most this long for a driver that hangs and cannot be killed
   [ -f "$1/mig" ] || return 0
   # The lock on descriptor 9 is kept: no other pool may begin to use a GPU that is being restored. The last argument shows others who has it.
-  skyward_told=$1/mig.told
-  { true >"$skyward_told"; } 2>/dev/null || skyward_told=/dev/null
+  skyward_mig_log=$1/mig.log
+  { true >"$skyward_mig_log"; } 2>/dev/null || skyward_mig_log=/dev/null
   timeout -k 1 "$skyward_unpartition_seconds" sh -c "$skyward_unpartition_program" skyward "$1/mig" skyward-pool=giving-back-GPUs \
-    </dev/null >"$skyward_told" 2>&1 &
+    </dev/null >"$skyward_mig_log" 2>&1 &
   skyward_tries=$((skyward_unpartition_seconds * 20))
   while [ -f "$1/mig" ] && [ "$skyward_tries" -gt 0 ]; do
     skyward_tries=$((skyward_tries - 1))
     env -i PATH="$PATH" sleep 0.05 9<&-
   done
-  cat "$skyward_told"
+  cat "$skyward_mig_log"
   [ ! -f "$1/mig" ] || echo "the GPUs could not be restored in $skyward_unpartition_seconds s: they may still be partitioned"
   rm -f -- "$1/mig"
 }

@@ -1,1 +1,1 @@
-"""From a wish to a lease and back: the only code that starts or stops spending."""
+"""From a spec to a lease and back: the only code that starts or stops spending."""

@@ -122,10 +122,10 @@ def ask(
     An error of one provider (an outage, refused credentials, a spec or a setting that it cannot do) is part of its
     answer, so that the others' answers are not lost.
     """
-    return side_by_side(lambda provider: _asked(provider, want, clock), providers, "skyward-offers", len(providers))
+    return side_by_side(lambda provider: _query(provider, want, clock), providers, "skyward-offers", len(providers))
 
 
-def _asked(provider: Provider, want: Requirements, clock: Callable[[], float]) -> ProviderOffers:
+def _query(provider: Provider, want: Requirements, clock: Callable[[], float]) -> ProviderOffers:
     began = clock()
     try:
         account = provider.account()
@@ -154,7 +154,7 @@ def candidates(spec: PoolSpec, sold: Iterable[ProviderOffers]) -> tuple[list[Can
     has_offers = may_be_sold = False
     for one in sold:
         may_be_sold |= bool(one.errors) or one.provider.may_sell_spot(want)
-        refusals += not_asked(one)
+        refusals += refusals_of(one)
         good = [offer for offer in one.offers if matches(offer, want) is None]
         if one.error is not None:
             continue
@@ -343,7 +343,7 @@ def refusal(provider: Provider, offer: Offer | None, error: SkywardError, second
     )
 
 
-def not_asked(one: ProviderOffers) -> list[Refusal]:
+def refusals_of(one: ProviderOffers) -> list[Refusal]:
     """Return the refusals of a provider that has not answered, or of such regions."""
     whole = [] if one.error is None else [refusal(one.provider, None, one.error, one.seconds)]
     return [

@@ -2,8 +2,8 @@
 
 States of a pool that is detached, and which pool a crash leaves:
 
-    attended -> money set aside -> nodes informed -> ledger written -> reaper informed -> detached
-    └─────────────── an attended pool ──────────┘   └─ a detached pool, whose nodes and money last until its lease ends
+    attended -> money reserved -> nodes informed -> ledger written -> reaper informed -> detached
+    └─────────────── an attended pool ─────────┘   └─ a detached pool, whose nodes and money last until its lease ends
 
 Until the ledger is written the owner's death ends the pool: the reaper and every sweep decide by the ledger, whatever
 lease the nodes have. So the nodes are informed first and the ledger is written last.

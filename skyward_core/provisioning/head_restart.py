@@ -78,16 +78,16 @@ class HeadRestart:
         """Make a node that is left the head. If it does not come up, the caller may try another one."""
         self._nodes.all[0] = heir
         deadline = time.monotonic() + min(HEIR_SECONDS, self._spec.provision_timeout)
-        asked_at = time.monotonic()
+        checked_at = time.monotonic()
 
         def look() -> None:
-            nonlocal asked_at
+            nonlocal checked_at
             self._rental.go_on_until(deadline, "the new head did not come up in time")
             self._nodes.raise_if_lost(heir)
-            if time.monotonic() - asked_at > LIVES_AGAIN_SECONDS:
+            if time.monotonic() - checked_at > LIVES_AGAIN_SECONDS:
                 if self._nodes.lives([0]).get(0) is False:
                     raise NodeLost("the processes of the node that was to be the new head have died")
-                asked_at = time.monotonic()
+                checked_at = time.monotonic()
 
         self._choose_ports()
         self._nodes.connect()

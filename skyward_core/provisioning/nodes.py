@@ -223,7 +223,7 @@ class Nodes:
     def raise_if_lost(self, node: Preparation) -> None:
         """Raise BootstrapFailed if a machine is gone. An outage of the provider proves nothing.
 
-        Over SSH the provider is asked only if the machine does not answer.
+        Over SSH the provider is queried only if the machine does not answer.
         """
         if node.transport.is_connected and not self._rental.provider.is_here:
             return

@@ -1,8 +1,8 @@
 """The present offers of several providers, ranked, with their age: for `sky.offers` and `skyward offers`.
 
-A provider is asked for all of its offers, and the answer is kept in a file of this user's cache for some minutes, so
-that the next question needs no request. A market shows only offers near the requirements, so that each requirements
-have a cached answer of their own. Pools do not use the cache.
+A provider returns all of its offers. The answer is kept in a file of this user's cache for some minutes, and serves
+later queries. A market returns only offers near the requirements, so each set of requirements has its own cached
+answer. Pools do not use the cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import BadRequest, NoCapacity, Refusal
 from skyward_core.machines.offers import Offer, Requirements, matches, why_none
 from skyward_core.providers.base import Provider
-from skyward_core.provisioning.candidates import ProviderOffers, ask, not_asked, refusal
+from skyward_core.provisioning.candidates import ProviderOffers, ask, refusal, refusals_of
 
 MAX_AGE_SECONDS = 300.0
 
@@ -68,7 +68,7 @@ def price_list(
     max_age_seconds: float = MAX_AGE_SECONDS,
     clock: Callable[[], datetime] = lambda: datetime.now(UTC),
 ) -> PriceList:
-    """Return the offers that fit. Providers whose answer in `folder` is missing or too old are asked, all at once.
+    """Return the offers that fit. Providers without a recent answer in `folder` are queried, all at once.
 
     Raises BadRequest if all providers do.
     """
@@ -114,7 +114,7 @@ def _why_none(
     provider: Provider, want: Requirements, page: CachedOffers | None, answer: ProviderOffers | None
 ) -> list[Refusal]:
     """Return why a provider, or a region of it, is not in the list."""
-    reasons = [] if answer is None else not_asked(answer)
+    reasons = [] if answer is None else refusals_of(answer)
     offers = () if page is None else page.offers
     if (answer is not None and answer.error is not None) or any(matches(offer, want) is None for offer in offers):
         return reasons
@@ -128,7 +128,9 @@ def _why_none(
 
 
 def _path(folder: Path, provider: Provider, question: Requirements) -> Path:
-    own = {} if question == Requirements() else {"wish": question.model_dump(mode="json", exclude_defaults=True)}
+    own = (
+        {} if question == Requirements() else {"requirements": question.model_dump(mode="json", exclude_defaults=True)}
+    )
     settings = json.dumps({**provider.to_json(), **own}, sort_keys=True)
     return folder / f"{provider.name}-{hashlib.sha256(settings.encode()).hexdigest()[:16]}.json"
 

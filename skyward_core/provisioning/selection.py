@@ -50,7 +50,7 @@ from skyward_core.spec import PoolSpec
 ON_TO_THE_NEXT = (NoCapacity, CredentialsError, ProviderFailed, OfferGone, BudgetExceeded, BadRequest)
 """Errors of one candidate after which the next one is tried.
 
-Not InstancesLeft: no other provider is asked while machines may be there.
+Not InstancesLeft: no other provider is tried while machines may be there.
 """
 
 _log = logging.getLogger("skyward")
@@ -240,9 +240,9 @@ def able(spec: PoolSpec, providers: Sequence[Provider]) -> list[Provider]:
 def refuse(spec: PoolSpec, provider: Provider) -> None:
     """Raise BadRequest for a feature that the provider never has, before any request to it."""
     is_partitioned = spec.accelerator is not None and bool(spec.accelerator.mig)
-    asked = {"apt": bool(spec.image.apt), "volume": bool(spec.volume), "mig": is_partitioned}
+    needed = {"apt": bool(spec.image.apt), "volume": bool(spec.volume), "mig": is_partitioned}
     for feature, reason in type(provider).refuses.items():
-        if asked.get(feature):
+        if needed.get(feature):
             raise NotYetSupported(f"{provider.name} does not do {feature}: {reason}")
 
 

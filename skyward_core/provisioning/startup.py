@@ -32,7 +32,7 @@ class Startup:
         self._spec = spec
         self._rental = rental
         self._nodes = nodes
-        self._asked_at = 0.0
+        self._listed_at = 0.0
         self._missed = set[str]()
         """The machines that the last listing lacked."""
         self._silent: dict[str, float] = {}
@@ -100,7 +100,7 @@ class Startup:
     def _raise_if_gone(self, nodes: Sequence[Preparation]) -> None:
         """Raise BootstrapFailed for a machine that is gone.
 
-        Over SSH the provider is asked only about machines that do not answer, and at most every ASK_SECONDS, because
+        Over SSH the provider is queried only for machines that do not answer, and at most every ASK_SECONDS, because
         a listing may take seconds.
         """
         silent = list(nodes)
@@ -114,9 +114,9 @@ class Startup:
                 if time.monotonic() - since > self._spec.lease_seconds
             }
             raise_if_gone(silent, lease_over)  # its guard has ended it, if it lives at all
-            if not silent or time.monotonic() < max(self._asked_at, self._rental.answered_at) + ASK_SECONDS:
+            if not silent or time.monotonic() < max(self._listed_at, self._rental.answered_at) + ASK_SECONDS:
                 return
-            self._asked_at = time.monotonic()
+            self._listed_at = time.monotonic()
         try:
             living = self._rental.living()
         except Exception:

@@ -42,7 +42,7 @@ class MachineRecord(Protocol):
         """
         ...
 
-    def asked(self, instance_ids: Iterable[str]) -> None:
+    def end_requested(self, instance_ids: Iterable[str]) -> None:
         """Record that the end of these machines was requested."""
         ...
 
@@ -158,7 +158,7 @@ def _terminate(provider: Provider, progress: _Progress, record: MachineRecord) -
     if answer.error is not None:
         progress.errors.append(answer.error)
     if new:
-        record.asked(new)  # after the request: a locked ledger may take half a minute
+        record.end_requested(new)  # after the request: a locked ledger may take half a minute
     return answer.unconfirmed
 
 

@@ -422,8 +422,8 @@ class DetachedCall[R]:
 class KeptEntry:
     """The pool's entry in this process's ledger: its renewal shows sweeps that the pool is in use.
 
-    A ledger that does not answer is asked again at each renewal. Only two answers end that: it has no such pool, or the
-    pool may not spend any more.
+    Each renewal tries a ledger again that did not answer. Only two answers end that: it has no such pool, or the pool
+    may not spend any more.
     """
 
     def __init__(self, pool_id: str, lease_seconds: float, log: Callable[..., object] = _log.log) -> None:
@@ -433,7 +433,7 @@ class KeptEntry:
         self._lease_seconds = lease_seconds
         self._ledger: Ledger | None = None
         self._is_known = False
-        self._is_told = False
+        self._has_warned = False
         self._is_over = False
 
     def renew(self) -> None:
@@ -454,14 +454,14 @@ class KeptEntry:
             self._log(logging.ERROR, "%s", error)
             self.close()
         except LedgerError as error:  # the next renewal tries again
-            level = logging.DEBUG if was_known or self._is_told else logging.WARNING
+            level = logging.DEBUG if was_known or self._has_warned else logging.WARNING
             self._log(
                 level,
                 "pool %s is not kept alive in the ledger, and a sweep may take it for dead: %s",
                 self._pool_id,
                 error,
             )
-            self._is_told = True
+            self._has_warned = True
         finally:
             # closed meanwhile, by a thread that could not see the ledger being opened
             if self._is_over and self._ledger is not None:

@@ -106,7 +106,7 @@ class Limits:
         self._log = log
         self._began = began
         self._fill = Fill.FULL
-        self._asked = time.monotonic()
+        self._sent_at = time.monotonic()
         self._is_busy = False
         self._busy_at = 0.0
         """When there was last work of another client."""
@@ -137,8 +137,8 @@ class Limits:
         """
         now = time.monotonic()
         max_lifetime, timeout = self._spec.max_lifetime, self._spec.timeout
-        if now - self._asked >= ASK_SECONDS or self._cluster.is_idle == self._is_busy:
-            self._asked, self._is_busy = now, self._cluster.has_work()
+        if now - self._sent_at >= ASK_SECONDS or self._cluster.is_idle == self._is_busy:
+            self._sent_at, self._is_busy = now, self._cluster.has_work()
             self._transports.is_busy = self._is_busy
         if max_lifetime is not None and now - self._began > max_lifetime:
             self._log(logging.WARNING, "the pool has lived for %.0f s (max_lifetime) and ends itself", max_lifetime)

@@ -2,7 +2,7 @@
 
     new ── start ──> open ────────── stop ──────────> stopped ──> released ──> written down
      │                │ ^                             (by `release`, which is called again where it has failed)
-     └─ all undone    │ └──── an error, or asked to stop: nodes and budget are as before; then stopped, if asked
+     └─ all undone    │ └──── an error, or a request to stop: nodes and budget are as before; then the request is met
                       └─ detach ──> detaching ──> leaving ──> detached
                          (the nodes get a lease)   (the ledger is written: from here on no request to stop the pool has
                          an effect)
@@ -67,7 +67,7 @@ class Claims:
         """The thread that detaches the pool."""
         self._stopper = 0
         """The thread that stops the pool."""
-        self._asked_to_stop: tuple[str, SkywardError | None] | None = None
+        self._stop_request: tuple[str, SkywardError | None] | None = None
         """A request to stop the pool that came while it was being detached."""
         self._is_over = threading.Event()
         self._is_over.set()
@@ -98,7 +98,7 @@ class Claims:
                 self._stopper = threading.get_ident()
                 self.why_ended = error
             elif self.state is SessionState.DETACHING:
-                self._asked_to_stop = self._asked_to_stop or (reason, error)
+                self._stop_request = self._stop_request or (reason, error)
         if not is_ours and not self.is_running and self._stopper != threading.get_ident():
             self._is_over.wait(JOIN_SECONDS)
         return is_ours
@@ -114,7 +114,7 @@ class Claims:
         with self._changing:
             is_ours = self.state is SessionState.OPEN
             if is_ours:
-                self.state, self._detacher, self._asked_to_stop = SessionState.DETACHING, threading.get_ident(), None
+                self.state, self._detacher, self._stop_request = SessionState.DETACHING, threading.get_ident(), None
         if not is_ours:
             self._is_over.wait(JOIN_SECONDS)  # then the machines are gone
             if self.why_ended is not None:
@@ -127,13 +127,13 @@ class Claims:
         Raises the error of an earlier request to stop.
         """
         with self._changing:
-            asked = self._asked_to_stop
-            if asked is None and self.is_to_end:
-                asked = "terminate_now() was called while the pool was detached: its machines are ended", None
-            if asked is None and self.state is SessionState.DETACHING:
+            request = self._stop_request
+            if request is None and self.is_to_end:
+                request = "terminate_now() was called while the pool was detached: its machines are ended", None
+            if request is None and self.state is SessionState.DETACHING:
                 self.state = SessionState.LEAVING
                 return
-        reason, error = asked or ("the pool was closed while it was detached", None)
+        reason, error = request or ("the pool was closed while it was detached", None)
         raise error or PoolClosed(reason)
 
     def let_go(self) -> None:
@@ -156,5 +156,5 @@ class Claims:
             ):
                 return None
             self.state = SessionState.OPEN
-            asked, self._asked_to_stop = self._asked_to_stop, None
-        return asked
+            request, self._stop_request = self._stop_request, None
+        return request

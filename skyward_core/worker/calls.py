@@ -79,14 +79,14 @@ def detached_key(call_id: str) -> str:
 # ── the client's side ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def resume(client_id: str, topic: str, after: int, asked: int) -> dict[str, Any]:
+def resume(client_id: str, topic: str, after: int, request: int) -> dict[str, Any]:
     """Return the message that makes this client the owner of the topic and its tasks, and asks for the topic's messages
     after number `after`.
 
-    The answer is an event of the topic: a mapping with the number `asked`, and the fields of
+    The answer is an event of the topic: a mapping with the number `request`, and the fields of
     `scheduler_messages.Resumed`.
     """
-    return {"op": RESUME, "client": client_id, "topic": topic, "after": after, "asked": asked}
+    return {"op": RESUME, "client": client_id, "topic": topic, "after": after, "request": request}
 
 
 def acknowledge(topic: str, number: int) -> dict[str, Any]:
@@ -179,7 +179,7 @@ class CallMemory(SchedulerPlugin):
 
         Kept for ever: the answer with this number may be lost.
         """
-        self._asked: dict[str, int] = {}
+        self._resumes: dict[str, int] = {}
         """By topic: the number of the last `resume` that was answered."""
         self._replaced: set[str] = set()
         """Clients whose topics others have resumed, while their streams are open."""
@@ -226,14 +226,14 @@ class CallMemory(SchedulerPlugin):
         if kept is not None and type(msg) is bytes:
             kept.add(msg)
 
-    def _resume(self, client: str, topic: str, after: int, asked: int) -> None:
+    def _resume(self, client: str, topic: str, after: int, request: int) -> None:
         """Send a client the messages that it has missed and subscribe it, in one turn of the event loop: no message can
         come in between.
         """
-        if asked < self._asked.get(topic, 0):  # a later connection of the same client was faster
+        if request < self._resumes.get(topic, 0):  # a later connection of the same client was faster
             self._replaced.add(client)
             return
-        self._asked[topic] = asked
+        self._resumes[topic] = request
         kept = self._topics.get(topic)
         is_known = kept is not None
         if not topic.startswith(_DETACHED):
@@ -244,7 +244,7 @@ class CallMemory(SchedulerPlugin):
         tasks = {key: task.state for key in keys if (task := self._scheduler.tasks.get(key)) is not None}
         gone = [key for key in keys if key not in tasks]
         answer = {
-            "asked": asked,
+            "request": request,
             "number": number,
             "missed": max(0, number - after),
             "is_known": is_known,
@@ -365,8 +365,8 @@ class CallMemory(SchedulerPlugin):
         kept = self._keys.get(client, set())
         if ours := [key for key in keys if key in kept]:
             kept.difference_update(ours)
-            for wisher in {KEEP, client} & self._scheduler.clients.keys():
-                self._scheduler.client_releases_keys(keys=ours, client=wisher)
+            for holder in {KEEP, client} & self._scheduler.clients.keys():
+                self._scheduler.client_releases_keys(keys=ours, client=holder)
         if not kept:
             self._keys.pop(client, None)
 
@@ -376,7 +376,7 @@ class CallMemory(SchedulerPlugin):
         topics = [topic for topic, owner in self._owners.items() if owner == client]
         for topic in topics:
             self._scheduler.unsubscribe_topic(topic, client)
-            del self._owners[topic], self._topics[topic], self._asked[topic]
+            del self._owners[topic], self._topics[topic], self._resumes[topic]
             self._abandoned[topic] = self._abandoned.get(topic, 0) + 1
         # else running calls would keep their slots, and no client could stop them
         stop = {"op": CANCEL, "calls": topics}

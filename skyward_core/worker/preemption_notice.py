@@ -29,7 +29,7 @@ MARK = "::skyward notice "
 ASK_EVERY_SECONDS = 5.0
 ANSWER_SECONDS = 2.0
 TOKEN_SECONDS = 21_600
-"""The longest life of a token that EC2 grants."""
+"""The longest life of a token of EC2."""
 ANSWER_BYTES = 65_536
 NOTICE_SECONDS = 120.0
 """How long before a machine is taken AWS announces it. A longer time means that a clock is wrong."""
@@ -158,7 +158,7 @@ class NoticePoller:
                 if not self._has_complained:
                     self._has_complained = True
                     self._complain(
-                        f"spot notices: the metadata service does not tell ({error!r}); it is asked again every"
+                        f"spot notices: no answer of the metadata service ({error!r}); the next request is in"
                         f" {ASK_EVERY_SECONDS:g} s"
                     )
                 continue

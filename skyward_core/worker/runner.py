@@ -252,9 +252,9 @@ def _fit(outcome: Outcome, line: RunnerChannels, spent: Spent) -> Outcome:
         return outcome._replace(text=text)
     if line.room is not None:
         line.room.make(outcome.parcel.nbytes)
-    parcel, is_aside = outcome.parcel.moved_into_spent_file(*spent) if spent is not None else (outcome.parcel, False)
+    parcel, is_moved = outcome.parcel.moved_into_spent_file(*spent) if spent is not None else (outcome.parcel, False)
     try:
-        parcel = parcel if is_aside else parcel.moved_to_file(line.value_directories)
+        parcel = parcel if is_moved else parcel.moved_to_file(line.value_directories)
         if line.room is not None and parcel.path is not None:
             line.room.keep(parcel.path, outcome.parcel.nbytes)
         return outcome._replace(parcel=parcel, text=text)

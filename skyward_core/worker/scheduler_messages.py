@@ -69,5 +69,5 @@ class Resumed:
     def of(answer: Mapping[str, object]) -> Resumed:
         """Return the scheduler's answer to `resume` as a value."""
         fields: dict[str, object] = {**answer, "gone": frozenset(answer["gone"])}  # type: ignore[arg-type]
-        del fields["asked"]
+        del fields["request"]
         return Resumed(**fields)  # type: ignore[arg-type]

@@ -197,7 +197,7 @@ class _BatchRun:
         self._sent: deque[Call] = deque()
         self._news: list[News] = []
         self._progress_at = self._reported_at = time.monotonic()
-        self._aside: list[Parcel] = []
+        self._moved: list[Parcel] = []
 
     def run(self) -> None:
         try:
@@ -219,7 +219,7 @@ class _BatchRun:
             raise
         finally:
             self.slot.busy_since = None
-            for parcel in self._aside:
+            for parcel in self._moved:
                 parcel.release()
 
     @property
@@ -262,7 +262,7 @@ class _BatchRun:
             function = self._batch.functions[call.function] = self._moved_to_file(function)
         if call.arguments.buffers or call.arguments.nbytes > INLINE_BYTES:
             call = self._waiting[0] = call._replace(arguments=self._moved_to_file(call.arguments))
-        own = {parcel.path for parcel in self._aside}
+        own = {parcel.path for parcel in self._moved}
         may_reuse = call.arguments.path is not None and call.arguments.path not in own
         secrets = None if self.slot.is_furnished else self.slot.secrets
         is_fresh = function is not None and len(self.slot.known) >= KNOWN_FUNCTIONS
@@ -276,9 +276,9 @@ class _BatchRun:
         )
 
     def _moved_to_file(self, parcel: Parcel) -> Parcel:
-        aside = parcel.moved_to_file(self.slot.value_directories)
-        self._aside.append(aside)
-        return aside
+        moved = parcel.moved_to_file(self.slot.value_directories)
+        self._moved.append(moved)
+        return moved
 
     def _take_back(self) -> list[Call]:
         """Take the calls from the queue that the runner has not begun."""

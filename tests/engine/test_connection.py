@@ -96,7 +96,7 @@ def connection(posted: Posted) -> SchedulerConnection:
     """A connection that has sent task "a" with number 1, and knows task "old" of an earlier connection."""
     connection = SchedulerConnection(Client())  # type: ignore[arg-type]
     connection.listen(1, "topic", 0, posted)  # type: ignore[arg-type]
-    answer = {"asked": 1, "number": 0, "missed": 0, "is_known": True, "tasks": {"old": "processing"}, "gone": ()}
+    answer = {"request": 1, "number": 0, "missed": 0, "is_known": True, "tasks": {"old": "processing"}, "gone": ()}
     connection.client.handlers["topic"]((0.0, answer))  # type: ignore[attr-defined]
     connection.send_batch(1, "a", BATCH, None)
     return connection

@@ -132,8 +132,8 @@ class ForgetsToStopAfterACut(Dispatcher):
 class LeavesArguments(CallTable):
     """Arguments stay in the memory of a node."""
 
-    def clear_aside(self, entry: Any) -> None:
-        entry.aside = None
+    def clear_remote_args(self, entry: Any) -> None:
+        entry.remote_args = None
 
 
 class LeavesOutcomes(CallTable):

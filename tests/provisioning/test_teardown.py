@@ -131,7 +131,7 @@ class Page:
         assert not any(set(ids) & set(asked) for asked in self.cloud.asked), "recorded after termination was asked for"
         self.entries += [("ending", name) for name in ids]
 
-    def asked(self, instance_ids: Iterable[str]) -> None:
+    def end_requested(self, instance_ids: Iterable[str]) -> None:
         assert set(instance_ids) <= {name for asked in self.cloud.asked for name in asked}, (
             "recorded before termination was asked for"
         )

@@ -23,15 +23,15 @@ class Following:
         self._deliver = deliver
         self._resumed = resumed
         self._client = ""
-        self._asked = 0
+        self._request = 0
         self._is_live = False
 
     def handler(self, client_id: str) -> Callable[[tuple[float, Any]], None]:
         return partial(self._on_event, client_id)
 
     def resume(self, client_id: str) -> dict[str, Any]:
-        self._client, self._asked, self._is_live = client_id, self._asked + 1, False
-        return calls.resume(client_id, self.topic, self.number, self._asked)
+        self._client, self._request, self._is_live = client_id, self._request + 1, False
+        return calls.resume(client_id, self.topic, self.number, self._request)
 
     def acknowledge(self) -> dict[str, Any]:
         return calls.acknowledge(self.topic, self.number)
@@ -45,7 +45,7 @@ class Following:
             return
         if isinstance(content, Mapping):
             answer = cast("Mapping[str, Any]", content)
-            if answer["asked"] == self._asked:
+            if answer["request"] == self._request:
                 self._is_live = True
                 self.number = answer["number"]
                 self._resumed(Resumed.of(answer))

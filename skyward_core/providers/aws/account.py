@@ -242,8 +242,8 @@ def each_enabled[R](account: AwsAccount, regions: Sequence[str], ask: Callable[[
 def not_enabled(account: AwsAccount, regions: Sequence[str], failures: Mapping[str, SkywardError]) -> set[str]:
     """Return those of the failed regions that AWS reports as not enabled in the account; they can have no machines.
 
-    A region that has answered is asked. Without its answer the result is empty: a region with an outage may have
-    machines.
+    One of the regions that have answered is queried. If it does not answer, the result is empty, because a region with
+    an outage may have machines.
     """
     refused = sorted(region for region, error in failures.items() if isinstance(error, CredentialsError))
     witness = next((region for region in regions if region not in failures), None)

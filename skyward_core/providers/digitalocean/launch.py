@@ -101,7 +101,7 @@ def await_addresses(api: Api, created: Sequence[Row], *, is_gpu: bool) -> tuple[
     """
     rows = {str(row["id"]): row for row in created}
     failed: dict[str, str] = {}
-    asked_at: dict[str, float] = {}
+    requested_at: dict[str, float] = {}
 
     def waiting() -> list[str]:
         return [machine_id for machine_id, row in rows.items() if machine_id not in failed and not is_ready(row)]
@@ -111,8 +111,8 @@ def await_addresses(api: Api, created: Sequence[Row], *, is_gpu: bool) -> tuple[
     while waiting() and time.monotonic() < deadline:
         time.sleep(next(pauses))
         rows.update({str(row["id"]): row for row in droplets(api, is_gpu=is_gpu) if str(row["id"]) in rows})
-        turn = sorted(waiting(), key=lambda machine_id: asked_at.get(machine_id, 0.0))[:ACTIONS_PER_POLL]
-        asked_at |= dict.fromkeys(turn, time.monotonic())
+        turn = sorted(waiting(), key=lambda machine_id: requested_at.get(machine_id, 0.0))[:ACTIONS_PER_POLL]
+        requested_at |= dict.fromkeys(turn, time.monotonic())
         found = dict(
             zip(
                 turn,
