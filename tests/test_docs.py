@@ -17,6 +17,8 @@ from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parent.parent
 PAGES = [
     "README.md",
@@ -30,9 +32,7 @@ PAGES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[pytest.mark.slow] if page == "docs/pool.md" else []) for page in PAGES]
-)
+@pytest.mark.parametrize("page", PAGES)
 def test_every_python_block_of_the_page_runs(page: str) -> None:
     """A page's Python blocks run from top to bottom, in one namespace, as a reader would type them."""
     examples = list(Sybil(parsers=[PythonCodeBlockParser()]).parse(ROOT / page).examples())
@@ -41,7 +41,6 @@ def test_every_python_block_of_the_page_runs(page: str) -> None:
         example.evaluate()
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", [pytest.param("docs/prefect.md", marks=pytest.mark.long), "docs/dagster.md"])
 def test_the_page_of_an_orchestrator_runs_as_a_script(page: str, tmp_path: Path) -> None:
@@ -57,7 +56,6 @@ def test_the_page_of_an_orchestrator_runs_as_a_script(page: str, tmp_path: Path)
     )
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_page_of_machines_runs_on_real_hosts(fleet: Fleet, mirror: Mirror, tmp_path: Path) -> None:
     """The page's aliases are bare hosts of the test bed, with an SSH configuration as a user would write it; the rest

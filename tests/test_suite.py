@@ -6,7 +6,7 @@ allowed.
 
 import ast
 from collections.abc import Iterable, Iterator
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,17 +37,42 @@ ASSERTING = {"raises", "warns", "fail", "run_state_machine_as_test"}
 
 NOTHING = "asserts nothing"
 
-type Function = ast.FunctionDef | ast.AsyncFunctionDef
+type Definition = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Function:
+    """What the rules need to know of one function; its syntax tree would take a thousand times the memory."""
+
+    name: str
+    line: int
+    docstring: str
+    has_assert: bool
+    sleeps: bool
+    called: frozenset[str]
+    """The last name of each call."""
+    touched: frozenset[str]
+    """Names that it reads from objects other than its own, or replaces there."""
+
+
+@dataclass(frozen=True)
+class File:
+    """What the rules need to know of one file."""
+
+    functions: tuple[Function, ...]
+    private: frozenset[str]
+    """The private names that it defines."""
 
 
 def test_every_test_keeps_the_rules() -> None:
     """All tests follow the rules of this file."""
-    asserting, private = helpers_that_assert(trees(TESTS)), private_names()
+    tests = files(TESTS)
+    asserting, private = helpers_that_assert(tests.values()), private_names(tests.values())
     found = [
         f"{path.relative_to(TESTS)}:{fault}"
-        for path, tree in trees(TESTS).items()
+        for path, file in tests.items()
         if path.name.startswith("test_")
-        for fault in faults(tree, asserting, private)
+        for fault in faults(file, asserting, private)
         if fault.endswith(NOTHING) or str(path.relative_to(TESTS)) not in NOT_YET
     ]
     assert found == [], "\n".join(found)
@@ -79,60 +104,101 @@ def test_every_test_keeps_the_rules() -> None:
 def test_a_test_that_breaks_a_rule_is_found(body: str, fault: str) -> None:
     """A test that gives its reason is not."""
     lines = "\n".join(f"    {line}" for line in body.splitlines())
-    found = faults(ast.parse(f"async def test_it():\n{lines}\n"), {"look"}, {"_open"})
+    found = faults(read(ast.parse(f"async def test_it():\n{lines}\n")), {"look"}, {"_open"})
     assert [one.partition("test_it ")[2] for one in found] == ([fault] if fault else [])
 
 
-def faults(tree: ast.Module, asserting: set[str], private: set[str]) -> list[str]:
+# ── the rules ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def faults(file: File, asserting: set[str], private: set[str]) -> list[str]:
     """Return a line for each rule that a test of a file breaks."""
     return [
-        f"{test.lineno}: {test.name} {fault}"
-        for test in functions(tree)
+        f"{test.line}: {test.name} {fault}"
+        for test in file.functions
         if test.name.startswith("test_")
         for fault in _faults(test, asserting, private)
     ]
 
 
 def _faults(test: Function, asserting: set[str], private: set[str]) -> Iterator[str]:
-    reasons = ast.get_docstring(test) or ""
     if not asserts(test, asserting):
         yield NOTHING
-    if "Sleeps: " not in reasons and any(sleeps(test)):
+    if test.sleeps and "Sleeps: " not in test.docstring:
         yield "sleeps"
-    if "Looks inside: " not in reasons and (touched := sorted(set(names_touched(test)) & private)):
+    if "Looks inside: " not in test.docstring and (touched := sorted(test.touched & private)):
         yield f"looks at {', '.join(touched)}"
 
 
 def asserts(function: Function, helpers: set[str]) -> bool:
     """Return whether a statement of a function can fail a test."""
-    return any(
-        isinstance(node, ast.Assert)
-        or (isinstance(node, ast.Call) and (name_called(node) in helpers | ASSERTING or _is_mocks(name_called(node))))
-        for node in ast.walk(function)
+    return function.has_assert or any(
+        name in helpers or name in ASSERTING or name.startswith("assert_") for name in function.called
     )
 
 
-def _is_mocks(name: str) -> bool:
-    return name.startswith("assert_")
+def helpers_that_assert(tests: Iterable[File]) -> set[str]:
+    """Return the names of functions of the tests that assert, or call one that does."""
+    helpers = [one for file in tests for one in file.functions if not one.name.startswith("test_")]
+    found = {one.name for one in helpers if asserts(one, set())}
+    while more := {one.name for one in helpers if one.name not in found and one.called & found}:
+        found |= more
+    return found
 
 
-def sleeps(function: Function) -> Iterator[ast.Call]:
+def private_names(tests: Iterable[File]) -> set[str]:
+    """Return the private names that our packages define, and the tests (their fakes) do not."""
+    ours = {name for package in PACKAGES for file in files(package).values() for name in file.private}
+    return ours - {name for file in tests for name in file.private}
+
+
+# ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def files(folder: Path) -> dict[Path, File]:
+    """Return what the rules need to know of all Python files of a folder."""
+    return {path: read(ast.parse(path.read_text(encoding="utf-8"))) for path in sorted(folder.rglob("*.py"))}
+
+
+def read(tree: ast.Module) -> File:
+    """Return what the rules need to know of a file."""
+    nodes = list(ast.walk(tree))
+    definitions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return File(tuple(read_function(one) for one in definitions), frozenset(_defined(nodes)))
+
+
+def read_function(definition: Definition) -> Function:
+    """Return what the rules need to know of a function, with the functions that it defines."""
+    nodes = list(ast.walk(definition))
+    calls = [node for node in nodes if isinstance(node, ast.Call)]
+    return Function(
+        name=definition.name,
+        line=definition.lineno,
+        docstring=ast.get_docstring(definition) or "",
+        has_assert=any(isinstance(node, ast.Assert) for node in nodes),
+        sleeps=any(_lets_time_pass(nodes, calls)),
+        called=frozenset(name_called(call) for call in calls),
+        touched=frozenset(_names_touched(nodes)),
+    )
+
+
+def _lets_time_pass(nodes: Iterable[ast.AST], calls: Iterable[ast.Call]) -> Iterator[ast.Call]:
     """Yield the calls that let time pass, except those of a loop that polls, and those that only yield the
     processor.
     """
-    polls = {
-        call
-        for loop in ast.walk(function)
-        if isinstance(loop, ast.While) and not isinstance(loop.test, ast.Constant)
-        for call in ast.walk(loop)
-    }
-    for node in ast.walk(function):
-        if isinstance(node, ast.Call) and node not in polls and _is_sleep(node.func) and not _is_harmless(node):
-            yield node
+    sleeps = [call for call in calls if _is_sleep(call.func) and not _is_harmless(call)]
+    if sleeps:
+        loops = [node for node in nodes if isinstance(node, ast.While) and not isinstance(node.test, ast.Constant)]
+        polls = {call for loop in loops for call in ast.walk(loop)}
+        yield from (call for call in sleeps if call not in polls)
 
 
 def _is_sleep(called: ast.expr) -> bool:
-    return ast.unparse(called) in {"time.sleep", "asyncio.sleep"}
+    match called:
+        case ast.Attribute(value=ast.Name(id="time" | "asyncio"), attr="sleep"):
+            return True
+        case _:
+            return False
 
 
 def _is_harmless(sleep: ast.Call) -> bool:
@@ -142,9 +208,8 @@ def _is_harmless(sleep: ast.Call) -> bool:
     )
 
 
-def names_touched(function: Function) -> Iterator[str]:
-    """Yield the private names that a function reads from objects other than its own, or replaces there."""
-    for node in ast.walk(function):
+def _names_touched(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         match node:
             case ast.Attribute(value=value, attr=name) if not _is_self(value):
                 yield name
@@ -167,43 +232,16 @@ def name_called(call: ast.Call) -> str:
             return ""
 
 
-def functions(tree: ast.AST) -> list[Function]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-
-
-def helpers_that_assert(files: dict[Path, ast.Module]) -> set[str]:
-    """Return the names of functions of the tests that assert, or call one that does."""
-    helpers = [one for tree in files.values() for one in functions(tree) if not one.name.startswith("test_")]
-    calls = [(one.name, {name_called(call) for call in ast.walk(one) if isinstance(call, ast.Call)}) for one in helpers]
-    found = {one.name for one in helpers if asserts(one, set())}
-    while more := {name for name, called in calls if name not in found and called & found}:
-        found |= more
-    return found
-
-
-def private_names() -> set[str]:
-    """Return the private names that our packages define, and the tests (their fakes) do not."""
-    ours = {name for package in PACKAGES for name in _defined(trees(package).values())}
-    return ours - set(_defined(trees(TESTS).values()))
-
-
-def _defined(files: Iterable[ast.Module]) -> Iterator[str]:
-    for tree in files:
-        for node in ast.walk(tree):
-            match node:
-                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                    pass
-                case ast.Name(id=name, ctx=ast.Store()):
-                    pass
-                case ast.Attribute(value=value, attr=name, ctx=ast.Store()) if _is_self(value):
-                    pass
-                case _:
-                    continue
-            if name.startswith("_") and not name.startswith("__") and name not in {"_", "_replace"}:
-                yield name
-
-
-@cache
-def trees(folder: Path) -> dict[Path, ast.Module]:
-    """Return the source of all Python files of a folder."""
-    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(folder.rglob("*.py"))}
+def _defined(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                pass
+            case ast.Name(id=name, ctx=ast.Store()):
+                pass
+            case ast.Attribute(value=value, attr=name, ctx=ast.Store()) if _is_self(value):
+                pass
+            case _:
+                continue
+        if name.startswith("_") and not name.startswith("__") and name not in {"_", "_replace"}:
+            yield name

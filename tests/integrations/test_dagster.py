@@ -24,6 +24,8 @@ from dagster_skyward.metadata import ACCELERATOR, COST_USD, NODES, OTHER_COST_US
 from skyward_core.ledger.ledger import Ledger, default_url  # noqa: E402
 from skyward_core.ledger.rows import CostBy  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 PRICE = 36.0
 
 
@@ -123,7 +125,6 @@ def spread(context: dg.AssetExecutionContext, compute: SkywardResource):
     return places, squares, compute.run(context, square, 5)
 
 
-@pytest.mark.slow
 def test_two_assets_share_one_pool_and_each_has_its_lines_cost_and_time(instance):
     """In one process two assets use one pool; values, all printed lines, and the shares of the bill are in the right
     place.
@@ -196,7 +197,6 @@ def test_a_failing_asset_raises_its_own_error_and_closes_the_pool(instance, new_
     assert new_processes() == []
 
 
-@pytest.mark.slow
 def test_unconfirmed_machines_fail_no_step(instance, monkeypatch):
     """The work is done: the run succeeds, its log has an error that names the machine, and the pool's reaper ends
     it.
@@ -232,7 +232,6 @@ def test_an_interrupt_in_the_step_closes_the_pool(instance, new_processes):
     assert new_processes() == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("error", [dg.DagsterExecutionInterruptedError, LookupError])
 def test_a_step_that_is_stopped_hands_its_machines_to_the_reaper_first(error, instance, monkeypatch):
     """A terminated step hands the machines to the reaper before any step that may hang. A step that fails does not,
@@ -288,7 +287,6 @@ def two_ops():
     spread_out()
 
 
-@pytest.mark.slow
 def test_an_op_has_its_cost_on_its_output(instance):
     """Ops work as assets do; the output has the metadata, and an op with dynamic outputs has none."""
     result = two_ops.execute_in_process(resources={"compute": resource()}, instance=instance)
@@ -319,7 +317,6 @@ def checked(context: dg.AssetCheckExecutionContext, compute: SkywardResource) ->
     return dg.AssetCheckResult(passed=compute.run(context, square, 2) == 4)
 
 
-@pytest.mark.slow
 def test_assets_made_together_share_the_cost_and_a_check_runs_too(instance):
     """Each of two assets of a step has half of the cost known when it was yielded, beside its own metadata; a check
     cannot have metadata.
@@ -332,7 +329,6 @@ def test_assets_made_together_share_the_cost_and_a_check_runs_too(instance):
     assert result.get_asset_check_evaluations()[0].passed
 
 
-@pytest.mark.slow
 def test_an_asset_can_be_invoked_directly(new_processes):
     """A test may call an asset with a context of its own: the pool lives as long as the context, and the metadata
     can be read there.
@@ -346,7 +342,6 @@ def test_an_asset_can_be_invoked_directly(new_processes):
     assert new_processes() == []
 
 
-@pytest.mark.slow
 def test_outside_of_a_run_a_pool_lives_for_the_call(new_processes):
     """A resource that Dagster has not set up opens a pool for one call, and closes it."""
     for context in (dg.build_op_context(), dg.build_asset_context()):
@@ -354,7 +349,6 @@ def test_outside_of_a_run_a_pool_lives_for_the_call(new_processes):
     assert new_processes() == []
 
 
-@pytest.mark.slow
 def test_helpers_of_an_asset_module_travel(tmp_path, instance):
     """Functions, dataclasses and globals of a module that the nodes cannot import exist when the function runs; the
     result has the module's own class.
@@ -469,7 +463,6 @@ def after_pause(context: dg.AssetExecutionContext, compute: SkywardResource):
     compute.run(context, slow_square, 2)
 
 
-@pytest.mark.slow
 def test_the_shares_add_up_to_the_bill_whatever_the_steps_are(instance):
     """Graphs of ops, generators, checks, missing outputs and failed steps: materializations and observations add up to
     the bill, and the ledger agrees.
@@ -501,7 +494,6 @@ def second_try(context: dg.AssetExecutionContext, compute: SkywardResource):
         raise LookupError("the first try's error")
 
 
-@pytest.mark.slow
 def test_tries_of_a_step_in_one_process_add_up_to_the_bill(instance):
     """The cost in the second try's materialization is not subtracted from the first try's cost too."""
     result = materialize([second_try], resource(), instance)
@@ -578,7 +570,6 @@ def test_a_captured_context_is_named_with_the_cure(instance):
     assert "compute.run(context, train, context.partition_key)" in error
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("order", ["before", "after", "both"])
 def test_metadata_may_be_added_in_any_order_if_an_asset_is_invoked_directly(order):
     """A valid asset is valid under `build_asset_context`, where Dagster itself takes an output's metadata only once."""
@@ -643,7 +634,6 @@ defs = dg.Definitions(assets=[endless], jobs=[dg.define_asset_job("orphan")], re
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["the run's process is killed", "the run is marked as canceled"])
 def test_a_step_without_its_run_ends_its_pool(tmp_path, how):
     """Under the multiprocess executor a killed run process leaves its step processes running. They would cost money
@@ -710,7 +700,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["launching 1 x local", "[node 0] the payload runs"])
 def test_a_signal_during_provisioning_or_a_call_leaves_nothing(tmp_path, moment):
     """Dagster's terminate sends SIGINT. It ends the run at once: the call is stopped, the pool closed, the bill
@@ -943,7 +932,6 @@ def test_the_library_is_known_to_dagster():
     assert DagsterLibraryRegistry.get()["dagster-skyward"] == sky.__version__
 
 
-@pytest.mark.slow
 def test_the_first_example_of_the_page_runs_on_a_machine_without_a_gpu(instance, tmp_path, monkeypatch, caplog):
     """As it is written, with its accelerator: this machine simulates it, with one warning."""
     monkeypatch.setattr("skyward_core.providers.local.gpus_here", lambda: ())
