@@ -94,7 +94,7 @@ class SkywardResource(_PoolFields):
     ends.
     """
 
-    _live: "_Live | None" = PrivateAttr(default=None)
+    _live: "_SharedPool | None" = PrivateAttr(default=None)
 
     def __init__(self, **keywords: Any) -> None:
         """Raise BadRequest, which says what to do, for keywords that make no valid pool.
@@ -149,7 +149,7 @@ class SkywardResource(_PoolFields):
             with self._live.used_by(context) as pool:
                 yield pool
         else:
-            with closing(_Live(self.spec, context.log)) as live, live.used_by(context) as pool:
+            with closing(_SharedPool(self.spec, context.log)) as live, live.used_by(context) as pool:
                 yield pool
 
     @contextmanager
@@ -158,7 +158,7 @@ class SkywardResource(_PoolFields):
 
         The pool is closed in whatever way the run ends, also by an interrupt.
         """
-        live = self._live = _Live(self.spec, context.log, context.instance)
+        live = self._live = _SharedPool(self.spec, context.log, context.instance)
         try:
             yield self
         finally:
@@ -167,7 +167,7 @@ class SkywardResource(_PoolFields):
                 live.close()
 
 
-class _Live:
+class _SharedPool:
     """The one pool of a resource's lifetime, and the receiver of its events: the step that used it last, and before and
     after all steps the resource.
     """

@@ -83,7 +83,7 @@ class SkywardTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         if self._spec.provider is not None:
             sky.ComputePool.from_spec(self._spec)
         self._on_event = on_event
-        self._live: _Live | None = None
+        self._live: _LiveRunner | None = None
 
     @property
     def spec(self) -> sky.PoolSpec:
@@ -110,7 +110,7 @@ class SkywardTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
 
     def __enter__(self) -> Self:
         super().__enter__()
-        self._live = _Live(self._spec, self._on_event)
+        self._live = _LiveRunner(self._spec, self._on_event)
         return self
 
     def __exit__(
@@ -162,7 +162,7 @@ def cost_so_far() -> float:
     raise MissingContextError("cost_so_far() is for the body of a flow whose task_runner is a SkywardTaskRunner")
 
 
-class _Live:
+class _LiveRunner:
     """The threads, the pool and the calls of a runner. There is a new one for each flow run, and for each attempt of
     one.
 
@@ -420,7 +420,7 @@ class _RemoteCall:
     from it.
     """
 
-    def __init__(self, live: _Live, task: Task[Any, Any], opening: Future[sky.ComputePool]) -> None:
+    def __init__(self, live: _LiveRunner, task: Task[Any, Any], opening: Future[sky.ComputePool]) -> None:
         functools.update_wrapper(cast(Any, self), task.fn)
         self._live = live
         self._opening: Future[sky.ComputePool] | None = opening

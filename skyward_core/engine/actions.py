@@ -78,7 +78,7 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
-class TellKept:
+class RepeatReports:
     """Ask every worker to announce the calls that it keeps from an earlier head (`WorkerKept`), and to report them
     again.
     """
@@ -87,7 +87,7 @@ class TellKept:
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseKept:
+class ReleaseRetainedCalls:
     """Let workers forget these calls, which have outlived the head that sent them."""
 
     epoch: int
@@ -200,7 +200,7 @@ class EmitEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class MeterCalls:
     """Calls have ended that kept slots of a machine busy for this many seconds in total."""
 
     instance_id: str
@@ -243,8 +243,8 @@ type Action = (
     | Gather
     | Release
     | Stop
-    | TellKept
-    | ReleaseKept
+    | RepeatReports
+    | ReleaseRetainedCalls
     | Acknowledge
     | AskLoad
     | Ping
@@ -256,7 +256,7 @@ type Action = (
     | Cancelled
     | Discard
     | EmitEvent
-    | Ran
+    | MeterCalls
     | Joined
     | Left
     | CutOff

@@ -27,7 +27,7 @@ from skyward_core.engine.members import Members
 from skyward_core.engine.outbox import Entry, Queue
 from skyward_core.errors import NodeLost, SkywardError
 from skyward_core.events.events import CallProgress, CallRetrying
-from skyward_core.worker.wire import Ending, Outcome, Parcel
+from skyward_core.worker.wire import Outcome, OutcomeKind, Parcel
 
 PROGRESS_SECONDS = 0.1
 
@@ -119,7 +119,7 @@ class CallTable:
     def ended(self, outcome: Outcome, node: int, instance_id: str, now: float) -> None:
         """A call has ended at a worker."""
         call_id = outcome.call_id
-        was_out = self._queue.ended(call_id, outcome.seconds if outcome.ending is Ending.RESULT else None)
+        was_out = self._queue.ended(call_id, outcome.seconds if outcome.kind is OutcomeKind.RESULT else None)
         entry = self.entries.get(call_id)
         if entry is None:  # it was cancelled, or is lost
             self.discard(outcome.parcel)
@@ -177,7 +177,7 @@ class CallTable:
     def _finish(self, call_id: str, outcome: Outcome, node: int, instance_id: str) -> None:
         entry = self.entries.pop(call_id)
         self._done += 1
-        self._failed += outcome.ending is not Ending.RESULT
+        self._failed += outcome.kind is not OutcomeKind.RESULT
         self._do(do.Finish(call_id, node, instance_id, outcome, entry.call.arguments))
         self.clear_remote_args(entry)
 

@@ -29,10 +29,10 @@ from skyward_core.engine.connection_state import PING_SECONDS
 from skyward_core.engine.dispatcher import PoolNews
 from skyward_core.errors import NodeLost
 from skyward_core.worker import calls
-from skyward_core.worker.calls import RAN, Ran
+from skyward_core.worker.calls import BUSY_TIMES, BusyTime
 from skyward_core.worker.pool_scheduler import RUN_BATCH, STALLED_SECONDS
 from skyward_core.worker.scheduler_messages import POOL_TOPIC, Resumed
-from skyward_core.worker.streams import Told, send_at_once
+from skyward_core.worker.streams import ReportedOutcomes, send_at_once
 from skyward_core.worker.wire import Batch, Report
 
 ASKING_SECONDS = 0.2
@@ -54,7 +54,7 @@ class ReportInbox(Protocol):
     def on_pool_news(self, epoch: int, news: Callable[[], PoolNews]) -> None: ...
     def on_tasks_finished(self, epoch: int, numbers: Collection[int]) -> None: ...
     def on_task_failed(self, epoch: int, number: int, reason: str) -> None: ...
-    def on_ping(self, epoch: int, ran: Collection[Ran] | None) -> None: ...
+    def on_ping(self, epoch: int, busy_times: Collection[BusyTime] | None) -> None: ...
 
 
 class DaskClient(distributed.Client):
@@ -284,12 +284,12 @@ class SchedulerConnection:
 
     # ── questions ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def gather(self, key: str, is_open: Callable[[], bool]) -> Told:
+    def gather(self, key: str, is_open: Callable[[], bool]) -> ReportedOutcomes:
         """Return a task's result. Raises NodeLost if it is out of reach, or when `is_open` returns False."""
         answer = self.ask("gather", is_open, {"keys": [key]})
         if answer["status"] != "OK":
             raise NodeLost("the node that had the result is gone")
-        return cast(Told, answer["data"][key])
+        return cast(ReportedOutcomes, answer["data"][key])
 
     def ask(self, operation: str, is_open: Callable[[], bool], what: Mapping[str, Any]) -> Any:
         """Call an operation of the scheduler, and return its answer. Raises NodeLost if there will be none."""
@@ -301,13 +301,13 @@ class SchedulerConnection:
             cast(Any, self.client.loop).add_callback(self._ping, inbox)
 
     async def _ping(self, inbox: ReportInbox) -> None:
-        ran: Collection[Ran] | None = None
+        busy_times: Collection[BusyTime] | None = None
         try:
             async with asyncio.timeout(PING_SECONDS):
-                ran = await getattr(cast(Any, self.client.scheduler), RAN)()
+                busy_times = await getattr(cast(Any, self.client.scheduler), BUSY_TIMES)()
         except Exception as error:
             _log.debug("the scheduler does not answer: %s", error)
-        inbox.on_ping(self.epoch, ran)
+        inbox.on_ping(self.epoch, busy_times)
 
     def close(self) -> None:
         """Close. The scheduler keeps this client's tasks for the next connection."""

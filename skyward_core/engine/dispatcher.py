@@ -34,7 +34,7 @@ from skyward_core.events.events import BootstrapCompleted, LogLine, Metrics
 from skyward_core.machines.instances import Node
 from skyward_core.worker.retained_batches import WorkerFree, WorkerKept
 from skyward_core.worker.scheduler_messages import HELD, Resumed, WorkerHeld, WorkerJoined, WorkerLeft
-from skyward_core.worker.wire import Ending, Outcome, Output, Parcel, Report
+from skyward_core.worker.wire import Outcome, OutcomeKind, Output, Parcel, Report
 
 TICK_SECONDS = 0.5
 
@@ -212,14 +212,18 @@ class Dispatcher:
             return
         if report is not None and not self._losses.is_repeated(report):
             if seconds := sum(item.seconds for item in report.news if isinstance(item, Outcome)):
-                self._do(do.Ran(report.instance_id, seconds))
+                self._do(do.MeterCalls(report.instance_id, seconds))
             for item in report.news:
                 if isinstance(item, Output):
                     self._emit_lines(report, item)
-                elif item.ending is not Ending.RETURNED:
+                elif item.kind is not OutcomeKind.RETURNED:
                     self._calls.ended(item, report.node, report.instance_id, now)
             self._calls.take_back(
-                [item.call_id for item in report.news if isinstance(item, Outcome) and item.ending is Ending.RETURNED]
+                [
+                    item.call_id
+                    for item in report.news
+                    if isinstance(item, Outcome) and item.kind is OutcomeKind.RETURNED
+                ]
             )
         self._losses.decide()
         self._connection.acknowledge_many()
@@ -332,7 +336,7 @@ class Dispatcher:
         if self._connection.is_live:
             self._stop_unwanted()
             if released := self._kept.take_released(self._queue.is_out):
-                self._do(do.ReleaseKept(self._connection.epoch, tuple(released)))
+                self._do(do.ReleaseRetainedCalls(self._connection.epoch, tuple(released)))
             self._placement.ship()
         self._calls.emit_progress(now)
 

@@ -80,7 +80,7 @@ class Losses:
             self._lose_all("its scheduler has waited for this client for too long")
         if may_keep:  # also if all calls are lost or have ended: workers are to forget them
             self._kept.listen(now)
-            self._do(do.TellKept(epoch))
+            self._do(do.RepeatReports(epoch))
 
     def compare(self, epoch: int, resumed: Resumed) -> None:
         """Decide by the scheduler's answer about each batch that an earlier connection has sent: its task is known, it

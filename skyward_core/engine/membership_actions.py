@@ -1,4 +1,8 @@
-"""What `membership.Membership` wants done; `recovery.Recovery` does it and reports the outcome."""
+"""What `membership.Membership` wants done; `recovery.Recovery` does it and reports the outcome.
+
+The actions of the dispatcher are in `actions.py`. Both modules have values of the same form. No action belongs to both,
+because they concern different objects: nodes here, messages and calls there.
+"""
 
 from __future__ import annotations
 

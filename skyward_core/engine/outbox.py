@@ -2,9 +2,9 @@
 
 One task costs Dask about a millisecond of work, also for a tiny call. So calls that are known to be short travel
 together, in batches of some twenty milliseconds. Unknown and long calls travel alone, one for each slot: no slot waits
-while calls queue behind a long one elsewhere. A slot hands back calls that it has not begun (`Ending.RETURNED`); they
-are sent again, first in the queue. A call that was lost with its node travels alone from then on: it may be the cause
-of the loss.
+while calls queue behind a long one elsewhere. A slot hands back calls that it has not begun (`OutcomeKind.RETURNED`);
+they are sent again, first in the queue. A call that was lost with its node travels alone from then on: it may be the
+cause of the loss.
 
 Pure bookkeeping, without Dask and threads. `engine.dispatcher` owns it.
 """

@@ -30,7 +30,7 @@ from skyward_core.errors import CommandFailed, ConnectionLost, PoolClosed, Unrea
 from skyward_core.events.events import SkywardEvent
 from skyward_core.transport.transport import Transport, Transports
 from skyward_core.worker import calls
-from skyward_core.worker.calls import Ran
+from skyward_core.worker.calls import BusyTime
 from skyward_core.worker.masking import SecretValues
 from skyward_core.worker.scheduler_messages import Resumed
 from skyward_core.worker.secret_values import PUT_SECRETS
@@ -267,19 +267,19 @@ class EngineThread:
         """Post it."""
         self.post(lambda: self.dispatcher.task_ended(epoch, number, is_finished=False, reason=reason))
 
-    def on_ping(self, epoch: int, ran: Collection[Ran] | None) -> None:
+    def on_ping(self, epoch: int, busy_times: Collection[BusyTime] | None) -> None:
         """Post it."""
 
         def pinged() -> None:
-            self.dispatcher.pinged(epoch, is_answered=ran is not None)
-            self._on_seen(ran or ())
+            self.dispatcher.pinged(epoch, is_answered=busy_times is not None)
+            self._on_seen(busy_times or ())
 
         self.post(pinged)
 
-    def _on_seen(self, ran: Collection[Ran]) -> None:
+    def _on_seen(self, busy_times: Collection[BusyTime]) -> None:
         if self._counts is None:
             return
-        for instance_id, process, seconds in ran:
+        for instance_id, process, seconds in busy_times:
             processes = self._seen.setdefault(instance_id, {})
             processes[process] = seconds
             self._counts.seen_running(instance_id, sum(processes.values()))
@@ -298,7 +298,7 @@ class EngineThread:
                 number = self._emit(event)
                 if call_id is not None and call_id in self.futures:
                     self._last_lines[call_id] = number if isinstance(number, int) else 0
-            case do.Ran(instance_id, seconds):
+            case do.MeterCalls(instance_id, seconds):
                 if self._counts is not None:
                     self._usd_per_second[instance_id] = self._counts.ran(instance_id, seconds) / seconds
             case do.Upload():
@@ -339,9 +339,9 @@ class EngineThread:
                 self._fetches.submit(self._gather, connection, action)
             case do.Stop(_, call_ids):
                 _try_to_send(connection, calls.cancel(call_ids))
-            case do.TellKept():
+            case do.RepeatReports():
                 _try_to_send(connection, calls.repeat_reports())
-            case do.ReleaseKept(_, call_ids):
+            case do.ReleaseRetainedCalls(_, call_ids):
                 _try_to_send(connection, calls.release(call_ids))
             case do.Acknowledge(_, number):
                 _try_to_send(connection, calls.acknowledge(self.dispatcher.topic, number))

@@ -47,7 +47,7 @@ _log = logging.getLogger("skyward")
 
 
 class MachineControl(Protocol):
-    """The part of `provisioning.lifecycle.MachineControl` that recovery uses."""
+    """The part of `provisioning.lifecycle.PoolMachines` that recovery uses."""
 
     @property
     def lease(self) -> Lease: ...
@@ -68,7 +68,7 @@ class MachineControl(Protocol):
 
 
 class ClusterControl(Protocol):
-    """The part of `cluster.ClusterControl` that recovery uses."""
+    """The part of `cluster.Cluster` that recovery uses."""
 
     @property
     def slots(self) -> int: ...

@@ -23,7 +23,7 @@ from skyward_core.errors import Bytes, CallCrashed, CallOutOfMemory, ResultNotLo
 from skyward_core.serialization import exception_state, exceptions, pickling
 from skyward_core.serialization.exception_notes import note_for
 from skyward_core.serialization.unpicklable import one_line
-from skyward_core.worker.wire import Ending, Outcome, Parcel
+from skyward_core.worker.wire import Outcome, OutcomeKind, Parcel
 
 PLAIN_BYTES = 4096
 """The largest pickle of a result that the engine's thread loads."""
@@ -205,7 +205,7 @@ def plain_value(outcome: Outcome) -> Any:
     """
     parcel = outcome.parcel
     if (
-        outcome.ending is not Ending.RESULT
+        outcome.kind is not OutcomeKind.RESULT
         or parcel.path is not None
         or parcel.buffers
         or len(parcel.data) > PLAIN_BYTES
@@ -220,7 +220,7 @@ def plain_value(outcome: Outcome) -> Any:
 def value_of(outcome: Outcome, node: int) -> Any:
     """Return the call's result, or raise its exception. The outcome's parcel must be on this machine."""
     parcel = outcome.parcel
-    if outcome.ending is Ending.RESULT:
+    if outcome.kind is OutcomeKind.RESULT:
         data, buffers = parcel.contents()
         try:
             return pickling.loads(data, buffers)
@@ -228,11 +228,11 @@ def value_of(outcome: Outcome, node: int) -> Any:
             raise
         except BaseException as failure:  # loading runs the code of whatever types the result has
             raise _not_loaded(failure, data, buffers, node) from failure
-    if outcome.ending is Ending.ERROR:
+    if outcome.kind is OutcomeKind.ERROR:
         raise _remote_exception(outcome, parcel, node)
-    if outcome.ending is Ending.CANCELLED:
+    if outcome.kind is OutcomeKind.CANCELLED:
         raise CallCrashed(f"the call was stopped on node {node}", node, outcome.exit_code, outcome.output)
-    if outcome.ending is Ending.OUT_OF_MEMORY:
+    if outcome.kind is OutcomeKind.OUT_OF_MEMORY:
         by = f" by {outcome.text}" if outcome.text else ""
         message = (
             f"the call used more memory than its worker on node {node} has, and was killed{by}; ask for more with"

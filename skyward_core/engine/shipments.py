@@ -26,7 +26,7 @@ from skyward_core.engine.function_files import FunctionsOnNodes
 from skyward_core.engine.kept_calls import KeptCalls
 from skyward_core.engine.outbox import Queue, Shipment
 from skyward_core.errors import NodeLost
-from skyward_core.worker.wire import Batch, Ending, Outcome, Parcel
+from skyward_core.worker.wire import Batch, Outcome, OutcomeKind, Parcel
 
 
 class Phase(Enum):
@@ -171,12 +171,12 @@ class Shipments:
         ended = [
             outcomes[call_id]
             for call_id in ids
-            if call_id in outcomes and outcomes[call_id].ending is not Ending.RETURNED
+            if call_id in outcomes and outcomes[call_id].kind is not OutcomeKind.RETURNED
         ]
         if seconds := sum(outcome.seconds for outcome in ended):
-            self._do(do.Ran(instance_id, seconds))
+            self._do(do.MeterCalls(instance_id, seconds))
         self._calls.take_back(
-            [call_id for call_id in ids if call_id in outcomes and outcomes[call_id].ending is Ending.RETURNED]
+            [call_id for call_id in ids if call_id in outcomes and outcomes[call_id].kind is OutcomeKind.RETURNED]
         )
         for outcome in ended:
             self._calls.ended(outcome, node, instance_id, now)

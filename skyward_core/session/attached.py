@@ -37,7 +37,7 @@ from skyward_core.events.queue import EventQueue
 from skyward_core.machines.instances import Lease, Node
 from skyward_core.transport.transport import Transports
 from skyward_core.worker.private_folders import NotPrivate, check_private
-from skyward_core.worker.wire import Ending, Outcome, Output, Report
+from skyward_core.worker.wire import Outcome, OutcomeKind, Output, Report
 
 if TYPE_CHECKING:
     from skyward_core.engine.cluster import Cluster
@@ -364,7 +364,7 @@ class DetachedCall[R]:
     @property
     def _is_cancelled(self) -> bool:
         """Whether a worker has stopped the call, or has not begun it, because it was cancelled."""
-        return self._outcome is not None and self._outcome.ending is Ending.CANCELLED
+        return self._outcome is not None and self._outcome.kind is OutcomeKind.CANCELLED
 
     def log(self, offset: int = 0) -> list[str]:
         """Return the lines that the call has written so far, from line number `offset` on.
@@ -413,7 +413,7 @@ class DetachedCall[R]:
                 for item in report.news:
                     if isinstance(item, Output):
                         self._lines.extend(line for text in item.lines for line in text.split("\n"))
-                    elif item.ending is not Ending.RETURNED:
+                    elif item.kind is not OutcomeKind.RETURNED:
                         self._outcome, self._node = item, report.node
             self._number = known["number"] + len(known["messages"])
             return known

@@ -24,7 +24,7 @@ from distributed import Scheduler  # noqa: TID253 - this file, node.py and clust
 from distributed.diagnostics.plugin import SchedulerPlugin  # noqa: TID253
 
 from skyward_core.worker.retained_batches import OLDER, RELEASE, REPEAT_REPORTS
-from skyward_core.worker.wire import Ending, Outcome, Report
+from skyward_core.worker.wire import Outcome, OutcomeKind, Report
 
 KEEP = "skyward-keep"
 """A Dask client that wants the tasks of all other clients, and never leaves."""
@@ -37,10 +37,10 @@ RETRIES, NAME = "skyward_retries", "skyward_name"
 and its function's name.
 """
 
-RAN = "skyward_ran"
+BUSY_TIMES = "skyward_busy_times"
 """Name of the workers' metric, and of the scheduler's operation that returns all of them."""
 
-type Ran = tuple[str, str, float]
+type BusyTime = tuple[str, str, float]
 """How long a worker's slots were busy, in seconds, since its process began: the id of its instance, a name of the
 process, the sum over its slots.
 """
@@ -208,7 +208,7 @@ class CallMemory(SchedulerPlugin):
             }
         )
         scheduler.handlers.update(
-            {"skyward_busy": self.skyward_busy, RAN: self.skyward_ran, "skyward_load": self.skyward_load}
+            {"skyward_busy": self.skyward_busy, BUSY_TIMES: self.skyward_busy_times, "skyward_load": self.skyward_load}
         )
         scheduler.handlers.update({"skyward_cancel": self.skyward_cancel})
 
@@ -408,9 +408,13 @@ class CallMemory(SchedulerPlugin):
             or any(worker.processing or worker.metrics.get(OLDER) for worker in scheduler.workers.values())
         )
 
-    def skyward_ran(self) -> list[Ran]:
+    def skyward_busy_times(self) -> list[BusyTime]:
         """Return how long the slots of each worker were busy, as of its last heartbeat."""
-        return [ran for worker in self._scheduler.workers.values() if (ran := worker.metrics.get(RAN)) is not None]
+        return [
+            busy_time
+            for worker in self._scheduler.workers.values()
+            if (busy_time := worker.metrics.get(BUSY_TIMES)) is not None
+        ]
 
     def skyward_load(self) -> dict[str, list[str]]:
         """Return the keys of the unended tasks of all clients that each worker has, by the workers' names."""
@@ -507,7 +511,7 @@ class CallMemory(SchedulerPlugin):
             return  # a worker has it: its slots get the same message to stop it
         call.state = "cancelled"
         self._scheduler.log_event(
-            key, pickle.dumps(Report(-1, "", (Outcome(call.call_id, Ending.CANCELLED),)), protocol=5)
+            key, pickle.dumps(Report(-1, "", (Outcome(call.call_id, OutcomeKind.CANCELLED),)), protocol=5)
         )
         self._scheduler.stimulus_cancel(
             [key], client=KEEP, force=True, reason="skyward-cancel", msg="the call was cancelled"

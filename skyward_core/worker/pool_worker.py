@@ -16,7 +16,7 @@ from distributed import Worker, get_worker  # noqa: TID253 - this module is impo
 from distributed.core import Status  # noqa: TID253
 from distributed.diagnostics.plugin import WorkerPlugin  # noqa: TID253
 
-from skyward_core.worker.calls import CANCEL, RAN, Ran
+from skyward_core.worker.calls import BUSY_TIMES, CANCEL, BusyTime
 from skyward_core.worker.metrics import Sampler
 from skyward_core.worker.retained_batches import OLDER, RELEASE, REPEAT_REPORTS, RetainedBatches, WorkerFree
 from skyward_core.worker.runner_factory import RunnerFactory
@@ -24,7 +24,7 @@ from skyward_core.worker.scheduler_messages import POOL_TOPIC
 from skyward_core.worker.secret_values import ask_for
 from skyward_core.worker.settings import NodeSettings
 from skyward_core.worker.slot import News, Slot
-from skyward_core.worker.streams import Told, send_at_once
+from skyward_core.worker.streams import ReportedOutcomes, send_at_once
 from skyward_core.worker.wire import Batch, Outcome, Sealed
 
 PLUGIN = "skyward-slots"
@@ -113,7 +113,7 @@ class Slots(WorkerPlugin):
         worker.stream_handlers[CANCEL] = self.cancel
         worker.stream_handlers[REPEAT_REPORTS] = self.announce
         worker.stream_handlers[RELEASE] = self.release
-        worker.metrics[RAN] = self.ran
+        worker.metrics[BUSY_TIMES] = self.busy_time
         worker.metrics[OLDER] = lambda _: len(self._older.intersection(self.retained.running))
         interval = self.settings.metrics_interval_seconds
         if self.index == 0 and interval is not None:
@@ -218,7 +218,7 @@ class Slots(WorkerPlugin):
             for call_id in calls:
                 slot.cancel(call_id)
 
-    def ran(self, _: Worker) -> Ran:
+    def busy_time(self, _: Worker) -> BusyTime:
         """Return how long calls have kept the slots busy, running ones included; each heartbeat sends it to the
         scheduler.
         """
@@ -256,4 +256,4 @@ def run_batch(sealed: Sealed) -> Mapping[str, Outcome]:
             slot.run(batch, report)
     finally:
         slots.ended(key)
-    return Told(outcomes, slots.settings.rank, slots.settings.instance_id)
+    return ReportedOutcomes(outcomes, slots.settings.rank, slots.settings.instance_id)

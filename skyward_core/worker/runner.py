@@ -28,7 +28,7 @@ from skyward_core.worker.environment_variable import RewrittenVariable
 from skyward_core.worker.info import ENV
 from skyward_core.worker.log_records import keep_levels
 from skyward_core.worker.masking import Mask, SecretValues
-from skyward_core.worker.wire import INLINE_BYTES, Call, Ending, Outcome, Parcel
+from skyward_core.worker.wire import INLINE_BYTES, Call, Outcome, OutcomeKind, Parcel
 
 JOB_PLACE = "{job}"  # stands for the job's id in the text of the instance's information
 _libc = ctypes.CDLL(None)
@@ -103,11 +103,11 @@ def _end_child(outcome: Outcome) -> NoReturn:
     It must send no outcome: its parent does.
     """
     with contextlib.suppress(Exception):
-        if outcome.ending is Ending.ERROR:
+        if outcome.kind is OutcomeKind.ERROR:
             sys.stderr.write(outcome.text)
         sys.stdout.flush()
         sys.stderr.flush()
-    os._exit(outcome.exit_code or int(outcome.ending is not Ending.RESULT and outcome.exit_code is None))
+    os._exit(outcome.exit_code or int(outcome.kind is not OutcomeKind.RESULT and outcome.exit_code is None))
 
 
 def _is_complete(request: Packet, functions: dict[str, sources.Loaded], is_furnished: bool) -> bool:
@@ -121,7 +121,7 @@ def _is_complete(request: Packet, functions: dict[str, sources.Loaded], is_furni
 
 
 def _returned(request: Packet) -> Outcome:
-    return Outcome(request.call.call_id, Ending.RETURNED)
+    return Outcome(request.call.call_id, OutcomeKind.RETURNED)
 
 
 def _settle_in(line: RunnerChannels) -> None:
@@ -146,7 +146,7 @@ def _run(packet: Packet, functions: dict[str, sources.Loaded], mask: Mask) -> tu
         value, memory = _invoke(packet, functions)
         spent = (call.arguments.path, memory) if call.arguments.path and memory and packet.may_reuse else None
         return (
-            Outcome(call.call_id, Ending.RESULT, _parcel(value, "result"), seconds=time.perf_counter() - started),
+            Outcome(call.call_id, OutcomeKind.RESULT, _parcel(value, "result"), seconds=time.perf_counter() - started),
             spent,
         )
     except SystemExit as error:
@@ -154,7 +154,7 @@ def _run(packet: Packet, functions: dict[str, sources.Loaded], mask: Mask) -> tu
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
         text = mask.text(f"the call ended its process with sys.exit({error.code!r})")
         return (
-            Outcome(call.call_id, Ending.CRASH, text=text, exit_code=code, seconds=time.perf_counter() - started),
+            Outcome(call.call_id, OutcomeKind.CRASH, text=text, exit_code=code, seconds=time.perf_counter() - started),
             None,
         )
     except BaseException as error:
@@ -223,7 +223,7 @@ def _failed(call_id: str, error: BaseException, seconds: float, mask: Mask) -> O
     error.with_traceback(None)  # its frames, and the values of their variables
     return Outcome(
         call_id,
-        Ending.ERROR,
+        OutcomeKind.ERROR,
         Parcel(mask.pickle(pickled.data), tuple(mask.pickle(bytes(buffer)) for buffer in pickled.buffers)),
         text=mask.text(text),
         seconds=seconds,
@@ -260,12 +260,12 @@ def _fit(outcome: Outcome, line: RunnerChannels, spent: Spent) -> Outcome:
         return outcome._replace(parcel=parcel, text=text)
     except OSError as error:
         note = (
-            f"the {outcome.ending} of {outcome.parcel.nbytes} bytes found no room in"
+            f"the {outcome.kind} of {outcome.parcel.nbytes} bytes found no room in"
             f" {', '.join(line.value_directories)}: {error}"
         )
         return Outcome(
             outcome.call_id,
-            Ending.ERROR,
+            OutcomeKind.ERROR,
             Parcel(exceptions.pack(NotPicklable(note)).data),
             text=note,
             seconds=outcome.seconds,

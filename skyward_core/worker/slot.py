@@ -30,7 +30,7 @@ from skyward_core.worker.processes import kill_group, resident_bytes, send_signa
 from skyward_core.worker.runner import Packet
 from skyward_core.worker.runner_factory import RunnerFactory
 from skyward_core.worker.runner_output import LAST_LINES, READ_BYTES, Stream
-from skyward_core.worker.wire import INLINE_BYTES, Batch, Call, Ending, Outcome, Output, Parcel
+from skyward_core.worker.wire import INLINE_BYTES, Batch, Call, Outcome, OutcomeKind, Output, Parcel
 
 PATIENCE_SECONDS = 0.1  # the calls behind one that runs longer than this are handed back
 MEMORY_CHECK_SECONDS = 0.1
@@ -76,7 +76,7 @@ class Slot:
         self.is_furnished = False
         """Whether this runner has got the secrets."""
         self.ended = 0  # how many calls this runner has ended: a mark follows the output of each
-        self.killed_for: Ending | None = None
+        self.killed_for: OutcomeKind | None = None
         self.kill_at: float | None = None
         self.busy_since: float | None = None
         self.ended_seconds = 0.0
@@ -243,7 +243,7 @@ class _BatchRun:
                 packet = self._packet(self._waiting[0])
             except OSError as error:
                 text = f"the arguments found no room in {', '.join(self.slot.value_directories)}: {error}"
-                self._news.append(Outcome(self._waiting.popleft().call_id, Ending.ERROR, text=text))
+                self._news.append(Outcome(self._waiting.popleft().call_id, OutcomeKind.ERROR, text=text))
                 continue
             try:
                 self._queue_end.send(pickle.dumps(packet, protocol=5))
@@ -340,10 +340,11 @@ class _BatchRun:
             assert call.call_id == outcome.call_id
             last_lines = self._last_lines()
             slot.ended += 1
-            if outcome.ending is Ending.RETURNED:  # it has not begun: its function was in a packet that was taken back
+            if outcome.kind is OutcomeKind.RETURNED:
+                # it has not begun: its function was in a packet that was taken back
                 self._waiting.appendleft(call)
                 continue
-            self._news.append(outcome._replace(output=last_lines) if outcome.ending is Ending.CRASH else outcome)
+            self._news.append(outcome._replace(output=last_lines) if outcome.kind is OutcomeKind.CRASH else outcome)
 
     def _await_marks(self) -> None:
         """Read the output of the call that has just ended, to its mark: the runner writes the marks before the outcome,
@@ -393,11 +394,13 @@ class _BatchRun:
         output, pid = self._last_lines(), slot.pid
         end = slot.factory.exit_of(pid)
         is_by_kernel = slot.killed_for is None and end is not None and end.is_out_of_memory
-        ending, text = (Ending.OUT_OF_MEMORY, BY_KERNEL) if is_by_kernel else (slot.killed_for or Ending.CRASH, "")
+        kind, text = (
+            (OutcomeKind.OUT_OF_MEMORY, BY_KERNEL) if is_by_kernel else (slot.killed_for or OutcomeKind.CRASH, "")
+        )
         # at most one: a runner takes the next call after it has reported the outcome of the last
         for call in self._sent:
             self._news.append(
-                Outcome(call.call_id, ending, text=text, exit_code=end and end.code, output=output, seconds=ran_seconds)
+                Outcome(call.call_id, kind, text=text, exit_code=end and end.code, output=output, seconds=ran_seconds)
             )
             slot.busy_since = None
             slot.ended_seconds += ran_seconds
@@ -415,21 +418,21 @@ class _BatchRun:
             if self._batch.topic not in slot.cancelled:
                 wanted &= slot.cancelled
         if wanted & {call.call_id for call in self._sent} and not self._is_runner_doomed:
-            self._kill_if(Ending.CANCELLED, signal.SIGTERM, lambda running: running.call_id in wanted)
+            self._kill_if(OutcomeKind.CANCELLED, signal.SIGTERM, lambda running: running.call_id in wanted)
         if wanted:
             self._news.extend(
-                Outcome(call.call_id, Ending.CANCELLED) for call in self._waiting if call.call_id in wanted
+                Outcome(call.call_id, OutcomeKind.CANCELLED) for call in self._waiting if call.call_id in wanted
             )
             self._waiting = deque(call for call in self._waiting if call.call_id not in wanted)
         if slot.kill_at is not None and time.monotonic() > slot.kill_at:
-            self._kill(Ending.CANCELLED, signal.SIGKILL)
+            self._kill(OutcomeKind.CANCELLED, signal.SIGKILL)
 
     def _check_memory(self) -> None:
         limit = self.slot.memory_limit_bytes
         if limit is not None and self._sent and not self._is_runner_doomed and resident_bytes(self.slot.pid) > limit:
-            self._kill_if(Ending.OUT_OF_MEMORY, signal.SIGKILL, lambda _: resident_bytes(self.slot.pid) > limit)
+            self._kill_if(OutcomeKind.OUT_OF_MEMORY, signal.SIGKILL, lambda _: resident_bytes(self.slot.pid) > limit)
 
-    def _kill_if(self, ending: Ending, sig: signal.Signals, is_meant: Callable[[Call], bool]) -> None:
+    def _kill_if(self, kind: OutcomeKind, sig: signal.Signals, is_meant: Callable[[Call], bool]) -> None:
         """Kill the runner if its running call is meant, after its queue was taken back and its outcomes were read."""
         slot, pid = self.slot, self.slot.pid
         self._waiting.extendleft(reversed(self._take_back()))
@@ -439,15 +442,15 @@ class _BatchRun:
         try:
             self._receive()
             if slot.pid == pid and self._sent and is_meant(self._sent[0]):
-                self._kill(ending, sig)
+                self._kill(kind, sig)
                 if sig is signal.SIGTERM:
                     slot.kill_at = time.monotonic() + TERM_SECONDS
         finally:
             if slot.pid == pid:
                 send_signal(pid, signal.SIGCONT)
 
-    def _kill(self, ending: Ending, sig: signal.Signals) -> None:
-        self.slot.killed_for = ending
+    def _kill(self, kind: OutcomeKind, sig: signal.Signals) -> None:
+        self.slot.killed_for = kind
         kill_group(self.slot.pid, sig)
 
     def _check_patience(self) -> None:
@@ -455,7 +458,7 @@ class _BatchRun:
             return
         back = [*self._take_back(), *self._waiting]
         self._waiting.clear()
-        self._news.extend(Outcome(call.call_id, Ending.RETURNED) for call in back)
+        self._news.extend(Outcome(call.call_id, OutcomeKind.RETURNED) for call in back)
 
     def _flush(self) -> None:
         if not self._news:

@@ -20,7 +20,7 @@ CAN_WAIT_SECONDS = 0.05
 _CAN_WAIT = {"free-keys", "release-worker-data", "client-releases-keys", ACKNOWLEDGE}
 
 
-class Told(UserDict[str, Outcome]):
+class ReportedOutcomes(UserDict[str, Outcome]):
     """The outcomes of a batch whose reports were sent already, so they are not urgent. Not a dict: Dask measures those.
 
     `node` and `instance_id` are of the node that ran it.
@@ -32,7 +32,7 @@ class Told(UserDict[str, Outcome]):
         self.instance_id = instance_id
 
 
-_TOLD = dump_type(Told)
+_REPORTED_OUTCOMES = dump_type(ReportedOutcomes)
 
 
 class PromptStream(BatchedSend):
@@ -75,4 +75,6 @@ def send_at_once(stream: Any) -> None:
 
 
 def _can_wait(message: dict[str, Any]) -> bool:
-    return message["op"] in _CAN_WAIT or (message["op"] == "key-in-memory" and message.get("type") == _TOLD)
+    return message["op"] in _CAN_WAIT or (
+        message["op"] == "key-in-memory" and message.get("type") == _REPORTED_OUTCOMES
+    )

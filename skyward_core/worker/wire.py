@@ -209,7 +209,7 @@ class Sealed(NamedTuple):
         return Sealed, (pickle.PickleBuffer(self.data) if protocol >= 5 else bytes(self.data),)
 
 
-class Ending(StrEnum):
+class OutcomeKind(StrEnum):
     """How a call ended, or that it did not begin."""
 
     RESULT = "result"
@@ -229,7 +229,7 @@ class Outcome(NamedTuple):
     """
 
     call_id: str
-    ending: Ending
+    kind: OutcomeKind
     parcel: Parcel = Parcel(b"")
     text: str = ""
     exit_code: int | None = None

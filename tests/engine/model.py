@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from skyward_core.machines.instances import Instance, InstanceState, Node
 from skyward_core.worker.retained_batches import WorkerFree, WorkerKept
 from skyward_core.worker.scheduler_messages import HELD, Resumed, WorkerHeld, WorkerJoined, WorkerLeft
-from skyward_core.worker.wire import Batch, Call, Ending, Outcome, Output, Parcel, Report
+from skyward_core.worker.wire import Batch, Call, Outcome, OutcomeKind, Output, Parcel, Report
 
 if TYPE_CHECKING:
     from tests.engine.simulation import World
@@ -228,10 +228,10 @@ class Worker:
         """Stop cancelled calls. `is_all`: stop all calls of the slot now, and none later."""
         is_meant = lambda call: is_all or call.call_id in self.cancelled
         if slot.running is not None and is_meant(slot.running):
-            self._ended(slot, Outcome(slot.running.call_id, Ending.CANCELLED, seconds=1.0))
+            self._ended(slot, Outcome(slot.running.call_id, OutcomeKind.CANCELLED, seconds=1.0))
         for call in [call for call in slot.waiting if is_meant(call)]:
             slot.waiting.remove(call)
-            self._tell(slot, Outcome(call.call_id, Ending.CANCELLED))
+            self._tell(slot, Outcome(call.call_id, OutcomeKind.CANCELLED))
 
     def step(self, rng: Random) -> None:
         """Do one thing in one slot."""
@@ -278,17 +278,17 @@ class Worker:
         seconds = SECONDS[call.function.partition("-")[0]]
         chance = rng.random()
         if chance < 0.05:
-            return Outcome(call.call_id, Ending.CRASH, text=f"{run}", exit_code=-9, seconds=seconds)
+            return Outcome(call.call_id, OutcomeKind.CRASH, text=f"{run}", exit_code=-9, seconds=seconds)
         if chance < 0.1:
-            return Outcome(call.call_id, Ending.ERROR, text=f"{run}", seconds=seconds)
+            return Outcome(call.call_id, OutcomeKind.ERROR, text=f"{run}", seconds=seconds)
         value = f"{call.call_id}/{run}"
         if chance < 0.7 and not call.function.endswith("big"):
-            return Outcome(call.call_id, Ending.RESULT, Parcel(value.encode()), text=f"{run}", seconds=seconds)
+            return Outcome(call.call_id, OutcomeKind.RESULT, Parcel(value.encode()), text=f"{run}", seconds=seconds)
         path = call.arguments.path  # the result may take the file of the arguments over
         if path is None or path not in self.world.machine_at(path).files or rng.random() < 0.5:
             path = self.world.new_path(self.machine)
         self.world.machine_at(path).files[path] = value
-        return Outcome(call.call_id, Ending.RESULT, Parcel(b"", (), path, SPANS), text=f"{run}", seconds=seconds)
+        return Outcome(call.call_id, OutcomeKind.RESULT, Parcel(b"", (), path, SPANS), text=f"{run}", seconds=seconds)
 
     def _ended(self, slot: Slot, outcome: Outcome) -> None:
         slot.running = None
@@ -301,7 +301,7 @@ class Worker:
 
     def _hand_back(self, slot: Slot) -> None:
         for call in slot.waiting:
-            self._tell(slot, Outcome(call.call_id, Ending.RETURNED))
+            self._tell(slot, Outcome(call.call_id, OutcomeKind.RETURNED))
         slot.waiting.clear()
 
     def _report(self, slot: Slot) -> None:

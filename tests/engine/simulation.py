@@ -34,7 +34,7 @@ from skyward_core.engine.shipments import Phase
 from skyward_core.errors import NodeLost, PoolClosed
 from skyward_core.events.events import CallProgress, CallRetrying, LogLine
 from skyward_core.machines.instances import Node
-from skyward_core.worker.wire import Call, Ending, Outcome, Parcel, Report
+from skyward_core.worker.wire import Call, Outcome, OutcomeKind, Parcel, Report
 from tests.engine.model import (
     FUNCTION_SPANS,
     LARGE,
@@ -130,8 +130,8 @@ class World:
             do.Gather: lambda action: self.under_way.append(self._gather(action)),
             do.Release: self._release,
             do.Stop: lambda action: self._tell(action.epoch, ("cancel", action.call_ids)),
-            do.TellKept: lambda action: self._tell(action.epoch, ("tell kept", None)),
-            do.ReleaseKept: lambda action: self._tell(action.epoch, ("release kept", action.call_ids)),
+            do.RepeatReports: lambda action: self._tell(action.epoch, ("tell kept", None)),
+            do.ReleaseRetainedCalls: lambda action: self._tell(action.epoch, ("release kept", action.call_ids)),
             do.Acknowledge: lambda action: self._tell(
                 action.epoch, ("acknowledge", (self.dispatcher.topic, action.number))
             ),
@@ -145,7 +145,7 @@ class World:
             do.Cancelled: self._cancelled,
             do.Discard: lambda action: self._drop_file(action.parcel),
             do.EmitEvent: self._emit,
-            do.Ran: self._ran,
+            do.MeterCalls: self._ran,
             do.CutOff: lambda _: setattr(self, "is_cut", True),
         }
 
@@ -434,15 +434,15 @@ class World:
     def _finish(self, action: do.Finish) -> None:
         caller = self._end(action.call_id, "finished")
         outcome = action.outcome
-        if outcome.ending is Ending.RESULT:
+        if outcome.kind is OutcomeKind.RESULT:
             self._check_value(action)
-        is_stopped = outcome.ending is Ending.CANCELLED
+        is_stopped = outcome.kind is OutcomeKind.CANCELLED
         self._require(
             not is_stopped or caller.is_cancelled or self.was_abandoned,
             "a call ends as cancelled without a cancel of its caller",
             caller,
         )
-        self._require(outcome.ending is not Ending.RETURNED, "a call ends as handed back", caller)
+        self._require(outcome.kind is not OutcomeKind.RETURNED, "a call ends as handed back", caller)
         if outcome.text and not self.missed:
             caller.finished_run = int(outcome.text)
             self._require(
@@ -502,7 +502,7 @@ class World:
         messages += [args[1] for name, args, _ in self.mailbox if name == "report" and args[0] == self.dispatcher.epoch]
         news = [item for message in messages if isinstance(message, Report) for item in message.news]
         is_reported = any(
-            isinstance(item, Outcome) and item.call_id == call_id and item.ending is not Ending.RETURNED
+            isinstance(item, Outcome) and item.call_id == call_id and item.kind is not OutcomeKind.RETURNED
             for item in news
         )
         self._require(
@@ -526,7 +526,7 @@ class World:
                     if task.worker is not None and task.worker.is_alive
                     else None
                 )
-                is_result = task.state == "memory" and outcome is not None and outcome.ending is not Ending.RETURNED
+                is_result = task.state == "memory" and outcome is not None and outcome.kind is not OutcomeKind.RETURNED
                 self._require(not is_result, "a call is lost whose result the scheduler has", call_id)
         for worker in self.workers:
             is_kept = (
@@ -562,7 +562,7 @@ class World:
             )
             caller.lines.add(event.line)
 
-    def _ran(self, action: do.Ran) -> None:
+    def _ran(self, action: do.MeterCalls) -> None:
         self.counted_seconds += action.seconds
 
     # ── runs at workers ──────────────────────────────────────────────────────────────────────────────────────────────

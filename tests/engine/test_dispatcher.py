@@ -12,7 +12,7 @@ from skyward_core.engine.outbox import Entry
 from skyward_core.errors import NodeLost, PoolClosed, SkywardError
 from skyward_core.events.events import CallProgress, CallRetrying
 from skyward_core.worker.scheduler_messages import HELD, Resumed, WorkerHeld, WorkerJoined, WorkerLeft
-from skyward_core.worker.wire import Call, Ending, Outcome, Output, Parcel, Report
+from skyward_core.worker.wire import Call, Outcome, OutcomeKind, Output, Parcel, Report
 from tests.engine.model import FUNCTION_SPANS, LARGE, SPANS, machine_id, node_of
 
 SMALL = Parcel(b"small")
@@ -26,7 +26,7 @@ def entry(
     return Entry(Call(call_id, function, arguments, "job"), LARGE if is_large else SMALL, worker)
 
 
-def value(call_id: str, path: str | None = None, ending: Ending = Ending.RESULT) -> Outcome:
+def value(call_id: str, path: str | None = None, ending: OutcomeKind = OutcomeKind.RESULT) -> Outcome:
     return Outcome(call_id, ending, Parcel(b"", (), path, SPANS) if path else Parcel(b"value"), seconds=1.0)
 
 
@@ -363,10 +363,10 @@ def test_all_calls_are_counted_once() -> None:
     pool = Pool(workers=["0-0"])
     pool.submit(*map(entry, ["done", "failed", "cancelled", "late"]))
     for number, call_id in enumerate(["done", "failed"]):
-        pool.report(value(call_id, ending=[Ending.RESULT, Ending.ERROR][number]))
+        pool.report(value(call_id, ending=[OutcomeKind.RESULT, OutcomeKind.ERROR][number]))
     pool.dispatcher.cancel("cancelled")
     pool.dispatcher.cancel("late")
-    pool.report(value("late", ending=Ending.CANCELLED))
+    pool.report(value("late", ending=OutcomeKind.CANCELLED))
     pool.dispatcher.cancel("late")
     assert pool.progress() == (4, 2, 1, 2)
 
@@ -392,7 +392,7 @@ def test_a_cancelled_call_that_is_handed_back_does_not_go_out() -> None:
     pool.submit(entry("a"))
     pool.dispatcher.cancel("a")
     assert [action.call_ids for action in pool.take(do.Stop)] == [("a",)]
-    pool.report(value("a", ending=Ending.RETURNED))
+    pool.report(value("a", ending=OutcomeKind.RETURNED))
     pool.dispatcher.tick(1.0, lambda _: True)
     assert pool.take(do.Send) == []
     assert pool.dispatcher._queue.all_out() == []
@@ -534,7 +534,7 @@ def test_a_pool_that_drains_begins_nothing() -> None:
     pool.submit(entry("waits", worker="7-0"))
     pool.dispatcher.drain(PoolClosed("draining"))
     assert set(pool.errors()) == {"uploading", "waits"}
-    pool.report(value("out"), value("back", ending=Ending.RETURNED))
+    pool.report(value("out"), value("back", ending=OutcomeKind.RETURNED))
     assert (list(pool.errors()), [action.call_id for action in pool.take(do.Finish)]) == (["back"], ["out"])
     pool.dispatcher.drain(None)
     assert len(pool.submit(entry("next"))) == 1

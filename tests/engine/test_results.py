@@ -14,7 +14,7 @@ import skyward_core as sky
 from skyward_core.compute import PendingCompute
 from skyward_core.engine.results import PLAIN_BYTES, NotPlain, plain_value
 from skyward_core.errors import Stored
-from skyward_core.worker.wire import Ending, Outcome, Parcel
+from skyward_core.worker.wire import Outcome, OutcomeKind, Parcel
 from tests.conftest import RecordedEvents, shared, wait_until
 
 SOURCE = """
@@ -297,7 +297,7 @@ def test_cancelled_calls_count_as_cancelled(own_pool: sky.ComputePool, _own: Any
 
 
 def outcome_of(value: object) -> Outcome:
-    return Outcome("call", Ending.RESULT, Parcel(pickle.dumps(value, protocol=5)))
+    return Outcome("call", OutcomeKind.RESULT, Parcel(pickle.dumps(value, protocol=5)))
 
 
 @pytest.mark.parametrize("value", [None, 3, "text", [1, {"a": (2.5, b"bytes", {4})}]])
@@ -311,7 +311,7 @@ def test_a_small_result_without_types_is_loaded_at_once(value: object) -> None:
         outcome_of(len),
         outcome_of(RecordedEvents()),
         outcome_of("x" * PLAIN_BYTES),
-        outcome_of(1)._replace(ending=Ending.ERROR),
+        outcome_of(1)._replace(kind=OutcomeKind.ERROR),
         outcome_of(1)._replace(parcel=Parcel(b"", (), "/dev/shm/value", ((0, 5),))),
         outcome_of(1)._replace(parcel=Parcel(b"no pickle")),
     ],

@@ -23,8 +23,8 @@ from skyward_core.ledger.metering import PHASES, Meter, cost_by_bucket
 from skyward_core.ledger.rows import BILLING_ROUNDING, Bucket, Price
 from skyward_core.machines.offers import by_month
 from skyward_core.provisioning import rental
-from skyward_core.worker.streams import Told as Outcomes
-from skyward_core.worker.wire import Ending, Outcome
+from skyward_core.worker.streams import ReportedOutcomes
+from skyward_core.worker.wire import Outcome, OutcomeKind
 from tests.conftest import RecordedEvents, shared, wait_until
 
 NOTHING = dict.fromkeys(Bucket, 0.0)
@@ -547,6 +547,6 @@ def test_a_long_call_is_metered_before_its_end(bought: Bought) -> None:
 
 def test_the_result_of_a_batch_replaces_lost_reports(bought: Bought) -> None:
     """It has the same outcomes, and the duration of each call."""
-    returned = Outcomes({"c": Outcome("c", Ending.RESULT, seconds=2.0)}, 0, bought.instance_id)
+    returned = ReportedOutcomes({"c": Outcome("c", OutcomeKind.RESULT, seconds=2.0)}, 0, bought.instance_id)
     back = pickle.loads(pickle.dumps(returned))
     assert (back.node, back.instance_id, back["c"].seconds) == (0, bought.instance_id, 2.0)

@@ -19,7 +19,7 @@ from skyward_core.transport import ssh_transport
 from skyward_core.worker import call_groups
 from skyward_core.worker.call_groups import CallGroups, MemoryAllowance
 from skyward_core.worker.slot import BY_KERNEL
-from skyward_core.worker.wire import Ending, Outcome
+from skyward_core.worker.wire import Outcome, OutcomeKind
 from tests.worker.fake_cgroup import FakeKernel
 
 NODE_GROUP = "skyward.local-1.sky-1.0"
@@ -187,7 +187,7 @@ def test_the_error_says_what_has_killed_the_call() -> None:
     messages: list[str] = []
     for text in ("", BY_KERNEL):
         with pytest.raises(sky.CallOutOfMemory) as caught:
-            results.value_of(Outcome("1", Ending.OUT_OF_MEMORY, text=text, exit_code=-signal.SIGKILL), 3)
+            results.value_of(Outcome("1", OutcomeKind.OUT_OF_MEMORY, text=text, exit_code=-signal.SIGKILL), 3)
         messages.append(str(caught.value))
     assert "was killed; ask for more" in messages[0]
     assert (

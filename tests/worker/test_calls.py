@@ -39,7 +39,7 @@ from skyward_core.worker.pool_worker import run_batch
 from skyward_core.worker.scheduler_messages import Resumed
 from skyward_core.worker.settings import NodeSettings, memory_directory, this_process
 from skyward_core.worker.watchdog import kill_instance
-from skyward_core.worker.wire import Batch, Call, Ending, Outcome, Output, Parcel, Sealed
+from skyward_core.worker.wire import Batch, Call, Outcome, OutcomeKind, Output, Parcel, Sealed
 from tests.conftest import members, slowness, wait_until
 from tests.testbed import Fleet, Host, why_not
 from tests.worker.following import Following
@@ -662,7 +662,7 @@ def test_a_waiting_detached_call_is_cancelled() -> None:
         assert (known["call_id"], known["name"], known["state"]) == ("d", "train", "waiting")
         other._send_to_scheduler(cancel(["d", "no such call"]))
         await head.until(lambda: heard, "the news")
-        assert [outcome.ending for outcome in pickle.loads(heard[0]).news] == [Ending.CANCELLED]
+        assert [outcome.kind for outcome in pickle.loads(heard[0]).news] == [OutcomeKind.CANCELLED]
         known = await other.scheduler.skyward_call(call_id="d")
         assert (known["state"], len(known["messages"])) == ("cancelled", 1)
         assert not head.scheduler.tasks
@@ -841,7 +841,7 @@ def test_a_running_call_is_stopped_through_the_stream(one_node: Nodes, tmp_path:
         for call_id in ("d1", "d2"):
             wait_until(lambda call_id=call_id: state_of(client, call_id)["state"] == "ended", "the call to end")
             outcomes = [item for item in news(state_of(client, call_id)["messages"]) if isinstance(item, Outcome)]
-            assert [outcome.ending for outcome in outcomes] == [Ending.CANCELLED]
+            assert [outcome.kind for outcome in outcomes] == [OutcomeKind.CANCELLED]
         assert len(list(tmp_path.glob("run-*"))) == 1
         for future in futures:
             future.release()

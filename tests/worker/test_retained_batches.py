@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyward_core.worker.retained_batches import RetainedBatches, WorkerKept
-from skyward_core.worker.wire import Ending, Outcome, Output, Parcel, Report
+from skyward_core.worker.wire import Outcome, OutcomeKind, Output, Parcel, Report
 
 
 class Wire:
@@ -30,7 +30,7 @@ class Wire:
 
 
 def outcome(call_id: str, size: int = 1) -> Outcome:
-    return Outcome(call_id, Ending.RESULT, Parcel(b"x" * size))
+    return Outcome(call_id, OutcomeKind.RESULT, Parcel(b"x" * size))
 
 
 def said(call_id: str, text: str) -> Output:

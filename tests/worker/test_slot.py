@@ -24,7 +24,7 @@ from skyward_core.worker import runner_factory
 from skyward_core.worker import slot as slots
 from skyward_core.worker.runner_factory import Forked, RunnerExit, RunnerFactory
 from skyward_core.worker.slot import News, Slot
-from skyward_core.worker.wire import Batch, Call, Ending, Outcome, Output, Parcel
+from skyward_core.worker.wire import Batch, Call, Outcome, OutcomeKind, Output, Parcel
 from tests.conftest import wait_until
 
 RUNNER = """
@@ -94,11 +94,11 @@ class Run:
         self._thread = threading.Thread(target=lambda: slot.run(batch, self.news.extend), daemon=True)
         self._thread.start()
 
-    def endings(self, seconds: float = 30.0) -> dict[str, Ending]:
+    def endings(self, seconds: float = 30.0) -> dict[str, OutcomeKind]:
         """Wait for the end; return how each call ended."""
         self._thread.join(seconds)
         assert not self._thread.is_alive(), f"after {seconds} s there is only {self.news}"
-        return {news.call_id: news.ending for news in self.news if isinstance(news, Outcome)}
+        return {news.call_id: news.kind for news in self.news if isinstance(news, Outcome)}
 
 
 def waits_for(path: Path, begun: Path | None = None) -> str:
@@ -155,7 +155,7 @@ def test_a_cancellation_that_comes_late_spares_the_next_call(
     )
     wait_until(lambda: state_of(pid) != "T", "the runner to go on")
     end.touch()
-    assert run.endings() == {"wanted": Ending.RESULT, "neighbour": Ending.RESULT}
+    assert run.endings() == {"wanted": OutcomeKind.RESULT, "neighbour": OutcomeKind.RESULT}
     assert slot.pid == pid
 
 
@@ -166,7 +166,7 @@ def test_a_cancelled_call_stops_and_those_behind_it_run(slot: Slot, tmp_path: Pa
     run = Run(slot, batch_of(wanted=waits_for(never, started), neighbour="pass"))
     wait_until(started.exists, "the first call to begin")
     slot.cancel("wanted")
-    assert run.endings() == {"wanted": Ending.CANCELLED, "neighbour": Ending.RESULT}
+    assert run.endings() == {"wanted": OutcomeKind.CANCELLED, "neighbour": OutcomeKind.RESULT}
     assert slot.pid != pid
 
 
@@ -177,7 +177,7 @@ def test_processes_that_a_cancelled_call_has_started_get_the_signal(slot: Slot, 
     run = Run(slot, batch_of(wanted=text))
     wait_until(lambda: child.exists() and child.read_text(), "the child to start")
     slot.cancel("wanted")
-    assert run.endings() == {"wanted": Ending.CANCELLED}
+    assert run.endings() == {"wanted": OutcomeKind.CANCELLED}
     wait_until(lambda: not os.path.exists(f"/proc/{child.read_text()}"), "the child to end")
 
 
@@ -191,7 +191,7 @@ def test_a_call_that_ignores_the_signal_is_killed_later(
     run = Run(slot, batch_of(wanted=text, neighbour="pass"))
     wait_until(started.exists, "the call to begin")
     slot.cancel("wanted")
-    assert run.endings()["wanted"] is Ending.CANCELLED
+    assert run.endings()["wanted"] is OutcomeKind.CANCELLED
     assert ignored.exists()
 
 
@@ -214,8 +214,8 @@ def test_a_runner_that_dies_while_it_is_stopped_is_reaped(
     wait_until(started.exists, "the call to begin")
     slot.cancel("wanted")
     endings = run.endings()
-    assert endings["wanted"] in {Ending.CRASH, Ending.CANCELLED}
-    assert endings["neighbour"] is Ending.RESULT
+    assert endings["wanted"] in {OutcomeKind.CRASH, OutcomeKind.CANCELLED}
+    assert endings["neighbour"] is OutcomeKind.RESULT
     assert slot.pid != pid
 
 
@@ -245,7 +245,7 @@ def test_a_call_that_did_not_use_the_memory_is_spared(
     wait_until(lambda: len(looks) > 1 or slot.pid != pid, "the slot to look again")
     end.touch()
     try:
-        assert run.endings() == {"large": Ending.RESULT, "neighbour": Ending.RESULT}
+        assert run.endings() == {"large": OutcomeKind.RESULT, "neighbour": OutcomeKind.RESULT}
         assert slot.pid == pid
     finally:
         slot.close()
@@ -260,8 +260,8 @@ def test_a_call_that_the_kernel_has_killed_for_its_memory_raises_that(
     run = Run(slot, batch_of(large="import os; os.kill(os.getpid(), 9)"))
     run.endings()
     (news,) = [item for item in run.news if isinstance(item, Outcome)]
-    expected = (Ending.OUT_OF_MEMORY, slots.BY_KERNEL) if is_out_of_memory else (Ending.CRASH, "")
-    assert (news.ending, news.text, news.exit_code) == (*expected, -signal.SIGKILL)
+    expected = (OutcomeKind.OUT_OF_MEMORY, slots.BY_KERNEL) if is_out_of_memory else (OutcomeKind.CRASH, "")
+    assert (news.kind, news.text, news.exit_code) == (*expected, -signal.SIGKILL)
 
 
 # ── calls taken back ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -310,10 +310,10 @@ def test_a_runner_returns_a_call_without_its_function(
     slot.cancel("third")
     try:
         assert run.endings() == {
-            "first": Ending.RESULT,
-            "second": Ending.RESULT,
-            "third": Ending.CANCELLED,
-            "fourth": Ending.RESULT,
+            "first": OutcomeKind.RESULT,
+            "second": OutcomeKind.RESULT,
+            "third": OutcomeKind.CANCELLED,
+            "fourth": OutcomeKind.RESULT,
         }
         assert sum(isinstance(news, Outcome) for news in run.news) == 4
         lines = {news.call_id: news.lines for news in run.news if isinstance(news, Output)}
@@ -383,14 +383,14 @@ def test_a_runner_that_starts_late_takes_no_call(runners: Runners, tmp_path: Pat
 
     slot = Slot(runners, (str(tmp_path),))  # type: ignore[arg-type]
     try:
-        assert Run(slot, batch_of(first="pass")).endings() == {"first": Ending.RESULT}
+        assert Run(slot, batch_of(first="pass")).endings() == {"first": OutcomeKind.RESULT}
         runners.fork = too_late  # type: ignore[method-assign]
         descriptors = len(os.listdir("/proc/self/fd"))
         with pytest.raises(ConnectionError):
             slot.run(batch_of(crash="import os; os._exit(3)", second="pass"), lambda news: None)
         assert runners.exit_of(late[0]) == RunnerExit(late[0], 0)
         runners.fork = really  # type: ignore[method-assign]
-        assert Run(slot, batch_of(third="pass")).endings() == {"third": Ending.RESULT}
+        assert Run(slot, batch_of(third="pass")).endings() == {"third": OutcomeKind.RESULT}
         assert len(os.listdir("/proc/self/fd")) == descriptors
     finally:
         slot.close()
@@ -406,8 +406,8 @@ def test_a_crash_is_reported_even_if_no_runner_starts(runners: Runners, slot: Sl
     news = list[News]()
     with pytest.raises(ConnectionError):
         slot.run(batch_of(crash="import os; os._exit(3)", second="pass"), news.extend)
-    assert [(item.call_id, item.ending, item.exit_code) for item in news if isinstance(item, Outcome)] == [
-        ("crash", Ending.CRASH, 3)
+    assert [(item.call_id, item.kind, item.exit_code) for item in news if isinstance(item, Outcome)] == [
+        ("crash", OutcomeKind.CRASH, 3)
     ]
 
 
@@ -427,7 +427,7 @@ def test_a_batch_without_a_runner_leaves_no_topic(
         slot.run(batch_of(crash="import os; os._exit(3)")._replace(topic="skyward-client"), lambda news: None)
     monkeypatch.setattr(runners, "fork", really)
     slot.cancel("skyward-client")
-    assert Run(slot, batch_of(next="pass")._replace(topic="skyward-client")).endings() == {"next": Ending.RESULT}
+    assert Run(slot, batch_of(next="pass")._replace(topic="skyward-client")).endings() == {"next": OutcomeKind.RESULT}
 
 
 def test_the_exit_of_an_earlier_process_does_not_count_for_a_runner_with_the_same_pid(tmp_path: Path) -> None:
@@ -459,7 +459,7 @@ def test_a_forked_child_that_leaves_the_call_takes_no_other_calls(slot: Slot, tm
     forks = f"import os\nif os.fork() == 0:\n    {ending}\nelse:\n    os.wait()"
     calls = {"forks": forks, **{f"other{number}": text for number in range(20)}}
     run = Run(slot, batch_of(**calls))
-    assert run.endings() == dict.fromkeys(calls, Ending.RESULT)
+    assert run.endings() == dict.fromkeys(calls, OutcomeKind.RESULT)
     assert [news.call_id for news in run.news if isinstance(news, Outcome)] == list(calls)
     assert set(pids.read_text().split()) == {str(slot.pid)}
 
@@ -474,7 +474,7 @@ def test_large_values_of_a_lost_machine_are_reported_as_lost(slot: Slot, tmp_pat
     else:
         batch = batch._replace(functions={"exec": gone})
     run = Run(slot, batch)
-    assert run.endings() == {"call": Ending.ERROR}
+    assert run.endings() == {"call": OutcomeKind.ERROR}
     (outcome,) = (news for news in run.news if isinstance(news, Outcome))
     error = exceptions.unpack(*outcome.parcel.contents(), 0, outcome.text)
     assert isinstance(error, NodeLost)

@@ -18,7 +18,7 @@ from skyward_core.worker import streams
 from skyward_core.worker.calls import KEEP, cancel
 from skyward_core.worker.pool_scheduler import RUN_BATCH
 from skyward_core.worker.scheduler_messages import Resumed
-from skyward_core.worker.streams import Told, send_at_once
+from skyward_core.worker.streams import ReportedOutcomes, send_at_once
 from skyward_core.worker.wire import Sealed
 from tests.worker.following import Following
 from tests.worker.test_calls import TOPIC, Head, follow, with_head
@@ -84,7 +84,7 @@ def test_urgent_messages_are_sent_at_once_with_any_interval_of_the_stream():
         IDLE,
         {"op": "client-releases-keys"},
         {"op": "release-worker-data"},
-        {"op": "key-in-memory", "type": dumps(Told)},
+        {"op": "key-in-memory", "type": dumps(ReportedOutcomes)},
         ACKNOWLEDGEMENT,
     ],
     ids=lambda message: message["op"],

@@ -36,7 +36,7 @@ from skyward_core.worker.scheduler_messages import POOL_TOPIC
 from skyward_core.worker.settings import NodeOwner, NodeSettings, memory_directory, this_process, write_atomically
 from skyward_core.worker.supervisor import CrashHistory
 from skyward_core.worker.watchdog import uptime, write_lease
-from skyward_core.worker.wire import Batch, Call, Ending, Outcome, Output, Parcel, Report
+from skyward_core.worker.wire import Batch, Call, Outcome, OutcomeKind, Output, Parcel, Report
 from tests.conftest import members, processes_by_tag, wait_until
 
 HOUR = 3600.0
@@ -618,7 +618,7 @@ def run_worker(directory, settings, index, control):
         call = Call("1", "exec", Parcel(pickle.dumps(((text,), {}))), "job")
         slot.run(Batch("", (call,), {"exec": Parcel(pickle.dumps(value_of))}), news.extend)
         with open(directory / "outcomes", "a") as outcomes:
-            outcomes.writelines(f"{item.ending.name} {item.exit_code}\\n" for item in news if isinstance(item, Outcome))
+            outcomes.writelines(f"{item.kind.name} {item.exit_code}\\n" for item in news if isinstance(item, Outcome))
     (directory / "done").write_text("done")
     while True:
         signal.pause()
@@ -701,7 +701,7 @@ def run_worker(directory, settings, index, control):
         timer.start()
         slot.run(Batch("", tuple(Call(call_id, "sleep", nap, "job") for call_id in ids), {"sleep": Parcel(pickle.dumps(time.sleep))}), news.extend)
         timer.join()
-        endings = [(item.call_id, item.ending.name) for item in news if isinstance(item, Outcome)]
+        endings = [(item.call_id, item.kind.name) for item in news if isinstance(item, Outcome)]
         wrong += [item.text for item in news if isinstance(item, Outcome) and item.text]
         wrong += [ending for ending in endings if ending[1] != "RESULT" and ending != (wanted, "CANCELLED")]
         wrong += [call_id for call_id in ids if sum(call_id == ended for ended, _ in endings) != 1]
@@ -826,9 +826,9 @@ class NoticePoller:
     def reports(self) -> list[Report]:
         return [news for news in self.heard if isinstance(news, Report)]
 
-    def endings(self) -> dict[str, Ending]:
+    def endings(self) -> dict[str, OutcomeKind]:
         return {
-            item.call_id: item.ending for report in self.reports() for item in report.news if isinstance(item, Outcome)
+            item.call_id: item.kind for report in self.reports() for item in report.news if isinstance(item, Outcome)
         }
 
     def close(self) -> None:
@@ -894,9 +894,11 @@ def test_a_call_outlives_its_head_and_is_reported_to_the_next(
         second.await_worker("2-0", "paused")
         wait_until(lambda: ("long", "next") in second.kept("2-0"), "what is kept")
         wait_until(lambda: second.reports(), "what was reported")
-        assert second.endings() == {"next": Ending.RETURNED}
+        assert second.endings() == {"next": OutcomeKind.RETURNED}
         (tmp_path / "go").touch()
-    wait_until(lambda: second.endings() == {"next": Ending.RETURNED, "long": Ending.RESULT}, "the call to end")
+    wait_until(
+        lambda: second.endings() == {"next": OutcomeKind.RETURNED, "long": OutcomeKind.RESULT}, "the call to end"
+    )
     second.await_worker("2-0")
     reports = [report for report in second.reports() if report.origin.endswith("/skyward-long-next")]
     assert list(dict.fromkeys(report.number for report in reports)) == list(
@@ -936,7 +938,7 @@ def test_a_node_that_becomes_the_head_keeps_its_calls(
     second = listen(other.await_file("head.json"))
     wait_until(lambda: ("long",) in second.kept("0-0"), "what is kept")
     (tmp_path / "go").touch()
-    wait_until(lambda: second.endings() == {"long": Ending.RESULT}, "the call to end")
+    wait_until(lambda: second.endings() == {"long": OutcomeKind.RESULT}, "the call to end")
     wait_until(lambda: any(isinstance(news, WorkerFree) for news in second.heard), "the worker to be free")
     second.await_worker("0-0")
     assert (tmp_path / "begun").read_text() == "begun\n"
@@ -986,7 +988,7 @@ def test_a_call_outlives_one_head_after_the_other(
     first.run("1-0", long=long_call(tmp_path))
     first.run("1-0", short="pass")
     wait_until((tmp_path / "begun").exists, "the call to begin")
-    wait_until(lambda: first.endings() == {"short": Ending.RESULT}, "the other call to end")
+    wait_until(lambda: first.endings() == {"short": OutcomeKind.RESULT}, "the other call to end")
     for generation in (1, 2):
         head.process.kill()
         head = start("", rank=0, scheduler=None, keeps_calls=True)
@@ -994,9 +996,11 @@ def test_a_call_outlives_one_head_after_the_other(
         listener = listen(head.text("head.json"))
         listener.await_worker("1-0", "paused")
         wait_until(lambda listener=listener: ("long", "short") in listener.kept("1-0"), "what is kept")
-        wait_until(lambda listener=listener: listener.endings() == {"short": Ending.RESULT}, "what was reported")
+        wait_until(lambda listener=listener: listener.endings() == {"short": OutcomeKind.RESULT}, "what was reported")
     (tmp_path / "go").touch()
-    wait_until(lambda: listener.endings() == {"short": Ending.RESULT, "long": Ending.RESULT}, "the call to end")
+    wait_until(
+        lambda: listener.endings() == {"short": OutcomeKind.RESULT, "long": OutcomeKind.RESULT}, "the call to end"
+    )
     assert (tmp_path / "begun").read_text() == "begun\n"
 
 

@@ -145,7 +145,10 @@ GPU_NAMES = (
     ),
     *("InstinctMI50", "InstinctMI100", "InstinctMI210", "InstinctMI250X", "InstinctMI300X"),
 )
-"""Vast.ai's names of the catalogue's chips. A search accepts no other spelling, and finds nothing for one."""
+"""Vast.ai's names of the catalogue's chips. A search accepts no other spelling, and finds nothing for one.
+
+`accelerators.cloud_catalogs` has the same chips by our names, because it may import no provider. A test compares both.
+"""
 
 
 @lru_cache
