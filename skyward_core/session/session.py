@@ -6,6 +6,8 @@ called again. Between any two lines the process may be killed: the reaper, which
 for, then does what `release` would have done.
 
     state             the states, and the claims to stop and to detach      one lock, under which nothing else is called
+    event_emitter     events for callbacks and displays, the meter, the bill
+    session_engine    cluster, recovery, Dask clients; thread "skyward-import"
     bookkeeping       ledger, journal, budget, receipt
     session_reaper    the connection to the reaper
     renewal           threads "skyward-lease" and "skyward-node-lease"
@@ -22,59 +24,45 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib
 import logging
 import os
 import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, override
 
-from skyward_core.engine.recovery import Recovery
-from skyward_core.engine.user_client import UserClient, user_client
+from skyward_core.engine.user_client import UserClient
 from skyward_core.errors import InstancesLeft, LedgerError, PoolClosed, SkywardError
-from skyward_core.events import console
 from skyward_core.events.events import (
-    BootstrapCompleted,
-    BootstrapProgress,
     Callback,
     CostFinal,
-    Error,
-    InfraCreating,
-    InstanceLost,
     InstancesUnconfirmed,
     PoolReady,
     PoolStopping,
-    SkywardEvent,
-    compose,
-    registered_callback,
 )
-from skyward_core.events.queue import EventQueue
 from skyward_core.ledger.budgets import SpendingLimit
 from skyward_core.ledger.journal import Journal
-from skyward_core.ledger.metering import Meter
-from skyward_core.ledger.rows import Bucket
 from skyward_core.machines.instances import Lease
 from skyward_core.providers.base import Provider
 from skyward_core.provisioning import lifecycle
 from skyward_core.provisioning.detach import detached_nodes
 from skyward_core.session.bookkeeping import LEDGER_BUSY_SECONDS, Bookkeeping
 from skyward_core.session.clock import Clock
+from skyward_core.session.event_emitter import EventEmitter
 from skyward_core.session.limits import Limits, OpeningLimits
 from skyward_core.session.renewal import Renewal
+from skyward_core.session.session_engine import SessionEngine
 from skyward_core.session.session_reaper import SessionReaper
 from skyward_core.session.state import Claims, SessionState
 from skyward_core.spec import PoolSpec
 from skyward_core.work import NO_WORK, Work
 
 if TYPE_CHECKING:
-    from skyward_core.engine.certificates import PoolCertificate
     from skyward_core.engine.cluster import Cluster
     from skyward_core.worker.masking import SecretValues
 
@@ -112,16 +100,12 @@ class Session:
         self.spec = spec
         self.work = work
         self.providers = tuple(providers)
-        self._secrets = secrets
-        self.meter = Meter()
         self.machines: lifecycle.PoolMachines | None = None
-        self.recovery: Recovery | None = None
-        self.cluster: Cluster | None = None
-        self.user_client: UserClient | None = None
-        self.final: CostFinal | None = None
-        display = console.display(spec.display)
-        sinks = [callback for callback in (registered_callback(), on_event) if callback is not None]
-        self.events = EventQueue(compose(*sinks, display), display.close)
+        self._emitter = EventEmitter(spec, on_event)
+        self.emit = self._emitter.emit
+        self.events = self._emitter.queue
+        self.meter = self._emitter.meter
+        self._engine = SessionEngine(self.pool_id, spec, self._emitter, secrets)
         self._claims = Claims()
         self._bookkeeping = Bookkeeping(self.pool_id, self.meter, self.events.log)
         self._reaper = SessionReaper(self.pool_id, self.events.log)
@@ -148,6 +132,21 @@ class Session:
         return self._claims.why_ended
 
     @property
+    def cluster(self) -> Cluster | None:
+        """The cluster that runs calls; None before there are nodes."""
+        return self._engine.cluster
+
+    @property
+    def user_client(self) -> UserClient | None:
+        """The source of Dask clients for the user; None before there are nodes."""
+        return self._engine.user_client
+
+    @property
+    def final(self) -> CostFinal | None:
+        """The bill, once it was emitted."""
+        return self._emitter.final
+
+    @property
     def receipt(self) -> Mapping[str, Any] | None:
         """The ledger's receipt of the pool, once it has ended."""
         return self._bookkeeping.receipt
@@ -160,71 +159,27 @@ class Session:
     @property
     def lease(self) -> Lease | None:
         """The claim on the present machines; None before there are any."""
-        return self.machines.lease if self.machines is not None and self.recovery is not None else None
+        return self.machines.lease if self.machines is not None and self._engine.is_connected else None
 
     # ── open ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
         """Open; on any error everything is undone, and the bill is emitted before the error is raised."""
         started = time.monotonic()
-        deadline = started + self.spec.provision_timeout
-        certificate: Future[PoolCertificate] = Future()
-        dask = threading.Thread(
-            target=_make_ready, args=(self.pool_id, certificate), name="skyward-import", daemon=True
-        )
         try:
             with _Undo() as undo:
-                undo.callback(self._settle_bill)
-                undo.push(self._tell_error)
-                dask.start()  # half a second that passes while the nodes start
-                if (image := self.spec.image.locked()) is not self.spec.image:
-                    # before anything is rented, and the same for every machine that is rented later
-                    self.spec = self.spec.with_(image=image)
+                undo.callback(self._emitter.emit_bill)
+                undo.push(self._emitter.emit_error)
+                self._engine.start_import()
+                self._lock_image()
                 book, purse = self._open_books(undo)
-                self.machines = machines = lifecycle.PoolMachines(
-                    self.spec,
-                    self.providers,
-                    self.pool_id,
-                    certificate,
-                    emit=self.emit,
-                    meter=self.meter,
-                    book=book,
-                    purse=purse,
-                )
+                self.machines = machines = self._pool_machines(book, purse)
                 if self._claims.is_to_end:  # `terminate_now` does the other half of this
                     machines.launch_no_more()
                 opening = self._keep_while_opening(undo, machines, book, purse)
                 lease = machines.acquire(undo)
-                dask.join()
-                cluster_module = importlib.import_module("skyward_core.engine.cluster")
-                self.cluster = cluster = cluster_module.Cluster(
-                    lease,
-                    certificate.result(),
-                    machines.transports,
-                    self.emit,
-                    self.spec.retries,
-                    self.meter,
-                    self._secrets,
-                    lambda: self.events.delivered,
-                )
-                undo.callback(cluster.close, PoolClosed("the pool could not be opened"))
-                cluster.start(machines.scheduler, deadline, machines.check)
-                self.recovery = recovery = Recovery(
-                    machines, cluster, self.spec.nodes, self.spec.lease_seconds, self.emit
-                )
-                cluster.watch(recovery)
-                self.user_client = user_client(lambda: machines.scheduler, certificate.result(), lambda: cluster.client)
-                self._limits = limits = Limits(
-                    self.spec,
-                    cluster,
-                    machines.transports,
-                    purse,
-                    self.meter,
-                    emit=self.emit,
-                    stop=self.stop,
-                    log=self.events.log,
-                    began=started,
-                )
+                cluster = self._engine.connect(undo, machines, lease, started + self.spec.provision_timeout)
+                self._limits = limits = self._new_limits(cluster, machines, purse, started)
                 opening.end()
                 self._raise_if_given_up()
                 # before the undo is dropped: an asynchronous exception may come between any two lines, and then `stop`
@@ -237,13 +192,45 @@ class Session:
                 raise self.why_ended from error
             raise
         atexit.register(self._at_exit)
-        recovery.start()
+        self._engine.start_recovery()
         book.note()  # from here on a node without recorded seconds was idle, not launching
         self.emit(PoolReady(self.pool_id, len(lease.nodes), cluster.slots, time.monotonic() - started))
         self._renewal.begin("skyward-node-lease", self._keep_here)
         threading.Thread(
             target=self._clock(limits, book).run, args=(self._ended,), name="skyward-clock", daemon=True
         ).start()
+
+    def _lock_image(self) -> None:
+        """Choose the versions of the image's packages: before anything is rented, and for all machines of the pool."""
+        if (image := self.spec.image.locked()) is not self.spec.image:
+            self.spec = self.spec.with_(image=image)
+
+    def _pool_machines(self, book: Journal, purse: SpendingLimit) -> lifecycle.PoolMachines:
+        return lifecycle.PoolMachines(
+            self.spec,
+            self.providers,
+            self.pool_id,
+            self._engine.certificate,
+            emit=self.emit,
+            meter=self.meter,
+            book=book,
+            purse=purse,
+        )
+
+    def _new_limits(
+        self, cluster: Cluster, machines: lifecycle.PoolMachines, purse: SpendingLimit, began: float
+    ) -> Limits:
+        return Limits(
+            self.spec,
+            cluster,
+            machines.transports,
+            purse,
+            self.meter,
+            emit=self.emit,
+            stop=self.stop,
+            log=self.events.log,
+            began=began,
+        )
 
     def _raise_if_given_up(self) -> None:
         """Raise if the money or the lease was lost in the last moment of `start`; its undo then terminates the
@@ -339,22 +326,15 @@ class Session:
             return
         self._ended.set()
         self._renewal.end()
-        assert self.cluster is not None
         assert self.machines is not None
-        assert self.recovery is not None
         try:
             self.emit(PoolStopping())
-            self.recovery.stop()
-            if self.user_client is not None:
-                self.user_client.close()
-            self.cluster.close(error or PoolClosed(reason))
-            self.machines.stop()
-            self.recovery.join()
+            self._engine.end(self.machines, lambda cluster: cluster.close(error or PoolClosed(reason)))
         finally:
             try:
                 self.release()
             finally:
-                self._settle_bill()
+                self._emitter.emit_bill()
                 self.events.close()
                 self._claims.end_stop()
 
@@ -366,7 +346,7 @@ class Session:
         confirmed gone raise InstancesLeft, unless they cost nothing and end themselves: those are left to the reaper,
         with a warning.
         """
-        if self.recovery is None or self.machines is None or self.is_running or self.is_fork:
+        if not self._engine.is_connected or self.machines is None or self.is_running or self.is_fork:
             return
         if not self.is_released:
             try:
@@ -482,9 +462,7 @@ class Session:
 
     def _leave(self, expires_at: datetime) -> Lease:
         """Release everything that belongs to the nodes from now on; return their lease."""
-        assert self.cluster is not None
         assert self.machines is not None
-        assert self.recovery is not None
         assert self._bookkeeping.book is not None
         self._reaper.live_by_lease()
         self._ended.set()
@@ -492,65 +470,11 @@ class Session:
         atexit.unregister(self._at_exit)
         lease = self.machines.lease.model_copy(update={"expires_at": expires_at})
         try:
-            self.recovery.stop()
-            if self.user_client is not None:
-                self.user_client.close()
-            self.cluster.leave("the pool was detached: attach to it")
-            self.machines.stop()
-            self.recovery.join()
+            self._engine.end(self.machines, lambda cluster: cluster.leave("the pool was detached: attach to it"))
             self._bookkeeping.book.note()
         finally:
             self._reaper.leave()
             self._close_ledger()
-            self._settle_bill()
+            self._emitter.emit_bill()
             self.events.close()
         return lease
-
-    # ── events and the bill ──────────────────────────────────────────────────────────────────────────────────────────
-
-    def emit(self, event: SkywardEvent) -> int:
-        """Count one event, and queue it for the callbacks; return its number in `events`.
-
-        Waits for no callback, except for the first event, `InfraCreating`. It is delivered before anything is rented: a
-        callback can store the pool's id then, in case this process dies.
-        """
-        self._count(event)
-        number = self.events.put(event)
-        if isinstance(event, InfraCreating):
-            self.events.flush()
-        return number
-
-    def _count(self, event: SkywardEvent) -> None:
-        """Set in the meter the bucket of a machine's seconds from now on."""
-        match event:
-            case BootstrapProgress(instance_id):
-                self.meter.enter(instance_id, Bucket.BOOTSTRAPPING)
-            case BootstrapCompleted(instance_id):
-                self.meter.slots(instance_id, self.spec.concurrency * self.spec.workers_per_node)
-                self.meter.enter(instance_id, Bucket.IDLE)
-            case InstanceLost(instance_id):
-                self.meter.enter(instance_id, Bucket.LOST)
-            case _:
-                pass
-
-    def _tell_error(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if isinstance(error, SkywardError):
-            self.emit(Error(str(error)))
-
-    def _settle_bill(self) -> None:
-        final = self.meter.final()
-        if final is not None:
-            self.final = final
-            self.emit(final)
-
-
-def _make_ready(pool_id: str, certificate: Future[PoolCertificate]) -> None:
-    """Make the pool's certificate and import Dask: that takes most of a second, while the machines start."""
-    try:
-        certificate.set_result(importlib.import_module("skyward_core.engine.certificates").make_certificate(pool_id))
-    except BaseException as error:
-        certificate.set_exception(error)
-        return
-    importlib.import_module("skyward_core.engine.cluster")

@@ -1147,7 +1147,7 @@ def test_a_lease_is_not_longer_than_max_cost_lasts() -> None:
 @pytest.mark.parametrize(
     "place",
     [
-        "skyward_core.session.session.Meter",
+        "skyward_core.session.event_emitter.Meter",
         "skyward_core.session.session_reaper.ReaperInput.of",
         "skyward_core.session.bookkeeping.Journal.open",
         "skyward_core.session.session.lifecycle.PoolMachines",

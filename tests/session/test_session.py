@@ -39,10 +39,10 @@ class World:
             pool_id=opened.pool_id, provider={}, nodes=(), scheduler="tls://127.0.0.1:1", created_at=datetime.now(UTC)
         )
         opened.machines = SimpleNamespace(lease=lease, stop=lambda: None, release=lambda: do("released"))  # type: ignore[assignment]
-        opened.cluster = SimpleNamespace(
+        opened._engine.cluster = SimpleNamespace(
             close=lambda error: do(f"closed with {type(error).__name__}"), leave=lambda _: do("left")
         )  # type: ignore[assignment]
-        opened.recovery = SimpleNamespace(stop=lambda: None, join=lambda: None)  # type: ignore[assignment]
+        opened._engine.recovery = SimpleNamespace(stop=lambda: None, join=lambda: None)  # type: ignore[assignment]
         opened._bookkeeping.book = SimpleNamespace(live_by_lease=lambda _: do("ledger updated"), note=lambda: None)  # type: ignore[assignment]
         monkeypatch.setattr(opened._bookkeeping, "close_book", lambda: do("written down"))
         monkeypatch.setattr(opened._bookkeeping, "paid_for", self._paid_for)

@@ -1,0 +1,76 @@
+"""The events of one session, and its bill: an event is counted in the meter, then queued for callbacks and displays."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from skyward_core.errors import SkywardError
+from skyward_core.events import console
+from skyward_core.events.events import (
+    BootstrapCompleted,
+    BootstrapProgress,
+    Callback,
+    CostFinal,
+    Error,
+    InfraCreating,
+    InstanceLost,
+    SkywardEvent,
+    compose,
+    registered_callback,
+)
+from skyward_core.events.queue import EventQueue
+from skyward_core.ledger.metering import Meter
+from skyward_core.ledger.rows import Bucket
+from skyward_core.spec import PoolSpec
+
+
+class EventEmitter:
+    """Owns the queue, the meter and the bill of one session. Any thread may emit."""
+
+    def __init__(self, spec: PoolSpec, on_event: Callback | None) -> None:
+        self.meter = Meter()
+        self.final: CostFinal | None = None
+        """The bill, once it was emitted."""
+        self._slots = spec.concurrency * spec.workers_per_node
+        display = console.display(spec.display)
+        sinks = [callback for callback in (registered_callback(), on_event) if callback is not None]
+        self.queue = EventQueue(compose(*sinks, display), display.close)
+
+    def emit(self, event: SkywardEvent) -> int:
+        """Count one event, and queue it for the callbacks; return its number in `queue`.
+
+        Waits for no callback, except for the first event, `InfraCreating`. It is delivered before anything is rented: a
+        callback can store the pool's id then, in case this process dies.
+        """
+        self._count(event)
+        number = self.queue.put(event)
+        if isinstance(event, InfraCreating):
+            self.queue.flush()
+        return number
+
+    def _count(self, event: SkywardEvent) -> None:
+        """Set in the meter the bucket of a machine's seconds from now on."""
+        match event:
+            case BootstrapProgress(instance_id):
+                self.meter.enter(instance_id, Bucket.BOOTSTRAPPING)
+            case BootstrapCompleted(instance_id):
+                self.meter.slots(instance_id, self._slots)
+                self.meter.enter(instance_id, Bucket.IDLE)
+            case InstanceLost(instance_id):
+                self.meter.enter(instance_id, Bucket.LOST)
+            case _:
+                pass
+
+    def emit_error(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Emit an error of ours; the exit callback of an ExitStack."""
+        if isinstance(error, SkywardError):
+            self.emit(Error(str(error)))
+
+    def emit_bill(self) -> None:
+        """Emit the bill, unless that was done."""
+        final = self.meter.final()
+        if final is not None:
+            self.final = final
+            self.emit(final)

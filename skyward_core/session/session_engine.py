@@ -1,0 +1,99 @@
+"""The engine of one session: cluster, recovery and the user's Dask clients. They begin and end together.
+
+Dask is imported, and the pool's certificate is made, in the thread "skyward-import" while machines start: both take
+most of a second.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, cast
+
+from skyward_core.engine.recovery import Recovery
+from skyward_core.engine.user_client import UserClient, user_client
+from skyward_core.errors import PoolClosed
+from skyward_core.machines.instances import Lease
+from skyward_core.provisioning.lifecycle import PoolMachines
+from skyward_core.session.event_emitter import EventEmitter
+from skyward_core.spec import PoolSpec
+
+if TYPE_CHECKING:
+    from skyward_core.engine.certificates import PoolCertificate
+    from skyward_core.engine.cluster import Cluster
+    from skyward_core.worker.masking import SecretValues
+
+
+class SessionEngine:
+    """Owns what connects one session with its nodes."""
+
+    def __init__(self, pool_id: str, spec: PoolSpec, emitter: EventEmitter, secrets: SecretValues | None) -> None:
+        self._pool_id = pool_id
+        self._spec = spec
+        self._emitter = emitter
+        self._secrets = secrets
+        self.certificate: Future[PoolCertificate] = Future()
+        self.cluster: Cluster | None = None
+        self.recovery: Recovery | None = None
+        self.user_client: UserClient | None = None
+        self._import = threading.Thread(target=self._import_all, name="skyward-import", daemon=True)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there was a connection to the nodes."""
+        return self.recovery is not None
+
+    def start_import(self) -> None:
+        """Start the thread that imports Dask and sets `certificate`."""
+        self._import.start()
+
+    def _import_all(self) -> None:
+        try:
+            module = importlib.import_module("skyward_core.engine.certificates")
+            self.certificate.set_result(module.make_certificate(self._pool_id))
+        except BaseException as error:
+            self.certificate.set_exception(error)
+            return
+        importlib.import_module("skyward_core.engine.cluster")
+
+    def connect(self, undo: ExitStack, machines: PoolMachines, lease: Lease, deadline: float) -> Cluster:
+        """Connect to the nodes of a lease; `deadline` is on time.monotonic's clock."""
+        self._import.join()
+        cluster_type = cast("type[Cluster]", importlib.import_module("skyward_core.engine.cluster").Cluster)
+        certificate = self.certificate.result()
+        emitter, spec = self._emitter, self._spec
+        self.cluster = cluster = cluster_type(
+            lease,
+            certificate,
+            machines.transports,
+            emitter.emit,
+            spec.retries,
+            emitter.meter,
+            self._secrets,
+            lambda: emitter.queue.delivered,
+        )
+        undo.callback(cluster.close, PoolClosed("the pool could not be opened"))
+        cluster.start(machines.scheduler, deadline, machines.check)
+        self.recovery = recovery = Recovery(machines, cluster, spec.nodes, spec.lease_seconds, emitter.emit)
+        cluster.watch(recovery)
+        self.user_client = user_client(lambda: machines.scheduler, certificate, lambda: cluster.client)
+        return cluster
+
+    def start_recovery(self) -> None:
+        """From now on replace nodes that are lost."""
+        assert self.recovery is not None
+        self.recovery.start()
+
+    def end(self, machines: PoolMachines, end_cluster: Callable[[Cluster], object]) -> None:
+        """End all of it, the cluster by `end_cluster`; no thread waits for a machine any more."""
+        assert self.cluster is not None
+        assert self.recovery is not None
+        self.recovery.stop()
+        if self.user_client is not None:
+            self.user_client.close()
+        end_cluster(self.cluster)
+        machines.stop()
+        self.recovery.join()
