@@ -68,16 +68,18 @@ class PoolMachines:
         *,
         emit: Emit,
         meter: Meter,
-        book: Journal,
-        purse: SpendingLimit,
+        journal: Journal,
+        spending_limit: SpendingLimit,
     ) -> None:
         own = tuple(provider.for_pool() for provider in providers)
         self._spec = spec
         self._pool_id = pool_id
         self._emit = emit
-        self._book = book
-        self._rental = Rental(spec, own[0], pool_id, emit=emit, meter=meter, book=book, purse=purse)
-        self._selection = Selection(spec, own, self._rental, emit=emit, book=book)
+        self._journal = journal
+        self._rental = Rental(
+            spec, own[0], pool_id, emit=emit, meter=meter, journal=journal, spending_limit=spending_limit
+        )
+        self._selection = Selection(spec, own, self._rental, emit=emit, journal=journal)
         self._nodes = Nodes(spec, pool_id, self._rental, certificate, emit)
         self._startup = Startup(spec, self._rental, self._nodes)
         self._replacement = Replacement(spec, self._rental, self._selection, self._nodes)
@@ -92,7 +94,7 @@ class PoolMachines:
         the machines. Raises NoCapacity, BootstrapFailed, ProvisioningTimeout and what the provider raises;
         InstancesLeft, from `undo`, names the machines that may be left.
         """
-        self._emit(InfraCreating(self._pool_id, self._book.work))
+        self._emit(InfraCreating(self._pool_id, self._journal.work))
         self._nodes.created_at = datetime.now(UTC)
         deadline = time.monotonic() + self._spec.provision_timeout
         undo.callback(self._rental.tear_down_or_warn)

@@ -2,10 +2,10 @@
 
 States of a launch, and what is left when the client is killed between two lines:
 
-    granted money -> intended (ledger) -> requested -> bound (ledger), metered
-                  nothing is rented    └─ a machine with our tags: found by the ledger's intent, or by its tags
+    committed money -> intended (ledger) -> requested -> bound (ledger), metered
+                    nothing is rented    └─ a machine with our tags: found by the ledger's intent, or by its tags
 
-A launch that fails may have created machines. So the money of such a launch stays set aside, and `end_all` lists the
+A launch that fails may have created machines. So the money of such a launch stays committed, and `end_all` lists the
 machines by tag. It never relies on a list in memory.
 
 `Rental` owns the provider that rents, and the answer to two questions: may more be rented (`is_closing`), and may
@@ -57,21 +57,21 @@ class Rental:
         *,
         emit: Emit,
         meter: Meter,
-        book: Journal,
-        purse: SpendingLimit,
+        journal: Journal,
+        spending_limit: SpendingLimit,
     ) -> None:
         self._spec = spec
         self._provider = provider
         self._pool_id = pool_id
         self._emit = emit
         self._meter = meter
-        self._book = book
-        self._purse = purse
-        self.transports = Transports(spec.lease_seconds, emit, purse.paid_seconds)
+        self._journal = journal
+        self._spending_limit = spending_limit
+        self.transports = Transports(spec.lease_seconds, emit, spending_limit.paid_seconds)
         self._accelerators: dict[str, Accelerator | None] = {}
         """What the calls on each machine may use."""
         self._lost_at: dict[str, float] = {}
-        self._terminations = Terminations(pool_id, book.gone)
+        self._terminations = Terminations(pool_id, journal.gone)
         self.answered_at = 0.0
         """When the last launch was answered or has failed."""
         self._launched_at = 0.0
@@ -96,7 +96,7 @@ class Rental:
 
     def turn_to(self, provider: Provider, account: str) -> None:
         """Rent from this provider from now on. The one before has no machine of the pool."""
-        self._book.turn_to(provider, account)
+        self._journal.turn_to(provider, account)
         if provider != self._provider:
             # these values were about the provider before, which has none of our machines
             self._is_launch_unsure = False
@@ -125,7 +125,7 @@ class Rental:
                 f"{self._provider.name} had {len(instances)} of {count} x {offer.instance_type} in {offer.region}; they"
                 " were terminated"
             )
-            self._book.note_attempt(offer, time.monotonic() - began, few)
+            self._journal.note_attempt(offer, time.monotonic() - began, few)
             raise few
         return instances
 
@@ -136,15 +136,15 @@ class Rental:
         `along` are the parts of the same candidate that are requested next: the money must be enough for all of them.
         """
         self._raise_if_closing()
-        grant, accelerator = self._granted(offer, count, along)
+        commitment, accelerator = self._commit(offer, count, along)
         is_refused = is_unsure = False
         try:
-            script = startup_script(self._spec, self._provider, grant.lifetime_seconds)
+            script = startup_script(self._spec, self._provider, commitment.lifetime_seconds)
             self._emit(InstanceLaunching(count, offer.instance_type, self._provider.name))
             self._has_requested = True
-            launch = self._book.intend(offer, count, first_rank, grant)
+            launch = self._journal.intend(offer, count, first_rank, commitment)
         except BaseException:
-            self._purse.returned(grant)
+            self._spending_limit.returned(commitment)
             raise
         self.may_be_left = True
         began = time.monotonic()
@@ -152,25 +152,25 @@ class Rental:
             instances = self._provider.launch(offer, count, launch.tags, script)
         except NoCapacity as error:
             is_refused = True
-            self._book.refused(launch, str(error))
-            self._purse.returned(grant)
-            self._book.note_attempt(offer, time.monotonic() - began, error)
+            self._journal.refused(launch, str(error))
+            self._spending_limit.returned(commitment)
+            self._journal.note_attempt(offer, time.monotonic() - began, error)
             raise
         except BaseException as error:
             if isinstance(error, SkywardError):
-                self._book.note_attempt(offer, time.monotonic() - began, error)
+                self._journal.note_attempt(offer, time.monotonic() - began, error)
             # never reset: the success of another launch proves nothing about this one
             self._is_launch_unsure = is_unsure = True
-            # the money stays set aside, because machines may live until it is used up
+            # the money stays committed, because machines may live until it is used up
             raise
         finally:
             self.answered_at = time.monotonic()
             if not is_refused:
                 self._launched_at = time.monotonic()  # a machine may have been created as late as this
             if is_unsure:  # last: `end_all` must know how late the machines of this launch may appear
-                self._unsure.add(grant)
-        self._book.bind(launch, instances)
-        self._purse.launched([instance.id for instance in instances], grant)
+                self._unsure.add(commitment)
+        self._journal.bind(launch, instances)
+        self._spending_limit.launched([instance.id for instance in instances], commitment)
         self._accelerators |= {instance.id: accelerator for instance in instances}
         for instance in instances:
             self._emit(_provisioned(instance))
@@ -178,11 +178,11 @@ class Rental:
             self.end_all()
             raise PoolClosed("the pool is closing")
         if len(instances) == count:
-            self._book.note_attempt(offer, time.monotonic() - began)
+            self._journal.note_attempt(offer, time.monotonic() - began)
         return instances
 
-    def _granted(self, offer: Offer, count: int, along: Sequence[Part]) -> tuple[Commitment, Accelerator | None]:
-        """Set money aside for these machines; return the grant, and what calls on the machines may use.
+    def _commit(self, offer: Offer, count: int, along: Sequence[Part]) -> tuple[Commitment, Accelerator | None]:
+        """Commit money for these machines; return the commitment, and what calls on the machines may use.
 
         Raises BadRequest, BudgetExceeded.
         """
@@ -192,7 +192,7 @@ class Rental:
             # raises now what would be raised after the machine is paid for
             self._spec.neuron_cores_of(accelerator)
             prices = [(part.count, price_of(part.offer, self._provider)) for part in along]
-            grant = self._purse.commit(
+            commitment = self._spending_limit.commit(
                 count,
                 price_of(offer, self._provider),
                 along=prices,
@@ -200,9 +200,9 @@ class Rental:
                 notify=self.transports.send_paid_time,
             )
         except (BadRequest, BudgetExceeded) as error:
-            self._book.note_attempt(offer, time.monotonic() - began, error)
+            self._journal.note_attempt(offer, time.monotonic() - began, error)
             raise
-        return grant, accelerator
+        return commitment, accelerator
 
     # ── one machine ends, the pool goes on ───────────────────────────────────────────────────────────────────────────
 
@@ -285,15 +285,15 @@ class Rental:
         tear_down(
             self._provider,
             self._pool_id,
-            self._book,
+            self._journal,
             are_all_known=not self._is_launch_unsure,
             presumed_gone=presumed_gone,
             unsure_until=self._launched_at + lag if lag else 0.0,
         )
         self.may_be_left = False
-        self._book.nothing_is_left()
-        for grant in over:  # their machines were found, ended and metered
-            self._purse.returned(grant)
+        self._journal.nothing_is_left()
+        for commitment in over:  # their machines were found, ended and metered
+            self._spending_limit.returned(commitment)
         self._unsure -= over
 
     def end_now(self) -> None:

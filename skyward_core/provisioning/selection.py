@@ -60,13 +60,13 @@ class Selection:
     """Rents from the first candidate that has all machines, and later from offers that may replace a lost machine."""
 
     def __init__(
-        self, spec: PoolSpec, providers: Sequence[Provider], rental: Rental, *, emit: Emit, book: Journal
+        self, spec: PoolSpec, providers: Sequence[Provider], rental: Rental, *, emit: Emit, journal: Journal
     ) -> None:
         self._spec = spec
         self._providers = tuple(providers)
         self._rental = rental
         self._emit = emit
-        self._book = book
+        self._journal = journal
         self.offers: dict[int, Offer] = {}
         """The offer of each rank."""
         self.others: list[Offer] = []
@@ -122,9 +122,9 @@ class Selection:
         found, refusals = candidates(self._spec, sold)
         for one in refusals:
             self._emit(_refused(one))
-            self._book.note_refusal(one)
+            self._journal.note_refusal(one)
         rest = (
-            resting(self._book.recent_attempts(MEMORY_SECONDS), datetime.now(UTC), self._spec.nodes)
+            resting(self._journal.recent_attempts(MEMORY_SECONDS), datetime.now(UTC), self._spec.nodes)
             if len(found) > 1
             else {}
         )

@@ -1,7 +1,7 @@
 """The writes of one session to the ledger: the pool, its lease, its money, its end.
 
     opened ──> the pool is in the ledger ──> its end is written ──> the ledger is closed
-                                             └─ refused: repeated by the next `close_book`, or by the reaper
+                                             └─ refused: repeated by the next `close_journal`, or by the reaper
 
 SQLAlchemy is loaded when the ledger is opened, and not with this module. `Ledger`, `Journal` and `SpendingLimit` have
 their own locks.
@@ -35,14 +35,14 @@ GONE_EVIDENCE = "it was confirmed gone when its pool was closed; the ledger coul
 
 
 class Bookkeeping:
-    """Owns the connection of the ledger, journal (`book`), spending limit (`purse`) and receipt of one session."""
+    """Owns the connection of the ledger, journal, spending limit and receipt of one session."""
 
     def __init__(self, pool_id: str, meter: Meter, log: Callable[..., object]) -> None:
         self._pool_id = pool_id
         self._meter = meter
         self._log = log
-        self.book: Journal | None = None
-        self.purse: SpendingLimit | None = None
+        self.journal: Journal | None = None
+        self.spending_limit: SpendingLimit | None = None
         self.receipt: Mapping[str, Any] | None = None
         self._ledger: Ledger | None = None
         self._usual_seconds = 0.0
@@ -63,8 +63,8 @@ class Bookkeeping:
         url = ledger_module.default_url(must_last=spec.budget is not None)
         self._ledger = ledger = ledger_module.Ledger(url, busy_timeout_seconds=LEDGER_BUSY_SECONDS)
         undo.callback(ledger.close)
-        self.book = book = Journal(ledger, self._pool_id, spec, provider, self._meter, emit, work=work)
-        self.purse = purse = SpendingLimit(
+        self.journal = journal = Journal(ledger, self._pool_id, spec, provider, self._meter, emit, work=work)
+        self.spending_limit = spending_limit = SpendingLimit(
             self._pool_id,
             self._meter,
             max_cost=spec.max_cost,
@@ -73,7 +73,7 @@ class Bookkeeping:
             lease_seconds=spec.lease_seconds,
         )
         self._usual_seconds = 2 * spec.lease_seconds
-        return url, book, purse
+        return url, journal, spending_limit
 
     @contextlib.contextmanager
     def paid_for(self, seconds: float) -> Generator[float]:
@@ -82,9 +82,9 @@ class Bookkeeping:
 
         If the block fails, the reservation becomes again that of a pool with a client.
         """
-        assert self.purse is not None
+        assert self.spending_limit is not None
         try:
-            self.purse.pay_for(max(seconds, self._usual_seconds))
+            self.spending_limit.pay_for(max(seconds, self._usual_seconds))
         except BudgetExceeded as error:
             rate = self._meter.rate()
             lasts = int(error.left_usd * SECONDS_PER_HOUR / rate) if rate else 0
@@ -94,34 +94,34 @@ class Bookkeeping:
             )
             raise BudgetExceeded(words, error.account, error.left_usd) from error
         try:
-            paid = self.purse.paid_seconds()
+            paid = self.spending_limit.paid_seconds()
             yield seconds if paid is None else min(seconds, paid)
         except BaseException:
             with contextlib.suppress(SkywardError):  # then the money is reserved until the pool is closed
-                self.purse.pay_for(self._usual_seconds)
+                self.spending_limit.pay_for(self._usual_seconds)
             raise
 
-    def close_book(self) -> None:
+    def close_journal(self) -> None:
         """Write the end of the pool, and read its receipt.
 
         Raises LedgerError if the ledger still refuses some of it; the machines are gone. It may be called again then,
         and repeats the refused writes.
         """
-        assert self.book is not None
+        assert self.journal is not None
         assert self._ledger is not None
         try:
             if self._refusal is None:
                 try:
-                    self.book.close()
+                    self.journal.close()
                 except LedgerError as error:  # it may be an old refusal: the ledger may have been repaired since
                     self._refusal = error
             if self._refusal is not None:
-                self._write_anew(self.book, self._ledger, self._refusal)
+                self._write_anew(self.journal, self._ledger, self._refusal)
                 self._refusal = None
         finally:
             self.take_receipt()  # the refusal of the ledger has been raised already
 
-    def _write_anew(self, book: Journal, ledger: Ledger, refusal: LedgerError) -> None:
+    def _write_anew(self, journal: Journal, ledger: Ledger, refusal: LedgerError) -> None:
         """Write the end of all entries that are still open in the ledger: the machines are gone, and the meter has the
         time.
 
@@ -136,8 +136,8 @@ class Bookkeeping:
             if open_still:
                 ledger.close_all(open_still, GONE_EVIDENCE)
             # after that: recorded seconds replace those that another process has written meanwhile
-            book.note()
-            book.close()
+            journal.note()
+            journal.close()
         except LedgerError as error:
             raise refusal from (None if error is refusal else error)
         self._log(

@@ -36,13 +36,13 @@ class OpeningLimits:
     def __init__(
         self,
         spec: PoolSpec,
-        purse: SpendingLimit,
+        spending_limit: SpendingLimit,
         renewal: Renewal,
         give_up: Callable[[SkywardError], None],
         log: Callable[..., object],
     ) -> None:
         self._account = spec.budget or ""
-        self._purse = purse
+        self._spending_limit = spending_limit
         self._renewal = renewal
         self._give_up = give_up
         self._log = log
@@ -61,7 +61,7 @@ class OpeningLimits:
     def _run(self) -> None:
         while not self._ended.wait(self._renewal.beat_seconds):
             try:
-                fill, reason = self._purse.check()
+                fill, reason = self._spending_limit.check()
             except Exception as error:  # any error ends the pool, because no other thread checks the money
                 self._log(
                     logging.ERROR,
@@ -88,7 +88,7 @@ class Limits:
         spec: PoolSpec,
         cluster: Cluster,
         transports: Transports,
-        purse: SpendingLimit,
+        spending_limit: SpendingLimit,
         meter: Meter,
         *,
         emit: Callable[[SkywardEvent], object],
@@ -99,7 +99,7 @@ class Limits:
         self._spec = spec
         self._cluster = cluster
         self._transports = transports
-        self._purse = purse
+        self._spending_limit = spending_limit
         self._meter = meter
         self._emit = emit
         self._stop = stop
@@ -114,7 +114,7 @@ class Limits:
     def check_money(self) -> None:
         """Warn, take no more calls, or end the pool, by the money that is left."""
         account = self._spec.budget or ""
-        fill, reason = self._purse.check()
+        fill, reason = self._spending_limit.check()
         before, self._fill = self._fill, fill
         if fill >= Fill.WARNED > before:
             self._emit(BudgetWarning(float(self._meter.total()), self._spec.max_cost, self._spec.budget, reason))

@@ -46,10 +46,10 @@ class Renewal:
         self._beats.append(beat)
         beat.start()
 
-    def renew(self, book: Journal) -> None:
+    def renew(self, journal: Journal) -> None:
         """Extend the pool's lease in the ledger. If it is lost, the clock acts within a second."""
         try:
-            book.renew()
+            journal.renew()
         except LeaseLost as error:
             self._lost = error
 

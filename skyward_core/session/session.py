@@ -2,8 +2,8 @@
 undoes them in the right order.
 
 The states and their changes are in `state.py`. `start` undoes everything if it fails; `stop` and `release` may be
-called again. Between any two lines the process may be killed: the reaper, which is started before anything is asked
-for, then does what `release` would have done.
+called again. Between any two lines the process may be killed: the reaper, which is started before anything is
+requested, then does what `release` would have done.
 
     state             the states, and the claims to stop and to detach      one lock, under which nothing else is called
     event_emitter     events for callbacks and displays, the meter, the bill
@@ -172,14 +172,14 @@ class Session:
                 undo.push(self._emitter.emit_error)
                 self._engine.start_import()
                 self._lock_image()
-                book, purse = self._open_books(undo)
-                self.machines = machines = self._pool_machines(book, purse)
+                journal, spending_limit = self._open_ledger(undo)
+                self.machines = machines = self._pool_machines(journal, spending_limit)
                 if self._claims.is_to_end:  # `terminate_now` does the other half of this
                     machines.launch_no_more()
-                opening = self._keep_while_opening(undo, machines, book, purse)
+                opening = self._keep_while_opening(undo, machines, journal, spending_limit)
                 lease = machines.acquire(undo)
                 cluster = self._engine.connect(undo, machines, lease, started + self.spec.provision_timeout)
-                self._limits = limits = self._new_limits(cluster, machines, purse, started)
+                self._limits = limits = self._new_limits(cluster, machines, spending_limit, started)
                 opening.end()
                 self._raise_if_given_up()
                 # before the undo is dropped: an asynchronous exception may come between any two lines, and then `stop`
@@ -193,11 +193,11 @@ class Session:
             raise
         atexit.register(self._at_exit)
         self._engine.start_recovery()
-        book.note()  # from here on a node without recorded seconds was idle, not launching
+        journal.note()  # from here on a node without recorded seconds was idle, not launching
         self.emit(PoolReady(self.pool_id, len(lease.nodes), cluster.slots, time.monotonic() - started))
         self._renewal.begin("skyward-node-lease", self._keep_here)
         threading.Thread(
-            target=self._clock(limits, book).run, args=(self._ended,), name="skyward-clock", daemon=True
+            target=self._clock(limits, journal).run, args=(self._ended,), name="skyward-clock", daemon=True
         ).start()
 
     def _lock_image(self) -> None:
@@ -205,7 +205,7 @@ class Session:
         if (image := self.spec.image.locked()) is not self.spec.image:
             self.spec = self.spec.with_(image=image)
 
-    def _pool_machines(self, book: Journal, purse: SpendingLimit) -> lifecycle.PoolMachines:
+    def _pool_machines(self, journal: Journal, spending_limit: SpendingLimit) -> lifecycle.PoolMachines:
         return lifecycle.PoolMachines(
             self.spec,
             self.providers,
@@ -213,18 +213,18 @@ class Session:
             self._engine.certificate,
             emit=self.emit,
             meter=self.meter,
-            book=book,
-            purse=purse,
+            journal=journal,
+            spending_limit=spending_limit,
         )
 
     def _new_limits(
-        self, cluster: Cluster, machines: lifecycle.PoolMachines, purse: SpendingLimit, began: float
+        self, cluster: Cluster, machines: lifecycle.PoolMachines, spending_limit: SpendingLimit, began: float
     ) -> Limits:
         return Limits(
             self.spec,
             cluster,
             machines.transports,
-            purse,
+            spending_limit,
             self.meter,
             emit=self.emit,
             stop=self.stop,
@@ -239,19 +239,21 @@ class Session:
         if self.why_ended is not None:
             raise PoolClosed("the pool was given up while it opened")
 
-    def _open_books(self, undo: ExitStack) -> tuple[Journal, SpendingLimit]:
+    def _open_ledger(self, undo: ExitStack) -> tuple[Journal, SpendingLimit]:
         """Write the pool into the ledger, and start its reaper: after a kill from here on, reaper and sweeps know of
         every machine.
         """
-        url, book, purse = self._bookkeeping.open_ledger(undo, self.spec, self.providers[0], self.emit, self.work)
+        url, journal, spending_limit = self._bookkeeping.open_ledger(
+            undo, self.spec, self.providers[0], self.emit, self.work
+        )
         # after the journal is closed: if killed in between, the reaper finds that the pool has ended
         undo.callback(self._leave_reaper_or_hang_up)
         self._reaper.start(self.providers, url)
-        book.open()  # after the reaper runs: it ends every machine that is written here, from the first entry on
-        undo.callback(self._close_book_unless_left)
+        journal.open()  # after the reaper runs: it ends every machine that is written here, from the first entry on
+        undo.callback(self._close_journal_unless_left)
         if self._claims.is_to_end:
             raise PoolClosed("terminate_now() was called while the pool opened: nothing was rented")
-        return book, purse
+        return journal, spending_limit
 
     def _leave_reaper_or_hang_up(self) -> None:
         """Have the reaper go on as if this process were dead, after a start that has left machines or open entries.
@@ -264,16 +266,16 @@ class Session:
         else:
             self._reaper.leave()
 
-    def _close_book_unless_left(self) -> None:
+    def _close_journal_unless_left(self) -> None:
         if not self._are_machines_left:
-            self._bookkeeping.close_book()
+            self._bookkeeping.close_journal()
 
     @property
     def _are_machines_left(self) -> bool:
         return self.machines is not None and self.machines.may_be_left
 
     def _keep_while_opening(
-        self, undo: ExitStack, machines: lifecycle.PoolMachines, book: Journal, purse: SpendingLimit
+        self, undo: ExitStack, machines: lifecycle.PoolMachines, journal: Journal, spending_limit: SpendingLimit
     ) -> OpeningLimits:
         """Renew the lease, and the reservation, while the machines start; return the object that does the latter."""
 
@@ -282,20 +284,20 @@ class Session:
             machines.stop()  # no thread waits for a machine any more, and the undo terminates all of them
 
         undo.callback(self._renewal.end)
-        self._renewal.begin("skyward-lease", partial(self._renewal.renew, book))
-        opening = OpeningLimits(self.spec, purse, self._renewal, give_up, self.events.log)
+        self._renewal.begin("skyward-lease", partial(self._renewal.renew, journal))
+        opening = OpeningLimits(self.spec, spending_limit, self._renewal, give_up, self.events.log)
         opening.start()
         undo.callback(opening.end)
         return opening
 
-    def _clock(self, limits: Limits, book: Journal) -> Clock:
+    def _clock(self, limits: Limits, journal: Journal) -> Clock:
         """Check lease, money and work each second, and the reaper every few seconds; then also send the cost to the
         ledger and the callbacks.
         """
         often = [self._renewal.raise_if_lost, limits.check_money, limits.check_work]
         seldom = [
             lambda: self._reaper.restart_if_gone(lambda: self.is_running),
-            book.note,
+            journal.note,
             lambda: self.emit(self.meter.update()),
         ]
         return Clock(self.pool_id, often, seldom, self.stop, self.events.log, time.monotonic())
@@ -363,7 +365,7 @@ class Session:
             atexit.unregister(self._at_exit)
         if not self._claims.is_written_down:
             try:
-                self._bookkeeping.close_book()
+                self._bookkeeping.close_journal()
             except LedgerError:
                 self._reaper.hang_up()
                 raise
@@ -377,14 +379,14 @@ class Session:
         The reaper asks again for half an hour, and sweeps do after it. Their entries stay open, and so does the pool's.
         If this process is killed here, the pool has a dead owner: the same two end it.
         """
-        book = self._bookkeeping.book
-        if self.is_released or self.machines is None or book is None:
+        journal = self._bookkeeping.journal
+        if self.is_released or self.machines is None or journal is None:
             return
         level = logging.WARNING if self.machines.may_be_left_to_their_lease else logging.ERROR
         self.events.log(level, "%s was closed, and some of its machines are not confirmed gone: %s", self.pool_id, left)
         self._claims.is_released = self._claims.is_written_down = True
         atexit.unregister(self._at_exit)
-        book.note()
+        journal.note()
         self._bookkeeping.take_receipt()
         self._reaper.hang_up()
         self._close_ledger()
@@ -426,8 +428,8 @@ class Session:
 
     def live_by_lease(self) -> None:
         """From now on nodes of this machine live by their lease, and no longer with this process."""
-        assert self._bookkeeping.book is not None
-        self._bookkeeping.book.live_by_lease(self.spec.lease_seconds)
+        assert self._bookkeeping.journal is not None
+        self._bookkeeping.journal.live_by_lease(self.spec.lease_seconds)
         self._reaper.live_by_lease()
         self._reaper.has_detached = True
         self._keep_here()
@@ -441,7 +443,7 @@ class Session:
         written, it is stopped, and the error of its calls is raised: BudgetExceeded, LeaseLost or PoolClosed.
         """
         assert self.machines is not None
-        assert self._bookkeeping.book is not None
+        assert self._bookkeeping.journal is not None
         # a lease is never shortened: another process may be attached
         longest = max(lease_seconds, self.spec.lease_seconds)
         now = datetime.now(UTC)
@@ -452,18 +454,18 @@ class Session:
                 detached_nodes(self.machines, longest, self.spec.lease_seconds),
             ):
                 self._claims.begin_to_leave()
-                self._bookkeeping.book.live_by_lease(paid_seconds)
+                self._bookkeeping.journal.live_by_lease(paid_seconds)
             self._claims.let_go()
         except BaseException:
-            if (asked := self._claims.go_on()) is not None:
-                self.stop(*asked)
+            if (request := self._claims.go_on()) is not None:
+                self.stop(*request)
             raise
         return self._leave(now + timedelta(seconds=paid_seconds))
 
     def _leave(self, expires_at: datetime) -> Lease:
         """Release everything that belongs to the nodes from now on; return their lease."""
         assert self.machines is not None
-        assert self._bookkeeping.book is not None
+        assert self._bookkeeping.journal is not None
         self._reaper.live_by_lease()
         self._ended.set()
         self._renewal.end()
@@ -471,7 +473,7 @@ class Session:
         lease = self.machines.lease.model_copy(update={"expires_at": expires_at})
         try:
             self._engine.end(self.machines, lambda cluster: cluster.leave("the pool was detached: attach to it"))
-            self._bookkeeping.book.note()
+            self._bookkeeping.journal.note()
         finally:
             self._reaper.leave()
             self._close_ledger()

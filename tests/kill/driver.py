@@ -269,8 +269,8 @@ def _work(scenario: Scenario, pool: Any, boundaries: Boundaries, clock: SharedCl
 
 def _beat(scenario: Scenario, opened: Any) -> None:
     """Run what a pool's clock does every few seconds."""
-    opened._bookkeeping.book.renew()
-    opened._bookkeeping.book.note()
+    opened._bookkeeping.journal.renew()
+    opened._bookkeeping.journal.note()
     opened._limits.check_money()
     for transport in opened.machines.transports.here():
         if scenario.kind == HttpRentalHere.name:

@@ -305,8 +305,8 @@ def test_a_machine_launched_during_close_is_terminated_at_once(make: Make, tmp_p
             certificate,
             emit=recorded,
             meter=meter,
-            book=journal,
-            purse=SpendingLimit("sky-1", meter),
+            journal=journal,
+            spending_limit=SpendingLimit("sky-1", meter),
         )
         _close_while_it_launches(machines, provider)
         assert [intent.evidence for intent in ledger.intents(pool_id="sky-1")] == ["fake lists it no more"]
@@ -396,7 +396,14 @@ def opened(make: Make, tmp_path: Path) -> Iterator[Callable[..., tuple[lifecycle
             journal.open()
             limit = SpendingLimit("sky-1", meter, max_cost=spec.max_cost)
             machines = lifecycle.PoolMachines(
-                spec, [provider], "sky-1", Future[Any](), emit=recorded, meter=meter, book=journal, purse=limit
+                spec,
+                [provider],
+                "sky-1",
+                Future[Any](),
+                emit=recorded,
+                meter=meter,
+                journal=journal,
+                spending_limit=limit,
             )
             stack.callback(machines.stop)
             (offer,) = provider.offers(sky.Requirements())

@@ -187,8 +187,8 @@ def rent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rent]:
                 certificate,
                 emit=recorded,
                 meter=meter,
-                book=journal,
-                purse=SpendingLimit("sky-many", meter),
+                journal=journal,
+                spending_limit=SpendingLimit("sky-many", meter),
             )
             undo.callback(machines.release)
             return Many(nodes, together, machines, meter, recorded)

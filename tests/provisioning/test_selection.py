@@ -353,7 +353,7 @@ def test_a_replacement_that_is_too_dear_is_skipped() -> None:
     """Later candidates may be affordable. The type of the lost machine may be available when that machine is gone."""
     a, b, c = offer("a", 1.0), offer("b", 9.0), offer("c", 2.0)
     shelf: Any = Shelf({"a": NoCapacity("none"), "b": BudgetExceeded("too dear"), "c": QuotaExceeded("none")})
-    selection = Selection(sky.PoolSpec.of(), [CHEAP], shelf, emit=RecordedEvents(), book=None)  # type: ignore[arg-type]
+    selection = Selection(sky.PoolSpec.of(), [CHEAP], shelf, emit=RecordedEvents(), journal=None)  # type: ignore[arg-type]
     selection.offers, selection.others = {0: a}, [a, b, c]
     ended = Termination("a-1", CHEAP)
     ended.over.set()

@@ -43,8 +43,8 @@ class World:
             close=lambda error: do(f"closed with {type(error).__name__}"), leave=lambda _: do("left")
         )  # type: ignore[assignment]
         opened._engine.recovery = SimpleNamespace(stop=lambda: None, join=lambda: None)  # type: ignore[assignment]
-        opened._bookkeeping.book = SimpleNamespace(live_by_lease=lambda _: do("ledger updated"), note=lambda: None)  # type: ignore[assignment]
-        monkeypatch.setattr(opened._bookkeeping, "close_book", lambda: do("written down"))
+        opened._bookkeeping.journal = SimpleNamespace(live_by_lease=lambda _: do("ledger updated"), note=lambda: None)  # type: ignore[assignment]
+        monkeypatch.setattr(opened._bookkeeping, "close_journal", lambda: do("written down"))
         monkeypatch.setattr(opened._bookkeeping, "paid_for", self._paid_for)
         monkeypatch.setattr(opened.meter, "final", lambda: CostFinal(1.0, 1.0, 1.0, 0, 1, 0.0))
         monkeypatch.setattr(session, "detached_nodes", self._living_alone)
