@@ -351,7 +351,7 @@ class NVIDIA(StrEnum, metaclass=_ByValueToo):
     Quadro_RTX_8000 = "Quadro RTX 8000"
 
 
-def parse(wish: "str | NVIDIA | Accelerator") -> Accelerator:
+def parse(requested: "str | NVIDIA | Accelerator") -> Accelerator:
     """Return an accelerator from its name, with memory, form factor or count: "A100-40GB", "H100-SXM", "4xA100".
 
     "A100:4" has a count too. Case and the separators of words do not matter. An `Accelerator` is returned unchanged.
@@ -360,14 +360,14 @@ def parse(wish: "str | NVIDIA | Accelerator") -> Accelerator:
     >>> parse("2xh100-nvl")
     Accelerator(name='H100', memory_gb=94, count=2, mig=(), form_factor='NVL')
     """
-    if isinstance(wish, Accelerator):
-        return wish
-    if not isinstance(wish, str) or not wish.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
+    if isinstance(requested, Accelerator):
+        return requested
+    if not isinstance(requested, str) or not requested.strip():  # pyright: ignore[reportUnnecessaryIsInstance]
         raise BadRequest(
-            f'accelerator={wish!r} is not an accelerator: write a name such as "A100" or "4xH100", or use'
+            f'accelerator={requested!r} is not an accelerator: write a name such as "A100" or "4xH100", or use'
             " skyward_core.accelerators.A100()"
         )
-    return _parsed(str(wish))
+    return _parsed(str(requested))
 
 
 @functools.lru_cache(maxsize=128)

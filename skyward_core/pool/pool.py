@@ -39,7 +39,7 @@ class ComputePool:
     """Machines that live as long as a `with` block.
 
     Takes the fields of `PoolSpec` as keywords, a callback for every event as `on_event`, and the purpose of the
-    machines as `work`, for the ledger, the receipt and the machines' tags. No provider is asked before `with` (or
+    machines as `work`, for the ledger, the receipt and the machines' tags. No provider gets a request before `with` (or
     `open`). Invalid values raise BadRequest here.
 
         with ComputePool(accelerator="A100", image=Image(pip=["torch"])) as pool:
@@ -51,8 +51,8 @@ class ComputePool:
         inspect.Parameter("work", inspect.Parameter.KEYWORD_ONLY, default=NO_WORK, annotation=Work),
     )
 
-    def __init__(self, *, on_event: Callback | None = None, work: Work = NO_WORK, **wishes: Unpack[Wishes]) -> None:
-        self._reset(prepare(PoolSpec.of(**wishes), on_event=on_event, work=work))
+    def __init__(self, *, on_event: Callback | None = None, work: Work = NO_WORK, **keywords: Unpack[Wishes]) -> None:
+        self._reset(prepare(PoolSpec.of(**keywords), on_event=on_event, work=work))
 
     @classmethod
     def from_spec(

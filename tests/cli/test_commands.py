@@ -472,7 +472,7 @@ def test_offers_are_listed_with_their_age(skyward: Skyward, monkeypatch: pytest.
         ("t1", "on demand", "1.0000", "1 x L4 24GB"),
         ("t2", "on demand", "2.0000", "1 x L4 24GB"),
     ]
-    assert age[0].startswith("2 in all; asked ")
+    assert age[0].startswith("2 in all; queried ")
     output = json.loads(skyward("offers --json --limit 1"))
     assert output["age_seconds"] < 300
     assert [offer["instance_type"] for offer in output["offers"]] == ["t1"]

@@ -64,4 +64,4 @@ def _accelerators(offer: Offer) -> str:
 def summary(found: PriceList, shown: Sequence[Offer]) -> str:
     """Return how many offers there are, and how old the answers are."""
     how_many = f"the cheapest {len(shown)} of {len(found)}" if len(found) > len(shown) else f"{len(found)} in all"
-    return f"{how_many}; asked {duration(found.age_seconds())} ago"
+    return f"{how_many}; queried {duration(found.age_seconds())} ago"
