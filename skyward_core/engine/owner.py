@@ -1,9 +1,9 @@
 """The one thread that owns the state of all calls, "skyward-engine": it passes messages to the dispatcher and does the
 actions that this returns.
 
-All other threads only post: callers, Dask's thread, transfers. The thread waits only for its mailbox. Uploads run in
-"skyward-upload", downloads in "skyward-fetch"; "skyward-results" sets futures whose values take long to load,
-"skyward-callbacks" calls their callbacks. There is no lock.
+All other threads only post: callers, Dask's thread, transfers (`transfers.py`). The thread waits only for its mailbox.
+"skyward-results" sets futures whose values take long to load, "skyward-callbacks" calls their callbacks. There is no
+lock.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from typing import Any, Protocol
 
@@ -22,21 +22,20 @@ from distributed.protocol.serialize import to_serialize  # noqa: TID253 - with c
 
 from skyward_core.engine import actions as do
 from skyward_core.engine.connection import NotSent, SchedulerConnection
-from skyward_core.engine.connection_state import PING_SECONDS
 from skyward_core.engine.dispatcher import TICK_SECONDS, Dispatcher, PoolNews
 from skyward_core.engine.futures import CallFuture
 from skyward_core.engine.results import Callbacks, NotPlain, Results, Settled, plain_value, value_of
-from skyward_core.errors import CommandFailed, ConnectionLost, PoolClosed, Unreachable
+from skyward_core.engine.transfers import Transfers
+from skyward_core.errors import PoolClosed
 from skyward_core.events.events import SkywardEvent
-from skyward_core.transport.transport import Transport, Transports
+from skyward_core.transport.transport import Transports
 from skyward_core.worker import calls
 from skyward_core.worker.calls import BusyTime
 from skyward_core.worker.masking import SecretValues
 from skyward_core.worker.scheduler_messages import Resumed
 from skyward_core.worker.secret_values import PUT_SECRETS
-from skyward_core.worker.wire import Outcome, Parcel, Report
+from skyward_core.worker.wire import Parcel, Report
 
-UPLOADS = FETCHES = 4  # at once
 LOOK_SECONDS = 0.2
 _log = logging.getLogger("skyward")
 
@@ -96,7 +95,6 @@ class EngineThread:
         self.watcher: Watcher | None = None
         self.ended_at = time.monotonic()
         """When the last call ended, on time.monotonic's clock."""
-        self._transports = transports
         self._emit = emit
         self._counts = counts
         self._secrets = secrets
@@ -104,8 +102,7 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="skyward-engine", daemon=True)
         self._results = Results(delivered, self._on_settled)
         self.callbacks = Callbacks()
-        self._uploads = ThreadPoolExecutor(UPLOADS, thread_name_prefix="skyward-upload")
-        self._fetches = ThreadPoolExecutor(FETCHES, thread_name_prefix="skyward-fetch")
+        self._transfers = Transfers(dispatcher, transports, self.post)
         self._is_closed = False
         self._answers: dict[int, Future[None]] = {}
         """By epoch: the future of the scheduler's answer to that connection."""
@@ -161,8 +158,7 @@ class EngineThread:
             self._mailbox.put(None)
             if threading.current_thread() is not self._thread:
                 self._thread.join()
-        self._uploads.shutdown(wait=False, cancel_futures=True)
-        self._fetches.shutdown(wait=False, cancel_futures=True)
+        self._transfers.close()
         self._results.close()
         self.callbacks.close()
 
@@ -211,7 +207,7 @@ class EngineThread:
     def _tick(self) -> None:
         if (connection := self.connection) is not None and not connection.is_open:
             self.dispatcher.cut(connection.epoch)
-        self.dispatcher.tick(time.monotonic(), self._is_reachable)
+        self.dispatcher.tick(time.monotonic(), self._transfers.is_reachable)
 
     def _flush(self) -> None:
         self.dispatcher.flush(time.monotonic())
@@ -302,13 +298,13 @@ class EngineThread:
                 if self._counts is not None:
                     self._usd_per_second[instance_id] = self._counts.ran(instance_id, seconds) / seconds
             case do.Upload():
-                self._uploads.submit(self._upload, action)
+                self._transfers.upload(action)
             case do.Fetch():
-                self._fetches.submit(self._fetch, action)
+                self._transfers.fetch(action)
             case do.Remove(instance_id, parcel):
-                self._uploads.submit(self._remove, instance_id, parcel)
+                self._transfers.remove(instance_id, parcel)
             case do.Discard(parcel):
-                self._uploads.submit(parcel.release)
+                self._transfers.discard(parcel)
             case do.CutOff():
                 self._cancel_answers()
                 self._notify_watcher(action)
@@ -336,7 +332,9 @@ class EngineThread:
             case do.Release(_, keys):
                 connection.release(keys)
             case do.Gather():
-                self._fetches.submit(self._gather, connection, action)
+                self._transfers.gather(
+                    connection, action, lambda: self.connection is connection and not self._is_closed
+                )
             case do.Stop(_, call_ids):
                 _try_to_send(connection, calls.cancel(call_ids))
             case do.RepeatReports():
@@ -346,7 +344,7 @@ class EngineThread:
             case do.Acknowledge(_, number):
                 _try_to_send(connection, calls.acknowledge(self.dispatcher.topic, number))
             case do.AskLoad(epoch):
-                self._fetches.submit(self._ask_load, connection, epoch)
+                self._transfers.ask_load(connection, epoch, lambda: self.connection is connection)
             case do.Ping():
                 connection.ping(self)
             case _:
@@ -391,99 +389,6 @@ class EngineThread:
         """Before a future is set, in the thread that sets it."""
         self.futures.pop(future.call_id, None)
         self.ended_at = time.monotonic()
-
-    # ── transfers, in other threads ──────────────────────────────────────────────────────────────────────────────────
-
-    def _is_reachable(self, instance_id: str) -> bool:
-        transport = self._transport(instance_id)
-        return transport is not None and transport.is_connected
-
-    def _transport(self, instance_id: str) -> Transport | None:
-        node = next((node for node in self.dispatcher.members.nodes.values() if node.instance.id == instance_id), None)
-        return self._transports.to(node.instance) if node is not None else None
-
-    def _transport_of(self, instance_id: str) -> Transport:
-        if (transport := self._transport(instance_id)) is None:
-            raise Unreachable(f"{instance_id} is not a node of the pool any more")
-        return transport
-
-    def _upload(self, action: do.Upload) -> None:
-        number, instance_id = action.number, action.instance_id
-        arguments = dict[str, Parcel]()
-        functions = dict[str, Parcel | None]()
-        try:
-            transport = self._transport_of(instance_id)
-            for call_id, parcel in action.arguments:
-                arguments[call_id] = transport.put(parcel)
-            for name, parcel in action.functions:
-                functions[name] = _put_function(transport, parcel)
-        except Exception as failure:
-            error = failure
-            names = [name for name, _ in action.functions]
-            is_its_fault = not isinstance(error, OSError | Unreachable)
-            self.post(
-                lambda: self.dispatcher.upload_failed(number, instance_id, names, error, is_its_fault=is_its_fault)
-            )
-            for parcel in (*arguments.values(), *filter(None, functions.values())):
-                self._remove(instance_id, parcel)
-        else:
-            self.post(lambda: self.dispatcher.uploaded(number, instance_id, arguments, functions))
-
-    def _fetch(self, action: do.Fetch) -> None:
-        """Get a large outcome from the node's memory."""
-        call_id, lies_at = action.call_id, str(action.parcel.path)
-        try:
-            parcel = self._transport_of(action.instance_id).take(action.parcel)
-        except Exception as failure:
-            error = failure
-            self.post(
-                lambda: self.dispatcher.not_fetched(call_id, lies_at, error, is_cut=isinstance(error, ConnectionLost))
-            )
-        else:
-            self.post(lambda: self.dispatcher.fetched(call_id, parcel, lies_at))
-
-    def _remove(self, instance_id: str, parcel: Parcel) -> None:
-        try:
-            if (transport := self._transport(instance_id)) is not None:
-                transport.release(parcel)
-        except Exception as error:
-            _log.debug("%s could not be removed from %s, which may be gone: %s", parcel.path, instance_id, error)
-
-    def _gather(self, connection: SchedulerConnection, action: do.Gather) -> None:
-        epoch, number = action.epoch, action.number
-        try:
-            outcomes = connection.gather(action.key, lambda: self.connection is connection and not self._is_closed)
-        except Exception as failure:
-            error = failure
-            self.post(lambda: self.dispatcher.not_gathered(epoch, number, error))
-        else:
-            known: Mapping[str, Outcome] = outcomes
-            self.post(
-                lambda: self.dispatcher.gathered(
-                    epoch, number, known, outcomes.node, outcomes.instance_id, time.monotonic()
-                )
-            )
-
-    def _ask_load(self, connection: SchedulerConnection, epoch: int) -> None:
-        until = time.monotonic() + PING_SECONDS
-        try:
-            load = connection.ask(
-                "skyward_load", lambda: self.connection is connection and time.monotonic() < until, {}
-            )
-        except Exception as error:  # it is out of reach; pings notice that
-            _log.debug("the scheduler does not say how busy its workers are: %s", error)
-            load = {}
-        self.post(lambda: self.dispatcher.load_known(epoch, load))
-
-
-def _put_function(transport: Transport, function: Parcel) -> Parcel | None:
-    """Put a large function into a node's memory; None if there is no room: then it travels in the message."""
-    try:
-        return transport.put(function)
-    except (ConnectionLost, Unreachable):
-        raise
-    except (OSError, CommandFailed):
-        return None
 
 
 def _try_to_send(connection: SchedulerConnection, message: Mapping[str, Any]) -> None:
