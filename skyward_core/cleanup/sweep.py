@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from skyward_core.cleanup.policy import Action, Finding, ProviderFacts, decide
 from skyward_core.cleanup.pool_record import Clock, utc_now
 from skyward_core.cleanup.provider_work import ProviderWork
-from skyward_core.cleanup.survey import Failure, ProviderListing, owner_states, take_survey
+from skyward_core.cleanup.survey import Failure, ProviderListing, SurveyView, owner_states, take_survey
 from skyward_core.concurrency.threads import side_by_side
 from skyward_core.machines.owner import Owner
 from skyward_core.providers.base import Provider
@@ -80,24 +80,8 @@ def sweep(
     view = take_survey(ledger, providers)
 
     def settle(listing: ProviderListing) -> ProviderWork:
-        facts = ProviderFacts(
-            listing.provider,
-            listing.machines,
-            listing.pools,
-            listing.intents,
-            clock(),
-            Owner.here(),
-            owner_states(listing),
-            listing.other_accounts,
-        )
-        work = ProviderWork(
-            ledger,
-            listing,
-            decide(facts, min_age_seconds=min_age_seconds, include_unknown=include_unknown),
-            clock,
-            monotonic,
-            pause,
-        )
+        findings = decide(_facts(listing, clock()), min_age_seconds=min_age_seconds, include_unknown=include_unknown)
+        work = ProviderWork(ledger, listing, findings, clock, monotonic, pause)
         if not is_dry_run:
             work.do()
         return work
@@ -107,6 +91,30 @@ def sweep(
     pruned = side_by_side(
         lambda listing: _pruned(listing.provider, clock(), is_dry_run=is_dry_run), view.listings, "skyward-sweep"
     )
+    return _report(view, done, pruned)
+
+
+def _facts(listing: ProviderListing, now: datetime) -> ProviderFacts:
+    return ProviderFacts(
+        listing.provider,
+        listing.machines,
+        listing.pools,
+        listing.intents,
+        now,
+        Owner.here(),
+        owner_states(listing),
+        listing.other_accounts,
+    )
+
+
+def _pruned(provider: Provider, now: datetime, *, is_dry_run: bool) -> list[str] | Failure:
+    try:
+        return [f"{provider.name}: {line}" for line in provider.prune(now, is_dry_run=is_dry_run)]
+    except Exception as error:  # an error of any kind must not fail the sweep, which is done
+        return Failure(provider.name, "", error)
+
+
+def _report(view: SurveyView, done: Sequence[ProviderWork], pruned: Sequence[list[str] | Failure]) -> SweepReport:
     return SweepReport(
         (*(finding for work in done for finding in work.findings), *view.left),
         tuple(finding for work in done for finding in work.ended),
@@ -120,10 +128,3 @@ def sweep(
         # several listings may be of one account
         pruned=tuple(dict.fromkeys(line for lines in pruned if not isinstance(lines, Failure) for line in lines)),
     )
-
-
-def _pruned(provider: Provider, now: datetime, *, is_dry_run: bool) -> list[str] | Failure:
-    try:
-        return [f"{provider.name}: {line}" for line in provider.prune(now, is_dry_run=is_dry_run)]
-    except Exception as error:  # an error of any kind must not fail the sweep, which is done
-        return Failure(provider.name, "", error)

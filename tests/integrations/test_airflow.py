@@ -727,7 +727,7 @@ def test_a_try_killed_with_sigkill_is_in_the_bill_of_the_next(airflow: Airflow, 
         os.killpg(first.pid, signal.SIGKILL)
         first.communicate()
     text = "".join(output)
-    (pool,) = re.findall(r"`skyward receipt (sky-\w+)` tells", text)
+    (pool,) = re.findall(r"`skyward receipt (sky-\w+)` shows", text)
     assert text.index("pushed skyward_pool") < text.index("launching")
     # the reaper's work; a limit is the test's own
     while left_by(first.pid) or not [row for row in ps(environ) if row["ended_at"]]:
@@ -805,7 +805,7 @@ def test_a_task_that_is_tried_again_adds_up_its_cost(airflow: Airflow) -> None:
         "1",
         "2",
     )
-    assert re.search(r"skyward receipt sky-\w+` tells.*launching", ran.log, re.DOTALL)
+    assert re.search(r"skyward receipt sky-\w+` shows.*launching", ran.log, re.DOTALL)
 
 
 @pytest.mark.slow
