@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/architecture.md", "docs/glossary.md"]
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "docs/architecture.md",
+    "docs/glossary.md",
+    "docs/decisions/README.md",
+]
 NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
 
 
@@ -31,6 +38,13 @@ def test_a_test_that_a_page_names_exists(page: str) -> None:
         for file, name in named
         if not (ROOT / file).exists() or (name and name not in functions_of(file))
     ] == []
+
+
+def test_the_index_of_decisions_lists_every_record() -> None:
+    """`docs/decisions/README.md` links to each record once, in the order of the numbers."""
+    folder = ROOT / "docs/decisions"
+    listed = re.findall(r"\((\d{4}-[\w-]+\.md)\) \|", (folder / "README.md").read_text())
+    assert listed == sorted(record.name for record in folder.glob("[0-9]*.md"))
 
 
 @cache

@@ -72,7 +72,7 @@ class RunLogs:
     def __call__(self, event: sky.SkywardEvent) -> None:
         if isinstance(event, sky.LogLine):
             with self._lock:
-                self._tell(event)
+                self._log_line(event)
         elif line := self._narrator.tell(event):
             self._flow.say(*line)
 
@@ -90,14 +90,14 @@ class RunLogs:
             with self._lock:
                 self._submitting -= 1
                 if not self._submitting:
-                    self._tell_orphans()
+                    self._log_orphans()
         return future
 
     def _follow(self, call_id: str, task: RunLog, future: Future[Any]) -> None:
         with self._lock:
             self._tasks[call_id] = task
             for line in self._early.pop(call_id, ()):
-                self._tell(line)
+                self._log_line(line)
         future.add_done_callback(lambda done: self._forget(call_id, done))
 
     def _forget(self, call_id: str, future: Future[Any]) -> None:
@@ -105,18 +105,18 @@ class RunLogs:
             with self._lock:
                 self._tasks.pop(call_id, None)
 
-    def _tell(self, line: sky.LogLine) -> None:
+    def _log_line(self, line: sky.LogLine) -> None:
         task = self._tasks.get(line.call_id) if line.call_id is not None else None
         if task is None and line.call_id is not None and self._submitting:
             self._early.setdefault(line.call_id, []).append(line)
         else:
             (task or self._flow).say(line.level or logging.INFO, f"[node {line.node}] {line.line}")
 
-    def _tell_orphans(self) -> None:
+    def _log_orphans(self) -> None:
         early, self._early = self._early, {}
         for lines in early.values():
             for line in lines:
-                self._tell(line)
+                self._log_line(line)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,10 +204,10 @@ class CostArtifact:
 
     def _write_periodically(self) -> None:
         while not self._ended.wait(ARTIFACT_SECONDS):
-            self._tell()
-        self._tell()
+            self._write_if_changed()
+        self._write_if_changed()
 
-    def _tell(self) -> None:
+    def _write_if_changed(self) -> None:
         bill = self._bill
         if bill == self._written:
             return

@@ -98,7 +98,7 @@ class Reaper:
 
     def __init__(self, process: _Child | None, pipe: int | None) -> None:
         self._process = process
-        # closefd=False: the garbage collector must not close it, because that would tell the reaper that we are dead
+        # closefd=False: the garbage collector must not close it, because the reaper would take us for dead
         self._pipe = _closed() if pipe is None else os.fdopen(pipe, "wb", buffering=0, closefd=False)
         self._owner = os.getpid()
         self._hanging_up = threading.RLock()

@@ -130,7 +130,7 @@ cd / || exit 1
 trap '' HUP INT
 trap 'skyward_end "asked to"' TERM
 skyward_clock
-: "${skyward_now:?the machine does not tell its uptime}"
+: "${skyward_now:?the uptime of this machine cannot be read}"
 skyward_started=$skyward_now
 skyward_lease=$((skyward_now + skyward_lease_seconds))
 [ -z "$skyward_paid_seconds" ] || skyward_paid=$((skyward_now + skyward_paid_seconds))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from skyward_core.worker.wire import Outcome, Output, Report
 
-REPEAT_REPORTS, RELEASE = "skyward-tell-kept", "skyward-release"
+REPEAT_REPORTS, RELEASE = "skyward-repeat-reports", "skyward-release"
 """Operations on a client's stream to the scheduler, and on the scheduler's to every worker: repeat all that is kept;
 these calls' outcomes have arrived.
 """

@@ -61,7 +61,7 @@ class Billing:
         disk = by_month(
             "disk",
             float(row.get("storage_cost") or 0) * self.disk_gb,
-            "the host's price by GB and month, as its offer tells it",
+            "the host's price by GB and month, as its offer says",
             "at launch",
         )
         parts = (
