@@ -187,8 +187,9 @@ class CurrentSession:
 
     def live_by_lease(self) -> None:
         """Let the nodes of this machine outlive this process, until their lease ends; the others do anyway."""
-        if isinstance(self._opened, Session):
-            self._opened.live_by_lease()
+        opened = self._opened
+        if isinstance(opened, Session):
+            opened.live_by_lease()
 
     def detach(self, lease_seconds: float) -> Lease:
         """Leave the machines running, for so long; return their signed lease."""
@@ -212,11 +213,12 @@ class CurrentSession:
         Raises PoolClosed if nothing is open, or again the error by which the session has ended itself.
         """
         self._raise_in_a_fork()
-        if self._opened is None or self._opened.cluster is None:
-            if self._why_ended is not None:
-                raise type(self._why_ended)(*self._why_ended.args)
-            raise PoolClosed(self.why_closed)
-        return self._opened.cluster
+        opened = self._opened  # read once, because another thread may close the pool
+        if opened is not None and (cluster := opened.cluster) is not None:
+            return cluster
+        if self._why_ended is not None:
+            raise type(self._why_ended)(*self._why_ended.args)
+        raise PoolClosed(self.why_closed)
 
     @property
     def user_client(self) -> UserClient:
@@ -229,24 +231,28 @@ class CurrentSession:
     @property
     def pool_id(self) -> str:
         """The id of the pool that is open, or was open last."""
-        return self._opened.lease.pool_id if isinstance(self._opened, Attached) else self.own_id
+        opened = self._opened
+        return opened.lease.pool_id if isinstance(opened, Attached) else self.own_id
 
     @property
     def is_active(self) -> bool:
         """Whether calls can be made in this process."""
-        return self._opened is not None and self._opened.is_running and not self._is_in_a_fork
+        opened = self._opened
+        return opened is not None and opened.is_running and not self._is_in_a_fork
 
     @property
     def lease(self) -> Lease | None:
         """The claim on the present machines; None before there are any."""
-        return self._opened.lease if self._opened is not None else None
+        opened = self._opened
+        return opened.lease if opened is not None else None
 
     @property
     def cost(self) -> float:
         """USD spent so far; after the end the whole bill."""
         if self.final is not None:
             return self.final.total_cost
-        return self._opened.meter.update().accumulated_cost if isinstance(self._opened, Session) else 0.0
+        opened = self._opened
+        return opened.meter.update().accumulated_cost if isinstance(opened, Session) else 0.0
 
     @property
     def why_closed(self) -> str:
