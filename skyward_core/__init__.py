@@ -20,6 +20,7 @@ from skyward_core.compute import compute as compute
 
 if TYPE_CHECKING:
     from skyward_core import accelerators as accelerators
+    from skyward_core import distributed as distributed
     from skyward_core import errors as errors
     from skyward_core.accelerators import NVIDIA as NVIDIA
     from skyward_core.accelerators import Accelerator as Accelerator
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from skyward_core.errors import CallCrashed as CallCrashed
     from skyward_core.errors import CallOutOfMemory as CallOutOfMemory
     from skyward_core.errors import CredentialsError as CredentialsError
+    from skyward_core.errors import GroupNotFormed as GroupNotFormed
     from skyward_core.errors import HostKeyChanged as HostKeyChanged
     from skyward_core.errors import InstancesLeft as InstancesLeft
     from skyward_core.errors import LeaseLost as LeaseLost
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from skyward_core.errors import ProviderFailed as ProviderFailed
     from skyward_core.errors import ProvisioningTimeout as ProvisioningTimeout
     from skyward_core.errors import QuotaExceeded as QuotaExceeded
+    from skyward_core.errors import RankFailed as RankFailed
     from skyward_core.errors import RateLimited as RateLimited
     from skyward_core.errors import RemoteError as RemoteError
     from skyward_core.errors import ResultNotLoaded as ResultNotLoaded
@@ -134,10 +137,10 @@ _HOMES = {
     "compute": "ComputeFunction PendingBatch PendingCompute gather",
     "config": "Settings",
     "errors": (
-        "BadRequest BootstrapFailed BudgetExceeded CallCrashed CallOutOfMemory CredentialsError HostKeyChanged"
-        " InstancesLeft LeaseLost LedgerConflict LedgerError NoCapacity NodeLost NotPicklable NotYetSupported OfferGone"
-        " PoolClosed ProviderFailed ProvisioningTimeout QuotaExceeded RateLimited RemoteError ResultNotLoaded"
-        " SkywardError Unreachable"
+        "BadRequest BootstrapFailed BudgetExceeded CallCrashed CallOutOfMemory CredentialsError GroupNotFormed"
+        " HostKeyChanged InstancesLeft LeaseLost LedgerConflict LedgerError NoCapacity NodeLost NotPicklable"
+        " NotYetSupported OfferGone PoolClosed ProviderFailed ProvisioningTimeout QuotaExceeded RankFailed"
+        " RateLimited RemoteError ResultNotLoaded SkywardError Unreachable"
     ),
     "events.events": (
         "BootstrapCompleted BootstrapProgress BootstrapStarting BudgetWarning CallProgress CallRetrying Callback"
@@ -171,7 +174,7 @@ _HOMES = {
     "worker.shard": "shard",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
-_MODULES = frozenset({"accelerators", "errors"})
+_MODULES = frozenset({"accelerators", "distributed", "errors"})
 
 # The names stand once, above.
 __all__ = [  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll]

@@ -15,6 +15,8 @@ SkywardError
 ├── CallCrashed                    the process of one call died; the slot is back, other calls went on
 │   └── CallOutOfMemory            ask for more memory
 ├── NodeLost                       submit again: the machine went away under the call
+├── GroupNotFormed                 look at the ranks that it names: they did not come to a distributed training
+├── RankFailed                     look at the rank that it names: it failed first, and this one was stopped
 ├── RemoteError                    read the text: the call failed with an error whose class does not exist here
 ├── ResultNotLoaded                install what is missing, then `load()`: the call succeeded, its result is not loaded
 ├── PoolClosed                     open a pool first
@@ -180,6 +182,28 @@ class CallOutOfMemory(CallCrashed):
 
 class NodeLost(SkywardError):
     """The node that ran the call is gone: preempted, crashed or out of reach."""
+
+
+class GroupNotFormed(SkywardError):
+    """The processes of a distributed training did not find each other by the deadline.
+
+    `absent` are the ranks that did not come.
+    """
+
+    def __init__(self, message: str, absent: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.absent = tuple(absent)
+
+
+class RankFailed(SkywardError):
+    """Another rank of a distributed training failed first, and this one cannot go on.
+
+    `rank` is the first one. A broadcast raises that rank's own error instead.
+    """
+
+    def __init__(self, message: str, rank: int = -1) -> None:
+        super().__init__(message)
+        self.rank = rank
 
 
 class RemoteError(SkywardError):

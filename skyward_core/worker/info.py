@@ -11,6 +11,7 @@ ENV = "SKYWARD_INSTANCE_INFO"
 it too.
 """
 
+JOB_PLACE = "{job}"  # stands for the job's id in the text of the instance's information
 _DEFAULT_HEAD_PORT = 29500  # torch.distributed's own default, see the torchrun manual, --master-port
 
 
@@ -24,7 +25,7 @@ class InstanceInfo:
     same on all workers of one broadcast, and different for each call. `neuron_cores` are the numbers of the NeuronCores
     (Trainium, Inferentia) that this process may use, also in NEURON_RT_VISIBLE_CORES for AWS's runtime: a part of the
     node's if calls run there at once. Empty elsewhere, and if the runtime chooses. `is_simulated`: `Local` simulates
-    these accelerators.
+    these accelerators. `is_broadcast`: the same call runs on every worker of the pool (`call @ pool`).
     """
 
     node: int
@@ -38,6 +39,7 @@ class InstanceInfo:
     workers_per_node: int
     neuron_cores: list[int] = field(default_factory=list[int])
     is_simulated: bool = False
+    is_broadcast: bool = False
 
     @property
     def rank(self) -> int:
@@ -76,7 +78,15 @@ def to_env(info: InstanceInfo) -> str:
         del fields["neuron_cores"]
     if not info.is_simulated:  # the same
         del fields["is_simulated"]
+    if not info.is_broadcast:  # the same
+        del fields["is_broadcast"]
     return json.dumps(fields)
+
+
+def of_call(text: str, job_id: str, *, is_broadcast: bool) -> str:
+    """Return the text of `to_env` for one call, from the text that has JOB_PLACE in place of its job's id."""
+    filled = text.replace(JOB_PLACE, job_id)
+    return f'{filled[:-1]}, "is_broadcast": true}}' if is_broadcast else filled
 
 
 def current_accelerator() -> str | None:

@@ -25,12 +25,11 @@ from skyward_core.errors import NodeLost, NotPicklable
 from skyward_core.serialization import exceptions, pickling, sources
 from skyward_core.worker.call_groups import MemoryAllowance
 from skyward_core.worker.environment_variable import RewrittenVariable
-from skyward_core.worker.info import ENV
+from skyward_core.worker.info import ENV, of_call
 from skyward_core.worker.log_records import keep_levels
 from skyward_core.worker.masking import Mask, SecretValues
 from skyward_core.worker.wire import INLINE_BYTES, Call, Outcome, OutcomeKind, Parcel
 
-JOB_PLACE = "{job}"  # stands for the job's id in the text of the instance's information
 _libc = ctypes.CDLL(None)
 
 
@@ -80,7 +79,8 @@ def run_calls(line: RunnerChannels) -> NoReturn:
         request = cast(Packet, pickle.loads(packet))
         if line.room is not None:
             line.room.settle()
-        info.set(line.info.replace(JOB_PLACE, request.call.job_id))
+        call = request.call
+        info.set(of_call(line.info, call.job_id, is_broadcast=call.job_id != call.call_id))
         if request.secrets is not None:
             os.environ.update(request.secrets)
             mask, is_furnished = Mask(request.secrets.values()), True
@@ -93,7 +93,7 @@ def run_calls(line: RunnerChannels) -> NoReturn:
             _end_child(outcome)
         _end_output(line)
         line.outcomes.send(pickle.dumps(_fit(outcome, line, spent), protocol=5))
-        del packet, request, outcome, spent  # frees the memory of this call before the wait for the next one
+        del packet, request, call, outcome, spent  # frees the memory of this call before the wait for the next one
     os._exit(0)
 
 
@@ -175,13 +175,16 @@ def _invoke(packet: Packet, functions: dict[str, sources.Loaded]) -> tuple[Any, 
     with _lost_with_its_machine("arguments"):
         memory, data, buffers = packet.call.arguments.open()
     args, kwargs = sources.unpack(data, buffers).value
-    value = function.value(*args, **kwargs)
-    if inspect.iscoroutine(value):
-        value = asyncio.run(value)
-    elif inspect.isgenerator(value):
-        value = list(value)
+    value = completed(function.value(*args, **kwargs))
     _refuse_pending(value)
     return value, memory
+
+
+def completed(value: Any) -> Any:
+    """Return what a call returns: a coroutine is run to its end, a generator becomes a list."""
+    if inspect.iscoroutine(value):
+        return asyncio.run(value)
+    return list(value) if inspect.isgenerator(value) else value
 
 
 @contextlib.contextmanager

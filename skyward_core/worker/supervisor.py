@@ -36,11 +36,11 @@ from typing import NoReturn
 from skyward_core.concurrency.backoff import Backoff
 from skyward_core.worker import node  # the only costly import: all forked processes have it already
 from skyward_core.worker.call_groups import CallGroups, MemoryAllowance, call_groups, enter
-from skyward_core.worker.info import InstanceInfo, to_env
+from skyward_core.worker.info import JOB_PLACE, InstanceInfo, to_env
 from skyward_core.worker.keeper import adopt_orphans
 from skyward_core.worker.preemption_notice import listen
 from skyward_core.worker.private_folders import make_private
-from skyward_core.worker.runner import JOB_PLACE, RunnerChannels, run_calls
+from skyward_core.worker.runner import RunnerChannels, run_calls
 from skyward_core.worker.runner_factory import REQUEST_BYTES, Forked, Reassigned, RunnerExit
 from skyward_core.worker.settings import NodeOwner, NodeSettings, with_partitions, write_atomically
 from skyward_core.worker.watchdog import (

@@ -1,0 +1,9 @@
+"""Distributed training: decorators that make one group of all workers of a pool, as in `@sky.distributed.torch()`.
+
+Each module owns one framework, and imports it on the nodes only.
+"""
+
+# The functions replace the modules of the same names in this package, so they are loaded at once. They are small.
+from skyward_core.distributed.torch import torch as torch
+
+__all__ = ["torch"]

@@ -1,0 +1,132 @@
+"""`@sky.distributed.torch(...)`: PyTorch's process group around a function, and the environment that torchrun sets."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Generator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from skyward_core.distributed.group import RENDEZVOUS_SECONDS, Decorator, Group, decorator, interface_of
+from skyward_core.distributed.member import Place
+
+
+def torch(*, backend: str | None = None, rendezvous_seconds: float = RENDEZVOUS_SECONDS) -> Decorator:
+    """Run a function as one rank of a `torch.distributed` process group, initialised before it and destroyed after it.
+
+    `backend` is "nccl" (GPU), "gloo" (CPU), or another one of PyTorch's; None is "nccl" with a GPU and "gloo" without.
+    Every rank must come within `rendezvous_seconds`: `sky.GroupNotFormed` names those that did not.
+
+    The environment is torchrun's, so that Lightning, Accelerate and `init_method="env://"` work unchanged.
+
+    >>> import skyward_core as sky
+    >>> @sky.compute
+    ... @sky.distributed.torch(backend="gloo")
+    ... def train() -> float:
+    ...     import torch, torch.distributed as dist
+    ...     total = torch.ones(1)
+    ...     dist.all_reduce(total)
+    ...     return total.item()
+    >>> train()
+    <pending train()>
+    """
+    return decorator(Torch(backend), rendezvous_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Torch:
+    """PyTorch around a function."""
+
+    backend: str | None = None
+
+    @contextlib.contextmanager
+    def running(self, group: Group) -> Generator[None]:
+        """Initialise the default process group, and destroy it."""
+        with environment(group), process_group(self.backend, group.place):
+            yield
+
+
+@contextlib.contextmanager
+def environment(group: Group) -> Generator[None]:
+    """Set torchrun's variables. Rank 0 runs the store at MASTER_ADDR and MASTER_PORT that they name."""
+    with _store(group) as port:
+        group.set_environment(torchrun_variables(group.place, port))
+        if (interface := interface_of(group.address)) is not None:
+            # a host name may resolve to 127.0.1.1, which the other nodes cannot reach
+            group.set_defaults({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface})
+        yield
+
+
+@contextlib.contextmanager
+def process_group(backend: str | None, place: Place) -> Generator[None]:
+    """Initialise the default process group from the environment, and destroy it."""
+    import torch
+    import torch.distributed as dist
+
+    has_gpu = torch.cuda.is_available()
+    chosen = backend or ("nccl" if has_gpu else "gloo")
+    if has_gpu:
+        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+    dist.init_process_group(chosen, init_method="env://")
+    try:
+        yield
+    finally:
+        if dist.is_initialized():  # the function may have destroyed it
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _store(group: Group) -> Generator[int]:
+    """Run the store of the group on rank 0 until the end; yield its port on all ranks.
+
+    The kernel chooses the port, and the store gets the socket that listens on it: no other program can take it.
+    """
+    if not group.is_first:
+        yield next(port for port in group.exchange(None) if port)
+        return
+    from torch.distributed import TCPStore
+
+    address = group.place.head_address
+    listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    port = int(listener.getsockname()[1])
+    store: Any = TCPStore(
+        address,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=RENDEZVOUS_SECONDS),
+        master_listen_fd=listener.detach(),
+    )
+    group.exchange(port)
+    yield port
+    del store  # ends its server
+
+
+def torchrun_variables(place: Place, port: int) -> dict[str, str]:
+    """Return the variables that torchrun sets for a worker (its manual, "Environment Variables"), and NODE_RANK, which
+    Lightning reads.
+
+    TORCHELASTIC_USE_AGENT_STORE says that the store runs already: `init_method="env://"` connects to it on all ranks.
+    """
+    variables: dict[str, object] = {
+        "MASTER_ADDR": place.head_address,
+        "MASTER_PORT": port,
+        "RANK": place.rank,
+        "WORLD_SIZE": place.world_size,
+        "LOCAL_RANK": place.local_rank,
+        "LOCAL_WORLD_SIZE": place.local_world_size,
+        "NODE_RANK": place.node,
+        "GROUP_RANK": place.node,
+        "GROUP_WORLD_SIZE": place.nodes,
+        "ROLE_NAME": "default",
+        "ROLE_RANK": place.rank,
+        "ROLE_WORLD_SIZE": place.world_size,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+        "TORCHELASTIC_MAX_RESTARTS": 0,
+        "TORCHELASTIC_RUN_ID": place.run_id,
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": 1,
+    }
+    return {name: str(value) for name, value in variables.items()}

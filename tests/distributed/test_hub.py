@@ -1,0 +1,103 @@
+"""The hub's states: who is there, values from all to all, and which rank failed first."""
+
+import pytest
+
+from skyward_core.distributed.hub import SETTLE_SECONDS, Hub, HubState
+
+
+def formed(world: int) -> Hub:
+    hub = Hub(world, deadline=100.0)
+    for rank in range(world):
+        hub.join(rank)
+    return hub
+
+
+def test_the_group_is_formed_when_the_last_rank_joins() -> None:
+    """Nothing is sent before, and then every rank gets the message."""
+    hub = Hub(3, deadline=100.0)
+    assert [hub.join(2), hub.join(0)] == [[], []]
+    assert hub.join(1) == [(0, {"formed": True}), (1, {"formed": True}), (2, {"formed": True})]
+    assert hub.next_deadline is None
+
+
+def test_at_the_deadline_those_present_learn_who_is_absent() -> None:
+    """A rank that has left again is absent too."""
+    hub = Hub(4, deadline=100.0)
+    for rank in (0, 3, 2):
+        hub.join(rank)
+    hub.leave(3)
+    assert hub.expire(99.0) == []
+    assert hub.expire(100.0) == [(0, {"absent": [1, 3]}), (2, {"absent": [1, 3]})]
+    assert hub.refusal()
+
+
+def test_a_rank_may_come_again_while_the_group_is_gathering() -> None:
+    """A node that is replaced before all have come joins under its rank."""
+    hub = Hub(2, deadline=100.0)
+    hub.join(1)
+    hub.leave(1)
+    assert not hub.refusal()
+    hub.join(1)
+    assert hub.join(0) == [(0, {"formed": True}), (1, {"formed": True})]
+
+
+def test_values_are_exchanged_round_by_round() -> None:
+    """A fast rank may send the value of the next round already."""
+    hub = formed(2)
+    assert hub.receive(0, {"value": "a"}, 0.0) == []
+    assert hub.receive(0, {"value": "c"}, 0.0) == []
+    assert hub.receive(1, {"value": "b"}, 0.0) == [(0, {"values": ["a", "b"]}), (1, {"values": ["a", "b"]})]
+    assert hub.receive(1, {"value": None}, 0.0) == [(0, {"values": ["c", None]}), (1, {"values": ["c", None]})]
+
+
+def test_the_first_error_is_decided_after_a_moment() -> None:
+    """A second error within that time changes nothing, and gets the same answer."""
+    hub = formed(3)
+    assert hub.receive(1, {"failed": "ValueError: no"}, 10.0) == []
+    assert hub.receive(2, {"failed": "RuntimeError: peer closed"}, 10.0) == []
+    assert hub.next_deadline == 10.0 + SETTLE_SECONDS
+    verdict = {"first": 1, "text": "ValueError: no"}
+    assert hub.expire(10.0 + SETTLE_SECONDS) == [(0, verdict), (1, verdict), (2, verdict)]
+    assert hub.receive(0, {"failed": "late"}, 11.0) == [(0, verdict)]
+    assert hub.state is HubState.FAILED
+
+
+def test_a_crash_precedes_the_errors_that_it_causes() -> None:
+    """The error of a rank arrives before the end of the process that has caused it."""
+    hub = formed(3)
+    hub.receive(0, {"failed": "RuntimeError: connection closed by peer"}, 10.0)
+    (zero, verdict), (two, _) = hub.leave(1)
+    assert (zero, two, verdict["first"]) == (0, 2, 1)
+    assert hub.expire(20.0) == []
+
+
+def test_the_end_of_a_rank_that_has_failed_is_no_crash() -> None:
+    """Its own error stays the first one."""
+    hub = formed(2)
+    hub.receive(1, {"failed": "ValueError: no"}, 10.0)
+    assert hub.leave(1) == []
+    assert hub.expire(11.0) == [(0, {"first": 1, "text": "ValueError: no"})]
+
+
+def test_all_ranks_end_together() -> None:
+    """Rank 0 must not end its hub, and the framework's store, while others still work."""
+    hub = formed(2)
+    assert hub.receive(0, {"done": True}, 0.0) == []
+    assert hub.receive(1, {"done": True}, 0.0) == [(0, {"ended": True}), (1, {"ended": True})]
+    assert [hub.leave(1), hub.leave(0)] == [[], []]
+    assert hub.state is HubState.ENDED
+
+
+def test_a_rank_that_waits_for_the_others_learns_of_a_failure() -> None:
+    """It has returned, and another one fails."""
+    hub = formed(2)
+    hub.receive(0, {"done": True}, 0.0)
+    assert [(rank, message["first"]) for rank, message in hub.leave(1)] == [(0, 1)]
+
+
+@pytest.mark.parametrize("message", [{}, {"unknown": 1}, {"failed": 3}])
+def test_an_unknown_message_changes_nothing(message: dict[str, object]) -> None:
+    """A hub of another version may send more."""
+    hub = formed(1)
+    assert hub.receive(0, message, 0.0) == []
+    assert hub.state is HubState.FORMED
