@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 AT_ONCE ?= 4
 TESTS := $(RUN) pytest -q -n $(AT_ONCE) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test quick long check lint format kill soak mutate live bench versions constraints clean
+.PHONY: help demo test quick long frameworks check lint format kill soak mutate live bench versions constraints clean
 help: ## what there is
 	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' Makefile
 
@@ -18,13 +18,16 @@ demo: .venv/ready ## the same real job on Prefect, Airflow and Dagster, and a ta
 	$(RUN) python tests/demo.py
 
 test: .venv/ready ## real pools, real orchestrators, built wheels: all tests but the long ones
-	$(TESTS) -m "not long" --durations=20
+	$(TESTS) -m "not long and not frameworks" --durations=20
 
 quick: .venv/ready ## the tests without those that install packages or start servers; under two minutes
-	$(TESTS) -m "not slow and not long"
+	$(TESTS) -m "not slow and not long and not frameworks"
 
 long: .venv/ready ## the tests that take long, and all generated cases of those that generate them
 	EXAMPLES=all $(TESTS) -m "long or generated" --durations=20
+
+frameworks: .uv-ready ## distributed training with PyTorch itself, in an environment of its own (5 GB)
+	UV_PROJECT_ENVIRONMENT=.frameworks/venv $(UV) run --locked --no-default-groups --group frameworks pytest -q -m frameworks tests/distributed
 
 check: lint quick ## what must be green before a commit
 
@@ -61,7 +64,7 @@ constraints: .venv/ready ## write constraints-3.12.txt and constraints-3.13.txt 
 	$(RUN) python -m tests.versions constraints
 
 clean: ## remove environments and caches of this folder
-	rm -rf .venv .uv .bench .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf .venv .uv .bench .frameworks .pytest_cache .ruff_cache .hypothesis dist
 
 .venv/ready: uv.lock pyproject.toml | .uv-ready
 	$(UV) sync --locked --quiet

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from skyward_core.compute import PendingCompute as PendingCompute
     from skyward_core.compute import gather as gather
     from skyward_core.config import Settings as Settings
+    from skyward_core.distributed.sampler import DistributedSampler as DistributedSampler
     from skyward_core.engine.futures import CallFuture as CallFuture
     from skyward_core.errors import BadRequest as BadRequest
     from skyward_core.errors import BootstrapFailed as BootstrapFailed
@@ -149,6 +150,7 @@ _HOMES = {
         " LogLine Metrics PoolReady PoolStopping PreemptionNoticed ProviderName RebalanceRecommended SkywardEvent"
         " compose emit use_callback"
     ),
+    "distributed.sampler": "DistributedSampler",
     "engine.futures": "CallFuture",
     "operations": "cost_of offers release sweep",
     "image.image": "Image",

@@ -7,7 +7,8 @@ import socket
 from collections.abc import Generator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from importlib import import_module
+from typing import Any, cast
 
 from skyward_core.distributed.group import RENDEZVOUS_SECONDS, Decorator, Group, decorator, interface_of
 from skyward_core.distributed.member import Place
@@ -62,9 +63,7 @@ def environment(group: Group) -> Generator[None]:
 @contextlib.contextmanager
 def process_group(backend: str | None, place: Place) -> Generator[None]:
     """Initialise the default process group from the environment, and destroy it."""
-    import torch
-    import torch.distributed as dist
-
+    torch, dist = cast(Any, import_module("torch")), cast(Any, import_module("torch.distributed"))
     has_gpu = torch.cuda.is_available()
     chosen = backend or ("nccl" if has_gpu else "gloo")
     if has_gpu:
@@ -86,12 +85,10 @@ def _store(group: Group) -> Generator[int]:
     if not group.is_first:
         yield next(port for port in group.exchange(None) if port)
         return
-    from torch.distributed import TCPStore
-
     address = group.place.head_address
     listener = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
     port = int(listener.getsockname()[1])
-    store: Any = TCPStore(
+    store = cast(Any, import_module("torch.distributed")).TCPStore(
         address,
         port,
         is_master=True,

@@ -12,18 +12,26 @@ from skyward_core.worker.info import instance_info
 
 
 @overload
-def shard(array: range, /, *, shuffle: bool = False, seed: int | None = None) -> Sequence[int]: ...
+def shard(
+    array: range, /, *, shuffle: bool = False, seed: int | None = None, drop_last: bool = False
+) -> Sequence[int]: ...
 @overload
-def shard[T](array: tuple[T, ...], /, *, shuffle: bool = False, seed: int | None = None) -> tuple[T, ...]: ...
+def shard[T](
+    array: tuple[T, ...], /, *, shuffle: bool = False, seed: int | None = None, drop_last: bool = False
+) -> tuple[T, ...]: ...
 @overload
-def shard[A](array: A, /, *, shuffle: bool = False, seed: int | None = None) -> A: ...
+def shard[A](array: A, /, *, shuffle: bool = False, seed: int | None = None, drop_last: bool = False) -> A: ...
 @overload
-def shard[A, B](a: A, b: B, /, *, shuffle: bool = False, seed: int | None = None) -> tuple[A, B]: ...
+def shard[A, B](
+    a: A, b: B, /, *, shuffle: bool = False, seed: int | None = None, drop_last: bool = False
+) -> tuple[A, B]: ...
 @overload
-def shard[A, B, C](a: A, b: B, c: C, /, *, shuffle: bool = False, seed: int | None = None) -> tuple[A, B, C]: ...
+def shard[A, B, C](
+    a: A, b: B, c: C, /, *, shuffle: bool = False, seed: int | None = None, drop_last: bool = False
+) -> tuple[A, B, C]: ...
 @overload
-def shard(*arrays: Any, shuffle: bool = False, seed: int | None = None) -> Any: ...
-def shard(*arrays: Any, shuffle: bool = False, seed: int | None = None) -> Any:
+def shard(*arrays: Any, shuffle: bool = False, seed: int | None = None, drop_last: bool = False) -> Any: ...
+def shard(*arrays: Any, shuffle: bool = False, seed: int | None = None, drop_last: bool = False) -> Any:
     """Return this worker's share of each array, along its first axis: one array for one array, a tuple for several.
 
     With n rows and w workers, worker r gets rows r, r + w, r + 2w, ...: ⌈n/w⌉ or ⌊n/w⌋ of them, never padded. With
@@ -32,9 +40,12 @@ def shard(*arrays: Any, shuffle: bool = False, seed: int | None = None) -> Any:
     broadcast. Give `seed` for the same order each time, and wherever two calls of `shard` in different broadcasts must
     agree.
 
-    Takes lists, tuples, ranges, NumPy arrays, torch tensors, pandas frames and series, and returns the same type (a
-    shuffled range becomes a list); other sequences become lists. Without `shuffle`, arrays and tensors come back as
-    views where slicing makes them.
+    With `drop_last` the last n mod w rows of that order are left out, so that all workers get ⌊n/w⌋: a training in
+    which all ranks make the same steps needs that.
+
+    Takes lists, tuples, ranges, NumPy arrays, torch tensors, pandas frames and series and Hugging Face datasets, and
+    returns the same type (a shuffled range becomes a list); other sequences become lists. Without `shuffle`, arrays and
+    tensors come back as views where slicing makes them.
 
     Raises `BadRequest`, a ValueError, if the arrays differ in length, if there are none, and for what has no rows.
 
@@ -44,7 +55,8 @@ def shard(*arrays: Any, shuffle: bool = False, seed: int | None = None) -> Any:
     rows = _common_length(arrays)
     info = instance_info()
     order = _permutation(rows, _seed_of(info.job_id) if seed is None else seed) if shuffle else range(rows)
-    share = order[info.rank :: info.world_size]
+    end = rows - rows % info.world_size if drop_last else rows
+    share = order[info.rank : end : info.world_size]
     shares = tuple(_take(array, share) for array in arrays)
     return shares[0] if len(shares) == 1 else shares
 
@@ -62,7 +74,8 @@ def _length(array: Any) -> int:
     if not _has_rows(array):
         raise BadRequest(
             f"shard() cannot split a {type(array).__name__}: it takes lists, tuples, ranges, NumPy arrays, torch"
-            " tensors and pandas frames (for anything else that can be iterated over: shard(list(...)))"
+            " tensors, pandas frames and Hugging Face datasets (for anything else that can be iterated over:"
+            " shard(list(...)))"
         )
     if _is_tensor(array) and len(array.shape) == 0:
         raise BadRequest(
@@ -73,7 +86,14 @@ def _length(array: Any) -> int:
 
 def _has_rows(array: Any) -> bool:
     text = isinstance(array, str | bytes | bytearray)
-    return not text and (isinstance(array, Sequence) or hasattr(array, "iloc") or _is_tensor(array))
+    return not text and (
+        isinstance(array, Sequence) or hasattr(array, "iloc") or _is_tensor(array) or _is_dataset(array)
+    )
+
+
+def _is_dataset(array: Any) -> bool:
+    """Return whether this is a `datasets.Dataset` of Hugging Face, whose `select` takes the numbers of rows."""
+    return hasattr(array, "select") and hasattr(array, "features") and hasattr(array, "__len__")
 
 
 def _is_tensor(array: Any) -> bool:
@@ -116,7 +136,9 @@ def _take(array: Any, share: Sequence[int]) -> Any:
     """Return the rows of the array that `share` names, in that order; a range is taken as a slice."""
     where: Any = share
     if isinstance(share, range):
-        where = slice(share.start, None, share.step)
+        where = slice(share.start, share.stop, share.step)
+    if _is_dataset(array):
+        return array.select(share if isinstance(share, range) else [int(i) for i in share])
     if hasattr(array, "iloc"):
         return array.iloc[where]
     if _is_tensor(array):

@@ -164,3 +164,40 @@ def test_a_broken_environment_is_named(monkeypatch: pytest.MonkeyPatch, text: st
     monkeypatch.setenv(ENV, text)
     with pytest.raises(BadRequest, match=ENV):
         instance_info()
+
+
+@given(rows=st.integers(0, 60), world=st.integers(1, 9), shuffle=st.booleans())
+@settings(deadline=None)
+def test_with_drop_last_all_shares_are_equal(rows: int, world: int, shuffle: bool) -> None:
+    """The rows that are left over belong to no worker; the others keep their places."""
+    whole = on_each(world, lambda: shard(list(range(rows)), shuffle=shuffle, seed=3))
+    shares = on_each(world, lambda: shard(list(range(rows)), shuffle=shuffle, seed=3, drop_last=True))
+    assert {len(share) for share in shares} == {rows // world}
+    assert shares == [share[: rows // world] for share in whole]
+    arrays = on_each(world, lambda: shard(np.arange(rows), shuffle=shuffle, seed=3, drop_last=True))
+    assert [one.tolist() for one in arrays] == shares
+
+
+class Dataset:
+    """The methods of Hugging Face's `datasets.Dataset` that matter here."""
+
+    features = {"text": "string"}
+
+    def __init__(self, rows: list[str]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def select(self, indices: Any) -> "Dataset":
+        assert all(type(index) is int for index in indices)
+        return Dataset([self.rows[index] for index in indices])
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_hugging_face_dataset_is_sharded_by_its_own_method(shuffle: bool) -> None:
+    """Its rows stay in its own storage."""
+    rows = list("abcdefg")
+    shares = on_each(3, lambda: shard(Dataset(rows), rows, shuffle=shuffle, seed=1))
+    assert all(dataset.rows == share for dataset, share in shares)
+    assert sorted(row for dataset, _ in shares for row in dataset.rows) == rows

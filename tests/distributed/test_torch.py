@@ -1,0 +1,155 @@
+"""PyTorch itself with gloo on two local nodes (`make frameworks`)."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+
+pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[sky.ComputePool]:
+    """Two local nodes, with the packages of this environment."""
+    with sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet") as pool:
+        yield pool
+
+
+@sky.compute
+@sky.distributed.torch(backend="gloo")
+def summed() -> tuple[int, int, float, str, str]:
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(total)
+    return dist.get_rank(), dist.get_world_size(), total.item(), os.environ["RANK"], os.environ["MASTER_PORT"]
+
+
+def test_each_training_has_a_process_group_of_its_own(two: sky.ComputePool) -> None:
+    """Two in a row, on two ports, and one of a single rank."""
+    ports = set[str]()
+    for _ in range(2):
+        zero, one = summed() @ two
+        assert (zero[:4], one[:4]) == ((0, 2, 3.0, "0"), (1, 2, 3.0, "1"))
+        assert zero[4] == one[4]
+        ports.add(zero[4])
+    assert len(ports) == 2
+    assert (summed() >> two)[:3] == (0, 1, 1.0)
+
+
+@sky.compute
+def left() -> tuple[bool, list[str]]:
+    import torch.distributed as dist
+
+    return dist.is_initialized(), [name for name in os.environ if name.startswith(("MASTER", "RANK", "TORCHELASTIC"))]
+
+
+def test_nothing_is_left_after_a_training(two: sky.ComputePool) -> None:
+    """The processes have run one, and go on to other calls."""
+    summed() @ two
+    assert left() @ two == ((False, []), (False, []))
+
+
+@sky.compute
+@sky.distributed.torch(backend="gloo")
+def fails(rank: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
+    if dist.get_rank() == rank:
+        raise ValueError(f"rank {rank} has failed")
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_error_of_the_first_rank_is_raised(two: sky.ComputePool, rank: int) -> None:
+    """The other one is in a collective operation; the next training works."""
+    with pytest.raises(ValueError, match=f"rank {rank} has failed"):
+        fails(rank) @ two
+    assert [one[2] for one in summed() @ two] == [3.0, 3.0]
+
+
+def gradients(x: Any, y: Any, model: Any) -> list[float]:
+    import torch
+
+    torch.nn.functional.mse_loss(model(x), y).backward()
+    return [value for parameter in model.parameters() for value in parameter.grad.flatten().tolist()]
+
+
+def data() -> tuple[Any, Any, Any]:
+    import torch
+
+    torch.manual_seed(0)
+    return torch.randn(64, 3), torch.randn(64, 1), torch.nn.Linear(3, 1)
+
+
+@sky.compute
+@sky.distributed.torch(backend="gloo")
+def averaged() -> list[float]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    x, y, model = data()
+    return gradients(*sky.shard(x, y), DistributedDataParallel(model))
+
+
+def test_gradients_are_averaged_as_one_process_computes_them(two: sky.ComputePool) -> None:
+    """DistributedDataParallel over two shards, and the whole data in this process."""
+    expected = gradients(*data())
+    for found in averaged() @ two:
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+@sky.compute
+@sky.distributed.torch(backend="gloo")
+def initialised_again() -> float:
+    import torch
+    import torch.distributed as dist
+
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def test_a_library_can_initialise_the_group_from_the_environment(two: sky.ComputePool) -> None:
+    """As Lightning and Accelerate do: the store of MASTER_ADDR and MASTER_PORT runs."""
+    assert initialised_again() @ two == (2.0, 2.0)
+
+
+@sky.compute
+@sky.distributed.torch(backend="gloo")
+def sampled(rows: int, shuffle: bool, drop_last: bool) -> list[bool]:
+    from torch.utils.data import DistributedSampler
+
+    ours = sky.DistributedSampler(range(rows), shuffle=shuffle, seed=5, drop_last=drop_last)
+    theirs = DistributedSampler(range(rows), shuffle=shuffle, seed=5, drop_last=drop_last)
+    same = []
+    for epoch in range(2):
+        ours.set_epoch(epoch)
+        theirs.set_epoch(epoch)
+        same.append(list(ours) == list(theirs) and len(ours) == len(theirs))
+    return same
+
+
+@pytest.mark.parametrize("rows", [10, 11])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_the_sampler_has_pytorchs_order(two: sky.ComputePool, rows: int, shuffle: bool, drop_last: bool) -> None:
+    """For even and uneven lengths, in each epoch."""
+    assert sampled(rows, shuffle, drop_last) @ two == ([True, True], [True, True])
+
+
+def test_without_a_group_the_sampler_takes_the_workers_rank(two: sky.ComputePool) -> None:
+    """A broadcast without a decorator needs no process group for it."""
+
+    @sky.compute
+    def rows() -> list[int]:
+        return list(sky.DistributedSampler(range(7), shuffle=False))
+
+    assert rows() @ two == ([0, 2, 4, 6], [1, 3, 5, 0])
