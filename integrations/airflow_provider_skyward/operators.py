@@ -63,7 +63,7 @@ class SkywardOperator(BaseOperator):
     `max_xcom_bytes` (None: no limit); the bill goes to the XCom `skyward_cost`, and the pool's id, before anything is
     rented, to the XCom `skyward_pool`.
 
-    The pool's keywords are kept as plain data; nothing is asked of a provider before the task runs. Raises BadRequest
+    The pool's keywords are kept as plain data; no provider gets a request before the task runs. Raises BadRequest
     while the DAG is parsed.
 
         SkywardOperator(task_id="train", python_callable=train, op_args=["{{ ds }}"], accelerator="A100",

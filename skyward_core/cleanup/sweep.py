@@ -65,7 +65,7 @@ def sweep(
 
     Args:
         ledger: None decides by tags alone.
-        providers: asked in addition to those that the ledger names.
+        providers: queried in addition to those that the ledger names.
         is_dry_run: only report.
         min_age_seconds: machines that the ledger does not know are left until they are older than that.
         include_unknown: also end such machines if it is unknown whether their owner lives. They may belong to another
