@@ -48,8 +48,8 @@ kill: .venv/ready ## kill -9 at 5,000 generated points, and the matrix of what w
 soak: .venv/ready ## 1,000,000 calls on one pool, and by how much each of its processes has grown
 	$(RUN) python -m tests.soak
 
-mutate: .venv/ready ## faults that the tests of a module do not notice: make mutate MODULE=skyward_core/engine/placement.py [SAMPLE=50] [SEED=1]
-	$(RUN) python -m tests.mutation $(MODULE) $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED))
+mutate: .venv/ready ## faults that the tests of a module do not notice: make mutate MODULE=skyward_core/engine/placement.py [SAMPLE=50] [SEED=1] [ONLY=decide]
+	$(RUN) python -m tests.mutation $(MODULE) $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
 
 live: .venv/ready ## look at a real cloud with your account: make live PROVIDER=aws; with SPEND=0.50 rent one machine for at most so many USD
 	$(RUN) python -m tests.live $(PROVIDER) $(if $(SPEND),--spend $(SPEND)) $(if $(ACCELERATOR),--accelerator $(ACCELERATOR))

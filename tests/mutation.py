@@ -3,9 +3,10 @@
 `make mutate MODULE=skyward_core/engine/placement.py` puts small faults into a module, one at a time, and runs the
 module's tests on each.
 
-mutmut makes these faulty copies, the mutants, and runs the tests. All of it happens in a temporary copy of the working
-tree. Mutants of texts for people (strings with a space) are left out. mutmut makes none in functions with a decorator
-other than `staticmethod` and `classmethod`, nor outside of functions. docs/mutation.md has the conclusions from the survivors.
+mutmut makes these faulty copies, the mutants. `mutation_process.py` collects the tests once and runs them in a fork for
+each mutant. All of it happens in a temporary copy of the working tree. Mutants of texts for people (strings with a
+space) are left out. mutmut makes none in functions with a decorator other than `staticmethod` and `classmethod`, nor
+outside of functions. docs/mutation.md has the conclusions from the survivors.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +32,9 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parent.parent
-FAST = "not slow and not long"
 PR_SET_CHILD_SUBREAPER = 36
-TIMES_LONGER = 10.0
-"""A mutant may take this many times as long as its tests take without a fault, and ten seconds."""
+SECONDS_LONGER = 10.0
+"""A test may take so much longer with a mutant than five times its time without."""
 
 DISPATCHER = ("engine/test_dispatcher.py", "engine/test_outbox.py", "engine/test_simulation.py::test_histories[0]")
 SWEEP = (
@@ -64,13 +64,14 @@ OTHERS = {
     "cleanup/release": (*SWEEP, "cli/test_commands.py"),
     "cleanup/survey": SWEEP,
     "cleanup/sweep": SWEEP,
-    "ledger/accounts": ("ledger/test_budgets.py",),
+    "ledger/accounts": ("ledger/test_budgets.py", "ledger/test_ledger.py"),
     "ledger/bills": ("ledger/test_ledger.py", "ledger/test_receipt.py", *JOURNAL),
     "ledger/intents": ("ledger/test_ledger.py", *JOURNAL),
     "ledger/journal": JOURNAL,
     "ledger/metering": JOURNAL,
     "ledger/pools": ("ledger/test_ledger.py", *JOURNAL),
     "ledger/receipt": JOURNAL,
+    "machines/offers": ("provisioning/test_candidates.py", "machines/test_architecture.py"),
     "provisioning/rental": LIFECYCLE,
     "provisioning/replacement": LIFECYCLE,
     "provisioning/selection": LIFECYCLE,
@@ -83,44 +84,47 @@ OTHERS = {
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one mutant: its name, its diff, and killed, survived, no tests, timeout or another word of
-    mutmut's.
-    """
+    """The result of one mutant: its module, name and diff, and killed, survived, no tests or timeout."""
 
+    module: str
     name: str
     diff: str
     status: str
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the survivors as diffs, and a line with the counts; return 1 if the run itself has failed."""
+    """Print each survivor as a diff when it is found, and the counts of each module at the end; return 1 if the run
+    itself has failed.
+    """
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
-    parser.add_argument("module", help="such as skyward_core/engine/placement.py")
-    parser.add_argument("--sample", type=int, metavar="N", help="only so many mutants, drawn by chance")
+    parser.add_argument("modules", nargs="+", metavar="module", help="such as skyward_core/engine/placement.py")
+    parser.add_argument("--sample", type=int, metavar="N", help="only so many mutants of each module, drawn by chance")
     parser.add_argument("--seed", type=int, default=0, help="the same seed draws the same mutants of the same module")
+    parser.add_argument("--only", nargs="+", default=(), metavar="PART", help="only mutants whose name has a PART")
     parser.add_argument("--tests", nargs="+", help="these instead of the module's own, as pytest names them")
     options = parser.parse_args(arguments)
-    tests = options.tests or tests_of(options.module)
-    print(f"{options.module} is tested by {' '.join(tests)}", flush=True)
+    tests = options.tests or list(dict.fromkeys(name for module in options.modules for name in tests_of(module)))
+    print(f"{' '.join(options.modules)}: tested by {' '.join(tests)}", flush=True)
+    outcomes: dict[str, list[Outcome]] = {module: [] for module in options.modules}
     try:
-        outcomes = explored(ROOT, options.module, tests, options.sample, options.seed)
+        for outcome in explored(ROOT, options.modules, tests, options.sample, options.seed, options.only):
+            outcomes[outcome.module].append(outcome)
+            if outcome.status != "killed":
+                print(f"\n# {outcome.status}: {outcome.name}\n{outcome.diff}", flush=True)
     except Failed as failure:
         print(failure, file=sys.stderr)
         return 1
-    for outcome in outcomes:
-        if outcome.status != "killed":
-            print(f"\n# {outcome.status}: {outcome.name}\n{outcome.diff}")
-    print(f"\n{options.module}: {summary(outcomes)}")
+    print()
+    for module in options.modules:
+        print(f"{module}: {summary(outcomes[module])}")
     return 0
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
     """Count the mutants; those without a test also count as survivors."""
     count = Counter(outcome.status for outcome in outcomes)
-    survived, known = count["survived"] + count["no tests"], ("killed", "survived", "no tests", "timeout")
-    parts = [f"{len(outcomes)} mutants", f"{count['killed']} killed", f"{survived} survived"]
-    parts += [f"{count['timeout']} timed out"]
-    return ", ".join(parts + [f"{count[status]} {status}" for status in sorted(count) if status not in known])
+    survived = count["survived"] + count["no tests"]
+    return f"{len(outcomes)} mutants, {count['killed']} killed, {survived} survived, {count['timeout']} timed out"
 
 
 def tests_of(module: str) -> list[str]:
@@ -141,26 +145,43 @@ class Failed(Exception):
     """The run has failed: the tests fail without a fault, or none of them runs code of the module."""
 
 
-def explored(root: Path, module: str, tests: Sequence[str], sample: int | None = None, seed: int = 0) -> list[Outcome]:
-    """Return the result of each mutant of a module of `root`, or of a sample of them."""
-    if not (root / module).is_file():
-        raise Failed(f"there is no {module}")
+def explored(
+    root: Path,
+    modules: Sequence[str],
+    tests: Sequence[str],
+    sample: int | None = None,
+    seed: int = 0,
+    only: Sequence[str] = (),
+) -> Iterator[Outcome]:
+    """Yield the result of each mutant of these modules of `root` as soon as it is known.
+
+    `sample` draws so many mutants of each module. `only` leaves the mutants whose names have one of these parts.
+    """
+    if missing := [module for module in modules if not (root / module).is_file()]:
+        raise Failed(f"there is no {' '.join(missing)}")
     with tempfile.TemporaryDirectory(prefix="skyward-mutation-") as folder:
         copy = Path(folder, "copy")
-        shutil.copytree(root, copy, symlinks=True, ignore=shutil.ignore_patterns(".*", "__pycache__", "mutants"))
-        _configure(copy, module, tests)
-        diffs = dict(mutants_of(copy, module))
-        if sample is not None and sample < len(diffs):
-            diffs = {name: diffs[name] for name in sorted(random.Random(seed).sample(sorted(diffs), sample))}
-        if not diffs:
-            return []
-        _run(copy, diffs, Path(folder, "tmp"))
-        codes = json.loads((copy / "mutants" / f"{module}.meta").read_text())["exit_code_by_key"]
-    return [Outcome(name, diff, _status(codes[name])) for name, diff in diffs.items()]
+        shutil.copytree(root, copy, symlinks=True, ignore=shutil.ignore_patterns(".*", "__pycache__", "node_modules"))
+        _configure(copy, modules)
+        chosen: dict[str, tuple[str, str]] = {}
+        for module in modules:
+            diffs = dict(mutants_of(copy, module))
+            if only:
+                diffs = {name: diff for name, diff in diffs.items() if any(part in name for part in only)}
+            if sample is not None and sample < len(diffs):
+                diffs = {name: diffs[name] for name in sorted(random.Random(seed).sample(sorted(diffs), sample))}
+            chosen |= {name: (module, diff) for name, diff in diffs.items()}
+        if chosen:
+            for name, status in _run(copy, tests, list(chosen), Path(folder, "tmp")):
+                module, diff = chosen[name]
+                yield Outcome(module, name, diff, status)
 
 
 def mutants_of(copy: Path, module: str) -> Iterator[tuple[str, str]]:
-    """Yield name and diff of each mutant, except those that change a text for people."""
+    """Put the mutants into the copy's module.
+
+    Yield name and diff of each, except those that change a text for people.
+    """
     from mutmut.configuration import reset_config
     from mutmut.mutation.diff_apply import generated_function_names
     from mutmut.mutation.file_mutation import mutate_file_contents
@@ -169,6 +190,7 @@ def mutants_of(copy: Path, module: str) -> Iterator[tuple[str, str]]:
     reset_config()  # it is read from the pyproject.toml of the current folder
     with chdir(copy):
         mutated = mutate_file_contents(module, Path(module).read_text())
+        Path(module).write_text(mutated.code)
     lines, spans = mutated.code.splitlines(), mutated.line_span_by_function_name
     for function in mutated.mutant_names:
         sides = [
@@ -190,37 +212,36 @@ def _is_of_text(diff: str) -> bool:
     return sides[0] == sides[1]
 
 
-def _configure(copy: Path, module: str, tests: Sequence[str]) -> None:
-    """Configure mutmut in the copy's pyproject.toml."""
-    package = Path(module).parts[0]
-    settings = {
-        "source_paths": [package],
-        "only_mutate": [module],
-        "also_copy": sorted(path.name for path in copy.iterdir() if path.name != package),
-        "pytest_add_cli_args": ["-m", FAST, "-p", "no:cacheprovider"],
-        "pytest_add_cli_args_test_selection": list(tests),
-        "timeout_multiplier": TIMES_LONGER,
-    }
+def _configure(copy: Path, modules: Sequence[str]) -> None:
+    """Configure mutmut in the copy's pyproject.toml: it records which tests reach which function."""
+    packages = sorted({Path(module).parts[0] for module in modules})
     with (copy / "pyproject.toml").open("a") as file:
-        file.write("\n[tool.mutmut]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items()))
+        file.write(f"\n[tool.mutmut]\nsource_paths = {json.dumps(packages)}\n")
 
 
-def _run(copy: Path, names: Iterable[str], temporary: Path) -> None:
-    """Run the tests on each mutant, one at a time."""
+def _run(copy: Path, tests: Sequence[str], names: Sequence[str], temporary: Path) -> Iterator[tuple[str, str]]:
+    """Run the tests on each mutant, one at a time; yield its name and its result."""
     temporary.mkdir()
-    mutmut = Path(sys.executable).with_name("mutmut")
-    environment = os.environ | {"TMPDIR": str(temporary), "PYTHONDONTWRITEBYTECODE": "1"}
-    with nothing_left_running():
-        run = subprocess.run(
-            [mutmut, "run", "--max-children", "1", *names],
-            cwd=copy,
-            env=environment,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-    if run.returncode or "Mutant results" not in run.stdout:
-        raise Failed(f"mutmut has failed with exit code {run.returncode}:\n{run.stdout[-8000:]}")
+    request, log = temporary.with_name("request.json"), temporary.with_name("log")
+    asked = {"tests": list(tests), "names": list(names), "seconds_longer": SECONDS_LONGER}
+    request.write_text(json.dumps(asked))
+    environment = os.environ | {"TMPDIR": str(temporary), "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-P", Path(__file__).with_name("mutation_process.py"), request]
+    count = 0
+    with (
+        nothing_left_running(),
+        log.open("w") as output,
+        subprocess.Popen(
+            command, cwd=copy, env=environment, stdout=subprocess.PIPE, stderr=output, text=True
+        ) as process,
+    ):
+        assert process.stdout
+        for count, line in enumerate(process.stdout, 1):
+            result = json.loads(line)
+            yield result["name"], result["status"]
+        code = process.wait()
+    if code or count < len(names):
+        raise Failed(f"the tests have failed with exit code {code}:\n{log.read_text()[-8000:]}")
 
 
 @contextmanager
@@ -240,14 +261,7 @@ def nothing_left_running() -> Iterator[None]:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 0)
 
 
-def _status(exit_code: int | None) -> str:
-    from mutmut.stats import status_by_exit_code
-
-    return status_by_exit_code[exit_code]
-
-
 if __name__ == "__main__":
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # the started mutant is ended in either case
+    # the started mutant is ended in either case
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

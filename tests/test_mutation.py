@@ -37,6 +37,28 @@ TESTS = """
         assert is_full(2, 2)
     """
 
+HOME = """
+    import os
+    import tempfile
+
+    def pytest_configure(config):
+        os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp()
+    """
+
+TESTS_WITH_A_HOME = """
+    import os
+    from pathlib import Path
+    from toy.slots import is_full
+
+    def test_more_is_full():
+        left = Path(os.environ["XDG_STATE_HOME"], "left")
+        assert not left.exists()
+        left.parent.mkdir(exist_ok=True)
+        left.touch()
+        assert is_full(3, 2)
+        assert not is_full(1, 2)
+    """
+
 
 @pytest.fixture
 def toy(tmp_path: Path) -> Path:
@@ -61,7 +83,7 @@ def test_a_mutant_that_no_fast_test_notices_survives(toy: Path) -> None:
     """The working tree does not change, and processes that tests have started are ended."""
     before = {path: path.read_bytes() for path in toy.rglob("*") if path.is_file()}
     running = set(psutil.Process().children(recursive=True))
-    outcomes = changed(mutation.explored(toy, "toy/slots.py", ["tests/test_slots.py"]))
+    outcomes = changed(list(mutation.explored(toy, ["toy/slots.py"], ["tests/test_slots.py"])))
     assert outcomes["return used > slots"] == "survived"
     assert outcomes['return str(None) + " of all"'] == "killed"
     assert 'return str(count) + "XX of allXX"' not in outcomes
@@ -74,21 +96,40 @@ def test_tests_that_fail_without_a_fault_fail_the_run(toy: Path) -> None:
     """The error has the output of pytest."""
     (toy / "tests/test_slots.py").write_text("import toy.slots\ndef test_it():\n    assert toy.slots.is_full(1, 2)\n")
     with pytest.raises(mutation.Failed, match=r"assert toy\.slots\.is_full"):
-        mutation.explored(toy, "toy/slots.py", ["tests/test_slots.py"])
+        list(mutation.explored(toy, ["toy/slots.py"], ["tests/test_slots.py"]))
+
+
+@pytest.mark.slow
+def test_files_of_one_mutants_tests_are_gone_before_the_next(toy: Path) -> None:
+    """The ledger and the caches of a killed test cannot fail the tests of a later mutant."""
+    (toy / "tests/test_slots.py").write_text(textwrap.dedent(TESTS_WITH_A_HOME))
+    (toy / "tests/conftest.py").write_text(textwrap.dedent(HOME))
+    outcomes = changed(list(mutation.explored(toy, ["toy/slots.py"], ["tests/test_slots.py"])))
+    assert outcomes["return used > slots"] == "survived"
+
+
+@pytest.mark.slow
+def test_a_mutant_that_never_ends_is_timed_out(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of a test counts from what it takes without a mutant."""
+    (toy / "toy/slots.py").write_text("def rest(count):\n    while count > 0:\n        count -= 1\n    return count\n")
+    (toy / "tests/test_slots.py").write_text("import toy.slots\ndef test_it():\n    assert toy.slots.rest(3) == 0\n")
+    monkeypatch.setattr(mutation, "SECONDS_LONGER", 1.0)
+    outcomes = changed(list(mutation.explored(toy, ["toy/slots.py"], ["tests/test_slots.py"])))
+    assert outcomes["count += 1"] == "timeout"
+    assert outcomes["while count >= 0:"] == "killed"
 
 
 def test_a_sample_is_the_same_for_the_same_seed(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another seed draws other mutants."""
     drawn = []
 
-    def remember(copy: Path, names: dict[str, str], temporary: Path) -> None:
+    def remember(copy: Path, tests: Sequence[str], names: Sequence[str], temporary: Path) -> list[tuple[str, str]]:
         drawn.append(list(names))
-        raise mutation.Failed
+        return []
 
     monkeypatch.setattr(mutation, "_run", remember)
     for seed in (0, *range(10)):
-        with pytest.raises(mutation.Failed):
-            mutation.explored(toy, "toy/slots.py", [], sample=2, seed=seed)
+        list(mutation.explored(toy, ["toy/slots.py"], [], sample=2, seed=seed))
     assert {len(names) for names in drawn} == {2}
     assert drawn[0] == drawn[1]
     assert len({tuple(names) for names in drawn}) > 1
@@ -116,10 +157,10 @@ def test_the_modules_and_files_of_the_table_exist() -> None:
 def test_survivors_are_printed_and_counted(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Survivors do not fail the run."""
     outcomes = [
-        mutation.Outcome("a", "- x\n+ y", "survived"),
-        mutation.Outcome("b", "- u\n+ v", "killed"),
-        mutation.Outcome("c", "- r\n+ s", "no tests"),
-        mutation.Outcome("d", "- p\n+ q", "timeout"),
+        mutation.Outcome("skyward_core/spec.py", "a", "- x\n+ y", "survived"),
+        mutation.Outcome("skyward_core/spec.py", "b", "- u\n+ v", "killed"),
+        mutation.Outcome("skyward_core/spec.py", "c", "- r\n+ s", "no tests"),
+        mutation.Outcome("skyward_core/spec.py", "d", "- p\n+ q", "timeout"),
     ]
     monkeypatch.setattr(mutation, "explored", lambda *arguments: outcomes)
     assert mutation.main(["skyward_core/spec.py"]) == 0

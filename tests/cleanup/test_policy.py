@@ -122,12 +122,93 @@ def test_a_dead_pool_without_machines_is_closed() -> None:
 
 
 def test_a_resource_that_is_no_machine_stays_open_with_a_reason() -> None:
-    """A sweep ends machines only, and does not close the entry of any other resource."""
-    (finding,) = decide(
-        ProviderFacts(CLOUD, [], {"sky-1": entry()}, [intent(1, kind=ResourceKind.OTHER)], START, HERE, STATES)
-    )
+    """A sweep ends machines only, and does not close the entry of any other resource.
+
+    The report names it by its id, or by its name if it has no id.
+    """
+    others = [
+        intent(1, kind=ResourceKind.OTHER),
+        intent(2, kind=ResourceKind.OTHER, cloud_id="volume-2"),
+    ]
+    (finding,) = decide(ProviderFacts(CLOUD, [], {"sky-1": entry()}, others, START, HERE, STATES))
     assert finding.action is Action.LEAVE
     assert "a sweep ends machines only" in finding.reason
+    assert finding.resource_ids == ("sky-1-0", "volume-2")
+    assert finding.intents == (1, 2)
+
+
+def test_each_finding_names_the_entries_that_it_is_about() -> None:
+    """Those of machines that are listed or were bound just now, of launches that may still come, and of machines that
+    are certainly gone.
+    """
+    its = [
+        intent(1, rank=0, cloud_id="listed"),
+        intent(2, rank=1),
+        intent(3, rank=2, cloud_id="too young to be listed", age_seconds=30),
+        intent(4, rank=3, age_seconds=30),
+        intent(5, rank=4, cloud_id="gone"),
+    ]
+    machines = [launched("listed", 0), launched("answered", 1)]
+    lagging = LaggingProvider(folder="/nowhere")
+    facts = ProviderFacts(lagging, machines, {"sky-1": entry(lease_seconds=-1000)}, its, START, HERE, STATES)
+    assert [(found.action.value, found.resource_ids, found.intents) for found in decide(facts)] == [
+        ("end", ("answered", "listed", "too young to be listed"), (1, 2, 3)),
+        ("wait", ("sky-1-3",), (4,)),
+        ("close", ("gone",), (5,)),
+    ]
+
+
+def test_a_listing_may_lack_a_machine_counted_from_when_its_id_was_known() -> None:
+    """The launch took long: its entry is old, and its answer with the id is young. The machine is ended by its id, and
+    its entry is not closed.
+    """
+    lagging = LaggingProvider(folder="/nowhere")
+    late = intent(1, cloud_id="m", age_seconds=1000, bound_at=START - timedelta(seconds=30))
+    assert verdicts([], [entry(lease_seconds=-1000)], [late], lagging) == [("end", "sky-1", ("m",))]
+
+
+def test_no_launch_of_a_dead_process_on_this_host_comes_late() -> None:
+    """A machine that is a process here is listed as soon as it runs, so that a dead pool's entries close at once."""
+    local = FakeProvider(folder="/nowhere")
+    assert verdicts([], [entry(owner=DEAD)], [intent(1)], local) == [("close", "sky-1", ("sky-1-0",))]
+
+
+def test_machines_that_are_not_visible_from_here_are_named() -> None:
+    """By their ids, or by their names if they have none, also those that a listing shows."""
+    local = FakeProvider(folder="/nowhere")
+    pool = entry(owner=ELSEWHERE, lease_seconds=-1000)
+    its = [intent(1, rank=0, cloud_id="bound"), intent(2, rank=1)]
+    facts = ProviderFacts(local, [launched("listed", 2)], {"sky-1": pool}, its, START, HERE, STATES)
+    (finding,) = decide(facts)
+    assert (finding.action, finding.resource_ids) == (Action.LEAVE, ("bound", "listed", "sky-1-1"))
+    assert finding.intents == (1, 2)
+
+
+def test_the_machines_of_a_live_pool_that_are_adopted_are_not_left_as_well() -> None:
+    """One finding adopts the machine of a lost answer, with its entry. Another leaves the machines that are known."""
+    its = [intent(1, rank=0, cloud_id="known"), intent(2, rank=1)]
+    machines = [launched("known", 0), launched("new", 1)]
+    facts = ProviderFacts(CLOUD, machines, {"sky-1": entry(owner=HERE)}, its, START, HERE, STATES)
+    assert [(found.action.value, found.resource_ids, found.intents) for found in decide(facts)] == [
+        ("adopt", ("new",), (2,)),
+        ("leave", ("known",), ()),
+    ]
+
+
+def test_a_closed_entry_does_not_hide_the_launch_that_its_machine_comes_from() -> None:
+    """The machine's tags name no launch. Of two entries of its rank one is closed, so that the other is certain."""
+    its = [intent(1, gone_at=START), intent(2)]
+    facts = ProviderFacts(CLOUD, [launched("m", launch=None)], {"sky-1": entry(owner=HERE)}, its, START, HERE, STATES)
+    (finding,) = decide(facts)
+    assert (finding.action, finding.intents) == (Action.ADOPT, (2,))
+
+
+def test_an_owner_of_whom_nothing_is_known_counts_as_unknown() -> None:
+    """Neither dead nor alive: its machines end only if unknown ones are to be ended."""
+    nobody = replace(ELSEWHERE, host="never seen")
+    its = [machine("m", "sky-x", 0, owner_tags(nobody, OLD))]
+    assert verdicts(its) == [("leave", "sky-x", ("m",))]
+    assert verdicts(its, include_unknown=True) == [("end", "sky-x", ("m",))]
 
 
 def test_processes_of_another_host_are_not_recorded_as_gone() -> None:
@@ -158,12 +239,13 @@ OLD = START - timedelta(hours=1)
         (owner_tags(HERE, OLD), "leave", "leave"),
         (owner_tags(ELSEWHERE, OLD), "leave", "end"),
         (owner_tags(ELSEWHERE, OLD) | {EXPIRES_TAG: str(int(START.timestamp()) - 1)}, "end", "end"),
+        (owner_tags(ELSEWHERE, OLD) | {EXPIRES_TAG: str(int(START.timestamp()))}, "end", "end"),
         (owner_tags(ELSEWHERE, OLD) | {EXPIRES_TAG: str(int(START.timestamp()) + 1)}, "leave", "end"),
         (owner_tags(DEAD, OLD) | {CREATED_TAG: "yesterday"}, "leave", "end"),
         (owner_tags(ELSEWHERE, OLD) | {EXPIRES_TAG: "9" * 30, PROCESS_TAG: "?"}, "leave", "end"),
         ({}, "leave", "end"),
     ],
-    ids=["dead", "young", "alive", "unknown", "expired", "not expired", "no age", "garbage", "no tags"],
+    ids=["dead", "young", "alive", "unknown", "expired", "expires now", "not expired", "no age", "garbage", "no tags"],
 )
 def test_a_machine_that_the_ledger_lacks_is_decided_by_its_tags(
     tags: dict[str, str], expected: str, if_asked_for: str

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,7 +12,7 @@ from pydantic import PrivateAttr
 
 from skyward_core import Instance, InstancesLeft, Lease, Requirements
 from skyward_core.cleanup.policy import BOOT_SECONDS, paid_until
-from skyward_core.cleanup.release import end_pool, release
+from skyward_core.cleanup.release import CONDEMN_TRIES, end_pool, release
 from skyward_core.errors import BadRequest, LeaseLost, LedgerError
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Account, Bucket, CostBy, Period, ResourceKind
@@ -117,6 +117,12 @@ UP = {Bucket.LAUNCHING: 30.0, Bucket.IDLE: 30.0}
             3600,
             210,
             id="its hard end, counted from when it was up",
+        ),
+        pytest.param(
+            {"seconds": {Bucket.IDLE: 30.0}, "tags": {EXPIRES_TAG: "0"}, "expires_at": START + timedelta(seconds=60)},
+            3600,
+            180,
+            id="its hard end, and its time of launching was not recorded",
         ),
         pytest.param(
             {"seconds": UP, "tags": {}, "expires_at": START + timedelta(seconds=60)},
@@ -430,6 +436,42 @@ def test_a_live_pool_can_be_stopped_by_request(world: World) -> None:
         world.ledger.renew(pool, world.hands.now + timedelta(hours=1))
     with pytest.raises(LeaseLost):
         world.intend(pool, 1, first=2)
+
+
+class BusyLedger(FailingLedger):
+    """A ledger whose pool is renewed by its owner just before each of the first condemnations."""
+
+    def __init__(self, ledger: Ledger, renewals: int) -> None:
+        super().__init__(ledger, [])
+        self.renewals = renewals
+
+    def condemn(self, pool_id: str, *, seen: datetime) -> bool:
+        if self.renewals:
+            self.renewals -= 1
+            self._ledger.renew(pool_id, seen + timedelta(seconds=1))
+        return self._ledger.condemn(pool_id, seen=seen)
+
+
+def test_a_pool_that_is_renewed_meanwhile_is_condemned_with_its_new_lease(world: World) -> None:
+    """Its owner is busy and alive: the second or third try finds no renewal in between."""
+    pool = world.pool(owner=HERE)
+    world.rent(pool, owner=HERE)
+    busy: Any = BusyLedger(world.ledger, renewals=2)
+    release(pool, ledger=busy, credentials=world.provider, **world.hands.keywords)
+    assert world.ids() == set()
+    assert world.ledger.pools() == []
+
+
+def test_a_pool_that_is_renewed_all_the_time_is_not_stopped(world: World) -> None:
+    """Its owner would go on launching. Nothing was condemned, and no machine has received a request."""
+    pool = world.pool(owner=HERE)
+    world.rent(pool, owner=HERE)
+    busy: Any = BusyLedger(world.ledger, renewals=CONDEMN_TRIES)
+    with pytest.raises(LedgerError, match=f"could not be condemned in {CONDEMN_TRIES} tries"):
+        release(pool, ledger=busy, credentials=world.provider, **world.hands.keywords)
+    assert busy.renewals == 0
+    assert world.provider.machines.terminated == []
+    assert world.ledger.pools()[0].condemned_at is None
 
 
 def test_a_lease_is_enough_to_stop_a_pool(tmp_path: Path, hands: Time) -> None:

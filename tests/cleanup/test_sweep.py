@@ -6,15 +6,16 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
+from pydantic import PrivateAttr
 
 from skyward_core import Instance, InstancesLeft
 from skyward_core.cleanup import survey
 from skyward_core.cleanup.policy import Action
 from skyward_core.cleanup.sweep import sweep
-from skyward_core.errors import LedgerError
+from skyward_core.errors import LedgerError, ProviderFailed
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.providers.base import (
     load,
@@ -225,6 +226,44 @@ def test_machines_listed_by_two_settings_have_one_finding(ledger: Ledger, tmp_pa
     twin._machines = alone.provider.machines
     report = sweep(ledger, [twin], is_dry_run=False, **hands.keywords)
     assert actions(report) == [("leave", "sky-2")]
+
+
+class PruningProvider(CloudProvider):
+    """Has an unused image that outlives its pools, and cannot remove it if it has a `trouble`."""
+
+    name: ClassVar[str] = "pruning"
+    trouble: str = ""
+    _asked: list[tuple[datetime, bool]] = PrivateAttr(default_factory=list)
+
+    def prune(self, now: datetime, *, is_dry_run: bool) -> list[str]:
+        self._asked.append((now, is_dry_run))
+        if self.trouble:
+            raise ProviderFailed(self.trouble)
+        return ["image ami-1 of the last year"]
+
+
+@pytest.mark.parametrize("is_dry_run", [True, False])
+def test_a_sweep_removes_what_outlives_pools(ledger: Ledger, tmp_path: Path, hands: Time, is_dry_run: bool) -> None:
+    """A dry run only reports it. Two settings of one account report it once."""
+    one, twin = PruningProvider(folder=str(tmp_path)), PruningProvider(folder=str(tmp_path), price_per_hour=1.0)
+    report = sweep(ledger, [one, twin], is_dry_run=is_dry_run, **hands.keywords)
+    assert report.pruned == ("pruning: image ami-1 of the last year",)
+    assert report.failures == ()
+    assert one._asked == twin._asked == [(hands.now, is_dry_run)]
+
+
+def test_a_sweep_that_cannot_remove_what_outlives_pools_ends_machines(
+    ledger: Ledger, tmp_path: Path, hands: Time
+) -> None:
+    """The error is in the report, after the machines are gone."""
+    world = of_kind(PruningProvider, ledger, tmp_path, hands, trouble="503")
+    world.rent(world.pool())
+    report = world.sweep()
+    assert world.ids() == set()
+    assert [(failure.provider, failure.pool_id, str(failure.error)) for failure in report.failures] == [
+        ("pruning", "", "503")
+    ]
+    assert (report.pruned, str(report.failures[0])) == ((), "pruning: 503")
 
 
 def test_a_ledger_that_cannot_be_written_to_ends_nothing_of_its_pools(world: World) -> None:

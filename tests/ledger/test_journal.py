@@ -20,14 +20,16 @@ import skyward_core as sky
 from skyward_core import Instance, Offer
 from skyward_core.errors import LeaseLost, LedgerConflict, LedgerError, NoCapacity, Refusal
 from skyward_core.ledger.budgets import Commitment
-from skyward_core.ledger.journal import Journal, Launch
+from skyward_core.ledger.journal import Journal, Launch, price_of
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.metering import Meter
-from skyward_core.ledger.rows import Account, Bucket, CostBy, Intent, Period
+from skyward_core.ledger.rows import Account, Bucket, CostBy, Intent, Period, ResourceKind
+from skyward_core.machines.offers import by_month
 from skyward_core.machines.owner import Owner
 from skyward_core.providers.base import (
     CREATED_TAG,
     EXPIRES_TAG,
+    IMAGE_TAG,
     LAUNCH_TAG,
     OWNER_TAG,
     POOL_TAG,
@@ -37,6 +39,7 @@ from skyward_core.providers.base import (
 )
 from skyward_core.provisioning.teardown import tear_down
 from skyward_core.spec import PoolSpec
+from skyward_core.work import NO_WORK, Work
 from tests.conftest import RecordedEvents
 from tests.fakes import FakeProvider, LossyProvider
 
@@ -130,7 +133,11 @@ def make(tmp_path: Path) -> Iterator[Make]:
     ledgers: list[Ledger] = []
 
     def make(
-        kind: type[FakeProvider] = FakeProvider, price: float = float(PRICE), is_opened: bool = True, **spec: Any
+        kind: type[FakeProvider] = FakeProvider,
+        price: float = float(PRICE),
+        is_opened: bool = True,
+        work: Work = NO_WORK,
+        **spec: Any,
     ) -> JournalCase:
         clock, recorded, url = Clock(), RecordedEvents(), f"sqlite:///{tmp_path}/ledger.db"
         ledger = Ledger(url, clock=clock.date, busy_timeout_seconds=0.05)
@@ -142,7 +149,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
             Meter(clock),
             kind(folder=str(tmp_path / "machines"), price_per_hour=price),
         )
-        journal = Journal(cast("Ledger", outage), POOL, PoolSpec.of(**spec), provider, meter, recorded, now=clock.date)
+        journal = Journal(
+            cast("Ledger", outage), POOL, PoolSpec.of(**spec), provider, meter, recorded, now=clock.date, work=work
+        )
         if is_opened:
             journal.open()
         return JournalCase(clock, url, ledger, outage, provider, meter, journal, recorded)
@@ -164,6 +173,91 @@ def test_a_pool_is_recorded_with_all_that_a_sweep_needs(make: Make) -> None:
     assert entry.lease_expires_at == START + timedelta(seconds=90)
     assert PoolSpec.model_validate_json(entry.spec_json).lease_seconds == 90
     assert (entry.ended_at, entry.lives_by_lease) == (None, False)
+
+
+def test_what_a_pool_is_for_is_in_its_entry_and_in_the_tags_of_its_machines(make: Make) -> None:
+    """Costs are added up by it in the ledger, and in the bill of the cloud."""
+    it = make(work=Work(system="cron", task="train"))
+    entry = it.ledger.pool(POOL)
+    assert entry is not None
+    assert entry.work == Work(system="cron", task="train")
+    launch, _ = it.launch(1)
+    assert launch.tags["skyward-work-task"] == "train"
+
+
+def test_the_entry_names_the_provider_that_a_pool_has_turned_to(make: Make) -> None:
+    """A sweep asks the provider and the account of the entry. The same provider again is not written again."""
+    it = make()
+    elsewhere = FakeProvider(folder="/elsewhere")
+    for provider, account in ((it.provider, ""), (elsewhere, ""), (elsewhere, "account-2")):
+        it.journal.turn_to(provider, account)
+        entry = it.ledger.pool(POOL)
+        assert entry is not None
+        assert (entry.provider, entry.provider_account) == (provider.to_json(), account)
+    it.outage.failing = {"turn_to"}
+    it.journal.turn_to(elsewhere, "account-2")
+    with pytest.raises(LedgerError):
+        it.journal.turn_to(elsewhere, "account-3")
+
+
+def test_attempts_are_recorded_with_their_errors(make: Make) -> None:
+    """The choice of later offers, and `skyward why`, read them: those of the last hour, and none during an outage."""
+    it = make()
+    it.journal.note_attempt(it.offer, 9.0)
+    it.pass_time(4000)
+    it.journal.note_attempt(it.offer, 0.5, NoCapacity("none left").coded("sold-out"))
+    it.journal.note_refusal(
+        Refusal("other", "", "", spot=False, error="CredentialsError", code="401", message="who", seconds=0.1)
+    )
+    refused, not_asked = it.journal.recent_attempts(3600)
+    assert (refused.pool_id, refused.at) == (POOL, it.clock.date())
+    assert (refused.provider, refused.region, refused.instance_type) == ("fake", "nowhere-1", "fake.1")
+    assert (refused.is_spot, refused.seconds) == (False, 0.5)
+    assert (refused.error, refused.code, refused.message) == ("NoCapacity", "sold-out", "none left")
+    assert (not_asked.provider, not_asked.region, not_asked.instance_type) == ("other", "", "")
+    assert (not_asked.pool_id, not_asked.at, not_asked.is_spot) == (POOL, it.clock.date(), False)
+    assert (not_asked.error, not_asked.code, not_asked.message) == ("CredentialsError", "401", "who")
+    assert not_asked.seconds == 0.1
+    assert [attempt.error for attempt in it.journal.recent_attempts(5000)] == ["", "NoCapacity", "CredentialsError"]
+    it.outage.failing = {"attempts"}
+    assert it.journal.recent_attempts(5000) == []
+
+
+class CountingProvider(FakeProvider):
+    """Bills by the minute, at least ten minutes and half a dollar, and keeps the images of its machines."""
+
+    billing_increment_seconds: ClassVar[int] = 60
+    billing_minimum_seconds: ClassVar[int] = 600
+    billing_minimum_usd: ClassVar[float] = 0.5
+    keeps_images: ClassVar[bool] = True
+
+
+def test_a_price_has_the_extras_and_the_billing_rules_of_its_provider(make: Make) -> None:
+    """Both prices include the extras. A free machine has no minimum in money."""
+    it = make(CountingProvider)
+    disk = by_month("disk", 72.0, "a price page", "2026-11-22")  # 0.1 USD an hour
+    offer = it.offer.model_copy(
+        update={"price_per_hour": 2.0, "on_demand_price_per_hour": 5.0, "is_spot": True, "extras_per_hour": (disk,)}
+    )
+    price = price_of(offer, it.provider)
+    assert (price.per_hour, price.on_demand_per_hour, price.is_spot) == (Decimal("2.1"), Decimal("5.1"), True)
+    assert (price.increment_seconds, price.minimum_seconds, price.minimum_usd) == (60, 600, Decimal("0.5"))
+    assert price.extras == (disk,)
+    assert price_of(it.offer, it.provider).on_demand_per_hour is None
+    assert price_of(it.offer.model_copy(update={"price_per_hour": 0.0}), it.provider).minimum_usd == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_cached", "is_tagged"),
+    [(CountingProvider, True, True), (CountingProvider, False, False), (FakeProvider, True, False)],
+)
+def test_machines_whose_image_is_kept_name_it_in_their_tags(
+    make: Make, kind: type[FakeProvider], is_cached: bool, is_tagged: bool
+) -> None:
+    """Only if the image wants it and the provider can keep images."""
+    it = make(kind, image=sky.Image(cache=is_cached))
+    launch, _ = it.launch(1)
+    assert (IMAGE_TAG in launch.tags) is is_tagged
 
 
 class LedgerReadingProvider(FakeProvider):
@@ -201,6 +295,7 @@ def test_an_intent_has_all_that_is_needed_to_find_its_machine(make: Make) -> Non
         OWNER_TAG: owner.name,
         PROCESS_TAG: owner.process,
         CREATED_TAG: str(int(START.timestamp())),
+        TYPE_TAG: "fake.1",
     }
     for rank, intent, instance in zip((3, 4), it.intents(), instances, strict=True):
         assert tags.items() | {(RANK_TAG, str(rank))} <= intent.tags.items()
@@ -211,6 +306,7 @@ def test_an_intent_has_all_that_is_needed_to_find_its_machine(make: Make) -> Non
             f"{POOL}-1-{rank}",
             PRICE,
         )
+        assert intent.expires_at == START + timedelta(seconds=120.5)
     assert EXPIRES_TAG not in launch.tags
     assert sorted(launch.by_rank) == [3, 4]
 
@@ -242,6 +338,13 @@ def test_a_machine_with_an_end_says_so_in_its_tags(
     (intent,) = it.intents()
     assert intent.expires_at == START + timedelta(seconds=expected)
     assert 0 <= int(launch.tags[EXPIRES_TAG]) - (START.timestamp() + expected) <= 1
+
+
+def test_the_tags_have_the_latest_end_that_a_machine_may_ever_get(make: Make) -> None:
+    """It may get a later end than the first when there is money again, and a sweep must not end it before."""
+    it = make()
+    launch, _ = it.launch(1, commitment=Commitment(500.0, it.clock() + 600, it.clock() + 900))
+    assert launch.tags[EXPIRES_TAG] == str(int(START.timestamp()) + 901)
 
 
 @pytest.mark.parametrize("error", [LedgerError, LeaseLost])
@@ -455,7 +558,15 @@ def test_a_machine_without_an_intent_gets_one(make: Make) -> None:
     another = it.provider.launch(it.offer, 1, {POOL_TAG: POOL, RANK_TAG: "8"}, "")
     it.journal.found([*strange, *another])
     assert [intent.cloud_id for intent in it.intents()] == ["fake-0", "fake-1", "fake-2"]
-    assert it.intents()[1].tags["colour"] == "red"
+    found = it.intents()[1]
+    assert found.tags["colour"] == "red"
+    assert (found.kind, found.provider, found.region, found.name) == (
+        ResourceKind.INSTANCE,
+        "fake",
+        "nowhere-1",
+        f"{POOL}-7",
+    )
+    assert found.price.per_hour == PRICE
     it.pass_time(10)
     it.tear_down()
     assert it.ledger.open_intents(pool_id=POOL) == []

@@ -44,7 +44,9 @@ def test_a_shortcut_means_its_strategy(like, meant):
         ("Never", '"never"'),
         ("", '"'),
         (0.0, '"never"'),
-        (80, "0.8"),
+        (80, "did you mean 0.8?"),
+        (100, "did you mean 1?"),
+        (101, "0.8 for at least 80 %"),
         (1.5, "0.015"),
         (-0.5, "0.8 for at least 80 %"),
         (float("nan"), "0.8 for at least 80 %"),
@@ -65,6 +67,9 @@ def test_an_invalid_value_is_refused_with_the_nearest_spelling(like, advice):
     [
         lambda: Spot.Always(retries=-1),
         lambda: Spot.Always(retries=1.5),
+        lambda: Spot.Always(retries=True),
+        lambda: Spot.Always(interval=True),
+        lambda: Spot.Always(interval=float("nan")),
         lambda: Spot.Always(interval=-1),
         lambda: Spot.Always(interval=float("inf")),
         lambda: Spot.Percent(0),
@@ -117,6 +122,18 @@ def test_foreign_json_is_refused(data):
     """JSON that is not from a strategy raises BadRequest."""
     with pytest.raises(BadRequest):
         from_json(data)
+
+
+def test_the_nearest_kind_is_named():
+    """Also if no kind is near, because there are only four."""
+    for kind, nearest in (("alway", "always"), ("percentage", "percent"), ("xyz", "")):
+        with pytest.raises(BadRequest, match=f'"{nearest}'):
+            from_json({"kind": kind})
+
+
+def test_the_smallest_numbers_are_allowed():
+    """No further try, no pause before it, and all machines."""
+    assert (Spot.Always(retries=0, interval=0).retries, Spot.Percent(1).share) == (0, 1)
 
 
 def test_json_may_have_a_shortcut():
