@@ -694,7 +694,7 @@ def test_several_errors_are_raised_as_one(make: Make) -> None:
     it.rent(1)
     for verb, words in (("ask_end_all", "the disk is full"), ("close_all", "the file is gone")):
         it.outage.failing, it.outage.error = {verb}, lambda words=words: LedgerError(words)
-        (it.journal.asked if verb == "ask_end_all" else lambda ids: it.journal.gone(ids, "seen"))(["fake-0"])
+        (it.journal.end_requested if verb == "ask_end_all" else lambda ids: it.journal.gone(ids, "seen"))(["fake-0"])
     it.outage.failing = set()
     with pytest.raises(LedgerError, match="the file is gone") as caught:
         it.journal.close()
