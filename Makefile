@@ -18,13 +18,13 @@ demo: .venv/ready ## the same real job on Prefect, Airflow and Dagster, and a ta
 	$(RUN) python tests/demo.py
 
 test: .venv/ready ## real pools, real orchestrators, built wheels: all tests but the long ones
-	$(TESTS) -m "not long and not frameworks" --durations=20
+	$(TESTS) -m "not long and not frameworks" --durations=5
 
 quick: .venv/ready ## the tests without those that install packages or start servers; under two minutes
 	$(TESTS) -m "not slow and not long and not frameworks"
 
 long: .venv/ready ## the tests that take long, and all generated cases of those that generate them
-	EXAMPLES=all $(TESTS) -m "long or generated" --durations=20
+	EXAMPLES=all $(TESTS) -m "long or generated" --durations=5
 
 frameworks: .uv-ready ## distributed training with PyTorch itself, in an environment of its own (5 GB)
 	UV_PROJECT_ENVIRONMENT=.frameworks/venv $(UV) run --locked --no-default-groups --group frameworks pytest -q -m frameworks tests/distributed

@@ -94,6 +94,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=rank)
 
 
+def pytest_collection_finish() -> None:
+    """Take what exists now out of all later garbage collections, which would look at each imported module again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Collect garbage after the last test of a file, so that what a file leaves unclosed fails that file."""
+    yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Skip files that have only slow tests when slow tests are skipped, because their imports alone take longer than
     many tests.

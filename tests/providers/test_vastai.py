@@ -880,18 +880,20 @@ def test_a_killed_main_script_is_started_again(tmp_path: Path) -> None:
 
     The script finds that the container was restarted.
     """
-    script = f'echo up >>{tmp_path}/starts; echo "$PPID" "$(cut -d" " -f1 </proc/self/stat)"; exec sleep 1000'
+    starts = tmp_path / "starts"
+    starts.touch()
+    script = f'echo up >>{starts}; echo "$PPID" "$(cut -d" " -f1 </proc/self/stat)"; exec sleep 1000'
     main = subprocess.Popen(
         ["sh", "-c", MAIN.format(f"sh -c {shlex.quote(script)}").replace("sleep 5", "sleep 0.1")],
         stdout=subprocess.DEVNULL,
         start_new_session=True,
     )
     try:
-        wait_until((tmp_path / "starts").exists, "the script")
+        wait_until(lambda: starts.read_text() == "up\n", "the script")
         children = Path(f"/proc/{main.pid}/task/{main.pid}/children")
         for child in children.read_text().split():
             os.kill(int(child), signal.SIGKILL)
-        wait_until(lambda: len((tmp_path / "starts").read_text().split()) == 2, "the script, again")
+        wait_until(lambda: starts.read_text() == "up\nup\n", "the script, again")
     finally:
         os.killpg(main.pid, signal.SIGKILL)
         main.wait()
