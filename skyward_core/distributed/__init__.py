@@ -5,5 +5,6 @@ Each module owns one framework, and imports it on the nodes only.
 
 # The functions replace the modules of the same names in this package, so they are loaded at once. They are small.
 from skyward_core.distributed.torch import torch as torch
+from skyward_core.distributed.transformers import transformers as transformers
 
-__all__ = ["torch"]
+__all__ = ["torch", "transformers"]

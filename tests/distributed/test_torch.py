@@ -1,20 +1,25 @@
 """PyTorch itself with gloo on two local nodes (`make frameworks`)."""
 
 import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import skyward_core as sky
+from tests.conftest import shared
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[sky.ComputePool]:
+def pool_of_two() -> Iterator[sky.ComputePool]:
     """Two local nodes, with the packages of this environment."""
-    with sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet") as pool:
+    with shared(sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet")) as pool:
         yield pool
 
 
@@ -29,16 +34,16 @@ def summed() -> tuple[int, int, float, str, str]:
     return dist.get_rank(), dist.get_world_size(), total.item(), os.environ["RANK"], os.environ["MASTER_PORT"]
 
 
-def test_each_training_has_a_process_group_of_its_own(two: sky.ComputePool) -> None:
+def test_each_training_has_a_process_group_of_its_own(pool_of_two: sky.ComputePool) -> None:
     """Two in a row, on two ports, and one of a single rank."""
     ports = set[str]()
     for _ in range(2):
-        zero, one = summed() @ two
+        zero, one = summed() @ pool_of_two
         assert (zero[:4], one[:4]) == ((0, 2, 3.0, "0"), (1, 2, 3.0, "1"))
         assert zero[4] == one[4]
         ports.add(zero[4])
     assert len(ports) == 2
-    assert (summed() >> two)[:3] == (0, 1, 1.0)
+    assert (summed() >> pool_of_two)[:3] == (0, 1, 1.0)
 
 
 @sky.compute
@@ -48,10 +53,10 @@ def left() -> tuple[bool, list[str]]:
     return dist.is_initialized(), [name for name in os.environ if name.startswith(("MASTER", "RANK", "TORCHELASTIC"))]
 
 
-def test_nothing_is_left_after_a_training(two: sky.ComputePool) -> None:
+def test_nothing_is_left_after_a_training(pool_of_two: sky.ComputePool) -> None:
     """The processes have run one, and go on to other calls."""
-    summed() @ two
-    assert left() @ two == ((False, []), (False, []))
+    summed() @ pool_of_two
+    assert left() @ pool_of_two == ((False, []), (False, []))
 
 
 @sky.compute
@@ -67,11 +72,11 @@ def fails(rank: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_error_of_the_first_rank_is_raised(two: sky.ComputePool, rank: int) -> None:
+def test_the_error_of_the_first_rank_is_raised(pool_of_two: sky.ComputePool, rank: int) -> None:
     """The other one is in a collective operation; the next training works."""
     with pytest.raises(ValueError, match=f"rank {rank} has failed"):
-        fails(rank) @ two
-    assert [one[2] for one in summed() @ two] == [3.0, 3.0]
+        fails(rank) @ pool_of_two
+    assert [one[2] for one in summed() @ pool_of_two] == [3.0, 3.0]
 
 
 def gradients(x: Any, y: Any, model: Any) -> list[float]:
@@ -97,10 +102,10 @@ def averaged() -> list[float]:
     return gradients(*sky.shard(x, y), DistributedDataParallel(model))
 
 
-def test_gradients_are_averaged_as_one_process_computes_them(two: sky.ComputePool) -> None:
+def test_gradients_are_averaged_as_one_process_computes_them(pool_of_two: sky.ComputePool) -> None:
     """DistributedDataParallel over two shards, and the whole data in this process."""
     expected = gradients(*data())
-    for found in averaged() @ two:
+    for found in averaged() @ pool_of_two:
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
 
 
@@ -117,9 +122,9 @@ def initialised_again() -> float:
     return total.item()
 
 
-def test_a_library_can_initialise_the_group_from_the_environment(two: sky.ComputePool) -> None:
+def test_a_library_can_initialise_the_group_from_the_environment(pool_of_two: sky.ComputePool) -> None:
     """As Lightning and Accelerate do: the store of MASTER_ADDR and MASTER_PORT runs."""
-    assert initialised_again() @ two == (2.0, 2.0)
+    assert initialised_again() @ pool_of_two == (2.0, 2.0)
 
 
 @sky.compute
@@ -140,16 +145,28 @@ def sampled(rows: int, shuffle: bool, drop_last: bool) -> list[bool]:
 @pytest.mark.parametrize("rows", [10, 11])
 @pytest.mark.parametrize("shuffle", [False, True])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_the_sampler_has_pytorchs_order(two: sky.ComputePool, rows: int, shuffle: bool, drop_last: bool) -> None:
+def test_the_sampler_has_pytorchs_order(
+    pool_of_two: sky.ComputePool, rows: int, shuffle: bool, drop_last: bool
+) -> None:
     """For even and uneven lengths, in each epoch."""
-    assert sampled(rows, shuffle, drop_last) @ two == ([True, True], [True, True])
+    assert sampled(rows, shuffle, drop_last) @ pool_of_two == ([True, True], [True, True])
 
 
-def test_without_a_group_the_sampler_takes_the_workers_rank(two: sky.ComputePool) -> None:
+def test_without_a_group_the_sampler_takes_the_workers_rank(pool_of_two: sky.ComputePool) -> None:
     """A broadcast without a decorator needs no process group for it."""
 
     @sky.compute
     def rows() -> list[int]:
         return list(sky.DistributedSampler(range(7), shuffle=False))
 
-    assert rows() @ two == ([0, 2, 4, 6], [1, 3, 5, 0])
+    assert rows() @ pool_of_two == ([0, 2, 4, 6], [1, 3, 5, 0])
+
+
+def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
+    """docs/training.md, as a script in a process of its own."""
+    page = (Path(__file__).parents[2] / "docs/training.md").read_text()
+    (tmp_path / "page.py").write_text("\n\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
+    done = subprocess.run(
+        [sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr
