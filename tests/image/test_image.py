@@ -704,7 +704,10 @@ def test_the_uv_for_other_machines_is_that_of_the_lock_file(kind):
     ],
 )
 def test_the_clients_uv_is_sent_only_to_machines_that_can_run_it(monkeypatch, client, is_musl, sent):
-    """A Mac with the same processor needs another program, and a host with musl may not run one for glibc."""
+    """A Mac with the same processor needs another program, and a host with musl may not run one for glibc.
+
+    Looks inside: else the uv of other machines is downloaded.
+    """
     monkeypatch.setattr("platform.system", lambda: client[0])
     monkeypatch.setattr("platform.machine", lambda: client[1])
     monkeypatch.setattr(code_upload, "_compressed_uv", lambda: "own")
@@ -719,6 +722,8 @@ def test_the_uv_for_another_architecture_is_downloaded_and_cached(tmp_path, monk
     """For arm64 it is a static program (183 is EM_AARCH64 of ELF), downloaded once.
 
     A file with another hash is refused.
+
+    Looks inside: the result is kept as long as the process lives.
     """
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     code_upload._fetched_uv.cache_clear()

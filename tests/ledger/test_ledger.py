@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
@@ -20,9 +21,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from sqlalchemy import create_engine, event
+from sqlalchemy import Engine, create_engine, event
 
 from skyward_core.errors import BadRequest, BudgetExceeded, LeaseLost, LedgerConflict, LedgerError
+from skyward_core.ledger.database import Database
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.rows import (
     BILLING_ROUNDING,
@@ -1357,7 +1359,7 @@ def test_a_row_that_stays_locked_is_an_error(postgresql_url: str, clock: Clock) 
         impatient.renew("p", LATER + timedelta(hours=1))
 
 
-EVERYBODY_AT_ONCE = """
+ALL_AT_ONCE = """
 import os, random, sys, threading, traceback
 from datetime import datetime, timedelta
 from decimal import Decimal
@@ -1433,7 +1435,7 @@ for process in range(3):
 print(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children))
 """
 
-COMMITTED_AND_TOLD = """
+COMMITTED_AND_RESERVED = """
 SELECT b.account, b.committed_micro_usd,
        SUM(CASE WHEN r.settled_microseconds IS NULL THEN r.reserved_micro_usd ELSE r.spent_micro_usd END),
        SUM(GREATEST(0, COALESCE(r.spent_micro_usd, 0) - r.reserved_micro_usd))
@@ -1452,10 +1454,12 @@ def test_on_a_server_concurrent_methods_neither_overdraw_nor_deadlock(postgresql
             ledger.set_account(Account(account, USD(5), Period.DAY))
         for number in range(6):
             open_pool(ledger, f"p{number}")
-        done = run_script(EVERYBODY_AT_ONCE, postgresql_url, NOON.isoformat())
+        done = run_script(ALL_AT_ONCE, postgresql_url, NOON.isoformat())
         assert done.stdout == "0 0 0\n", done.stdout + done.stderr
-        with ledger._database.read() as connection:
-            balances = connection.exec_driver_sql(COMMITTED_AND_TOLD).all()
+        server = create_engine(postgresql_url)
+        with server.connect() as connection:
+            balances = connection.exec_driver_sql(COMMITTED_AND_RESERVED).all()
+        server.dispose()
         assert [row[0] for row in sorted(balances)] == ["a", "b"]
         for _, committed, expected, overspent in balances:
             assert committed == expected
@@ -1623,7 +1627,7 @@ def test_a_ledger_in_a_folder_that_others_can_write_is_refused(tmp_path: Path, m
 def test_the_locks_of_an_open_ledger_survive_another_open(tmp_path: Path) -> None:
     """A check of the file's mode must not open it, because a close drops all its locks (fcntl(2))."""
     path = tmp_path / "ledger.db"
-    with Ledger(f"sqlite:///{path}") as ledger, ledger._database.write():
+    with closing(Database(f"sqlite:///{path}", lambda: NOON, 1.0)) as database, database.write():
         Ledger(f"sqlite:///{path}").close()
         code = f"import sqlite3; sqlite3.connect({str(path)!r}, timeout=0).execute('BEGIN IMMEDIATE')"
         done = subprocess.run([sys.executable, "-IS", "-c", code], capture_output=True, text=True, check=False)
@@ -1632,15 +1636,15 @@ def test_the_locks_of_an_open_ledger_survive_another_open(tmp_path: Path) -> Non
 
 def test_a_transaction_that_a_signal_interrupts_keeps_no_lock(tmp_path: Path) -> None:
     """The exception still exists while its handlers write, as after SIGTERM of a task."""
-    with Ledger(f"sqlite:///{tmp_path / 'ledger.db'}", busy_timeout_seconds=0.5) as ledger:
+    with closing(Database(f"sqlite:///{tmp_path / 'ledger.db'}", lambda: NOON, 0.5)) as database:
 
         def interrupt(*_: object) -> None:
-            event.remove(ledger._database._engine, "after_cursor_execute", interrupt)
+            event.remove(Engine, "after_cursor_execute", interrupt)
             raise KeyboardInterrupt
 
-        with pytest.raises(KeyboardInterrupt) as caught, ledger._database.write() as connection:
-            event.listen(ledger._database._engine, "after_cursor_execute", interrupt)
+        with pytest.raises(KeyboardInterrupt) as caught, database.write() as connection:
+            event.listen(Engine, "after_cursor_execute", interrupt)
             connection.exec_driver_sql("SELECT id FROM (SELECT 1 AS id UNION ALL SELECT 2)")  # a row remains to be read
         assert caught.value.__traceback__ is not None
-        with ledger._database.write() as connection:
+        with database.write() as connection:
             connection.execute(POOLS.select())

@@ -31,6 +31,7 @@ import numpy as np
 import pytest
 
 import skyward_core as sky
+from skyward_core.cleanup.reaper import Reaper, ReaperInput
 from skyward_core.ledger.database import Database
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.rows import Account, Bucket, CostBy, Period
@@ -247,6 +248,8 @@ def test_a_running_call_that_is_cancelled_is_stopped(pool: sky.ComputePool, tmp_
 def test_a_call_that_returns_as_it_is_stopped_does_not_stop_the_next() -> None:
     """A call returns because of the signal that stops it. The runner that must die gets no other call, so the next call
     is not stopped.
+
+    Sleeps: the next call has to run when the time of the stopped one is over.
     """
 
     def yields() -> str:
@@ -889,7 +892,10 @@ def test_an_idle_pool_ends_itself(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.slow
 def test_a_running_call_keeps_its_pool_alive() -> None:
-    """The idle time counts from the last running call, not from the last submit."""
+    """The idle time counts from the last running call, not from the last submit.
+
+    Sleeps: the call has to last longer than the idle time.
+    """
     with one_node(timeout=6.0) as pool:  # opening the pool and submitting the next call may take this long
         assert pool.submit(sky.compute(lambda: time.sleep(9.0) or "done")()).result(timeout=60) == "done"
         assert double(1) >> pool == 2
@@ -1024,24 +1030,27 @@ def outage(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 @pytest.mark.slow
 @pytest.mark.parametrize("is_back_soon", [True, False])
 def test_a_ledger_that_fails_while_a_pool_closes_gets_its_end_later(
-    outage: threading.Event, caplog: pytest.LogCaptureFixture, *, is_back_soon: bool
+    outage: threading.Event, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, *, is_back_soon: bool
 ) -> None:
     """Refused writes are repeated by this `close` if the ledger works again, or by the next. The bill is the actual
     cost, and no reservation stays.
     """
+    reapers: list[Reaper] = []
+    start, release = Reaper.start, PoolMachines.release
+
+    def started(reaper_input: ReaperInput) -> Reaper:
+        reapers.append(start(reaper_input))
+        return reapers[-1]
+
+    monkeypatch.setattr(Reaper, "start", started)
     with Ledger(default_url()) as ledger:
         ledger.set_account(Account("outage", Decimal(2000), Period.MONTH))
         pool = sky.ComputePool(provider=sky.Local(price_per_hour=3600), display="quiet", budget="outage").open()
         pool_id = pool.lease.pool_id
-        opened = pool._session._opened
-        assert isinstance(opened, Session)
-        machines, reaper = opened.machines, opened._reaper.reaper
-        assert machines is not None
-        assert reaper is not None
-        release = machines.release
+        (reaper,) = reapers
         outage.set()
         if is_back_soon:
-            machines.release = lambda: (release(), outage.clear())[0]  # type: ignore[method-assign]
+            monkeypatch.setattr(PoolMachines, "release", lambda machines: (release(machines), outage.clear())[0])
             pool.close()
             assert "has it now: the ledger's server is away" in caplog.text
         else:
@@ -1211,7 +1220,10 @@ def test_the_clock_of_a_pool_continues_after_errors(
 
 
 def test_a_failed_step_of_the_clock_prevents_no_other_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lost lease has priority, and no step of a round is skipped: money, work and reaper are checked."""
+    """A lost lease has priority, and no step of a round is skipped: money, work and reaper are checked.
+
+    Looks inside: the steps are those that a session gives to its clock.
+    """
     opened = Session(sky.PoolSpec.of(display="quiet", lease_seconds=60), [sky.Local()], None)
     done: list[str] = []
 

@@ -110,13 +110,14 @@ class Droplet:
     is_vanishing: bool = False
     status: str | None = None
     """A status that overrides the one of its reads."""
+    has_no_address: bool = False
     looks: int = 0
     ip: str | None = None
     """The address of its host, "" while the host starts."""
 
     def row(self) -> dict[str, Any]:
         """Return it in the API's format."""
-        is_up = self.looks > self.slow and not self.is_errored and self.ip != ""
+        is_up = self.looks > self.slow and not (self.is_errored or self.has_no_address) and self.ip != ""
         place = f"{self.id >> 8 & 255}.{self.id & 255}"
         networks = [
             {"ip_address": self.ip or f"10.116.{place}", "netmask": "255.255.240.0", "gateway": "", "type": "private"},
@@ -156,6 +157,8 @@ class Mood:
     hidden: int = 0
     errored: int = 0
     """The next creating calls create this number of droplets that are errored after a read."""
+    off: int = 0
+    """The next creating calls create this number of droplets that are off and never have an address."""
     unknown_key: int = 0
     """The next creating calls, this number of them, do not know a registered key."""
     budget: int | None = None
@@ -338,6 +341,9 @@ class FakeDigitalOcean(FakeCloud):
         if self.mood.errored:
             self.mood.errored -= 1
             droplet.is_errored = True
+        if self.mood.off:
+            self.mood.off -= 1
+            droplet.has_no_address, droplet.status = True, "off"
         if self.mood.vanishing:
             self.mood.vanishing -= 1
             droplet.is_vanishing = True

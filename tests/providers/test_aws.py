@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -413,7 +414,7 @@ def test_a_region_that_refuses_the_credentials_does_not_count_as_empty(cloud: Fa
         provider.terminate(["i-0123456789abcdef0"])
 
 
-def test_a_recent_machine_that_aws_does_not_know_is_not_gone(cloud: FakeAWS) -> None:
+def test_a_recent_machine_that_aws_does_not_know_is_not_gone(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
     """`InvalidInstanceID.NotFound` occurs for seconds after RunInstances.
 
     A minute later, and for another client's machine, it means that the machine is gone.
@@ -427,8 +428,9 @@ def test_a_recent_machine_that_aws_does_not_know_is_not_gone(cloud: FakeAWS) -> 
     provider.terminate([machine.id])
     assert cloud.alive() == set()
     provider.terminate(["i-0123456789abcdef0"])
-    for age_seconds, is_refused in ((55.0, True), (61.0, False)):
-        provider._recent.created[machine.id] = time.monotonic() - age_seconds
+    for later_seconds, is_refused in ((50.0, True), (61.0, False)):
+        clock = SimpleNamespace(monotonic=lambda later=later_seconds: time.monotonic() + later)
+        monkeypatch.setattr(aws_instances, "time", clock)
         cloud.fail("TerminateInstances", "InvalidInstanceID.NotFound", times=1)
         with pytest.raises(ProviderFailed) if is_refused else contextlib.nullcontext():
             provider.terminate([machine.id])

@@ -434,11 +434,18 @@ def test_the_error_names_the_codes_of_all_pools_that_were_tried(cloud: FakeAWS) 
         ([], NoCapacity),
     ],
 )
-def test_a_fleets_error_codes_determine_the_error(codes: list[str], kind: type[SkywardError]) -> None:
+def test_a_fleets_error_codes_determine_the_error(cloud: FakeAWS, codes: list[str], kind: type[SkywardError]) -> None:
     """They have no HTTP status; errors that hold for all pools come first."""
-    error = aws_fleet._why_none([{"ErrorCode": code, "ErrorMessage": "why"} for code in codes], [], "1 x it")
-    assert type(error) is kind
-    assert error.code in (*codes, UNTRIED[0])
+    spot(cloud, a=0.18, b=0.19)
+    zones = [("g4dn.xlarge", A), ("g4dn.xlarge", B)]
+    cloud.fleets.untried = set(zones)
+    for zone, code in zip(zones, codes, strict=False):
+        cloud.fleets.untried.discard(zone)
+        cloud.fleets.refusals[zone] = (code, "why")
+    with pytest.raises(SkywardError) as caught:
+        make(cloud).launch(SPOT, 1, tags(), STARTUP)
+    assert type(caught.value) is kind
+    assert caught.value.code in (*codes, UNTRIED[0])
 
 
 def test_throttling_inside_an_answer_is_retried(cloud: FakeAWS) -> None:

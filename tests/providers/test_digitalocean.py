@@ -620,17 +620,13 @@ def test_a_machine_that_is_off_before_it_has_an_address_is_destroyed(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
     """Its creation is complete. Before that it may be off for a moment."""
-    rows = {"id": 1, "status": "off"}
-    answers = iter(["in-progress", "completed"])
-
-    class Answers:
-        def request(self, *_: object, **__: object) -> Any:
-            return {
-                "actions": [{"type": "power_off", "status": "completed"}, {"type": "create", "status": next(answers)}]
-            }
-
-    assert launch._failure(Answers(), rows) == ""  # type: ignore[arg-type]
-    assert launch._failure(Answers(), rows) == "it is off"  # type: ignore[arg-type]
+    provider = make()
+    cloud.mood.off = 1
+    cloud.mood.slow = 3
+    with pytest.raises(NoCapacity, match="it is off"):
+        provider.launch(an_offer(provider), 1, tags(), STARTUP)
+    assert len([request for request in cloud.requests if request.path.endswith("/actions")]) > 1
+    assert not cloud.droplets
 
 
 def test_a_machine_without_an_address_is_destroyed_after_the_limit(
@@ -867,6 +863,14 @@ def run_end_script(script: str, folder: Path, fails: int = 0, tries: int = 0) ->
     return calls.read_text().splitlines()
 
 
+def end_script_of(cloud: FakeDigitalOcean, provider: DigitalOcean) -> str:
+    """Return the end script in the user data of a machine that the provider launches."""
+    provider.launch(an_offer(provider), 1, tags(), STARTUP)
+    (droplet,) = cloud.droplets.values()
+    _, _, text = boot_of(droplet.order).partition("cat >/root/.cache/skyward/end <<'SKYWARD_END_OF_FILE'\n")
+    return text.partition("\nSKYWARD_END_OF_FILE\n")[0]
+
+
 def test_without_a_node_token_a_machine_powers_off(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], tmp_path: Path
 ) -> None:
@@ -883,21 +887,16 @@ def test_with_a_node_token_a_machine_deletes_itself(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], tmp_path: Path
 ) -> None:
     """It uses the id of the metadata service. The token is in no command line."""
-    provider = make(node_token=NODE_TOKEN)
-    provider.launch(an_offer(provider), 1, tags(), STARTUP)
-    (droplet,) = cloud.droplets.values()
-    script = provider._end_script()
-    assert script in boot_of(droplet.order)
-    calls = run_end_script(script, tmp_path)
+    calls = run_end_script(end_script_of(cloud, make(node_token=NODE_TOKEN)), tmp_path)
     assert calls[0].endswith("http://169.254.169.254/metadata/v1/id")
     assert calls[1].endswith(f"-X DELETE -K - {cloud.url}/v2/droplets/4711")
     assert calls[2] == f'header = "Authorization: Bearer {NODE_TOKEN}"'
     assert calls[3] == "sleep 60"
 
 
-def test_the_end_script_passes_shellcheck(make: Callable[..., DigitalOcean]) -> None:
+def test_the_end_script_passes_shellcheck(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
     """The script that prints the machine's id passes too."""
-    script = f'#!/bin/sh\n{make(node_token=NODE_TOKEN)._end_script()}id=$({MACHINE_ID})\necho "$id"\n'
+    script = f'#!/bin/sh\n{end_script_of(cloud, make(node_token=NODE_TOKEN))}\nid=$({MACHINE_ID})\necho "$id"\n'
     done = subprocess.run(
         [str(Path(sys.executable).with_name("shellcheck")), "-"],
         input=script,
@@ -912,26 +911,19 @@ def test_a_failed_deletion_is_repeated_until_the_machine_is_gone(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], tmp_path: Path
 ) -> None:
     """A machine that is off costs the same, and could not try again."""
-    provider = make(node_token=NODE_TOKEN)
-    provider.launch(an_offer(provider), 1, tags(), STARTUP)
-    (droplet,) = cloud.droplets.values()
-    end = (
-        boot_of(droplet.order)
-        .partition("cat >/root/.cache/skyward/end <<'SKYWARD_END_OF_FILE'\n")[2]
-        .partition("\nSKYWARD_END_OF_FILE\n")[0]
-    )
-    calls = run_end_script(end, tmp_path, fails=22, tries=20)
+    calls = run_end_script(end_script_of(cloud, make(node_token=NODE_TOKEN)), tmp_path, fails=22, tries=20)
     assert len([line for line in calls if "DELETE" in line]) == 21
     assert calls.count("sleep 30") == 20
     assert "poweroff" not in calls
 
 
-def test_without_an_id_nothing_is_deleted(make: Callable[..., DigitalOcean], tmp_path: Path) -> None:
+def test_without_an_id_nothing_is_deleted(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], tmp_path: Path
+) -> None:
     """The URL without an id is that of all droplets."""
     (tmp_path / "metadata").write_text("<html>")
-    assert not [
-        line for line in run_end_script(make(node_token=NODE_TOKEN)._end_script(), tmp_path) if "DELETE" in line
-    ]
+    calls = run_end_script(end_script_of(cloud, make(node_token=NODE_TOKEN)), tmp_path)
+    assert not [line for line in calls if "DELETE" in line]
 
 
 def test_the_node_token_is_in_no_error_message(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:

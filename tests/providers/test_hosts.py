@@ -1,5 +1,6 @@
 """`Hosts`: as a value, and on the machines of the test bed, with real guards that tests kill."""
 
+import contextlib
 import json
 import logging
 import os
@@ -10,9 +11,11 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,6 +33,60 @@ REPOSITORY = Path(__file__).parents[2]
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 ANY = sky.Requirements()
 POOL = "sky-test-hosts"
+
+
+class FakeHosts:
+    """Hosts without a network: `keys` are the keys that they show, `gpus` what their driver lists."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.keys: dict[str, str | None] = {}
+        self.gpus: list[str] = []
+        self.endpoints: dict[str, sky.Endpoint] = {}
+        """Where the last connections went, by address."""
+        self.asked: list[tuple[str, dict[str, Sequence[str]]]] = []
+        """The scripts that ran, and their arguments by address."""
+        monkeypatch.setattr(hosts, "HostConnections", partial(FakeConnections, self))
+
+
+class FakeConnections(contextlib.nullcontext[Any]):
+    """The connections of one request to fake hosts."""
+
+    def __init__(self, fakes: FakeHosts, endpoints: dict[str, sky.Endpoint], keys: host_connections.SeenKeys) -> None:
+        super().__init__(self)
+        self._fakes, self._keys = fakes, keys
+        fakes.endpoints = endpoints
+
+    def connect(self, straggler_seconds: float | None = None) -> dict[str, sky.SkywardError]:
+        failures: dict[str, sky.SkywardError] = {}
+        for address in self._fakes.endpoints:
+            try:
+                self._keys.note(address, self._fakes.keys.get(address))
+            except sky.HostKeyChanged as error:
+                failures[address] = error
+        return failures
+
+    def ask(
+        self, script: str, arguments: dict[str, Sequence[str]], **_: object
+    ) -> tuple[dict[str, host_connections.HostAnswer], dict[str, sky.SkywardError]]:
+        self._fakes.asked.append((script, dict(arguments)))
+        values = {
+            "vcpus": ["4"],
+            "memory_kib": ["1000000"],
+            "machine": ["x86_64"],
+            "ip": ["10.0.0.1"],
+            "directory": [""],
+        }
+        answer = host_connections.HostAnswer({**values, "gpu": self._fakes.gpus})
+        return dict.fromkeys(arguments, answer), {}
+
+    def endpoint(self, address: str) -> sky.Endpoint:
+        return self._fakes.endpoints[address]
+
+
+@pytest.fixture
+def fakes(monkeypatch: pytest.MonkeyPatch) -> FakeHosts:
+    return FakeHosts(monkeypatch)
+
 
 # ── as a value ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -54,22 +111,28 @@ def test_the_provider_survives_json() -> None:
     assert (hash(pools), pools.to_json()) == (hash(provider), fields)
 
 
-def test_a_pools_own_copy_remembers_host_keys() -> None:
+def test_a_pools_own_copy_remembers_host_keys(fakes: FakeHosts) -> None:
     """Each copy has its own keys, one for each address. A provider outside a pool remembers none."""
+
+    def pinned(hosts: sky.Hosts) -> list[str | None]:
+        hosts.instances()
+        return [fakes.endpoints[address].host_key for address in ("gpu-1", "gpu-2")]
+
     provider = sky.Hosts("gpu-1", "gpu-2")
     one, other = provider.for_pool(), provider.for_pool()
-    one._keys.note("gpu-1", "key a")
-    one._keys.note("gpu-1", "key a")
-    one._keys.note("gpu-2", None)
-    with pytest.raises(sky.HostKeyChanged, match="two host keys: key a and key b"):
-        one._keys.note("gpu-1", "key b")
-    provider._keys.note("gpu-1", "key b")
-    assert [(it._keys.of("gpu-1"), it._keys.of("gpu-2")) for it in (one, other, provider)] == [
-        ("key a", None),
-        (None, None),
-        (None, None),
+    fakes.keys = {"gpu-1": "key a", "gpu-2": None}
+    assert [pinned(it) for it in (one, one, provider, provider)] == [
+        [None, None],
+        ["key a", None],
+        [None, None],
+        [None, None],
     ]
-    assert pickle.loads(pickle.dumps(one))._keys.of("gpu-1") == "key a"
+    fakes.keys = {"gpu-1": "key b"}
+    with pytest.raises(sky.HostKeyChanged, match="two host keys: key a and key b"):
+        one.instances()
+    assert [pinned(it) for it in (provider, other, other)] == [[None, None], [None, None], ["key b", None]]
+    fakes.keys = {}
+    assert pinned(pickle.loads(pickle.dumps(one))) == ["key a", None]
 
 
 @pytest.mark.parametrize(
@@ -87,9 +150,10 @@ def test_a_pools_own_copy_remembers_host_keys() -> None:
         ("root@[fe80::1%eth0]:2222", {}, {"host": "fe80::1%eth0", "user": "root", "port": 2222}),
     ],
 )
-def test_an_address_sets_host_user_and_port(address: str, fields: dict, endpoint: dict) -> None:
+def test_an_address_sets_host_user_and_port(fakes: FakeHosts, address: str, fields: dict, endpoint: dict) -> None:
     """User and port of an address have precedence over the provider's, and both over ~/.ssh/config."""
-    assert sky.Hosts(address, **fields)._endpoint(address) == sky.Endpoint(**endpoint)
+    sky.Hosts(address, **fields).instances()
+    assert fakes.endpoints == {address: sky.Endpoint(**endpoint)}
 
 
 @pytest.mark.parametrize(
@@ -157,15 +221,26 @@ def test_the_scripts_are_plain_sh(name: str) -> None:
     assert subprocess.run(["dash", "-n"], input=script, capture_output=True, text=True, check=False).stderr == ""
 
 
-def test_an_id_determines_its_possible_hosts() -> None:
-    """An id with a host's mark is looked for only there; one with an unknown mark, on all hosts."""
-    provider = sky.Hosts("a", "b")
-    (of_a, of_b, of_no_pool) = (
-        f"host-{mark}1234567" for mark in (provider._mark("a"), provider._mark("b"), sky.Hosts("c")._mark("c"))
-    )
-    assert provider._possible("a", [of_a, of_b, of_no_pool]) == {of_a, of_no_pool}
-    assert provider._possible("b", [of_a, of_b, of_no_pool]) == {of_b, of_no_pool}
-    assert sky.Hosts("a", user="you")._mark("a") == provider._mark("a")
+def test_an_id_determines_its_possible_hosts(fakes: FakeHosts) -> None:
+    """An id with a host's mark is looked for only there; one with an unknown mark, on all hosts.
+
+    The mark does not depend on the user.
+    """
+
+    def launched(provider: sky.Hosts) -> str:
+        (offer,) = provider.offers(ANY)
+        tags = {base.POOL_TAG: POOL, base.RANK_TAG: "0"}
+        (instance,) = provider.launch(offer, 1, tags, "true")
+        return instance.id
+
+    of_a, of_b, of_another = (launched(sky.Hosts(address, user="you")) for address in ("a", "b", "c"))
+    sky.Hosts("a", "b").terminate([of_a, of_b, of_another])
+    script, arguments = fakes.asked[-1]
+    assert script == hosts.END
+    assert {address: set(its[1:]) for address, its in arguments.items()} == {
+        "a": {of_a, of_another},
+        "b": {of_b, of_another},
+    }
 
 
 def test_only_hosts_without_a_price_may_be_left_to_their_lease() -> None:
@@ -184,16 +259,16 @@ def test_foreign_ids_cause_no_connection() -> None:
     )
 
 
-def test_the_drivers_output_becomes_accelerators() -> None:
+def test_the_drivers_output_becomes_accelerators(fakes: FakeHosts) -> None:
     """Names become the catalogue's, MiB become GB.
 
     A second kind of GPU does not count. Memory or name may be unknown.
     """
 
-    def host(*gpus: str) -> hosts._Host:
-        return hosts._Host.of(
-            hosts.HostAnswer({"vcpus": ["4"], "memory_kib": ["1000000"], "machine": ["x86_64"], "gpu": list(gpus)})
-        )
+    def host(*gpus: str) -> sky.Offer:
+        fakes.gpus = list(gpus)
+        (offer,) = sky.Hosts("gpu-1").offers(ANY)
+        return offer
 
     four = host(*["NVIDIA A100-SXM4-80GB, 81920"] * 4)
     assert (four.accelerator, four.accelerators, four.accelerator_memory_gb) == ("A100", 4, 81920 * 1024**2 / 1e9)

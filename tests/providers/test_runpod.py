@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import itertools
 import json
 import logging
@@ -28,6 +30,7 @@ from skyward_core.providers.runpod import launch
 from skyward_core.providers.runpod.boot import END
 from skyward_core.providers.runpod.instances import STATES
 from skyward_core.providers.runpod.provider import RunPod
+from tests.providers import fake_runpod
 from tests.providers.contract import POOL, STARTUP, Hands, RestContract, tags
 from tests.providers.fake_runpod import HOST, KEY, NO_CAPACITY, FakeRunPod, cpu, gpu, problem
 from tests.providers.http_fake import FakeCloud, Reply
@@ -464,10 +467,10 @@ def test_a_403_to_another_request_is_a_credentials_error(fake: FakeRunPod) -> No
 
 
 def test_a_refused_field_ends_the_search(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All candidates would refuse the request, because our code is wrong."""
+    """All candidates would refuse the request, because our code is wrong: RunPod has renamed a field."""
     offer = cheapest()
-    monkeypatch.setattr(RunPod, "_hardware", lambda *_: {"cloud": "SECURE", "gpuCount": 1, "image": "x"})
-    with pytest.raises(BadRequest, match="gpuCount"):
+    monkeypatch.setattr(fake_runpod, "KNOWN_GPU_FIELDS", fake_runpod.KNOWN_GPU_FIELDS - {"count"})
+    with pytest.raises(BadRequest, match="count"):
         RunPod().launch(offer, 1, tags(), STARTUP)
 
 
@@ -830,13 +833,17 @@ def test_a_pod_with_a_refused_end_is_stopped(tmp_path: Path, monkeypatch: pytest
     assert "kill" not in END
 
 
-def test_a_pod_without_a_key_looks_for_it_again(tmp_path: Path) -> None:
+def test_a_pod_without_a_key_looks_for_it_again(fake: FakeRunPod, tmp_path: Path) -> None:
     """It sends no request, and tries again."""
     (tmp_path / "sleep").write_text(
         f'#!/bin/sh\necho "$@" >>{tmp_path}/pauses; [ "$(wc -l <{tmp_path}/pauses)" -lt 3 ] || kill "$PPID"\n'
     )
     (tmp_path / "sleep").chmod(0o755)
-    script = RunPod(api_key=SecretStr("k"))._end_script().replace("/proc/1/environ", "/dev/null")
+    RunPod().launch(cheapest(), 1, tags(), STARTUP)
+    (order,) = fake.asked("POST", "/v2/pods")
+    boot = gzip.decompress(base64.b64decode(order.body["env"]["SKYWARD_BOOT"])).decode()
+    _, _, end = boot.partition("<<'SKYWARD_END_OF_FILE'\n")
+    script = end.partition("\nSKYWARD_END_OF_FILE\n")[0].replace("/proc/1/environ", "/dev/null")
     done = subprocess.run(
         ["sh", "-c", script],
         env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},

@@ -104,12 +104,15 @@ class Beside(Elsewhere):
 
 
 def test_extra_costs_of_machines_are_reserved_and_billed(folder: str) -> None:
-    """Two machines for their first minute are 12 USD, not 1.20. The receipt has a line for the extra costs."""
+    """Two machines for their first minute are 12 USD, not 1.20. The receipt has a line for the extra costs, and the
+    events of the machines include them.
+    """
     beside = Beside(folder=folder, price_per_hour=36.0)
     error, _ = run([beside], expected=BudgetExceeded, max_cost=11.0)
     assert "2 x 360.0 USD per hour cost" in str(error)
     assert beside.machines.launched == []
-    run([beside], max_cost=40.0)
+    _, seen = run([beside], max_cost=40.0)
+    assert [event.price_on_demand for event in seen.of(sky.InstanceProvisioned)] == [360.0, 360.0]
     with Ledger(default_url()) as ledger:
         (pool,) = [entry for entry in ledger.pools(include_ended=True) if ledger.intents(pool_id=entry.id)]
         bill = receipt(ledger, pool.id)

@@ -38,7 +38,13 @@ class World:
         lease = Lease(
             pool_id=opened.pool_id, provider={}, nodes=(), scheduler="tls://127.0.0.1:1", created_at=datetime.now(UTC)
         )
-        opened.machines = SimpleNamespace(lease=lease, stop=lambda: None, release=lambda: do("released"))  # type: ignore[assignment]
+        opened.machines = SimpleNamespace(  # type: ignore[assignment]
+            lease=lease,
+            stop=lambda: None,
+            release=lambda: do("released"),
+            launch_no_more=lambda: None,
+            end_now=lambda: None,
+        )
         opened._engine.cluster = SimpleNamespace(
             close=lambda error: do(f"closed with {type(error).__name__}"), leave=lambda _: do("left")
         )  # type: ignore[assignment]
@@ -124,7 +130,8 @@ def test_a_pool_that_was_detached_is_not_stopped(world: World) -> None:
     world.stop()
     world.opened.release()
     assert world.done == ["nodes informed", "ledger updated", "left"]
-    assert world.opened._claims.state is SessionState.DETACHED
+    assert world.opened.why_ended is None
+    assert world.opened.is_released
 
 
 def test_a_stop_wins_over_a_detach_that_the_ledger_refuses(world: World) -> None:
@@ -153,27 +160,26 @@ def test_a_detach_that_fails_leaves_the_pool_open(world: World) -> None:
         world.hooks["nodes informed"] = fails
         with pytest.raises(type(error)):
             world.opened.detach(600)
-        assert world.opened._claims.state is SessionState.OPEN
+        assert world.opened.is_running
     world.opened.stop("the pool was closed")
     assert world.done[-3:] == ["closed with PoolClosed", "released", "written down"]
 
 
-def test_a_signal_handler_may_close_a_pool_that_is_being_detached(world: World) -> None:
+@pytest.mark.parametrize("moment", ["nodes informed", "ledger updated"])
+def test_a_signal_handler_may_close_a_pool_that_is_being_detached(world: World, moment: str) -> None:
     """The handler runs in the thread that detaches. Neither waits for the other, and no lease of ended machines is
     returned.
     """
-    for moment in ("nodes informed", "ledger updated"):
-        world.opened._claims.state = SessionState.OPEN
-        world.hooks[moment] = lambda: world.opened.stop("the pool was closed")
-        with pytest.raises(sky.PoolClosed, match="closed while it was detached"):
-            world.opened.detach(600)
-        assert world.opened._claims.state is SessionState.STOPPED
-        assert "released" in world.done
+    world.hooks[moment] = lambda: world.opened.stop("the pool was closed")
+    with pytest.raises(sky.PoolClosed, match="closed while it was detached"):
+        world.opened.detach(600)
+    assert not world.opened.is_running
+    assert "released" in world.done
 
 
 def test_a_pool_that_is_to_be_terminated_is_not_detached(world: World) -> None:
     """A kill hook may run during the detach."""
-    world.hooks["nodes informed"] = lambda: setattr(world.opened._claims, "is_to_end", True)
+    world.hooks["nodes informed"] = world.opened.terminate_now
     with pytest.raises(sky.PoolClosed, match="terminate_now"):
         world.opened.detach(600)
     assert world.done == ["nodes informed", "nodes informed again"]
@@ -182,7 +188,10 @@ def test_a_pool_that_is_to_be_terminated_is_not_detached(world: World) -> None:
 def test_a_close_that_fails_at_the_programs_end_is_one_clear_line(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The line names the machines that are left and what ends them, in place of the interpreter's traceback."""
+    """The line names the machines that are left and what ends them, in place of the interpreter's traceback.
+
+    Looks inside: the interpreter calls it when it ends.
+    """
 
     def fails() -> None:
         raise sky.InstancesLeft("2 machines are not confirmed gone: i-1, i-2", ("i-1", "i-2"))
@@ -206,11 +215,10 @@ def test_a_pool_that_must_end_at_the_end_of_its_opening_does_not_open(monkeypatc
     """
     used_up = sky.BudgetExceeded("the money is used up", "team")
 
-    def end(limits: Any) -> None:
-        limits._give_up(used_up)
+    def limits(_spec: object, _limit: object, _renewal: object, give_up: Any, _log: object) -> Any:
+        return SimpleNamespace(start=lambda: None, end=lambda: give_up(used_up))
 
-    monkeypatch.setattr(session.OpeningLimits, "start", lambda limits: None)
-    monkeypatch.setattr(session.OpeningLimits, "end", end)
+    monkeypatch.setattr(session, "OpeningLimits", limits)
     recorded = RecordedEvents()
     pool = sky.ComputePool(provider=sky.Local(), display="quiet", on_event=recorded)
     with pytest.raises(sky.BudgetExceeded, match="the money is used up"):
