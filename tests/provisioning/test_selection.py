@@ -98,7 +98,12 @@ class Beside(Elsewhere):
 
     def offers(self, want: Requirements) -> list[Offer]:
         return [
-            one.model_copy(update={"extras_per_hour": (Extra(name="disk", usd_per_hour=324.0),)})
+            one.model_copy(
+                update={
+                    "extras_per_hour": (Extra(name="disk", usd_per_hour=324.0),),
+                    "on_demand_price_per_hour": one.price_per_hour,
+                }
+            )
             for one in super().offers(want)
         ]
 
