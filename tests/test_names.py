@@ -142,12 +142,11 @@ def _has(module: str, path: Path, names: list[str]) -> bool:
     if names[0] not in defined:
         return "__getattr__" in defined and hasattr(importlib.import_module(module), names[0])
     match defined[names[0]]:
-        case ast.ClassDef() as kind if len(names) > 1 and not kind.bases:
-            return names[1] in set(_names_of_class(kind))
-        case ast.ImportFrom(module=str(source)) as imported if len(names) > 1 or source.partition(".")[0] in PACKAGES:
-            origin = {alias.asname or alias.name: alias.name for alias in imported.names}[names[0]]
-            return source.partition(".")[0] not in PACKAGES or exists(".".join([source, origin, *names[1:]]))
-        case _:
+        case str(origin):
+            return origin.partition(".")[0] not in PACKAGES or exists(".".join([origin, *names[1:]]))
+        case frozenset() as attributes:
+            return len(names) == 1 or names[1] in attributes
+        case None:
             return True
 
 
@@ -159,31 +158,34 @@ def _file(module: str) -> Path | None:
     return next((place for place in places if place.exists()), None)
 
 
+type Definition = str | frozenset[str] | None
+"""Where an imported name is from, or the names of a class without bases; the syntax trees take too much memory."""
+
+
 @cache
-def _defined(path: Path) -> dict[str, ast.stmt]:
-    """Return the statements that define the names of a module."""
-    if path.is_dir():
-        return {}
-    found: dict[str, ast.stmt] = {}
-    waiting: list[ast.stmt] = list(ast.parse(path.read_text(encoding="utf-8")).body)
+def _defined(path: Path) -> dict[str, Definition]:
+    """Return what a module defines, by name."""
+    found: dict[str, Definition] = {}
+    waiting: list[ast.AST] = [] if path.is_dir() else [ast.parse(path.read_text(encoding="utf-8"))]
     while waiting:
-        statement = waiting.pop()
-        match statement:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                found[name] = statement
-            case ast.Import(names=names) | ast.ImportFrom(names=names):
-                found |= {(alias.asname or alias.name.partition(".")[0]): statement for alias in names}
-            case ast.If() | ast.Try() | ast.With() | ast.For():
-                waiting += [
-                    child for child in ast.walk(statement) if isinstance(child, ast.stmt) and child is not statement
-                ]
-            case _:
-                stored = (
-                    node.id
-                    for node in ast.walk(statement)
-                    if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-                )
-                found |= dict.fromkeys(stored, statement)
+        for statement in ast.iter_child_nodes(waiting.pop()):
+            match statement:
+                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                    found[name] = None
+                case ast.ClassDef(name=name, bases=bases):
+                    found[name] = None if bases else frozenset(_names_of_class(statement))
+                case ast.Import(names=names):
+                    found |= {alias.asname or alias.name.partition(".")[0]: None for alias in names}
+                case ast.ImportFrom(module=str(source), names=names):
+                    found |= {alias.asname or alias.name: f"{source}.{alias.name}" for alias in names}
+                case ast.If() | ast.Try() | ast.With() | ast.For() | ast.ExceptHandler():
+                    waiting.append(statement)
+                case _:
+                    found |= {
+                        node.id: None
+                        for node in ast.walk(statement)
+                        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+                    }
     return found
 
 
