@@ -89,6 +89,7 @@ class FakeProvider(Provider):
             is_spot=offer.is_spot,
             price_per_hour=offer.price_per_hour,
             on_demand_price_per_hour=offer.on_demand_price_per_hour,
+            extras_per_hour=offer.extras_per_hour,
             directory=str(directory),
         )
         return instance
