@@ -16,18 +16,16 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.accelerators.mig import CHANGED_BY_RESET, TABLES, profiles
-from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.image import shell
 from skyward_core.image.mig_shell import UNPARTITION, partition_gpus
-from skyward_core.machines.instances import Instance, InstanceState
 from skyward_core.machines.offers import Offer
 from skyward_core.providers import hosts, termination_shell
-from skyward_core.provisioning.bootstrap import Role, node_script, settings_of
+from skyward_core.provisioning.bootstrap import node_script
 from skyward_core.provisioning.guard import guard_script
 from skyward_core.provisioning.selection import refuse, warn
-from skyward_core.transport.transport import Transports
 from skyward_core.worker.settings import NodeSettings, with_partitions
 from skyward_core.worker.supervisor import read_settings
+from tests.accelerators.first_node import settings_of_first_node
 from tests.conftest import wait_until
 from tests.testbed.fakegpu import install
 
@@ -81,22 +79,7 @@ def test_a_partition_is_a_worker(accelerator: sky.Accelerator | None, workers: i
 
 def node_settings(wanted: sky.PoolSpec, ports: tuple[int, ...] = ()) -> NodeSettings:
     """Return the settings of the first node of a pool with these fields."""
-    instance = Instance(
-        id="host-1",
-        provider="hosts",
-        pool_id="p",
-        rank=0,
-        state=InstanceState.RUNNING,
-        region="r",
-        instance_type="t",
-        directory="/nowhere",
-    )
-    transports = Transports(60.0, lambda _: None)
-    try:
-        role = Role(0, 0, "10.0.0.1", "10.0.0.1", 29500, ports=ports)
-        return settings_of(transports.to(instance), role, wanted, PoolCertificate("pem", "key"), wanted.accelerator)
-    finally:
-        transports.close()
+    return settings_of_first_node(wanted, wanted.accelerator, ports)
 
 
 def test_limits_of_one_worker_do_not_change_with_partitions() -> None:

@@ -18,13 +18,10 @@ import pytest
 import skyward_core as sky
 from skyward_core.accelerators.catalog import CHIPS, find
 from skyward_core.accelerators.neuron import slot_cores
-from skyward_core.engine.certificates import PoolCertificate
-from skyward_core.machines.instances import Instance, InstanceState
 from skyward_core.machines.offers import Offer
-from skyward_core.provisioning.bootstrap import Role, settings_of
-from skyward_core.transport.transport import Transports
 from skyward_core.worker.info import ENV, InstanceInfo, instance_info, to_env
 from skyward_core.worker.settings import NodeSettings
+from tests.accelerators.first_node import settings_of_first_node
 from tests.conftest import wait_until
 
 Trainium, Inferentia = sky.Accelerator.AWS.Trainium, sky.Accelerator.AWS.Inferentia
@@ -127,25 +124,8 @@ TRN1 = Offer(
 
 def node_settings(offer: Offer = CPUS, **options: Any) -> NodeSettings:
     """Return the settings of the first node of a pool on a machine with these fields."""
-    instance = Instance(
-        id="i-1",
-        provider="aws",
-        pool_id="p",
-        rank=0,
-        state=InstanceState.RUNNING,
-        region="r",
-        instance_type="t",
-        directory="/nowhere",
-    )
-    transports = Transports(60.0, lambda _: None)
-    try:
-        role = Role(0, 0, "10.0.0.1", "10.0.0.1", 29500)
-        spec = sky.PoolSpec.of(provider=sky.AWS(), **options)
-        settings = settings_of(
-            transports.to(instance), role, spec, PoolCertificate("pem", "key"), spec.accelerator_on(offer)
-        )
-    finally:
-        transports.close()
+    spec = sky.PoolSpec.of(provider=sky.AWS(), **options)
+    settings = settings_of_first_node(spec, spec.accelerator_on(offer))
     assert NodeSettings.from_json(settings.to_json()) == settings
     return settings
 

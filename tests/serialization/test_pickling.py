@@ -1,7 +1,6 @@
 """Objects of the user's project reach a bare interpreter with only installed packages, and come back as themselves."""
 
 import functools
-import importlib
 import io
 import pickle
 import subprocess
@@ -21,6 +20,7 @@ import skyward_core
 from skyward_core.errors import NotPicklable
 from skyward_core.serialization.ownership import belongs_to_user
 from skyward_core.serialization.pickling import OUT_OF_BAND_BYTES, Pickled, dumps, loads
+from tests.serialization.bare_interpreter import Write, results_of, user_project
 
 NODE = """
 import pickle, sys
@@ -39,23 +39,7 @@ for call in pickle.load(sys.stdin.buffer):
 
 def on_node(*calls: Pickled) -> list[Any]:
     """Run the calls, one after the other, in one bare interpreter; return their results, or raise the first error."""
-    core = str(Path(skyward_core.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", NODE, core],
-        input=pickle.dumps(calls, protocol=5),
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    results: list[Any] = []
-    stream = io.BytesIO(done.stdout)
-    for _ in calls:
-        ok, value = loads(pickle.load(stream))
-        if not ok:
-            raise value
-        results.append(value)
-    return results
+    return results_of(NODE, calls)
 
 
 def call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -63,28 +47,16 @@ def call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., types.ModuleType]]:
-    """Write the files of a user's project (own.py, own_helpers.py, ...) and import the module `own`."""
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-    def write(**files: str) -> types.ModuleType:
-        for name, text in files.items():
-            path = tmp_path / (name.replace("__in__", "/") + ".py")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(textwrap.dedent(text))
-        importlib.invalidate_caches()
-        return importlib.import_module("own")
-
-    yield write
-    for name in [name for name in sys.modules if name.partition(".")[0].partition("_")[0] == "own"]:
-        del sys.modules[name]
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
+    with user_project(tmp_path, monkeypatch) as write:
+        yield write
     assert cloudpickle.list_registry_pickle_by_value() == set()
 
 
 # ── by value ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_function_travels_with_its_helpers(project: Callable[..., types.ModuleType]) -> None:
+def test_a_function_travels_with_its_helpers(project: Write) -> None:
     """Functions of the module and of helper modules work on the node, in whatever way they were imported."""
     own = project(
         own="""
@@ -107,7 +79,7 @@ def test_a_function_travels_with_its_helpers(project: Callable[..., types.Module
     assert call(own.run, 3) == (4, 6.0, 7, 6.0, 10, 2)
 
 
-def test_nested_packages(project: Callable[..., types.ModuleType]) -> None:
+def test_nested_packages(project: Write) -> None:
     """`pkg.sub.f` and relative imports between the modules of a package work, also circular ones."""
     own = project(
         own="""
@@ -130,7 +102,7 @@ def test_nested_packages(project: Callable[..., types.ModuleType]) -> None:
     assert call(own.run, 1) == (101, 102, "pkg")
 
 
-def test_a_module_used_as_a_value_travels_as_far_as_possible(project: Callable[..., types.ModuleType]) -> None:
+def test_a_module_used_as_a_value_travels_as_far_as_possible(project: Write) -> None:
     """`getattr(module, name)` and a module as an argument work; reading a value that could not travel says why."""
     own = project(
         own="""
@@ -154,7 +126,7 @@ def test_a_module_used_as_a_value_travels_as_far_as_possible(project: Callable[.
         call(own.locked)
 
 
-def test_globals_are_shared_within_a_module(project: Callable[..., types.ModuleType]) -> None:
+def test_globals_are_shared_within_a_module(project: Write) -> None:
     """If a helper rebinds a global of its module, its neighbours and the module see it, as on the client."""
     own = project(
         own="""
@@ -175,7 +147,7 @@ def test_globals_are_shared_within_a_module(project: Callable[..., types.ModuleT
 
 
 def test_classes_travel_with_their_methods_and_come_back_as_themselves(
-    project: Callable[..., types.ModuleType],
+    project: Write,
 ) -> None:
     """Dataclasses, slots, subclasses, enums and properties work on the node, and results are instances of the client's
     own classes.
@@ -230,7 +202,7 @@ def test_classes_travel_with_their_methods_and_come_back_as_themselves(
     assert own.Point.moved is move, "a result replaced a method of the client's class"
 
 
-def test_an_exception_of_the_user_comes_back_as_itself(project: Callable[..., types.ModuleType]) -> None:
+def test_an_exception_of_the_user_comes_back_as_itself(project: Write) -> None:
     """`except Divergence` on the client catches the node's exception."""
     own = project(
         own="""
@@ -249,7 +221,7 @@ def test_an_exception_of_the_user_comes_back_as_itself(project: Callable[..., ty
     "expression",
     ["functools.partial(own.add, 1)", "own.Adder(1).add", "lambda y: own.add(1, y)", "own.Adder(1)", "own.make(1)"],
 )
-def test_every_kind_of_callable(project: Callable[..., types.ModuleType], expression: str) -> None:
+def test_every_kind_of_callable(project: Write, expression: str) -> None:
     """Partials, bound methods, lambdas, callable objects and closures travel."""
     own = project(
         own="""
@@ -266,7 +238,7 @@ def test_every_kind_of_callable(project: Callable[..., types.ModuleType], expres
     assert call(eval(expression, {"own": own, "functools": functools}), 2) == 3
 
 
-def test_objects_that_python_pickles_only_by_name(project: Callable[..., types.ModuleType]) -> None:
+def test_objects_that_python_pickles_only_by_name(project: Write) -> None:
     """Cached functions (also recursive ones), type aliases, type variables, generics and names in class bodies
     travel.
     """
@@ -308,7 +280,7 @@ def test_objects_that_python_pickles_only_by_name(project: Callable[..., types.M
     assert call(own.run, [1.0], {}, 2.0) == (832040, 50, "fib", 12, 3, [1.0], 1.0)
 
 
-def test_a_global_travels_with_its_present_value(project: Callable[..., types.ModuleType]) -> None:
+def test_a_global_travels_with_its_present_value(project: Write) -> None:
     """If a global or class attribute changes between two calls, the second call has its new value, on the same node."""
     own = project(
         own="""
@@ -324,9 +296,7 @@ def test_a_global_travels_with_its_present_value(project: Callable[..., types.Mo
     assert on_node(first, dumps((own.run, (), {}))) == [(1, 1, 1), (2, 2, 2)]
 
 
-def test_annotations_force_no_import(
-    project: Callable[..., types.ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_annotations_force_no_import(project: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A function with a type annotation of a distribution that the node lacks runs there all the same."""
     installed = tmp_path / "elsewhere" / "site-packages"
     installed.mkdir(parents=True)
@@ -378,9 +348,7 @@ def test_main_travels_by_value(tmp_path: Path) -> None:
     assert on_node(pickle.loads(done.stdout)) == [42]
 
 
-def test_which_modules_are_the_users(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, project: Callable[..., types.ModuleType]
-) -> None:
+def test_which_modules_are_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, project: Write) -> None:
     """The standard library, installed distributions in any place, extension modules and skyward itself are not the
     user's; all others are.
     """
@@ -409,7 +377,7 @@ def test_installed_objects_travel_by_reference() -> None:
     assert dumps(np.linalg.norm).nbytes < 300
 
 
-def test_a_registration_of_the_user_is_kept(project: Callable[..., types.ModuleType]) -> None:
+def test_a_registration_of_the_user_is_kept(project: Write) -> None:
     """A module that the user registered with cloudpickle is still registered after a call, and no other is."""
     own = project(own="def run(): return 1")
     cloudpickle.register_pickle_by_value(own)
@@ -428,7 +396,7 @@ class NoModuleOfTheUser(pickle.Unpickler):
         return super().find_class(module_name, global_name)
 
 
-def test_many_threads_at_once(project: Callable[..., types.ModuleType]) -> None:
+def test_many_threads_at_once(project: Write) -> None:
     """Pickles made in parallel are all by value, and nothing stays registered."""
     own = project(own="import own_helpers\ndef run(): return own_helpers.f()", own_helpers="def f(): return 1")
     failures: list[object] = []
@@ -449,7 +417,7 @@ def test_many_threads_at_once(project: Callable[..., types.ModuleType]) -> None:
     assert cloudpickle.list_registry_pickle_by_value() == set()
 
 
-def test_replace_replaces_an_object(project: Callable[..., types.ModuleType]) -> None:
+def test_replace_replaces_an_object(project: Write) -> None:
     """An orchestrator's wrapper is replaced wherever it occurs, also in globals, and where it refers to itself."""
     own = project(
         own="""
@@ -606,7 +574,7 @@ def test_the_path_leads_to_the_unpicklable_value(make: Callable[[], Any], label:
     assert caught.value.__cause__ is not None
 
 
-def test_globals_are_named(project: Callable[..., types.ModuleType]) -> None:
+def test_globals_are_named(project: Write) -> None:
     """A global is named with the function that uses it, through helpers and modules, and the message says what to
     do.
     """

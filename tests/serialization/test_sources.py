@@ -3,12 +3,7 @@ client's classes come back.
 """
 
 import importlib
-import io
-import pickle
-import subprocess
 import sys
-import textwrap
-import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +13,8 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.serialization import sources
-from skyward_core.serialization.pickling import OUT_OF_BAND_BYTES, Pickled, dumps, loads
-
-type Write = Callable[..., types.ModuleType]
+from skyward_core.serialization.pickling import OUT_OF_BAND_BYTES, Pickled, dumps
+from tests.serialization.bare_interpreter import Write, results_of, user_project
 
 NODE = """
 import pickle, sys, traceback
@@ -53,24 +47,7 @@ def on_node(*calls: tuple[Pickled, Pickled], path: tuple[Path, ...] = ()) -> lis
     """Run the calls, one after the other, in one bare interpreter with these search paths; return their values, or
     raise the first error.
     """
-    core = str(Path(sky.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", NODE, core, *map(str, path)],
-        input=pickle.dumps(calls, protocol=5),
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr.decode()
-    results: list[Any] = []
-    stream = io.BytesIO(done.stdout)
-    for _ in calls:
-        ok, value, text = loads(pickle.load(stream))
-        if not ok:
-            value.add_note(text)
-            raise value
-        results.append(value)
-    return results
+    return results_of(NODE, calls, path)
 
 
 def call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -79,22 +56,10 @@ def call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
-    """Write the files of a user's project (own.py, own_helpers.py, ...) and import the module `own`."""
     home = tmp_path / "home"
     home.mkdir()
-    monkeypatch.syspath_prepend(str(home))
-
-    def write(**files: str) -> types.ModuleType:
-        for name, text in files.items():
-            path = home / (name.replace("__in__", "/") + ".py")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(textwrap.dedent(text))
-        importlib.invalidate_caches()
-        return importlib.import_module("own")
-
-    yield write
-    for name in [name for name in sys.modules if name.partition(".")[0].partition("_")[0] == "own"]:
-        del sys.modules[name]
+    with user_project(home, monkeypatch) as write:
+        yield write
 
 
 # ── what travels ─────────────────────────────────────────────────────────────────────────────────────────────────────
