@@ -112,7 +112,7 @@ class Acme(Provider):
         return Api("Acme", self.endpoint_url or API_URL, headers, classify=_meaning, secrets=(token,))
 
 
-def _meaning(status: int, body: Mapping[str, Any], message: str) -> SkywardError | None:
+def _meaning(_: int, body: Mapping[str, Any], message: str) -> SkywardError | None:
     return REFUSALS[body["code"]](message) if body.get("code") in REFUSALS else None
 
 
