@@ -195,6 +195,33 @@ def test_the_machines_of_a_live_pool_that_are_adopted_are_not_left_as_well() -> 
     ]
 
 
+def test_each_finding_names_its_provider_and_a_reason() -> None:
+    """The report prints them, of pools that are live or dead, and of those that the ledger does not know."""
+    its = [
+        intent(1, rank=0, cloud_id="known"),
+        intent(2, rank=1),
+        *(
+            intent(number, "sky-2", number, kind=kind)
+            for number, kind in ((3, ResourceKind.INSTANCE), (4, ResourceKind.OTHER))
+        ),
+    ]
+    machines = [launched("known", 0), launched("new", 1), launched("m", 0, "sky-2"), launched("strange", 0, "sky-3")]
+    pools = {"sky-1": entry(owner=HERE), "sky-2": entry("sky-2", lease_seconds=-1000), "sky-4": entry("sky-4")}
+    facts = ProviderFacts(CLOUD, machines, pools, its, START, HERE, STATES)
+    findings = decide(facts)
+    assert [(found.pool_id, found.action.value) for found in findings] == [
+        ("sky-1", "adopt"),
+        ("sky-1", "leave"),
+        ("sky-2", "leave"),
+        ("sky-2", "end"),
+        ("sky-2", "close"),
+        ("sky-3", "leave"),
+        ("sky-4", "close"),
+    ]
+    assert {found.provider for found in findings} == {"cloud"}
+    assert all(found.reason for found in findings)
+
+
 def test_a_closed_entry_does_not_hide_the_launch_that_its_machine_comes_from() -> None:
     """The machine's tags name no launch. Of two entries of its rank one is closed, so that the other is certain."""
     its = [intent(1, gone_at=START), intent(2)]
@@ -256,6 +283,16 @@ def test_a_machine_that_the_ledger_lacks_is_decided_by_its_tags(
     its = [machine("m", "sky-x", 0, tags)]
     assert verdicts(its, min_age_seconds=600) == [(expected, "sky-x", ("m",))]
     assert verdicts(its, min_age_seconds=600, include_unknown=True) == [(if_asked_for, "sky-x", ("m",))]
+
+
+@pytest.mark.parametrize(
+    ("tags", "name"), [(owner_tags(ELSEWHERE, OLD), ELSEWHERE.name), ({}, "an unknown owner")], ids=["named", "no tags"]
+)
+def test_the_reason_names_the_owner_in_the_tags(tags: dict[str, str], name: str) -> None:
+    """The user may have to ask the owner before the machine is ended."""
+    facts = ProviderFacts(CLOUD, [machine("m", "sky-x", 0, tags)], {}, [], START, HERE, STATES)
+    (finding,) = decide(facts)
+    assert f"belongs to {name}" in finding.reason
 
 
 def test_an_unknown_pool_is_ended_completely_or_not_at_all() -> None:
