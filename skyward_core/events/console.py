@@ -18,21 +18,16 @@ from skyward_core.events.events import (
     BootstrapCompleted,
     BootstrapProgress,
     BootstrapStarting,
-    BudgetWarning,
     CallProgress,
+    ContactRegained,
     CostFinal,
     CostUpdate,
-    Error,
     InfraCreated,
     InfraCreating,
     InstanceLaunching,
-    InstanceLost,
-    InstancesUnconfirmed,
     LogLine,
     PoolReady,
     PoolStopping,
-    PreemptionNoticed,
-    RebalanceRecommended,
     SkywardEvent,
 )
 from skyward_core.events.narrator import Narrator, not_well, usd
@@ -259,15 +254,7 @@ class _Spinner:
                 return
             line = self._narrator.tell(event)
             match event:
-                case (
-                    LogLine()
-                    | InstanceLost()
-                    | InstancesUnconfirmed()
-                    | PreemptionNoticed()
-                    | RebalanceRecommended()
-                    | BudgetWarning()
-                    | Error()
-                ):
+                case LogLine() | ContactRegained():
                     self._print_above(line[1] if line else "")
                 case CallProgress():
                     self._show_calls(event)
@@ -279,6 +266,8 @@ class _Spinner:
                     InfraCreating() | InfraCreated() | InstanceLaunching() | PoolReady() | PoolStopping() | CostFinal()
                 ):
                     self._show_phase(event, line[1] if line else "")
+                case _ if line is not None and line[0] >= logging.WARNING:
+                    self._print_above(line[1])
                 case _:
                     pass
 

@@ -18,6 +18,10 @@ from skyward_core.events.events import (
     BootstrapStarting,
     BudgetWarning,
     CallProgress,
+    CallRetrying,
+    ClusterRestarting,
+    ContactLost,
+    ContactRegained,
     CostFinal,
     CostUpdate,
     Error,
@@ -296,6 +300,24 @@ def test_spinner_prints_node_output_above_the_rows_as_it_is(terminal: Terminal):
     assert "[node 0] loss [bold]:smile:[/bold]" in text
     assert "node 1 is lost: preempted" in text
     assert "$8.00 of $10.00 are spent" in text
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (ContactLost("i-b", 1, "timed out"), "node 1 does not answer: timed out"),
+        (ContactRegained("i-b", 1, 12.0), "node 1 answers again after 12.0 s"),
+        (ClusterRestarting("node 0 is lost"), "the cluster comes up anew: node 0 is lost"),
+        (
+            CallRetrying("0123456789", 2, 3, "node 1 is lost"),
+            "call 01234567 runs again (attempt 2 of 3): node 1 is lost",
+        ),
+        (Error("no key"), "no key"),
+    ],
+)
+def test_spinner_prints_each_problem_above_the_rows(event: SkywardEvent, line: str, terminal: Terminal):
+    """What the log calls a warning or an error is printed by the spinner too, and the end of a silence."""
+    assert line in _written("spinner", [event], terminal)
 
 
 def test_spinner_restores_the_terminal_and_ends_its_thread(terminal: Terminal):
