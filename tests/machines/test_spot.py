@@ -51,6 +51,7 @@ def test_a_shortcut_means_its_strategy(like, meant):
         (-0.5, "0.8 for at least 80 %"),
         (float("nan"), "0.8 for at least 80 %"),
         (True, "'always'"),
+        (False, "'never'"),
         (None, '"if-available"'),
         (Spot.IfAvailable, "Spot.Always()"),
     ],
@@ -82,6 +83,12 @@ def test_impossible_numbers_are_refused(build):
     """A strategy cannot have an invalid number."""
     with pytest.raises(BadRequest):
         build()
+
+
+def test_the_message_says_which_number_is_impossible():
+    """It has the field, its value and what it must be."""
+    with pytest.raises(BadRequest, match="retries=-1 must be a whole number, 0 or more"):
+        Spot.Always(retries=-1)
 
 
 def test_never_can_be_used_with_and_without_a_call():
