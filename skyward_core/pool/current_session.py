@@ -16,7 +16,7 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from skyward_core.concurrency.greenlets import refuse_greenlets
@@ -109,7 +109,8 @@ class CurrentSession:
         try:
             opened.events.flush()
         except BaseException as error:
-            self.close_after(error)
+            if (left := self.hand_over(self.close)) is not None:
+                note_machines_left(error, left)
             raise
 
     def attach(
@@ -158,23 +159,18 @@ class CurrentSession:
             self._finalizer.detach()
             self._finalizer = None
 
-    def hand_over(self) -> InstancesLeft | None:
-        """Close; leave unconfirmed machines to the pool's reaper, and return them instead of raising."""
+    def hand_over(self, close: Callable[[], None]) -> InstancesLeft | None:
+        """Call the pool's `close`; leave unconfirmed machines to its reaper, and return them instead of raising."""
         opened = self._opened
         try:
-            self.close()
+            close()
         except InstancesLeft as error:
             if not isinstance(opened, Session):
                 raise
             opened.hand_over(error)
             self.unconfirmed = error
-            self.close()
+            close()
         return self.unconfirmed
-
-    def close_after(self, error: BaseException) -> None:
-        """Close after this exception, which unconfirmed machines never hide: a note of it names them."""
-        if (left := self.hand_over()) is not None:
-            error.add_note(f"besides, machines are not confirmed gone: {left}")
 
     def terminate_now(self) -> None:
         """Leave the end of the machines to the reaper and return at once. A signal handler may call it."""
@@ -291,6 +287,11 @@ def _attach(
         attached.events.flush()
         raise
     return attached
+
+
+def note_machines_left(error: BaseException, left: InstancesLeft) -> None:
+    """Name unconfirmed machines in a note of an exception, which they must not hide."""
+    error.add_note(f"besides, machines are not confirmed gone: {left}")
 
 
 def _left(attached: Attached, process: int) -> None:

@@ -21,7 +21,7 @@ from skyward_core.events.events import Callback, CostFinal
 from skyward_core.machines.instances import Lease
 from skyward_core.machines.signing import signed, verify
 from skyward_core.pool.calls import checked, mapped_calls, results_of
-from skyward_core.pool.current_session import CurrentSession
+from skyward_core.pool.current_session import CurrentSession, note_machines_left
 from skyward_core.pool.preparation import Prepared, prepare
 from skyward_core.providers.base import Provider
 from skyward_core.providers.local import Local
@@ -154,7 +154,7 @@ class ComputePool:
         must not lose its result or its own exception. The machines may still cost money: report them to the user. There
         is an `InstancesUnconfirmed` event, their entries in the ledger stay open, and `skyward sweep` asks again.
         """
-        return self._session.hand_over()
+        return self._session.hand_over(self.close)
 
     def terminate_now(self) -> None:
         """Leave the end of the machines to the reaper and return at once; for kill hooks and signal handlers.
@@ -177,8 +177,8 @@ class ComputePool:
         """
         if error is None:
             self.close()
-        else:
-            self._session.close_after(error)
+        elif (left := self.hand_over()) is not None:
+            note_machines_left(error, left)
 
     # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
