@@ -835,15 +835,15 @@ def test_an_outage_delays_terminate_only_for_a_limited_time(
 TOOLS = {
     "curl": 'echo "curl $*" >>"$CALLS"\n'
     'case "$*" in *metadata/v1/id) cat "$METADATA" ;; *DELETE*) cat >>"$CALLS"; [ "$(grep -c DELETE "$CALLS")" -gt "$TRIES" ] || exit "$FAILS" ;; esac\n',
-    "sleep": 'echo "sleep $1" >>"$CALLS"\n[ "$1" != 60 ] || kill -KILL 0\n',
+    "sleep": 'echo "sleep $1" >>"$CALLS"\n[ "$1" != 60 ] && [ "$(grep -c "^sleep" "$CALLS")" -lt "$PAUSES" ] || kill -KILL 0\n',
     "poweroff": 'echo poweroff >>"$CALLS"\n',
 }
 
 
-def run_end_script(script: str, folder: Path, fails: int = 0, tries: int = 0) -> list[str]:
+def run_end_script(script: str, folder: Path, fails: int = 0, tries: int = 0, pauses: int = 100) -> list[str]:
     """Run the end script with tools that record their arguments.
 
-    The machine has the id 4711. It is gone within 60 s of its deletion.
+    The machine has the id 4711. It is gone within 60 s of its deletion, and after so many pauses.
     """
     for name, text in TOOLS.items():
         tool = folder / name
@@ -857,6 +857,7 @@ def run_end_script(script: str, folder: Path, fails: int = 0, tries: int = 0) ->
         "CALLS": str(calls),
         "FAILS": str(fails),
         "TRIES": str(tries),
+        "PAUSES": str(pauses),
         "METADATA": str(metadata),
     }
     subprocess.run(["sh", "-c", script], check=False, env=environ, start_new_session=True, timeout=60)
@@ -920,9 +921,10 @@ def test_a_failed_deletion_is_repeated_until_the_machine_is_gone(
 def test_without_an_id_nothing_is_deleted(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], tmp_path: Path
 ) -> None:
-    """The URL without an id is that of all droplets."""
+    """The URL without an id is that of all droplets. The script looks for the id again."""
     (tmp_path / "metadata").write_text("<html>")
-    calls = run_end_script(end_script_of(cloud, make(node_token=NODE_TOKEN)), tmp_path)
+    calls = run_end_script(end_script_of(cloud, make(node_token=NODE_TOKEN)), tmp_path, pauses=3)
+    assert len([line for line in calls if line.endswith("metadata/v1/id")]) == 3
     assert not [line for line in calls if "DELETE" in line]
 
 

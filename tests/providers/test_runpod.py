@@ -836,7 +836,7 @@ def test_a_pod_with_a_refused_end_is_stopped(tmp_path: Path, monkeypatch: pytest
 def test_a_pod_without_a_key_looks_for_it_again(fake: FakeRunPod, tmp_path: Path) -> None:
     """It sends no request, and tries again."""
     (tmp_path / "sleep").write_text(
-        f'#!/bin/sh\necho "$@" >>{tmp_path}/pauses; [ "$(wc -l <{tmp_path}/pauses)" -lt 3 ] || kill "$PPID"\n'
+        f'#!/bin/sh\necho "$@" >>{tmp_path}/pauses; [ "$(wc -l <{tmp_path}/pauses)" -lt 3 ] || kill -KILL 0\n'
     )
     (tmp_path / "sleep").chmod(0o755)
     RunPod().launch(cheapest(), 1, tags(), STARTUP)
@@ -850,9 +850,10 @@ def test_a_pod_without_a_key_looks_for_it_again(fake: FakeRunPod, tmp_path: Path
         capture_output=True,
         text=True,
         check=False,
+        start_new_session=True,  # its `sleep` kills the group
         timeout=30,
     )
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "")
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGKILL, "", "")
     assert (tmp_path / "pauses").read_text().split() == ["5", "10", "20"]
 
 
