@@ -20,7 +20,7 @@ demo: .venv/ready ## the same real job on Prefect, Airflow and Dagster, and a ta
 test: .venv/ready ## real pools, real orchestrators, built wheels: all tests but the long ones
 	$(TESTS) -m "not long and not frameworks" --durations=5
 
-quick: .venv/ready ## the tests without those that install packages or start servers; under two minutes
+quick: .venv/ready ## the tests without those that install packages or start servers
 	$(TESTS) -m "not slow and not long and not frameworks"
 
 long: .venv/ready ## the tests that take long, and all generated cases of those that generate them

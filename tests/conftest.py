@@ -96,10 +96,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Collect garbage after the last test of a file that allows warnings, because other files do not allow them.
-
-    Not after each file: that costs a twentieth of the suite's processor time.
-    """
+    """Collect garbage after the last test of a file that allows warnings, because other files do not allow them."""
     yield
     is_last = nextitem is None or nextitem.path != item.path
     if is_last and item.get_closest_marker("filterwarnings") is not None:

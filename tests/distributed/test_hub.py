@@ -41,6 +41,14 @@ def test_a_rank_may_come_again_while_the_group_is_gathering() -> None:
     assert hub.join(0) == [(0, {"formed": True}), (1, {"formed": True})]
 
 
+def test_no_values_are_sent_after_a_rank_has_failed() -> None:
+    """A value may be on its way when a rank is lost; the others must get the failure only."""
+    hub = formed(2)
+    assert hub.receive(1, {"value": "b"}, now=1.0) == []
+    assert [rank for rank, _ in hub.leave(1)] == [0]
+    assert hub.receive(0, {"value": "a"}, now=2.0) == []
+
+
 def test_values_are_exchanged_round_by_round() -> None:
     """A fast rank may send the value of the next round already."""
     hub = formed(2)

@@ -1,21 +1,12 @@
 """Hugging Face's Trainer itself on two local nodes (`make frameworks`)."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import skyward_core as sky
-from tests.conftest import shared
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.slow, pytest.mark.timeout(900)]
-
-
-@pytest.fixture(scope="module")
-def pool_of_two() -> Iterator[sky.ComputePool]:
-    """Two local nodes, with the packages of this environment."""
-    with shared(sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet")) as pool:
-        yield pool
 
 
 @sky.compute

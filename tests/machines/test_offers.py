@@ -21,22 +21,9 @@ from skyward_core.machines.offers import (
     total_of,
     why_none,
 )
+from tests.offers import offer
 
 H100 = Accelerator("H100", 80)
-
-
-def offer(kind: str = "a", price: float = 1.0, **fields: Any) -> Offer:
-    return Offer(
-        **{
-            "provider": "local",
-            "instance_type": kind,
-            "region": "r-1",
-            "price_per_hour": price,
-            "vcpus": 4,
-            "memory_gb": 16,
-            **fields,
-        }
-    )
 
 
 def gpus(kind: str = "g", price: float = 1.0, **fields: Any) -> Offer:

@@ -24,23 +24,10 @@ from skyward_core.ledger.rows import Attempt
 from skyward_core.machines.offers import Extra, Offer, Requirements, matches, rank, select_instance
 from skyward_core.provisioning import candidates as placing
 from skyward_core.provisioning.candidates import ProviderOffers, candidates, key_of, none_left, order, refusal, resting
+from tests.offers import offer
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 CHEAP, DEAR = sky.Local(price_per_hour=1.0), sky.Local(price_per_hour=2.0)
-
-
-def offer(kind: str = "a", price: float = 1.0, **fields: Any) -> Offer:
-    return Offer(
-        **{
-            "provider": "local",
-            "instance_type": kind,
-            "region": "r-1",
-            "price_per_hour": price,
-            "vcpus": 4,
-            "memory_gb": 16,
-            **fields,
-        }
-    )
 
 
 def both(kind: str, price: float, spot_price: float, **fields: Any) -> tuple[Offer, Offer]:
