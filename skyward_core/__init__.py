@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from skyward_core.events.events import BudgetWarning as BudgetWarning
     from skyward_core.events.events import Callback as Callback
     from skyward_core.events.events import CallProgress as CallProgress
+    from skyward_core.events.events import CallReported as CallReported
     from skyward_core.events.events import CallRetrying as CallRetrying
     from skyward_core.events.events import CandidateRefused as CandidateRefused
     from skyward_core.events.events import ClusterRestarting as ClusterRestarting
@@ -125,6 +126,7 @@ if TYPE_CHECKING:
     from skyward_core.spec import PoolSpec as PoolSpec
     from skyward_core.spec import Wishes as Wishes
     from skyward_core.work import Work as Work
+    from skyward_core.worker.call_metrics import report as report
     from skyward_core.worker.info import InstanceInfo as InstanceInfo
     from skyward_core.worker.info import current_accelerator as current_accelerator
     from skyward_core.worker.info import instance_info as instance_info
@@ -144,11 +146,11 @@ _HOMES = {
         " RateLimited RemoteError ResultNotLoaded SkywardError Unreachable"
     ),
     "events.events": (
-        "BootstrapCompleted BootstrapProgress BootstrapStarting BudgetWarning CallProgress CallRetrying Callback"
-        " CandidateRefused ClusterRestarting ContactLost ContactRegained CostFinal CostUpdate Error InfraCreated"
-        " InfraCreating InstanceLaunching InstanceLost InstanceProvisioned InstancesUnconfirmed InstanceStopping"
-        " LogLine Metrics PoolReady PoolStopping PreemptionNoticed ProviderName RebalanceRecommended SkywardEvent"
-        " compose emit use_callback"
+        "BootstrapCompleted BootstrapProgress BootstrapStarting BudgetWarning CallProgress CallReported"
+        " CallRetrying Callback CandidateRefused ClusterRestarting ContactLost ContactRegained CostFinal CostUpdate"
+        " Error InfraCreated InfraCreating InstanceLaunching InstanceLost InstanceProvisioned InstanceStopping"
+        " InstancesUnconfirmed LogLine Metrics PoolReady PoolStopping PreemptionNoticed ProviderName"
+        " RebalanceRecommended SkywardEvent compose emit use_callback"
     ),
     "distributed.sampler": "DistributedSampler",
     "engine.futures": "CallFuture",
@@ -172,6 +174,7 @@ _HOMES = {
     "spec": "PoolSpec Wishes",
     "machines.spot": "Spot SpotLike",
     "work": "Work",
+    "worker.call_metrics": "report",
     "worker.info": "InstanceInfo current_accelerator instance_info",
     "worker.shard": "shard",
 }

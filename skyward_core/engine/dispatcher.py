@@ -30,11 +30,11 @@ from skyward_core.engine.outbox import Entry, Queue
 from skyward_core.engine.placement import Placement
 from skyward_core.engine.shipments import Out, Shipments
 from skyward_core.errors import SkywardError
-from skyward_core.events.events import BootstrapCompleted, LogLine, Metrics
+from skyward_core.events.events import BootstrapCompleted, CallReported, LogLine, Metrics
 from skyward_core.machines.instances import Node
 from skyward_core.worker.retained_batches import WorkerFree, WorkerKept
 from skyward_core.worker.scheduler_messages import HELD, Resumed, WorkerHeld, WorkerJoined, WorkerLeft
-from skyward_core.worker.wire import Outcome, OutcomeKind, Output, Parcel, Report
+from skyward_core.worker.wire import Outcome, OutcomeKind, Output, Parcel, Report, ReportedMetrics
 
 TICK_SECONDS = 0.5
 
@@ -216,6 +216,8 @@ class Dispatcher:
             for item in report.news:
                 if isinstance(item, Output):
                     self._emit_lines(report, item)
+                elif isinstance(item, ReportedMetrics):
+                    self._emit_metrics(report, item)
                 elif item.kind is not OutcomeKind.RETURNED:
                     self._calls.ended(item, report.node, report.instance_id, now)
             self._calls.take_back(
@@ -291,6 +293,11 @@ class Dispatcher:
                 report.node, report.instance_id, line, output.timestamp, output.call_id, output.stream, output.level
             )
             self._do(do.EmitEvent(event, output.call_id))
+
+    def _emit_metrics(self, report: Report, item: ReportedMetrics) -> None:
+        step, values = item.metrics
+        event = CallReported(report.node, report.instance_id, item.call_id, step, values, item.timestamp)
+        self._do(do.EmitEvent(event, item.call_id))
 
     # ── from transfers ───────────────────────────────────────────────────────────────────────────────────────────────
 

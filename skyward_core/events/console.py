@@ -19,6 +19,7 @@ from skyward_core.events.events import (
     BootstrapProgress,
     BootstrapStarting,
     CallProgress,
+    CallReported,
     ContactRegained,
     CostFinal,
     CostUpdate,
@@ -103,7 +104,7 @@ class _Log:
             if not self._open:
                 return
             if line := self._narrator.tell(event):
-                (_node_log if isinstance(event, LogLine) else _log).log(line[0], "%s", line[1])
+                (_node_log if isinstance(event, LogLine | CallReported) else _log).log(line[0], "%s", line[1])
 
     def close(self) -> None:
         with self._lock:
@@ -229,7 +230,7 @@ def _line(narrator: Narrator, event: SkywardEvent) -> str | None:
     line = narrator.tell(event)
     if line is None or line[0] < logging.INFO:
         return None
-    return line[1] if isinstance(event, LogLine) else f"skyward  {line[1]}"
+    return line[1] if isinstance(event, LogLine | CallReported) else f"skyward  {line[1]}"
 
 
 class _Spinner:
@@ -256,6 +257,8 @@ class _Spinner:
             match event:
                 case LogLine() | ContactRegained():
                     self._print_above(line[1] if line else "")
+                case CallReported() if line is not None:
+                    self._print_above(line[1])
                 case CallProgress():
                     self._show_calls(event)
                 case BootstrapStarting(machine) | BootstrapProgress(machine) | BootstrapCompleted(machine):

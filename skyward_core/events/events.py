@@ -145,6 +145,23 @@ class Metrics:
 
 
 @dataclass(frozen=True, slots=True)
+class CallReported:
+    """Metrics that a running call has reported with `sky.report`.
+
+    `call_id` names the call, as in `LogLine`; `step` is None if the call named none. `values` has the last value of
+    each metric since the last event of the call. `timestamp` is the node's clock, seconds since 1970. A broadcast
+    reports from each of its nodes.
+    """
+
+    node: int
+    instance_id: str
+    call_id: str | None
+    step: int | None
+    values: Mapping[str, float]
+    timestamp: float
+
+
+@dataclass(frozen=True, slots=True)
 class LogLine:
     """One line that a call wrote, without its line end; or one log record, with its traceback.
 
@@ -335,6 +352,7 @@ type SkywardEvent = (
     | PoolReady
     | CallProgress
     | Metrics
+    | CallReported
     | LogLine
     | InstanceStopping
     | PreemptionNoticed

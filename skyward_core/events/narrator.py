@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from decimal import Decimal
 
 from skyward_core.events.events import (
@@ -11,6 +12,7 @@ from skyward_core.events.events import (
     BootstrapStarting,
     BudgetWarning,
     CallProgress,
+    CallReported,
     CallRetrying,
     CandidateRefused,
     ClusterRestarting,
@@ -35,6 +37,8 @@ from skyward_core.events.events import (
 )
 
 SECONDS_BETWEEN_COSTS = 60.0
+SECONDS_BETWEEN_REPORTS = 10.0
+"""Of one call on one node; callbacks get all of its reports."""
 
 
 class Narrator:
@@ -44,6 +48,7 @@ class Narrator:
         self._nodes: dict[str, int] = {}
         self._calls = CallProgress(submitted=0, done=0, failed=0)
         self._cost_shown_at = 0.0
+        self._reports_shown_at: dict[tuple[str | None, str], float] = {}
 
     def tell(self, event: SkywardEvent) -> tuple[int, str] | None:
         """Return the level (of `logging`) and the words for an event, or None if it is not worth a line."""
@@ -53,6 +58,8 @@ class Narrator:
                 return logging.INFO, _provisioned(event)
             case LogLine(node, _, line):
                 return event.level or logging.INFO, f"[node {node}] {line}"
+            case CallReported():
+                return self._reported(event)
             case CallProgress():
                 self._calls = event
                 return None
@@ -131,6 +138,15 @@ class Narrator:
         if event.accumulated_cost or event.hourly_rate:
             parts.append(f"{usd(event.accumulated_cost)} so far at {usd(event.hourly_rate)} per hour")
         return logging.INFO, ", ".join(parts)
+
+    def _reported(self, event: CallReported) -> tuple[int, str] | None:
+        key = (event.call_id, event.instance_id)
+        if event.timestamp - self._reports_shown_at.get(key, -math.inf) < SECONDS_BETWEEN_REPORTS:
+            return None
+        self._reports_shown_at[key] = event.timestamp
+        values = ", ".join(f"{name} {value:.6g}" for name, value in event.values.items())
+        step = "" if event.step is None else f"step {event.step}"
+        return logging.INFO, f"[node {event.node}] {': '.join(part for part in (step, values) if part)}"
 
     def _calls_so_far(self) -> str:
         return f"{self._calls.done} of {_count(self._calls.submitted, 'call')} done{not_well(self._calls)}"

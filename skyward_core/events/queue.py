@@ -23,7 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from skyward_core.events.events import CallProgress, CostFinal, Error, LogLine, Metrics, SkywardEvent
+from skyward_core.events.events import CallProgress, CallReported, CostFinal, Error, LogLine, Metrics, SkywardEvent
 
 MOST_WAITING = 100_000
 """Events that may wait: beyond, log lines, metrics and progress are dropped until half of them are delivered.
@@ -138,7 +138,7 @@ class EventQueue:
 
         The last progress is kept, so that no display stops at 99 of 100 calls.
         """
-        if not isinstance(event, LogLine | Metrics | CallProgress):
+        if not isinstance(event, LogLine | Metrics | CallProgress | CallReported):
             return False
         limit = self._most_waiting // 2 if self._is_dropping else self._most_waiting
         self._is_dropping = len(self._waiting) >= limit

@@ -36,8 +36,9 @@ from skyward_core.events.events import CostFinal, SkywardEvent
 from skyward_core.events.queue import EventQueue
 from skyward_core.machines.instances import Lease, Node
 from skyward_core.transport.transport import Transports
+from skyward_core.worker.call_metrics import CallMetrics
 from skyward_core.worker.private_folders import NotPrivate, check_private
-from skyward_core.worker.wire import Outcome, OutcomeKind, Output, Report
+from skyward_core.worker.wire import Outcome, OutcomeKind, Output, Report, ReportedMetrics
 
 if TYPE_CHECKING:
     from skyward_core.engine.cluster import Cluster
@@ -346,6 +347,7 @@ class DetachedCall[R]:
         self._lock = threading.Lock()
         self._number = 0
         self._lines: list[str] = []
+        self._metrics = CallMetrics(None, {})
         self._outcome: Outcome | None = None
         self._node = 0
         """The rank of the node that has reported the outcome."""
@@ -373,6 +375,11 @@ class DetachedCall[R]:
         """
         self._look()
         return self._lines[offset:]
+
+    def metrics(self) -> tuple[int | None, Mapping[str, float]]:
+        """Return the last step and the last value of each metric that the call has reported (`sky.report`)."""
+        self._look()
+        return self._metrics
 
     def result(self, timeout: float | None = None) -> R:
         """Wait for the call to end; return its result or raise its exception. May be called again, and by other
@@ -413,6 +420,8 @@ class DetachedCall[R]:
                 for item in report.news:
                     if isinstance(item, Output):
                         self._lines.extend(line for text in item.lines for line in text.split("\n"))
+                    elif isinstance(item, ReportedMetrics):
+                        self._metrics = self._metrics.updated(item.metrics)
                     elif item.kind is not OutcomeKind.RETURNED:
                         self._outcome, self._node = item, report.node
             self._number = known["number"] + len(known["messages"])

@@ -3,8 +3,8 @@
 What a `logging.StreamHandler` writes to stdout or stderr travels as one record.
 
 A record is one line of the runner's output, `MARK:LEVEL "TEXT"`, with its text as JSON, so that a traceback has no line
-ends on its way. MARK is the secret that ends the output of a call: no call can forge it. What is written in any other
-way stays lines without a level.
+ends on its way. A line `MARK:report JSON` has metrics of the call (`call_metrics.py`). MARK is the secret that
+ends the output of a call: no call can forge it. What is written in any other way stays lines without a level.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import json
 import logging
 from collections.abc import Iterable, Iterator
 from itertools import groupby
-from typing import NamedTuple, TextIO
+from typing import NamedTuple, TextIO, cast
+
+from skyward_core.worker.call_metrics import KIND, CallMetrics
 
 
 class LogLines(NamedTuple):
@@ -49,25 +51,29 @@ def keep_levels(mark: bytes, streams: tuple[TextIO, TextIO]) -> None:
     logging.StreamHandler.emit = emit
 
 
-def split_records(mark: bytes, lines: Iterable[str]) -> Iterator[LogLines]:
-    """Yield the lines in their order, those of one level together."""
+def split_records(mark: bytes, lines: Iterable[str]) -> Iterator[LogLines | CallMetrics]:
+    """Yield the lines in their order, those of one level together, and reports of metrics one by one."""
     start = _start_of(mark)
-    pairs = (pair for line in lines for pair in _read(start, line))
-    for level, group in groupby(pairs, key=lambda pair: pair[0]):
-        yield LogLines(level, tuple(text for _, text in group))
+    items = (item for line in lines for item in _read(start, line))
+    for is_metrics, group in groupby(items, key=lambda item: isinstance(item, CallMetrics)):
+        if is_metrics:
+            yield from cast("Iterator[CallMetrics]", group)
+            continue
+        for level, pairs in groupby(cast("Iterator[tuple[int | None, str]]", group), key=lambda pair: pair[0]):
+            yield LogLines(level, tuple(text for _, text in pairs))
 
 
 def _start_of(mark: bytes) -> str:
     return mark[:-1].decode() + ":"
 
 
-def _read(start: str, line: str) -> Iterator[tuple[int | None, str]]:
+def _read(start: str, line: str) -> Iterator[tuple[int | None, str] | CallMetrics]:
     before, found, record = line.partition(start)
     if before or not found:  # a record may follow text that had no line end yet
         yield None, before
     if found:
         level, _, text = record.partition(" ")
         try:
-            yield int(level), json.loads(text)
+            yield CallMetrics.from_text(text) if level == KIND else (int(level), json.loads(text))
         except ValueError:  # cut short: the runner died while it wrote
             yield None, text

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-from skyward_core.worker.wire import Outcome, Output, Report
+from skyward_core.worker.wire import News, Outcome, Report
 
 REPEAT_REPORTS, RELEASE = "skyward-repeat-reports", "skyward-release"
 """Operations on a client's stream to the scheduler, and on the scheduler's to every worker: repeat all that is kept;
@@ -108,7 +108,7 @@ class RetainedBatches:
                 raise ConnectionError("its scheduler was left before the batch could begin")
             self._batches[key] = _RetainedBatch(topic, f"{self._process}/{key}", set(calls))
 
-    def report(self, key: str, node: int, instance_id: str, news: tuple[Outcome | Output, ...]) -> None:
+    def report(self, key: str, node: int, instance_id: str, news: tuple[News, ...]) -> None:
         """Send a report of a batch, and keep it."""
         with self._lock:
             batch = self._batches[key]

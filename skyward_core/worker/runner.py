@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 from skyward_core.errors import NodeLost, NotPicklable
 from skyward_core.serialization import exceptions, pickling, sources
+from skyward_core.worker import call_metrics
 from skyward_core.worker.call_groups import MemoryAllowance
 from skyward_core.worker.environment_variable import RewrittenVariable
 from skyward_core.worker.info import ENV, of_call
@@ -71,6 +72,8 @@ class Packet(NamedTuple):
 def run_calls(line: RunnerChannels) -> NoReturn:
     """Run calls until the queue is closed, then end the process."""
     _settle_in(line)
+    reporter = call_metrics.Reporter(line.stdout, line.mark)
+    call_metrics.use(reporter)
     functions: dict[str, sources.Loaded] = {}
     info = RewrittenVariable(ENV)
     mask, is_furnished = Mask(), False
@@ -91,6 +94,7 @@ def run_calls(line: RunnerChannels) -> NoReturn:
         )
         if os.getpid() != pid:
             _end_child(outcome)
+        reporter.end_call()
         _end_output(line)
         line.outcomes.send(pickle.dumps(_fit(outcome, line, spent), protocol=5))
         del packet, request, call, outcome, spent  # frees the memory of this call before the wait for the next one

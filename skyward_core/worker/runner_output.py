@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from skyward_core.worker.call_metrics import start_of
+
 LAST_LINES = 20
 READ_BYTES = 1 << 16
 
@@ -50,7 +52,9 @@ class Stream:
 
     def _remember(self, lines: tuple[str, ...]) -> tuple[str, ...]:
         if lines:
-            self.tails.setdefault(self.marks_seen, deque(maxlen=LAST_LINES)).extend(lines)
+            metrics = start_of(self.mark)  # they must not push the last lines out
+            tail = self.tails.setdefault(self.marks_seen, deque(maxlen=LAST_LINES))
+            tail.extend(line for line in lines if not line.startswith(metrics))
         return lines
 
     def forget(self, mark: int) -> tuple[str, ...]:

@@ -24,13 +24,24 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from skyward_core.worker.log_records import split_records
+from skyward_core.worker.call_metrics import CallMetrics
+from skyward_core.worker.log_records import LogLines, split_records
 from skyward_core.worker.masking import Mask, SecretValues
 from skyward_core.worker.processes import kill_group, resident_bytes, send_signal, stop
 from skyward_core.worker.runner import Packet
 from skyward_core.worker.runner_factory import RunnerFactory
 from skyward_core.worker.runner_output import LAST_LINES, READ_BYTES, Stream
-from skyward_core.worker.wire import INLINE_BYTES, Batch, Call, Outcome, OutcomeKind, Output, Parcel
+from skyward_core.worker.wire import (
+    INLINE_BYTES,
+    Batch,
+    Call,
+    News,
+    Outcome,
+    OutcomeKind,
+    Output,
+    Parcel,
+    ReportedMetrics,
+)
 
 PATIENCE_SECONDS = 0.1  # the calls behind one that runs longer than this are handed back
 MEMORY_CHECK_SECONDS = 0.1
@@ -41,8 +52,6 @@ TOPIC_PREFIX = "skyward-"  # of topics; ids of calls have none
 TERM_SECONDS = 2.0  # from SIGTERM for a cancelled call to SIGKILL
 CANCELLED_LIMIT = 10_000
 KNOWN_FUNCTIONS = 64  # a runner with more different ones forgets them all
-
-type News = Outcome | Output
 
 
 class Slot:
@@ -365,18 +374,21 @@ class _BatchRun:
                 position = mark - self.slot.ended
                 call_id = self._sent[position].call_id if 0 <= position < len(self._sent) else None
                 now, mask = time.time(), self.slot.secrecy.text
-                self._news.extend(
-                    Output(call_id, stream.name, tuple(map(mask, texts)), now, level)
-                    for level, texts in split_records(stream.mark, lines)
-                )
+                for item in split_records(stream.mark, lines):
+                    if isinstance(item, CallMetrics):
+                        masked = item._replace(values={mask(name): value for name, value in item.values.items()})
+                        self._news.append(ReportedMetrics(call_id, masked, now))
+                    else:
+                        self._news.append(Output(call_id, stream.name, tuple(map(mask, item.texts)), now, item.level))
 
     def _last_lines(self) -> tuple[str, ...]:
         """Return the last lines of the call that has just ended or died."""
         lines = (
             text
             for stream in self.slot.streams
-            for _, texts in split_records(stream.mark, stream.forget(self.slot.ended))
-            for text in texts
+            for item in split_records(stream.mark, stream.forget(self.slot.ended))
+            if isinstance(item, LogLines)
+            for text in item.texts
         )
         return tuple(line for text in lines for line in self.slot.secrecy.text(text).split("\n"))[-LAST_LINES:]
 

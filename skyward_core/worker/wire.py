@@ -21,6 +21,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+from skyward_core.worker.call_metrics import CallMetrics
+
 INLINE_BYTES = 64 * 1024
 """Parcels up to this size travel inside messages; one packet between worker and runner must hold them (a socket buffer
 is 208 KiB).
@@ -250,8 +252,19 @@ class Output(NamedTuple):
     level: int | None = None
 
 
+class ReportedMetrics(NamedTuple):
+    """Metrics that a call has reported; `timestamp` is the node's clock when they were read."""
+
+    call_id: str | None
+    metrics: CallMetrics
+    timestamp: float
+
+
+type News = Outcome | Output | ReportedMetrics
+
+
 class Report(NamedTuple):
-    """A message from a worker to a client: outcomes and output, in order.
+    """A message from a worker to a client: outcomes, output and metrics, in order.
 
     `origin` names the batch and its worker process. `number` counts the batch's reports from 1 on. A report that is
     repeated, for a client of another head, keeps its number. Numbers are missing where output was dropped for lack of
@@ -260,7 +273,7 @@ class Report(NamedTuple):
 
     node: int
     instance_id: str
-    news: tuple[Outcome | Output, ...]
+    news: tuple[News, ...]
     origin: str = ""
     number: int = 0
 

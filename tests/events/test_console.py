@@ -18,6 +18,7 @@ from skyward_core.events.events import (
     BootstrapStarting,
     BudgetWarning,
     CallProgress,
+    CallReported,
     CallRetrying,
     ClusterRestarting,
     ContactLost,
@@ -313,6 +314,11 @@ def test_spinner_prints_node_output_above_the_rows_as_it_is(terminal: Terminal):
             "call 01234567 runs again (attempt 2 of 3): node 1 is lost",
         ),
         (Error("no key"), "no key"),
+        (
+            CallReported(1, "i-b", "call", 7, {"loss": 0.25, "rate": 1e-05}, 0.0),
+            "[node 1] step 7: loss 0.25, rate 1e-05",
+        ),
+        (CallReported(1, "i-b", "call", None, {"loss": 0.25}, 0.0), "[node 1] loss 0.25"),
     ],
 )
 def test_spinner_prints_each_problem_above_the_rows(event: SkywardEvent, line: str, terminal: Terminal):

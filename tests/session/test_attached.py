@@ -58,6 +58,15 @@ def runs_until(path: str) -> str:
 
 
 @sky.compute
+def reports_until(path: str) -> str:
+    sky.report(step=1, loss=0.5)
+    while not Path(path).exists():
+        time.sleep(0.01)
+    sky.report(step=2, loss=0.25, accuracy=1)
+    return "end"
+
+
+@sky.compute
 def steps(count: int) -> str:
     for number in range(count):
         print("step", number, flush=True)
@@ -193,6 +202,19 @@ def test_a_lease_that_is_no_time_is_refused(opened_pool: sky.ComputePool, lease_
 
 
 # ── detached calls ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_detached_call_has_the_metrics_that_it_reported(
+    opened_pool: sky.ComputePool, attached_pool: sky.ComputePool, tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+    started = opened_pool.start_detached(reports_until(str(go)))
+    found = attached_pool.detached_call(started.call_id)
+    wait_until(lambda: found.metrics() == (1, {"loss": 0.5}), "the first report")
+    go.touch()
+    assert found.result(30) == "end"
+    assert found.metrics() == (2, {"loss": 0.25, "accuracy": 1.0})
+    found.forget()
 
 
 def test_a_detached_call_has_a_state_and_a_log(
