@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from skyward_core.errors import BudgetExceeded as BudgetExceeded
     from skyward_core.errors import CallCrashed as CallCrashed
     from skyward_core.errors import CallOutOfMemory as CallOutOfMemory
+    from skyward_core.errors import CallTimedOut as CallTimedOut
     from skyward_core.errors import CredentialsError as CredentialsError
     from skyward_core.errors import GroupNotFormed as GroupNotFormed
     from skyward_core.errors import HostKeyChanged as HostKeyChanged
@@ -140,7 +141,8 @@ _HOMES = {
     "compute": "ComputeFunction PendingBatch PendingCompute gather",
     "config": "Settings",
     "errors": (
-        "BadRequest BootstrapFailed BudgetExceeded CallCrashed CallOutOfMemory CredentialsError GroupNotFormed"
+        "BadRequest BootstrapFailed BudgetExceeded CallCrashed CallOutOfMemory CallTimedOut CredentialsError"
+        " GroupNotFormed"
         " HostKeyChanged InstancesLeft LeaseLost LedgerConflict LedgerError NoCapacity NodeLost NotPicklable"
         " NotYetSupported OfferGone PoolClosed ProviderFailed ProvisioningTimeout QuotaExceeded RankFailed"
         " RateLimited RemoteError ResultNotLoaded SkywardError Unreachable"

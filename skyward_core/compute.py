@@ -4,6 +4,7 @@
     fn(x) @ pool             the same call on every worker          -> tuple[R, ...]
     (f(x) & g(y)) >> pool    calls in parallel                      -> tuple[R, S]
     gather(*calls) >> pool   as many calls as you like, in parallel -> tuple[R, ...]
+    fn(x).timeout(30) >> pool    a call that may run for 30 seconds; also of a batch, and with `@`
 
 In Python `&` binds weaker than `>>`, so it needs the parentheses.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import types
 import weakref
 from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
@@ -35,23 +37,42 @@ class PendingRunner(Protocol):
 
 
 class PendingCompute[R]:
-    """A call not yet made: function and arguments, frozen. Nothing runs, and nothing is spent, before `>>` or `@`."""
+    """A call not yet made: function and arguments, frozen. Nothing runs, and nothing is spent, before `>>` or `@`.
 
-    __slots__ = ("args", "fn", "kwargs")
+    `timeout_seconds` is how long it may run on its node; None: as long as it likes.
+    """
+
+    __slots__ = ("args", "fn", "kwargs", "timeout_seconds")
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    timeout_seconds: float | None
 
     def __init__(
-        self, fn: Callable[..., R], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+        self,
+        fn: Callable[..., R],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        timeout_seconds: float | None = None,
     ) -> None:
         object.__setattr__(self, "fn", fn)
         object.__setattr__(self, "args", args)
         object.__setattr__(self, "kwargs", dict(kwargs or {}))
+        object.__setattr__(self, "timeout_seconds", _checked_timeout(timeout_seconds))
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a pending call cannot be changed ({name})")
+
+    def timeout(self, seconds: float | None) -> PendingCompute[R]:
+        """Return the call with a deadline: it may run for so many seconds on its node.
+
+        The time begins when a slot of the node takes the call, and includes loading its function and arguments; the
+        time in the queue does not count. At the deadline the call gets SIGTERM, two seconds later SIGKILL, and
+        CallTimedOut is raised here. It is not run again, whatever `retries` says. A call that runs again because its
+        node was lost has the whole time again. None: no deadline. Raises BadRequest for no or infinite time.
+        """
+        return PendingCompute(self.fn, self.args, self.kwargs, seconds)
 
     @property
     def why_no_result(self) -> str:
@@ -100,6 +121,10 @@ class PendingBatch[*Rs]:
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a batch of pending calls cannot be changed ({name})")
+
+    def timeout(self, seconds: float | None) -> PendingBatch[*Rs]:
+        """Return the batch with this deadline for each of its calls, as `PendingCompute.timeout` has it."""
+        return PendingBatch(*(call.timeout(seconds) for call in self.calls))
 
     @property
     def why_no_result(self) -> str:
@@ -284,6 +309,17 @@ def _pending(other: object) -> PendingCompute[Any]:
         f"only pending calls can be put together, and this is {type(other).__name__!r}. Is the function decorated with"
         " @compute? And since `&` binds weaker than `>>`, parentheses are needed: (f(x) & g(y)) >> pool"
     )
+
+
+def _checked_timeout(seconds: float | None) -> float | None:
+    if seconds is None:
+        return None
+    given = cast(object, seconds)
+    if isinstance(given, (int, float)) and not isinstance(given, bool) and 0 < given < math.inf:
+        return float(given)
+    from skyward_core.errors import BadRequest  # the import of `skyward_core` loads this module, and not that one
+
+    raise BadRequest(f"timeout={seconds!r}: write the seconds that the call may run, more than 0; None: any time")
 
 
 def _name(fn: Callable[..., Any]) -> str:

@@ -14,6 +14,7 @@ SkywardError
 ├── BootstrapFailed                mend the image: a machine came up and could not be prepared
 ├── CallCrashed                    the process of one call died; the slot is back, other calls went on
 │   └── CallOutOfMemory            ask for more memory
+├── CallTimedOut (TimeoutError)     give it more time: a call ran longer than its `timeout` allows, and was ended
 ├── NodeLost                       submit again: the machine went away under the call
 ├── GroupNotFormed                 look at the ranks that it names: they did not come to a distributed training
 ├── RankFailed                     look at the rank that it names: it failed first, and this one was stopped
@@ -178,6 +179,23 @@ class CallCrashed(SkywardError):
 
 class CallOutOfMemory(CallCrashed):
     """The process of a call was killed because it used more memory than its worker has."""
+
+
+class CallTimedOut(SkywardError, TimeoutError):
+    """A call ran longer than its `timeout` allows, and was ended on its node. The slot is back; it is not run again.
+
+    `node` is the rank of the node, `timeout_seconds` the time that the call had, `output` its last lines.
+    """
+
+    def __init__(self, message: str, node: int = -1, timeout_seconds: float = 0.0, output: Sequence[str] = ()) -> None:
+        super().__init__(message)  # an OSError takes further arguments for the number of an error and a path
+        self.node = node
+        self.timeout_seconds = timeout_seconds
+        self.output = tuple(output)
+
+    def __str__(self) -> str:
+        tail = "\n".join(f"  {line}" for line in self.output)
+        return f"{self.args[0]}\nlast output:\n{tail}" if tail else str(self.args[0])
 
 
 class NodeLost(SkywardError):

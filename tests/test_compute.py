@@ -311,3 +311,23 @@ def test_methods_are_checked_with_their_object_and_changed_defaults_count() -> N
         lazy()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     late.__defaults__ = (5,)
     assert isinstance(lazy(), PendingCompute)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+
+
+def test_a_deadline_makes_another_call() -> None:
+    """The call itself is not changed; the last deadline counts, and None takes it away. A batch gives it to each of
+    its calls.
+    """
+    call = add(1, 2)
+    limited = call.timeout(30)
+    assert (limited.fn, limited.args, limited.timeout_seconds) == (call.fn, call.args, 30.0)
+    assert call.timeout_seconds is None
+    assert limited.timeout(5).timeout_seconds == 5.0
+    assert limited.timeout(None).timeout_seconds is None
+    assert [each.timeout_seconds for each in (call & limited).timeout(7).calls] == [7.0, 7.0]
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("inf"), float("nan"), True, "30"])
+def test_a_deadline_that_is_no_time_is_refused(seconds: Any) -> None:
+    """At the line that writes it, before anything runs."""
+    with pytest.raises(sky.BadRequest, match="timeout="):
+        add(1, 2).timeout(seconds)

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [
     "README.md",
     "docs/pool.md",
+    "docs/async.md",
     "docs/secrets.md",
     "docs/accelerators.md",
     "docs/commands.md",

@@ -332,7 +332,8 @@ class Cluster:
                 if arguments.path is not None:
                     undo.callback(arguments.release)
                 call_id = uuid.uuid4().hex
-                entries.append(Entry(Call(call_id, name, arguments, job_id or call_id), function, worker))
+                call = Call(call_id, name, arguments, job_id or call_id, pending.timeout_seconds)
+                entries.append(Entry(call, function, worker))
             futures = [CallFuture[Any](entry.call.call_id, self._cancel, self.owner.callbacks.put) for entry in entries]
             if self._lost is not None:
                 raise self._lost
@@ -380,7 +381,9 @@ class Cluster:
         name, function = packed_function(pending.fn, replace_object)
         pickled = sources.pack((pending.args, dict(pending.kwargs)), label=("args", "kwargs"), replace=replace_object)
         arguments = Parcel(pickled.data, tuple(bytes(buffer) for buffer in pickled.buffers))
-        return self._detached.start(name, function, arguments, getattr(pending.fn, "__name__", ""))
+        return self._detached.start(
+            name, function, arguments, getattr(pending.fn, "__name__", ""), pending.timeout_seconds
+        )
 
     def detached_calls(self) -> list[Mapping[str, Any]]:
         """Return the records of all detached calls, in the order in which they were submitted."""

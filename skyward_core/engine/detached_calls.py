@@ -37,10 +37,12 @@ class DetachedCalls:
         self._retries = retries
         self._lost = lost
 
-    def start(self, function_name: str, function: Parcel, arguments: Parcel, name: str) -> str:
+    def start(
+        self, function_name: str, function: Parcel, arguments: Parcel, name: str, timeout_seconds: float | None
+    ) -> str:
         """Hand a call over to the scheduler; return its id. Raises NodeLost if the scheduler does not confirm it."""
         call_id = uuid.uuid4().hex
-        call = Call(call_id, function_name, arguments, call_id)
+        call = Call(call_id, function_name, arguments, call_id, timeout_seconds)
         batch = pickle.dumps(Batch(detached_key(call_id), (call,), {function_name: function}), protocol=5)
         self._hand_over(call_id, {"batch": batch, "annotations": {RETRIES: self._retries, NAME: name}})
         return call_id

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from skyward_core.engine.futures import CallFuture
-from skyward_core.errors import Bytes, CallCrashed, CallOutOfMemory, ResultNotLoaded
+from skyward_core.errors import Bytes, CallCrashed, CallOutOfMemory, CallTimedOut, ResultNotLoaded
 from skyward_core.serialization import exception_state, exceptions, pickling
 from skyward_core.serialization.exception_notes import note_for
 from skyward_core.serialization.unpicklable import one_line
@@ -232,6 +232,14 @@ def value_of(outcome: Outcome, node: int) -> Any:
         raise _remote_exception(outcome, parcel, node)
     if outcome.kind is OutcomeKind.CANCELLED:
         raise CallCrashed(f"the call was stopped on node {node}", node, outcome.exit_code, outcome.output)
+    if outcome.kind is OutcomeKind.TIMED_OUT:
+        had = float(outcome.text)
+        raise CallTimedOut(
+            f"the call had {had:g} s to run on node {node}, and was stopped after {outcome.seconds:.1f} s",
+            node,
+            had,
+            outcome.output,
+        )
     if outcome.kind is OutcomeKind.OUT_OF_MEMORY:
         by = f" by {outcome.text}" if outcome.text else ""
         message = (

@@ -15,10 +15,10 @@ from skyward_core.serialization import pickling
 TOGETHER_SECONDS = 0.2  # between checks for an error, while results that cannot be loaded here are awaited
 
 
-def checked[R](pending: PendingCompute[R]) -> PendingCompute[R]:
-    """Return a pending call; raises TypeError for anything else."""
+def checked[R](pending: PendingCompute[R], timeout: float | None = None) -> PendingCompute[R]:
+    """Return a pending call, with this deadline if there is one; raises TypeError for anything else."""
     if isinstance(cast(object, pending), PendingCompute):
-        return pending
+        return pending if timeout is None else pending.timeout(timeout)
     raise TypeError(
         f"a pool runs pending calls, not {type(pending).__name__!r}: decorate the function with @sky.compute and"
         " call it"
@@ -26,7 +26,7 @@ def checked[R](pending: PendingCompute[R]) -> PendingCompute[R]:
 
 
 def mapped_calls[R](
-    fn: Callable[..., R] | ComputeFunction[..., R], iterables: Sequence[Iterable[Any]]
+    fn: Callable[..., R] | ComputeFunction[..., R], iterables: Sequence[Iterable[Any]], timeout: float | None = None
 ) -> Iterator[PendingCompute[R]]:
     """Return a call of `fn` for each group of items.
 
@@ -49,7 +49,7 @@ def mapped_calls[R](
         refuse_wrong_arguments(function, items[0], {})
     items.reverse()
     # each is freed once it is sent, because there may be many
-    return (PendingCompute(function, items.pop()) for _ in range(len(items)))
+    return (PendingCompute(function, items.pop(), timeout_seconds=timeout) for _ in range(len(items)))
 
 
 def results_of(

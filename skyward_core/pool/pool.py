@@ -182,13 +182,14 @@ class ComputePool:
 
     # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def submit[R](self, pending: PendingCompute[R]) -> CallFuture[R]:
+    def submit[R](self, pending: PendingCompute[R], *, timeout: float | None = None) -> CallFuture[R]:
         """Submit a call and return at once.
 
         `.result()` of the future waits, `.cancel()` stops the call even while it runs, `.seconds` and `.cost` are its
-        duration and cost.
+        duration and cost. `timeout`: how many seconds it may run on its node, as `PendingCompute.timeout` has it.
         """
-        return cast("CallFuture[R]", self._session.cluster.submit([checked(pending)], self._prepared.replace_object)[0])
+        calls = [checked(pending, timeout)]
+        return cast("CallFuture[R]", self._session.cluster.submit(calls, self._prepared.replace_object)[0])
 
     def submit_all[R](self, calls: Iterable[PendingCompute[R]]) -> list[CallFuture[R]]:
         """Submit many calls at once; return their futures, in order.
@@ -231,13 +232,16 @@ class ComputePool:
             results_of(self._session.cluster.broadcast(checked(pending), self._prepared.replace_object), tuple),
         )
 
-    def map[R](self, fn: Callable[..., R] | ComputeFunction[..., R], *iterables: Iterable[Any]) -> list[R]:
+    def map[R](
+        self, fn: Callable[..., R] | ComputeFunction[..., R], *iterables: Iterable[Any], timeout: float | None = None
+    ) -> list[R]:
         """Run `fn(a, b, ...)` for the items of the iterables taken together; return the results in order.
 
         `fn` need not be decorated. The iterables must have the same length: BadRequest otherwise, before anything runs.
-        Raises TypeError if the function does not take as many arguments.
+        Raises TypeError if the function does not take as many arguments. `timeout`: how many seconds each call may run
+        on its node, as `PendingCompute.timeout` has it.
         """
-        calls = mapped_calls(fn, iterables)
+        calls = mapped_calls(fn, iterables, timeout)
         return cast(
             "list[R]", results_of(self._session.cluster.submit(calls, self._prepared.replace_object, is_awaited=True))
         )

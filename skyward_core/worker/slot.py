@@ -13,6 +13,7 @@ process dies while a runner is stopped, the supervisor kills the runner, like al
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import secrets
@@ -49,7 +50,7 @@ BY_KERNEL = "the kernel, which counts all that it has started too (control group
 """What has killed a call that was out of memory, if not its worker."""
 TOGETHER_SECONDS = 0.005  # news within this time is reported together
 TOPIC_PREFIX = "skyward-"  # of topics; ids of calls have none
-TERM_SECONDS = 2.0  # from SIGTERM for a cancelled call to SIGKILL
+TERM_SECONDS = 2.0  # from SIGTERM, for a call that is cancelled or out of time, to SIGKILL
 CANCELLED_LIMIT = 10_000
 KNOWN_FUNCTIONS = 64  # a runner with more different ones forgets them all
 
@@ -205,7 +206,8 @@ class _BatchRun:
         self._waiting = deque(batch.calls)
         self._sent: deque[Call] = deque()
         self._news: list[News] = []
-        self._progress_at = self._reported_at = time.monotonic()
+        self._progress_at = self._reported_at = self._first_since = time.monotonic()
+        """`_first_since`: when the first of the sent calls became that; the time of its `timeout_seconds` begins."""
         self._moved: list[Parcel] = []
 
     def run(self) -> None:
@@ -221,6 +223,7 @@ class _BatchRun:
                 if not self._is_runner_doomed:
                     self._send()
                 self._listen()
+                self._check_time()
                 self._check_memory()
                 self._check_patience()
         except ConnectionError:  # no runner comes: outcomes so far are reported
@@ -263,6 +266,8 @@ class _BatchRun:
             if packet.fresh:
                 self.slot.known.clear()
             self.slot.known.add(call.function)
+            if not self._sent:
+                self._first_since = time.monotonic()
             self._sent.append(call)
 
     def _packet(self, call: Call) -> Packet:
@@ -325,8 +330,10 @@ class _BatchRun:
         if self._news:
             return TOGETHER_SECONDS
         if self.slot.kill_at is not None or self.slot.memory_limit_bytes is not None:
-            return MEMORY_CHECK_SECONDS
-        return PATIENCE_SECONDS if len(self._sent) > 1 or self._waiting else 5.0
+            seconds = MEMORY_CHECK_SECONDS
+        else:
+            seconds = PATIENCE_SECONDS if len(self._sent) > 1 or self._waiting else 5.0
+        return seconds if self._is_runner_doomed else min(seconds, max(0.0, self._seconds_left))
 
     def _receive(self) -> None:
         slot = self.slot
@@ -345,7 +352,7 @@ class _BatchRun:
             self._await_marks()
             self._progress_at = slot.busy_since = time.monotonic()
             slot.ended_seconds += outcome.seconds
-            call = self._sent.popleft()
+            call, self._first_since = self._sent.popleft(), self._progress_at
             assert call.call_id == outcome.call_id
             last_lines = self._last_lines()
             slot.ended += 1
@@ -353,7 +360,11 @@ class _BatchRun:
                 # it has not begun: its function was in a packet that was taken back
                 self._waiting.appendleft(call)
                 continue
-            self._news.append(outcome._replace(output=last_lines) if outcome.kind is OutcomeKind.CRASH else outcome)
+            if slot.killed_for is OutcomeKind.TIMED_OUT:  # it has handled the signal, and ended after its deadline
+                outcome.parcel.release()
+                outcome = _timed_out(call, outcome.seconds)
+            is_killed = outcome.kind in {OutcomeKind.CRASH, OutcomeKind.TIMED_OUT}
+            self._news.append(outcome._replace(output=last_lines) if is_killed else outcome)
 
     def _await_marks(self) -> None:
         """Read the output of the call that has just ended, to its mark: the runner writes the marks before the outcome,
@@ -411,9 +422,11 @@ class _BatchRun:
         )
         # at most one: a runner takes the next call after it has reported the outcome of the last
         for call in self._sent:
-            self._news.append(
-                Outcome(call.call_id, kind, text=text, exit_code=end and end.code, output=output, seconds=ran_seconds)
-            )
+            if kind is OutcomeKind.TIMED_OUT:
+                outcome = _timed_out(call, ran_seconds)
+            else:
+                outcome = Outcome(call.call_id, kind, text=text, seconds=ran_seconds)
+            self._news.append(outcome._replace(exit_code=end and end.code, output=output))
             slot.busy_since = None
             slot.ended_seconds += ran_seconds
         self._sent.clear()
@@ -437,7 +450,20 @@ class _BatchRun:
             )
             self._waiting = deque(call for call in self._waiting if call.call_id not in wanted)
         if slot.kill_at is not None and time.monotonic() > slot.kill_at:
-            self._kill(OutcomeKind.CANCELLED, signal.SIGKILL)
+            self._kill(slot.killed_for or OutcomeKind.CANCELLED, signal.SIGKILL)
+
+    @property
+    def _seconds_left(self) -> float:
+        """How long the first of the sent calls may still run."""
+        timeout_seconds = self._sent[0].timeout_seconds if self._sent else None
+        return math.inf if timeout_seconds is None else self._first_since + timeout_seconds - time.monotonic()
+
+    def _check_time(self) -> None:
+        if self._seconds_left <= 0 and not self._is_runner_doomed:
+            late = self._sent[0].call_id
+            self._kill_if(
+                OutcomeKind.TIMED_OUT, signal.SIGTERM, lambda call: call.call_id == late and self._seconds_left <= 0
+            )
 
     def _check_memory(self) -> None:
         limit = self.slot.memory_limit_bytes
@@ -480,3 +506,7 @@ class _BatchRun:
             self._reported_at = now
             news, self._news = self._news, []
             self._report(news)
+
+
+def _timed_out(call: Call, seconds: float) -> Outcome:
+    return Outcome(call.call_id, OutcomeKind.TIMED_OUT, text=str(call.timeout_seconds), seconds=seconds)

@@ -172,12 +172,14 @@ class Call(NamedTuple):
     """One call on its way to a slot.
 
     `function` names an entry of the batch's functions, `job_id` is shared by the calls of one broadcast.
+    `timeout_seconds`: how long the slot lets it run; None: any time.
     """
 
     call_id: str
     function: str
     arguments: Parcel
     job_id: str
+    timeout_seconds: float | None = None
 
 
 class Batch(NamedTuple):
@@ -219,6 +221,7 @@ class OutcomeKind(StrEnum):
     CRASH = "crash"
     OUT_OF_MEMORY = "out of memory"
     CANCELLED = "cancelled"
+    TIMED_OUT = "timed out"
     RETURNED = "returned"  # not begun: the slot is busy with a long call, run it elsewhere
 
 
@@ -226,7 +229,8 @@ class Outcome(NamedTuple):
     """The end of one call: for RESULT the value, for ERROR the exception (either may be empty: see `text`), for a crash
     its exit code and last lines.
 
-    `text` names for OUT_OF_MEMORY what has killed the call, if not its worker. `seconds`: how long it kept its slot
+    `text` names for OUT_OF_MEMORY what has killed the call, if not its worker; for TIMED_OUT it is the time that the
+    call had, in seconds. `seconds`: how long it kept its slot
     busy, however it ended.
     """
 

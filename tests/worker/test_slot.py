@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -479,3 +480,118 @@ def test_large_values_of_a_lost_machine_are_reported_as_lost(slot: Slot, tmp_pat
     error = exceptions.unpack(*outcome.parcel.contents(), 0, outcome.text)
     assert isinstance(error, NodeLost)
     assert "submit it again" in str(error)
+
+
+# ── deadlines ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class MovedClock:
+    """The clock of slots, which a test moves."""
+
+    time = staticmethod(time.time)
+
+    def __init__(self) -> None:
+        self.moved_seconds = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.moved_seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> MovedClock:
+    clock = MovedClock()
+    monkeypatch.setattr(slots, "time", clock)
+    return clock
+
+
+def limited(batch: Batch, call_id: str, timeout_seconds: float) -> Batch:
+    """Return the batch with a deadline for one call."""
+    return batch._replace(
+        calls=tuple(
+            call._replace(timeout_seconds=timeout_seconds) if call.call_id == call_id else call for call in batch.calls
+        )
+    )
+
+
+def test_a_call_is_ended_at_its_deadline_and_those_behind_it_run(slot: Slot, tmp_path: Path, clock: MovedClock) -> None:
+    """Its outcome has the time that it had, and its last lines; the others get another runner."""
+    started, pid = tmp_path / "started", slot.pid
+    batch = batch_of(late=f"print('begun')\n{waits_for(tmp_path / 'never', started)}", neighbour="pass")
+    run = Run(slot, limited(batch, "late", 300.0))
+    wait_until(started.exists, "the call to begin")
+    clock.moved_seconds = 400.0
+    slot.cancel("nobody")  # it looks again
+    assert run.endings() == {"late": OutcomeKind.TIMED_OUT, "neighbour": OutcomeKind.RESULT}
+    outcome = next(news for news in run.news if isinstance(news, Outcome) and news.call_id == "late")
+    assert (outcome.text, outcome.output) == ("300.0", ("begun",))
+    assert 400 < outcome.seconds < 500
+    assert slot.pid != pid
+
+
+def test_the_slot_looks_at_the_deadline_by_itself(slot: Slot, tmp_path: Path) -> None:
+    """Nothing else wakes it."""
+    run = Run(slot, limited(batch_of(late=waits_for(tmp_path / "never")), "late", 0.3))
+    assert run.endings(4.0) == {"late": OutcomeKind.TIMED_OUT}
+
+
+def test_the_time_of_a_call_begins_when_the_call_before_it_has_ended(
+    slot: Slot, tmp_path: Path, clock: MovedClock
+) -> None:
+    """Both are in the runner's queue; the first takes longer than the second one may."""
+    started, go = tmp_path / "started", tmp_path / "go"
+    run = Run(slot, limited(batch_of(first=waits_for(go, started), second="pass"), "second", 300.0))
+    wait_until(started.exists, "the first call to begin")
+    clock.moved_seconds = 400.0
+    go.touch()
+    assert run.endings() == {"first": OutcomeKind.RESULT, "second": OutcomeKind.RESULT}
+
+
+def test_a_call_that_ends_just_before_its_deadline_spares_the_next_one(
+    slot: Slot, tmp_path: Path, clock: MovedClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the slot takes the queue back, the late call has ended, its outcome is unread, and the next one runs."""
+    started, go, begun, end = (tmp_path / name for name in ("started", "go", "begun", "end"))
+    pid, really = slot.pid, slots._BatchRun._take_back
+
+    def take_back(run: Any) -> Any:
+        if not go.exists():
+            go.touch()
+            wait_until(begun.exists, "the next call to begin")
+        return really(run)
+
+    monkeypatch.setattr(slots._BatchRun, "_take_back", take_back)
+    run = Run(slot, limited(batch_of(late=waits_for(go, started), next=waits_for(end, begun)), "late", 300.0))
+    wait_until(started.exists, "the call to begin")
+    clock.moved_seconds = 400.0
+    slot.cancel("nobody")
+    wait_until(lambda: any(isinstance(news, Outcome) for news in run.news), "the outcome of the first call")
+    end.touch()
+    assert run.endings() == {"late": OutcomeKind.RESULT, "next": OutcomeKind.RESULT}
+    assert slot.pid == pid
+
+
+@pytest.mark.parametrize("answer", ["1 / 0", "raise SystemExit", "returns"])
+def test_a_call_that_handles_the_signal_of_its_deadline_is_late_all_the_same(
+    slot: Slot, tmp_path: Path, clock: MovedClock, answer: str
+) -> None:
+    """What it returns or raises then is dropped, and its runner ends."""
+    started, go, pid = tmp_path / "started", tmp_path / "go", slot.pid
+    handler = f"open({str(go)!r}, 'w').close()" if answer == "returns" else f"exec({answer!r})"
+    text = f"import signal; signal.signal(signal.SIGTERM, lambda *_: {handler})\n{waits_for(go, started)}"
+    run = Run(slot, limited(batch_of(late=text, neighbour="pass"), "late", 300.0))
+    wait_until(started.exists, "the call to begin")
+    clock.moved_seconds = 400.0
+    slot.cancel("nobody")
+    assert run.endings() == {"late": OutcomeKind.TIMED_OUT, "neighbour": OutcomeKind.RESULT}
+    assert slot.pid != pid
+
+
+def test_a_call_that_ignores_the_signal_of_its_deadline_is_killed_later(
+    slot: Slot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is out of time, and not cancelled."""
+    monkeypatch.setattr(slots, "TERM_SECONDS", 0.2)
+    ignored = tmp_path / "ignored"
+    text = f"import signal; signal.signal(signal.SIGTERM, lambda *_: open({str(ignored)!r}, 'w').close())\n{waits_for(tmp_path / 'never')}"
+    run = Run(slot, limited(batch_of(late=text, neighbour="pass"), "late", 1.0))
+    assert run.endings() == {"late": OutcomeKind.TIMED_OUT, "neighbour": OutcomeKind.RESULT}
