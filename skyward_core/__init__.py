@@ -132,6 +132,7 @@ if TYPE_CHECKING:
     from skyward_core.worker.info import current_accelerator as current_accelerator
     from skyward_core.worker.info import instance_info as instance_info
     from skyward_core.worker.shard import shard as shard
+    from skyward_core.worker.shared_values import scatter as scatter
 
 __version__ = "0.1.0"
 
@@ -179,6 +180,7 @@ _HOMES = {
     "worker.call_metrics": "report",
     "worker.info": "InstanceInfo current_accelerator instance_info",
     "worker.shard": "shard",
+    "worker.shared_values": "scatter",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
 _MODULES = frozenset({"accelerators", "distributed", "errors"})

@@ -24,6 +24,7 @@ PAGES = [
     "README.md",
     "docs/pool.md",
     "docs/async.md",
+    "docs/data.md",
     "docs/secrets.md",
     "docs/accelerators.md",
     "docs/commands.md",

@@ -124,7 +124,8 @@ class Upload:
     """Put large arguments (by call id) and functions (by name) of a batch into a node's memory; then `uploaded` or
     `upload_failed`.
 
-    A function for which the node has no room travels in the message. Arguments fail the upload then.
+    Among the functions are scattered values. A function for which the node has no room travels in the message.
+    Arguments and values fail the upload then.
     """
 
     number: int

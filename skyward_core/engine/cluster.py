@@ -15,6 +15,7 @@ import math
 import os
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError
 from typing import Any
@@ -24,20 +25,23 @@ import distributed  # noqa: TID253 - with connection.py owns Dask in this packag
 from skyward_core.compute import PendingCompute
 from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.engine.connection import NotSent, SchedulerConnection, connect
-from skyward_core.engine.detached_calls import DetachedCalls, ask_on, packed_function
+from skyward_core.engine.detached_calls import DetachedCalls, ask_on
 from skyward_core.engine.dispatcher import Dispatcher
 from skyward_core.engine.futures import CallFuture
 from skyward_core.engine.outbox import Entry
 from skyward_core.engine.owner import Counts, EngineThread, Watcher
+from skyward_core.engine.packed_functions import PackedFunction, packed_function
 from skyward_core.errors import BadRequest, NodeLost, PoolClosed, SkywardError
 from skyward_core.events.events import SkywardEvent
 from skyward_core.machines.instances import Lease
 from skyward_core.serialization import pickling, sources
 from skyward_core.transport.transport import Transports
 from skyward_core.worker import calls as messages
+from skyward_core.worker import shared_values
 from skyward_core.worker.draining import HOLD
 from skyward_core.worker.masking import SecretValues
-from skyward_core.worker.wire import INLINE_BYTES, Call, Outcome, Parcel
+from skyward_core.worker.shared_values import SharedValue
+from skyward_core.worker.wire import INLINE_BYTES, Outcome, Parcel
 
 TICK_SECONDS = 0.5
 JOIN_POLL_SECONDS = 0.01
@@ -77,6 +81,8 @@ class Cluster:
         self._lost: SkywardError | None = None
         self._drained: SkywardError | None = None
         self._is_closing = False
+        self._shared: weakref.WeakSet[SharedValue] = weakref.WeakSet()
+        """The scattered values that nodes may have."""
         self._detached = DetachedCalls(self.owner, self._transports, retries, lambda: self._lost)
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -320,29 +326,36 @@ class Cluster:
         is_awaited: bool,
     ) -> list[CallFuture[Any]]:
         self._refuse()
-        functions: dict[int, tuple[Any, str, Parcel]] = {}
+        functions: dict[int, tuple[Any, PackedFunction]] = {}
         """By the function's id, with the function, so that no other one takes its id."""
         entries = list[Entry]()
         with contextlib.ExitStack() as undo:
             for pending, worker in calls:
                 if id(pending.fn) not in functions:
-                    functions[id(pending.fn)] = (pending.fn, *packed_function(pending.fn, replace_object))
-                _, name, function = functions[id(pending.fn)]
-                arguments = self._packed((pending.args, dict(pending.kwargs)), replace_object, is_awaited)
+                    functions[id(pending.fn)] = (pending.fn, PackedFunction.of(pending.fn, replace_object))
+                _, function = functions[id(pending.fn)]
+                with shared_values.noted() as used:
+                    arguments = self._packed((pending.args, dict(pending.kwargs)), replace_object, is_awaited)
                 if arguments.path is not None:
                     undo.callback(arguments.release)
-                call_id = uuid.uuid4().hex
-                call = Call(call_id, name, arguments, job_id or call_id, pending.timeout_seconds)
-                entries.append(Entry(call, function, worker))
+                entries.append(function.entry(pending, arguments, used, job_id, worker))
             futures = [CallFuture[Any](entry.call.call_id, self._cancel, self.owner.callbacks.put) for entry in entries]
             if self._lost is not None:
                 raise self._lost
             undo.pop_all()
         self.owner.futures.update((future.call_id, future) for future in futures)
+        for value in {value.name: value for entry in entries for value in entry.shared.values()}.values():
+            self._keep_until_released(value)
         self.owner.post(lambda: self.dispatcher.submit(entries))
         if self._is_closing:  # the pool was closed meanwhile, perhaps without these calls
             self._end_late(futures)
         return futures
+
+    def _keep_until_released(self, value: SharedValue) -> None:
+        """Remove a scattered value from the nodes when nothing refers to it any more."""
+        if value not in self._shared:
+            self._shared.add(value)
+            weakref.finalize(value, _release, weakref.ref(self), value.name).atexit = False
 
     def _end_late(self, futures: Iterable[CallFuture[Any]]) -> None:
         """Calls came in while the pool closed: those that it has not taken in raise its error."""
@@ -415,3 +428,9 @@ class Cluster:
 
     def _ask(self, operation: str, timeout_seconds: float = math.inf, **arguments: Any) -> Any:
         return ask_on(self.owner, self._connection, operation, time.monotonic() + timeout_seconds, arguments)
+
+
+def _release(cluster: weakref.ref[Cluster], name: str) -> None:
+    """A scattered value was collected, in any thread: remove it from the nodes of a pool that is still open."""
+    if (it := cluster()) is not None:
+        it.owner.post(lambda: it.dispatcher.release_shared(name))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 import time
 import uuid
@@ -13,7 +12,6 @@ from skyward_core.engine.connection import SchedulerConnection
 from skyward_core.engine.owner import EngineThread
 from skyward_core.engine.results import value_of
 from skyward_core.errors import NodeLost, SkywardError
-from skyward_core.serialization import pickling, sources
 from skyward_core.transport.transport import Transport, Transports
 from skyward_core.worker.calls import NAME, RETRIES, detached_key
 from skyward_core.worker.pool_scheduler import START_DETACHED
@@ -104,15 +102,3 @@ def ask_on(
 ) -> Any:
     """Ask the scheduler on this connection, while it is the present one and until the deadline (time.monotonic)."""
     return connection.ask(operation, lambda: owner.connection is connection and time.monotonic() < deadline, arguments)
-
-
-def packed_function(fn: Callable[..., Any], replace_object: pickling.Replace | None) -> tuple[str, Parcel]:
-    """Return a name for the function, the hash of its content, and its pickle.
-
-    A runner loads each name once, so the function's globals stay between calls.
-    """
-    pickled = sources.pack(fn, label=getattr(fn, "__name__", "function"), replace=replace_object)
-    digest = hashlib.sha256(pickled.data)
-    for buffer in pickled.buffers:
-        digest.update(buffer)
-    return digest.hexdigest(), Parcel(pickled.data, pickled.buffers)

@@ -122,6 +122,10 @@ class Dispatcher:
         """Stop a call that its caller has cancelled, or do not begin it."""
         self._calls.cancel(call_id)
 
+    def release_shared(self, name: str) -> None:
+        """No call will use a scattered value any more: remove it from all nodes."""
+        self._functions.release(name)
+
     def drain(self, error: SkywardError | None) -> None:
         """Begin no more calls: those that have not begun raise this, those that run may end.
 

@@ -1,12 +1,12 @@
-"""The large functions in the memory of each node, and which are evicted when there are too many: pure bookkeeping.
+"""The large functions and scattered values in the memory of each node, and when they are removed: pure bookkeeping.
 
-States of a function at a node:
+States of a function or value at a node:
 
     absent ──planned──▶ coming ──arrived──▶ there ──evicted──▶ absent
                           └────failed────▶ absent
 
-Least recently used functions are evicted first, until the others fit the limit. Functions that a batch in flight refers
-to stay.
+Least recently used functions are evicted first, until the others fit the limit. A scattered value is evicted when the
+client has released it, which may be before it has arrived. What a batch in flight refers to stays.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from skyward_core.engine import actions as do
-from skyward_core.worker.wire import Parcel
+from skyward_core.worker.wire import SHARED, Parcel
 
 LIMIT_BYTES = 64 << 20
 
@@ -26,21 +26,26 @@ class _File:
     nbytes: int
     users: set[int] = field(default_factory=set[int])
     """The numbers of the batches in flight that refer to it."""
+    is_shared: bool = False
+    is_released: bool = False
+    """Whether it is a scattered value, and whether the client has released it."""
 
 
 class FunctionFiles:
-    """The functions in the memory of one node."""
+    """The functions and scattered values in the memory of one node."""
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
         self._limit_bytes = limit_bytes
         self._files: dict[str, _File] = {}
         """In the order of their last use."""
         self._coming: set[str] = set()
+        self._released: set[str] = set()
+        """Scattered values that were released while they were coming."""
 
     @property
     def nbytes(self) -> int:
         """How much memory the functions take, in bytes."""
-        return sum(file.nbytes for file in self._files.values())
+        return sum(file.nbytes for file in self._files.values() if not file.is_shared)
 
     def find(self, name: str) -> Parcel | None:
         """Return the parcel of a function in the node's memory; None if the function is not there."""
@@ -73,23 +78,32 @@ class FunctionFiles:
     def arrived(self, name: str, parcel: Parcel, nbytes: int) -> None:
         """Note that a function is there."""
         self._coming.discard(name)
-        self._files[name] = _File(parcel, nbytes)
+        self._files[name] = _File(parcel, nbytes, is_shared=name.startswith(SHARED), is_released=name in self._released)
+        self._released.discard(name)
 
     def failed(self, names: Collection[str]) -> None:
         """Note that functions have not arrived."""
         self._coming.difference_update(names)
+        self._released.difference_update(names)
+
+    def release(self, name: str) -> None:
+        """Note that no call will use a scattered value any more."""
+        if (file := self._files.get(name)) is not None:
+            file.is_released = True
+        elif name in self._coming:
+            self._released.add(name)
 
     def evict(self) -> list[Parcel]:
-        """Forget functions beyond the limit; return the files that are to be removed."""
+        """Forget functions beyond the limit, and released values; return the files that are to be removed."""
         evicted = list[Parcel]()
         excess = self.nbytes - self._limit_bytes
         for name, file in list(self._files.items()):
-            if excess <= 0:
-                break
-            if not file.users:
-                del self._files[name]
+            if file.users or not (file.is_released if file.is_shared else excess > 0):
+                continue
+            del self._files[name]
+            evicted.append(file.parcel)
+            if not file.is_shared:
                 excess -= file.nbytes
-                evicted.append(file.parcel)
         return evicted
 
 
@@ -108,6 +122,12 @@ class FunctionsOnNodes:
         """Remove functions beyond the limit from a node."""
         for parcel in self.at(instance_id).evict():
             self._do(do.Remove(instance_id, parcel))
+
+    def release(self, name: str) -> None:
+        """Remove a scattered value from all nodes: no call will use it any more."""
+        for instance_id, files in self._by_instance.items():
+            files.release(name)
+            self.evict(instance_id)
 
     def keep(self, is_known: Callable[[str], bool]) -> None:
         """Forget the functions of instances that are not known any more."""

@@ -12,10 +12,11 @@ Pure bookkeeping, without Dask and threads. `engine.dispatcher` owns it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
+from skyward_core.worker.shared_values import SharedValue
 from skyward_core.worker.wire import Batch, Call, Parcel
 
 TARGET_SECONDS = 0.02  # of work in a batch
@@ -37,6 +38,8 @@ class Entry:
     worker: str | None = None
     losses: int = 0
     remote_args: tuple[str, Parcel] | None = None
+    shared: Mapping[str, SharedValue] = field(default_factory=dict[str, SharedValue])
+    """The scattered values that it uses, by name."""
 
 
 @dataclass(slots=True)
@@ -216,6 +219,7 @@ class Queue:
 
     def _pack(self, entries: list[Entry], worker: str | None) -> Shipment:
         functions = {entry.call.function: entry.function for entry in entries}
+        functions |= {name: value.parcel for entry in entries for name, value in entry.shared.items()}
         batch = Batch(self.topic, tuple(entry.call for entry in entries), functions)
         shipment = Shipment(self.next_number, batch, worker, {entry.call.call_id for entry in entries})
         self.next_number += 1

@@ -88,11 +88,12 @@ class Placement:
         files = self._functions.at(instance_id)
         out = self._shipments.outs.get(number)
         for name, parcel in functions.items():
-            files.failed([name])
             if parcel is not None and files.find(name) is None:
                 files.arrived(name, parcel, sum(size for _, size in parcel.spans))
-            elif parcel is not None:
-                self._do(do.Remove(instance_id, parcel))
+            else:
+                files.failed([name])
+                if parcel is not None:
+                    self._do(do.Remove(instance_id, parcel))
         if out is None or out.phase is not Phase.UPLOADING:
             for parcel in arguments.values():
                 self._do(do.Remove(instance_id, parcel))

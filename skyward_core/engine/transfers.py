@@ -17,7 +17,7 @@ from skyward_core.engine.connection_state import PING_SECONDS
 from skyward_core.engine.dispatcher import Dispatcher
 from skyward_core.errors import CommandFailed, ConnectionLost, Unreachable
 from skyward_core.transport.transport import Transport, Transports
-from skyward_core.worker.wire import Outcome, Parcel
+from skyward_core.worker.wire import SHARED, Outcome, Parcel
 
 UPLOADS = FETCHES = 4  # at once
 _log = logging.getLogger("skyward")
@@ -83,7 +83,7 @@ class Transfers:
             for call_id, parcel in action.arguments:
                 arguments[call_id] = transport.put(parcel)
             for name, parcel in action.functions:
-                functions[name] = _put_function(transport, parcel)
+                functions[name] = transport.put(parcel) if name.startswith(SHARED) else _put_function(transport, parcel)
         except Exception as failure:
             error = failure
             names = [name for name, _ in action.functions]

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 from skyward_core.errors import NodeLost, NotPicklable
 from skyward_core.serialization import exceptions, pickling, sources
-from skyward_core.worker import call_metrics
+from skyward_core.worker import call_metrics, shared_values
 from skyward_core.worker.call_groups import MemoryAllowance
 from skyward_core.worker.environment_variable import RewrittenVariable
 from skyward_core.worker.info import ENV, of_call
@@ -58,7 +58,8 @@ class Packet(NamedTuple):
     """A message to a runner: a call, and its function unless the runner has it; `fresh` lets it forget its functions.
 
     `may_reuse`: the file of the arguments is the client's, and the result may take it over. `secrets` come with the
-    first call that a runner gets; `needs_secrets` is set in each packet of a pool with secrets.
+    first call that a runner gets; `needs_secrets` is set in each packet of a pool with secrets. `shared` are the
+    scattered values that the call uses, by name.
     """
 
     call: Call
@@ -67,6 +68,7 @@ class Packet(NamedTuple):
     may_reuse: bool = False
     secrets: SecretValues | None = None
     needs_secrets: bool = False
+    shared: tuple[tuple[str, Parcel], ...] = ()
 
 
 def run_calls(line: RunnerChannels) -> NoReturn:
@@ -97,6 +99,7 @@ def run_calls(line: RunnerChannels) -> NoReturn:
         reporter.end_call()
         _end_output(line)
         line.outcomes.send(pickle.dumps(_fit(outcome, line, spent), protocol=5))
+        shared_values.begin_call({})
         del packet, request, call, outcome, spent  # frees the memory of this call before the wait for the next one
     os._exit(0)
 
@@ -169,12 +172,15 @@ def _invoke(packet: Packet, functions: dict[str, sources.Loaded]) -> tuple[Any, 
     if packet.fresh:
         functions.clear()
     sources.begin_call()
+    shared_values.begin_call(dict(packet.shared))
     function = functions.get(packet.call.function)
     if function is None:
         assert packet.function is not None
         with _lost_with_its_machine("function"):
             parts = packet.function.contents(is_last_reader=False)
-        function = functions[packet.call.function] = sources.unpack(*parts)
+        function = sources.unpack(*parts)
+        if packet.call.keeps_function:
+            functions[packet.call.function] = function
     sources.install(function.sources)  # another call may have brought other texts since
     with _lost_with_its_machine("arguments"):
         memory, data, buffers = packet.call.arguments.open()

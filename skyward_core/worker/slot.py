@@ -265,7 +265,8 @@ class _BatchRun:
             self.slot.is_furnished = True
             if packet.fresh:
                 self.slot.known.clear()
-            self.slot.known.add(call.function)
+            if call.keeps_function:
+                self.slot.known.add(call.function)
             if not self._sent:
                 self._first_since = time.monotonic()
             self._sent.append(call)
@@ -287,6 +288,7 @@ class _BatchRun:
             fresh=is_fresh,
             secrets=secrets,
             needs_secrets=self.slot.secrets is not None,
+            shared=tuple((name, self._batch.functions[name]) for name in call.shared),
         )
 
     def _moved_to_file(self, parcel: Parcel) -> Parcel:

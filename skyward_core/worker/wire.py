@@ -34,6 +34,8 @@ KEEPS_NO_DESCRIPTOR: dict[str, Any] = {"trackfd": False} if sys.version_info >= 
 
 A program may hold a thousand results, and the usual limit is 1,024 descriptors.
 """
+SHARED = "shared-"
+"""Names of scattered values begin with it. They stand among the functions of a batch."""
 READ_WHOLE_BYTES = 16 << 20
 """Where a mapping must keep one (Python 3.12): files up to this size are read instead."""
 
@@ -121,6 +123,15 @@ class Parcel(NamedTuple):
         parts = [view[start : start + size] for start, size in self.spans]
         return memory, self.data or parts.pop(0), tuple(parts)
 
+    def read_only(self) -> tuple[bytes | memoryview, tuple[memoryview, ...]]:
+        """Return the pickle and its buffers, which are read-only views of the file's own pages."""
+        assert self.path is not None
+        with open(self.path, "rb") as file:
+            memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ, **KEEPS_NO_DESCRIPTOR)
+        view = memoryview(memory)
+        parts = [view[start : start + size] for start, size in self.spans]
+        return self.data or parts.pop(0), tuple(parts)
+
     def contents(self, *, is_last_reader: bool = True) -> tuple[bytes | memoryview, tuple[bytearray | memoryview, ...]]:
         """Return the pickle and its buffers, as `open` does."""
         return self.open(is_last_reader=is_last_reader)[1:]
@@ -171,7 +182,9 @@ class Parcel(NamedTuple):
 class Call(NamedTuple):
     """One call on its way to a slot.
 
-    `function` names an entry of the batch's functions, `job_id` is shared by the calls of one broadcast.
+    `function` names an entry of the batch's functions, `job_id` is shared by the calls of one broadcast. `shared` are
+    the names of the scattered values that it uses, which are entries of the batch's functions too. A runner keeps the
+    function for later calls, unless it refers to scattered values itself.
     `timeout_seconds`: how long the slot lets it run; None: any time.
     """
 
@@ -180,11 +193,13 @@ class Call(NamedTuple):
     arguments: Parcel
     job_id: str
     timeout_seconds: float | None = None
+    shared: tuple[str, ...] = ()
+    keeps_function: bool = True
 
 
 class Batch(NamedTuple):
-    """Calls that one slot runs in turn, the pickles of their functions by name, and the topic on which the client
-    listens.
+    """Calls that one slot runs in turn, the pickles of their functions and scattered values by name, and the topic on
+    which the client listens.
     """
 
     topic: str
