@@ -379,6 +379,18 @@ class Cluster:
                 return self._transports.to(nodes[min(nodes)].instance).put(parcel)
         return parcel if is_awaited else Parcel(parcel.data, tuple(bytearray(buffer) for buffer in parcel.buffers))
 
+    def cancel_waiting(self, futures: Iterable[CallFuture[Any]]) -> None:
+        """Cancel the calls that wait here; those that are on their way to a worker, or run, go on."""
+
+        def cancel() -> None:
+            self.dispatcher.flush(time.monotonic())  # those for which a slot is free go out first
+            for future in futures:
+                if not self.dispatcher.is_out(future.call_id):
+                    future.cancel()
+
+        with contextlib.suppress(PoolClosed):  # then none waits
+            self.owner.run(cancel)
+
     def _cancel(self, call_id: str) -> None:
         self.owner.post(lambda: self.dispatcher.cancel(call_id))
 

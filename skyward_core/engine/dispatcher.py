@@ -126,6 +126,10 @@ class Dispatcher:
         """No call will use a scattered value any more: remove it from all nodes."""
         self._functions.release(name)
 
+    def is_out(self, call_id: str) -> bool:
+        """Return whether a call was sent to a worker, so that it may have begun, and its outcome has not arrived."""
+        return self._queue.is_out(call_id) or self._calls.fetches.is_under_way(call_id)
+
     def drain(self, error: SkywardError | None) -> None:
         """Begin no more calls: those that have not begun raise this, those that run may end.
 

@@ -22,6 +22,7 @@ from skyward_core.machines.instances import Lease
 from skyward_core.machines.signing import signed, verify
 from skyward_core.pool.calls import checked, mapped_calls, results_of
 from skyward_core.pool.current_session import CurrentSession, note_machines_left
+from skyward_core.pool.executor import PoolExecutor
 from skyward_core.pool.preparation import Prepared, prepare
 from skyward_core.providers.base import Provider
 from skyward_core.providers.local import Local
@@ -245,6 +246,13 @@ class ComputePool:
         return cast(
             "list[R]", results_of(self._session.cluster.submit(calls, self._prepared.replace_object, is_awaited=True))
         )
+
+    def executor(self) -> PoolExecutor:
+        """Return an executor of the standard library (`concurrent.futures`) that runs functions on this pool.
+
+        Leaving its `with` block waits for its calls, and leaves the pool open. A pool may have several.
+        """
+        return PoolExecutor(self.submit_all, lambda futures: self._session.cluster.cancel_waiting(futures))
 
     def start_detached[R](self, pending: PendingCompute[R]) -> DetachedCall[R]:
         """Submit a call that goes on when this process dies; return an object that represents it.
