@@ -28,7 +28,7 @@ from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
 from tests.testbed.rental import Cloud
 
-LEASE_SECONDS = 5
+LEASE_SECONDS = 10
 REPOSITORY = Path(__file__).parents[2]
 MEGABYTES = 100 << 20
 
