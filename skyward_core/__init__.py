@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from skyward_core.compute import PendingCompute as PendingCompute
     from skyward_core.compute import gather as gather
     from skyward_core.config import Settings as Settings
+    from skyward_core.distributed.checkpoint import Checkpoint as Checkpoint
+    from skyward_core.distributed.checkpoint import SavedCheckpoint as SavedCheckpoint
+    from skyward_core.distributed.checkpoint import checkpoint as checkpoint
     from skyward_core.distributed.sampler import DistributedSampler as DistributedSampler
     from skyward_core.engine.futures import CallFuture as CallFuture
     from skyward_core.errors import BadRequest as BadRequest
@@ -132,6 +135,7 @@ if TYPE_CHECKING:
     from skyward_core.worker.info import InstanceInfo as InstanceInfo
     from skyward_core.worker.info import current_accelerator as current_accelerator
     from skyward_core.worker.info import instance_info as instance_info
+    from skyward_core.worker.preemption_notice import preemption_notice as preemption_notice
     from skyward_core.worker.shard import shard as shard
     from skyward_core.worker.shared_values import scatter as scatter
 
@@ -156,6 +160,7 @@ _HOMES = {
         " InstancesUnconfirmed LogLine Metrics PoolReady PoolStopping PreemptionNoticed ProviderName"
         " RebalanceRecommended SkywardEvent compose emit use_callback"
     ),
+    "distributed.checkpoint": "Checkpoint SavedCheckpoint checkpoint",
     "distributed.sampler": "DistributedSampler",
     "engine.futures": "CallFuture",
     "operations": "cost_of offers release sweep",
@@ -181,6 +186,7 @@ _HOMES = {
     "work": "Work",
     "worker.call_metrics": "report",
     "worker.info": "InstanceInfo current_accelerator instance_info",
+    "worker.preemption_notice": "preemption_notice",
     "worker.shard": "shard",
     "worker.shared_values": "scatter",
 }

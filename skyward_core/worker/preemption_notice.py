@@ -7,7 +7,8 @@ has grown. AWS recommends to poll every five seconds.
 
 A process of its own polls, forked by the node's supervisor: a service that hangs delays nothing else, and the process
 ends with the supervisor. It prints each notice as a line `::skyward notice JSON` of the node's log. The client reads
-the log without the head. A failed request is no notice; the first failure is logged.
+the log without the head. Calls on the node read the announced end in the file NOTICE_FILE of the node's directory
+(`preemption_notice`). A failed request is no notice; the first failure is logged.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,10 +24,17 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from enum import StrEnum
 from http.client import HTTPConnection, HTTPException, HTTPResponse
+from pathlib import Path
 from typing import Any, NoReturn, cast
 from urllib.parse import urlsplit
 
+from skyward_core.worker.settings import write_atomically
+
 MARK = "::skyward notice "
+NOTICE_FILE = "preemption"
+"""Has the end of the machine, in seconds of its monotonic clock."""
+FILE_ENV = "SKYWARD_PREEMPTION_FILE"
+"""The environment variable with the path of NOTICE_FILE, so that processes started by a call find it too."""
 ASK_EVERY_SECONDS = 5.0
 ANSWER_SECONDS = 2.0
 TOKEN_SECONDS = 21_600
@@ -167,16 +176,44 @@ class NoticePoller:
                 self._reported.add(mark)
 
 
-def listen(url: str) -> NoReturn:
-    """Poll for ever and print each notice: the main function of a process that dies with its parent."""
-    listener = NoticePoller(
-        MetadataService(url),
-        lambda notice: print(MARK + notice.to_text(), flush=True),
-        lambda text: print(text, flush=True),
-    )
+def listen(url: str, directory: Path) -> NoReturn:
+    """Poll for ever, print each notice and note it for calls: the main function of a process that dies with its
+    parent.
+    """
+
+    def report(notice: Notice) -> None:
+        print(MARK + notice.to_text(), flush=True)
+        note(notice, directory)
+
+    listener = NoticePoller(MetadataService(url), report, lambda text: print(text, flush=True))
     while True:
         listener.look()
         time.sleep(ASK_EVERY_SECONDS)
+
+
+def note(notice: Notice, directory: Path) -> None:
+    """Write the end of the machine into the node's directory, for `preemption_notice`. A full disk is no error."""
+    if notice.kind is Kind.INTERRUPTION:
+        with contextlib.suppress(OSError):
+            write_atomically(directory / NOTICE_FILE, repr(time.monotonic() + notice.seconds_left))
+
+
+def preemption_notice() -> float | None:
+    """Return in how many seconds the cloud takes this spot machine back; None if it has not announced that.
+
+    For a call: save a checkpoint when it is not None. AWS announces it about two minutes before, on a best effort
+    basis; of the other providers none does (`docs/machines.md`). 0.0 if the time is over. Outside a pool it is None.
+
+    >>> preemption_notice() is None
+    True
+    """
+    path = os.environ.get(FILE_ENV)
+    if not path:
+        return None
+    try:
+        return max(0.0, float(Path(path).read_text(encoding="utf-8")) - time.monotonic())
+    except (OSError, ValueError):  # there is none
+        return None
 
 
 def _interruption(body: bytes, now: float) -> Notice:

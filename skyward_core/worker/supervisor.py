@@ -38,7 +38,7 @@ from skyward_core.worker import node  # the only costly import: all forked proce
 from skyward_core.worker.call_groups import CallGroups, MemoryAllowance, call_groups, enter
 from skyward_core.worker.info import JOB_PLACE, InstanceInfo, to_env
 from skyward_core.worker.keeper import adopt_orphans
-from skyward_core.worker.preemption_notice import listen
+from skyward_core.worker.preemption_notice import FILE_ENV, NOTICE_FILE, listen
 from skyward_core.worker.private_folders import make_private
 from skyward_core.worker.runner import RunnerChannels, run_calls
 from skyward_core.worker.runner_factory import REQUEST_BYTES, Forked, Reassigned, RunnerExit
@@ -192,7 +192,7 @@ class Supervisor:
         now = time.monotonic()
         if self._listen_at <= now:
             self._listen_at = math.inf
-            self._listener_pid = self._fork(lambda: listen(self._settings.notice_url))
+            self._listener_pid = self._fork(lambda: listen(self._settings.notice_url, self._directory))
         for index in [index for index, due in self._due.items() if due <= now]:
             del self._due[index]
             self._start_worker(index)
@@ -272,7 +272,7 @@ class Supervisor:
                 mark,
                 to_env(info),
                 settings.value_directories,
-                settings.environment_of(index, slot),
+                {**settings.environment_of(index, slot), FILE_ENV: str(self._directory / NOTICE_FILE)},
                 (
                     MemoryAllowance(group, settings.memory_limit_bytes)
                     if group is not None and settings.memory_limit_bytes is not None and enter(group)

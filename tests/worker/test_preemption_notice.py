@@ -2,6 +2,7 @@
 before the machine is gone.
 """
 
+import ast
 import json
 import socket
 import time
@@ -19,7 +20,17 @@ from skyward_core.events.narrator import Narrator
 from skyward_core.machines.instances import Instance
 from skyward_core.provisioning.bootstrap import Preparation
 from skyward_core.provisioning.nodes import Nodes
-from skyward_core.worker.preemption_notice import MARK, NOTICE_SECONDS, Kind, MetadataService, Notice, NoticePoller
+from skyward_core.worker.preemption_notice import (
+    FILE_ENV,
+    MARK,
+    NOTICE_FILE,
+    NOTICE_SECONDS,
+    Kind,
+    MetadataService,
+    Notice,
+    NoticePoller,
+    note,
+)
 from skyward_core.worker.settings import NodeSettings, with_partitions
 from tests.conftest import RecordedEvents, wait_until
 from tests.engine.test_recovery import World
@@ -72,6 +83,19 @@ def test_a_notice_is_reported_once(service: FakeMetadata, tmp_path: Path) -> Non
     assert (notice.kind, notice.action) == (Kind.INTERRUPTION, "terminate")
     assert 100 < notice.seconds_left <= 110
     assert notice.at == pytest.approx(time.time() + 110, abs=10)
+
+
+def test_calls_read_how_much_time_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recommendation is no notice; a time that is over is 0, and outside a pool there is none."""
+    assert sky.preemption_notice() is None
+    monkeypatch.setenv(FILE_ENV, str(tmp_path / NOTICE_FILE))
+    note(Notice(Kind.REBALANCE, "", 0.0), tmp_path)
+    assert sky.preemption_notice() is None
+    note(Notice(Kind.INTERRUPTION, "terminate", 0.0, seconds_left=100.0), tmp_path)
+    assert 50 < (sky.preemption_notice() or 0) <= 100
+    note(Notice(Kind.INTERRUPTION, "terminate", 0.0, seconds_left=0.0), tmp_path)
+    assert sky.preemption_notice() == 0.0
+    note(Notice(Kind.INTERRUPTION, "terminate", 0.0), tmp_path / "gone")  # a full disk must not end the poller
 
 
 def test_a_recommendation_is_separate_from_the_notice(service: FakeMetadata, tmp_path: Path) -> None:
@@ -446,11 +470,12 @@ def test_the_texts_of_the_notices() -> None:
 
 @sky.compute
 def wait_for_go(folder: str, mark: str) -> int:
-    """Note where this runs, wait for the file `go-MARK`, return the node."""
+    """Note where this runs, wait for the file `go-MARK`, note the notice, return the node."""
     node = sky.instance_info().node
     Path(folder, f"{mark}-on-{node}").touch()
     while not Path(folder, f"go-{mark}").exists():
         time.sleep(0.01)
+    Path(folder, f"notice-of-{mark}").write_text(repr(sky.preemption_notice()))
     return node
 
 
@@ -514,6 +539,10 @@ def test_after_a_notice_running_calls_end_and_no_others_begin(noticed: FakeMetad
             assert list(everywhere.result(60)) == [0, 1]
         assert old not in ids(pool)
         assert pool.map(square, range(20)) == [number * number for number in range(20)]
+    for node, marks in on.items():
+        for mark in marks:
+            left = ast.literal_eval((tmp_path / f"notice-of-{mark}").read_text())
+            assert (left is None) if node == 0 else (0 < left <= 110)
     assert recorded.of(sky.CallRetrying) == []
     assert [(event.instance_id, event.node) for event in recorded.of(sky.InstanceLost)] == [(old, 1)]
     assert len(recorded.of(sky.InstanceProvisioned)) == 3
