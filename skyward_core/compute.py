@@ -75,6 +75,11 @@ class PendingCompute[R]:
         return PendingCompute(self.fn, self.args, self.kwargs, seconds)
 
     @property
+    def forms_group(self) -> bool:
+        """Whether the workers of a broadcast form a group: `@sky.distributed...` marks such functions."""
+        return bool(getattr(self.fn, "forms_group", False))
+
+    @property
     def why_no_result(self) -> str:
         """Say what is wrong with a function that returns this, and what to write instead; read where calls run."""
         name = _name(self.fn)

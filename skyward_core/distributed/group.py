@@ -78,7 +78,10 @@ class Group:
 
 
 class GroupFunction[**P, R]:
-    """A function that runs as one rank of a group. `local` is the function itself, which forms no group."""
+    """A function that runs as one rank of a group."""
+
+    forms_group = True
+    """For pools (`pool/groups.py`): after a loss all ranks run again."""
 
     def __init__(self, fn: Callable[P, R], framework: Framework, rendezvous_seconds: float) -> None:
         self.fn = fn

@@ -270,11 +270,13 @@ class CallTable:
             self.fail(call_ids, refusal)
 
     def _may_run_again(self, entry: Entry) -> bool:
-        may_begin = self._ended is None and self._drained is None
+        may_begin = self._ended is None and self._drained is None and not entry.in_group
         return may_begin and entry.losses <= self._retries and entry.call.arguments.path is None
 
     def _node_lost(self, entry: Entry, reason: str, cause: BaseException | None) -> NodeLost:
-        if not self._retries:
+        if entry.in_group and self._retries:
+            advice = f"its group cannot go on without it (ComputePool(retries={self._retries}))"
+        elif not self._retries:
             advice = "submit it again if it may run twice, or open the pool with retries=1 or more"
         elif entry.losses <= self._retries and (self._ended or self._drained) is not None:
             advice = "it would run again, but the pool begins no calls any more"

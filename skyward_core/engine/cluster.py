@@ -32,7 +32,7 @@ from skyward_core.engine.outbox import Entry
 from skyward_core.engine.owner import Counts, EngineThread, Watcher
 from skyward_core.engine.packed_functions import PackedFunction, packed_function
 from skyward_core.errors import BadRequest, NodeLost, PoolClosed, SkywardError
-from skyward_core.events.events import SkywardEvent
+from skyward_core.events.events import CallRetrying, SkywardEvent
 from skyward_core.machines.instances import Lease
 from skyward_core.serialization import pickling, sources
 from skyward_core.transport.transport import Transports
@@ -78,6 +78,8 @@ class Cluster:
         self._transports = transports
         self._ranks = sorted(node.rank for node in lease.nodes)
         """The pool's ranks: a node that is lost is soon replaced under its rank."""
+        self.retries = retries
+        self._emit = emit
         self._lost: SkywardError | None = None
         self._drained: SkywardError | None = None
         self._is_closing = False
@@ -308,11 +310,14 @@ class Cluster:
         """Submit a call once for each worker of the pool; return the futures in the order of the workers.
 
         The calls of a node that is away wait for its replacement: without them their share of the data would be
-        missing.
+        missing. If the function forms a group, a call that is lost raises NodeLost: it is not repeated alone.
         """
-        return self._take_in(
-            ((call, worker) for worker in self._names()), replace_object, uuid.uuid4().hex, is_awaited=True
-        )
+        calls = ((call, worker) for worker in self._names())
+        return self._take_in(calls, replace_object, uuid.uuid4().hex, is_awaited=True)
+
+    def note_retry(self, attempt: int, loss: NodeLost) -> None:
+        """Emit that a group of calls runs again as a whole; `attempt` counts from 1."""
+        self._emit(CallRetrying("broadcast", attempt, self.retries + 1, str(loss)))
 
     def _names(self) -> list[str]:
         """Names of all workers of the pool, whether they are there or not, in their order."""

@@ -30,12 +30,14 @@ SMOOTHING = 0.2
 class Entry:
     """One call, the name of the worker where it must run (None: anywhere), and how often it was lost.
 
-    `remote_args` says where its large arguments are: the id of an instance, and the file in its memory.
+    `in_group`: it needs the other calls of its broadcast, and is not repeated without them. `remote_args` says where
+    its large arguments are: the id of an instance, and the file in its memory.
     """
 
     call: Call
     function: Parcel
     worker: str | None = None
+    in_group: bool = False
     losses: int = 0
     remote_args: tuple[str, Parcel] | None = None
     shared: Mapping[str, SharedValue] = field(default_factory=dict[str, SharedValue])

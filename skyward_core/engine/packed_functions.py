@@ -42,9 +42,10 @@ class PackedFunction:
     ) -> Entry:
         """Return a new call of the function, whose arguments use these scattered values."""
         call_id, used = uuid.uuid4().hex, {**self.shared, **shared}
+        in_group = job_id is not None and pending.forms_group
         job_id = job_id or call_id
         call = Call(call_id, self.name, arguments, job_id, pending.timeout_seconds, tuple(used), not self.shared)
-        return Entry(call, self.parcel, worker, shared=used)
+        return Entry(call, self.parcel, worker, in_group, shared=used)
 
 
 def packed_function(fn: Callable[..., Any], replace_object: pickling.Replace | None) -> tuple[str, Parcel]:

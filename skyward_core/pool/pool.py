@@ -23,6 +23,7 @@ from skyward_core.machines.signing import signed, verify
 from skyward_core.pool.calls import checked, mapped_calls, results_of
 from skyward_core.pool.current_session import CurrentSession, note_machines_left
 from skyward_core.pool.executor import PoolExecutor
+from skyward_core.pool.groups import group_results
 from skyward_core.pool.preparation import Prepared, prepare
 from skyward_core.providers.base import Provider
 from skyward_core.providers.local import Local
@@ -227,11 +228,18 @@ class ComputePool:
         )
 
     def broadcast[R](self, pending: PendingCompute[R]) -> tuple[R, ...]:
-        """Run the call on all workers at once; return the results in the order of nodes and workers."""
-        return cast(
-            "tuple[R, ...]",
-            results_of(self._session.cluster.broadcast(checked(pending), self._prepared.replace_object), tuple),
-        )
+        """Run the call on all workers at once; return the results in the order of nodes and workers.
+
+        If the workers form a group (`sky.distributed`) and a node is lost, the call runs again on all of them.
+        """
+        cluster = self._session.cluster
+
+        def start(call: PendingCompute[Any]) -> list[CallFuture[Any]]:
+            return cluster.broadcast(call, self._prepared.replace_object)
+
+        if not checked(pending).forms_group:
+            return cast("tuple[R, ...]", results_of(start(pending), tuple))
+        return cast("tuple[R, ...]", group_results(start, pending, cluster.retries, cluster.note_retry))
 
     def map[R](
         self, fn: Callable[..., R] | ComputeFunction[..., R], *iterables: Iterable[Any], timeout: float | None = None

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ import pytest
 import skyward_core as sky
 from skyward_core.distributed.group import Group, decorator, interface_of, member_of, reserved_port, this_place
 from skyward_core.distributed.member import Member, Place, find_hub, open_hub
+from skyward_core.worker.watchdog import kill_instance
+from tests.conftest import RecordedEvents
 
 
 def places(world: int) -> list[Place]:
@@ -255,6 +258,44 @@ def test_an_error_at_the_start_of_the_framework_is_the_first_one(pool: sky.Compu
 
     with pytest.raises(OSError, match="no device"):
         waits() @ pool
+
+
+@sky.compute
+@fake()
+def count_to(steps: int, folder: str) -> tuple[int, int]:
+    """Count with a checkpoint at each step, one step for each file `go-STEP`; return the first step and the last."""
+    found = sky.checkpoint(Path(folder, "checkpoints"))
+    first = found.load(default=0)
+    for step in range(first, steps):
+        if this_place().rank == 0:
+            found.save(step + 1, step + 1)
+        while not Path(folder, f"go-{step}").exists():
+            time.sleep(0.01)
+    return first, steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_after_the_loss_of_a_node_the_training_goes_on_from_its_checkpoint(tmp_path: Path, lost: int) -> None:
+    """Node 1, or the head, is killed in the middle: it is replaced, and both ranks run again."""
+    recorded = RecordedEvents()
+    with (
+        sky.ComputePool(provider=sky.Local(), nodes=2, retries=1, display="quiet", on_event=recorded) as pool,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        running = thread.submit(lambda: count_to(4, str(tmp_path)) @ pool)
+        for step in range(2):
+            (tmp_path / f"go-{step}").touch()
+        wait_until(lambda: sky.checkpoint(tmp_path / "checkpoints").load() == 3, "the third checkpoint")
+        kill_instance(pool.lease.nodes[lost].instance.id)
+        wait_until(lambda: recorded.of(sky.CallRetrying), "the second attempt")  # else the other rank goes on alone
+        for step in range(2, 4):
+            (tmp_path / f"go-{step}").touch()
+        assert running.result(120) == ((3, 4), (3, 4))
+        assert ranks_of() @ pool == ((0, 2, "0", "inside"), (1, 2, "1", "inside"))
+    assert [(event.call_id, event.attempt, event.attempts) for event in recorded.of(sky.CallRetrying)] == [
+        ("broadcast", 2, 2)
+    ]
 
 
 @sky.compute

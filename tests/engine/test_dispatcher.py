@@ -1,6 +1,7 @@
 """The dispatcher, message by message: earlier faults, the states of the connection, drain, hold."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -506,6 +507,14 @@ def test_a_message_of_an_earlier_connection_ends_no_batch() -> None:
     pool.dispatcher.task_ended(first, 0, is_finished=False, reason="gone")
     pool.dispatcher.report(first, Report(0, "machine-000", (value("a"),)), 0.0)
     assert (pool.errors(), pool.take(do.Finish)) == ({}, [])
+
+
+def test_a_call_of_a_group_is_not_repeated_alone() -> None:
+    pool = Pool(retries=1)
+    pool.submit(replace(entry("a"), in_group=True))
+    pool.dispatcher.task_ended(pool.epoch, 0, is_finished=False, reason="gone")
+    assert "its group cannot go on without it" in str(pool.errors()["a"])
+    assert pool.take(do.Send) == []
 
 
 def test_a_call_runs_again_as_often_as_retries_allows() -> None:
