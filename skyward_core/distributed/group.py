@@ -12,21 +12,28 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Protocol, cast
+from dataclasses import replace
+from typing import Any, ClassVar, Protocol, cast, overload
 
 from skyward_core.distributed.member import Member, Place, find_hub, open_hub
-from skyward_core.errors import BadRequest
-from skyward_core.worker.info import instance_info
+from skyward_core.distributed.training_channel import TrainingJob
+from skyward_core.distributed.training_process import ProcessEnded, TrainingProcess, run_all
+from skyward_core.errors import BadRequest, CallCrashed
+from skyward_core.serialization import pickling, sources
+from skyward_core.worker.info import ENV, instance_info, to_env
+from skyward_core.worker.log_records import kept_mark
 
 RENDEZVOUS_SECONDS = 300.0
 
 
 class Framework(Protocol):
     """What one framework needs around the user's function. It is pickled with the function, and imports nothing before
-    `running`.
+    `running`. `needs_process`: it cannot be ended and started again in one process.
     """
+
+    needs_process: ClassVar[bool]
 
     def running(self, group: Group) -> AbstractContextManager[object]:
         """Start the framework's own communication, and end it. All ranks do this at the same time."""
@@ -41,14 +48,22 @@ class Decorator(Protocol):
         ...
 
 
+class ListDecorator(Protocol):
+    """Makes a `GroupFunction` of a function that several processes of a node run: it returns a list of their values."""
+
+    def __call__[**P, R](self, fn: Callable[P, R], /) -> GroupFunction[P, list[R]]:
+        """Return the function that forms a group first."""
+        ...
+
+
 class Group:
     """One rank's group while the user's function runs. It owns the environment variables that it sets."""
 
-    def __init__(self, member: Member) -> None:
-        self.place: Place = member.place
-        self.address: str = member.address
+    def __init__(self, place: Place, address: str, exchange: Callable[[Any], list[Any]]) -> None:
+        self.place = place
+        self.address = address
         """This node's address in the network of the group."""
-        self.exchange: Callable[[Any], list[Any]] = member.exchange
+        self.exchange = exchange
         """Returns the values of all ranks, in their order. All ranks must call it the same number of times."""
         self._before = dict[str, str | None]()
 
@@ -78,15 +93,20 @@ class Group:
 
 
 class GroupFunction[**P, R]:
-    """A function that runs as one rank of a group."""
+    """A function that runs as one rank of a group, or as several: a list of their values, in the order of the local
+    ranks. `fn` is the function itself, which forms no group.
+    """
 
     forms_group = True
     """For pools (`pool/groups.py`): after a loss all ranks run again."""
 
-    def __init__(self, fn: Callable[P, R], framework: Framework, rendezvous_seconds: float) -> None:
+    def __init__(
+        self, fn: Callable[P, Any], framework: Framework, rendezvous_seconds: float, nproc_per_node: int | None = None
+    ) -> None:
         self.fn = fn
         self.framework = framework
         self.rendezvous_seconds = rendezvous_seconds
+        self.nproc_per_node = nproc_per_node
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -94,10 +114,24 @@ class GroupFunction[**P, R]:
 
         Raises GroupNotFormed, RankFailed, or the function's own error.
         """
+        if self.nproc_per_node is None and not self.framework.needs_process:
+            return self._run_here(args, kwargs)
+        try:
+            values = self._run_in_processes(self.nproc_per_node or 1, args, kwargs)
+        except ProcessEnded as error:
+            ended = error
+        else:
+            return cast("R", values if self.nproc_per_node is not None else values[0])
+        if os.environ.get(ENV):
+            ended.repeat()
+        raise CallCrashed(str(ended), exit_code=ended.exit_code)
+
+    def _run_here(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> R:
+        """Run the function in this process."""
         from skyward_core.worker.runner import completed  # clients only decorate
 
-        with member_of(this_place(), self.rendezvous_seconds) as member, ExitStack() as undo:
-            group = Group(member)
+        with members_of(places(1), self.rendezvous_seconds) as (member,), ExitStack() as undo:
+            group = Group(member.place, member.address, member.exchange)
             undo.callback(group.restore_environment)
             try:
                 undo.enter_context(self.framework.running(group))
@@ -108,65 +142,118 @@ class GroupFunction[**P, R]:
                 raise
             return cast("R", value)
 
+    def _run_in_processes(self, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """Run the function in this many processes of its own. Raises ProcessEnded if one ends by itself."""
+        ranks = places(count)
+        work = pickling.dumps(
+            (self.framework, self.fn, args, kwargs), label=("framework", "function", "args", "kwargs")
+        )
+
+        def job(member: Member) -> TrainingJob:
+            return TrainingJob(member.place, member.address, sources.installed(), work, kept_mark())
+
+        with ExitStack() as undo:
+            processes = [undo.enter_context(TrainingProcess(variables_of(place))) for place in ranks]
+            members = undo.enter_context(members_of(ranks, self.rendezvous_seconds))
+            return run_all(processes, members, job)
+
     def __repr__(self) -> str:
         return f"<{self.framework!r} training {getattr(self.fn, '__name__', self.fn)!r}>"
 
 
-def decorator(framework: Framework, rendezvous_seconds: float) -> Decorator:
-    """Return the decorator for a framework. Raises BadRequest for a deadline that is none."""
+@overload
+def decorator(framework: Framework, rendezvous_seconds: float, nproc_per_node: None = None) -> Decorator: ...
+@overload
+def decorator(framework: Framework, rendezvous_seconds: float, nproc_per_node: int | None) -> Any: ...
+def decorator(framework: Framework, rendezvous_seconds: float, nproc_per_node: int | None = None) -> Any:
+    """Return the decorator for a framework. Raises BadRequest for a deadline that is none, or no number of
+    processes.
+    """
     if not 0 < rendezvous_seconds < float("inf"):
         raise BadRequest(f"rendezvous_seconds={rendezvous_seconds!r}: write how many seconds ranks wait for each other")
+    if nproc_per_node is not None and (type(nproc_per_node) is not int or nproc_per_node < 1):
+        raise BadRequest(f"nproc_per_node={nproc_per_node!r}: write how many processes run on each node, such as 8")
 
-    def decorate[**P, R](fn: Callable[P, R], /) -> GroupFunction[P, R]:
+    def decorate[**P, R](fn: Callable[P, R], /) -> GroupFunction[P, Any]:
         if hasattr(fn, "local"):
             raise TypeError(f"{fn!r} is decorated with @sky.compute already: write @sky.compute above @sky.distributed")
-        return GroupFunction(fn, framework, rendezvous_seconds)
+        return GroupFunction(fn, framework, rendezvous_seconds, nproc_per_node)
 
     return decorate
 
 
-def this_place() -> Place:
-    """Return this call's place in its group: all workers of the pool for a broadcast, else a group of one rank."""
+def places(processes: int) -> list[Place]:
+    """Return the places of this call's processes in its group: with those of all workers of the pool for a broadcast,
+    else in a group of their own.
+    """
     info = instance_info()
     if not info.is_broadcast:
-        return Place(0, 1, 0, 1, 0, 1, "127.0.0.1", secrets.token_hex(16))
-    return Place(
-        rank=info.rank,
-        world_size=info.world_size,
-        local_rank=info.worker,
-        local_world_size=info.workers_per_node,
-        node=info.node,
-        nodes=info.total_nodes,
-        head_address=info.head_addr,
-        key=info.job_id,
+        key = secrets.token_hex(16)
+        return [Place(rank, processes, rank, processes, 0, 1, "127.0.0.1", key) for rank in range(processes)]
+    return [
+        Place(
+            rank=info.rank * processes + number,
+            world_size=info.world_size * processes,
+            local_rank=info.worker * processes + number,
+            local_world_size=info.workers_per_node * processes,
+            node=info.node,
+            nodes=info.total_nodes,
+            head_address=info.head_addr,
+            key=info.job_id,
+        )
+        for number in range(processes)
+    ]
+
+
+def variables_of(place: Place) -> dict[str, str]:
+    """Return the variables with which the process of a rank starts.
+
+    In it, `sky.instance_info()` counts processes as workers, so that `sky.shard` gives each its own rows. Processes
+    that share a node get one thread each for OpenMP, as torchrun has it, unless the user has set the number.
+    """
+    info = instance_info()
+    of_process = replace(
+        info,
+        node=place.node,
+        total_nodes=place.nodes,
+        is_head=place.node == 0,
+        worker=place.local_rank,
+        workers_per_node=place.local_world_size,
     )
+    threads = {"OMP_NUM_THREADS": "1"} if place.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ else {}
+    return {ENV: to_env(of_process), **threads}
 
 
 @contextlib.contextmanager
-def member_of(place: Place, rendezvous_seconds: float) -> Generator[Member]:
-    """Join the group of this call, all ranks of it; leave it at the end. Rank 0 runs the hub.
+def members_of(places: Sequence[Place], rendezvous_seconds: float) -> Generator[list[Member]]:
+    """Join the group of this call, all ranks of it; leave it at the end. The process of rank 0 runs the hub.
 
     Raises GroupNotFormed.
     """
     deadline = time.monotonic() + rendezvous_seconds
+    members = list[Member]()
     with ExitStack() as undo:
-        if place.rank == 0:
-            undo.callback(open_hub(place, deadline).close)
-        member = Member(place, *find_hub(place, deadline))
-        undo.callback(member.close)
-        member.wait_until_formed()
-        yield member
+        if places[0].rank == 0:
+            undo.callback(open_hub(places[0], deadline).close)
+        for place in places:
+            members.append(Member(place, *find_hub(place, deadline)))
+            undo.callback(members[-1].close)
+        for member in members:
+            member.wait_until_formed()
+        yield members
 
 
 @contextlib.contextmanager
-def reserved_port(address: str) -> Generator[int]:
-    """Reserve a free port of this machine for a server of this user that sets SO_REUSEPORT, as gRPC does.
+def reserved_port(address: str, option: int = socket.SO_REUSEPORT) -> Generator[int]:
+    """Reserve a free port of this machine for a server that sets this socket option: SO_REUSEPORT, as gRPC does, or
+    SO_REUSEADDR.
 
-    The socket does not listen. While it is bound, other programs cannot take the port.
+    The socket does not listen. While it is bound, other programs of this user without that option, and those of other
+    users, cannot take the port.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family) as reservation:
-        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reservation.setsockopt(socket.SOL_SOCKET, option, 1)
         reservation.bind((address, 0))
         yield reservation.getsockname()[1]
 

@@ -76,12 +76,17 @@ class Hub:
         return self._to_all({"formed": True})
 
     def receive(self, rank: int, message: Message, now: float) -> list[Letter]:
-        """Take a message of a rank in: a value for all, an error, or the end of its function."""
+        """Take a message of a rank in: a value for all, an error, a crash, or the end of its function.
+
+        A crash needs not wait for what may have caused it.
+        """
         match message:
             case {"value": value}:
                 return self._exchange(rank, value)
             case {"failed": str(text)}:
                 return self._fail(rank, text, now)
+            case {"crashed": str(text)}:
+                return self._decide(rank, text)
             case {"done": True}:
                 self._done.add(rank)
                 return self._end()

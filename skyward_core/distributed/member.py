@@ -152,7 +152,7 @@ class Member:
         self._absent: Sequence[int] = ()
         self._first: tuple[int, str] | None = None
         self._is_over = threading.Event()
-        """The function has returned or raised: its rank needs not be stopped any more."""
+        """The function has returned or raised, or its process is gone: its rank needs not be stopped any more."""
         self._reader = threading.Thread(target=self._read, name="skyward-group", daemon=True)
         self._reader.start()
 
@@ -181,25 +181,26 @@ class Member:
         self._next("ended")
         self._is_over.set()
 
-    def fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException, *, is_certain: bool = False) -> None:
         """Report the error of this rank. Returns if it failed first; else waits to be stopped, and raises RankFailed.
 
-        To be called before anything is torn down, because that makes other ranks fail.
+        To be called before anything is torn down, because that makes other ranks fail. `is_certain`: no failure of
+        another rank can have caused it.
         """
         text = f"{type(error).__name__}: {error}"
-        self._send({"failed": text[:2000]})
+        self._send({"crashed" if is_certain else "failed": text[:2000]})
         with self._changed:
             self._changed.wait_for(lambda: self._first is not None)
         assert self._first is not None
         first, why = self._first
         if first != self.place.rank:
-            threading.Event().wait(self._hold_seconds)
+            self._is_over.wait(self._hold_seconds)
         self._is_over.set()
         if first != self.place.rank:
             raise RankFailed(f"rank {first} of {self.place.world_size} failed first: {why}", first) from error
 
     def close(self) -> None:
-        """Close the connection, and end the thread."""
+        """Close the connection, and end the thread and any wait of another thread. It may be called again."""
         self._is_over.set()
         try:
             self._connection.shutdown(socket.SHUT_RDWR)

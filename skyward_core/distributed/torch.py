@@ -8,13 +8,23 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import import_module
-from typing import Any, cast
+from typing import Any, ClassVar, cast, overload
 
-from skyward_core.distributed.group import RENDEZVOUS_SECONDS, Decorator, Group, decorator, interface_of
+from skyward_core.distributed.group import RENDEZVOUS_SECONDS, Decorator, Group, ListDecorator, decorator, interface_of
 from skyward_core.distributed.member import Place
 
 
-def torch(*, backend: str | None = None, rendezvous_seconds: float = RENDEZVOUS_SECONDS) -> Decorator:
+@overload
+def torch(
+    *, backend: str | None = None, nproc_per_node: None = None, rendezvous_seconds: float = RENDEZVOUS_SECONDS
+) -> Decorator: ...
+@overload
+def torch(
+    *, backend: str | None = None, nproc_per_node: int, rendezvous_seconds: float = RENDEZVOUS_SECONDS
+) -> ListDecorator: ...
+def torch(
+    *, backend: str | None = None, nproc_per_node: int | None = None, rendezvous_seconds: float = RENDEZVOUS_SECONDS
+) -> Any:
     """Run a function as one rank of a `torch.distributed` process group, initialised before it and destroyed after it.
 
     `backend` is "nccl" (GPU), "gloo" (CPU), or another one of PyTorch's; None is "nccl" with a GPU and "gloo" without.
@@ -33,13 +43,14 @@ def torch(*, backend: str | None = None, rendezvous_seconds: float = RENDEZVOUS_
     >>> train()
     <pending train()>
     """
-    return decorator(Torch(backend), rendezvous_seconds)
+    return decorator(Torch(backend), rendezvous_seconds, nproc_per_node)
 
 
 @dataclass(frozen=True, slots=True)
 class Torch:
     """PyTorch around a function."""
 
+    needs_process: ClassVar[bool] = False
     backend: str | None = None
 
     @contextlib.contextmanager

@@ -6,13 +6,23 @@ import contextlib
 import sys
 from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast, overload
 
-from skyward_core.distributed.group import RENDEZVOUS_SECONDS, Decorator, Group, decorator
+from skyward_core.distributed.group import RENDEZVOUS_SECONDS, Decorator, Group, ListDecorator, decorator
 from skyward_core.distributed.torch import environment, process_group
 
 
-def transformers(*, backend: str | None = None, rendezvous_seconds: float = RENDEZVOUS_SECONDS) -> Decorator:
+@overload
+def transformers(
+    *, backend: str | None = None, nproc_per_node: None = None, rendezvous_seconds: float = RENDEZVOUS_SECONDS
+) -> Decorator: ...
+@overload
+def transformers(
+    *, backend: str | None = None, nproc_per_node: int, rendezvous_seconds: float = RENDEZVOUS_SECONDS
+) -> ListDecorator: ...
+def transformers(
+    *, backend: str | None = None, nproc_per_node: int | None = None, rendezvous_seconds: float = RENDEZVOUS_SECONDS
+) -> Any:
     """Run a function as one rank of a group that Hugging Face's `Trainer` and Accelerate detect.
 
     `backend` and `rendezvous_seconds` are those of `sky.distributed.torch`, and so is the environment. Besides, the
@@ -26,13 +36,14 @@ def transformers(*, backend: str | None = None, rendezvous_seconds: float = REND
     >>> train()
     <pending train()>
     """
-    return decorator(Transformers(backend), rendezvous_seconds)
+    return decorator(Transformers(backend), rendezvous_seconds, nproc_per_node)
 
 
 @dataclass(frozen=True, slots=True)
 class Transformers:
     """PyTorch's process group and Accelerate's state around a function."""
 
+    needs_process: ClassVar[bool] = False
     backend: str | None = None
 
     @contextlib.contextmanager

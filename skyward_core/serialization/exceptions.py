@@ -37,6 +37,10 @@ class RemoteTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
+class ProcessTraceback(RemoteTraceback):
+    """Carries the traceback of another process of this machine, which has run the call."""
+
+
 class ExceptionReference(NamedTuple):
     """Stands for an exception, or (`of`) a list or tuple of exceptions, by their places in the table."""
 
@@ -199,6 +203,30 @@ def unpack(data: Any, buffers: Sequence[Any], node: int, text: str) -> BaseExcep
     return _Rebuilding(cast(PackedException, carried).table, node, text).result()
 
 
+def unpack_here(data: Any, buffers: Sequence[Any], text: str) -> BaseException:
+    """Rebuild an exception that another process of this machine has raised, for the process that raises it again.
+
+    The end of its chain of causes has the traceback there. Raises any error of the unpickler.
+    """
+    carried = pickling.loads(data, buffers)
+    error = _Rebuilding(cast(PackedException, carried).table, -1, text).error()
+    _set(_first_cause(error), "__cause__", ProcessTraceback(text))
+    return error
+
+
+def take_process_text(error: BaseException) -> str:
+    """Remove the traceback that `unpack_here` has added, and return it; "" if there is none."""
+    seen: set[int] = set()
+    while error.__cause__ is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error.__cause__, ProcessTraceback):
+            text = str(error.__cause__.args[0])
+            _set(error, "__cause__", None)
+            return text
+        error = error.__cause__
+    return ""
+
+
 def remote_error(node: int, text: str, name: str = "", message: str = "", reason: str = "") -> RemoteError:
     """Return the error for an exception that stays on its node: first its type and message, then its traceback."""
     last = next((line for line in reversed(text.splitlines()) if line.strip()), "")
@@ -215,13 +243,17 @@ class _Rebuilding:
         self._is_whole: set[int] = set()
         """Places of exceptions that are complete: pickled as their class defines it, or RemoteErrors."""
 
-    def result(self) -> BaseException:
-        """Return the exception, with the traceback of the node at the end of its chain of causes."""
+    def error(self) -> BaseException:
+        """Return the exception, filled, with its causes, its context and the members of a group."""
         for place in range(len(self._table)):
             self._make(place)
         for place, raised in enumerate(self._table):
             self._fill(place, raised)
-        error, raised = self._made[0], self._table[0]
+        return self._made[0]
+
+    def result(self) -> BaseException:
+        """Return the exception, with the traceback of the node at the end of its chain of causes."""
+        error, raised = self.error(), self._table[0]
         if isinstance(error, CONTROL):
             return remote_error(
                 self._node,

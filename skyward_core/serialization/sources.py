@@ -300,6 +300,11 @@ def install(sources: Iterable[Source]) -> None:
             linecache.cache[source.file] = (len(source.text), None, source.text.splitlines(keepends=True), source.file)
 
 
+def installed() -> tuple[Source, ...]:
+    """Return the sources that have come with the present call, for a process that this one starts."""
+    return tuple(_served[name] for name in sorted(loading.served_modules) if name in _served)
+
+
 def begin_call() -> None:
     """Forget which sources came with the last call; `install` and `unpack` set those of the next.
 

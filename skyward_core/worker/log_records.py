@@ -27,12 +27,22 @@ class LogLines(NamedTuple):
     texts: tuple[str, ...]
 
 
+_kept_mark = b""
+
+
+def kept_mark() -> bytes:
+    """Return the mark of this process's records, for a process that writes to the same streams; b"" without one."""
+    return _kept_mark
+
+
 def keep_levels(mark: bytes, streams: tuple[TextIO, TextIO]) -> None:
     """Let each log handler of this process that writes to one of `streams` write whole records from now on.
 
     It changes `logging.StreamHandler` itself: the handlers are the calls' own (`logging.basicConfig()`), or Python's
     last resort, and need not exist yet.
     """
+    global _kept_mark  # noqa: PLW0603 - like the handlers, it belongs to the process
+    _kept_mark = mark
     start = _start_of(mark)
     write_plainly = logging.StreamHandler.emit
 

@@ -226,7 +226,9 @@ def _refuse_pending(value: Any) -> None:
 def _failed(call_id: str, error: BaseException, seconds: float, mask: Mask) -> Outcome:
     mask.error(error)
     try:
-        text = "".join(traceback.format_exception(error.with_traceback(_below_invoke(error))))
+        text = exceptions.take_process_text(error) or "".join(
+            traceback.format_exception(error.with_traceback(_below_invoke(error)))
+        )
         pickled = exceptions.pack(error, mask.value)
     except Exception:  # the exception's own code runs here, and may raise anything
         text, pickled = (

@@ -10,12 +10,13 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 import skyward_core as sky
-from skyward_core.distributed.group import Group, decorator, interface_of, member_of, reserved_port, this_place
+from skyward_core.distributed.group import Group, decorator, interface_of, members_of, reserved_port
+from skyward_core.distributed.group import places as places_of_call
 from skyward_core.distributed.member import Member, Place, find_hub, open_hub
 from skyward_core.worker.watchdog import kill_instance
 from tests.conftest import RecordedEvents
@@ -30,7 +31,7 @@ def on_all[R](ranks: list[Place], work: Callable[[Member], R], seconds: float = 
     """Run the work as each of the ranks, in threads, and wait until all have ended."""
 
     def run(place: Place) -> R:
-        with member_of(place, seconds) as member:
+        with members_of([place], seconds) as (member,):
             return work(member)
 
     with ThreadPoolExecutor(len(ranks)) as threads:
@@ -183,6 +184,7 @@ def test_the_interface_of_an_address() -> None:
 class Fake:
     """A framework that sets a variable; it can fail at its start."""
 
+    needs_process: ClassVar[bool] = False
     fails_on: int = -1
 
     @contextlib.contextmanager
@@ -201,7 +203,7 @@ def fake(fails_on: int = -1) -> Any:
 @sky.compute
 @fake()
 def ranks_of() -> tuple[int, int, str | None, str | None]:
-    place = this_place()
+    (place,) = places_of_call(1)
     return place.rank, place.world_size, os.environ.get("FAKE_RANK"), os.environ.get("FAKE_KEPT")
 
 
@@ -228,7 +230,7 @@ def test_a_single_call_is_a_group_of_one(pool: sky.ComputePool) -> None:
 @fake()
 def fail_on(rank: int, kind: str) -> None:
     """One rank ends; the other one gets an error at once, as from a collective, or hangs."""
-    if this_place().rank == rank:
+    if places_of_call(1)[0].rank == rank:
         if kind == "crash":
             os._exit(3)
         raise ValueError(f"rank {rank} has failed")
@@ -267,7 +269,7 @@ def count_to(steps: int, folder: str) -> tuple[int, int]:
     found = sky.checkpoint(Path(folder, "checkpoints"))
     first = found.load(default=0)
     for step in range(first, steps):
-        if this_place().rank == 0:
+        if places_of_call(1)[0].rank == 0:
             found.save(step + 1, step + 1)
         while not Path(folder, f"go-{step}").exists():
             time.sleep(0.01)

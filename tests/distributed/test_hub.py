@@ -109,3 +109,13 @@ def test_an_unknown_message_changes_nothing(message: dict[str, object]) -> None:
     hub = formed(1)
     assert hub.receive(0, message, 0.0) == []
     assert hub.state is HubState.FORMED
+
+
+def test_a_crash_is_first_although_an_error_was_reported_before() -> None:
+    """The runner tells of the crash of its training's process. Its rank is not asked again."""
+    hub = formed(3)
+    assert hub.receive(2, {"failed": "connection closed"}, now=10.0) == []
+    verdict = {"first": 0, "text": "SIGKILL"}
+    assert hub.receive(0, {"crashed": "SIGKILL"}, now=10.1) == [(0, verdict), (1, verdict), (2, verdict)]
+    assert hub.receive(1, {"crashed": "SIGABRT"}, now=10.2) == []
+    assert hub.leave(0) == []

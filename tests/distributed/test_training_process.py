@@ -1,0 +1,211 @@
+"""Processes of trainings, with plain functions and no framework."""
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+import skyward_core as sky
+from skyward_core.distributed.group import Group
+from skyward_core.distributed.member import Place
+from skyward_core.distributed.training_channel import TrainingJob
+from skyward_core.distributed.training_process import ProcessEnded, TrainingProcess
+from skyward_core.serialization import exceptions, pickling
+from skyward_core.worker.keeper import start_of
+
+
+@dataclass(frozen=True)
+class Plain:
+    """A framework that sets a variable and exchanges a value; its teardown can hang."""
+
+    needs_process: ClassVar[bool] = True
+    hangs: bool = False
+
+    @contextlib.contextmanager
+    def running(self, group: Group) -> Generator[None]:
+        group.set_environment({"PLAIN": str(group.exchange(group.place.rank))})
+        yield
+        while self.hangs:
+            signal.pause()
+
+
+def job(fn: Callable[..., Any], *args: Any, framework: Plain | None = None, mark: bytes = b"") -> TrainingJob:
+    place = Place(3, 5, 0, 1, 3, 5, "127.0.0.1", "key")
+    return TrainingJob(place, "127.0.0.1", (), pickling.dumps((framework or Plain(), fn, args, {})), mark)
+
+
+def run(fn: Callable[..., Any], *args: Any, mark: bytes = b"") -> Any:
+    with TrainingProcess({}) as process:
+        value = process.run(job(fn, *args, mark=mark), lambda value: [value, "other"])
+        process.end()
+    return pickling.loads(value)
+
+
+def test_the_value_comes_back_and_large_arrays_can_be_written_to() -> None:
+    """In both directions they travel beside the messages. The framework's variable is set."""
+
+    def doubled(array: Any) -> Any:
+        array *= 2
+        return os.environ["PLAIN"], os.getpid(), array
+
+    variable, pid, array = run(doubled, np.ones(300_000))
+    array += 1
+    assert (variable, array.sum()) == ("[3, 'other']", 900_000.0)
+    assert pid != os.getpid()
+
+
+class Refused(Exception):
+    def __init__(self, number: int) -> None:
+        super().__init__(f"refused {number}")
+        self.number = number
+
+
+def test_an_error_comes_back_with_its_class_and_the_traceback_of_the_function() -> None:
+    """Our own frames are not in it, and it is taken out before the error travels to the client."""
+
+    def refuse() -> None:
+        raise Refused(7) from ValueError("cause")
+
+    with pytest.raises(Refused, match="refused 7") as raised:
+        run(refuse)
+    assert raised.value.number == 7
+    text = exceptions.take_process_text(raised.value)
+    assert "raise Refused(7) from" in text
+    assert "training_main" not in text
+    assert isinstance(raised.value.__cause__, ValueError)
+    assert exceptions.take_process_text(raised.value) == ""
+
+
+def test_output_records_and_metrics_are_those_of_the_runner(capfd: pytest.CaptureFixture[str]) -> None:
+    """They go to the same descriptors. Records and metrics have the runner's mark; the last metrics are not lost."""
+
+    def say() -> None:
+        for step in range(30):
+            sky.report(step=step)
+        print("printed", end="")
+        logging.warning("a\nrecord")
+
+    run(say, mark=b"secret\n")
+    out, err = capfd.readouterr()
+    first, *_, last = out.splitlines()
+    assert (first, last) == ("secret:report [0, {}]", "printedsecret:report [29, {}]")
+    assert err == 'secret:30 "WARNING:root:a\\nrecord"\n'
+
+
+@pytest.mark.parametrize(
+    ("code", "text"), [(3, "ended with exit code 3"), (-9, "ended by SIGKILL"), (-6, "ended by SIGABRT")]
+)
+def test_a_process_that_ends_by_itself(code: int, text: str) -> None:
+    """Its exit code is that of `subprocess`; only an abort may follow from another rank's failure."""
+
+    def end() -> None:
+        if code < 0:
+            os.kill(os.getpid(), -code)
+        os._exit(code)
+
+    with pytest.raises(ProcessEnded, match=text) as raised:
+        run(end)
+    assert raised.value.exit_code == code
+    assert raised.value.may_be_consequence == (code == -6)
+
+
+def test_sys_exit_is_raised_as_such() -> None:
+    """The runner reports it as for any call."""
+    with pytest.raises(SystemExit) as raised:
+        run(sys.exit, 4)
+    assert raised.value.code == 4
+
+
+def test_a_result_that_cannot_travel_is_an_error_of_the_function() -> None:
+    """The message names the part."""
+    with pytest.raises(TypeError, match="result"):
+        run(lambda: {"lock": sys._getframe()})
+
+
+def test_the_process_is_killed_with_all_that_it_has_started() -> None:
+    """Also if a child of it has a session of its own, and keeps the connection open."""
+
+    def start() -> int:
+        child = os.fork()
+        if not child:
+            os.setsid()
+            while True:
+                signal.pause()
+        return child
+
+    child = run(start)
+    wait_until(lambda: not start_of(child), "the end of its child")
+
+
+def test_the_end_of_a_process_is_seen_although_its_child_holds_the_connection(tmp_path: Path) -> None:
+    """The child would keep the runner waiting for ever. On a node the runner's group ends, and the child with it."""
+
+    def crash() -> None:
+        if child := os.fork():
+            (tmp_path / "child").write_text(str(child))
+            os._exit(5)
+        while True:
+            signal.pause()
+
+    try:
+        with pytest.raises(ProcessEnded, match="exit code 5"):
+            run(crash)
+    finally:
+        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+
+
+def test_a_forked_process_that_returns_sends_no_value() -> None:
+    """Its parent does, which waits for it."""
+
+    def fork() -> str:
+        if child := os.fork():
+            os.waitpid(child, 0)
+            return "parent"
+        return "child"
+
+    assert run(fork) == "parent"
+
+
+def test_a_teardown_that_hangs_is_cut_short() -> None:
+    """The value is there already."""
+    with TrainingProcess({}) as process:
+        value = process.run(job(os.getpid, framework=Plain(hangs=True)), lambda value: [value])
+        process.end(seconds=0.0)
+        assert pickling.loads(value) == process.pid
+        assert not start_of(process.pid)
+
+
+RUNNER = """
+import sys
+from skyward_core.distributed.training_process import TrainingProcess
+with TrainingProcess({}) as process:
+    print(process.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_the_kernel_kills_the_process_when_its_runner_is_killed() -> None:
+    """At any time: here it has just been started, and waits for its job or is being loaded."""
+    with subprocess.Popen([sys.executable, "-c", RUNNER], stdin=-1, stdout=-1) as runner:
+        assert runner.stdout is not None
+        pid = int(runner.stdout.readline())
+        runner.kill()
+        runner.wait()
+        wait_until(lambda: not start_of(pid), "the end of the process")
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
