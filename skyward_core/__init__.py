@@ -115,6 +115,7 @@ if TYPE_CHECKING:
     from skyward_core.operations import offers as offers
     from skyward_core.operations import release as release
     from skyward_core.operations import sweep as sweep
+    from skyward_core.pool.aio import AsyncCalls as AsyncCalls
     from skyward_core.pool.executor import PoolExecutor as PoolExecutor
     from skyward_core.pool.multi_pool import MultiPool as MultiPool
     from skyward_core.pool.pool import ComputePool as ComputePool
@@ -169,6 +170,7 @@ _HOMES = {
     "machines.instances": "Endpoint Instance InstanceState Lease Node",
     "events.narrator": "Narrator",
     "machines.offers": "Offer Requirements select_instance",
+    "pool.aio": "AsyncCalls",
     "pool.executor": "PoolExecutor",
     "pool.multi_pool": "MultiPool",
     "pool.pool": "ComputePool",

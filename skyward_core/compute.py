@@ -36,6 +36,22 @@ class PendingRunner(Protocol):
         ...
 
 
+class AsyncRunner(Protocol):
+    """The right operand of `>>` and `@` in a coroutine: `pool.aio`. Its methods return coroutines."""
+
+    def run[R](self, pending: PendingCompute[R]) -> Coroutine[Any, Any, R]:
+        """Run one call and return its result."""
+        ...
+
+    def run_batch(self, batch: PendingBatch[*tuple[Any, ...]]) -> Coroutine[Any, Any, tuple[Any, ...]]:
+        """Run the calls in parallel and return their results in order."""
+        ...
+
+    def broadcast[R](self, pending: PendingCompute[R]) -> Coroutine[Any, Any, tuple[R, ...]]:
+        """Run the call on every worker and return the results in the order of the workers."""
+        ...
+
+
 class PendingCompute[R]:
     """A call not yet made: function and arguments, frozen. Nothing runs, and nothing is spent, before `>>` or `@`.
 
@@ -97,11 +113,19 @@ class PendingCompute[R]:
             f" a function write {name}.local(...)"
         )
 
-    def __rshift__(self, pool: PendingRunner) -> R:
+    @overload
+    def __rshift__(self, pool: PendingRunner) -> R: ...
+    @overload
+    def __rshift__(self, pool: AsyncRunner) -> Coroutine[Any, Any, R]: ...
+    def __rshift__(self, pool: PendingRunner | AsyncRunner) -> Any:
         """Run the call on the pool and return its result; its exception is raised here."""
         return _runner(pool, ">>").run(self)
 
-    def __matmul__(self, pool: PendingRunner) -> tuple[R, ...]:
+    @overload
+    def __matmul__(self, pool: PendingRunner) -> tuple[R, ...]: ...
+    @overload
+    def __matmul__(self, pool: AsyncRunner) -> Coroutine[Any, Any, tuple[R, ...]]: ...
+    def __matmul__(self, pool: PendingRunner | AsyncRunner) -> Any:
         """Run the call on every worker of the pool at once; results come in the order of the workers."""
         return _runner(pool, "@").broadcast(self)
 
@@ -146,12 +170,16 @@ class PendingBatch[*Rs]:
         """Add a call."""
         return PendingBatch(*self.calls, _pending(other))
 
-    def __rshift__(self, pool: PendingRunner) -> tuple[*Rs]:
+    @overload
+    def __rshift__(self, pool: PendingRunner) -> tuple[*Rs]: ...
+    @overload
+    def __rshift__(self, pool: AsyncRunner) -> Coroutine[Any, Any, tuple[*Rs]]: ...
+    def __rshift__(self, pool: PendingRunner | AsyncRunner) -> Any:
         """Run all calls in parallel.
 
         The first error, in the order of the calls, is raised; then the calls that still run are cancelled.
         """
-        return cast("tuple[*Rs]", _runner(pool, ">>").run_batch(cast("PendingBatch[*tuple[Any, ...]]", self)))
+        return _runner(pool, ">>").run_batch(cast("PendingBatch[*tuple[Any, ...]]", self))
 
     def __len__(self) -> int:
         return len(self.calls)

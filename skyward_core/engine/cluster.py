@@ -305,7 +305,7 @@ class Cluster:
         return self._take_in(((call, None) for call in calls), replace_object, None, is_awaited)
 
     def broadcast(
-        self, call: PendingCompute[Any], replace_object: pickling.Replace | None = None
+        self, call: PendingCompute[Any], replace_object: pickling.Replace | None = None, *, is_awaited: bool = True
     ) -> list[CallFuture[Any]]:
         """Submit a call once for each worker of the pool; return the futures in the order of the workers.
 
@@ -313,7 +313,7 @@ class Cluster:
         missing. If the function forms a group, a call that is lost raises NodeLost: it is not repeated alone.
         """
         calls = ((call, worker) for worker in self._names())
-        return self._take_in(calls, replace_object, uuid.uuid4().hex, is_awaited=True)
+        return self._take_in(calls, replace_object, uuid.uuid4().hex, is_awaited)
 
     def note_retry(self, attempt: int, loss: NodeLost) -> None:
         """Emit that a group of calls runs again as a whole; `attempt` counts from 1."""

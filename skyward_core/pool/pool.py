@@ -20,6 +20,7 @@ from skyward_core.errors import BadRequest, InstancesLeft, NotPicklable, PoolClo
 from skyward_core.events.events import Callback, CostFinal
 from skyward_core.machines.instances import Lease
 from skyward_core.machines.signing import signed, verify
+from skyward_core.pool.aio import AsyncPool
 from skyward_core.pool.calls import checked, mapped_calls, results_of
 from skyward_core.pool.current_session import CurrentSession, note_machines_left
 from skyward_core.pool.executor import PoolExecutor
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     import distributed
 
 
-class ComputePool:
+class ComputePool(AsyncPool):
     """Machines that live as long as a `with` block.
 
     Takes the fields of `PoolSpec` as keywords, a callback for every event as `on_event`, and the purpose of the
@@ -201,6 +202,13 @@ class ComputePool:
         return cast(
             "list[CallFuture[R]]",
             self._session.cluster.submit([checked(pending) for pending in calls], self._prepared.replace_object),
+        )
+
+    def submit_broadcast[R](self, pending: PendingCompute[R]) -> list[CallFuture[R]]:
+        """Submit the call once for each worker; return the futures, in the order of nodes and workers."""
+        return cast(
+            "list[CallFuture[R]]",
+            self._session.cluster.broadcast(checked(pending), self._prepared.replace_object, is_awaited=False),
         )
 
     def run[R](self, pending: PendingCompute[R]) -> R:

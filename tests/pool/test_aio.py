@@ -1,0 +1,379 @@
+"""A pool in a coroutine, with a pool that does what the test says: who opens, who undoes, and what becomes of calls."""
+
+import asyncio
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.engine.futures import CallFuture
+from skyward_core.pool.aio import AsyncPool
+from tests.conftest import wait_until
+
+LEFT = sky.InstancesLeft("i-1 may still be running", ["i-1"])
+CONTEXT = contextvars.ContextVar("CONTEXT", default="unset")
+
+
+class ToldPool(AsyncPool):
+    """Opens and closes when it is told to, and notes what happens to it."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.may_open, self.may_close = threading.Event(), threading.Event()
+        self.open_error: BaseException | None = None
+        self.close_error: sky.InstancesLeft | None = None
+        self.context = ""
+        self.futures: list[CallFuture[Any]] = []
+        self.stopped: list[str] = []
+
+    def open(self) -> object:
+        self.done.append("open")
+        self.context = CONTEXT.get()
+        assert self.may_open.wait(60)
+        if self.open_error is not None:
+            raise self.open_error
+        self.done.append("opened")
+        return self
+
+    def close(self) -> None:
+        self.done.append("close")
+        assert self.may_close.wait(60)
+        if self.close_error is not None:
+            raise self.close_error
+        self.done.append("closed")
+
+    def hand_over(self) -> sky.InstancesLeft | None:
+        self.done.append("hand over")
+        assert self.may_close.wait(60)
+        self.done.append("closed")
+        return self.close_error
+
+    def terminate_now(self) -> None:
+        self.done.append("terminate")
+
+    def submit_all(self, calls: Iterable[sky.PendingCompute[Any]]) -> list[CallFuture[Any]]:
+        self.futures = [CallFuture[Any](str(number), self.stopped.append) for number, _ in enumerate(calls)]
+        return self.futures
+
+    def submit_broadcast(self, pending: sky.PendingCompute[Any]) -> list[CallFuture[Any]]:
+        return self.submit_all([pending, pending])
+
+
+@pytest.fixture
+def pool() -> Iterator[ToldPool]:
+    pool = ToldPool()
+    yield pool
+    pool.may_open.set()
+    pool.may_close.set()
+    wait_until(lambda: not changing(), "the threads of the pool to end")
+
+
+def changing() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "skyward-async"]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Let the loop turn until something has happened in another thread."""
+    async with asyncio.timeout(60):
+        while not condition():  # noqa: ASYNC110 - it waits for a thread
+            await asyncio.sleep(0.001)
+
+
+async def use(pool: ToldPool, body: Callable[[], Coroutine[Any, Any, object]] | None = None) -> str:
+    async with pool as same:
+        assert same is pool
+        pool.done.append("block")
+        if body is not None:
+            await body()
+    return "used"
+
+
+# ── opening and closing ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_pool_is_opened_and_closed_in_threads(pool: ToldPool) -> None:
+    """The loop turns meanwhile; context variables are those of the task."""
+
+    async def program() -> None:
+        CONTEXT.set("of the task")
+        task = asyncio.create_task(use(pool))
+        await until(lambda: pool.done == ["open"])
+        pool.may_open.set()
+        await until(lambda: pool.done == ["open", "opened", "block", "close"])
+        pool.may_close.set()
+        assert await task == "used"
+
+    asyncio.run(program())
+    assert pool.done[-1] == "closed"
+    assert pool.context == "of the task"
+
+
+def test_a_task_that_is_cancelled_before_opens_nothing(pool: ToldPool) -> None:
+    """Also if the cancellation comes in the step that would open the pool."""
+
+    async def cancelled_already() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        task.cancel()
+        await use(pool)
+
+    async def program() -> None:
+        task = asyncio.create_task(cancelled_already())
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(program())
+    assert pool.done == []
+
+
+@pytest.mark.parametrize("is_opened", [True, False], ids=["it opens all the same", "it does not open"])
+def test_a_task_that_is_cancelled_while_the_pool_opens_undoes_that(pool: ToldPool, is_opened: bool) -> None:
+    """No more is rented; the task ends when all is undone, however often it is cancelled."""
+    if not is_opened:
+        pool.open_error = sky.PoolClosed("terminate_now() was called")
+
+    async def program() -> None:
+        task = asyncio.create_task(use(pool))
+        await until(lambda: pool.done == ["open"])
+        task.cancel()
+        await until(lambda: pool.done == ["open", "terminate"])
+        task.cancel()
+        await asyncio.sleep(0)
+        assert not task.done()
+        pool.may_open.set()
+        if is_opened:
+            await until(lambda: "hand over" in pool.done)
+            task.cancel()
+            await asyncio.sleep(0)
+            assert not task.done()
+        pool.may_close.set()
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await task
+        assert not hasattr(caught.value, "__notes__")
+
+    asyncio.run(program())
+    assert pool.done == ["open", "terminate"] + ["opened", "hand over", "closed"] * is_opened
+
+
+def test_a_task_that_is_cancelled_when_the_pool_has_just_opened_closes_it(pool: ToldPool) -> None:
+    """The thread has handed the pool over, and the task has not gone on."""
+
+    async def program() -> None:
+        task = asyncio.create_task(use(pool))
+        await until(lambda: pool.done == ["open"])
+        pool.may_open.set()
+        wait_until(lambda: not changing(), "the thread to end")  # the loop does not turn
+        task.cancel()
+        pool.may_close.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(program())
+    assert pool.done == ["open", "opened", "hand over", "closed"]
+
+
+@pytest.mark.parametrize("is_opened", [True, False], ids=["it opens all the same", "it does not open"])
+def test_machines_that_are_left_by_a_cancelled_opening_are_named(pool: ToldPool, is_opened: bool) -> None:
+    """In a note of the exception."""
+    pool.close_error, pool.open_error = LEFT, None if is_opened else LEFT
+    pool.may_close.set()
+
+    async def program() -> None:
+        task = asyncio.create_task(use(pool))
+        await until(lambda: pool.done == ["open"])
+        task.cancel()
+        await until(lambda: "terminate" in pool.done)
+        pool.may_open.set()
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await task
+        assert "i-1" in caught.value.__notes__[0]
+
+    asyncio.run(program())
+
+
+def test_a_loop_that_ends_while_the_pool_opens_leaves_the_undoing_to_the_thread(pool: ToldPool) -> None:
+    """The coroutine is closed and cannot wait for anything."""
+
+    async def begin() -> Coroutine[Any, Any, str]:
+        using = use(pool)
+        using.send(None)  # it lets the loop turn once
+        using.send(None)
+        await until(lambda: pool.done == ["open"])
+        return using
+
+    asyncio.run(begin()).close()
+    assert pool.done == ["open", "terminate"]
+    pool.may_open.set()
+    pool.may_close.set()
+    wait_until(lambda: not changing(), "the thread to end")
+    assert pool.done == ["open", "terminate", "opened", "hand over", "closed"]
+
+
+def test_an_error_of_opening_is_raised(pool: ToldPool) -> None:
+    """The block does not run, and nothing is closed: `open` has undone all."""
+    pool.open_error = sky.NoCapacity("none")
+    pool.may_open.set()
+    with pytest.raises(sky.NoCapacity):
+        asyncio.run(use(pool))
+    assert pool.done == ["open"]
+
+
+def test_a_task_that_is_cancelled_in_the_block_waits_for_the_close(pool: ToldPool) -> None:
+    """A second cancellation does not end the wait; unconfirmed machines are in a note."""
+    pool.may_open.set()
+    pool.close_error = LEFT
+
+    async def program() -> None:
+        task = asyncio.create_task(use(pool, asyncio.Event().wait))
+        await until(lambda: "block" in pool.done)
+        task.cancel()
+        await until(lambda: "hand over" in pool.done)
+        task.cancel()
+        await asyncio.sleep(0)
+        assert not task.done()
+        pool.may_close.set()
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await task
+        assert "i-1" in caught.value.__notes__[0]
+
+    asyncio.run(program())
+    assert pool.done == ["open", "opened", "block", "hand over", "closed"]
+
+
+@pytest.mark.parametrize("is_left", [True, False], ids=["machines are left", "all are gone"])
+def test_a_task_that_is_cancelled_while_the_pool_closes_is_cancelled_after_it(pool: ToldPool, is_left: bool) -> None:
+    """An error of the close is raised instead: it is about money."""
+    pool.may_open.set()
+    pool.close_error = LEFT if is_left else None
+
+    async def program() -> None:
+        task = asyncio.create_task(use(pool))
+        await until(lambda: "close" in pool.done)
+        task.cancel()
+        await asyncio.sleep(0)
+        assert not task.done()
+        pool.may_close.set()
+        with pytest.raises(sky.InstancesLeft if is_left else asyncio.CancelledError):
+            await task
+
+    asyncio.run(program())
+
+
+def test_a_time_out_of_asyncio_around_the_pool_is_a_time_out(pool: ToldPool) -> None:
+    """The cancellation is not swallowed."""
+    pool.may_open.set()
+    pool.may_close.set()
+
+    async def program() -> None:
+        async with asyncio.timeout(None) as deadline:
+            async with pool:
+                deadline.reschedule(0)
+                await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(program())
+    assert pool.done[-1] == "closed"
+
+
+# ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@sky.compute
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+async def with_futures(pool: ToldPool, call: Coroutine[Any, Any, Any], end: Callable[[], object]) -> Any:
+    """Run a coroutine; when it has submitted its calls, end them in another thread."""
+    task = asyncio.create_task(call)
+    await until(lambda: pool.futures)
+    await asyncio.to_thread(end)
+    return await task
+
+
+def test_every_spelling_gives_results(pool: ToldPool) -> None:
+    """`arun` of a call and of a batch, `>>`, `@`, `map`: in the order of the calls, though they end in another one."""
+
+    def end() -> None:
+        for future in reversed(pool.futures):
+            future.set_result(int(future.call_id))
+
+    async def program() -> None:
+        for call, expected in [
+            (pool.arun(add(1, 2)), 0),
+            (pool.arun(add(1, 2) & add(3, 4)), (0, 1)),
+            (add(1, 2) >> pool.aio, 0),
+            (sky.gather(add(1, 2), add(1, 2), add(1, 2)) >> pool.aio, (0, 1, 2)),
+            (add(1, 2) @ pool.aio, (0, 1)),
+            (pool.aio.map(add, [1, 2], [3, 4]), [0, 1]),
+        ]:
+            pool.futures = []
+            assert await with_futures(pool, call, end) == expected
+        assert await pool.arun(sky.gather()) == ()
+
+    asyncio.run(program())
+
+
+def test_the_first_error_stops_the_others(pool: ToldPool) -> None:
+    """At once, while the others run."""
+
+    async def program() -> None:
+        call = pool.arun(add(1, 2) & add(3, 4))
+        with pytest.raises(ZeroDivisionError):
+            await with_futures(pool, call, lambda: pool.futures[1].set_exception(ZeroDivisionError()))
+
+    asyncio.run(program())
+    assert pool.stopped == ["0"]
+
+
+def test_results_that_cannot_be_loaded_do_not_end_the_wait(pool: ToldPool) -> None:
+    """All results are kept in the error, as with `>> pool`."""
+
+    def end() -> None:
+        pool.futures[0].set_exception(sky.ResultNotLoaded("no torch", data=b"N."))
+        pool.futures[1].set_result(7)
+
+    async def program() -> None:
+        with pytest.raises(sky.ResultNotLoaded, match="1 of 2 results") as caught:
+            await with_futures(pool, pool.arun(add(1, 2) & add(3, 4)), end)
+        assert caught.value.load() == (None, 7)
+
+    asyncio.run(program())
+
+
+def test_a_cancelled_task_stops_its_calls(pool: ToldPool) -> None:
+    """Those that have not ended."""
+
+    async def program() -> None:
+        task = asyncio.create_task(pool.arun(add(1, 2) & add(3, 4)))
+        await until(lambda: pool.futures)
+        pool.futures[0].set_result(1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(program())
+    assert pool.stopped == ["1"]
+
+
+def test_a_call_that_ends_after_its_loop_disturbs_nobody(pool: ToldPool, caplog: pytest.LogCaptureFixture) -> None:
+    """The callback finds the loop closed."""
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(pool.arun(add(1, 2)))
+    loop.run_until_complete(asyncio.wait_for(until_submitted(pool), 60))
+    (future,) = pool.futures
+    future.claim()
+    with contextlib.suppress(asyncio.CancelledError):
+        task.cancel()
+        loop.run_until_complete(task)
+    loop.close()
+    future.set_result(3)
+    assert not caplog.records
+
+
+async def until_submitted(pool: ToldPool) -> None:
+    await until(lambda: pool.futures)
