@@ -12,6 +12,7 @@ from tests import conftest
 from tests.conftest import shared
 
 
+@pytest.mark.slow
 def test_one_more_connection_of_a_shared_pool_is_no_leak(request: pytest.FixtureRequest) -> None:
     """Its client opens one by its own clock, during any test. A connection to another address counts, and one to the
     pool too once it is closed.
@@ -48,6 +49,7 @@ def test_collects_garbage():
 """
 
 
+@pytest.mark.slow
 def test_what_a_file_leaves_unclosed_fails_no_other_file(tmp_path: Path) -> None:
     """Prefect leaves sockets to the garbage collector, and test_prefect.py allows it; its neighbours do not."""
     (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_runtest_teardown")

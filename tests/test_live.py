@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.providers.fake_digitalocean import TEAM, TOKEN, FakeDigitalOcean
 
 
@@ -20,6 +22,7 @@ def live(fake: FakeDigitalOcean, token: str) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.slow
 def test_it_reads_and_spends_nothing() -> None:
     """Account, offers and machines are printed; no creating call is made."""
     with FakeDigitalOcean() as fake:

@@ -65,6 +65,7 @@ def tags() -> dict[str, str]:
     return json.loads(os.environ["SKYWARD_TAGS"])
 
 
+@pytest.mark.slow
 def test_a_pool_records_its_work_before_anything_is_rented(capsys: pytest.CaptureFixture[str]) -> None:
     """The first event names the pool and its work. Ledger, receipt, tags of the machine, `ps` and `cost` agree."""
     recorded: list[sky.SkywardEvent] = []

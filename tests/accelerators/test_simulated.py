@@ -63,6 +63,7 @@ def test_what_cannot_be_simulated_is_refused(requested: Any, words: str) -> None
         sky.Local(simulate=requested)
 
 
+@pytest.mark.slow
 def test_calls_know_that_accelerators_are_simulated(gpus: list[tuple[str, float]]) -> None:
     """The list of accelerators is filled as on a real machine, but no device is visible, not even a real one."""
     gpus.append(("NVIDIA GeForce RTX 4090", 24.0))
@@ -71,6 +72,7 @@ def test_calls_know_that_accelerators_are_simulated(gpus: list[tuple[str, float]
     assert (info.accelerators, info.is_simulated, first, devices) == (["A100", "A100"], True, "A100", "")
 
 
+@pytest.mark.slow
 def test_without_a_provider_this_machine_simulates(
     gpus: list[tuple[str, float]], caplog: pytest.LogCaptureFixture
 ) -> None:

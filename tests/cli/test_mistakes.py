@@ -144,6 +144,7 @@ def test_a_pool_whose_owner_cannot_be_read_lives_by_its_lease(
     assert {machine.pool_id for machine in folder.instances()} == {"sky-live"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", RESOURCE_DAMAGES)
 def test_a_resource_that_cannot_be_read_stops_nothing(
     what: str,

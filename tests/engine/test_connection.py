@@ -13,6 +13,7 @@ from skyward_core.worker.scheduler_messages import Resumed
 from skyward_core.worker.wire import Batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_there", [False, True])
 def test_a_connection_that_fails_leaves_nothing_to_be_closed(monkeypatch: pytest.MonkeyPatch, is_there: bool) -> None:
     """No process listens, or the listener is silent.

@@ -153,6 +153,7 @@ def test_a_result_partly_new_and_partly_the_argument_comes_back(pool: sky.Comput
     assert np.array_equal(more, array[10:] + 1)
 
 
+@pytest.mark.slow
 def test_a_value_kept_on_a_node_is_not_shared_with_the_client() -> None:
     """A function that keeps its argument and returns it has its own copy: changes of the result by the client do not
     reach it.

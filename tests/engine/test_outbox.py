@@ -88,6 +88,7 @@ def test_tiny_calls_are_divided_among_all_slots() -> None:
     assert max(len(ids_of(shipment)) for shipment in shipments) <= 10
 
 
+@pytest.mark.slow
 def test_no_batch_holds_too_many_calls() -> None:
     """Calls that take no time are limited in number by the least cost of a call."""
     queue = learned(0.0)

@@ -107,6 +107,7 @@ def test_an_attached_client_keeps_the_lease_while_a_callback_blocks(sink: Blocke
         sky.release(lease.pool_id)
 
 
+@pytest.mark.slow
 def test_results_do_not_wait_for_a_callback_that_blocks(sink: BlockedByLines) -> None:
     """Only the first result waits 0.2 s for its lines.
 
@@ -123,6 +124,7 @@ def test_results_do_not_wait_for_a_callback_that_blocks(sink: BlockedByLines) ->
     assert isinstance(sink.recorded.events[-1], sky.CostFinal)
 
 
+@pytest.mark.slow
 def test_a_callback_may_close_the_pool() -> None:
     """Callback and `with` block do not wait for each other; the bill is emitted after the callback's event."""
     recorded = RecordedEvents()
@@ -143,6 +145,7 @@ def test_a_callback_may_close_the_pool() -> None:
     assert len(recorded.of(sky.CostFinal)) == 1
 
 
+@pytest.mark.slow
 def test_a_callback_may_use_the_pool() -> None:
     """The callback waits for its call, and the events of that call wait for the callback."""
     results: list[int] = []

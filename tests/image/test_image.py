@@ -243,6 +243,7 @@ def test_the_hash_identifies_the_installed_software():
     ) == 2 + len(others)
 
 
+@pytest.mark.slow
 def test_the_hash_is_the_same_in_another_process():
     """Processes with different hash seeds agree. The client's own versions are part of it."""
     code = "from skyward_core.image.image import Image; print(Image(pip=['b', 'a'], apt=['git'], env={'A': '1'}).content_hash())"

@@ -168,6 +168,7 @@ def test_only_pinned_packages_come_from_their_index(indexes, install) -> None:
     assert install(both, "torchy", "ours") == {"torchy": "4.0+cu128 of extra", "ours": "2.0 of third"}
 
 
+@pytest.mark.slow
 def test_with_hashes_only_files_with_the_locked_hashes_are_installed(indexes, install, monkeypatch) -> None:
     """The node's own packages are locked too, for all architectures. Another file of the same version is refused."""
     image = Image(pip=["torchy"], pip_indexes={f"{indexes.url}/extra": ["torchy"]}, require_hashes=True)

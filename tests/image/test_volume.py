@@ -85,6 +85,7 @@ def test_valid_bucket_names_are_accepted(bucket):
     assert S3Volume(mount_path="/data", bucket=bucket).bucket == bucket
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bucket", "reason"),
     [
@@ -235,6 +236,7 @@ WORDS = st.text(
 ).filter(lambda word: ".." not in word)
 
 
+@pytest.mark.slow
 @settings(max_examples=50, deadline=None)
 @given(WORDS, WORDS)
 def test_special_characters_reach_the_shell_literally(path, prefix):

@@ -52,6 +52,9 @@ DRY = {
     ],
 }
 
+ONE_AND_LONG = [pytest.param(name, marks=[] if name == "dagster" else [pytest.mark.long]) for name in ORCHESTRATORS]
+"""Their servers take a minute of processor time; `make test` runs the sweep of one."""
+
 
 @pytest.fixture(scope="module")
 def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
@@ -112,7 +115,7 @@ def run(command: list[str], environ: dict[str, str]) -> tuple[int, str]:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("orchestrator", ORCHESTRATORS)
+@pytest.mark.parametrize("orchestrator", ONE_AND_LONG)
 def test_a_forgotten_machine_ends(orchestrator: str, environ: dict[str, str], forgotten: sky.Instance) -> None:
     """A dry run names the machine and the reason, and leaves it; the sweep ends it and succeeds."""
     code, said = run(DRY[orchestrator], environ)
@@ -137,7 +140,7 @@ sky.Local.instances = blind
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("orchestrator", ORCHESTRATORS)
+@pytest.mark.parametrize("orchestrator", ONE_AND_LONG)
 def test_a_sweep_fails_if_a_provider_does_not_answer(
     orchestrator: str, environ: dict[str, str], forgotten: sky.Instance, tmp_path: Path
 ) -> None:

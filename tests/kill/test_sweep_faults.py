@@ -15,7 +15,7 @@ LONG_OUTAGE = {"error_seconds": 300.0}
 SCENARIOS = list(faulty())
 NAMES = [f"early {scenario.faults} late {scenario.late_faults}" for scenario in SCENARIOS]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

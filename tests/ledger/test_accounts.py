@@ -337,7 +337,8 @@ with Ledger(url, busy_timeout_seconds=60) as ledger:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(300)
 def test_concurrent_reservations_and_kills_overdraw_nothing(tmp_path: Path) -> None:
     """Eight processes of thirteen pools each spend from one account until it refuses; three are killed during this.
 

@@ -788,6 +788,7 @@ def test_the_money_of_an_account_is_reserved_before_the_launch(ledger: Ledger, c
     assert other.limit.paid_seconds() is None
 
 
+@pytest.mark.slow
 def test_reservations_are_renewed_while_time_passes(ledger: Ledger, clock: Clock) -> None:
     """For twenty minutes the account holds the cost so far and at most two leases more.
 

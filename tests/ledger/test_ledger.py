@@ -426,6 +426,7 @@ def test_a_lease_is_either_renewed_or_condemned(ledger: Ledger, url: str, verb: 
 # ── many at once ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_many_intents_are_recorded_at_once_in_their_order(ledger: Ledger) -> None:
     """The ledger writes all of them, in several statements, or none. Entries with known tokens do not change."""
     known = ledger.bind(intend(ledger, "t7"), "i-7")
@@ -889,10 +890,11 @@ print(*(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children))
 
 def run_script(script: str, *args: str, **options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", script, *args], capture_output=True, text=True, timeout=100, check=False, **options
+        [sys.executable, "-c", script, *args], capture_output=True, text=True, timeout=250, check=False, **options
     )  # type: ignore[call-overload]
 
 
+@pytest.mark.slow
 def test_eight_processes_at_once_overdraw_nothing(ledger: Ledger, url: str) -> None:
     """They reserve and settle until the account refuses: less than one reservation is left then."""
     ledger.set_account(Account("team", USD(30), Period.MONTH))
@@ -968,6 +970,7 @@ while True:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_writer_killed_at_any_statement_leaves_a_readable_ledger(tmp_path: Path) -> None:
     """SIGKILL before and after every statement and before every commit, from an empty file on.
 
@@ -1124,6 +1127,7 @@ except LedgerError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_made", [False, True])
 def test_a_read_only_directory_is_an_error(tmp_path: Path, is_made: bool) -> None:
     """This holds with a ledger in it, and without."""

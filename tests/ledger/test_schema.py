@@ -158,6 +158,7 @@ print("alembic" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_alembic_is_imported_only_for_a_migration(sqlite_url: str) -> None:
     """The first open of a ledger needs it, the second does not."""
     for expected in ("True", "False"):
@@ -344,12 +345,14 @@ sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in childre
 """
 
 
+@pytest.mark.slow
 def test_eight_processes_may_create_the_ledger_at_once(url: str) -> None:
     """One of them creates it, the others find it."""
     done = run_script(EIGHT_OPEN, url)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_eight_processes_may_open_an_old_ledger_at_once(ledger: Ledger) -> None:
     """One of them migrates it, the others find it migrated."""
     intent = intend(ledger)

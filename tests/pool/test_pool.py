@@ -690,6 +690,7 @@ def test_a_crash_is_a_typed_error_and_the_slot_works_again(
     assert crashing.map(double, range(10)) == [2 * n for n in range(10)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["exit", "segfault", "sys.exit", "kill"])
 def test_a_crash_loses_only_its_own_call(how: str, crashing: sky.ComputePool, tmp_path: Path) -> None:
     """Of many calls in flight, a crash loses only the result of its own call; all others run exactly once."""
@@ -828,6 +829,7 @@ def test_the_events_of_a_pool_are_in_order() -> None:
     assert recorded.of(sky.CallProgress)[-1] == sky.CallProgress(submitted=50, done=50, failed=0)
 
 
+@pytest.mark.slow
 def test_calls_that_still_run_when_the_pool_is_closed_get_an_error(tmp_path: Path) -> None:
     """No caller waits for ever for a call of a closed pool, running or waiting."""
     with one_node() as pool:
@@ -837,6 +839,7 @@ def test_calls_that_still_run_when_the_pool_is_closed_get_an_error(tmp_path: Pat
     assert not runs(pid)
 
 
+@pytest.mark.slow
 def test_two_pools_at_once_are_separate(pool: sky.ComputePool) -> None:
     """Calls run on the pool to which they are sent, with its environment."""
 
@@ -864,6 +867,7 @@ def test_a_multi_pool_opens_and_closes_its_pools() -> None:
     assert not any(pool.is_active for pool in pools)
 
 
+@pytest.mark.slow
 def test_a_multi_pool_closes_all_if_one_fails(tmp_path: Path) -> None:
     """If one pool cannot be opened its error is raised, and the others are closed and billed."""
     recorded = RecordedEvents()
@@ -1281,6 +1285,7 @@ def test_a_forgotten_pool_is_closed_where_warnings_are_errors(monkeypatch: pytes
     wait_until(lambda: recorded.of(sky.CostFinal), "the bill")
 
 
+@pytest.mark.slow
 def test_a_callback_that_raises_stops_no_call_and_no_other_sink(caplog: pytest.LogCaptureFixture) -> None:
     """A callback's error is logged once, however often it is raised. Calls continue and other sinks get every event."""
     recorded = RecordedEvents()

@@ -47,6 +47,8 @@ from tests.testbed.mirror import Mirror
 REQUIREMENTS = Requirements(vcpus=4)
 AWS_SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
 LEASE_SECONDS = 15
+ALWAYS = ("aws", "runpod")
+"""The clouds of `make test`: virtual machines and containers. `make long` has all."""
 """The lease of a machine without a client. On a busy machine the provider needs less time to report it as running."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]  # a minute on an idle machine
@@ -334,7 +336,7 @@ def runpod(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rented
 CLOUDS = {"aws": aws, "digitalocean": digitalocean, "runpod": runpod, "vastai": vastai, "verda": verda}
 
 
-@pytest.fixture(params=CLOUDS)
+@pytest.fixture(params=[pytest.param(name, marks=[] if name in ALWAYS else [pytest.mark.long]) for name in CLOUDS])
 def rented(
     request: pytest.FixtureRequest, fleet: Fleet, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[Rented]:

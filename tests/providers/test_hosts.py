@@ -404,6 +404,7 @@ def test_hosts_with_two_architectures_are_one_offer_unless_one_is_required(machi
     provider.terminate([instance.id])
 
 
+@pytest.mark.slow
 def test_hosts_with_equal_gpus_are_one_offer(machines) -> None:
     """The driver reports the GPUs, and hosts are grouped by them. A node that needs GPUs starts on one of these hosts."""
     plain, one, two = machines(3)

@@ -557,6 +557,7 @@ def test_the_certificate_is_made_for_one_pool() -> None:
     assert first.certificate.startswith("-----BEGIN CERTIFICATE-----")
 
 
+@pytest.mark.slow
 def test_a_second_close_finishes_an_interrupted_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second Ctrl-C interrupts the teardown and is raised.
 

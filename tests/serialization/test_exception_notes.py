@@ -24,6 +24,7 @@ def read(path: str) -> str:
         return file.read()
 
 
+@pytest.mark.slow
 def test_a_module_that_the_node_lacks_is_named_as_its_distribution(pool):
     """The distribution's own name if this client has it, the module's otherwise; the exception itself is unchanged."""
     assert 'Image(pip=[...]), as "scikit-learn"' in _notes(import_missing("sklearn"), pool, ModuleNotFoundError)

@@ -182,6 +182,7 @@ def test_an_exception_arrives_unchanged(error: BaseException) -> None:
     assert_arrives_unchanged(error)
 
 
+@pytest.mark.slow
 def test_an_exception_of_scikit_learn_arrives_unchanged() -> None:
     """It is imported here, because the import takes a second."""
     from sklearn.exceptions import NotFittedError

@@ -382,6 +382,7 @@ def test_a_broken_module_says_where(project: Write) -> None:
 # ── the real thing ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_through_a_pool(project: Write, tmp_path: Path) -> None:
     """On a local node: helpers, classes, an edit between two calls, the remote traceback, and a module that does not exist."""
     own = project(

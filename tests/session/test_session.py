@@ -208,6 +208,7 @@ def test_a_close_that_fails_at_the_programs_end_is_one_clear_line(
     assert record.exc_info is None
 
 
+@pytest.mark.slow
 def test_a_pool_that_must_end_at_the_end_of_its_opening_does_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """The money is used up between the last machine and the last line of `start`.
 
