@@ -549,7 +549,10 @@ def test_the_time_of_a_call_begins_when_the_call_before_it_has_ended(
 def test_a_call_that_ends_just_before_its_deadline_spares_the_next_one(
     slot: Slot, tmp_path: Path, clock: MovedClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the slot takes the queue back, the late call has ended, its outcome is unread, and the next one runs."""
+    """When the slot takes the queue back, the late call has ended, its outcome is unread, and the next one runs.
+
+    Looks inside: the test must act between the deadline and the moment at which the slot takes the queue back.
+    """
     started, go, begun, end = (tmp_path / name for name in ("started", "go", "begun", "end"))
     pid, really = slot.pid, slots._BatchRun._take_back
 
