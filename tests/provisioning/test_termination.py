@@ -199,6 +199,7 @@ def test_the_end_of_the_pool_stops_all_requests(terminations: Terminations, witn
     one = terminations.end("a", cloud)
     wait_until(lambda: len(cloud.asked) > 3, "some tries")
     assert not one.over.is_set()
+    assert [thread.daemon for thread in repeaters()] == [True]
     terminations.stop()
     assert one.over.is_set()
     assert not repeaters()
@@ -215,6 +216,7 @@ def test_stop_waits_for_a_request_in_flight(terminations: Terminations) -> None:
     cloud.hold.clear()
     terminations.end_in_thread("a", cloud, "skyward-end-0", lambda: None)
     wait_until(lambda: cloud.asked, "the request")
+    assert [thread.daemon for thread in threading.enumerate() if thread.name == "skyward-end-0"] == [True]
     stopping = threading.Thread(target=terminations.stop)
     stopping.start()
     stopping.join(0.05)
