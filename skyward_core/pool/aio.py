@@ -1,7 +1,8 @@
 """A pool in an asyncio program: `pool.aio` and `pool.arun` make its calls, `async with` opens and closes it.
 
-A coroutine waits for the futures of the engine, and no thread is started for a call. Opening and closing each have a
-thread, which is not a daemon: the interpreter waits for its end. States of `async with`:
+A coroutine waits for the futures of the engine, and no thread is started for a call, except for a broadcast whose
+workers form a group, which may run again as a whole (`groups.py`). Opening and closing each have a thread, which is not
+a daemon: the interpreter waits for its end. States of `async with`:
 
     new ──▶ opening ──▶ open ──▶ closing ──▶ closed
      │         │         │          └──cancelled──▶ the task waits for the end of closing, and is cancelled then
@@ -30,8 +31,11 @@ from typing import Any, Protocol, Self, cast, overload
 from skyward_core.compute import ComputeFunction, PendingBatch, PendingCompute
 from skyward_core.engine.futures import CallFuture
 from skyward_core.errors import InstancesLeft, ResultNotLoaded
-from skyward_core.pool.calls import mapped_calls, results_of
+from skyward_core.pool.calls import checked, mapped_calls, results_of
 from skyward_core.pool.current_session import note_machines_left
+
+type Broadcast = Callable[[PendingCompute[Any]], list[CallFuture[Any]]]
+"""Submits a call on all workers, as `ComputePool.submit_broadcast` does."""
 
 
 class Pool(Protocol):
@@ -43,6 +47,7 @@ class Pool(Protocol):
     def terminate_now(self) -> None: ...
     def submit_all(self, calls: Iterable[PendingCompute[Any]]) -> list[CallFuture[Any]]: ...
     def submit_broadcast(self, pending: PendingCompute[Any]) -> list[CallFuture[Any]]: ...
+    def broadcast[R](self, pending: PendingCompute[R], *, submit: Broadcast | None = None) -> tuple[R, ...]: ...
 
 
 class AsyncPool:
@@ -109,7 +114,12 @@ class AsyncCalls:
         return cast("tuple[Any, ...]", await _results(self._pool.submit_all(batch.calls), tuple))
 
     async def broadcast[R](self, pending: PendingCompute[R]) -> tuple[R, ...]:
-        """Run the call on all workers at once; return the results in the order of nodes and workers."""
+        """Run the call on all workers at once; return the results in the order of nodes and workers.
+
+        If the workers form a group (`sky.distributed`) and a node is lost, the call runs again on all of them.
+        """
+        if checked(pending).forms_group:
+            return cast("tuple[R, ...]", await _group_results(self._pool, pending))
         return cast("tuple[R, ...]", await _results(self._pool.submit_broadcast(pending), tuple))
 
     async def map[R](
@@ -165,6 +175,47 @@ async def _ended(futures: Sequence[Future[Any]]) -> None:
 
 def _is_failed(future: Future[Any]) -> bool:
     return not future.cancelled() and not isinstance(future.exception(), ResultNotLoaded | None)
+
+
+async def _group_results(pool: Pool, pending: PendingCompute[Any]) -> object:
+    """Broadcast to a group, in a thread. A cancelled task stops all ranks, and waits until the thread has ended."""
+    ranks = _Ranks(pool.submit_broadcast)
+    thread = _Thread(lambda: pool.broadcast(pending, submit=ranks.submit))
+    try:
+        await asyncio.shield(thread.ended)
+    except BaseException as error:
+        ranks.stop()
+        if isinstance(error, asyncio.CancelledError):  # else the loop ends, and nothing can be awaited any more
+            await _end_of(thread)
+        raise
+    return thread.result()
+
+
+class _Ranks:
+    """The calls of a group that run now. After `stop` none goes on, and none begins."""
+
+    def __init__(self, submit: Broadcast) -> None:
+        self._submit = submit
+        self._changing = threading.Lock()
+        self._futures: list[CallFuture[Any]] = []
+        self._is_stopped = True
+
+    def submit(self, call: PendingCompute[Any]) -> list[CallFuture[Any]]:
+        futures = self._submit(call)
+        with self._changing:
+            self._futures, is_stopped = futures, self._is_stopped
+        if is_stopped:
+            self._cancel()
+        return futures
+
+    def stop(self) -> None:
+        with self._changing:
+            self._is_stopped = True
+        self._cancel()
+
+    def _cancel(self) -> None:
+        for future in self._futures:
+            future.cancel()
 
 
 # ── opening and closing ──────────────────────────────────────────────────────────────────────────────────────────────

@@ -20,7 +20,7 @@ from skyward_core.errors import BadRequest, InstancesLeft, NotPicklable, PoolClo
 from skyward_core.events.events import Callback, CostFinal
 from skyward_core.machines.instances import Lease
 from skyward_core.machines.signing import signed, verify
-from skyward_core.pool.aio import AsyncPool
+from skyward_core.pool.aio import AsyncPool, Broadcast
 from skyward_core.pool.calls import checked, mapped_calls, results_of
 from skyward_core.pool.current_session import CurrentSession, note_machines_left
 from skyward_core.pool.executor import PoolExecutor
@@ -205,7 +205,10 @@ class ComputePool(AsyncPool):
         )
 
     def submit_broadcast[R](self, pending: PendingCompute[R]) -> list[CallFuture[R]]:
-        """Submit the call once for each worker; return the futures, in the order of nodes and workers."""
+        """Submit the call once for each worker; return the futures, in the order of nodes and workers.
+
+        If the workers form a group, nothing runs again after the loss of a node.
+        """
         return cast(
             "list[CallFuture[R]]",
             self._session.cluster.broadcast(checked(pending), self._prepared.replace_object, is_awaited=False),
@@ -235,15 +238,16 @@ class ComputePool(AsyncPool):
             ),
         )
 
-    def broadcast[R](self, pending: PendingCompute[R]) -> tuple[R, ...]:
+    def broadcast[R](self, pending: PendingCompute[R], *, submit: Broadcast | None = None) -> tuple[R, ...]:
         """Run the call on all workers at once; return the results in the order of nodes and workers.
 
-        If the workers form a group (`sky.distributed`) and a node is lost, the call runs again on all of them.
+        If the workers form a group (`sky.distributed`) and a node is lost, the call runs again on all of them. `submit`
+        is called instead of `submit_broadcast`, by a caller that needs the futures too.
         """
         cluster = self._session.cluster
 
         def start(call: PendingCompute[Any]) -> list[CallFuture[Any]]:
-            return cluster.broadcast(call, self._prepared.replace_object)
+            return cluster.broadcast(call, self._prepared.replace_object) if submit is None else submit(call)
 
         if not checked(pending).forms_group:
             return cast("tuple[R, ...]", results_of(start(pending), tuple))

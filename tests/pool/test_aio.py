@@ -11,7 +11,8 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.engine.futures import CallFuture
-from skyward_core.pool.aio import AsyncPool
+from skyward_core.pool.aio import AsyncPool, Broadcast
+from skyward_core.pool.groups import group_results
 from tests.conftest import wait_until
 
 LEFT = sky.InstancesLeft("i-1 may still be running", ["i-1"])
@@ -29,6 +30,7 @@ class ToldPool(AsyncPool):
         self.context = ""
         self.futures: list[CallFuture[Any]] = []
         self.stopped: list[str] = []
+        self.names: list[str] = []
 
     def open(self) -> object:
         self.done.append("open")
@@ -60,7 +62,12 @@ class ToldPool(AsyncPool):
         return self.futures
 
     def submit_broadcast(self, pending: sky.PendingCompute[Any]) -> list[CallFuture[Any]]:
+        self.names.append(pending.fn.__name__)
         return self.submit_all([pending, pending])
+
+    def broadcast[R](self, pending: sky.PendingCompute[R], *, submit: Broadcast | None = None) -> tuple[R, ...]:
+        assert submit is not None
+        return group_results(submit, pending, 1, lambda attempt, loss: self.done.append(f"attempt {attempt}"))
 
 
 @pytest.fixture
@@ -377,3 +384,65 @@ def test_a_call_that_ends_after_its_loop_disturbs_nobody(pool: ToldPool, caplog:
 
 async def until_submitted(pool: ToldPool) -> None:
     await until(lambda: pool.futures)
+
+
+# ── groups ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@sky.compute
+@sky.distributed.torch()
+def train() -> int:
+    return 1
+
+
+def test_a_group_that_has_lost_a_node_runs_again(pool: ToldPool) -> None:
+    """As a whole, when all workers are there, as with `@ pool`."""
+
+    def end() -> None:
+        first = pool.futures
+        first[1].set_exception(sky.NodeLost("node 1"))
+        wait_until(lambda: pool.names[-1] == "_be_there" and pool.futures is not first, "the workers to be asked")
+        second = pool.futures
+        for future in second:
+            future.set_result(None)
+        wait_until(lambda: pool.names[2:] == ["train"] and pool.futures is not second, "the group to run again")
+        for future in pool.futures:
+            future.set_result(int(future.call_id))
+
+    async def program() -> None:
+        assert await with_futures(pool, train() @ pool.aio, end) == (0, 1)
+
+    asyncio.run(program())
+    assert pool.done == ["attempt 2"]
+
+
+@pytest.mark.parametrize("is_submitted", [True, False], ids=["while it runs", "while it is submitted"])
+def test_a_cancelled_task_stops_the_ranks_of_its_group(pool: ToldPool, is_submitted: bool) -> None:
+    """All of them, and the task waits until its thread has ended."""
+    really, may_submit, begun = pool.submit_broadcast, threading.Event(), threading.Event()
+
+    def submit(pending: sky.PendingCompute[Any]) -> list[CallFuture[Any]]:
+        begun.set()
+        assert may_submit.wait(60)
+        futures = really(pending)
+        for future in futures:
+            future.add_done_callback(lambda future: future.set_running_or_notify_cancel())  # the engine does that
+        return futures
+
+    pool.submit_broadcast = submit  # type: ignore[method-assign]
+
+    async def program() -> None:
+        task = asyncio.create_task(train() @ pool.aio)
+        await until(begun.is_set)
+        if is_submitted:
+            may_submit.set()
+            await until(lambda: pool.futures)
+        task.cancel()
+        await asyncio.sleep(0)
+        may_submit.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not changing()
+
+    asyncio.run(program())
+    assert set(pool.stopped) == {"0", "1"}
