@@ -198,7 +198,7 @@ class _Ranks:
         self._submit = submit
         self._changing = threading.Lock()
         self._futures: list[CallFuture[Any]] = []
-        self._is_stopped = True
+        self._is_stopped = False
 
     def submit(self, call: PendingCompute[Any]) -> list[CallFuture[Any]]:
         futures = self._submit(call)

@@ -338,15 +338,15 @@ def test_the_first_error_stops_the_others(pool: ToldPool) -> None:
 
 
 def test_results_that_cannot_be_loaded_do_not_end_the_wait(pool: ToldPool) -> None:
-    """All results are kept in the error, as with `>> pool`."""
-
-    def end() -> None:
-        pool.futures[0].set_exception(sky.ResultNotLoaded("no torch", data=b"N."))
-        pool.futures[1].set_result(7)
+    """All results are kept in the error, as with `>> pool`. The loop turns until they are there."""
 
     async def program() -> None:
+        task = asyncio.create_task(pool.arun(add(1, 2) & add(3, 4)))
+        await until(lambda: pool.futures)
+        pool.futures[0].set_exception(sky.ResultNotLoaded("no torch", data=b"N."))
+        asyncio.get_running_loop().call_later(0.01, pool.futures[1].set_result, 7)
         with pytest.raises(sky.ResultNotLoaded, match="1 of 2 results") as caught:
-            await with_futures(pool, pool.arun(add(1, 2) & add(3, 4)), end)
+            await task
         assert caught.value.load() == (None, 7)
 
     asyncio.run(program())

@@ -506,11 +506,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> MovedClock:
 
 def limited(batch: Batch, call_id: str, timeout_seconds: float) -> Batch:
     """Return the batch with a deadline for one call."""
-    return batch._replace(
-        calls=tuple(
-            call._replace(timeout_seconds=timeout_seconds) if call.call_id == call_id else call for call in batch.calls
-        )
-    )
+    seconds = {call_id: timeout_seconds}
+    return batch._replace(calls=tuple(call._replace(timeout_seconds=seconds.get(call.call_id)) for call in batch.calls))
 
 
 def test_a_call_is_ended_at_its_deadline_and_those_behind_it_run(slot: Slot, tmp_path: Path, clock: MovedClock) -> None:
@@ -538,11 +535,14 @@ def test_the_time_of_a_call_begins_when_the_call_before_it_has_ended(
     slot: Slot, tmp_path: Path, clock: MovedClock
 ) -> None:
     """Both are in the runner's queue; the first takes longer than the second one may."""
-    started, go = tmp_path / "started", tmp_path / "go"
-    run = Run(slot, limited(batch_of(first=waits_for(go, started), second="pass"), "second", 300.0))
+    started, go, begun, end = (tmp_path / name for name in ("started", "go", "begun", "end"))
+    batch = batch_of(first=waits_for(go, started), second=waits_for(end, begun))
+    run = Run(slot, limited(batch, "second", 300.0))
     wait_until(started.exists, "the first call to begin")
     clock.moved_seconds = 400.0
     go.touch()
+    wait_until(lambda: begun.exists() and run.news, "the second call to begin")
+    end.touch()
     assert run.endings() == {"first": OutcomeKind.RESULT, "second": OutcomeKind.RESULT}
 
 
