@@ -145,12 +145,11 @@ class GroupFunction[**P, R]:
     def _run_in_processes(self, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """Run the function in this many processes of its own. Raises ProcessEnded if one ends by itself."""
         ranks = places(count)
-        work = pickling.dumps(
-            (self.framework, self.fn, args, kwargs), label=("framework", "function", "args", "kwargs")
-        )
+        framework = pickling.dumps(self.framework)
+        work = pickling.dumps((self.fn, args, kwargs), label=("function", "args", "kwargs"))
 
         def job(member: Member) -> TrainingJob:
-            return TrainingJob(member.place, member.address, sources.installed(), work, kept_mark())
+            return TrainingJob(member.place, member.address, sources.installed(), framework, work, kept_mark())
 
         with ExitStack() as undo:
             processes = [undo.enter_context(TrainingProcess(variables_of(place))) for place in ranks]
@@ -256,6 +255,11 @@ def reserved_port(address: str, option: int = socket.SO_REUSEPORT) -> Generator[
         reservation.setsockopt(socket.SOL_SOCKET, option, 1)
         reservation.bind((address, 0))
         yield reservation.getsockname()[1]
+
+
+def host_and_port(address: str, port: int) -> str:
+    """Return an address and a port as gRPC writes them."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 def interface_of(address: str) -> str | None:

@@ -20,13 +20,15 @@ LOOK_SECONDS = 0.2
 
 
 class TrainingJob(NamedTuple):
-    """What the process of a rank needs: its place, its node's address in the group, and the framework, the function
-    and its arguments, pickled. `mark` is for log records, see `worker.log_records`.
+    """What the process of a rank needs: its place and its node's address in the group; pickled, the framework, and
+    function and arguments, which may have the framework's arrays and are loaded when it runs. `mark` is for log
+    records, see `worker.log_records`.
     """
 
     place: Place
     address: str
     sources: tuple[Source, ...]
+    framework: Pickled
     work: Pickled
     mark: bytes
 

@@ -69,10 +69,10 @@ def _value(channel: Channel, job: TrainingJob, undo: ExitStack) -> pickling.Pick
         return cast("list[Any]", channel.receive()[1])
 
     sources.install(job.sources)
-    framework, fn, args, kwargs = pickling.loads(job.work)
     group = Group(job.place, job.address, exchange)
     undo.callback(group.restore_environment)
-    undo.enter_context(framework.running(group))
+    undo.enter_context(pickling.loads(job.framework).running(group))
+    fn, args, kwargs = pickling.loads(job.work)
     return pickling.dumps(completed(fn(*args, **kwargs)), label="result")
 
 

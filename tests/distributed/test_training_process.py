@@ -41,7 +41,8 @@ class Plain:
 
 def job(fn: Callable[..., Any], *args: Any, framework: Plain | None = None, mark: bytes = b"") -> TrainingJob:
     place = Place(3, 5, 0, 1, 3, 5, "127.0.0.1", "key")
-    return TrainingJob(place, "127.0.0.1", (), pickling.dumps((framework or Plain(), fn, args, {})), mark)
+    work = pickling.dumps((fn, args, {}))
+    return TrainingJob(place, "127.0.0.1", (), pickling.dumps(framework or Plain()), work, mark)
 
 
 def run(fn: Callable[..., Any], *args: Any, mark: bytes = b"") -> Any:
