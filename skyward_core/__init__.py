@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from skyward_core.compute import ComputeFunction as ComputeFunction
     from skyward_core.compute import PendingBatch as PendingBatch
     from skyward_core.compute import PendingCompute as PendingCompute
+    from skyward_core.compute import PendingItems as PendingItems
     from skyward_core.compute import gather as gather
+    from skyward_core.concurrency.item_stream import ItemStream as ItemStream
     from skyward_core.config import Settings as Settings
     from skyward_core.distributed.checkpoint import Checkpoint as Checkpoint
     from skyward_core.distributed.checkpoint import SavedCheckpoint as SavedCheckpoint
@@ -145,7 +147,8 @@ __version__ = "0.1.0"
 _HOMES = {
     "accelerators": "Accelerator NVIDIA is_nvidia is_trainium",
     "session.attached": "DetachedCall",
-    "compute": "ComputeFunction PendingBatch PendingCompute gather",
+    "compute": "ComputeFunction PendingBatch PendingCompute PendingItems gather",
+    "concurrency.item_stream": "ItemStream",
     "config": "Settings",
     "errors": (
         "BadRequest BootstrapFailed BudgetExceeded CallCrashed CallOutOfMemory CallTimedOut CredentialsError"

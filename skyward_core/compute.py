@@ -1,6 +1,6 @@
 """`@compute` and the operators: calls that have not been made yet, and how a pool makes them.
 
-    fn(x) >> pool            one call, on one worker                -> R
+    fn(x) >> pool            one call, on one worker                -> R, or the items of a generator
     fn(x) @ pool             the same call on every worker          -> tuple[R, ...]
     (f(x) & g(y)) >> pool    calls in parallel                      -> tuple[R, S]
     gather(*calls) >> pool   as many calls as you like, in parallel -> tuple[R, ...]
@@ -16,8 +16,11 @@ import inspect
 import math
 import types
 import weakref
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
-from typing import Any, Concatenate, Protocol, Self, cast, overload
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, Protocol, Self, cast, overload
+
+if TYPE_CHECKING:
+    from skyward_core.concurrency.item_stream import ItemStream
 
 
 class PendingRunner(Protocol):
@@ -138,6 +141,34 @@ class PendingCompute[R]:
         return f"<pending {_name(self.fn)}({', '.join(arguments)})>"
 
 
+class PendingItems[T](PendingCompute[list[T]]):
+    """A call of a generator, not yet made. `>> pool` gives its items as they come; all other ways give a list."""
+
+    __slots__ = ()
+
+    def timeout(self, seconds: float | None) -> PendingItems[T]:
+        """Return the call with a deadline, as `PendingCompute.timeout` has it.
+
+        The time in which the node waits for the program to take items counts too.
+        """
+        return PendingItems(self.fn, self.args, self.kwargs, seconds)
+
+    @overload
+    def __rshift__(self, pool: PendingRunner) -> ItemStream[T]: ...
+    @overload
+    def __rshift__(self, pool: AsyncRunner) -> Coroutine[Any, Any, list[T]]: ...
+    def __rshift__(  # pyright: ignore[reportIncompatibleMethodOverride] - an item stream is no list
+        self, pool: PendingRunner | AsyncRunner
+    ) -> Any:
+        """Run the call on the pool and return its items, each when the node has yielded it.
+
+        A runner without streams (`pool.aio`) gives a list.
+        """
+        runner = _runner(pool, ">>")
+        stream = getattr(runner, "stream", runner.run)
+        return stream(self)
+
+
 class PendingBatch[*Rs]:
     """Calls not yet made that will run in parallel; `>> pool` returns the tuple of their results, in order."""
 
@@ -214,22 +245,34 @@ class ComputeFunction[**P, R]:
     ) -> ComputeFunction[Q, T]: ...
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Bind like a function does, so that `@compute` works on methods."""
-        return self if instance is None else ComputeFunction(functools.partial(cast(Any, self.local), instance))
+        return self if instance is None else type(self)(functools.partial(cast(Any, self.local), instance))
 
     def __repr__(self) -> str:
         return f"<compute {_name(self.local)}>"
 
 
+class GeneratorFunction[**P, T](ComputeFunction[P, list[T]]):
+    """A generator made lazy by `@compute`: calling it gives a `PendingItems`."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> PendingItems[T]:
+        """Return the call, to be run by a pool. Raises TypeError at once for wrong arguments."""
+        refuse_wrong_arguments(self.local, args, kwargs)
+        return PendingItems(self.local, args, kwargs)
+
+
 @overload
 def compute[**P, R](fn: Callable[P, Coroutine[Any, Any, R]]) -> ComputeFunction[P, R]: ...
 @overload
-def compute[**P, Y](fn: Callable[P, Generator[Y, Any, Any]]) -> ComputeFunction[P, list[Y]]: ...
+def compute[**P, Y](fn: Callable[P, Generator[Y, Any, Any]]) -> GeneratorFunction[P, Y]: ...
+@overload
+def compute[**P, Y](fn: Callable[P, AsyncGenerator[Y, Any]]) -> GeneratorFunction[P, Y]: ...
 @overload
 def compute[**P, R](fn: Callable[P, R]) -> ComputeFunction[P, R]: ...
 def compute(fn: Callable[..., Any]) -> Any:
     """Make a function lazy: a call returns `PendingCompute[R]` instead of running.
 
-    A coroutine function is run to its end on the node, a generator comes back as a list.
+    A coroutine function is run to its end on the node. The items of a generator come one by one with `>>`, and as a
+    list with all else.
 
     >>> @compute
     ... def double(x: int) -> int:
@@ -241,7 +284,12 @@ def compute(fn: Callable[..., Any]) -> Any:
     """
     if not callable(fn):
         raise TypeError(f"{fn!r} is no function: write @sky.compute above one, or sky.compute(fn)")
-    return fn if isinstance(fn, ComputeFunction) else ComputeFunction(fn)
+    return fn if isinstance(fn, ComputeFunction) else _function_type(fn)(fn)
+
+
+def _function_type(fn: Callable[..., Any]) -> type[ComputeFunction[..., Any]]:
+    is_generator = inspect.isgeneratorfunction(fn) or inspect.isasyncgenfunction(fn)
+    return GeneratorFunction if is_generator else ComputeFunction
 
 
 @overload

@@ -117,4 +117,9 @@ def methods_and_generic_functions(pool: sky.ComputePool, model: Model) -> None:
 def coroutines_and_generators(pool: sky.ComputePool) -> None:
     """An awaitable becomes its result, and a generator becomes a list."""
     assert_type(fetch("x") >> pool, bytes)
-    assert_type(count(3) >> pool, list[int])
+    assert_type(count(3) >> pool, sky.ItemStream[int])
+    assert_type(count(3).timeout(1) >> pool, sky.ItemStream[int])
+    assert_type(pool.run(count(3)), list[int])
+    assert_type(count(3) @ pool, tuple[list[int], ...])
+    assert_type(pool.stream(count(3), ahead=4), sky.ItemStream[int])
+    assert_type(sky.scatter([1]), list[int])

@@ -6,6 +6,7 @@ replaced that one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from skyward_core.errors import SkywardError
@@ -78,6 +79,14 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True)
+class GiveCredit:
+    """Let streaming calls yield the items below these numbers, by call."""
+
+    epoch: int
+    credit: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class RepeatReports:
     """Ask every worker to announce the calls that it keeps from an earlier head (`WorkerKept`), and to report them
     again.
@@ -140,6 +149,27 @@ class Fetch:
 
     call_id: str
     instance_id: str
+    parcel: Parcel
+
+
+@dataclass(frozen=True, slots=True)
+class FetchItem:
+    """Get a large item from a node's memory (None: the node is not known any more) and hand it to its consumer."""
+
+    call_id: str
+    number: int
+    node: int
+    instance_id: str | None
+    parcel: Parcel
+
+
+@dataclass(frozen=True, slots=True)
+class DeliverItem:
+    """Hand an item to its consumer. `parcel` is on this machine, or in a message."""
+
+    call_id: str
+    number: int
+    node: int
     parcel: Parcel
 
 
@@ -244,6 +274,7 @@ type Action = (
     | Gather
     | Release
     | Stop
+    | GiveCredit
     | RepeatReports
     | ReleaseRetainedCalls
     | Acknowledge
@@ -251,6 +282,8 @@ type Action = (
     | Ping
     | Upload
     | Fetch
+    | FetchItem
+    | DeliverItem
     | Remove
     | Finish
     | Fail

@@ -125,6 +125,9 @@ class CallTable:
             self.discard(outcome.parcel)
         elif not was_out:  # its outcome came before, and is being fetched
             return
+        elif outcome.items != entry.items:
+            self.discard(outcome.parcel)
+            self.fail([call_id], NodeLost("items of the call were lost with messages of the pool's scheduler"))
         elif outcome.parcel.path is None or self._members.is_here:
             self._finish(call_id, outcome, node, instance_id)
         else:
@@ -270,7 +273,7 @@ class CallTable:
             self.fail(call_ids, refusal)
 
     def _may_run_again(self, entry: Entry) -> bool:
-        may_begin = self._ended is None and self._drained is None and not entry.in_group
+        may_begin = self._ended is None and self._drained is None and not entry.in_group and not entry.items
         return may_begin and entry.losses <= self._retries and entry.call.arguments.path is None
 
     def _node_lost(self, entry: Entry, reason: str, cause: BaseException | None) -> NodeLost:
@@ -280,6 +283,8 @@ class CallTable:
             advice = "submit it again if it may run twice, or open the pool with retries=1 or more"
         elif entry.losses <= self._retries and (self._ended or self._drained) is not None:
             advice = "it would run again, but the pool begins no calls any more"
+        elif entry.items:
+            advice = "its first items have come, so it does not run again by itself: call it again"
         elif entry.call.arguments.path is not None:
             advice = "its arguments went with it, being too large to be kept here: submit it again"
         else:

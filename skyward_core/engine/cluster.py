@@ -28,6 +28,7 @@ from skyward_core.engine.connection import NotSent, SchedulerConnection, connect
 from skyward_core.engine.detached_calls import DetachedCalls, ask_on
 from skyward_core.engine.dispatcher import Dispatcher
 from skyward_core.engine.futures import CallFuture
+from skyward_core.engine.item_futures import ItemFuture
 from skyward_core.engine.outbox import Entry
 from skyward_core.engine.owner import Counts, EngineThread, Watcher
 from skyward_core.engine.packed_functions import PackedFunction, packed_function
@@ -41,7 +42,7 @@ from skyward_core.worker import shared_values
 from skyward_core.worker.draining import HOLD
 from skyward_core.worker.masking import SecretValues
 from skyward_core.worker.shared_values import SharedValue
-from skyward_core.worker.wire import INLINE_BYTES, Outcome, Parcel
+from skyward_core.worker.wire import INLINE_BYTES, Call, Outcome, Parcel
 
 TICK_SECONDS = 0.5
 JOIN_POLL_SECONDS = 0.01
@@ -304,6 +305,12 @@ class Cluster:
         """
         return self._take_in(((call, None) for call in calls), replace_object, None, is_awaited)
 
+    def stream(self, call: PendingCompute[Any], replace_object: pickling.Replace | None, ahead: int) -> ItemFuture:
+        """Submit a call whose items its consumer takes one by one; return its future. Raises as `submit` does."""
+        (future,) = self._take_in([(call, None)], replace_object, None, is_awaited=False, ahead=ahead)
+        assert isinstance(future, ItemFuture)
+        return future
+
     def broadcast(
         self, call: PendingCompute[Any], replace_object: pickling.Replace | None = None, *, is_awaited: bool = True
     ) -> list[CallFuture[Any]]:
@@ -329,6 +336,7 @@ class Cluster:
         replace_object: pickling.Replace | None,
         job_id: str | None,
         is_awaited: bool,
+        ahead: int = 0,
     ) -> list[CallFuture[Any]]:
         self._refuse()
         functions: dict[int, tuple[Any, PackedFunction]] = {}
@@ -343,8 +351,8 @@ class Cluster:
                     arguments = self._packed((pending.args, dict(pending.kwargs)), replace_object, is_awaited)
                 if arguments.path is not None:
                     undo.callback(arguments.release)
-                entries.append(function.entry(pending, arguments, used, job_id, worker))
-            futures = [CallFuture[Any](entry.call.call_id, self._cancel, self.owner.callbacks.put) for entry in entries]
+                entries.append(function.entry(pending, arguments, used, job_id, worker, ahead))
+            futures = [self._future(entry.call) for entry in entries]
             if self._lost is not None:
                 raise self._lost
             undo.pop_all()
@@ -355,6 +363,16 @@ class Cluster:
         if self._is_closing:  # the pool was closed meanwhile, perhaps without these calls
             self._end_late(futures)
         return futures
+
+    def _future(self, call: Call) -> CallFuture[Any]:
+        if not call.ahead:
+            return CallFuture(call.call_id, self._cancel, self.owner.callbacks.put)
+        return ItemFuture(
+            call.call_id, call.ahead, self._cancel, self.owner.callbacks.put, self._give_credit, self.owner.post
+        )
+
+    def _give_credit(self, call_id: str, below: int) -> None:
+        self.owner.post(lambda: self.dispatcher.give_credit(call_id, below))
 
     def _keep_until_released(self, value: SharedValue) -> None:
         """Remove a scattered value from the nodes when nothing refers to it any more."""

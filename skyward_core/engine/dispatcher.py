@@ -3,6 +3,7 @@ connection and no clock.
 
 The dispatcher passes messages on to its parts. Each part owns its state, and its module draws the states:
 
+    items.py             items of streaming calls
     calls.py             calls, from `submit` to the end of their future; with outbox.py, the queue, and fetches.py,
     large outcomes in transit placement.py         batches until they are sent: the choice of a worker, and uploads;
     with function_files.py, large functions on nodes shipments.py         batches in flight
@@ -23,6 +24,7 @@ from skyward_core.engine.calls import CallTable
 from skyward_core.engine.connection_state import ConnectionState
 from skyward_core.engine.fetches import Fetching
 from skyward_core.engine.function_files import FunctionsOnNodes
+from skyward_core.engine.items import Items
 from skyward_core.engine.kept_calls import KeptCalls
 from skyward_core.engine.losses import HEAD_LOST, Losses
 from skyward_core.engine.members import Members, rank_of
@@ -34,7 +36,7 @@ from skyward_core.events.events import BootstrapCompleted, CallReported, LogLine
 from skyward_core.machines.instances import Node
 from skyward_core.worker.retained_batches import WorkerFree, WorkerKept
 from skyward_core.worker.scheduler_messages import HELD, Resumed, WorkerHeld, WorkerJoined, WorkerLeft
-from skyward_core.worker.wire import Outcome, OutcomeKind, Output, Parcel, Report, ReportedMetrics
+from skyward_core.worker.wire import Item, Outcome, OutcomeKind, Output, Parcel, Report, ReportedMetrics
 
 TICK_SECONDS = 0.5
 
@@ -57,6 +59,7 @@ class Dispatcher:
         self._functions = FunctionsOnNodes(act)
         self._connection = ConnectionState(act)
         self._calls = CallTable(self._queue, self.members, self._connection, retries, act)
+        self._items = Items(self.members, self._connection, self._queue, self._calls, act)
         self._shipments = Shipments(topic, self._connection, self._queue, self._calls, self._functions, self._kept, act)
         self._placement = Placement(
             self.members, self._connection, self._queue, self._calls, self._shipments, self._functions, act
@@ -122,6 +125,10 @@ class Dispatcher:
         """Stop a call that its caller has cancelled, or do not begin it."""
         self._calls.cancel(call_id)
 
+    def give_credit(self, call_id: str, below: int) -> None:
+        """The consumer of a streaming call has taken items: it may yield those below this number."""
+        self._items.give_credit(call_id, below)
+
     def release_shared(self, name: str) -> None:
         """No call will use a scattered value any more: remove it from all nodes."""
         self._functions.release(name)
@@ -183,6 +190,7 @@ class Dispatcher:
         Arguments in the memory of a lost node are lost too; `is_there` says which exist.
         """
         self.disconnected()
+        self._items.lose_all()
         alive = {node.instance.id for node in self.members.nodes.values()}
         self.members.nodes = {node.rank: node for node in nodes}
         self.members.clear()
@@ -205,12 +213,16 @@ class Dispatcher:
 
         The messages that were missed follow.
         """
+        heard = self._connection.heard
         if not self._connection.resumed(epoch, resumed.number):
             return
+        if resumed.number > heard:
+            self._items.lose_all()
         self._losses.begin(epoch, resumed.abandoned, now)
         self._count_in(resumed.workers)
         self._losses.compare(epoch, resumed)
         self._calls.stop_unwanted()
+        self._items.repeat_credit()
         self._losses.decide()
         self._do(do.Answered(epoch))
 
@@ -226,6 +238,8 @@ class Dispatcher:
                     self._emit_lines(report, item)
                 elif isinstance(item, ReportedMetrics):
                     self._emit_metrics(report, item)
+                elif isinstance(item, Item):
+                    self._items.arrived(item, report.node)
                 elif item.kind is not OutcomeKind.RETURNED:
                     self._calls.ended(item, report.node, report.instance_id, now)
             self._calls.take_back(
@@ -405,6 +419,7 @@ class Dispatcher:
         is_complete = self.members.join(name, address)
         self._count_slots()
         self._calls.stop_unwanted()  # the batch of a cancelled call may go to this worker
+        self._items.repeat_credit()
         if is_complete:
             self._do(do.EmitEvent(BootstrapCompleted(self.members.nodes[rank].instance.id)))
             self._do(do.Joined(rank))

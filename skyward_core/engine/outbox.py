@@ -42,6 +42,8 @@ class Entry:
     remote_args: tuple[str, Parcel] | None = None
     shared: Mapping[str, SharedValue] = field(default_factory=dict[str, SharedValue])
     """The scattered values that it uses, by name."""
+    items: int = 0
+    """How many items have come, if it streams."""
 
 
 @dataclass(slots=True)
@@ -209,6 +211,8 @@ class Queue:
             if group and (
                 group[-1].losses
                 or entry.losses
+                or group[-1].call.ahead
+                or entry.call.ahead
                 or expected is None
                 or seconds + expected > TARGET_SECONDS
                 or size > BATCH_BYTES

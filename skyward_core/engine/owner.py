@@ -24,9 +24,10 @@ from skyward_core.engine import actions as do
 from skyward_core.engine.connection import NotSent, SchedulerConnection
 from skyward_core.engine.dispatcher import TICK_SECONDS, Dispatcher, PoolNews
 from skyward_core.engine.futures import CallFuture
+from skyward_core.engine.item_futures import ItemFuture
 from skyward_core.engine.results import Callbacks, NotPlain, Results, Settled, plain_value, value_of
 from skyward_core.engine.transfers import Transfers
-from skyward_core.errors import PoolClosed
+from skyward_core.errors import NodeLost, PoolClosed
 from skyward_core.events.events import SkywardEvent
 from skyward_core.transport.transport import Transports
 from skyward_core.worker import calls
@@ -301,6 +302,13 @@ class EngineThread:
                 self._transfers.upload(action)
             case do.Fetch():
                 self._transfers.fetch(action)
+            case do.DeliverItem(call_id, number, node, parcel):
+                if isinstance(future := self.futures.get(call_id), ItemFuture):
+                    future.put_item(number, parcel, node)
+                else:
+                    self._transfers.discard(parcel)
+            case do.FetchItem():
+                self._fetch_item(action)
             case do.Remove(instance_id, parcel):
                 self._transfers.remove(instance_id, parcel)
             case do.Discard(parcel):
@@ -337,6 +345,8 @@ class EngineThread:
                 )
             case do.Stop(_, call_ids):
                 _try_to_send(connection, calls.cancel(call_ids))
+            case do.GiveCredit(_, credit):
+                _try_to_send(connection, calls.give_credit(credit))
             case do.RepeatReports():
                 _try_to_send(connection, calls.repeat_reports())
             case do.ReleaseRetainedCalls(_, call_ids):
@@ -361,10 +371,27 @@ class EngineThread:
             case do.CutOff():
                 self.watcher.cut()
 
+    def _fetch_item(self, action: do.FetchItem) -> None:
+        future, instance_id = self.futures.get(action.call_id), action.instance_id
+        if not isinstance(future, ItemFuture):
+            if instance_id is not None:
+                self._transfers.remove(instance_id, action.parcel)
+        elif instance_id is None:
+            future.break_off(NodeLost("an item of the call lies on a node that this client does not know"))
+        else:
+            self._transfers.fetch_item(
+                instance_id,
+                action.parcel,
+                lambda parcel: future.put_item(action.number, parcel, action.node),
+                future.break_off,
+            )
+
     def _finish(self, action: do.Finish) -> None:
         outcome = action.outcome
         if (future := self.futures.get(action.call_id)) is not None:
             rate = self._usd_per_second.get(action.instance_id)
+            if isinstance(future, ItemFuture):
+                future.set_total(outcome.items)
             future.seconds = outcome.seconds
             future.cost = None if self._counts is None else outcome.seconds * (rate or 0.0)
         spent = [outcome.parcel, action.arguments]

@@ -39,12 +39,13 @@ class PackedFunction:
         shared: Mapping[str, SharedValue],
         job_id: str | None,
         worker: str | None,
+        ahead: int = 0,
     ) -> Entry:
         """Return a new call of the function, whose arguments use these scattered values."""
         call_id, used = uuid.uuid4().hex, {**self.shared, **shared}
         in_group = job_id is not None and pending.forms_group
         job_id = job_id or call_id
-        call = Call(call_id, self.name, arguments, job_id, pending.timeout_seconds, tuple(used), not self.shared)
+        call = Call(call_id, self.name, arguments, job_id, pending.timeout_seconds, tuple(used), not self.shared, ahead)
         return Entry(call, self.parcel, worker, in_group, shared=used)
 
 

@@ -15,7 +15,7 @@ from skyward_core.engine import actions as do
 from skyward_core.engine.connection import SchedulerConnection
 from skyward_core.engine.connection_state import PING_SECONDS
 from skyward_core.engine.dispatcher import Dispatcher
-from skyward_core.errors import CommandFailed, ConnectionLost, Unreachable
+from skyward_core.errors import CommandFailed, ConnectionLost, NodeLost, Unreachable
 from skyward_core.transport.transport import Transport, Transports
 from skyward_core.worker.wire import SHARED, Outcome, Parcel
 
@@ -64,6 +64,16 @@ class Transfers:
         """Get a large outcome from a node's memory."""
         self._fetches.submit(self._fetch, action)
 
+    def fetch_item(
+        self,
+        instance_id: str,
+        parcel: Parcel,
+        deliver: Callable[[Parcel], object],
+        fail: Callable[[BaseException], object],
+    ) -> None:
+        """Get a large item from a node's memory; then `deliver` or `fail` is called, in "skyward-fetch"."""
+        self._fetches.submit(self._fetch_item, instance_id, parcel, deliver, fail)
+
     def gather(self, connection: SchedulerConnection, action: do.Gather, is_of_use: Callable[[], bool]) -> None:
         """Get the outcomes of a batch as the result of its task."""
         self._fetches.submit(self._gather, connection, action, is_of_use)
@@ -107,6 +117,22 @@ class Transfers:
             )
         else:
             self._post(lambda: self._dispatcher.fetched(call_id, parcel, path))
+
+    def _fetch_item(
+        self,
+        instance_id: str,
+        parcel: Parcel,
+        deliver: Callable[[Parcel], object],
+        fail: Callable[[BaseException], object],
+    ) -> None:
+        try:
+            taken = self._transport_of(instance_id).take(parcel)
+        except Exception as error:
+            failure = NodeLost(f"an item of the call could not be fetched: {error}")
+            failure.__cause__ = error
+            fail(failure)
+        else:
+            deliver(taken)
 
     def _remove(self, instance_id: str, parcel: Parcel) -> None:
         try:

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, Unpack, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, Unpack, cast, overload
 
 from skyward_core.compute import ComputeFunction, PendingBatch, PendingCompute
 from skyward_core.concurrency.greenlets import refuse_greenlets
+from skyward_core.concurrency.item_stream import ItemStream
 from skyward_core.engine.futures import CallFuture
 from skyward_core.errors import BadRequest, InstancesLeft, NotPicklable, PoolClosed
 from skyward_core.events.events import Callback, CostFinal
@@ -36,6 +37,9 @@ from skyward_core.worker.masking import SecretValues
 
 if TYPE_CHECKING:
     import distributed
+
+AHEAD = 16
+"""How many items of a stream the node may be ahead of the program."""
 
 
 class ComputePool(AsyncPool):
@@ -225,6 +229,21 @@ class ComputePool(AsyncPool):
                 self._session.cluster.submit([checked(pending)], self._prepared.replace_object, is_awaited=True)
             )[0],
         )
+
+    @overload
+    def stream[T](self, pending: PendingCompute[list[T]], *, ahead: int = ...) -> ItemStream[T]: ...
+    @overload
+    def stream(self, pending: PendingCompute[Any], *, ahead: int = ...) -> ItemStream[Any]: ...
+    def stream(self, pending: PendingCompute[Any], *, ahead: int = AHEAD) -> ItemStream[Any]:
+        """Submit one call and return at once with its items, which come as the node yields them.
+
+        `>>` does this for generators. This is for any function that returns something to iterate over, and for another
+        `ahead`: how many items the node may compute, at most, before the program has taken the first of them.
+        Raises BadRequest.
+        """
+        if ahead < 1:
+            raise BadRequest(f"ahead={ahead!r}: write how many items the node may be ahead, at least 1")
+        return ItemStream(self._session.cluster.stream(checked(pending), self._prepared.replace_object, ahead))
 
     def run_batch(self, batch: PendingBatch[*tuple[Any, ...]]) -> tuple[Any, ...]:
         """Run the calls in parallel; return their results in order.

@@ -422,7 +422,7 @@ class DetachedCall[R]:
                         self._lines.extend(line for text in item.lines for line in text.split("\n"))
                     elif isinstance(item, ReportedMetrics):
                         self._metrics = self._metrics.updated(item.metrics)
-                    elif item.kind is not OutcomeKind.RETURNED:
+                    elif isinstance(item, Outcome) and item.kind is not OutcomeKind.RETURNED:
                         self._outcome, self._node = item, report.node
             self._number = known["number"] + len(known["messages"])
             return known

@@ -31,6 +31,8 @@ KEEP = "skyward-keep"
 
 RESUME, ACKNOWLEDGE, LEAVE, CANCEL = "skyward-resume", "skyward-acknowledge", "skyward-leave", "skyward-cancel"
 """Operations on a client's stream to the scheduler; CANCEL also on the scheduler's to a worker."""
+CREDIT = "skyward-credit"
+"""Likewise: streaming calls may go on."""
 
 RETRIES, NAME = "skyward_retries", "skyward_name"
 """Annotations (`dask.annotate`) of a detached call's task: how often it may run again after the loss of its worker (0),
@@ -54,6 +56,11 @@ _DETACHED = "skyward-call-"
 def cancel(call_ids: Collection[str]) -> dict[str, Any]:
     """Return the message that stops these calls on all workers. Unknown ids are ignored."""
     return {"op": CANCEL, "calls": list(call_ids)}
+
+
+def give_credit(credit: Mapping[str, int]) -> dict[str, Any]:
+    """Return the message that lets streaming calls yield the items below these numbers, by call. Idempotent."""
+    return {"op": CREDIT, "credit": dict(credit)}
 
 
 def repeat_reports() -> dict[str, Any]:
@@ -195,6 +202,7 @@ class CallMemory(SchedulerPlugin):
                 ACKNOWLEDGE: self._acknowledge,
                 LEAVE: self._leave,
                 CANCEL: self._cancel,
+                CREDIT: self._give_credit,
                 REPEAT_REPORTS: self._repeat_reports,
                 RELEASE: self._release,
                 "client-releases-keys": self._client_releases_keys,
@@ -389,6 +397,9 @@ class CallMemory(SchedulerPlugin):
             self._take_back(call)
         message = {"op": CANCEL, "calls": list(calls)}
         self._scheduler.send_all({}, {worker: [message] for worker in self._scheduler.workers})
+
+    def _give_credit(self, client: str, credit: Mapping[str, int]) -> None:
+        self._scheduler.send_all({}, {worker: [give_credit(credit)] for worker in self._scheduler.workers})
 
     def _repeat_reports(self, client: str) -> None:
         self._scheduler.send_all({}, {worker: [{"op": REPEAT_REPORTS}] for worker in self._scheduler.workers})

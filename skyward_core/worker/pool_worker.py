@@ -16,7 +16,7 @@ from distributed import Worker, get_worker  # noqa: TID253 - this module is impo
 from distributed.core import Status  # noqa: TID253
 from distributed.diagnostics.plugin import WorkerPlugin  # noqa: TID253
 
-from skyward_core.worker.calls import BUSY_TIMES, CANCEL, BusyTime
+from skyward_core.worker.calls import BUSY_TIMES, CANCEL, CREDIT, BusyTime
 from skyward_core.worker.metrics import Sampler
 from skyward_core.worker.retained_batches import OLDER, RELEASE, REPEAT_REPORTS, RetainedBatches, WorkerFree
 from skyward_core.worker.runner_factory import RunnerFactory
@@ -113,6 +113,7 @@ class Slots(WorkerPlugin):
         worker.stream_handlers[CANCEL] = self.cancel
         worker.stream_handlers[REPEAT_REPORTS] = self.announce
         worker.stream_handlers[RELEASE] = self.release
+        worker.stream_handlers[CREDIT] = self.give_credit
         worker.metrics[BUSY_TIMES] = self.busy_time
         worker.metrics[OLDER] = lambda _: len(self._older.intersection(self.retained.running))
         interval = self.settings.metrics_interval_seconds
@@ -217,6 +218,12 @@ class Slots(WorkerPlugin):
         for slot in self._all:
             for call_id in calls:
                 slot.cancel(call_id)
+
+    def give_credit(self, credit: Mapping[str, int]) -> None:
+        """Let streaming calls go on: by call, the number below which items may be yielded."""
+        for slot in self._all:
+            for call_id, below in credit.items():
+                slot.give_credit(call_id, below)
 
     def busy_time(self, _: Worker) -> BusyTime:
         """Return how long calls have kept the slots busy, running ones included; each heartbeat sends it to the

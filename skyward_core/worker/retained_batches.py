@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
-from skyward_core.worker.wire import News, Outcome, Report
+from skyward_core.worker.wire import Item, News, Outcome, Report
 
 REPEAT_REPORTS, RELEASE = "skyward-repeat-reports", "skyward-release"
 """Operations on a client's stream to the scheduler, and on the scheduler's to every worker: repeat all that is kept;
@@ -114,9 +114,9 @@ class RetainedBatches:
             batch = self._batches[key]
             batch.number += 1
             message = pickle.dumps(Report(node, instance_id, news, batch.origin, batch.number), protocol=5)
-            if self._keeps:
-                batch.messages.append(message)
-                self.nbytes += len(message)
+            if self._keeps and (kept := _without_items(message, news)):
+                batch.messages.append(kept)
+                self.nbytes += len(kept)
                 self._make_room()
             if self._send is not None:
                 self._send(batch.topic, message)
@@ -190,6 +190,15 @@ class RetainedBatches:
         batch.messages[batch.lean :] = lean
         batch.lean = len(batch.messages)
         self.nbytes += sum(map(len, batch.messages)) - before
+
+
+def _without_items(message: bytes, news: tuple[News, ...]) -> bytes:
+    """Return a report as it is kept: items of streams do not outlive their head."""
+    if not any(isinstance(item, Item) for item in news):
+        return message
+    rest = tuple(item for item in news if not isinstance(item, Item))
+    report: Report = pickle.loads(message)
+    return pickle.dumps(report._replace(news=rest), protocol=5) if rest else b""
 
 
 def _without_output(message: bytes) -> bytes:

@@ -23,13 +23,14 @@ from typing import Any, NamedTuple, NoReturn, cast
 
 from skyward_core.errors import NodeLost, NotPicklable
 from skyward_core.serialization import exceptions, pickling, sources
-from skyward_core.worker import call_metrics, shared_values
+from skyward_core.worker import call_metrics, item_sender, shared_values
 from skyward_core.worker.call_groups import MemoryAllowance
 from skyward_core.worker.environment_variable import RewrittenVariable
 from skyward_core.worker.info import ENV, of_call
+from skyward_core.worker.item_sender import ItemSender, is_generator, items_of
 from skyward_core.worker.log_records import keep_levels
 from skyward_core.worker.masking import Mask, SecretValues
-from skyward_core.worker.wire import INLINE_BYTES, Call, Outcome, OutcomeKind, Parcel
+from skyward_core.worker.wire import INLINE_BYTES, Call, Credit, Outcome, OutcomeKind, Parcel
 
 _libc = ctypes.CDLL(None)
 
@@ -76,12 +77,20 @@ def run_calls(line: RunnerChannels) -> NoReturn:
     _settle_in(line)
     reporter = call_metrics.Reporter(line.stdout, line.mark)
     call_metrics.use(reporter)
+    sender = ItemSender(
+        line.calls,
+        lambda item: line.outcomes.send(pickle.dumps(item, protocol=5)),
+        lambda parcel: _stored(parcel, line),
+    )
     functions: dict[str, sources.Loaded] = {}
     info = RewrittenVariable(ENV)
     mask, is_furnished = Mask(), False
     pid = os.getpid()
     while packet := line.calls.recv(INLINE_BYTES * 4):
-        request = cast(Packet, pickle.loads(packet))
+        request = pickle.loads(packet)
+        if type(request) is Credit:
+            continue  # it came too late: its call has ended
+        request = cast(Packet, request)
         if line.room is not None:
             line.room.settle()
         call = request.call
@@ -90,7 +99,7 @@ def run_calls(line: RunnerChannels) -> NoReturn:
             os.environ.update(request.secrets)
             mask, is_furnished = Mask(request.secrets.values()), True
         outcome, spent = (
-            _run(request, functions, mask)
+            _run(request, functions, mask, sender)
             if _is_complete(request, functions, is_furnished)
             else (_returned(request), None)
         )
@@ -146,11 +155,11 @@ type Spent = tuple[str, mmap.mmap] | None
 """The file that a call's arguments came in and its mapping, if the result may take it over."""
 
 
-def _run(packet: Packet, functions: dict[str, sources.Loaded], mask: Mask) -> tuple[Outcome, Spent]:
+def _run(packet: Packet, functions: dict[str, sources.Loaded], mask: Mask, sender: ItemSender) -> tuple[Outcome, Spent]:
     call = packet.call
     started = time.perf_counter()
     try:
-        value, memory = _invoke(packet, functions)
+        value, memory = _invoke(packet, functions, sender)
         spent = (call.arguments.path, memory) if call.arguments.path and memory and packet.may_reuse else None
         return (
             Outcome(call.call_id, OutcomeKind.RESULT, _parcel(value, "result"), seconds=time.perf_counter() - started),
@@ -168,7 +177,7 @@ def _run(packet: Packet, functions: dict[str, sources.Loaded], mask: Mask) -> tu
         return _failed(call.call_id, error, time.perf_counter() - started, mask), None
 
 
-def _invoke(packet: Packet, functions: dict[str, sources.Loaded]) -> tuple[Any, mmap.mmap | None]:
+def _invoke(packet: Packet, functions: dict[str, sources.Loaded], sender: ItemSender) -> tuple[Any, mmap.mmap | None]:
     if packet.fresh:
         functions.clear()
     sources.begin_call()
@@ -185,7 +194,11 @@ def _invoke(packet: Packet, functions: dict[str, sources.Loaded]) -> tuple[Any, 
     with _lost_with_its_machine("arguments"):
         memory, data, buffers = packet.call.arguments.open()
     args, kwargs = sources.unpack(data, buffers).value
-    value = completed(function.value(*args, **kwargs))
+    value = function.value(*args, **kwargs)
+    if packet.call.ahead:
+        sender.send_all(packet.call, asyncio.run(value) if inspect.iscoroutine(value) else value)
+        return None, None
+    value = completed(value)
     _refuse_pending(value)
     return value, memory
 
@@ -194,7 +207,7 @@ def completed(value: Any) -> Any:
     """Return what a call returns: a coroutine is run to its end, a generator becomes a list."""
     if inspect.iscoroutine(value):
         return asyncio.run(value)
-    return list(value) if inspect.isgenerator(value) else value
+    return list(items_of(value)) if is_generator(value) else value
 
 
 @contextlib.contextmanager
@@ -248,7 +261,8 @@ def _failed(call_id: str, error: BaseException, seconds: float, mask: Mask) -> O
 def _below_invoke(error: BaseException) -> Any:
     """Return the traceback without our own frames at its top."""
     tb = error.__traceback__
-    while tb is not None and tb.tb_next is not None and tb.tb_frame.f_code.co_filename == __file__:
+    ours = (__file__, item_sender.__file__)
+    while tb is not None and tb.tb_next is not None and tb.tb_frame.f_code.co_filename in ours:
         tb = tb.tb_next
     return tb
 
@@ -285,6 +299,16 @@ def _fit(outcome: Outcome, line: RunnerChannels, spent: Spent) -> Outcome:
             text=note,
             seconds=outcome.seconds,
         )
+
+
+def _stored(parcel: Parcel, line: RunnerChannels) -> Parcel:
+    """Return the parcel in a file. Raises OSError if there is no room."""
+    if line.room is not None:
+        line.room.make(parcel.nbytes)
+    stored = parcel.moved_to_file(line.value_directories)
+    if line.room is not None and stored.path is not None:
+        line.room.keep(stored.path, parcel.nbytes)
+    return stored
 
 
 def _end_output(line: RunnerChannels) -> None:

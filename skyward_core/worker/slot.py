@@ -36,6 +36,8 @@ from skyward_core.worker.wire import (
     INLINE_BYTES,
     Batch,
     Call,
+    Credit,
+    Item,
     News,
     Outcome,
     OutcomeKind,
@@ -75,6 +77,10 @@ class Slot:
         self.cancelled: set[str] = set()
         self._topic = ""
         """The topic of the running batch."""
+        self.credit: Credit | None = None
+        """The last credit for the running call, if it streams."""
+        self._streaming = ""
+        """The id of that call."""
         self.outcomes: socket.socket | None = None
         self.pid = 0
         self.streams: tuple[Stream, Stream] | tuple[()] = ()
@@ -153,6 +159,15 @@ class Slot:
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b"c")
 
+    def give_credit(self, call_id: str, below: int) -> None:
+        """Let a streaming call yield the items below this number, if it runs here. Called from any thread."""
+        with self.lock:
+            if call_id != self._streaming or (self.credit is not None and self.credit.below >= below):
+                return
+            self.credit = Credit(call_id, below)
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._wake_write, b"i")
+
     @property
     def ran_seconds(self) -> float:
         """How long calls have kept this slot busy, the running one included. Called from any thread."""
@@ -168,11 +183,14 @@ class Slot:
         Calls behind one that runs longer than PATIENCE_SECONDS get the outcome RETURNED, unless they have begun.
         """
         self._topic = batch.topic
+        with self.lock:
+            self._streaming = next((call.call_id for call in batch.calls if call.ahead), "")
         try:
             _BatchRun(self, batch, report).run()
         finally:
             with self.lock:
-                self._topic = ""
+                self._topic = self._streaming = ""
+                self.credit = None
                 self.cancelled -= {batch.topic, *(call.call_id for call in batch.calls)}
 
     def close(self) -> None:
@@ -209,6 +227,10 @@ class _BatchRun:
         self._progress_at = self._reported_at = self._first_since = time.monotonic()
         """`_first_since`: when the first of the sent calls became that; the time of its `timeout_seconds` begins."""
         self._moved: list[Parcel] = []
+        self._items = 0
+        """How many items the call has yielded: one that streams is alone in its batch."""
+        self._below = 0
+        """The last credit that the runner has got."""
 
     def run(self) -> None:
         try:
@@ -222,6 +244,7 @@ class _BatchRun:
                     return
                 if not self._is_runner_doomed:
                     self._send()
+                    self._send_credit()
                 self._listen()
                 self._check_time()
                 self._check_memory()
@@ -271,6 +294,13 @@ class _BatchRun:
                 self._first_since = time.monotonic()
             self._sent.append(call)
 
+    def _send_credit(self) -> None:
+        credit = self.slot.credit
+        if credit is not None and self._sent and credit.below > self._below:
+            with contextlib.suppress(BlockingIOError):
+                self._queue_end.send(pickle.dumps(credit, protocol=5))
+                self._below = credit.below
+
     def _packet(self, call: Call) -> Packet:
         function = None if call.function in self.slot.known else self._batch.functions[call.function]
         if function is not None and (function.buffers or function.nbytes > INLINE_BYTES):
@@ -303,7 +333,10 @@ class _BatchRun:
         assert take is not None
         with contextlib.suppress(BlockingIOError):
             while True:
-                packet: Packet = pickle.loads(take.recv(INLINE_BYTES * 4, socket.MSG_DONTWAIT))
+                packet: Packet | Credit = pickle.loads(take.recv(INLINE_BYTES * 4, socket.MSG_DONTWAIT))
+                if isinstance(packet, Credit):
+                    self._below = 0  # it is sent again
+                    continue
                 taken.append(packet.call)
                 if packet.secrets is not None:
                     self.slot.is_furnished = False
@@ -350,7 +383,11 @@ class _BatchRun:
             if not message:
                 self._replace_dead_runner()
                 return
-            outcome: Outcome = pickle.loads(message)
+            outcome: Outcome | Item = pickle.loads(message)
+            if isinstance(outcome, Item):
+                self._items += 1
+                self._news.append(outcome)
+                continue
             self._await_marks()
             self._progress_at = slot.busy_since = time.monotonic()
             slot.ended_seconds += outcome.seconds
@@ -366,6 +403,7 @@ class _BatchRun:
                 outcome.parcel.release()
                 outcome = _timed_out(call, outcome.seconds)
             is_killed = outcome.kind in {OutcomeKind.CRASH, OutcomeKind.TIMED_OUT}
+            outcome = outcome._replace(items=self._items)
             self._news.append(outcome._replace(output=last_lines) if is_killed else outcome)
 
     def _await_marks(self) -> None:
@@ -428,7 +466,7 @@ class _BatchRun:
                 outcome = _timed_out(call, ran_seconds)
             else:
                 outcome = Outcome(call.call_id, kind, text=text, seconds=ran_seconds)
-            self._news.append(outcome._replace(exit_code=end and end.code, output=output))
+            self._news.append(outcome._replace(exit_code=end and end.code, output=output, items=self._items))
             slot.busy_since = None
             slot.ended_seconds += ran_seconds
         self._sent.clear()

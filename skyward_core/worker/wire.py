@@ -184,7 +184,8 @@ class Call(NamedTuple):
 
     `function` names an entry of the batch's functions, `job_id` is shared by the calls of one broadcast. `shared` are
     the names of the scattered values that it uses, which are entries of the batch's functions too. A runner keeps the
-    function for later calls, unless it refers to scattered values itself.
+    function for later calls, unless it refers to scattered values itself. `ahead` is set for a call that streams: how
+    many items it may yield before the client has taken the first.
     `timeout_seconds`: how long the slot lets it run; None: any time.
     """
 
@@ -195,6 +196,14 @@ class Call(NamedTuple):
     timeout_seconds: float | None = None
     shared: tuple[str, ...] = ()
     keeps_function: bool = True
+    ahead: int = 0
+
+
+class Credit(NamedTuple):
+    """A message to a runner: its call may yield the items below this number. A later one replaces it."""
+
+    call_id: str
+    below: int
 
 
 class Batch(NamedTuple):
@@ -246,7 +255,7 @@ class Outcome(NamedTuple):
 
     `text` names for OUT_OF_MEMORY what has killed the call, if not its worker; for TIMED_OUT it is the time that the
     call had, in seconds. `seconds`: how long it kept its slot
-    busy, however it ended.
+    busy, however it ended. `items`: how many items it has yielded before, if it streams.
     """
 
     call_id: str
@@ -256,6 +265,15 @@ class Outcome(NamedTuple):
     exit_code: int | None = None
     output: tuple[str, ...] = ()
     seconds: float = 0.0
+    items: int = 0
+
+
+class Item(NamedTuple):
+    """A value that a streaming call has yielded; `number` counts them from 0 on."""
+
+    call_id: str
+    number: int
+    parcel: Parcel
 
 
 class Output(NamedTuple):
@@ -279,11 +297,11 @@ class ReportedMetrics(NamedTuple):
     timestamp: float
 
 
-type News = Outcome | Output | ReportedMetrics
+type News = Outcome | Output | ReportedMetrics | Item
 
 
 class Report(NamedTuple):
-    """A message from a worker to a client: outcomes, output and metrics, in order.
+    """A message from a worker to a client: outcomes, items, output and metrics, in order.
 
     `origin` names the batch and its worker process. `number` counts the batch's reports from 1 on. A report that is
     repeated, for a client of another head, keeps its number. Numbers are missing where output was dropped for lack of

@@ -387,13 +387,15 @@ def test_an_async_function_runs_to_its_end(pool: sky.ComputePool) -> None:
 
 
 def test_a_generator_comes_back_as_a_list(pool: sky.ComputePool) -> None:
-    """The values that a generator yields are collected on the node."""
+    """All but `>>` collect on the node what a generator yields."""
 
     @sky.compute
     def count(n: int) -> Iterator[int]:
         yield from range(n)
 
-    assert count(4) >> pool == [0, 1, 2, 3]
+    assert pool.submit(count(4)).result() == pool.run(count(4)) == [0, 1, 2, 3]
+    assert pool.map(count, [2, 3]) == [[0, 1], [0, 1, 2]]
+    assert count(2) @ pool == (count(2) & count(2)) >> pool == ([0, 1], [0, 1])
 
 
 def test_a_large_array_goes_and_comes_back(pool: sky.ComputePool) -> None:

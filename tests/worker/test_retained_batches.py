@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyward_core.worker.retained_batches import RetainedBatches, WorkerKept
-from skyward_core.worker.wire import Outcome, OutcomeKind, Output, Parcel, Report
+from skyward_core.worker.wire import Item, Outcome, OutcomeKind, Output, Parcel, Report
 
 
 class Wire:
@@ -58,6 +58,19 @@ def test_another_head_gets_all_that_was_not_released() -> None:
         ("topic", "process/k1", number) for number in (1, 2, 3)
     ]
     assert second.reports[:2] == first.reports
+
+
+def test_items_are_sent_and_not_kept() -> None:
+    """They do not outlive their head. What came with them in a report is kept, with its number."""
+    kept, first, second = RetainedBatches("process", keeps=True), Wire(), Wire()
+    kept.attach("1-0", "tls://a", "pool", first.send)
+    kept.begin("k1", "topic", ["a"], kept.epoch)
+    item = Item("a", 0, Parcel(b"x"))
+    kept.report("k1", 1, "i", (item,))
+    kept.report("k1", 1, "i", (item._replace(number=1), outcome("a")))
+    kept.attach("1-0", "tls://a", "pool", second.send)
+    assert [len(report.news) for report in first.reports] == [1, 2]
+    assert [(report.number, report.news) for report in second.reports] == [(2, (outcome("a"),))]
 
 
 def test_a_released_batch_is_not_kept() -> None:

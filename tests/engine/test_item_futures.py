@@ -1,0 +1,171 @@
+"""The consumer's side of a stream: what it takes, what it leaves, and how it waits."""
+
+import asyncio
+import gc
+import pickle
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from skyward_core.concurrency.item_stream import ItemStream
+from skyward_core.engine.item_futures import ItemFuture
+from skyward_core.errors import NodeLost, PoolClosed
+from skyward_core.worker.wire import Parcel
+
+AHEAD = 4
+
+
+class Call:
+    """A streaming call: what its future asks of the engine."""
+
+    def __init__(self) -> None:
+        self.stopped: list[str] = []
+        self.credit: list[int] = []
+        self.posted: list[Callable[[], None]] = []
+        self.future = ItemFuture(
+            "a",
+            AHEAD,
+            self.stopped.append,
+            lambda call: call(),
+            lambda _, below: self.credit.append(below),
+            self.posted.append,
+        )
+
+    def put(self, *numbers: int) -> None:
+        for number in numbers:
+            self.future.put_item(number, Parcel(pickle.dumps(number)), 0)
+
+    def end(self, total: int, error: BaseException | None = None) -> None:
+        assert self.future.claim()
+        self.future.set_total(total)
+        if error is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(error)
+
+
+@pytest.fixture
+def call() -> Call:
+    return Call()
+
+
+def test_items_are_taken_in_the_order_of_their_numbers(call: Call) -> None:
+    """Also if a fetch makes one late."""
+    call.put(1, 0, 2)
+    call.end(3)
+    assert list(ItemStream[int](call.future)) == [0, 1, 2]
+    assert call.stopped == []
+
+
+def test_the_exception_comes_once_after_the_items(call: Call) -> None:
+    call.put(0, 1)
+    call.end(2, KeyError("x"))
+    items = ItemStream[int](call.future)
+    assert [next(items), next(items)] == [0, 1]
+    with pytest.raises(KeyError):
+        next(items)
+    assert list(items) == []
+
+
+def test_the_end_waits_for_items_that_are_being_fetched(call: Call) -> None:
+    """The call has ended, but one of its items is still on its way."""
+    call.put(0)
+    call.end(2)
+    taken = list[int]()
+    consumer = threading.Thread(target=lambda: taken.extend(ItemStream[int](call.future)))
+    consumer.start()
+    call.put(1)
+    consumer.join(30)
+    assert taken == [0, 1]
+
+
+def test_an_item_that_cannot_be_fetched(call: Call) -> None:
+    """The error comes in its place, and the call is stopped."""
+    call.put(0)
+    call.future.break_off(NodeLost("gone"))
+    items = ItemStream[int](call.future)
+    assert next(items) == 0
+    with pytest.raises(NodeLost, match="gone"):
+        next(items)
+    assert call.stopped == ["a"]
+    assert list(items) == []
+
+
+def test_a_call_that_is_lost_gives_what_has_come(call: Call) -> None:
+    """Its pool was closed: nobody knows how many items there were."""
+    call.put(0)
+    call.future.claim()
+    call.future.set_exception(PoolClosed("closed"))
+    items = ItemStream[int](call.future)
+    assert next(items) == 0
+    with pytest.raises(PoolClosed):
+        next(items)
+
+
+def test_credit_follows_the_consumer(call: Call) -> None:
+    """The node is never more than AHEAD items before it, and hears of each second one that is taken."""
+    items = ItemStream[int](call.future)
+    call.put(0, 1, 2, 3)
+    for number in range(4):
+        assert next(items) == number
+        assert call.credit == [6, 8][: (number + 1) // 2]
+
+
+def test_what_is_not_taken_is_removed(call: Call, tmp_path: Path) -> None:
+    """Files of items that have come, and of those that come after the consumer has left."""
+    files = [tmp_path / "0", tmp_path / "1"]
+    for file in files:
+        file.write_bytes(b"")
+    call.future.put_item(0, Parcel(b"", (), str(files[0]), ((0, 0),)), 0)
+    with ItemStream[int](call.future) as items:
+        assert iter(items) is items
+    assert call.stopped == ["a"]
+    call.future.put_item(1, Parcel(b"", (), str(files[1]), ((0, 0),)), 0)
+    assert [file.exists() for file in files] == [False, False]
+    assert list(items) == []
+
+
+def test_a_stream_without_references_is_left(call: Call) -> None:
+    """In the engine's thread: garbage may be collected anywhere."""
+    for _ in ItemStream[int](call.future) if call.put(0) is None else ():
+        break
+    gc.collect()
+    assert call.stopped == []
+    (leave,) = call.posted
+    leave()
+    assert call.stopped == ["a"]
+
+
+def test_async_for_waits_without_blocking(call: Call) -> None:
+    """Other tasks run while no item is there. The end and the error come as in plain programs."""
+
+    async def consume() -> list[int]:
+        async def produce() -> None:
+            for number in range(3):
+                await asyncio.sleep(0)
+                call.put(number)
+            call.end(3, KeyError("x"))
+
+        producer = asyncio.create_task(produce())
+        taken = list[int]()
+        with pytest.raises(KeyError):
+            async for number in ItemStream[int](call.future):
+                taken.append(number)
+        await producer
+        return taken
+
+    assert asyncio.run(consume()) == [0, 1, 2]
+
+
+def test_async_for_over_nothing(call: Call) -> None:
+    call.end(0)
+
+    async def consume() -> list[int]:
+        items = ItemStream[int](call.future)
+        taken = [number async for number in items]
+        await items.aclose()
+        return taken
+
+    assert asyncio.run(consume()) == []
