@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from skyward_core import accelerators as accelerators
     from skyward_core import distributed as distributed
     from skyward_core import errors as errors
+    from skyward_core import integrations as integrations
     from skyward_core.accelerators import NVIDIA as NVIDIA
     from skyward_core.accelerators import Accelerator as Accelerator
     from skyward_core.accelerators import is_nvidia as is_nvidia
@@ -103,6 +104,10 @@ if TYPE_CHECKING:
     from skyward_core.image.image import Image as Image
     from skyward_core.image.volume import S3Volume as S3Volume
     from skyward_core.image.volume import Volume as Volume
+    from skyward_core.integrations.pools import JoblibPool as JoblibPool
+    from skyward_core.integrations.pools import ScikitLearnPool as ScikitLearnPool
+    from skyward_core.integrations.pools import joblib_backend as joblib_backend
+    from skyward_core.integrations.pools import sklearn_backend as sklearn_backend
     from skyward_core.machines.instances import Endpoint as Endpoint
     from skyward_core.machines.instances import Instance as Instance
     from skyward_core.machines.instances import InstanceState as InstanceState
@@ -170,6 +175,7 @@ _HOMES = {
     "operations": "cost_of offers release sweep",
     "image.image": "Image",
     "image.volume": "S3Volume Volume",
+    "integrations.pools": "JoblibPool ScikitLearnPool joblib_backend sklearn_backend",
     "machines.instances": "Endpoint Instance InstanceState Lease Node",
     "events.narrator": "Narrator",
     "machines.offers": "Offer Requirements select_instance",
@@ -196,7 +202,7 @@ _HOMES = {
     "worker.shared_values": "scatter",
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names.split()}
-_MODULES = frozenset({"accelerators", "distributed", "errors"})
+_MODULES = frozenset({"accelerators", "distributed", "errors", "integrations"})
 
 # The names stand once, above.
 __all__ = [  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll]

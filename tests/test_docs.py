@@ -23,6 +23,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [
     "README.md",
     "docs/pool.md",
+    "docs/scikit-learn.md",
     "docs/async.md",
     "docs/data.md",
     "docs/secrets.md",

@@ -91,7 +91,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
     [
         (
             "import skyward_core",
-            "distributed dask pydantic rich numpy pandas torch jax sklearn boto3 prefect airflow dagster uv cloudpickle psutil cryptography",
+            "distributed dask pydantic rich numpy pandas torch jax sklearn joblib boto3 prefect airflow dagster uv cloudpickle psutil cryptography",
         ),
         (
             "import skyward_core; skyward_core.compute; skyward_core.gather; skyward_core.LogLine; skyward_core.instance_info()",
@@ -101,6 +101,11 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
             "import skyward_core; skyward_core.ComputePool; skyward_core.Local()",
             "distributed dask rich tenacity numpy torch jax sklearn boto3 prefect airflow dagster",
         ),
+        (
+            "import skyward_core; skyward_core.ScikitLearnPool(provider=skyward_core.Local()); skyward_core.integrations",
+            "distributed dask numpy sklearn joblib",
+        ),
+        ("import skyward_core.integrations.tasks", "pydantic distributed numpy sklearn joblib"),
         (
             "import skyward_core.worker.node, skyward_core.worker.supervisor",
             "pydantic rich uv boto3 asyncssh httpx tenacity prefect airflow dagster",

@@ -72,9 +72,11 @@ class Image(Frozen):
     known hashes are installed; the package index gives this client the hashes before anything is rented. `lock`, the
     path of a lock file with hashes, or its text, replaces `pip`. `apt` holds Debian package names, also as
     "name=version". `env` is set in every call, its values literally; in repr and JSON values that look like secrets are
-    masked (docs/secrets.md). With `cache` a provider that can keep disks (AWS) keeps the disk of the first machine with
-    these packages, and later machines start from it; with other providers it has no effect. Lists become tuples. Raises
-    BadRequest before anything starts.
+    masked (docs/secrets.md). `preload` are modules that a node imports once, before it starts the processes of calls:
+    the first call of each process finds them imported. A module that cannot be imported, starts threads or opens a GPU
+    is skipped, and a warning says so. With `cache` a provider that can keep disks (AWS) keeps the disk of the first
+    machine with these packages, and later machines start from it; with other providers it has no effect. Lists become
+    tuples. Raises BadRequest before anything starts.
 
     >>> Image(python="3.13", pip=["torch"], env={"OMP_NUM_THREADS": "1"}).pip
     ('torch',)
@@ -92,6 +94,7 @@ class Image(Frozen):
     lock: str | None = Field(default=None, repr=False)
     apt: Sequence[str] = ()
     env: Annotated[dict[str, str], AfterValidator(FrozenEnv)] = Field(default_factory=FrozenEnv)
+    preload: Sequence[str] = ()
     cache: bool = False
 
     @property
@@ -117,8 +120,9 @@ class Image(Frozen):
         """Return 12 hexadecimal characters that identify the installed software; they name environments and snapshots.
 
         Two images have the same hash if and only if they install the same: python, pip, apt (in any order), the
-        indexes, hashes and `runtime`, the node's own packages (default: `runtime_pins()`). `env` and `cache` are left
-        out, because they do not change the installation. The hash is the same in every process and on every machine.
+        indexes, hashes and `runtime`, the node's own packages (default: `runtime_pins()`). `env`, `preload` and
+        `cache` are left out, because they do not change the installation. The hash is the same in every process and on
+        every machine.
         """
         parts: dict[str, Any] = {
             "python": self.python,
@@ -281,6 +285,14 @@ class Image(Frozen):
                     ' "ffmpeg=7:5.1.6-0+deb12u1"'
                 )
         return tuple(apt)
+
+    @field_validator("preload")
+    @classmethod
+    def _look_like_modules(cls, preload: Sequence[str]) -> tuple[str, ...]:
+        for entry in preload:
+            if not all(part.isidentifier() for part in entry.split(".")):
+                raise ValueError(f'preload has {entry!r}: write the names of modules as in an import, "sklearn.tree"')
+        return tuple(preload)
 
     @field_validator("env")
     @classmethod

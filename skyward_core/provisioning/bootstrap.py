@@ -2,16 +2,19 @@
 
 The script prints a line `::skyward phase NAME` when it enters a phase and `::skyward failed ...` when it fails in one.
 Its other output is shown only after a failure. It ends with `exec` of the node's supervisor. The head's scheduler
-prints `::skyward head GENERATION ADDRESS`, and the listener on a spot machine `::skyward notice JSON`.
+prints `::skyward head GENERATION ADDRESS`, the listener on a spot machine `::skyward notice JSON`, and the supervisor
+`::skyward preload JSON` for each module that it could not import ahead.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import logging
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +22,7 @@ import uv
 
 from skyward_core.accelerators import Accelerator
 from skyward_core.errors import BootstrapFailed, CommandFailed, ProvisioningTimeout, Unreachable
-from skyward_core.events.events import BootstrapProgress, BootstrapStarting, SkywardEvent
+from skyward_core.events.events import BootstrapProgress, BootstrapStarting, LogLine, SkywardEvent
 from skyward_core.image import shell
 from skyward_core.image.image import FrozenEnv
 from skyward_core.image.mig_shell import partition_gpus
@@ -197,6 +200,7 @@ def settings_of(
         secret_names=tuple(spec.secrets or ()),
         is_simulated=is_simulated,
         keeps_calls=True,
+        preload=tuple(spec.image.preload),
     )
 
 
@@ -260,11 +264,19 @@ class Preparation:
             elif kind == "notice":
                 with contextlib.suppress(ValueError):  # a line cut short by a full disk
                     self.notices = (*self.notices, Notice.from_text(rest))
+            elif kind == "preload":
+                with contextlib.suppress(ValueError, KeyError):
+                    self._warn_of_skipped(json.loads(rest))
             elif kind == "failed":
                 raise self.failure(rest)
             elif kind == "exited":
                 self.has_ended = True
                 raise self.failure(f"exit={rest.strip()}")
+
+    def _warn_of_skipped(self, skipped: Mapping[str, str]) -> None:
+        """A module of `Image(preload=...)` was not imported ahead. Calls import it themselves."""
+        text = f"the image's preload of {skipped['module']!r} was skipped: {skipped['reason']}"
+        self._emit(LogLine(self.rank, self.instance.id, text, time.time(), stream="stderr", level=logging.WARNING))
 
     def failure(self, what: str) -> BootstrapFailed:
         """Return the error of a failed preparation, with the phase and the last lines."""

@@ -49,7 +49,7 @@ class NodeSettings:
     (`worker/secret_values.py`). `notice_url` is where it asks whether its machine is to be taken back
     (`worker/preemption_notice.py`); empty: it does not ask. Without `workers` it runs no calls.
     `is_simulated`: its accelerators are not there. `keeps_calls`: its workers outlive their scheduler while they have
-    calls, and take them along to the next.
+    calls, and take them along to the next. `preload` are modules that are imported before runners are forked.
     """
 
     pool_id: str
@@ -81,6 +81,7 @@ class NodeSettings:
     secret_names: tuple[str, ...] = ()
     is_simulated: bool = False
     keeps_calls: bool = False
+    preload: tuple[str, ...] = ()
 
     def cores_of(self, slot: int) -> tuple[int, ...]:
         """Return the NeuronCores that calls in this slot may use."""
@@ -132,6 +133,7 @@ class NodeSettings:
         owner = fields.pop("owner")
         for name in ("workers", "accelerators", "value_directories", "worker_ports", "secret_names"):
             fields[name] = tuple(fields[name])
+        fields["preload"] = tuple(fields.get("preload", ()))
         fields["neuron_cores"] = tuple(tuple(cores) for cores in fields["neuron_cores"])
         return cls(**fields, owner=NodeOwner(**owner) if owner else None)
 

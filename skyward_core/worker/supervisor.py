@@ -2,9 +2,9 @@
 
 It imports Dask once and forks all other processes: the scheduler (on the head), the workers, the runners in which calls
 run, and on spot machines the poller of preemption notices. So a node starts with one import for all processes, and a
-crashed runner is replaced within milliseconds. It has one thread, because only then forking is safe. It never runs the
-user's code. It reaps dead processes, and it is the node's watchdog: it ends the node when its owner is gone, or when
-one of its clocks has run out.
+crashed runner is replaced within milliseconds. It has one thread, because only then forking is safe. It runs no code of
+the user, except the import of installed modules that the image names (`preload.py`). It reaps dead processes, and it is
+the node's watchdog: it ends the node when its owner is gone, or when one of its clocks has run out.
 
 Files of DIRECTORY: the client writes `settings.json`, and writes it again to restart the node in another place. Clients
 write `lease` to renew it. `partitions`, if it exists, is written by the bootstrap script and names the GPU of each
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import json
 import math
 import os
 import pickle
@@ -39,6 +40,8 @@ from skyward_core.worker.call_groups import CallGroups, MemoryAllowance, call_gr
 from skyward_core.worker.info import JOB_PLACE, InstanceInfo, to_env
 from skyward_core.worker.keeper import adopt_orphans
 from skyward_core.worker.preemption_notice import FILE_ENV, NOTICE_FILE, listen
+from skyward_core.worker.preload import MARK as PRELOAD_MARK
+from skyward_core.worker.preload import preload
 from skyward_core.worker.private_folders import make_private
 from skyward_core.worker.runner import RunnerChannels, run_calls
 from skyward_core.worker.runner_factory import REQUEST_BYTES, Forked, Reassigned, RunnerExit
@@ -533,6 +536,8 @@ def main() -> NoReturn:
     settings = await_settings(directory, owner)
     for place in settings.value_directories[:-1]:
         make_private(Path(place))
+    for module, reason in preload(settings.preload).items():
+        print(f"{PRELOAD_MARK}{json.dumps({'module': module, 'reason': reason})}", flush=True)
     if watcher := os.environ.get("SKYWARD_BOOT_WATCHER"):
         with contextlib.suppress(ProcessLookupError, ValueError):
             os.kill(int(watcher), signal.SIGKILL)
