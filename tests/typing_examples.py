@@ -80,6 +80,27 @@ def futures_and_maps_keep_their_types(pool: sky.ComputePool) -> None:
     assert_type(pool.map(plain, [1], [2]), list[str])
 
 
+def deadlines_and_executors_keep_types(pool: sky.ComputePool) -> None:
+    """A deadline changes no type; an executor gives futures of what its functions return."""
+    assert_type(train(1).timeout(30) >> pool, float)
+    assert_type((train(1) & label(0.1)).timeout(30) >> pool, tuple[float, str])
+    assert_type(pool.submit(train(1), timeout=30), sky.CallFuture[float])
+    assert_type(pool.executor().submit(pow, 2, 3), sky.CallFuture[int])
+    assert_type(list(pool.executor().map(str, [1])), list[str])
+
+
+async def coroutines_keep_their_types() -> None:
+    """Awaiting gives what the pool gives without `aio`."""
+    async with sky.ComputePool() as pool:
+        assert_type(pool, sky.ComputePool)
+        assert_type(await pool.arun(train(1)), float)
+        assert_type(await pool.arun(train(1) & label(0.1)), tuple[float, str])
+        assert_type(await (train(1) >> pool.aio), float)
+        assert_type(await (train(1) @ pool.aio), tuple[float, ...])
+        assert_type(await ((train(1) & label(0.1)) >> pool.aio), tuple[float, str])
+        assert_type(await pool.aio.map(train, [1, 2]), list[float])
+
+
 def pools_keep_their_types() -> None:
     """`with` gives the pool; a MultiPool gives pools."""
     with sky.ComputePool(accelerator="A100", nodes=2) as pool:

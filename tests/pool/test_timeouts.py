@@ -31,8 +31,9 @@ def quick(value: int) -> int:
     return value
 
 
-def is_alive(pid: str) -> bool:
-    return Path(f"/proc/{pid}").exists()
+def living(runs: Path) -> list[str]:
+    pids = runs.read_text().split() if runs.exists() else []  # on a busy machine the time may end before it has begun
+    return [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
 @pytest.fixture
@@ -45,15 +46,15 @@ def test_a_call_beyond_its_deadline_is_ended_on_its_node(pool: sky.ComputePool, 
     retries, and the pool goes on.
     """
     assert pool.spec.retries
-    with pytest.raises(sky.CallTimedOut, match=r"the call had 1 s to run on node [01]") as caught:
-        endless(str(runs)).timeout(1) >> pool
+    with pytest.raises(sky.CallTimedOut, match=r"the call had 3 s to run on node [01]") as caught:
+        endless(str(runs)).timeout(3) >> pool
     error = caught.value
     assert isinstance(error, TimeoutError)
     assert error.node in {0, 1}
-    assert (error.timeout_seconds, error.output) == (1.0, ("begun",))
+    assert (error.timeout_seconds, error.output) == (3.0, ("begun",))
     assert quick(3) >> pool == 3
-    (pid,) = runs.read_text().split()
-    wait_until(lambda: not is_alive(pid), "the process to end")
+    assert len(runs.read_text().split()) == 1
+    wait_until(lambda: not living(runs), "the process to end")
 
 
 def test_the_error_survives_a_pickle() -> None:
@@ -80,7 +81,7 @@ def test_every_way_to_make_calls_takes_a_deadline(
     """Each raises the same error, and leaves no process of the call."""
     with pytest.raises(sky.CallTimedOut):
         make(pool, str(runs))
-    wait_until(lambda: not any(map(is_alive, runs.read_text().split())), "the processes to end")
+    wait_until(lambda: not living(runs), "the processes to end")
 
 
 def test_a_deadline_that_is_not_reached_changes_nothing(pool: sky.ComputePool) -> None:
