@@ -18,7 +18,7 @@ from test.test_concurrent_futures.test_as_completed import AsCompletedTests
 from test.test_concurrent_futures.test_shutdown import ExecutorShutdownTest
 from test.test_concurrent_futures.test_wait import WaitTests
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long  # half a minute of waiting; test_executor.py is slow
 
 CLASSES = "it makes executors from a class with max_workers; ours has as many workers as the pool has slots"
 PROGRAM = "it starts a program that ends with its executor open; ours belongs to a pool, whose end has its own tests"
@@ -50,8 +50,10 @@ class OfAPool(unittest.TestCase):
     executor: Executor
 
     @pytest.fixture(autouse=True)
-    def _make(self, pool: sky.ComputePool) -> None:
+    def _make(self, pool: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> None:
         self.executor = pool.executor()
+        # it is for other Pythons; here it takes seconds, and meets the garbage of other tests
+        monkeypatch.setattr("test.support.gc_collect", lambda: None)
 
     def setUp(self) -> None:
         if (reason := NOT_APPLICABLE.get(self._testMethodName)) is not None:
