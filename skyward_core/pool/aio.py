@@ -260,6 +260,7 @@ async def _end_of(thread: _Thread) -> asyncio.CancelledError | None:
             await asyncio.shield(thread.ended)
         except asyncio.CancelledError as error:
             cancelled = error
+    thread.join()
     return cancelled
 
 
@@ -283,11 +284,17 @@ class _Thread:
         self._work = work
         self._outcome: Future[object] = Future()
         context = contextvars.copy_context()  # `use_callback` counts in the thread too
-        threading.Thread(target=context.run, args=(self._run,), name="skyward-async").start()
+        self._thread = threading.Thread(target=context.run, args=(self._run,), name="skyward-async")
+        self._thread.start()
 
     def result(self) -> object:
         """Return what the work has returned, or raise its exception. To be called after its end."""
+        self.join()
         return self._outcome.result(0)
+
+    def join(self) -> None:
+        """Wait until the thread is gone: after `ended` that takes some microseconds."""
+        self._thread.join()
 
     def _run(self) -> None:
         try:
