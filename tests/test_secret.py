@@ -275,6 +275,15 @@ def test_env_is_masked_where_a_spec_is_shown_or_written() -> None:
     assert spec.plain_secrets == ["DB_PASSWORD", "HF_TOKEN"]
 
 
+def content_of(path: Path) -> bytes:
+    """Return the content of a file, read by another process; b"" if it was removed meanwhile.
+
+    A process that closes a file drops all of its own locks on it (fcntl(2)). So this one must not read a ledger that it
+    has open: another process would take it for unused and damage it. That has happened in this suite.
+    """
+    return subprocess.run(["cat", path], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False).stdout
+
+
 def test_the_ledgers_file_holds_no_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither values of `secrets` nor values that only look like secrets; the file has their names."""
     monkeypatch.setenv("WORD", "tok-0123456789")
@@ -282,7 +291,7 @@ def test_the_ledgers_file_holds_no_value(tmp_path: Path, monkeypatch: pytest.Mon
     with Ledger(f"sqlite:///{tmp_path}/ledger.db") as ledger:
         Journal(ledger, "sky-1", spec, FakeProvider(folder=str(tmp_path)), Meter(time.monotonic), lambda _: None).open()
         bill = receipt(ledger, "sky-1")
-        written = b"".join(path.read_bytes() for path in tmp_path.glob("ledger.db*"))
+        written = b"".join(content_of(path) for path in tmp_path.glob("ledger.db*"))
     for value in ("tok-0123456789", "opensesame1", "hf_0123456789"):
         assert value.encode() not in written
         assert value not in str(bill)
@@ -865,7 +874,7 @@ def test_nothing_that_is_written_holds_a_value(
     state = [
         path for path in Path(os.environ["XDG_STATE_HOME"]).rglob("*") if path.is_file() and "nodes" not in path.parts
     ]
-    assert [path for path in state if secretive.plain.encode() in path.read_bytes()] == []
+    assert [path for path in state if secretive.plain.encode() in content_of(path)] == []
     folders = [Path(str(node.instance.directory)) for node in pool.lease.nodes] + [Path(os.environ["XDG_STATE_HOME"])]
     folders += [
         Path("/dev/shm") / name
@@ -875,8 +884,7 @@ def test_nothing_that_is_written_holds_a_value(
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     assert {"settings.json", "log", "ledger.db"} <= {path.name for path in files}
     for path in files:
-        with suppress(FileNotFoundError):  # SQLite and the pool's clock remove some of theirs meanwhile
-            texts.append(path.read_bytes().decode(errors="replace"))
+        texts.append(content_of(path).decode(errors="replace"))
     processes = secretive.processes()
     assert len(processes) >= 2 * 4
     for pid in processes:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from sqlalchemy import Connection
 
+from skyward_core.ledger.checkpoints import Checkpoints
 from skyward_core.ledger.schema import MIGRATIONS, migrate, schema_version
 from skyward_core.ledger.sql_engine import ledger_errors, open_engine, parse_url
 from skyward_core.ledger.tables import ATTEMPTS, POOLS, RESERVATIONS, RESOURCES
@@ -27,6 +28,7 @@ class Database:
         self._is_closed = False
         self._engine = open_engine(self.url, busy_timeout_seconds)
         self._writing = self._engine.execution_options(skyward_writes=True)
+        self._checkpoints = Checkpoints(self.url, busy_timeout_seconds)
         try:
             self._migrate()
         except BaseException:
@@ -70,8 +72,10 @@ class Database:
     @contextmanager
     def write(self) -> Generator[Connection]:
         """Open a transaction that writes. It is committed at the end, or rolled back after an exception."""
-        with ledger_errors(self.url), self._pooled(), self._writing.begin() as connection:
-            yield connection
+        with ledger_errors(self.url), self._pooled():
+            with self._writing.begin() as connection:
+                yield connection
+            self._checkpoints.after_commit(self._engine)
 
     @contextmanager
     def _pooled(self) -> Generator[None]:

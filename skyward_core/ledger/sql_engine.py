@@ -117,6 +117,9 @@ def _prepare_sqlite(connection: PoolProxiedConnection, busy_timeout_seconds: flo
     # `_begin_sqlite` sends BEGIN: the driver would send it too late for DDL, and without the write lock
     driver.isolation_level = None
     _switch_to_wal(driver, time.monotonic() + busy_timeout_seconds)
+    # before SQLite 3.51.3 a checkpoint beside a commit may damage the file (sqlite.org/wal.html, "The WAL-Reset Bug");
+    # the automatic one runs beside commits, that of `Checkpoints` does not
+    driver.execute("PRAGMA wal_autocheckpoint=0")
     # an intent must survive a power cut: without it a machine could run that no ledger knows
     driver.execute("PRAGMA synchronous=FULL")
     driver.execute("PRAGMA foreign_keys=ON")

@@ -1,0 +1,111 @@
+"""Checkpoints of ledgers in SQLite: the `-wal` file stays small, and nothing is lost."""
+
+import contextlib
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+
+from skyward_core.ledger import checkpoints
+from skyward_core.ledger.ledger import Ledger
+from skyward_core.ledger.rows import Account, Period
+
+SMALL_BYTES = 100_000
+WRITES = """
+import sys
+from decimal import Decimal
+from skyward_core.ledger import checkpoints
+from skyward_core.ledger.ledger import Ledger
+from skyward_core.ledger.rows import Account, Period
+
+checkpoints.LARGEST_BYTES = 20_000
+for number in range(15):
+    with Ledger(sys.argv[1]) as ledger:
+        for part in range(3):
+            ledger.set_account(Account(f"{sys.argv[2]}-{number}-{part}", Decimal(number), Period.RUN))
+"""
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(checkpoints, "LARGEST_BYTES", SMALL_BYTES)
+    monkeypatch.setattr(checkpoints, "WAIT_SECONDS", 0.01)
+    return tmp_path / "ledger.db"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(checkpoints.Checkpoints.__init__, "__defaults__", (clock,))
+    return clock
+
+
+def wal_bytes(path: Path) -> int:
+    return path.with_name("ledger.db-wal").stat().st_size
+
+
+def write(ledger: Ledger, times: int) -> None:
+    """Change an account so many times."""
+    for _ in range(times):
+        limit = sum((account.limit_usd for account in ledger.accounts()), Decimal(1))
+        ledger.set_account(Account("team", limit, Period.RUN))
+
+
+def test_the_wal_file_stays_small_while_connections_are_open(path: Path, clock: Clock):
+    largest = 0
+    with Ledger(f"sqlite:///{path}") as ledger, Ledger(f"sqlite:///{path}"):
+        for _ in range(100):
+            write(ledger, 3)
+            largest = max(largest, wal_bytes(path))
+    assert SMALL_BYTES / 2 < largest < 2 * SMALL_BYTES
+    with contextlib.closing(sqlite3.connect(path)) as raw:
+        assert raw.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+
+
+@pytest.mark.slow
+def test_sqlite_makes_no_checkpoint_beside_commits(path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its own one begins at 1,000 pages, that is 4 MB."""
+    monkeypatch.setattr(checkpoints, "LARGEST_BYTES", 1 << 40)
+    with Ledger(f"sqlite:///{path}") as ledger:
+        while wal_bytes(path) < 5 << 20:
+            write(ledger, 50)
+        assert path.stat().st_size < 1 << 20
+    assert not path.with_name("ledger.db-wal").exists()
+
+
+def test_a_reader_delays_a_checkpoint_and_no_write_fails(path: Path, clock: Clock):
+    """The next attempt is a minute later."""
+    with Ledger(f"sqlite:///{path}") as ledger, contextlib.closing(sqlite3.connect(path)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM skyward_accounts").fetchall()
+        while wal_bytes(path) < 2 * SMALL_BYTES:
+            write(ledger, 3)
+        reader.rollback()
+        write(ledger, 3)
+        assert wal_bytes(path) > 2 * SMALL_BYTES
+        clock.now += checkpoints.AGAIN_SECONDS
+        write(ledger, 1)
+        assert wal_bytes(path) == 0
+
+
+@pytest.mark.slow
+def test_processes_that_open_write_and_close_at_once_lose_nothing(path: Path):
+    url = f"sqlite:///{path}"
+    Ledger(url).close()
+    writers = [subprocess.Popen([sys.executable, "-c", WRITES, url, str(number)]) for number in range(4)]
+    assert [writer.wait(100) for writer in writers] == [0] * 4
+    with contextlib.closing(sqlite3.connect(path)) as raw:
+        assert raw.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        assert raw.execute("SELECT count(*) FROM skyward_accounts").fetchone() == (4 * 15 * 3,)
