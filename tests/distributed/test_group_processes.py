@@ -148,6 +148,31 @@ def test_each_training_has_new_processes(pool: sky.ComputePool) -> None:
 
 
 @pytest.mark.slow
+def test_modules_that_the_function_imports_travel_to_its_process(
+    pool: sky.ComputePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nodes have no such file: their runners got its text, and hand it on. It is imported before it is sent back."""
+    (tmp_path / "helper_of_training.py").write_text("class Three(int):\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    @sky.compute
+    @fake()
+    def uses(number: Any) -> Any:
+        import helper_of_training
+
+        return helper_of_training.Three(number + 1)
+
+    import helper_of_training
+
+    try:
+        zero, one = uses(helper_of_training.Three(2)) @ pool
+        assert (zero, one) == (3, 3)
+        assert type(zero) is helper_of_training.Three
+    finally:
+        del sys.modules["helper_of_training"]
+
+
+@pytest.mark.slow
 def test_several_processes_a_node_return_lists(pool: sky.ComputePool) -> None:
     """In the order of the local ranks; all of them are one group."""
     ranks = "[0, 1, 2, 3]"

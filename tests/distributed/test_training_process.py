@@ -187,22 +187,42 @@ def test_a_teardown_that_hangs_is_cut_short() -> None:
 
 
 RUNNER = """
-import sys
+import contextlib, time
+from skyward_core.distributed.member import Place
+from skyward_core.distributed.training_channel import TrainingJob
 from skyward_core.distributed.training_process import TrainingProcess
+from skyward_core.serialization import pickling
+
+class Nothing:
+    def running(self, group):
+        return contextlib.nullcontext()
+
+def hang():
+    print("hangs", flush=True)
+    while True:
+        time.sleep(1)
+
 with TrainingProcess({}) as process:
     print(process.pid, flush=True)
-    sys.stdin.read()
+    place = Place(0, 1, 0, 1, 0, 1, "127.0.0.1", "key")
+    work = pickling.dumps((hang, (), {}))
+    process.run(TrainingJob(place, "127.0.0.1", (), pickling.dumps(Nothing()), work, b""), lambda value: [value])
 """
 
 
 def test_the_kernel_kills_the_process_when_its_runner_is_killed() -> None:
-    """At any time: here it has just been started, and waits for its job or is being loaded."""
-    with subprocess.Popen([sys.executable, "-c", RUNNER], stdin=-1, stdout=-1) as runner:
+    """Its function hangs, so it would not see the end of its connection."""
+    with subprocess.Popen([sys.executable, "-c", RUNNER], stdout=subprocess.PIPE) as runner:
         assert runner.stdout is not None
         pid = int(runner.stdout.readline())
+        assert runner.stdout.readline() == b"hangs\n"
         runner.kill()
         runner.wait()
-        wait_until(lambda: not start_of(pid), "the end of the process")
+        try:
+            wait_until(lambda: not start_of(pid), "the end of the process")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:
