@@ -25,6 +25,7 @@ from joblib.parallel import (  # noqa: TID253 - imported when a backend is regis
 )
 
 from skyward_core.compute import PendingCompute
+from skyward_core.engine.futures import CallFuture
 from skyward_core.integrations.arrays import TaskPacker
 from skyward_core.integrations.tasks import Share, run_tasks
 from skyward_core.machines.instances import Node
@@ -63,6 +64,8 @@ class PoolBackend(AutoBatchingMixin, ParallelBackendBase):
         self._running: dict[Future[Any], Future[Any] | None] = {}
         """The calls of the pool, by the futures that joblib has; None while one is being submitted."""
         self._is_aborted = False
+        self._seconds: float | None = None
+        """How long the batch that has just ended ran on its node."""
         self._most = sys.maxsize
         """How many batches may run at once."""
         self._array_settings: tuple[int | None, str | None] = (None, None)
@@ -129,6 +132,14 @@ class PoolBackend(AutoBatchingMixin, ParallelBackendBase):
     apply_async = submit
     """The name before joblib 1.5."""
 
+    def batch_completed(self, batch_size: int, duration: float) -> None:
+        """Learn how long batches take, for the size of the next ones. `joblib` calls this from within `_end`.
+
+        It has measured the way to the node and back, and the wait for a free slot: then batches would stay small where
+        the way is long.
+        """
+        super().batch_completed(batch_size, duration if self._seconds is None else self._seconds)
+
     def retrieve_result_callback(self, out: Future[Any]) -> Any:
         """Return the results of a batch, or raise its error."""
         return out.result()
@@ -176,10 +187,11 @@ class PoolBackend(AutoBatchingMixin, ParallelBackendBase):
             is_aborted = self._is_aborted
         if is_aborted:
             call.cancel()
-        call.add_done_callback(lambda ended: self._end(job, ended))
+        call.add_done_callback(lambda _: self._end(job, call))
 
-    def _end(self, job: Future[Any], call: Future[Any]) -> None:
+    def _end(self, job: Future[Any], call: CallFuture[Any]) -> None:
         self._forget(job)
+        self._seconds = call.seconds
         if call.cancelled():
             job.set_exception(CancelledError())
         elif (error := call.exception()) is not None:
