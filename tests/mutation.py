@@ -36,7 +36,14 @@ PR_SET_CHILD_SUBREAPER = 36
 SECONDS_LONGER = 10.0
 """A test may take so much longer with a mutant than five times its time without."""
 
-DISPATCHER = ("engine/test_dispatcher.py", "engine/test_outbox.py", "engine/test_simulation.py::test_histories[0]")
+DISPATCHER = (
+    "engine/test_dispatcher.py",
+    "engine/test_outbox.py",
+    "engine/test_calls.py",
+    "engine/test_lost_calls.py",
+    "engine/test_shipments.py",
+    "engine/test_simulation.py::test_histories[0]",
+)
 SWEEP = (
     "cleanup/test_policy.py",
     "cleanup/test_release.py",
