@@ -64,7 +64,7 @@ pytestmark = [
 @pytest.fixture(scope="module", autouse=True)
 def api() -> Iterator[str]:
     """A Prefect server with an empty database, for the tests of this file."""
-    with prefect_test_harness(server_startup_timeout=90):
+    with prefect_test_harness(server_startup_timeout=300):
         yield PREFECT_API_URL.value()
 
 
