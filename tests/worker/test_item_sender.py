@@ -4,7 +4,7 @@ import asyncio
 import pickle
 import socket
 from collections.abc import AsyncGenerator, Generator, Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -64,39 +64,32 @@ def test_items_come_in_order_with_their_numbers(line: Line) -> None:
     assert line.values == [0, 1, 4, 9, 16]
 
 
-def test_no_item_is_computed_without_credit(line: Line) -> None:
-    """The generator is at most AHEAD items before the credit. Credit for another call does not count."""
-    lead = list[int]()
+class Queue:
+    """A runner's queue with these messages. It notes how many items were computed when each was awaited."""
 
-    def watched() -> Generator[int]:
-        for number in range(6):
-            lead.append(number - len(line.items))
-            yield number
-            line.give(1000, "another call")
+    def __init__(self, *messages: Credit) -> None:
+        self.messages = list(messages)
+        self.computed: list[int] = []
+        self.asked_at: list[int] = []
 
-    line.sender.send_all(streaming(), watched())
-    assert line.values == list(range(6))
-    assert set(lead) == {0}
+    def recv(self, _: int) -> bytes:
+        self.asked_at.append(len(self.computed))
+        return pickle.dumps(self.messages.pop(0))
 
-    taken = list[int]()
-    sender = ItemSender(line.runner, lambda item: taken.append(item.number), line.store)
-    while True:  # what the first call has left in the queue
-        try:
-            line.runner.recv(1000, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            break
-
-    def asks() -> Generator[int]:
-        for number in range(4):
-            if number == AHEAD - 1:
-                line.give(AHEAD + 1)
-            if number == AHEAD:
-                assert taken == [0, 1]
-                line.give(AHEAD + 3)
+    def items(self, n: int) -> Generator[int]:
+        for number in range(n):
+            self.computed.append(number)
             yield number
 
-    sender.send_all(streaming(), asks())
-    assert taken == [0, 1, 2, 3]
+
+def test_no_item_is_computed_without_credit() -> None:
+    """The generator waits after AHEAD items, and where its credit ends. Credit for another call does not count."""
+    queue = Queue(Credit("another call", 1000), Credit("a", 3), Credit("a", 1000))
+    sent = list[int]()
+    sender = ItemSender(cast(Any, queue), lambda item: sent.append(item.number), lambda parcel: parcel)
+    sender.send_all(streaming(), queue.items(5))
+    assert sent == [0, 1, 2, 3, 4]
+    assert queue.asked_at == [2, 2, 3]
 
 
 def test_an_asynchronous_generator_is_stepped(line: Line) -> None:
