@@ -29,20 +29,18 @@ from skyward_core.engine.detached_calls import DetachedCalls, ask_on
 from skyward_core.engine.dispatcher import Dispatcher
 from skyward_core.engine.futures import CallFuture
 from skyward_core.engine.item_futures import ItemFuture
-from skyward_core.engine.outbox import Entry
 from skyward_core.engine.owner import Counts, EngineThread, Watcher
-from skyward_core.engine.packed_functions import PackedFunction, packed_function
+from skyward_core.engine.packed_functions import ArgumentPacker, packed_entries, packed_function
 from skyward_core.errors import BadRequest, NodeLost, PoolClosed, SkywardError
 from skyward_core.events.events import CallRetrying, SkywardEvent
 from skyward_core.machines.instances import Lease
 from skyward_core.serialization import pickling, sources
 from skyward_core.transport.transport import Transports
 from skyward_core.worker import calls as messages
-from skyward_core.worker import shared_values
 from skyward_core.worker.draining import HOLD
 from skyward_core.worker.masking import SecretValues
 from skyward_core.worker.shared_values import SharedValue
-from skyward_core.worker.wire import INLINE_BYTES, Call, Outcome, Parcel
+from skyward_core.worker.wire import Call, Outcome, Parcel
 
 TICK_SECONDS = 0.5
 JOIN_POLL_SECONDS = 0.01
@@ -339,19 +337,11 @@ class Cluster:
         ahead: int = 0,
     ) -> list[CallFuture[Any]]:
         self._refuse()
-        functions: dict[int, tuple[Any, PackedFunction]] = {}
-        """By the function's id, with the function, so that no other one takes its id."""
-        entries = list[Entry]()
         with contextlib.ExitStack() as undo:
-            for pending, worker in calls:
-                if id(pending.fn) not in functions:
-                    functions[id(pending.fn)] = (pending.fn, PackedFunction.of(pending.fn, replace_object))
-                _, function = functions[id(pending.fn)]
-                with shared_values.noted() as used:
-                    arguments = self._packed((pending.args, dict(pending.kwargs)), replace_object, is_awaited)
-                if arguments.path is not None:
-                    undo.callback(arguments.release)
-                entries.append(function.entry(pending, arguments, used, job_id, worker, ahead))
+            pack = ArgumentPacker(
+                replace_object, self._place if self.dispatcher.is_here else None, is_copied=not is_awaited
+            )
+            entries = packed_entries(calls, pack, job_id, ahead, undo)
             futures = [self._future(entry.call) for entry in entries]
             if self._lost is not None:
                 raise self._lost
@@ -391,16 +381,10 @@ class Cluster:
         if (refusal := self._lost or self._drained) is not None:
             raise refusal
 
-    def _packed(self, value: object, replace_object: pickling.Replace | None, is_awaited: bool) -> Parcel:
-        pickled = sources.pack(value, label=("args", "kwargs"), replace=replace_object)
-        parcel = Parcel(pickled.data, pickled.buffers)
-        if parcel.nbytes <= INLINE_BYTES:
-            return parcel
-        if self.dispatcher.is_here:
-            nodes = self.dispatcher.members.nodes
-            with contextlib.suppress(OSError):  # no room: Dask carries it
-                return self._transports.to(nodes[min(nodes)].instance).put(parcel)
-        return parcel if is_awaited else Parcel(parcel.data, tuple(bytearray(buffer) for buffer in parcel.buffers))
+    def _place(self, parcel: Parcel) -> Parcel:
+        """Put large arguments into a file in this machine's memory. Raises OSError if there is no room."""
+        nodes = self.dispatcher.members.nodes
+        return self._transports.to(nodes[min(nodes)].instance).put(parcel)
 
     def cancel_waiting(self, futures: Iterable[CallFuture[Any]]) -> None:
         """Cancel the calls that wait here; those that are on their way to a worker, or run, go on."""

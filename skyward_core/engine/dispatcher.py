@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from skyward_core.engine import actions as do
+from skyward_core.engine.call_events import call_events
 from skyward_core.engine.calls import CallTable
 from skyward_core.engine.connection_state import ConnectionState
 from skyward_core.engine.fetches import Fetching
@@ -32,7 +33,7 @@ from skyward_core.engine.outbox import Entry, Queue
 from skyward_core.engine.placement import Placement
 from skyward_core.engine.shipments import Out, Shipments
 from skyward_core.errors import SkywardError
-from skyward_core.events.events import BootstrapCompleted, CallReported, LogLine, Metrics
+from skyward_core.events.events import BootstrapCompleted, Metrics
 from skyward_core.machines.instances import Node
 from skyward_core.worker.retained_batches import WorkerFree, WorkerKept
 from skyward_core.worker.scheduler_messages import HELD, Resumed, WorkerHeld, WorkerJoined, WorkerLeft
@@ -234,10 +235,9 @@ class Dispatcher:
             if seconds := sum(item.seconds for item in report.news if isinstance(item, Outcome)):
                 self._do(do.MeterCalls(report.instance_id, seconds))
             for item in report.news:
-                if isinstance(item, Output):
-                    self._emit_lines(report, item)
-                elif isinstance(item, ReportedMetrics):
-                    self._emit_metrics(report, item)
+                if isinstance(item, Output | ReportedMetrics):
+                    for event in call_events(report, item):
+                        self._do(do.EmitEvent(event, item.call_id))
                 elif isinstance(item, Item):
                     self._items.arrived(item, report.node)
                 elif item.kind is not OutcomeKind.RETURNED:
@@ -308,18 +308,6 @@ class Dispatcher:
     def cut(self, epoch: int) -> None:
         """The connection is closed, or the scheduler does not answer any more."""
         self._connection.cut(epoch)
-
-    def _emit_lines(self, report: Report, output: Output) -> None:
-        for line in output.lines:
-            event = LogLine(
-                report.node, report.instance_id, line, output.timestamp, output.call_id, output.stream, output.level
-            )
-            self._do(do.EmitEvent(event, output.call_id))
-
-    def _emit_metrics(self, report: Report, item: ReportedMetrics) -> None:
-        step, values = item.metrics
-        event = CallReported(report.node, report.instance_id, item.call_id, step, values, item.timestamp)
-        self._do(do.EmitEvent(event, item.call_id))
 
     # ── from transfers ───────────────────────────────────────────────────────────────────────────────────────────────
 

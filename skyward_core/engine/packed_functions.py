@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from skyward_core.engine.outbox import Entry
 from skyward_core.serialization import pickling, sources
 from skyward_core.worker import shared_values
 from skyward_core.worker.shared_values import SharedValue
-from skyward_core.worker.wire import Call, Parcel
+from skyward_core.worker.wire import INLINE_BYTES, Call, Parcel
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,57 @@ class PackedFunction:
         job_id = job_id or call_id
         call = Call(call_id, self.name, arguments, job_id, pending.timeout_seconds, tuple(used), not self.shared, ahead)
         return Entry(call, self.parcel, worker, in_group, shared=used)
+
+
+@dataclass(frozen=True, slots=True)
+class ArgumentPacker:
+    """Pickles functions and arguments of calls.
+
+    `place` puts large arguments into a file, if client and nodes are on one machine. `is_copied`: the caller may change
+    them before they are sent.
+    """
+
+    replace_object: pickling.Replace | None
+    place: Callable[[Parcel], Parcel] | None
+    is_copied: bool
+
+    def arguments(self, pending: PendingCompute[Any]) -> Parcel:
+        """Pickle the arguments of a call. Raises NotPicklable."""
+        value = (pending.args, dict(pending.kwargs))
+        pickled = sources.pack(value, label=("args", "kwargs"), replace=self.replace_object)
+        parcel = Parcel(pickled.data, pickled.buffers)
+        if parcel.nbytes <= INLINE_BYTES:
+            return parcel
+        if self.place is not None:
+            with contextlib.suppress(OSError):  # no room: Dask carries it
+                return self.place(parcel)
+        return Parcel(parcel.data, tuple(bytearray(buffer) for buffer in parcel.buffers)) if self.is_copied else parcel
+
+
+def packed_entries(
+    calls: Iterable[tuple[PendingCompute[Any], str | None]],
+    packer: ArgumentPacker,
+    job_id: str | None,
+    ahead: int,
+    undo: contextlib.ExitStack,
+) -> list[Entry]:
+    """Return new calls, each for a worker or for any (None). A function that they share is pickled once.
+
+    `undo` removes the files of large arguments. Raises NotPicklable.
+    """
+    functions: dict[int, tuple[Any, PackedFunction]] = {}
+    """By the function's id, with the function, so that no other one takes its id."""
+    entries = list[Entry]()
+    for pending, worker in calls:
+        if id(pending.fn) not in functions:
+            functions[id(pending.fn)] = (pending.fn, PackedFunction.of(pending.fn, packer.replace_object))
+        _, function = functions[id(pending.fn)]
+        with shared_values.noted() as used:
+            arguments = packer.arguments(pending)
+        if arguments.path is not None:
+            undo.callback(arguments.release)
+        entries.append(function.entry(pending, arguments, used, job_id, worker, ahead))
+    return entries
 
 
 def packed_function(fn: Callable[..., Any], replace_object: pickling.Replace | None) -> tuple[str, Parcel]:
