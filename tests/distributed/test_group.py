@@ -265,14 +265,16 @@ def test_an_error_at_the_start_of_the_framework_is_the_first_one(pool: sky.Compu
 @sky.compute
 @fake()
 def count_to(steps: int, folder: str) -> tuple[int, int]:
-    """Count with a checkpoint at each step, one step for each file `go-STEP`; return the first step and the last."""
+    """Count, one step for each file `go-STEP`, with a checkpoint after it; return the first step and the last."""
     found = sky.checkpoint(Path(folder, "checkpoints"))
     first = found.load(default=0)
+    rank = places_of_call(1)[0].rank
+    Path(folder, f"rank-{rank}-begins-at-{first}").touch()
     for step in range(first, steps):
-        if places_of_call(1)[0].rank == 0:
-            found.save(step + 1, step + 1)
         while not Path(folder, f"go-{step}").exists():
             time.sleep(0.01)
+        if rank == 0:
+            found.save(step + 1, step + 1)
     return first, steps
 
 
@@ -286,13 +288,12 @@ def test_after_the_loss_of_a_node_the_training_goes_on_from_its_checkpoint(tmp_p
         ThreadPoolExecutor(1) as thread,
     ):
         running = thread.submit(lambda: count_to(4, str(tmp_path)) @ pool)
-        for step in range(2):
+        for step in range(3):
             (tmp_path / f"go-{step}").touch()
         wait_until(lambda: sky.checkpoint(tmp_path / "checkpoints").load() == 3, "the third checkpoint")
         kill_instance(pool.lease.nodes[lost].instance.id)
-        wait_until(lambda: recorded.of(sky.CallRetrying), "the second attempt")  # else the other rank goes on alone
-        for step in range(2, 4):
-            (tmp_path / f"go-{step}").touch()
+        wait_until(lambda: len([*tmp_path.glob("rank-?-begins-at-3")]) == 2, "both to have loaded it")
+        (tmp_path / "go-3").touch()
         assert running.result(120) == ((3, 4), (3, 4))
         assert ranks_of() @ pool == ((0, 2, "0", "inside"), (1, 2, "1", "inside"))
     assert [(event.call_id, event.attempt, event.attempts) for event in recorded.of(sky.CallRetrying)] == [
