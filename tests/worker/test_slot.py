@@ -528,7 +528,7 @@ def test_a_call_is_ended_at_its_deadline_and_those_behind_it_run(slot: Slot, tmp
 def test_the_slot_looks_at_the_deadline_by_itself(slot: Slot, tmp_path: Path) -> None:
     """Nothing else wakes it."""
     run = Run(slot, limited(batch_of(late=waits_for(tmp_path / "never")), "late", 0.3))
-    assert run.endings(4.0) == {"late": OutcomeKind.TIMED_OUT}
+    assert run.endings() == {"late": OutcomeKind.TIMED_OUT}
 
 
 def test_the_time_of_a_call_begins_when_the_call_before_it_has_ended(
