@@ -48,6 +48,7 @@ from skyward_core.worker.wire import (
 
 PATIENCE_SECONDS = 0.1  # the calls behind one that runs longer than this are handed back
 MEMORY_CHECK_SECONDS = 0.1
+LOOK_SECONDS = 5.0  # how long a slot with one call waits for anything to happen
 BY_KERNEL = "the kernel, which counts all that it has started too (control group)"
 """What has killed a call that was out of memory, if not its worker."""
 TOGETHER_SECONDS = 0.005  # news within this time is reported together
@@ -367,7 +368,7 @@ class _BatchRun:
         if self.slot.kill_at is not None or self.slot.memory_limit_bytes is not None:
             seconds = MEMORY_CHECK_SECONDS
         else:
-            seconds = PATIENCE_SECONDS if len(self._sent) > 1 or self._waiting else 5.0
+            seconds = PATIENCE_SECONDS if len(self._sent) > 1 or self._waiting else LOOK_SECONDS
         return seconds if self._is_runner_doomed else min(seconds, max(0.0, self._seconds_left))
 
     def _receive(self) -> None:

@@ -525,8 +525,9 @@ def test_a_call_is_ended_at_its_deadline_and_those_behind_it_run(slot: Slot, tmp
     assert slot.pid != pid
 
 
-def test_the_slot_looks_at_the_deadline_by_itself(slot: Slot, tmp_path: Path) -> None:
+def test_the_slot_looks_at_the_deadline_by_itself(slot: Slot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing else wakes it."""
+    monkeypatch.setattr(slots, "LOOK_SECONDS", 1000.0)
     run = Run(slot, limited(batch_of(late=waits_for(tmp_path / "never")), "late", 0.3))
     assert run.endings() == {"late": OutcomeKind.TIMED_OUT}
 
