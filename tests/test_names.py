@@ -201,7 +201,7 @@ def _names_of_class(kind: ast.ClassDef) -> Iterator[str]:
 
 
 def _files() -> list[Path]:
-    folders = ("skyward_core", "integrations", "tests", "benchmarks", "dags", "flows", "docs")
+    folders = ("skyward_core", "integrations", "tests", "benchmarks", "dags", "examples", "flows", "docs")
     found = [path for name in folders for kind in ("*.py", "*.md") for path in sorted((ROOT / name).rglob(kind))]
     return [
         path

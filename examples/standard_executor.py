@@ -1,0 +1,42 @@
+"""A `concurrent.futures.Executor` whose workers are the slots of a pool, for code that takes an executor.
+
+Run it with `python examples/standard_executor.py`. It searches the number below 10,000 with the longest Collatz chain
+(halve an even number, make 3n + 1 of an odd one, until it is 1), and takes the parts as they are done.
+"""
+
+from concurrent.futures import Executor, as_completed
+
+import skyward_core as sky
+
+PROVIDER = sky.Local()  # this machine; or sky.Hosts("gpu-box"), sky.AWS(region="us-east-1"), ...
+
+
+def longest_chain(start: int, stop: int) -> tuple[int, int]:
+    """Return the steps of the longest chain that begins from `start` to `stop`, and the number it begins with."""
+    return max((steps(number), number) for number in range(max(start, 1), stop))
+
+
+def steps(number: int) -> int:
+    """Return how many steps it takes from a number to 1."""
+    count = 0
+    while number != 1:
+        number = number // 2 if number % 2 == 0 else 3 * number + 1
+        count += 1
+    return count
+
+
+def search(executor: Executor) -> tuple[int, int]:
+    """Nothing here is of Skyward: a `ProcessPoolExecutor` would do as well."""
+    futures = [executor.submit(longest_chain, start, start + 1000) for start in range(0, 10_000, 1000)]
+    return max(future.result() for future in as_completed(futures))
+
+
+def main() -> None:
+    """Rent the nodes, search, and end the nodes."""
+    with sky.ComputePool(provider=PROVIDER, nodes=2) as pool, pool.executor() as executor:
+        count, number = search(executor)
+    print(f"the longest chain below 10,000 begins with {number} and has {count} steps")
+
+
+if __name__ == "__main__":
+    main()
