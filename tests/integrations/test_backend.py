@@ -207,21 +207,39 @@ def test_all_slots_run_at_once(pool: sky.ComputePool, tmp_path: Path) -> None:
     assert os.getpid() not in pids
 
 
-def count_running(folder: str, number: int) -> int:
-    """Return how many tasks run now, this one included."""
-    note(folder, f"now-{number}")
-    while len(list(Path(folder).glob("now-*"))) < 2 and not Path(folder, "two").exists():
-        time.sleep(0.01)
-    Path(folder, "two").touch()
-    running = len(list(Path(folder).glob("now-*")))
-    Path(folder, f"now-{number}").unlink()
-    return running
+def calls_so_far() -> int:
+    """Return how many calls the pool was given, once all of them have ended."""
+
+    def have_ended() -> bool:
+        last = RECORDED.of(sky.CallProgress)[-1]
+        return last.done + last.cancelled == last.submitted
+
+    wait_until(have_ended, "the rest")
+    return RECORDED.of(sky.CallProgress)[-1].submitted
 
 
 def test_n_jobs_limits_what_runs_at_once(pool: sky.ComputePool, tmp_path: Path) -> None:
-    found = Parallel(n_jobs=2, batch_size=1)(delayed(count_running)(str(tmp_path), number) for number in range(20))
-    assert len(found) == 20
-    assert max(found) == 2
+    """joblib hands over twice as many batches. The pool, which has more slots, gets two of them."""
+    Parallel(n_jobs=-1)(delayed(abs)(number) for number in range(2))
+    before = calls_so_far()
+    parallel = Parallel(n_jobs=2, batch_size=1, return_as="generator")
+    found = parallel(delayed(length_when_allowed)(str(tmp_path), [0.0]) for _ in range(8))
+    wait_until(lambda: len(list(tmp_path.glob("runs-*"))) == 2, "two tasks", MOST_SECONDS)
+    wait_until(lambda: RECORDED.of(sky.CallProgress)[-1].submitted == before + 2, "the progress")
+    assert parallel.n_dispatched_batches == 4
+    (tmp_path / "go").touch()
+    assert list(found) == [1] * 8
+    assert calls_so_far() == before + 8
+
+
+def test_an_error_stops_the_tasks_of_its_own_parallel_only(pool: sky.ComputePool, tmp_path: Path) -> None:
+    found = Parallel(n_jobs=2, batch_size=1, return_as="generator")(
+        delayed(length_when_allowed)(str(tmp_path), [0.0]) for _ in range(2)
+    )
+    with pytest.raises(ZeroDivisionError):
+        Parallel(n_jobs=2, batch_size=1)(delayed(divmod)(1, number) for number in range(3))
+    (tmp_path / "go").touch()
+    assert list(found) == [1, 1]
 
 
 @pytest.mark.parametrize("return_as", ["list", "generator"])
@@ -247,8 +265,8 @@ def test_an_unordered_generator_yields_what_has_ended(pool: sky.ComputePool, tmp
 
 
 def test_tiny_tasks_travel_in_batches(pool: sky.ComputePool) -> None:
-    wait_until(lambda: (last := RECORDED.of(sky.CallProgress)[-1:]) and last[0].done == last[0].submitted, "the rest")
-    before = RECORDED.of(sky.CallProgress)[-1].submitted
+    Parallel(n_jobs=-1)(delayed(abs)(number) for number in range(2))
+    before = calls_so_far()
     parallel = Parallel(n_jobs=-1)
     assert parallel(delayed(abs)(number) for number in range(3000)) == list(range(3000))
     wait_until(
