@@ -22,6 +22,7 @@ from typing import Any, Protocol, cast
 import dask.config  # noqa: TID253 - with worker/node.py owns Dask
 import distributed  # noqa: TID253
 from distributed.client import ClosedClientError  # noqa: TID253
+from distributed.core import clean_exception  # noqa: TID253
 from distributed.scheduler import KilledWorker  # noqa: TID253
 
 from skyward_core.engine.certificates import PoolCertificate
@@ -104,9 +105,7 @@ class PoolClient(DaskClient):
 
     def _handle_task_erred(self, key: Any = None, exception: Any = None, traceback: Any = None) -> None:
         if self.listener is not None:
-            # the message of KilledWorker advises to read logs that do not exist here
-            is_killed = isinstance(exception, KilledWorker)
-            self.listener.failed(key, WORKER_GONE if is_killed else f"the scheduler could not take it: {exception}")
+            self.listener.failed(key, reason_of(exception))
 
     def _handle_cancelled_keys(self, keys: Collection[Any], reason: Any = None, msg: Any = None) -> None:
         if self.listener is not None:
@@ -116,6 +115,13 @@ class PoolClient(DaskClient):
     def _handle_restart(self) -> None:
         if self.listener is not None:
             self.listener.all_failed("the cluster was restarted by a Dask client")
+
+
+def reason_of(exception: Any) -> str:
+    """Return why Dask's scheduler has given a task up. It sends the exception as it is, or pickled."""
+    _, error, _ = clean_exception(exception)
+    # the message of KilledWorker advises to read logs that do not exist here
+    return WORKER_GONE if isinstance(error, KilledWorker) else f"the scheduler could not take it: {error}"
 
 
 class UserDaskClient(DaskClient):

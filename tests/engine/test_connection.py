@@ -1,14 +1,16 @@
 """The connection to a pool's scheduler."""
 
 import gc
+import pickle
 import socket
 from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
+from distributed.scheduler import KilledWorker
 
 from skyward_core.engine.certificates import make_certificate
-from skyward_core.engine.connection import NotSent, PoolClient, SchedulerConnection, connect
+from skyward_core.engine.connection import WORKER_GONE, NotSent, PoolClient, SchedulerConnection, connect, reason_of
 from skyward_core.worker.scheduler_messages import Resumed
 from skyward_core.worker.wire import Batch
 
@@ -32,6 +34,15 @@ def test_a_connection_that_fails_leaves_nothing_to_be_closed(monkeypatch: pytest
     assert [client.status for client in clients] == ["closed"]
     clients.clear()
     gc.collect()
+
+
+@pytest.mark.parametrize("is_pickled", [False, True])
+def test_the_reason_of_a_killed_worker_is_in_words(is_pickled: bool) -> None:
+    """Dask's scheduler pickles its own exceptions."""
+    killed: Any = KilledWorker("task", "worker", 0)
+    assert reason_of(pickle.dumps(killed) if is_pickled else killed) == WORKER_GONE
+    refused = ValueError("too large")
+    assert reason_of(pickle.dumps(refused) if is_pickled else refused) == "the scheduler could not take it: too large"
 
 
 class Loop:
