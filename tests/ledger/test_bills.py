@@ -34,7 +34,7 @@ def test_a_row_without_numbers_is_left_out_of_its_own_bill_only(file_ledger: Led
     open_pool(file_ledger, "q")
     spend(file_ledger, "p", "a", 2)
     damaged = spend(file_ledger, "q", "b", 3)
-    run_on(sqlite_url, f"UPDATE skyward_resources SET price_micro_usd_per_hour = 'much' WHERE id = {damaged}")
+    run_on(sqlite_url, f"UPDATE skyward_resources SET price_micro_usd_per_hour = '3600000000 USD' WHERE id = {damaged}")
     for by in (CostBy.POOL, CostBy.RESOURCE, CostBy.BUCKET, CostBy.TASK):
         unreadable: list[UnreadableRow] = []
         assert sum(row.cost_usd for row in file_ledger.cost_rows(by, unreadable=unreadable)) == 2

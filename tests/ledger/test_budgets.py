@@ -282,6 +282,15 @@ def test_the_parts_of_a_pool_get_the_same_hard_end() -> None:
     assert (first.hard_end, second.hard_end) == (began + 25 * HOUR, began + 25 * HOUR)
 
 
+def test_the_next_part_gets_the_hard_end_of_a_launch_that_is_not_answered_yet() -> None:
+    """The first launch has no machine yet, but its tags have its end already."""
+    it = pool(100.0)
+    first = it.limit.commit(1, ON_DEMAND, along=[(1, SPOT)])
+    it.clock.seconds += 30
+    second = it.limit.commit(1, SPOT)
+    assert second.hard_end == second.latest_end == first.hard_end == it.clock() - 30 + 25 * HOUR
+
+
 def test_parts_that_are_too_expensive_together_are_refused_before_the_first() -> None:
     """The message has the sum of all parts."""
     it = pool(5.0)
