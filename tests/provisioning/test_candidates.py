@@ -14,6 +14,7 @@ from skyward_core.errors import (
     BudgetExceeded,
     CredentialsError,
     NoCapacity,
+    OfferGone,
     ProviderFailed,
     QuotaExceeded,
     RateLimited,
@@ -23,7 +24,18 @@ from skyward_core.errors import (
 from skyward_core.ledger.rows import Attempt
 from skyward_core.machines.offers import Extra, Offer, Requirements, matches, rank, select_instance
 from skyward_core.provisioning import candidates as placing
-from skyward_core.provisioning.candidates import ProviderOffers, candidates, key_of, none_left, order, refusal, resting
+from skyward_core.provisioning.candidates import (
+    ProviderOffers,
+    candidates,
+    is_sold_as_spot,
+    key_of,
+    may_come,
+    none_left,
+    order,
+    own_mistake,
+    refusal,
+    resting,
+)
 from tests.offers import offer
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
@@ -351,6 +363,53 @@ def test_missing_money_is_reported_as_such() -> None:
     assert (error.account, error.left_usd) == ("team", Decimal(2))
     assert "nothing fits" in str(error)
     assert "BudgetExceeded" in str(error)
+
+
+def mistaken(words: str, code: str = "") -> NoCapacity:
+    error = NoCapacity("no").coded(code)
+    error.mistake = words
+    return error
+
+
+def test_equal_refusals_that_may_be_about_the_request_are_an_error_of_the_request() -> None:
+    """Only the last ones count. Another error among them, or another message, says that it may be capacity."""
+    same, other = mistaken("no such disk", "500"), mistaken("no such zone")
+    error = own_mistake([other, same, same, same])
+    assert type(error) is sky.BadRequest
+    assert (error.code, "3 offers" in str(error)) == ("500", True)
+    assert own_mistake([same], 1) is not None
+    for errors in ([], [same, same], [same, other, same], [same, NoCapacity("no"), same], [same, ProviderFailed("x")]):
+        assert own_mistake(errors) is None
+        assert own_mistake(errors, len(errors)) is None or errors == [same, same]
+
+
+def test_a_type_is_sold_as_spot_if_the_same_provider_has_it_there() -> None:
+    """In the same region. A spot machine of another type, region or provider is none of its kind."""
+    offers = (*both("a", 3, 1), offer("b"), *both("b", 3, 1, region="r-2"))
+    found, _ = candidates(sky.PoolSpec.of(), [ProviderOffers(CHEAP, offers), ProviderOffers(DEAR, both("b", 3, 1))])
+    sold = {
+        (one.parts[0].offer.instance_type, one.region, one.parts[0].offer.is_spot): is_sold_as_spot(one, found)
+        for one in found
+        if one.provider is CHEAP
+    }
+    assert sold == {
+        ("a", "r-1", True): True,
+        ("a", "r-1", False): True,
+        ("b", "r-1", False): False,
+        ("b", "r-2", True): True,
+        ("b", "r-2", False): True,
+    }
+
+
+def test_another_round_may_succeed_after_errors_that_pass() -> None:
+    """Or with a provider that has no spot machine just now. It may not after errors that stay."""
+    want, market = Requirements(), Market()
+    for error in (NoCapacity("none"), ProviderFailed("down"), OfferGone("gone")):
+        assert may_come([CHEAP], [], want, [CredentialsError("who"), error])
+    assert not may_come([CHEAP], [], want, [CredentialsError("who")])
+    assert may_come([CHEAP, market], [], want, [])
+    found, _ = candidates(sky.PoolSpec.of(), [ProviderOffers(market, (offer(),))])
+    assert not may_come([CHEAP, market], found, want, [])
 
 
 # ── several providers in a spec ──────────────────────────────────────────────────────────────────────────────────────
