@@ -233,6 +233,20 @@ def test_a_machine_that_stands_by_takes_the_next_vacant_rank(world: World) -> No
     assert world.ended_in_thread == ["old"]
 
 
+def test_a_machine_stands_by_when_its_log_says_that_it_is_ready(world: World) -> None:
+    """Until then its log is read, and `provision_timeout` counts."""
+    world.new.phase = "installing"
+
+    def follow() -> None:
+        world.log.append("read")
+        world.new.phase = LAST_PHASE if world.log.count("read") > 1 else "still installing"
+
+    world.new.follow = follow  # type: ignore[method-assign]
+    world.replacement.stand_by(1)
+    assert world.log == ["new for 1", "read", "read", "new opened"]
+    assert world.deadline == 1060.0
+
+
 def test_a_machine_that_stands_by_is_dismissed_once(world: World) -> None:
     """The next one that stands by is another machine."""
     world.replacement.stand_by(1)
