@@ -89,14 +89,14 @@ class World:
             raise_if_lost=self._raise_if_lost,
             drop=lambda rank, node: self.nodes.all.pop(rank, None),
         )
-        rental: Any = SimpleNamespace(
+        self.rental: Any = SimpleNamespace(
             end=lambda node: self.ended.append(node.instance.id),
             end_in_thread=lambda node: self.ended_in_thread.append(node.instance.id) or f"end of {node.instance.id}",
             go_on_until=self._go_on_until,
         )
-        selection: Any = SimpleNamespace(rent_one=self._rent_one)
+        self.selection: Any = SimpleNamespace(rent_one=self._rent_one)
         self.spec = sky.PoolSpec.of(provider=sky.Local(), nodes=2, provision_timeout=60.0)
-        self.replacement = Replacement(self.spec, rental, selection, self.nodes)
+        self.replacement = Replacement(self.spec, self.rental, self.selection, self.nodes)
 
     def _rent_one(self, rank: int, termination: Any) -> Machine:
         self.rented.append((rank, termination))
@@ -284,7 +284,7 @@ def test_without_capacity_nothing_stands_by(world: World) -> None:
     def rent_one(rank: int, termination: Any) -> Any:
         raise NoCapacity("none")
 
-    world.replacement._selection.rent_one = rent_one  # type: ignore[method-assign]
+    world.selection.rent_one = rent_one
     with pytest.raises(NoCapacity):
         world.replacement.stand_by(1)
     assert (world.ended, world.nodes.all) == ([], {1: world.old})
@@ -310,7 +310,7 @@ def test_a_pool_that_closes_ends_the_machine_in_preparation(world: World) -> Non
     def closing(deadline: float, what: str) -> None:
         raise PoolClosed("the pool is closing")
 
-    world.replacement._rental.go_on_until = closing  # type: ignore[method-assign]
+    world.rental.go_on_until = closing
     with pytest.raises(PoolClosed):
         world.replacement.replace(1, world.joins_after(1))
     assert world.ended == ["new"]
