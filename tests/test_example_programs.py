@@ -1,6 +1,6 @@
 """Every program of examples/ runs on this machine, as its users run it, and prints its result.
 
-Flows and DAGs: `test_examples.py`.
+Those that train with a framework run in `make frameworks`. (Flows and DAGs: `test_examples.py`.)
 """
 
 import re
@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
+FITTED = r"weights \[1\.0, 2\.0, 3\.0\]"
+"""What a program prints that has found y = 1·a + 2·b + 3·c."""
+
 PLAIN = {
     "plain_map.py": [r"primes below 100,000: 9592"],  # OEIS A006880
     "standard_executor.py": [r"begins with 6171 and has 261 steps"],  # OEIS A006877
@@ -19,14 +22,21 @@ PLAIN = {
     "stream_generator.py": [r"step 10: ", r"the minimum is at x = 3\.00, found in \d\d steps"],
     "scatter_array.py": [r"between (4\.99\d|5\.000) and (5\.00\d|4\.999) \(95 %\)"],
     "joblib_parallel.py": [r"pi is 3\.14159265\b"],
-    "grid_search.py": [r"best parameters: \{'C': 10, 'gamma': 0\.001\}", r"right on unseen digits: 9[89]\.\d%"],
+    "grid_search.py": [r"best parameters: \{'C': \d+, 'gamma': 0\.001\}", r"right on unseen digits: 9[89]\.\d%"],
 }
 """What each program prints, as patterns in this order."""
+
+WITH_FRAMEWORKS = {
+    "jax_gradient.py": [rf"rank {rank} of 2 devices: {FITTED}" for rank in range(2)],
+    "lightning_trainer.py": [rf"rank {rank} of 2: {FITTED}" for rank in range(2)],
+}
+IN_STEPS = "torch_ddp.py"
+"""Runs twice, in a test of its own."""
 
 
 def test_there_is_a_test_for_every_program() -> None:
     """A new program without an expected output here fails."""
-    assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(PLAIN)
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {*PLAIN, *WITH_FRAMEWORKS, IN_STEPS}
 
 
 @pytest.mark.slow
@@ -35,6 +45,25 @@ def test_there_is_a_test_for_every_program() -> None:
 def test_a_program_prints_its_result(program: str) -> None:
     """The numbers are known from elsewhere: OEIS, pi, and the data that the program makes."""
     assert_printed(PLAIN[program], printed_by(program))
+
+
+@pytest.mark.frameworks
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("program", WITH_FRAMEWORKS)
+def test_a_training_prints_its_result(program: str) -> None:
+    """Both ranks have found the weights that the program's data were made with."""
+    assert_printed(WITH_FRAMEWORKS[program], printed_by(program))
+
+
+@pytest.mark.frameworks
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_training_with_checkpoints_goes_on_where_it_was(tmp_path: Path) -> None:
+    """The second run begins at the last checkpoint of the first: 100 of 120 steps."""
+    for begun_at in (0, 100):
+        said = printed_by(IN_STEPS, str(tmp_path))
+        assert_printed([rf"rank {rank}: from step {begun_at} to 120, loss 0\.000" for rank in range(2)], said)
 
 
 def printed_by(program: str, *arguments: str) -> str:
