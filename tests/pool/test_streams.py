@@ -135,13 +135,16 @@ def test_asynchronous_consumers(pool: sky.ComputePool, log: Path) -> None:
     async def total(n: int) -> int:
         return sum([item async for item in count(n) >> pool])
 
-    async def consume_endless() -> None:
+    async def consume_endless(has_begun: asyncio.Event) -> None:
         async for _ in count(10**9, str(log)) >> pool:
+            has_begun.set()
             await asyncio.sleep(0)
 
     async def main() -> int:
-        endless = asyncio.create_task(consume_endless())
+        has_begun = asyncio.Event()
+        endless = asyncio.create_task(consume_endless(has_begun))
         found = await total(30)
+        await has_begun.wait()
         endless.cancel()
         await asyncio.wait([endless])
         return found
