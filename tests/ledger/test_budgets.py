@@ -142,6 +142,14 @@ def test_a_launch_whose_first_minute_is_not_covered_is_refused(
     assert (caught.value.account, caught.value.left_usd) == ("", Decimal(left))
 
 
+def test_a_refusal_names_the_seconds_that_are_billed_at_least() -> None:
+    """If they are more than the first minute."""
+    with pytest.raises(BudgetExceeded, match=r"in their first minute, of which they are billed 3600 s at least; of"):
+        pool(1.0).limit.commit(1, usd("3.6", minimum=3600))
+    with pytest.raises(BudgetExceeded, match=r"in their first minute; of"):
+        pool(0.5).limit.commit(1, usd("60", minimum=60))
+
+
 def test_a_launch_whose_first_minute_is_just_covered_is_allowed() -> None:
     """One minute for exactly its price: a hard end in 60 s, a tenth of which is reserved for the boot."""
     it = pool(1.0)
@@ -977,6 +985,39 @@ def test_an_outage_longer_than_the_paid_time_ends_the_pool_in_time(ledger: Ledge
     assert it.go_until(Fill.USED_UP) == [Fill.FULL, Fill.DRAINED, Fill.USED_UP]
     assert clock() < 1000 + 360 - 10
     assert f"nothing more could be reserved from account '{TEAM}'" in it.limit.check()[1]
+
+
+def test_a_refused_renewal_is_repeated_after_a_second(ledger: Ledger, clock: Clock) -> None:
+    """Not with each check, because each asks the ledger."""
+    it, accounts = with_outage(ledger, clock)
+    ledger.set_account(Account(TEAM, Decimal(1), Period.MONTH))
+    clock.seconds += 200
+    asked = []
+    for _ in range(3):
+        assert it.limit.check()[0] is Fill.WARNED
+        asked.append(accounts.asked)
+        clock.seconds += 0.5
+    assert asked == [1, 1, 2]
+
+
+def test_a_pool_may_pay_for_exactly_so_many_seconds(ledger: Ledger, clock: Clock) -> None:
+    """More or less than it had. If the account has too little, nothing changes."""
+    it = opened(ledger, clock, "20")
+    it.limit.pay_for(1000)
+    assert it.limit.paid_seconds() is None, "there is no machine yet"
+    it.launch(1, usd("36"))
+    clock.seconds += 100
+    for seconds in (1000, 60):
+        it.limit.pay_for(seconds)
+        assert it.limit.paid_seconds() == seconds
+        assert committed(ledger, "20") == 1 + seconds * Decimal("0.01")
+    with pytest.raises(BudgetExceeded):
+        it.limit.pay_for(1901)
+    assert (it.limit.paid_seconds(), committed(ledger, "20")) == (60, Decimal("1.6"))
+    without_account = pool(10.0)
+    without_account.launch(1, usd("10"))
+    without_account.limit.pay_for(60)
+    assert without_account.limit.paid_seconds() == HOUR
 
 
 def test_paid_seconds_does_not_wait_for_the_ledger(ledger: Ledger, clock: Clock) -> None:
