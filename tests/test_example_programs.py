@@ -28,7 +28,10 @@ PLAIN = {
 
 WITH_FRAMEWORKS = {
     "jax_gradient.py": [rf"rank {rank} of 2 devices: {FITTED}" for rank in range(2)],
+    "tensorflow_workers.py": [rf"rank {rank} of 2 replicas: {FITTED}" for rank in range(2)],
+    "keras_fit.py": [rf"rank {rank}: {FITTED}" for rank in range(2)],
     "lightning_trainer.py": [rf"rank {rank} of 2: {FITTED}" for rank in range(2)],
+    "huggingface_trainer.py": [rf"rank {rank} of 2: loss 0\.0" for rank in range(2)],
 }
 IN_STEPS = "torch_ddp.py"
 """Runs twice, in a test of its own."""
