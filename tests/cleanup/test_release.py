@@ -13,9 +13,10 @@ from pydantic import PrivateAttr
 from skyward_core import Instance, InstancesLeft, Lease, Requirements
 from skyward_core.cleanup.policy import BOOT_SECONDS, paid_until
 from skyward_core.cleanup.release import CONDEMN_TRIES, end_pool, release
-from skyward_core.errors import BadRequest, LeaseLost, LedgerError
+from skyward_core.errors import BadRequest, CredentialsError, LeaseLost, LedgerError
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Account, Bucket, CostBy, Period, ResourceKind
+from skyward_core.machines.signing import signed
 from skyward_core.providers.base import (
     EXPIRES_TAG,
     POOL_TAG,
@@ -484,6 +485,22 @@ def test_a_lease_is_enough_to_stop_a_pool(tmp_path: Path, hands: Time) -> None:
     for _ in range(2):
         release(lease, ledger=None, credentials=provider, **hands.keywords)
     assert {instance.pool_id for instance in provider.instances()} == {"sky-other"}
+
+
+def test_a_lease_that_nobody_has_signed_reaches_no_provider(
+    tmp_path: Path, hands: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may name any address, to which this process's credentials would go. A signed one is enough."""
+    monkeypatch.setenv("SKYWARD_LEASE_KEY", "k" * 32)
+    provider = CloudProvider(folder=str(tmp_path))
+    monkeypatch.setattr("skyward_core.cleanup.release.load", lambda _: provider)
+    provider.launch(provider.offers(Requirements())[0], 2, {POOL_TAG: "sky-1"}, "")
+    lease = Lease(pool_id="sky-1", provider=provider.to_json(), created_at=START)
+    with pytest.raises(CredentialsError, match="is not signed"):
+        release(lease, ledger=None, **hands.keywords)
+    assert len(provider.instances()) == 2
+    release(signed(lease), ledger=None, **hands.keywords)
+    assert provider.instances() == []
 
 
 def test_an_unknown_pool_cannot_be_stopped(ledger: Ledger, tmp_path: Path, hands: Time) -> None:

@@ -37,7 +37,10 @@ def test_items_are_delivered_once_in_their_order() -> None:
     pool.submit(streaming())
     report(pool, item(0), item(1))
     report(pool, item(1), item(2), end(3))
-    assert delivered(pool) == [0, 1, 2]
+    came = pool.take(do.DeliverItem)
+    assert [(action.call_id, action.number, action.node, action.parcel) for action in came] == [
+        ("a", number, 0, Parcel(b"item")) for number in range(3)
+    ]
     assert [action.outcome.items for action in pool.take(do.Finish)] == [3]
 
 
