@@ -112,7 +112,7 @@ class SSHLink:
                     if error.errno == socket.EAI_NONAME:
                         raise Unreachable(f"there is no host named {self._endpoint.host}") from error
                     problem = error
-                except _SilenceError as error:  # the last attempt may be too short for an answer
+                except (_SilenceError, TimeoutError) as error:  # the last attempt may be too short for an answer
                     problem = problem or error
                 except (asyncssh.Error, asyncssh.ChannelListenError, OSError) as error:
                     problem = error
