@@ -35,6 +35,7 @@ def test_it_reads_and_spends_nothing() -> None:
         assert TOKEN not in done.stdout
 
 
+@pytest.mark.slow
 def test_refused_credentials_are_one_line() -> None:
     """The name of the error, and exit code 1."""
     with FakeDigitalOcean() as fake:

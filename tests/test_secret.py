@@ -355,6 +355,7 @@ def test_a_masked_spec_cannot_be_used(tmp_path: Path) -> None:
 PEM = "-----BEGIN PRIVATE KEY-----\nMIGHAgEAMBMGByqGSM49AgEGCCqGSM49\nAwEHBG0wawIBAQQg\n-----END PRIVATE KEY-----\n"
 
 
+@pytest.mark.slow
 @given(st.text(min_size=4, max_size=30), st.text(max_size=20), st.text(max_size=20))
 @example("a'b\"c%", "x", "")
 @example("ab&<\n%2F", "", "")

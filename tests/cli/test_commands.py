@@ -560,6 +560,7 @@ def test_a_ledger_that_cannot_be_used_is_one_line(skyward: Skyward, tmp_path: Pa
     assert "damaged" in output
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_no_traceback(url: str, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
     """`skyward ps | head -1`, as a separate program."""
     open_pool(ledger, clock, folder, "sky-1", owner=HERE)
@@ -606,6 +607,7 @@ def _kind_of(name: str, place: str) -> str:
     return "<bucket>" if name in BUCKETS else "<field>" if place == "work" else name
 
 
+@pytest.mark.slow
 def test_json_has_the_fields_of_the_page(
     skyward: Skyward,
     ledger: Ledger,

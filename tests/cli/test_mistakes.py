@@ -340,6 +340,7 @@ def test_a_full_disk_and_a_closed_pipe(three: None, monkeypatch: pytest.MonkeyPa
     assert "Traceback" not in shell("skyward ps >&- 2>&1").stdout
 
 
+@pytest.mark.slow
 def test_a_terminal_without_unicode_shows_every_name(ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
     """Characters that it cannot show are written as their numbers."""
     open_pool(ledger, clock, folder, "sky-möwe", owner=HERE)
@@ -478,6 +479,7 @@ def test_no_command_line_is_a_traceback(
             assert end.code in (0, 2)
 
 
+@pytest.mark.slow
 @given(
     st.one_of(
         st.text(max_size=30),

@@ -99,6 +99,7 @@ def alone(what: str) -> Any:
     return os.environ["FAKE_RANKS"], sky.instance_info().rank
 
 
+@pytest.mark.slow
 def test_in_the_users_own_process() -> None:
     """A group of one; a crash takes the process of the training alone."""
     assert sky.compute(alone).local("run") == ("[0]", 0)

@@ -36,6 +36,7 @@ def test_a_future_is_small() -> None:
     assert used / len(futures) < BYTES_PER_FUTURE
 
 
+@pytest.mark.slow
 def test_a_call_that_waits_is_small() -> None:
     """The client's memory for a tiny call that was not sent yet: its arguments, its place in the queue, its future."""
     lease = Lease(pool_id="p", provider={"name": "local"}, created_at=datetime.now(UTC))

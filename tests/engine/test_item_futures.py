@@ -127,6 +127,7 @@ def test_what_is_not_taken_is_removed(call: Call, tmp_path: Path) -> None:
     assert list(items) == []
 
 
+@pytest.mark.slow
 def test_a_stream_without_references_is_left(call: Call) -> None:
     """In the engine's thread: garbage may be collected anywhere."""
     for _ in ItemStream[int](call.future) if call.put(0) is None else ():

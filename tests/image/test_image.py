@@ -289,6 +289,7 @@ FULL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ttl", [0, 1, 3600])
 @pytest.mark.parametrize(
     "fields",

@@ -150,6 +150,7 @@ def test_an_extra_index_has_precedence_except_for_the_nodes_own_packages(indexes
     }
 
 
+@pytest.mark.slow
 def test_only_pinned_packages_come_from_their_index(indexes, install) -> None:
     """It holds with an extra index too."""
     pinned = Image(pip=["torchy", "common"], pip_indexes={f"{indexes.url}/extra": ["Torchy"]})
@@ -205,6 +206,7 @@ def test_a_failed_lock_is_raised_before_anything_is_rented(indexes) -> None:
         Image(pip=["nowhere"], require_hashes=True).locked(runtime=RUNTIME)
 
 
+@pytest.mark.slow
 def test_a_lock_is_completed_with_the_nodes_own_packages(indexes, install, tmp_path) -> None:
     """The user's versions and hashes stay; missing ones come with the package index's hashes.
 

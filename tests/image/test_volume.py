@@ -216,6 +216,7 @@ def test_no_volumes_need_no_script():
     assert mount_volumes([]) == ""
 
 
+@pytest.mark.slow
 def test_the_script_passes_shellcheck():
     """It is checked together with an image's script."""
     volumes = [

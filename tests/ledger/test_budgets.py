@@ -433,6 +433,7 @@ steps = st.lists(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.generated
 @settings(max_examples=examples(400), deadline=None)
 @given(limit=st.integers(1, 50_000_000) | st.integers(1, 3_000_000), price=prices, other=prices, steps=steps)
@@ -599,6 +600,7 @@ world_steps = st.lists(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.generated
 @settings(max_examples=examples(400), deadline=None)
 @given(
@@ -852,6 +854,7 @@ def test_a_pending_launch_stays_reserved_through_a_renewal(ledger: Ledger, clock
     assert it.meter.projected(clock() + paid) <= committed(ledger, "1000")
 
 
+@pytest.mark.slow
 def test_a_launch_that_was_never_answered_is_not_reserved_forever(ledger: Ledger, clock: Clock) -> None:
     """The lease of an unknown machine is not renewed, so its money is reserved only as long as it can live."""
     it = opened(ledger, clock, "1000")
@@ -908,6 +911,7 @@ def test_a_launch_at_the_end_of_the_paid_time_renews_first(ledger: Ledger, clock
         poor.limit.commit(1, usd("36"))
 
 
+@pytest.mark.slow
 def test_an_empty_account_warns_drains_and_ends_the_pool_in_its_paid_time(ledger: Ledger, clock: Clock) -> None:
     """They happen in that order, with the account's own messages.
 
@@ -925,6 +929,7 @@ def test_an_empty_account_warns_drains_and_ends_the_pool_in_its_paid_time(ledger
     assert it.meter.total() <= committed(ledger, "20") <= 20
 
 
+@pytest.mark.slow
 def test_new_money_in_the_account_ends_the_warning(ledger: Ledger, clock: Clock) -> None:
     """This also holds for a drained pool: the limit was raised, so the next interval can be reserved."""
     it = opened(ledger, clock, "20")

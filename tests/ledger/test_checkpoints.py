@@ -63,6 +63,7 @@ def write(ledger: Ledger, times: int) -> None:
         ledger.set_account(Account("team", limit, Period.RUN))
 
 
+@pytest.mark.slow
 def test_the_wal_file_stays_small_while_connections_are_open(path: Path, clock: Clock):
     largest = 0
     with Ledger(f"sqlite:///{path}") as ledger, Ledger(f"sqlite:///{path}"):

@@ -659,6 +659,7 @@ def test_a_resource_that_was_never_created_costs_nothing(ledger: Ledger) -> None
     assert row.cost_usd == 0
 
 
+@pytest.mark.slow
 def test_the_sum_of_a_bill_does_not_depend_on_the_key(ledger: Ledger, clock: Clock) -> None:
     """The bill by resource, pool, owner, day and bucket is equal to the micro-dollar, with odd prices, times and
     billing rules.
@@ -1100,6 +1101,7 @@ def test_a_garbage_file_is_refused_and_not_changed(tmp_path: Path, garbage: byte
     assert path.read_bytes() == garbage
 
 
+@pytest.mark.slow
 def test_a_ledger_that_is_damaged_later_is_an_error(file_ledger: Ledger, tmp_path: Path) -> None:
     """Another program has overwritten pages."""
     for number in range(200):
@@ -1170,6 +1172,7 @@ with Ledger(sys.argv[1]) as ledger:
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_an_error_and_loses_nothing(file_ledger: Ledger, sqlite_url: str) -> None:
     """All earlier writes are there."""
     done = run_script(FILL, sqlite_url, str(200_000))

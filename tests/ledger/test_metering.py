@@ -356,6 +356,7 @@ def bill(price: Decimal, increment: int, minimum: int, milliseconds: int) -> int
     return ceil(Fraction(price) * 1_000_000 * seconds / 3600)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(NAMES, STEPS), max_size=30),
     PRICES,
@@ -494,6 +495,7 @@ def bought() -> Iterator[Bought]:
         yield Bought(pool, recorded, meter, instance_id)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "error"), [(sleep, type(None)), (fail, KeyError), (leave, sky.CallCrashed), (crash, sky.CallCrashed)]
 )

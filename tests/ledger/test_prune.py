@@ -104,6 +104,7 @@ def money(ledger: Ledger, clock: Clock) -> object:
     return bills, receipts, left, ledger.pool_rows(include_ended=True)[-1].cost_usd
 
 
+@pytest.mark.slow
 def test_prune_deletes_details_and_keeps_money(ledger: Ledger, clock: Clock) -> None:
     """It deletes those of pools that ended long ago and have no open entry.
 

@@ -131,6 +131,7 @@ def test_a_call_that_is_submitted_while_the_executor_is_shut_down_is_not_lost(
     assert engine.futures[0].cancelled()
 
 
+@pytest.mark.slow
 def test_a_forgotten_executor_is_collected(engine: Recorded) -> None:
     """Its futures do not hold it, and it has no thread."""
     threads = threading.enumerate()

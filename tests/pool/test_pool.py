@@ -194,6 +194,7 @@ def test_submit_returns_at_once(pool: sky.ComputePool, tmp_path: Path) -> None:
     assert future.result(timeout=30) == "one"
 
 
+@pytest.mark.slow
 def test_calls_may_come_from_many_threads(pool: sky.ComputePool) -> None:
     """Threads that use one pool at once each get their own results."""
     wrong: list[tuple[int, int]] = []

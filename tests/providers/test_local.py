@@ -77,6 +77,7 @@ def test_the_one_offer_is_this_machine() -> None:
     assert base.load({"name": "local", "price_per_hour": 1.5}) == sky.Local(price_per_hour=1.5)
 
 
+@pytest.mark.slow
 def test_instances_are_found_by_tag_from_another_process(pool_id: str) -> None:
     """Another process finds the instances, complete and in the order of ranks, and can terminate them."""
     launched = launch(pool_id, 2, sky.Local(price_per_hour=2.5))
@@ -109,6 +110,7 @@ TAGS = {
 """The tags of a pool, and a value with characters that shells and line-wise readers may misinterpret."""
 
 
+@pytest.mark.slow
 def test_another_process_finds_complete_tags(pool_id: str) -> None:
     """The tags exist from the creating call on. Each machine has its own rank.
 
@@ -141,6 +143,7 @@ def test_a_script_is_run_without_a_path(pool_id: str) -> None:
     ] == []
 
 
+@pytest.mark.slow
 def test_without_a_pool_the_instances_of_all_pools_are_listed(pool_id: str) -> None:
     """All instances of this user are listed, of any pool. Processes of other providers on this machine are not."""
     (mine,), (other,) = launch(pool_id), launch(f"{pool_id}-other")
@@ -203,6 +206,7 @@ def test_a_process_that_cannot_be_seen_for_a_moment_is_not_gone(pool_id: str, mo
     assert not folder_of(instance).exists()
 
 
+@pytest.mark.slow
 def test_terminate_ends_every_process_and_removes_the_directory(pool_id: str) -> None:
     """Children with their own session, and processes that ignore SIGTERM, are gone when terminate returns.
 

@@ -21,6 +21,7 @@ from skyward_core.providers.tagging import (
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
 
 
+@pytest.mark.slow
 @given(st.dictionaries(TEXT, TEXT, max_size=5))
 def test_tags_are_encoded_as_one_ascii_word(tags: dict[str, str]) -> None:
     """The word is printable ASCII without spaces, for any tags. Pool and rank are those that are given with it."""

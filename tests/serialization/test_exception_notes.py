@@ -42,6 +42,7 @@ def test_a_relative_path_belongs_to_the_node(pool):
     assert "working directory" not in _notes(read("."), pool, IsADirectoryError)
 
 
+@pytest.mark.slow
 def test_a_missing_part_of_an_installed_package_is_a_question_of_versions():
     """If the package is there and its module is not, another version is needed."""
     assert note_for(ModuleNotFoundError(name="sklearn.nothing")) == (
@@ -49,6 +50,7 @@ def test_a_missing_part_of_an_installed_package_is_a_question_of_versions():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("file", "advice"),
     [

@@ -168,6 +168,7 @@ def test_every_function_by_value_is_searched(project: Write) -> None:
     assert call(own.run, own.Model(), own.by_name) == (1, (2, 3), 4)
 
 
+@pytest.mark.slow
 def test_installed_modules_travel_by_name(project: Write) -> None:
     """The standard library, installed distributions and skyward itself travel without source, and so do unknown
     names.

@@ -340,6 +340,7 @@ def test_only_the_end_of_delivered_lines_is_kept(connection):
     assert 64 * 1024 <= len(completed.output) < 2 * MIB
 
 
+@pytest.mark.slow
 def test_a_command_waits_for_its_reader(connection, tmp_path):
     """While the callback runs, the command gets ahead by a few MiB at most."""
     progress = tmp_path / "progress"

@@ -118,6 +118,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.slow
 @hypothesis_settings(max_examples=400, deadline=None)
 @given(STEPS, st.sampled_from([10**6, 12]))
 def test_a_client_gets_each_message_once_however_it_reconnects(steps: list[str], limit_bytes: int) -> None:
@@ -828,6 +829,7 @@ def test_a_detached_call_outlives_the_process_that_sent_it(one_node: Nodes, tmp_
         assert len(list(tmp_path.glob("run-*"))) == 1
 
 
+@pytest.mark.slow
 def test_a_running_call_is_stopped_through_the_stream(one_node: Nodes, tmp_path: Path) -> None:
     """A running call is stopped, and a call that waits behind it in the worker never begins. Only the client's
     connection to the scheduler is used.

@@ -125,6 +125,7 @@ ever shows one.
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fork", CHAINS)
 def test_a_process_that_forks_all_the_time_is_caught(fork: str, mark: str, tmp_path: Path, no_groups: None) -> None:
     """Each process of the chain lives only for a moment, has another session and no environment.
@@ -153,6 +154,7 @@ def test_a_process_that_forks_all_the_time_is_caught(fork: str, mark: str, tmp_p
         go.unlink()
 
 
+@pytest.mark.slow
 def test_a_frozen_keeper_keeps_its_children(mark: str, no_groups: None) -> None:
     """A stopped keeper reaps no process, but is still their parent."""
     instance = launched(f"{RUNAWAY.format(seconds=mark)} touch started; sleep 300")
@@ -351,6 +353,7 @@ def has_groups() -> bool:
     return group is not None and group.remove()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_groups(), reason="no cgroup v2 in which this user may make groups")
 def test_a_control_group_holds_processes_that_have_lost_their_keepers(mark: str) -> None:
     """Both keepers are killed at once, client and reaper are gone: any process of the same user lists the node by

@@ -4,6 +4,7 @@ import itertools
 import logging
 import sys
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -83,6 +84,7 @@ def test_the_last_lines_of_a_call_that_dies_are_lines(pool: sky.ComputePool) -> 
         raise AssertionError("it lived")
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.one_of(st.text(st.characters(exclude_characters="\n\r\x1e")), st.tuples(st.integers(0, 60), st.text())))
 )

@@ -342,6 +342,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
+@pytest.mark.slow
 def test_a_runner_that_starts_late_is_ended_and_not_given_to_the_next_request(
     sleeper: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,6 +372,7 @@ def test_a_runner_that_starts_late_is_ended_and_not_given_to_the_next_request(
         supervisor.close()
 
 
+@pytest.mark.slow
 def test_a_runner_that_starts_late_takes_no_call(runners: Runners, tmp_path: Path) -> None:
     """Each runner has its own queue: a runner that its slot has abandoned finds the queue closed, and ends, whatever
     the slot does then.

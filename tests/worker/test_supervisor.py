@@ -397,6 +397,7 @@ def test_with_new_settings_a_node_ends_all_processes_and_restarts(start: Start) 
     assert machine.is_alive
 
 
+@pytest.mark.slow
 def test_with_new_settings_during_forks_the_last_settings_count(start: Start) -> None:
     """However often and whenever settings come: the node follows the last ones, and no process of earlier ones runs."""
     machine = start(slots=12)

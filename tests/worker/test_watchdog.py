@@ -170,6 +170,7 @@ def test_a_lease_without_an_end_is_refused(tmp_path: Path, until: float) -> None
 # ── paid time ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 @given(untils=st.lists(uptimes, min_size=1))
 def test_the_last_paid_time_holds(tmp_path_factory: pytest.TempPathFactory, untils: list[float]) -> None:
     """Unlike a lease it may be shortened: another machine may be paid with the same money.
