@@ -84,6 +84,10 @@ if __name__ == "__main__":
 """
 
 
+WITH_JOBLIB = (".integrations.backend",)
+"""Modules that import joblib, which is the user's own package. They are imported when a pool becomes its backend."""
+
+
 def core() -> None:
     """Import every module; use a ledger, a TLS pool with a call, an SSH session, the command, and the drivers of the
     installed extras.
@@ -91,7 +95,7 @@ def core() -> None:
     import skyward_core as sky
 
     for module in pkgutil.walk_packages(sky.__path__, "skyward_core."):
-        if not module.name.endswith(("__main__", ".joblib")) and "distributed" not in module.name:
+        if not module.name.endswith(("__main__", *WITH_JOBLIB)) and "distributed" not in module.name:
             importlib.import_module(module.name)
     with sky.ComputePool(provider=sky.Local(price_per_hour=1.2), nodes=2, display="log", max_cost=5) as pool:
         assert sorted(sky.compute(os.getpid)() @ pool) != []
