@@ -57,9 +57,10 @@ class Checkpoint:
         return SavedCheckpoint(step, directory)
 
     def load(self, default: Any = None) -> Any:
-        """Return the value of the newest complete checkpoint that `save` has written; `default` if there is none.
+        """Return the value of the newest complete checkpoint; `default` if there is none.
 
-        Only load what you trust: unpickling runs code.
+        Raises FileNotFoundError if that one was written with `writing`: read its files from `latest().path`. Only
+        load what you trust: unpickling runs code.
         """
         found = self.latest()
         if found is None:

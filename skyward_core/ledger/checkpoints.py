@@ -2,13 +2,17 @@
 
 SQLite does this after commits by itself, beside the commits of other processes. Before 3.51.3 (3.50.7, 3.44.6) that may
 lose commits or damage the file (sqlite.org/wal.html, "The WAL-Reset Bug"), and distributions have older versions. So
-connections switch it off, and this module does it in the mode TRUNCATE, which holds the write lock: no process can
-commit meanwhile. The last connection that is closed makes a checkpoint too, when no other process has the ledger open.
+connections switch it off, and this module does it in the mode TRUNCATE, which takes the write lock first. SQLite goes
+on without the lock if it does not get it in WAIT_SECONDS. So this module first waits until the lock is free, and makes
+no checkpoint if a process keeps it. A process that takes the lock in the moment between, and keeps it for longer than
+WAIT_SECONDS, can still commit beside a checkpoint. The last connection that is closed makes a checkpoint too, when no
+other process has the ledger open.
 """
 
 from __future__ import annotations
 
 import logging
+import sqlite3
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +27,7 @@ LARGEST_BYTES = 4 << 20
 AGAIN_SECONDS = 60.0
 """When the next attempt follows one that did not succeed, because a process reads for long, or is stopped."""
 WAIT_SECONDS = 2.0
-"""How long a checkpoint waits for readers. Writers wait meanwhile."""
+"""How long a checkpoint waits for the write lock, and then for readers. Writers wait meanwhile."""
 
 _log = logging.getLogger("skyward")
 
@@ -45,7 +49,7 @@ class Checkpoints:
         try:
             if self._make(engine):
                 self._again_at = 0.0
-        except DBAPIError as error:
+        except (DBAPIError, sqlite3.Error) as error:  # the second one from the driver itself
             _log.debug("no checkpoint of the ledger: %s", error)
 
     def _size(self) -> int:
@@ -62,6 +66,8 @@ class Checkpoints:
             driver.rollback()  # SQLite refuses a checkpoint in a transaction
             driver.execute(f"PRAGMA busy_timeout={WAIT_SECONDS * 1000:.0f}")
             try:
+                driver.execute("BEGIN IMMEDIATE")  # waits for the write lock
+                driver.execute("ROLLBACK")
                 is_busy, _, _ = driver.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
             finally:
                 driver.execute(f"PRAGMA busy_timeout={self._busy_timeout_seconds * 1000:.0f}")

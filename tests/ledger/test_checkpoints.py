@@ -9,6 +9,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
+from sqlalchemy import create_engine, make_url
 
 from skyward_core.ledger import checkpoints
 from skyward_core.ledger.ledger import Ledger
@@ -99,6 +100,26 @@ def test_a_reader_delays_a_checkpoint_and_no_write_fails(path: Path, clock: Cloc
         clock.now += checkpoints.AGAIN_SECONDS
         write(ledger, 1)
         assert wal_bytes(path) == 0
+
+
+def test_while_a_process_keeps_the_write_lock_there_is_no_checkpoint(path: Path):
+    """SQLite would make one without the lock. A checkpoint that fails is no error: the commit before it counts."""
+    with Ledger(f"sqlite:///{path}") as ledger:
+        write(ledger, 3)
+    engine = create_engine(f"sqlite:///{path}", connect_args={"timeout": 0.01})
+    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as writer:
+        writer.execute("PRAGMA wal_autocheckpoint=0")
+        writer.execute("CREATE TABLE filling(text)")
+        while wal_bytes(path) < 2 * SMALL_BYTES:
+            writer.execute("INSERT INTO filling VALUES (?)", ("x" * 4000,))
+        size = path.stat().st_size
+        writer.execute("BEGIN IMMEDIATE")
+        checkpoints.Checkpoints(make_url(f"sqlite:///{path}"), 0.01).after_commit(engine)
+        assert path.stat().st_size == size
+        writer.execute("ROLLBACK")
+        checkpoints.Checkpoints(make_url(f"sqlite:///{path}"), 0.01).after_commit(engine)
+        assert (wal_bytes(path), path.stat().st_size > size) == (0, True)
+    engine.dispose()
 
 
 @pytest.mark.slow
