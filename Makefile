@@ -26,7 +26,7 @@ quick: .venv/ready ## the tests without those that install packages or start ser
 long: .venv/ready ## the tests that take long, and all generated cases of those that generate them
 	EXAMPLES=all $(TESTS) -m "long or generated" --durations=5
 
-frameworks: .uv-ready ## distributed training with PyTorch, JAX, TensorFlow and Keras themselves, in an environment of its own (7 GB)
+frameworks: .uv-ready ## distributed training with PyTorch, JAX, TensorFlow and Keras themselves, in a separate environment (7 GB)
 	UV_PROJECT_ENVIRONMENT=.frameworks/venv $(UV) run --locked --no-default-groups --group frameworks pytest -q -m frameworks tests/distributed tests/test_example_programs.py tests/test_seed_blocks.py
 
 check: lint quick ## what must be green before a commit

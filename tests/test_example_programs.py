@@ -70,7 +70,7 @@ def test_the_training_with_checkpoints_goes_on_where_it_was(tmp_path: Path) -> N
 
 
 def printed_by(program: str, *arguments: str) -> str:
-    """Run a program of examples/ as a process of its own, and return what it prints on its standard output."""
+    """Run a program of examples/ as a separate process, and return what it prints on its standard output."""
     command: list[Any] = [sys.executable, ROOT / "examples" / program, *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=430)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

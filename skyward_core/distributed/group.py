@@ -143,7 +143,7 @@ class GroupFunction[**P, R]:
             return cast("R", value)
 
     def _run_in_processes(self, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Run the function in this many processes of its own. Raises ProcessEnded if one ends by itself."""
+        """Run the function in this many separate processes. Raises ProcessEnded if one ends by itself."""
         ranks = places(count)
         framework = pickling.dumps(self.framework)
         work = pickling.dumps((self.fn, args, kwargs), label=("function", "args", "kwargs"))

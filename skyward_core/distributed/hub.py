@@ -1,7 +1,7 @@
 """The hub of a group, in the process of rank 0: it knows which ranks are there, passes values, and decides who failed
 first.
 
-`Hub` is the pure state machine; `HubServer` runs it on a socket, in a thread of its own. Messages are lines of JSON.
+`Hub` is the pure state machine; `HubServer` runs it on a socket, in a separate thread. Messages are lines of JSON.
 """
 
 from __future__ import annotations

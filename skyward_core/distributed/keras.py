@@ -29,7 +29,7 @@ def keras(
 def keras(
     *, backend: Backend, nproc_per_node: int | None = None, rendezvous_seconds: float = RENDEZVOUS_SECONDS
 ) -> Any:
-    """Run a function with Keras on this backend, as one rank of a group of it, in a process of its own.
+    """Run a function with Keras on this backend, as one rank of a group of it, in a separate process.
 
     With "jax" the data-parallel distribution of Keras is set: `fit` of each rank takes the rows of that rank
     (`sky.shard`), and gradients are those of all ranks. With "torch" and "tensorflow" there is what the decorators of

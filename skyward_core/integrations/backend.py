@@ -2,7 +2,7 @@
 
 States of a batch: waiting (fewer than `n_jobs` may run) -> running, a call of the pool -> ended. joblib hears of the
 end through the future that `submit` returned, also if the batch could not be submitted: its callbacks run in the
-pool's thread, where nobody would see an exception.
+pool's thread, where no caller would see an exception.
 """
 
 # pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false

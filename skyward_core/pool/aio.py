@@ -165,7 +165,7 @@ async def _ended(futures: Sequence[Future[Any]]) -> None:
 
     def note(future: Future[Any]) -> None:
         if next(count) == len(futures) or _is_failed(future):
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop was closed: no task waits
                 loop.call_soon_threadsafe(wake)
 
     for future in futures:
@@ -276,7 +276,7 @@ def _note(error: BaseException, thread: _Thread) -> None:
 
 
 class _Thread:
-    """Does something in a thread of its own, which begins at once. `ended` is a future of the event loop."""
+    """Does something in a separate thread, which begins at once. `ended` is a future of the event loop."""
 
     def __init__(self, work: Callable[[], object], loop: asyncio.AbstractEventLoop | None = None) -> None:
         self.loop = loop or asyncio.get_running_loop()
@@ -302,7 +302,7 @@ class _Thread:
         except BaseException as error:
             self._outcome.set_exception(error)
         finally:
-            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop was closed: no task waits
                 self.loop.call_soon_threadsafe(self.ended.set_result, None)
 
 

@@ -58,7 +58,7 @@ def group_results(
 
 
 def _wait_for_cause(futures: Sequence[Future[Any]]) -> None:
-    """Wait until all calls have ended, or one has failed with an error of its own.
+    """Wait until all calls have ended, or one has failed with an error that is not RankFailed.
 
     RankFailed is none: its cause is another rank, whose error may arrive later.
     """

@@ -487,9 +487,7 @@ def test_a_lease_is_enough_to_stop_a_pool(tmp_path: Path, hands: Time) -> None:
     assert {instance.pool_id for instance in provider.instances()} == {"sky-other"}
 
 
-def test_a_lease_that_nobody_has_signed_reaches_no_provider(
-    tmp_path: Path, hands: Time, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unsigned_lease_reaches_no_provider(tmp_path: Path, hands: Time, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may name any address, to which this process's credentials would go. A signed one is enough."""
     monkeypatch.setenv("SKYWARD_LEASE_KEY", "k" * 32)
     provider = CloudProvider(folder=str(tmp_path))

@@ -1,4 +1,4 @@
-"""What JAX is told, and JAX itself on the processors of two local nodes (`make frameworks`)."""
+"""The arguments of JAX, and JAX itself on the processors of two local nodes (`make frameworks`)."""
 
 import os
 import socket
@@ -38,12 +38,12 @@ def test_jax_is_initialised_with_the_place_of_the_rank(monkeypatch: pytest.Monke
 
 def test_the_coordinators_port_is_reserved_and_told_to_all() -> None:
     """By rank 0, for a server that sets SO_REUSEPORT; no other server gets it."""
-    told = list[int]()
-    group = Group(Place(0, 2, 0, 1, 0, 2, "127.0.0.1", "key"), "127.0.0.1", lambda port: told.append(port) or [port])
+    ports = list[int]()
+    group = Group(Place(0, 2, 0, 1, 0, 2, "127.0.0.1", "key"), "127.0.0.1", lambda port: ports.append(port) or [port])
     with coordinator(group) as address:
-        assert address == f"127.0.0.1:{told[0]}"
+        assert address == f"127.0.0.1:{ports[0]}"
         with pytest.raises(OSError):
-            socket.create_server(("127.0.0.1", told[0]))
+            socket.create_server(("127.0.0.1", ports[0]))
 
 
 def frameworks[F: Any](test: F) -> F:

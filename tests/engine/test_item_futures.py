@@ -94,7 +94,7 @@ def test_an_item_that_cannot_be_fetched(call: Call) -> None:
 
 
 def test_a_call_that_is_lost_gives_what_has_come(call: Call) -> None:
-    """Its pool was closed: nobody knows how many items there were."""
+    """Its pool was closed: the number of its items is unknown."""
     call.put(0)
     call.future.claim()
     call.future.set_exception(PoolClosed("closed"))

@@ -103,7 +103,7 @@ def test_batches_that_the_present_head_has_are_not_released() -> None:
     assert calls.take_released(lambda _: False) == []
 
 
-def test_a_worker_that_announces_a_lost_batch_stops_the_calls_that_nobody_waits_for() -> None:
+def test_a_worker_that_announces_a_lost_batch_stops_the_calls_without_a_caller() -> None:
     """Those that run again elsewhere go on, until their outcome arrives."""
     calls = kept(())
     assert calls.take_lost(0.0, is_live=True) == ["a", "b", "c"]

@@ -174,7 +174,7 @@ def test_the_scheduler_is_frozen_during_a_search(
 
 
 def in_background(work: Any, pool: sky.ComputePool) -> Any:
-    """Do something in a thread of its own, in which the pool is joblib's backend too."""
+    """Do something in a separate thread, in which the pool is joblib's backend too."""
     from concurrent.futures import Future
     from threading import Thread
 
@@ -308,7 +308,7 @@ def wait_if_not_first(number: int) -> int:
 
 @pytest.mark.parametrize("position", [0, 40], ids=["at first", "in the pool's thread"])
 def test_a_task_that_cannot_travel_is_an_error(pool: sky.ComputePool, position: int) -> None:
-    """joblib sends its later tasks in the thread that has told it of the end of earlier ones."""
+    """joblib sends its later tasks in the thread that reports the end of earlier ones."""
     arguments: list[Any] = [*range(40)]
     arguments.insert(position, (number for number in ()))
     with pytest.raises(sky.NotPicklable):

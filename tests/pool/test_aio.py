@@ -19,8 +19,8 @@ LEFT = sky.InstancesLeft("i-1 may still be running", ["i-1"])
 CONTEXT = contextvars.ContextVar("CONTEXT", default="unset")
 
 
-class ToldPool(AsyncPool):
-    """Opens and closes when it is told to, and notes what happens to it."""
+class ScriptedPool(AsyncPool):
+    """Opens and closes when the test says so, and notes what happens to it."""
 
     def __init__(self) -> None:
         self.done: list[str] = []
@@ -71,8 +71,8 @@ class ToldPool(AsyncPool):
 
 
 @pytest.fixture
-def pool() -> Iterator[ToldPool]:
-    pool = ToldPool()
+def pool() -> Iterator[ScriptedPool]:
+    pool = ScriptedPool()
     yield pool
     pool.may_open.set()
     pool.may_close.set()
@@ -90,7 +90,7 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def use(pool: ToldPool, body: Callable[[], Coroutine[Any, Any, object]] | None = None) -> str:
+async def use(pool: ScriptedPool, body: Callable[[], Coroutine[Any, Any, object]] | None = None) -> str:
     async with pool as same:
         assert same is pool
         pool.done.append("block")
@@ -102,7 +102,7 @@ async def use(pool: ToldPool, body: Callable[[], Coroutine[Any, Any, object]] | 
 # ── opening and closing ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_pool_is_opened_and_closed_in_threads(pool: ToldPool) -> None:
+def test_a_pool_is_opened_and_closed_in_threads(pool: ScriptedPool) -> None:
     """The loop turns meanwhile; context variables are those of the task."""
 
     async def program() -> None:
@@ -119,7 +119,7 @@ def test_a_pool_is_opened_and_closed_in_threads(pool: ToldPool) -> None:
     assert pool.context == "of the task"
 
 
-def test_a_task_that_is_cancelled_before_opens_nothing(pool: ToldPool) -> None:
+def test_a_task_that_is_cancelled_before_opens_nothing(pool: ScriptedPool) -> None:
     """Also if the cancellation comes in the step that would open the pool."""
 
     async def cancelled_already() -> None:
@@ -138,7 +138,7 @@ def test_a_task_that_is_cancelled_before_opens_nothing(pool: ToldPool) -> None:
 
 
 @pytest.mark.parametrize("is_opened", [True, False], ids=["it opens all the same", "it does not open"])
-def test_a_task_that_is_cancelled_while_the_pool_opens_undoes_that(pool: ToldPool, is_opened: bool) -> None:
+def test_a_task_that_is_cancelled_while_the_pool_opens_undoes_that(pool: ScriptedPool, is_opened: bool) -> None:
     """No more is rented; the task ends when all is undone, however often it is cancelled."""
     if not is_opened:
         pool.open_error = sky.PoolClosed("terminate_now() was called")
@@ -166,7 +166,7 @@ def test_a_task_that_is_cancelled_while_the_pool_opens_undoes_that(pool: ToldPoo
     assert pool.done == ["open", "terminate"] + ["opened", "hand over", "closed"] * is_opened
 
 
-def test_a_task_that_is_cancelled_when_the_pool_has_just_opened_closes_it(pool: ToldPool) -> None:
+def test_a_task_that_is_cancelled_when_the_pool_has_just_opened_closes_it(pool: ScriptedPool) -> None:
     """The thread has handed the pool over, and the task has not gone on."""
 
     async def program() -> None:
@@ -184,7 +184,7 @@ def test_a_task_that_is_cancelled_when_the_pool_has_just_opened_closes_it(pool: 
 
 
 @pytest.mark.parametrize("is_opened", [True, False], ids=["it opens all the same", "it does not open"])
-def test_machines_that_are_left_by_a_cancelled_opening_are_named(pool: ToldPool, is_opened: bool) -> None:
+def test_machines_that_are_left_by_a_cancelled_opening_are_named(pool: ScriptedPool, is_opened: bool) -> None:
     """In a note of the exception."""
     pool.close_error, pool.open_error = LEFT, None if is_opened else LEFT
     pool.may_close.set()
@@ -202,7 +202,7 @@ def test_machines_that_are_left_by_a_cancelled_opening_are_named(pool: ToldPool,
     asyncio.run(program())
 
 
-def test_a_loop_that_ends_while_the_pool_opens_leaves_the_undoing_to_the_thread(pool: ToldPool) -> None:
+def test_a_loop_that_ends_while_the_pool_opens_leaves_the_undoing_to_the_thread(pool: ScriptedPool) -> None:
     """The coroutine is closed and cannot wait for anything."""
 
     async def begin() -> Coroutine[Any, Any, str]:
@@ -220,7 +220,7 @@ def test_a_loop_that_ends_while_the_pool_opens_leaves_the_undoing_to_the_thread(
     assert pool.done == ["open", "terminate", "opened", "hand over", "closed"]
 
 
-def test_an_error_of_opening_is_raised(pool: ToldPool) -> None:
+def test_an_error_of_opening_is_raised(pool: ScriptedPool) -> None:
     """The block does not run, and nothing is closed: `open` has undone all."""
     pool.open_error = sky.NoCapacity("none")
     pool.may_open.set()
@@ -229,7 +229,7 @@ def test_an_error_of_opening_is_raised(pool: ToldPool) -> None:
     assert pool.done == ["open"]
 
 
-def test_a_task_that_is_cancelled_in_the_block_waits_for_the_close(pool: ToldPool) -> None:
+def test_a_task_that_is_cancelled_in_the_block_waits_for_the_close(pool: ScriptedPool) -> None:
     """A second cancellation does not end the wait; unconfirmed machines are in a note."""
     pool.may_open.set()
     pool.close_error = LEFT
@@ -252,7 +252,9 @@ def test_a_task_that_is_cancelled_in_the_block_waits_for_the_close(pool: ToldPoo
 
 
 @pytest.mark.parametrize("is_left", [True, False], ids=["machines are left", "all are gone"])
-def test_a_task_that_is_cancelled_while_the_pool_closes_is_cancelled_after_it(pool: ToldPool, is_left: bool) -> None:
+def test_a_task_that_is_cancelled_while_the_pool_closes_is_cancelled_after_it(
+    pool: ScriptedPool, is_left: bool
+) -> None:
     """An error of the close is raised instead: it is about money."""
     pool.may_open.set()
     pool.close_error = LEFT if is_left else None
@@ -270,7 +272,7 @@ def test_a_task_that_is_cancelled_while_the_pool_closes_is_cancelled_after_it(po
     asyncio.run(program())
 
 
-def test_a_time_out_of_asyncio_around_the_pool_is_a_time_out(pool: ToldPool) -> None:
+def test_a_time_out_of_asyncio_around_the_pool_is_a_time_out(pool: ScriptedPool) -> None:
     """The cancellation is not swallowed."""
     pool.may_open.set()
     pool.may_close.set()
@@ -294,7 +296,7 @@ def add(a: int, b: int) -> int:
     return a + b
 
 
-async def with_futures(pool: ToldPool, call: Coroutine[Any, Any, Any], end: Callable[[], object]) -> Any:
+async def with_futures(pool: ScriptedPool, call: Coroutine[Any, Any, Any], end: Callable[[], object]) -> Any:
     """Run a coroutine; when it has submitted its calls, end them in another thread."""
     task = asyncio.create_task(call)
     await until(lambda: pool.futures)
@@ -302,7 +304,7 @@ async def with_futures(pool: ToldPool, call: Coroutine[Any, Any, Any], end: Call
     return await task
 
 
-def test_every_spelling_gives_results(pool: ToldPool) -> None:
+def test_every_spelling_gives_results(pool: ScriptedPool) -> None:
     """`arun` of a call and of a batch, `>>`, `@`, `map`: in the order of the calls, though they end in another one."""
 
     def end() -> None:
@@ -325,7 +327,7 @@ def test_every_spelling_gives_results(pool: ToldPool) -> None:
     asyncio.run(program())
 
 
-def test_the_first_error_stops_the_others(pool: ToldPool) -> None:
+def test_the_first_error_stops_the_others(pool: ScriptedPool) -> None:
     """At once, while the others run."""
 
     async def program() -> None:
@@ -337,7 +339,7 @@ def test_the_first_error_stops_the_others(pool: ToldPool) -> None:
     assert pool.stopped == ["0"]
 
 
-def test_results_that_cannot_be_loaded_do_not_end_the_wait(pool: ToldPool) -> None:
+def test_results_that_cannot_be_loaded_do_not_end_the_wait(pool: ScriptedPool) -> None:
     """All results are kept in the error, as with `>> pool`. The loop turns until they are there."""
 
     async def program() -> None:
@@ -352,7 +354,7 @@ def test_results_that_cannot_be_loaded_do_not_end_the_wait(pool: ToldPool) -> No
     asyncio.run(program())
 
 
-def test_a_cancelled_task_stops_its_calls(pool: ToldPool) -> None:
+def test_a_cancelled_task_stops_its_calls(pool: ScriptedPool) -> None:
     """Those that have not ended."""
 
     async def program() -> None:
@@ -367,7 +369,9 @@ def test_a_cancelled_task_stops_its_calls(pool: ToldPool) -> None:
     assert pool.stopped == ["1"]
 
 
-def test_a_call_that_ends_after_its_loop_disturbs_nobody(pool: ToldPool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_call_that_ends_after_its_loop_disturbs_no_other(
+    pool: ScriptedPool, caplog: pytest.LogCaptureFixture
+) -> None:
     """The callback finds the loop closed."""
     loop = asyncio.new_event_loop()
     task = loop.create_task(pool.arun(add(1, 2)))
@@ -382,7 +386,7 @@ def test_a_call_that_ends_after_its_loop_disturbs_nobody(pool: ToldPool, caplog:
     assert not caplog.records
 
 
-async def until_submitted(pool: ToldPool) -> None:
+async def until_submitted(pool: ScriptedPool) -> None:
     await until(lambda: pool.futures)
 
 
@@ -395,7 +399,7 @@ def train() -> int:
     return 1
 
 
-def test_a_group_that_has_lost_a_node_runs_again(pool: ToldPool) -> None:
+def test_a_group_that_has_lost_a_node_runs_again(pool: ScriptedPool) -> None:
     """As a whole, when all workers are there, as with `@ pool`."""
 
     def end() -> None:
@@ -417,7 +421,7 @@ def test_a_group_that_has_lost_a_node_runs_again(pool: ToldPool) -> None:
 
 
 @pytest.mark.parametrize("is_submitted", [True, False], ids=["while it runs", "while it is submitted"])
-def test_a_cancelled_task_stops_the_ranks_of_its_group(pool: ToldPool, is_submitted: bool) -> None:
+def test_a_cancelled_task_stops_the_ranks_of_its_group(pool: ScriptedPool, is_submitted: bool) -> None:
     """All of them, and the task waits until its thread has ended."""
     really, may_submit, begun = pool.submit_broadcast, threading.Event(), threading.Event()
 

@@ -32,7 +32,7 @@ MODULES = {
 
 
 def run(folder: Path, *modules: str) -> dict[str, Any]:
-    """Preload modules in a process of its own; return what it says."""
+    """Preload modules in a separate process; return what it says."""
     for name, text in MODULES.items():
         (folder / f"{name}.py").write_text(text)
     paths = os.pathsep.join([str(folder), str(Path(__file__).parents[2])])

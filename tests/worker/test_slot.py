@@ -519,7 +519,7 @@ def test_a_call_is_ended_at_its_deadline_and_those_behind_it_run(slot: Slot, tmp
     run = Run(slot, limited(batch, "late", 300.0))
     wait_until(started.exists, "the call to begin")
     clock.moved_seconds = 400.0
-    slot.cancel("nobody")  # it looks again
+    slot.cancel("unknown")  # it looks again
     assert run.endings() == {"late": OutcomeKind.TIMED_OUT, "neighbour": OutcomeKind.RESULT}
     outcome = next(news for news in run.news if isinstance(news, Outcome) and news.call_id == "late")
     assert (outcome.text, outcome.output) == ("300.0", ("begun",))
@@ -569,7 +569,7 @@ def test_a_call_that_ends_just_before_its_deadline_spares_the_next_one(
     run = Run(slot, limited(batch_of(late=waits_for(go, started), next=waits_for(end, begun)), "late", 300.0))
     wait_until(started.exists, "the call to begin")
     clock.moved_seconds = 400.0
-    slot.cancel("nobody")
+    slot.cancel("unknown")
     wait_until(lambda: any(isinstance(news, Outcome) for news in run.news), "the outcome of the first call")
     end.touch()
     assert run.endings() == {"late": OutcomeKind.RESULT, "next": OutcomeKind.RESULT}
@@ -587,7 +587,7 @@ def test_a_call_that_handles_the_signal_of_its_deadline_is_late_all_the_same(
     run = Run(slot, limited(batch_of(late=text, neighbour="pass"), "late", 300.0))
     wait_until(started.exists, "the call to begin")
     clock.moved_seconds = 400.0
-    slot.cancel("nobody")
+    slot.cancel("unknown")
     assert run.endings() == {"late": OutcomeKind.TIMED_OUT, "neighbour": OutcomeKind.RESULT}
     assert slot.pid != pid
 
