@@ -320,9 +320,9 @@ class Cluster:
         calls = ((call, worker) for worker in self._names())
         return self._take_in(calls, replace_object, uuid.uuid4().hex, is_awaited)
 
-    def note_retry(self, attempt: int, loss: NodeLost) -> None:
-        """Emit that a group of calls runs again as a whole; `attempt` counts from 1."""
-        self._emit(CallRetrying("broadcast", attempt, self.retries + 1, str(loss)))
+    def note_retry(self, call_id: str, attempt: int, loss: NodeLost) -> None:
+        """Emit that a group of calls runs again as a whole, by the first one's id; `attempt` counts from 1."""
+        self._emit(CallRetrying(call_id, attempt, self.retries + 1, str(loss)))
 
     def _names(self) -> list[str]:
         """Names of all workers of the pool, whether they are there or not, in their order."""

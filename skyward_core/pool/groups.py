@@ -13,6 +13,7 @@ from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
 from typing import Any
 
 from skyward_core.compute import PendingCompute, compute
+from skyward_core.engine.futures import CallFuture
 from skyward_core.errors import NodeLost, RankFailed
 from skyward_core.pool.calls import results_of
 
@@ -28,30 +29,31 @@ def _be_there() -> None:
 
 
 def group_results(
-    broadcast: Callable[[PendingCompute[Any]], Sequence[Future[Any]]],
+    broadcast: Callable[[PendingCompute[Any]], Sequence[CallFuture[Any]]],
     pending: PendingCompute[Any],
     retries: int,
-    on_retry: Callable[[int, NodeLost], object],
+    on_retry: Callable[[str, int, NodeLost], object],
 ) -> tuple[Any, ...]:
     """Return the results of all ranks, in their order. After the loss of a node the call runs again on all workers.
 
-    `on_retry` gets the number of the next attempt, from 2, and the loss. Raises NodeLost after the last one, and every
-    other error of a rank at once.
+    `on_retry` gets the first rank's call id, the number of the next attempt, from 2, and the loss. Raises NodeLost
+    after the last one, and every other error of a rank at once.
     """
-    attempt = 1
+    attempt, call_id = 1, ""  # without an id: the loss was seen before the first call began
     while True:
-        futures: Sequence[Future[Any]] = ()
+        futures: Sequence[CallFuture[Any]] = ()
         try:
             if attempt > 1:
                 results_of(broadcast(_be_there()))
             futures = broadcast(pending)
+            call_id = futures[0].call_id
             _wait_for_cause(futures)
             return results_of(futures, tuple)
         except NodeLost as error:
             if attempt > retries:
                 raise
             attempt += 1
-            on_retry(attempt, error)
+            on_retry(call_id, attempt, error)
         finally:
             for future in futures:
                 future.cancel()

@@ -296,8 +296,8 @@ def test_after_the_loss_of_a_node_the_training_goes_on_from_its_checkpoint(tmp_p
         (tmp_path / "go-3").touch()
         assert running.result(120) == ((3, 4), (3, 4))
         assert ranks_of() @ pool == ((0, 2, "0", "inside"), (1, 2, "1", "inside"))
-    assert [(event.call_id, event.attempt, event.attempts) for event in recorded.of(sky.CallRetrying)] == [
-        ("broadcast", 2, 2)
+    assert [(len(event.call_id), event.attempt, event.attempts) for event in recorded.of(sky.CallRetrying)] == [
+        (32, 2, 2)
     ]
 
 

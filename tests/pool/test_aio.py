@@ -67,7 +67,7 @@ class ScriptedPool(AsyncPool):
 
     def broadcast[R](self, pending: sky.PendingCompute[R], *, submit: Broadcast | None = None) -> tuple[R, ...]:
         assert submit is not None
-        return group_results(submit, pending, 1, lambda attempt, loss: self.done.append(f"attempt {attempt}"))
+        return group_results(submit, pending, 1, lambda _, attempt, loss: self.done.append(f"attempt {attempt}"))
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
+from skyward_core.engine.futures import CallFuture
 from skyward_core.pool import groups
 from skyward_core.pool.groups import group_results
 
@@ -25,7 +26,7 @@ def plain() -> int:
 
 def future_of(outcome: object) -> Future[Any]:
     """Return a future that has ended with a value or an error; None: that has not ended."""
-    future = Future[Any]()
+    future = CallFuture[Any]("first", lambda _: None)
     if isinstance(outcome, BaseException):
         future.set_exception(outcome)
     elif outcome is not None:
@@ -50,7 +51,11 @@ class Broadcasts:
         return self.begun[-1]
 
     def results(self, retries: int) -> tuple[Any, ...]:
-        return group_results(self, train(), retries, lambda attempt, loss: self.retries.append((attempt, str(loss))))
+        return group_results(self, train(), retries, self._note)
+
+    def _note(self, call_id: str, attempt: int, loss: sky.NodeLost) -> None:
+        assert call_id == "first"
+        self.retries.append((attempt, str(loss)))
 
 
 def test_only_distributed_functions_form_groups():
