@@ -99,6 +99,8 @@ async def coroutines_keep_their_types() -> None:
         assert_type(await (train(1) @ pool.aio), tuple[float, ...])
         assert_type(await ((train(1) & label(0.1)) >> pool.aio), tuple[float, str])
         assert_type(await pool.aio.map(train, [1, 2]), list[float])
+    async with sky.MultiPool(sky.ComputePool(), sky.ComputePool()) as pools:
+        assert_type(pools, tuple[sky.ComputePool, ...])
 
 
 def pools_keep_their_types() -> None:

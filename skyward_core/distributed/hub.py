@@ -24,6 +24,8 @@ SETTLE_SECONDS = 0.2
 the errors of that may arrive before the end of its process is known.
 """
 LINE_BYTES = 16 << 20
+UNPROVED_BYTES = 4096
+"""How much of a connection is read before it has proved that it has the key."""
 SEND_SECONDS = 10.0
 
 type Message = dict[str, Any]
@@ -162,14 +164,15 @@ class _Peer:
 
     def messages(self) -> list[Message] | None:
         """Return what has arrived; None at the end of the connection. Raises ValueError for anything but messages."""
+        limit = UNPROVED_BYTES if self.rank is None else LINE_BYTES
         try:
-            data = self.connection.recv(1 << 16)
+            data = self.connection.recv(min(1 << 16, limit - len(self._received)))
         except OSError:
             return None
         if not data:
             return None
         *lines, self._received = (self._received + data).split(b"\n")
-        if len(self._received) > LINE_BYTES:
+        if len(self._received) >= limit:
             raise ValueError("a line is too long")
         found = [json.loads(line) for line in lines]
         if not all(isinstance(one, dict) for one in found):

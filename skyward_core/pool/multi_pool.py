@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
+from typing import Any
 
 from skyward_core.pool.pool import ComputePool
 
@@ -16,6 +18,8 @@ class MultiPool:
 
     with MultiPool(ComputePool(accelerator="T4"), ComputePool(accelerator="A100")) as (t4, a100):
         ...
+
+    `async with` is the same in a coroutine: each pool opens and closes as `async with` of one pool does.
     """
 
     def __init__(self, *pools: ComputePool) -> None:
@@ -42,8 +46,39 @@ class MultiPool:
             return
         with ThreadPoolExecutor(len(self._pools), thread_name_prefix="skyward-multipool") as threads:
             errors = [future.exception() for future in [threads.submit(verb, pool) for pool in self._pools]]
-        failures = [error for error in errors if error is not None]
-        if len(failures) == 1:
-            raise failures[0]
-        if failures:
-            raise BaseExceptionGroup(what, failures)
+        _raise_all(errors, what)
+
+    async def __aenter__(self) -> tuple[ComputePool, ...]:
+        openings = [asyncio.ensure_future(pool.__aenter__()) for pool in self._pools]
+        try:
+            await _ended(openings, "could not open all pools")
+        except BaseException as error:
+            opened = [pool for pool, opening in zip(self._pools, openings, strict=True) if _has_succeeded(opening)]
+            await _ended([pool.__aexit__(type(error), error, None) for pool in opened], "could not close all pools")
+            raise
+        return self._pools
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await _ended([pool.__aexit__(kind, error, trace) for pool in self._pools], "could not close all pools")
+
+
+async def _ended(pools: Sequence[asyncio.Future[Any] | Coroutine[Any, Any, None]], what: str) -> None:
+    """Wait for all pools, also if this task is cancelled: each pool then undoes what it does. Raise their errors."""
+    _raise_all(
+        [error for error in await asyncio.gather(*pools, return_exceptions=True) if isinstance(error, BaseException)],
+        what,
+    )
+
+
+def _has_succeeded(opening: asyncio.Future[Any]) -> bool:
+    return not opening.cancelled() and opening.exception() is None
+
+
+def _raise_all(errors: Iterable[BaseException | None], what: str) -> None:
+    failures = [error for error in errors if error is not None]
+    if len(failures) == 1:
+        raise failures[0]
+    if failures:
+        raise BaseExceptionGroup(what, failures)

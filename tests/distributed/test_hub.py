@@ -1,8 +1,13 @@
 """The hub's states: who is there, values from all to all, and which rank failed first."""
 
+import json
+import socket
+import time
+from collections.abc import Iterator
+
 import pytest
 
-from skyward_core.distributed.hub import SETTLE_SECONDS, Hub, HubState
+from skyward_core.distributed.hub import SETTLE_SECONDS, UNPROVED_BYTES, Hub, HubServer, HubState, line_of, proof
 
 
 def formed(world: int) -> Hub:
@@ -119,3 +124,42 @@ def test_a_crash_is_first_although_an_error_was_reported_before() -> None:
     assert hub.receive(0, {"crashed": "SIGKILL"}, now=10.1) == [(0, verdict), (1, verdict), (2, verdict)]
     assert hub.receive(1, {"crashed": "SIGABRT"}, now=10.2) == []
     assert hub.leave(0) == []
+
+
+# ── what is read of a connection that has not proved itself ──────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def connection() -> Iterator[socket.socket]:
+    """A connection to the hub of a group of one rank, whose key is "key"."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = HubServer(Hub(1, deadline=time.monotonic() + 60), listener, "key")
+    with socket.create_connection(listener.getsockname()) as connection:
+        connection.settimeout(30)
+        yield connection
+    server.close()
+
+
+def read_line(connection: socket.socket) -> dict[str, str]:
+    with connection.makefile("rb") as file:
+        return json.loads(file.readline())
+
+
+def test_a_connection_without_a_proof_is_closed_after_four_kilobytes(connection: socket.socket) -> None:
+    """It sends no end of a line: the hub neither waits for one, nor keeps what comes."""
+    assert "nonce" in read_line(connection)
+    connection.sendall(b"x" * UNPROVED_BYTES)
+    assert connection.recv(1) == b""
+    assert UNPROVED_BYTES == 4096
+
+
+def test_a_rank_with_a_proof_may_send_longer_lines(connection: socket.socket) -> None:
+    """Its first line is short; a value of another megabyte arrives."""
+    nonce = read_line(connection)["nonce"]
+    connection.sendall(line_of({"join": 0, "nonce": "n", "proof": proof("key", "rank", nonce, "n", 0)}))
+    assert read_line(connection)["proof"] == proof("key", "hub", nonce, "n", 0)
+    connection.sendall(line_of({"value": "x" * (1 << 20)}))
+    received = b""
+    while not received.endswith(b"]}\n"):
+        received += connection.recv(1 << 16)
+    assert len(received) > 1 << 20

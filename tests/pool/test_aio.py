@@ -288,6 +288,88 @@ def test_a_time_out_of_asyncio_around_the_pool_is_a_time_out(pool: ScriptedPool)
     assert pool.done[-1] == "closed"
 
 
+# ── several pools ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class ScriptedPools(sky.MultiPool):
+    """Two scripted pools, which may close."""
+
+    def __init__(self) -> None:
+        self.first, self.second = ScriptedPool(), ScriptedPool()
+        super().__init__(self.first, self.second)  # type: ignore[arg-type]
+        for pool in (self.first, self.second):
+            pool.may_close.set()
+
+    def let_open(self) -> None:
+        self.first.may_open.set()
+        self.second.may_open.set()
+
+
+def test_several_pools_open_and_close_at_the_same_time() -> None:
+    """Each in its own thread: the first waits until the second has begun."""
+
+    async def program() -> None:
+        pools = ScriptedPools()
+        entering = asyncio.ensure_future(pools.__aenter__())
+        await until(lambda: pools.first.done == pools.second.done == ["open"])
+        pools.let_open()
+        assert await entering == (pools.first, pools.second)
+        await pools.__aexit__(None, None, None)
+        assert pools.first.done == pools.second.done == ["open", "opened", "close", "closed"]
+
+    asyncio.run(program())
+
+
+def test_if_one_of_several_pools_fails_to_open_the_others_are_closed() -> None:
+    """Its error is raised."""
+
+    async def program() -> None:
+        pools = ScriptedPools()
+        pools.first.open_error = sky.NoCapacity("none")
+        pools.let_open()
+        with pytest.raises(sky.NoCapacity):
+            async with pools:
+                raise AssertionError
+        assert pools.first.done == ["open"]
+        assert pools.second.done == ["open", "opened", "hand over", "closed"]
+
+    asyncio.run(program())
+
+
+def test_a_task_that_is_cancelled_while_several_pools_open_closes_all() -> None:
+    """One of them is open by then."""
+
+    async def program() -> None:
+        pools = ScriptedPools()
+        entering = asyncio.ensure_future(pools.__aenter__())
+        pools.first.may_open.set()
+        await until(lambda: pools.first.done[-1:] == ["opened"] and len(asyncio.all_tasks()) == 3)
+        entering.cancel()
+        await until(lambda: "terminate" in pools.second.done)
+        pools.second.may_open.set()
+        with pytest.raises(asyncio.CancelledError):
+            await entering
+        assert [pool.done[-1] for pool in (pools.first, pools.second)] == ["closed", "closed"]
+
+    asyncio.run(program())
+
+
+def test_a_block_of_several_pools_that_fails_closes_all() -> None:
+    """Machines that are left are named in notes of its exception."""
+
+    async def program() -> None:
+        pools = ScriptedPools()
+        pools.let_open()
+        pools.second.close_error = LEFT
+        with pytest.raises(ZeroDivisionError) as caught:
+            async with pools:
+                _ = 1 / 0
+        assert [str(LEFT) in note for note in caught.value.__notes__] == [True]
+        assert [pool.done[-1] for pool in (pools.first, pools.second)] == ["closed", "closed"]
+
+    asyncio.run(program())
+
+
 # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
