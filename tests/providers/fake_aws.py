@@ -13,6 +13,7 @@ import contextlib
 import copy
 import io
 import json
+import os
 import re
 import socket
 import threading
@@ -91,6 +92,12 @@ class Fault:
 type Answer = tuple[int, str, bytes]
 """Status, content type and body."""
 
+STATIC_ACTIONS = ("DescribeInstanceTypes", "DescribeInstanceTypeOfferings")
+"""What moto answers from its own files. Each such answer is a few hundred kilobytes of XML, which moto takes long to
+write; so each is written once in a process.
+"""
+_static_answers: dict[tuple[str, str, bytes], Answer] = {}
+
 
 class FakeAWS:
     """AWS on a free port of 127.0.0.1; a context manager.
@@ -128,6 +135,8 @@ class FakeAWS:
 
     def __enter__(self) -> Self:
         numbers = iter(range(1, 250))  # moto invents addresses that belong to other users
+        # moto's own machine images: every reset of a region takes 0.1 s to make them, and no test uses them
+        self._patches.enter_context(mock.patch.dict(os.environ, MOTO_EC2_LOAD_DEFAULT_AMIS="false"))
         self._patches.enter_context(
             mock.patch.object(elastic_network_interfaces, "random_public_ip", lambda: f"198.51.100.{next(numbers)}")
         )
@@ -147,8 +156,8 @@ class FakeAWS:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-        self._patches.close()
         self._reset()
+        self._patches.close()
 
     @property
     def url(self) -> str:
@@ -289,13 +298,19 @@ class FakeAWS:
             if "HTTP_X_AMZ_TARGET" in environ
             else urlencode({"Action": request.action, **request.parameters})
         ).encode()
+        key = request.region, request.service, content
+        if key in _static_answers:
+            return _static_answers[key]
         given = environ | {"wsgi.input": io.BytesIO(content), "CONTENT_LENGTH": str(len(content))}
         body = b"".join(
             self._moto(
                 given, lambda status, headers, *_: head.extend((int(status[:3]), dict(headers).get("Content-Type", "")))
             )
         )
-        return head[0], head[1], body
+        answer = head[0], head[1], body
+        if request.action in STATIC_ACTIONS and answer[0] == 200:
+            _static_answers[key] = answer
+        return answer
 
     def _run_instances(self, environ: dict[str, Any], request: AwsRequest) -> Answer:
         token = request.parameters["ClientToken"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -73,12 +74,12 @@ class FakeCloud:
 
     `refuse` answers before any route does, for instance requests without credentials. `requests` are all that came,
     faults included. `delay_seconds` is the latency of each answer, outside of the lock; `most_at_once` is the largest
-    number of answers delayed at the same time. `address` is its host and port.
+    number of answers delayed at the same time. `address` is its host and port. With `tls` it is an HTTPS server.
     """
 
     address = "127.0.0.1"
 
-    def __init__(self) -> None:
+    def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self.requests: list[Request] = []
         self.faults: list[Fault] = []
         self.delay_seconds = 0.0
@@ -112,7 +113,10 @@ class FakeCloud:
             def handle_error(self, *_: object) -> None:
                 """Ignore errors of clients that have closed their connection."""
 
+        self._scheme = "https" if tls else "http"
         self._server = Server((self.address, 0), Handler)
+        if tls:
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True, do_handshake_on_connect=False)
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, name="fake-cloud", daemon=True
         )
@@ -121,7 +125,7 @@ class FakeCloud:
     @property
     def url(self) -> str:
         """Return its base URL."""
-        return f"http://{self.address}:{self._server.server_address[1]}"
+        return f"{self._scheme}://{self.address}:{self._server.server_address[1]}"
 
     def close(self) -> None:
         """Stop listening."""

@@ -3,18 +3,21 @@
 import gzip
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, quote_plus
 
 import httpx
 import pytest
 
+from skyward_core.engine.certificates import make_certificate
 from skyward_core.errors import BadRequest, CredentialsError, NoCapacity, ProviderFailed, RateLimited, SkywardError
 from skyward_core.providers import _http
 from skyward_core.providers._http import Api
@@ -274,6 +277,23 @@ def test_a_refused_connection_is_tried_again(clock: Clock, method: str) -> None:
     assert isinstance(error.__cause__, httpx.ConnectError)
     assert clock.pauses == [0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0]
     assert sum(clock.pauses) <= _http.PATIENCE_SECONDS
+
+
+def test_the_variable_for_certificates_may_change_between_clients(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The certificates are loaded once for each value of SSL_CERT_FILE, not once for each process."""
+    pem, made = tmp_path / "server.pem", make_certificate("a pool")
+    pem.write_text(made.certificate + made.key)
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(pem)
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+    with FakeThings(tls=server) as cloud:
+        with Api("Acme", cloud.url) as api:
+            assert "self-signed certificate" in str(refused(api))
+        monkeypatch.setenv("SSL_CERT_FILE", str(pem))
+        with Api("Acme", cloud.url) as api:
+            assert "IP address mismatch" in str(refused(api))  # trusted, but made for another name
 
 
 def test_a_server_that_starts_late_gets_the_request(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
