@@ -294,6 +294,9 @@ def test_the_variable_for_certificates_may_change_between_clients(
         monkeypatch.setenv("SSL_CERT_FILE", str(pem))
         with Api("Acme", cloud.url) as api:
             assert "IP address mismatch" in str(refused(api))  # trusted, but made for another name
+    monkeypatch.setenv("SSL_CERT_FILE", f"{pem}.old")
+    with pytest.raises(BadRequest, match=r"certificates of SSL_CERT_FILE=.*server.pem.old cannot be read"):
+        Api("Acme", cloud.url)
 
 
 def test_a_server_that_starts_late_gets_the_request(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
