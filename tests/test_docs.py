@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = [
     "README.md",
     "docs/pool.md",
-    "docs/scikit-learn.md",
+    pytest.param("docs/scikit-learn.md", marks=pytest.mark.long),  # each of its pools loads scikit-learn
     "docs/async.md",
     "docs/data.md",
     "docs/secrets.md",

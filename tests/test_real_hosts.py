@@ -483,6 +483,7 @@ def six(hosts: list[Host], fleet: Fleet, mirror: Mirror) -> Iterator[list[Host]]
         host.crash()
 
 
+@pytest.mark.long
 def test_all_processes_of_all_hosts_die_at_once(six, timings, tmp_path):
     """Six nodes, each with its guard, are killed while their hosts answer: the pool starts again on the same hosts at
     once, and no call is lost.

@@ -25,7 +25,6 @@ from skyward_core.machines.offers import matches
 from skyward_core.machines.spot import Strategy, parse, split
 from skyward_core.providers.aws import offers as aws_offers
 from skyward_core.worker.info import ENV, to_env
-from tests.providers.fake_aws import FakeAWS
 from tests.providers.fake_digitalocean import SIZES, TOKEN, FakeDigitalOcean
 from tests.providers.fake_runpod import KEY as RUNPOD_KEY
 from tests.providers.fake_runpod import FakeRunPod, gpu
@@ -452,6 +451,8 @@ def test_an_example_of_a_provider(code: str) -> None:
 @pytest.mark.parametrize("region", ["us-east-1", "eu-central-1"])
 def test_aws_rents_in_its_region(region: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """003:218."""
+    from tests.providers.fake_aws import FakeAWS  # moto takes a second, which each test process would need at its start
+
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     with FakeAWS() as cloud:
         cloud.list_prices = {("us-east-1", "g4dn.xlarge"): 0.5, ("eu-central-1", "g4dn.xlarge"): 0.6}

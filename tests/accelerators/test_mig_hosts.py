@@ -199,6 +199,7 @@ def test_a_worker_that_dies_comes_back_with_its_own_partition(machines, gpus, tm
     assert as_before(gpus)
 
 
+@pytest.mark.long
 def test_hosts_that_cannot_reach_each_other_run_partitions(fleet, mirror, tmp_path):
     """Each of the two workers of a node has its own forwarded port.
 

@@ -24,7 +24,10 @@ from tests.engine.simulation import World, explore
 HISTORIES = 2_000
 
 
-@pytest.mark.parametrize("first", range(0, HISTORIES, 100))
+@pytest.mark.parametrize(
+    "first",
+    [*range(0, 500, 100), *(pytest.param(first, marks=pytest.mark.slow) for first in range(500, HISTORIES, 100))],
+)
 def test_histories(first: int) -> None:
     """`python -m tests.engine.simulation --seed N` prints a failure step by step."""
     assert [failure for seed in range(first, first + 100) if (failure := explore(seed))] == []
@@ -283,7 +286,7 @@ def first_found(broken: type, monkeypatch: pytest.MonkeyPatch) -> int | None:
     ids=lambda broken: broken.__name__,
 )
 def test_it_finds(broken: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In as many histories as `make quick` runs."""
+    """In as many histories as `make test` runs."""
     assert first_found(broken, monkeypatch) is not None
 
 

@@ -506,6 +506,7 @@ exec s3fs "$1$prefix" "$2" -o "$options"
 """
 
 
+@pytest.mark.long
 def test_mountpoint_s3_is_used_if_the_image_has_it(node, service):
     """`mount-s3` is preferred to s3fs, with its own options.
 

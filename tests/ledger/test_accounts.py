@@ -288,10 +288,12 @@ def shared() -> Iterator[Shared]:
         both.close()
 
 
-@pytest.mark.slow
 @pytest.mark.generated
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize(
+    "part",
+    [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(part, marks=pytest.mark.long) for part in (1, 2, 3))],
+)
 def test_no_history_overdraws_an_account(shared: Shared, part: int) -> None:
     """Two thousand of them in `make long`, of twelve steps, in four parts that can run side by side."""
     many = settings(

@@ -1092,7 +1092,8 @@ pool_steps = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None)
+@pytest.mark.generated
+@settings(max_examples=examples(200), deadline=None)
 @given(
     limit=st.integers(1, 60),
     price=st.sampled_from([usd("36"), usd("7.2"), usd("12", increment=60), usd("3.6", minimum=600)]),

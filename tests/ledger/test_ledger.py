@@ -970,7 +970,7 @@ while True:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_writer_killed_at_any_statement_leaves_a_readable_ledger(tmp_path: Path) -> None:
     """SIGKILL before and after every statement and before every commit, from an empty file on.

@@ -299,7 +299,7 @@ print(point)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_migration_that_is_killed_at_any_statement_leaves_the_old_ledger(tmp_path: Path) -> None:
     """SIGKILL before and after every statement, and before the commit: the next process migrates it."""
     with Ledger(f"sqlite:///{tmp_path}/old.db") as ledger:

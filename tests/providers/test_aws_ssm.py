@@ -569,6 +569,7 @@ class ManagedAWS(HostedAWS):
         return super()._start_session(environ, request)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_a_pool_runs_through_session_manager(
     fleet: Fleet,

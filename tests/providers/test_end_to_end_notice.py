@@ -25,7 +25,7 @@ METADATA = "169.254.169.254"
 NOTICES = "root/notices"
 SECONDS_LEFT = 90
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(180)]
 
 
 @sky.compute
