@@ -32,6 +32,7 @@ from skyward_core.events.events import (
     SkywardEvent,
 )
 from skyward_core.events.narrator import Narrator, not_well, usd
+from skyward_core.events.notebook import NotebookDisplay, kernel
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -60,16 +61,18 @@ def display(kind: str, *, file: TextIO | None = None) -> Display:
     """Make the display of that kind, for one pool; `file` stands in for stderr.
 
     "log" writes through `logging` (loggers "skyward", and "skyward.node" for what nodes print); where logging is not
-    configured, to stderr. "spinner" draws progress bars on a terminal, and plain lines elsewhere. "quiet" shows
-    nothing: errors are raised anyway. Raises BadRequest for any other kind.
+    configured, to stderr. "spinner" draws progress bars on a terminal, and writes plain lines elsewhere. In a Jupyter
+    notebook both are one output that is replaced (`NotebookDisplay`), but "log" writes through `logging` if that is
+    configured. "quiet" shows nothing: errors are raised anyway. Raises BadRequest for any other kind.
 
         with use_callback(display("log")): ...
     """
+    is_notebook = file is None and kernel() is not None
     match kind:
         case "log":
-            return _Log(file)
+            return NotebookDisplay() if is_notebook and not _others_listen() else _Log(file)
         case "spinner":
-            return _spinner(file)
+            return NotebookDisplay() if is_notebook else _spinner(file)
         case "quiet":
             return _Quiet()
         case _:
