@@ -56,6 +56,7 @@ live: .venv/ready ## look at a real cloud with your account: make live PROVIDER=
 
 bench: .uv-ready ## side by side with bare Dask and Ray; writes benchmarks/RESULTS.md
 	UV_PROJECT_ENVIRONMENT=.bench/venv $(UV) run --locked --no-default-groups --group bench python benchmarks/bench.py
+	UV_PROJECT_ENVIRONMENT=.bench/venv $(UV) run --locked --no-default-groups --group bench python benchmarks/data.py
 	$(UV) run --locked python benchmarks/grid_search.py
 
 versions: .venv/ready ## the core and every plugin with the lowest versions that are allowed, and with the newest there are (those are reported only)
