@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SLOTS = 4
 MOST_SECONDS = 120.0
+FROZEN_SECONDS = 20.0
 RECORDED = RecordedEvents()
 
 
@@ -166,7 +167,7 @@ def test_the_scheduler_is_frozen_during_a_search(
     os.kill(scheduler, signal.SIGSTOP)
     try:
         (tmp_path / "go").touch()
-        time.sleep(12.0)
+        time.sleep(FROZEN_SECONDS)
         assert not found.done()
     finally:
         os.kill(scheduler, signal.SIGCONT)
