@@ -36,6 +36,13 @@ def endless(signal):
     while True:
         time.sleep(60)
 
+@sky.compute
+def items():
+    yield 1
+    INTERRUPT.touch()
+    while True:
+        time.sleep(60)
+
 def has_ended():
     "Wait for the end of the process of `endless`."
     process = pathlib.Path("/proc", (FOLDER / "pid").read_text())
@@ -54,8 +61,10 @@ CELLS = {
     "map": "print(sum(pool.map(square, range({calls}))))",
     "interrupted": "endless('interrupt') >> pool",
     "after": "print(has_ended(), pool.is_active, square(3) >> pool)",
+    "interrupted stream": "for item in items() >> pool: pass",
+    "after stream": "print(square(4) >> pool)",
     "interrupted await": "await pool.arun(endless('interrupt'))",
-    "after await": "print(has_ended(), await pool.arun(square(4)), square(5) >> pool)\npool.close()",
+    "after await": "print(has_ended(), await pool.arun(square(5)), square(6) >> pool)\npool.close()",
     "interrupted with": """
 with sky.ComputePool(provider=sky.Local()) as second:
     endless('interrupt') >> second
@@ -118,7 +127,7 @@ def test_a_pool_is_one_output_below_the_cell_that_opened_it(ran: Ran) -> None:
     """It ends with the calls and the cost, although other cells have run since; other cells have no output of it."""
     (final,) = ran.displayed("open")
     assert re.search(r"^done: .* s, \$0\.\d+ \(1 on demand\)", final["text/plain"])
-    assert f"{CALLS + 3} of {CALLS + 5} calls, 2 cancelled" in final["text/plain"]
+    assert f"{CALLS + 4} of {CALLS + 7} calls, 3 cancelled" in final["text/plain"]
     assert final["text/html"].startswith("<div><b>skyward</b> done: ")
     assert [cell for cell in CELLS if ran.displayed(cell)] == [
         "open",
@@ -148,8 +157,10 @@ def test_an_interrupted_cell_stops_its_call_and_the_pool_goes_on(ran: Ran) -> No
     """The process of the call ends, and its slot runs the next call; the pool has only this one."""
     assert ran.error("interrupted") == "KeyboardInterrupt"
     assert ran.printed("after") == "[node 0] <b> 3\nTrue True 9\n"
+    assert ran.error("interrupted stream") == "KeyboardInterrupt"
+    assert ran.printed("after stream").endswith("16\n")
     assert ran.error("interrupted await") == "CancelledError"
-    assert ran.printed("after await").endswith("True 16 25\n")
+    assert ran.printed("after await").endswith("True 25 36\n")
 
 
 def test_an_interrupted_with_block_closes_its_pool(ran: Ran) -> None:

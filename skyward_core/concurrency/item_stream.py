@@ -48,7 +48,11 @@ class ItemStream[T](Iterator[T], AsyncIterator[T]):
 
     def __next__(self) -> T:
         """Wait for the next item and return it."""
-        return cast("T", self._source.take())
+        try:
+            return cast("T", self._source.take())
+        except BaseException:
+            del self  # a traceback that is kept, as a notebook does, would keep the stream, and the call would go on
+            raise
 
     def __aiter__(self) -> Self:
         return self
@@ -56,15 +60,18 @@ class ItemStream[T](Iterator[T], AsyncIterator[T]):
     async def __anext__(self) -> T:
         """Wait for the next item and return it, while other tasks go on."""
         loop = asyncio.get_running_loop()
-        while True:
-            woken: asyncio.Future[None] = loop.create_future()
-            if self._source.is_ready(lambda woken=woken: _wake(loop, woken)):
-                break
-            await woken
         try:
+            while True:
+                woken: asyncio.Future[None] = loop.create_future()
+                if self._source.is_ready(lambda woken=woken: _wake(loop, woken)):
+                    break
+                await woken
             return cast("T", self._source.take())
         except StopIteration:
             raise StopAsyncIteration from None
+        except BaseException:
+            del self  # as in `__next__`
+            raise
 
     def close(self) -> None:
         """Stop the generator, unless it has ended, and drop the items that were not taken. Idempotent."""

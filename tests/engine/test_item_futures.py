@@ -139,6 +139,42 @@ def test_a_stream_without_references_is_left(call: Call) -> None:
     assert call.stopped == ["a"]
 
 
+def test_a_stream_whose_consumer_was_interrupted_is_left(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although the traceback is kept, as a notebook keeps the last one: its frames do not refer to the stream."""
+    monkeypatch.setattr(ItemFuture, "take", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        for _ in ItemStream[int](call.future):
+            pass
+    gc.collect()
+    assert caught.tb is not None
+    assert len(call.posted) == 1
+
+
+def interrupted(_: ItemFuture) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_stream_whose_task_was_cancelled_is_left(call: Call) -> None:
+    """The same in a cell that awaits the next item."""
+
+    async def consume() -> None:
+        async for _ in ItemStream[int](call.future):
+            pass
+
+    async def cancel() -> BaseException:
+        task = asyncio.create_task(consume())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await task
+        return caught.value
+
+    error = asyncio.run(cancel())
+    gc.collect()
+    assert error.__traceback__ is not None
+    assert len(call.posted) == 1
+
+
 def test_async_for_waits_without_blocking(call: Call) -> None:
     """Other tasks run while no item is there. The end and the error come as in plain programs."""
 
