@@ -430,9 +430,12 @@ def test_a_live_pool_can_be_stopped_by_request(world: World) -> None:
     """Its owner learns of it at the next renewal. A machine that it had just requested ends too."""
     pool = world.pool(owner=HERE)
     world.rent(pool, 2, owner=HERE)
-    release(pool, ledger=world.ledger, credentials=world.provider, **world.hands.keywords)
+    release(pool, ledger=world.ledger, credentials=world.provider, why="Ada stopped it", **world.hands.keywords)
     assert world.ids() == set()
     assert world.ledger.pools() == []
+    assert {its.evidence for its in world.ledger.intents()} == {
+        "cloud lists it no more; it was ended because Ada stopped it"
+    }
     with pytest.raises(LeaseLost):
         world.ledger.renew(pool, world.hands.now + timedelta(hours=1))
     with pytest.raises(LeaseLost):

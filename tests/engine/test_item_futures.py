@@ -11,7 +11,7 @@ import pytest
 
 from skyward_core.concurrency.item_stream import ItemStream
 from skyward_core.engine.item_futures import ItemFuture
-from skyward_core.errors import NodeLost, PoolClosed
+from skyward_core.errors import NodeLost, PoolClosed, SkywardError
 from skyward_core.worker.wire import Parcel
 
 AHEAD = 4
@@ -125,6 +125,19 @@ def test_what_is_not_taken_is_removed(call: Call, tmp_path: Path) -> None:
     call.future.put_item(1, Parcel(b"", (), str(files[1]), ((0, 0),)), 0)
     assert [file.exists() for file in files] == [False, False]
     assert list(items) == []
+
+
+def test_an_item_that_was_taken_is_removed(call: Call, tmp_path: Path) -> None:
+    """Its file in memory goes with it, also if it cannot be loaded. The error names the node."""
+    whole, damaged = (Parcel(data).moved_to_file([str(tmp_path)]) for data in (pickle.dumps("x"), b"no pickle"))
+    call.future.put_item(0, whole, 0)
+    call.future.put_item(1, damaged, 5)
+    items = ItemStream[str](call.future)
+    assert next(items) == "x"
+    assert [file for file in (whole.path, damaged.path) if file and Path(file).exists()] == [damaged.path]
+    with pytest.raises(SkywardError, match="node 5"):
+        next(items)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
 """The receipt: the ledger's record of a pool, as data that adds up."""
 
+import contextlib
 import json
+import sqlite3
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
@@ -14,7 +16,7 @@ from skyward_core.errors import LedgerConflict
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.metering import Meter
 from skyward_core.ledger.receipt import receipt
-from skyward_core.ledger.rows import Bucket, CostBy, Price, ResourceKind, ResourceRequest
+from skyward_core.ledger.rows import Bucket, CostBy, Price, ResourceKind, ResourceRequest, UnreadableRow
 from skyward_core.machines.offers import Extra
 from skyward_core.machines.owner import Owner
 from skyward_core.providers.base import TYPE_TAG
@@ -193,6 +195,29 @@ def test_a_live_pool_has_a_receipt(ledger: Ledger) -> None:
         0.0,
         0.0,
     )
+
+
+@pytest.mark.parametrize(("column", "total_usd"), [("tags_json", 1.5), ("price_micro_usd_per_hour", 1.0)])
+def test_a_receipt_leaves_out_an_entry_that_cannot_be_read(
+    ledger: Ledger, tmp_path: Path, column: str, total_usd: float
+) -> None:
+    """Its cost counts, if that can be read. The caller gets the error of each row, and none of other pools. A caller
+    that gives no list for errors gets no receipt.
+    """
+    whole, damaged = intend(ledger, "p-0", Price(Decimal(36))), intend(ledger, "p-1", Price(Decimal(36)))
+    other = intend(ledger, "elsewhere", pool_id="other")
+    ledger.note_all({whole: {Bucket.IDLE: 100.0}, damaged: {Bucket.IDLE: 50.0}})
+    with contextlib.closing(sqlite3.connect(tmp_path / "ledger.db")) as database, database:
+        database.execute(f"UPDATE skyward_resources SET {column} = '[damaged' WHERE id IN (?, ?)", [damaged, other])
+    unreadable: list[UnreadableRow] = []
+    found = receipt(ledger, "p", unreadable=unreadable)
+    assert [resource["name"] for resource in found["resources"]] == [left["name"] for left in found["left"]] == ["p-0"]
+    assert found["total_cost_usd"] == total_usd
+    assert sum(bucket["seconds"] for bucket in found["buckets"].values()) == total_usd * 100  # 36 USD per hour
+    assert {error.pool_id for error in unreadable} == {"p"}
+    assert all(f"row {damaged} of skyward_resources" in str(error) for error in unreadable)
+    with pytest.raises(UnreadableRow):
+        receipt(ledger, "p")
 
 
 def test_an_unknown_pool_has_no_receipt(ledger: Ledger) -> None:

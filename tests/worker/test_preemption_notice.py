@@ -16,6 +16,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.engine.membership import HOLD_SECONDS, LATE_SECONDS, LOOKS_AT_REST
+from skyward_core.errors import NodeLost
 from skyward_core.events.narrator import Narrator
 from skyward_core.machines.instances import Instance
 from skyward_core.provisioning.bootstrap import Preparation
@@ -324,6 +325,21 @@ def test_one_check_without_calls_is_not_enough(world: World) -> None:
     machine.calls_left = 1
     world.go_on(20)
     assert world.machines.retired == []
+
+
+def test_a_node_whose_calls_are_unknown_is_not_at_rest(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler does not answer how many calls it has: they may run, and it is not retired before its time."""
+    machine = world.announce(1, seconds_left=30)
+
+    def no_answer(rank: int) -> int:
+        raise NodeLost("the scheduler does not answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.cluster, "hold", no_answer)
+        world.go_on(20)
+    assert world.machines.retired == []
+    world.go_on(AT_REST_SECONDS)
+    assert world.machines.retired == [machine.id]
 
 
 def test_when_the_time_is_up_a_node_is_lost_with_its_calls(world: World) -> None:
