@@ -41,6 +41,7 @@ from skyward_core.errors import InstancesLeft, LedgerError, PoolClosed, SkywardE
 from skyward_core.events.events import (
     Callback,
     CostFinal,
+    Error,
     InstancesUnconfirmed,
     PoolReady,
     PoolStopping,
@@ -360,6 +361,9 @@ class Session:
                     raise
                 self.hand_over(error)
                 return
+            except (KeyboardInterrupt, SystemExit) as interrupt:  # the program may go on, as a notebook does
+                self.emit(_interrupted(self.pool_id, interrupt))
+                raise
             self.unconfirmed = None
             self._claims.is_released = True
             atexit.unregister(self._at_exit)
@@ -480,3 +484,10 @@ class Session:
             self._emitter.emit_bill()
             self.events.close()
         return lease
+
+
+def _interrupted(pool_id: str, interrupt: BaseException) -> Error:
+    """Return the event of a teardown that was interrupted; note its words in the exception."""
+    words = f"the end of {pool_id} was interrupted, and its machines may still run: close the pool again"
+    interrupt.add_note(words)
+    return Error(words)

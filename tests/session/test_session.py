@@ -208,6 +208,25 @@ def test_a_close_that_fails_at_the_programs_end_is_one_clear_line(
     assert record.exc_info is None
 
 
+def test_an_interrupted_teardown_names_the_next_step(world: World) -> None:
+    """A notebook goes on after an interrupt: the exception and an event say that the machines may still run."""
+
+    def interrupts() -> None:
+        raise KeyboardInterrupt
+
+    world.hooks["released"] = interrupts
+    with pytest.raises(KeyboardInterrupt) as caught:
+        world.opened.stop("the pool was closed")
+    assert world.opened.events.flush()
+    (event,) = world.recorded.of(sky.Error)
+    assert "close the pool again" in event.message
+    assert caught.value.__notes__ == [event.message]
+    assert not world.opened.is_released
+    world.opened.release()
+    assert world.opened.is_released
+    assert world.done == ["closed with PoolClosed", "released", "released", "written down"]
+
+
 @pytest.mark.slow
 def test_a_pool_that_must_end_at_the_end_of_its_opening_does_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
     """The money is used up between the last machine and the last line of `start`.
