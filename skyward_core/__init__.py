@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     from skyward_core.compute import gather as gather
     from skyward_core.concurrency.item_stream import ItemStream as ItemStream
     from skyward_core.config import Settings as Settings
+    from skyward_core.coordination.primitives import Event as Event
+    from skyward_core.coordination.primitives import Lock as Lock
+    from skyward_core.coordination.primitives import Queue as Queue
+    from skyward_core.coordination.primitives import Semaphore as Semaphore
+    from skyward_core.coordination.primitives import Variable as Variable
     from skyward_core.distributed.checkpoint import Checkpoint as Checkpoint
     from skyward_core.distributed.checkpoint import SavedCheckpoint as SavedCheckpoint
     from skyward_core.distributed.checkpoint import checkpoint as checkpoint
@@ -155,6 +160,7 @@ _HOMES = {
     "compute": "ComputeFunction PendingBatch PendingCompute PendingItems gather",
     "concurrency.item_stream": "ItemStream",
     "config": "Settings",
+    "coordination.primitives": "Event Lock Queue Semaphore Variable",
     "errors": (
         "BadRequest BootstrapFailed BudgetExceeded CallCrashed CallOutOfMemory CallTimedOut CredentialsError"
         " GroupNotFormed"

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import distributed
 
     from skyward_core.engine.certificates import PoolCertificate
+    from skyward_core.engine.program_channel import ProgramChannel
 
 END_SECONDS = 2.0
 
@@ -48,6 +49,8 @@ class UserClient:
         self._client: distributed.Client | None = None
         self._made_for = ""
         self._is_closed = False
+        self._channel: ProgramChannel | None = None
+        """The connection of `_client` for locks and queues. `_getting` guards it."""
 
     def get(self) -> distributed.Client:
         """Return the open client, or make one. Raises NodeLost if the scheduler is out of reach, and PoolClosed."""
@@ -66,6 +69,20 @@ class UserClient:
                 raise NodeLost(f"the pool's scheduler at {address} does not answer: try again") from error
             self._put(client, address)
             return client
+
+    def channel(self) -> ProgramChannel:
+        """Return the client's connection for locks and queues, or make one. Raises NodeLost and PoolClosed.
+
+        A connection is lost with what it holds; the next one begins anew.
+        """
+        from skyward_core.engine.program_channel import ProgramChannel
+
+        client = self.get()
+        with self._getting:
+            channel = self._channel
+            if channel is None or channel.client is not client or not channel.is_open:
+                channel = self._channel = ProgramChannel(client)
+            return channel
 
     def close(self) -> None:
         """End the client and cancel its futures. Idempotent. A thread that makes a client meanwhile gets PoolClosed."""

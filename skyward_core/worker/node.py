@@ -20,6 +20,7 @@ from distributed import Security  # noqa: TID253
 from distributed.core import Status, rpc  # noqa: TID253
 
 from skyward_core.worker.calls import CallMemory
+from skyward_core.worker.coordination import Coordination
 from skyward_core.worker.draining import NodeHolding
 from skyward_core.worker.pool_scheduler import SILENT_SECONDS, STALLED_SECONDS, PoolScheduler, PromptMessages
 from skyward_core.worker.pool_worker import PoolWorker, Slots
@@ -94,7 +95,13 @@ def run_scheduler(directory: Path, settings: NodeSettings) -> NoReturn:
             dashboard=False,
             dashboard_address="127.0.0.1:0",
             local_directory=str(directory),  # else it is below /tmp and outlives the node; Dask puts it on sys.path
-            plugins=[PromptMessages(), CallMemory(settings.lease_seconds), NodeHolding(POOL_TOPIC), SecretStore()],
+            plugins=[
+                PromptMessages(),
+                CallMemory(settings.lease_seconds),
+                NodeHolding(POOL_TOPIC),
+                SecretStore(),
+                Coordination(),
+            ],
         )
         async with scheduler:
             write_atomically(directory / "head.json", str(scheduler.address))
@@ -111,7 +118,7 @@ def run_worker(directory: Path, settings: NodeSettings, index: int, control: soc
     """Run one worker of the node in this process until it is killed, or the scheduler is gone and the worker has no
     calls for the next one.
     """
-    slots = Slots(settings, index, control)
+    slots = Slots(settings, index, control, directory)
     os.environ.update(settings.workers[index])
     with dask.config.set(DASK_CONFIG):
         uvloop.run(_work(directory, slots))

@@ -10,12 +10,14 @@ import queue
 import socket
 import threading
 from collections.abc import Generator, Iterable, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 from distributed import Worker, get_worker  # noqa: TID253 - this module is imported on nodes, and with pool_scheduler.py
 from distributed.core import Status  # noqa: TID253
 from distributed.diagnostics.plugin import WorkerPlugin  # noqa: TID253
 
+from skyward_core.worker.call_connections import ANSWER, CallConnections, socket_path
 from skyward_core.worker.calls import BUSY_TIMES, CANCEL, CREDIT, BusyTime
 from skyward_core.worker.metrics import Sampler
 from skyward_core.worker.retained_batches import OLDER, RELEASE, REPEAT_REPORTS, RetainedBatches, WorkerFree
@@ -77,7 +79,7 @@ class Slots(WorkerPlugin):
 
     name = PLUGIN
 
-    def __init__(self, settings: NodeSettings, index: int, control: socket.socket) -> None:
+    def __init__(self, settings: NodeSettings, index: int, control: socket.socket, directory: Path) -> None:
         self.settings = settings
         self.index = index
         self._control = control
@@ -91,6 +93,7 @@ class Slots(WorkerPlugin):
         self._older: set[str] = set()
         """Keys of the batches from an earlier head that still have slots."""
         self.worker: PoolWorker | None = None
+        self.connections = CallConnections(socket_path(directory, index), self._send)
         self.is_attached = False
         """Whether Dask's tasks belong to the present scheduler.
 
@@ -109,11 +112,13 @@ class Slots(WorkerPlugin):
                 slot = Slot(factory, self.settings.value_directories, self.settings.memory_limit_bytes)
                 self._all.append(slot)
                 self._idle.put(slot)
+            self.connections.listen()
         send_at_once(worker.batched_stream)
         worker.stream_handlers[CANCEL] = self.cancel
         worker.stream_handlers[REPEAT_REPORTS] = self.announce
         worker.stream_handlers[RELEASE] = self.release
         worker.stream_handlers[CREDIT] = self.give_credit
+        worker.stream_handlers[ANSWER] = self.connections.answer
         worker.metrics[BUSY_TIMES] = self.busy_time
         worker.metrics[OLDER] = lambda _: len(self._older.intersection(self.retained.running))
         interval = self.settings.metrics_interval_seconds
@@ -162,6 +167,7 @@ class Slots(WorkerPlugin):
         """Report and release nothing more: the scheduler is gone."""
         self.is_attached = False
         self.retained.detach()
+        self.connections.detach()
 
     @property
     def has_older_calls(self) -> bool:
@@ -212,6 +218,11 @@ class Slots(WorkerPlugin):
                 slot.furnish(secrets)
             self._is_furnished = True
 
+    def _send(self, message: Mapping[str, Any]) -> None:
+        """Send a message to the scheduler. Raises OSError without one."""
+        if self.worker is not None and self.is_attached:
+            self.worker.batched_stream.send(message)
+
     def cancel(self, calls: Iterable[str]) -> None:
         """Stop the calls of these ids in all slots of this worker."""
         calls = list(calls)
@@ -253,14 +264,20 @@ def run_batch(sealed: Sealed) -> Mapping[str, Outcome]:
     key, epoch = str(worker.get_current_task()), cast(PoolWorker, worker).epoch
 
     def report(news: list[News]) -> None:
-        outcomes.update((item.call_id, item) for item in news if isinstance(item, Outcome))
+        ended = {item.call_id: item for item in news if isinstance(item, Outcome)}
+        outcomes.update(ended)
+        for call_id in ended:
+            slots.connections.end(call_id)
         slots.retained.report(key, slots.settings.rank, slots.settings.instance_id, tuple(news))
 
     slots.furnish(worker)
     slots.retained.begin(key, batch.topic, (call.call_id for call in batch.calls), epoch)
+    slots.connections.begin(call.call_id for call in batch.calls)
     try:
         with slots.borrowed() as slot:
             slot.run(batch, report)
     finally:
         slots.ended(key)
+        for call in batch.calls:
+            slots.connections.end(call.call_id)
     return ReportedOutcomes(outcomes, slots.settings.rank, slots.settings.instance_id)
