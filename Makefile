@@ -10,6 +10,9 @@ export PYTHONDONTWRITEBYTECODE :=
 AT_ONCE ?= 4
 TESTS := $(RUN) pytest -q -n $(AT_ONCE) --dist loadfile --no-loadscope-reorder
 
+# Most of the 18,000 modules of the frameworks are never imported: Python compiles the others when it imports them first.
+IN_FRAMEWORKS := UV_PROJECT_ENVIRONMENT=.frameworks/venv UV_COMPILE_BYTECODE=0 $(UV) run --locked --no-default-groups --group frameworks
+
 .PHONY: help demo test quick long frameworks check lint format kill soak mutate live bench versions constraints clean
 help: ## what there is
 	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' Makefile
@@ -27,7 +30,7 @@ long: .venv/ready ## the tests that take long, and all generated cases of those 
 	EXAMPLES=all $(TESTS) -m "long or generated" --durations=5
 
 frameworks: .uv-ready ## distributed training with PyTorch, JAX, TensorFlow and Keras themselves, in a separate environment (7 GB)
-	UV_PROJECT_ENVIRONMENT=.frameworks/venv $(UV) run --locked --no-default-groups --group frameworks pytest -q -m frameworks tests/distributed tests/test_example_programs.py tests/test_seed_blocks.py
+	$(IN_FRAMEWORKS) pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m frameworks --durations=5 tests/distributed tests/test_example_programs.py tests/test_seed_blocks.py
 
 check: lint quick ## what must be green before a commit
 
@@ -54,10 +57,11 @@ mutate: .venv/ready ## faults that the tests of a module do not notice: make mut
 live: .venv/ready ## look at a real cloud with your account: make live PROVIDER=aws; with SPEND=0.50 rent one machine for at most so many USD
 	$(RUN) python -m tests.live $(PROVIDER) $(if $(SPEND),--spend $(SPEND)) $(if $(ACCELERATOR),--accelerator $(ACCELERATOR))
 
-bench: .uv-ready ## side by side with bare Dask and Ray; writes benchmarks/RESULTS.md
+bench: .uv-ready ## side by side with bare Dask and Ray, and with torchrun; writes benchmarks/RESULTS.md
 	UV_PROJECT_ENVIRONMENT=.bench/venv $(UV) run --locked --no-default-groups --group bench python benchmarks/bench.py
 	UV_PROJECT_ENVIRONMENT=.bench/venv $(UV) run --locked --no-default-groups --group bench python benchmarks/data.py
 	$(UV) run --locked python benchmarks/grid_search.py
+	$(IN_FRAMEWORKS) python benchmarks/training.py
 
 versions: .venv/ready ## the core and every plugin with the lowest versions that are allowed, and with the newest there are (those are reported only)
 	$(RUN) python -m tests.versions lowest newest

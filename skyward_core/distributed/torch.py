@@ -79,7 +79,11 @@ def process_group(backend: str | None, place: Place) -> Generator[None]:
     chosen = backend or ("nccl" if has_gpu else "gloo")
     if has_gpu:
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
-    dist.init_process_group(chosen, init_method="env://")
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    # A library may destroy this group and initialise another one from the environment. With keys of this group in its
+    # place of the store, a fast rank would read the old addresses of the others, and wait for them forever.
+    own = dist.PrefixStore("skyward", store)
+    dist.init_process_group(chosen, store=own, rank=rank, world_size=world_size)
     try:
         yield
     finally:

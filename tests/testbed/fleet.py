@@ -6,6 +6,7 @@ import os
 import select
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.testbed import sweeping
@@ -75,6 +76,7 @@ class Fleet:
         memory: str | None = None,
         disk: str = "4G",
         clock_ahead_seconds: int = 0,
+        shared: Sequence[Path] = (),
         seconds: float = 60.0,
     ) -> Host:
         """Return a new host, once its `sshd` listens.
@@ -85,6 +87,7 @@ class Fleet:
             disk: size of its disk, such as "64M"; kept in memory, and taken only as it is written.
             clock_ahead_seconds: how far its monotonic and boot clocks are ahead of this machine's. The kernel has no
                 namespace for the time of day, so that one is everywhere the same.
+            shared: folders of this machine that it has at the same paths, as on a network file system.
             seconds: how long it may take. Raises RuntimeError or TimeoutError with what the host said.
         """
         index = next(self._indices)
@@ -92,7 +95,7 @@ class Fleet:
             raise RuntimeError(f"a fleet has at most {LAST_HOST - FIRST_HOST + 1} hosts")
         folder = self._prepare(index)
         group = _cgroup(f"skyward-testbed-{self.number}-{index}", memory) if memory else None
-        process = self._boot(index, group, disk, clock_ahead_seconds)
+        process = self._boot(index, group, disk, clock_ahead_seconds, shared)
         assert process.stdin is not None and process.stdout is not None
         try:
             pid = _first_process(process, folder, seconds)
@@ -150,7 +153,9 @@ class Fleet:
         write_host_key(seed / "etc/ssh", self.network.address(index), folder / "known_hosts")
         return folder
 
-    def _boot(self, index: int, group: Path | None, disk: str, clock_ahead_seconds: int) -> "subprocess.Popen[str]":
+    def _boot(
+        self, index: int, group: Path | None, disk: str, clock_ahead_seconds: int, shared: Sequence[Path]
+    ) -> "subprocess.Popen[str]":
         folder = self.directory / _name(index)
         clocks = [f"--monotonic={clock_ahead_seconds}", f"--boottime={clock_ahead_seconds}"]
         enter = ["sh", "-c", 'echo $$ > "$0/cgroup.procs"; exec "$@"', str(group)] if group else []
@@ -159,6 +164,7 @@ class Fleet:
             "NAME": _name(index),
             "DISK_SIZE": disk,
             "CGROUPS": _cgroup_version() if group else "",
+            "SHARED": ":".join(str(folder) for folder in shared),
             sweeping.TAG: str(self.number),
         }
         with (folder / "console").open("wb") as console:

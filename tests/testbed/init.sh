@@ -1,6 +1,6 @@
 #!/bin/sh
 # The first process of a host, in namespaces of its own; sshd takes its place (and reaps orphans, as a first process must).
-# $1 is the host's directory on the machine; NAME, DISK_SIZE and CGROUPS (1 or 2, empty without a limit) come by environment.
+# $1 is the host's directory on the machine; NAME, DISK_SIZE, CGROUPS (1 or 2, empty without a limit) and SHARED (folders, separated by colons) come by environment.
 set -eu
 root=$1/root disk=$1/disk
 size=$DISK_SIZE
@@ -35,6 +35,13 @@ ln -s /proc/self/fd "$root/dev/fd"
 ln -s fd/0 "$root/dev/stdin"
 ln -s fd/1 "$root/dev/stdout"
 ln -s fd/2 "$root/dev/stderr"
+
+IFS=:
+for folder in $SHARED; do
+  mkdir -p "$root$folder"
+  mount --bind "$folder" "$root$folder"
+done
+unset IFS
 
 echo "$NAME" >/proc/sys/kernel/hostname
 cd "$root"

@@ -114,6 +114,20 @@ def test_a_host_is_bare(host):
     ]
 
 
+def test_shared_folders_are_on_the_host_and_on_this_machine(fleet, host, tmp_path):
+    """Each side sees what the other writes, at the same path; a host without them has none. They outlive the host."""
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    (folders[0] / "greeting").write_text("hello")
+    sharing = fleet.create(disk="48M", shared=folders)
+    assert said(sharing, f"cat {folders[0]}/greeting && echo answer > {folders[1]}/answer") == "hello"
+    assert (folders[1] / "answer").read_text() == "answer\n"
+    assert host.run(f"test -e {folders[0]}").returncode == 1
+    sharing.crash()
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["answer", "greeting"]
+
+
 def test_a_host_reaches_nothing_outside(host):
     """A host has no route out of its own network: the kernel reports this at once."""
     assert "unreachable" in host.run("bash -c '< /dev/tcp/192.0.2.1/80'").stderr.lower()
