@@ -1,12 +1,12 @@
-# On a machine with only Python: `make demo`, `make test`. The very recipes that CI runs (.ci/run).
+# `make demo` and `make test` need only Python. CI (.ci/run) runs the same recipes.
 PYTHON ?= python3
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 RUN := $(UV) run --locked --no-sync
 export UV_COMPILE_BYTECODE := 1
-# Each of many processes would compile our own modules again.
+# Python writes bytecode, because without it each process compiles our modules again.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Several test processes (pytest-xdist), each with hosts, servers and folders of its own: most tests wait more than they compute.
+# The number of test processes (pytest-xdist), each with separate hosts, servers and folders. Most tests wait more than they compute.
 AT_ONCE ?= 4
 TESTS := $(RUN) pytest -q -n $(AT_ONCE) --dist loadfile --no-loadscope-reorder
 
@@ -14,47 +14,47 @@ TESTS := $(RUN) pytest -q -n $(AT_ONCE) --dist loadfile --no-loadscope-reorder
 IN_FRAMEWORKS := UV_PROJECT_ENVIRONMENT=.frameworks/venv UV_COMPILE_BYTECODE=0 $(UV) run --locked --no-default-groups --group frameworks
 
 .PHONY: help demo test quick long frameworks check lint format kill soak mutate live bench versions constraints clean
-help: ## what there is
+help: ## list these commands
 	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' Makefile
 
-demo: .venv/ready ## the same real job on Prefect, Airflow and Dagster, and a table of what came out
+demo: .venv/ready ## run the same real job on Prefect, Airflow and Dagster, and print a table of the results
 	$(RUN) python tests/demo.py
 
-test: .venv/ready ## real pools, real orchestrators, built wheels: all tests but the long ones
+test: .venv/ready ## run all tests except the long ones: real pools, real orchestrators, built wheels
 	$(TESTS) -m "not long and not frameworks" --durations=5
 
-quick: .venv/ready ## the tests without those that install packages or start servers
+quick: .venv/ready ## run the tests that neither install packages nor start servers
 	$(TESTS) -m "not slow and not long and not frameworks"
 
-long: .venv/ready ## the tests that take long, and all generated cases of those that generate them
+long: .venv/ready ## run the long tests, and all cases of the tests that generate cases
 	EXAMPLES=all $(TESTS) -m "long or generated" --durations=5
 
 frameworks: .uv-ready ## distributed training with PyTorch, JAX, TensorFlow and Keras themselves, in a separate environment (7 GB)
 	$(IN_FRAMEWORKS) pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m frameworks --durations=5 tests/distributed tests/test_example_programs.py tests/test_seed_blocks.py
 
-check: lint quick ## what must be green before a commit
+check: lint quick ## run the checks that must pass before a commit
 
-lint: .venv/ready ## format, lint, types, layers
+lint: .venv/ready ## check format, lint, types and layers
 	$(RUN) ruff format --check .
 	$(RUN) ruff check .
 	$(RUN) pyright
 	$(RUN) lint-imports --no-cache
 
-format: .venv/ready ## mend format and whatever ruff can mend by itself
+format: .venv/ready ## format the code, and fix what ruff can fix
 	$(RUN) ruff format .
 	$(RUN) ruff check --fix .
 
-kill: .venv/ready ## kill -9 at 5,000 generated points, and the matrix of what was found alive after each; 100,000 histories of calls
+kill: .venv/ready ## test kill -9 at 5,000 generated points, and print a table of what was alive after each; test 100,000 histories of calls
 	$(RUN) python -m tests.kill --points 5000
 	$(RUN) python -m tests.engine.simulation --histories 100000 --from 0
 
-soak: .venv/ready ## 1,000,000 calls on one pool, and by how much each of its processes has grown
+soak: .venv/ready ## make 1,000,000 calls on one pool, and print how much the memory of each process has grown
 	$(RUN) python -m tests.soak
 
-mutate: .venv/ready ## faults that the tests of a module do not notice: make mutate MODULE=skyward_core/engine/placement.py [SAMPLE=50] [SEED=1] [ONLY=decide]
+mutate: .venv/ready ## list faults that the tests of a module do not notice: make mutate MODULE=skyward_core/engine/placement.py [SAMPLE=50] [SEED=1] [ONLY=decide]
 	$(RUN) python -m tests.mutation $(MODULE) $(if $(SAMPLE),--sample $(SAMPLE)) $(if $(SEED),--seed $(SEED)) $(if $(ONLY),--only $(ONLY))
 
-live: .venv/ready ## look at a real cloud with your account: make live PROVIDER=aws; with SPEND=0.50 rent one machine for at most so many USD
+live: .venv/ready ## check a real cloud with your account: make live PROVIDER=aws; with SPEND=0.50 it also rents one machine, for at most 0.50 USD
 	$(RUN) python -m tests.live $(PROVIDER) $(if $(SPEND),--spend $(SPEND)) $(if $(ACCELERATOR),--accelerator $(ACCELERATOR))
 
 bench: .uv-ready ## side by side with bare Dask and Ray, and with torchrun; writes benchmarks/RESULTS.md
@@ -63,10 +63,10 @@ bench: .uv-ready ## side by side with bare Dask and Ray, and with torchrun; writ
 	$(UV) run --locked python benchmarks/grid_search.py
 	$(IN_FRAMEWORKS) python benchmarks/training.py
 
-versions: .venv/ready ## the core and every plugin with the lowest versions that are allowed, and with the newest there are (those are reported only)
+versions: .venv/ready ## test the core and each plugin with the lowest allowed versions and with the newest versions (failures of the newest are only reported)
 	$(RUN) python -m tests.versions lowest newest
 
-constraints: .venv/ready ## write constraints-3.12.txt and constraints-3.13.txt anew from uv.lock
+constraints: .venv/ready ## write constraints-3.12.txt and constraints-3.13.txt from uv.lock
 	$(RUN) python -m tests.versions constraints
 
 clean: ## remove environments and caches of this folder
@@ -76,7 +76,7 @@ clean: ## remove environments and caches of this folder
 	$(UV) sync --locked --quiet
 	@touch $@
 
-# uv, if it is not on the PATH, is installed by pip into a folder of its own.
+# If uv is not on the PATH, pip installs it into the folder .uv.
 .PHONY: .uv-ready
 .uv-ready:
 	@command -v $(UV) >/dev/null 2>&1 || $(PYTHON) -m pip install --quiet --disable-pip-version-check --target .uv uv

@@ -1,11 +1,11 @@
-"""One case against one system in this process, told as one JSON line on stdout; `bench.py` starts it fresh for every
-round.
+"""Run one case with one system in this process, and print the result as a JSON line on stdout.
 
     python benchmarks/_cases.py --case calls --system dask
 
-The functions below are plain, live in `__main__` and so travel by value in all three systems. Each system has its
-defaults, one call at a time per slot, and two slots here or one on each host of `--place`; what a system needs is
-imported when it opens, because the time of opening includes it.
+`bench.py` starts a new process of this program for each measurement. All three systems send the functions below by
+value, because they are defined in `__main__`. Each system has its default settings and runs one call at a time in each
+slot. There are two slots on this machine, or one on each host of `--place`. A system imports its packages when it
+opens, because the time of opening includes the imports.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ def nap(seconds: float) -> float:
     return seconds
 
 
-def touched(array: Array) -> Array:
-    # Ray hands out read-only views of its store: there, and only there, adding needs a copy.
-    mine = array if array.flags.writeable else array.copy()
-    mine += 1
-    return mine
+def incremented(array: Array) -> Array:
+    # The arrays of Ray are read-only views of its store, so only Ray needs a copy.
+    writable = array if array.flags.writeable else array.copy()
+    writable += 1
+    return writable
 
 
 class System(Protocol):
-    """What a case asks of a system; it opens and closes as a context manager."""
+    """What a case uses of a system. The context manager opens and closes it."""
 
     def __enter__(self) -> Self: ...
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
     def call(self, value: Any) -> Any: ...
-    def ways(self) -> dict[str, Callable[[Callable[..., Any], Sequence[Any]], list[Any]]]: ...
+    def bulk_methods(self) -> dict[str, Callable[[Callable[..., Any], Sequence[Any]], list[Any]]]: ...
     def array(self, array: Array) -> Array: ...
 
 
@@ -76,7 +76,7 @@ class Skyward:
         import skyward_core as sky
 
         self._sky = sky
-        self._same, self._touched = sky.compute(same), sky.compute(touched)
+        self._same, self._incremented = sky.compute(same), sky.compute(incremented)
         self.pool = self._new_pool()
         self.pool.__enter__()
         return self
@@ -89,11 +89,11 @@ class Skyward:
     def call(self, value: Any) -> Any:
         return self._same(value) >> self.pool
 
-    def ways(self) -> dict[str, Callable[[Callable[..., Any], Sequence[Any]], list[Any]]]:
+    def bulk_methods(self) -> dict[str, Callable[[Callable[..., Any], Sequence[Any]], list[Any]]]:
         return {"map": self._map, "gather": self._gather}
 
     def array(self, array: Array) -> Array:
-        return self._touched(array) >> self.pool
+        return self._incremented(array) >> self.pool
 
     def _new_pool(self) -> Any:
         return self._sky.ComputePool(provider=self._sky.Local(), nodes=2, display="quiet")
@@ -124,18 +124,18 @@ class Dask:
     def call(self, value: Any) -> Any:
         return self._client.submit(same, value, pure=False).result()
 
-    def ways(self) -> dict[str, Callable[[Callable[..., Any], Sequence[Any]], list[Any]]]:
+    def bulk_methods(self) -> dict[str, Callable[[Callable[..., Any], Sequence[Any]], list[Any]]]:
         return {"map": self._map}
 
     def array(self, array: Array) -> Array:
-        return self._client.submit(touched, array).result()
+        return self._client.submit(incremented, array).result()
 
     def _map(self, function: Callable[..., Any], values: Sequence[Any]) -> list[Any]:
         return list(self._client.gather(self._client.map(function, values, pure=False)))
 
 
 class DaskOnSkyward(Dask):
-    """Dask's own client on our cluster: `pool.dask_client()`."""
+    """Dask's client on our cluster: `pool.dask_client()`."""
 
     def __enter__(self) -> Self:
         self._skyward = Skyward().__enter__()
@@ -159,7 +159,7 @@ class Ray:
             _node_ip_address="127.0.0.1",
             _temp_dir=os.path.join(os.getcwd(), "ray"),
         )
-        self._same, self._touched = self._ray.remote(same), self._ray.remote(touched)
+        self._same, self._incremented = self._ray.remote(same), self._ray.remote(incremented)
         return self
 
     def __exit__(
@@ -170,11 +170,11 @@ class Ray:
     def call(self, value: Any) -> Any:
         return self._ray.get(self._same.remote(value))
 
-    def ways(self) -> dict[str, Callable[[Callable[..., Any], Sequence[Any]], list[Any]]]:
+    def bulk_methods(self) -> dict[str, Callable[[Callable[..., Any], Sequence[Any]], list[Any]]]:
         return {"map": self._map}
 
     def array(self, array: Array) -> Array:
-        return self._ray.get(self._touched.remote(self._ray.put(array)))
+        return self._ray.get(self._incremented.remote(self._ray.put(array)))
 
     def _map(self, function: Callable[..., Any], values: Sequence[Any]) -> list[Any]:
         remote = self._ray.remote(function)
@@ -197,8 +197,9 @@ class SkywardFar(Skyward):
 
 
 class DaskFar(Dask):
-    """Dask's own scheduler and workers on the same hosts, one worker of one thread on each, and its client here, behind
-    a plain asyncssh tunnel.
+    """Dask's scheduler and workers on the same hosts, and its client on this machine, behind a plain asyncssh tunnel.
+
+    Each host has one worker with one thread.
     """
 
     def __init__(self, place: Place) -> None:
@@ -207,7 +208,7 @@ class DaskFar(Dask):
     def __enter__(self) -> Self:
         tunnel: Any = importlib.import_module("_tunnel")
         self._tunnel: Tunnel = tunnel.Tunnel(self._place)
-        # Side by side with the hosts' own start, as our pool does it.
+        # Our pool too imports its packages while the hosts start.
         address = self._tunnel.start(lambda: importlib.import_module("distributed"))
         self._client: Any = importlib.import_module("distributed").Client(address)
         if len(self._place.addresses) > 1:
@@ -221,8 +222,8 @@ class DaskFar(Dask):
         self._tunnel.close()
 
     def array(self, array: Array) -> Array:
-        # As Dask itself advises for large arguments, and a third quicker than handing it over with the call.
-        return self._client.submit(touched, self._client.scatter(array), pure=False).result()
+        # Dask recommends `scatter` for large arguments. It takes a third less time than an argument of the call.
+        return self._client.submit(incremented, self._client.scatter(array), pure=False).result()
 
 
 SYSTEMS: dict[str, Callable[[], System]] = {
@@ -238,8 +239,9 @@ FAR_SYSTEMS: dict[str, Callable[[Place], System]] = {"skyward-far": SkywardFar, 
 
 
 def start(system: Callable[[], System], _phase: Callable[[str], None]) -> Result:
-    """The moment of the first result, seconds on the monotonic clock (which is the same in every process of a
-    machine).
+    """Return the time of the first result, in seconds of the monotonic clock.
+
+    All processes of a machine share this clock.
     """
     with system() as opened:
         _check(opened.call(1) == 1)
@@ -247,21 +249,19 @@ def start(system: Callable[[], System], _phase: Callable[[str], None]) -> Result
 
 
 def sequential(system: Callable[[], System], _phase: Callable[[str], None]) -> Result:
-    """Tiny calls one after another, and nothing else."""
+    """Measure only tiny calls, one after another."""
     with system() as opened:
         return _one_after_another(opened)
 
 
 def calls(system: Callable[[], System], _phase: Callable[[str], None]) -> Result:
-    """Everything that is about calls, in one process: opening a system anew for each would take longer than the
-    calls.
-    """
+    """Measure all kinds of calls in one process, because opening a system for each kind takes longer than the calls."""
     with system() as opened:
         return _one_after_another(opened) | _mixed(opened) | _many(opened)
 
 
 def _one_after_another(opened: System) -> Result:
-    """Median and 99th percentile of a tiny call, in seconds."""
+    """Return the median and the 99th percentile of the time of a tiny call, in seconds."""
     taken: list[float] = []
     for number in range(20 + SEQUENTIAL):
         began = time.perf_counter()
@@ -272,30 +272,31 @@ def _one_after_another(opened: System) -> Result:
 
 
 def _mixed(opened: System) -> Result:
-    """Seconds for 2,000 calls of which one in a hundred, at random places, takes 50 ms and the others nothing."""
+    """Return the seconds for 2,000 calls: 1 % of them, at random positions, sleep 50 ms, and the others do nothing."""
     durations = [SLOW_SECONDS] * (MIXED // 100) + [0.0] * (MIXED - MIXED // 100)
     random.Random(20).shuffle(durations)
-    way = opened.ways()["map"]
-    way(nap, [0.0] * 100)
+    run_all = opened.bulk_methods()["map"]
+    run_all(nap, [0.0] * 100)
     began = time.perf_counter()
-    _check(way(nap, durations) == durations)
+    _check(run_all(nap, durations) == durations)
     return {"mixed": time.perf_counter() - began}
 
 
 def _many(opened: System, count: int = MANY) -> Result:
-    """Calls per second of many tiny ones, handed over at once, in each way that the system has."""
+    """Return the tiny calls per second for each bulk method of the system, which gets all calls at once."""
     result: Result = {}
-    for name, way in opened.ways().items():
-        _check(way(same, range(100)) == list(range(100)))
+    for name, run_all in opened.bulk_methods().items():
+        _check(run_all(same, range(100)) == list(range(100)))
         began = time.perf_counter()
-        _check(way(same, range(count)) == list(range(count)))
+        _check(run_all(same, range(count)) == list(range(count)))
         result[name] = count / (time.perf_counter() - began)
     return result
 
 
 def array(system: Callable[[], System], phase: Callable[[str], None]) -> Result:
-    """Seconds for 100 MB in and out; then the same again three times under the eyes of `bench.py`, which measures
-    memory meanwhile.
+    """Return the seconds for 100 MB in and out.
+
+    The case then sends the array three more times, without timing, while `bench.py` measures the memory.
     """
     import numpy as np
 
@@ -307,7 +308,7 @@ def array(system: Callable[[], System], phase: Callable[[str], None]) -> Result:
         for number in range(2 * ARRAY_ROUNDS):
             if number == ARRAY_ROUNDS:
                 phase("transfer")
-            # New contents each time: Dask keeps the result of a pure call, and knows the array by its hash.
+            # Each array has new contents, because Dask keeps the result of a pure call, by the hash of its arguments.
             taken.append(_there_and_back(opened, np.full(ARRAY_LENGTH, float(number))))
         gc.collect()
         phase("after")
@@ -315,15 +316,15 @@ def array(system: Callable[[], System], phase: Callable[[str], None]) -> Result:
 
 
 def _import_numpy(opened: System) -> None:
-    """Let every slot import numpy and start on arrays, before anything is counted."""
+    """Run calls with arrays before the measurement, so that each slot has imported numpy."""
     import numpy as np
 
-    _check([float(one[0]) for one in opened.ways()["map"](touched, [np.zeros(1000)] * 16)] == [1.0] * 16)
+    _check([float(one[0]) for one in opened.bulk_methods()["map"](incremented, [np.zeros(1000)] * 16)] == [1.0] * 16)
     _check(float(opened.array(np.zeros(1000))[-1]) == 1.0)
 
 
 def _there_and_back(opened: System, values: Array) -> float:
-    """Seconds until the array is back, with one added to each element."""
+    """Return the seconds until the array is back, with one added to each element."""
     began = time.perf_counter()
     back = opened.array(values)
     _check(len(back) == len(values) and float(back[0]) == values[0] + 1 and float(back[-1]) == values[-1] + 1)
@@ -331,35 +332,37 @@ def _there_and_back(opened: System, values: Array) -> float:
 
 
 def far(system: Callable[[], System], _phase: Callable[[str], None]) -> Result:
-    """Everything about a host reached over SSH, in one process: seconds from `with` to the first result, tiny calls,
-    100 MiB in and out.
+    """Measure a host over SSH, all in one process: first result, tiny calls, and 100 MiB in and out.
+
+    The time of the first result begins at `with`. All times are in seconds.
     """
     import numpy as np
 
     began = time.monotonic()
     with system() as opened:
         _check(opened.call(1) == 1)
-        found = {"first": time.monotonic() - began}
-        found |= _one_after_another(opened) | _many(opened, FAR_MANY)
+        result = {"first": time.monotonic() - began}
+        result |= _one_after_another(opened) | _many(opened, FAR_MANY)
         _import_numpy(opened)
-        # Random, for a tunnel may compress; the first transfer pays for whatever is made once.
+        # The numbers are random, because a tunnel may compress. Only the first transfer includes one-time costs.
         numbers = np.random.default_rng(20)
         taken = [_there_and_back(opened, numbers.random(FAR_ARRAY_LENGTH)) for _ in range(1 + ARRAY_ROUNDS)]
-        return found | {"array": sorted(taken[1:])[ARRAY_ROUNDS // 2], "first_array": taken[0]}
+        return result | {"array": sorted(taken[1:])[ARRAY_ROUNDS // 2], "first_array": taken[0]}
 
 
 def opening(system: Callable[[], System], _phase: Callable[[str], None]) -> Result:
-    """Seconds from `with` to the first result, when all nodes have joined; and the processor time that everything on
-    the machine took meanwhile.
+    """Return the seconds from `with` to the first result, when all nodes have joined.
+
+    Return also the processor time of all processes of the machine during these seconds.
     """
-    began, worked = time.monotonic(), _processor_seconds()
+    began, processor_before = time.monotonic(), _processor_seconds()
     with system() as opened:
         _check(opened.call(1) == 1)
-        return {"first": time.monotonic() - began, "processor": _processor_seconds() - worked}
+        return {"first": time.monotonic() - began, "processor": _processor_seconds() - processor_before}
 
 
 def _processor_seconds() -> float:
-    """All cores together, idle time and waiting for disks left out (proc_stat(5))."""
+    """Return the processor time of all cores, without idle time and time of waiting for disks (proc_stat(5))."""
     with open("/proc/stat") as file:
         user, nice, system, _idle, _iowait, irq, softirq, *_ = map(int, file.readline().split()[1:])
     return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
@@ -372,31 +375,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, required=True)
     parser.add_argument("--system", choices=(*SYSTEMS, *FAR_SYSTEMS), required=True)
-    parser.add_argument("--place", help="for systems on hosts: the fields of a `Place`, as JSON")
-    asked = parser.parse_args()
-    system = SYSTEMS[asked.system] if asked.system in SYSTEMS else _far_system(asked.system, asked.place)
-    # What systems and workers print must not mix with the answer: they get stderr for stdout.
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    parser.add_argument("--place", help="the hosts, for skyward-far and dask-far: the fields of a `Place`, as JSON")
+    options = parser.parse_args()
+    system = SYSTEMS[options.system] if options.system in SYSTEMS else _far_system(options.system, options.place)
+    # Systems and workers print to stdout too: they get stderr instead, so that stdout has only our JSON lines.
+    output = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
 
     def phase(name: str) -> None:
-        print(json.dumps({"phase": name}), file=answers)
-        sys.stdin.readline()  # goes on at a line, or at the end of the input
+        print(json.dumps({"phase": name}), file=output)
+        sys.stdin.readline()  # waits until `bench.py` output
 
-    result = CASES[asked.case](system, phase)
-    print(json.dumps({"result": result}), file=answers)
+    result = CASES[options.case](system, phase)
+    print(json.dumps({"result": result}), file=output)
 
 
 def _far_system(name: str, place: str) -> Callable[[], System]:
     from _place import Place
 
-    where = Place(**json.loads(place))
-    return lambda: FAR_SYSTEMS[name](where)
+    hosts = Place(**json.loads(place))
+    return lambda: FAR_SYSTEMS[name](hosts)
 
 
-def _check(right: bool) -> None:
-    if not right:
-        raise SystemExit("a system gave a wrong answer: its time means nothing")
+def _check(is_right: bool) -> None:
+    if not is_right:
+        raise SystemExit("a system returned a wrong result, so its time is not valid")
 
 
 if __name__ == "__main__":

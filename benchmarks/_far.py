@@ -1,8 +1,7 @@
-"""The second section: pools on hosts of the test bed, reached over SSH, side by side with bare Dask behind an asyncssh
-tunnel.
+"""Measure pools on hosts of the test bed over SSH, and bare Dask behind an asyncssh tunnel: the second section.
 
-Every measurement is a fresh subprocess (`_cases.py`), which times itself from `with` on; the systems take turns on the
-same hosts. Then the SSH path alone.
+Each measurement is a new subprocess (`_cases.py`), which measures its own time from `with` on. The systems take turns
+on the same hosts. Then `ssh_path.py` measures the SSH path alone.
 
     python benchmarks/bench.py --only far
 """
@@ -37,7 +36,7 @@ ROUNDS = 3
 SSH_PATH_ROUNDS = 3
 MANY_HOSTS = 6
 LIMIT_SECONDS = 120.0
-BUDGET_SECONDS = 200.0  # a round that would likely end later than this is not begun, the first one excepted
+BUDGET_SECONDS = 200.0  # after the first round, a round begins only if it will probably end before this time
 SYSTEMS = {"skyward": "skyward-far", "dask": "dask-far"}
 PACKAGES = (f"numpy=={version('numpy')}",)
 
@@ -46,23 +45,23 @@ ROWS = (
     Row("tiny call, one after another", "far", "median", "ms", 1e3, "median", most=6),
     Row("the same, 99th percentile", "far", "p99", "ms", 1e3, "p99"),
     Row("2,000 tiny calls, `pool.map`", "far", "map", "calls/s", 1, "map", more_is_better=True, least=2000),
-    Row("100 MiB array there and back", "far", "array", "s", 1, "array", most=0.7),
+    Row("100 MiB array to the host and back", "far", "array", "s", 1, "array", most=0.7),
     Row("the same, the first time", "far", "first_array", "s", 1, "first_array"),
     Row("bare host: `with` to first result", "bare", "one", "s", 1, "one"),
     Row(f"{MANY_HOSTS} bare hosts, until all have joined", "bare", "many", "s", 1, "many"),
     Row(f"{MANY_HOSTS} bare hosts to one", "bare", "growth", "x", 1, "growth"),
-    Row(f"{MANY_HOSTS} bare hosts, were no core ever idle", "bare", "least", "s", 1, "least"),
+    Row(f"{MANY_HOSTS} bare hosts, time if no core were idle", "bare", "least", "s", 1, "least"),
     Row("cached host: `with` to first result", "cached", "one", "s", 1, "one"),
     Row(f"{MANY_HOSTS} cached hosts, until all have joined", "cached", "many", "s", 1, "many"),
     Row(f"{MANY_HOSTS} cached hosts to one", "cached", "growth", "x", 1, "growth"),
-    Row(f"{MANY_HOSTS} cached hosts, were no core ever idle", "cached", "least", "s", 1, "least"),
+    Row(f"{MANY_HOSTS} cached hosts, time if no core were idle", "cached", "least", "s", 1, "least"),
 )
 
 
 def section(rounds: int = ROUNDS) -> tuple[list[str], list[str]]:
-    """Measure all of it; return the lines of the section, and what went wrong.
+    """Measure all rows; return the lines of the section, and the failures.
 
-    Where hosts are refused, a line that says why.
+    If this machine cannot make hosts, the section has one line with the reason.
     """
     title = ["", "# On hosts of the test bed, over SSH", ""]
     if reason := ssh_path.why_not():
@@ -75,10 +74,10 @@ def section(rounds: int = ROUNDS) -> tuple[list[str], list[str]]:
     path = [] if comparison.troubles else ssh_path.table(ssh_path.measure(SSH_PATH_ROUNDS)).splitlines()
     return [
         *title,
-        "Hosts are network, mount and process namespaces of this machine with an `sshd` each, and share its cores with the client. Dask: its scheduler and one",
-        "worker of one thread a host, started through a plain asyncssh tunnel in the same environment, with default settings, without TLS. Each in a fresh",
-        "process; the seconds from `with` on hold the import of Dask on both sides. Bare hosts have neither Python of this version nor uv; packages and Python",
-        "come from an index on the same machine. Were no core ever idle: the processor time of everything on this machine meanwhile, by its cores.",
+        "Hosts are network, mount and process namespaces of this machine. Each has an `sshd`, and all share the cores with the client. Dask: its scheduler and one",
+        "worker with one thread on each host, started through a plain asyncssh tunnel in the same environment, with default settings, without TLS. Each measurement",
+        "is a new process. The seconds from `with` on include the import of Dask, for both systems. Bare hosts have neither this version of Python nor uv; packages",
+        "and Python come from an index on the same machine. Time if no core were idle: the processor time of all processes meanwhile, divided by the number of cores.",
         "",
         *table(ROWS, comparison.measured, ["dask"]),
         "",
@@ -91,7 +90,7 @@ def section(rounds: int = ROUNDS) -> tuple[list[str], list[str]]:
 
 
 class Comparison:
-    """What was measured so far, and what went wrong."""
+    """The measurements so far, and the failures."""
 
     def __init__(self) -> None:
         self.measured: Measured = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
@@ -103,7 +102,7 @@ class Comparison:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def run(self, rounds: int) -> None:
-        """Measure all cases with both systems, round after round; a busy machine gets fewer rounds."""
+        """Measure all cases with both systems in each round. A busy machine gets fewer rounds."""
         deadline = time.monotonic() + BUDGET_SECONDS
         testbed = ssh_path.testbed()
         mirror: Any = importlib.import_module("tests.testbed.mirror")
@@ -111,12 +110,12 @@ class Comparison:
             one = fleet.create()
             index.configure(one)
             key = str(fleet.key_path)
-            self._open("skyward", _place([one], key))  # fills the cache; nobody's first time counts
+            self._open("skyward", _place([one], key))  # fills the cache, and is not measured
             for number in range(1, rounds + 1):
                 began = time.monotonic()
                 for system in SYSTEMS:
                     print(f"far, round {number} of {rounds}: {system}", file=sys.stderr, flush=True)
-                    self._note("far", system, self._measure("far", system, _place([one], key, is_cached=True)))
+                    self._record("far", system, self._measure("far", system, _place([one], key, is_cached=True)))
                 with _hosts(fleet, index, 2 * (1 + MANY_HOSTS)) as hosts:
                     self._compare_openings(f"round {number} of {rounds}", hosts, key)
                 if number < rounds and 2 * time.monotonic() - began > deadline:
@@ -124,21 +123,21 @@ class Comparison:
                     break
 
     def _compare_openings(self, which: str, hosts: Sequence[Any], key: str) -> None:
-        """Open on bare hosts, each system on its own, and on those that our system has left cached."""
+        """Measure openings on bare hosts, half of them for each system, then on hosts with a cached environment."""
         ours, theirs = hosts[: len(hosts) // 2], hosts[len(hosts) // 2 :]
-        for case, system, own, is_cached in (
+        for case, system, case_hosts, is_cached in (
             ("bare", "skyward", ours, False),
             ("bare", "dask", theirs, False),
             ("cached", "skyward", ours, True),
             ("cached", "dask", ours, True),
         ):
             print(f"far, {which}: {case}, {system}", file=sys.stderr, flush=True)
-            first, *others = own
+            first, *others = case_hosts
             one = self._open(system, _place([first], key, is_cached=is_cached))
             many = self._open(system, _place(others, key, is_cached=is_cached))
             if one and many:
                 least = many["processor"] / len(os.sched_getaffinity(0))
-                self._note(
+                self._record(
                     case,
                     system,
                     {
@@ -152,8 +151,8 @@ class Comparison:
     def _open(self, system: str, place: Place) -> dict[str, float]:
         return self._measure("opening", system, place)
 
-    def _note(self, case: str, system: str, found: dict[str, float]) -> None:
-        for metric, value in found.items():
+    def _record(self, case: str, system: str, values: dict[str, float]) -> None:
+        for metric, value in values.items():
             self.measured[case][system][metric].append(value)
 
     def _measure(self, case: str, system: str, place: Place) -> dict[str, float]:
@@ -169,9 +168,9 @@ class Comparison:
         ]
         env = os.environ | {"TMPDIR": str(self._directory)}
         env |= {
-            f"XDG_{what}_HOME": str(self._directory / what.lower()) for what in ("CACHE", "CONFIG", "DATA", "STATE")
+            f"XDG_{kind}_HOME": str(self._directory / kind.lower()) for kind in ("CACHE", "CONFIG", "DATA", "STATE")
         }
-        said = ""
+        stderr = ""
         try:
             done = subprocess.run(
                 argv,
@@ -183,16 +182,16 @@ class Comparison:
                 env=env,
                 check=False,
             )
-            said = done.stderr
+            stderr = done.stderr
             return json.loads(done.stdout.splitlines()[-1])["result"]
         except (subprocess.SubprocessError, ValueError, LookupError) as error:
-            self.troubles.append(f"{case}, {system}: {error!r}: {' / '.join(said.splitlines()[-5:])}")
+            self.troubles.append(f"{case}, {system}: {error!r}: {' / '.join(stderr.splitlines()[-5:])}")
             return {}
 
 
 @contextlib.contextmanager
 def _hosts(fleet: Any, index: Any, count: int) -> Generator[list[Any]]:
-    """New hosts, which end with the context: their disks are this machine's memory."""
+    """Make new hosts, and end them with the context, because their disks use memory of this machine."""
     hosts = [fleet.create() for _ in range(count)]
     try:
         for host in hosts:

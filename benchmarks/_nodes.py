@@ -1,7 +1,7 @@
-"""A fake DigitalOcean whose droplets can be logged in to and join the pool, in a process of its own: real SSH, a real
-scheduler, one light worker a node.
+"""Run a fake DigitalOcean in a separate process. Its droplets have real SSH servers and join the pool.
 
-Prints the address of its API; ends when its stdin does, whoever has started it. Droplets are at 127.77.x.y, port 22.
+The pool has a real scheduler and one light worker on each node. The program prints the address of the API, and ends
+when its stdin is closed. The droplets have the addresses 127.77.x.y and port 22.
 
     python -m benchmarks._nodes --latency 0.3 --install 20
 """
@@ -32,10 +32,9 @@ SSH_PORT = 22
 
 
 class Cluster:
-    """What the nodes do once they are told their place: the head's scheduler, and a worker of Dask's for each node,
-    without runners.
+    """Starts the programs of the nodes: the scheduler on the head, and a Dask worker without runners on each node.
 
-    They end with this process and not before: a machine that is gone says no goodbye.
+    They end only with this process, because a terminated machine closes no connections.
     """
 
     def __init__(self, folder: str) -> None:
@@ -80,10 +79,10 @@ class Rented(FakeDigitalOcean):
         super().__init__()
         self._nodes = nodes
 
-    def add(self, name: str, found: dict[str, Any] | None, wish: dict[str, Any]) -> Droplet:
-        droplet = super().add(name, found, wish)
+    def add(self, name: str, found: dict[str, Any] | None, order: dict[str, Any]) -> Droplet:
+        droplet = super().add(name, found, order)
         droplet.ip = f"127.77.{droplet.id >> 8 & 255}.{droplet.id & 255}"
-        config = json.loads(wish["user_data"].partition("\n")[2])
+        config = json.loads(order["user_data"].partition("\n")[2])
         self._nodes.add(
             str(droplet.id),
             droplet.ip,
@@ -104,21 +103,23 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=0.3)
     parser.add_argument("--install", type=float, default=20.0)
     parser.add_argument("--has-uv", action="store_true")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     for name in ("distributed", "asyncio"):
         logging.getLogger(name).setLevel(logging.ERROR)
     folder = tempfile.mkdtemp()
     with dask.config.set(DASK_CONFIG):
         nodes = FakeNodes(
-            Played(asked.install, asked.has_uv), before=slowly(asked.latency), serve=Cluster(folder).serve
+            Played(options.install, options.has_uv), before=slowly(options.latency), serve=Cluster(folder).serve
         )
         cloud = Rented(nodes)
-        cloud.delay_seconds = asked.latency
+        cloud.delay_seconds = options.latency
         print(json.dumps({"url": cloud.url}), flush=True)
         sys.stdin.read()
     shutil.rmtree(folder, ignore_errors=True)
     if nodes.unknown:
-        print(f"nodes were asked what they do not know: {nodes.unknown[:3]}", file=sys.stderr, flush=True)
+        print(
+            f"the fake nodes received commands that they do not know: {nodes.unknown[:3]}", file=sys.stderr, flush=True
+        )
     os._exit(1 if nodes.unknown else 0)
 
 

@@ -1,4 +1,4 @@
-"""Where hosts are, and what is there: told by `far.py` to the processes that measure."""
+"""The hosts of a measurement and their software. `_far.py` passes them to the processes that measure."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Place:
-    """Hosts that `root` reaches over SSH with this key file; a pool has one node on each.
+    """Hosts on which `root` logs in over SSH with this key file. A pool has one node on each.
 
-    `packages` is what the user wants installed there.
+    `packages` are the packages of the image.
     """
 
     addresses: Sequence[str]
     key: str
     packages: Sequence[str]
     requirements: Sequence[str]
-    """All that is installed: `packages`, and what Dask needs in this client's versions."""
+    """All packages to install: `packages`, and those of Dask, in the versions of this client."""
     python: str | None = None
-    """The interpreter of the cached environment that has all of it; None on bare hosts."""
+    """The interpreter of the cached environment with these packages; None on bare hosts."""

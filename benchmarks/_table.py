@@ -1,4 +1,7 @@
-"""Tables side by side: what was measured, in Markdown, with ratios and marks."""
+"""Make tables of the measurements in Markdown, with ratios and marks.
+
+A mark is the value that a measurement should reach.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 type Measured = dict[str, dict[str, dict[str, list[float]]]]
-"""case, system, metric: one value per round"""
+"""Case, system, metric: one value for each round."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table. `ours`, `dask` and `ray` name a metric of the system, `scale` makes it into `unit`."""
+    """A line of the table. `ours`, `dask` and `ray` name a metric of the system; `scale` converts it to `unit`."""
 
     what: str
     case: str
@@ -30,7 +33,7 @@ class Row:
 
 
 def table(rows: Iterable[Row], measured: Measured, rivals: Sequence[str] = ("dask", "ray")) -> list[str]:
-    """Return a line for each row whose case was measured, below two of head."""
+    """Return the two lines of the head, and a line for each row with measurements."""
     head = ["case", "unit", "skyward", *rivals, *(f"to {rival}" for rival in rivals), "mark", ""]
     rule = ["---", "---", *["---:"] * (1 + 2 * len(rivals)), "---", "---"]
     return [_joined(head), _joined(rule), *(_line(row, measured, rivals) for row in rows if row.case in measured)]
@@ -64,7 +67,7 @@ def _cell(row: Row, values: list[float]) -> str:
 
 
 def _mark(row: Row, ours: list[float], to_dask: float | None, to_ray: float | None) -> tuple[str, str]:
-    """Return the mark in words and whether it is met; a mark without a measurement is not met."""
+    """Return the text of the mark, and whether it is met. A mark without a measurement is not met."""
     sign = "≥" if row.more_is_better else "≤"
     words: list[str] = []
     met: list[bool] = []

@@ -1,6 +1,4 @@
-"""Bare Dask on hosts reached over SSH, as one writes it in an afternoon: asyncssh with its defaults, Dask's own
-commands on the hosts with theirs.
-"""
+"""Run bare Dask on hosts over SSH: asyncssh and Dask's commands, all with their default settings."""
 
 from __future__ import annotations
 
@@ -31,14 +29,14 @@ class Tunnel:
         self._running: list[tuple[asyncssh.SSHClientConnection, asyncssh.SSHClientProcess[str], str]] = []
 
     def start(self, meanwhile: Callable[[], object]) -> str:
-        """Start everything, doing something else meanwhile; return the scheduler's address here. Workers join later."""
+        """Start everything, and call `meanwhile` at the same time; return the local address. Workers join later."""
         self._thread.start()
         started = asyncio.run_coroutine_threadsafe(self._start(), self._loop)
         meanwhile()
         return started.result(SECONDS)
 
     def close(self) -> None:
-        """End what runs on the hosts and hang up."""
+        """End the processes on the hosts, and close the connections."""
         self._wait(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
@@ -48,9 +46,9 @@ class Tunnel:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(SECONDS)
 
     async def _start(self) -> str:
-        where = {"username": "root", "client_keys": [self._place.key], "known_hosts": None, "config": None}
+        options = {"username": "root", "client_keys": [self._place.key], "known_hosts": None, "config": None}
         self._connections = list(
-            await asyncio.gather(*(asyncssh.connect(address, **where) for address in self._place.addresses))
+            await asyncio.gather(*(asyncssh.connect(address, **options) for address in self._place.addresses))
         )
         python = self._place.python
         if python is None:
@@ -61,7 +59,7 @@ class Tunnel:
             head,
             f"{python} -m distributed.cli.dask_scheduler --host {address} --port 8786 --dashboard-address {address}:0",
         )
-        # At once, for a worker dials again until the scheduler listens.
+        # The workers start at once, because a worker tries again until the scheduler listens.
         workers = [
             f"{python} -m distributed.cli.dask_worker tcp://{address}:8786 --host {one} --nthreads 1"
             for one in self._place.addresses
@@ -69,7 +67,8 @@ class Tunnel:
         await asyncio.gather(
             *(self._run(connection, worker) for connection, worker in zip(self._connections, workers, strict=True))
         )
-        # Through a tunnel a port on which nobody listens accepts and closes, and Dask's client does not try again.
+        # The tunnel comes last: it accepts a connection before the scheduler listens, closes it, and Dask's client does
+        # not try again.
         async for line in scheduler.stdout:
             if LISTENING in line:
                 break
@@ -90,7 +89,7 @@ class Tunnel:
         ]
         done = await connection.run(f"/root/uv venv --quiet --python {minor} /root/dask && {shlex.join(words)}")
         if done.exit_status != 0:
-            raise RuntimeError(f"the environment could not be made: {done.stderr}")
+            raise RuntimeError(f"the environment could not be created: {done.stderr}")
 
     async def _run(self, connection: asyncssh.SSHClientConnection, command: str) -> asyncssh.SSHClientProcess[str]:
         process = await connection.create_process(f"cd /tmp && echo $$ && exec {command} 2>&1")
@@ -98,7 +97,7 @@ class Tunnel:
         return process
 
     async def _close(self) -> None:
-        # The workers first. By command, for sshd passes no signals on to root's processes.
+        # The workers end first. They get the signal by a command, because sshd sends no signals to processes of root.
         await asyncio.gather(*(connection.run(f"kill {pid}") for connection, _, pid in self._running[1:]))
         await asyncio.gather(*(process.wait(timeout=ENDING_SECONDS) for _, process, _ in self._running[1:]))
         connection, scheduler, pid = self._running[0]

@@ -1,9 +1,9 @@
-"""What a task costs while Airflow parses a DAG file: 200 of them in each of the forms that users write, beside
-Airflow's own PythonOperator and `@task`.
+"""Measure the time of a task while Airflow parses a DAG file, beside Airflow's own PythonOperator and `@task`.
 
-Airflow parses each file again and again, and makes every operator anew each time. In one process: one DAG of 200 tasks
-in each form, the forms take turns within each round. By the processor time of the thread, for others may be at work;
-the least of the rounds, [median]. What the user's own values cost (`sky.Image(...)`) is in it.
+Airflow parses each file again and again, and makes all operators each time. One process makes one DAG of 200 tasks in
+each form that users write. The forms take turns in each round. The time is the processor time of the thread, because
+other programs may run. A cell has the least value of the rounds, and [the median]. The time includes the user's values
+(`sky.Image(...)`).
 
     python benchmarks/airflow_parse.py --rounds 25
 """
@@ -24,7 +24,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
-# before Airflow is imported: it reads its settings then, and writes some of its own
+# Set before the import of Airflow, which reads its settings then, and writes files.
 os.environ["AIRFLOW_HOME"] = tempfile.mkdtemp(prefix="skyward-airflow-")
 
 from airflow.providers.standard.operators.python import PythonOperator
@@ -41,7 +41,7 @@ OPERATOR, DECORATOR = "PythonOperator", "@task"
 
 
 def square(x: int) -> int:
-    """What the tasks run."""
+    """The function of the tasks."""
     return x**2
 
 
@@ -80,7 +80,7 @@ FORMS: dict[str, tuple[str, Callable[[int], object]]] = {
     '@task.skyward(provider="local")': (DECORATOR, lambda n: _decorated(n, provider="local")),
     "@task.skyward(...), with all of the above": (DECORATOR, lambda n: _decorated(n, **_everything(n))),
 }
-"""Each form with its peer: what Airflow itself takes for a task of that kind."""
+"""Each form with its peer, Airflow's own operator or decorator of that kind."""
 
 
 def main() -> None:
@@ -91,7 +91,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     measured: dict[str, list[float]] = defaultdict(list)
     gc.collect()
-    gc.freeze()  # what was imported: else whichever form comes when the collector is due pays for looking through it
+    gc.freeze()  # so that the garbage collector does not scan the imported modules during the time of one form
     for _ in range(rounds):
         for form, (_, make) in FORMS.items():
             measured[form].append(_ms_per_task(make))
@@ -107,7 +107,7 @@ def main() -> None:
 
 
 def _ms_per_task(make: Callable[[int], object]) -> float:
-    gc.collect()  # the DAG before this one
+    gc.collect()  # removes the previous DAG
     with DAG("parsed", schedule=None):
         began = time.thread_time()
         for number in range(TASKS):

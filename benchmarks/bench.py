@@ -1,7 +1,7 @@
-"""Skyward, Dask and Ray side by side on this machine, in one run: `make bench`. Then the same over SSH (`_far.py`).
+"""Compare Skyward, Dask and Ray on this machine in one run, then over SSH (`_far.py`): `make bench`.
 
-Every measurement is a fresh subprocess (`_cases.py`), the systems take turns within each round, and what is shown is
-the median over the rounds. Prints a table and writes it to `RESULTS.md` beside this file.
+Each measurement is a new subprocess (`_cases.py`). The systems take turns in each round, and the table shows the median
+of the rounds. The program prints the table, and writes it to `RESULTS.md` beside this file.
 
     python benchmarks/bench.py --only calls,array --rounds 5
 """
@@ -37,7 +37,7 @@ RESULTS = HERE / "RESULTS.md"
 SYSTEMS = ("skyward", "dask", "ray")
 ROUNDS = 3
 TURNS = {"start": 2, "calls": 1, "array": 1}  # measurements of each case in a round
-BUDGET_SECONDS = 345.0  # a round that would likely end later than this is not begun, the first one excepted
+BUDGET_SECONDS = 345.0  # after the first round, a round begins only if it will probably end before this time
 CASES = (*TURNS, "import", "far")
 IMPORT_ROUNDS = 15
 PACKAGES = {"skyward": "skyward_core", "dask": "distributed", "ray": "ray"}
@@ -48,7 +48,7 @@ MB = 1e6
 
 ROWS = (
     Row("start: fresh interpreter to first result", "start", "first", "s", 1, "first", "first", dask_mark=1.5),
-    Row("end: first result to process gone", "start", "end", "s", 1, "end", "end"),
+    Row("end: first result to end of the process", "start", "end", "s", 1, "end", "end"),
     Row("tiny call, one after another", "calls", "median", "ms", 1e3, "median", "median", dask_mark=0.7),
     Row("the same, 99th percentile", "calls", "p99", "ms", 1e3, "p99", "p99"),
     Row(
@@ -87,12 +87,12 @@ ROWS = (
         ray_mark=1,
         least=5000,
     ),
-    Row("2,000 calls, 1 % of them 50 ms", "calls", "mixed", "s", 1, "mixed", "mixed"),
+    Row("2,000 calls, 1 % of them take 50 ms", "calls", "mixed", "s", 1, "mixed", "mixed"),
     Row("100 MB array in and out", "array", "seconds", "s", 1, "seconds", "seconds", dask_mark=0.6, ray_mark=1.0),
-    Row("its peak memory, above before", "array", "peak", "MB", 1 / MB, "peak", "peak"),
-    Row("its peak use of /dev/shm, above before", "array", "peak_shm", "MB", 1 / MB, "peak_shm", "peak_shm"),
-    Row("memory still held after it", "array", "left", "MB", 1 / MB, "left", "left"),
-    Row("/dev/shm still held after it", "array", "left_shm", "MB", 1 / MB, "left_shm", "left_shm"),
+    Row("peak memory of it, above the memory before", "array", "peak", "MB", 1 / MB, "peak", "peak"),
+    Row("peak use of /dev/shm, above the use before", "array", "peak_shm", "MB", 1 / MB, "peak_shm", "peak_shm"),
+    Row("memory still in use after it", "array", "left", "MB", 1 / MB, "left", "left"),
+    Row("/dev/shm still in use after it", "array", "left_shm", "MB", 1 / MB, "left_shm", "left_shm"),
     Row("memory of an idle pool", "array", "idle", "MB", 1 / MB, "idle", "idle"),
     Row("import, without the interpreter's start", "import", "seconds", "ms", 1e3, "seconds", "seconds", most=100),
 )
@@ -100,12 +100,16 @@ ROWS = (
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help=f"cases, by comma: {', '.join(CASES)}; RESULTS.md is left as it is")
-    parser.add_argument("--rounds", type=int, default=0, help=f"in place of {ROUNDS}; RESULTS.md is left as it is")
-    asked = parser.parse_args()
-    only = [case for case in asked.only.split(",") if case]
+    parser.add_argument(
+        "--only", default="", help=f"cases, separated by commas: {', '.join(CASES)}; does not write RESULTS.md"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=0, help=f"number of rounds instead of {ROUNDS}; does not write RESULTS.md"
+    )
+    options = parser.parse_args()
+    only = [case for case in options.only.split(",") if case]
     if unknown := set(only) - {*CASES}:
-        parser.error(f"there is no case {', '.join(sorted(unknown))}")
+        parser.error(f"unknown case: {', '.join(sorted(unknown))}")
     _memory.adopt_orphans()
     bench = Bench()
     began, load = time.monotonic(), os.getloadavg()
@@ -114,37 +118,37 @@ def main() -> int:
             bench.compare_imports(IMPORT_ROUNDS)
         bench.compare(
             [case for case in TURNS if not only or case in only],
-            asked.rounds or ROUNDS,
+            options.rounds or ROUNDS,
             deadline=began + BUDGET_SECONDS,
         )
     finally:
         bench.close()
-    far, troubles = _far.section(asked.rounds or _far.ROUNDS) if not only or "far" in only else ([], [])
+    far, troubles = _far.section(options.rounds or _far.ROUNDS) if not only or "far" in only else ([], [])
     report = _report(bench, load, time.monotonic() - began, far)
     print(report)
     if bench.troubles or troubles:
-        print("Not every measurement came to its end: RESULTS.md is left as it is.", file=sys.stderr)
+        print("Some measurements failed: RESULTS.md was not written.", file=sys.stderr)
         return 1
-    if not only and not asked.rounds:
+    if not only and not options.rounds:
         RESULTS.write_text(report)
     return 0
 
 
 class Bench:
-    """What was measured so far, the directory in which it was, and what went wrong."""
+    """The measurements so far, their directory, and the failures."""
 
     def __init__(self) -> None:
         self.measured: Measured = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
         self.troubles: list[str] = []
         self.notes: list[str] = []
-        # A short path: Ray puts sockets far below it, and a socket's path has at most 107 bytes.
+        # The path is short, because Ray puts sockets far below it, and the path of a socket has at most 107 bytes.
         self._directory = Path(tempfile.mkdtemp(prefix="skb-", dir="/tmp"))
 
     def close(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def compare(self, cases: Sequence[str], rounds: int, deadline: float) -> None:
-        """Measure all cases with all systems, round after round; a busy machine gets fewer rounds."""
+        """Measure all cases with all systems in each round. A busy machine gets fewer rounds."""
         for number in range(1, rounds + 1):
             began = time.monotonic()
             for case in cases:
@@ -158,16 +162,17 @@ class Bench:
         for _, system in itertools.product(range(TURNS[case]), systems):
             print(f"{which}: {case}, {system}", file=sys.stderr, flush=True)
             try:
-                found = self._measure("sequential" if system == "dask-on-skyward" else case, system)
+                values = self._measure("sequential" if system == "dask-on-skyward" else case, system)
             except (subprocess.SubprocessError, ValueError, KeyError) as error:
                 self.troubles.append(f"{which}: {case}, {system}: {error}")
                 continue
-            for metric, value in found.items():
+            for metric, value in values.items():
                 self.measured[case][system][metric].append(value)
 
     def compare_imports(self, rounds: int) -> None:
-        """Time the imports in turns, each in a fresh interpreter and by its own clock; the long ones every third
-        turn.
+        """Measure the imports in turns, each in a new interpreter, which reads the clock itself.
+
+        The slow imports have a turn in every third round.
         """
         for number in range(rounds):
             for system, package in PACKAGES.items():
@@ -192,22 +197,22 @@ class Bench:
                 env=_environment(directory),
             )
             try:
-                found = _listen(process)
+                result = _listen(process)
                 process.communicate(timeout=LIMIT_SECONDS)
             finally:
                 ended = time.monotonic()
                 self._clear(process, f"{case}, {system}")
-            if found is None or process.returncode != 0:
+            if result is None or process.returncode != 0:
                 errors.seek(0)
                 tail = " / ".join(line.strip() for line in errors.read().splitlines() if line.strip(" ^~"))[-300:]
                 raise subprocess.SubprocessError(f"exit status {process.returncode}: {tail}")
         if case == "start":
-            first = found["first_result_at"]
+            first = result["first_result_at"]
             return {"first": first - began, "end": ended - first}
-        return found
+        return result
 
-    def _clear(self, process: subprocess.Popen[str], whose: str) -> None:
-        """Wait until nothing of a measurement runs any more; what outlives it is killed, and told in the report."""
+    def _clear(self, process: subprocess.Popen[str], measurement: str) -> None:
+        """Wait until all processes of a measurement have ended; kill those that do not end, and report them."""
         deadline = time.monotonic() + LEAVE_SECONDS
         if process.poll() is None:
             process.kill()
@@ -215,7 +220,9 @@ class Bench:
         while (left := _memory.descendants()) and time.monotonic() < deadline:
             time.sleep(0.05)
         if left:
-            self.notes.append(f"{whose}: {len(left)} processes outlived it by {LEAVE_SECONDS:.0f} s and were killed.")
+            self.notes.append(
+                f"{measurement}: {len(left)} processes ran {LEAVE_SECONDS:.0f} s after it and were killed."
+            )
         for one in left:
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
@@ -223,7 +230,7 @@ class Bench:
 
 
 def _listen(process: subprocess.Popen[str]) -> dict[str, float] | None:
-    """Return what the case found, watching its memory between the phases that it announces."""
+    """Return the result of the case; measure its memory between the phases that it announces."""
     assert process.stdin is not None
     assert process.stdout is not None
     before = after = peak = None
@@ -231,8 +238,8 @@ def _listen(process: subprocess.Popen[str]) -> dict[str, float] | None:
     result: dict[str, float] | None = None
     try:
         for line in _lines(process.stdout, process):
-            told: dict[str, Any] = json.loads(line)
-            match told.get("phase"):
+            message: dict[str, Any] = json.loads(line)
+            match message.get("phase"):
                 case "before":
                     before = _memory.settled()
                 case "transfer":
@@ -241,7 +248,7 @@ def _listen(process: subprocess.Popen[str]) -> dict[str, float] | None:
                     peak, watch = watch.read(), None
                     after = _memory.settled()
                 case _:
-                    result = told["result"]
+                    result = message["result"]
                     break
             process.stdin.write("\n")
             process.stdin.flush()
@@ -255,7 +262,7 @@ def _listen(process: subprocess.Popen[str]) -> dict[str, float] | None:
 
 
 def _lines(stdout: IO[str], process: subprocess.Popen[str]) -> Iterator[str]:
-    """Yield the lines of a case; one that takes too long is killed, which ends them."""
+    """Yield the lines of a case; kill a case that takes too long, which ends its lines."""
     timer = threading.Timer(LIMIT_SECONDS, process.kill)
     timer.start()
     try:
@@ -266,8 +273,9 @@ def _lines(stdout: IO[str], process: subprocess.Popen[str]) -> Iterator[str]:
 
 
 def _environment(directory: Path) -> dict[str, str]:
-    """This process's environment, with nothing written outside the measurement's directory and Ray told to keep to
-    itself.
+    """Return the environment of this process, changed so that systems write only to the measurement's directory.
+
+    It also turns off Ray's statistics and its use of uv.
     """
     return os.environ | {
         "TMPDIR": str(directory),
@@ -276,7 +284,7 @@ def _environment(directory: Path) -> dict[str, str]:
         "XDG_DATA_HOME": str(directory.parent / "data"),
         "XDG_STATE_HOME": str(directory.parent / "state"),
         "RAY_USAGE_STATS_ENABLED": "0",
-        # Else Ray, when it finds `uv run` above it, starts each of its workers with `uv run` too.
+        # Without this, Ray under `uv run` starts each of its workers with `uv run` too.
         "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     }
 
@@ -301,9 +309,9 @@ def _report(bench: Bench, load: tuple[float, float, float], seconds: float, far:
     lines = [
         "# Side by side",
         "",
-        "Written by `make bench`. Medians over rounds in which the systems take turns, each in a fresh process: two nodes (workers) of one slot",
+        "Written by `make bench`. Medians of the rounds. The systems take turns in each round, each in a new process: two nodes (workers) of one slot",
         "on this machine, connected over loopback. Dask: `LocalCluster(n_workers=2, threads_per_worker=1)`; Ray: `ray.init(num_cpus=2)`.",
-        "In brackets: lowest and highest round. A ratio is ours to theirs.",
+        "In brackets: lowest and highest round. A ratio is our value divided by the value of the other system.",
         "",
         *_machine(load, seconds),
         "",

@@ -1,14 +1,15 @@
-"""The clouds without the clouds: 50,000 offers ranked, five providers asked at once, 64 machines launched, 64 nodes
-that join a pool, against fakes that take 300 ms for each answer.
+"""Measure many offers, providers, machines and nodes, against fake clouds that take 300 ms for each answer.
 
-Nodes: the cloud, and machines with a real SSH server each, are one other process (`_nodes.py`); a login and each
-command take 300 ms more. What a command does is not run but played: the installation is a pause, the same for one node
-and for 64, and a node joins as a worker of Dask's without runners, all of them beside the scheduler in that one
-process. From `open` until the pool is ready, its connections, uploads (uv and our package: the machines have neither)
-and the join included. Left out is what 64 machines have 64 times the processors for: their own work.
+It ranks 50,000 offers, queries five providers at once, launches 64 machines, and opens pools of 64 nodes.
 
-Run from the repository, whose tests have the fakes; as root, for the machines listen on port 22 of 127.77.x.y. Medians
-of the rounds by the clock; the peer of many is one. About seven minutes.
+Nodes: one other process (`_nodes.py`) is the cloud and all machines, each with a real SSH server. A login and each
+command take 300 ms more. The machines do not run the commands. The installation is a pause, as long for 64 nodes as for
+one. A node joins as a Dask worker without runners, and all workers run beside the scheduler in that process. The time
+is from `open` until the pool is ready, with connections, uploads (uv and our package) and the join. It does not include
+the work of the machines, because 64 real machines have 64 times the processors.
+
+Run it in the repository, because the tests have the fakes. Run it as root, because the machines listen on port 22 of
+127.77.x.y. Values are medians of the rounds, by the clock; the peer of many is one. It takes about seven minutes.
 
     python -m benchmarks.clouds --rounds 3 --install 20
 """
@@ -41,31 +42,31 @@ OFFERS = 50_000
 MACHINES = 64
 LATENCY_SECONDS = 0.3
 INSTALL_SECONDS = 20.0
-"""A plausible installation of a few packages with uv on a machine that has none of them."""
+"""A typical time to install a few packages with uv on a new machine."""
 MOST_RATIO = "≤ 1.5 x one"
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Return how long it takes, in seconds."""
+    """Return the duration of the call, in seconds."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
 
 
-def told(
+def table_line(
     what: str, unit: str, values: Sequence[float], peer: Sequence[float] = (), scale: float = 1.0, most: str = ""
 ) -> str:
     """Return a line of the table."""
-    words = [
-        f"{statistics.median(its) * scale:.3g} [{min(its) * scale:.3g}, {max(its) * scale:.3g}]" if its else ""
-        for its in (values, peer)
+    cells = [
+        f"{statistics.median(side) * scale:.3g} [{min(side) * scale:.3g}, {max(side) * scale:.3g}]" if side else ""
+        for side in (values, peer)
     ]
     ratio = f"{statistics.median(values) / statistics.median(peer):.2f}" if peer else ""
-    return f"| {what} | {unit} | {words[0]} | {words[1]} | {ratio} | {most} |"
+    return f"| {what} | {unit} | {cells[0]} | {cells[1]} | {ratio} | {most} |"
 
 
 def offers() -> tuple[Offer, ...]:
-    """Return as many as five clouds sell, twice."""
+    """Return twice as many offers as five clouds sell."""
     return tuple(
         Offer(
             provider="local",
@@ -83,47 +84,48 @@ def offers() -> tuple[Offer, ...]:
 
 
 def ranking(rounds: int) -> list[str]:
-    """Filter and rank."""
+    """Measure filtering and ranking."""
     many = offers()
-    wishes = {
+    specs = {
         "50,000 offers ranked, all fit": sky.PoolSpec.of(nodes=2),
         "50,000 offers filtered and ranked": sky.PoolSpec.of(nodes=2, accelerator="H100", cpu=8),
     }
     return [
-        told(
+        table_line(
             what,
             "ms",
             [timed(lambda: candidates(spec, [ProviderOffers(sky.Local(), many)])) for _ in range(3 * rounds)],
             scale=1000,
             most="≤ 200 ms",
         )
-        for what, spec in wishes.items()
+        for what, spec in specs.items()
     ]
 
 
-def asking(rounds: int, fakes: Sequence[FakeDigitalOcean]) -> str:
-    """Five providers at once, against one."""
+def querying(rounds: int, fakes: Sequence[FakeDigitalOcean]) -> str:
+    """Measure a query of five providers at once, against one."""
     providers = [sky.DigitalOcean(endpoint_url=fake.url) for fake in fakes]
     ask(providers, Requirements())
     many = [timed(lambda: ask(providers, Requirements())) for _ in range(rounds)]
     one = [timed(lambda: ask(providers[:1], Requirements())) for _ in range(rounds)]
-    return told("five providers asked what they sell; peer: one", "s", many, one)
+    return table_line("offers of five providers queried; peer: one", "s", many, one)
 
 
 def launching(rounds: int, provider: sky.Provider, name: str) -> str:
-    """Sixty-four machines, against one: from the call until each has an address."""
+    """Measure 64 machines, against one: from the call until each has an address."""
     offer = min(provider.offers(Requirements()), key=lambda offer: offer.price_per_hour)
     seconds: dict[int, list[float]] = {1: [], MACHINES: []}
     for number in range(rounds):
         for count, values in seconds.items():
             values.append(timed(lambda: provider.launch(offer, count, tags(launch=f"bench-{number}-{count}"), STARTUP)))
             provider.terminate([machine.id for machine in provider.instances()])
-    return told(f"{MACHINES} machines launched, {name}; peer: one", "s", seconds[MACHINES], seconds[1])
+    return table_line(f"{MACHINES} machines launched, {name}; peer: one", "s", seconds[MACHINES], seconds[1])
 
 
 class Prompt(sky.DigitalOcean):
-    """As it is, but for the half minute for which a closing pool waits for machines that its listing may not tell of
-    yet: nothing of that is measured.
+    """DigitalOcean without the listing delay.
+
+    A closing pool waits half a minute for machines that are not yet in the listing. This benchmark does not measure it.
     """
 
     listing_lag_seconds: ClassVar[float] = 0.0
@@ -131,18 +133,18 @@ class Prompt(sky.DigitalOcean):
 
 @dataclass(frozen=True)
 class Opening:
-    """Seconds that a pool took to be ready, and the processor's seconds of this client and of the process with the
-    cloud and the nodes meanwhile.
-    """
+    """How long a pool took to be ready, in seconds, and the processor time until then."""
 
     seconds: float
     ours: float
+    """Processor seconds of this client."""
     theirs: float
+    """Processor seconds of the process with the cloud and the nodes."""
 
 
 @contextlib.contextmanager
 def nodes(install_seconds: float) -> Generator[tuple[str, int]]:
-    """Start the process with the cloud and the machines; give the address of the cloud's API and the process's id."""
+    """Start the process with the cloud and the machines; yield the address of the API and the id of the process."""
     command = [
         sys.executable,
         "-m",
@@ -179,13 +181,13 @@ def opened(count: int, install_seconds: float) -> Opening:
 
 
 def processor_seconds(pid: int) -> float:
-    """Return the processor time of a process so far; proc(5), fields 14 and 15 of stat."""
+    """Return the processor time of a process until now: fields 14 and 15 of stat in proc(5)."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def opening(rounds: int, install_seconds: float) -> list[str]:
-    """Sixty-four nodes, against one: from `open` until the pool is ready."""
+    """Measure 64 nodes, against one: from `open` until the pool is ready."""
     times: dict[int, list[Opening]] = {1: [], MACHINES: []}
     for _ in range(rounds):
         for count, values in times.items():
@@ -195,8 +197,13 @@ def opening(rounds: int, install_seconds: float) -> list[str]:
         f"{MACHINES} nodes launched, bootstrapped and joined, {install_seconds:g} s of installation on each; peer: one"
     )
     ours, theirs = ([getattr(value, side) for value in times[MACHINES]] for side in ("ours", "theirs"))
-    busy = f"processor time of it, the client with {MACHINES}; peer: the cloud and the {MACHINES} nodes, in one process"
-    return [told(what, "s", many, one, most=MOST_RATIO if install_seconds else ""), told(busy, "s", ours, theirs)]
+    processor = (
+        f"processor time of it, the client with {MACHINES}; peer: the process with the cloud and the {MACHINES} nodes"
+    )
+    return [
+        table_line(what, "s", many, one, most=MOST_RATIO if install_seconds else ""),
+        table_line(processor, "s", ours, theirs),
+    ]
 
 
 def main() -> None:
@@ -204,11 +211,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--install", type=float, default=INSTALL_SECONDS, help="seconds of installation that the nodes play"
+        "--install", type=float, default=INSTALL_SECONDS, help="seconds that the installation takes on each node"
     )
-    parser.add_argument("--only", choices=["nodes"], help="nothing but the nodes")
-    asked = parser.parse_args()
-    rounds = asked.rounds
+    parser.add_argument("--only", choices=["nodes"], help="measure only the nodes")
+    options = parser.parse_args()
+    rounds = options.rounds
     with tempfile.TemporaryDirectory() as folder:
         os.environ |= {
             "XDG_STATE_HOME": str(Path(folder) / "state"),
@@ -217,21 +224,21 @@ def main() -> None:
             "VERDA_CLIENT_SECRET": CLIENT_SECRET,
         }
         print("| what | unit | ours | peer | ratio | mark |\n| --- | --- | ---: | ---: | ---: | --- |", flush=True)
-        if asked.only is None:
+        if options.only is None:
             without_nodes(rounds)
-        opened(1, 0.0)  # imports, and fills the caches of what is sent to nodes: nobody's first time counts
-        for install_seconds in dict.fromkeys((asked.install, 0.0)):
+        opened(1, 0.0)  # imports, and fills the caches of uploads; not measured
+        for install_seconds in dict.fromkeys((options.install, 0.0)):
             print("\n".join(opening(rounds, install_seconds)), flush=True)
 
 
 def without_nodes(rounds: int) -> None:
-    """Print the lines for which nobody logs in anywhere."""
+    """Print the lines of the measurements without logins."""
     print("\n".join(ranking(rounds)))
     fakes = [FakeDigitalOcean() for _ in range(5)]
     verda = FakeVerda()
     for fake in (*fakes, verda):
         fake.delay_seconds = LATENCY_SECONDS
-    print(asking(rounds, fakes))
+    print(querying(rounds, fakes))
     print(launching(rounds, sky.DigitalOcean(endpoint_url=fakes[0].url), "DigitalOcean"))
     print(launching(rounds, sky.Verda(endpoint_url=verda.url + "/v1"), "Verda"), flush=True)
     for fake in (*fakes, verda):

@@ -1,9 +1,9 @@
-"""A grid search of 200 fits on 2 x 2 local slots: Skyward, joblib's own loky, and joblib's Dask backend on a bare cluster.
+"""Compare a grid search of 200 fits on 2 x 2 local slots: Skyward, loky of joblib, and joblib on a bare Dask cluster.
 
     .venv/bin/python benchmarks/grid_search.py --rounds 3
 
-Each measurement is a fresh process, and the systems take turns. Prints the seconds until the workers are there, of the
-first search (with the imports in the workers) and of the second one: medians over the rounds.
+Each measurement is a new process, and the systems take turns. The table has the medians of the rounds, in seconds: until
+the workers are ready, for the first search, which includes the imports in the workers, and for the second search.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PRELOADED = ("sklearn.model_selection", "sklearn.tree")
 
 
 def opened(system: str, stack: ExitStack) -> None:
-    """Open a system and make it joblib's backend until the stack is closed."""
+    """Open a system and make it the backend of joblib until the stack is closed."""
     if system.startswith("skyward"):
         import skyward_core as sky
 
@@ -47,7 +47,7 @@ def opened(system: str, stack: ExitStack) -> None:
 
 
 def search() -> Any:
-    """200 fits: 50 candidates, four folds."""
+    """Do 200 fits: 50 candidates in four folds each."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import GridSearchCV
     from sklearn.tree import DecisionTreeClassifier
@@ -59,7 +59,7 @@ def search() -> Any:
 
 def measure(system: str) -> dict[str, float]:
     import sklearn.model_selection
-    import sklearn.tree  # noqa: F401 - the client's own import is no part of the search
+    import sklearn.tree  # noqa: F401 - the time of the search must not include the imports of the client
 
     began = time.perf_counter()
     with ExitStack() as stack:
@@ -74,22 +74,22 @@ def measure(system: str) -> dict[str, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--system", choices=SYSTEMS, help="measure this one here, and print JSON")
+    parser.add_argument("--system", choices=SYSTEMS, help="measure this system in this process, and print JSON")
     parser.add_argument("--rounds", type=int, default=3)
-    asked = parser.parse_args()
-    if asked.system:
-        print(json.dumps(measure(asked.system)))
+    options = parser.parse_args()
+    if options.system:
+        print(json.dumps(measure(options.system)))
         return 0
-    found: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
-    for number in range(asked.rounds):
+    measurements: defaultdict[str, list[dict[str, float]]] = defaultdict(list)
+    for number in range(options.rounds):
         for system in SYSTEMS:
             print(f"round {number + 1}: {system}", file=sys.stderr)
             command = [sys.executable, __file__, "--system", system]
             done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=LIMIT_SECONDS)
-            found[system].append(json.loads(done.stdout.splitlines()[-1]))
-    assert len({one["score"] for measured in found.values() for one in measured}) == 1, found
+            measurements[system].append(json.loads(done.stdout.splitlines()[-1]))
+    assert len({one["score"] for measured in measurements.values() for one in measured}) == 1, measurements
     print("| grid search of 200 fits | open | first search | second search |\n| --- | ---: | ---: | ---: |")
-    for system, measured in found.items():
+    for system, measured in measurements.items():
         cells = " | ".join(f"{median(one[phase] for one in measured):.2f} s" for phase in PHASES)
         print(f"| {system} | {cells} |")
     return 0

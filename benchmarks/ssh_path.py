@@ -1,8 +1,8 @@
-"""Our SSH path against OpenSSH's `ssh -L` and direct TCP, to the same host of the test bed.
+"""Compare our SSH path with OpenSSH's `ssh -L` and direct TCP, to the same host of the test bed.
 
-A tiny round trip and a payload through a forwarded port, then what only an SSH connection can do: files into the host's
-memory and back, commands. The paths take turns within each round; what is shown is the median over the rounds. Needs
-root (`python -m tests.testbed preflight` says why not).
+It sends a tiny message and a payload through a forwarded port. Then it measures what only an SSH connection can do:
+files to the host's memory and back, and commands. The paths take turns in each round, and the table shows the median of
+the rounds. It needs root (`python -m tests.testbed preflight` shows what is missing).
 
     python benchmarks/ssh_path.py --rounds 5 --megabytes 1000
 """
@@ -44,7 +44,10 @@ type Address = tuple[str, int]
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: in `unit`, one value a round. Nothing where a path cannot do it, or does it another way."""
+    """A line of the table: one value for each round, in `unit`.
+
+    A path has no values if it cannot do this, or if it does it differently.
+    """
 
     what: str
     unit: str
@@ -55,7 +58,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """How many times better than OpenSSH ours is; above 1 is better."""
+        """How many times better our path is than OpenSSH; above 1 is better."""
         if not self.openssh:
             return None
         ours, openssh = statistics.median(self.ours), statistics.median(self.openssh)
@@ -67,23 +70,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--megabytes", type=int, default=1000, help="size of the payload, in units of 10^6 bytes")
     parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.peer:
+    options = parser.parse_args()
+    if options.peer:
         _serve()
     elif reason := why_not():
         sys.exit(reason)
     else:
-        print(table(measure(asked.rounds, asked.megabytes * 10**6)))
+        print(table(measure(options.rounds, options.megabytes * 10**6)))
 
 
 def why_not() -> str | None:
-    """Return why there is nothing to measure here, in one line; None if there is."""
+    """Return in one line why this machine cannot make hosts; None if it can."""
     return testbed().why_not()
 
 
 def measure(rounds: int = 5, payload_bytes: int = 10**9) -> list[Row]:
-    """Make a host, measure all paths to it, and remove it; about 12 seconds a round with the payload of 1 GB."""
-    found: dict[tuple[str, str], list[float]] = defaultdict(list)
+    """Make a host, measure all paths to it, and remove it; a round with a payload of 1 GB takes about 12 seconds."""
+    measured: dict[tuple[str, str], list[float]] = defaultdict(list)
     with testbed().Fleet() as fleet, contextlib.ExitStack() as undo:
         host = fleet.create()
         undo.enter_context(_peer(host))
@@ -102,33 +105,33 @@ def measure(rounds: int = 5, payload_bytes: int = 10**9) -> list[Row]:
             "ours": ("127.0.0.1", connection.forward_local("127.0.0.1", PEER_PORT)),
         }
         payload = bytes(payload_bytes)
-        for address in paths.values():  # nobody's first connection counts
+        for address in paths.values():  # the first connection of a path is not measured
             _tiny(address)
         for _ in range(rounds):
             for name, address in paths.items():
-                found["tiny", name].append(_tiny(address))
-                found["up", name].append(_up(address, payload))
-                found["down", name].append(_down(address, payload_bytes))
+                measured["tiny", name].append(_tiny(address))
+                measured["up", name].append(_up(address, payload))
+                measured["down", name].append(_down(address, payload_bytes))
             for what, value in _files_and_commands(connection, shell, payload).items():
-                found[what, "ours"].append(value)
+                measured[what, "ours"].append(value)
             for what, value in _openssh_commands(host, payload).items():
-                found[what, "openssh"].append(value)
+                measured[what, "openssh"].append(value)
     megabytes = f"{payload_bytes / MB:,.0f} MB"
     return [
-        _row("tiny round trip through a forward", "ms", found, "tiny"),
-        _row(f"{megabytes} to the host through a forward", "MB/s", found, "up", more_is_better=True),
-        _row(f"{megabytes} from the host through a forward", "MB/s", found, "down", more_is_better=True),
+        _row("tiny round trip through a forward", "ms", measured, "tiny"),
+        _row(f"{megabytes} to the host through a forward", "MB/s", measured, "up", more_is_better=True),
+        _row(f"{megabytes} from the host through a forward", "MB/s", measured, "down", more_is_better=True),
         _row(
             f"{megabytes} into a file in the host's memory (OpenSSH: with a login)",
             "MB/s",
-            found,
+            measured,
             "put",
             more_is_better=True,
         ),
-        _row(f"{megabytes} from there (OpenSSH: with a login)", "MB/s", found, "fetch", more_is_better=True),
-        _row("100 MiB there and back, as files", "s", found, "back"),
-        _row("a command, `run`", "ms", found, "run"),
-        _row("a command, `shell().run`", "ms", found, "shell"),
+        _row(f"{megabytes} from that file (OpenSSH: with a login)", "MB/s", measured, "fetch", more_is_better=True),
+        _row("100 MiB to the host and back, as files", "s", measured, "back"),
+        _row("a command, `run`", "ms", measured, "run"),
+        _row("a command, `shell().run`", "ms", measured, "shell"),
     ]
 
 
@@ -145,7 +148,7 @@ def table(rows: Sequence[Row]) -> str:
         [
             *lines,
             "",
-            "To OpenSSH: how many times better ours is than `ssh` with aes128-gcm, the cipher that both use; above 1 is better.",
+            "To OpenSSH: how many times better our path is than `ssh` with aes128-gcm, the cipher of both; above 1 is better.",
         ]
     )
 
@@ -161,13 +164,13 @@ def _shown(values: Sequence[float]) -> str:
 
 
 def _row(
-    what: str, unit: str, found: Mapping[tuple[str, str], Sequence[float]], key: str, *, more_is_better: bool = False
+    what: str, unit: str, measured: Mapping[tuple[str, str], Sequence[float]], key: str, *, more_is_better: bool = False
 ) -> Row:
     scale = {"ms": 1e3, "s": 1.0, "MB/s": 1 / MB}[unit]
     values = {
-        name: [value * scale for value in found[key, name]]
+        name: [value * scale for value in measured[key, name]]
         for name in ("ours", "openssh", "direct")
-        if (key, name) in found
+        if (key, name) in measured
     }
     return Row(what, unit, more_is_better=more_is_better, **values)
 
@@ -176,10 +179,10 @@ def _row(
 
 
 def _tiny(address: Address) -> float:
-    """Median seconds of a message there and back."""
+    """Return the median seconds of a message to the host and back."""
     taken: list[float] = []
     message = bytes(TINY_BYTES)
-    with _asked(address, b"e", 0) as peer:
+    with _request_to_peer(address, b"e", 0) as peer:
         for _ in range(TINY_TURNS):
             began = time.perf_counter()
             peer.sendall(message)
@@ -189,8 +192,8 @@ def _tiny(address: Address) -> float:
 
 
 def _up(address: Address, payload: bytes) -> float:
-    """Bytes per second to the host, until it says that it has all of them."""
-    with _asked(address, b"u", len(payload)) as peer:
+    """Return the bytes per second to the host, until the host confirms that it has all of them."""
+    with _request_to_peer(address, b"u", len(payload)) as peer:
         began = time.perf_counter()
         peer.sendall(payload)
         _check(peer.recv(1) == b"k")
@@ -198,10 +201,10 @@ def _up(address: Address, payload: bytes) -> float:
 
 
 def _down(address: Address, size: int) -> float:
-    """Bytes per second from the host."""
+    """Return the bytes per second from the host."""
     block = bytearray(BLOCK_BYTES)
     began = time.perf_counter()
-    with _asked(address, b"d", size) as peer:
+    with _request_to_peer(address, b"d", size) as peer:
         left = size
         while left and (got := peer.recv_into(block)):
             left -= got
@@ -221,7 +224,7 @@ def _files_and_commands(connection: SSHConnection, shell: Shell, payload: bytes)
 
 
 def _there_and_back(connection: SSHConnection, payload: memoryview) -> tuple[float, float]:
-    """Seconds to write a file in the host's memory, and to read and remove it."""
+    """Return the seconds to write a file in the host's memory, and the seconds to read and remove it."""
     began = time.perf_counter()
     connection.put(payload, VALUE, mode=0o600)
     there = time.perf_counter()
@@ -239,7 +242,7 @@ def _commands(run: Callable[[str], Any]) -> float:
 
 
 def _openssh_commands(host: Any, payload: bytes) -> dict[str, float]:
-    """The same with a `ssh` for each: it logs in every time."""
+    """Measure files and commands with `ssh`, which logs in each time."""
     began = time.perf_counter()
     _openssh(host, f"umask 077; cat >{VALUE}", payload)
     there = time.perf_counter()
@@ -255,7 +258,7 @@ def _openssh_commands(host: Any, payload: bytes) -> dict[str, float]:
 
 @contextlib.contextmanager
 def _peer(host: Any) -> Generator[None]:
-    """The other end, in the host's network."""
+    """Run the peer in the network of the host."""
     command = ["nsenter", f"--net=/proc/{host.pid}/ns/net", sys.executable, str(Path(__file__).resolve()), "--peer"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
@@ -269,7 +272,7 @@ def _peer(host: Any) -> Generator[None]:
 
 @contextlib.contextmanager
 def _openssh_forward(host: Any) -> Generator[int]:
-    """`ssh -L`; the port here."""
+    """Run `ssh -L`, and yield the local port."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     forward = ["-N", "-o", "ExitOnForwardFailure=yes", "-L", f"127.0.0.1:{port}:127.0.0.1:{PEER_PORT}"]
@@ -299,7 +302,7 @@ def _ssh(host: Any) -> list[str]:
 
 
 @contextlib.contextmanager
-def _asked(address: Address, kind: bytes, size: int) -> Generator[socket.socket]:
+def _request_to_peer(address: Address, kind: bytes, size: int) -> Generator[socket.socket]:
     with socket.create_connection(address, timeout=120) as peer:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         peer.sendall(kind + size.to_bytes(8, "big"))
@@ -307,7 +310,7 @@ def _asked(address: Address, kind: bytes, size: int) -> Generator[socket.socket]
 
 
 def _serve() -> None:
-    """The other end: takes a letter and a size, and does what they say. Ends when it is killed."""
+    """Serve as the peer: a request is a letter and a size. It ends when it is killed."""
     with socket.create_server(("0.0.0.0", PEER_PORT)) as listening:
         print("ready", flush=True)
         while True:
@@ -318,9 +321,9 @@ def _serve() -> None:
 def _answer(peer: socket.socket) -> None:
     with peer, contextlib.suppress(OSError):
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        asked = peer.recv(9, socket.MSG_WAITALL)
-        left, block = int.from_bytes(asked[1:], "big"), bytearray(BLOCK_BYTES)
-        match asked[:1]:
+        request = peer.recv(9, socket.MSG_WAITALL)
+        left, block = int.from_bytes(request[1:], "big"), bytearray(BLOCK_BYTES)
+        match request[:1]:
             case b"u":
                 while left and (got := peer.recv_into(block)):
                     left -= got
@@ -329,20 +332,20 @@ def _answer(peer: socket.socket) -> None:
                 while left:
                     left -= peer.send(memoryview(block)[:left])
             case _:
-                while said := peer.recv(65536):
-                    peer.sendall(said)
+                while message := peer.recv(65536):
+                    peer.sendall(message)
 
 
 def testbed() -> Any:
-    """Return the package of the test bed, which lies beside this folder and is installed nowhere."""
+    """Return the package of the test bed, which is in the repository and is not installed."""
     if str(HERE.parent) not in sys.path:
         sys.path.append(str(HERE.parent))
     return importlib.import_module("tests.testbed")
 
 
-def _check(right: bool) -> None:
-    if not right:
-        raise SystemExit("a path gave a wrong answer: its time means nothing")
+def _check(is_right: bool) -> None:
+    if not is_right:
+        raise SystemExit("a path returned a wrong result, so its time is not valid")
 
 
 if __name__ == "__main__":

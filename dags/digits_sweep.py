@@ -1,10 +1,9 @@
-"""Find the best classifier for handwritten digits: a cross-validated sweep on two machines that exist only while it
-runs.
+"""Find the best classifier for handwritten digits: a cross-validated sweep on two ephemeral machines.
 
     AIRFLOW__CORE__DAGS_FOLDER=dags airflow dags test digits_sweep
 
-The machines are processes of this computer, with a price so that there is a bill to see. Leave `provider` out and the
-settings decide (`SKYWARD_PROVIDER=...`, `skyward.toml`): the same DAG then runs on a cloud.
+The machines are processes of this computer. They have a price, so that the example shows a cost. Without `provider` the
+settings (`SKYWARD_PROVIDER=...`, `skyward.toml`) choose the provider, so the same DAG can run on a cloud.
 """
 
 import itertools
@@ -18,8 +17,9 @@ MACHINES = sky.PoolSpec.of(provider=sky.Local(price_per_hour=1.2), image=sky.Ima
 
 
 def split_digits():
-    """Return training images, test images, training labels, test labels, of the 1,797 images of scikit-learn. A quarter
-    of them is for the test.
+    """Return training images, test images, training labels, test labels.
+
+    scikit-learn has 1,797 images. A quarter of them is for the test.
     """
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split

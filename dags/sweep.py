@@ -1,11 +1,11 @@
-"""End, every ten minutes, machines that were left running: of pools with a dead owner or an expired lease.
+"""End machines of dead pools every ten minutes. A pool is dead if its owner is dead or its lease has expired.
 
-    AIRFLOW__CORE__DAGS_FOLDER=dags airflow dags test skyward_sweep                           ends what it finds
-    AIRFLOW__CORE__DAGS_FOLDER=dags airflow dags test skyward_sweep -c '{"dry_run": true}'    lists what it would end
+    AIRFLOW__CORE__DAGS_FOLDER=dags airflow dags test skyward_sweep                           ends the machines
+    AIRFLOW__CORE__DAGS_FOLDER=dags airflow dags test skyward_sweep -c '{"dry_run": true}'    only lists them
 
-The task asks the providers of all pools in the ledger, and those that the settings name (SKYWARD_PROVIDER,
-skyward.toml) for machines that the ledger does not know. Machines of living pools are never touched. Workers on several
-computers need a ledger that all of them see: SKYWARD_LEDGER=postgresql+psycopg://...
+The task queries the providers of all pools in the ledger. It also queries the providers of the settings
+(SKYWARD_PROVIDER, skyward.toml), for machines that the ledger does not have. It never touches machines of living pools.
+Workers on several computers need a shared ledger: SKYWARD_LEDGER=postgresql+psycopg://...
 """
 
 import logging
@@ -16,12 +16,12 @@ from airflow.sdk.exceptions import AirflowFailException
 
 import skyward_core as sky
 
-PROVIDERS = None  # those of the settings; or name them here: [sky.AWS(region="us-east-1"), sky.RunPod()]
+PROVIDERS = None  # the providers of the settings; or a list: [sky.AWS(region="us-east-1"), sky.RunPod()]
 
 log = logging.getLogger(__name__)
 
 
-def in_words(finding) -> str:
+def as_line(finding) -> str:
     return (
         f"{finding.action} {', '.join(finding.resource_ids)} of {finding.pool_id} at {finding.provider}:"
         f" {finding.reason}"
@@ -41,15 +41,15 @@ def skyward_sweep():
     def end_what_is_left_running(params) -> list[str]:
         report = sky.sweep(providers=PROVIDERS, is_dry_run=params["dry_run"])
         for finding in report.findings:
-            log.info("%s", in_words(finding))
+            log.info("%s", as_line(finding))
         for line in report.pruned:
-            log.info("of no use any more: %s", line)
+            log.info("removed, because it is not used any more: %s", line)
         if report.failures:
             raise AirflowFailException(
-                "not everything could be seen or ended; the next sweep tries again: "
+                "some machines could not be listed or ended; the next sweep tries again: "
                 + "; ".join(map(str, report.failures))
             )
-        return [in_words(finding) for finding in report.ended]
+        return [as_line(finding) for finding in report.ended]
 
     end_what_is_left_running()
 

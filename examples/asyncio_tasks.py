@@ -1,4 +1,4 @@
-"""Calls as coroutines: many at once in a task group, and a deadline for each.
+"""Calls as coroutines: many at once in a task group, and a deadline for one call.
 
 Run it with `python examples/asyncio_tasks.py`. It sums the digits of some powers of two, and stops a call that takes
 too long.
@@ -20,12 +20,12 @@ def digit_sum(exponent: int) -> int:
 
 @sky.compute
 def wait(seconds: float) -> None:
-    """Stand for a call that hangs."""
+    """Sleep, as an example of a call that hangs."""
     time.sleep(seconds)
 
 
 async def main() -> None:
-    """Rent the nodes, make the calls, and end the nodes; the event loop runs all the time."""
+    """Rent the nodes, make the calls, and end the nodes. The event loop is never blocked."""
     async with sky.ComputePool(provider=PROVIDER, nodes=2) as pool:
         exponents = [15, 100, 1000]
         async with asyncio.TaskGroup() as group:

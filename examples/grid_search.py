@@ -1,7 +1,7 @@
 """scikit-learn's `GridSearchCV` over a pool: each fold of each candidate is a call.
 
 Run it with `python examples/grid_search.py`. It searches the parameters of a support vector machine for handwritten
-digits, and tests the best one on digits that it has not seen.
+digits, and tests the best one on other digits.
 """
 
 from sklearn.datasets import load_digits
@@ -16,7 +16,7 @@ GRID = {"gamma": [1e-4, 1e-3, 1e-2], "C": [1, 10]}
 
 
 def main() -> None:
-    """Rent the nodes, which get your version of scikit-learn, search, and end the nodes."""
+    """Rent the nodes, search, and end the nodes. The nodes get your version of scikit-learn."""
     images, digits = load_digits(return_X_y=True)
     seen, unseen, seen_digits, unseen_digits = train_test_split(images, digits, test_size=0.25, random_state=0)
     search = GridSearchCV(SVC(), GRID, cv=3, n_jobs=-1)

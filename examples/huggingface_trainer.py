@@ -1,7 +1,7 @@
-"""Hugging Face's Trainer over two nodes: it detects the group, and gives each node its share of the rows.
+"""Hugging Face's Trainer over two nodes: it finds the group, and gives each node its share of the rows.
 
 Run it with `python examples/huggingface_trainer.py`. A tiny BERT with random weights learns whether the first token of
-a sentence is odd; nothing is downloaded.
+a sentence is odd. It downloads nothing.
 """
 
 import tempfile

@@ -1,4 +1,4 @@
-"""JAX over two nodes: one array of all rows, of which each node has its own.
+"""JAX over two nodes: one array of all rows, and each node has a part of it.
 
 Run it with `python examples/jax_gradient.py`. It fits y = 1·a + 2·b + 3·c by gradient descent; JAX sums the gradients
 over the nodes.

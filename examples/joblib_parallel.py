@@ -1,4 +1,4 @@
-"""joblib's `Parallel` over a pool: wherever `n_jobs=-1` stands, every slot of the pool works.
+"""joblib's `Parallel` over a pool: with `n_jobs=-1` it uses every slot of the pool.
 
 Run it with `python examples/joblib_parallel.py`. It computes pi as the area below 4 / (1 + x²), in a hundred strips.
 """
@@ -21,7 +21,7 @@ def area(strip: int) -> float:
 
 
 def main() -> None:
-    """Rent the nodes, which get your version of joblib, compute, and end the nodes."""
+    """Rent the nodes, compute, and end the nodes. The nodes get your version of joblib."""
     with sky.JoblibPool(provider=PROVIDER, nodes=2):
         areas = Parallel(n_jobs=-1, return_as="generator")(delayed(area)(strip) for strip in range(STRIPS))
         pi = sum(areas)

@@ -20,7 +20,7 @@ def train(epochs: int) -> list[float]:
     x, y = sky.shard(rows, rows @ np.array([[1], [2], [3]], "float32"))
     model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1, use_bias=False)])
     model.compile(keras.optimizers.SGD(0.1), "mse")
-    model.fit(x, y, batch_size=16, epochs=epochs, verbose=0)  # 16 rows of each node
+    model.fit(x, y, batch_size=16, epochs=epochs, verbose=0)  # 16 rows from each node
     return model.get_weights()[0].flatten().tolist()
 
 

@@ -1,4 +1,4 @@
-"""Lightning's Trainer over two nodes: the variables of torchrun tell it of the group.
+"""Lightning's Trainer over two nodes: it finds the group by the variables of torchrun.
 
 Run it with `python examples/lightning_trainer.py`. It fits y = 1·a + 2·b + 3·c.
 """

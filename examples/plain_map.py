@@ -1,4 +1,4 @@
-"""One function over many values: each value is a call, the results come in order.
+"""One function over many values: each value is a call, and the results are in order.
 
 Run it with `python examples/plain_map.py`. It counts the primes below 100,000, in ten parts, on two nodes.
 """

@@ -1,7 +1,7 @@
 """A large array for many calls: `sky.scatter` sends it to each node once, and the calls name it.
 
-Run it with `python examples/scatter_array.py`. It draws from a million measurements again and again (the bootstrap),
-and prints between which values their median lies.
+Run it with `python examples/scatter_array.py`. It draws many samples of a million measurements (the bootstrap), and
+prints an interval for their median.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ IMAGE = sky.Image()  # on Local the nodes have your packages; elsewhere: sky.Ima
 
 @sky.compute
 def median_of_sample(measurements: np.ndarray, seed: int) -> float:
-    """Return the median of as many measurements, drawn at random with replacement."""
+    """Return the median of a random sample of the same size, drawn with replacement."""
     random = np.random.default_rng(seed)
     drawn = random.integers(len(measurements), size=len(measurements))
     return float(np.median(measurements[drawn]))

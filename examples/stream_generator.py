@@ -1,7 +1,7 @@
-"""The items of a generator come one by one, while it runs; a program that stops early stops it too.
+"""The items of a generator come one by one, while it runs. A program that stops early stops the generator too.
 
-Run it with `python examples/stream_generator.py`. A gradient descent that would never end sends its state after each
-step, and the program ends it when the loss is small enough.
+Run it with `python examples/stream_generator.py`. An endless gradient descent sends its state after each step. The
+program stops the generator when the loss is small enough.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ PROVIDER = sky.Local()  # this machine; or sky.Hosts("gpu-box"), sky.AWS(region=
 
 @sky.compute
 def descend(rate: float) -> Iterator[tuple[int, float, float]]:
-    """Search the minimum of (x - 3)², and yield step, x and loss, without an end."""
+    """Search the minimum of (x - 3)², and yield step, x and loss after each step, endlessly."""
     x, step = 0.0, 0
     while True:
         x -= rate * 2 * (x - 3)

@@ -1,7 +1,7 @@
 """TensorFlow's MultiWorkerMirroredStrategy over two nodes.
 
-Run it with `python examples/tensorflow_workers.py`. It fits y = 1·a + 2·b + 3·c by gradient descent; each node has its
-own rows, and the strategy averages the gradients.
+Run it with `python examples/tensorflow_workers.py`. It fits y = 1·a + 2·b + 3·c by gradient descent. Each node has
+other rows, and the strategy averages the gradients.
 """
 
 import skyward_core as sky

@@ -1,7 +1,7 @@
 """PyTorch's DistributedDataParallel on two nodes, with checkpoints and metrics.
 
-Run it with `python examples/torch_ddp.py [FOLDER]`. A run with the folder of an earlier one goes on from its last
-checkpoint. On other machines the folder must be one that all nodes share and that outlives them: a volume.
+Run it with `python examples/torch_ddp.py [FOLDER]`. With the folder of an earlier run it continues from the last
+checkpoint. On other machines the folder must be on a volume: all nodes share it, and it outlives them.
 """
 
 import sys
@@ -17,7 +17,7 @@ BACKEND = "gloo"  # "nccl" for GPUs
 @sky.compute
 @sky.distributed.torch(backend=BACKEND)
 def train(folder: str, steps: int) -> tuple[int, float]:
-    """Fit y = x · (1, 2, 3) on this rank's rows; return the step at which it began, and the last loss."""
+    """Fit y = x · (1, 2, 3) on the rows of this rank; return the first step of this run, and the last loss."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -28,9 +28,9 @@ def train(folder: str, steps: int) -> tuple[int, float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     saved = sky.checkpoint(folder)
     begun_at, loss = 0, torch.tensor(0.0)
-    if (found := saved.load()) is not None:
-        begun_at = found["step"]
-        model.load_state_dict(found["model"])
+    if (state := saved.load()) is not None:
+        begun_at = state["step"]
+        model.load_state_dict(state["model"])
     for step in range(begun_at, steps):
         loss = torch.nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
@@ -44,7 +44,7 @@ def train(folder: str, steps: int) -> tuple[int, float]:
 
 
 def main(folder: str) -> None:
-    """Rent the nodes, train (again on new nodes, if one is lost), and end the nodes."""
+    """Rent the nodes, train, and end the nodes. If a node is lost, the training runs again on other nodes."""
     with sky.ComputePool(provider=PROVIDER, nodes=2, image=IMAGE, retries=2) as pool:
         for rank, (begun_at, loss) in enumerate(train(folder, 120) @ pool):
             print(f"rank {rank}: from step {begun_at} to 120, loss {loss:.6f}")

@@ -1,14 +1,15 @@
-"""Dagster: which support vector machine reads handwritten digits best? A cross-validated sweep on two nodes, and the
-winner's accuracy on images it never saw.
+"""Find the best support vector machine for handwritten digits with Dagster: a cross-validated sweep on two nodes.
+
+The second asset is the accuracy of the best one on test images.
 
     python flows/dagster_definitions.py             materializes both assets once
-    dagster dev -f flows/dagster_definitions.py     the same with the UI: Catalog > digits_model > Metadata shows and
-    plots skyward/cost_usd
+    dagster dev -f flows/dagster_definitions.py     starts the UI: Catalog > digits_model > Metadata shows and plots
+    skyward/cost_usd
 
-Every ten minutes the schedule of `skyward_sweep` ends machines that were left running: of pools with a dead owner or an
-expired lease. Turn it on under Automation.
+The schedule of `skyward_sweep` ends machines of dead pools every ten minutes. A pool is dead if its owner is dead or
+its lease has expired. Turn the schedule on under Automation.
 
-The data, scikit-learn's 1,797 digits, is loaded on the nodes; scikit-learn is installed there, and need not be here.
+The nodes install scikit-learn and load its 1,797 digits. This computer does not need scikit-learn.
 """
 
 import json
@@ -25,8 +26,8 @@ from dagster_skyward import SkywardResource
 
 FOLDS = 5
 PROVIDERS = None
-"""The sweep also asks these for machines that the ledger does not know. None means the providers of the settings
-(SKYWARD_PROVIDER, skyward.toml); or name them here: [sky.AWS(region="us-east-1"), sky.RunPod()].
+"""The sweep also queries these for machines that the ledger does not have. None means the providers of the settings
+(SKYWARD_PROVIDER, skyward.toml). A list is possible too: [sky.AWS(region="us-east-1"), sky.RunPod()].
 """
 
 
@@ -42,7 +43,7 @@ CANDIDATES = [Candidate(C, gamma) for C, gamma in product((1.0, 3.0, 10.0, 30.0)
 
 
 def digits():
-    """Images for training and images for the test; the same split on every node."""
+    """Return training images, test images, training labels, test labels; the split is the same on every node."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -51,19 +52,19 @@ def digits():
 
 
 def validate(candidate: Candidate, fold: int) -> float:
-    """Accuracy on one fold of the training images, after training on the other folds."""
+    """Train on all folds but one; return the accuracy on that fold."""
     from sklearn.model_selection import StratifiedKFold
     from sklearn.svm import SVC
 
     images, _, labels, _ = digits()
-    learn, judge = list(StratifiedKFold(FOLDS, shuffle=True, random_state=0).split(images, labels))[fold]
-    accuracy = SVC(**asdict(candidate)).fit(images[learn], labels[learn]).score(images[judge], labels[judge])
+    train, held_out = list(StratifiedKFold(FOLDS, shuffle=True, random_state=0).split(images, labels))[fold]
+    accuracy = SVC(**asdict(candidate)).fit(images[train], labels[train]).score(images[held_out], labels[held_out])
     print(f"{candidate}, fold {fold}: {accuracy:.4f}")
     return float(accuracy)
 
 
 def examine(candidate: Candidate) -> float:
-    """Accuracy on the test images, after training on all training images."""
+    """Train on all training images; return the accuracy on the test images."""
     from sklearn.svm import SVC
 
     train_images, test_images, train_labels, test_labels = digits()
@@ -74,7 +75,7 @@ def examine(candidate: Candidate) -> float:
 def digits_candidates(
     context: dg.AssetExecutionContext, compute: SkywardResource
 ) -> dg.MaterializeResult[dict[Candidate, float]]:
-    """Every candidate with its mean accuracy in cross-validation."""
+    """Each candidate with its mean accuracy in cross-validation."""
     trials = list(product(CANDIDATES, range(FOLDS)))
     accuracies = compute.map(context, validate, *zip(*trials, strict=True))
     scores = {
@@ -107,8 +108,8 @@ def digits_model(
     )
 
 
-def in_words(finding) -> str:
-    """A finding of the sweep in one line."""
+def as_line(finding) -> str:
+    """Return a finding of the sweep as one line."""
     return (
         f"{finding.action} {', '.join(finding.resource_ids)} of {finding.pool_id} at {finding.provider}:"
         f" {finding.reason}"
@@ -119,21 +120,21 @@ def in_words(finding) -> str:
 def end_what_is_left_running(context: dg.OpExecutionContext) -> None:
     """Log each finding and its reason; end the machines unless it is a dry run.
 
-    Fails if a provider could not be asked, or machines are left.
+    Fails if the sweep could not list or end some machines.
     """
     report = sky.sweep(providers=PROVIDERS, is_dry_run=context.op_config["is_dry_run"])
     for finding in report.findings:
-        context.log.info("%s", in_words(finding))
+        context.log.info("%s", as_line(finding))
     for line in report.pruned:
-        context.log.info("of no use any more: %s", line)
-    told = {"findings": len(report.findings), "ended": [in_words(finding) for finding in report.ended]}
+        context.log.info("removed, because it is not used any more: %s", line)
+    metadata = {"findings": len(report.findings), "ended": [as_line(finding) for finding in report.ended]}
     if report.failures:
         raise dg.Failure(
-            "not everything could be seen or ended; the next sweep tries again: "
+            "some machines could not be listed or ended; the next sweep tries again: "
             + "; ".join(map(str, report.failures)),
-            metadata=told,
+            metadata=metadata,
         )
-    context.add_output_metadata(told)
+    context.add_output_metadata(metadata)
 
 
 @dg.job
@@ -149,27 +150,28 @@ defs = dg.Definitions(
             provider=sky.Local(price_per_hour=1.2), nodes=2, image=sky.Image(pip=["scikit-learn"])
         )
     },
-    # the steps of one process share the pool; with Dagster's default each step would open its own
+    # The steps of one process share the pool. With Dagster's default executor each step opens a pool.
     executor=dg.in_process_executor,
 )
 
 
 def main() -> None:
-    """Materialize both assets on the instance of DAGSTER_HOME, else on a temporary one, and print the results in one
-    line.
+    """Materialize both assets, and print the results as one line.
+
+    The Dagster instance is that of DAGSTER_HOME, else a temporary one.
     """
     started = time.monotonic()
     with dg.DagsterInstance.get() if os.environ.get("DAGSTER_HOME") else dg.DagsterInstance.ephemeral() as instance:
         result = dg.materialize([digits_candidates, digits_model], resources=defs.resources, instance=instance)
-    told = [
+    materializations = [
         {name: entry.value for name, entry in event.materialization.metadata.items()}
         for event in result.get_asset_materialization_events()
     ]
     report = {
         "accuracy": round(result.output_for_node("digits_model"), 4),
-        "calls": sum(metadata["calls"] for metadata in told),
+        "calls": sum(metadata["calls"] for metadata in materializations),
         "seconds": round(time.monotonic() - started, 1),
-        "cost_usd": round(sum(metadata["skyward/cost_usd"] for metadata in told), 6),
+        "cost_usd": round(sum(metadata["skyward/cost_usd"] for metadata in materializations), 6),
     }
     print(f"digits_sweep: {json.dumps(report)}")
 

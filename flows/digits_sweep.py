@@ -1,8 +1,8 @@
-"""A hyper-parameter sweep over scikit-learn's digits, as a Prefect flow on an ephemeral pool.
+"""Sweep hyper-parameters over scikit-learn's digits, as a Prefect flow on an ephemeral pool.
 
-`python flows/digits_sweep.py` runs it: against the server that PREFECT_API_URL names, else with its own API. Twelve
-candidates of a support vector machine are cross-validated in five folds; each fold is one call on the pool's two nodes.
-The best is trained, and tested on images that were not used before.
+`python flows/digits_sweep.py` runs it on the server of PREFECT_API_URL, else on a temporary one. The flow
+cross-validates twelve candidates of a support vector machine in five folds. Each fold is one call on a pool of two
+nodes. The flow then trains the best candidate, and tests it on other images.
 """
 
 import json
@@ -32,9 +32,7 @@ GRID = [Candidate(gamma, penalty) for gamma, penalty in product([1e-4, 3e-4, 1e-
 
 
 def split():
-    """Load the images and keep a quarter of them for the test: (training images, test images, training labels, test
-    labels).
-    """
+    """Return training images, test images, training labels, test labels. A quarter of the images is for the test."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -51,7 +49,7 @@ def classifier(candidate: Candidate):
 
 @task(task_run_name="fold {fold} of gamma={candidate.gamma}, C={candidate.penalty}", retries=1, cache_policy=NO_CACHE)
 def validate(candidate: Candidate, fold: int) -> float:
-    """Train on all folds but one; return the accuracy on that one."""
+    """Train on all folds but one; return the accuracy on that fold."""
     from sklearn.model_selection import StratifiedKFold
 
     images, _, labels, _ = split()
@@ -77,7 +75,7 @@ def judge(candidate: Candidate) -> float:
     ),
 )
 def digits_sweep() -> dict[str, float]:
-    """Cross-validate every candidate, train the best, report its accuracy and the cost."""
+    """Cross-validate each candidate, train the best one, and report its accuracy and the cost."""
     started = time.perf_counter()
     trials = [(candidate, fold) for candidate in GRID for fold in range(FOLDS)]
     accuracies = validate.map(*zip(*trials, strict=True)).result()

@@ -1,11 +1,11 @@
-"""End machines that were left running: of pools with a dead owner or an expired lease.
+"""End machines of dead pools. A pool is dead if its owner is dead or its lease has expired.
 
     python flows/sweep.py            sweeps once
-    python flows/sweep.py serve      sweeps every ten minutes, as a deployment of the server that PREFECT_API_URL names
+    python flows/sweep.py serve      sweeps every ten minutes, as a deployment on the server of PREFECT_API_URL
 
-The flow asks the providers of all pools in the ledger, and those that the settings name (SKYWARD_PROVIDER,
-skyward.toml) for machines that the ledger does not know. Machines of living pools are never touched. Workers on several
-computers need a ledger that all of them see: SKYWARD_LEDGER=postgresql+psycopg://...
+The flow queries the providers of all pools in the ledger. It also queries the providers of the settings
+(SKYWARD_PROVIDER, skyward.toml), for machines that the ledger does not have. It never touches machines of living pools.
+Workers on several computers need a shared ledger: SKYWARD_LEDGER=postgresql+psycopg://...
 """
 
 import sys
@@ -15,10 +15,10 @@ from prefect.artifacts import create_table_artifact
 
 import skyward_core as sky
 
-PROVIDERS = None  # those of the settings; or name them here: [sky.AWS(region="us-east-1"), sky.RunPod()]
+PROVIDERS = None  # the providers of the settings; or a list: [sky.AWS(region="us-east-1"), sky.RunPod()]
 
 
-def in_words(finding) -> str:
+def as_line(finding) -> str:
     return (
         f"{finding.action} {', '.join(finding.resource_ids)} of {finding.pool_id} at {finding.provider}:"
         f" {finding.reason}"
@@ -29,13 +29,13 @@ def in_words(finding) -> str:
 def skyward_sweep(is_dry_run: bool = False) -> list[str]:
     """Log each finding and its reason; end the machines unless it is a dry run.
 
-    Fails if a provider could not be asked, or machines are left.
+    Fails if the sweep could not list or end some machines.
     """
     report = sky.sweep(providers=PROVIDERS, is_dry_run=is_dry_run)
     for finding in report.findings:
-        get_run_logger().info("%s", in_words(finding))
+        get_run_logger().info("%s", as_line(finding))
     for line in report.pruned:
-        get_run_logger().info("of no use any more: %s", line)
+        get_run_logger().info("removed, because it is not used any more: %s", line)
     rows = [
         {
             "provider": each.provider,
@@ -45,12 +45,13 @@ def skyward_sweep(is_dry_run: bool = False) -> list[str]:
         }
         for each in report.ended
     ]
-    create_table_artifact(rows, key="skyward-sweep", description="What the sweep has ended")
+    create_table_artifact(rows, key="skyward-sweep", description="Machines that the sweep has ended")
     if report.failures:
         raise RuntimeError(
-            "not everything could be seen or ended; the next sweep tries again: " + "; ".join(map(str, report.failures))
+            "some machines could not be listed or ended; the next sweep tries again: "
+            + "; ".join(map(str, report.failures))
         )
-    return [in_words(finding) for finding in report.ended]
+    return [as_line(finding) for finding in report.ended]
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
-FAILURE = "not everything could be seen or ended; the next sweep tries again"
+FAILURE = "some machines could not be listed or ended; the next sweep tries again"
 DAY_SECONDS = 86_400
 
 ORCHESTRATORS = {

@@ -1,11 +1,10 @@
-"""The ledger and the sweep, alone: an intent and its bond, a thousand open intents recovered, a hundred thousand rows
-listed and added up by the command line.
+"""Measure the ledger and the sweep alone: writes, the recovery of 1,000 open intents, and commands on 100,000 rows.
 
-Needs nothing but this package. Each figure is the median of the rounds, by the clock; the peer of a write is a bare
-SQLite transaction of one row with the same `synchronous=FULL`, the peer of a command is an interpreter that imports
+It needs only this package. Each figure is the median of the rounds, by the clock. The peer of a write is a bare SQLite
+transaction of one row with the same `synchronous=FULL`. The peer of a command is an interpreter that imports
 SQLAlchemy and does nothing.
 
-    python benchmarks/books.py --rounds 5
+    python benchmarks/ledger.py --rounds 5
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ DEAD = Owner("ada", "elsewhere", "boot", "1", 1, "1")
 
 
 class Empty(Provider):
-    """Rents nothing, and answers at once."""
+    """A provider without machines, which answers at once."""
 
     name: ClassVar[str] = "local"
 
@@ -48,13 +47,14 @@ class Empty(Provider):
         return []
 
     def terminate(self, ids: Sequence[str]) -> None:
-        """Nothing is there."""
+        """Do nothing, because there are no machines."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: values of the rounds in `unit`, the most that is allowed, and a peer's values if there is
-    one.
+    """A line of the table: the values of the rounds in `unit`, the highest allowed value, and the values of a peer.
+
+    A row may have no limit and no peer.
     """
 
     what: str
@@ -69,7 +69,7 @@ class Row:
             if self.most is None
             else f"≤ {self.most:g} {self.unit} | {'met' if statistics.median(self.values) <= self.most else 'MISSED'}"
         )
-        return f"| {self.what} | {self.unit} | {_told(self.values)} | {_told(self.peer)} | {mark or ' | '} |"
+        return f"| {self.what} | {self.unit} | {_median_and_range(self.values)} | {_median_and_range(self.peer)} | {mark or ' | '} |"
 
 
 def main() -> int:
@@ -77,7 +77,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
     load = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory(prefix="skyward-books-") as folder:
+    with tempfile.TemporaryDirectory(prefix="skyward-ledger-") as folder:
         rows = [*_writes(Path(folder), rounds), *_recoveries(Path(folder), rounds), *_commands(Path(folder), rounds)]
     print(
         f"Load {load:.2f} → {os.getloadavg()[0]:.2f}, {os.cpu_count()} cores, SQLite {sqlite3.sqlite_version}, Python {sys.version.split()[0]}.\n"
@@ -91,44 +91,47 @@ def _writes(folder: Path, rounds: int) -> list[Row]:
     ours, bare = list[float](), list[float]()
     with Ledger(f"sqlite:///{folder / 'writes.db'}") as ledger:
         _pool(ledger, "sky-writes")
-        plain = sqlite3.connect(folder / "bare.db", isolation_level=None)
-        plain.execute("PRAGMA journal_mode=WAL")
-        plain.execute("PRAGMA synchronous=FULL")
-        plain.execute("CREATE TABLE t (a)")
+        bare_database = sqlite3.connect(folder / "bare.db", isolation_level=None)
+        bare_database.execute("PRAGMA journal_mode=WAL")
+        bare_database.execute("PRAGMA synchronous=FULL")
+        bare_database.execute("CREATE TABLE t (a)")
         for number in range(rounds * PAIRS):
             ours.append(
                 1000
                 * _seconds(
                     lambda number=number: ledger.bind(
-                        ledger.intend("sky-writes", _wish("sky-writes", number)), f"i-{number}"
+                        ledger.intend("sky-writes", _request("sky-writes", number)), f"i-{number}"
                     )
                 )
             )
             bare.append(
                 1000
                 * _seconds(
-                    lambda: (plain.execute("INSERT INTO t VALUES (1)"), plain.execute("INSERT INTO t VALUES (1)"))
+                    lambda: (
+                        bare_database.execute("INSERT INTO t VALUES (1)"),
+                        bare_database.execute("INSERT INTO t VALUES (1)"),
+                    )
                 )
             )
-        plain.close()
-    return [Row("one intent and its bond, two transactions", "ms", ours, 5, bare)]
+        bare_database.close()
+    return [Row("an intent written and bound, two transactions", "ms", ours, 5, bare)]
 
 
 def _recoveries(folder: Path, rounds: int) -> list[Row]:
-    found = list[Row]()
+    rows = list[Row]()
     for pools, each in ((1, OPEN), (OPEN, 1)):
         seconds = list[float]()
         for turn in range(rounds):
             with Ledger(f"sqlite:///{folder / f'open-{pools}-{turn}.db'}", clock=lambda: LONG_AGO) as ledger:
                 for pool in range(pools):
                     _pool(ledger, f"sky-{pool}")
-                    intents = ledger.intend_all(f"sky-{pool}", [_wish(f"sky-{pool}", rank) for rank in range(each)])
+                    intents = ledger.intend_all(f"sky-{pool}", [_request(f"sky-{pool}", rank) for rank in range(each)])
                     ledger.bind_all({intent.id: f"sky-{pool}-{intent.id}" for intent in intents})
             with Ledger(f"sqlite:///{folder / f'open-{pools}-{turn}.db'}") as ledger:
                 seconds.append(_seconds(lambda ledger=ledger: sweep(ledger, [Empty()], is_dry_run=False)))
                 assert ledger.open_intents() == []
-        found.append(Row(f"sweep of {OPEN:,} open intents, {pools:,} pool(s) of {each:,}", "s", seconds, 10))
-    return found
+        rows.append(Row(f"sweep of {OPEN:,} open intents, {pools:,} pool(s) of {each:,}", "s", seconds, 10))
+    return rows
 
 
 def _commands(folder: Path, rounds: int) -> list[Row]:
@@ -136,7 +139,7 @@ def _commands(folder: Path, rounds: int) -> list[Row]:
     with Ledger(url, clock=lambda: LONG_AGO) as ledger:
         for pool in range(POOLS):
             _pool(ledger, f"sky-{pool}")
-            intents = ledger.intend_all(f"sky-{pool}", [_wish(f"sky-{pool}", rank) for rank in range(ROWS // POOLS)])
+            intents = ledger.intend_all(f"sky-{pool}", [_request(f"sky-{pool}", rank) for rank in range(ROWS // POOLS)])
             numbers = [intent.id for intent in intents]
             ledger.bind_all({number: f"i-{number}" for number in numbers})
             ledger.note_all(
@@ -146,26 +149,26 @@ def _commands(folder: Path, rounds: int) -> list[Row]:
                 ledger.close_all(numbers, "gone")
                 ledger.end_pool(f"sky-{pool}")
     idle = [_seconds(lambda: _run(["-c", "import sqlalchemy"], url)) for _ in range(rounds)]
-    asked = (["ps"], ["ps", "--all"], *(["cost", "--by", key] for key in ("day", "pool", "owner", "bucket")))
+    commands = (["ps"], ["ps", "--all"], *(["cost", "--by", key] for key in ("day", "pool", "owner", "bucket")))
     return [
         Row(
-            f"`skyward {' '.join(words)}`, {ROWS:,} rows",
+            f"`skyward {' '.join(command)}`, {ROWS:,} rows",
             "s",
-            [_seconds(lambda words=words: _skyward(words, url)) for _ in range(rounds)],
+            [_seconds(lambda command=command: _skyward(command, url)) for _ in range(rounds)],
             1,
             idle,
         )
-        for words in asked
+        for command in commands
     ]
 
 
-def _skyward(words: Sequence[str], url: str) -> None:
-    _run(["-m", "skyward_core.cli", *words], url)
+def _skyward(command: Sequence[str], url: str) -> None:
+    _run(["-m", "skyward_core.cli", *command], url)
 
 
-def _run(words: Sequence[str], url: str) -> None:
+def _run(arguments: Sequence[str], url: str) -> None:
     subprocess.run(
-        [sys.executable, *words], env={**os.environ, "SKYWARD_LEDGER": url}, stdout=subprocess.DEVNULL, check=True
+        [sys.executable, *arguments], env={**os.environ, "SKYWARD_LEDGER": url}, stdout=subprocess.DEVNULL, check=True
     )
 
 
@@ -179,7 +182,7 @@ def _pool(ledger: Ledger, pool_id: str) -> None:
     )
 
 
-def _wish(pool_id: str, rank: int) -> ResourceRequest:
+def _request(pool_id: str, rank: int) -> ResourceRequest:
     return ResourceRequest(
         kind=ResourceKind.INSTANCE,
         provider="local",
@@ -198,7 +201,7 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _told(values: Sequence[float]) -> str:
+def _median_and_range(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.3g} [{min(values):.3g}, {max(values):.3g}]" if values else ""
 
 
