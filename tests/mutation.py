@@ -63,6 +63,7 @@ OTHERS = {
     "engine/members": ("engine/test_recovery.py", *DISPATCHER),
     "engine/membership": ("engine/test_recovery.py",),
     "engine/outbox": DISPATCHER,
+    "engine/recovery": ("engine/test_membership.py", "worker/test_preemption_notice.py"),
     "engine/placement": DISPATCHER,
     "engine/shipments": DISPATCHER,
     "cleanup/policy": SWEEP,

@@ -476,7 +476,8 @@ def test_only_providers_that_may_have_machines_are_used(
     start(ReaperInput.of([other, pool.provider], pool.pool_id, url)).terminate_now()
     wait_until(lambda: not pool.living(), "the machines to end")
     if has_ledger:
-        wait_until(pool.is_ended, "the entries to be closed")
+        wait_until(lambda: "its machines are gone" in log_text(), "the work at all providers to end")
+        assert pool.is_ended()
         assert len(other.instances()) == 1
     else:
         wait_until(lambda: not other.instances(), "the machines of the other one to end")

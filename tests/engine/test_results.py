@@ -12,7 +12,8 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.compute import PendingCompute
-from skyward_core.engine.results import PLAIN_BYTES, NotPlain, plain_value
+from skyward_core.engine.futures import CallFuture
+from skyward_core.engine.results import PLAIN_BYTES, Callbacks, NotPlain, Results, Settled, plain_value
 from skyward_core.errors import Stored
 from skyward_core.worker.wire import Outcome, OutcomeKind, Parcel
 from tests.conftest import RecordedEvents, shared, wait_until
@@ -321,3 +322,42 @@ def test_all_other_results_are_loaded_in_the_results_thread(outcome: Outcome) ->
     """Loading one may run code of its types, which may block: the engine's thread must not wait for that."""
     with pytest.raises(NotPlain):
         plain_value(outcome)
+
+
+@pytest.mark.parametrize("ending", ["result", "error", "cancelled"])
+def test_each_future_that_ends_is_reported_and_its_files_are_removed(tmp_path: Path, ending: str) -> None:
+    """Otherwise the pool would count the call as running for ever, and would never be idle."""
+    settled: list[CallFuture[Any]] = []
+    parcel = Parcel(b"x").moved_to_file([str(tmp_path)])
+    future = CallFuture[Any]("a", lambda _: None)
+
+    def value() -> int:
+        assert settled == []
+        if ending == "error":
+            raise KeyError("x")
+        return 7
+
+    if ending == "cancelled":
+        future.cancel()
+    Results(lambda: 0, settled.append).set(Settled(future, value, [parcel]))
+    assert settled == [future]
+    assert list(tmp_path.iterdir()) == []
+    assert future.done()
+    if not future.cancelled():
+        assert future.result() == 7 if ending == "result" else isinstance(future.exception(), KeyError)
+
+
+def test_a_callback_that_fails_stops_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    """They run in their order; after the end of the thread in the thread that adds them."""
+    callbacks, called = Callbacks(), list[int]()
+
+    def fail() -> None:
+        raise SystemExit
+
+    for call in (lambda: called.append(1), fail, lambda: called.append(2)):
+        callbacks.put(call)
+    callbacks.close()
+    callbacks.put(lambda: called.append(3))
+    wait_until(lambda: len(called) == 3, "the callbacks")
+    assert [number for number in called if number != 3] == [1, 2]
+    assert "a callback of a call's future has failed" in caplog.text
