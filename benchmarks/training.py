@@ -1,4 +1,4 @@
-"""Training with two local ranks of PyTorch (gloo, one thread each): Skyward's group, and `torchrun` with the same script.
+"""Training with two local ranks of PyTorch (gloo, one thread each): Skyward's group, and `torchrun`.
 
     make bench   (or, in the environment of the group `frameworks`: python benchmarks/training.py --rounds 3)
 
@@ -6,8 +6,8 @@ Each measurement is a fresh process, and the systems take turns. Prints a table:
 the highest round, and ratios.
 
 - A step: forward, backward with averaged gradients, update. The median of 200 steps of rank 0.
-- The start of a group: until the first `all_reduce` has ended on both ranks. With Skyward from the call on an open pool,
-  the first time (the ranks import PyTorch) and a second time; with `torchrun` from the start of its process.
+- The start of a group: until the first `all_reduce` has ended on both ranks. With Skyward from the call on an open
+  pool, the first time (the ranks import PyTorch) and a second time; with `torchrun` from the start of its process.
 """
 
 from __future__ import annotations
@@ -150,9 +150,7 @@ def main() -> int:
             for name, value in json.loads(done.stdout.splitlines()[-1]).items():
                 found[system][name].append(value)
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "skyward-core", "dask"))
-    print(
-        f"Load average of the last minute, before → after: {load_before:.2f} → {os.getloadavg()[0]:.2f}; {versions}\n"
-    )
+    print(f"Load of the last minute, before → after: {load_before:.2f} → {os.getloadavg()[0]:.2f}; {versions}\n")
     print("| two ranks on this machine | unit | skyward | torchrun | to torchrun |\n| --- | --- | ---: | ---: | ---: |")
     for what, unit, scale, ours, theirs in ROWS_OF_TABLE:
         mine, other = found["skyward"][ours], found["torchrun"][theirs]

@@ -73,6 +73,8 @@ LONGEST_FIRST = (
     "worker/test_supervisor.py",
     "test_extras.py",
     "accelerators/test_mig_hosts.py",
+    "distributed/test_frameworks_hosts.py",
+    "test_example_programs.py",
 )
 """Files (or folders) that take longest. They begin first, so that test processes that share the files end at about the
 same time.
