@@ -347,7 +347,7 @@ def test_a_second_run_starts_again(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("needs_reset", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("needs_reset", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_after_sigkill_at_any_command_all_can_be_restored(tmp_path: Path, when: str, needs_reset: bool) -> None:
     """SIGKILL comes just before or just after each command that changes something."""
     commands = 6 if needs_reset else 4

@@ -319,7 +319,7 @@ for failure in report.failures:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_several_sweeps_at_once_end_dead_pools_only(tmp_path: Path) -> None:
     """Four threads and two processes sweep one ledger while a live pool renews its lease and launches.
 

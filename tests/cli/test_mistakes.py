@@ -317,7 +317,7 @@ def shell(line: str, **environ: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("unbuffered", ["", pytest.param("1", marks=pytest.mark.long)])
 def test_a_full_disk_and_a_closed_pipe(three: None, monkeypatch: pytest.MonkeyPatch, unbuffered: str) -> None:
     """One line, or none if the reader has closed the pipe; the exit code is 1.
 

@@ -711,7 +711,7 @@ def test_a_killed_task_leaves_its_machines_to_the_reaper_if_the_provider_does_no
         process.communicate()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_try_killed_with_sigkill_is_in_the_bill_of_the_next(airflow: Airflow, tmp_path: Path) -> None:
     """The pool's id was logged before anything was rented. The reaper ends the machines and the reservation, and the
     next try adds up the costs.

@@ -668,6 +668,7 @@ def test_the_money_runs_out(program: Program) -> None:
     tidied(program)
 
 
+@pytest.mark.long
 def test_the_money_of_a_stopped_program_runs_out(program: Program) -> None:
     """A stopped client renews nothing and ends nothing: its machine ends itself on its own clock.
 
