@@ -67,6 +67,7 @@ class RunnerFactory:
         """Pid of the runner in its answer."""
         self._late: set[int] = set()
         """Runners that have come too late and have not ended yet."""
+        self._watchers: dict[int, Callable[[], object]] = {}
         self._requests = threading.Lock()
         threading.Thread(target=self._listen, name="skyward-runner-factory", daemon=True).start()
 
@@ -93,12 +94,24 @@ class RunnerFactory:
             self._changed.wait_for(lambda: pid in self._exits, timeout=timeout_seconds)
             return self._exits.pop(pid, None)
 
+    def watch(self, pid: int, on_exit: Callable[[], object]) -> None:
+        """Call a function when the supervisor reports the end of a runner; at once if it has. It runs in any thread."""
+        with self._changed:
+            if pid not in self._exits:
+                self._watchers[pid] = on_exit
+                return
+        on_exit()
+
     def _listen(self) -> None:
         with contextlib.suppress(OSError):
             while message := self._control.recv(MESSAGE_BYTES):
+                news = pickle.loads(message)
                 with self._changed:
-                    self._receive(pickle.loads(message))
+                    self._receive(news)
+                    watcher = self._watchers.pop(news.pid, None) if isinstance(news, Forked | RunnerExit) else None
                     self._changed.notify_all()
+                if watcher is not None and isinstance(news, RunnerExit):
+                    watcher()
 
     def _receive(self, message: RunnerExit | Forked | Reassigned) -> None:
         match message:

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from skyward_core.worker.call_metrics import CallMetrics
 from skyward_core.worker.log_records import LogLines, split_records
 from skyward_core.worker.masking import Mask, SecretValues
-from skyward_core.worker.processes import kill_group, resident_bytes, send_signal, stop
+from skyward_core.worker.processes import StrayProcess, kill_group, resident_bytes, send_signal, stop, strays_of
 from skyward_core.worker.runner import Packet
 from skyward_core.worker.runner_factory import RunnerFactory
 from skyward_core.worker.runner_output import LAST_LINES, READ_BYTES, Stream
@@ -84,6 +84,12 @@ class Slot:
         """The id of that call."""
         self.outcomes: socket.socket | None = None
         self.pid = 0
+        self.is_runner_gone = False
+        """Whether the supervisor has reported its end. The outcomes' socket does not end if a process that a call has
+        left behind holds it too.
+        """
+        self.strays: set[StrayProcess] = set()
+        """The processes of its last call that are not in its group, once it got a signal that ends it."""
         self.streams: tuple[Stream, Stream] | tuple[()] = ()
         self.known: set[str] = set()
         self.secrets: SecretValues | None = None
@@ -117,7 +123,8 @@ class Slot:
         self.send, self.take, self.outcomes = send, take, outcomes
         self.streams = (Stream("stdout", pipes[0][0], mark), Stream("stderr", pipes[1][0], mark))
         self.known, self.ended, self.killed_for, self.kill_at, self.is_furnished = set(), 0, None, None, False
-        self.is_outdated = False  # before the fork: the node may move meanwhile
+        self.is_outdated = self.is_runner_gone = False  # before the fork: the node may move meanwhile
+        self.strays = set()
         try:
             self.pid = self.factory.fork([take.fileno(), runner_outcomes.fileno(), pipes[0][1], pipes[1][1]], mark)
         except BaseException:
@@ -127,6 +134,15 @@ class Slot:
             runner_outcomes.close()
             for _, write in pipes:
                 os.close(write)
+        pid = self.pid
+        self.factory.watch(pid, lambda: self._note_exit(pid))
+
+    def _note_exit(self, pid: int) -> None:
+        with self.lock:  # `close` closes the pipe
+            if self.pid == pid:
+                self.is_runner_gone = True
+                with contextlib.suppress(BlockingIOError):
+                    os.write(self._wake_write, b"x")
 
     def make_ready(self) -> None:
         """Make sure that there is a runner, forked for the node's present rank and head.
@@ -198,7 +214,8 @@ class Slot:
         """End the runner and close its descriptors."""
         if self.pid:
             kill_group(self.pid)
-        self.drop_lines()
+        with self.lock:
+            self.drop_lines()
         os.close(self.wake_read)
         os.close(self._wake_write)
 
@@ -358,9 +375,10 @@ class _BatchRun:
         )
         if slot.wake_read in ready:
             os.read(slot.wake_read, READ_BYTES)
+        is_gone = slot.is_runner_gone  # first: all outcomes of a runner that is gone are there
         self._read_output()
-        if slot.outcomes.fileno() in ready:
-            self._receive()
+        if slot.outcomes.fileno() in ready or is_gone:
+            self._receive(is_runner_gone=is_gone)
 
     def _wait_seconds(self) -> float:
         if self._news:
@@ -371,13 +389,15 @@ class _BatchRun:
             seconds = PATIENCE_SECONDS if len(self._sent) > 1 or self._waiting else LOOK_SECONDS
         return seconds if self._is_runner_doomed else min(seconds, max(0.0, self._seconds_left))
 
-    def _receive(self) -> None:
+    def _receive(self, *, is_runner_gone: bool = False) -> None:
         slot = self.slot
         assert slot.outcomes is not None
         while True:
             try:
                 message = slot.outcomes.recv(INLINE_BYTES * 4)
             except BlockingIOError:
+                if is_runner_gone:
+                    self._replace_dead_runner()
                 return
             except ConnectionResetError:
                 message = b""
@@ -473,6 +493,8 @@ class _BatchRun:
         self._sent.clear()
         self._waiting.extendleft(reversed(unstarted))
         kill_group(pid)  # processes that the call has left behind
+        for stray in slot.strays:
+            stray.send(signal.SIGKILL)
         slot.drop_lines()
         slot.start()
         self._progress_at = slot.busy_since = time.monotonic()
@@ -529,8 +551,13 @@ class _BatchRun:
                 send_signal(pid, signal.SIGCONT)
 
     def _kill(self, kind: OutcomeKind, sig: signal.Signals) -> None:
-        self.slot.killed_for = kind
-        kill_group(self.slot.pid, sig)
+        """Send a signal to the runner's group, and to the processes of its call that have left the group."""
+        slot = self.slot
+        slot.killed_for = kind
+        slot.strays |= strays_of(slot.pid)
+        kill_group(slot.pid, sig)
+        for stray in slot.strays:
+            stray.send(sig)
 
     def _check_patience(self) -> None:
         if time.monotonic() - self._progress_at < PATIENCE_SECONDS or len(self._sent) + len(self._waiting) < 2:

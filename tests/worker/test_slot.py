@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from skyward_core.errors import NodeLost
@@ -45,6 +46,7 @@ class Runners:
         self._directory = directory
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.is_out_of_memory = False
+        self._watching: list[threading.Thread] = []
 
     def fork(self, descriptors: list[int], mark: bytes) -> int:
         arguments = [*map(str, descriptors), mark.hex(), str(self._directory)]
@@ -58,11 +60,24 @@ class Runners:
     def exit_of(self, pid: int, timeout_seconds: float = 10.0) -> RunnerExit | None:
         return RunnerExit(pid, self.processes[pid].wait(timeout_seconds), is_out_of_memory=self.is_out_of_memory)
 
+    def watch(self, pid: int, on_exit: Callable[[], object]) -> None:
+        """With a thread that waits for the end and leaves the status to `exit_of`."""
+
+        def wait() -> None:
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            on_exit()
+
+        self._watching.append(threading.Thread(target=wait))
+        self._watching[-1].start()
+
     def close(self) -> None:
         for process in self.processes.values():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        for thread in self._watching:
+            thread.join()
 
 
 @pytest.fixture
@@ -180,6 +195,37 @@ def test_processes_that_a_cancelled_call_has_started_get_the_signal(slot: Slot, 
     slot.cancel("wanted")
     assert run.endings() == {"wanted": OutcomeKind.CANCELLED}
     wait_until(lambda: not os.path.exists(f"/proc/{child.read_text()}"), "the child to end")
+
+
+SESSION = "subprocess.Popen(['setsid', 'sleep', '1000'])"
+CHILD_OF_A_SESSION = "subprocess.Popen(['setsid', 'sh', '-c', 'sleep 1000 & wait'])"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [SESSION, CHILD_OF_A_SESSION], ids=["own session", "child of a session"])
+@pytest.mark.parametrize("how", ["cancelled", "deadline", "deadline, signal ignored"])
+def test_processes_that_have_left_the_group_end_with_a_call_that_is_stopped(
+    slot: Slot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, start: str
+) -> None:
+    """A server or a launcher that has its own session would keep its memory and its GPU."""
+    monkeypatch.setattr(slots, "TERM_SECONDS", 0.2)
+    begun = tmp_path / "begun"
+    ignores = "signal.signal(signal.SIGTERM, signal.SIG_IGN); " if "ignored" in how else ""
+    text = f"import signal, subprocess; {ignores}{start}\n{waits_for(tmp_path / 'never', begun)}"
+    batch = batch_of(wanted=text)
+    run = Run(slot, limited(batch, "wanted", 2.0) if "deadline" in how else batch)
+    wait_until(begun.exists, "the call to begin")
+    runner = psutil.Process(slot.pid)
+    wait_until(lambda: "sleep" in [process.name() for process in runner.children(recursive=True)], "the sleeper")
+    sleepers = [process for process in runner.children(recursive=True) if process.name() == "sleep"]
+    if how == "cancelled":
+        slot.cancel("wanted")
+    run.endings()
+    wait_until(lambda: not any(has_not_ended(process) for process in sleepers), "the sleeper to end")
+
+
+def has_not_ended(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def test_a_call_that_ignores_the_signal_is_killed_later(
@@ -465,6 +511,27 @@ def test_a_forked_child_that_leaves_the_call_takes_no_other_calls(slot: Slot, tm
     assert run.endings() == dict.fromkeys(calls, OutcomeKind.RESULT)
     assert [news.call_id for news in run.news if isinstance(news, Outcome)] == list(calls)
     assert set(pids.read_text().split()) == {str(slot.pid)}
+
+
+@pytest.mark.slow
+def test_a_runner_that_dies_is_noticed_though_a_process_holds_its_sockets(slot: Slot, tmp_path: Path) -> None:
+    """A process that a call has forked, and that outlives the call: the sockets do not end with the runner."""
+    child = tmp_path / "child"
+    leaves = f"import os, signal\nif os.fork() == 0:\n    os.setsid(); open({str(child)!r}, 'w').write(str(os.getpid())); signal.pause()"
+    try:
+        run = Run(slot, batch_of(leaves=leaves, dies="import os; os.abort()", next="pass"))
+        assert run.endings() == {
+            "leaves": OutcomeKind.RESULT,
+            "dies": OutcomeKind.CRASH,
+            "next": OutcomeKind.RESULT,
+        }
+        pid = slot.pid
+        os.kill(pid, signal.SIGKILL)  # between two batches
+        run = Run(slot, batch_of(later="pass"))
+        assert (run.endings(), slot.pid != pid) == ({"later": OutcomeKind.RESULT}, True)
+    finally:
+        wait_until(lambda: child.exists() and child.read_text(), "the child to start")
+        os.kill(int(child.read_text()), signal.SIGKILL)
 
 
 @pytest.mark.parametrize("lost", ["arguments", "function"])
