@@ -606,6 +606,9 @@ class NoRunner(RunnerFactory):
     def __init__(self) -> None:
         pass
 
+    def watch(self, pid: int, on_exit: object) -> None:
+        pass
+
     def fork(self, descriptors: list[int], mark: bytes) -> int:
         """Return an invalid pid."""
         return 0
