@@ -130,10 +130,10 @@ def request_of(fields: Any, value: bytes) -> Request:
     raise ValueError("no request")
 
 
-def is_name(name: str) -> bool:
+def is_name(name: object) -> bool:
     """Return whether an object can have this name: it has characters, not too many, and all of them can be encoded."""
     try:
-        return 0 < len(name) <= NAME_CHARACTERS and bool(name.encode())
+        return isinstance(name, str) and 0 < len(name) <= NAME_CHARACTERS and bool(name.encode())
     except UnicodeEncodeError:
         return False
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from skyward_core.coordination.channel import ANSWER_SECONDS
 from skyward_core.coordination.messages import Answer, Request, answer_of, fields_of
-from skyward_core.errors import NodeLost
+from skyward_core.errors import NodeLost, PoolClosed
 
 if TYPE_CHECKING:
     import distributed
@@ -35,7 +35,7 @@ class ProgramChannel:
         self._numbers = itertools.count(1)
         self._answers: dict[int, Future[Answer]] = {}
         """Used in Dask's loop only."""
-        self._is_lost = False
+        self._is_lost = self._is_closed = False
         self._sending: asyncio.Queue[Request] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._loop: asyncio.AbstractEventLoop = cast(Any, client).loop.asyncio_loop
@@ -55,8 +55,15 @@ class ProgramChannel:
         """Return the number of a new request."""
         return next(self._numbers)
 
+    def close(self) -> None:
+        """Let those who wait get PoolClosed instead of NodeLost when the client ends, which ends the connection."""
+        self._is_closed = True
+
     def ask(self, request: Request) -> Answer:
-        """Send a request and wait for its answer; withdraw it if the wait is interrupted. Raises NodeLost."""
+        """Send a request and wait for its answer; withdraw it if the wait is interrupted.
+
+        Raises PoolClosed if the pool is closed meanwhile, and NodeLost.
+        """
         answered = Future[Answer]()
         self._post(request, answered)
         try:
@@ -66,7 +73,7 @@ class ProgramChannel:
         finally:
             if not answered.done():
                 withdrawal = request._replace(number=self.number(), action="withdraw", value=b"", target=request.number)
-                with contextlib.suppress(NodeLost):
+                with contextlib.suppress(NodeLost, PoolClosed):
                     self._post(withdrawal, None)
 
     def _begin(self) -> Future[None]:
@@ -90,7 +97,7 @@ class ProgramChannel:
         def post() -> None:
             if self._is_lost or self._sending is None:
                 if answered is not None:
-                    answered.set_exception(NodeLost(LOST))
+                    answered.set_exception(self._loss())
                 return
             if answered is not None:
                 self._answers[request.number] = answered
@@ -99,7 +106,10 @@ class ProgramChannel:
         try:
             self._loop.call_soon_threadsafe(post)
         except RuntimeError as error:  # Dask's thread has ended
-            raise NodeLost(LOST) from error
+            raise self._loss() from error
+
+    def _loss(self) -> NodeLost | PoolClosed:
+        return PoolClosed("the pool is closed") if self._is_closed else NodeLost(LOST)
 
     async def _write(self, comm: Any, requests: asyncio.Queue[Request]) -> None:
         with contextlib.suppress(OSError):
@@ -119,5 +129,5 @@ class ProgramChannel:
             self._is_lost = True
             self._tasks[1].cancel()
             for answered in self._answers.values():
-                answered.set_exception(NodeLost(LOST))
+                answered.set_exception(self._loss())
             self._answers.clear()

@@ -89,6 +89,8 @@ class UserClient:
         with self._lock:
             self._is_closed = True
             client, self._client = self._client, None
+        if self._channel is not None:
+            self._channel.close()
         if client is not None:
             self._end(client)
 

@@ -241,8 +241,8 @@ def test_a_large_value_is_refused_with_advice() -> None:
         sky.Queue[bytes]("q").put(bytes(1 << 17))
 
 
-@pytest.mark.parametrize("name", ["", "x" * 201, "\ud800"])
-def test_a_name_that_cannot_be_sent_is_refused(name: str) -> None:
+@pytest.mark.parametrize("name", ["", "x" * 201, "\ud800", 5, None])
+def test_a_name_that_cannot_be_sent_is_refused(name: Any) -> None:
     with pytest.raises(sky.BadRequest, match="1 to 200 characters"):
         sky.Event(name)
 

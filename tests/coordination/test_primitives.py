@@ -346,7 +346,7 @@ def test_a_wait_in_the_program_ends_with_the_pool_object(own_pool: sky.ComputePo
         def wait() -> None:
             try:
                 event.wait()
-            except sky.NodeLost as error:
+            except sky.PoolClosed as error:
                 errors.append(error)
 
         thread = threading.Thread(target=wait)
