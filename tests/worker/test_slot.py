@@ -29,6 +29,8 @@ from skyward_core.worker.slot import News, Slot
 from skyward_core.worker.wire import Batch, Call, Outcome, OutcomeKind, Output, Parcel
 from tests.conftest import wait_until
 
+pytestmark = pytest.mark.slow
+
 RUNNER = """
 import os, socket, sys, time
 from skyward_core.worker.runner import RunnerChannels, run_calls
@@ -201,7 +203,6 @@ SESSION = "subprocess.Popen(['setsid', 'sleep', '1000'])"
 CHILD_OF_A_SESSION = "subprocess.Popen(['setsid', 'sh', '-c', 'sleep 1000 & wait'])"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("start", [SESSION, CHILD_OF_A_SESSION], ids=["own session", "child of a session"])
 @pytest.mark.parametrize("how", ["cancelled", "deadline", "deadline, signal ignored"])
 def test_processes_that_have_left_the_group_end_with_a_call_that_is_stopped(
@@ -388,7 +389,6 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     process.wait()
 
 
-@pytest.mark.slow
 def test_a_runner_that_starts_late_is_ended_and_not_given_to_the_next_request(
     sleeper: subprocess.Popen[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -418,7 +418,6 @@ def test_a_runner_that_starts_late_is_ended_and_not_given_to_the_next_request(
         supervisor.close()
 
 
-@pytest.mark.slow
 def test_a_runner_that_starts_late_takes_no_call(runners: Runners, tmp_path: Path) -> None:
     """Each runner has its own queue: a runner that its slot has abandoned finds the queue closed, and ends, whatever
     the slot does then.
@@ -513,7 +512,6 @@ def test_a_forked_child_that_leaves_the_call_takes_no_other_calls(slot: Slot, tm
     assert set(pids.read_text().split()) == {str(slot.pid)}
 
 
-@pytest.mark.slow
 def test_a_runner_that_dies_is_noticed_though_a_process_holds_its_sockets(slot: Slot, tmp_path: Path) -> None:
     """A process that a call has forked, and that outlives the call: the sockets do not end with the runner."""
     child = tmp_path / "child"
