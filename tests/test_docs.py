@@ -59,6 +59,7 @@ def test_the_page_of_an_orchestrator_runs_as_a_script(page: str, tmp_path: Path)
     )
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_the_page_of_machines_runs_on_real_hosts(fleet: Fleet, mirror: Mirror, tmp_path: Path) -> None:
     """The page's aliases are bare hosts of the test bed, with an SSH configuration as a user would write it; the rest

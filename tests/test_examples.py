@@ -33,7 +33,7 @@ def test_there_is_a_command_for_every_example() -> None:
 @pytest.mark.parametrize(
     "example",
     [
-        "flows/dagster_definitions.py",
+        pytest.param("flows/dagster_definitions.py", marks=pytest.mark.long),
         pytest.param("flows/digits_sweep.py", marks=pytest.mark.long),
         pytest.param("dags/digits_sweep.py", marks=pytest.mark.long),
     ],

@@ -420,6 +420,7 @@ def test_a_mount_path_with_files_is_refused(node):
     assert "/full is not empty" in done.stdout
 
 
+@pytest.mark.long
 def test_s3fs_that_cannot_be_installed_fails_the_apt_phase(fleet, service):
     """A host without s3fs and without packages fails in the phase apt, with apt's own message."""
     host = with_fuse(fleet.create())

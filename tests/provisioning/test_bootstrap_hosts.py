@@ -118,6 +118,7 @@ class Reaction(RecordedEvents):
 # ── from bare ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.long
 def test_a_killed_build_is_built_again_and_the_next_pool_uses_it(fleet, mirror):
     """A script that is killed on a user's own host leaves an incomplete environment.
 

@@ -379,6 +379,7 @@ def test_a_node_is_lost_after_the_opener(tmp_path: Path, caplog: pytest.LogCaptu
             sky.ComputePool.attach(lease, timeout_seconds=5)
 
 
+@pytest.mark.long
 def test_after_the_loss_of_the_head_no_lease_is_renewed(tmp_path: Path) -> None:
     """A client that cannot use the nodes does not renew their lease. When no node has answered for one lease the nodes
     end, although the client is still attached.
