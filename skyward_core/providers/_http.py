@@ -66,7 +66,7 @@ Returns when to try again, in seconds since 1970; None if the headers do not say
 
 @lru_cache(maxsize=4)
 def _trust(file: str | None, directory: str | None) -> ssl.SSLContext:
-    """Return the TLS context for SSL_CERT_FILE and SSL_CERT_DIR, as httpx chooses it. To load them takes 10 ms.
+    """Return the TLS context for SSL_CERT_FILE and SSL_CERT_DIR, as httpx chooses it. Loading takes 10 ms.
 
     Raises BadRequest if the certificates cannot be read.
     """
