@@ -121,6 +121,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Each test process of pytest-xdist is a session.
     """
     global _home
+    _take_interrupts()
     _home = Path(tempfile.mkdtemp(prefix="skyward-tests-"))
     old_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     os.environ.setdefault("UV_CACHE_DIR", str(old_cache / "uv"))  # packages are fetched once, not once a session
@@ -133,6 +134,18 @@ def pytest_configure(config: pytest.Config) -> None:
     # libuv keeps one pipe for the signals of the whole process, created with its first loop
     uvloop.new_event_loop().close()
     sys.addaudithook(_on_audit)
+
+
+def _take_interrupts() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt here, and end the programs that tests start.
+
+    A shell starts background jobs (`make test &`, some CI systems) with the signal ignored. Processes inherit that, and
+    every test that interrupts a program would wait until its time limit.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGQUIT) is signal.SIG_IGN:
+        signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
