@@ -719,6 +719,20 @@ def test_a_reaper_that_dies_at_once_is_not_alive(pool: Pool, monkeypatch: pytest
     reaper.leave()
 
 
+def test_a_reaper_that_does_not_read_its_input_is_killed(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Start
+) -> None:
+    """It would be alive for the pool, and could end nothing."""
+    deaf = tmp_path / "deaf"
+    deaf.write_text("#!/bin/sh\nexec sleep 600\n")
+    deaf.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(deaf))
+    monkeypatch.setattr(reaper_module, "SEND_SECONDS", 0.05)
+    reaper = start(pool.reaper_input(providers=b"x" * 1_000_000))
+    assert not reaper.is_alive
+    assert not Path(f"/proc/{reaper.pid}").exists()
+
+
 def test_an_input_larger_than_a_pipe_arrives(pool: Pool, start: Start) -> None:
     """A provider whose code is pickled by value may be large."""
     reaper = start(pool.reaper_input(path=(*sys.path, *(f"/nowhere/{number}" for number in range(20_000)))))

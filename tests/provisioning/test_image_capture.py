@@ -218,6 +218,15 @@ def test_a_machine_without_space_in_memory_is_not_captured(caplog: pytest.LogCap
     assert "its disk is not kept" in caplog.text
 
 
+def test_an_image_without_environment_is_captured_too() -> None:
+    """Nothing is handed over before, and the node is at the capture at once."""
+    machine = Machine()
+    machine.node.phase = KEEP_PHASE
+    spec = PoolSpec(image=Image(cache=True))
+    start_and_keep(machine.node, spec, machine.provider, 10.0, threading.Event())
+    assert [name for name, _ in machine.given] == ["start", "keep", REST]
+
+
 def test_the_wait_ends_if_the_pool_fails() -> None:
     """Another node has failed meanwhile."""
     machine, is_over = Machine(), threading.Event()
