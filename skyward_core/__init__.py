@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from skyward_core.errors import HostKeyChanged as HostKeyChanged
     from skyward_core.errors import InstancesLeft as InstancesLeft
     from skyward_core.errors import LeaseLost as LeaseLost
+    from skyward_core.errors import LeaseTampered as LeaseTampered
     from skyward_core.errors import LedgerConflict as LedgerConflict
     from skyward_core.errors import LedgerError as LedgerError
     from skyward_core.errors import NoCapacity as NoCapacity
@@ -164,8 +165,8 @@ _HOMES = {
     "errors": (
         "BadRequest BootstrapFailed BudgetExceeded CallCrashed CallOutOfMemory CallTimedOut CredentialsError"
         " GroupNotFormed"
-        " HostKeyChanged InstancesLeft LeaseLost LedgerConflict LedgerError NoCapacity NodeLost NotPicklable"
-        " NotYetSupported OfferGone PoolClosed ProviderFailed ProvisioningTimeout QuotaExceeded RankFailed"
+        " HostKeyChanged InstancesLeft LeaseLost LeaseTampered LedgerConflict LedgerError NoCapacity NodeLost"
+        " NotPicklable NotYetSupported OfferGone PoolClosed ProviderFailed ProvisioningTimeout QuotaExceeded RankFailed"
         " RateLimited RemoteError ResultNotLoaded SkywardError Unreachable"
     ),
     "events.events": (

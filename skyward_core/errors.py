@@ -5,6 +5,7 @@ SkywardError
 │   └── NotYetSupported            the spec is sound, this version does not do it yet
 ├── NotPicklable (TypeError)       pass something else: a value cannot travel
 ├── CredentialsError               mend the credentials
+│   └── LeaseTampered              get the lease from its owner again: somebody has altered it
 ├── NoCapacity                     try another offer, region or provider
 │   └── QuotaExceeded              ask the provider for more, or try another
 ├── OfferGone                      ask for offers again
@@ -82,6 +83,12 @@ class NotPicklable(SkywardError, TypeError):
 
 class CredentialsError(SkywardError):
     """The provider refused our credentials, or there are none."""
+
+
+class LeaseTampered(CredentialsError):
+    """A lease, or what the ledger keeps sealed with it, was altered, or belongs to another pool: nothing in it was
+    used.
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ PROMISED = """
     instance_info current_accelerator shard InstanceInfo compose emit use_callback Callback SkywardEvent ProviderName
     InfraCreating InfraCreated InstanceLaunching InstanceProvisioned BootstrapStarting BootstrapProgress BootstrapCompleted
     Metrics LogLine InstanceStopping CostUpdate CostFinal Error is_nvidia is_trainium
-    PoolSpec Lease Requirements Offer Provider Instance InstanceState Node Local Settings accelerators errors
+    PoolSpec Lease LeaseTampered Requirements Offer Provider Instance InstanceState Node Local Settings accelerators errors
 """
 
 

@@ -39,6 +39,7 @@ from skyward_core.ledger.rows import (
     Rented,
     Reservation,
     ResourceRequest,
+    SealedLease,
     UnreadableRow,
 )
 from skyward_core.machines.owner import Owner
@@ -196,11 +197,23 @@ class Ledger:
         self.end_pools([pool_id])
 
     def end_pools(self, pool_ids: Iterable[str]) -> None:
-        """Record that pools have ended; the first time is kept.
+        """Record that pools have ended; the first time is kept. Their sealed leases are deleted.
 
         Their open intents stay open. Raises LedgerConflict if one is unknown.
         """
         self._pools.end_pools(pool_ids)
+
+    def seal_lease(self, pool_id: str, lease_json: str, sealed: str) -> None:
+        """Record the newest lease of a pool that outlives its owner, with the keys for it as a sealed text.
+
+        It replaces an earlier one. Raises LeaseLost if the pool was condemned or has ended, LedgerConflict if it is
+        unknown.
+        """
+        self._pools.seal_lease(pool_id, lease_json, sealed)
+
+    def sealed_lease(self, pool_id: str) -> SealedLease | None:
+        """Return the newest lease of a pool with its sealed keys, not verified; None if there is none."""
+        return self._pools.sealed_lease(pool_id)
 
     def pool(self, pool_id: str) -> PoolEntry | None:
         """Return a pool; None if it is unknown."""

@@ -7,12 +7,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Connection, Select, case, func, insert, select, update
+from sqlalchemy import Connection, Select, case, delete, func, insert, select, update
 
 from skyward_core.errors import LeaseLost, LedgerConflict
 from skyward_core.ledger.database import Database
-from skyward_core.ledger.rows import Attempt, PoolEntry, UnreadableRow
-from skyward_core.ledger.tables import ATTEMPTS, POOLS, attempt_of, pool_of, read_rows, stamp, work_values
+from skyward_core.ledger.rows import Attempt, PoolEntry, SealedLease, UnreadableRow
+from skyward_core.ledger.tables import (
+    ATTEMPTS,
+    POOLS,
+    SEALED_LEASES,
+    attempt_of,
+    pool_of,
+    read_rows,
+    sealed_lease_of,
+    stamp,
+    work_values,
+)
 from skyward_core.machines.owner import Owner
 from skyward_core.work import NO_WORK, Work
 
@@ -109,7 +119,7 @@ class Pools:
         return dead
 
     def end_pools(self, pool_ids: Iterable[str]) -> None:
-        """Record that pools have ended; the first time is kept.
+        """Record that pools have ended; the first time is kept. Their sealed leases are deleted.
 
         Their open intents stay open. Raises LedgerConflict if one is unknown.
         """
@@ -123,6 +133,26 @@ class Pools:
                     == 0
                 ):
                     raise no_pool(pool_id)
+                connection.execute(delete(SEALED_LEASES).where(SEALED_LEASES.c.pool_id == pool_id))
+
+    def seal_lease(self, pool_id: str, lease_json: str, sealed: str) -> None:
+        """Record the newest lease of a pool, with the sealed keys for it."""
+        values = {
+            "lease_json": lease_json,
+            "sealed": sealed,
+            "updated_microseconds": stamp(self._database.clock()),
+        }
+        is_its = SEALED_LEASES.c.pool_id == pool_id
+        with self._database.write() as connection:
+            must_live(connection, pool_id, is_alone=True)
+            if connection.execute(update(SEALED_LEASES).where(is_its).values(values)).rowcount == 0:
+                connection.execute(insert(SEALED_LEASES).values(pool_id=pool_id, **values))
+
+    def sealed_lease(self, pool_id: str) -> SealedLease | None:
+        """Return the newest lease of a pool with its sealed keys; None if the ledger has none."""
+        with self._database.read() as connection:
+            row = connection.execute(select(SEALED_LEASES).where(SEALED_LEASES.c.pool_id == pool_id)).mappings().first()
+        return None if row is None else sealed_lease_of(row)
 
     def pool(self, pool_id: str) -> PoolEntry | None:
         """Return a pool; None if it is unknown."""
@@ -181,9 +211,9 @@ def select_pools(include_ended: bool) -> Select[Any]:
     return select(POOLS) if include_ended else select(POOLS).where(POOLS.c.ended_microseconds.is_(None))
 
 
-def must_live(connection: Connection, pool_id: str) -> None:
+def must_live(connection: Connection, pool_id: str, *, is_alone: bool = False) -> None:
     """Raise LeaseLost if a pool is condemned or has ended; it cannot be condemned before the transaction ends."""
-    entry = known_pool(connection, pool_id)
+    entry = known_pool(connection, pool_id, is_alone=is_alone)
     if entry.ended_at is not None:
         raise LeaseLost(
             f"Pool {pool_id!r} has ended, at {entry.ended_at:%Y-%m-%d %H:%M:%S} UTC; nothing more is rented for it."

@@ -291,6 +291,22 @@ class PoolRow:
     on_demand_usd: Decimal
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class SealedLease:
+    """The newest lease of a pool that outlives its owner, and the keys for it, sealed (`machines/sealing.py`).
+
+    Neither text is verified.
+    """
+
+    pool_id: str
+    lease_json: str
+    sealed: str
+    updated_at: datetime
+
+    def __repr__(self) -> str:
+        return f"SealedLease({self.pool_id!r}, updated_at={self.updated_at:%Y-%m-%dT%H:%M:%SZ})"
+
+
 PRUNED_SPEC = '{"pruned": true}'
 """Replaces the spec of a pool whose details were pruned (`Ledger.prune`)."""
 

@@ -16,14 +16,20 @@ from typing import TYPE_CHECKING, cast
 from sqlalchemy import Connection, func, insert, inspect, select, update
 
 from skyward_core.errors import LedgerError
-from skyward_core.ledger.migrations import v1_first_release, v2_attempts, v3_work, v4_price_details
+from skyward_core.ledger.migrations import (
+    v1_first_release,
+    v2_attempts,
+    v3_work,
+    v4_price_details,
+    v5_sealed_leases,
+)
 from skyward_core.ledger.tables import META
 
 if TYPE_CHECKING:
     from alembic.runtime.migration import MigrationContext, MigrationStep
     from alembic.script.revision import RevisionMap
 
-MIGRATIONS: Sequence[ModuleType] = (v1_first_release, v2_attempts, v3_work, v4_price_details)
+MIGRATIONS: Sequence[ModuleType] = (v1_first_release, v2_attempts, v3_work, v4_price_details, v5_sealed_leases)
 """All migrations in their order. The revision of each is the version to which it leads; 0 is a database without our
 tables.
 """

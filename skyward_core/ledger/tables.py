@@ -32,6 +32,7 @@ from skyward_core.ledger.rows import (
     Price,
     Reservation,
     ResourceKind,
+    SealedLease,
     UnreadableRow,
 )
 from skyward_core.machines.offers import Extra
@@ -175,6 +176,17 @@ SHARES = Table(
     Column("pool_id", ForeignKey(POOLS.c.id), nullable=False, index=True),
     *_work_columns(),
     Column("micro_usd", BigInteger, nullable=False),
+)
+
+# What another machine needs to attach to a pool that outlives its owner: the lease, and keys that only
+# SKYWARD_SECRET_KEY opens. The row is deleted in the transaction that records the end of the pool.
+SEALED_LEASES = Table(
+    "skyward_sealed_leases",
+    METADATA,
+    Column("pool_id", ForeignKey(POOLS.c.id), primary_key=True),
+    Column("lease_json", Text, nullable=False),
+    Column("sealed", Text, nullable=False),
+    Column("updated_microseconds", BigInteger, nullable=False),
 )
 
 
@@ -352,6 +364,14 @@ def reservation_of(row: Values) -> Reservation:
         settled_at=moment_or_none(row["settled_microseconds"]),
         spent_usd=None if row["spent_micro_usd"] is None else in_usd(row["spent_micro_usd"]),
     )
+
+
+@_reader(SEALED_LEASES, key="pool_id")
+def sealed_lease_of(row: Values) -> SealedLease:
+    """Return the sealed lease of a row of SEALED_LEASES. Its texts are not verified."""
+    if not isinstance(row["lease_json"], str) or not isinstance(row["sealed"], str):
+        raise TypeError("no text")
+    return SealedLease(row["pool_id"], row["lease_json"], row["sealed"], moment(row["updated_microseconds"]))
 
 
 def in_usd(micro_usd: int | Decimal) -> Decimal:

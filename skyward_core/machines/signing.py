@@ -1,8 +1,9 @@
 """Signatures of leases. A lease names the machines, users and commands of logins, so a forged lease could run code.
 
-The owner signs a lease of machines over SSH with a key of its user: SKYWARD_LEASE_KEY, else the file `lease.key` of the
-state folder, which is created at first use. A process that attaches has the same key, because it runs as the same user,
-or received the key. The path of the SSH key is not signed: it differs between machines, and leads to no other machine.
+The owner signs a lease of machines over SSH with a key of its user: SKYWARD_LEASE_KEY, else a key that is derived from
+SKYWARD_SECRET_KEY (`sealing.py`), else the file `lease.key` of the state folder, which is created at first use. A
+process that attaches has the same key, because it runs as the same user, or received the key. The path of the SSH key
+is not signed: it differs between machines, and leads to no other machine.
 """
 
 from __future__ import annotations
@@ -12,23 +13,20 @@ import hmac
 import json
 import logging
 import os
-import secrets
-import stat
-from pathlib import Path
 from typing import Any
 
-from platformdirs import user_state_path
-
-from skyward_core.errors import BadRequest, CredentialsError
+from skyward_core.errors import BadRequest, CredentialsError, LeaseTampered
 from skyward_core.machines.instances import Lease
-from skyward_core.worker.private_folders import make_file
+from skyward_core.machines.sealing import secret_keys
+from skyward_core.machines.user_keys import SHORTEST_KEY, derived, file_key, name_of
 
 VARIABLE = "SKYWARD_LEASE_KEY"
+FILE = "lease.key"
 PURPOSE = b"skyward lease 1\n"
-SHORTEST_KEY = 16
+SIGNING = b"skyward signing 1"
 _CURE = (
-    f"Give both processes the same {VARIABLE}. Else attach with is_trusted=True if no other user can write to the"
-    " source of the lease, and release with credentials=, the provider itself"
+    f"Give both processes the same {VARIABLE}, or the same SKYWARD_SECRET_KEY. Else attach with is_trusted=True if no"
+    " other user can write to the source of the lease, and release with credentials=, the provider itself"
 )
 _log = logging.getLogger("skyward")
 
@@ -38,35 +36,37 @@ def signed(lease: Lease) -> Lease:
     if not _leads_elsewhere(lease) and not _asks_elsewhere(lease):
         return lease
     try:
-        key = _key(may_make=True)
+        key = _key_to_sign()
     except (OSError, RuntimeError, KeyError) as error:  # the latter two: the user has no home
         _log.warning("the lease is not signed, because its key cannot be stored: %s. %s", error, _CURE)
         return lease
-    return lease.model_copy(update={"signature": f"{_name_of(key)}:{_mac(key, lease)}"})
+    return lease.model_copy(update={"signature": f"{name_of(key)}:{_mac(key, lease)}"})
 
 
 def verify(lease: Lease, *, asks_provider: bool = False) -> None:
     """Raise CredentialsError unless the lease names only this machine, or has a valid signature with our key.
 
-    On this machine the folders are checked instead. With `asks_provider` the provider of the lease is used too: this
-    process's credentials go to the address in its `endpoint_url`.
+    It is LeaseTampered if one of our keys has signed another lease. A lease that is not signed and names only this
+    machine passes: there the folders are checked instead. With `asks_provider` the provider of the lease is used too:
+    this process's credentials go to the address in its `endpoint_url`.
     """
-    if not _leads_elsewhere(lease) and not (asks_provider and _asks_elsewhere(lease)):
+    if not lease.signature and not _leads_elsewhere(lease) and not (asks_provider and _asks_elsewhere(lease)):
         return
     try:
-        key = _key(may_make=False)
+        keys = _keys_to_verify()
     except (OSError, RuntimeError, KeyError) as error:
         raise CredentialsError(
             f"the lease of pool {lease.pool_id} cannot be verified, because there is no key: {error}. {_CURE}"
         ) from error
     name, _, mac = lease.signature.partition(":")
-    if not hmac.compare_digest(name.encode(), _name_of(key).encode()):
+    named = [key for key in keys if name_of(key) == name]
+    if not named:
         what = "is signed with another key" if name else "is not signed"
         raise CredentialsError(
             f"the lease of pool {lease.pool_id} {what}, and may name any other user's machines. {_CURE}"
         )
-    if not hmac.compare_digest(mac.encode(), _mac(key, lease).encode()):
-        raise CredentialsError(
+    if not any(hmac.compare_digest(mac.encode(), _mac(key, lease).encode()) for key in named):
+        raise LeaseTampered(
             f"the lease of pool {lease.pool_id} was changed after it was signed: get `pool.lease` from its owner again"
         )
 
@@ -79,7 +79,27 @@ def _asks_elsewhere(lease: Lease) -> bool:
     return lease.provider.get("name") != "local"
 
 
-def _key(*, may_make: bool) -> bytes:
+def _keys_to_verify() -> list[bytes]:
+    """Return all keys whose signatures this process accepts. Raises BadRequest; without any, as `_lease_key`."""
+    keys = _derived_keys()
+    try:
+        keys.append(_lease_key(may_make=False))
+    except (OSError, RuntimeError, KeyError):
+        if not keys:
+            raise
+    return keys
+
+
+def _key_to_sign() -> bytes:
+    derived_keys = [] if os.environ.get(VARIABLE) else _derived_keys()
+    return derived_keys[0] if derived_keys else _lease_key(may_make=True)
+
+
+def _derived_keys() -> list[bytes]:
+    return [derived(key, SIGNING) for key in secret_keys()]
+
+
+def _lease_key(*, may_make: bool) -> bytes:
     if text := os.environ.get(VARIABLE):
         if len(text) < SHORTEST_KEY:
             raise BadRequest(
@@ -87,31 +107,7 @@ def _key(*, may_make: bool) -> bytes:
                 " prints them"
             )
         return text.encode()
-    place = user_state_path("skyward") / "lease.key"
-    if may_make and not place.exists():
-        place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        make_file(place, secrets.token_bytes(32))
-    return _read(place)
-
-
-def _read(place: Path) -> bytes:
-    with open(place, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise PermissionError(
-                f"{place} is not private to this user (user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}):"
-                " remove it"
-            )
-        key = file.read()
-    if len(key) < SHORTEST_KEY:
-        raise PermissionError(
-            f"{place} has {len(key)} bytes, which is too short to be secret: remove it, and a new key is created"
-        )
-    return key
-
-
-def _name_of(key: bytes) -> str:
-    return hmac.new(key, b"name", hashlib.sha256).hexdigest()[:8]
+    return file_key(FILE, may_make=may_make)
 
 
 def _mac(key: bytes, lease: Lease) -> str:

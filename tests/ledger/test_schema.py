@@ -42,8 +42,14 @@ NEWEST = len(MIGRATIONS)
 
 BEFORE_ALEMBIC = (f"DROP TABLE {ALEMBIC_TABLE}",)
 """Turns a ledger into one of the last release before Alembic."""
-VERSION_3 = (
+VERSION_4 = (
     *BEFORE_ALEMBIC,
+    "DROP TABLE skyward_sealed_leases",
+    "UPDATE skyward_meta SET value = '4' WHERE name = 'version'",
+)
+"""Turns a ledger into one of the fourth version."""
+VERSION_3 = (
+    *VERSION_4,
     "ALTER TABLE skyward_resources DROP COLUMN minimum_micro_usd",
     "ALTER TABLE skyward_resources DROP COLUMN extras_json",
     "UPDATE skyward_meta SET value = '3' WHERE name = 'version'",

@@ -91,8 +91,35 @@ INSTANCE = ("nodes", 0, "instance")
 def test_a_changed_lease_is_refused(where: tuple[Any, ...], value: object) -> None:
     """The change may be a machine, a host key, or a command that the client would run."""
     claim = altered(signing.signed(ELSEWHERE), where, value)
-    with pytest.raises(sky.CredentialsError, match="changed after it was signed"):
+    with pytest.raises(sky.LeaseTampered, match="changed after it was signed"):
         sky.ComputePool.attach(claim)
+
+
+def test_a_signed_lease_cannot_be_turned_into_one_of_this_machine() -> None:
+    """Without an address a lease needs no signature; with one that is not its own it is refused."""
+    claim = altered(signing.signed(ELSEWHERE), (*INSTANCE, "endpoint"), None)
+    with pytest.raises(sky.LeaseTampered, match="changed after it was signed"):
+        signing.verify(claim)
+
+
+def test_the_secret_key_signs_too(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Holders of SKYWARD_SECRET_KEY need no other key. An older key of the list is accepted; SKYWARD_LEASE_KEY goes
+    first.
+    """
+    old, new = "b2xk" * 10 + "b2w=", "bmV3" * 10 + "bmU="
+    monkeypatch.setenv("SKYWARD_SECRET_KEY", old)
+    claim = signing.signed(ELSEWHERE)
+    monkeypatch.setenv("SKYWARD_SECRET_KEY", f"{new},{old}")
+    signing.verify(claim)
+    assert signing.signed(ELSEWHERE) != claim
+    monkeypatch.setenv("SKYWARD_SECRET_KEY", new)
+    with pytest.raises(sky.CredentialsError, match="another key"):
+        signing.verify(claim)
+    assert not state.exists()
+    monkeypatch.setenv("SKYWARD_LEASE_KEY", "k" * 16)
+    both = signing.signed(ELSEWHERE)
+    monkeypatch.delenv("SKYWARD_SECRET_KEY")
+    signing.verify(both)
 
 
 def test_a_lease_without_our_signature_runs_nothing(tmp_path: Path) -> None:
