@@ -166,7 +166,7 @@ def decorator(framework: Framework, rendezvous_seconds: float, nproc_per_node: N
 def decorator(framework: Framework, rendezvous_seconds: float, nproc_per_node: int | None) -> Any: ...
 def decorator(framework: Framework, rendezvous_seconds: float, nproc_per_node: int | None = None) -> Any:
     """Return the decorator for a framework. Raises BadRequest for a deadline that is none, or no number of
-    processes.
+    processes; the decorator raises TypeError for what is no function, or is decorated already.
     """
     if not 0 < rendezvous_seconds < float("inf"):
         raise BadRequest(f"rendezvous_seconds={rendezvous_seconds!r}: write how many seconds ranks wait for each other")
@@ -176,6 +176,10 @@ def decorator(framework: Framework, rendezvous_seconds: float, nproc_per_node: i
     def decorate[**P, R](fn: Callable[P, R], /) -> GroupFunction[P, Any]:
         if hasattr(fn, "local"):
             raise TypeError(f"{fn!r} is decorated with @sky.compute already: write @sky.compute above @sky.distributed")
+        if isinstance(fn, GroupFunction):
+            raise TypeError(f"{fn!r} is decorated with @sky.distributed already: its ranks form one group")
+        if not callable(fn):
+            raise TypeError(f"{fn!r} is no function: write @sky.distributed... directly above a function")
         return GroupFunction(fn, framework, rendezvous_seconds, nproc_per_node)
 
     return decorate

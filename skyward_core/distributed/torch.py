@@ -83,12 +83,24 @@ def process_group(backend: str | None, place: Place) -> Generator[None]:
     # A library may destroy this group and initialise another one from the environment. With keys of this group in its
     # place of the store, a fast rank would read the old addresses of the others, and wait for them forever.
     own = dist.PrefixStore("skyward", store)
-    dist.init_process_group(chosen, store=own, rank=rank, world_size=world_size)
     try:
+        dist.init_process_group(chosen, store=own, rank=rank, world_size=world_size)
         yield
     finally:
-        if dist.is_initialized():  # the function may have destroyed it
+        if not dist.is_initialized():  # it could not be initialised, or the function has destroyed it
+            _initialise_alone(dist)
+        if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _initialise_alone(dist: Any) -> None:
+    """Initialise a group of this rank alone, whose end sets PyTorch's number of the next group to 0.
+
+    A group that could not be initialised has been counted. Ranks find each other by that number: in the next training
+    of this process, whose other ranks may run in new processes, they would wait for each other forever.
+    """
+    if dist.is_gloo_available():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 @contextlib.contextmanager

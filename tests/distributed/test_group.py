@@ -323,6 +323,10 @@ def test_wrong_uses_are_refused_with_what_to_write() -> None:
     """The order of the decorators, arguments, and a deadline that is none."""
     with pytest.raises(TypeError, match=r"write @sky.compute above"):
         fake()(ranks_of)
+    with pytest.raises(TypeError, match=r"decorated with @sky.distributed already"):
+        fake()(fake()(len))
+    with pytest.raises(TypeError, match=r"^3 is no function"):
+        fake()(3)
     with pytest.raises(TypeError, match="argument"):
         fail_on(1)  # type: ignore[call-arg]
     for seconds in (0, -1, float("nan"), float("inf")):

@@ -52,6 +52,37 @@ def test_nothing_is_left_after_a_training(pool_of_two: sky.ComputePool) -> None:
 
 
 @sky.compute
+def names_of_groups() -> list[str]:
+    """Return the name of the first group of four trainings, of which two cannot initialise a group."""
+    import contextlib
+
+    import torch.distributed as dist
+
+    def name() -> str:
+        return dist.new_group([0]).group_name
+
+    def initialises_another() -> None:
+        dist.destroy_process_group()
+        dist.init_process_group("nope")
+
+    trained = sky.distributed.torch(backend="gloo")
+    names = [trained(name)()]
+    for failing in (sky.distributed.torch(backend="nope")(name), trained(initialises_another)):
+        with contextlib.suppress(AssertionError):
+            names.append(str(failing()))
+        names.append(trained(name)())
+    return names
+
+
+def test_a_group_that_cannot_be_initialised_leaves_nothing_in_its_process(pool_of_two: sky.ComputePool) -> None:
+    """PyTorch counts the groups of a process, and ranks find each other by that number. The process of the rank that
+    fails first is used again: with another number than the other ranks it would wait for them forever.
+    """
+    first, second, third = names_of_groups() >> pool_of_two
+    assert first == second == third
+
+
+@sky.compute
 @sky.distributed.torch(backend="gloo")
 def fails(rank: int) -> None:
     import torch
