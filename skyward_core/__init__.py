@@ -141,7 +141,8 @@ if TYPE_CHECKING:
     from skyward_core.providers.vastai.provider import VastAI as VastAI
     from skyward_core.providers.verda.provider import Verda as Verda
     from skyward_core.secret import Secret as Secret
-    from skyward_core.session.attached import DetachedCall as DetachedCall
+    from skyward_core.session.detached_call import CallAttempt as CallAttempt
+    from skyward_core.session.detached_call import DetachedCall as DetachedCall
     from skyward_core.spec import PoolSpec as PoolSpec
     from skyward_core.spec import Wishes as Wishes
     from skyward_core.work import Work as Work
@@ -157,7 +158,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "accelerators": "Accelerator NVIDIA is_nvidia is_trainium",
-    "session.attached": "DetachedCall",
+    "session.detached_call": "CallAttempt DetachedCall",
     "compute": "ComputeFunction PendingBatch PendingCompute PendingItems gather",
     "concurrency.item_stream": "ItemStream",
     "config": "Settings",

@@ -16,7 +16,7 @@ import os
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError
 from typing import Any
 
@@ -30,17 +30,17 @@ from skyward_core.engine.dispatcher import Dispatcher
 from skyward_core.engine.futures import CallFuture
 from skyward_core.engine.item_futures import ItemFuture
 from skyward_core.engine.owner import Counts, EngineThread, Watcher
-from skyward_core.engine.packed_functions import ArgumentPacker, packed_entries, packed_function
-from skyward_core.errors import BadRequest, NodeLost, PoolClosed, SkywardError
+from skyward_core.engine.packed_functions import ArgumentPacker, packed_entries
+from skyward_core.errors import NodeLost, PoolClosed, SkywardError
 from skyward_core.events.events import CallRetrying, SkywardEvent
 from skyward_core.machines.instances import Lease
-from skyward_core.serialization import pickling, sources
+from skyward_core.serialization import pickling
 from skyward_core.transport.transport import Transports
 from skyward_core.worker import calls as messages
 from skyward_core.worker.draining import HOLD
 from skyward_core.worker.masking import SecretValues
 from skyward_core.worker.shared_values import SharedValue
-from skyward_core.worker.wire import Call, Outcome, Parcel
+from skyward_core.worker.wire import Call, Parcel
 
 TICK_SECONDS = 0.5
 JOIN_POLL_SECONDS = 0.01
@@ -84,7 +84,10 @@ class Cluster:
         self._is_closing = False
         self._shared: weakref.WeakSet[SharedValue] = weakref.WeakSet()
         """The scattered values that nodes may have."""
-        self._detached = DetachedCalls(self.owner, self._transports, retries, lambda: self._lost)
+        self.detached = DetachedCalls(
+            self.owner, self._transports, retries, lambda: self._lost, self._refuse, lambda: self._connection
+        )
+        """The calls that outlive their client."""
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -234,7 +237,7 @@ class Cluster:
         NodeLost.
         """
         self._disconnect()
-        self._detached.schedulers += 1
+        self.detached.schedulers += 1
         self.owner.run(
             lambda: self.dispatcher.restarted(
                 lease.nodes, lambda parcel: os.path.exists(str(parcel.path)), time.monotonic()
@@ -400,50 +403,6 @@ class Cluster:
 
     def _cancel(self, call_id: str) -> None:
         self.owner.post(lambda: self.dispatcher.cancel(call_id))
-
-    # ── calls that outlive their client ──────────────────────────────────────────────────────────────────────────────
-
-    def start_detached(self, pending: PendingCompute[Any], replace_object: pickling.Replace | None = None) -> str:
-        """Submit a call to the cluster, which keeps the call and its outcome until `forget_detached`; return its id.
-
-        While the scheduler is out of reach it waits and repeats the request, which is idempotent by the id. Raises
-        NodeLost when it gives up; the message says whether the call may have begun.
-        """
-        self._refuse()
-        name, function = packed_function(pending.fn, replace_object)
-        pickled = sources.pack((pending.args, dict(pending.kwargs)), label=("args", "kwargs"), replace=replace_object)
-        arguments = Parcel(pickled.data, tuple(bytes(buffer) for buffer in pickled.buffers))
-        return self._detached.start(
-            name, function, arguments, getattr(pending.fn, "__name__", ""), pending.timeout_seconds
-        )
-
-    def detached_calls(self) -> list[Mapping[str, Any]]:
-        """Return the records of all detached calls, in the order in which they were submitted."""
-        return list(self._ask("skyward_calls"))
-
-    def detached_call(self, call_id: str, after: int = 0) -> Mapping[str, Any]:
-        """Return the record of a detached call, and its messages after number `after`.
-
-        Raises BadRequest if the pool has no call of this id.
-        """
-        known = self._ask("skyward_call", call_id=call_id, after=after)
-        if known is None:
-            raise BadRequest(f"the pool knows of no call {call_id!r}: it was forgotten, or started in another pool")
-        return known
-
-    def detached_value(self, outcome: Outcome, node: int) -> Any:
-        """Return the result of a detached call that has ended, or raise its exception. The result stays on its node."""
-        return self._detached.value(outcome, node)
-
-    def cancel_detached(self, call_id: str) -> None:
-        """Stop a detached call, or do not begin it. Raises NodeLost if the scheduler does not answer."""
-        self._ask("skyward_cancel", call_id=call_id)
-
-    def forget_detached(self, call_id: str, outcome: Outcome | None) -> None:
-        """Drop the record of a detached call, and its result."""
-        if outcome is not None:
-            self._detached.release(outcome)
-        self._ask("skyward_forget", call_id=call_id)
 
     def _ask(self, operation: str, timeout_seconds: float = math.inf, **arguments: Any) -> Any:
         return ask_on(self.owner, self._connection, operation, time.monotonic() + timeout_seconds, arguments)

@@ -1,19 +1,25 @@
-"""Calls that outlive their client, on the client's side: hand one over to the scheduler, and load its result."""
+"""Calls that outlive their client, on the client's side: hand one over to the scheduler, ask for its record, load its
+result.
+"""
 
 from __future__ import annotations
 
+import math
 import pickle
 import time
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from skyward_core.compute import PendingCompute
 from skyward_core.engine.connection import SchedulerConnection
 from skyward_core.engine.owner import EngineThread
+from skyward_core.engine.packed_functions import packed_function
 from skyward_core.engine.results import value_of
-from skyward_core.errors import NodeLost, SkywardError
+from skyward_core.errors import BadRequest, NodeLost, SkywardError
+from skyward_core.serialization import pickling, sources
 from skyward_core.transport.transport import Transport, Transports
-from skyward_core.worker.calls import NAME, RETRIES, detached_key
+from skyward_core.worker.detached_calls import IS_NAMED, NAME, RESULT_TTL, RETRIES, RUN_ID, detached_key
 from skyward_core.worker.pool_scheduler import START_DETACHED
 from skyward_core.worker.wire import Batch, Call, Outcome, Parcel
 
@@ -23,10 +29,18 @@ RETRY_SECONDS = 0.01
 
 
 class DetachedCalls:
-    """The detached calls of one cluster. `lost` returns why the cluster has ended, or None."""
+    """The detached calls of one cluster. `lost` returns why the cluster has ended, or None; `refusal` why it takes no
+    calls; `connected` the connection to the scheduler, or raises.
+    """
 
     def __init__(
-        self, owner: EngineThread, transports: Transports, retries: int, lost: Callable[[], SkywardError | None]
+        self,
+        owner: EngineThread,
+        transports: Transports,
+        retries: int,
+        lost: Callable[[], SkywardError | None],
+        refuse: Callable[[], None],
+        connected: Callable[[], SchedulerConnection],
     ) -> None:
         self.schedulers = 1
         """How many schedulers the pool has had: the answer of one is not valid for another."""
@@ -34,16 +48,63 @@ class DetachedCalls:
         self._transports = transports
         self._retries = retries
         self._lost = lost
+        self._refuse = refuse
+        self._connected = connected
 
     def start(
-        self, function_name: str, function: Parcel, arguments: Parcel, name: str, timeout_seconds: float | None
-    ) -> str:
-        """Hand a call over to the scheduler; return its id. Raises NodeLost if the scheduler does not confirm it."""
-        call_id = uuid.uuid4().hex
-        call = Call(call_id, function_name, arguments, call_id, timeout_seconds)
-        batch = pickle.dumps(Batch(detached_key(call_id), (call,), {function_name: function}), protocol=5)
-        self._hand_over(call_id, {"batch": batch, "annotations": {RETRIES: self._retries, NAME: name}})
-        return call_id
+        self,
+        pending: PendingCompute[Any],
+        replace_object: pickling.Replace | None = None,
+        call_id: str | None = None,
+        result_ttl: float | None = None,
+    ) -> Mapping[str, Any]:
+        """Submit a call to the cluster, which keeps the call and its outcome until `forget` or `result_ttl` seconds
+        after its end; return its record.
+
+        If there is a call of this id already, its record is returned and nothing is begun; `is_new` says which. While
+        the scheduler is out of reach it waits and repeats the request, which is idempotent by the id. Raises NodeLost
+        when it gives up; the message says whether the call may have begun.
+        """
+        self._refuse()
+        function_name, function = packed_function(pending.fn, replace_object)
+        pickled = sources.pack((pending.args, dict(pending.kwargs)), label=("args", "kwargs"), replace=replace_object)
+        arguments = Parcel(pickled.data, tuple(bytes(buffer) for buffer in pickled.buffers))
+        run_id = uuid.uuid4().hex
+        known_id = run_id if call_id is None else call_id
+        call = Call(run_id, function_name, arguments, run_id, pending.timeout_seconds)
+        batch = pickle.dumps(Batch(detached_key(known_id), (call,), {function_name: function}), protocol=5)
+        annotations = {
+            RETRIES: self._retries,
+            NAME: getattr(pending.fn, "__name__", ""),
+            RUN_ID: run_id,
+            IS_NAMED: call_id is not None,
+            RESULT_TTL: result_ttl,
+        }
+        return self._hand_over(known_id, {"batch": batch, "annotations": annotations})
+
+    def all(self) -> list[Mapping[str, Any]]:
+        """Return the records of all detached calls that are not forgotten, in the order in which they came."""
+        return list(self._ask("skyward_calls"))
+
+    def record(self, call_id: str, after: int = 0) -> Mapping[str, Any]:
+        """Return the record of a detached call, and its messages after number `after`.
+
+        Raises BadRequest if the pool has no call of this id.
+        """
+        known = self._ask("skyward_call", call_id=call_id, after=after)
+        if known is None:
+            raise BadRequest(f"the pool knows of no call {call_id!r}: it was forgotten, or started in another pool")
+        return known
+
+    def cancel(self, call_id: str) -> None:
+        """Stop a detached call, or do not begin it. Raises NodeLost if the scheduler does not answer."""
+        self._ask("skyward_cancel", call_id=call_id)
+
+    def forget(self, call_id: str, outcome: Outcome | None) -> None:
+        """Drop the record of a detached call, and its result. A chosen id stays known."""
+        if outcome is not None and outcome.parcel.path is not None:
+            self._transport_of(outcome.parcel).release(outcome.parcel)
+        self._ask("skyward_forget", call_id=call_id)
 
     def value(self, outcome: Outcome, node: int) -> Any:
         """Return the result of a call that has ended, or raise its exception. The result stays on its node."""
@@ -52,13 +113,12 @@ class DetachedCalls:
             parcel = self._transport_of(parcel).take(parcel, keep=True)
         return value_of(outcome._replace(parcel=parcel), node)
 
-    def release(self, outcome: Outcome) -> None:
-        """Remove the result from its node."""
-        if outcome.parcel.path is not None:
-            self._transport_of(outcome.parcel).release(outcome.parcel)
+    def _ask(self, operation: str, **arguments: Any) -> Any:
+        return ask_on(self._owner, self._connected(), operation, math.inf, arguments)
 
-    def _hand_over(self, call_id: str, message: Mapping[str, Any]) -> None:
-        """Ask the scheduler to take a detached call in, again on each connection to the same scheduler.
+    def _hand_over(self, call_id: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Ask the scheduler to take a detached call in; return its record. Ask again on each connection to the same
+        scheduler.
 
         Another one cannot know whether the call has begun.
         """
@@ -72,11 +132,9 @@ class DetachedCalls:
             if connection is not None:
                 sent_to = scheduler
                 try:
-                    ask_on(self._owner, connection, START_DETACHED, deadline, {"call_id": call_id, **message})
+                    return ask_on(self._owner, connection, START_DETACHED, deadline, {"call_id": call_id, **message})
                 except NodeLost as failure:
                     error = failure
-                else:
-                    return
             time.sleep(RETRY_SECONDS)
         if sent_to is None:
             raise self._lost() or NodeLost("the pool's scheduler is out of reach just now: try again")

@@ -25,13 +25,13 @@ from skyward_core.machines.signing import signed, verify
 from skyward_core.pool.aio import AsyncPool, Broadcast
 from skyward_core.pool.calls import checked, mapped_calls, results_of
 from skyward_core.pool.current_session import CurrentSession, note_machines_left
+from skyward_core.pool.detached import DetachedCalls
 from skyward_core.pool.executor import PoolExecutor
 from skyward_core.pool.groups import group_results
 from skyward_core.pool.preparation import Prepared, prepare
 from skyward_core.providers.base import Provider
 from skyward_core.providers.local import Local
 from skyward_core.serialization import pickling
-from skyward_core.session.attached import DetachedCall
 from skyward_core.spec import LONGEST_SECONDS, PoolSpec, Wishes, signature
 from skyward_core.work import NO_WORK, Work
 from skyward_core.worker.masking import SecretValues
@@ -43,7 +43,7 @@ AHEAD = 16
 """How many items of a stream the node may be ahead of the program."""
 
 
-class ComputePool(AsyncPool):
+class ComputePool(DetachedCalls, AsyncPool):
     """Machines that live as long as a `with` block.
 
     Takes the fields of `PoolSpec` as keywords, a callback for every event as `on_event`, and the purpose of the
@@ -293,34 +293,6 @@ class ComputePool(AsyncPool):
         Leaving its `with` block waits for its calls, and leaves the pool open. A pool may have several.
         """
         return PoolExecutor(self.submit_all, lambda futures: self._session.cluster.cancel_waiting(futures))
-
-    def start_detached[R](self, pending: PendingCompute[R]) -> DetachedCall[R]:
-        """Submit a call that goes on when this process dies; return an object that represents it.
-
-        Any attached process finds the call by its `call_id`. It lives, with its result, as long as the pool: until the
-        pool is closed, or the lease of its nodes runs out (`lease_seconds` after the last sign of life from a client).
-        Arguments are sent in one message; the call should read large values itself.
-        """
-        cluster = self._session.cluster
-        self._session.live_by_lease()
-        return DetachedCall(
-            cluster.start_detached(checked(pending), self._prepared.replace_object), lambda: self._session.cluster
-        )
-
-    def detached_call(self, call_id: str) -> DetachedCall[Any]:
-        """Return the call of this id that was started detached, here or elsewhere.
-
-        Raises BadRequest if the pool knows none.
-        """
-        self._session.cluster.detached_call(call_id)
-        return DetachedCall(call_id, lambda: self._session.cluster)
-
-    def detached_calls(self) -> list[DetachedCall[Any]]:
-        """Return all calls that were started detached and not forgotten, in the order in which they came."""
-        return [
-            DetachedCall(str(known["call_id"]), lambda: self._session.cluster)
-            for known in self._session.cluster.detached_calls()
-        ]
 
     def detach(self, lease_seconds: float | None = None) -> Lease:
         """Leave the pool running, for `lease_seconds` (at least the spec's) from now; return its lease, for `attach`.

@@ -9,16 +9,13 @@ import importlib
 import json
 import logging
 import os
-import pickle
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import CancelledError
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from skyward_core.concurrency.backoff import Backoff
 from skyward_core.concurrency.periodic import PeriodicThread
 from skyward_core.concurrency.threads import side_by_side
 from skyward_core.engine.certificates import PoolCertificate
@@ -36,9 +33,7 @@ from skyward_core.events.events import CostFinal, SkywardEvent
 from skyward_core.events.queue import EventQueue
 from skyward_core.machines.instances import Lease, Node
 from skyward_core.transport.transport import Transports
-from skyward_core.worker.call_metrics import CallMetrics
 from skyward_core.worker.private_folders import NotPrivate, check_private
-from skyward_core.worker.wire import Outcome, OutcomeKind, Output, Report, ReportedMetrics
 
 if TYPE_CHECKING:
     from skyward_core.engine.cluster import Cluster
@@ -51,10 +46,8 @@ MOST_BEAT_SECONDS = 5.0
 GUARD_SECONDS = 2.0  # a node that was opened started its guard long ago
 JOIN_SECONDS = 5.0  # a worker that has crashed is back in one or two
 ALL_AT_ONCE = 1000
-FIRST_POLL_SECONDS = 0.01
 REPLACED_SECONDS = 300.0  # for which a broadcast waits for the replacement of a lost node
 RESUME_SECONDS = 2.0
-ENDED = frozenset({"ended", "cancelled", "lost"})
 
 
 class Attached:
@@ -335,99 +328,6 @@ def _refuse_anothers(head: Node, settings: Mapping[str, Any]) -> None:
         raise NodeLost(f"its head is {settings.get('instance_id')} of pool {settings.get('pool_id')} now")
 
 
-class DetachedCall[R]:
-    """A call that runs also without a waiting client.
-
-    Made by `ComputePool.start_detached` and `detached_call`; safe to use from several processes.
-    """
-
-    def __init__(self, call_id: str, cluster: Callable[[], Cluster]) -> None:
-        self.call_id = call_id
-        self._cluster = cluster
-        self._lock = threading.Lock()
-        self._number = 0
-        self._lines: list[str] = []
-        self._metrics = CallMetrics(None, {})
-        self._outcome: Outcome | None = None
-        self._node = 0
-        """The rank of the node that has reported the outcome."""
-
-    def __repr__(self) -> str:
-        return f"<DetachedCall {self.call_id}>"
-
-    @property
-    def state(self) -> str:
-        """One of "waiting", "running", "ended" (with a result or an exception), "cancelled" and "lost" (with its
-        node).
-        """
-        state = str(self._look()["state"])
-        return "cancelled" if state == "ended" and self._is_cancelled else state
-
-    @property
-    def _is_cancelled(self) -> bool:
-        """Whether a worker has stopped the call, or has not begun it, because it was cancelled."""
-        return self._outcome is not None and self._outcome.kind is OutcomeKind.CANCELLED
-
-    def log(self, offset: int = 0) -> list[str]:
-        """Return the lines that the call has written so far, from line number `offset` on.
-
-        Those of an attempt that was lost stay.
-        """
-        self._look()
-        return self._lines[offset:]
-
-    def metrics(self) -> tuple[int | None, Mapping[str, float]]:
-        """Return the last step and the last value of each metric that the call has reported (`sky.report`)."""
-        self._look()
-        return self._metrics
-
-    def result(self, timeout: float | None = None) -> R:
-        """Wait for the call to end; return its result or raise its exception. May be called again, and by other
-        processes.
-
-        Raises TimeoutError, NodeLost (its node was lost with the call, or with the result), CallCrashed,
-        ResultNotLoaded, and `concurrent.futures.CancelledError` if it was cancelled.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        pauses = Backoff(FIRST_POLL_SECONDS, POLL_SECONDS).pauses()
-        while (known := self._look())["state"] not in ENDED or (known["state"] == "ended" and self._outcome is None):
-            if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError(f"call {self.call_id} is {known['state']} after {timeout} s")
-            time.sleep(next(pauses))
-        if known["state"] == "lost":
-            raise _lost_call(self.call_id, known["reason"], known["dask_error"])
-        if self._outcome is None or self._is_cancelled:
-            raise CancelledError(f"call {self.call_id} was cancelled")
-        return cast(R, self._cluster().detached_value(self._outcome, self._node))
-
-    def cancel(self) -> None:
-        """Stop the call, or do not begin it. A call that has ended stays as it is."""
-        self._cluster().cancel_detached(self.call_id)
-
-    def forget(self) -> None:
-        """Delete all records of the call, also its result. It does not stop a running call: `cancel` it first."""
-        self._look()
-        self._cluster().forget_detached(self.call_id, self._outcome)
-
-    def _look(self) -> Any:
-        """Ask the head for the new state of the call, and store it."""
-        with self._lock:
-            known = self._cluster().detached_call(self.call_id, self._number)
-            if known["missed"]:
-                self._lines.append(f"[{known['missed']} messages were dropped: there were too many]")
-            for message in known["messages"]:
-                report: Report = pickle.loads(message)
-                for item in report.news:
-                    if isinstance(item, Output):
-                        self._lines.extend(line for text in item.lines for line in text.split("\n"))
-                    elif isinstance(item, ReportedMetrics):
-                        self._metrics = self._metrics.updated(item.metrics)
-                    elif isinstance(item, Outcome) and item.kind is not OutcomeKind.RETURNED:
-                        self._outcome, self._node = item, report.node
-            self._number = known["number"] + len(known["messages"])
-            return known
-
-
 class KeptEntry:
     """The pool's entry in this process's ledger: its renewal shows sweeps that the pool is in use.
 
@@ -487,12 +387,3 @@ class KeptEntry:
         self._is_over = True
         if self._ledger is not None:
             self._ledger.close()
-
-
-def _lost_call(call_id: str, reason: str, dask_error: str) -> NodeLost:
-    error = NodeLost(
-        f"call {call_id} was lost with its node: {reason}. Start it again if it may run twice; in a pool with retries=1"
-        " or more a lost call runs again by itself"
-    )
-    error.__cause__ = RuntimeError(dask_error) if dask_error else None
-    return error

@@ -7,37 +7,27 @@ missed, doubled or out of order.
 
 KEEP, a client without a connection, also wants each task whose key begins with "skyward-". It releases the task when
 the client that sent it (or the one that has resumed its topic) releases it, leaves, or stays away too long. A detached
-call stays until `skyward_forget`; its topic and its task are both named `detached_key(call_id)`.
+call stays until `skyward_forget` (`detached_calls`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import pickle
 import time
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from distributed import Scheduler  # noqa: TID253 - this file, node.py and cluster.py own Dask
 from distributed.diagnostics.plugin import SchedulerPlugin  # noqa: TID253
 
+from skyward_core.worker.detached_calls import CANCEL, KEEP, DetachedCalls, is_detached
 from skyward_core.worker.retained_batches import OLDER, RELEASE, REPEAT_REPORTS
-from skyward_core.worker.wire import Outcome, OutcomeKind, Report
+from skyward_core.worker.topic import Topic
 
-KEEP = "skyward-keep"
-"""A Dask client that wants the tasks of all other clients, and never leaves."""
-
-RESUME, ACKNOWLEDGE, LEAVE, CANCEL = "skyward-resume", "skyward-acknowledge", "skyward-leave", "skyward-cancel"
-"""Operations on a client's stream to the scheduler; CANCEL also on the scheduler's to a worker."""
+RESUME, ACKNOWLEDGE, LEAVE = "skyward-resume", "skyward-acknowledge", "skyward-leave"
+"""Operations on a client's stream to the scheduler, beside CANCEL."""
 CREDIT = "skyward-credit"
-"""Likewise: streaming calls may go on."""
-
-RETRIES, NAME = "skyward_retries", "skyward_name"
-"""Annotations (`dask.annotate`) of a detached call's task: how often it may run again after the loss of its worker (0),
-and its function's name.
-"""
+"""Likewise, on both streams: streaming calls may go on."""
 
 BUSY_TIMES = "skyward_busy_times"
 """Name of the workers' metric, and of the scheduler's operation that returns all of them."""
@@ -50,7 +40,6 @@ process, the sum over its slots.
 TOPIC_LIMIT_BYTES = 64 << 20
 PREFIX = "skyward-"
 """The keys of our tasks begin with it; those of a user's Dask tasks do not."""
-_DETACHED = "skyward-call-"
 
 
 def cancel(call_ids: Collection[str]) -> dict[str, Any]:
@@ -76,11 +65,6 @@ def release(call_ids: Collection[str]) -> dict[str, Any]:
     have no caller any more.
     """
     return {"op": RELEASE, "calls": list(call_ids)}
-
-
-def detached_key(call_id: str) -> str:
-    """Return the key of a detached call's task, which is the name of its topic too."""
-    return _DETACHED + call_id
 
 
 # ── the client's side ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -112,60 +96,6 @@ def leave(topic: str) -> dict[str, Any]:
 # ── the scheduler's side ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class Topic:
-    """Numbered messages. The last ones are kept; the oldest are dropped when they take more than `limit_bytes`."""
-
-    __slots__ = ("_limit_bytes", "_messages", "nbytes", "number")
-
-    def __init__(self, limit_bytes: int, number: int = 0) -> None:
-        self.number = number
-        self.nbytes = 0
-        self._limit_bytes = limit_bytes
-        self._messages: deque[bytes] = deque()
-
-    def add(self, message: bytes) -> None:
-        """Keep a message. The last one is kept however large it is."""
-        self.number += 1
-        self._messages.append(message)
-        self.nbytes += len(message)
-        while self.nbytes > self._limit_bytes and len(self._messages) > 1:
-            self._drop_oldest()
-
-    def acknowledge(self, number: int) -> None:
-        """Drop the messages up to this number."""
-        while self._messages and self.number - len(self._messages) < number:
-            self._drop_oldest()
-
-    def after(self, number: int) -> tuple[int, list[bytes]]:
-        """Return the kept messages after this number, and the number of the message before them."""
-        skipped = max(0, number - (self.number - len(self._messages)))
-        messages = list(self._messages)[skipped:]
-        return self.number - len(messages), messages
-
-    def _drop_oldest(self) -> None:
-        self.nbytes -= len(self._messages.popleft())
-
-
-@dataclass(slots=True)
-class Detached:
-    """The record of a detached call. `state` is "waiting", "running", "ended" (its outcome is among its messages),
-    "cancelled" or "lost" (see `reason` and `dask_error`).
-
-    `worker` is the name (RANK-INDEX) of the last worker that got it, `runs` how often a worker got it, `submitted_at`
-    the head's clock.
-    """
-
-    call_id: str
-    name: str
-    topic: Topic
-    submitted_at: float = field(default_factory=time.time)
-    state: str = "waiting"
-    worker: str = ""
-    runs: int = 0
-    reason: str = ""
-    dask_error: str = ""
-
-
 class CallMemory(SchedulerPlugin):
     """Keeps messages and tasks for clients that are away. It owns its timers; they end with the scheduler.
 
@@ -190,7 +120,7 @@ class CallMemory(SchedulerPlugin):
         """By topic: the number of the last `resume` that was answered."""
         self._replaced: set[str] = set()
         """Clients whose topics others have resumed, while their streams are open."""
-        self._detached: dict[str, Detached] = {}
+        self.detached = DetachedCalls(self._topics, topic_limit_bytes)
         self._scheduler: Any = None  # Dask's types say too little
 
     async def start(self, scheduler: Scheduler) -> None:
@@ -209,22 +139,16 @@ class CallMemory(SchedulerPlugin):
             }
         )
         scheduler.handlers.update(
-            {
-                "skyward_calls": self.skyward_calls,
-                "skyward_call": self.skyward_call,
-                "skyward_forget": self.skyward_forget,
-            }
-        )
-        scheduler.handlers.update(
             {"skyward_busy": self.skyward_busy, BUSY_TIMES: self.skyward_busy_times, "skyward_load": self.skyward_load}
         )
-        scheduler.handlers.update({"skyward_cancel": self.skyward_cancel})
+        self.detached.start(scheduler)
 
     async def close(self) -> None:
         """Stop the timers."""
         for timer in self._absent.values():
             timer.cancel()
         self._absent.clear()
+        self.detached.close()
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -233,6 +157,7 @@ class CallMemory(SchedulerPlugin):
         kept = self._topics.get(topic)
         if kept is not None and type(msg) is bytes:
             kept.add(msg)
+            self.detached.hear(topic, msg)
 
     def _resume(self, client: str, topic: str, after: int, request: int) -> None:
         """Send a client the messages that it has missed and subscribe it, in one turn of the event loop: no message can
@@ -244,7 +169,7 @@ class CallMemory(SchedulerPlugin):
         self._resumes[topic] = request
         kept = self._topics.get(topic)
         is_known = kept is not None
-        if not topic.startswith(_DETACHED):
+        if not is_detached(topic):
             kept = kept or self._topics.setdefault(topic, Topic(self._topic_limit_bytes, number=after))
             self._give(topic, client)
         number, messages = kept.after(after) if kept is not None else (after, [])
@@ -320,13 +245,13 @@ class CallMemory(SchedulerPlugin):
         if not ours:
             return
         scheduler.client_desires_keys(ours, KEEP)
-        detached = {key for key in ours if key.startswith(_DETACHED)}
-        for key in detached - self._detached.keys():
-            self._take_in(key)
+        detached = {key for key in ours if is_detached(key)}
+        for key in detached:
+            self.detached.take_in(key)
         if regular := set(ours) - detached:
             self._keys.setdefault(client, set()).update(regular)
 
-    def transition(self, key: Any, start: str, finish: str, *_: Any, **news: Any) -> None:
+    def transition(self, key: Any, start: str, finish: str, *_: Any, stimulus_id: str = "", **news: Any) -> None:
         """Make sure that Dask does not run an ended task again, and follow detached calls.
 
         Dask calls this several times for every task.
@@ -336,8 +261,8 @@ class CallMemory(SchedulerPlugin):
         if finish == "memory":
             # When a worker is lost that holds a result, Dask runs the task again; without `run_spec` it cannot.
             self._scheduler.tasks[key].run_spec = None
-        if call := self._detached.get(key):
-            self._follow(call, self._scheduler.tasks[key], finish, news)
+        if is_detached(key):
+            self.detached.follow(key, start, finish, stimulus_id, news)
 
     def remove_client(self, scheduler: Scheduler, client: str) -> None:
         """Give a client whose connection has ended some time to reconnect."""
@@ -392,11 +317,7 @@ class CallMemory(SchedulerPlugin):
         self._let_go(client, list(self._keys.get(client, ())))
 
     def _cancel(self, client: str, calls: Collection[str]) -> None:
-        """Stop calls: take back detached ones that wait here, and stop all others on the workers."""
-        for call in filter(None, map(self._detached.get, map(detached_key, calls))):
-            self._take_back(call)
-        message = {"op": CANCEL, "calls": list(calls)}
-        self._scheduler.send_all({}, {worker: [message] for worker in self._scheduler.workers})
+        self.detached.stop(calls)
 
     def _give_credit(self, client: str, credit: Mapping[str, int]) -> None:
         self._scheduler.send_all({}, {worker: [give_credit(credit)] for worker in self._scheduler.workers})
@@ -408,7 +329,7 @@ class CallMemory(SchedulerPlugin):
         message = {"op": RELEASE, "calls": list(calls)}
         self._scheduler.send_all({}, {worker: [message] for worker in self._scheduler.workers})
 
-    # ── detached calls ───────────────────────────────────────────────────────────────────────────────────────────────
+    # ── load ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def skyward_busy(self) -> bool:
         """Return whether any task of any client runs or waits."""
@@ -433,97 +354,3 @@ class CallMemory(SchedulerPlugin):
             str(worker.name): [str(task.key) for task in worker.processing]
             for worker in self._scheduler.workers.values()
         }
-
-    def skyward_cancel(self, call_id: str) -> None:
-        """Stop a call as CANCEL does, for a client that needs an answer."""
-        self._cancel("", [call_id])
-
-    def skyward_calls(self) -> list[dict[str, Any]]:
-        """Return the records of all detached calls, in the order in which they came."""
-        return [self._record(call) for call in self._detached.values()]
-
-    def skyward_call(self, call_id: str, after: int = 0) -> dict[str, Any] | None:
-        """Return the record of a detached call and its messages after this number; None if there is none of this id.
-
-        `number` is the number of the message before the first of `messages`; `missed` is how many messages before it
-        were dropped.
-        """
-        call = self._detached.get(detached_key(call_id))
-        if call is None:
-            return None
-        number, messages = call.topic.after(after)
-        return {**self._record(call), "number": number, "missed": max(0, number - after), "messages": messages}
-
-    def skyward_forget(self, call_id: str) -> bool:
-        """Drop the record and the result of a detached call; False if there is none of this id.
-
-        This does not stop a call that runs.
-        """
-        key = detached_key(call_id)
-        call = self._detached.pop(key, None)
-        if call is None:
-            return False
-        del self._topics[key]
-        self._scheduler.client_releases_keys(keys=[key], client=KEEP)
-        return True
-
-    def _take_in(self, key: str) -> None:
-        task = self._scheduler.tasks[key]
-        annotations = task.annotations or {}
-        # Dask fails a task after the deaths of more than `allowed-failures` (none here) of its workers: the count of
-        # this one starts below zero.
-        task.suspicious = -int(annotations.get(RETRIES, 0))
-        topic = self._topics[key] = Topic(self._topic_limit_bytes)
-        self._detached[key] = Detached(key.removeprefix(_DETACHED), str(annotations.get(NAME, "")), topic)
-
-    def _follow(self, call: Detached, task: Any, finish: str, news: Mapping[str, Any]) -> None:
-        if call.state in {"ended", "cancelled", "lost"}:
-            return  # its result may be lost later, with its worker
-        if finish == "processing":
-            call.runs += 1
-            call.worker = str(task.processing_on.name)
-        elif finish in {"waiting", "queued", "no-worker"}:
-            call.state = "waiting"
-        elif finish == "memory":
-            call.state = "ended"
-        elif finish in {"erred", "forgotten"}:
-            call.state = "lost"
-            call.dask_error = news.get("exception_text") or ""
-            call.reason = "the scheduler could not run it" if call.dask_error else "the worker that ran it is gone"
-
-    def _record(self, call: Detached) -> dict[str, Any]:
-        task = self._scheduler.tasks.get(detached_key(call.call_id))
-        is_running = (
-            task is not None
-            and task.processing_on is not None
-            and (task in task.processing_on.executing or call.topic.number > 0)
-        )
-        return {
-            "call_id": call.call_id,
-            "name": call.name,
-            "state": "running" if is_running else call.state,
-            "worker": call.worker,
-            "runs": call.runs,
-            "submitted_at": call.submitted_at,
-            "reason": call.reason,
-            "dask_error": call.dask_error,
-            "messages_in_all": call.topic.number,
-            "has_result": task is not None and task.state == "memory",
-        }
-
-    def _take_back(self, call: Detached) -> None:
-        """Make sure that a cancelled call does not begin: no worker has it yet, or it must not go to another one."""
-        key = detached_key(call.call_id)
-        task = self._scheduler.tasks.get(key)
-        if task is None or call.state != "waiting":
-            return
-        task.suspicious = max(0, task.suspicious)
-        if task.processing_on is not None:
-            return  # a worker has it: its slots get the same message to stop it
-        call.state = "cancelled"
-        self._scheduler.log_event(
-            key, pickle.dumps(Report(-1, "", (Outcome(call.call_id, OutcomeKind.CANCELLED),)), protocol=5)
-        )
-        self._scheduler.stimulus_cancel(
-            [key], client=KEEP, force=True, reason="skyward-cancel", msg="the call was cancelled"
-        )

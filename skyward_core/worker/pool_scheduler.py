@@ -19,7 +19,8 @@ from distributed.spans import SpanMetadata  # noqa: TID253
 from distributed.utils import offload  # noqa: TID253
 from distributed.versions import get_versions  # noqa: TID253
 
-from skyward_core.worker.calls import KEEP, PREFIX, CallMemory, detached_key
+from skyward_core.worker.calls import PREFIX, CallMemory
+from skyward_core.worker.detached_calls import KEEP, RUN_ID
 from skyward_core.worker.pool_worker import run_batch
 from skyward_core.worker.scheduler_messages import POOL_TOPIC, WorkerJoined, WorkerLeft
 from skyward_core.worker.streams import send_at_once
@@ -117,13 +118,14 @@ class PoolScheduler(Scheduler):
                 client=client,
             )
 
-    def start_detached(self, call_id: str, batch: bytes, annotations: dict[str, Any]) -> None:
-        """Make a pickled batch a detached call of this id.
-
-        Idempotent: a client that has not got the answer asks again.
-        """
-        if cast(CallMemory, self.plugins[CallMemory.name]).skyward_call(call_id) is None:
-            self._make_task(KEEP, detached_key(call_id), batch, annotations)
+    def start_detached(self, call_id: str, batch: bytes, annotations: dict[str, Any]) -> dict[str, Any]:
+        """Make a pickled batch a detached call of this id, unless there was one; return its record (`begin`)."""
+        calls = cast(CallMemory, self.plugins[CallMemory.name]).detached
+        return calls.begin(
+            call_id,
+            str(annotations.get(RUN_ID, call_id)),
+            lambda key: self._make_task(KEEP, key, batch, annotations),
+        )
 
     def _make_task(self, client: str, key: str, batch: bytes, annotations: dict[str, Any]) -> None:
         self._create_taskstate_from_graph(

@@ -18,7 +18,8 @@ from distributed.core import Status  # noqa: TID253
 from distributed.diagnostics.plugin import WorkerPlugin  # noqa: TID253
 
 from skyward_core.worker.call_connections import ANSWER, CallConnections, socket_path
-from skyward_core.worker.calls import BUSY_TIMES, CANCEL, CREDIT, BusyTime
+from skyward_core.worker.calls import BUSY_TIMES, CREDIT, BusyTime
+from skyward_core.worker.detached_calls import CANCEL, DROP_RESULT
 from skyward_core.worker.metrics import Sampler
 from skyward_core.worker.retained_batches import OLDER, RELEASE, REPEAT_REPORTS, RetainedBatches, WorkerFree
 from skyward_core.worker.runner_factory import RunnerFactory
@@ -27,7 +28,7 @@ from skyward_core.worker.secret_values import ask_for
 from skyward_core.worker.settings import NodeSettings
 from skyward_core.worker.slot import News, Slot
 from skyward_core.worker.streams import ReportedOutcomes, send_at_once
-from skyward_core.worker.wire import Batch, Outcome, Sealed
+from skyward_core.worker.wire import Batch, Outcome, Parcel, Sealed
 
 PLUGIN = "skyward-slots"
 
@@ -118,6 +119,7 @@ class Slots(WorkerPlugin):
         worker.stream_handlers[REPEAT_REPORTS] = self.announce
         worker.stream_handlers[RELEASE] = self.release
         worker.stream_handlers[CREDIT] = self.give_credit
+        worker.stream_handlers[DROP_RESULT] = self.drop_result
         worker.stream_handlers[ANSWER] = self.connections.answer
         worker.metrics[BUSY_TIMES] = self.busy_time
         worker.metrics[OLDER] = lambda _: len(self._older.intersection(self.retained.running))
@@ -235,6 +237,11 @@ class Slots(WorkerPlugin):
         for slot in self._all:
             for call_id, below in credit.items():
                 slot.give_credit(call_id, below)
+
+    def drop_result(self, path: str) -> None:
+        """Remove the file of a result that was forgotten, if it is one of this node's."""
+        if Path(path).parent in map(Path, self.settings.value_directories):
+            Parcel(b"", (), path).release()
 
     def busy_time(self, _: Worker) -> BusyTime:
         """Return how long calls have kept the slots busy, running ones included; each heartbeat sends it to the

@@ -21,7 +21,7 @@ from skyward_core.engine.connection import SchedulerConnection
 from skyward_core.engine.function_files import FunctionFiles
 from skyward_core.errors import BudgetExceeded, ConnectionLost
 from skyward_core.session.attached import Attached
-from skyward_core.worker.calls import CANCEL
+from skyward_core.worker.detached_calls import CANCEL
 from skyward_core.worker.settings import memory_directory
 from skyward_core.worker.wire import Parcel
 from tests.conftest import members, wait_until

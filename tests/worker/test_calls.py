@@ -25,7 +25,8 @@ from hypothesis import strategies as st
 
 from skyward_core.engine.certificates import PoolCertificate, make_certificate
 from skyward_core.serialization import sources
-from skyward_core.worker.calls import KEEP, NAME, RETRIES, CallMemory, Topic, cancel, detached_key, leave, resume
+from skyward_core.worker.calls import CallMemory, cancel, leave, resume
+from skyward_core.worker.detached_calls import KEEP, NAME, RETRIES, detached_key
 from skyward_core.worker.node import DASK_CONFIG
 from skyward_core.worker.pool_scheduler import (
     RUN_BATCH,
@@ -38,6 +39,7 @@ from skyward_core.worker.pool_scheduler import (
 from skyward_core.worker.pool_worker import run_batch
 from skyward_core.worker.scheduler_messages import Resumed
 from skyward_core.worker.settings import NodeSettings, memory_directory, this_process
+from skyward_core.worker.topic import Topic
 from skyward_core.worker.watchdog import kill_instance
 from skyward_core.worker.wire import Batch, Call, Outcome, OutcomeKind, Output, Parcel, Sealed
 from tests.conftest import members, slowness, wait_until
@@ -658,7 +660,7 @@ def test_a_waiting_detached_call_is_cancelled() -> None:
             client.submit(wait_for_file, "/", key=detached_key("d"), pure=False)
         heard = list[bytes]()
         follow(other, Following(detached_key("d"), heard.append))
-        await head.until(lambda: head.calls.skyward_calls(), "the call")
+        await head.until(lambda: head.calls.detached.calls(), "the call")
         (known,) = await other.scheduler.skyward_calls()
         assert (known["call_id"], known["name"], known["state"]) == ("d", "train", "waiting")
         other._send_to_scheduler(cancel(["d", "no such call"]))

@@ -15,7 +15,8 @@ from distributed.protocol.pickle import dumps
 
 import skyward_core as sky
 from skyward_core.worker import streams
-from skyward_core.worker.calls import KEEP, cancel
+from skyward_core.worker.calls import cancel
+from skyward_core.worker.detached_calls import KEEP
 from skyward_core.worker.pool_scheduler import RUN_BATCH
 from skyward_core.worker.scheduler_messages import Resumed
 from skyward_core.worker.streams import ReportedOutcomes, send_at_once

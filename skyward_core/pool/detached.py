@@ -1,0 +1,67 @@
+"""Calls of a pool that outlive the process that starts them: `start_detached`, `detached_call`, `detached_calls`."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from skyward_core.compute import PendingCompute
+from skyward_core.errors import BadRequest
+from skyward_core.pool.calls import checked
+from skyward_core.pool.current_session import CurrentSession
+from skyward_core.pool.preparation import Prepared
+from skyward_core.session.detached_call import DetachedCall
+from skyward_core.spec import LONGEST_SECONDS
+
+CALL_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
+
+
+class DetachedCalls:
+    """The part of `ComputePool` for calls that outlive their client."""
+
+    _session: CurrentSession
+    _prepared: Prepared
+
+    def start_detached[R](
+        self, pending: PendingCompute[R], *, call_id: str | None = None, result_ttl: float | None = None
+    ) -> DetachedCall[R]:
+        """Submit a call that goes on when this process dies; return an object that represents it.
+
+        Any attached process finds the call by its `call_id`. It lives, with its result, as long as the pool: until the
+        pool is closed, or the lease of its nodes runs out (`lease_seconds` after the last sign of life from a client).
+        Arguments are sent in one message; the call should read large values itself.
+
+        `call_id`, 1 to 128 letters, digits and `._:/-`, makes the start idempotent. If the pool has had a call of this
+        id, from any process, that call is returned and nothing begins, also if it has ended or was forgotten, and also
+        for another function or other arguments: `name` is the function of the call that there is, and `is_new` says
+        whether this start began it. Head and its records may be lost together; then the id is unknown.
+        `result_ttl`: how many seconds after its end the call is forgotten; None: never. Raises BadRequest for others.
+        """
+        if call_id is not None and not (isinstance(call_id, str) and CALL_ID.fullmatch(call_id)):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise BadRequest(f"call_id={call_id!r}: write 1 to 128 letters, digits and characters of ._:/-")
+        if result_ttl is not None and not (math.isfinite(result_ttl) and 0 <= result_ttl <= LONGEST_SECONDS):
+            raise BadRequest(
+                f"result_ttl={result_ttl!r}: write for how many seconds after the end of the call its result is kept,"
+                f" from 0 to {LONGEST_SECONDS:.0f}"
+            )
+        cluster = self._session.cluster
+        call = checked(pending)
+        self._session.live_by_lease()
+        known = cluster.detached.start(call, self._prepared.replace_object, call_id, result_ttl)
+        return DetachedCall(str(known["call_id"]), lambda: self._session.cluster, is_new=bool(known["is_new"]))
+
+    def detached_call(self, call_id: str) -> DetachedCall[Any]:
+        """Return the call of this id that was started detached, here or elsewhere.
+
+        Raises BadRequest if the pool knows none.
+        """
+        self._session.cluster.detached.record(call_id)
+        return DetachedCall(call_id, lambda: self._session.cluster)
+
+    def detached_calls(self) -> list[DetachedCall[Any]]:
+        """Return all calls that were started detached and not forgotten, in the order in which they came."""
+        return [
+            DetachedCall(str(known["call_id"]), lambda: self._session.cluster)
+            for known in self._session.cluster.detached.all()
+        ]

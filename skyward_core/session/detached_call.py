@@ -1,0 +1,219 @@
+"""A call that runs also without a waiting client, as one process sees it."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, cast
+
+from skyward_core.concurrency.backoff import Backoff
+from skyward_core.errors import BadRequest, NodeLost
+from skyward_core.worker.call_metrics import CallMetrics
+from skyward_core.worker.topic import lines_of
+from skyward_core.worker.wire import Outcome, OutcomeKind, Report, ReportedMetrics
+
+if TYPE_CHECKING:
+    from skyward_core.engine.cluster import Cluster
+
+POLL_SECONDS = 0.2
+FIRST_POLL_SECONDS = 0.01
+ENDED = frozenset({"ended", "cancelled", "lost", "forgotten"})
+
+
+@dataclass(frozen=True, slots=True)
+class CallAttempt:
+    """One time that a node got a detached call. Times are the head's clock.
+
+    `began_at` is when the node got it; it may have waited there for a slot. `why_lost` is "" unless the attempt was
+    lost with its node: then the call runs again, at most `retries` times.
+    """
+
+    node: int
+    began_at: datetime
+    ended_at: datetime | None = None
+    why_lost: str = ""
+
+
+class DetachedCall[R]:
+    """A call that runs also without a waiting client.
+
+    Made by `ComputePool.start_detached` and `detached_call`; safe to use from several processes.
+    """
+
+    def __init__(self, call_id: str, cluster: Callable[[], Cluster], *, is_new: bool = False) -> None:
+        self.call_id = call_id
+        self.is_new = is_new
+        """Whether the `start_detached` that returned this object has begun the call."""
+        self._cluster = cluster
+        self._lock = threading.Lock()
+        self._number = 0
+        self._lines: list[tuple[int, list[str]]] = []
+        """Number of the first line, and lines; between two of them, lines were dropped."""
+        self._lines_in_all = 0
+        self._metrics = CallMetrics(None, {})
+        self._outcome: Outcome | None = None
+        self._node = 0
+        """The rank of the node that has reported the outcome."""
+
+    def __repr__(self) -> str:
+        return f"<DetachedCall {self.call_id}>"
+
+    @property
+    def state(self) -> str:
+        """One of "waiting", "running", "ended" (with a result or an exception), "cancelled", "lost" (with its node) and
+        "forgotten" (before its end).
+        """
+        return self._state_of(self._look())
+
+    @property
+    def name(self) -> str:
+        """The name of the function that it runs."""
+        return str(self._look()["name"])
+
+    @property
+    def is_forgotten(self) -> bool:
+        """Whether its lines and its result were dropped, by `forget` or after `result_ttl`."""
+        return bool(self._look()["is_forgotten"])
+
+    @property
+    def attempts(self) -> tuple[CallAttempt, ...]:
+        """Each time that a node got the call, in order; all but the last were lost with their node."""
+        return tuple(
+            CallAttempt(int(worker.partition("-")[0]), _moment(began_at), ended_at and _moment(ended_at), why_lost)
+            for worker, began_at, ended_at, why_lost in self._look()["attempts"]
+        )
+
+    def log(self, offset: int = 0) -> list[str]:
+        """Return the lines that the call has written so far, from line number `offset` on.
+
+        Those of an attempt that was lost stay. Raises BadRequest if the call was forgotten.
+        """
+        return self.log_from(offset)[0]
+
+    def log_from(self, cursor: int = 0) -> tuple[list[str], int]:
+        """Return the lines from line number `cursor` on, and the cursor for what comes after them.
+
+        Lines are numbered from 0. A reader in another process that goes on from its last cursor gets each line once.
+        Where the pool has dropped lines, because there were too many, one line says how many. Raises BadRequest if the
+        call was forgotten.
+        """
+        if cursor < 0:
+            raise BadRequest(f"cursor={cursor!r}: write the number of a line, 0 or more")
+        self._refuse_forgotten(self._look())
+        lines = list[str]()
+        with self._lock:
+            for first, known in self._lines:
+                if first + len(known) <= cursor:
+                    continue
+                if first > cursor:
+                    lines.append(_dropped(first - cursor))
+                    cursor = first
+                lines.extend(known[cursor - first :])
+                cursor = first + len(known)
+            if cursor < self._lines_in_all:
+                lines.append(_dropped(self._lines_in_all - cursor))
+                cursor = self._lines_in_all
+        return lines, cursor
+
+    def metrics(self) -> tuple[int | None, Mapping[str, float]]:
+        """Return the last step and the last value of each metric that the call has reported (`sky.report`)."""
+        self._look()
+        return self._metrics
+
+    def result(self, timeout: float | None = None) -> R:
+        """Wait for the call to end; return its result or raise its exception. May be called again, and by other
+        processes.
+
+        Raises TimeoutError, NodeLost (its node was lost with the call, or with the result), CallCrashed,
+        ResultNotLoaded, BadRequest if the result was forgotten, and `concurrent.futures.CancelledError` if it was
+        cancelled.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        pauses = Backoff(FIRST_POLL_SECONDS, POLL_SECONDS).pauses()
+        while not self._has_all(known := self._look()):
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"call {self.call_id} is {known['state']} after {timeout} s")
+            time.sleep(next(pauses))
+        self._refuse_forgotten(known)
+        if known["state"] == "lost":
+            raise _lost_call(self.call_id, known["reason"], known["dask_error"])
+        if self._outcome is None or self._is_cancelled:
+            raise CancelledError(f"call {self.call_id} was cancelled")
+        return cast(R, self._cluster().detached.value(self._outcome, self._node))
+
+    def cancel(self) -> None:
+        """Stop the call, or do not begin it. A call that has ended stays as it is."""
+        self._cluster().detached.cancel(self.call_id)
+
+    def forget(self) -> None:
+        """Delete the lines and the result of the call. It does not stop a running call: `cancel` it first.
+
+        If the id was chosen by the caller, the pool still knows it: no other call of this id begins. Otherwise all
+        records are deleted.
+        """
+        self._look()
+        self._cluster().detached.forget(self.call_id, self._outcome)
+
+    @property
+    def _is_cancelled(self) -> bool:
+        """Whether a worker has stopped the call, or has not begun it, because it was cancelled."""
+        return self._outcome is not None and self._outcome.kind is OutcomeKind.CANCELLED
+
+    def _state_of(self, known: Mapping[str, Any]) -> str:
+        state = str(known["state"])
+        return "cancelled" if state == "ended" and known["outcome"] == OutcomeKind.CANCELLED else state
+
+    def _has_all(self, known: Mapping[str, Any]) -> bool:
+        """Whether the call has ended, and its outcome is here unless it was forgotten or there is none."""
+        state = known["state"]
+        return state in ENDED and (state != "ended" or self._outcome is not None or known["is_forgotten"])
+
+    def _refuse_forgotten(self, known: Mapping[str, Any]) -> None:
+        if known["is_forgotten"]:
+            state = self._state_of(known)
+            words = "was forgotten" if state == "forgotten" else f"is {state}, and its result was forgotten"
+            raise BadRequest(
+                f"call {self.call_id} {words} (`forget`, or its `result_ttl` is over). It does not run again: start a"
+                " call with another id"
+            )
+
+    def _look(self) -> Any:
+        """Ask the head for the new state of the call, and store it."""
+        with self._lock:
+            known = self._cluster().detached.record(self.call_id, self._number)
+            lines = list[str]()
+            for message in known["messages"]:
+                report: Report = pickle.loads(message)
+                lines.extend(lines_of(report))
+                for item in report.news:
+                    if isinstance(item, ReportedMetrics):
+                        self._metrics = self._metrics.updated(item.metrics)
+                    elif isinstance(item, Outcome) and item.kind is not OutcomeKind.RETURNED:
+                        self._outcome, self._node = item, report.node
+            if lines:
+                self._lines.append((known["first_line"], lines))
+            self._lines_in_all = known["lines_in_all"]
+            self._number = known["number"] + len(known["messages"])
+            return known
+
+
+def _dropped(count: int) -> str:
+    return f"[{count} lines were dropped: there were too many]"
+
+
+def _moment(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+def _lost_call(call_id: str, reason: str, dask_error: str) -> NodeLost:
+    error = NodeLost(
+        f"call {call_id} was lost with its node: {reason}. Start it again if it may run twice; in a pool with retries=1"
+        " or more a lost call runs again by itself"
+    )
+    error.__cause__ = RuntimeError(dask_error) if dask_error else None
+    return error

@@ -1,0 +1,205 @@
+"""Calls with an identity: one run for each id, numbered lines, and what is left when a call is forgotten.
+
+Run as a program, this file is another process, which attaches to a pool and starts a call.
+"""
+
+import contextlib
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import skyward_core as sky
+from skyward_core.session.detached_call import DetachedCall
+from skyward_core.worker.settings import memory_directory
+from skyward_core.worker.topic import LineTopic
+from skyward_core.worker.wire import Output, Report
+from tests.conftest import shared, wait_until
+
+REPOSITORY = Path(__file__).parents[2]
+MEGABYTES = 20 << 20
+
+
+@sky.compute
+def notes_and_waits(folder: str) -> str:
+    """Print a line, add a line to a file, wait for another file, print another line."""
+    print("begun", flush=True)
+    with Path(folder, "runs").open("a") as file:
+        file.write("run\n")
+    while not Path(folder, "go").exists():
+        time.sleep(0.01)
+    print("done")
+    return "end"
+
+
+@sky.compute
+def ones(nbytes: int) -> Any:
+    import numpy as np
+
+    return np.ones(nbytes // 8)
+
+
+@sky.compute
+def failing() -> None:
+    raise LookupError("nothing here")
+
+
+# ── without a pool ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("call_id", ["", "a b", "é", "x" * 129, "a\n", b"a", "a#1"])
+def test_an_id_of_other_characters_is_refused(call_id: Any) -> None:
+    pool = sky.ComputePool(provider=sky.Local(), display="quiet")
+    with pytest.raises(sky.BadRequest, match="1 to 128 letters, digits"):
+        pool.start_detached(failing(), call_id=call_id)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), 1e12])
+def test_a_time_that_is_none_is_refused(seconds: float) -> None:
+    pool = sky.ComputePool(provider=sky.Local(), display="quiet")
+    with pytest.raises(sky.BadRequest, match="result_ttl="):
+        pool.start_detached(failing(), result_ttl=seconds)
+
+
+class Head:
+    """A head with the record of one call."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.topic = LineTopic(limit_bytes)
+
+    def record(self, call_id: str, after: int) -> dict[str, Any]:
+        number, messages = self.topic.after(after)
+        return {
+            "state": "running",
+            "outcome": "",
+            "is_forgotten": False,
+            "number": number,
+            "messages": messages,
+            "first_line": self.topic.line_of(len(messages)),
+            "lines_in_all": self.topic.lines,
+        }
+
+    def reader(self) -> DetachedCall[Any]:
+        return DetachedCall("c", lambda: cast(Any, SimpleNamespace(detached=self)))
+
+
+@given(st.lists(st.one_of(st.integers(0, 4), st.sampled_from(["read", "come back"]))), st.sampled_from([1, 600, 10**6]))
+def test_readers_that_come_back_read_each_line_once(steps: list[int | str], limit_bytes: int) -> None:
+    """A reader goes on from its cursor, in the same object or in a new one. Dropped lines are told with their count."""
+    head = Head(limit_bytes)
+    reader, cursor, written, read = head.reader(), 0, 0, 0
+    for step in [*steps, "read"]:
+        if isinstance(step, int):
+            lines = tuple(str(number) for number in range(written, written + step))
+            head.topic.add(pickle.dumps(Report(0, "i", (Output("c", "stdout", lines, 0.0),))))
+            written += step
+        else:
+            reader = head.reader() if step == "come back" else reader
+            lines, cursor = reader.log_from(cursor)
+            for line in lines:
+                if line.startswith("["):
+                    read += int(line[1:].split()[0])
+                else:
+                    assert line == str(read)
+                    read += 1
+            assert cursor == read == written
+            assert reader.log_from(cursor) == ([], cursor)
+    if limit_bytes == 10**6:
+        assert head.reader().log() == [str(number) for number in range(written)]
+        assert head.reader().log(2) == [str(number) for number in range(2, written)]
+
+
+# ── on a pool ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture(scope="module")
+def opened_pool() -> Iterator[sky.ComputePool]:
+    """Two local nodes."""
+    with shared(sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", lease_seconds=30)) as pool:
+        yield pool
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_start_is_repeated_after_its_process_was_killed(opened_pool: sky.ComputePool, tmp_path: Path) -> None:
+    """Another process starts the same id, gets the same call, and goes on from the log's cursor. The call runs once.
+
+    When it is forgotten its id still begins nothing.
+    """
+    with another_process(str(tmp_path), opened_pool.lease.model_dump_json()) as starter:
+        assert starter.stdout is not None
+        assert starter.stdout.readline() == "started True\n"
+        starter.send_signal(signal.SIGKILL)
+        starter.wait(60)
+    with sky.ComputePool.attach(opened_pool.lease) as pool:
+        wait_until(lambda: opened_pool.detached_call("dag/run/task:1").log() == ["begun"], "the call to run")
+        lines, cursor = opened_pool.detached_call("dag/run/task:1").log_from()
+        call = pool.start_detached(failing(), call_id="dag/run/task:1")
+        assert (call.is_new, call.name, call.state) == (False, "notes_and_waits", "running")
+        (tmp_path / "go").touch()
+        assert cast(str, call.result(60)) == "end"
+        assert (lines, *call.log_from(cursor)) == (["begun"], ["done"], 2)
+        (attempt,) = call.attempts
+        assert (attempt.node in {0, 1}, attempt.why_lost) == (True, "")
+        assert attempt.ended_at is not None
+        call.forget()
+        again = pool.start_detached(notes_and_waits(str(tmp_path)), call_id="dag/run/task:1")
+        assert (again.is_new, again.state, again.is_forgotten) == (False, "ended", True)
+        for read in (again.result, again.log):
+            with pytest.raises(sky.BadRequest, match="is ended, and its result was forgotten"):
+                read()
+    assert (tmp_path / "runs").read_text() == "run\n"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_large_result_is_dropped_after_its_time(opened_pool: sky.ComputePool) -> None:
+    """No client asks for that: the file of the result is removed by the node that has it."""
+    call = opened_pool.start_detached(ones(MEGABYTES), call_id="large", result_ttl=2)
+    wait_until(lambda: call.state == "ended", "the call to end")
+    assert held_bytes(opened_pool) >= MEGABYTES
+    wait_until(lambda: call.is_forgotten, "the time of its result to be over")
+    wait_until(lambda: held_bytes(opened_pool) < MEGABYTES, "the memory to be free")
+
+
+def held_bytes(pool: sky.ComputePool) -> int:
+    """Return how much memory the values of a pool take on this machine."""
+    held = 0
+    for node in pool.lease.nodes:
+        for path in Path(memory_directory(node.instance.id)).rglob("*"):
+            with contextlib.suppress(FileNotFoundError):  # a value is freed while the test reads
+                held += path.stat().st_size
+    return held
+
+
+@contextlib.contextmanager
+def another_process(folder: str, lease: str) -> Iterator["subprocess.Popen[str]"]:
+    """Run this file as a program; it does not outlive the block."""
+    argv = [sys.executable, "-m", "tests.session.test_detached_call", folder, lease]
+    process = subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=60)
+
+
+def start_and_wait(folder: str, lease: str) -> None:
+    """Attach, start a call with an id, say so, and wait to be killed."""
+    with sky.ComputePool.attach(lease) as pool:
+        call = pool.start_detached(notes_and_waits(folder), call_id="dag/run/task:1")
+        print("started", call.is_new, flush=True)
+        time.sleep(60)
+
+
+if __name__ == "__main__":
+    start_and_wait(*sys.argv[1:])
