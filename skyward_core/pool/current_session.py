@@ -25,9 +25,11 @@ from skyward_core.events import console
 from skyward_core.events.events import Callback, CostFinal, compose, registered_callback
 from skyward_core.events.queue import EventQueue
 from skyward_core.machines.instances import Lease
+from skyward_core.machines.sealing import secret_keys
 from skyward_core.machines.signing import signed
 from skyward_core.pool.preparation import Prepared
 from skyward_core.session.attached import Attached
+from skyward_core.session.sealed_lease import PoolKeys
 from skyward_core.session.session import Session
 from skyward_core.spec import PoolSpec
 
@@ -75,6 +77,7 @@ class CurrentSession:
                     )
                 if self._opened is None:
                     secrets = prepared.read_secrets()
+                    secret_keys()  # a malformed one is refused before anything is rented
                     self.was_opened = True
                     self.final = self.receipt = self._why_ended = self.unconfirmed = None
                     self._process = os.getpid()
@@ -114,10 +117,16 @@ class CurrentSession:
             raise
 
     def attach(
-        self, lease: Lease, key: str | None, spec: PoolSpec, on_event: Callback | None, timeout_seconds: float
+        self,
+        lease: Lease,
+        key: str | None,
+        sealed: PoolKeys | None,
+        spec: PoolSpec,
+        on_event: Callback | None,
+        timeout_seconds: float,
     ) -> None:
-        """Connect to the nodes of a lease."""
-        attached = _attach(lease, key, spec, on_event, timeout_seconds)
+        """Connect to the nodes of a lease, with this SSH key, or the keys that the ledger had sealed."""
+        attached = _attach(lease, key, sealed, spec, on_event, timeout_seconds)
         self.was_opened = True
         self._opened = attached
         self._process = os.getpid()
@@ -273,12 +282,17 @@ class CurrentSession:
 
 
 def _attach(
-    claim: Lease, key: str | None, spec: PoolSpec, on_event: Callback | None, timeout_seconds: float
+    claim: Lease,
+    key: str | None,
+    sealed: PoolKeys | None,
+    spec: PoolSpec,
+    on_event: Callback | None,
+    timeout_seconds: float,
 ) -> Attached:
     """Connect to the nodes of a lease; nothing stays open if that fails."""
     show = console.display(spec.display)
     callback = compose(*[sink for sink in (registered_callback(), on_event) if sink is not None], show)
-    attached = Attached(claim, key, spec.lease_seconds, spec.retries, EventQueue(callback, show.close))
+    attached = Attached(claim, key, sealed, spec.lease_seconds, spec.retries, EventQueue(callback, show.close))
     try:
         attached.start(timeout_seconds)
         attached.events.flush()

@@ -21,9 +21,10 @@ from skyward_core.engine.futures import CallFuture
 from skyward_core.errors import BadRequest, InstancesLeft, NotPicklable, PoolClosed
 from skyward_core.events.events import Callback, CostFinal
 from skyward_core.machines.instances import Lease
-from skyward_core.machines.signing import signed, verify
+from skyward_core.machines.signing import signed
 from skyward_core.pool.aio import AsyncPool, Broadcast
 from skyward_core.pool.calls import checked, mapped_calls, results_of
+from skyward_core.pool.claim import verified_claim
 from skyward_core.pool.current_session import CurrentSession, note_machines_left
 from skyward_core.pool.detached import DetachedCalls
 from skyward_core.pool.executor import PoolExecutor
@@ -111,25 +112,27 @@ class ComputePool(DetachedCalls, AsyncPool):
         timeout_seconds: float = 60.0,
         is_trusted: bool = False,
     ) -> Self:
-        """Attach to a pool that another process has opened, by its `lease` (or the lease's JSON).
+        """Attach to a pool that another process has opened, by its `lease`, the lease's JSON, or the pool's id.
 
-        Several processes may attach at once. Returns the pool open, for `with` or `close`. Closing it leaves the
-        machines running. As long as it is open it renews the nodes' lease, `lease_seconds` ahead. `key` is the path of
-        the SSH key that the nodes know, if it differs from the opener's, or its text, which is kept only in memory.
+        The id is enough if the pool was detached or has a detached call: then the ledger has its newest lease, and its
+        keys sealed; SKYWARD_SECRET_KEY, or the same key file, opens them (`sealing.py`). They are also used if this
+        machine does not have the lease's SSH key. `key` is the path of one that the nodes know, or its text, which is
+        kept only in memory. Several processes may attach at once. Returns the pool open, for `with` or `close`. Closing
+        it leaves the machines running. As long as it is open it renews the nodes' lease, `lease_seconds` ahead.
 
-        The lease is verified before anything in it is used: the folder of a node of this machine must belong to this
-        user alone, and a lease with other machines must be signed with this user's key (SKYWARD_LEASE_KEY,
-        `signing.py`), unless `is_trusted` says that no other user could have changed it. Raises Unreachable,
-        CredentialsError or HostKeyChanged, and NodeLost if the scheduler of the lease is gone.
+        A lease is verified before anything in it is used: it must name only folders of this machine that belong to this
+        user alone, or be signed (`signing.py`), unless `is_trusted` says that no other user could have changed it.
+        Raises Unreachable, CredentialsError (LeaseTampered if altered), HostKeyChanged, NodeLost if the scheduler or
+        the pool is gone; for an id also LeaseLost, BadRequest and LedgerError.
         """
         refuse_greenlets()
-        claim = _read_lease(lease, is_trusted=is_trusted)
+        claim, sealed = verified_claim(lease, has_key=key is not None, is_trusted=is_trusted)
         spec = PoolSpec.of(
             nodes=max(1, len(claim.nodes)), display="quiet", retries=retries, lease_seconds=lease_seconds
         )
         pool = cls.__new__(cls)
         pool._reset(Prepared(spec, (Local(),), on_event=on_event))
-        pool._session.attach(claim, None if key is None else str(key), spec, on_event, timeout_seconds)
+        pool._session.attach(claim, None if key is None else str(key), sealed, spec, on_event, timeout_seconds)
         return pool
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -413,17 +416,3 @@ class ComputePool(DetachedCalls, AsyncPool):
         state = "open" if self.is_active else "closed" if self._session.was_opened else "new"
         spec, names = self._prepared.spec, " or ".join(provider.name for provider in self._prepared.providers)
         return f"<ComputePool {state}, {spec.nodes} x {spec.accelerator or 'node'} on {names}>"
-
-
-def _read_lease(lease: Lease | Mapping[str, Any] | str, *, is_trusted: bool) -> Lease:
-    """Return a lease from its JSON, verified unless it is trusted."""
-    claim = (
-        lease
-        if isinstance(lease, Lease)
-        else Lease.model_validate_json(lease)
-        if isinstance(lease, str)
-        else Lease.model_validate(lease)
-    )
-    if not is_trusted:
-        verify(claim)
-    return claim

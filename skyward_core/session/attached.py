@@ -8,7 +8,6 @@ import contextlib
 import importlib
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -32,6 +31,8 @@ from skyward_core.errors import (
 from skyward_core.events.events import CostFinal, SkywardEvent
 from skyward_core.events.queue import EventQueue
 from skyward_core.machines.instances import Lease, Node
+from skyward_core.session.keys_in_memory import KeysInMemory
+from skyward_core.session.sealed_lease import PoolKeys
 from skyward_core.transport.transport import Transports
 from skyward_core.worker.private_folders import NotPrivate, check_private
 
@@ -60,10 +61,20 @@ class Attached:
     receipt: Mapping[str, Any] | None = None
     why_ended: SkywardError | None = None
 
-    def __init__(self, lease: Lease, key: str | None, lease_seconds: float, retries: int, events: EventQueue) -> None:
+    def __init__(
+        self,
+        lease: Lease,
+        key: str | None,
+        sealed: PoolKeys | None,
+        lease_seconds: float,
+        retries: int,
+        events: EventQueue,
+    ) -> None:
         self.lease = lease
         self._key = key
-        self._key_in_memory: int | None = None
+        self._sealed = sealed
+        """What the ledger had for this lease; `key` goes before its SSH keys."""
+        self._in_memory = KeysInMemory()
         self.cluster: Cluster | None = None
         self.user_client: UserClient | None = None
         self.is_running = False
@@ -99,11 +110,10 @@ class Attached:
         """
         deadline = time.monotonic() + timeout_seconds
         try:
-            if self._key is not None:
-                self.lease = self.lease.with_key(self._key_path(self._key))
+            self.lease = self._with_keys(self.lease)
             settings = self._reach_all(deadline)
             head = self._transports.to(self.lease.nodes[0].instance)
-            certificate = PoolCertificate(settings["tls_certificate"], settings["tls_key"])
+            certificate = self._sealed.certificate if self._sealed is not None else _certificate_of(settings)
             module = importlib.import_module("skyward_core.engine.cluster")
             self.cluster = cluster = cast(
                 "Cluster",
@@ -144,17 +154,17 @@ class Attached:
         for beat in self._beats:
             beat.start()
 
-    def _key_path(self, key: str) -> str:
-        """Return the path of a key that is given by its path or its text.
+    def _with_keys(self, lease: Lease) -> Lease:
+        """Return the lease with the paths of the SSH keys that this process has.
 
-        The text stays in this process's memory: a kill leaves nothing of it on a disk.
+        A key that is given as text, or was sealed, stays in this process's memory.
         """
-        if KEY_BEGINS not in key:
-            return key
-        self._key_in_memory = os.memfd_create("skyward-key")
-        path = f"/proc/{os.getpid()}/fd/{self._key_in_memory}"
-        Path(path).write_text(key.strip() + "\n")
-        return path
+        if self._key is not None:
+            return lease.with_key(self._in_memory.path_of(self._key) if KEY_BEGINS in self._key else self._key)
+        if self._sealed is None:
+            return lease
+        paths = {path: self._in_memory.path_of(text) for path, text in self._sealed.ssh_keys.items()}
+        return lease.model_copy(update={"nodes": tuple(_with_path(node, paths) for node in lease.nodes)})
 
     def _reach_all(self, deadline: float) -> Mapping[str, Any]:
         """Reach the head, then the others; return the settings that the head has from its owner.
@@ -245,9 +255,7 @@ class Attached:
         finally:
             self._transports.close()
             self._entry.close()
-            if self._key_in_memory is not None:
-                os.close(self._key_in_memory)
-                self._key_in_memory = None
+            self._in_memory.close()
             self.events.close()
 
     def _on_trouble(self, error: Exception) -> None:
@@ -310,6 +318,16 @@ class Attached:
         for beat in self._beats:
             beat.end()
         self._transports.close()  # this process cannot use the nodes any more, and does not renew their leases
+
+
+def _with_path(node: Node, paths: Mapping[str, str]) -> Node:
+    endpoint = node.instance.endpoint
+    key = None if endpoint is None else endpoint.key
+    return node if key is None or key not in paths else node.with_key(paths[key])
+
+
+def _certificate_of(settings: Mapping[str, Any]) -> PoolCertificate:
+    return PoolCertificate(settings["tls_certificate"], settings["tls_key"])
 
 
 def _verify_folder(node: Node) -> None:

@@ -51,6 +51,11 @@ class Bookkeeping:
         """The writes of the end that the ledger has refused, until they are repeated."""
 
     @property
+    def ledger(self) -> Ledger | None:
+        """The connection to the ledger; None before it is opened."""
+        return self._ledger
+
+    @property
     def is_refused(self) -> bool:
         """Whether the ledger has refused some writes of the pool's end."""
         return self._refusal is not None

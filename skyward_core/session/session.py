@@ -9,6 +9,7 @@ requested, then does what `release` would have done.
     event_emitter     events for callbacks and displays, the meter, the bill
     session_engine    cluster, recovery, Dask clients; thread "skyward-import"
     bookkeeping       ledger, journal, budget, receipt
+    sealed_lease      the lease in the ledger for other machines, with sealed keys
     session_reaper    the connection to the reaper
     renewal           threads "skyward-lease" and "skyward-node-lease"
     limits, clock     money, lifetime, idle time; threads "skyward-opening" and "skyward-clock"
@@ -57,6 +58,7 @@ from skyward_core.session.clock import Clock
 from skyward_core.session.event_emitter import EventEmitter
 from skyward_core.session.limits import Limits, OpeningLimits
 from skyward_core.session.renewal import Renewal
+from skyward_core.session.sealed_lease import SharedLease
 from skyward_core.session.session_engine import SessionEngine
 from skyward_core.session.session_reaper import SessionReaper
 from skyward_core.session.state import Claims, SessionState
@@ -110,6 +112,7 @@ class Session:
         self._claims = Claims()
         self._bookkeeping = Bookkeeping(self.pool_id, self.meter, self.events.log)
         self._reaper = SessionReaper(self.pool_id, self.events.log)
+        self._shared = SharedLease(self.pool_id, self._engine.certificate, self._bookkeeping, self.events.log)
         self._renewal = Renewal(self.pool_id, spec.lease_seconds, self.events.log)
         self._limits: Limits | None = None
         self.unconfirmed: InstancesLeft | None = None
@@ -197,9 +200,8 @@ class Session:
         journal.note()  # from here on a node without recorded seconds was idle, not launching
         self.emit(PoolReady(self.pool_id, len(lease.nodes), cluster.slots, time.monotonic() - started))
         self._renewal.begin("skyward-node-lease", self._keep_here)
-        threading.Thread(
-            target=self._clock(limits, journal).run, args=(self._ended,), name="skyward-clock", daemon=True
-        ).start()
+        clock = self._clock(limits, journal)
+        threading.Thread(target=clock.run, args=(self._ended,), name="skyward-clock", daemon=True).start()
 
     def _lock_image(self) -> None:
         """Choose the versions of the image's packages: before anything is rented, and for all machines of the pool."""
@@ -299,6 +301,7 @@ class Session:
         seldom = [
             lambda: self._reaper.restart_if_gone(lambda: self.is_running),
             journal.note,
+            lambda: self._shared.keep_current(self.lease),
             lambda: self.emit(self.meter.update()),
         ]
         return Clock(self.pool_id, often, seldom, self.stop, self.events.log, time.monotonic())
@@ -322,8 +325,7 @@ class Session:
 
         Calls that have not ended raise `error`, or PoolClosed with the reason. If another thread is stopping the pool
         (the clock, when the money has run out), this waits for it, so that bill and receipt exist. If another thread
-        detaches the pool, that one stops it, as long as it can; this one does nothing. It does nothing in a fork
-        either: the pool belongs to the parent, which goes on to use it.
+        detaches the pool, that one stops it, as long as it can; this one does nothing, as in a fork of the owner.
         """
         if self.is_fork or not self._claims.claim_stop(reason, error):
             return
@@ -402,8 +404,7 @@ class Session:
     def terminate_now(self) -> None:
         """Have another process end the machines, and rent no more if the pool is still opening. Waits for nothing.
 
-        Does nothing in a fork, which inherits its parent's signal handlers: a signal that ends a forked helper is not
-        meant for the pool.
+        Does nothing in a fork: a signal that ends a forked helper is not meant for the pool.
         """
         if self.is_fork:
             return
@@ -433,6 +434,7 @@ class Session:
     def live_by_lease(self) -> None:
         """From now on nodes of this machine live by their lease, and no longer with this process."""
         assert self._bookkeeping.journal is not None
+        self._shared.share(self.lease)  # first: killed here, the reaper ends the pool and deletes the row
         self._bookkeeping.journal.live_by_lease(self.spec.lease_seconds)
         self._reaper.live_by_lease()
         self._reaper.has_detached = True
@@ -457,6 +459,7 @@ class Session:
                 self._bookkeeping.paid_for(longest) as paid_seconds,
                 detached_nodes(self.machines, longest, self.spec.lease_seconds),
             ):
+                self._shared.share(self.machines.lease)
                 self._claims.begin_to_leave()
                 self._bookkeeping.journal.live_by_lease(paid_seconds)
             self._claims.let_go()
@@ -477,6 +480,7 @@ class Session:
         lease = self.machines.lease.model_copy(update={"expires_at": expires_at})
         try:
             self._engine.end(self.machines, lambda cluster: cluster.leave("the pool was detached: attach to it"))
+            self._shared.keep_at_last(self.machines.lease)
             self._bookkeeping.journal.note()
         finally:
             self._reaper.leave()
