@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from multiprocessing import Pipe
 from typing import Any, NoReturn, Self, cast
 
-from skyward_core.distributed.member import Member
+from skyward_core.distributed.member import Member, Place
 from skyward_core.distributed.training_channel import LOOK_SECONDS, Channel, Failure, TrainingJob
 from skyward_core.serialization import exceptions, pickling
 from skyward_core.worker.keeper import kill_all
@@ -193,15 +193,27 @@ def run_all(
 
 
 def _run_as(process: TrainingProcess, member: Member, job: TrainingJob) -> pickling.Pickled:
-    """Run a job as a rank of the group, until the functions of all ranks have returned."""
+    """Run a job as a rank of the group, until the functions of all ranks have returned.
+
+    Says which of several ranks of a node has failed first: in a note of its error, or in the output of the call.
+    """
     try:
         value = process.run(job, member.exchange)
         member.finish()
-    except ProcessEnded as error:
-        member.fail(error, is_certain=not error.may_be_consequence)
+    except (ProcessEnded, SystemExit) as error:
+        member.fail(error, is_certain=isinstance(error, ProcessEnded) and not error.may_be_consequence)
+        if member.place.local_world_size > 1:
+            text = f"sys.exit({error.code!r})" if isinstance(error, SystemExit) else error
+            print(f"skyward: {_name_of(member.place)} failed first: {text}", file=sys.stderr, flush=True)
         raise
     except BaseException as error:
         member.fail(error)
+        if member.place.local_world_size > 1:
+            error.add_note(f"raised by {_name_of(member.place)}")
         raise
     process.end()
     return value
+
+
+def _name_of(place: Place) -> str:
+    return f"rank {place.rank} of {place.world_size}, which is local rank {place.local_rank} of node {place.node}"

@@ -223,11 +223,17 @@ def fails(rank: int, how: str, folder: str) -> None:
 def test_the_rank_that_failed_first_is_raised(
     pool: sky.ComputePool, tmp_path: Path, rank: int, how: str, error: type[Exception], code: int
 ) -> None:
-    """Then no process of the training lives, and the next training works."""
+    """It is named in a note or in the output. Then no process of the training lives, and the next training works."""
     with pytest.raises(error) as raised:
         fails(rank, how, str(tmp_path)) @ pool
     if isinstance(raised.value, sky.CallCrashed):
         assert (raised.value.node, raised.value.exit_code) == (rank // 2, code)
+        told = raised.value.output
+    else:
+        told = raised.value.__notes__
+    if how != "runner":
+        (line,) = (line for line in told if "rank" in line)
+        assert f"rank {rank} of 4, which is local rank {rank % 2} of node {rank // 2}" in line
     pids = [int((tmp_path / str(number)).read_text()) for number in range(4)]
     assert len(one_each(Coloured("")) @ pool) == 2
     deadline = time.monotonic() + 60
