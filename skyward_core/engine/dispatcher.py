@@ -231,6 +231,8 @@ class Dispatcher:
         """The next message of the topic: a worker's report. None: it could not be read."""
         if not self._connection.hear(epoch):
             return
+        if report is None:
+            self._items.lose_all()
         if report is not None and not self._losses.is_repeated(report):
             if seconds := sum(item.seconds for item in report.news if isinstance(item, Outcome)):
                 self._do(do.MeterCalls(report.instance_id, seconds))

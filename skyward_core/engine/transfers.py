@@ -131,6 +131,7 @@ class Transfers:
             failure = NodeLost(f"an item of the call could not be fetched: {error}")
             failure.__cause__ = error
             fail(failure)
+            self._remove(instance_id, parcel)  # the consumer does not ask for it again
         else:
             deliver(taken)
 

@@ -8,8 +8,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -70,17 +72,30 @@ def test_a_lock_makes_sums_exact(pool: sky.ComputePool, tmp_path: Path) -> None:
     assert int(path.read_text()) == 2 * (2 * 20 + 2 * 10 + 1) + 20
 
 
+def requests_that_wait(pool: sky.ComputePool, event: str) -> int:
+    """Return how many requests wait for an event."""
+    client: Any = pool.dask_client()
+
+    def count(dask_scheduler: Any) -> int:
+        shared = dask_scheduler.plugins["skyward-coordination"]._state._objects.get(("event", event))
+        return 0 if shared is None else len(shared.waiting.get("wait", ()))
+
+    return client.run_on_scheduler(count)
+
+
 def test_an_event_wakes_all_who_wait(pool: sky.ComputePool) -> None:
-    """Calls on both nodes report that they wait; the program sets it."""
-    ready, go = sky.Queue[int]("ready", pool=pool), sky.Event("go", pool=pool)
+    """Calls on both nodes wait, and then the program sets it.
+
+    Looks inside: only the scheduler knows that both requests wait.
+    """
+    go = sky.Event("go", pool=pool)
 
     @sky.compute
     def wait() -> bool:
-        ready.put(sky.instance_info().rank)
         return go.wait(timeout=60)
 
     futures = pool.submit_broadcast(wait())
-    assert sorted(ready.get(timeout=60) for _ in range(2)) == [0, 1]
+    wait_until(lambda: requests_that_wait(pool, "go") == 2, "both requests")
     assert not go.is_set()
     go.set()
     assert [future.result() for future in futures] == [True, True]
@@ -315,6 +330,36 @@ def test_the_lock_of_a_lost_worker_is_free(own_pool: sky.ComputePool) -> None:
     assert lock.acquire(timeout=SOON_SECONDS)
     lock.release()
     assert isinstance(future.exception(timeout=60), sky.NodeLost)
+
+
+def test_the_lock_of_a_silent_node_is_free(own_pool: sky.ComputePool) -> None:
+    """The processes of the node are stopped, and its connections stay: the scheduler removes it after 14 seconds.
+
+    Until then nobody else has the lock. When the node goes on, the call's release has no effect on the next holder.
+    """
+    held, lock = sky.Queue[tuple[int, int]]("held", pool=own_pool), sky.Lock("silent", pool=own_pool)
+
+    @sky.compute
+    def hold() -> None:
+        with sky.Lock("silent"):
+            held.put((worker_of_this_call(), os.getpid()))
+            signal.pause()
+
+    future = own_pool.submit(hold())
+    pids = held.get(timeout=60)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        assert not lock.acquire(timeout=0.5)
+        assert lock.acquire(timeout=60)
+        assert isinstance(future.exception(timeout=60), sky.NodeLost)
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):  # its supervisor may have ended it
+                os.kill(pid, signal.SIGCONT)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the end of the node's processes")
+    assert lock.locked()
+    lock.release()
 
 
 def test_the_lock_of_a_program_that_is_killed_is_free(own_pool: sky.ComputePool) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from skyward_core.machines.instances import Instance, InstanceState, Node
 from skyward_core.worker.retained_batches import WorkerFree, WorkerKept
 from skyward_core.worker.scheduler_messages import HELD, Resumed, WorkerHeld, WorkerJoined, WorkerLeft
-from skyward_core.worker.wire import Batch, Call, Outcome, OutcomeKind, Output, Parcel, Report
+from skyward_core.worker.wire import Batch, Call, Item, Outcome, OutcomeKind, Output, Parcel, Report
 
 if TYPE_CHECKING:
     from tests.engine.simulation import World
@@ -98,7 +98,12 @@ class Slot:
     scheduler: Scheduler
     running: Call | None = None
     run: int = 0
-    news: list[Outcome | Output] = field(default_factory=list[Outcome | Output])
+    has_values: bool = True
+    """Whether the scattered values of the running call are there."""
+    items: int = 0
+    below: int = 0
+    """How many items the running call has yielded, and its credit."""
+    news: list[Outcome | Output | Item] = field(default_factory=list[Outcome | Output | Item])
     outcomes: dict[str, Outcome] = field(default_factory=dict[str, Outcome])
 
 
@@ -210,6 +215,10 @@ class Worker:
                 self._release(what, self.kept[what].calls)
         elif kind == "tell kept":
             self.announce()
+        elif kind == "credit":
+            for slot in filter(None, self.slots):
+                if slot.running is not None and slot.running.call_id in what:
+                    slot.below = max(slot.below, what[slot.running.call_id])
         elif kind == "release kept":
             for key in list(self.kept):
                 self._release(key, what)
@@ -266,17 +275,33 @@ class Worker:
             self._hand_back(slot)
         elif chance < 0.4 and slot.news:
             self._report(slot)
+        elif call.ahead and slot.has_values and slot.items < self.world.streams.consumers[call.call_id].total:
+            self._yield(slot, call, chance)
         else:
-            self._ended(slot, self._outcome(call, slot.run, rng))
+            self._ended(slot, self._outcome(call, slot.run, rng, has_values=slot.has_values))
+
+    def _yield(self, slot: Slot, call: Call, chance: float) -> None:
+        """Yield an item as far as the credit goes, and report those that were yielded. It may crash."""
+        if chance > 0.95 and slot.items < slot.below:
+            self._ended(slot, Outcome(call.call_id, OutcomeKind.CRASH, text=f"{slot.run}", exit_code=-9, seconds=1.0))
+            return
+        if slot.items < slot.below:
+            slot.news.append(self.world.streams.yields(self, call.call_id, slot.run, slot.items))
+            slot.items += 1
+        elif self.world.is_over:  # the pool ends its nodes
+            self._ended(slot, Outcome(call.call_id, OutcomeKind.CANCELLED))
+            return
+        if slot.news and (slot.items == slot.below or chance > 0.7):
+            self._report(slot)
 
     def _begin(self, slot: Slot) -> None:
         call = slot.waiting.popleft()
-        slot.running = call
-        slot.run = self.world.begun(self, call, slot.batch.functions[call.function])
+        slot.running, slot.items, slot.below = call, 0, call.ahead
+        slot.run, slot.has_values = self.world.begun(self, call, slot.batch)
 
-    def _outcome(self, call: Call, run: int, rng: Random) -> Outcome:
+    def _outcome(self, call: Call, run: int, rng: Random, *, has_values: bool = True) -> Outcome:
         seconds = SECONDS[call.function.partition("-")[0]]
-        chance = rng.random()
+        chance = rng.random() if has_values else 0.07
         if chance < 0.05:
             return Outcome(call.call_id, OutcomeKind.CRASH, text=f"{run}", exit_code=-9, seconds=seconds)
         if chance < 0.1:
@@ -293,7 +318,7 @@ class Worker:
     def _ended(self, slot: Slot, outcome: Outcome) -> None:
         slot.running = None
         self.world.ran_seconds += outcome.seconds
-        self._tell(slot, outcome)
+        self._tell(slot, outcome._replace(items=slot.items))
 
     def _tell(self, slot: Slot, outcome: Outcome) -> None:
         slot.news.append(outcome)
@@ -310,7 +335,8 @@ class Worker:
         report = Report(self.node.rank, self.machine.id, tuple(slot.news), kept.origin, kept.number)
         slot.news = []
         if self.world.keeps:
-            kept.reports.append(report)
+            rest = tuple(item for item in report.news if not isinstance(item, Item))
+            kept.reports.append(report._replace(news=rest))  # items do not outlive their head
         self.up.send(("report", slot.batch.topic, report))
 
     def _finish(self, index: int, slot: Slot) -> None:

@@ -34,7 +34,7 @@ from skyward_core.engine.shipments import Phase
 from skyward_core.errors import NodeLost, PoolClosed
 from skyward_core.events.events import CallProgress, CallRetrying, LogLine
 from skyward_core.machines.instances import Node
-from skyward_core.worker.wire import Call, Outcome, OutcomeKind, Parcel, Report
+from skyward_core.worker.wire import Batch, Call, Item, Outcome, OutcomeKind, Parcel, Report
 from tests.engine.model import (
     FUNCTION_SPANS,
     LARGE,
@@ -47,8 +47,10 @@ from tests.engine.model import (
     machine_id,
     node_of,
 )
+from tests.engine.simulated_streams import Streams, Values, names_of
 
 MOST_CALLS = 60
+MOST_STREAMS = 3  # that are submitted together
 ROUNDS = 40  # of repairs and waiting, after which a history must be at rest
 # failures of one kind, characters that make a kind, characters that are printed
 PRINTED_OF_A_KIND, WORDS, LONGEST = 3, 60, 600
@@ -111,7 +113,9 @@ class World:
         self.ran_seconds = self.counted_seconds = 0.0
         self.progress: CallProgress | None = None
         self.is_over = self.is_drained = self.is_cut = self.was_abandoned = False
+        self.restarts = 0
         self._draw(rng)
+        self._draw_kinds(Random(f"{seed} kinds"))
         self.nodes = {rank: self._new_node(rank) for rank in range(self.ranks)}
         self.given_up: set[int] = set()
         self.resumed_at = math.inf
@@ -129,21 +133,24 @@ class World:
             do.TakeBack: self._take_back,
             do.Gather: lambda action: self.under_way.append(self._gather(action)),
             do.Release: self._release,
-            do.Stop: lambda action: self._tell(action.epoch, ("cancel", action.call_ids)),
-            do.RepeatReports: lambda action: self._tell(action.epoch, ("tell kept", None)),
-            do.ReleaseRetainedCalls: lambda action: self._tell(action.epoch, ("release kept", action.call_ids)),
-            do.Acknowledge: lambda action: self._tell(
+            do.GiveCredit: self.streams.give_credit,
+            do.DeliverItem: self.streams.deliver,
+            do.FetchItem: self.streams.fetch,
+            do.Stop: lambda action: self.tell(action.epoch, ("cancel", action.call_ids)),
+            do.RepeatReports: lambda action: self.tell(action.epoch, ("tell kept", None)),
+            do.ReleaseRetainedCalls: lambda action: self.tell(action.epoch, ("release kept", action.call_ids)),
+            do.Acknowledge: lambda action: self.tell(
                 action.epoch, ("acknowledge", (self.dispatcher.topic, action.number))
             ),
             do.AskLoad: lambda action: self.under_way.append(self._ask_load(action)),
             do.Ping: lambda action: self.under_way.append(self._ping(action)),
-            do.Upload: lambda action: self.under_way.append(self._upload(action)),
+            do.Upload: self._upload,
             do.Fetch: lambda action: self.under_way.append(self._fetch(action)),
             do.Remove: lambda action: self.under_way.append(self._remove(action)),
             do.Finish: self._finish,
             do.Fail: self._fail,
             do.Cancelled: self._cancelled,
-            do.Discard: lambda action: self._drop_file(action.parcel),
+            do.Discard: lambda action: self.drop_file(action.parcel),
             do.EmitEvent: self._emit,
             do.MeterCalls: self._ran,
             do.CutOff: lambda _: setattr(self, "is_cut", True),
@@ -189,6 +196,19 @@ class World:
                 self.menu += [fault] * weight
         self.has_own_faults = rng.random() < 0.1
         self.last_step = rng.choice((None, None, None, None, None, None, None, self.close, self.give_up_all))
+
+    def _draw_kinds(self, rng: Random) -> None:
+        """Draw how many calls stream and use scattered values: none in half of the histories."""
+        self.streams = Streams(self, rng.choice((0.0, 0.0, 0.0, 0.4, 0.8)))
+        self.values = Values(self, rng.choice((0.0, 0.0, 0.0, 0.4, 0.8)))
+        if self.streams.share:
+            self.steps += 80
+            self.menu += [self.cut_silently, self.cut_openly, self.reconnect] * rng.choice((0, 1, 2))
+            if rng.random() < 0.7:  # few slots, so that streams come far
+                self.ranks, self.workers_per_node, self.slots = min(self.ranks, 2), 1, 1
+            self.limit = rng.choice((self.limit, 1))
+        if self.values.share:
+            self.menu += [self.values.drop] * 2
 
     # ── running ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -241,6 +261,8 @@ class World:
             self._go_on(choice - len(ready))
         if rng.random() < 0.75:
             self.pump()
+        if self.streams.share and rng.random() < 0.5:
+            self.streams.consume()
 
     def _go_on(self, index: int) -> None:
         steps = self.under_way[index]
@@ -297,7 +319,9 @@ class World:
                 and out.phase is Phase.GATHERING
             ):
                 outcomes = args[2].values()
-        self.heard.update(item.parcel.path for item in outcomes if isinstance(item, Outcome) and item.parcel.path)
+        self.heard.update(
+            item.parcel.path for item in outcomes if isinstance(item, Outcome | Item) and item.parcel.path
+        )
 
     def _do_all(self) -> None:
         while actions := self.dispatcher.take_actions():
@@ -310,14 +334,15 @@ class World:
 
     # ── actions of the owner ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def _tell(self, epoch: int, message: tuple[str, Any]) -> None:
+    def tell(self, epoch: int, message: tuple[str, Any]) -> None:
+        """Send a message to the scheduler, on the connection of this epoch."""
         connection = self.connection
         if connection is not None and connection.epoch == epoch:
             connection.up.send(message)
 
     def _send(self, action: do.Send) -> None:
         connection = self.connection
-        self._require(
+        self.require(
             not self.is_over and not self.is_drained, "a batch goes out on a pool that begins no calls", action.key
         )
         if connection is None or connection.epoch != action.epoch:
@@ -375,13 +400,22 @@ class World:
         yield
         self.post("pinged", action.epoch, is_answered=connection is not None and connection.carries)
 
-    def _upload(self, action: do.Upload) -> Steps:
-        yield
+    def _upload(self, action: do.Upload) -> None:
         machine = self.machines[action.instance_id]
+        values = names_of(action.functions)
+        for name in values:
+            self.values.begins(name, machine)
+        self.under_way.append(self._put(action, machine, values))
+
+    def _put(self, action: do.Upload, machine: Machine, values: list[str]) -> Steps:
+        yield
         names = [name for name, _ in action.functions]
         is_its_fault = self.has_own_faults and self.rng.random() < 0.1
-        if is_its_fault or not (machine.is_alive and machine.is_reachable):
+        has_no_room = bool(values) and self.rng.random() < 0.1
+        if is_its_fault or has_no_room or not (machine.is_alive and machine.is_reachable):
             yield
+            for name in values:
+                self.values.ends(name, machine)
             self.post(
                 "upload_failed", action.number, action.instance_id, names, OSError("no way"), is_its_fault=is_its_fault
             )
@@ -390,7 +424,11 @@ class World:
         functions = dict[str, Parcel | None]()
         for name in names:
             functions[name] = None
-            if self.rng.random() < 0.9:
+            if name in values:
+                functions[name] = Parcel(b"", (), path := self.new_path(machine), SPANS)
+                machine.files[path] = f"value {name}"
+                self.values.ends(name, machine)
+            elif self.rng.random() < 0.9:
                 functions[name] = Parcel(b"", (), path := self.new_path(machine), FUNCTION_SPANS)
                 machine.files[path] = f"function {name}"
         for call_id, _ in action.arguments:
@@ -425,7 +463,8 @@ class World:
             yield
         machine.files.pop(str(action.parcel.path), None)
 
-    def _drop_file(self, parcel: Parcel) -> str | None:
+    def drop_file(self, parcel: Parcel) -> str | None:
+        """Remove a file of this machine; return its content."""
         return self.machine_at(parcel.path).files.pop(parcel.path, None) if parcel.path is not None else None
 
     # ── ends of calls, and events
@@ -436,31 +475,32 @@ class World:
         outcome = action.outcome
         if outcome.kind is OutcomeKind.RESULT:
             self._check_value(action)
+        self.streams.finished(action.call_id, outcome)
         is_stopped = outcome.kind is OutcomeKind.CANCELLED
-        self._require(
+        self.require(
             not is_stopped or caller.is_cancelled or self.was_abandoned,
             "a call ends as cancelled without a cancel of its caller",
             caller,
         )
-        self._require(outcome.kind is not OutcomeKind.RETURNED, "a call ends as handed back", caller)
+        self.require(outcome.kind is not OutcomeKind.RETURNED, "a call ends as handed back", caller)
         if outcome.text and not self.missed:
             caller.finished_run = int(outcome.text)
-            self._require(
+            self.require(
                 caller.lines.issuperset(caller.printed.get(caller.finished_run, ())),
                 "a result comes before lines of its call",
                 caller,
             )
-        self._drop_file(action.arguments)
+        self.drop_file(action.arguments)
 
     def _check_value(self, action: do.Finish) -> None:
         parcel = action.outcome.parcel
         value: str | None = bytes(parcel.data).decode()
         if parcel.path is not None:
-            self._require(self.is_here, "a result is delivered that is not here", action.call_id)
-            value = self._drop_file(parcel)
+            self.require(self.is_here, "a result is delivered that is not here", action.call_id)
+            value = self.drop_file(parcel)
             if value is None and not self.machine_at(parcel.path).is_alive:
                 return
-        self._require(
+        self.require(
             value is not None and value.startswith(f"{action.call_id}/"),
             "a call ends with another value",
             action.call_id,
@@ -476,16 +516,18 @@ class World:
             and "given up" not in str(action.error)
             and "could not be sent" not in str(action.error)
         )
-        is_final = self.is_drained or action.arguments.path is not None
-        self._require(
+        is_missing = is_lost and self.streams.may_lack_items(action.call_id, str(action.error))
+        is_final = self.is_drained or action.arguments.path is not None or self.streams.has_items(action.call_id)
+        is_final = is_final or is_missing
+        self.require(
             not is_lost or is_final or caller.sends > self.retries,
             "a call is lost that was not sent often enough",
             caller,
         )
-        if is_lost and not self.retries:
+        if is_lost and not is_missing and not self.retries:
             self._check_loss(action.call_id, str(action.error))
-        self._require(not is_lost or caller.sends > 0 or is_of_arguments, "a call is lost that was never sent", caller)
-        self._drop_file(action.arguments)
+        self.require(not is_lost or caller.sends > 0 or is_of_arguments, "a call is lost that was never sent", caller)
+        self.drop_file(action.arguments)
 
     def _check_loss(self, call_id: str, reason: str) -> None:
         """A call is lost for the first time: it must not be at a worker that the scheduler reaches, and its outcome
@@ -505,7 +547,7 @@ class World:
             isinstance(item, Outcome) and item.call_id == call_id and item.kind is not OutcomeKind.RETURNED
             for item in news
         )
-        self._require(
+        self.require(
             not is_reported or not self.dispatcher.is_live or self.was_abandoned,
             "a call is lost whose outcome is in transit",
             call_id,
@@ -513,7 +555,7 @@ class World:
         if self.scheduler.is_alive:
             for worker in self.scheduler.workers.values():
                 is_reached = worker.is_alive and not worker.is_cut_off
-                self._require(
+                self.require(
                     not is_reached or not worker.has(call_id),
                     "a call is lost that is at a worker",
                     call_id,
@@ -527,7 +569,7 @@ class World:
                     else None
                 )
                 is_result = task.state == "memory" and outcome is not None and outcome.kind is not OutcomeKind.RETURNED
-                self._require(not is_result, "a call is lost whose result the scheduler has", call_id)
+                self.require(not is_result, "a call is lost whose result the scheduler has", call_id)
         for worker in self.workers:
             is_kept = (
                 worker.is_alive
@@ -535,16 +577,16 @@ class World:
                 and worker.has(call_id)
                 and self.now < self.resumed_at + DECIDED_SECONDS
             )
-            self._require(not is_kept, "a call is lost that a worker takes to the next head", call_id, worker.process)
+            self.require(not is_kept, "a call is lost that a worker takes to the next head", call_id, worker.process)
 
     def _cancelled(self, action: do.Cancelled) -> None:
         caller = self._end(action.call_id, "cancelled")
-        self._require(caller.is_cancelled, "a call is cancelled without a cancel of its caller", caller)
-        self._drop_file(action.arguments)
+        self.require(caller.is_cancelled, "a call is cancelled without a cancel of its caller", caller)
+        self.drop_file(action.arguments)
 
     def _end(self, call_id: str, state: str) -> Caller:
         caller = self.callers[call_id]
-        self._require(caller.state == "waiting", f"a call ends twice: {state}", caller)
+        self.require(caller.state == "waiting", f"a call ends twice: {state}", caller)
         caller.state, caller.ended_at = state, self.now
         return caller
 
@@ -556,8 +598,8 @@ class World:
             self._check_loss(event.call_id, event.reason)
         elif isinstance(event, LogLine) and event.call_id is not None:
             caller = self.callers[event.call_id]
-            self._require(event.line not in caller.lines, "a line is emitted twice", event.line)
-            self._require(
+            self.require(event.line not in caller.lines, "a line is emitted twice", event.line)
+            self.require(
                 f"/{caller.finished_run}:" not in event.line, "a line comes after the result of its call", event.line
             )
             caller.lines.add(event.line)
@@ -567,30 +609,37 @@ class World:
 
     # ── runs at workers ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def begun(self, worker: Worker, call: Call, function: Parcel) -> int:
-        """A call begins: return the number of the run."""
+    def begun(self, worker: Worker, call: Call, batch: Batch) -> tuple[int, bool]:
+        """A call begins: return the number of the run, and whether it has its scattered values."""
+        function = batch.functions[call.function]
         caller, run = self.callers[call.call_id], next(self.runs)
         caller.begins += 1
         caller.printed[run] = []
         is_reached = not worker.is_cut_off and not self.is_over and caller.ended_at >= worker.joined_at
         self.say("    begins", call.call_id, "run", run)
-        self._require(
+        self.require(
             caller.begins <= self.retries + 1,
             f"a call begins {caller.begins} times with retries={self.retries}",
             caller,
         )
-        self._require(
-            caller.state != "failed" or not is_reached, "a call begins after its caller has seen NodeLost", caller
+        self.require(
+            caller.state != "failed" or not is_reached or self.streams.lacks_items(call.call_id),
+            "a call begins after its caller has seen NodeLost",
+            caller,
         )
+        if is_reached:
+            self.streams.begun(call.call_id)
         entry = self.dispatcher.entries.get(call.call_id)
+        has_values = True
         if entry is not None and is_reached:
-            self._require(caller.begins <= entry.losses + 1, "a call begins again that was not lost", caller)
+            has_values = self.values.used(worker, call.shared, batch.functions)
+            self.require(caller.begins <= entry.losses + 1, "a call begins again that was not lost", caller)
             for parcel in (call.arguments, function):
                 if parcel.path is not None and (machine := self.machine_at(parcel.path)).is_alive:
-                    self._require(
+                    self.require(
                         parcel.path in machine.files, "a file that a call needs is missing", caller, parcel.path
                     )
-        return run
+        return run, has_values
 
     def printed(self, call_id: str, run: int) -> str:
         """A call prints: return the line."""
@@ -618,15 +667,19 @@ class World:
         count = len(names) if is_pinned else min(rng.choice((1, 2, 3, 5, 8, 12, 30)), MOST_CALLS - len(self.callers))
         function = rng.choice(LARGE_FUNCTIONS if rng.random() < self.large else FUNCTIONS)
         is_large = rng.random() < self.large
+        ahead = self.streams.draw(rng) if self.streams.share else 0
+        count = min(count, MOST_STREAMS) if ahead and not is_pinned else count
+        shared = self.values.draw(rng) if self.values.share else {}
         entries = list[Entry]()
         for index in range(count):
             call_id = f"call-{len(self.callers)}"
             arguments = self._arguments(call_id) if is_large else SMALL
-            call = Call(call_id, function, arguments, "job")
-            entries.append(
-                Entry(call, LARGE if function in LARGE_FUNCTIONS else SMALL, names[index] if is_pinned else None)
-            )
+            call = Call(call_id, function, arguments, "job", shared=tuple(shared), ahead=ahead)
+            parcel = LARGE if function in LARGE_FUNCTIONS else SMALL
+            entries.append(Entry(call, parcel, names[index] if is_pinned else None, shared=shared))
             self.callers[call_id] = Caller(call_id, function)
+            if ahead:
+                self.streams.add(self.callers[call_id], ahead)
         self.say("submit", count, function, "pinned" if is_pinned else "", "large" if is_large else "")
         self.post("submit", entries)
 
@@ -751,6 +804,7 @@ class World:
         self.nodes = {rank: self._new_node(rank, serial) for rank, serial in sorted(serials.items())}
         by_machine = {node.instance.id: node for node in self.nodes.values()}
         self.scheduler = Scheduler(self, self.limit)
+        self.restarts += 1
         for worker in self.workers:
             if worker.is_alive and not worker.is_moving:
                 worker.lose_scheduler(self.rng)
@@ -933,6 +987,7 @@ class World:
         """Repair everything, and go on until the world is at rest."""
         self.say("── settle")
         self.absence = 0.0
+        self.values.held.clear()
         if self.connection is not None and not self.connection.carries and self.rng.random() < 0.8:
             self.post("cut", self.connection.epoch)
         rests = 0
@@ -981,7 +1036,7 @@ class World:
         is_any = True
         while is_any:
             self.pump()
-            is_any = False
+            is_any = self.streams.consume_all()
             for wire in list(self.wires):
                 while wire.queue:
                     is_any = True
@@ -1023,13 +1078,14 @@ class World:
 
     # ── invariants ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _require(self, is_so: object, what: str, *about: object) -> None:
+    def require(self, is_so: object, what: str, *about: object) -> None:
+        """Raise Violation if an invariant does not hold."""
         if not is_so:
             raise Violation(f"{what} {' '.join(map(str, about))}")
 
     def _check_queue(self, name: str) -> None:
         if self.is_over or self.is_drained:
-            self._require(
+            self.require(
                 not any(True for _ in self.dispatcher._queue._all_waiting),
                 f"after {name} calls wait on a pool that begins none",
             )
@@ -1041,14 +1097,15 @@ class World:
             for slot in worker.slots:
                 if slot is not None and slot.running is not None and worker.is_alive and not worker.is_cut_off:
                     caller = self.callers[slot.running.call_id]
-                    self._require(
+                    self.require(
                         caller.state not in ("cancelled", "failed"), "a call runs on that is cancelled or lost", caller
                     )
 
     def _check_end(self) -> None:
         waiting = [caller for caller in self.callers.values() if caller.state == "waiting"]
-        self._require(not waiting, "calls do not end", waiting[:3])
+        self.require(not waiting, "calls do not end", waiting[:3])
         self._check_counts()
+        self.streams.check_end()
         dispatcher = self.dispatcher
         parts = {
             "entries": dispatcher,
@@ -1058,26 +1115,26 @@ class World:
             "_to_stop": dispatcher._calls,
         }
         for name, part in parts.items():
-            self._require(not getattr(part, name), f"{name} is not empty at the end", getattr(part, name))
-        self._require(
+            self.require(not getattr(part, name), f"{name} is not empty at the end", getattr(part, name))
+        self.require(
             not dispatcher._queue._out and not dispatcher._queue._shipments and not dispatcher._queue._suspects,
             "the queue is not empty at the end",
         )
-        self._require(
+        self.require(
             self.counted_seconds <= self.ran_seconds + 1e-6,
             "more time is counted than calls ran",
             self.counted_seconds,
             self.ran_seconds,
         )
         if not self.is_over:
-            self._require(not self.scheduler.tasks, "tasks are not released", list(self.scheduler.tasks))
+            self.require(not self.scheduler.tasks, "tasks are not released", list(self.scheduler.tasks))
             for node in self.nodes.values():
                 self._check_memory(self.machines[node.instance.id])
             for worker in self.workers:
-                self._require(
+                self.require(
                     not worker.kept or not worker.is_alive, "a worker keeps calls at the end", worker.name, worker.kept
                 )
-            self._require(
+            self.require(
                 not dispatcher._kept.batches and not dispatcher._kept.at,
                 "kept calls are not forgotten",
                 dispatcher._kept,
@@ -1090,22 +1147,23 @@ class World:
         progress = self.progress
         assert progress is not None
         counts = (progress.submitted, progress.done, progress.cancelled)
-        self._require(
+        self.require(
             counts == (len(self.callers), states["finished"] + states["failed"], states["cancelled"]),
             "the progress is wrong",
             progress,
             states,
         )
-        self._require(progress.failed >= states["failed"], "the failed ones are not counted", progress, states)
+        self.require(progress.failed >= states["failed"], "the failed ones are not counted", progress, states)
 
     def _check_memory(self, machine: Machine) -> None:
+        self.values.check_memory(machine)
         for path, content in machine.files.items():
             is_known = not content.startswith("call-") or path in self.heard
-            self._require(
+            self.require(
                 content.startswith("function") or not is_known, "a file is left in the memory of a node", path, content
             )
         functions = sum(content.startswith("function") for content in machine.files.values())
-        self._require(
+        self.require(
             functions * FUNCTION_SPANS[0][1] <= LIMIT_BYTES,
             "too many functions are left in the memory of a node",
             machine.files,

@@ -95,6 +95,16 @@ def test_a_missing_item_ends_the_call() -> None:
     assert [action.call_ids for action in pool.take(do.Stop)] == [("a",)]
 
 
+def test_a_report_that_cannot_be_read_may_have_had_items() -> None:
+    """Calls in flight might wait for ever for the credit that these items bring: they raise, and are stopped."""
+    pool = Pool()
+    pool.submit(streaming(), entry("b"))
+    pool.dispatcher.report(pool.epoch, None, 0.0)
+    assert list(pool.errors()) == ["a"]
+    pool.dispatcher.flush(0.0)
+    assert [action.call_ids for action in pool.take(do.Stop)] == [("a",)]
+
+
 def test_an_end_after_more_items_than_have_come() -> None:
     pool = Pool()
     pool.submit(streaming())
