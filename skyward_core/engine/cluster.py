@@ -184,6 +184,12 @@ class Cluster:
         """When a call was last known to be running or waiting, on time.monotonic's clock."""
         return self.owner.ended_at if self.is_idle else time.monotonic()
 
+    def slots_at(self, rank: int) -> int:
+        """Return how many calls run at once on a node; if it is not known, how many on the first one."""
+        nodes = self.dispatcher.members.nodes
+        node = nodes.get(rank) or nodes[min(nodes)]
+        return node.workers * node.slots
+
     def has_work(self) -> bool:
         """Return whether any call runs or waits: of any client, a detached one, or a task of Dask's own.
 

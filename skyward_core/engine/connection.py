@@ -30,7 +30,8 @@ from skyward_core.engine.connection_state import PING_SECONDS
 from skyward_core.engine.dispatcher import PoolNews
 from skyward_core.errors import NodeLost
 from skyward_core.worker import calls
-from skyward_core.worker.calls import BUSY_TIMES, BusyTime
+from skyward_core.worker.calls import BusyTime
+from skyward_core.worker.detached_calls import BUSY_TIMES
 from skyward_core.worker.pool_scheduler import RUN_BATCH, STALLED_SECONDS
 from skyward_core.worker.scheduler_messages import POOL_TOPIC, Resumed
 from skyward_core.worker.streams import ReportedOutcomes, send_at_once

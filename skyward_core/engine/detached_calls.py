@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 import pickle
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,10 +15,11 @@ from skyward_core.engine.connection import SchedulerConnection
 from skyward_core.engine.owner import EngineThread
 from skyward_core.engine.packed_functions import packed_function
 from skyward_core.engine.results import value_of
+from skyward_core.engine.wanted_call import WantedCall
 from skyward_core.errors import BadRequest, NodeLost, SkywardError
 from skyward_core.serialization import pickling, sources
 from skyward_core.transport.transport import Transport, Transports
-from skyward_core.worker.detached_calls import IS_NAMED, NAME, RESULT_TTL, RETRIES, RUN_ID, detached_key
+from skyward_core.worker.detached_calls import IS_NAMED, NAME, OWNER, RESULT_TTL, RETRIES, RUN_ID, detached_key
 from skyward_core.worker.pool_scheduler import START_DETACHED
 from skyward_core.worker.wire import Batch, Call, Outcome, Parcel
 
@@ -54,9 +54,8 @@ class DetachedCalls:
     def start(
         self,
         pending: PendingCompute[Any],
-        replace_object: pickling.Replace | None = None,
-        call_id: str | None = None,
-        result_ttl: float | None = None,
+        replace_object: pickling.Replace | None,
+        wanted: WantedCall,
     ) -> Mapping[str, Any]:
         """Submit a call to the cluster, which keeps the call and its outcome until `forget` or `result_ttl` seconds
         after its end; return its record.
@@ -69,22 +68,27 @@ class DetachedCalls:
         function_name, function = packed_function(pending.fn, replace_object)
         pickled = sources.pack((pending.args, dict(pending.kwargs)), label=("args", "kwargs"), replace=replace_object)
         arguments = Parcel(pickled.data, tuple(bytes(buffer) for buffer in pickled.buffers))
-        run_id = uuid.uuid4().hex
-        known_id = run_id if call_id is None else call_id
+        run_id = wanted.run_id
         call = Call(run_id, function_name, arguments, run_id, pending.timeout_seconds)
-        batch = pickle.dumps(Batch(detached_key(known_id), (call,), {function_name: function}), protocol=5)
+        batch = pickle.dumps(Batch(detached_key(wanted.call_id), (call,), {function_name: function}), protocol=5)
         annotations = {
             RETRIES: self._retries,
             NAME: getattr(pending.fn, "__name__", ""),
             RUN_ID: run_id,
-            IS_NAMED: call_id is not None,
-            RESULT_TTL: result_ttl,
+            IS_NAMED: wanted.call_id != run_id or wanted.result_ttl is not None,
+            RESULT_TTL: wanted.result_ttl,
+            OWNER: wanted.owner,
         }
-        return self._hand_over(known_id, {"batch": batch, "annotations": annotations})
+        return self._hand_over(wanted.call_id, {"batch": batch, "annotations": annotations})
 
     def all(self) -> list[Mapping[str, Any]]:
         """Return the records of all detached calls that are not forgotten, in the order in which they came."""
         return list(self._ask("skyward_calls"))
+
+    def known(self, timeout_seconds: float) -> list[Mapping[str, Any]]:
+        """Return the records of all detached calls, forgotten ones too. Raises as `record` does."""
+        deadline = time.monotonic() + timeout_seconds
+        return list(ask_on(self._owner, self._connected(), "skyward_calls", deadline, {"is_all": True}))
 
     def record(self, call_id: str, after: int = 0) -> Mapping[str, Any]:
         """Return the record of a detached call, and its messages after number `after`.

@@ -43,6 +43,7 @@ from skyward_core.ledger.rows import (
 )
 from skyward_core.ledger.tables import (
     ATTEMPTS,
+    CALLS,
     IS_OPEN,
     POOLS,
     RESERVATIONS,
@@ -174,16 +175,17 @@ class Bills:
                     select(p.id).where(is_closed, not_(is_open)).order_by(p.id).with_for_update()
                 ).scalars()
             )
-            attempts = reservations = 0
+            attempts = reservations = calls = 0
             for start in range(0, len(pools), NUMBERS_PER_STATEMENT):
                 some = pools[start : start + NUMBERS_PER_STATEMENT]
                 attempts += int(
                     connection.execute(select(func.count()).where(ATTEMPTS.c.pool_id.in_(some))).scalar_one()
                 )
                 reservations += int(connection.execute(select(func.count()).where(r.pool_id.in_(some))).scalar_one())
+                calls += int(connection.execute(select(func.count()).where(CALLS.c.pool_id.in_(some))).scalar_one())
                 if not is_dry_run:
                     _delete_details(connection, some)
-        return Pruned(len(pools), attempts, reservations)
+        return Pruned(len(pools), attempts, reservations, calls)
 
 
 def _whole(number: object) -> int:
@@ -203,6 +205,7 @@ def _pool_row(
 def _delete_details(connection: Connection, pool_ids: Sequence[str]) -> None:
     connection.execute(delete(ATTEMPTS).where(ATTEMPTS.c.pool_id.in_(pool_ids)))
     connection.execute(delete(RESERVATIONS).where(RESERVATIONS.c.pool_id.in_(pool_ids)))
+    connection.execute(delete(CALLS).where(CALLS.c.pool_id.in_(pool_ids)))
     rows = connection.execute(
         select(RESOURCES.c.id, RESOURCES.c.tags_json).where(RESOURCES.c.pool_id.in_(pool_ids))
     ).all()

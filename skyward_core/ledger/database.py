@@ -12,7 +12,7 @@ from sqlalchemy import Connection
 from skyward_core.ledger.checkpoints import Checkpoints
 from skyward_core.ledger.schema import MIGRATIONS, migrate, schema_version
 from skyward_core.ledger.sql_engine import ledger_errors, open_engine, parse_url
-from skyward_core.ledger.tables import ATTEMPTS, POOLS, RESERVATIONS, RESOURCES
+from skyward_core.ledger.tables import ATTEMPTS, CALLS, POOLS, RESERVATIONS, RESOURCES
 
 NUMBERS_PER_STATEMENT = 1000
 """The most values in one `IN`. SQLite allows 32,766 in a statement, PostgreSQL twice as many."""
@@ -54,7 +54,7 @@ class Database:
             self._pooled(),
             self._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection,
         ):
-            tables = [table.name for table in (POOLS, RESOURCES, ATTEMPTS, RESERVATIONS)]
+            tables = [table.name for table in (POOLS, RESOURCES, ATTEMPTS, RESERVATIONS, CALLS)]
             driver = cast("Any", connection.connection)
             if connection.dialect.name == "sqlite":
                 driver.rollback()

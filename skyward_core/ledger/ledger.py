@@ -23,6 +23,7 @@ from typing import Any, Self
 from skyward_core.errors import ZERO_USD, LedgerError
 from skyward_core.ledger.accounts import Accounts
 from skyward_core.ledger.bills import Bills
+from skyward_core.ledger.calls import Calls
 from skyward_core.ledger.database import Database
 from skyward_core.ledger.intents import Intents
 from skyward_core.ledger.pools import Pools
@@ -30,6 +31,8 @@ from skyward_core.ledger.rows import (
     Account,
     Attempt,
     Bucket,
+    CallEntry,
+    CallState,
     CostBy,
     CostRow,
     Intent,
@@ -123,6 +126,7 @@ class Ledger:
         self._intents = Intents(self._database)
         self._bills = Bills(self._database)
         self._accounts = Accounts(self._database)
+        self._calls = Calls(self._database)
 
     def close(self) -> None:
         """Close all connections. May be called twice. A later call opens its own connection."""
@@ -247,6 +251,26 @@ class Ledger:
     ) -> list[Attempt]:
         """Return attempts to rent machines, oldest first: of one pool, since a time, or all."""
         return self._pools.attempts(pool_id=pool_id, since=since, unreadable=unreadable)
+
+    # ── detached calls ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def note_calls(self, pool_id: str, calls: Sequence[CallState]) -> None:
+        """Record the states of detached calls. Idempotent: a later attempt and a later state win, an end stays.
+
+        Raises LedgerConflict if the pool is unknown.
+        """
+        self._calls.note_calls(pool_id, calls)
+
+    def calls(
+        self,
+        *,
+        pool_id: str | None = None,
+        owner: str | None = None,
+        since: datetime | None = None,
+        unreadable: list[UnreadableRow] | None = None,
+    ) -> list[CallEntry]:
+        """Return detached calls, oldest first: of one pool, of owners that contain this text, started since a time."""
+        return self._calls.calls(pool_id=pool_id, owner=owner, since=since, unreadable=unreadable)
 
     # ── intents ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -423,8 +447,8 @@ class Ledger:
     def prune(self, ended_before: datetime, *, is_dry_run: bool = True) -> Pruned:
         """Delete the details of pools that ended before then and have no open entries. Idempotent.
 
-        Details are specs, attempts to rent machines, tags of machines and settled reservations. The cost of each
-        machine and the spending of accounts stay: bills, receipts and budgets show the same as before.
+        Details are specs, attempts to rent machines, tags of machines, settled reservations and detached calls. The
+        cost of each machine and the spending of accounts stay: bills, receipts and budgets show the same as before.
         """
         return self._bills.prune(ended_before, is_dry_run=is_dry_run)
 

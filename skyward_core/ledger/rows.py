@@ -149,6 +149,57 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotUse:
+    """For how many seconds a call had one of the slots of an instance. `slots` is how many that instance has."""
+
+    instance_id: str
+    slots: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CallState:
+    """What a client knows of a detached call.
+
+    `generation` is how many nodes have got it. `ended_at` is None before its end. `owner` is whom it is for: "" for the
+    work of its pool.
+    """
+
+    call_id: str
+    name: str
+    owner: str
+    generation: int
+    state: str
+    started_at: datetime
+    ended_at: datetime | None = None
+    used: tuple[SlotUse, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class CallEntry:
+    """A detached call. `state` is the last one that a client has seen; `seconds` is how long it had slots until then,
+    and `cost_usd` the price of these slots.
+    """
+
+    pool_id: str
+    call_id: str
+    name: str
+    owner: str
+    generation: int
+    state: str
+    started_at: datetime
+    ended_at: datetime | None
+    seconds: float
+    cost_usd: Decimal
+    pool_ended_at: datetime | None
+
+    @property
+    def has_unknown_end(self) -> bool:
+        """Whether the pool has ended, and no client has seen the end of the call."""
+        return self.ended_at is None and self.pool_ended_at is not None
+
+
+@dataclass(frozen=True, slots=True)
 class Price:
     """The price of a resource in USD per hour at its launch, and the provider's billing rules: increments and minimums.
 
@@ -313,11 +364,12 @@ PRUNED_SPEC = '{"pruned": true}'
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
-    """How many pools, attempts and settled reservations `Ledger.prune` has pruned, or would prune."""
+    """How many pools, attempts, settled reservations and detached calls `Ledger.prune` has pruned, or would prune."""
 
     pools: int
     attempts: int
     reservations: int
+    calls: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from skyward_core.ledger.migrations import (
     v3_work,
     v4_price_details,
     v5_sealed_leases,
+    v6_detached_calls,
 )
 from skyward_core.ledger.tables import META
 
@@ -29,7 +30,14 @@ if TYPE_CHECKING:
     from alembic.runtime.migration import MigrationContext, MigrationStep
     from alembic.script.revision import RevisionMap
 
-MIGRATIONS: Sequence[ModuleType] = (v1_first_release, v2_attempts, v3_work, v4_price_details, v5_sealed_leases)
+MIGRATIONS: Sequence[ModuleType] = (
+    v1_first_release,
+    v2_attempts,
+    v3_work,
+    v4_price_details,
+    v5_sealed_leases,
+    v6_detached_calls,
+)
 """All migrations in their order. The revision of each is the version to which it leads; 0 is a database without our
 tables.
 """

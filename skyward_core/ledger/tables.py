@@ -26,6 +26,7 @@ from skyward_core.ledger.rows import (
     Account,
     Attempt,
     Bucket,
+    CallEntry,
     Intent,
     Period,
     PoolEntry,
@@ -189,6 +190,23 @@ SEALED_LEASES = Table(
     Column("updated_microseconds", BigInteger, nullable=False),
 )
 
+# Detached calls: a row for each, written by every client that sees a new state (docs/decisions/0029).
+CALLS = Table(
+    "skyward_calls",
+    METADATA,
+    Column("pool_id", ForeignKey(POOLS.c.id), primary_key=True),
+    Column("call_id", String(128), primary_key=True),
+    Column("name", String(255), nullable=False),
+    Column("owner", String(500), nullable=False),
+    # how many nodes have got the call: a later attempt wins
+    Column("generation", BigInteger, nullable=False),
+    Column("state", String(32), nullable=False),
+    Column("started_microseconds", BigInteger, nullable=False, index=True),
+    Column("ended_microseconds", BigInteger),
+    Column("milliseconds", BigInteger, nullable=False),
+    Column("micro_usd", BigInteger, nullable=False),
+)
+
 
 # ── rows as values ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -306,6 +324,24 @@ def attempt_of(row: Values) -> Attempt:
         code=row["code"],
         message=row["message"],
         nodes=json.loads(row["spec_json"]).get("nodes", 1),
+    )
+
+
+@_reader(CALLS, key="call_id")
+def call_of(row: Values) -> CallEntry:
+    """Return the call of a row of CALLS with the `ended_microseconds` of its pool as `pool_ended`."""
+    return CallEntry(
+        pool_id=row["pool_id"],
+        call_id=row["call_id"],
+        name=row["name"],
+        owner=row["owner"],
+        generation=row["generation"],
+        state=row["state"],
+        started_at=moment(row["started_microseconds"]),
+        ended_at=moment_or_none(row["ended_microseconds"]),
+        seconds=row["milliseconds"] / 1000,
+        cost_usd=in_usd(row["micro_usd"]),
+        pool_ended_at=moment_or_none(row["pool_ended"]),
     )
 
 

@@ -29,6 +29,7 @@ from skyward_core.machines.sealing import secret_keys
 from skyward_core.machines.signing import signed
 from skyward_core.pool.preparation import Prepared
 from skyward_core.session.attached import Attached
+from skyward_core.session.call_ledger import CallLedger
 from skyward_core.session.sealed_lease import PoolKeys
 from skyward_core.session.session import Session
 from skyward_core.spec import PoolSpec
@@ -60,6 +61,7 @@ class CurrentSession:
         """How often `terminate_now` was called."""
         self._why_ended: SkywardError | None = None
         self._finalizer: weakref.finalize[Any, CurrentSession] | None = None
+        self._calls: CallLedger | None = None
 
     # ── open ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -101,6 +103,7 @@ class CurrentSession:
             opened.stop("the pool could not be opened")
             self.final, self.receipt = opened.final, opened.receipt
             raise
+        self._calls = _call_ledger(opened, opened.pool_id)
         self._finalizer = weakref.finalize(self, _collected, opened)
         self._finalizer.atexit = False
 
@@ -129,6 +132,7 @@ class CurrentSession:
         attached = _attach(lease, key, sealed, spec, on_event, timeout_seconds)
         self.was_opened = True
         self._opened = attached
+        self._calls = _call_ledger(attached, lease.pool_id)
         self._process = os.getpid()
         self._finalizer = weakref.finalize(self, _left, attached, self._process)
 
@@ -164,6 +168,8 @@ class CurrentSession:
         After all else: after an interrupt, InstancesLeft or LedgerError, closing again tries again.
         """
         self._opened = None
+        if self._calls is not None:
+            self._calls.close()
         if self._finalizer is not None:
             self._finalizer.detach()
             self._finalizer = None
@@ -224,6 +230,14 @@ class CurrentSession:
         if self._why_ended is not None:
             raise type(self._why_ended)(*self._why_ended.args)
         raise PoolClosed(self.why_closed)
+
+    @property
+    def calls(self) -> CallLedger:
+        """The writer of detached calls into the ledger. Raises what `cluster` raises."""
+        _, calls = self.cluster, self._calls
+        if calls is None:
+            raise PoolClosed(self.why_closed)
+        return calls
 
     @property
     def user_client(self) -> UserClient:
@@ -312,6 +326,13 @@ def _left(attached: Attached, process: int) -> None:
     """Close an attachment. Also called in forks of the process, when they end."""
     if process == os.getpid():
         attached.stop("the pool object was collected")
+
+
+def _call_ledger(opened: Session | Attached, pool_id: str) -> CallLedger:
+    def slots_at(rank: int) -> int:
+        return opened.cluster.slots_at(rank) if opened.cluster is not None else 1
+
+    return CallLedger(pool_id, slots_at, opened.events.log)
 
 
 def _collected(opened: Session) -> None:

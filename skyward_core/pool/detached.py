@@ -7,12 +7,14 @@ import re
 from typing import Any
 
 from skyward_core.compute import PendingCompute
+from skyward_core.engine.wanted_call import WantedCall
 from skyward_core.errors import BadRequest
 from skyward_core.pool.calls import checked
 from skyward_core.pool.current_session import CurrentSession
 from skyward_core.pool.preparation import Prepared
 from skyward_core.session.detached_call import DetachedCall
 from skyward_core.spec import LONGEST_SECONDS
+from skyward_core.work import WORK_CHARACTERS
 
 CALL_ID = re.compile(r"[A-Za-z0-9._:/-]{1,128}")
 
@@ -24,7 +26,12 @@ class DetachedCalls:
     _prepared: Prepared
 
     def start_detached[R](
-        self, pending: PendingCompute[R], *, call_id: str | None = None, result_ttl: float | None = None
+        self,
+        pending: PendingCompute[R],
+        *,
+        call_id: str | None = None,
+        owner: str = "",
+        result_ttl: float | None = None,
     ) -> DetachedCall[R]:
         """Submit a call that goes on when this process dies; return an object that represents it.
 
@@ -36,7 +43,8 @@ class DetachedCalls:
         id, from any process, that call is returned and nothing begins, also if it has ended or was forgotten, and also
         for another function or other arguments: `name` is the function of the call that there is, and `is_new` says
         whether this start began it. Head and its records may be lost together; then the id is unknown.
-        `result_ttl`: how many seconds after its end the call is forgotten; None: never. Raises BadRequest for others.
+        `result_ttl`: how many seconds after its end the call is forgotten; None: never. `owner` says in the ledger whom
+        the call is for, such as "dag/run/task"; by default it is the pool's `work`. Raises BadRequest for other values.
         """
         if call_id is not None and not (isinstance(call_id, str) and CALL_ID.fullmatch(call_id)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise BadRequest(f"call_id={call_id!r}: write 1 to 128 letters, digits and characters of ._:/-")
@@ -45,11 +53,15 @@ class DetachedCalls:
                 f"result_ttl={result_ttl!r}: write for how many seconds after the end of the call its result is kept,"
                 f" from 0 to {LONGEST_SECONDS:.0f}"
             )
-        cluster = self._session.cluster
-        call = checked(pending)
+        if not (len(owner) <= WORK_CHARACTERS and owner.isprintable()):
+            raise BadRequest(f"owner={owner!r}: write a printable text of at most {WORK_CHARACTERS} characters")
+        cluster, calls = self._session.cluster, self._session.calls
+        call, wanted = checked(pending), WantedCall.of(call_id, owner, result_ttl)
         self._session.live_by_lease()
-        known = cluster.detached.start(call, self._prepared.replace_object, call_id, result_ttl)
-        return DetachedCall(str(known["call_id"]), lambda: self._session.cluster, is_new=bool(known["is_new"]))
+        calls.starts(wanted.call_id, getattr(call.fn, "__name__", ""), owner)
+        known = cluster.detached.start(call, self._prepared.replace_object, wanted)
+        calls.note(known)
+        return self._represented(wanted.call_id, is_new=bool(known["is_new"]))
 
     def detached_call(self, call_id: str) -> DetachedCall[Any]:
         """Return the call of this id that was started detached, here or elsewhere.
@@ -57,11 +69,13 @@ class DetachedCalls:
         Raises BadRequest if the pool knows none.
         """
         self._session.cluster.detached.record(call_id)
-        return DetachedCall(call_id, lambda: self._session.cluster)
+        return self._represented(call_id)
 
     def detached_calls(self) -> list[DetachedCall[Any]]:
         """Return all calls that were started detached and not forgotten, in the order in which they came."""
-        return [
-            DetachedCall(str(known["call_id"]), lambda: self._session.cluster)
-            for known in self._session.cluster.detached.all()
-        ]
+        return [self._represented(str(known["call_id"])) for known in self._session.cluster.detached.all()]
+
+    def _represented(self, call_id: str, *, is_new: bool = False) -> DetachedCall[Any]:
+        return DetachedCall(
+            call_id, lambda: self._session.cluster, lambda record: self._session.calls.note(record), is_new=is_new
+        )

@@ -45,11 +45,20 @@ class DetachedCall[R]:
     Made by `ComputePool.start_detached` and `detached_call`; safe to use from several processes.
     """
 
-    def __init__(self, call_id: str, cluster: Callable[[], Cluster], *, is_new: bool = False) -> None:
+    def __init__(
+        self,
+        call_id: str,
+        cluster: Callable[[], Cluster],
+        note: Callable[[Mapping[str, Any]], object] = lambda _: None,
+        *,
+        is_new: bool = False,
+    ) -> None:
         self.call_id = call_id
         self.is_new = is_new
         """Whether the `start_detached` that returned this object has begun the call."""
         self._cluster = cluster
+        self._note = note
+        """Writes a record into the ledger, if it tells something new. Raises nothing."""
         self._lock = threading.Lock()
         self._number = 0
         self._lines: list[tuple[int, list[str]]] = []
@@ -85,7 +94,7 @@ class DetachedCall[R]:
         """Each time that a node got the call, in order; all but the last were lost with their node."""
         return tuple(
             CallAttempt(int(worker.partition("-")[0]), _moment(began_at), ended_at and _moment(ended_at), why_lost)
-            for worker, began_at, ended_at, why_lost in self._look()["attempts"]
+            for worker, _, began_at, ended_at, why_lost in self._look()["attempts"]
         )
 
     def log(self, offset: int = 0) -> list[str]:
@@ -199,7 +208,8 @@ class DetachedCall[R]:
                 self._lines.append((known["first_line"], lines))
             self._lines_in_all = known["lines_in_all"]
             self._number = known["number"] + len(known["messages"])
-            return known
+        self._note(known)
+        return known
 
 
 def _dropped(count: int) -> str:

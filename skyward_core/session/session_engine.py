@@ -18,6 +18,7 @@ from skyward_core.engine.user_client import UserClient, user_client
 from skyward_core.errors import PoolClosed
 from skyward_core.machines.instances import Lease
 from skyward_core.provisioning.lifecycle import PoolMachines
+from skyward_core.session.call_ledger import note_all
 from skyward_core.session.event_emitter import EventEmitter
 from skyward_core.spec import PoolSpec
 
@@ -92,6 +93,7 @@ class SessionEngine:
         assert self.cluster is not None
         assert self.recovery is not None
         self.recovery.stop()
+        note_all(self.cluster, self._pool_id, self._emitter.queue.log)
         if self.user_client is not None:
             self.user_client.close()
         end_cluster(self.cluster)

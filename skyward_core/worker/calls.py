@@ -20,7 +20,7 @@ from typing import Any
 from distributed import Scheduler  # noqa: TID253 - this file, node.py and cluster.py own Dask
 from distributed.diagnostics.plugin import SchedulerPlugin  # noqa: TID253
 
-from skyward_core.worker.detached_calls import CANCEL, KEEP, DetachedCalls, is_detached
+from skyward_core.worker.detached_calls import BUSY_TIMES, CANCEL, KEEP, DetachedCalls, is_detached
 from skyward_core.worker.retained_batches import OLDER, RELEASE, REPEAT_REPORTS
 from skyward_core.worker.topic import Topic
 
@@ -28,9 +28,6 @@ RESUME, ACKNOWLEDGE, LEAVE = "skyward-resume", "skyward-acknowledge", "skyward-l
 """Operations on a client's stream to the scheduler, beside CANCEL."""
 CREDIT = "skyward-credit"
 """Likewise, on both streams: streaming calls may go on."""
-
-BUSY_TIMES = "skyward_busy_times"
-"""Name of the workers' metric, and of the scheduler's operation that returns all of them."""
 
 type BusyTime = tuple[str, str, float]
 """How long a worker's slots were busy, in seconds, since its process began: the id of its instance, a name of the

@@ -33,10 +33,13 @@ RETRIES, NAME = "skyward_retries", "skyward_name"
 """Annotations (`dask.annotate`) of a detached call's task: how often it may run again after the loss of its worker (0),
 and its function's name.
 """
-RUN_ID, IS_NAMED, RESULT_TTL = "skyward_run_id", "skyward_is_named", "skyward_result_ttl"
+RUN_ID, IS_NAMED, RESULT_TTL, OWNER = "skyward_run_id", "skyward_is_named", "skyward_result_ttl", "skyward_owner"
 """More of them: the id by which slots know it (its own); whether its id is kept when the call is forgotten (False); how
-many seconds after its end it is forgotten (never).
+many seconds after its end it is forgotten (never); for whom it is, in words ("").
 """
+
+BUSY_TIMES = "skyward_busy_times"
+"""Name of the workers' metric, and of the scheduler's operation that returns all of them."""
 
 ENDS = frozenset({"ended", "cancelled", "lost"})
 _DETACHED = "skyward-call-"
@@ -56,10 +59,11 @@ def is_detached(key: str) -> bool:
 class Attempt:
     """One time that a worker, named RANK-INDEX, got a call. Times are the head's clock, in seconds since 1970.
 
-    `why_lost` is "" for an attempt that was not lost.
+    `instance_id` is the worker's machine, "" if that is unknown. `why_lost` is "" for an attempt that was not lost.
     """
 
     worker: str
+    instance_id: str
     began_at: float
     ended_at: float | None = None
     why_lost: str = ""
@@ -79,6 +83,7 @@ class Detached:
     topic: LineTopic
     is_named: bool
     result_ttl: float | None
+    owner: str = ""
     submitted_at: float = field(default_factory=time.time)
     ended_at: float | None = None
     state: str = "waiting"
@@ -135,9 +140,9 @@ class DetachedCalls:
         call = self._calls[key]
         return {**self._record(call), "is_new": call.run_id == run_id}
 
-    def calls(self) -> list[dict[str, Any]]:
-        """Return the records of all detached calls that are not forgotten, in the order in which they came."""
-        return [self._record(call) for call in self._calls.values() if not call.is_forgotten]
+    def calls(self, *, is_all: bool = False) -> list[dict[str, Any]]:
+        """Return the records of all detached calls, in the order in which they came; `is_all`: forgotten ones too."""
+        return [self._record(call) for call in self._calls.values() if is_all or not call.is_forgotten]
 
     def call(self, call_id: str, after: int = 0) -> dict[str, Any] | None:
         """Return the record of a detached call and its messages after this number; None if there is none of this id.
@@ -217,6 +222,7 @@ class DetachedCalls:
             topic,
             bool(annotations.get(IS_NAMED, False)),
             annotations.get(RESULT_TTL),
+            str(annotations.get(OWNER, "")),
         )
 
     def follow(self, key: str, start: str, finish: str, stimulus_id: str, news: Mapping[str, Any]) -> None:
@@ -227,8 +233,9 @@ class DetachedCalls:
         if start == "processing" and finish not in {"processing", "memory"}:
             self._lose_attempt(call, stimulus_id)
         if finish == "processing":
-            worker = str(self._scheduler.tasks[key].processing_on.name)
-            call.attempts.append(Attempt(worker, time.time()))
+            worker = self._scheduler.tasks[key].processing_on
+            instance_id, *_ = worker.metrics.get(BUSY_TIMES) or ("",)
+            call.attempts.append(Attempt(str(worker.name), str(instance_id), time.time()))
         elif finish in {"waiting", "queued", "no-worker"}:
             call.state = "waiting"
         elif finish == "memory":
@@ -280,10 +287,13 @@ class DetachedCalls:
         return {
             "call_id": call.call_id,
             "name": call.name,
+            "owner": call.owner,
             "state": "running" if is_running else call.state,
             "worker": call.attempts[-1].worker if call.attempts else "",
             "runs": len(call.attempts),
-            "attempts": [(one.worker, one.began_at, one.ended_at, one.why_lost) for one in call.attempts],
+            "attempts": [
+                (one.worker, one.instance_id, one.began_at, one.ended_at, one.why_lost) for one in call.attempts
+            ],
             "submitted_at": call.submitted_at,
             "ended_at": call.ended_at,
             "seconds": call.seconds,

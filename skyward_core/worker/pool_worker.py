@@ -18,8 +18,8 @@ from distributed.core import Status  # noqa: TID253
 from distributed.diagnostics.plugin import WorkerPlugin  # noqa: TID253
 
 from skyward_core.worker.call_connections import ANSWER, CallConnections, socket_path
-from skyward_core.worker.calls import BUSY_TIMES, CREDIT, BusyTime
-from skyward_core.worker.detached_calls import CANCEL, DROP_RESULT
+from skyward_core.worker.calls import CREDIT, BusyTime
+from skyward_core.worker.detached_calls import BUSY_TIMES, CANCEL, DROP_RESULT
 from skyward_core.worker.metrics import Sampler
 from skyward_core.worker.retained_batches import OLDER, RELEASE, REPEAT_REPORTS, RetainedBatches, WorkerFree
 from skyward_core.worker.runner_factory import RunnerFactory

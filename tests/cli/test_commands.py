@@ -25,6 +25,7 @@ from skyward_core.ledger.rows import (
     Account,
     Attempt,
     Bucket,
+    CallState,
     Period,
     Price,
     ResourceKind,
@@ -650,8 +651,17 @@ def test_json_has_the_fields_of_the_page(
         f"--provider {shlex.quote(json.dumps({'name': 'folder', 'folder': place}))}"
         for place in (str(tmp_path), f"{tmp_path}/other")
     )
+    ledger.note_calls(
+        "sky-live",
+        [
+            CallState("c", "train", "dag", 1, "ended", clock.now, clock.now),
+            CallState("d", "f", "", 0, "waiting", clock.now),
+        ],
+    )
+    ledger.note_calls("sky-ended", [CallState("e", "f", "", 1, "running", clock.now)])
     lines = {
         "ps": ["ps --all --json"],
+        "calls": ["calls --json"],
         "cost": ["cost --json"],
         "receipt": ["receipt sky-live", "receipt sky-ended"],
         "offers": [f"offers {wheres} --json"],

@@ -158,7 +158,7 @@ def test_the_command_is_a_dry_run_by_default(
     assert cli.main(["ledger", "prune", "--older-than", days]) == cli.TO_DO
     printed = capsys.readouterr().out
     assert re.match(
-        r"to be taken away: details of \d pools, \d tries to rent machines, \d settled reservations\nnothing was touched; --yes does it\n",
+        r"to be taken away: details of \d pools, \d tries to rent machines, \d settled reservations, \d detached calls\nnothing was touched; --yes does it\n",
         printed,
     )
     assert made_smaller == []

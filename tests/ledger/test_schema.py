@@ -42,8 +42,14 @@ NEWEST = len(MIGRATIONS)
 
 BEFORE_ALEMBIC = (f"DROP TABLE {ALEMBIC_TABLE}",)
 """Turns a ledger into one of the last release before Alembic."""
-VERSION_4 = (
+VERSION_5 = (
     *BEFORE_ALEMBIC,
+    "DROP TABLE skyward_calls",
+    "UPDATE skyward_meta SET value = '5' WHERE name = 'version'",
+)
+"""Turns a ledger into one of the fifth version."""
+VERSION_4 = (
+    *VERSION_5,
     "DROP TABLE skyward_sealed_leases",
     "UPDATE skyward_meta SET value = '4' WHERE name = 'version'",
 )

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import skyward_core as sky
+from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.session.detached_call import DetachedCall
 from skyward_core.worker.settings import memory_directory
 from skyward_core.worker.topic import LineTopic
@@ -46,6 +47,11 @@ def ones(nbytes: int) -> Any:
     import numpy as np
 
     return np.ones(nbytes // 8)
+
+
+@sky.compute
+def doubled(number: int) -> int:
+    return 2 * number
 
 
 @sky.compute
@@ -158,6 +164,35 @@ def test_a_start_is_repeated_after_its_process_was_killed(opened_pool: sky.Compu
             with pytest.raises(sky.BadRequest, match="is ended, and its result was forgotten"):
                 read()
     assert (tmp_path / "runs").read_text() == "run\n"
+    with Ledger(default_url()) as ledger:
+        (entry,) = ledger.calls(pool_id=opened_pool.id, owner="dag/run")
+    assert (entry.call_id, entry.state, entry.generation, entry.name) == (
+        "dag/run/task:1",
+        "ended",
+        1,
+        "notes_and_waits",
+    )
+    assert entry.seconds > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_closing_of_a_pool_writes_what_no_client_has_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cost of a call that has ended is in the ledger after everything is gone; of one that runs, its last state."""
+    price = sky.Local(price_per_hour=3600.0)
+    with sky.ComputePool(provider=price, display="quiet", concurrency=2, work=sky.Work(run="r1")) as pool:
+        pool.start_detached(doubled(1), call_id="short")
+        running = pool.start_detached(notes_and_waits(str(tmp_path)), call_id="long", owner="dag/run/long")
+        wait_until(lambda: (tmp_path / "runs").exists() and running.log(), "the other one to run")
+        with monkeypatch.context() as patch:
+            patch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path}/another.db")
+            with sky.ComputePool.attach(pool.lease) as stranger:  # its ledger does not know the pool
+                assert stranger.detached_call("short").result(60) == 2
+    with Ledger(default_url()) as ledger:
+        short, long = ledger.calls(pool_id=pool.id)
+    assert (short.state, short.owner, long.state, long.owner) == ("ended", "r1", "running", "dag/run/long")
+    assert 0 < float(short.cost_usd) <= short.seconds / 2 + 0.01
+    assert (short.has_unknown_end, long.has_unknown_end) == (False, True)
 
 
 @pytest.mark.slow
@@ -196,7 +231,7 @@ def another_process(folder: str, lease: str) -> Iterator["subprocess.Popen[str]"
 def start_and_wait(folder: str, lease: str) -> None:
     """Attach, start a call with an id, say so, and wait to be killed."""
     with sky.ComputePool.attach(lease) as pool:
-        call = pool.start_detached(notes_and_waits(folder), call_id="dag/run/task:1")
+        call = pool.start_detached(notes_and_waits(folder), call_id="dag/run/task:1", owner="dag/run")
         print("started", call.is_new, flush=True)
         time.sleep(60)
 

@@ -115,7 +115,7 @@ def test_each_attempt_is_in_the_record(tmp_path: Path) -> None:
         await head.worker()
         await head.until(lambda: head.calls.detached.calls()[0]["state"] == "ended", "the call to end")
         known = await client.scheduler.skyward_call(call_id="d")
-        workers, begun, ended, why = zip(*known["attempts"], strict=True)
+        workers, _, begun, ended, why = zip(*known["attempts"], strict=True)
         assert (workers[:2], len(workers), known["runs"]) == (("0-0", "1-0"), 3, 3)
         assert ["has left the pool" in why[0], "did not answer" in why[1], why[2]] == [True, True, ""]
         assert sorted([*begun, *ended]) == [time for pair in zip(begun, ended, strict=True) for time in pair]

@@ -18,6 +18,7 @@ def as_json(pruned: Pruned, before: datetime, *, is_dry_run: bool) -> dict[str, 
         "pools": pruned.pools,
         "attempts": pruned.attempts,
         "reservations": pruned.reservations,
+        "calls": pruned.calls,
     }
 
 
@@ -26,7 +27,7 @@ def summary(pruned: Pruned, before: datetime, *, is_dry_run: bool) -> str:
         return f"no pool that ended before {iso(before)} has details left"
     what = (
         f"details of {pruned.pools} pools, {pruned.attempts} tries to rent machines, {pruned.reservations} settled"
-        " reservations"
+        f" reservations, {pruned.calls} detached calls"
     )
     if is_dry_run:
         return f"to be taken away: {what}\nnothing was touched; --yes does it"
