@@ -20,7 +20,7 @@ from skyward_core.engine.members import Members
 from skyward_core.engine.outbox import Queue
 from skyward_core.engine.shipments import Shipments
 from skyward_core.worker.scheduler_messages import Resumed
-from skyward_core.worker.wire import Outcome, Report
+from skyward_core.worker.wire import Item, Outcome, Report
 
 HEAD_LOST = "the head of the pool was lost"
 
@@ -158,6 +158,9 @@ class Losses:
         for outcome in outcomes if is_done and not is_repeated else ():
             if self._kept.was_lost(report, outcome.call_id):
                 self._calls.discard(outcome.parcel)
+        for item in report.news if is_done else ():
+            if isinstance(item, Item):  # of a run that was lost: nobody takes it
+                self._calls.discard(item.parcel)
         self._kept.ended(report, [outcome.call_id for outcome in outcomes])
         return is_done or is_repeated
 

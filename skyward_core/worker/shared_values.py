@@ -12,7 +12,7 @@ import threading
 import uuid
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from skyward_core.errors import NodeLost
 from skyward_core.serialization import sources
@@ -43,6 +43,11 @@ class Scattered:
         parcel = self._shared.parcel
         if parcel.nbytes <= INLINE_BYTES:
             return _loaded, (parcel.data, parcel.buffers)
+        if _packing.is_scattering:
+            raise TypeError(
+                "a reference from sky.scatter cannot be inside another scattered value: scatter the value itself as a"
+                " part of the other one, or pass both references to the call"
+            )
         if (used := _packing.used) is None:
             raise TypeError(
                 "a reference from sky.scatter travels with a pool's calls only, and not in detached calls, which"
@@ -54,6 +59,33 @@ class Scattered:
     def __repr__(self) -> str:
         return f"<scattered {self._kind} of {self._shared.parcel.nbytes:,} bytes>"
 
+    def __getattr__(self, name: str) -> NoReturn:
+        """Raise AttributeError that says where the value is: in this process this is only a reference."""
+        raise AttributeError(name if name in self.__slots__ else _advice_about(self))
+
+    def __len__(self) -> NoReturn:
+        """Raise TypeError, likewise."""
+        raise TypeError(_advice_about(self))
+
+    def __iter__(self) -> NoReturn:
+        """Raise TypeError, likewise."""
+        raise TypeError(_advice_about(self))
+
+    def __getitem__(self, key: object) -> NoReturn:
+        """Raise TypeError, likewise."""
+        raise TypeError(_advice_about(self))
+
+    def __bool__(self) -> bool:
+        """Be true, as any object."""
+        return True
+
+
+def _advice_about(reference: Scattered) -> str:
+    return (
+        f"{reference!r} is only a reference in this process, and calls of a pool get the value in its place: keep the"
+        " value itself to use it here, also in fn.local(...)"
+    )
+
 
 def scatter[T](value: T) -> T:
     """Return a reference to a large value, for the arguments of many calls: each node gets the value once.
@@ -63,7 +95,11 @@ def scatter[T](value: T) -> T:
     read-only, and lie only once in the memory of a node. The client keeps a copy for nodes that join later. When the
     reference and its calls are gone, all copies are removed. Raises NotPicklable.
     """
-    pickled = sources.pack(value)
+    _packing.is_scattering = True
+    try:
+        pickled = sources.pack(value)
+    finally:
+        _packing.is_scattering = False
     parcel = Parcel(pickled.data, tuple(bytes(buffer) for buffer in pickled.buffers))
     return cast("T", Scattered(SharedValue(parcel), type(value).__name__))
 
@@ -73,6 +109,7 @@ def scatter[T](value: T) -> T:
 
 class _Packing(threading.local):
     used: dict[str, SharedValue] | None = None
+    is_scattering = False
 
 
 _packing = _Packing()

@@ -85,6 +85,20 @@ def test_a_streaming_call_is_alone_in_its_batch() -> None:
         assert len(batch.calls) == 1 or not any(call.ahead for call in batch.calls)
 
 
+def test_an_item_of_a_lost_run_is_removed() -> None:
+    """The call runs again elsewhere; its first run goes on meanwhile, and its items do not stay on their node."""
+    pool = Pool(retries=1)
+    (sent,) = pool.submit(streaming())
+    pool.dispatcher.taken_back(pool.epoch, sent.number)
+    assert len(pool.take(do.Send)) == 1
+    instance_id = pool.nodes[0].instance.id
+    path = f"/dev/shm/{instance_id}/late"
+    late = Report(0, instance_id, (item(0, path),), f"worker/{pool.dispatcher.key(sent.number)}", 1)
+    pool.dispatcher.report(pool.epoch, late, 0.0)
+    assert [action.parcel.path for action in pool.take(do.Remove)] == [path]
+    assert delivered(pool) == []
+
+
 def test_a_missing_item_ends_the_call() -> None:
     """It raises, and its node stops it."""
     pool = Pool()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import skyward_core as sky
+from skyward_core.serialization import sources
 from skyward_core.worker import shared_values
 from skyward_core.worker.settings import memory_directory
 from skyward_core.worker.shared_values import value_of
@@ -101,3 +102,28 @@ def test_a_value_whose_file_is_gone(tmp_path: Path) -> None:
     with pytest.raises(sky.NodeLost, match="scattered value"):
         value_of("shared-a")
     shared_values.begin_call({})
+
+
+def test_a_reference_inside_a_scattered_value_is_refused() -> None:
+    """The message says what to do. A small one travels as its value."""
+    with pytest.raises(sky.NotPicklable, match="scatter the value itself as a part of the other one"):
+        sky.scatter({"rows": sky.scatter(np.ones(50_000))})
+    assert "scattered" in repr(sky.scatter([sky.scatter("digits")]))
+    with pytest.raises(sky.NotPicklable, match="not in detached calls"):
+        sources.pack(sky.scatter(np.ones(50_000)))
+
+
+def test_a_reference_says_where_its_value_is() -> None:
+    """In the client's process a function that gets it, as with `.local`, has no value."""
+    rows: Any = sky.scatter(np.ones(50_000))
+    for use in (
+        lambda: rows.sum(),
+        lambda: rows[0],
+        lambda: len(rows),
+        lambda: list(rows),
+        lambda: described.local(rows),
+    ):
+        with pytest.raises((AttributeError, TypeError), match="only a reference in this process"):
+            use()
+    assert rows
+    assert not hasattr(rows, "shape")
