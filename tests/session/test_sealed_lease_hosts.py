@@ -23,7 +23,7 @@ from tests.testbed.rental import Cloud
 REPOSITORY = Path(__file__).parents[2]
 SECRET = base64.b64encode(b"s" * 32).decode()
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 @sky.compute
@@ -49,7 +49,7 @@ def test_ledger_and_secret_are_enough(
     cloud, recorded = Cloud(fleet, prepare=mirror.configure), RecordedEvents()
     url = default_url()
     with sky.ComputePool(
-        provider=cloud.provider(), display="quiet", provision_timeout=120, on_event=recorded
+        provider=cloud.provider(), display="quiet", provision_timeout=180, on_event=recorded
     ) as pool, Ledger(url) as ledger:  # fmt: skip
         assert ledger.sealed_lease(pool.id) is None
         call = pool.start_detached(doubled(4))
