@@ -55,6 +55,8 @@ RANK_VARIABLE = "SKYWARD_RANK"
 PRICE_VARIABLE = "SKYWARD_PRICE_PER_HOUR"
 DIRECTORY_VARIABLE = "SKYWARD_INSTANCE_DIRECTORY"
 NODES = "nodes"
+ABANDONED_SECONDS = 86_400.0
+"""An empty folder in memory that is older, and has no process here, is that of a node that was killed."""
 
 KEPT_VARIABLES = (
     "PATH",
@@ -235,6 +237,7 @@ class Local(Provider):
             control_groups.make(instance_id, tags[POOL_TAG], tags[RANK_TAG]), directory, memory_directory(instance_id)
         )
         control_groups.remove_abandoned()
+        _remove_abandoned_folders()
         with _in_memory(f"exec </dev/null\n{startup}") as script, (directory / "log").open("wb") as log:
             process = subprocess.Popen(
                 [*command, "bash", "/proc/self/fd/0"],
@@ -337,6 +340,20 @@ def _make_folders(instance_id: str) -> Path:
     with contextlib.suppress(OSError):  # large values go into the other folder
         os.mkdir(memory_directory(instance_id), 0o700)
     return directory
+
+
+def _remove_abandoned_folders() -> None:
+    """Remove the empty folders in memory of nodes whose keepers were killed together with all other processes.
+
+    Nobody else would. Only old and empty ones: processes of a container that shares this memory cannot be seen here.
+    """
+    pattern = Path(memory_directory(f"{Local.name}-*"))
+    for folder in pattern.parent.glob(pattern.name):
+        instance_id = f"{Local.name}-{folder.name.rpartition('-')[2]}"
+        with contextlib.suppress(OSError):  # it is not empty, or another process removes it
+            is_old = time.time() - folder.stat().st_mtime > ABANDONED_SECONDS
+            if is_old and ID_SHAPE.fullmatch(instance_id) and not members(instance_id):
+                folder.rmdir()
 
 
 def _in_memory(text: str) -> BinaryIO:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import skyward_core as sky
 from skyward_core.paths import existing, state_places
 from skyward_core.providers import base
 from skyward_core.worker import watchdog
+from skyward_core.worker.settings import memory_directory
 from tests.conftest import processes_by_tag, wait_until
 
 SCRIPT = "env -0 >env; touch started; sleep 300 & sleep 300"
@@ -230,6 +232,25 @@ def test_terminating_a_gone_instance_is_no_error(pool_id: str) -> None:
     provider.terminate([instance.id])
     provider.terminate([instance.id, "local-000000000000"])
     provider.terminate([])
+
+
+def test_the_folders_in_memory_of_killed_nodes_are_removed_by_the_next_one(pool_id: str) -> None:
+    """If they are empty and old: a node may be about to start its first process, or be a process of a container."""
+    (living,) = launch(pool_id)
+    gone, full, young = (Path(memory_directory(f"local-{uuid.uuid4().hex[:12]}")) for _ in range(3))
+    folders = [gone, full, young, Path(memory_directory(living.id))]
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    (full / "value").touch()
+    for folder in folders:
+        if folder is not young:
+            os.utime(folder, (0, 0))
+    try:
+        launch(pool_id)
+        assert [folder.exists() for folder in folders] == [False, True, True, True]
+    finally:
+        for folder in (gone, full, young):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_an_id_is_compared_completely(pool_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
