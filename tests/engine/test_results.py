@@ -13,7 +13,7 @@ import pytest
 import skyward_core as sky
 from skyward_core.compute import PendingCompute
 from skyward_core.engine.futures import CallFuture
-from skyward_core.engine.results import PLAIN_BYTES, Callbacks, NotPlain, Results, Settled, plain_value
+from skyward_core.engine.results import PLAIN_BYTES, Callbacks, NotPlain, Results, Settled, plain_value, value_of
 from skyward_core.errors import Stored
 from skyward_core.worker.wire import Outcome, OutcomeKind, Parcel
 from tests.conftest import RecordedEvents, shared, wait_until
@@ -175,6 +175,21 @@ def test_a_result_that_fails_to_load_here_is_kept() -> None:
     data = pickle.dumps([1, 2])
     assert pickle.loads(pickle.dumps({"a": Stored(data)}, protocol=5)) == {"a": [1, 2]}
     assert sky.ResultNotLoaded("x", 0, "", memoryview(data)).load() == [1, 2]
+
+
+class Broken:
+    """Its result is pickled on the node, and cannot be made here."""
+
+    def __reduce__(self) -> Any:
+        return int, ("seven",)
+
+
+def test_a_result_that_cannot_be_loaded_says_why() -> None:
+    """With the node and the error of its type."""
+    outcome = Outcome("1", OutcomeKind.RESULT, Parcel(pickle.dumps(Broken())))
+    error = not_loaded(lambda: value_of(outcome, 3))
+    assert "on node 3, but its result cannot be loaded here: ValueError: invalid literal" in str(error)
+    assert error.node == 3
 
 
 # ── calls that were not made ─────────────────────────────────────────────────────────────────────────────────────────

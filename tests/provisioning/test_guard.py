@@ -157,6 +157,11 @@ def test_the_uptime_of_the_machine_counts(guarded):
     assert before - 1 <= (read_lease(node.directory) or 0) - LEASE_SECONDS <= before + 30
 
 
+def test_the_script_names_its_shell_first() -> None:
+    """A machine runs its user data only if it begins like this."""
+    assert guard_script(LEASE_SECONDS, None, "").startswith("#!/bin/sh\n")
+
+
 def test_the_script_is_plain_sh():
     """shellcheck and dash report nothing, for any end command."""
     script = guard_script(0.5, 3600, "echo 'it'\"'\"'s over'; shutdown -P now")

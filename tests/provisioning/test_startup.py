@@ -15,6 +15,8 @@ from skyward_core.provisioning import startup as startup_module
 from skyward_core.provisioning.startup import ASK_SECONDS, PORT_TRIES, Startup
 
 SCRIPT = "make it a node"
+SECONDS = 8000
+"""The time limit of the opening; nodes get it to the nearest thousand, however slow this machine is."""
 
 
 class StartingNode:
@@ -26,11 +28,13 @@ class StartingNode:
         self.transport = self
         self.is_connected = True
         self.head: str | None = None
+        self.silent_from = 2
+        """From this generation of heads on its scheduler does not come up."""
         self.done: list[Any] = []
         self.on_start: Callable[[], object] = lambda: None
 
     def start(self, script: str, timeout_seconds: float) -> None:
-        self.done.append((script, round(timeout_seconds)))
+        self.done.append((script, round(timeout_seconds, -3)))
         self.on_start()
 
     def send_settings(self, settings: Any) -> None:
@@ -38,7 +42,7 @@ class StartingNode:
         rank, scheduler, generation = settings
         assert rank == self.rank
         if scheduler is None:
-            self.head = f"tls://head:{generation}"
+            self.head = f"tls://head:{generation}" if generation < self.silent_from else None
 
     def opened(self) -> None:
         self.done.append("opened")
@@ -64,7 +68,8 @@ class Opening:
         self.reached = dict.fromkeys(self.nodes, True)
         self.forwarding = SimpleNamespace(choose=self._choose)
         self.listed: list[set[str] | Exception] = []
-        """The next answers of the provider."""
+        """The next answers of the provider; after them it lists all machines but the lost ones."""
+        self.lost = set[str]()
         self.provider = SimpleNamespace(is_here=is_here, keeps_images=False)
         self.spec = sky.PoolSpec.of(provider=sky.Local(), nodes=nodes, lease_seconds=60)
         self.rental: Any = SimpleNamespace(
@@ -79,7 +84,7 @@ class Opening:
         self.choices += 1
 
     def _living(self) -> set[str]:
-        answer = self.listed.pop(0)
+        answer = self.listed.pop(0) if self.listed else {node.instance.id for node in self.all.values()} - self.lost
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -99,7 +104,7 @@ class Opening:
             raise error
 
     def prepare(self) -> None:
-        self.startup.prepare(time.monotonic() + 77)
+        self.startup.prepare(time.monotonic() + SECONDS)
 
     def done(self) -> list[list[Any]]:
         return [node.done for node in self.nodes.values()]
@@ -111,9 +116,9 @@ def test_the_nodes_get_the_address_of_the_head() -> None:
     pool.prepare()
     assert pool.scheduler == "tls://head:0"
     assert pool.done() == [
-        [(SCRIPT, 77), (0, None, 0), "opened"],
-        [(SCRIPT, 77), (1, "tls://head:0", 0), "opened"],
-        [(SCRIPT, 77), (2, "tls://head:0", 0), "opened"],
+        [(SCRIPT, SECONDS), (0, None, 0), "opened"],
+        [(SCRIPT, SECONDS), (1, "tls://head:0", 0), "opened"],
+        [(SCRIPT, SECONDS), (2, "tls://head:0", 0), "opened"],
     ]
     assert (pool.choices, pool.is_closed.is_set()) == (0, False)
 
@@ -128,8 +133,8 @@ def test_nodes_that_do_not_reach_the_head_are_connected_through_this_client(trie
     pool.prepare()
     assert (pool.choices, pool.connected) == (tries, [])
     assert pool.scheduler == "tls://head:1"
-    assert pool.done()[0] == [(SCRIPT, 77), (0, None, 0), (0, None, 1), "opened"]
-    assert pool.done()[1] == [(SCRIPT, 77), (1, "tls://head:1", 1), "opened"]
+    assert pool.done()[0] == [(SCRIPT, SECONDS), (0, None, 0), (0, None, 1), "opened"]
+    assert pool.done()[1] == [(SCRIPT, SECONDS), (1, "tls://head:1", 1), "opened"]
 
 
 @pytest.mark.parametrize(
@@ -143,7 +148,7 @@ def test_ports_that_cannot_be_forwarded_fail_the_opening(errors: Sequence[Except
     with pytest.raises(type(errors[0])):
         pool.prepare()
     assert pool.choices == tries
-    assert pool.done()[1:] == [[(SCRIPT, 77)]] * 2
+    assert pool.done()[1:] == [[(SCRIPT, SECONDS)]] * 2
     assert pool.is_closed.is_set()
 
 
@@ -155,12 +160,23 @@ def test_a_node_that_cannot_start_fails_the_opening(monkeypatch: pytest.MonkeyPa
     def fail() -> None:
         raise BootstrapFailed("no room")
 
-    pool.nodes[0].on_start = lambda: pool.is_closed.wait(60)
+    woken = list[bool]()
+    pool.nodes[0].on_start = lambda: woken.append(pool.is_closed.wait(20))
     pool.nodes[2].on_start = fail
-    pool.listed = [{"i-0", "i-1", "i-2"}] * 2
     with pytest.raises(BootstrapFailed, match="no room"):
         pool.prepare()
-    assert pool.is_closed.is_set()
+    assert woken == [True]
+
+
+def test_a_machine_may_be_lost_while_the_head_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new scheduler does not come up, and the opening does not wait for it."""
+    monkeypatch.setattr(bootstrap, "LOOK_SECONDS", 0.0)
+    pool = Opening(is_here=True)
+    pool.reached[1] = False
+    pool.nodes[0].silent_from = 1
+    monkeypatch.setattr(pool, "connect", lambda: pool.lost.add("i-2"))
+    with pytest.raises(BootstrapFailed, match="i-2: it is gone"):
+        pool.prepare()
 
 
 def test_only_the_head_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,12 +190,12 @@ def test_only_the_head_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     pool.startup = Startup(pool.spec, pool.rental, pool)  # type: ignore[arg-type]
 
     def capture(node: Any, spec: Any, provider: Any, timeout: float, is_over: threading.Event) -> None:
-        captured.append((node, spec, provider, round(timeout), is_over.is_set()))
+        captured.append((node, spec, provider, round(timeout, -3), is_over.is_set()))
 
     monkeypatch.setattr(startup_module, "start_and_keep", capture)
     pool.prepare()
-    assert captured == [(pool.nodes[0], pool.spec, pool.provider, 77, False)]
-    assert pool.done() == [[(0, None, 0), "opened"], [(SCRIPT, 77), (1, "tls://head:0", 0), "opened"]]
+    assert captured == [(pool.nodes[0], pool.spec, pool.provider, SECONDS, False)]
+    assert pool.done() == [[(0, None, 0), "opened"], [(SCRIPT, SECONDS), (1, "tls://head:0", 0), "opened"]]
 
 
 # ── machines that are gone ───────────────────────────────────────────────────────────────────────────────────────────
