@@ -99,6 +99,8 @@ class Wishes(TypedDict, total=False):
     provision_timeout: float
     display: Display
     collect_metrics: bool
+    name: str | None
+    keep_warm: float
 
 
 class PoolSpec(BaseModel):
@@ -177,6 +179,17 @@ class PoolSpec(BaseModel):
     collect_metrics: bool = Field(
         default=True, description="Sample processor, memory and GPUs of each node every two seconds."
     )
+    name: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}$",
+        description="Processes that open a pool with the same name and settings share it; None: a pool of one process.",
+    )
+    keep_warm: float = Field(
+        default=0.0,
+        ge=0,
+        le=LONGEST_SECONDS,
+        description="Seconds for which a pool with a name stays when no process uses it any more.",
+    )
 
     @classmethod
     def of(cls, **keywords: Unpack[Wishes]) -> Self:
@@ -217,6 +230,8 @@ class PoolSpec(BaseModel):
             memory_gb(self.memory)
         if self.env:
             refuse_unexportable(self.env)  # as in the image's
+        if self.keep_warm and self.name is None:
+            raise ValueError("keep_warm needs a name, by which the next process finds the pool: name=...")
         if self.secrets and (both := sorted(self.secrets.keys() & ((self.env or {}).keys() | self.image.env.keys()))):
             raise ValueError(f"{', '.join(both)} stands in env and in secrets: leave it out of env")
         return self

@@ -26,6 +26,7 @@ PAGES = [
     pytest.param("docs/scikit-learn.md", marks=pytest.mark.long),  # each of its pools loads scikit-learn
     "docs/async.md",
     "docs/data.md",
+    "docs/shared-pools.md",
     "docs/secrets.md",
     "docs/accelerators.md",
     "docs/commands.md",

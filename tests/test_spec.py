@@ -39,6 +39,8 @@ FULL: dict[str, Any] = {
     "architecture": "arm64",
     "display": "quiet",
     "collect_metrics": False,
+    "name": "nightly",
+    "keep_warm": 600.0,
 }
 
 

@@ -26,6 +26,7 @@ from skyward_core.ledger.bills import Bills
 from skyward_core.ledger.calls import Calls
 from skyward_core.ledger.database import Database
 from skyward_core.ledger.intents import Intents
+from skyward_core.ledger.names import Names
 from skyward_core.ledger.pools import Pools
 from skyward_core.ledger.rows import (
     Account,
@@ -127,6 +128,8 @@ class Ledger:
         self._bills = Bills(self._database)
         self._accounts = Accounts(self._database)
         self._calls = Calls(self._database)
+        self.names = Names(self._database)
+        """Pools with a name, and their clients."""
 
     def close(self) -> None:
         """Close all connections. May be called twice. A later call opens its own connection."""

@@ -23,6 +23,7 @@ from skyward_core.ledger.migrations import (
     v4_price_details,
     v5_sealed_leases,
     v6_detached_calls,
+    v7_names,
 )
 from skyward_core.ledger.tables import META
 
@@ -37,6 +38,7 @@ MIGRATIONS: Sequence[ModuleType] = (
     v4_price_details,
     v5_sealed_leases,
     v6_detached_calls,
+    v7_names,
 )
 """All migrations in their order. The revision of each is the version to which it leads; 0 is a database without our
 tables.

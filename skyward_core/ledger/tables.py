@@ -21,6 +21,7 @@ from typing import Any, cast
 from sqlalchemy import BigInteger, Boolean, Column, ForeignKey, Index, Integer, MetaData, String, Table, Text
 
 from skyward_core.errors import BadRequest
+from skyward_core.ledger.names_policy import Client, NamedPool, NameState
 from skyward_core.ledger.rows import (
     MICRO_USD,
     Account,
@@ -52,6 +53,8 @@ META = Table(
     "skyward_meta", METADATA, Column("name", String(64), primary_key=True), Column("value", String(64), nullable=False)
 )
 
+NAME_CHARACTERS = 128
+"""The longest name of a pool."""
 WORK_COLUMNS = tuple(f"work_{field.name}" for field in fields(Work))
 """Columns for the work that a pool, or a share of its cost, is for: one for each field of Work."""
 
@@ -205,6 +208,38 @@ CALLS = Table(
     Column("ended_microseconds", BigInteger),
     Column("milliseconds", BigInteger, nullable=False),
     Column("micro_usd", BigInteger, nullable=False),
+)
+
+
+# Pools with a name: which pool it has now. A row without a pool exists only to be locked.
+NAMES = Table(
+    "skyward_names",
+    METADATA,
+    Column("name", String(NAME_CHARACTERS), primary_key=True),
+    # no foreign key: a name is claimed before its pool is written
+    Column("pool_id", String(255), nullable=False, server_default=""),
+    Column("terms_json", Text, nullable=False, server_default="{}"),
+    Column("state", String(16), nullable=False, server_default=""),
+    Column("steward", String(64), nullable=False, server_default=""),
+    Column("epoch", BigInteger, nullable=False, server_default="0"),
+    Column("keep_warm_milliseconds", BigInteger, nullable=False, server_default="0"),
+    Column("warm_until_microseconds", BigInteger),
+)
+
+# The processes that use named pools, or have used them.
+CLIENTS = Table(
+    "skyward_clients",
+    METADATA,
+    Column("id", String(64), primary_key=True),
+    Column("pool_id", String(255), nullable=False, index=True),
+    Column("owner_user", String(255), nullable=False),
+    Column("owner_host", String(255), nullable=False),
+    Column("owner_process", String(255), nullable=False),
+    Column("joined_microseconds", BigInteger, nullable=False),
+    Column("lease_expires_microseconds", BigInteger, nullable=False),
+    Column("left_microseconds", BigInteger),
+    Column("slot_milliseconds", BigInteger, nullable=False, server_default="0"),
+    *_work_columns(),
 )
 
 
@@ -378,6 +413,37 @@ def intent_of(row: Values) -> Intent:
         gone_at=moment_or_none(row["gone_microseconds"]),
         evidence=row["evidence"],
         seconds=MappingProxyType({bucket: int(row[milliseconds_of(bucket)]) / 1000 for bucket in Bucket}),
+    )
+
+
+@_reader(NAMES, key="name")
+def name_of(row: Values) -> NamedPool:
+    """Return the named pool of a row of NAMES that has one."""
+    return NamedPool(
+        name=row["name"],
+        pool_id=row["pool_id"],
+        terms=MappingProxyType(json.loads(row["terms_json"])),
+        state=NameState(row["state"]),
+        steward=row["steward"],
+        epoch=row["epoch"],
+        keep_warm_seconds=row["keep_warm_milliseconds"] / 1000,
+        warm_until=moment_or_none(row["warm_until_microseconds"]),
+    )
+
+
+@_reader(CLIENTS)
+def client_of(row: Values) -> Client:
+    """Return the client of a row of CLIENTS."""
+    owner, _ = _owner_of(row)
+    return Client(
+        id=row["id"],
+        pool_id=row["pool_id"],
+        owner=owner,
+        joined_at=moment(row["joined_microseconds"]),
+        lease_expires_at=moment(row["lease_expires_microseconds"]),
+        left_at=moment_or_none(row["left_microseconds"]),
+        work=work_of(row),
+        slot_seconds=row["slot_milliseconds"] / 1000,
     )
 
 

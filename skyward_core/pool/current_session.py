@@ -27,16 +27,22 @@ from skyward_core.events.queue import EventQueue
 from skyward_core.machines.instances import Lease
 from skyward_core.machines.sealing import secret_keys
 from skyward_core.machines.signing import signed
+from skyward_core.pool.named_sessions import leave_named, open_named
 from skyward_core.pool.preparation import Prepared
 from skyward_core.session.attached import Attached
 from skyward_core.session.call_ledger import CallLedger
+from skyward_core.session.named_use import NamedUse
 from skyward_core.session.sealed_lease import PoolKeys
 from skyward_core.session.session import Session
 from skyward_core.spec import PoolSpec
 
+ATTACH_SECONDS = 60.0
+"""How long a process tries to reach the nodes of a pool that another one has opened."""
+
 if TYPE_CHECKING:
     from skyward_core.engine.cluster import Cluster
     from skyward_core.engine.user_client import UserClient
+    from skyward_core.worker.masking import SecretValues
 
 
 class CurrentSession:
@@ -48,13 +54,17 @@ class CurrentSession:
 
     def __init__(self) -> None:
         self.own_id = ""
-        """The id of the last session that was opened here; "" before the first, and for an attachment."""
+        """The id of the last pool that was opened here, by itself or by its name; "" before the first, and for an
+        attachment by a lease.
+        """
         self.was_opened = False
         self.final: CostFinal | None = None
         self.receipt: Mapping[str, Any] | None = None
         self.unconfirmed: InstancesLeft | None = None
         self._changing = threading.RLock()
         self._opened: Session | Attached | None = None
+        self._use: NamedUse | None = None
+        """This process as a client of the pool's name, while a pool with a name is open."""
         self._process = 0
         """The process that has opened the session."""
         self._terminations = 0
@@ -70,7 +80,7 @@ class CurrentSession:
         self._raise_in_a_fork()
         refuse_greenlets()
         terminations = self._terminations
-        opened: Session | None = None
+        opened: Session | Attached | None = None
         try:
             with self._changing:
                 if isinstance(self._opened, Session) and not self._opened.is_running:
@@ -83,13 +93,48 @@ class CurrentSession:
                     self.was_opened = True
                     self.final = self.receipt = self._why_ended = self.unconfirmed = None
                     self._process = os.getpid()
-                    self._opened = opened = Session(
-                        prepared.spec, prepared.providers, prepared.on_event, prepared.work, secrets
-                    )
-                    self._start(opened, prepared, terminations)
+                    if prepared.spec.name is None:
+                        opened = self._open_own(prepared, secrets, terminations)
+                    else:
+                        opened = self._open_named(prepared, secrets, terminations)
         finally:
             if opened is not None:
                 self._flush(opened)
+
+    def _open_named(self, prepared: Prepared, secrets: SecretValues, terminations: int) -> Session | Attached:
+        """Open the pool of a name, or attach to it."""
+        use = NamedUse(prepared.spec, prepared.providers, prepared.work)
+
+        def attach(lease: Lease, keys: PoolKeys) -> Attached:
+            return _attach(lease, None, keys, prepared.spec, prepared.on_event, ATTACH_SECONDS)
+
+        try:
+            opened = open_named(
+                use,
+                lambda pool_id: self._open_own(prepared, secrets, terminations, pool_id),
+                attach,
+                prepared.spec.provision_timeout,
+            )
+        except BaseException:
+            self._forget()
+            use.left()
+            raise
+        self._opened, self._use = opened, use
+        if (lease := opened.lease) is not None:
+            self.own_id = lease.pool_id
+        if self._finalizer is not None:
+            self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, _left_named, opened, use, self._process)
+        self._finalizer.atexit = False
+        return opened
+
+    def _open_own(self, prepared: Prepared, secrets: SecretValues, terminations: int, pool_id: str = "") -> Session:
+        """Rent the machines of a pool."""
+        self._opened = opened = Session(
+            prepared.spec, prepared.providers, prepared.on_event, prepared.work, secrets, pool_id
+        )
+        self._start(opened, prepared, terminations)
+        return opened
 
     def _start(self, opened: Session, prepared: Prepared, terminations: int) -> None:
         self.own_id = opened.pool_id
@@ -107,7 +152,7 @@ class CurrentSession:
         self._finalizer = weakref.finalize(self, _collected, opened)
         self._finalizer.atexit = False
 
-    def _flush(self, opened: Session) -> None:
+    def _flush(self, opened: Session | Attached) -> None:
         """Wait for the callbacks, without the lock, because one of them may be closing the pool.
 
         An interrupt closes the pool here: no `with` block has begun that would close it.
@@ -155,8 +200,11 @@ class CurrentSession:
         if opened is None:
             return
         try:
-            opened.stop("the pool was closed")
-            opened.release()
+            if self._use is None:
+                opened.stop("the pool was closed")
+                opened.release()
+            else:
+                leave_named(opened, self._use)
         finally:
             self.final, self.receipt, self._why_ended = opened.final, opened.receipt, opened.why_ended
             self.unconfirmed = opened.unconfirmed if isinstance(opened, Session) else None
@@ -167,7 +215,7 @@ class CurrentSession:
 
         After all else: after an interrupt, InstancesLeft or LedgerError, closing again tries again.
         """
-        self._opened = None
+        self._opened = self._use = None
         if self._calls is not None:
             self._calls.close()
         if self._finalizer is not None:
@@ -188,10 +236,13 @@ class CurrentSession:
         return self.unconfirmed
 
     def terminate_now(self) -> None:
-        """Leave the end of the machines to the reaper and return at once. A signal handler may call it."""
+        """Leave the end of the machines to the reaper and return at once. A signal handler may call it.
+
+        A pool with a name may have other users. It ends when its lease does, soon after the last of them.
+        """
         self._terminations += 1
         opened = self._opened
-        if isinstance(opened, Session):
+        if isinstance(opened, Session) and self._use is None:
             opened.terminate_now()
 
     # ── detach ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -320,6 +371,12 @@ def _attach(
 def note_machines_left(error: BaseException, left: InstancesLeft) -> None:
     """Name unconfirmed machines in a note of an exception, which they must not hide."""
     error.add_note(f"besides, machines are not confirmed gone: {left}")
+
+
+def _left_named(opened: Session | Attached, use: NamedUse, process: int) -> None:
+    """Leave a pool with a name. Also called in forks of the process, when they end."""
+    if process == os.getpid():
+        leave_named(opened, use)
 
 
 def _left(attached: Attached, process: int) -> None:

@@ -243,6 +243,12 @@ class Attached:
     def release(self) -> None:
         """Do nothing: the machines belong to their opener."""
 
+    def extend_leases(self, seconds: float) -> None:
+        """Let all nodes live for so many seconds from now, unless they live longer already. Raises Unreachable."""
+        side_by_side(
+            lambda transport: transport.extend_lease(seconds), self._transports.all(), "skyward-attach", ALL_AT_ONCE
+        )
+
     def _leave(self, reason: str) -> None:
         self._ended.set()
         for beat in self._beats:

@@ -70,6 +70,11 @@ if TYPE_CHECKING:
     from skyward_core.worker.masking import SecretValues
 
 
+def new_pool_id() -> str:
+    """Return an id for a pool that is to be opened."""
+    return f"sky-{uuid.uuid4().hex[:12]}"
+
+
 class _Undo(ExitStack[None]):
     """Undoes steps in reverse order, but not in a fork that a callback or a signal handler has made: its parent goes
     on.
@@ -98,8 +103,9 @@ class Session:
         on_event: Callback | None,
         work: Work = NO_WORK,
         secrets: SecretValues | None = None,
+        pool_id: str = "",
     ) -> None:
-        self.pool_id = f"sky-{uuid.uuid4().hex[:12]}"
+        self.pool_id = pool_id or new_pool_id()
         self.spec = spec
         self.work = work
         self.providers = tuple(providers)
@@ -439,6 +445,14 @@ class Session:
         self._reaper.live_by_lease()
         self._reaper.has_detached = True
         self._keep_here()
+
+    def share(self) -> None:
+        """From now on other processes may use the pool: the end of this process does not end it.
+
+        The nodes then live by their lease, which each process renews.
+        """
+        self.live_by_lease()
+        atexit.unregister(self._at_exit)
 
     def detach(self, lease_seconds: float) -> Lease:
         """Leave the machines running under their lease, and release them; after an error the pool is open as before.

@@ -42,8 +42,15 @@ NEWEST = len(MIGRATIONS)
 
 BEFORE_ALEMBIC = (f"DROP TABLE {ALEMBIC_TABLE}",)
 """Turns a ledger into one of the last release before Alembic."""
-VERSION_5 = (
+VERSION_6 = (
     *BEFORE_ALEMBIC,
+    "DROP TABLE skyward_names",
+    "DROP TABLE skyward_clients",
+    "UPDATE skyward_meta SET value = '6' WHERE name = 'version'",
+)
+"""Turns a ledger into one of the sixth version."""
+VERSION_5 = (
+    *VERSION_6,
     "DROP TABLE skyward_calls",
     "UPDATE skyward_meta SET value = '5' WHERE name = 'version'",
 )

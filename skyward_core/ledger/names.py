@@ -1,0 +1,250 @@
+"""The ledger's tables of names and of clients: which pool a name has, and which processes use it.
+
+Each method is one transaction. It locks the row of the name first, then that of the pool (docs/decisions/0028, 0007).
+What it decides by is in `names_policy.py`. Times are those of the caller's machine; `SKEW_SECONDS` allows for that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from skyward_core.errors import LeaseLost
+from skyward_core.ledger.database import Database
+from skyward_core.ledger.names_policy import (
+    Claim,
+    Client,
+    Join,
+    NamedPool,
+    NameFacts,
+    NameState,
+    Rent,
+    decide_claim,
+    is_last,
+)
+from skyward_core.ledger.tables import CLIENTS, NAMES, POOLS, client_of, name_of, pool_of, stamp, work_values
+from skyward_core.machines.owner import Owner
+from skyward_core.work import NO_WORK, Work
+
+
+class Names:
+    """The rows of names, and of the clients of named pools."""
+
+    def __init__(self, database: Database) -> None:
+        """Use this database."""
+        self._database = database
+
+    def now(self) -> datetime:
+        """Return the time by which the rows are judged."""
+        return self._database.clock()
+
+    # ── open ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def claim(
+        self,
+        name: str,
+        pool_id: str,
+        client_id: str,
+        *,
+        owner: Owner,
+        terms: Mapping[str, Any],
+        keep_warm_seconds: float,
+        lease_seconds: float,
+        work: Work = NO_WORK,
+    ) -> Claim:
+        """Decide what a process does that opens a name, and record it.
+
+        After `Rent` the name belongs to `pool_id`, and this client is its steward. After `Join` it is a client of the
+        pool of the row. `Wait` and `Refused` change nothing.
+        """
+        with self._database.write() as connection:
+            facts = self._facts(connection, name)
+            claim = decide_claim(facts, terms)
+            if isinstance(claim, Rent):
+                self._take_over(connection, name, claim, pool_id, client_id, terms, keep_warm_seconds)
+                self._insert_client(connection, client_id, pool_id, owner, lease_seconds, work)
+            elif isinstance(claim, Join):
+                self._insert_client(connection, client_id, claim.row.pool_id, owner, lease_seconds, work)
+                self._set(connection, name, state=NameState.IN_USE.value, warm_until_microseconds=None)
+            return claim
+
+    def opened(self, name: str, epoch: int) -> None:
+        """Let other processes use the pool. Raises LeaseLost if the name has another pool, or another steward."""
+        with self._database.write() as connection:
+            wanted = update(NAMES).where(NAMES.c.name == name, NAMES.c.epoch == epoch)
+            if connection.execute(wanted.values(state=NameState.IN_USE.value)).rowcount == 0:
+                raise LeaseLost(
+                    f"the name {name!r} has another pool or another steward now: this process was silent for too long."
+                    " Open the pool again"
+                )
+
+    def _take_over(
+        self,
+        connection: Connection,
+        name: str,
+        claim: Rent,
+        pool_id: str,
+        client_id: str,
+        terms: Mapping[str, Any],
+        keep_warm_seconds: float,
+    ) -> None:
+        if claim.dead_pool:
+            condemned = func.coalesce(POOLS.c.condemned_microseconds, stamp(self._database.clock()))
+            connection.execute(
+                update(POOLS).where(POOLS.c.id == claim.dead_pool).values(condemned_microseconds=condemned)
+            )
+        self._set(
+            connection,
+            name,
+            pool_id=pool_id,
+            terms_json=json.dumps(dict(terms), sort_keys=True),
+            state=NameState.OPENING.value,
+            steward=client_id,
+            epoch=claim.epoch,
+            keep_warm_milliseconds=round(keep_warm_seconds * 1000),
+            warm_until_microseconds=None,
+        )
+
+    # ── in use ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def renew(self, client_id: str, lease_seconds: float, slot_seconds: float = 0.0) -> None:
+        """Extend the lease of a client, and record for how long its calls have held slots so far.
+
+        Raises LeaseLost if it has left, or is not known.
+        """
+        end = stamp(self._database.clock() + timedelta(seconds=lease_seconds))
+        values = {"lease_expires_microseconds": end, "slot_milliseconds": round(slot_seconds * 1000)}
+        with self._database.write() as connection:
+            wanted = update(CLIENTS).where(CLIENTS.c.id == client_id, CLIENTS.c.left_microseconds.is_(None))
+            if connection.execute(wanted.values(values)).rowcount == 0:
+                raise LeaseLost(f"client {client_id} does not use its pool any more: open the pool again")
+
+    # ── leave ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def is_last(self, name: str, client_id: str) -> bool:
+        """Return whether no other client uses the pool of a name. It may change at once."""
+        with self._database.write() as connection:
+            facts = self._facts(connection, name)
+            return facts is None or is_last(facts, client_id)
+
+    def leave(self, name: str, client_id: str, slot_seconds: float = 0.0) -> NameState | None:
+        """Record that a client leaves; return what the pool is now.
+
+        IN_USE: others use it. WARM: none does, and it stays for `keep_warm` seconds. CLOSING: none does, and the caller
+        must end it, and is its steward until then. None: the name has another pool, or the client had left before.
+        """
+        now = self._database.clock()
+        with self._database.write() as connection:
+            facts = self._facts(connection, name)
+            if facts is None or all(client.id != client_id or client.left_at for client in facts.clients):
+                return None
+            row = facts.row
+            if not is_last(facts, client_id):
+                self._end_client(connection, client_id, slot_seconds)
+                if row.steward == client_id:
+                    self._set(connection, name, steward="")
+                return NameState.IN_USE
+            if row.keep_warm_seconds and row.state is not NameState.OPENING:
+                self._end_client(connection, client_id, slot_seconds)
+                until = stamp(now + timedelta(seconds=row.keep_warm_seconds))
+                self._set(connection, name, state=NameState.WARM.value, steward="", warm_until_microseconds=until)
+                return NameState.WARM
+            # the client stays until the pool has ended: its life shows that the pool is being closed
+            self._set(connection, name, state=NameState.CLOSING.value, steward=client_id)
+            return NameState.CLOSING
+
+    def closed(self, client_id: str, slot_seconds: float = 0.0) -> None:
+        """Record that a client that had to end the pool is done. Idempotent."""
+        with self._database.write() as connection:
+            self._end_client(connection, client_id, slot_seconds)
+
+    def give_up(self, name: str, pool_id: str, client_id: str) -> bool:
+        """Record that a client could not reach the pool; return whether the pool is condemned, for no other uses it.
+
+        A name that has got another pool meanwhile counts as condemned: claim it again.
+        """
+        with self._database.write() as connection:
+            facts = self._facts(connection, name)
+            self._end_client(connection, client_id, 0.0)
+            if facts is None or facts.row.pool_id != pool_id:
+                return True
+            if not is_last(facts, client_id):
+                return False
+            condemned = func.coalesce(POOLS.c.condemned_microseconds, stamp(self._database.clock()))
+            connection.execute(update(POOLS).where(POOLS.c.id == pool_id).values(condemned_microseconds=condemned))
+            return True
+
+    # ── read ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def named(self, name: str) -> NamedPool | None:
+        """Return the row of a name; None if there is none."""
+        with self._database.read() as connection:
+            row = connection.execute(select(NAMES).where(NAMES.c.name == name)).mappings().first()
+        return None if row is None else name_of(row)
+
+    def all_named(self) -> list[NamedPool]:
+        """Return the rows of all names, by name."""
+        with self._database.read() as connection:
+            return [name_of(row) for row in connection.execute(select(NAMES).order_by(NAMES.c.name)).mappings()]
+
+    def clients(self, pool_id: str) -> list[Client]:
+        """Return the clients of a pool, also those that have left, in the order in which they came."""
+        with self._database.read() as connection:
+            return _clients(connection, pool_id)
+
+    # ── parts of a transaction ───────────────────────────────────────────────────────────────────────────────────────
+
+    def _facts(self, connection: Connection, name: str) -> NameFacts | None:
+        """Lock the row of a name, which is made if there is none; return what is known of it. None: it has no pool."""
+        _insert_name(connection, name)
+        row = connection.execute(select(NAMES).where(NAMES.c.name == name).with_for_update()).mappings().one()
+        if not row["pool_id"]:
+            return None
+        named = name_of(row)
+        found = connection.execute(select(POOLS).where(POOLS.c.id == named.pool_id)).mappings().first()
+        clients = _clients(connection, named.pool_id)
+        states = {client.owner: client.owner.state() for client in clients}
+        return NameFacts(named, None if found is None else pool_of(found), clients, self._database.clock(), states)
+
+    def _insert_client(
+        self, connection: Connection, client_id: str, pool_id: str, owner: Owner, lease_seconds: float, work: Work
+    ) -> None:
+        now = self._database.clock()
+        values = {
+            "id": client_id,
+            "pool_id": pool_id,
+            "owner_user": owner.user,
+            "owner_host": owner.host,
+            "owner_process": owner.process,
+            "joined_microseconds": stamp(now),
+            "lease_expires_microseconds": stamp(now + timedelta(seconds=lease_seconds)),
+            **work_values(work),
+        }
+        connection.execute(insert(CLIENTS).values(values))
+
+    def _end_client(self, connection: Connection, client_id: str, slot_seconds: float) -> None:
+        values: dict[str, Any] = {"left_microseconds": stamp(self._database.clock())}
+        if slot_seconds:
+            values["slot_milliseconds"] = round(slot_seconds * 1000)
+        connection.execute(
+            update(CLIENTS).where(CLIENTS.c.id == client_id, CLIENTS.c.left_microseconds.is_(None)).values(values)
+        )
+
+    def _set(self, connection: Connection, name: str, **values: Any) -> None:
+        connection.execute(update(NAMES).where(NAMES.c.name == name).values(values))
+
+
+def _clients(connection: Connection, pool_id: str) -> list[Client]:
+    wanted = select(CLIENTS).where(CLIENTS.c.pool_id == pool_id).order_by(CLIENTS.c.joined_microseconds, CLIENTS.c.id)
+    return [client_of(row) for row in connection.execute(wanted).mappings()]
+
+
+def _insert_name(connection: Connection, name: str) -> None:
+    """Make the row of a name, unless there is one: only a row can be locked."""
+    dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
+    connection.execute(dialect.insert(NAMES).values(name=name).on_conflict_do_nothing())

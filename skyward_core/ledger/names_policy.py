@@ -1,0 +1,183 @@
+"""Decides what a process that opens a pool by name does. Pure; `names.py` runs it in one transaction.
+
+The states of a name, and what a kill between two writes leaves, are in docs/decisions/0028.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from enum import StrEnum
+from typing import Any
+
+from skyward_core.ledger.rows import PoolEntry
+from skyward_core.machines.owner import Owner, OwnerState
+from skyward_core.work import NO_WORK, Work
+
+SKEW_SECONDS = 120.0
+"""How much the clocks of two machines may differ: a process of another machine is dead only so long after its lease."""
+
+
+class NameState(StrEnum):
+    """The state of the newest pool of a name."""
+
+    OPENING = "opening"
+    IN_USE = "in use"
+    WARM = "warm"
+    CLOSING = "closing"
+
+
+@dataclass(frozen=True, slots=True)
+class NamedPool:
+    """The row of a name.
+
+    `terms` are the settings that all clients must have in common, as JSON data. `steward` is the id of the client that
+    opens, keeps or closes the pool; "" while there is none. `epoch` grows with each steward. `warm_until` is
+    set in the state WARM.
+    """
+
+    name: str
+    pool_id: str
+    terms: Mapping[str, Any]
+    state: NameState
+    steward: str
+    epoch: int
+    keep_warm_seconds: float
+    warm_until: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """A process that uses a named pool, or has used it. `slot_seconds` is how long its calls have held slots."""
+
+    id: str
+    pool_id: str
+    owner: Owner
+    joined_at: datetime
+    lease_expires_at: datetime
+    left_at: datetime | None = None
+    work: Work = NO_WORK
+    slot_seconds: float = 0.0
+
+    def lives(self, now: datetime, state: OwnerState) -> bool:
+        """Return whether the process may still use the pool.
+
+        A process that this machine sees must renew its lease too, because it may be stopped. Of any other process only
+        the lease is known, and its clock may differ.
+        """
+        if self.left_at is not None or state is OwnerState.DEAD:
+            return False
+        allowance = 0.0 if state is OwnerState.ALIVE else SKEW_SECONDS
+        return self.lease_expires_at + timedelta(seconds=allowance) > now
+
+
+@dataclass(frozen=True, slots=True)
+class NameFacts:
+    """What is known of a name in one transaction.
+
+    `pool` is the ledger's entry of its pool; None before the opener has written it. `clients` are those of that pool.
+    `states` has their owners; an owner that it lacks is UNKNOWN.
+    """
+
+    row: NamedPool
+    pool: PoolEntry | None
+    clients: Sequence[Client]
+    now: datetime
+    states: Mapping[Owner, OwnerState] = field(default_factory=dict[Owner, OwnerState])
+
+    def living(self) -> list[Client]:
+        """Return the clients that may still use the pool, in the order in which they came."""
+        return [client for client in self.clients if client.lives(self.now, self.state(client.owner))]
+
+    def state(self, owner: Owner) -> OwnerState:
+        """Return whether a process lives."""
+        return self.states.get(owner, OwnerState.UNKNOWN)
+
+
+@dataclass(frozen=True, slots=True)
+class Rent:
+    """The name belongs to the caller's pool now, and the caller rents.
+
+    `dead_pool` is the pool that had the name and is condemned now, `why_dead` the reason; both are "" if none had it.
+    """
+
+    epoch: int
+    dead_pool: str = ""
+    why_dead: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """The caller is a client of this pool now, and attaches to it."""
+
+    row: NamedPool
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Another process opens or closes the pool just now: look again."""
+
+    pool_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The name has a pool with other settings: for each field, that of the pool and that of the caller."""
+
+    pool_id: str
+    differences: Mapping[str, tuple[Any, Any]]
+
+
+type Claim = Rent | Join | Wait | Refused
+
+
+def decide_claim(facts: NameFacts | None, terms: Mapping[str, Any]) -> Claim:
+    """Return what a process does that opens the name with these terms. None: the name has no row."""
+    if facts is None:
+        return Rent(1)
+    row = facts.row
+    if facts.pool is not None and facts.pool.ended_at is not None:
+        return Rent(row.epoch + 1)
+    if why := why_dead(facts):
+        return Rent(row.epoch + 1, row.pool_id, why)
+    if row.state is NameState.OPENING:
+        return Wait(row.pool_id, "another process opens it")
+    if row.state is NameState.CLOSING:
+        return Wait(row.pool_id, "another process closes it")
+    if found := differences(row.terms, terms):
+        return Refused(row.pool_id, found)
+    return Join(row)
+
+
+def why_dead(facts: NameFacts) -> str:
+    """Return why the pool of a name can be used no more, and no process ends it; "" if that is not so."""
+    row, pool = facts.row, facts.pool
+    living = {client.id for client in facts.living()}
+    if row.state in {NameState.OPENING, NameState.CLOSING}:
+        verb = "opened" if row.state is NameState.OPENING else "closed"
+        return "" if row.steward in living else f"the process that {verb} it is dead, or does not renew its lease"
+    if pool is None:
+        return "the ledger has no entry of it"
+    if pool.condemned_at is not None:
+        return "a sweep has condemned it"
+    if row.state is NameState.WARM and row.warm_until is not None and row.warm_until <= facts.now and not living:
+        return "it was kept warm for as long as it should be"
+    if pool.lease_expires_at <= facts.now and not living:
+        return "its lease has run out"
+    return ""
+
+
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the fields in which the terms of a pool differ from the caller's, with both values."""
+    return {
+        name: (theirs.get(name), ours.get(name))
+        for name in sorted({*theirs, *ours})
+        if theirs.get(name) != ours.get(name)
+    }
+
+
+def is_last(facts: NameFacts, client_id: str) -> bool:
+    """Return whether no other client may still use the pool."""
+    return all(client.id == client_id for client in facts.living())

@@ -1,0 +1,105 @@
+"""Opens and leaves a pool with a name: as the process that rents, or as one that attaches.
+
+docs/decisions/0028 has the states. The order of the steps is what makes a kill between them harmless: the pool lives by
+its lease before others may find it, and the nodes have their longer lease before the ledger says that the pool is warm.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from skyward_core.cleanup.release import release
+from skyward_core.errors import LeaseLost, NodeLost, SkywardError, Unreachable
+from skyward_core.ledger.names_policy import NameState, Rent
+from skyward_core.machines.instances import Lease
+from skyward_core.session.attached import Attached
+from skyward_core.session.named_use import NamedUse
+from skyward_core.session.sealed_lease import PoolKeys, find_lease
+from skyward_core.session.session import Session, new_pool_id
+
+_log = logging.getLogger("skyward")
+
+type Attach = Callable[[Lease, PoolKeys], Attached]
+type Open = Callable[[str], Session]
+
+
+def open_named(use: NamedUse, open_own: Open, attach: Attach, timeout_seconds: float) -> Session | Attached:
+    """Open the pool of a name, and return what is open.
+
+    Args:
+        use: this process as a client of the name.
+        open_own: opens a pool of this id. It undoes everything if it fails.
+        attach: attaches to the pool of a lease, with its keys.
+        timeout_seconds: for how long to wait for another process that opens or closes the pool.
+
+    Raises what `NamedUse.claim`, `open_own` and `attach` raise. Then this process is no client any more.
+    """
+    deadline = time.monotonic() + timeout_seconds
+    while True:
+        pool_id = new_pool_id()
+        claim = use.claim(pool_id, deadline)
+        if isinstance(claim, Rent):
+            return _shared(open_own(pool_id), use)
+        row = claim.row
+        try:
+            return attach(*find_lease(row.pool_id))
+        except (NodeLost, LeaseLost, Unreachable) as error:
+            if not use.give_up(row.pool_id):
+                raise
+            _log.warning("the pool %r (%s) is not there any more, and is opened anew: %s", row.name, row.pool_id, error)
+
+
+def _shared(session: Session, use: NamedUse) -> Session:
+    """Let other processes use the pool that this one has opened. If that fails, the pool is closed."""
+    try:
+        session.share()
+        use.opened()
+    except BaseException:
+        session.stop("the name of the pool could not be written into the ledger")
+        session.release()
+        raise
+    return session
+
+
+def leave_named(opened: Session | Attached, use: NamedUse) -> None:
+    """Leave a pool: the last process keeps it warm or ends it, any other leaves it to those that stay.
+
+    Raises InstancesLeft if the last process could not confirm that all machines are gone; and, if the nodes or the
+    ledger do not answer, what `Session.detach` raises: then this process is a client as before.
+    """
+    if isinstance(opened, Session):
+        _leave_own(opened, use)
+    else:
+        _leave_attached(opened, use)
+    use.left()
+
+
+def _leave_own(session: Session, use: NamedUse) -> None:
+    keep_warm = use.spec.keep_warm
+    is_last = session.is_running and use.is_last
+    if not session.is_running or (is_last and not keep_warm and use.leave() is NameState.CLOSING):
+        session.stop("the pool was closed")
+        session.release()
+        return
+    lease = session.detach(max(use.spec.lease_seconds, keep_warm if is_last else 0.0))
+    _end_if_last(use, lease.pool_id)
+
+
+def _leave_attached(attached: Attached, use: NamedUse) -> None:
+    pool_id, keep_warm = attached.lease.pool_id, use.spec.keep_warm
+    if attached.is_running and keep_warm and use.is_last:
+        try:
+            attached.extend_leases(keep_warm)
+            use.extend(pool_id, keep_warm)
+        except SkywardError as error:
+            _log.warning("the pool %r may end before its warm time is over: %s", use.name, error)
+    attached.stop("the pool was left")
+    _end_if_last(use, pool_id)
+
+
+def _end_if_last(use: NamedUse, pool_id: str) -> None:
+    """Leave; end the machines if no process uses the pool any more and it is not to stay warm."""
+    if use.leave() is NameState.CLOSING:
+        release(pool_id, ledger=use.ledger, why="the last process that used it has left")

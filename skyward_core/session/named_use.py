@@ -1,0 +1,202 @@
+"""One process's use of a pool with a name: its row in the ledger, from the claim of the name until it leaves.
+
+    claimed ──▶ opening (this process rents) ──▶ using ──▶ left, or closing (this process ends the pool) ──▶ left
+            └─▶ joined (another one has rented) ──▶ using ...
+
+`docs/decisions/0028` has the states of the name, and what a kill between two of these lines leaves. The thread
+"skyward-client" renews the row; "skyward-clear" ends what a dead pool of the name has left.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+from skyward_core.cleanup.release import release
+from skyward_core.concurrency.backoff import Backoff
+from skyward_core.concurrency.periodic import PeriodicThread
+from skyward_core.errors import BadRequest, LeaseLost, LedgerError, ProvisioningTimeout, SkywardError
+from skyward_core.ledger.names_policy import Join, NameState, Refused, Rent, Wait
+from skyward_core.machines.owner import Owner
+from skyward_core.providers.base import Provider
+from skyward_core.spec import PoolSpec
+from skyward_core.work import Work
+
+if TYPE_CHECKING:
+    from skyward_core.ledger.ledger import Ledger
+
+LEDGER_BUSY_SECONDS = 10.0
+MOST_BEAT_SECONDS = 5.0
+POLLS = Backoff(0.05, 1.0)
+"""The pauses of a process that waits for another one to open or close the pool."""
+EACH_ITS_OWN = frozenset(
+    {"name", "display", "retries", "lease_seconds", "provision_timeout", "collect_metrics", "provider"}
+)
+"""Fields of the spec in which the clients of one pool may differ. The providers are compared as they were chosen."""
+
+
+def terms_of(spec: PoolSpec, providers: Sequence[Provider]) -> dict[str, Any]:
+    """Return the settings that all clients of a named pool must have in common, as JSON data without secrets."""
+    terms = spec.model_dump(mode="json", exclude=set(EACH_ITS_OWN))
+    return {**terms, "provider": [provider.to_json() for provider in providers]}
+
+
+class NamedUse:
+    """This process as a client of a named pool. `close` it at the end; it does not end the pool."""
+
+    def __init__(
+        self, spec: PoolSpec, providers: Sequence[Provider], work: Work, log: Callable[..., object] = logging.log
+    ) -> None:
+        """Connect to the ledger. Raises LedgerError."""
+        assert spec.name is not None
+        self.name = spec.name
+        self.spec = spec
+        self._work = work
+        self._providers = providers
+        self._log = log
+        self._terms = terms_of(spec, providers)
+        self._client_id = ""
+        self._epoch = 0
+        module = importlib.import_module("skyward_core.ledger.ledger")
+        url = module.default_url(must_last=spec.budget is not None)
+        self._ledger = cast("Ledger", module.Ledger(url, busy_timeout_seconds=LEDGER_BUSY_SECONDS))
+        self._renewal = self._new_renewal()
+
+    # ── open ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def claim(self, pool_id: str, deadline: float) -> Rent | Join:
+        """Claim the name; wait while another process opens or closes its pool, until the deadline (time.monotonic).
+
+        Raises BadRequest if the name has a pool with other settings, ProvisioningTimeout, and LedgerError: then
+        nothing is rented.
+        """
+        for pause in POLLS.pauses():
+            self._client_id = uuid.uuid4().hex
+            claim = self._ledger.names.claim(
+                self.name,
+                pool_id,
+                self._client_id,
+                owner=Owner.here(),
+                terms=self._terms,
+                keep_warm_seconds=self.spec.keep_warm,
+                lease_seconds=self.spec.lease_seconds,
+                work=self._work,
+            )
+            if isinstance(claim, Refused):
+                raise BadRequest(_refusal(self.name, claim.pool_id, claim.differences))
+            if not isinstance(claim, Wait):
+                if isinstance(claim, Rent):
+                    self._epoch = claim.epoch
+                    self._clear(claim)
+                self._renewal = self._new_renewal()
+                self._renewal.start()
+                return claim
+            if time.monotonic() + pause > deadline:
+                raise ProvisioningTimeout(
+                    f"the pool {self.name!r} ({claim.pool_id}) was not usable in time: {claim.reason}. Nothing was"
+                    " rented by this process"
+                )
+            time.sleep(pause)
+        raise AssertionError  # the pauses have no end
+
+    def _clear(self, claim: Rent) -> None:
+        """End what may be left of the pool that had the name: its opener is dead, or no process can reach it."""
+        if not claim.dead_pool:
+            return
+        words = "the pool %r is rented anew, because %s cannot be used any more: %s. What may be left of that is ended"
+        self._log(logging.WARNING, words, self.name, claim.dead_pool, claim.why_dead)
+        threading.Thread(
+            target=self._end, args=(claim.dead_pool, claim.why_dead), name="skyward-clear", daemon=True
+        ).start()
+
+    def _end(self, pool_id: str, why: str) -> None:
+        """End the machines of a condemned pool. If that fails or is killed, its reaper and a sweep do it."""
+        module = importlib.import_module("skyward_core.ledger.ledger")
+        try:
+            with module.Ledger(self._ledger.url, busy_timeout_seconds=LEDGER_BUSY_SECONDS) as ledger:
+                entry = ledger.pool(pool_id)
+                if entry is not None:  # else its opener has requested nothing
+                    same = [one for one in self._providers if one.name == entry.provider.get("name")]
+                    release(pool_id, ledger=ledger, credentials=same[0] if same else None, why=why)
+        except (SkywardError, OSError) as error:
+            self._log(logging.WARNING, "%s could not be ended; `skyward sweep` tries again: %s", pool_id, error)
+
+    def opened(self) -> None:
+        """Let other processes use the pool. Raises LeaseLost if another process has the name now, and LedgerError."""
+        self._ledger.names.opened(self.name, self._epoch)
+
+    # ── leave ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no other process uses the pool, at this moment. Raises LedgerError."""
+        return self._ledger.names.is_last(self.name, self._client_id)
+
+    def leave(self) -> NameState | None:
+        """Record that this process leaves; return what the pool is now (`Names.leave`).
+
+        After CLOSING this process ends the pool, and calls `left` then. Raises LedgerError.
+        """
+        state = self._ledger.names.leave(self.name, self._client_id)
+        if state is not NameState.CLOSING:
+            self._renewal.end()
+        return state
+
+    def extend(self, pool_id: str, seconds: float) -> None:
+        """Let the pool live for so many seconds in the ledger. Raises LeaseLost and LedgerError."""
+        self._ledger.renew(pool_id, self._ledger.names.now() + timedelta(seconds=seconds))
+
+    def give_up(self, pool_id: str) -> bool:
+        """Record that the pool could not be reached; return whether the name may be claimed again."""
+        self._renewal.end()
+        return self._ledger.names.give_up(self.name, pool_id, self._client_id)
+
+    def left(self) -> None:
+        """Record that this process does not use the pool any more, and close the connection. Raises nothing.
+
+        A ledger that does not answer learns it when the lease of the client runs out.
+        """
+        self._renewal.end()
+        try:
+            if self._client_id:
+                self._ledger.names.closed(self._client_id)
+        except LedgerError as error:
+            self._log(logging.WARNING, "the ledger does not know yet that %r was left: %s", self.name, error)
+        finally:
+            self._renewal.join(LEDGER_BUSY_SECONDS)
+            self._ledger.close()
+
+    @property
+    def ledger(self) -> Ledger:
+        """The ledger of the names."""
+        return self._ledger
+
+    # ── renewal ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _new_renewal(self) -> PeriodicThread:
+        seconds = min(MOST_BEAT_SECONDS, self.spec.lease_seconds / 6)
+        return PeriodicThread("skyward-client", seconds, self._renew, self._on_trouble)
+
+    def _renew(self) -> None:
+        try:
+            self._ledger.names.renew(self._client_id, self.spec.lease_seconds)
+        except LeaseLost:
+            self._renewal.end()
+            raise
+
+    def _on_trouble(self, error: Exception) -> None:
+        self._log(logging.WARNING, "this process is not renewed as a client of the pool %r: %s", self.name, error)
+
+
+def _refusal(name: str, pool_id: str, differences: Mapping[str, tuple[Any, Any]]) -> str:
+    fields = "; ".join(f"{field}: it has {theirs!r}, here {ours!r}" for field, (theirs, ours) in differences.items())
+    return (
+        f"the pool {name!r} ({pool_id}) was opened with other settings: {fields}. Use the same settings, or another"
+        " name"
+    )

@@ -1,0 +1,189 @@
+"""Names of pools in the ledger: of all processes that open one, one rents."""
+
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from skyward_core.errors import LeaseLost
+from skyward_core.ledger.ledger import Ledger
+from skyward_core.ledger.names_policy import Claim, Join, NameState, Refused, Rent, Wait
+from skyward_core.machines.owner import Owner
+from tests.ledger.test_ledger import (  # noqa: F401 - fixtures
+    PROVIDER,
+    Clock,
+    clock,
+    ledger,
+    postgresql_server,
+    postgresql_url,
+    sqlite_url,
+    url,
+)
+
+TERMS = {"nodes": 2}
+LEASE_SECONDS = 120.0
+
+
+def claim(ledger: Ledger, client: str, name: str = "nightly", **changes: Any) -> Claim:
+    """Open a name as this client, with the pool id `sky-` and its id."""
+    values: dict[str, Any] = {
+        "owner": Owner.here(),
+        "terms": TERMS,
+        "keep_warm_seconds": 0.0,
+        "lease_seconds": LEASE_SECONDS,
+        **changes,
+    }
+    return ledger.names.claim(name, f"sky-{client}", client, **values)
+
+
+def begin(ledger: Ledger, pool_id: str) -> None:
+    """Write the pool into the ledger, as its journal does."""
+    ledger.open_pool(
+        pool_id,
+        owner=Owner.here(),
+        provider=PROVIDER,
+        spec_json="{}",
+        lease_expires_at=ledger.names.now() + timedelta(seconds=LEASE_SECONDS),
+    )
+
+
+def opened(ledger: Ledger, client: str = "a", **changes: Any) -> int:
+    """Open a name, up to the state in which others may join; return the epoch."""
+    rent = claim(ledger, client, **changes)
+    assert isinstance(rent, Rent)
+    begin(ledger, f"sky-{client}")
+    ledger.names.opened("nightly", rent.epoch)
+    return rent.epoch
+
+
+def test_the_first_rents_and_the_others_wait_until_it_has_opened(ledger: Ledger) -> None:
+    assert claim(ledger, "a") == Rent(1)
+    assert isinstance(claim(ledger, "b"), Wait)
+    begin(ledger, "sky-a")
+    assert isinstance(claim(ledger, "b"), Wait)
+    ledger.names.opened("nightly", 1)
+    join = claim(ledger, "b")
+    assert isinstance(join, Join)
+    assert join.row.pool_id == "sky-a"
+    assert [client.id for client in ledger.names.clients("sky-a")] == ["a", "b"]
+
+
+def test_names_are_separate(ledger: Ledger) -> None:
+    assert claim(ledger, "a") == Rent(1)
+    assert claim(ledger, "b", name="other") == Rent(1)
+    assert [row.name for row in ledger.names.all_named()] == ["nightly", "other"]
+
+
+def test_other_terms_are_refused(ledger: Ledger) -> None:
+    opened(ledger)
+    assert claim(ledger, "b", terms={"nodes": 3}) == Refused("sky-a", {"nodes": (2, 3)})
+    assert [client.id for client in ledger.names.clients("sky-a")] == ["a"]
+
+
+def test_of_many_processes_at_once_exactly_one_rents(url: str) -> None:
+    """Each has a connection and a thread of its own."""
+    claims: list[Claim] = []
+    ready = threading.Barrier(16)
+
+    def open_name(number: int) -> None:
+        with Ledger(url) as mine:
+            ready.wait()
+            claims.append(claim(mine, f"c{number}"))
+
+    Ledger(url).close()  # migrate once
+    threads = [threading.Thread(target=open_name, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(type(one).__name__ for one in claims) == ["Rent"] + ["Wait"] * 15
+
+
+def test_the_last_client_that_leaves_closes(ledger: Ledger) -> None:
+    """A client that comes meanwhile waits until the pool has ended, and then rents."""
+    opened(ledger)
+    claim(ledger, "b")
+    assert ledger.names.leave("nightly", "a") is NameState.IN_USE
+    assert ledger.names.leave("nightly", "b") is NameState.CLOSING
+    assert isinstance(claim(ledger, "c"), Wait)
+    ledger.end_pool("sky-a")
+    ledger.names.closed("b")
+    assert claim(ledger, "c") == Rent(2)
+
+
+def test_the_steward_leaves_and_the_others_go_on(ledger: Ledger) -> None:
+    opened(ledger)
+    claim(ledger, "b")
+    ledger.names.leave("nightly", "a")
+    row = ledger.names.named("nightly")
+    assert row is not None
+    assert (row.state, row.steward) == (NameState.IN_USE, "")
+
+
+def test_a_client_that_has_left_leaves_no_second_time(ledger: Ledger) -> None:
+    opened(ledger)
+    claim(ledger, "b")
+    assert ledger.names.leave("nightly", "b") is NameState.IN_USE
+    assert ledger.names.leave("nightly", "b") is None
+    assert ledger.names.leave("no such name", "b") is None
+
+
+def test_a_warm_pool_is_found_in_time(ledger: Ledger, clock: Clock) -> None:
+    opened(ledger, keep_warm_seconds=600.0)
+    assert ledger.names.leave("nightly", "a") is NameState.WARM
+    ledger.renew("sky-a", clock.time + timedelta(seconds=600))
+    clock.time += timedelta(seconds=599)
+    assert isinstance(claim(ledger, "b"), Join)
+    row = ledger.names.named("nightly")
+    assert row is not None
+    assert (row.state, row.warm_until) == (NameState.IN_USE, None)
+
+
+def test_a_pool_that_was_warm_long_enough_is_condemned_and_replaced(ledger: Ledger, clock: Clock) -> None:
+    """Condemned in the same transaction: a frozen client cannot renew it any more."""
+    opened(ledger, keep_warm_seconds=600.0)
+    ledger.names.leave("nightly", "a")
+    ledger.renew("sky-a", clock.time + timedelta(seconds=900))
+    clock.time += timedelta(seconds=601)
+    rent = claim(ledger, "b")
+    assert isinstance(rent, Rent)
+    assert (rent.epoch, rent.dead_pool) == (2, "sky-a")
+    with pytest.raises(LeaseLost):
+        ledger.renew("sky-a", clock.time + timedelta(seconds=900))
+
+
+def test_a_steward_that_was_replaced_writes_no_more(ledger: Ledger, clock: Clock) -> None:
+    epoch = opened(ledger)
+    clock.time += timedelta(seconds=LEASE_SECONDS + 1)
+    assert isinstance(claim(ledger, "b"), Rent)
+    with pytest.raises(LeaseLost):
+        ledger.names.opened("nightly", epoch)
+
+
+def test_a_client_is_renewed_until_it_leaves(ledger: Ledger, clock: Clock) -> None:
+    opened(ledger)
+    clock.time += timedelta(seconds=100)
+    ledger.names.renew("a", LEASE_SECONDS, slot_seconds=1.5)
+    (client,) = ledger.names.clients("sky-a")
+    assert client.lease_expires_at == clock.time + timedelta(seconds=LEASE_SECONDS)
+    assert client.slot_seconds == 1.5
+    ledger.names.closed("a")
+    with pytest.raises(LeaseLost):
+        ledger.names.renew("a", LEASE_SECONDS)
+
+
+def test_a_pool_that_no_client_can_reach_is_condemned(ledger: Ledger) -> None:
+    opened(ledger)
+    claim(ledger, "b")
+    assert not ledger.names.give_up("nightly", "sky-a", "b")
+    ledger.names.leave("nightly", "a")
+    assert isinstance(claim(ledger, "c"), Wait), "the opener is closing it"
+
+
+def test_the_only_client_of_an_unreachable_pool_condemns_it(ledger: Ledger) -> None:
+    opened(ledger, keep_warm_seconds=600.0)
+    ledger.names.leave("nightly", "a")
+    assert isinstance(claim(ledger, "b"), Join)
+    assert ledger.names.give_up("nightly", "sky-a", "b")
+    assert isinstance(claim(ledger, "c"), Rent)

@@ -1,0 +1,161 @@
+"""What a process that opens a pool by name does, for each state of the name."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from skyward_core.ledger.names_policy import (
+    SKEW_SECONDS,
+    Client,
+    Join,
+    NamedPool,
+    NameFacts,
+    NameState,
+    Refused,
+    Rent,
+    Wait,
+    decide_claim,
+    differences,
+    is_last,
+)
+from skyward_core.ledger.rows import PoolEntry
+from skyward_core.machines.owner import Owner, OwnerState
+
+NOON = datetime(2026, 11, 23, 12, tzinfo=UTC)
+ADA = Owner("ada", "laptop", "boot", "1", 4711, "1")
+BOB = Owner("bob", "server", "boot", "1", 4712, "1")
+TERMS = {"nodes": 2}
+ROW = NamedPool("nightly", "sky-1", TERMS, NameState.IN_USE, "a", 3, 600.0)
+POOL = PoolEntry("sky-1", ADA, {}, "{}", NOON, NOON + timedelta(seconds=120), lives_by_lease=True)
+CLIENT = Client("a", "sky-1", ADA, NOON, NOON + timedelta(seconds=120))
+
+
+def facts(
+    row: NamedPool = ROW,
+    pool: PoolEntry | None = POOL,
+    clients: tuple[Client, ...] = (CLIENT,),
+    *,
+    seconds: float = 0.0,
+    states: Mapping[Owner, OwnerState] | None = None,
+) -> NameFacts:
+    """What is known so many seconds after noon."""
+    return NameFacts(row, pool, clients, NOON + timedelta(seconds=seconds), states or {ADA: OwnerState.ALIVE})
+
+
+def in_state(state: NameState, **changes: Any) -> NamedPool:
+    return replace(ROW, state=state, **changes)
+
+
+DEAD = {ADA: OwnerState.DEAD}
+
+
+def test_a_name_without_a_pool_is_rented_for() -> None:
+    assert decide_claim(None, TERMS) == Rent(1)
+
+
+def test_a_name_whose_pool_has_ended_is_free() -> None:
+    """Whatever its state says: the pool may have ended itself."""
+    ended = replace(POOL, ended_at=NOON)
+    for state in NameState:
+        assert decide_claim(facts(in_state(state), ended), TERMS) == Rent(4)
+
+
+@pytest.mark.parametrize("state", [NameState.IN_USE, NameState.WARM])
+def test_a_pool_in_use_or_warm_is_joined(state: NameState) -> None:
+    row = in_state(state)
+    assert decide_claim(facts(row), TERMS) == Join(row)
+
+
+@pytest.mark.parametrize("state", [NameState.IN_USE, NameState.WARM])
+def test_other_terms_are_refused_with_the_fields(state: NameState) -> None:
+    claim = decide_claim(facts(in_state(state)), {"nodes": 3, "machine": "big"})
+    assert claim == Refused("sky-1", {"nodes": (2, 3), "machine": (None, "big")})
+
+
+@pytest.mark.parametrize("state", [NameState.OPENING, NameState.CLOSING])
+def test_a_pool_that_is_opened_or_closed_is_waited_for(state: NameState) -> None:
+    """Also by a process with other terms: the end of the opening shows whether they matter."""
+    claim = decide_claim(facts(in_state(state), None), {"nodes": 3})
+    assert isinstance(claim, Wait)
+    assert claim.pool_id == "sky-1"
+
+
+@pytest.mark.parametrize("state", [NameState.OPENING, NameState.CLOSING])
+def test_a_pool_with_a_dead_opener_or_closer_is_taken_over_at_once(state: NameState) -> None:
+    claim = decide_claim(facts(in_state(state), states=DEAD), TERMS)
+    assert isinstance(claim, Rent)
+    assert (claim.epoch, claim.dead_pool) == (4, "sky-1")
+    assert "dead" in claim.why_dead
+
+
+@pytest.mark.parametrize("state", [NameState.OPENING, NameState.CLOSING])
+def test_another_client_does_not_stand_for_a_dead_opener(state: NameState) -> None:
+    bob = Client("b", "sky-1", BOB, NOON, NOON + timedelta(seconds=120))
+    states = {ADA: OwnerState.DEAD, BOB: OwnerState.ALIVE}
+    assert isinstance(decide_claim(facts(in_state(state), clients=(CLIENT, bob), states=states), TERMS), Rent)
+
+
+@pytest.mark.parametrize(
+    ("state", "seconds", "lives"),
+    [
+        (OwnerState.ALIVE, 119, True),
+        (OwnerState.ALIVE, 121, False),
+        (OwnerState.UNKNOWN, 121, True),
+        (OwnerState.UNKNOWN, 120 + SKEW_SECONDS - 1, True),
+        (OwnerState.UNKNOWN, 120 + SKEW_SECONDS + 1, False),
+        (OwnerState.DEAD, 0, False),
+    ],
+)
+def test_how_long_a_client_lives(state: OwnerState, seconds: float, lives: bool) -> None:
+    """A process of another machine has the allowance for its clock."""
+    assert CLIENT.lives(NOON + timedelta(seconds=seconds), state) is lives
+
+
+def test_a_client_that_has_left_does_not_live() -> None:
+    assert not replace(CLIENT, left_at=NOON).lives(NOON, OwnerState.ALIVE)
+
+
+def test_a_pool_whose_opener_has_died_is_joined_as_long_as_its_lease_lasts() -> None:
+    """The nodes live by their lease. No process is special after the opening."""
+    assert isinstance(decide_claim(facts(states=DEAD, seconds=119), TERMS), Join)
+    assert isinstance(decide_claim(facts(states=DEAD, seconds=121), TERMS), Rent)
+
+
+def test_a_pool_with_a_living_client_is_joined_although_its_lease_seems_to_be_over() -> None:
+    """The pool's lease was written with another clock."""
+    bob = Client("b", "sky-1", BOB, NOON, NOON + timedelta(seconds=120))
+    assert isinstance(decide_claim(facts(clients=(bob,), seconds=200, states={}), TERMS), Join)
+
+
+def test_a_warm_pool_is_joined_until_its_time_is_over() -> None:
+    row = in_state(NameState.WARM, warm_until=NOON + timedelta(seconds=60), steward="")
+    pool = replace(POOL, lease_expires_at=NOON + timedelta(seconds=600))
+    gone = (replace(CLIENT, left_at=NOON),)
+    assert isinstance(decide_claim(facts(row, pool, gone, seconds=59), TERMS), Join)
+    claim = decide_claim(facts(row, pool, gone, seconds=61), TERMS)
+    assert isinstance(claim, Rent)
+    assert claim.dead_pool == "sky-1"
+
+
+def test_a_condemned_pool_is_not_joined() -> None:
+    assert isinstance(decide_claim(facts(pool=replace(POOL, condemned_at=NOON)), TERMS), Rent)
+
+
+def test_a_pool_that_the_ledger_does_not_have_is_not_joined() -> None:
+    assert isinstance(decide_claim(facts(pool=None), TERMS), Rent)
+
+
+def test_equal_terms_have_no_differences() -> None:
+    assert differences({"a": 1, "b": None}, {"a": 1}) == {}
+
+
+def test_the_last_client_is_the_one_beside_which_no_other_lives() -> None:
+    bob = Client("b", "sky-1", BOB, NOON, NOON + timedelta(seconds=120))
+    both = facts(clients=(CLIENT, bob))
+    assert not is_last(both, "a")
+    assert not is_last(both, "b")
+    assert is_last(facts(clients=(CLIENT, replace(bob, left_at=NOON))), "a")
+    assert is_last(facts(clients=(CLIENT, bob), states={BOB: OwnerState.DEAD, ADA: OwnerState.ALIVE}), "a")

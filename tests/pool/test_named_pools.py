@@ -1,0 +1,250 @@
+"""Pools with a name: many processes, one rental; no process is special after the opening.
+
+Run as a program, this file is another process that opens a pool by its name.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.ledger.ledger import Ledger, default_url
+from skyward_core.ledger.names_policy import NameState
+from skyward_core.worker.watchdog import members
+from tests.conftest import wait_until
+
+LEASE_SECONDS = 10
+REPOSITORY = Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+@sky.compute
+def double(number: int) -> int:
+    return 2 * number
+
+
+def pool_of(name: str, **changes: Any) -> sky.ComputePool:
+    """Return a pool of one local node with this name, not yet open."""
+    settings = {"provider": sky.Local(), "display": "quiet", "lease_seconds": LEASE_SECONDS, **changes}
+    return sky.ComputePool(name=name, **settings)
+
+
+def is_gone(pool: sky.ComputePool, ids: set[str]) -> bool:
+    """Return whether no process of these machines is left."""
+    return not any(members(instance_id) for instance_id in ids)
+
+
+def machines_of(pool: sky.ComputePool) -> set[str]:
+    return {node.instance.id for node in pool.lease.nodes}
+
+
+def rentals() -> list[str]:
+    """The ids of all pools that the ledger of this test has."""
+    with Ledger(default_url()) as ledger:
+        return [entry.id for entry in ledger.pools(include_ended=True)]
+
+
+def state_of(name: str) -> NameState:
+    with Ledger(default_url()) as ledger:
+        row = ledger.names.named(name)
+    assert row is not None
+    return row.state
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """A name for each test."""
+    return request.node.name[:100].replace("[", "-").replace("]", "")
+
+
+@pytest.fixture
+def program() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts another process that opens the pool of a name, calls, prints a line of JSON, and closes at the end of its
+    input.
+    """
+    started: list[subprocess.Popen[str]] = []
+
+    def start(name: str, *steps: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, __file__, name, *steps],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdout is not None
+    return json.loads(process.stdout.readline())
+
+
+def test_the_second_opener_uses_the_pool_of_the_first(name: str) -> None:
+    """The first leaves, the second goes on; the last one ends the machines."""
+    first, second = pool_of(name).open(), pool_of(name).open()
+    ids = machines_of(first)
+    assert second.id == first.id
+    assert (double(1) >> first, double(2) >> second) == (2, 4)
+    first.close()
+    assert double(3) >> second == 6
+    second.close()
+    assert is_gone(second, ids)
+    with Ledger(default_url()) as ledger:
+        entry = ledger.pool(first.id)
+        assert entry is not None
+        assert entry.ended_at is not None
+        assert ledger.open_intents(pool_id=first.id) == []
+
+
+def test_the_opener_that_leaves_last_ends_the_machines(name: str) -> None:
+    first, second = pool_of(name).open(), pool_of(name).open()
+    ids = machines_of(first)
+    second.close()
+    assert double(1) >> first == 2
+    first.close()
+    assert is_gone(first, ids)
+    assert first.receipt is not None
+
+
+def test_a_name_that_was_closed_is_opened_anew(name: str) -> None:
+    with pool_of(name) as pool:
+        first = pool.id
+    with pool_of(name) as pool:
+        assert pool.id != first
+        assert double(1) >> pool == 2
+
+
+def test_a_warm_pool_is_found_by_the_next(name: str) -> None:
+    """It is the same pool, also for the third; then its nodes end by their own clocks."""
+    pool = pool_of(name, keep_warm=LEASE_SECONDS)
+    with pool:
+        first, ids = pool.id, machines_of(pool)
+    assert state_of(name) is NameState.WARM
+    for _ in range(2):
+        with pool_of(name, keep_warm=LEASE_SECONDS) as again:
+            assert (again.id, double(4) >> again) == (first, 8)
+    assert state_of(name) is NameState.WARM
+    wait_until(lambda: is_gone(pool, ids), "the warm nodes to end")
+
+
+def test_a_warm_pool_whose_nodes_have_died_is_opened_anew(name: str) -> None:
+    """The ledger says that it is warm; no node answers."""
+    with pool_of(name, keep_warm=3600) as pool:
+        first, ids = pool.id, machines_of(pool)
+    for instance_id in ids:
+        for pid in members(instance_id):
+            os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: is_gone(pool, ids), "the nodes to be gone")
+    with pool_of(name, keep_warm=3600) as again:
+        assert again.id != first
+        assert double(5) >> again == 10
+        ids = machines_of(again)
+    sky.release(again.id)
+    assert is_gone(again, ids)
+
+
+def test_other_settings_are_refused_with_the_fields(name: str) -> None:
+    """Nothing is rented for them."""
+    with pool_of(name, nodes=1):
+        before = rentals()
+        with pytest.raises(sky.BadRequest, match=r"nodes: it has 1, here 2") as refused:
+            pool_of(name, nodes=2).open()
+        assert name in str(refused.value)
+        assert rentals() == before
+
+
+def test_settings_of_one_process_may_differ(name: str) -> None:
+    with pool_of(name) as pool, pool_of(name, retries=0, lease_seconds=20, provision_timeout=60) as other:
+        assert other.id == pool.id
+
+
+def test_keep_warm_needs_a_name() -> None:
+    with pytest.raises(sky.BadRequest, match="keep_warm needs a name"):
+        sky.ComputePool(provider=sky.Local(), keep_warm=60)
+
+
+def test_of_many_that_open_a_name_at_once_one_rents(name: str) -> None:
+    """All calls are right, and nothing is left."""
+    before = rentals()
+    results: list[tuple[str, int]] = []
+    done = threading.Barrier(6)
+
+    def use(number: int) -> None:
+        with pool_of(name) as pool:
+            results.append((pool.id, double(number) >> pool))
+            done.wait(120)
+
+    threads = [threading.Thread(target=use, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({pool_id for pool_id, _ in results}) == 1
+    assert sorted(result for _, result in results) == [0, 2, 4, 6, 8, 10]
+    assert len(rentals()) == len(before) + 1
+
+
+def test_an_opener_that_is_killed_does_not_end_the_pool_of_the_others(
+    name: str, program: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """And a process that comes after it finds the same pool."""
+    opener = program(name)
+    known = answer(opener)
+    with pool_of(name) as mine:
+        assert mine.id == known["id"]
+        opener.kill()
+        opener.wait()
+        assert double(6) >> mine == 12
+        with pool_of(name) as late:
+            assert (late.id, double(7) >> late) == (known["id"], 14)
+        assert double(8) >> mine == 16
+        ids = machines_of(mine)
+    assert is_gone(mine, ids)
+
+
+def test_an_opener_that_is_killed_while_it_opens_is_not_waited_for(
+    name: str, program: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """The next process condemns its pool at once and rents; the reaper of the dead one ends the machines."""
+    opener = program(name, "die at InstanceProvisioned")
+    assert opener.wait(120) == -signal.SIGKILL
+    dead = rentals()[-1]
+    with pool_of(name, provision_timeout=60) as pool:
+        assert pool.id != dead
+        assert double(9) >> pool == 18
+    with Ledger(default_url()) as ledger:
+        wait_until(lambda: ledger.open_intents(pool_id=dead) == [], "the machines of the dead opener to be gone")
+
+
+def main() -> None:
+    """Open the pool of a name, call, and close when the input ends."""
+    name, *steps = sys.argv[1:]
+
+    def step(event: Any) -> None:
+        if f"die at {type(event).__name__}" in steps:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    pool = sky.ComputePool(name=name, provider=sky.Local(), display="quiet", lease_seconds=LEASE_SECONDS, on_event=step)
+    with pool:
+        print(json.dumps({"id": pool.id, "result": double(21) >> pool}), flush=True)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()
