@@ -120,8 +120,9 @@ class CurrentSession:
             use.left()
             raise
         self._opened, self._use = opened, use
-        if (lease := opened.lease) is not None:
-            self.own_id = lease.pool_id
+        if isinstance(opened, Attached):
+            self.own_id = opened.lease.pool_id
+            self._calls = _call_ledger(opened, self.own_id)
         if self._finalizer is not None:
             self._finalizer.detach()
         self._finalizer = weakref.finalize(self, _left_named, opened, use, self._process)

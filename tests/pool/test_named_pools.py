@@ -112,6 +112,16 @@ def test_the_second_opener_uses_the_pool_of_the_first(name: str) -> None:
         assert ledger.open_intents(pool_id=first.id) == []
 
 
+def test_a_call_of_one_process_is_found_by_another(name: str) -> None:
+    """By its id: the retry of a step takes the result of the step that died."""
+    with pool_of(name) as first, pool_of(name) as second:
+        call = second.start_detached(double(5), call_id="train/1")
+        assert first.detached_call("train/1").result(60) == 10
+        assert first.start_detached(double(5), call_id="train/1").result(60) == 10
+        assert not first.start_detached(double(5), call_id="train/1").is_new
+        assert call.is_new
+
+
 def test_the_opener_that_leaves_last_ends_the_machines(name: str) -> None:
     first, second = pool_of(name).open(), pool_of(name).open()
     ids = machines_of(first)
