@@ -471,8 +471,6 @@ def reservation_of(row: Values) -> Reservation:
 @_reader(SEALED_LEASES, key="pool_id")
 def sealed_lease_of(row: Values) -> SealedLease:
     """Return the sealed lease of a row of SEALED_LEASES. Its texts are not verified."""
-    if not isinstance(row["lease_json"], str) or not isinstance(row["sealed"], str):
-        raise TypeError("no text")
     return SealedLease(row["pool_id"], row["lease_json"], row["sealed"], moment(row["updated_microseconds"]))
 
 

@@ -13,7 +13,8 @@ from skyward_core.machines import sealing
 from skyward_core.machines.sealing import KeyRing
 from tests.conftest import examples
 
-CONTENT = b"a key"
+CONTENT = b"a key."
+"""34 bytes when sealed, so that base64 has unused bits at its end."""
 CONTEXT = b"pool and lease"
 
 
