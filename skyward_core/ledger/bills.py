@@ -44,6 +44,7 @@ from skyward_core.ledger.rows import (
 from skyward_core.ledger.tables import (
     ATTEMPTS,
     CALLS,
+    CLIENTS,
     IS_OPEN,
     POOLS,
     RESERVATIONS,
@@ -206,6 +207,7 @@ def _delete_details(connection: Connection, pool_ids: Sequence[str]) -> None:
     connection.execute(delete(ATTEMPTS).where(ATTEMPTS.c.pool_id.in_(pool_ids)))
     connection.execute(delete(RESERVATIONS).where(RESERVATIONS.c.pool_id.in_(pool_ids)))
     connection.execute(delete(CALLS).where(CALLS.c.pool_id.in_(pool_ids)))
+    connection.execute(delete(CLIENTS).where(CLIENTS.c.pool_id.in_(pool_ids)))
     rows = connection.execute(
         select(RESOURCES.c.id, RESOURCES.c.tags_json).where(RESOURCES.c.pool_id.in_(pool_ids))
     ).all()

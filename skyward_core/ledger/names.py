@@ -7,6 +7,7 @@ What it decides by is in `names_policy.py`. Times are those of the caller's mach
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Any
@@ -27,7 +28,18 @@ from skyward_core.ledger.names_policy import (
     decide_claim,
     is_last,
 )
-from skyward_core.ledger.tables import CLIENTS, NAMES, POOLS, client_of, name_of, pool_of, stamp, work_values
+from skyward_core.ledger.rows import UnreadableRow
+from skyward_core.ledger.tables import (
+    CLIENTS,
+    NAMES,
+    POOLS,
+    client_of,
+    name_of,
+    pool_of,
+    read_rows,
+    stamp,
+    work_values,
+)
 from skyward_core.machines.owner import Owner
 from skyward_core.work import NO_WORK, Work
 
@@ -132,11 +144,14 @@ class Names:
             facts = self._facts(connection, name)
             return facts is None or is_last(facts, client_id)
 
-    def leave(self, name: str, client_id: str, slot_seconds: float = 0.0) -> NameState | None:
+    def leave(
+        self, name: str, client_id: str, slot_seconds: float = 0.0, *, may_be_warm: bool = True
+    ) -> NameState | None:
         """Record that a client leaves; return what the pool is now.
 
-        IN_USE: others use it. WARM: none does, and it stays for `keep_warm` seconds. CLOSING: none does, and the caller
-        must end it, and is its steward until then. None: the name has another pool, or the client had left before.
+        IN_USE: others use it. WARM: none does, and it stays for `keep_warm` seconds, unless `may_be_warm` is false.
+        CLOSING: none does, and the caller must end it, and is its steward until then. None: the name has another pool,
+        or the client had left before.
         """
         now = self._database.clock()
         with self._database.write() as connection:
@@ -149,7 +164,7 @@ class Names:
                 if row.steward == client_id:
                     self._set(connection, name, steward="")
                 return NameState.IN_USE
-            if row.keep_warm_seconds and row.state is not NameState.OPENING:
+            if may_be_warm and row.keep_warm_seconds and row.state is not NameState.OPENING:
                 self._end_client(connection, client_id, slot_seconds)
                 until = stamp(now + timedelta(seconds=row.keep_warm_seconds))
                 self._set(connection, name, state=NameState.WARM.value, steward="", warm_until_microseconds=until)
@@ -187,10 +202,19 @@ class Names:
             row = connection.execute(select(NAMES).where(NAMES.c.name == name)).mappings().first()
         return None if row is None else name_of(row)
 
-    def all_named(self) -> list[NamedPool]:
-        """Return the rows of all names, by name."""
+    def all_named(self, *, unreadable: list[UnreadableRow] | None = None) -> list[NamedPool]:
+        """Return the rows of all names that have or had a pool, by name."""
+        wanted = select(NAMES).where(NAMES.c.pool_id != "").order_by(NAMES.c.name)
         with self._database.read() as connection:
-            return [name_of(row) for row in connection.execute(select(NAMES).order_by(NAMES.c.name)).mappings()]
+            return read_rows(connection.execute(wanted).mappings(), name_of, unreadable)
+
+    def users(self, *, unreadable: list[UnreadableRow] | None = None) -> dict[str, int]:
+        """Return how many processes use each pool now, by pool id."""
+        wanted = select(CLIENTS).where(CLIENTS.c.left_microseconds.is_(None))
+        with self._database.read() as connection:
+            found = read_rows(connection.execute(wanted).mappings(), client_of, unreadable)
+        now = self._database.clock()
+        return dict(Counter(client.pool_id for client in found if client.lives(now, client.owner.state())))
 
     def clients(self, pool_id: str) -> list[Client]:
         """Return the clients of a pool, also those that have left, in the order in which they came."""

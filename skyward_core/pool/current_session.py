@@ -80,7 +80,7 @@ class CurrentSession:
         self._raise_in_a_fork()
         refuse_greenlets()
         terminations = self._terminations
-        opened: Session | Attached | None = None
+        begun: list[Session | Attached] = []
         try:
             with self._changing:
                 if isinstance(self._opened, Session) and not self._opened.is_running:
@@ -94,14 +94,16 @@ class CurrentSession:
                     self.final = self.receipt = self._why_ended = self.unconfirmed = None
                     self._process = os.getpid()
                     if prepared.spec.name is None:
-                        opened = self._open_own(prepared, secrets, terminations)
+                        self._open_own(prepared, secrets, terminations, begun)
                     else:
-                        opened = self._open_named(prepared, secrets, terminations)
+                        self._open_named(prepared, secrets, terminations, begun)
         finally:
-            if opened is not None:
+            for opened in begun:  # also those that could not be opened: the callbacks get the error and the bill
                 self._flush(opened)
 
-    def _open_named(self, prepared: Prepared, secrets: SecretValues, terminations: int) -> Session | Attached:
+    def _open_named(
+        self, prepared: Prepared, secrets: SecretValues, terminations: int, begun: list[Session | Attached]
+    ) -> None:
         """Open the pool of a name, or attach to it."""
         use = NamedUse(prepared.spec, prepared.providers, prepared.work)
 
@@ -111,7 +113,7 @@ class CurrentSession:
         try:
             opened = open_named(
                 use,
-                lambda pool_id: self._open_own(prepared, secrets, terminations, pool_id),
+                lambda pool_id: self._open_own(prepared, secrets, terminations, begun, pool_id),
                 attach,
                 prepared.spec.provision_timeout,
             )
@@ -127,13 +129,20 @@ class CurrentSession:
             self._finalizer.detach()
         self._finalizer = weakref.finalize(self, _left_named, opened, use, self._process)
         self._finalizer.atexit = False
-        return opened
 
-    def _open_own(self, prepared: Prepared, secrets: SecretValues, terminations: int, pool_id: str = "") -> Session:
-        """Rent the machines of a pool."""
+    def _open_own(
+        self,
+        prepared: Prepared,
+        secrets: SecretValues,
+        terminations: int,
+        begun: list[Session | Attached],
+        pool_id: str = "",
+    ) -> Session:
+        """Rent the machines of a pool. Its session is added to `begun` first."""
         self._opened = opened = Session(
             prepared.spec, prepared.providers, prepared.on_event, prepared.work, secrets, pool_id
         )
+        begun.append(opened)
         self._start(opened, prepared, terminations)
         return opened
 

@@ -77,14 +77,25 @@ def leave_named(opened: Session | Attached, use: NamedUse) -> None:
 
 
 def _leave_own(session: Session, use: NamedUse) -> None:
-    keep_warm = use.spec.keep_warm
     is_last = session.is_running and use.is_last
-    if not session.is_running or (is_last and not keep_warm and use.leave() is NameState.CLOSING):
-        session.stop("the pool was closed")
-        session.release()
+    if not session.is_running or (is_last and not use.spec.keep_warm and use.leave() is NameState.CLOSING):
+        _end(session)
         return
-    lease = session.detach(max(use.spec.lease_seconds, keep_warm if is_last else 0.0))
-    _end_if_last(use, lease.pool_id)
+    try:
+        lease = session.detach(max(use.spec.lease_seconds, use.spec.keep_warm if is_last else 0.0))
+    except SkywardError as error:
+        if not is_last or use.leave(may_be_warm=False) is not NameState.CLOSING:
+            raise
+        # for example the account does not pay for the warm time: a pool that stays open would cost more
+        _log.warning("the pool %r is not kept warm, and is ended: %s", use.name, error)
+        _end(session)
+    else:
+        _end_if_last(use, lease.pool_id)
+
+
+def _end(session: Session) -> None:
+    session.stop("the pool was closed")
+    session.release()
 
 
 def _leave_attached(attached: Attached, use: NamedUse) -> None:

@@ -6,7 +6,6 @@ tries again, at the earliest after PAUSE_SECONDS. An attached client whose ledge
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import logging
 import threading
@@ -15,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, cast
 
-from skyward_core.errors import LedgerConflict, LedgerError, SkywardError
+from skyward_core.errors import LedgerConflict, LedgerError
 from skyward_core.ledger.rows import CallState, SlotUse
 from skyward_core.worker.wire import OutcomeKind
 
@@ -91,13 +90,17 @@ class CallLedger:
 
 
 def note_all(cluster: Cluster, pool_id: str, log: Callable[..., object]) -> None:
-    """Write what the scheduler knows of all detached calls, before its machine goes. Raises nothing."""
+    """Write what the scheduler knows of all detached calls, before its machine goes. Raises no error: the pool ends
+    whatever happens here.
+    """
     if cluster.owner.connection is None:
         return
-    with contextlib.suppress(SkywardError, OSError):
-        records = cluster.detached.known(ASK_SECONDS)
-        calls = CallLedger(pool_id, cluster.slots_at, log)
-        calls.note(*records)
+    calls = CallLedger(pool_id, cluster.slots_at, log)
+    try:
+        calls.note(*cluster.detached.known(ASK_SECONDS))
+    except Exception as error:
+        log(logging.DEBUG, "the last states of the detached calls of pool %s are not known: %s", pool_id, error)
+    finally:
         calls.close()
 
 

@@ -138,12 +138,12 @@ class NamedUse:
         """Whether no other process uses the pool, at this moment. Raises LedgerError."""
         return self._ledger.names.is_last(self.name, self._client_id)
 
-    def leave(self) -> NameState | None:
+    def leave(self, *, may_be_warm: bool = True) -> NameState | None:
         """Record that this process leaves; return what the pool is now (`Names.leave`).
 
         After CLOSING this process ends the pool, and calls `left` then. Raises LedgerError.
         """
-        state = self._ledger.names.leave(self.name, self._client_id)
+        state = self._ledger.names.leave(self.name, self._client_id, may_be_warm=may_be_warm)
         if state is not NameState.CLOSING:
             self._renewal.end()
         return state

@@ -187,6 +187,32 @@ def test_ps_lists_open_pools(skyward: Skyward, ledger: Ledger, clock: Clock, fol
     assert "the newest 2" in skyward("ps --all --limit 2")
 
 
+def test_ps_shows_the_name_of_a_pool_and_how_many_use_it(
+    skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
+) -> None:
+    """`skyward stop` takes the name too."""
+    open_pool(ledger, clock, folder, "sky-plain", owner=HERE, age_seconds=7200)
+    open_pool(ledger, clock, folder, "sky-named", owner=HERE)
+    for client in ("a", "b"):
+        ledger.names.claim(
+            "nightly", "sky-named", client, owner=HERE, terms={}, keep_warm_seconds=60.0, lease_seconds=100.0
+        )
+        ledger.names.opened("nightly", 1)
+    output = lines(skyward("ps"))
+    assert output[0][-2:] == ["NAME", "USERS"]
+    assert output[2][-2:] == ["nightly", "2"]
+    plain, named = json.loads(skyward("ps --json"))
+    assert (plain["name"], plain["users"]) == (None, None)
+    assert (named["name"], named["users"], named["warm_until"]) == ("nightly", 2, None)
+    for client in ("a", "b"):
+        ledger.names.leave("nightly", client)
+    (pool,) = [one for one in json.loads(skyward("ps --json")) if one["name"]]
+    assert datetime.fromisoformat(pool["warm_until"]) == (clock.now + timedelta(seconds=60)).replace(microsecond=0)
+    assert "warm until" in skyward("ps")
+    skyward("stop nightly")
+    assert [row["pool"] for row in json.loads(skyward("ps --json"))] == ["sky-plain"]
+
+
 def test_ps_as_json_has_the_same_pools(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
     """As JSON, with units in the names and times in ISO 8601."""
     open_pool(ledger, clock, folder, "sky-live", owner=HERE, age_seconds=7200, machines=2)

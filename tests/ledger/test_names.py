@@ -153,6 +153,22 @@ def test_a_pool_that_was_warm_long_enough_is_condemned_and_replaced(ledger: Ledg
         ledger.renew("sky-a", clock.time + timedelta(seconds=900))
 
 
+def test_a_pool_that_cannot_be_kept_warm_is_closed(ledger: Ledger) -> None:
+    opened(ledger, keep_warm_seconds=600.0)
+    assert ledger.names.leave("nightly", "a", may_be_warm=False) is NameState.CLOSING
+
+
+def test_the_users_of_a_pool_are_those_that_have_not_left(ledger: Ledger, clock: Clock) -> None:
+    """A process that does not renew its lease is none."""
+    opened(ledger)
+    claim(ledger, "b")
+    assert ledger.names.users() == {"sky-a": 2}
+    ledger.names.leave("nightly", "b")
+    assert ledger.names.users() == {"sky-a": 1}
+    clock.time += timedelta(seconds=LEASE_SECONDS + 1)
+    assert ledger.names.users() == {}
+
+
 def test_a_steward_that_was_replaced_writes_no_more(ledger: Ledger, clock: Clock) -> None:
     epoch = opened(ledger)
     clock.time += timedelta(seconds=LEASE_SECONDS + 1)

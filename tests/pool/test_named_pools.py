@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 import skyward_core as sky
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.names_policy import NameState
+from skyward_core.ledger.rows import Account, Period
 from skyward_core.worker.watchdog import members
 from tests.conftest import wait_until
 
@@ -153,6 +155,7 @@ def test_a_warm_pool_is_found_by_the_next(name: str) -> None:
     wait_until(lambda: is_gone(pool, ids), "the warm nodes to end")
 
 
+@pytest.mark.long  # it waits half a minute for a scheduler that does not answer
 def test_a_warm_pool_whose_nodes_have_died_is_opened_anew(name: str) -> None:
     """The ledger says that it is warm; no node answers."""
     with pool_of(name, keep_warm=3600) as pool:
@@ -167,6 +170,23 @@ def test_a_warm_pool_whose_nodes_have_died_is_opened_anew(name: str) -> None:
         ids = machines_of(again)
     sky.release(again.id)
     assert is_gone(again, ids)
+
+
+def test_a_pool_whose_account_does_not_pay_for_the_warm_time_is_ended(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The block ends without an error, and nothing costs more."""
+    with Ledger(default_url()) as ledger:
+        ledger.set_account(Account(name, Decimal(3), Period.RUN))
+    provider = sky.Local(price_per_hour=36)
+    with pool_of(name, provider=provider, budget=name, keep_warm=3600, lease_seconds=5) as pool:
+        ids = machines_of(pool)
+    assert "is not kept warm, and is ended" in caplog.text
+    assert is_gone(pool, ids)
+    with Ledger(default_url()) as ledger:
+        entry = ledger.pool(pool.id)
+        assert entry is not None
+        assert entry.ended_at is not None
 
 
 def test_other_settings_are_refused_with_the_fields(name: str) -> None:

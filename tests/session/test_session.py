@@ -46,7 +46,9 @@ class World:
             end_now=lambda: None,
         )
         opened._engine.cluster = SimpleNamespace(
-            close=lambda error: do(f"closed with {type(error).__name__}"), leave=lambda _: do("left")
+            owner=SimpleNamespace(connection=None),
+            close=lambda error: do(f"closed with {type(error).__name__}"),
+            leave=lambda _: do("left"),
         )  # type: ignore[assignment]
         opened._engine.recovery = SimpleNamespace(stop=lambda: None, join=lambda: None)  # type: ignore[assignment]
         opened._bookkeeping.journal = SimpleNamespace(live_by_lease=lambda _: do("ledger updated"), note=lambda: None)  # type: ignore[assignment]

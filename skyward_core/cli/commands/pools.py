@@ -33,8 +33,19 @@ def ps(
     with open_ledger(context) as ledger:
         rows = ledger.pool_rows(include_ended=include_ended, limit=limit, unreadable=unreadable)
         rates = _rates(ledger, unreadable)
+        names = {named.pool_id: named for named in ledger.names.all_named(unreadable=unreadable)}
+        users = ledger.names.users(unreadable=unreadable) if names else {}
         now = datetime.now(UTC)
-        pools = [view.pool(row, rates.get(row.entry.id, ZERO_USD), now) for row in rows]
+        pools = [
+            view.pool(
+                row,
+                rates.get(row.entry.id, ZERO_USD),
+                now,
+                names.get(row.entry.id),
+                users.get(row.entry.id, 0),
+            )
+            for row in rows
+        ]
     if as_json:
         print_json(pools)
     elif not pools:
@@ -64,10 +75,12 @@ def stop(
         typer.Option(parser=values.printable, metavar="NAME", help="whose machines, if the ledger does not know"),
     ] = None,
 ) -> int:
-    """End a pool, live or not."""
+    """End a pool, live or not, by its id or its name."""
     from skyward_core.cleanup.release import release
 
     with open_ledger(context) as ledger:
+        if (named := ledger.names.named(pool_id)) is not None:
+            pool_id = named.pool_id
         credentials = None if provider is None else provider_from(provider)
         is_known = _is_known(ledger, pool_id)
         ended = release(pool_id, ledger=ledger, credentials=credentials, why="it was stopped with `skyward stop`")

@@ -10,14 +10,20 @@ from typing import TYPE_CHECKING, Any
 from skyward_core.cli.printing import duration, first_of, iso, money, number_of
 
 if TYPE_CHECKING:
+    from skyward_core.ledger.names_policy import NamedPool
     from skyward_core.ledger.rows import PoolEntry, PoolRow
 
 
-def pool(row: PoolRow, usd_per_hour: Decimal, now: datetime) -> dict[str, Any]:
-    """Return a pool as in `skyward ps --json`."""
+def pool(
+    row: PoolRow, usd_per_hour: Decimal, now: datetime, named: NamedPool | None = None, users: int = 0
+) -> dict[str, Any]:
+    """Return a pool as in `skyward ps --json`. `users` is how many processes use a pool with a name."""
     entry = row.entry
     return {
         "pool": entry.id,
+        "name": None if named is None else named.name,
+        "users": None if named is None else users,
+        "warm_until": None if named is None or named.warm_until is None else iso(named.warm_until),
         "state": _state(entry, now),
         "owner": entry.owner.name,
         "work": entry.work.labels(),
@@ -45,12 +51,24 @@ def _state(entry: PoolEntry, now: datetime) -> str:
 
 
 def table(pools: Sequence[Mapping[str, Any]], works: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:
-    """Return heads and rows; the column WORK is there only if a pool has work."""
+    """Return heads and rows. NAME and USERS are there only if a pool has a name, WORK only if one has work."""
     heads = ["POOL", "STATE", "OWNER", "PROVIDER", ">OPEN", ">AGE", ">LEASE", ">USD/H", ">COST USD"]
     rows = [_row(one) for one in pools]
+    if any(one["name"] for one in pools):
+        heads += ["NAME", ">USERS"]
+        rows = [[*row, *_name(one)] for row, one in zip(rows, pools, strict=True)]
     if any(works.values()):
         return [*heads, "WORK"], [[*row, works[row[0]]] for row in rows]
     return heads, rows
+
+
+def _name(pool: Mapping[str, Any]) -> list[str]:
+    if not pool["name"]:
+        return ["", ""]
+    warm_until: str | None = pool["warm_until"]
+    if warm_until is not None and not pool["users"]:
+        return [pool["name"], f"warm until {warm_until[11:16]}"]
+    return [pool["name"], str(pool["users"])]
 
 
 def _row(pool: Mapping[str, Any]) -> list[str]:
