@@ -7,7 +7,7 @@ export UV_COMPILE_BYTECODE := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 # The number of test processes (pytest-xdist), each with separate hosts, servers and folders. Most tests wait more than they compute.
-AT_ONCE ?= 4
+AT_ONCE ?= 5
 TESTS := $(RUN) pytest -q -n $(AT_ONCE) --dist loadfile --no-loadscope-reorder
 
 # Most of the 18,000 modules of the frameworks are never imported: Python compiles the others when it imports them first.

@@ -5,7 +5,7 @@ SkywardError
 │   └── NotYetSupported            the spec is sound, this version does not do it yet
 ├── NotPicklable (TypeError)       pass something else: a value cannot travel
 ├── CredentialsError               mend the credentials
-│   └── LeaseTampered              get the lease from its owner again: somebody has altered it
+│   └── LeaseTampered              get the lease from its owner again: it was altered
 ├── NoCapacity                     try another offer, region or provider
 │   └── QuotaExceeded              ask the provider for more, or try another
 ├── OfferGone                      ask for offers again

@@ -314,6 +314,7 @@ def test_three_bare_hosts_become_a_pool(hosts, owned, timings):
     assert "deps" not in [event.step for event in recorded.of(BootstrapProgress)]
 
 
+@pytest.mark.long
 def test_a_host_is_preempted_under_a_running_map(cloud, timings):
     """A host is preempted during 200 calls. Each result is right and counted once, the host's running calls run again,
     and another host replaces it.

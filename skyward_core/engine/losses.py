@@ -159,7 +159,7 @@ class Losses:
             if self._kept.was_lost(report, outcome.call_id):
                 self._calls.discard(outcome.parcel)
         for item in report.news if is_done else ():
-            if isinstance(item, Item):  # of a run that was lost: nobody takes it
+            if isinstance(item, Item):  # of a run that was lost: no consumer takes it
                 self._calls.discard(item.parcel)
         self._kept.ended(report, [outcome.call_id for outcome in outcomes])
         return is_done or is_repeated

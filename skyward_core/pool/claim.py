@@ -36,9 +36,16 @@ def _parsed(given: Lease | Mapping[str, Any] | str) -> Lease:
     if isinstance(given, Lease):
         return given
     try:
-        return Lease.model_validate_json(given) if isinstance(given, str) else Lease.model_validate(given)
+        if not isinstance(given, str):
+            # values that have no JSON, such as bytes, are no part of a lease, and the signature is over the JSON
+            given = Lease.model_validate(given).model_dump_json()
+        return Lease.model_validate_json(given)
     except ValidationError as error:
         fields = sorted({".".join(map(str, detail["loc"])) or "the whole" for detail in error.errors()})
-        raise LeaseTampered(
-            f"this is no lease, or was altered ({', '.join(fields)[:200]}): get `pool.lease` from its owner again"
-        ) from error
+        raise LeaseTampered(_words(", ".join(fields)[:200])) from error
+    except ValueError as error:
+        raise LeaseTampered(_words(str(error)[:200])) from error
+
+
+def _words(reason: str) -> str:
+    return f"this is no lease, or was altered ({reason}): get `pool.lease` from its owner again"

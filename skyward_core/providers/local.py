@@ -345,7 +345,7 @@ def _make_folders(instance_id: str) -> Path:
 def _remove_abandoned_folders() -> None:
     """Remove the empty folders in memory of nodes whose keepers were killed together with all other processes.
 
-    Nobody else would. Only old and empty ones: processes of a container that shares this memory cannot be seen here.
+    No other process would. Only old and empty ones: processes of another container cannot be seen here.
     """
     pattern = Path(memory_directory(f"{Local.name}-*"))
     for folder in pattern.parent.glob(pattern.name):

@@ -132,7 +132,7 @@ def state_of(record: Mapping[str, Any], slots_at: Callable[[int], int], now: flo
 
 
 def _state(record: Mapping[str, Any]) -> str:
-    """Return the state; of calls that have ended, "failed" and "cancelled" ones are told apart."""
+    """Return the state; of calls that have ended, "failed" and "cancelled" ones are separate."""
     state, outcome = str(record["state"]), record["outcome"]
     if state != "ended" or outcome in ("", OutcomeKind.RESULT):
         return state

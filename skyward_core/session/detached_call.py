@@ -58,7 +58,7 @@ class DetachedCall[R]:
         """Whether the `start_detached` that returned this object has begun the call."""
         self._cluster = cluster
         self._note = note
-        """Writes a record into the ledger, if it tells something new. Raises nothing."""
+        """Writes a record into the ledger, if it is new. Raises nothing."""
         self._lock = threading.Lock()
         self._number = 0
         self._lines: list[tuple[int, list[str]]] = []

@@ -22,7 +22,7 @@ from tests.cli.test_commands import (  # noqa: F401 - fixtures
 def test_the_table_has_states_costs_and_their_sum(
     skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
 ) -> None:
-    """A call whose end nobody has seen says when its pool has ended. Filters narrow the list and the sum."""
+    """A call whose end no process has seen says when its pool has ended. Filters narrow the list and the sum."""
     assert "no such detached calls" in skyward("calls")
     open_pool(ledger, clock, folder, "sky-1", owner=HERE)
     (machine,) = folder.instances()

@@ -335,7 +335,7 @@ def test_the_lock_of_a_lost_worker_is_free(own_pool: sky.ComputePool) -> None:
 def test_the_lock_of_a_silent_node_is_free(own_pool: sky.ComputePool) -> None:
     """The processes of the node are stopped, and its connections stay: the scheduler removes it after 14 seconds.
 
-    Until then nobody else has the lock. When the node goes on, the call's release has no effect on the next holder.
+    Until then no other call has the lock. When the node goes on, the call's release has no effect on the next holder.
     """
     held, lock = sky.Queue[tuple[int, int]]("held", pool=own_pool), sky.Lock("silent", pool=own_pool)
 

@@ -228,11 +228,11 @@ def test_the_rank_that_failed_first_is_raised(
         fails(rank, how, str(tmp_path)) @ pool
     if isinstance(raised.value, sky.CallCrashed):
         assert (raised.value.node, raised.value.exit_code) == (rank // 2, code)
-        told = raised.value.output
+        notes = raised.value.output
     else:
-        told = raised.value.__notes__
+        notes = raised.value.__notes__
     if how != "runner":
-        (line,) = (line for line in told if "rank" in line)
+        (line,) = (line for line in notes if "rank" in line)
         assert f"rank {rank} of 4, which is local rank {rank % 2} of node {rank // 2}" in line
     pids = [int((tmp_path / str(number)).read_text()) for number in range(4)]
     assert len(one_each(Coloured("")) @ pool) == 2

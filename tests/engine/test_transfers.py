@@ -13,7 +13,7 @@ NODE = node_of(0, 0, 1, 1)
 
 
 class CutTransport:
-    """A node from which nothing comes; `released` has the paths of what it was told to remove."""
+    """A node from which nothing comes; `released` has the paths that it was requested to remove."""
 
     def __init__(self) -> None:
         self.released: list[str | None] = []

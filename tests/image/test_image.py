@@ -317,6 +317,7 @@ def test_special_characters_pass_shellcheck(pip, values):
     assert _shellcheck(image.bootstrap()) == ""
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None, database=None)
 @given(values=st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=30), max_size=5))
 def test_variables_are_exported_literally(values):

@@ -157,6 +157,7 @@ def test_large_arguments_outlive_a_worker(pool: sky.ComputePool, tmp_path: Path)
     assert list(found) == [20_000] * 2 * SLOTS
 
 
+@pytest.mark.long
 def test_the_scheduler_is_frozen_during_a_search(
     pool: sky.ComputePool, digits: tuple[Any, Any], expected: Any, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -371,6 +372,7 @@ class _Cluster:
     slots = 1
     is_idle = True
     busy_at = 0.0
+    owner = SimpleNamespace(connection=None)
 
     def __init__(
         self, lease: Any, certificate: object, transports: object, emit: Callable[[Any], object], *_: object

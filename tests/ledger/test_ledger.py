@@ -615,7 +615,7 @@ class IntentHistories(RuleBasedStateMachine):
         return self.model[data.draw(st.sampled_from(sorted(self.model)))]
 
 
-TestIntentHistories = IntentHistories.TestCase
+TestIntentHistories = pytest.mark.slow(IntentHistories.TestCase)
 TestIntentHistories.settings = settings(
     max_examples=12, stateful_step_count=20, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -82,7 +82,7 @@ def test_other_terms_are_refused(ledger: Ledger) -> None:
 
 
 def test_of_many_processes_at_once_exactly_one_rents(url: str) -> None:
-    """Each has a connection and a thread of its own."""
+    """Each has a separate connection and thread."""
     claims: list[Claim] = []
     ready = threading.Barrier(16)
 

@@ -39,7 +39,7 @@ class FarProvider(FakeProvider):
 
 @dataclass
 class Rented:
-    """A rental of a pool, with everything that it tells."""
+    """A rental of a pool, with all its events."""
 
     rental: Rental
     provider: FarProvider
@@ -160,7 +160,7 @@ def test_a_machine_is_presumed_gone_some_time_after_its_lease(
 ) -> None:
     """Its guard gets a grace to end it. Before that only the provider can prove its end.
 
-    Looks inside: no time passes, and the teardown has tests of its own.
+    Looks inside: no time passes, and the teardown has separate tests.
     """
     it, now, seen = make(lease_seconds=60), [1000.0], list[frozenset[str]]()
     lost, *_ = it.rental.launch(it.offer, 2, 0)

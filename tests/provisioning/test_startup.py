@@ -111,7 +111,7 @@ class Opening:
 
 
 def test_the_nodes_get_the_address_of_the_head() -> None:
-    """The head has settings without one, and then its scheduler listens. A pool that opens is told to all of them."""
+    """The head has settings without one, and then its scheduler listens. When the pool opens, all of them get a message."""
     pool = Opening()
     pool.prepare()
     assert pool.scheduler == "tls://head:0"
@@ -182,7 +182,7 @@ def test_a_machine_may_be_lost_while_the_head_starts_again(monkeypatch: pytest.M
 def test_only_the_head_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """With its image's disk, instead of a start. The others start as ever.
 
-    Looks inside: the capture has tests of its own.
+    Looks inside: the capture has separate tests.
     """
     pool, captured = Opening(2), list[tuple[Any, ...]]()
     pool.spec = sky.PoolSpec.of(provider=sky.Local(), nodes=2, image=sky.Image(cache=True))

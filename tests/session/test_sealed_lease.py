@@ -128,7 +128,7 @@ def test_a_lease_without_its_key_file_gets_the_sealed_key(ledger: Ledger, key: P
 
 
 def test_only_a_key_without_a_passphrase_is_sealed(ledger: Ledger, key: Path) -> None:
-    """Whoever has no other key learns it before anything is tried; `key=` needs none of it."""
+    """A caller without another key gets the error before anything is tried; `key=` needs none of it."""
     subprocess.run(["ssh-keygen", "-q", "-p", "-N", "a passphrase", "-f", str(key)], check=True, capture_output=True)
     for path in (key, key.parent / "missing", key.parent):
         claim = over_ssh(path)
@@ -345,6 +345,13 @@ def test_an_altered_lease_is_never_used(key: Path, data: st.DataObject) -> None:
     except sky.CredentialsError:
         return
     assert found.with_key("") == claim.with_key("")
+
+
+@pytest.mark.parametrize("value", [b"\x80", b"local", object()], ids=["no text", "bytes", "object"])
+def test_a_value_without_json_is_no_part_of_a_lease(key: Path, value: object) -> None:
+    fields = signed(over_ssh(key)).model_dump(mode="json")
+    with pytest.raises(sky.LeaseTampered):
+        verified_claim({**fields, "provider": {**fields["provider"], "name": value}}, has_key=True, is_trusted=False)
 
 
 @pytest.mark.slow

@@ -37,7 +37,7 @@ class Scheduler:
         self.stream_handlers[REQUEST](worker, holder, fields_of(request))
 
     def remove_worker(self, worker: str) -> None:
-        """As Dask does: it forgets the worker, and tells its plug-ins then."""
+        """As Dask does: it forgets the worker, and calls its plug-ins then."""
         del self.workers[worker], self.stream_comms[worker]
         self.coordination.remove_worker(self, worker)  # pyright: ignore[reportArgumentType]
 

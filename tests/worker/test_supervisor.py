@@ -1005,7 +1005,7 @@ def test_a_call_outlives_one_head_after_the_other(
     assert (tmp_path / "begun").read_text() == "begun\n"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_worker_without_a_new_head_ends_its_calls(
     start: Start, listen: Callable[[str], NoticePoller], tmp_path: Path
 ) -> None:
