@@ -1179,5 +1179,5 @@ AnyOrder.TestCase.settings = settings(
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
-TestAnyOrder: Any = AnyOrder.TestCase
+TestAnyOrder: Any = pytest.mark.slow(AnyOrder.TestCase)
 TestAnyOrder.__doc__ = "Whatever happens in whatever order: once all is mended every rank is there again, and each lost instance has exactly one event."

@@ -512,6 +512,7 @@ def test_a_call_has_its_time_and_its_share(bought: Bought, call: Any, error: typ
     assert bought.running_seconds() - before == pytest.approx(future.seconds, abs=0.2)
 
 
+@pytest.mark.slow
 def test_shares_add_up_to_the_cost_of_running_calls(bought: Bought) -> None:
     """Of two hundred calls, sent in batches, each has its own time; together their shares are the bucket's growth."""
     before = bought.running_seconds()

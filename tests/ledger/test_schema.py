@@ -383,6 +383,7 @@ def test_eight_processes_may_open_an_old_ledger_at_once(ledger: Ledger) -> None:
     assert versions(url) == (str(NEWEST), str(NEWEST))
 
 
+@pytest.mark.slow
 def test_threads_may_create_different_ledgers_at_once(tmp_path: Path) -> None:
     """A migration uses no state that all threads share."""
     urls = [f"sqlite:///{tmp_path}/{number}.db" for number in range(8)]

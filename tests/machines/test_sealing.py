@@ -104,6 +104,7 @@ def test_a_ring_does_not_show_its_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert repr(base64.urlsafe_b64decode(key)) not in shown
 
 
+@pytest.mark.slow
 @pytest.mark.generated
 @settings(max_examples=examples(1500), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
