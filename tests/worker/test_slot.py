@@ -515,7 +515,14 @@ def test_a_forked_child_that_leaves_the_call_takes_no_other_calls(slot: Slot, tm
 def test_a_runner_that_dies_is_noticed_though_a_process_holds_its_sockets(slot: Slot, tmp_path: Path) -> None:
     """A process that a call has forked, and that outlives the call: the sockets do not end with the runner."""
     child = tmp_path / "child"
-    leaves = f"import os, signal\nif os.fork() == 0:\n    os.setsid(); open({str(child)!r}, 'w').write(str(os.getpid())); signal.pause()"
+    # the call ends when the child has its own session: one in the runner's group would be killed with the runner
+    leaves = (
+        "import os, pathlib, signal, time\n"
+        f"child = pathlib.Path({str(child)!r})\n"
+        "if os.fork() == 0:\n"
+        "    os.setsid(); child.write_text(str(os.getpid())); signal.pause()\n"
+        "while not (child.exists() and child.read_text()): time.sleep(0.001)"
+    )
     try:
         run = Run(slot, batch_of(leaves=leaves, dies="import os; os.abort()", next="pass"))
         assert run.endings() == {
