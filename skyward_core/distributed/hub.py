@@ -140,7 +140,10 @@ class Hub:
         return self._to_all({"ended": True})
 
     def _to_all(self, message: Message) -> list[Letter]:
-        return [(rank, message) for rank in sorted(self._present)]
+        """Address a message to all ranks that are there. Rank 0 is the last one, because it may end its process, and
+        this hub, as soon as it has the message.
+        """
+        return [(rank, message) for rank in sorted(self._present, reverse=True)]
 
 
 def proof(key: str, *parts: object) -> str:

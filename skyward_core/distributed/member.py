@@ -157,11 +157,17 @@ class Member:
         self._reader.start()
 
     def wait_until_formed(self) -> None:
-        """Return when all ranks are there. Raises GroupNotFormed with the ranks that did not come."""
+        """Return when all ranks are there.
+
+        Raises GroupNotFormed with the ranks that did not come, and RankFailed if the hub is lost: then the process of
+        rank 0 has ended, possibly after the group was formed, and its error is the first one.
+        """
         try:
             self._next("formed")
-        except RankFailed as error:
-            absent = self._absent or (error.rank,)
+        except RankFailed:
+            absent = self._absent
+            if not absent:
+                raise
             ranks = f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
             raise GroupNotFormed(
                 f"a group of {self.place.world_size} ranks was not formed in time: {ranks} did not come", absent=absent

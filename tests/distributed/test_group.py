@@ -140,6 +140,19 @@ def test_the_first_error_is_kept_and_the_other_rank_is_held() -> None:
     assert stops == []
 
 
+def test_the_end_of_the_hub_before_the_group_is_formed_is_the_failure_of_rank_0() -> None:
+    """Rank 0 may have crashed in its function already: its crash is the cause, and no absent rank."""
+    ranks = places(2)
+    hub = open_hub(ranks[0], time.monotonic() + 30)
+    one = Member(ranks[1], *find_hub(ranks[1], time.monotonic() + 30))
+    try:
+        hub.close()
+        with pytest.raises(sky.RankFailed, match="rank 0 of 2 failed first: its process ended"):
+            one.wait_until_formed()
+    finally:
+        one.close()
+
+
 def test_a_rank_that_hangs_after_a_failure_is_stopped() -> None:
     """Nothing else has stopped it: it is in its function, and the other rank's process has ended."""
     stops: list[str] = []

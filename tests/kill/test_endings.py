@@ -357,6 +357,7 @@ def test_an_end_by_the_program_itself(program: Program, text: str, status: int, 
 OPENS = "pool().open()"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", [billed.LAUNCH_HANGS, billed.ANSWER_HANGS])
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGINT])
 def test_the_middle_of_a_launch(program: Program, fault: str, sig: signal.Signals) -> None:
@@ -387,6 +388,7 @@ def test_an_interrupt_while_the_machines_come_up(program: Program) -> None:
     assert program.stdout.splitlines()[-1] == "CostFinal"
 
 
+@pytest.mark.long
 def test_two_interrupts_while_the_pool_opens(program: Program) -> None:
     """Ctrl-C undoes the opening, and a second one stops that: the reaper ends what is left then."""
     program.lay(billed.ANSWER_HANGS, billed.TERMINATE_HANGS).start(OPENS).come_to(
@@ -400,6 +402,7 @@ def test_two_interrupts_while_the_pool_opens(program: Program) -> None:
     assert "KeyboardInterrupt" in program.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hanging", [1, 2])
 def test_interrupts_of_a_termination_that_hangs(program: Program, hanging: int) -> None:
     """Each Ctrl-C stops one attempt. The next attempt is made when the interpreter ends, and the last one by the
@@ -419,6 +422,7 @@ def test_interrupts_of_a_termination_that_hangs(program: Program, hanging: int) 
     assert "KeyboardInterrupt" in program.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("point", ["a call runs", "the pool opens"])
 def test_a_burst_of_interrupts(program: Program, point: str) -> None:
     """Ctrl-C again and again, wherever the program is by then: in the call, in the opening, in the closing, at its
