@@ -27,6 +27,7 @@ from skyward_core.errors import (
     LedgerError,
     NodeLost,
     SkywardError,
+    Unreachable,
 )
 from skyward_core.events.events import CostFinal, SkywardEvent
 from skyward_core.events.queue import EventQueue
@@ -49,6 +50,7 @@ JOIN_SECONDS = 5.0  # a worker that has crashed is back in one or two
 ALL_AT_ONCE = 1000
 REPLACED_SECONDS = 300.0  # for which a broadcast waits for the replacement of a lost node
 RESUME_SECONDS = 2.0
+LIVES_SECONDS = 5.0
 
 
 class Attached:
@@ -176,6 +178,7 @@ class Attached:
         head, *others = self.lease.nodes
         try:
             self._reach(head, deadline - time.monotonic())
+            self._refuse_dead(head)
             settings = json.loads(self._transports.to(head.instance).read("settings.json"))
             _refuse_anothers(head, settings)
         except NotPrivate as error:
@@ -196,6 +199,14 @@ class Attached:
                 self._go_on_without(node, str(failure))
         self._keep_here()
         return settings
+
+    def _refuse_dead(self, head: Node) -> None:
+        """Raise NodeLost if the head's supervisor has died. Else the scheduler would be looked for in vain for long."""
+        lives: bool | None = None
+        with contextlib.suppress(Unreachable, CommandFailed):  # not known: the scheduler may answer
+            lives = self._transports.to(head.instance).lives(LIVES_SECONDS)
+        if lives is False:
+            raise NodeLost("the first process of its head has died")
 
     def _reach(self, node: Node, seconds: float) -> None:
         if node.instance.endpoint is None:

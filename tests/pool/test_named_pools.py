@@ -155,7 +155,6 @@ def test_a_warm_pool_is_found_by_the_next(name: str) -> None:
     wait_until(lambda: is_gone(pool, ids), "the warm nodes to end")
 
 
-@pytest.mark.long  # it waits half a minute for a scheduler that does not answer
 def test_a_warm_pool_whose_nodes_have_died_is_opened_anew(name: str) -> None:
     """The ledger says that it is warm; no node answers."""
     with pool_of(name, keep_warm=3600) as pool:

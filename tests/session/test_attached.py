@@ -22,6 +22,7 @@ import pytest
 import skyward_core as sky
 from skyward_core.machines.instances import Lease
 from skyward_core.transport import ssh_transport
+from skyward_core.worker.watchdog import kill_instance, members
 from tests.conftest import RecordedEvents, processes_by_tag, shared, wait_until
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
@@ -455,6 +456,18 @@ def test_a_closed_pool_cannot_be_attached_to() -> None:
     with pytest.raises(sky.NodeLost, match="is not there any more"):
         sky.ComputePool.attach(lease)
     assert time.monotonic() - started < 15
+
+
+def test_a_pool_whose_head_was_killed_cannot_be_attached_to() -> None:
+    """No time is spent on its scheduler."""
+    with sky.ComputePool(provider=sky.Local(), retries=0, display="quiet") as pool:
+        lease = pool.detach()
+    head = lease.nodes[0].instance.id
+    kill_instance(head)
+    wait_until(lambda: not members(head), "the end of the killed processes")
+    with pytest.raises(sky.NodeLost, match=r"the first process of its head has died|its head has ended"):
+        sky.ComputePool.attach(lease)
+    sky.release(lease.pool_id)
 
 
 # ── over SSH ─────────────────────────────────────────────────────────────────────────────────────────────────────────
