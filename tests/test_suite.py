@@ -2,18 +2,22 @@
 
 The reason follows one of these words in the docstring: `Sleeps:`, `Looks inside:`. A test that asserts nothing is never
 allowed.
+
+Files, classes and functions of the packages and of the tests are not too long.
 """
 
 import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 TESTS = Path(__file__).parent
-PACKAGES = [TESTS.parent / "skyward_core", TESTS.parent / "integrations"]
+ROOT = TESTS.parent
+PACKAGES = [ROOT / "skyward_core", ROOT / "integrations"]
 FOREVER_SECONDS = 60
 """A sleep of at least this time waits to be stopped, not for time to pass."""
 
@@ -21,6 +25,47 @@ ASSERTING = {"raises", "warns", "fail", "run_state_machine_as_test"}
 """Names of pytest and hypothesis that fail a test; those of mocks begin with `assert_`."""
 
 NOTHING = "asserts nothing"
+
+MOST_LINES = {"file": 600, "class": 400, "function": 60}
+"""Without decorators."""
+OLD = """
+skyward_core/session/session.py Session
+tests/accelerators/test_accelerators.py file
+tests/cleanup/test_reaper.py file
+tests/cli/test_commands.py file
+tests/engine/test_dispatcher.py file
+tests/engine/test_recovery.py file
+tests/image/test_image.py file
+tests/integrations/test_airflow.py file
+tests/integrations/test_dagster.py file
+tests/integrations/test_prefect.py file
+tests/kill/points.py file
+tests/kill/points.py Round
+tests/kill/test_endings.py file
+tests/ledger/test_budgets.py file
+tests/ledger/test_journal.py file
+tests/ledger/test_ledger.py file
+tests/pool/test_pool.py file
+tests/providers/test_aws.py file
+tests/providers/test_aws_fleet.py file
+tests/providers/test_aws_ssm.py file
+tests/providers/test_digitalocean.py file
+tests/providers/test_hosts.py file
+tests/providers/test_runpod.py file
+tests/providers/test_userdata.py file
+tests/providers/test_vastai.py file
+tests/providers/test_verda.py file
+tests/serialization/test_pickling.py file
+tests/session/test_attached.py file
+tests/test_real_hosts.py file
+tests/test_secret.py file
+tests/test_seed_tables.py file
+tests/transport/test_ssh_connection.py file
+tests/worker/test_calls.py file
+tests/worker/test_slot.py file
+tests/worker/test_supervisor.py file
+"""
+"""What was longer before the rule. Files of tests may stay so until they are split; nothing new comes here."""
 
 type Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -47,6 +92,8 @@ class File:
     functions: tuple[Function, ...]
     private: frozenset[str]
     """The private names that it defines."""
+    too_long: tuple[str, ...]
+    """What is longer than `MOST_LINES`: "file", or the name of a class or function."""
 
 
 def test_every_test_keeps_the_rules() -> None:
@@ -60,6 +107,37 @@ def test_every_test_keeps_the_rules() -> None:
         for fault in faults(file, asserting, private)
     ]
     assert found == [], "\n".join(found)
+
+
+def test_nothing_is_too_long() -> None:
+    """Readers see a file of at most 600 lines, a class of at most 400, and a function of at most 60."""
+    found = {
+        f"{path.relative_to(ROOT)} {name}"
+        for folder in (*PACKAGES, TESTS)
+        for path, file in files(folder).items()
+        for name in file.too_long
+    }
+    assert sorted(found - set(OLD.split("\n"))) == []
+    assert sorted(set(OLD.strip().split("\n")) - found) == [], "not too long any more: remove it from OLD"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("x = 1\n" * 600, ()),
+        ("x = 1\n" * 601, ("file",)),
+        ("class C:\n" + "    x = 1\n" * 399, ()),
+        ("class C:\n" + "    x = 1\n" * 400, ("C",)),
+        ("def f():\n" + "    x = 1\n" * 59, ()),
+        ("def f():\n" + "    x = 1\n" * 60, ("f",)),
+        ("async def f():\n" + "    x = 1\n" * 60, ("f",)),
+        ("@mark(\n" + "    1,\n" * 60 + ")\ndef f(): ...\n", ()),
+    ],
+    ids=range(8),
+)
+def test_what_is_too_long_is_found(text: str, found: tuple[str, ...]) -> None:
+    """At the limit and one line above it."""
+    assert read(text).too_long == found
 
 
 @pytest.mark.parametrize(
@@ -88,7 +166,7 @@ def test_every_test_keeps_the_rules() -> None:
 def test_a_test_that_breaks_a_rule_is_found(body: str, fault: str) -> None:
     """A test that gives its reason is not."""
     lines = "\n".join(f"    {line}" for line in body.splitlines())
-    found = faults(read(ast.parse(f"async def test_it():\n{lines}\n")), {"look"}, {"_open"})
+    found = faults(read(f"async def test_it():\n{lines}\n"), {"look"}, {"_open"})
     assert [one.partition("test_it ")[2] for one in found] == ([fault] if fault else [])
 
 
@@ -139,16 +217,34 @@ def private_names(tests: Iterable[File]) -> set[str]:
 # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@cache
 def files(folder: Path) -> dict[Path, File]:
     """Return what the rules need to know of all Python files of a folder."""
-    return {path: read(ast.parse(path.read_text(encoding="utf-8"))) for path in sorted(folder.rglob("*.py"))}
+    return {path: read(path.read_text(encoding="utf-8")) for path in sorted(folder.rglob("*.py"))}
 
 
-def read(tree: ast.Module) -> File:
-    """Return what the rules need to know of a file."""
-    nodes = list(ast.walk(tree))
+def read(text: str) -> File:
+    """Return what the rules need to know of the text of a file."""
+    nodes = list(ast.walk(ast.parse(text)))
     definitions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return File(tuple(read_function(one) for one in definitions), frozenset(_defined(nodes)))
+    return File(
+        tuple(read_function(one) for one in definitions),
+        frozenset(_defined(nodes)),
+        (*_long_file(text), *_long_parts(nodes)),
+    )
+
+
+def _long_file(text: str) -> Iterator[str]:
+    if len(text.splitlines()) > MOST_LINES["file"]:
+        yield "file"
+
+
+def _long_parts(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            most = MOST_LINES["class" if isinstance(node, ast.ClassDef) else "function"]
+            if (node.end_lineno or node.lineno) - node.lineno >= most:
+                yield node.name
 
 
 def read_function(definition: Definition) -> Function:

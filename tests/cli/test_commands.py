@@ -634,6 +634,50 @@ def _kind_of(name: str, place: str) -> str:
     return "<bucket>" if name in BUCKETS else "<field>" if place == "work" else name
 
 
+def record_pools(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
+    """Record pools in all states, budgets, attempts and calls, so that no list of any command is empty."""
+    ledger.set_account(Account("team-a", Decimal(200), Period.DAY))
+    ledger.set_account(Account("each", Decimal(5), Period.RUN))
+    open_pool(ledger, clock, folder, "sky-ended", owner=HERE)
+    skyward("stop sky-ended")
+    open_pool(ledger, clock, folder, "sky-gone", owner=DEAD)
+    folder.terminate([instance.id for instance in folder.instances()])
+    open_pool(
+        ledger, clock, folder, "sky-live", owner=HERE, account="team-a", machines=2, work=Work(system="cron", run="1")
+    )
+    open_pool(ledger, clock, folder, "sky-dead", owner=DEAD)
+    ledger.open_pool("sky-odd", owner=DEAD, provider={"name": "nonesuch"}, spec_json="{}", lease_expires_at=clock.now)
+    ledger.note_attempts(
+        [
+            Attempt("sky-live", clock.now, "folder", "here", "t", is_spot=True, seconds=0.5, error=error)
+            for error in ("", "NoCapacity")
+        ]
+    )
+    ledger.note_calls(
+        "sky-live",
+        [
+            CallState("c", "train", "dag", 1, "ended", clock.now, clock.now),
+            CallState("d", "f", "", 0, "waiting", clock.now),
+        ],
+    )
+    ledger.note_calls("sky-ended", [CallState("e", "f", "", 1, "running", clock.now)])
+
+
+def check_fields(line: str, text: str, fields: Mapping[str, str]) -> set[str]:
+    """Check that the JSON of a command has no other fields and kinds than the page; return the fields that it has."""
+    seen = set[str]()
+    for place, value in fields_of(json.loads(text)):
+        known = [field for field in fields if field == place or (value == [] and field.startswith(f"{place}[]"))]
+        assert known, f"{line} prints {place}, and docs/json.md does not have it"
+        if value != []:
+            kinds = fields[place].split(" or ")
+            assert any(
+                isinstance(value, KINDS[kind]) and (kind == "boolean") == isinstance(value, bool) for kind in kinds
+            ), (line, place, value)
+        seen.update(known)
+    return seen
+
+
 @pytest.mark.slow
 def test_json_has_the_fields_of_the_page(
     skyward: Skyward,
@@ -656,35 +700,11 @@ def test_json_has_the_fields_of_the_page(
 
     monkeypatch.setattr(FolderProvider, "offers", offers)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    ledger.set_account(Account("team-a", Decimal(200), Period.DAY))
-    ledger.set_account(Account("each", Decimal(5), Period.RUN))
-    open_pool(ledger, clock, folder, "sky-ended", owner=HERE)
-    skyward("stop sky-ended")
-    open_pool(ledger, clock, folder, "sky-gone", owner=DEAD)
-    folder.terminate([instance.id for instance in folder.instances()])
-    open_pool(
-        ledger, clock, folder, "sky-live", owner=HERE, account="team-a", machines=2, work=Work(system="cron", run="1")
-    )
-    open_pool(ledger, clock, folder, "sky-dead", owner=DEAD)
-    ledger.open_pool("sky-odd", owner=DEAD, provider={"name": "nonesuch"}, spec_json="{}", lease_expires_at=clock.now)
-    ledger.note_attempts(
-        [
-            Attempt("sky-live", clock.now, "folder", "here", "t", is_spot=True, seconds=0.5, error=error)
-            for error in ("", "NoCapacity")
-        ]
-    )
+    record_pools(skyward, ledger, clock, folder)
     wheres = " ".join(
         f"--provider {shlex.quote(json.dumps({'name': 'folder', 'folder': place}))}"
         for place in (str(tmp_path), f"{tmp_path}/other")
     )
-    ledger.note_calls(
-        "sky-live",
-        [
-            CallState("c", "train", "dag", 1, "ended", clock.now, clock.now),
-            CallState("d", "f", "", 0, "waiting", clock.now),
-        ],
-    )
-    ledger.note_calls("sky-ended", [CallState("e", "f", "", 1, "running", clock.now)])
     lines = {
         "ps": ["ps --all --json"],
         "calls": ["calls --json"],
@@ -700,19 +720,8 @@ def test_json_has_the_fields_of_the_page(
         fields, seen = documented(command), set[str]()
         for line in typed:
             cli.main(shlex.split(line))
-            for place, value in fields_of(json.loads(capsys.readouterr().out)):
-                known = [
-                    field for field in fields if field == place or (value == [] and field.startswith(f"{place}[]"))
-                ]
-                assert known, f"{line} tells {place}, and docs/json.md does not"
-                if value != []:
-                    kinds = fields[place].split(" or ")
-                    assert any(
-                        isinstance(value, KINDS[kind]) and (kind == "boolean") == isinstance(value, bool)
-                        for kind in kinds
-                    ), (line, place, value)
-                seen.update(known)
-        assert seen == fields.keys(), f"{command} does not tell {fields.keys() - seen}"
+            seen |= check_fields(line, capsys.readouterr().out, fields)
+        assert seen == fields.keys(), f"{command} does not print {fields.keys() - seen}"
 
 
 def test_the_help_imports_little() -> None:

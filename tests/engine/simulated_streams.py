@@ -21,7 +21,8 @@ from tests.engine.model import LARGE
 
 if TYPE_CHECKING:
     from tests.engine.model import Machine, Worker
-    from tests.engine.simulation import Caller, World
+    from tests.engine.simulated_calls import Caller
+    from tests.engine.simulation import World
 
 MOST_ITEMS = 9
 ENDLESS = 10_000
@@ -96,7 +97,7 @@ class Streams:
 
     def give_credit(self, action: do.GiveCredit) -> None:
         """Send credit to all workers."""
-        self.world.tell(action.epoch, ("credit", dict(action.credit)))
+        self.world.owner.tell(action.epoch, ("credit", dict(action.credit)))
 
     def deliver(self, action: do.DeliverItem) -> None:
         """An item is on this machine, or in a message."""

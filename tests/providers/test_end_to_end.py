@@ -410,11 +410,7 @@ def test_a_pool_runs_on_a_cloud(
         futures = pool.submit_all([square(number) for number in range(40)])
         rented.preempt(lost)
         assert [future.result(300) for future in futures] == [number * number for number in range(40)]
-        wait_until(
-            lambda: len({event.instance_id for event in recorded.of(sky.BootstrapCompleted)}) == 3,
-            "another machine",
-            seconds=300,
-        )
+        wait_until(lambda: len(prepared(recorded)) == 3, "another machine", seconds=300)
         assert len(where() @ pool) == 2
         assert list(talks() @ pool) == [token[::-1]] * 2
         assert places_of(password, rented) != []  # plain text, to check that the search finds existing values
@@ -430,18 +426,15 @@ def test_a_pool_runs_on_a_cloud(
     assert pool.receipt["left"] == []
     assert len(pool.receipt["resources"]) == 3
     out, err = capfd.readouterr()
-    texts = [
-        written,
-        out,
-        err,
-        caplog.text,
-        repr(recorded.events),
-        repr(pool.receipt),
-        default_url(),
-        *contents(tmp_path),
-    ]
+    texts = [written, out, err, caplog.text, repr(recorded.events), repr(pool.receipt), default_url()]
+    texts += contents(tmp_path)
     for secret in (*rented.secrets, token, password):
         assert not [text[:200] for text in texts if secret in text]
+
+
+def prepared(recorded: RecordedEvents) -> set[str]:
+    """Return the ids of the machines that were prepared."""
+    return {event.instance_id for event in recorded.of(sky.BootstrapCompleted)}
 
 
 def test_a_machine_ends_itself_without_its_client(rented: Rented, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,15 +105,8 @@ def test_a_preemption_notice_loses_no_call(cloud: tuple[HostedAWS, Hosting]) -> 
         assert all(machine.is_spot for machine in machines.values())
         roots = {rank: hosting.hosts[machine.id].root for rank, machine in machines.items()}
         running = [pool.submit(work("/root", mark)) for mark in "ab"]
-        begun = {rank: [] for rank in roots}
-
-        def all_began() -> bool:
-            begun.update(
-                {rank: [path.name[0] for path in (root / "root").glob("?-on-?")] for rank, root in roots.items()}
-            )
-            return all(begun.values())
-
-        wait_until(all_began, "a call on each node", seconds=60)
+        wait_until(lambda: all(begun_on(root) for root in roots.values()), "a call on each node", seconds=60)
+        begun = {rank: begun_on(root) for rank, root in roots.items()}
 
         (roots[1] / NOTICES / "instance-action").write_text(instance_action(SECONDS_LEFT))
         wait_until(lambda: recorded.of(sky.PreemptionNoticed), "the notice")
@@ -127,11 +120,7 @@ def test_a_preemption_notice_loses_no_call(cloud: tuple[HostedAWS, Hosting]) -> 
         (roots[1] / "root" / f"go-{begun[1][0]}").touch()
         assert sorted(future.result(60) for future in running) == [0, 1]
         wait_until(lambda: machines[1].id not in aws.alive(), "the machine to be given back", seconds=60)
-        wait_until(
-            lambda: len({event.instance_id for event in recorded.of(sky.BootstrapCompleted)}) == 3,
-            "another machine",
-            seconds=60,
-        )
+        wait_until(lambda: prepared(recorded) == 3, "another machine", seconds=60)
         assert list(where() @ pool) == [0, 1]
         assert aws.alive() == {node.instance.id for node in pool.lease.nodes}
 
@@ -139,11 +128,7 @@ def test_a_preemption_notice_loses_no_call(cloud: tuple[HostedAWS, Hosting]) -> 
         (hosting.hosts[last].root / NOTICES / "instance-action").write_text(instance_action(SECONDS_LEFT))
         wait_until(lambda: len(recorded.of(sky.PreemptionNoticed)) == 2, "the next notice")
         aws.preempt(last)  # earlier than announced
-        wait_until(
-            lambda: len({event.instance_id for event in recorded.of(sky.BootstrapCompleted)}) == 4,
-            "one more machine",
-            seconds=90,
-        )
+        wait_until(lambda: prepared(recorded) == 4, "one more machine", seconds=90)
         assert list(where() @ pool) == [0, 1]
     assert recorded.of(sky.CallRetrying) == []
     assert [event.node for event in recorded.of(sky.InstanceLost)] == [1, 1]
@@ -151,6 +136,16 @@ def test_a_preemption_notice_loses_no_call(cloud: tuple[HostedAWS, Hosting]) -> 
     assert aws.alive() == set()
     assert pool.receipt["left"] == []
     assert len(pool.receipt["resources"]) == 4
+
+
+def begun_on(root: Path) -> list[str]:
+    """Return the marks of the calls that began on a machine."""
+    return [path.name[0] for path in (root / "root").glob("?-on-?")]
+
+
+def prepared(recorded: RecordedEvents) -> int:
+    """Return how many machines were prepared."""
+    return len({event.instance_id for event in recorded.of(sky.BootstrapCompleted)})
 
 
 def stands_by(recorded: RecordedEvents) -> bool:
