@@ -20,6 +20,7 @@ import secrets
 import shutil
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,10 @@ class Checkpoint:
     """The checkpoints of one training. See `checkpoint`."""
 
     def __init__(self, path: str | os.PathLike[str], keep: int = 2) -> None:
-        if keep < 1:
-            raise BadRequest(f"keep={keep} must be 1 or more: how many checkpoints stay")
+        if not isinstance(path, str | os.PathLike) or not os.fspath(path):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise BadRequest(f"path={path!r}: write the directory of the checkpoints, such as /mnt/data/run-1")
+        if not isinstance(keep, Integral) or keep < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise BadRequest(f"keep={keep!r} must be a whole number of 1 or more: how many checkpoints stay")
         self.path = Path(path)
         self._keep = keep
 
@@ -73,10 +76,11 @@ class Checkpoint:
         """Yield a new directory; the checkpoint is complete when the block ends without an exception.
 
         For files that a framework writes itself: `torch.save(state, directory / "model.pt")`. Older checkpoints than
-        the newest `keep` are removed then, and so are those that were not completed.
+        the newest `keep` are removed then, and so are those that were not completed. Raises BadRequest for a step
+        that is no whole number.
         """
-        if step < 0:
-            raise BadRequest(f"step={step} must be 0 or more")
+        if not isinstance(step, Integral) or step < 0:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise BadRequest(f"step={step!r} must be a whole number of 0 or more")
         self.path.mkdir(parents=True, exist_ok=True)
         directory = self.path / f"step-{step:08}-{secrets.token_hex(4)}"
         directory.mkdir()
@@ -117,7 +121,8 @@ def checkpoint(path: str | os.PathLike[str], *, keep: int = 2) -> Checkpoint:
     """Return the checkpoints at `path`, a directory that outlives the machine, such as a mounted volume.
 
     A training that is begun again goes on from the newest complete one; the newest `keep` stay. One process saves (rank
-    0), all may load. It is safe to kill a process at any point of `save`.
+    0), all may load. It is safe to kill a process at any point of `save`. Raises BadRequest for a path or a number that
+    is none.
 
     >>> import tempfile
     >>> path = tempfile.mkdtemp()

@@ -168,7 +168,8 @@ def decorator(framework: Framework, rendezvous_seconds: float, nproc_per_node: i
     """Return the decorator for a framework. Raises BadRequest for a deadline that is none, or no number of
     processes; the decorator raises TypeError for what is no function, or is decorated already.
     """
-    if not 0 < rendezvous_seconds < float("inf"):
+    is_number = isinstance(rendezvous_seconds, int | float) and not isinstance(rendezvous_seconds, bool)
+    if not is_number or not 0 < rendezvous_seconds < float("inf"):
         raise BadRequest(f"rendezvous_seconds={rendezvous_seconds!r}: write how many seconds ranks wait for each other")
     if nproc_per_node is not None and (type(nproc_per_node) is not int or nproc_per_node < 1):
         raise BadRequest(f"nproc_per_node={nproc_per_node!r}: write how many processes run on each node, such as 8")

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, cast, overload
 
 from skyward_core.distributed.group import RENDEZVOUS_SECONDS, Decorator, Group, ListDecorator, decorator, interface_of
 from skyward_core.distributed.member import Place
+from skyward_core.errors import BadRequest
 
 
 @overload
@@ -28,7 +29,8 @@ def torch(
     """Run a function as one rank of a `torch.distributed` process group, initialised before it and destroyed after it.
 
     `backend` is "nccl" (GPU), "gloo" (CPU), or another one of PyTorch's; None is "nccl" with a GPU and "gloo" without.
-    Every rank must come within `rendezvous_seconds`: `sky.GroupNotFormed` names those that did not.
+    Every rank must come within `rendezvous_seconds`: `sky.GroupNotFormed` names those that did not. Raises BadRequest
+    for an argument that is none.
 
     The environment is torchrun's, so that Lightning, Accelerate and `init_method="env://"` work unchanged.
 
@@ -43,7 +45,14 @@ def torch(
     >>> train()
     <pending train()>
     """
+    check_backend(backend)
     return decorator(Torch(backend), rendezvous_seconds, nproc_per_node)
+
+
+def check_backend(backend: str | None) -> None:
+    """Raise BadRequest for a backend that PyTorch cannot have: only PyTorch on a node knows the names of all."""
+    if backend is not None and (not isinstance(backend, str) or not backend):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise BadRequest(f'backend={backend!r}: write "nccl", "gloo" or another backend of PyTorch, or None')
 
 
 @dataclass(frozen=True, slots=True)

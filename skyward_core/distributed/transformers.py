@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, cast, overload
 
 from skyward_core.distributed.group import RENDEZVOUS_SECONDS, Decorator, Group, ListDecorator, decorator
-from skyward_core.distributed.torch import environment, process_group
+from skyward_core.distributed.torch import check_backend, environment, process_group
 
 
 @overload
@@ -36,6 +36,7 @@ def transformers(
     >>> train()
     <pending train()>
     """
+    check_backend(backend)
     return decorator(Transformers(backend), rendezvous_seconds, nproc_per_node)
 
 

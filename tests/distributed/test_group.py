@@ -342,7 +342,22 @@ def test_wrong_uses_are_refused_with_what_to_write() -> None:
         fake()(3)
     with pytest.raises(TypeError, match="argument"):
         fail_on(1)  # type: ignore[call-arg]
-    for seconds in (0, -1, float("nan"), float("inf")):
-        with pytest.raises(sky.BadRequest, match="rendezvous_seconds"):
-            sky.distributed.torch(rendezvous_seconds=seconds)
     assert fail_on(1, "hang").fn.__name__ == "fail_on"
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), "10", None, True])
+def test_a_deadline_that_is_none_is_refused(seconds: Any) -> None:
+    """With what to write."""
+    with pytest.raises(sky.BadRequest, match=r"rendezvous_seconds=.*: write how many seconds"):
+        sky.distributed.torch(rendezvous_seconds=seconds)
+
+
+@pytest.mark.parametrize("backend", [3, "", b"gloo", ["gloo"]])
+@pytest.mark.parametrize(
+    "decorator", [sky.distributed.torch, sky.distributed.transformers], ids=lambda one: one.__name__
+)
+def test_a_backend_that_is_none_is_refused(decorator: Any, backend: Any) -> None:
+    """Before any machine is used. PyTorch knows other names than these two."""
+    with pytest.raises(sky.BadRequest, match=r'^backend=.*: write "nccl", "gloo" or another backend of PyTorch'):
+        decorator(backend=backend)
+    assert callable(decorator(backend="cpu:gloo,cuda:nccl"))
