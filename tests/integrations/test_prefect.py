@@ -86,7 +86,10 @@ def runner(events: list[Any], **options: Any) -> SkywardTaskRunner:
     return SkywardTaskRunner(**{"provider": sky.Local(price_per_hour=36.0), "on_event": events.append, **options})
 
 
-def wait_for(what: Callable[[], Any], seconds: float = 30.0) -> Any:
+def wait_for(what: Callable[[], Any], seconds: float = 90.0) -> Any:
+    """Return what the function returns, once that is true. A busy server of Prefect refuses requests, and Prefect's client
+    repeats them for half a minute.
+    """
     deadline = time.monotonic() + seconds
     while not (found := what()):
         assert time.monotonic() < deadline, "waited in vain"
