@@ -201,7 +201,9 @@ def test_the_queue_is_bounded_and_keeps_important_events(kinds: list[str], most:
     for event in put:
         queue.put(event)
     lost = [event for event in put if isinstance(event, sky.InstanceLost)]
-    assert sum(isinstance(event, sky.LogLine) for event in queue._waiting) <= most
+    assert (
+        sum(isinstance(event, sky.LogLine) for event in list(queue._waiting)) <= most
+    )  # the thread may take the first one now
     may_go_on.set()
     queue.put(BILL)
     assert ended(queue)
