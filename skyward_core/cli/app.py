@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from skyward_core.cli import values
-from skyward_core.cli.commands import attempts, budget, calls, cost, ledger, offers, pools, receipt, sweep
+from skyward_core.cli.commands import attempts, budget, calls, cost, ledger, offers, pools, receipt, sweep, users
 from skyward_core.errors import BadRequest
 
 HELP_OPTIONS = {"help_option_names": ["--help", "-h"]}
@@ -21,8 +21,8 @@ def command_tree() -> Any:
     """Return the root command, built once. Its class is private to typer."""
     app = _group("What is rented, what it costs, and which machines belong to no living pool.")
     app.callback()(_root)
-    commands = (pools.ps, cost.cost, calls.calls, sweep.sweep, pools.stop, attempts.why, offers.offers, receipt.receipt)
-    _add(app, *commands)
+    _add(app, pools.ps, users.users, cost.cost, calls.calls, sweep.sweep, pools.stop)
+    _add(app, attempts.why, offers.offers, receipt.receipt)
     app.add_typer(_add(_group("the ledger itself"), ledger.prune), name="ledger")
     app.add_typer(_add(_group("accounts that pay for pools"), budget.set_, budget.list_), name="budget")
     return typer.main.get_command(app)

@@ -184,6 +184,14 @@ class Cluster:
         """When a call was last known to be running or waiting, on time.monotonic's clock."""
         return self.owner.ended_at if self.is_idle else time.monotonic()
 
+    @property
+    def slot_seconds(self) -> float:
+        """For how many seconds the calls of this client have held slots so far: ended, running and lost ones.
+
+        Detached calls are not among them. It never shrinks, and stays after the end.
+        """
+        return self.owner.own_time.seconds
+
     def slots_at(self, rank: int) -> int:
         """Return how many calls run at once on a node; if it is not known, how many on the first one."""
         nodes = self.dispatcher.members.nodes

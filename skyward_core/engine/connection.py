@@ -163,6 +163,7 @@ class SchedulerConnection:
         self.client = client
         self.epoch = 0
         self._inbox: ReportInbox | None = None
+        self._topic = ""
         self._followed: dict[str, int] = {}
         """By key: the numbers of the tasks that have not ended."""
         self._known: dict[str, Callable[[int], object] | None] = {}
@@ -183,6 +184,7 @@ class SchedulerConnection:
         Post every message from now on. Raises NotSent.
         """
         self.epoch = epoch
+        self._topic = topic
         self._inbox = inbox
         self.client.listener = self
 
@@ -311,7 +313,7 @@ class SchedulerConnection:
         busy_times: Collection[BusyTime] | None = None
         try:
             async with asyncio.timeout(PING_SECONDS):
-                busy_times = await getattr(cast(Any, self.client.scheduler), BUSY_TIMES)()
+                busy_times = await getattr(cast(Any, self.client.scheduler), BUSY_TIMES)(topic=self._topic)
         except Exception as error:
             _log.debug("the scheduler does not answer: %s", error)
         inbox.on_ping(self.epoch, busy_times)

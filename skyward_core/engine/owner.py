@@ -25,6 +25,7 @@ from skyward_core.engine.connection import NotSent, SchedulerConnection
 from skyward_core.engine.dispatcher import TICK_SECONDS, Dispatcher, PoolNews
 from skyward_core.engine.futures import CallFuture
 from skyward_core.engine.item_futures import ItemFuture
+from skyward_core.engine.own_time import OwnTime
 from skyward_core.engine.results import Callbacks, NotPlain, Results, Settled, plain_value, value_of
 from skyward_core.engine.transfers import Transfers
 from skyward_core.errors import NodeLost, PoolClosed
@@ -96,6 +97,7 @@ class EngineThread:
         self.watcher: Watcher | None = None
         self.ended_at = time.monotonic()
         """When the last call ended, on time.monotonic's clock."""
+        self.own_time = OwnTime()
         self._emit = emit
         self._counts = counts
         self._secrets = secrets
@@ -274,9 +276,10 @@ class EngineThread:
         self.post(pinged)
 
     def _on_seen(self, busy_times: Collection[BusyTime]) -> None:
-        if self._counts is None:
-            return
-        for instance_id, process, seconds in busy_times:
+        for instance_id, process, seconds, own_seconds in busy_times:
+            self.own_time.seen(instance_id, process, own_seconds)
+            if self._counts is None:
+                continue
             processes = self._seen.setdefault(instance_id, {})
             processes[process] = seconds
             self._counts.seen_running(instance_id, sum(processes.values()))
@@ -296,6 +299,7 @@ class EngineThread:
                 if call_id is not None and call_id in self.futures:
                     self._last_lines[call_id] = number if isinstance(number, int) else 0
             case do.MeterCalls(instance_id, seconds):
+                self.own_time.ran(instance_id, seconds)
                 if self._counts is not None:
                     self._usd_per_second[instance_id] = self._counts.ran(instance_id, seconds) / seconds
             case do.Upload():

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import Connection, func, insert, select, update
+from sqlalchemy import Case, Connection, case, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from skyward_core.errors import LeaseLost
@@ -125,12 +125,12 @@ class Names:
     # ── in use ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def renew(self, client_id: str, lease_seconds: float, slot_seconds: float = 0.0) -> None:
-        """Extend the lease of a client, and record for how long its calls have held slots so far.
+        """Extend the lease of a client, and record for how long its calls have held slots so far: it only grows.
 
         Raises LeaseLost if it has left, or is not known.
         """
         end = stamp(self._database.clock() + timedelta(seconds=lease_seconds))
-        values = {"lease_expires_microseconds": end, "slot_milliseconds": round(slot_seconds * 1000)}
+        values = {"lease_expires_microseconds": end, "slot_milliseconds": _at_least(slot_seconds)}
         with self._database.write() as connection:
             wanted = update(CLIENTS).where(CLIENTS.c.id == client_id, CLIENTS.c.left_microseconds.is_(None))
             if connection.execute(wanted.values(values)).rowcount == 0:
@@ -171,10 +171,12 @@ class Names:
                 return NameState.WARM
             # the client stays until the pool has ended: its life shows that the pool is being closed
             self._set(connection, name, state=NameState.CLOSING.value, steward=client_id)
+            spent = update(CLIENTS).where(CLIENTS.c.id == client_id)
+            connection.execute(spent.values(slot_milliseconds=_at_least(slot_seconds)))
             return NameState.CLOSING
 
     def closed(self, client_id: str, slot_seconds: float = 0.0) -> None:
-        """Record that a client that had to end the pool is done. Idempotent."""
+        """Record that a client has left, also one that had to end the pool, with its last time. Idempotent."""
         with self._database.write() as connection:
             self._end_client(connection, client_id, slot_seconds)
 
@@ -252,15 +254,18 @@ class Names:
         connection.execute(insert(CLIENTS).values(values))
 
     def _end_client(self, connection: Connection, client_id: str, slot_seconds: float) -> None:
-        values: dict[str, Any] = {"left_microseconds": stamp(self._database.clock())}
-        if slot_seconds:
-            values["slot_milliseconds"] = round(slot_seconds * 1000)
-        connection.execute(
-            update(CLIENTS).where(CLIENTS.c.id == client_id, CLIENTS.c.left_microseconds.is_(None)).values(values)
-        )
+        left = func.coalesce(CLIENTS.c.left_microseconds, stamp(self._database.clock()))
+        values = {"left_microseconds": left, "slot_milliseconds": _at_least(slot_seconds)}
+        connection.execute(update(CLIENTS).where(CLIENTS.c.id == client_id).values(values))
 
     def _set(self, connection: Connection, name: str, **values: Any) -> None:
         connection.execute(update(NAMES).where(NAMES.c.name == name).values(values))
+
+
+def _at_least(slot_seconds: float) -> Case[int]:
+    """Return the recorded milliseconds of slots, or these seconds if they are more: the time only grows."""
+    milliseconds, known = round(slot_seconds * 1000), CLIENTS.c.slot_milliseconds
+    return case((known < milliseconds, milliseconds), else_=known)
 
 
 def _clients(connection: Connection, pool_id: str) -> list[Client]:

@@ -10,6 +10,7 @@ from typing import Any
 from skyward_core.errors import ZERO_USD, LedgerConflict
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Bucket, CostBy, CostRow, Intent, UnreadableRow
+from skyward_core.ledger.users import PoolUser, users_of
 from skyward_core.providers.base import TYPE_TAG
 
 
@@ -22,7 +23,8 @@ def receipt(ledger: Ledger, pool_id: str, *, unreadable: list[UnreadableRow] | N
     Times are UTC in ISO 8601, None if it has not happened; money is USD to the micro-dollar, seconds are exact to the
     millisecond. `resources` are in the order of their requests. Their costs add up to `total_cost_usd`, and so do the
     `buckets`, one of which is the billing rounding. `lines` divide the same total into machines, disks, addresses and
-    so on. `left` are the resources that are not known to be gone.
+    so on. `users` are the processes that have used a pool with a name; their costs add up to that of the bucket
+    "running calls". `left` are the resources that are not known to be gone.
     """
     pool = ledger.pool(pool_id)
     if pool is None:
@@ -54,6 +56,7 @@ def receipt(ledger: Ledger, pool_id: str, *, unreadable: list[UnreadableRow] | N
             for row in buckets
         },
         "lines": _lines(intents, bills),
+        "users": [_user(user) for user in users_of(ledger, pool_id, unreadable=unreadable)],
         "total_cost_usd": _sum(row.cost_usd for row in bills.values()),
         "on_demand_usd": _sum(row.on_demand_usd for row in bills.values()),
         "saved_usd": _sum(row.saved_usd for row in bills.values()),
@@ -77,6 +80,18 @@ def _resource(intent: Intent, bill: CostRow) -> dict[str, Any]:
         "seconds": {bucket.value: intent.seconds.get(bucket, 0.0) for bucket in Bucket},
         "cost_usd": float(bill.cost_usd),
         "on_demand_usd": float(bill.on_demand_usd),
+    }
+
+
+def _user(user: PoolUser) -> dict[str, Any]:
+    return {
+        "user": user.name,
+        "is_detached": user.is_detached,
+        "work": user.work.labels(),
+        "joined_at": _time(user.joined_at),
+        "left_at": _time(user.left_at),
+        "slot_seconds": round(user.slot_seconds, 3),
+        "cost_usd": float(user.cost_usd),
     }
 
 

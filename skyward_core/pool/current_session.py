@@ -122,6 +122,7 @@ class CurrentSession:
             use.left()
             raise
         self._opened, self._use = opened, use
+        use.measure(lambda: 0.0 if opened.cluster is None else opened.cluster.slot_seconds)
         if isinstance(opened, Attached):
             self.own_id = opened.lease.pool_id
             self._calls = _call_ledger(opened, self.own_id)

@@ -63,6 +63,8 @@ class NamedUse:
         self._terms = terms_of(spec, providers)
         self._client_id = ""
         self._epoch = 0
+        self._count: Callable[[], float] = float
+        """Returns for how many seconds the calls of this process have held slots."""
         module = importlib.import_module("skyward_core.ledger.ledger")
         url = module.default_url(must_last=spec.budget is not None)
         self._ledger = cast("Ledger", module.Ledger(url, busy_timeout_seconds=LEDGER_BUSY_SECONDS))
@@ -127,6 +129,10 @@ class NamedUse:
         except (SkywardError, OSError) as error:
             self._log(logging.WARNING, "%s could not be ended; `skyward sweep` tries again: %s", pool_id, error)
 
+    def measure(self, count: Callable[[], float]) -> None:
+        """Record from now on for how many seconds the calls of this process have held slots, as `count` returns it."""
+        self._count = count
+
     def opened(self) -> None:
         """Let other processes use the pool. Raises LeaseLost if another process has the name now, and LedgerError."""
         self._ledger.names.opened(self.name, self._epoch)
@@ -143,7 +149,7 @@ class NamedUse:
 
         After CLOSING this process ends the pool, and calls `left` then. Raises LedgerError.
         """
-        state = self._ledger.names.leave(self.name, self._client_id, may_be_warm=may_be_warm)
+        state = self._ledger.names.leave(self.name, self._client_id, self._count(), may_be_warm=may_be_warm)
         if state is not NameState.CLOSING:
             self._renewal.end()
         return state
@@ -165,7 +171,7 @@ class NamedUse:
         self._renewal.end()
         try:
             if self._client_id:
-                self._ledger.names.closed(self._client_id)
+                self._ledger.names.closed(self._client_id, self._count())
         except LedgerError as error:
             self._log(logging.WARNING, "the ledger does not know yet that %r was left: %s", self.name, error)
         finally:
@@ -185,7 +191,7 @@ class NamedUse:
 
     def _renew(self) -> None:
         try:
-            self._ledger.names.renew(self._client_id, self.spec.lease_seconds)
+            self._ledger.names.renew(self._client_id, self.spec.lease_seconds, self._count())
         except LeaseLost:
             self._renewal.end()
             raise

@@ -29,9 +29,9 @@ RESUME, ACKNOWLEDGE, LEAVE = "skyward-resume", "skyward-acknowledge", "skyward-l
 CREDIT = "skyward-credit"
 """Likewise, on both streams: streaming calls may go on."""
 
-type BusyTime = tuple[str, str, float]
+type BusyTime = tuple[str, str, float, float]
 """How long a worker's slots were busy, in seconds, since its process began: the id of its instance, a name of the
-process, the sum over its slots.
+process, the sum over its slots, and the part of it that the calls of one client have used.
 """
 
 TOPIC_LIMIT_BYTES = 64 << 20
@@ -337,12 +337,14 @@ class CallMemory(SchedulerPlugin):
             or any(worker.processing or worker.metrics.get(OLDER) for worker in scheduler.workers.values())
         )
 
-    def skyward_busy_times(self) -> list[BusyTime]:
-        """Return how long the slots of each worker were busy, as of its last heartbeat."""
+    def skyward_busy_times(self, topic: str = "") -> list[BusyTime]:
+        """Return how long the slots of each worker were busy, as of its last heartbeat, and how much of it was for the
+        client with this topic.
+        """
+        times = [worker.metrics.get(BUSY_TIMES) for worker in self._scheduler.workers.values()]
         return [
-            busy_time
-            for worker in self._scheduler.workers.values()
-            if (busy_time := worker.metrics.get(BUSY_TIMES)) is not None
+            (instance_id, process, seconds, by_topic.get(topic, 0.0))
+            for instance_id, process, seconds, by_topic in filter(None, times)
         ]
 
     def skyward_load(self) -> dict[str, list[str]]:

@@ -18,7 +18,7 @@ from distributed.core import Status  # noqa: TID253
 from distributed.diagnostics.plugin import WorkerPlugin  # noqa: TID253
 
 from skyward_core.worker.call_connections import ANSWER, CallConnections, socket_path
-from skyward_core.worker.calls import CREDIT, BusyTime
+from skyward_core.worker.calls import CREDIT
 from skyward_core.worker.detached_calls import BUSY_TIMES, CANCEL, DROP_RESULT
 from skyward_core.worker.metrics import Sampler
 from skyward_core.worker.retained_batches import OLDER, RELEASE, REPEAT_REPORTS, RetainedBatches, WorkerFree
@@ -28,6 +28,7 @@ from skyward_core.worker.secret_values import ask_for
 from skyward_core.worker.settings import NodeSettings
 from skyward_core.worker.slot import News, Slot
 from skyward_core.worker.streams import ReportedOutcomes, send_at_once
+from skyward_core.worker.topic_seconds import WorkerTime, added_up
 from skyward_core.worker.wire import Batch, Outcome, Parcel, Sealed
 
 PLUGIN = "skyward-slots"
@@ -243,11 +244,16 @@ class Slots(WorkerPlugin):
         if Path(path).parent in map(Path, self.settings.value_directories):
             Parcel(b"", (), path).release()
 
-    def busy_time(self, _: Worker) -> BusyTime:
+    def busy_time(self, _: Worker) -> WorkerTime:
         """Return how long calls have kept the slots busy, running ones included; each heartbeat sends it to the
         scheduler.
         """
-        return self.settings.instance_id, f"{self.index}-{os.getpid()}", sum(slot.ran_seconds for slot in self._all)
+        return (
+            self.settings.instance_id,
+            f"{self.index}-{os.getpid()}",
+            sum(slot.ran_seconds for slot in self._all),
+            added_up(slot.ran_by_topic for slot in self._all),
+        )
 
     @contextlib.contextmanager
     def borrowed(self) -> Generator[Slot]:

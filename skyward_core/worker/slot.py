@@ -32,6 +32,7 @@ from skyward_core.worker.processes import StrayProcess, kill_group, resident_byt
 from skyward_core.worker.runner import Packet
 from skyward_core.worker.runner_factory import RunnerFactory
 from skyward_core.worker.runner_output import LAST_LINES, READ_BYTES, Stream
+from skyward_core.worker.topic_seconds import TopicSeconds
 from skyward_core.worker.wire import (
     INLINE_BYTES,
     Batch,
@@ -103,6 +104,8 @@ class Slot:
         self.kill_at: float | None = None
         self.busy_since: float | None = None
         self.ended_seconds = 0.0
+        self.by_topic = TopicSeconds()
+        """The same for each client, by its topic."""
         self.is_outdated = False
         """Whether the runner was forked for another rank or head of the node: the next batch gets a new one."""
         self.start()
@@ -192,6 +195,21 @@ class Slot:
         ended_seconds = self.ended_seconds
         busy_since = self.busy_since
         return ended_seconds + (0.0 if busy_since is None else time.monotonic() - busy_since)
+
+    @property
+    def ran_by_topic(self) -> dict[str, float]:
+        """How long the calls of each recent client have kept this slot busy. Called from any thread."""
+        topic = self._topic
+        seconds = self.by_topic.recent(topic)
+        busy_since = self.busy_since  # after the ended calls, as above
+        if topic in seconds and busy_since is not None and self._topic == topic:
+            seconds[topic] += time.monotonic() - busy_since
+        return seconds
+
+    def spent(self, seconds: float) -> None:
+        """A call of the running batch has kept the slot busy for so long."""
+        self.ended_seconds += seconds
+        self.by_topic.add(self._topic, seconds)
 
     def run(self, batch: Batch, report: Callable[[list[News]], None]) -> None:
         """Run the calls of a batch in their order, and pass their reports to `report` in order; return
@@ -411,7 +429,7 @@ class _BatchRun:
                 continue
             self._await_marks()
             self._progress_at = slot.busy_since = time.monotonic()
-            slot.ended_seconds += outcome.seconds
+            slot.spent(outcome.seconds)
             call, self._first_since = self._sent.popleft(), self._progress_at
             assert call.call_id == outcome.call_id
             last_lines = self._last_lines()
@@ -489,7 +507,7 @@ class _BatchRun:
                 outcome = Outcome(call.call_id, kind, text=text, seconds=ran_seconds)
             self._news.append(outcome._replace(exit_code=end and end.code, output=output, items=self._items))
             slot.busy_since = None
-            slot.ended_seconds += ran_seconds
+            slot.spent(ran_seconds)
         self._sent.clear()
         self._waiting.extendleft(reversed(unstarted))
         kill_group(pid)  # processes that the call has left behind

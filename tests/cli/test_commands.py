@@ -30,13 +30,14 @@ from skyward_core.ledger.rows import (
     Price,
     ResourceKind,
     ResourceRequest,
+    SlotUse,
 )
 from skyward_core.machines.offers import Offer
 from skyward_core.machines.owner import Owner
 from skyward_core.providers import base
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG
 from skyward_core.provisioning import teardown
-from skyward_core.work import Work
+from skyward_core.work import NO_WORK, Work
 from tests.cleanup.pools import FolderProvider
 
 ROOT = Path(__file__).parents[2]
@@ -154,6 +155,26 @@ def open_pool(
         ledger.note_all({its.id: {Bucket.RUNNING_CALLS: age_seconds} for its in intents})
     finally:
         clock.now = now
+
+
+def open_named(ledger: Ledger, clock: Clock, provider: FolderProvider, work: Work = NO_WORK) -> None:
+    """Open the pool `sky-named` with the name "nightly", which two processes and the owner of a detached call use."""
+    open_pool(ledger, clock, provider, "sky-named", owner=HERE)
+    for client, its_work, seconds in (("a", NO_WORK, 30.0), ("b", work, 10.0)):
+        ledger.names.claim(
+            "nightly",
+            "sky-named",
+            client,
+            owner=HERE,
+            terms={},
+            keep_warm_seconds=60.0,
+            lease_seconds=100.0,
+            work=its_work,
+        )
+        ledger.names.opened("nightly", 1)
+        ledger.names.renew(client, 100.0, seconds)
+    used = (SlotUse("i", 1, 5.0),)
+    ledger.note_calls("sky-named", [CallState("c", "train", "dag", 1, "running", clock.now, None, used)])
 
 
 def lines(output: str) -> list[list[str]]:
@@ -631,7 +652,7 @@ def fields_of(data: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _kind_of(name: str, place: str) -> str:
-    return "<bucket>" if name in BUCKETS else "<field>" if place == "work" else name
+    return "<bucket>" if name in BUCKETS else "<field>" if place.rpartition(".")[2] == "work" else name
 
 
 def record_pools(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
@@ -661,6 +682,7 @@ def record_pools(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderP
         ],
     )
     ledger.note_calls("sky-ended", [CallState("e", "f", "", 1, "running", clock.now)])
+    open_named(ledger, clock, folder, Work(system="cron", run="2"))
 
 
 def check_fields(line: str, text: str, fields: Mapping[str, str]) -> set[str]:
@@ -707,9 +729,10 @@ def test_json_has_the_fields_of_the_page(
     )
     lines = {
         "ps": ["ps --all --json"],
+        "users": ["users nightly --json"],
         "calls": ["calls --json"],
         "cost": ["cost --json"],
-        "receipt": ["receipt sky-live", "receipt sky-ended"],
+        "receipt": ["receipt sky-live", "receipt sky-ended", "receipt sky-named"],
         "offers": [f"offers {wheres} --json"],
         "why": ["why sky-live --json"],
         "sweep": ["sweep --json", "sweep --yes --json"],

@@ -673,3 +673,21 @@ def test_a_call_that_ignores_the_signal_of_its_deadline_is_killed_later(
     text = f"import signal; signal.signal(signal.SIGTERM, lambda *_: open({str(ignored)!r}, 'w').close())\n{waits_for(tmp_path / 'never')}"
     run = Run(slot, limited(batch_of(late=text, neighbour="pass"), "late", 1.0))
     assert run.endings() == {"late": OutcomeKind.TIMED_OUT, "neighbour": OutcomeKind.RESULT}
+
+
+def test_a_slot_counts_the_time_of_each_client(slot: Slot, tmp_path: Path) -> None:
+    """Ended calls and the one that runs; a call that dies counts too."""
+    begun, go = tmp_path / "begun", tmp_path / "go"
+    assert slot.ran_by_topic == {}
+    run = Run(slot, batch_of(first=waits_for(go, begun)))
+    wait_until(begun.exists, "the call to begin")
+    running = slot.ran_by_topic["topic"]
+    assert running > 0
+    go.touch()
+    run.endings()
+    ended = slot.ran_by_topic["topic"]
+    assert ended >= sum(news.seconds for news in run.news if isinstance(news, Outcome)) > 0
+    Run(slot, batch_of(second="import os; os._exit(3)")._replace(topic="other")).endings()
+    assert slot.ran_by_topic["topic"] == ended
+    assert slot.ran_by_topic["other"] > 0
+    assert sum(slot.ran_by_topic.values()) == pytest.approx(slot.ran_seconds)

@@ -1,0 +1,95 @@
+"""Who has used a pool with a name, and the part of its cost that is for the calls of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from decimal import Decimal
+
+from skyward_core.errors import ZERO_USD
+from skyward_core.ledger.ledger import Ledger
+from skyward_core.ledger.names_policy import Client
+from skyward_core.ledger.rows import MICRO_USD, Bucket, CallEntry, CostBy, UnreadableRow
+from skyward_core.ledger.split import split_exactly
+from skyward_core.work import NO_WORK, Work
+
+
+@dataclass(frozen=True, slots=True)
+class PoolUser:
+    """A process that uses a pool with a name, or has used it; or all detached calls for one owner.
+
+    `name` is user@host, or the owner of the detached calls. `joined_at` is when it came, or when the first of these
+    calls was started. `slot_seconds` is for how long its calls have held slots, as it was recorded last. `cost_usd` is
+    its part of the cost of the time in which calls ran. `lives`: whether the process may still use the pool, or one of
+    the calls has not ended.
+    """
+
+    name: str
+    work: Work
+    joined_at: datetime
+    left_at: datetime | None
+    slot_seconds: float
+    cost_usd: Decimal
+    is_detached: bool = False
+    lives: bool = False
+
+
+def users_of(ledger: Ledger, pool_id: str, *, unreadable: list[UnreadableRow] | None = None) -> list[PoolUser]:
+    """Return the users of a pool with a name, in the order in which they came; of any other pool none.
+
+    Their costs add up to that of the pool's bucket "running calls", to the micro-dollar, if any of them has used slots.
+    Raises LedgerError.
+    """
+    clients = ledger.names.clients(pool_id)
+    if not clients:
+        return []
+    calls = ledger.calls(pool_id=pool_id, unreadable=unreadable)
+    buckets = ledger.cost_rows(CostBy.BUCKET, pool_id=pool_id, unreadable=None if unreadable is None else [])
+    busy_usd = next((row.cost_usd for row in buckets if row.key == Bucket.RUNNING_CALLS), ZERO_USD)
+    now = ledger.names.now()
+    return with_costs([*(_of_client(client, now) for client in clients), *_of_calls(calls)], busy_usd)
+
+
+def with_costs(users: Sequence[PoolUser], busy_usd: Decimal) -> list[PoolUser]:
+    """Return the users with their parts of a cost in USD, by the milliseconds of their slots."""
+    parts = split_exactly(int(busy_usd / MICRO_USD), [round(user.slot_seconds * 1000) for user in users])
+    return [replace(user, cost_usd=part * MICRO_USD) for user, part in zip(users, parts, strict=True)]
+
+
+def _of_client(client: Client, now: datetime) -> PoolUser:
+    return PoolUser(
+        client.owner.name,
+        client.work,
+        client.joined_at,
+        client.left_at,
+        client.slot_seconds,
+        ZERO_USD,
+        lives=client.lives(now, client.owner.state()),
+    )
+
+
+def _of_calls(calls: Sequence[CallEntry]) -> list[PoolUser]:
+    """Return one user for the detached calls of each owner."""
+    by_owner: dict[str, list[CallEntry]] = {}
+    for call in calls:
+        by_owner.setdefault(call.owner, []).append(call)
+    return [
+        PoolUser(
+            owner,
+            NO_WORK,
+            min(call.started_at for call in its),
+            _last_end(its),
+            sum(round(call.seconds * 1000) for call in its) / 1000,
+            ZERO_USD,
+            is_detached=True,
+            lives=_last_end(its) is None and its[0].pool_ended_at is None,
+        )
+        for owner, its in sorted(by_owner.items())
+    ]
+
+
+def _last_end(calls: Sequence[CallEntry]) -> datetime | None:
+    """Return when the last one has ended; None while one runs."""
+    ends = [call.ended_at for call in calls if call.ended_at is not None]
+    return max(ends) if len(ends) == len(calls) else None
