@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from numbers import Real
 from typing import Any, ClassVar, Protocol, cast, overload
 
 from skyward_core.distributed.member import Member, Place, find_hub, open_hub
@@ -168,7 +169,7 @@ def decorator(framework: Framework, rendezvous_seconds: float, nproc_per_node: i
     """Return the decorator for a framework. Raises BadRequest for a deadline that is none, or no number of
     processes; the decorator raises TypeError for what is no function, or is decorated already.
     """
-    is_number = type(rendezvous_seconds) in {int, float}
+    is_number = isinstance(rendezvous_seconds, Real) and not isinstance(rendezvous_seconds, bool)
     if not is_number or not 0 < rendezvous_seconds < float("inf"):
         raise BadRequest(f"rendezvous_seconds={rendezvous_seconds!r}: write how many seconds ranks wait for each other")
     if nproc_per_node is not None and (type(nproc_per_node) is not int or nproc_per_node < 1):
