@@ -36,7 +36,7 @@ class SkywardDecoratedOperator(DecoratedOperator, SkywardOperator):
 def skyward_task(
     python_callable: Callable[..., Any] | None = None, multiple_outputs: bool | None = None, **kwargs: Any
 ) -> TaskDecorator:
-    """Decorate a function to run on a pool of its own; takes what `SkywardOperator` takes.
+    """Decorate a function to run on its own pool; takes what `SkywardOperator` takes.
 
         @task.skyward(accelerator="A100", image=sky.Image(pip=["torch"]))
         def train(day: str) -> float: ...

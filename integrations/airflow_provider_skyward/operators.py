@@ -120,7 +120,7 @@ class SkywardOperator(BaseOperator):
         return sky.PoolSpec.of(**{field: shown(getattr(self, OTHER_NAMES.get(field, field))) for field in self._given})
 
     def execute(self, context: Context) -> Any:
-        """Run the function on a pool of its own and return its result; close the pool in every case."""
+        """Run the function on its own pool and return its result; close the pool in every case."""
         self._attempt = attempt = TaskAttempt(self.log, context)
         try:
             calls = calls_of(self.python_callable, self.op_args, self.op_kwargs, self.map_over, context)
@@ -169,7 +169,7 @@ def _refuse_unknown(operator: str, keywords: Mapping[str, Any]) -> None:
 def _refuse_too_large(result: object, limit: int | None) -> None:
     """Raise AirflowFailException (a retry would only cost again) for a result that XCom cannot take.
 
-    A custom backend has limits of its own.
+    A custom backend has its own limits.
     """
     # imported only when a task runs: parsing a DAG does not need them
     from airflow.sdk.execution_time.xcom import XCom

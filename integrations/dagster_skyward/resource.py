@@ -344,7 +344,7 @@ def _refuse_context(obj: Any) -> Any:
 
 
 class _LogWriter:
-    """Writes to Dagster's logs in a thread of its own: a record takes about 14 ms in SQLite, and the pool's results
+    """Writes to Dagster's logs in a separate thread: a record takes about 14 ms in SQLite, and the pool's results
     must not wait for it.
 
     Lines that have come in meanwhile become one record; no line is dropped.
@@ -435,7 +435,7 @@ def _reference(one: Any) -> Any:
         case {"env": str() as variable, **others} if not others:
             return sky.Secret.from_env(variable)
         case sky.Secret(source="store") | {"source": "store"}:
-            raise sky.BadRequest('secrets: Dagster has no store of its own: write secrets={"NAME": dg.EnvVar("NAME")}')
+            raise sky.BadRequest('secrets: Dagster has no store for secrets: write secrets={"NAME": dg.EnvVar("NAME")}')
         case _:
             return one
 

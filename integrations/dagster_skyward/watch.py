@@ -20,7 +20,7 @@ _log = logging.getLogger("skyward")
 
 
 class RunWatch:
-    """Watches the run of this process in a thread of its own, and calls `stop` with the reason, once, when the run has
+    """Watches the run of this process in a separate thread, and calls `stop` with the reason, once, when the run has
     ended.
 
     If the run's process is killed, the run stays "started" until a monitor notices, and its step processes go on: so

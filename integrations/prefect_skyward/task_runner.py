@@ -393,7 +393,7 @@ class _LiveRunner:
 
 @dataclass(frozen=True, slots=True)
 class _TaskRun:
-    """One run of Prefect's task engine, in a thread of its own."""
+    """One run of Prefect's task engine, in a separate thread."""
 
     task: Task[Any, Any]
     task_run_id: UUID

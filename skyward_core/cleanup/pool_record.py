@@ -102,7 +102,7 @@ class PoolRecord:
         return {*self._numbers, *self._machines} - self._gone.keys()
 
     def found(self, instances: Iterable[Instance]) -> None:
-        """Record the listed machines. A new one is bound to its entry, or gets an entry of its own."""
+        """Record the listed machines. A new one is bound to its entry, or gets its own entry."""
         listed = list(instances)
         for instance in listed:
             self._gone.pop(instance.id, None)  # an earlier listing lacked it by mistake

@@ -1,6 +1,6 @@
 """The owner's side of the reaper: a small process that ends the pool when the owner is gone. First safeguard.
 
-It is started before any machine is requested, in a session of its own. The owner holds the writing end of a pipe to it.
+It is started before any machine is requested, in its own session. The owner holds the writing end of a pipe to it.
 `reaper_process.py` is the process itself. It logs to `reaper.log` in the user's state directory.
 """
 

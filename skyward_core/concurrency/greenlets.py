@@ -21,7 +21,7 @@ def refuse_greenlets(modules: Mapping[str, ModuleType] = sys.modules) -> None:
         if patched:
             raise BadRequest(
                 f"{library} has replaced {', '.join(patched)} in this process, and a pool needs the real ones: its"
-                " threads would wait for each other for ever. Open the pool in a process of its own that is not"
+                " threads would wait for each other for ever. Open the pool in a separate process that is not"
                 f" patched (`subprocess`, or a worker of another kind for these tasks), or do not call {library}'s"
                 " monkey patching in this one."
             )

@@ -16,7 +16,7 @@ MOST_THREADS = 8
 
 
 class Threads:
-    """Runs each piece of work in a thread of its own. `join` waits for all of them."""
+    """Runs each piece of work in a separate thread. `join` waits for all of them."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -54,7 +54,7 @@ class Threads:
 
 
 class PlainExecutor(ThreadPoolExecutor):
-    """An executor for asyncio's loops: each function runs in a plain thread of its own."""
+    """An executor for asyncio's loops: each function runs in a separate plain thread."""
 
     def __init__(self, name: str) -> None:
         super().__init__(1)  # it starts a thread with its first work, and gets none

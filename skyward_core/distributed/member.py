@@ -127,7 +127,7 @@ def end_process(text: str) -> NoReturn:
 
 
 class Member:
-    """A rank's connection to its hub. A thread of its own reads it, so that a failure elsewhere is known at once.
+    """A rank's connection to its hub. A separate thread reads it, so that a failure elsewhere is known at once.
 
     `hold_seconds` and `stop` are for tests: see HOLD_SECONDS and `end_process`.
     """

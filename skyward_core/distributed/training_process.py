@@ -61,7 +61,7 @@ class ProcessEnded(Exception):
         return self.exit_code == -signal.SIGABRT
 
     def repeat(self) -> NoReturn:
-        """End this process in the same way, so that its worker reports what it would of a call without such a
+        """End this process in the same way, so that its worker reports the same as for a call without a separate
         process.
         """
         with contextlib.suppress(Exception):  # the call may have closed or replaced them

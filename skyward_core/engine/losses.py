@@ -52,7 +52,7 @@ class Losses:
         self._left_behind: list[int] = []
         """Batches whose workers have left, until the messages before the scheduler's answer are heard."""
         self._gone: list[str] = []
-        """Addresses of workers that have left, likewise."""
+        """The same for addresses of workers that have left."""
         self._abandoned = 0
         """How often the scheduler has forgotten this client."""
 

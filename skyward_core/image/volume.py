@@ -102,7 +102,7 @@ def refuse_overlaps(volumes: Sequence[Volume]) -> None:
     for one, other in combinations(volumes, 2):
         outer, inner = sorted((one.mount_path, other.mount_path))
         if inner == outer:
-            raise BadRequest(f"two volumes have the mount_path {outer!r}: give each a path of its own")
+            raise BadRequest(f"two volumes have the mount_path {outer!r}: give each its own path")
         if inner.startswith(f"{outer}/"):
             raise BadRequest(
                 f"a volume's mount_path {inner!r} is inside another's, {outer!r}: give each a path outside the other's"

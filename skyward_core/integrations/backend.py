@@ -44,8 +44,8 @@ def slots_sharing_a_machine(nodes: tuple[Node, ...]) -> int:
 
 
 class PoolBackend(AutoBatchingMixin, ParallelBackendBase):
-    """A joblib backend over an open pool. Each `joblib.Parallel` gets one of its own from it, because joblib tells a
-    backend neither which of them has sent a batch, nor which one is to be aborted.
+    """A joblib backend over an open pool. Each `joblib.Parallel` gets its own one from it: a backend cannot know from
+    joblib which of them has sent a batch, or which one is to be aborted.
     """
 
     supports_retrieve_callback = True

@@ -1,6 +1,6 @@
 """What runs on a node: the tasks of one batch of joblib's, one after the other.
 
-A task may itself call joblib, or a library with threads of its own. All slots of a machine do so at the same time, so
+A task may itself call joblib, or a library with its own threads. All slots of a machine do so at the same time, so
 each gets its share of the processors: `Share`.
 """
 

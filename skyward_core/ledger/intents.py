@@ -98,8 +98,8 @@ class Intents:
             if row["cloud_id"] != cloud_id:
                 conflicts.append(
                     f"{row['kind']} {row['name']!r} at {row['provider']} is {row['cloud_id']} in the ledger, but"
-                    f" {cloud_id} now. One request has created two resources: terminate {cloud_id}, or record an intent"
-                    " of its own for it."
+                    f" {cloud_id} now. One request has created two resources: terminate {cloud_id}, or record a"
+                    " separate intent for it."
                 )
             return {}
 

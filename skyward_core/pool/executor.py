@@ -1,6 +1,6 @@
 """A pool as an executor of the standard library, for programs that take one.
 
-It has no thread, no process and no machine of its own, so that nothing is left of one that was forgotten: a call that
+It starts no thread, process or machine, so that nothing is left of one that was forgotten: a call that
 runs is known to the engine, and to nothing else.
 """
 

@@ -110,7 +110,7 @@ def _home() -> Path | None:
     """Return the folder for groups of nodes; None if the hierarchy is not visible.
 
     A group that has processes cannot pass controllers to the groups below it (cgroups(7)). So the folder is the parent
-    of this process's group, if the parent passes `memory` and this process's group has no limits of its own. An example
+    of this process's group, if the parent passes `memory` and this process's group sets no limits. An example
     is the parent of a login session's group.
     """
     own = call_groups.own_group()

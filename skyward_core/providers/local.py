@@ -1,4 +1,4 @@
-"""This machine as a provider: an instance is a set of processes in a session of its own, with a directory and a log.
+"""This machine as a provider: an instance is a set of processes in its own session, with a directory and a log.
 
 It is the default, used by the quick start and most tests. Its state is the process table. An instance is every process
 that was started with its tag in the environment (`worker.watchdog`), and all processes below one of these. Any process

@@ -1,4 +1,4 @@
-"""The boot script of a rented machine: our key, its identity, and its startup script in a process of its own.
+"""The boot script of a rented machine: our key, its identity, and its startup script in a separate process.
 
 Variables and directory are the same for all providers (decisions/0006). Shell text prints the machine's id on the
 machine itself, because the answer to the creating call comes too late. If it prints nothing, the launch token is the

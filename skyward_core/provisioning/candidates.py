@@ -183,7 +183,7 @@ type _Group = Mapping[bool, Offer]
 
 
 def _groups(offers: Iterable[Offer]) -> list[_Group]:
-    """Group the cheapest offers of each type and region; each more expensive offer is a group of its own.
+    """Group the cheapest offers of each type and region; each more expensive offer is a separate group.
 
     A market has one type at many prices, and few machines at each.
     """

@@ -1,4 +1,4 @@
-"""The guard of a node on a machine of its own: a shell script that ends the node by its clocks (ADR 0006, ADR 0011).
+"""The guard of a node on its own machine: a shell script that ends the node by its clocks (ADR 0006, ADR 0011).
 
 It works before there is a Python on the machine, and after that Python has died. It runs as the provider's `startup`,
 with SKYWARD_INSTANCE_ID and SKYWARD_INSTANCE_DIRECTORY in its environment. It uses these files in that directory:

@@ -5,7 +5,7 @@ States of a pool's machines, and which code ends them when the client is stopped
     nothing -> intended -> launch requested -> launched -> prepared -> leased -> terminated -> known to be gone
                `Rental.tear_down`, by tag, on the caller's ExitStack   `release`        the meter ends
 
-The session and `engine.recovery` use `PoolMachines`. It has no state of its own; its parts have:
+The session and `engine.recovery` use `PoolMachines`. It has no state; its parts have:
 
     rental          the provider that rents, launches, ends; what may be left    no lock; see there
     selection       the offer of each rank, and what may replace it              written while the pool opens

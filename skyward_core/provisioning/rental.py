@@ -207,7 +207,7 @@ class Rental:
     # ── one machine ends, the pool goes on ───────────────────────────────────────────────────────────────────────────
 
     def end_in_thread(self, node: Preparation) -> Termination:
-        """Terminate a lost machine in a thread of its own, because one that does not answer takes long."""
+        """Terminate a lost machine in a separate thread, because one that does not answer takes long."""
         return self._terminations.end_in_thread(
             node.instance.id, self._provider, f"skyward-end-{node.rank}", lambda: self._let_go(node)
         )

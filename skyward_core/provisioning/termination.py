@@ -6,7 +6,7 @@ States of such a machine:
      │                                                                                              its money is free)
      └──the request failed──▶ requested again, with growing pauses ──┘
 
-The first request is made by the caller or in a thread of its own, because a provider may be slow. One other thread
+The first request is made by the caller or in a separate thread, because a provider may be slow. One other thread
 repeats request and listing for all machines that are left. It starts with the first of them and ends with the last one,
 or with the pool. A machine that is not gone by then stays in the ledger as rented: `teardown` ends it when the pool
 closes, or a sweep after a crash.

@@ -267,7 +267,7 @@ class Session:
     def _leave_reaper_or_hang_up(self) -> None:
         """Have the reaper go on as if this process were dead, after a start that has left machines or open entries.
 
-        Such a pool cannot be closed again. The cause is InstancesLeft, or a second interrupt that has cut off the
+        This pool cannot be closed again. The cause is InstancesLeft, or a second interrupt that has cut off the
         teardown.
         """
         if self._are_machines_left or self._bookkeeping.is_refused:

@@ -189,7 +189,7 @@ class SSHConnection:
         remove: bool = False,
         timeout_seconds: float | None = None,
     ) -> memoryview:
-        """Return the content of a file of the machine: the first bytes of `into`, or else memory of its own, which is
+        """Return the content of a file of the machine: the first bytes of `into`, or else new memory, which is
         writable and lives as long as its views.
 
         With `remove` the file is removed once all of it is here, for one round trip more than the two, and gone when

@@ -27,7 +27,7 @@ from skyward_core.worker.topic import Topic
 RESUME, ACKNOWLEDGE, LEAVE = "skyward-resume", "skyward-acknowledge", "skyward-leave"
 """Operations on a client's stream to the scheduler, beside CANCEL."""
 CREDIT = "skyward-credit"
-"""Likewise, on both streams: streaming calls may go on."""
+"""The same on both streams: streaming calls may go on."""
 
 type BusyTime = tuple[str, str, float, float]
 """How long a worker's slots were busy, in seconds, since its process began: the id of its instance, a name of the

@@ -35,7 +35,7 @@ def is_generator(value: Any) -> bool:
 def items_of(value: Any) -> Iterator[Any]:
     """Return an iterator over what a generator or another iterable yields.
 
-    An asynchronous one has an event loop of its own, which runs while an item is awaited. Raises TypeError.
+    An asynchronous one has its own event loop, which runs while an item is awaited. Raises TypeError.
     """
     return _stepped(cast("AsyncGenerator[Any]", value)) if inspect.isasyncgen(value) else iter(value)
 

@@ -166,7 +166,7 @@ def _pass_on(child: int) -> None:
 
 
 def _execute(command: Sequence[str]) -> None:
-    """Become the command, in a process group of its own."""
+    """Become the command, in its own process group."""
     os.setpgid(0, 0)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM,))

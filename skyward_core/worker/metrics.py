@@ -19,7 +19,7 @@ GB = 1e9
 
 
 class Sampler:
-    """Takes a sample every `interval_seconds` in a thread of its own, from `start` to `stop`."""
+    """Takes a sample every `interval_seconds` in a separate thread, from `start` to `stop`."""
 
     def __init__(self, report: Callable[[Sample], None], instance_id: str, node: int, interval_seconds: float) -> None:
         self._report = report

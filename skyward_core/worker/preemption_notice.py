@@ -5,7 +5,7 @@ and "rebalance recommendations"): `spot/instance-action` is 404 until about two 
 then JSON with action and time, on a best effort basis; `events/recommendations/rebalance` may say earlier that the risk
 has grown. AWS recommends to poll every five seconds.
 
-A process of its own polls, forked by the node's supervisor: a service that hangs delays nothing else, and the process
+A separate process polls, forked by the node's supervisor: a service that hangs delays nothing else, and the process
 ends with the supervisor. It prints each notice as a line `::skyward notice JSON` of the node's log. The client reads
 the log without the head. Calls on the node read the announced end in the file NOTICE_FILE of the node's directory
 (`preemption_notice`). A failed request is no notice; the first failure is logged.

@@ -64,15 +64,15 @@ class Scattered:
         raise AttributeError(name if name in self.__slots__ else _advice_about(self))
 
     def __len__(self) -> NoReturn:
-        """Raise TypeError, likewise."""
+        """Raise TypeError, for the same reason."""
         raise TypeError(_advice_about(self))
 
     def __iter__(self) -> NoReturn:
-        """Raise TypeError, likewise."""
+        """Raise TypeError, for the same reason."""
         raise TypeError(_advice_about(self))
 
     def __getitem__(self, key: object) -> NoReturn:
-        """Raise TypeError, likewise."""
+        """Raise TypeError, for the same reason."""
         raise TypeError(_advice_about(self))
 
     def __bool__(self) -> bool:

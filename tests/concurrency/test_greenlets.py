@@ -23,7 +23,7 @@ def patched(*names: str) -> Any:
 def test_the_patched_module_is_named(module: str, library: str) -> None:
     """The error says what to do instead; a library that has patched nothing that a pool needs is no error."""
     with pytest.raises(
-        sky.BadRequest, match=f"{library} has replaced socket, select in this process.*process of its own"
+        sky.BadRequest, match=f"{library} has replaced socket, select in this process.*separate process"
     ):
         refuse_greenlets({module: patched("socket", "select", "os")})
     refuse_greenlets({module: patched("os", "dns")})
