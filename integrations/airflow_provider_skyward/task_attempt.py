@@ -126,8 +126,8 @@ class TaskAttempt:
         }
 
     def push_bill(self) -> None:
-        """Log and push the cost of this try, and of all tries of the task instance together: by the ledger, which
-        includes tries that were killed.
+        """Log and push the cost of this try, and of all tries of the task instance together. The ledger has them, also
+        of tries that were killed.
         """
         bill = self.bill()
         if bill is None:

@@ -1,8 +1,8 @@
 """The connection of a process of a call to its worker, for requests about the pool's shared objects.
 
-A process makes the connection when it first needs it. Its leases end with it: the kernel closes it when the process
-dies, the runner closes it when the call ends, and the worker closes all connections of a call that has ended. A fork
-makes its own. No thread reads it, because runners fork: of the threads that wait for an answer, one reads for all.
+A process makes the connection when it first needs it. Its leases end with it. The kernel closes it when the process
+dies, and the runner when the call ends. The worker closes all connections of a call that has ended. A fork makes its
+own. No thread reads it, because runners fork: of the threads that wait for an answer, one reads for all.
 """
 
 from __future__ import annotations

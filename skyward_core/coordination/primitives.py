@@ -98,8 +98,8 @@ class Semaphore(_Shared):
             download()
 
     Leases are given in the order of the requests. A lease that is not released ends with its call, or with the process
-    that holds it: after an error, a crash, a deadline or a cancellation at once, after the loss of a node when the pool
-    notices it. All who use a name at the same time must give the same `max_leases`: BadRequest otherwise.
+    that holds it. After an error, a crash, a deadline or a cancellation it ends at once; after the loss of a node, when
+    the pool notices it. All who use a name at the same time must give the same `max_leases`: BadRequest otherwise.
     """
 
     _kind = Kind.SEMAPHORE
@@ -136,8 +136,8 @@ class Semaphore(_Shared):
     def release(self) -> None:
         """Release a lease that this object has got. Raises RuntimeError if it has none in this process.
 
-        Raises NodeLost if the lease was lost before, with the head of the pool or the connection to it: another holder
-        may have had a lease meanwhile.
+        Raises NodeLost if the lease was lost before, with the head of the pool or the connection to it. Then another
+        holder may have had a lease meanwhile.
         """
         with self._changing:
             self._leases = [lease for lease in self._leases if lease[0].is_ours]

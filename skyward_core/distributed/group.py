@@ -166,8 +166,8 @@ def decorator(framework: Framework, rendezvous_seconds: float, nproc_per_node: N
 @overload
 def decorator(framework: Framework, rendezvous_seconds: float, nproc_per_node: int | None) -> Any: ...
 def decorator(framework: Framework, rendezvous_seconds: float, nproc_per_node: int | None = None) -> Any:
-    """Return the decorator for a framework. Raises BadRequest for a deadline that is none, or no number of
-    processes; the decorator raises TypeError for what is no function, or is decorated already.
+    """Return the decorator for a framework. Raises BadRequest for a wrong deadline or number of processes. The
+    decorator raises TypeError for what is no function, or is decorated already.
     """
     is_number = isinstance(rendezvous_seconds, Real) and not isinstance(rendezvous_seconds, bool)
     if not is_number or not 0 < rendezvous_seconds < float("inf"):
@@ -188,8 +188,8 @@ def decorator(framework: Framework, rendezvous_seconds: float, nproc_per_node: i
 
 
 def places(processes: int) -> list[Place]:
-    """Return the places of this call's processes in its group: with those of all workers of the pool for a broadcast,
-    else in a group of their own.
+    """Return the places of this call's processes in its group. A broadcast has one group of all workers of the pool;
+    each other call has its own group.
     """
     info = instance_info()
     if not info.is_broadcast:

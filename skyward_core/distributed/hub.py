@@ -20,8 +20,8 @@ from enum import StrEnum
 from typing import Any
 
 SETTLE_SECONDS = 0.2
-"""How long the first error waits for a crash that may have caused it: the crash of another rank breaks connections, and
-the errors of that may arrive before the end of its process is known.
+"""How long the first error waits for a crash that may have caused it. The crash of another rank breaks connections, and
+their errors may arrive before the end of its process is known.
 """
 LINE_BYTES = 16 << 20
 UNPROVED_BYTES = 4096

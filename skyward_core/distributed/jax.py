@@ -26,9 +26,10 @@ def jax(*, nproc_per_node: int, rendezvous_seconds: float = RENDEZVOUS_SECONDS) 
 def jax(*, nproc_per_node: int | None = None, rendezvous_seconds: float = RENDEZVOUS_SECONDS) -> Any:
     """Run a function as one process of JAX's distributed runtime: `jax.devices()` are the devices of all nodes.
 
-    It runs in a separate process, with all devices of its node; with `nproc_per_node` in so many, with one device
-    each, and the call returns a list of their values for each node. Every rank must come within `rendezvous_seconds`:
-    `sky.GroupNotFormed` names those that did not. Return NumPy arrays or numbers: arrays of JAX end with the process.
+    It runs in a separate process, with all devices of its node. With `nproc_per_node` it runs in so many processes,
+    each with one device, and the call returns a list of their values for each node. Every rank must come within
+    `rendezvous_seconds`: `sky.GroupNotFormed` names those that did not. Return NumPy arrays or numbers: arrays of JAX
+    end with the process.
 
     >>> import skyward_core as sky
     >>> @sky.compute

@@ -31,10 +31,10 @@ def keras(
 ) -> Any:
     """Run a function with Keras on this backend, as one rank of a group of it, in a separate process.
 
-    With "jax" the data-parallel distribution of Keras is set: `fit` of each rank takes the rows of that rank
-    (`sky.shard`), and gradients are those of all ranks. With "torch" and "tensorflow" there is what the decorators of
-    that name set up, and no more: `fit` would train each rank on its own. Write the loop, with DistributedDataParallel
-    or a strategy (`docs/training.md`).
+    With "jax" the data-parallel distribution of Keras is set. `fit` of each rank takes the rows of that rank
+    (`sky.shard`), and gradients are those of all ranks. With "torch" and "tensorflow" only what the decorators of that
+    name set up is there: `fit` would train each rank separately. Write the loop, with DistributedDataParallel or a
+    strategy (`docs/training.md`).
 
     `nproc_per_node` and `rendezvous_seconds` are those of the backend's own decorator.
 

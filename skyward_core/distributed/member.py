@@ -159,7 +159,7 @@ class Member:
     def wait_until_formed(self) -> None:
         """Return when all ranks are there.
 
-        Raises GroupNotFormed with the ranks that did not come, and RankFailed if the hub is lost: then the process of
+        Raises GroupNotFormed with the ranks that did not come, and RankFailed if the hub is lost. Then the process of
         rank 0 has ended, possibly after the group was formed, and its error is the first one.
         """
         try:

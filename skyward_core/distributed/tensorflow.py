@@ -29,9 +29,9 @@ def tensorflow(*, nproc_per_node: int | None = None, rendezvous_seconds: float =
     """Run a function as one worker of a TensorFlow cluster: TF_CONFIG is set, and
     `tf.distribute.MultiWorkerMirroredStrategy()` finds the others.
 
-    It runs in a separate process, with all GPUs of its node; with `nproc_per_node` in so many, with one GPU each, and
-    the call returns a list of their values for each node. Every rank must come within `rendezvous_seconds`:
-    `sky.GroupNotFormed` names those that did not.
+    It runs in a separate process, with all GPUs of its node. With `nproc_per_node` it runs in so many processes, each
+    with one GPU, and the call returns a list of their values for each node. Every rank must come within
+    `rendezvous_seconds`: `sky.GroupNotFormed` names those that did not.
 
     >>> import skyward_core as sky
     >>> @sky.compute

@@ -89,8 +89,8 @@ def process_group(backend: str | None, place: Place) -> Generator[None]:
     if has_gpu:
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
     store, rank, world_size = next(dist.rendezvous("env://"))
-    # A library may destroy this group and initialise another one from the environment. With keys of this group in its
-    # place of the store, a fast rank would read the old addresses of the others, and wait for them forever.
+    # A library may destroy this group and initialise another one from the environment. The prefix separates their keys:
+    # otherwise a fast rank would read the addresses of this group, and wait for them forever.
     own = dist.PrefixStore("skyward", store)
     try:
         dist.init_process_group(chosen, store=own, rank=rank, world_size=world_size)
@@ -105,8 +105,8 @@ def process_group(backend: str | None, place: Place) -> Generator[None]:
 def _initialise_alone(dist: Any) -> None:
     """Initialise a group of this rank alone, whose end sets PyTorch's number of the next group to 0.
 
-    A group that could not be initialised has been counted. Ranks find each other by that number: in the next training
-    of this process, whose other ranks may run in new processes, they would wait for each other forever.
+    A group that could not be initialised has been counted. Ranks find each other by that number. In the next training
+    of this process other ranks may run in new processes, and all would wait for each other forever.
     """
     if dist.is_gloo_available():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -20,9 +20,9 @@ LOOK_SECONDS = 0.2
 
 
 class TrainingJob(NamedTuple):
-    """What the process of a rank needs: its place and its node's address in the group; pickled, the framework, and
-    function and arguments, which may have the framework's arrays and are loaded when it runs. `mark` is for log
-    records, see `worker.log_records`.
+    """What the process of a rank needs: its place and its node's address in the group, and, pickled, the framework, the
+    function and the arguments. The arguments may have the framework's arrays, and are loaded when it runs. `mark` is
+    for log records, see `worker.log_records`.
     """
 
     place: Place

@@ -3,8 +3,8 @@
 Some frameworks configure a process once, or end it when another rank fails; and a node with several GPUs needs a
 process for each. The process (`training_main.py`) is a new interpreter, not a fork: the runner may have threads and a
 CUDA context of earlier calls. It has the runner's environment, output and process group, so a signal to the runner's
-group ends it too; and the kernel kills it when the runner dies. The runner keeps the connection to the group's hub:
-the group learns the end of the process from it, and which rank failed first.
+group ends it too. The kernel kills it when the runner dies. The runner keeps the connection to the group's hub, so the
+group learns of the end of the process, and which rank failed first.
 
 States of a process, as its runner sees them:
 

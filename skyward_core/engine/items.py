@@ -1,8 +1,8 @@
 """Items of streaming calls on their way to their consumers: pure bookkeeping.
 
-Items come in the order of their numbers, in reports. One that is missing is lost, with the messages of a scheduler that
-is gone or had no room: then the call is stopped and raises NodeLost, because its generator cannot be asked for the item
-again. A call whose first item has come does not run again (`CallTable`).
+Items come in the order of their numbers, in reports. A missing item is lost, with the messages of a scheduler that is
+gone or had no room. Then the call is stopped and raises NodeLost, because its generator cannot yield the item again. A
+call whose first item has come does not run again (`CallTable`).
 """
 
 from __future__ import annotations

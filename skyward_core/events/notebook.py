@@ -3,9 +3,9 @@
     event (thread "skyward-events") -> `after` -> Summary -> `rendered` -> output (thread "skyward-notebook")
 
 It needs no widgets and no package that Jupyter does not have. The first output is shown in the context (`contextvars`)
-in which the pool was opened, so it stands below that cell. What follows is sent for the cell that runs then: later
-summaries, which replace the first by its id, and the lines that nodes print, which appear below that cell. Programs
-that run notebooks (nbclient, papermill) ignore messages for cells that have ended.
+in which the pool was opened, so it stands below that cell. Later messages are sent for the cell that runs then. Later
+summaries replace the first by its id, and the lines that nodes print appear below that cell. Programs that run
+notebooks (nbclient, papermill) ignore messages for cells that have ended.
 
 IPython is never imported here: a process that has not imported it is no kernel.
 """
@@ -238,8 +238,8 @@ class NotebookDisplay:
 def _wake_kernel() -> None:
     """Let the event loop of the kernel run its callbacks.
 
-    ipykernel 7 adds one when SIGINT comes to a cell that awaits, and does not wake the loop: without this the stop
-    button would have no effect on `await pool.arun(...)` until the call ends.
+    ipykernel 7 adds one when SIGINT comes to a cell that awaits, and does not wake the loop. Without this function the
+    stop button would have no effect on `await pool.arun(...)` until the call ends.
     """
     loop = getattr(getattr(kernel(), "kernel", None), "io_loop", None)
     if loop is not None:

@@ -1,8 +1,8 @@
 """joblib's backend for a pool: each batch of joblib's is one call of the pool.
 
-States of a batch: waiting (fewer than `n_jobs` may run) -> running, a call of the pool -> ended. joblib hears of the
-end through the future that `submit` returned, also if the batch could not be submitted: its callbacks run in the
-pool's thread, where no caller would see an exception.
+States of a batch: waiting (fewer than `n_jobs` may run) -> running, a call of the pool -> ended. joblib learns of the
+end from the future that `submit` returned, also if the batch could not be submitted. Its callbacks run in the pool's
+thread, where no caller would see an exception.
 """
 
 # pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false
@@ -135,8 +135,8 @@ class PoolBackend(AutoBatchingMixin, ParallelBackendBase):
     def batch_completed(self, batch_size: int, duration: float) -> None:
         """Learn how long batches take, for the size of the next ones. `joblib` calls this from within `_end`.
 
-        It has measured the way to the node and back, and the wait for a free slot: then batches would stay small where
-        the way is long.
+        joblib's own measurement includes the way to the node and back, and the wait for a free slot. With it batches
+        would stay small where the way is long.
         """
         super().batch_completed(batch_size, duration if self._seconds is None else self._seconds)
 

@@ -1,8 +1,8 @@
 """A pool in an asyncio program: `pool.aio` and `pool.arun` make its calls, `async with` opens and closes it.
 
-A coroutine waits for the futures of the engine, and no thread is started for a call, except for a broadcast whose
-workers form a group, which may run again as a whole (`groups.py`). Opening and closing each have a thread, which is not
-a daemon: the interpreter waits for its end. States of `async with`:
+A coroutine waits for the futures of the engine, and no thread is started for a call. The exception is a broadcast whose
+workers form a group, because it may run again as a whole (`groups.py`). Opening and closing each have a thread, which
+is not a daemon: the interpreter waits for its end. States of `async with`:
 
     new ──▶ opening ──▶ open ──▶ closing ──▶ closed
      │         │         │          └──cancelled──▶ the task waits for the end of closing, and is cancelled then
@@ -12,7 +12,7 @@ a daemon: the interpreter waits for its end. States of `async with`:
 
 Who undoes: while the pool is opening, the thread does, because it alone learns whether there is something to undo. Once
 it has handed the pool over to the task, the task does. `_Opening` decides which of them it is, under a lock. If the
-event loop ends without waiting for the task, the threads finish their work; if the process is killed, the pool's reaper
+event loop ends without waiting for the task, the threads finish their work. If the process is killed, the pool's reaper
 ends the machines.
 """
 

@@ -35,14 +35,14 @@ class DetachedCalls:
     ) -> DetachedCall[R]:
         """Submit a call that goes on when this process dies; return an object that represents it.
 
-        Any attached process finds the call by its `call_id`. It lives, with its result, as long as the pool: until the
-        pool is closed, or the lease of its nodes runs out (`lease_seconds` after the last sign of life from a client).
-        Arguments are sent in one message; the call should read large values itself.
+        Any attached process finds the call by its `call_id`. The call and its result live as long as the pool. The pool
+        lives until it is closed, or the lease of its nodes runs out (`lease_seconds` after the last sign of life from a
+        client). Arguments are sent in one message; the call should read large values itself.
 
         `call_id`, 1 to 128 letters, digits and `._:/-`, makes the start idempotent. If the pool has had a call of this
-        id, from any process, that call is returned and nothing begins, also if it has ended or was forgotten, and also
-        for another function or other arguments: `name` is the function of the call that there is, and `is_new` says
-        whether this start began it. Head and its records may be lost together; then the id is unknown.
+        id, from any process, that call is returned and nothing begins. This is so even if it has ended or was
+        forgotten, and for another function or other arguments. `name` is the function of the existing call, and
+        `is_new` says whether this start began it. If the head is lost with its records, the id is unknown.
         `result_ttl`: how many seconds after its end the call is forgotten; None: never. `owner` says in the ledger whom
         the call is for, such as "dag/run/task"; by default it is the pool's `work`. Raises BadRequest for other values.
         """

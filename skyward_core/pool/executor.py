@@ -1,7 +1,7 @@
 """A pool as an executor of the standard library, for programs that take one.
 
-It starts no thread, process or machine, so that nothing is left of one that was forgotten: a call that
-runs is known to the engine, and to nothing else.
+It starts no thread, process or machine, so that nothing is left of an executor that was forgotten. Only the engine
+knows a call that runs.
 """
 
 from __future__ import annotations

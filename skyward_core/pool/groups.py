@@ -1,7 +1,7 @@
 """A broadcast whose workers form one group: it succeeds as a whole, or runs again as a whole.
 
 A rank that is lost with its node cannot join the running group again (docs/decisions/0023). So the engine does not
-repeat its call alone: the other ranks are stopped, and when its node is replaced the call runs anew on all workers,
+repeat its call alone. The other ranks are stopped, and when its node is replaced the call runs again on all workers,
 with another `job_id`. It goes on from its checkpoint if it has one.
 """
 

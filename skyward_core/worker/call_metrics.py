@@ -1,8 +1,8 @@
 """Metrics that a running call reports: `sky.report(step=10, loss=0.3)`.
 
 A report is one line of the runner's output, `MARK:report JSON`, as a log record is (`log_records.py`). It is at most
-LINE_BYTES long, so that the kernel writes it in one piece, and it is written only while the pipe has room, so that it
-never waits. What is not written now is merged into the next report, or written when the call ends.
+LINE_BYTES long, so that the kernel writes it in one piece. It is written only while the pipe has room, so that it never
+waits. What is not written now is merged into the next report, or written when the call ends.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ def report(step: int | None = None, **metrics: SupportsFloat) -> None:
     """Report metrics of a running call: they become a `CallReported` event of the pool.
 
     `step` counts whatever the call counts (batches, epochs). Values are numbers, or anything that `float` takes, such
-    as a tensor with one element. Never waits: at most 20 reports at once and 2 per second travel; the values of others
-    are merged into the next one, and the last ones always arrive. Outside a pool it does nothing.
+    as a tensor with one element. Never waits: at most 20 reports at once and 2 per second travel. The values of others
+    are merged into the next report, and the last values always arrive. Outside a pool it does nothing.
 
     Raises BadRequest for values that are no numbers, and for more metrics than fit into 4 kB.
 

@@ -34,8 +34,8 @@ RETRIES, NAME = "skyward_retries", "skyward_name"
 and its function's name.
 """
 RUN_ID, IS_NAMED, RESULT_TTL, OWNER = "skyward_run_id", "skyward_is_named", "skyward_result_ttl", "skyward_owner"
-"""More of them: the id by which slots know it (its own); whether its id is kept when the call is forgotten (False); how
-many seconds after its end it is forgotten (never); for whom it is, in words ("").
+"""More of them, with their defaults: the id by which slots know the call (its own id); whether its id is kept when the
+call is forgotten (False); how many seconds after its end it is forgotten (never); a text that says for whom it is ("").
 """
 
 BUSY_TIMES = "skyward_busy_times"

@@ -73,8 +73,8 @@ class ItemSender:
         self._send = send
         self._stored = stored
         self._may_stop = self._is_stopped = False
-        """Whether a signal ends the call at once, and whether one has come while it may not: an item on its way into a
-        file would stay there.
+        """Whether a signal ends the call at once, and whether one has come while it may not. It may not while an item
+        is written to a file, because that file would stay.
         """
 
     def send_all(self, call: Call, value: Any) -> None:

@@ -51,8 +51,8 @@ class SilentWorkers:
         """Return the workers that have been silent for longer than their limit. `last_seen`: a value for each that
         changes with each sign of life.
 
-        Of the time since the last check at most twice the interval counts: the scheduler may have slept (a laptop, a
-        machine that is moved), and then the signs of life of that time are unread.
+        Of the time since the last check at most twice the interval counts. The scheduler may have slept (a laptop, a
+        machine that is moved), and then it has not read the signs of life of that time.
         """
         counted = min(elapsed_seconds, 2 * SILENCE_CHECK_SECONDS)
         before = self._silent
@@ -82,9 +82,9 @@ class PoolScheduler(Scheduler):
     """Dask's scheduler, with three changes: it takes batches without a graph, does not compare packages, and removes
     silent workers sooner.
 
-    Dask warns of each package that differs, such as a client's pandas that is not in the image; the bootstrap of a node
-    already makes those that matter (Python, Dask, cloudpickle) the same. And Dask checks for silent workers only once
-    in `worker-ttl`, and lets fifty of them be silent for 20 s.
+    Dask warns of each package that differs, such as a client's pandas that is not in the image. The bootstrap of a node
+    already makes the packages that matter (Python, Dask, cloudpickle) the same. Dask also checks for silent workers
+    only once in `worker-ttl`, and lets fifty of them be silent for 20 s.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -1,9 +1,9 @@
 """Modules that a node imports once, in the process from which runners are forked (`Image(preload=...)`).
 
-States of a module: named -> imported, or skipped for a reason. It is skipped if its import fails, and if this process
-could not be forked safely after the import, because a thread runs or an accelerator is open: a fork copies neither. An
-import cannot be undone, so the process then starts again without the module. Nothing was forked before, and the client
-sees one start.
+States of a module: named -> imported, or skipped for a reason. It is skipped if its import fails. It is also skipped if
+it starts a thread or opens an accelerator: a fork copies neither, so this process could not be forked safely. An import
+cannot be undone, so the process then starts again without the module. Nothing was forked before, and the client sees
+one start.
 """
 
 from __future__ import annotations

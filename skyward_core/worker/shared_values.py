@@ -1,9 +1,9 @@
 """`scatter`: a large argument that is sent once to each node, and travels with calls as its name.
 
 States of a shared value at a node: absent, coming, there (`engine/function_files.py`). On the client `SharedValue` has
-the bytes; references and calls that have not ended hold it. When it is collected, each open pool removes its copies.
-On a node a value is a file in memory that each runner maps read-only for the time of one call: NumPy arrays in it are
-the file's own pages, which all runners of the node share, and all else in it is loaded for each call.
+the bytes; references and calls that have not ended hold it. When it is collected, each open pool removes its copies. On
+a node a value is a file in memory that each runner maps read-only for the time of one call. NumPy arrays in it are the
+file's own pages, which all runners of the node share. Everything else in it is loaded for each call.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ def _advice_about(reference: Scattered) -> str:
 def scatter[T](value: T) -> T:
     """Return a reference to a large value, for the arguments of many calls: each node gets the value once.
 
-    For type checkers the reference is the value, because calls get the value in its place: also inside lists and
-    dictionaries, and as a variable that a function reads. Each call gets the value as it is now. NumPy arrays in it are
-    read-only, and lie only once in the memory of a node. The client keeps a copy for nodes that join later. When the
-    reference and its calls are gone, all copies are removed. Raises NotPicklable.
+    For type checkers the reference is the value, because calls get the value in its place. This also works inside lists
+    and dictionaries, and for a variable that a function reads. Each call gets the value as it is now. NumPy arrays in
+    it are read-only, and lie only once in the memory of a node. The client keeps a copy for nodes that join later. When
+    the reference and its calls are gone, all copies are removed. Raises NotPicklable.
     """
     _packing.is_scattering = True
     try:
