@@ -169,7 +169,7 @@ def decorator(framework: Framework, rendezvous_seconds: float, nproc_per_node: i
     """Return the decorator for a framework. Raises BadRequest for a wrong deadline or number of processes. The
     decorator raises TypeError for what is no function, or is decorated already.
     """
-    is_number = isinstance(rendezvous_seconds, Real) and not isinstance(rendezvous_seconds, bool)
+    is_number = isinstance(rendezvous_seconds, Real) and rendezvous_seconds is not True
     if not is_number or not 0 < rendezvous_seconds < float("inf"):
         raise BadRequest(f"rendezvous_seconds={rendezvous_seconds!r}: write how many seconds ranks wait for each other")
     if nproc_per_node is not None and (type(nproc_per_node) is not int or nproc_per_node < 1):
