@@ -52,7 +52,7 @@ class Losses:
         self._left_behind: list[int] = []
         """Batches whose workers have left, until the messages before the scheduler's answer are heard."""
         self._gone: list[str] = []
-        """The same for addresses of workers that have left."""
+        """Addresses of workers that have left, likewise."""
         self._abandoned = 0
         """How often the scheduler has forgotten this client."""
 
