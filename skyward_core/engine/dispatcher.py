@@ -219,7 +219,7 @@ class Dispatcher:
             return
         if resumed.number > heard:
             self._items.lose_all()
-        self._losses.begin(epoch, resumed.abandoned, now)
+        self._losses.begin(epoch, resumed.abandoned, now, is_known=resumed.is_known)
         self._count_in(resumed.workers)
         self._losses.compare(epoch, resumed)
         self._calls.stop_unwanted()

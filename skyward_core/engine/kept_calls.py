@@ -49,6 +49,8 @@ class KeptCalls:
     """Batches with a lower number were sent to a head that is lost."""
     heard: dict[str, int] = field(default_factory=dict[str, int])
     """By origin: the number of the last report of a batch that is no longer in flight."""
+    unrepeated: set[int] = field(default_factory=set[int])
+    """Batches whose reports do not count yet: an earlier one may have come before a new scheduler knew this client."""
     _lost: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
     """Batches that are lost, and their calls that had not ended: a worker may announce them after all."""
     astray: set[str] = field(default_factory=set[str])
@@ -74,7 +76,8 @@ class KeptCalls:
 
     def clear(self) -> None:
         """Forget everything: the pool begins no calls any more."""
-        for record in (self.batches, self.at, self.awaited, self.heard, self._lost, self.astray, self._released):
+        records = (self.batches, self.at, self.awaited, self.heard, self._lost, self.astray, self._released)
+        for record in (*records, self.unrepeated):
             record.clear()
         self.until, self.before = 0.0, 0
 
@@ -84,12 +87,17 @@ class KeptCalls:
         return sorted(call_id for calls in self.batches.values() for call_id in calls)
 
     def announced(self, name: str, address: str, keys: Collection[str]) -> None:
-        """A worker announces the batches that it keeps."""
+        """A worker announces the batches that it keeps. All their reports follow, in order."""
         self.awaited.discard(name)
         for number in map(batch_of, keys):
+            self.unrepeated.discard(number)
             if number in self.batches:
                 self.at[number] = address
             self.astray.update(self._lost.get(number, ()))
+
+    def await_repeats(self) -> None:
+        """The scheduler did not know this client: reports before its answer are lost, and workers repeat them."""
+        self.unrepeated = set(self.batches)
 
     def without(self, names: Collection[str]) -> None:
         """Await no announcement of these workers: their node was replaced."""
@@ -156,6 +164,7 @@ class KeptCalls:
         for number in sorted(numbers):
             calls = self.batches.pop(number, set[str]())
             self.at.pop(number, None)
+            self.unrepeated.discard(number)
             if calls:
                 self.lose(number, calls)
             taken += sorted(calls)

@@ -69,10 +69,11 @@ class Losses:
 
     # ── another connection ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def begin(self, epoch: int, abandoned: int, now: float) -> None:
+    def begin(self, epoch: int, abandoned: int, now: float, *, is_known: bool) -> None:
         """The scheduler has answered.
 
         `abandoned`: how often it has forgotten this client; each time it has stopped all calls of the client.
+        `is_known`: whether it has kept the messages for this client.
         """
         may_keep = bool(self._kept.before)
         if abandoned != self._abandoned:
@@ -80,6 +81,8 @@ class Losses:
             self._lose_all("its scheduler has waited for this client for too long")
         if may_keep:  # also if all calls are lost or have ended: workers are to forget them
             self._kept.listen(now)
+            if not is_known:
+                self._kept.await_repeats()
             self._do(do.RepeatReports(epoch))
 
     def compare(self, epoch: int, resumed: Resumed) -> None:
@@ -142,12 +145,15 @@ class Losses:
     def is_repeated(self, report: Report) -> bool:
         """Return whether a report was heard before, or its batch is done; note the report's number.
 
-        Workers repeat all reports that were not released when they join, and at each request.
+        Workers repeat all reports that were not released when they join, and at each request. A report that comes
+        before an awaited announcement counts as repeated, because it follows the announcement again.
         """
         number = batch_of(report.origin)
         if number < 0:
             return False
         out = self._shipments.outs.get(number)
+        if out is None and number in self._kept.unrepeated:
+            return True
         heard = out.heard if out is not None else self._kept.heard
         is_repeated = report.number <= heard.get(report.origin, 0)
         heard[report.origin] = max(report.number, heard.get(report.origin, 0))

@@ -6,9 +6,10 @@
 from skyward_core.engine import actions as do
 from skyward_core.engine.kept_calls import DECIDED_SECONDS
 from skyward_core.errors import NodeLost
+from skyward_core.events.events import LogLine
 from skyward_core.worker.retained_batches import WorkerKept
 from skyward_core.worker.scheduler_messages import Resumed, WorkerLeft
-from skyward_core.worker.wire import Outcome, Report
+from skyward_core.worker.wire import Outcome, Output, Report
 from tests.engine.model import machine_id, node_of
 from tests.engine.test_dispatcher import ADDRESSES, TOPIC, Pool, entry, value
 
@@ -119,6 +120,24 @@ def test_a_call_that_its_worker_keeps_ends_with_its_report() -> None:
         say(pool, sent, 1, value("a"))
         assert [action.call_id for action in pool.take(do.Finish)] == finished
         assert pool.take(do.ReleaseRetainedCalls) == [do.ReleaseRetainedCalls(pool.epoch, ("a",))]
+
+
+def test_a_report_before_the_announcement_does_not_count() -> None:
+    """An earlier report may have come before the next head knew this client. The announcement is followed by both."""
+    pool, sent = lost_head()
+    pool.connect()
+    say(pool, sent, 2, value("a"))
+    assert pool.take(do.Finish) == []
+    kept = WorkerKept("1-0", ADDRESSES["1-0"], ("a",), keys=(sent.key,))
+    pool.dispatcher.pool_news(pool.epoch, kept, 0.0)
+    pool.dispatcher.report(
+        pool.epoch,
+        Report(0, machine_id(0), (Output("a", "stdout", ("line",), 0.0),), f"tls://zero/{sent.key}", 1),
+        0.0,
+    )
+    say(pool, sent, 2, value("a"))
+    assert [action.event.line for action in pool.take(do.EmitEvent) if isinstance(action.event, LogLine)] == ["line"]
+    assert [action.call_id for action in pool.take(do.Finish)] == ["a"]
 
 
 def test_a_call_that_no_worker_keeps_is_lost_when_the_time_is_up() -> None:
