@@ -14,6 +14,7 @@ from skyward_core.ledger.database import NUMBERS_PER_STATEMENT, Database
 from skyward_core.ledger.pools import known_pool, must_live
 from skyward_core.ledger.rows import Bucket, Intent, Rented, ResourceRequest, UnreadableRow, micro_usd
 from skyward_core.ledger.tables import IS_OPEN, RESOURCES, Values, intent_of, milliseconds_of, read_rows, stamp
+from skyward_core.ledger.warm_time import closing_values, unnoted_milliseconds, warm_since, with_warm
 
 
 class Intents:
@@ -139,18 +140,27 @@ class Intents:
             if fill is None or row["cloud_id"] is None:
                 return closed
             end = min(gone, stamp(paid_until[row["id"]])) if paid_until and row["id"] in paid_until else gone
-            missing = max(
-                0, (end - row["intended_microseconds"]) // 1000 - sum(row[milliseconds_of(bucket)] for bucket in Bucket)
-            )
+            warm = closing_values(row, since.get(row["pool_id"]), end)
+            missing = unnoted_milliseconds({**row, **warm}, end)
             filled = {
                 milliseconds_of(fill): row[milliseconds_of(fill)] + missing,
                 "filled_bucket": fill.name,
                 "filled_milliseconds": missing,
             }
-            return closed | filled
+            return closed | warm | filled
 
         with self._database.write() as connection:
-            return self._change_all(connection, numbers, change)
+            wanted = list(numbers)
+            since = self._warm_since(connection, wanted)
+            return self._change_all(connection, wanted, change)
+
+    def _warm_since(self, connection: Connection, numbers: Sequence[int]) -> dict[str, int]:
+        """Return since when the pools of these entries are warm, by pool id."""
+        pools = set[str]()
+        for start in range(0, len(numbers), NUMBERS_PER_STATEMENT):
+            some = numbers[start : start + NUMBERS_PER_STATEMENT]
+            pools |= set(connection.execute(select(RESOURCES.c.pool_id).where(RESOURCES.c.id.in_(some))).scalars())
+        return warm_since(connection, pools)
 
     def note_all(self, seconds: Mapping[int, Mapping[Bucket, float]]) -> None:
         """Record how the seconds of resources were spent so far: totals by bucket, in whole milliseconds.
@@ -252,13 +262,14 @@ def _noted(row: Values, totals: Mapping[Bucket, int]) -> dict[str, Any]:
     """Return the changes of a row for new totals by bucket. They replace the old ones if their sum does not shrink.
 
     They replace all buckets together, because idle time may turn out to be running time. Seconds that a close has
-    filled in are reduced by the growth of the sum. When none of them are left, the sum cannot grow any more.
+    filled in are reduced by the growth of the sum. When none of them are left, the sum cannot grow any more. Warm time
+    stays (`with_warm`).
     """
     filled, filled_bucket = row["filled_milliseconds"], row["filled_bucket"]
     known = {
         bucket: row[milliseconds_of(bucket)] - (filled if filled_bucket == bucket.name else 0) for bucket in Bucket
     }
-    new = {**known, **totals}
+    new = with_warm(known, totals)
     growth = sum(new.values()) - sum(known.values())
     if growth < 0 or new == known:
         return {}

@@ -16,6 +16,7 @@ from sqlalchemy import Case, Connection, case, func, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from skyward_core.errors import LeaseLost
+from skyward_core.ledger import warm_time
 from skyward_core.ledger.database import Database
 from skyward_core.ledger.names_policy import (
     Claim,
@@ -83,6 +84,7 @@ class Names:
             elif isinstance(claim, Join):
                 self._insert_client(connection, client_id, claim.row.pool_id, owner, lease_seconds, work)
                 self._set(connection, name, state=NameState.IN_USE.value, warm_until_microseconds=None)
+                warm_time.end(connection, claim.row.pool_id, stamp(self._database.clock()))
             return claim
 
     def opened(self, name: str, epoch: int) -> None:
@@ -168,6 +170,7 @@ class Names:
                 self._end_client(connection, client_id, slot_seconds)
                 until = stamp(now + timedelta(seconds=row.keep_warm_seconds))
                 self._set(connection, name, state=NameState.WARM.value, steward="", warm_until_microseconds=until)
+                warm_time.begin(connection, row.pool_id, stamp(now))
                 return NameState.WARM
             # the client stays until the pool has ended: its life shows that the pool is being closed
             self._set(connection, name, state=NameState.CLOSING.value, steward=client_id)

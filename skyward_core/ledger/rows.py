@@ -38,6 +38,7 @@ class Bucket(StrEnum):
     BOOTSTRAPPING = "bootstrapping"
     RUNNING_CALLS = "running calls"
     IDLE = "idle"
+    WARM = "warm"
     LOST = "lost to preemption"
     TERMINATING = "terminating"
 

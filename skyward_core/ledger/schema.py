@@ -24,6 +24,7 @@ from skyward_core.ledger.migrations import (
     v5_sealed_leases,
     v6_detached_calls,
     v7_names,
+    v8_warm,
 )
 from skyward_core.ledger.tables import META
 
@@ -39,6 +40,7 @@ MIGRATIONS: Sequence[ModuleType] = (
     v5_sealed_leases,
     v6_detached_calls,
     v7_names,
+    v8_warm,
 )
 """All migrations in their order. The revision of each is the version to which it leads; 0 is a database without our
 tables.

@@ -81,6 +81,8 @@ POOLS = Table(
     Column("ended_microseconds", BigInteger),
     Column("provider_account", String(255), nullable=False, server_default=""),
     *_work_columns(),
+    # set while no process uses a pool with a name (`warm_time.py`)
+    Column("warm_since_microseconds", BigInteger),
 )
 Index("skyward_pools_by_run", POOLS.c.work_run)
 

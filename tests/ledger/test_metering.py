@@ -234,7 +234,7 @@ def test_each_second_falls_into_the_bucket_of_its_phase() -> None:
     meter.end("a")
     clock.seconds += 100
     assert meter.buckets() == {
-        "a": dict(zip((*PHASES, Bucket.RUNNING_CALLS), (1.0, 2.0, 3.0, 4.0, 5.0, 0.0), strict=True))
+        "a": dict(zip((*PHASES, Bucket.RUNNING_CALLS, Bucket.WARM), (1.0, 2.0, 3.0, 4.0, 5.0, 0.0, 0.0), strict=True))
     }
 
 

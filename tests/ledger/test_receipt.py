@@ -126,6 +126,7 @@ def test_a_receipt_has_the_state_of_each_resource(ledger: Ledger, clock: Clock) 
             "bootstrapping": 0.0,
             "running calls": 3000.25,
             "idle": 9.75,
+            "warm": 0.0,
             "lost to preemption": 0.0,
             "terminating": 30.0,
         },

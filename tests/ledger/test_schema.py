@@ -42,8 +42,15 @@ NEWEST = len(MIGRATIONS)
 
 BEFORE_ALEMBIC = (f"DROP TABLE {ALEMBIC_TABLE}",)
 """Turns a ledger into one of the last release before Alembic."""
-VERSION_6 = (
+VERSION_7 = (
     *BEFORE_ALEMBIC,
+    "ALTER TABLE skyward_resources DROP COLUMN warm_milliseconds",
+    "ALTER TABLE skyward_pools DROP COLUMN warm_since_microseconds",
+    "UPDATE skyward_meta SET value = '7' WHERE name = 'version'",
+)
+"""Turns a ledger into one of the seventh version."""
+VERSION_6 = (
+    *VERSION_7,
     "DROP TABLE skyward_names",
     "DROP TABLE skyward_clients",
     "UPDATE skyward_meta SET value = '6' WHERE name = 'version'",
