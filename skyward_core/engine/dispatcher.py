@@ -56,8 +56,8 @@ class Dispatcher:
         self._actions: list[do.Action] = []
         act = self._do = self._actions.append
         self._queue = Queue(topic)
-        self._kept = KeptCalls()
         self._functions = FunctionsOnNodes(act)
+        self._kept = KeptCalls(self._functions.done)
         self._connection = ConnectionState(act)
         self._calls = CallTable(self._queue, self.members, self._connection, retries, act)
         self._items = Items(self.members, self._connection, self._queue, self._calls, act)

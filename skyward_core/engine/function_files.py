@@ -6,7 +6,8 @@ States of a function or value at a node:
                           └────failed────▶ absent
 
 Least recently used functions are evicted first, until the others fit the limit. A scattered value is evicted when the
-client has released it, which may be before it has arrived. What a batch in flight refers to stays.
+client has released it, which may be before it has arrived. What a batch in flight refers to stays, and what a batch
+refers to that has outlived its head (`kept_calls.py`).
 """
 
 from __future__ import annotations
@@ -122,6 +123,12 @@ class FunctionsOnNodes:
         """Remove functions beyond the limit from a node."""
         for parcel in self.at(instance_id).evict():
             self._do(do.Remove(instance_id, parcel))
+
+    def done(self, number: int) -> None:
+        """Note that a batch is no longer in flight, wherever it was, and remove functions beyond the limit."""
+        for instance_id, files in self._by_instance.items():
+            files.done(number)
+            self.evict(instance_id)
 
     def release(self, name: str) -> None:
         """Remove a scattered value from all nodes: no call will use it any more."""

@@ -37,9 +37,10 @@ class KeptCalls:
     are unknown.
 
     `awaited` names the workers that may still announce batches, until the clock says `until`, while there is a
-    connection.
+    connection. `on_end` gets the number of each batch that has ended, or is lost.
     """
 
+    on_end: Callable[[int], object] = lambda _: None
     batches: dict[int, set[str]] = field(default_factory=dict[int, set[str]])
     """By number: the calls that have not ended. A call may have been in an earlier batch, which handed it back."""
     at: dict[int, str] = field(default_factory=dict[int, str])
@@ -65,8 +66,10 @@ class KeptCalls:
         All batches so far have numbers below `before`.
         """
         self.batches.update({number: set(calls) for number, calls in batches.items() if calls})
-        for number in batches:
+        for number, calls in batches.items():
             self._lost.pop(number, None)
+            if not calls:
+                self.on_end(number)
         self.at.clear()
         self._released.clear()
         self.astray.clear()
@@ -165,6 +168,7 @@ class KeptCalls:
             calls = self.batches.pop(number, set[str]())
             self.at.pop(number, None)
             self.unrepeated.discard(number)
+            self.on_end(number)
             if calls:
                 self.lose(number, calls)
             taken += sorted(calls)

@@ -139,7 +139,7 @@ class Losses:
         outs = self._shipments.outs
         heard = {origin: number for out in outs.values() for origin, number in out.heard.items()}
         before = self._queue.next_number
-        batches = {out.number: self._shipments.forget(out) for out in list(outs.values())}
+        batches = {out.number: self._shipments.forget_with_head(out) for out in list(outs.values())}
         self._kept.begin(batches, awaited, before, heard)
 
     def is_repeated(self, report: Report) -> bool:

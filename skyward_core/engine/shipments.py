@@ -109,10 +109,16 @@ class Shipments:
 
     def forget(self, out: Out) -> list[str]:
         """A batch is no longer in flight; return its calls that have not ended."""
-        self.outs.pop(out.number, None)
         if out.instance_id is not None:
             self._functions.at(out.instance_id).done(out.number)
             self._functions.evict(out.instance_id)
+        return self.forget_with_head(out)
+
+    def forget_with_head(self, out: Out) -> list[str]:
+        """The head of a batch is lost; return its calls that have not ended. A worker may go on with them, and their
+        functions stay until the batch has ended (`KeptCalls`).
+        """
+        self.outs.pop(out.number, None)
         unended = self._queue.unended(out.shipment)
         if out.is_out and unended:
             self._kept.lose(out.number, unended)

@@ -21,6 +21,21 @@ def kept(awaited: tuple[str, ...] = ("0-0", "1-0")) -> KeptCalls:
     return calls
 
 
+def test_the_end_of_each_batch_is_noted() -> None:
+    """So that its functions stay in the memory of its node until then."""
+    ended = list[int]()
+    calls = KeptCalls(ended.append)
+    calls.begin({1: ["a", "b"], 2: ["c"], 3: []}, ("0-0",), 4, {})
+    assert ended == [3]
+    calls.announced("0-0", "tls://0", [key(1)])
+    assert calls.take_lost(0.0, is_live=True) == ["c"]
+    assert ended == [3, 2]
+    calls.ended(report(1), ["a"])
+    assert ended == [3, 2]
+    calls.ended(report(1), ["b"])
+    assert ended == [3, 2, 1]
+
+
 @pytest.mark.parametrize(
     ("origin", "number"),
     [("tls://w/skyward-12-ours", 12), ("skyward-0-ours", 0), ("", -1), ("w/array-sum-1", -1), ("w/skyward-x-1", -1)],

@@ -9,7 +9,7 @@ from skyward_core.errors import NodeLost
 from skyward_core.events.events import LogLine
 from skyward_core.worker.retained_batches import WorkerKept
 from skyward_core.worker.scheduler_messages import Resumed, WorkerLeft
-from skyward_core.worker.wire import Outcome, Output, Report
+from skyward_core.worker.wire import SHARED, Outcome, Output, Report
 from tests.engine.model import machine_id, node_of
 from tests.engine.test_dispatcher import ADDRESSES, TOPIC, Pool, entry, value
 
@@ -138,6 +138,22 @@ def test_a_report_before_the_announcement_does_not_count() -> None:
     say(pool, sent, 2, value("a"))
     assert [action.event.line for action in pool.take(do.EmitEvent) if isinstance(action.event, LogLine)] == ["line"]
     assert [action.call_id for action in pool.take(do.Finish)] == ["a"]
+
+
+def test_a_function_that_a_kept_call_needs_stays_on_its_node() -> None:
+    """The call waits in its worker while the head is lost. The function goes when the call has ended."""
+    pool = Pool(workers=["0-0", "1-0"])
+    pool.submit(entry("a", function=f"{SHARED}1", is_large=True, worker="1-0"))
+    (upload,) = pool.take(do.Upload)
+    pool.upload(upload)
+    (sent,) = pool.take(do.Send)
+    pool.dispatcher.restarted([node_of(7, 0, 1, 1), pool.nodes[1]], lambda _: True, 0.0)
+    pool.connect()
+    pool.dispatcher.pool_news(pool.epoch, WorkerKept("1-0", ADDRESSES["1-0"], ("a",), keys=(sent.key,)), 0.0)
+    pool.dispatcher.release_shared(f"{SHARED}1")
+    assert pool.take(do.Remove) == []
+    say(pool, sent, 1, value("a"))
+    assert len(pool.take(do.Remove)) == 1
 
 
 def test_a_call_that_no_worker_keeps_is_lost_when_the_time_is_up() -> None:
