@@ -261,6 +261,9 @@ def with_head(test: Callable[[Head], Any], abandoned_seconds: float = FOR_EVER, 
     async def main() -> None:
         async with asyncio.timeout(60), _head(CallMemory(abandoned_seconds, limit_bytes)) as head:
             await test(head)
+        # a connection that Dask still makes would stay open if its task were cancelled
+        if others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(others, timeout=2.0)
 
     asyncio.run(main())
 
