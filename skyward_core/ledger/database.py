@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import datetime
@@ -13,6 +14,7 @@ from skyward_core.ledger.checkpoints import Checkpoints
 from skyward_core.ledger.schema import MIGRATIONS, migrate, schema_version
 from skyward_core.ledger.sql_engine import ledger_errors, open_engine, parse_url
 from skyward_core.ledger.tables import ATTEMPTS, CALLS, POOLS, RESERVATIONS, RESOURCES
+from skyward_core.ledger.turns import Turns
 
 NUMBERS_PER_STATEMENT = 1000
 """The most values in one `IN`. SQLite allows 32,766 in a statement, PostgreSQL twice as many."""
@@ -28,6 +30,7 @@ class Database:
         self._is_closed = False
         self._engine = open_engine(self.url, busy_timeout_seconds)
         self._writing = self._engine.execution_options(skyward_writes=True)
+        self._turns = Turns(self.url)
         self._checkpoints = Checkpoints(self.url, busy_timeout_seconds)
         try:
             self._migrate()
@@ -40,6 +43,7 @@ class Database:
             is_current = schema_version(connection) == len(MIGRATIONS)
         if not is_current:
             with self.write() as connection:
+                _answer_at_leisure(connection)
                 migrate(connection)
 
     def close(self) -> None:
@@ -61,6 +65,7 @@ class Database:
                 driver.execute("VACUUM")
                 driver.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             else:
+                _answer_at_leisure(connection)
                 connection.exec_driver_sql(f"VACUUM {', '.join(tables)}")
 
     @contextmanager
@@ -72,7 +77,7 @@ class Database:
     @contextmanager
     def write(self) -> Generator[Connection]:
         """Open a transaction that writes. It is committed at the end, or rolled back after an exception."""
-        with ledger_errors(self.url), self._pooled():
+        with ledger_errors(self.url), self._turns.turn(), self._pooled():
             with self._writing.begin() as connection:
                 yield connection
             self._checkpoints.after_commit(self._engine)
@@ -90,3 +95,9 @@ class Database:
             if self._is_closed:
                 pool.dispose()  # the pool from before `close`, if that was called meanwhile
                 self._engine.dispose()
+
+
+def _answer_at_leisure(connection: Connection) -> None:
+    """Let the statements of a connection to PostgreSQL take as long as they need (`answers.py`)."""
+    if connection.dialect.name == "postgresql":
+        cast("Any", connection.connection.dbapi_connection).answer_seconds = math.inf

@@ -166,7 +166,7 @@ class Names:
                 if row.steward == client_id:
                     self._set(connection, name, steward="")
                 return NameState.IN_USE
-            if may_be_warm and row.keep_warm_seconds and row.state is not NameState.OPENING:
+            if may_be_warm and row.keep_warm_seconds and row.state in {NameState.IN_USE, NameState.WARM}:
                 self._end_client(connection, client_id, slot_seconds)
                 until = stamp(now + timedelta(seconds=row.keep_warm_seconds))
                 self._set(connection, name, state=NameState.WARM.value, steward="", warm_until_microseconds=until)
@@ -181,6 +181,17 @@ class Names:
     def closed(self, client_id: str, slot_seconds: float = 0.0) -> None:
         """Record that a client has left, also one that had to end the pool, with its last time. Idempotent."""
         with self._database.write() as connection:
+            self._end_client(connection, client_id, slot_seconds)
+
+    def let_go(self, name: str, client_id: str, slot_seconds: float = 0.0) -> None:
+        """Record that a client uses the pool no more, though it could not leave it. Idempotent.
+
+        If it was the steward, the pool has none from now on: the next process that comes does not wait for its end.
+        """
+        with self._database.write() as connection:
+            connection.execute(
+                update(NAMES).where(NAMES.c.name == name, NAMES.c.steward == client_id).values(steward="")
+            )
             self._end_client(connection, client_id, slot_seconds)
 
     def give_up(self, name: str, pool_id: str, client_id: str) -> bool:

@@ -157,7 +157,8 @@ def why_dead(facts: NameFacts) -> str:
     living = {client.id for client in facts.living()}
     if row.state in {NameState.OPENING, NameState.CLOSING}:
         verb = "opened" if row.state is NameState.OPENING else "closed"
-        return "" if row.steward in living else f"the process that {verb} it is dead, or does not renew its lease"
+        fate = "is dead, or does not renew its lease" if row.steward else "has given up"
+        return "" if row.steward in living else f"the process that {verb} it {fate}"
     if pool is None:
         return "the ledger has no entry of it"
     if pool.condemned_at is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import os
 import time
@@ -19,12 +20,15 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, NoSuchModu
 from sqlalchemy.pool import PoolProxiedConnection
 
 from skyward_core.errors import LedgerConflict, LedgerError
+from skyward_core.ledger import turns
 from skyward_core.worker.private_folders import NotPrivate, make_file, other_writers
 
 CONNECT_TIMEOUT_SECONDS = 10
-BESIDE = ("-wal", "-shm", "-journal")
-"""Endings of the files that SQLite keeps beside a database; it makes them with the mode of that one
-(sqlite.org/wal.html).
+ANSWER_SECONDS = 10.0
+"""How long a server may take for a statement, beside the time for which it waits for a lock."""
+BESIDE = ("-wal", "-shm", "-journal", turns.ENDING)
+"""Endings of the files beside a database: those of SQLite, which makes them with the mode of that one
+(sqlite.org/wal.html), and the queue of its writers.
 """
 _log = logging.getLogger("skyward")
 
@@ -54,13 +58,17 @@ def open_engine(url: URL, busy_timeout_seconds: float) -> Engine:
     """
     with ledger_errors(url):
         if url.get_backend_name() == "postgresql":
-            settings = {
+            settings: dict[str, Any] = {
                 "connect_timeout": CONNECT_TIMEOUT_SECONDS,
                 "options": f"-c lock_timeout={round(busy_timeout_seconds * 1000)}",
                 # a server that was set up with LC_ALL=C has no encoding, and the driver would return texts as bytes
                 "client_encoding": "utf8",
             }
-            return create_engine(url, pool_pre_ping=True, connect_args=settings)
+            engine = create_engine(url, pool_pre_ping=True, connect_args=settings)
+            answers = importlib.import_module("skyward_core.ledger.answers")
+            connect = answers.connector(busy_timeout_seconds + ANSWER_SECONDS)
+            event.listen(engine, "do_connect", lambda _, __, args, settings: connect(*args, **settings))
+            return engine
         _make_private(Path(str(url.database)))
         engine = create_engine(url, connect_args={"timeout": busy_timeout_seconds})
     event.listen(engine, "connect", lambda connection, _: _prepare_sqlite(connection, busy_timeout_seconds))

@@ -83,7 +83,7 @@ class CurrentSession:
         begun: list[Session | Attached] = []
         try:
             with self._changing:
-                if isinstance(self._opened, Session) and not self._opened.is_running:
+                if self._opened is not None and not self._opened.is_running:
                     raise PoolClosed(
                         "the pool has ended, and closing it has not succeeded yet: close it, and open it then"
                     )

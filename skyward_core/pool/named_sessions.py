@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 
-from skyward_core.cleanup.release import release
-from skyward_core.errors import LeaseLost, NodeLost, SkywardError, Unreachable
+from skyward_core.errors import LeaseLost, LedgerError, NodeLost, SkywardError, Unreachable
 from skyward_core.ledger.names_policy import NameState, Rent
 from skyward_core.machines.instances import Lease
 from skyward_core.session.attached import Attached
@@ -66,14 +66,49 @@ def _shared(session: Session, use: NamedUse) -> Session:
 def leave_named(opened: Session | Attached, use: NamedUse) -> None:
     """Leave a pool: the last process keeps it warm or ends it, any other leaves it to those that stay.
 
-    Raises InstancesLeft if the last process could not confirm that all machines are gone; and, if the nodes or the
-    ledger do not answer, what `Session.detach` raises: then this process is a client as before.
+    Raises InstancesLeft if the last process could not confirm that all machines are gone, and LedgerError if the ledger
+    does not answer. After any error this process renews nothing any more: machines that no other process keeps end with
+    their leases. Call it again to leave properly; then the last process ends the machines, also if they were to stay
+    warm.
     """
-    if isinstance(opened, Session):
-        _leave_own(opened, use)
-    else:
-        _leave_attached(opened, use)
+    try:
+        if use.is_let_go:
+            _leave_again(opened, use)
+        elif isinstance(opened, Session):
+            _leave_own(opened, use)
+        else:
+            _leave_attached(opened, use)
+    except BaseException as error:
+        words = _let_go(opened, use, error)
+        if type(error) is LedgerError:
+            raise LedgerError(f"{error} {words}") from error
+        error.add_note(words)
+        raise
     use.left()
+
+
+def _let_go(opened: Session | Attached, use: NamedUse, error: BaseException) -> str:
+    """Keep neither the machines nor the row of this process; return what that means for the pool, as a sentence."""
+    until = datetime.now(UTC) + timedelta(seconds=use.longest_seconds)
+    reason = "the pool was left"
+    if isinstance(opened, Session):
+        opened.let_go(reason)
+    else:
+        opened.stop(reason)
+    use.let_go(error)
+    return (
+        f"This process uses the pool {use.name!r} no more, and renews nothing of it. What is left of it ends by itself"
+        f" at {until:%H:%M:%S} UTC at the latest, unless other processes use it. To end it earlier, close the pool"
+        f" again, or run `skyward stop {use.name}`."
+    )
+
+
+def _leave_again(opened: Session | Attached, use: NamedUse) -> None:
+    """Leave a pool that could not be left before: nothing is connected any more."""
+    if isinstance(opened, Session) and not opened.is_left_to_lease:
+        _end(opened)
+    else:
+        _end_if_last(use, opened.lease.pool_id if isinstance(opened, Attached) else opened.pool_id, may_be_warm=False)
 
 
 def _leave_own(session: Session, use: NamedUse) -> None:
@@ -84,11 +119,15 @@ def _leave_own(session: Session, use: NamedUse) -> None:
     try:
         lease = session.detach(max(use.spec.lease_seconds, use.spec.keep_warm if is_last else 0.0))
     except SkywardError as error:
-        if not is_last or use.leave(may_be_warm=False) is not NameState.CLOSING:
+        if isinstance(error, LedgerError) or not session.is_running:
             raise
-        # for example the account does not pay for the warm time: a pool that stays open would cost more
-        _log.warning("the pool %r is not kept warm, and is ended: %s", use.name, error)
-        _end(session)
+        if use.leave(may_be_warm=False) is NameState.CLOSING:
+            # for example the account does not pay for the warm time: a pool that stays open would cost more
+            _log.warning("the pool %r is not kept warm, and is ended: %s", use.name, error)
+            _end(session)
+        else:
+            _log.warning("the pool %r was left without a last renewal of its leases: %s", use.name, error)
+            session.let_go("the pool was left")
     else:
         _end_if_last(use, lease.pool_id)
 
@@ -102,6 +141,7 @@ def _leave_attached(attached: Attached, use: NamedUse) -> None:
     pool_id, keep_warm = attached.lease.pool_id, use.spec.keep_warm
     if attached.is_running and keep_warm and use.is_last:
         try:
+            use.longest_seconds = max(use.longest_seconds, keep_warm)
             attached.extend_leases(keep_warm)
             use.extend(pool_id, keep_warm)
         except SkywardError as error:
@@ -110,7 +150,7 @@ def _leave_attached(attached: Attached, use: NamedUse) -> None:
     _end_if_last(use, pool_id)
 
 
-def _end_if_last(use: NamedUse, pool_id: str) -> None:
+def _end_if_last(use: NamedUse, pool_id: str, *, may_be_warm: bool = True) -> None:
     """Leave; end the machines if no process uses the pool any more and it is not to stay warm."""
-    if use.leave() is NameState.CLOSING:
-        release(pool_id, ledger=use.ledger, why="the last process that used it has left")
+    if use.leave(may_be_warm=may_be_warm) is NameState.CLOSING:
+        use.end_pool(pool_id)

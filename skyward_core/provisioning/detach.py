@@ -46,6 +46,13 @@ def detached_nodes(machines: PoolMachines, seconds: float, usual_seconds: float)
         raise
 
 
+def disown(machines: PoolMachines) -> None:
+    """Let nodes of this machine end with their lease, though this process goes on. Raises nothing."""
+    for transport in machines.transports.here():
+        with contextlib.suppress(OSError):  # it has ended
+            transport.write(DETACHED, "")
+
+
 def _lease_of(transport: Transport) -> str:
     """Return a node's lease as it has written it; "" if it has none, as nodes of this machine that end with their
     client.

@@ -1,7 +1,7 @@
 """One process's use of a pool with a name: its row in the ledger, from the claim of the name until it leaves.
 
     claimed ──▶ opening (this process rents) ──▶ using ──▶ left, or closing (this process ends the pool) ──▶ left
-            └─▶ joined (another one has rented) ──▶ using ...
+            └─▶ joined (another one has rented) ──▶ using ...      └──┴─ that failed ──▶ let go ── tried again ──▶ left
 
 `docs/decisions/0028` has the states of the name, and what a kill between two of these lines leaves. The thread
 "skyward-client" renews the row; "skyward-clear" ends what a dead pool of the name has left.
@@ -65,6 +65,12 @@ class NamedUse:
         self._epoch = 0
         self._count: Callable[[], float] = float
         """Returns for how many seconds the calls of this process have held slots."""
+        self._must_end = False
+        """Whether this process was the last one that left, and has to end the pool."""
+        self.longest_seconds = spec.lease_seconds
+        """For how long the nodes may live after the last sign of life of this process."""
+        self.is_let_go = False
+        """Whether this process could not leave, and renews nothing any more."""
         module = importlib.import_module("skyward_core.ledger.ledger")
         url = module.default_url(must_last=spec.budget is not None)
         self._ledger = cast("Ledger", module.Ledger(url, busy_timeout_seconds=LEDGER_BUSY_SECONDS))
@@ -122,16 +128,19 @@ class NamedUse:
         module = importlib.import_module("skyward_core.ledger.ledger")
         try:
             with module.Ledger(self._ledger.url, busy_timeout_seconds=LEDGER_BUSY_SECONDS) as ledger:
-                entry = ledger.pool(pool_id)
-                if entry is not None:  # else its opener has requested nothing
-                    same = [one for one in self._providers if one.name == entry.provider.get("name")]
-                    release(pool_id, ledger=ledger, credentials=same[0] if same else None, why=why)
+                self._release(ledger, pool_id, why)
         except (SkywardError, OSError) as error:
             self._log(logging.WARNING, "%s could not be ended; `skyward sweep` tries again: %s", pool_id, error)
 
     def measure(self, count: Callable[[], float]) -> None:
         """Record from now on for how many seconds the calls of this process have held slots, as `count` returns it."""
         self._count = count
+
+    def _release(self, ledger: Ledger, pool_id: str, why: str) -> None:
+        entry = ledger.pool(pool_id)
+        if entry is not None:  # else its opener has requested nothing
+            same = [one for one in self._providers if one.name == entry.provider.get("name")]
+            release(pool_id, ledger=ledger, credentials=same[0] if same else None, why=why)
 
     def opened(self) -> None:
         """Let other processes use the pool. Raises LeaseLost if another process has the name now, and LedgerError."""
@@ -147,12 +156,33 @@ class NamedUse:
     def leave(self, *, may_be_warm: bool = True) -> NameState | None:
         """Record that this process leaves; return what the pool is now (`Names.leave`).
 
-        After CLOSING this process ends the pool, and calls `left` then. Raises LedgerError.
+        After CLOSING this process ends the pool, and calls `left` then; CLOSING is returned again until then. Raises
+        LedgerError.
         """
+        if self._must_end:
+            return NameState.CLOSING
         state = self._ledger.names.leave(self.name, self._client_id, self._count(), may_be_warm=may_be_warm)
-        if state is not NameState.CLOSING:
+        self._must_end = state is NameState.CLOSING
+        if not self._must_end:
             self._renewal.end()
         return state
+
+    def end_pool(self, pool_id: str) -> None:
+        """End the machines, after CLOSING. Raises what `cleanup.release.release` raises."""
+        self._release(self._ledger, pool_id, "the last process that used it has left")
+
+    def let_go(self, error: BaseException) -> None:
+        """Renew this process's row no more, because leaving has failed with this error. Raises nothing.
+
+        A ledger that answers learns it at once, any other when the lease of the row runs out.
+        """
+        self.is_let_go = True
+        self._renewal.end()
+        if not isinstance(error, LedgerError):
+            try:
+                self._ledger.names.let_go(self.name, self._client_id, self._count())
+            except LedgerError as trouble:
+                self._log(logging.WARNING, "the ledger does not know yet that %r was left: %s", self.name, trouble)
 
     def extend(self, pool_id: str, seconds: float) -> None:
         """Let the pool live for so many seconds in the ledger. Raises LeaseLost and LedgerError."""

@@ -52,7 +52,7 @@ from skyward_core.ledger.journal import Journal
 from skyward_core.machines.instances import Lease
 from skyward_core.providers.base import Provider
 from skyward_core.provisioning import lifecycle
-from skyward_core.provisioning.detach import detached_nodes
+from skyward_core.provisioning.detach import detached_nodes, disown
 from skyward_core.session.bookkeeping import LEDGER_BUSY_SECONDS, Bookkeeping
 from skyward_core.session.clock import Clock
 from skyward_core.session.event_emitter import EventEmitter
@@ -123,6 +123,8 @@ class Session:
         self._limits: Limits | None = None
         self.unconfirmed: InstancesLeft | None = None
         """The machines that were not confirmed gone at the last teardown."""
+        self.is_left_to_lease = False
+        """Whether the machines were left to their lease, by `detach` or `let_go`."""
         self._process = os.getpid()
         self._ended = threading.Event()
 
@@ -487,6 +489,7 @@ class Session:
         """Release everything that belongs to the nodes from now on; return their lease."""
         assert self.machines is not None
         assert self._bookkeeping.journal is not None
+        self.is_left_to_lease = True
         self._reaper.live_by_lease()
         self._ended.set()
         self._renewal.end()
@@ -502,6 +505,27 @@ class Session:
             self._emitter.emit_bill()
             self.events.close()
         return lease
+
+    def let_go(self, reason: str) -> None:
+        """Use and renew a shared pool no more, though it could not be detached: nodes that no other process keeps end
+        with their leases. Neither the ledger nor a machine is requested anything.
+        """
+        if self.is_fork or not self._claims.claim_stop(reason, None):
+            return
+        assert self.machines is not None
+        self._claims.is_released = self._claims.is_written_down = self.is_left_to_lease = True
+        self._renewal.end()
+        self._ended.set()
+        atexit.unregister(self._at_exit)
+        try:
+            disown(self.machines)
+            self._engine.end(self.machines, lambda cluster: cluster.leave(reason))
+        finally:
+            self._reaper.leave()
+            self._bookkeeping.close_ledger()
+            self._emitter.emit_bill()
+            self.events.close()
+            self._claims.end_stop()
 
 
 def _interrupted(pool_id: str, interrupt: BaseException) -> Error:

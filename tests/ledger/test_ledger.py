@@ -1589,7 +1589,8 @@ def test_the_files_of_a_ledger_are_private(tmp_path: Path) -> None:
     try:
         with Ledger(f"sqlite:///{tmp_path / 'new' / 'ledger.db'}") as ledger:
             ledger.set_account(Account("team", Decimal(1), Period.RUN))
-            assert modes(tmp_path / "new") == {"ledger.db": 0o600, "ledger.db-wal": 0o600, "ledger.db-shm": 0o600}
+            names = ("ledger.db", "ledger.db-wal", "ledger.db-shm", "ledger.db-queue")
+            assert modes(tmp_path / "new") == dict.fromkeys(names, 0o600)
             assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
     finally:
         os.umask(before)

@@ -1,0 +1,109 @@
+"""A PostgreSQL server that is reached, and does not answer."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from skyward_core.errors import LedgerError
+from skyward_core.ledger import sql_engine
+from skyward_core.ledger.ledger import Ledger
+from tests.ledger.test_ledger import Clock, open_pool, postgresql_server, postgresql_url  # noqa: F401 - fixtures
+
+pytestmark = pytest.mark.slow
+
+
+class Proxy:
+    """Stands between clients and a server on a Unix socket. While it is cut it takes bytes and passes none on."""
+
+    def __init__(self, folder: Path, target: Path) -> None:
+        self._target = target
+        self._is_open = threading.Event()
+        self._is_open.set()
+        self._ends: list[socket.socket] = []
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(folder / target.name))
+        self._listener.listen()
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def cut(self) -> None:
+        """Partition: connections stay, and nothing passes."""
+        self._is_open.clear()
+
+    def mend(self) -> None:
+        """Let everything pass, also what was sent meanwhile."""
+        self._is_open.set()
+
+    def close(self) -> None:
+        """End all connections."""
+        for end in (self._listener, *self._ends):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        self._is_open.set()
+        for thread in self._threads:
+            thread.join()
+        for end in (self._listener, *self._ends):
+            end.close()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.socket(socket.AF_UNIX)
+                server.connect(str(self._target))
+                self._ends += [client, server]
+                for here, there in ((client, server), (server, client)):
+                    self._threads.append(threading.Thread(target=self._pass, args=(here, there), daemon=True))
+                    self._threads[-1].start()
+
+    def _pass(self, here: socket.socket, there: socket.socket) -> None:
+        with suppress(OSError):
+            while data := here.recv(65536):
+                self._is_open.wait()
+                there.sendall(data)
+        with suppress(OSError):
+            there.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.fixture
+def proxy(postgresql_server: str, tmp_path: Path) -> Iterator[Proxy]:
+    folder = Path(postgresql_server.partition("host=")[2])
+    made = Proxy(tmp_path, folder / ".s.PGSQL.5432")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def url(postgresql_server: str, postgresql_url: str, tmp_path: Path) -> str:
+    """The ledger as it is reached through the proxy."""
+    return postgresql_url.replace(postgresql_server.partition("host=")[2], str(tmp_path))
+
+
+def test_a_silent_server_is_an_error_and_not_a_wait(proxy: Proxy, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each statement has its limit; the next one is sent on another connection."""
+    monkeypatch.setattr(sql_engine, "ANSWER_SECONDS", 0.3)
+    monkeypatch.setattr(sql_engine, "CONNECT_TIMEOUT_SECONDS", 2)
+    with Ledger(url, clock=Clock(), busy_timeout_seconds=0.2) as ledger:
+        open_pool(ledger, "p")
+        proxy.cut()
+        began = time.monotonic()
+        with pytest.raises(LedgerError, match="cannot be reached"):
+            ledger.pool("p")
+        assert time.monotonic() - began < 30  # the first statement and a new connection, each with its limit
+        proxy.mend()
+        assert ledger.pool("p") is not None
+
+
+def test_a_slow_answer_in_time_is_no_error(proxy: Proxy, url: str) -> None:
+    with Ledger(url, clock=Clock(), busy_timeout_seconds=0.2) as ledger:
+        open_pool(ledger, "p")
+        proxy.cut()
+        mender = threading.Timer(0.5, proxy.mend)
+        mender.start()
+        assert ledger.pool("p") is not None
+        mender.join()
