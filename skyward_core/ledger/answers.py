@@ -7,10 +7,11 @@ the operating system gives up, which may be never. `sql_engine` imports this mod
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any, override
 
-from psycopg import Connection, OperationalError
+from psycopg import Connection, Error, OperationalError
 from psycopg.abc import PQGen
 
 
@@ -42,8 +43,20 @@ def connector(answer_seconds: float) -> Callable[..., Connection[Any]]:
     """Return a function that connects as `psycopg.connect` does, with this limit for each statement, in seconds."""
 
     def connect(*arguments: Any, **settings: Any) -> Connection[Any]:
-        connection = BoundedConnection.connect(*arguments, **settings)
+        try:
+            connection = BoundedConnection.connect(*arguments, **settings)
+        except Error as error:
+            _close_attempts(error)
+            raise
         connection.answer_seconds = answer_seconds
         return connection
 
     return connect
+
+
+def _close_attempts(error: BaseException) -> None:
+    """Close the sockets of attempts that took too long: the driver leaves them in frames, to the garbage collection."""
+    failed: BaseException | None = error
+    while failed is not None:
+        traceback.clear_frames(failed.__traceback__)
+        failed = failed.__context__

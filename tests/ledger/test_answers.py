@@ -31,6 +31,11 @@ class Proxy:
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
 
+    @property
+    def connections(self) -> int:
+        """How many clients have connected so far."""
+        return len(self._ends) // 2
+
     def cut(self) -> None:
         """Partition: connections stay, and nothing passes."""
         self._is_open.clear()
