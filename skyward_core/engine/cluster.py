@@ -118,6 +118,19 @@ class Cluster:
         """Report workers that join and leave to this watcher from now on."""
         self.owner.watcher = watcher
 
+    def keep(self, counts: Counts | None, secrets: SecretValues | None, ranks: Iterable[int]) -> None:
+        """Count the cost of calls, and wait for replacements of these ranks: this process keeps the pool from now on.
+
+        None: it does not any more.
+        """
+        self._ranks = sorted({*self._ranks, *ranks})
+        self.owner.post(lambda: self.owner.keep(counts, secrets))
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection to the scheduler, as far as is known."""
+        return self.owner.connection is not None
+
     def close(self, error: SkywardError) -> None:
         """End the connection; calls that have not ended raise this error.
 

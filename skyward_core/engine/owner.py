@@ -165,6 +165,10 @@ class EngineThread:
         self._results.close()
         self.callbacks.close()
 
+    def keep(self, counts: Counts | None, secrets: SecretValues | None) -> None:
+        """Count the cost of calls from now on, and send these secrets with each later connection. In this thread."""
+        self._counts, self._secrets = counts, secrets
+
     def wait_for_end(self) -> None:
         """Wait until a close that has begun has set all futures, unless one of the engine's threads calls it."""
         if threading.current_thread() is not self._thread and self._thread.is_alive():

@@ -178,6 +178,14 @@ class Accounts:
         for (account, scope), amount in sorted(more.items()):
             _commit_more(connection, account, scope, amount)
 
+    def settled_usd(self, pool_id: str, account: str) -> Decimal:
+        """Return what an account has paid for a pool so far, in USD."""
+        is_its = (RESERVATIONS.c.pool_id == pool_id) & (RESERVATIONS.c.account == account)
+        with self._database.read() as connection:
+            return in_usd(
+                int(connection.execute(select(func.sum(RESERVATIONS.c.spent_micro_usd)).where(is_its)).scalar() or 0)
+            )
+
     def open_reservations(
         self, *, pool_id: str | None = None, unreadable: list[UnreadableRow] | None = None
     ) -> list[Reservation]:

@@ -101,7 +101,7 @@ class Commitment:
 
 
 @dataclass(frozen=True, slots=True)
-class _PendingLaunch:
+class PendingLaunch:
     """Machines with a commitment that the meter does not count yet; requested at `at` on its clock."""
 
     machines: int
@@ -150,7 +150,7 @@ class SpendingLimit:
         """How long a machine is billed after it begins to end."""
         self._own_ends: dict[str, float] = {}
         """The earliest time at which each machine ends itself if it receives no other end."""
-        self._pending: dict[Commitment, _PendingLaunch] = {}
+        self._pending: dict[Commitment, PendingLaunch] = {}
         self._settled = ZERO_USD
         self._paid_until: float | None = None
         self._held = ZERO_USD
@@ -197,7 +197,7 @@ class SpendingLimit:
             if self._limit is not None and price.per_hour:
                 self._make_room(wanted, notify)
             now = self._meter.now()
-            launch = _PendingLaunch(machines, price, now)
+            launch = PendingLaunch(machines, price, now)
             with self._lock:
                 hard_end = self._hard_end_of(wanted, now)
             if self._account is not None:
@@ -243,7 +243,7 @@ class SpendingLimit:
         for _ in range(ROUNDS):
             with self._lock:
                 began = self._meter.now()
-                launches = [_PendingLaunch(count, price, began) for count, price in wanted]
+                launches = [PendingLaunch(count, price, began) for count, price in wanted]
                 movable = self._bounded() if movable is None else self._bounded() & movable
                 until = self._furthest(launches, movable, began)
                 alone = self._furthest(launches, frozenset(), began)
@@ -285,7 +285,7 @@ class SpendingLimit:
         (_, price), *_ = wanted
         if self._limit is None or not price.per_hour:
             return None
-        launches = [_PendingLaunch(count, its, now) for count, its in wanted]
+        launches = [PendingLaunch(count, its, now) for count, its in wanted]
         hard_end = self._furthest(launches, frozenset(), now)
         if hard_end is not None:
             return hard_end
@@ -316,7 +316,7 @@ class SpendingLimit:
 
     def _furthest(
         self,
-        launches: Iterable[_PendingLaunch],
+        launches: Iterable[PendingLaunch],
         moved: AbstractSet[str],
         now: float,
         end_of: Callable[[float, float], float] = min,
@@ -336,12 +336,12 @@ class SpendingLimit:
             return None
         if is_covered(longest):
             return now + longest if self._horizon is None else self._horizon
-        return now + _last_covered(low, math.ceil(longest), is_covered)
+        return now + last_covered(low, math.ceil(longest), is_covered)
 
     def _covers(
         self,
         until: float,
-        launches: Iterable[_PendingLaunch],
+        launches: Iterable[PendingLaunch],
         moved: AbstractSet[str],
         end_of: Callable[[float, float], float],
     ) -> bool:
@@ -350,7 +350,7 @@ class SpendingLimit:
     def _cost_until(
         self,
         until: float,
-        launches: Iterable[_PendingLaunch],
+        launches: Iterable[PendingLaunch],
         moved: AbstractSet[str],
         end_of: Callable[[float, float], float] = min,
     ) -> Decimal:
@@ -370,7 +370,7 @@ class SpendingLimit:
 
     # ── accounts ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _reserve_for(self, launch: _PendingLaunch, now: float) -> None:
+    def _reserve_for(self, launch: PendingLaunch, now: float) -> None:
         """Reserve for new machines up to the time for which the others are paid.
 
         Money that is still reserved for failed launches is freed first.
@@ -511,7 +511,7 @@ class SpendingLimit:
         return (Fill.FULL, "") if refusal is None else (Fill.WARNED, reason)
 
 
-def _last_covered(low: int, high: int, is_covered: Callable[[float], bool]) -> int:
+def last_covered(low: int, high: int, is_covered: Callable[[float], bool]) -> int:
     """Return the last second from `low` on that is covered; `high` is not."""
     while high - low > 1:
         middle = (low + high) // 2

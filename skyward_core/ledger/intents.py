@@ -13,6 +13,7 @@ from skyward_core.errors import BadRequest, LedgerConflict
 from skyward_core.ledger.database import NUMBERS_PER_STATEMENT, Database
 from skyward_core.ledger.pools import known_pool, must_live
 from skyward_core.ledger.rows import Bucket, Intent, Rented, ResourceRequest, UnreadableRow, micro_usd
+from skyward_core.ledger.stewards import must_be_steward
 from skyward_core.ledger.tables import IS_OPEN, RESOURCES, Values, intent_of, milliseconds_of, read_rows, stamp
 from skyward_core.ledger.warm_time import closing_values, unnoted_milliseconds, warm_since, with_warm
 
@@ -24,13 +25,16 @@ class Intents:
         """Use this database."""
         self._database = database
 
-    def intend_all(self, pool_id: str, requests: Sequence[ResourceRequest]) -> list[Intent]:
+    def intend_all(
+        self, pool_id: str, requests: Sequence[ResourceRequest], *, epoch: int | None = None
+    ) -> list[Intent]:
         """Record resources that are about to be requested, all or none.
 
         They are committed when this returns: make the creating call only then.
         """
         rows = [self._row_of(pool_id, request) for request in requests]
         with self._database.write() as connection:
+            must_be_steward(connection, pool_id, epoch)
             must_live(connection, pool_id)
             return _written(connection, rows)
 

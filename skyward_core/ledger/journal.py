@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from skyward_core.errors import ZERO_USD, LeaseLost, LedgerConflict, LedgerError, Refusal, SkywardError
 from skyward_core.events.events import InstanceStopping, SkywardEvent
+from skyward_core.ledger.adopted_time import metered_of
 from skyward_core.ledger.budgets import Commitment
 from skyward_core.ledger.metering import Meter
 from skyward_core.ledger.rows import Attempt, Bucket, Intent, Price, Rented, ResourceKind, ResourceRequest
@@ -102,6 +103,11 @@ class Launch:
         return self.by_rank.get(instance.rank) if is_of_this_launch else None
 
 
+def _launch_of(intent: Intent, requested_at: float) -> Launch:
+    """Return the creating call of an earlier steward, as far as this entry has it."""
+    return Launch(dict(intent.tags), [intent], int(intent.tags[RANK_TAG]), requested_at, intent.price)
+
+
 class Journal:
     """The ledger's entries of one session. Safe to use from several threads. Call `open` first and `close` last.
 
@@ -118,8 +124,12 @@ class Journal:
         emit: Callable[[SkywardEvent], object],
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         work: Work = NO_WORK,
+        epoch: int | None = None,
     ) -> None:
         self._ledger = ledger
+        self._epoch = epoch
+        """With a name: the number of this steward. The ledger refuses requests of an earlier one."""
+        self._prefix = pool_id
         self._pool_id = pool_id
         self._spec = spec
         self._provider = provider
@@ -149,6 +159,24 @@ class Journal:
             account=self._spec.budget,
             work=self.work,
         )
+
+    def adopt(self, intents: Iterable[Intent], provider_account: str, slots: int) -> None:
+        """Go on with the entries of an earlier steward, and count their machines, `slots` calls at once on each.
+
+        The tokens of later requests contain the epoch, so that they are new.
+        """
+        self._provider_account = provider_account
+        self._prefix = f"{self._pool_id}-e{self._epoch}"
+        at, now = self._meter.now(), self._now()
+        for intent in intents:
+            if intent.cloud_id is not None:
+                self._meter.adopt(metered_of(intent, now, at, slots))
+            if intent.gone_at is None:
+                with self._lock:
+                    if intent.cloud_id is not None:
+                        self._numbers[intent.cloud_id] = intent.id
+                    else:
+                        self._unbound[intent.id] = _launch_of(intent, at - (now - intent.intended_at).total_seconds())
 
     def turn_to(self, provider: Provider, account: str) -> None:
         """Record the provider and account of all later requests. Raises LedgerError, LeaseLost.
@@ -211,7 +239,7 @@ class Journal:
         """
         with self._lock:
             self._launches += 1
-            token = f"{self._pool_id}-{self._launches}"
+            token = f"{self._prefix}-{self._launches}"
         now = self._now()
         latest = commitment.hard_end if commitment.latest_end is None else commitment.latest_end
         limit = None if latest is None else now + timedelta(seconds=latest - self._meter.now())
@@ -246,7 +274,8 @@ class Journal:
             )
             for rank in range(first_rank, first_rank + count)
         ]
-        launch = Launch(tags, self._ledger.intend_all(self._pool_id, requests), first_rank, self._meter.now(), price)
+        intents = self._ledger.intend_all(self._pool_id, requests, epoch=self._epoch)
+        launch = Launch(tags, intents, first_rank, self._meter.now(), price)
         with self._lock:
             self._unbound |= dict.fromkeys(launch.by_rank.values(), launch)
         return launch

@@ -46,6 +46,7 @@ from skyward_core.ledger.rows import (
     SealedLease,
     UnreadableRow,
 )
+from skyward_core.ledger.stewards import Stewards
 from skyward_core.machines.owner import Owner
 from skyward_core.paths import first_private, state_places
 from skyward_core.work import NO_WORK, Work
@@ -130,6 +131,8 @@ class Ledger:
         self._calls = Calls(self._database)
         self.names = Names(self._database)
         """Pools with a name, and their clients."""
+        self.stewards = Stewards(self._database)
+        """Which client keeps a named pool."""
 
     def close(self) -> None:
         """Close all connections. May be called twice. A later call opens its own connection."""
@@ -210,13 +213,13 @@ class Ledger:
         """
         self._pools.end_pools(pool_ids)
 
-    def seal_lease(self, pool_id: str, lease_json: str, sealed: str) -> None:
+    def seal_lease(self, pool_id: str, lease_json: str, sealed: str, *, epoch: int | None = None) -> None:
         """Record the newest lease of a pool that outlives its owner, with the keys for it as a sealed text.
 
         It replaces an earlier one. Raises LeaseLost if the pool was condemned or has ended, LedgerConflict if it is
-        unknown.
+        unknown, NotSteward if a named pool has had another steward after this epoch.
         """
-        self._pools.seal_lease(pool_id, lease_json, sealed)
+        self._pools.seal_lease(pool_id, lease_json, sealed, epoch=epoch)
 
     def sealed_lease(self, pool_id: str) -> SealedLease | None:
         """Return the newest lease of a pool with its sealed keys, not verified; None if there is none."""
@@ -281,14 +284,17 @@ class Ledger:
         """Record one resource that is about to be requested; see `intend_all`."""
         return self.intend_all(pool_id, [request])[0]
 
-    def intend_all(self, pool_id: str, requests: Sequence[ResourceRequest]) -> list[Intent]:
+    def intend_all(
+        self, pool_id: str, requests: Sequence[ResourceRequest], *, epoch: int | None = None
+    ) -> list[Intent]:
         """Record resources that are about to be requested, all or none.
 
         They are committed when this returns: make the creating call only then.
         For a known token the entry is returned unchanged: the call is a retry. Raises LedgerConflict if the token
-        belongs to another resource or the pool is unknown, LeaseLost if the pool was condemned or has ended.
+        belongs to another resource or the pool is unknown, LeaseLost if the pool was condemned or has ended, NotSteward
+        if a named pool has had another steward after this epoch.
         """
-        return self._intents.intend_all(pool_id, requests)
+        return self._intents.intend_all(pool_id, requests, epoch=epoch)
 
     def adopt(self, pool_id: str, request: ResourceRequest, cloud_id: str) -> Intent:
         """Record a resource that exists and has no intent: intent and binding at once. Idempotent.
@@ -438,6 +444,10 @@ class Ledger:
     def release(self, reservation: Reservation | int) -> Reservation:
         """Free a reservation unspent."""
         return self.settle(reservation, ZERO_USD)
+
+    def settled_usd(self, pool_id: str, account: str) -> Decimal:
+        """Return what an account has paid for a pool so far, in USD."""
+        return self._accounts.settled_usd(pool_id, account)
 
     def open_reservations(
         self, *, pool_id: str | None = None, unreadable: list[UnreadableRow] | None = None

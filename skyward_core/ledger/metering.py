@@ -105,6 +105,14 @@ class Meter:
                 self._before.append(known)
             self._metered[instance.id] = MeteredInstance(instance.id, price, _usd_per_second(price), at)
 
+    def adopt(self, metered: MeteredInstance) -> None:
+        """Count a machine as an earlier process has counted it, also one that is gone."""
+        with self._lock:
+            if metered.ended is not None:
+                self._before.append(metered)
+            elif metered.instance_id not in self._metered:
+                self._metered[metered.instance_id] = metered
+
     def enter(self, instance_id: str, phase: Bucket, at: float | None = None) -> None:
         """Put a machine's seconds into the bucket of this phase from `at` on (None: now).
 

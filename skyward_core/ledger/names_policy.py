@@ -11,12 +11,26 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 from typing import Any
 
+from skyward_core.errors import LedgerError
 from skyward_core.ledger.rows import PoolEntry
 from skyward_core.machines.owner import Owner, OwnerState
 from skyward_core.work import NO_WORK, Work
 
 SKEW_SECONDS = 120.0
 """How much the clocks of two machines may differ: a process of another machine is dead only so long after its lease."""
+
+
+class NotSteward(LedgerError):
+    """Another process is the steward of the pool now: this one was silent for too long. Its calls go on."""
+
+
+class Standing(StrEnum):
+    """What a client is to the steward of its pool."""
+
+    HELD = "this client is the steward"
+    VACANT = "there is no steward, or it is dead: this client may become it"
+    OTHER = "another client is the steward, or the pool is being opened or closed"
+    GONE = "the pool has ended, the name has another one, or this client does not use it any more"
 
 
 class NameState(StrEnum):
@@ -168,6 +182,25 @@ def why_dead(facts: NameFacts) -> str:
     if pool.lease_expires_at <= facts.now and not living:
         return "its lease has run out"
     return ""
+
+
+def standing(facts: NameFacts | None, client_id: str) -> Standing:
+    """Return what a client is to the steward of its pool.
+
+    `facts` needs to have this client and the steward only.
+    """
+    own = None if facts is None else next((client for client in facts.clients if client.id == client_id), None)
+    if facts is None or own is None or own.left_at is not None or own.pool_id != facts.row.pool_id:
+        return Standing.GONE
+    if facts.pool is not None and (facts.pool.ended_at is not None or facts.pool.condemned_at is not None):
+        return Standing.GONE
+    if facts.row.steward == client_id:
+        return Standing.HELD
+    if facts.pool is None:
+        return Standing.GONE
+    living = {client.id for client in facts.living()}
+    is_vacant = facts.row.state is NameState.IN_USE and facts.row.steward not in living and client_id in living
+    return Standing.VACANT if is_vacant else Standing.OTHER
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -12,6 +12,7 @@ from sqlalchemy import Connection, Select, case, delete, func, insert, select, u
 from skyward_core.errors import LeaseLost, LedgerConflict
 from skyward_core.ledger.database import Database
 from skyward_core.ledger.rows import Attempt, PoolEntry, SealedLease, UnreadableRow
+from skyward_core.ledger.stewards import must_be_steward
 from skyward_core.ledger.tables import (
     ATTEMPTS,
     POOLS,
@@ -135,7 +136,7 @@ class Pools:
                     raise no_pool(pool_id)
                 connection.execute(delete(SEALED_LEASES).where(SEALED_LEASES.c.pool_id == pool_id))
 
-    def seal_lease(self, pool_id: str, lease_json: str, sealed: str) -> None:
+    def seal_lease(self, pool_id: str, lease_json: str, sealed: str, *, epoch: int | None = None) -> None:
         """Record the newest lease of a pool, with the sealed keys for it."""
         values = {
             "lease_json": lease_json,
@@ -144,6 +145,7 @@ class Pools:
         }
         is_its = SEALED_LEASES.c.pool_id == pool_id
         with self._database.write() as connection:
+            must_be_steward(connection, pool_id, epoch)
             must_live(connection, pool_id, is_alone=True)
             if connection.execute(update(SEALED_LEASES).where(is_its).values(values)).rowcount == 0:
                 connection.execute(insert(SEALED_LEASES).values(pool_id=pool_id, **values))

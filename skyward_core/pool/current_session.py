@@ -31,9 +31,13 @@ from skyward_core.pool.named_sessions import leave_named, open_named
 from skyward_core.pool.preparation import Prepared
 from skyward_core.session.attached import Attached
 from skyward_core.session.call_ledger import CallLedger
+from skyward_core.session.named_session import NamedSession
 from skyward_core.session.named_use import NamedUse
 from skyward_core.session.sealed_lease import PoolKeys
 from skyward_core.session.session import Session
+from skyward_core.session.steward_guard import StewardGuard
+from skyward_core.session.stewardship import Stewardship
+from skyward_core.session.successor import Successor
 from skyward_core.spec import PoolSpec
 
 ATTACH_SECONDS = 60.0
@@ -113,7 +117,7 @@ class CurrentSession:
         try:
             opened = open_named(
                 use,
-                lambda pool_id: self._open_own(prepared, secrets, terminations, begun, pool_id),
+                lambda pool_id: self._open_own(prepared, secrets, terminations, begun, pool_id, use.guard),
                 attach,
                 prepared.spec.provision_timeout,
             )
@@ -126,6 +130,9 @@ class CurrentSession:
         if isinstance(opened, Attached):
             self.own_id = opened.lease.pool_id
             self._calls = _call_ledger(opened, self.own_id)
+            use.successor = _successor(opened, use, prepared, secrets)
+        elif isinstance(opened, NamedSession):
+            use.on_lost = opened.step_down
         if self._finalizer is not None:
             self._finalizer.detach()
         self._finalizer = weakref.finalize(self, _left_named, opened, use, self._process)
@@ -138,11 +145,11 @@ class CurrentSession:
         terminations: int,
         begun: list[Session | Attached],
         pool_id: str = "",
+        guard: StewardGuard | None = None,
     ) -> Session:
         """Rent the machines of a pool. Its session is added to `begun` first."""
-        self._opened = opened = Session(
-            prepared.spec, prepared.providers, prepared.on_event, prepared.work, secrets, pool_id
-        )
+        values = prepared.spec, prepared.providers, prepared.on_event, prepared.work, secrets
+        self._opened = opened = Session(*values) if guard is None else NamedSession(*values, pool_id, guard)
         begun.append(opened)
         self._start(opened, prepared, terminations)
         return opened
@@ -377,6 +384,15 @@ def _attach(
         attached.events.flush()
         raise
     return attached
+
+
+def _successor(attached: Attached, use: NamedUse, prepared: Prepared, secrets: SecretValues) -> Successor:
+    """Return what makes this process the steward of a named pool, when it has none."""
+
+    def new() -> Stewardship:
+        return Stewardship(attached, prepared.spec, prepared.providers, prepared.work, secrets, use.guard, use.ledger)
+
+    return Successor(use, new, attached.events.log)
 
 
 def note_machines_left(error: BaseException, left: InstancesLeft) -> None:

@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
-from skyward_core.errors import LeaseLost, LedgerError, NodeLost, SkywardError, Unreachable
+from skyward_core.errors import BudgetExceeded, LeaseLost, LedgerError, NodeLost, SkywardError, Unreachable
 from skyward_core.ledger.names_policy import NameState, Rent
 from skyward_core.machines.instances import Lease
 from skyward_core.session.attached import Attached
+from skyward_core.session.named_session import NamedSession
 from skyward_core.session.named_use import NamedUse
 from skyward_core.session.sealed_lease import PoolKeys, find_lease
 from skyward_core.session.session import Session, new_pool_id
@@ -94,6 +95,8 @@ def _let_go(opened: Session | Attached, use: NamedUse, error: BaseException) -> 
     if isinstance(opened, Session):
         opened.let_go(reason)
     else:
+        if use.successor is not None:
+            use.successor.close()
         opened.stop(reason)
     use.let_go(error)
     return (
@@ -112,6 +115,10 @@ def _leave_again(opened: Session | Attached, use: NamedUse) -> None:
 
 
 def _leave_own(session: Session, use: NamedUse) -> None:
+    if isinstance(session, NamedSession) and session.is_running and not session.is_steward:
+        session.let_go("the pool was left")  # another process keeps it
+        _end_if_last(use, session.pool_id)
+        return
     is_last = session.is_running and use.is_last
     if not session.is_running or (is_last and not use.spec.keep_warm and use.leave() is NameState.CLOSING):
         _end(session)
@@ -139,15 +146,24 @@ def _end(session: Session) -> None:
 
 def _leave_attached(attached: Attached, use: NamedUse) -> None:
     pool_id, keep_warm = attached.lease.pool_id, use.spec.keep_warm
+    may_be_warm = True
     if attached.is_running and keep_warm and use.is_last:
         try:
             use.longest_seconds = max(use.longest_seconds, keep_warm)
-            attached.extend_leases(keep_warm)
+            if use.successor is not None and use.successor.stewardship is not None:
+                use.successor.stewardship.keep_warm(keep_warm)
+            else:
+                attached.extend_leases(keep_warm)
             use.extend(pool_id, keep_warm)
+        except BudgetExceeded as error:
+            _log.warning("the pool %r is not kept warm, and is ended: %s", use.name, error)
+            may_be_warm = False
         except SkywardError as error:
             _log.warning("the pool %r may end before its warm time is over: %s", use.name, error)
+    if use.successor is not None:
+        use.successor.close()
     attached.stop("the pool was left")
-    _end_if_last(use, pool_id)
+    _end_if_last(use, pool_id, may_be_warm=may_be_warm)
 
 
 def _end_if_last(use: NamedUse, pool_id: str, *, may_be_warm: bool = True) -> None:

@@ -221,6 +221,18 @@ class Preparation:
         self._tail: list[str] = []
         emit(BootstrapStarting(transport.instance.id))
 
+    @classmethod
+    def adopted(
+        cls, transport: Transport, rank: int, generation: int, emit: Callable[[SkywardEvent], object]
+    ) -> Preparation:
+        """Return a node that another process has prepared. Of its log so far only notices and its end count."""
+        node = cls(transport, rank, lambda _: None)
+        node.phase, node._generation = LAST_PHASE, generation
+        with contextlib.suppress(BootstrapFailed):
+            node.follow()
+        node._emit = emit
+        return node
+
     @property
     def instance(self) -> Instance:
         """The machine."""

@@ -33,7 +33,7 @@ from skyward_core.events.events import InfraCreating
 from skyward_core.ledger.budgets import SpendingLimit
 from skyward_core.ledger.journal import Journal
 from skyward_core.ledger.metering import Meter
-from skyward_core.machines.instances import Lease
+from skyward_core.machines.instances import Instance, Lease
 from skyward_core.providers.base import Provider
 from skyward_core.provisioning.head_restart import HeadRestart
 from skyward_core.provisioning.nodes import Nodes
@@ -70,14 +70,26 @@ class PoolMachines:
         meter: Meter,
         journal: Journal,
         spending_limit: SpendingLimit,
+        transports: Transports | None = None,
+        may_act: Callable[[], object] = lambda: None,
     ) -> None:
         own = tuple(provider.for_pool() for provider in providers)
         self._spec = spec
         self._pool_id = pool_id
         self._emit = emit
         self._journal = journal
+        self._may_act = may_act
+        """Raises if another process keeps the pool now (docs/decisions/0028)."""
         self._rental = Rental(
-            spec, own[0], pool_id, emit=emit, meter=meter, journal=journal, spending_limit=spending_limit
+            spec,
+            own[0],
+            pool_id,
+            emit=emit,
+            meter=meter,
+            journal=journal,
+            spending_limit=spending_limit,
+            transports=transports,
+            may_act=may_act,
         )
         self._selection = Selection(spec, own, self._rental, emit=emit, journal=journal)
         self._nodes = Nodes(spec, pool_id, self._rental, certificate, emit)
@@ -110,6 +122,34 @@ class PoolMachines:
         self._nodes.all = {instance.rank: self._nodes.preparation_of(instance, instance.rank) for instance in instances}
         self._startup.prepare(deadline)
         return self.lease
+
+    def adopt(self, lease: Lease, listed: Collection[Instance], *, is_launch_unsure: bool) -> None:
+        """Go on with the nodes of a lease that another process has rented, in place of `acquire`.
+
+        Machines that the provider lists and the lease lacks are terminated: their owner died before they were nodes.
+        Raises what `Nodes.adopt` raises; then nothing has changed.
+        """
+        self._nodes.adopt(lease)
+        nodes = {node.instance.id: node.instance for node in lease.nodes}
+        self._selection.adopted = {node.rank: node.instance for node in lease.nodes}
+        self._rental.adopt([*nodes.values(), *listed], is_launch_unsure=is_launch_unsure)
+        for instance in listed:
+            if instance.id not in nodes:
+                self._rental.end_machine(instance)
+
+    def leave(self) -> None:
+        """From now on other processes have the machines: neither `stop` nor a late answer to a launch ends them."""
+        self._rental.leave()
+
+    def leave_without(self, lease: Lease) -> None:
+        """Another process keeps the pool: terminate what was rented here meanwhile and is not in its lease."""
+        self._rental.leave()
+        there = {node.instance.id for node in lease.nodes}
+        for rank, node in list(self._nodes.all.items()):
+            if node.instance.id not in there and self._nodes.drop(rank, node):
+                self._rental.end_in_thread(node)
+        for rank in range(self._spec.nodes):
+            self._replacement.dismiss(rank)
 
     def check(self) -> None:
         """Raise BootstrapFailed for a machine that has failed before it became a node."""
@@ -203,10 +243,12 @@ class PoolMachines:
 
     def restart_workers(self, rank: int, workers: Sequence[int]) -> None:
         """Have a node kill and restart these of its workers (`Nodes.restart_workers`)."""
+        self._may_act()
         self._nodes.restart_workers(rank, workers)
 
     def stand_by(self, rank: int) -> None:
         """Prepare a machine that the next `replace` of this rank will take (`Replacement.stand_by`)."""
+        self._may_act()
         self._replacement.stand_by(rank)
 
     def dismiss(self, rank: int) -> None:
@@ -215,14 +257,17 @@ class PoolMachines:
 
     def retire(self, rank: int, instance_id: str) -> None:
         """Have a node end its workers for good, if it still is this machine (`Replacement.retire`)."""
+        self._may_act()
         self._replacement.retire(rank, instance_id)
 
     def replace(self, rank: int, is_there: Callable[[], bool]) -> None:
         """Replace a lost node and wait until its workers have joined (`Replacement.replace`)."""
+        self._may_act()
         self._replacement.replace(rank, is_there)
 
     def restart(self, heirs: Collection[str], dead: Collection[str]) -> Lease:
         """Give the pool another head. Returns the new lease (`HeadRestart.restart`)."""
+        self._may_act()
         return self._head_restart.restart(heirs, dead)
 
 

@@ -14,21 +14,22 @@ be taken, never in the other order.
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from skyward_core.concurrency.threads import side_by_side
-from skyward_core.errors import BadRequest, CommandFailed, SkywardError, Unreachable
+from skyward_core.errors import BadRequest, CommandFailed, NodeLost, SkywardError, Unreachable
 from skyward_core.machines.instances import Instance, Lease, Node
 from skyward_core.provisioning.bootstrap import Preparation, Role, node_script, settings_of
 from skyward_core.provisioning.port_forwarding import ALL_AT_ONCE, PortForwarding
 from skyward_core.provisioning.rental import Emit, Rental
 from skyward_core.spec import PoolSpec
-from skyward_core.transport.transport import LocalTransport
+from skyward_core.transport.transport import LocalTransport, Transport
 from skyward_core.worker.preemption_notice import Notice
 from skyward_core.worker.settings import NodeSettings
 from skyward_core.worker.watchdog import MISSED
@@ -60,6 +61,22 @@ class Nodes:
         self.head_port = 0
         self.forwarding = PortForwarding(spec)
         self.created_at = datetime.now(UTC)
+
+    def adopt(self, lease: Lease) -> None:
+        """Go on with the nodes of a lease, which another process has prepared.
+
+        Raises BadRequest if their connections go through that process, and NodeLost if no node answers.
+        """
+        transports = [(node, self._rental.transports.to(node.instance)) for node in lease.nodes]
+        settings = _first_settings([transport for _, transport in transports])
+        if settings["scheduler_port"]:
+            raise BadRequest("the nodes cannot reach each other, and were connected through the process that is gone")
+        self.generation, self.head_port = int(settings["generation"]), int(settings["head_port"])
+        self.scheduler, self.created_at = lease.scheduler, lease.created_at
+        self.all = {
+            node.rank: Preparation.adopted(transport, node.rank, self.generation, self._emit)
+            for node, transport in transports
+        }
 
     def drop(self, rank: int, node: Preparation) -> bool:
         """Count a node as lost. Return False if it does not have this rank any more.
@@ -233,3 +250,11 @@ class Nodes:
             return
         if is_gone:
             raise node.failure("its machine is gone")
+
+
+def _first_settings(transports: Sequence[Transport]) -> Mapping[str, Any]:
+    """Return the settings of the first node that answers: the head may be lost. Raises NodeLost if none does."""
+    for transport in transports:
+        with contextlib.suppress(SkywardError, OSError):
+            return json.loads(transport.read("settings.json"))
+    raise NodeLost("no node of the pool answers")

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from skyward_core.accelerators import Accelerator
 from skyward_core.errors import BadRequest, BudgetExceeded, InstancesLeft, NoCapacity, PoolClosed, SkywardError
@@ -59,6 +59,8 @@ class Rental:
         meter: Meter,
         journal: Journal,
         spending_limit: SpendingLimit,
+        transports: Transports | None = None,
+        may_act: Callable[[], object] = lambda: None,
     ) -> None:
         self._spec = spec
         self._provider = provider
@@ -67,7 +69,11 @@ class Rental:
         self._meter = meter
         self._journal = journal
         self._spending_limit = spending_limit
-        self.transports = Transports(spec.lease_seconds, emit, spending_limit.paid_seconds)
+        self._may_act = may_act
+        """Raises if another process keeps the pool now."""
+        self._owns_transports = transports is None
+        self.transports = transports or Transports(spec.lease_seconds, emit, spending_limit.paid_seconds)
+        self._is_left = False
         self._accelerators: dict[str, Accelerator | None] = {}
         """What the calls on each machine may use."""
         self._lost_at: dict[str, float] = {}
@@ -111,6 +117,38 @@ class Rental:
         """Return the ids of the pool's machines that the provider lists. Raises what the provider raises."""
         return {instance.id for instance in self._provider.instances(self._pool_id)}
 
+    # ── another process has rented, or goes on ───────────────────────────────────────────────────────────────────────
+
+    def adopt(self, machines: Iterable[Instance], *, is_launch_unsure: bool) -> None:
+        """Go on with machines that another process has rented; `is_launch_unsure` if a launch was not answered."""
+        self._has_requested = self.may_be_left = True
+        self._is_launch_unsure = is_launch_unsure
+        self.answered_at = self._launched_at = time.monotonic()
+        self._accelerators |= {instance.id: self._spec.accelerator for instance in machines}
+
+    def end_machine(self, instance: Instance) -> None:
+        """Terminate a machine of the pool that is no node, and do not wait."""
+        self._emit(InstanceStopping(instance.id))
+        self._terminations.end_in_thread(instance.id, self._provider, f"skyward-end-{instance.rank}", lambda: None)
+
+    def leave(self) -> None:
+        """From now on the other machines of the pool belong to other processes: an end here ends none of them."""
+        self._is_left = True
+
+    def _keep_or_end(self, instances: Sequence[Instance]) -> None:
+        """Terminate machines that have just been launched, and raise, if the pool is not this process's any more."""
+        if self.is_closing and not self._is_left:  # the teardown of the pool may be over already
+            self.end_all()
+            raise PoolClosed("the pool is closing")
+        try:
+            if self.is_closing:
+                raise PoolClosed("the pool is closing")
+            self._may_act()
+        except SkywardError:
+            for instance in instances:
+                self._terminations.end(instance.id, self._provider)
+            raise
+
     # ── launch ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def launch(self, offer: Offer, count: int, first_rank: int, along: Sequence[Part] = ()) -> list[Instance]:
@@ -136,6 +174,7 @@ class Rental:
         `along` are the parts of the same candidate that are requested next: the money must be enough for all of them.
         """
         self._raise_if_closing()
+        self._may_act()
         commitment, accelerator = self._commit(offer, count, along)
         is_refused = is_unsure = False
         try:
@@ -174,9 +213,7 @@ class Rental:
         self._accelerators |= {instance.id: accelerator for instance in instances}
         for instance in instances:
             self._emit(_provisioned(instance))
-        if self.is_closing:  # the teardown of the pool may be over already
-            self.end_all()
-            raise PoolClosed("the pool is closing")
+        self._keep_or_end(instances)
         if len(instances) == count:
             self._journal.note_attempt(offer, time.monotonic() - began)
         return instances
@@ -236,7 +273,8 @@ class Rental:
     def stop(self) -> None:
         """Launch no more, and wake every thread that waits for a machine here."""
         self._closing.set()
-        self.transports.close()
+        if self._owns_transports:
+            self.transports.close()
         self._terminations.stop()
 
     def go_on_until(self, deadline: float, what: str, pause_seconds: float = 0.05) -> None:

@@ -69,6 +69,8 @@ class Selection:
         self._journal = journal
         self.offers: dict[int, Offer] = {}
         """The offer of each rank."""
+        self.adopted: Mapping[int, Instance] = {}
+        """The machines that another process has rented, by rank: their offers are searched when one is lost."""
         self.others: list[Offer] = []
         """Other offers of the provider in the same region: they may replace a lost machine too."""
 
@@ -177,6 +179,7 @@ class Selection:
 
         If there is no other of its kind, or no money for one, wait for the end of the lost machine first.
         """
+        self._find_offers([rank])
         own = self.offers[rank]
         try:
             return self._rental.launch(own, 1, rank)[0]
@@ -197,9 +200,30 @@ class Selection:
         """
         return other.is_spot == own.is_spot or not isinstance(self._spec.spot, spot.Percent)
 
+    def _find_offers(self, ranks: Sequence[int]) -> None:
+        """Ask the provider for the offers of ranks that another process has rented: of the same kind, or the cheapest
+        in the same region.
+
+        Raises NoCapacity if there is none.
+        """
+        if all(rank in self.offers for rank in ranks) or not self.adopted:
+            return
+        found, refusals, errors = self._candidates([self._rental.provider])
+        regions = {instance.region for instance in self.adopted.values()}
+        self.others = [offer for region in sorted(regions) for offer in _near(found, region)]
+        first = self.adopted[min(self.adopted)]
+        for rank in ranks:
+            own = self.adopted.get(rank, first)
+            near = _near(found, own.region)
+            if not near:
+                raise none_left(self._spec.requirements, self._spec.nodes, refusals, errors)
+            same = [one for one in near if (one.instance_type, one.is_spot) == (own.instance_type, own.is_spot)]
+            self.offers.setdefault(rank, (same or near)[0])
+
     def rent_again(self, ranks: Sequence[int], terminations: Mapping[int, Termination]) -> list[Instance]:
         """Rent machines for these ranks, or some of them, the lowest first; at least one."""
         instances: list[Instance] = []
+        self._find_offers(ranks)
         for first, count in _runs(ranks, self.offers):
             try:
                 instances += self._rental.launch_up_to(self.offers[first], count, first)
@@ -208,6 +232,11 @@ class Selection:
         return sorted(instances, key=lambda instance: instance.rank) or [
             self.rent_one(ranks[0], terminations.get(ranks[0]))
         ]
+
+
+def _near(found: Sequence[Candidate], region: str) -> list[Offer]:
+    """Return the offers of candidates in this region, the cheapest candidate first."""
+    return [part.offer for candidate in found if candidate.region == region for part in candidate.parts]
 
 
 def _runs(ranks: Sequence[int], offers: Mapping[int, Offer]) -> list[tuple[int, int]]:

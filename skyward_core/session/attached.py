@@ -1,5 +1,7 @@
-"""A pool that another process has opened: this process uses it, keeps it alive and leaves it, but neither replaces
-nodes nor pays.
+"""A pool that another process has opened: this process uses it, keeps it alive and leaves it.
+
+It neither replaces nodes nor pays, unless it becomes the steward of a named pool. Then `stewardship.Stewardship` does
+both, with the same connection and the same transports.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from skyward_core.errors import (
     LeaseLost,
     LedgerError,
     NodeLost,
+    PoolClosed,
     SkywardError,
     Unreachable,
 )
@@ -39,6 +42,7 @@ from skyward_core.worker.private_folders import NotPrivate, check_private
 
 if TYPE_CHECKING:
     from skyward_core.engine.cluster import Cluster
+    from skyward_core.engine.owner import Watcher
     from skyward_core.ledger.ledger import Ledger
 
 _log = logging.getLogger("skyward")
@@ -83,7 +87,11 @@ class Attached:
         self.events = events
         self._lease_seconds = lease_seconds
         self._retries = retries
-        self._transports = Transports(lease_seconds, self.emit)
+        self.paid_seconds: Callable[[], float | None] = lambda: None
+        """For how many seconds from now the nodes are paid; the steward sets it."""
+        self.transports = Transports(lease_seconds, self.emit, lambda: self.paid_seconds())
+        self._is_kept_here = False
+        """Whether this process is the steward, which replaces lost nodes."""
         self._stopping = threading.Lock()
         self._ended = threading.Event()
         self._away: dict[int, float] = {}
@@ -114,7 +122,6 @@ class Attached:
         try:
             self.lease = self._with_keys(self.lease)
             settings = self._reach_all(deadline)
-            head = self._transports.to(self.lease.nodes[0].instance)
             certificate = self._sealed.certificate if self._sealed is not None else _certificate_of(settings)
             module = importlib.import_module("skyward_core.engine.cluster")
             self.cluster = cluster = cast(
@@ -122,7 +129,7 @@ class Attached:
                 module.Cluster(
                     self.lease,
                     certificate,
-                    self._transports,
+                    self.transports,
                     self.emit,
                     self._retries,
                     None,
@@ -130,19 +137,16 @@ class Attached:
                     lambda: self.events.delivered,
                 ),
             )
-            cluster.start(
-                head.address(self.lease.scheduler), deadline, lambda: None, min(JOIN_SECONDS, self._lease_seconds / 2)
-            )
+            patience = min(JOIN_SECONDS, self._lease_seconds / 2)
+            cluster.start(self._scheduler_from_here(), deadline, lambda: None, patience)
             for node in self.lease.nodes:
                 if node.rank and len(cluster.missing(node.rank)) == node.workers:
                     cluster.forget(node.rank)
                     self._go_on_without(node, "its workers are not in the pool")
-            for transport in self._transports.all():
+            for transport in self.transports.all():
                 transport.opened()
             cluster.watch(self)
-            self.user_client = user_client(
-                lambda: head.address(self.lease.scheduler), certificate, lambda: cluster.client
-            )
+            self.user_client = user_client(self._scheduler_from_here, certificate, lambda: cluster.client)
             self.is_running = True
         except BaseException as error:
             self._leave("the pool could not be attached to")
@@ -155,6 +159,10 @@ class Attached:
         self._entry.renew()
         for beat in self._beats:
             beat.start()
+
+    def _scheduler_from_here(self) -> str:
+        """Return the address of the scheduler for this client."""
+        return self.transports.to(self.lease.nodes[0].instance).address(self.lease.scheduler)
 
     def _with_keys(self, lease: Lease) -> Lease:
         """Return the lease with the paths of the SSH keys that this process has.
@@ -179,7 +187,7 @@ class Attached:
         try:
             self._reach(head, deadline - time.monotonic())
             self._refuse_dead(head)
-            settings = json.loads(self._transports.to(head.instance).read("settings.json"))
+            settings = json.loads(self.transports.to(head.instance).read("settings.json"))
             _refuse_anothers(head, settings)
         except NotPrivate as error:
             raise CredentialsError(
@@ -204,14 +212,14 @@ class Attached:
         """Raise NodeLost if the head's supervisor has died. Else the scheduler would be looked for in vain for long."""
         lives: bool | None = None
         with contextlib.suppress(Unreachable, CommandFailed):  # not known: the scheduler may answer
-            lives = self._transports.to(head.instance).lives(LIVES_SECONDS)
+            lives = self.transports.to(head.instance).lives(LIVES_SECONDS)
         if lives is False:
             raise NodeLost("the first process of its head has died")
 
     def _reach(self, node: Node, seconds: float) -> None:
         if node.instance.endpoint is None:
             _verify_folder(node)
-        self._transports.to(node.instance).join(timeout_seconds=max(1.0, seconds), guard_seconds=GUARD_SECONDS)
+        self.transports.to(node.instance).join(timeout_seconds=max(1.0, seconds), guard_seconds=GUARD_SECONDS)
 
     def _why_out_of_reach(self, node: Node, seconds: float) -> Exception | None:
         """Reach a node that is not the head; return why it cannot be reached.
@@ -227,7 +235,7 @@ class Attached:
                 f"the lease leads to a folder that another user can change, and is not followed: {error}"
             ) from error
         except (SkywardError, OSError) as error:
-            self._transports.forget(node.instance)
+            self.transports.forget(node.instance)
             return error
         return None
 
@@ -251,26 +259,39 @@ class Attached:
             self.is_running = False
         self._leave(reason)
 
+    def end(self, reason: str, error: SkywardError | None, end_machines: Callable[[], object]) -> None:
+        """End the pool, as its steward: calls raise `error`, or PoolClosed; then `end_machines` is called."""
+        with self._stopping:
+            if not self.is_running:
+                return
+            self.is_running, self.why_ended = False, error
+        self._leave(reason, error or PoolClosed(reason), end_machines)
+
     def release(self) -> None:
         """Do nothing: the machines belong to their opener."""
 
     def extend_leases(self, seconds: float) -> None:
         """Let all nodes live for so many seconds from now, unless they live longer already. Raises Unreachable."""
         side_by_side(
-            lambda transport: transport.extend_lease(seconds), self._transports.all(), "skyward-attach", ALL_AT_ONCE
+            lambda transport: transport.extend_lease(seconds), self.transports.all(), "skyward-attach", ALL_AT_ONCE
         )
 
-    def _leave(self, reason: str) -> None:
+    def _leave(
+        self, reason: str, error: SkywardError | None = None, end_machines: Callable[[], object] = lambda: None
+    ) -> None:
         self._ended.set()
         for beat in self._beats:
             beat.end()
         try:
             if self.user_client is not None:
                 self.user_client.close()
-            if self.cluster is not None:
+            if self.cluster is not None and error is not None:
+                self.cluster.close(error)
+            elif self.cluster is not None:
                 self.cluster.leave(reason)
+            end_machines()
         finally:
-            self._transports.close()
+            self.transports.close()
             self._entry.close()
             self._in_memory.close()
             self.events.close()
@@ -282,14 +303,50 @@ class Attached:
 
     def _look(self) -> None:
         """Send the nodes whether there are calls, and stop waiting for lost nodes that are not replaced."""
-        self._transports.is_busy = self.cluster is not None and self.cluster.has_work()
+        self.transports.is_busy = self.cluster is not None and self.cluster.has_work()
         self._give_up_absent()
 
     def _keep_here(self) -> None:
         """Send signs of life to nodes of this machine; over SSH each transport does it itself."""
-        for transport in self._transports.here():
+        for transport in self.transports.here():
             with contextlib.suppress(OSError):  # it has ended, which the cluster reports
                 transport.extend_lease(self._lease_seconds)
+
+    # ── the steward of a named pool ──────────────────────────────────────────────────────────────────────────────────
+
+    def reach(self, lease: Lease, keys: PoolKeys | None, seconds: float) -> Lease:
+        """Connect to the nodes of a newer lease; return it with this process's keys. Raises errors of keys.
+
+        Some nodes may not answer; their transports are not connected.
+        """
+        if keys is not None:
+            self._sealed = keys
+        lease = self._with_keys(lease)
+        known = {transport.instance.id for transport in self.transports.all()}
+        new = [node for node in lease.nodes if node.instance.id not in known]
+        side_by_side(lambda node: self._why_out_of_reach(node, seconds), new, "skyward-attach", ALL_AT_ONCE)
+        self.lease = lease
+        return lease
+
+    def keep(self, watcher: Watcher) -> None:
+        """This process is the steward from now on: `watcher` handles the loss of nodes and of the connection."""
+        assert self.cluster is not None
+        self._is_kept_here = True
+        self._away.clear()
+        self.cluster.watch(watcher)
+        if not self.cluster.is_connected:
+            watcher.cut()
+
+    def keep_no_more(self) -> None:
+        """Another process keeps the pool: go on as a client of it."""
+        self.paid_seconds = lambda: None
+        self._is_kept_here = False
+        if self.cluster is not None:
+            self.cluster.keep(None, None, ())
+            self.cluster.watch(self)
+            for node in self.lease.nodes:
+                if self.cluster.missing(node.rank):
+                    self.left(node.rank)
 
     # ── events of the cluster ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -315,7 +372,9 @@ class Attached:
 
     def _resume(self) -> None:
         assert self.cluster is not None
-        head = self._transports.to(self.lease.nodes[0].instance)
+        if self._is_kept_here:
+            return
+        head = self.transports.to(self.lease.nodes[0].instance)
         since = time.monotonic()
         error: Exception | None = None
         while not self._ended.wait(POLL_SECONDS) and time.monotonic() - since < self._lease_seconds:
@@ -325,6 +384,8 @@ class Attached:
                     return
                 except (SkywardError, OSError) as failure:
                     error = failure
+            if self._is_kept_here:  # the steward's recovery does it
+                return
         lost = NodeLost(
             "the head of the pool is gone: its opener may have brought the cluster up anew, attach with the pool's"
             " present lease"
@@ -334,7 +395,7 @@ class Attached:
         self._ended.set()
         for beat in self._beats:
             beat.end()
-        self._transports.close()  # this process cannot use the nodes any more, and does not renew their leases
+        self.transports.close()  # this process cannot use the nodes any more, and does not renew their leases
 
 
 def _with_path(node: Node, paths: Mapping[str, str]) -> Node:

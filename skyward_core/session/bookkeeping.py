@@ -22,7 +22,9 @@ from skyward_core.ledger.budgets import SpendingLimit
 from skyward_core.ledger.journal import Journal
 from skyward_core.ledger.metering import Meter
 from skyward_core.ledger.rows import SECONDS_PER_HOUR, ResourceKind
+from skyward_core.ledger.steward_limit import StewardLimit
 from skyward_core.providers.base import Provider
+from skyward_core.session.steward_guard import StewardGuard
 from skyward_core.spec import PoolSpec
 from skyward_core.work import Work
 
@@ -44,6 +46,8 @@ class Bookkeeping:
         self.journal: Journal | None = None
         self.spending_limit: SpendingLimit | None = None
         self.receipt: Mapping[str, Any] | None = None
+        self.epoch: int | None = None
+        """With a name: the number of this steward."""
         self._ledger: Ledger | None = None
         self._usual_seconds = 0.0
         """For how long a pool with a client reserves."""
@@ -61,15 +65,29 @@ class Bookkeeping:
         return self._refusal is not None
 
     def open_ledger(
-        self, undo: ExitStack, spec: PoolSpec, provider: Provider, emit: Callable[[SkywardEvent], object], work: Work
-    ) -> tuple[str, Journal, SpendingLimit]:
-        """Connect to the ledger; return its URL, and the pool's journal and spending limit. Nothing is written yet."""
+        self,
+        undo: ExitStack,
+        spec: PoolSpec,
+        provider: Provider,
+        emit: Callable[[SkywardEvent], object],
+        work: Work,
+        guard: StewardGuard | None = None,
+    ) -> tuple[str, Journal, StewardLimit]:
+        """Connect to the ledger; return its URL, and the pool's journal and spending limit. Nothing is written yet.
+
+        With a guard, what only the steward of a named pool may write is refused when another process is the steward.
+        """
+        epoch, keeps = (None, lambda: True) if guard is None else (guard.epoch, lambda: guard.is_certain)
+        self.epoch = epoch
         ledger_module = importlib.import_module("skyward_core.ledger.ledger")
         url = ledger_module.default_url(must_last=spec.budget is not None)
         self._ledger = ledger = ledger_module.Ledger(url, busy_timeout_seconds=LEDGER_BUSY_SECONDS)
         undo.callback(ledger.close)
-        self.journal = journal = Journal(ledger, self._pool_id, spec, provider, self._meter, emit, work=work)
-        self.spending_limit = spending_limit = SpendingLimit(
+        self.journal = journal = Journal(
+            ledger, self._pool_id, spec, provider, self._meter, emit, work=work, epoch=epoch
+        )
+        self.spending_limit = spending_limit = StewardLimit(
+            keeps,
             self._pool_id,
             self._meter,
             max_cost=spec.max_cost,

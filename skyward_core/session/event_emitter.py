@@ -27,14 +27,18 @@ from skyward_core.spec import PoolSpec
 class EventEmitter:
     """Owns the queue, the meter and the bill of one session. Any thread may emit."""
 
-    def __init__(self, spec: PoolSpec, on_event: Callback | None) -> None:
+    def __init__(self, spec: PoolSpec, on_event: Callback | None, queue: EventQueue | None = None) -> None:
+        """Use this queue, or one for all callbacks and the display."""
         self.meter = Meter()
         self.final: CostFinal | None = None
         """The bill, once it was emitted."""
         self._slots = spec.concurrency * spec.workers_per_node
+        self.queue = queue or self._new_queue(spec, on_event)
+
+    def _new_queue(self, spec: PoolSpec, on_event: Callback | None) -> EventQueue:
         display = console.display(spec.display)
         sinks = [callback for callback in (registered_callback(), on_event) if callback is not None]
-        self.queue = EventQueue(compose(*sinks, display), display.close)
+        return EventQueue(compose(*sinks, display), display.close)
 
     def emit(self, event: SkywardEvent) -> int:
         """Count one event, and queue it for the callbacks; return its number in `queue`.

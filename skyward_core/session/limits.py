@@ -95,6 +95,7 @@ class Limits:
         stop: Stop,
         log: Callable[..., object],
         began: float,
+        busy_at: float = 0.0,
     ) -> None:
         self._spec = spec
         self._cluster = cluster
@@ -108,7 +109,7 @@ class Limits:
         self._fill = Fill.FULL
         self._sent_at = time.monotonic()
         self._is_busy = False
-        self._busy_at = 0.0
+        self._busy_at = busy_at
         """When there was last work of another client."""
 
     def check_money(self) -> None:

@@ -22,14 +22,16 @@ from skyward_core.cleanup.release import release
 from skyward_core.concurrency.backoff import Backoff
 from skyward_core.concurrency.periodic import PeriodicThread
 from skyward_core.errors import BadRequest, LeaseLost, LedgerError, ProvisioningTimeout, SkywardError
-from skyward_core.ledger.names_policy import Join, NameState, Refused, Rent, Wait
+from skyward_core.ledger.names_policy import Join, NameState, Refused, Rent, Standing, Wait
 from skyward_core.machines.owner import Owner
 from skyward_core.providers.base import Provider
+from skyward_core.session.steward_guard import StewardGuard
 from skyward_core.spec import PoolSpec
 from skyward_core.work import Work
 
 if TYPE_CHECKING:
     from skyward_core.ledger.ledger import Ledger
+    from skyward_core.session.successor import Successor
 
 LEDGER_BUSY_SECONDS = 10.0
 MOST_BEAT_SECONDS = 5.0
@@ -62,7 +64,6 @@ class NamedUse:
         self._log = log
         self._terms = terms_of(spec, providers)
         self._client_id = ""
-        self._epoch = 0
         self._count: Callable[[], float] = float
         """Returns for how many seconds the calls of this process have held slots."""
         self._must_end = False
@@ -71,6 +72,14 @@ class NamedUse:
         """For how long the nodes may live after the last sign of life of this process."""
         self.is_let_go = False
         """Whether this process could not leave, and renews nothing any more."""
+        self.guard = StewardGuard(spec.lease_seconds, self._renew)
+        """Whether this process is the steward of the pool."""
+        self.on_vacant: Callable[[], object] = lambda: None
+        """Called by the renewal when the pool has no steward that lives. Must not wait."""
+        self.on_lost: Callable[[], object] = lambda: None
+        """Called by the renewal when another process has become the steward after this one."""
+        self.successor: Successor | None = None
+        """What makes this process the steward, if it is attached."""
         module = importlib.import_module("skyward_core.ledger.ledger")
         url = module.default_url(must_last=spec.budget is not None)
         self._ledger = cast("Ledger", module.Ledger(url, busy_timeout_seconds=LEDGER_BUSY_SECONDS))
@@ -86,6 +95,7 @@ class NamedUse:
         """
         for pause in POLLS.pauses():
             self._client_id = uuid.uuid4().hex
+            since = self.guard.now()
             claim = self._ledger.names.claim(
                 self.name,
                 pool_id,
@@ -100,7 +110,7 @@ class NamedUse:
                 raise BadRequest(_refusal(self.name, claim.pool_id, claim.differences))
             if not isinstance(claim, Wait):
                 if isinstance(claim, Rent):
-                    self._epoch = claim.epoch
+                    self.guard.begin(claim.epoch, since)
                     self._clear(claim)
                 self._renewal = self._new_renewal()
                 self._renewal.start()
@@ -144,7 +154,34 @@ class NamedUse:
 
     def opened(self) -> None:
         """Let other processes use the pool. Raises LeaseLost if another process has the name now, and LedgerError."""
-        self._ledger.names.opened(self.name, self._epoch)
+        assert self.guard.epoch is not None
+        self._ledger.names.opened(self.name, self.guard.epoch)
+
+    # ── the steward ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def take_stewardship(self) -> bool:
+        """Become the steward, if the pool has none that lives; return whether this process is it.
+
+        Raises LedgerError.
+        """
+        since = self.guard.now()
+        self._ledger.names.renew(self._client_id, self.spec.lease_seconds, self._count())
+        epoch = self._ledger.stewards.take(self.name, self._client_id)
+        if epoch is not None:
+            self.guard.begin(epoch, since)
+        return epoch is not None
+
+    def resign(self) -> None:
+        """Let another process become the steward.
+
+        If the ledger does not answer, another one can when the lease of this one's row has run out.
+        """
+        epoch = self.guard.epoch
+        if self.guard.lose() and epoch is not None:
+            try:
+                self._ledger.stewards.resign(self.name, self._client_id, epoch)
+            except LedgerError as error:
+                self._log(logging.WARNING, "the ledger does not know yet that %r has no steward: %s", self.name, error)
 
     # ── leave ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -220,11 +257,19 @@ class NamedUse:
         return PeriodicThread("skyward-client", seconds, self._renew, self._on_trouble)
 
     def _renew(self) -> None:
+        since = self.guard.now()
         try:
             self._ledger.names.renew(self._client_id, self.spec.lease_seconds, self._count())
         except LeaseLost:
             self._renewal.end()
             raise
+        found, epoch = self._ledger.stewards.look(self.name, self._client_id)
+        if found is Standing.HELD and epoch == self.guard.epoch:
+            self.guard.confirm(since)
+        elif found is Standing.VACANT:
+            self.on_vacant()
+        elif found is not Standing.HELD and self.guard.lose():
+            self.on_lost()
 
     def _on_trouble(self, error: Exception) -> None:
         self._log(logging.WARNING, "this process is not renewed as a client of the pool %r: %s", self.name, error)

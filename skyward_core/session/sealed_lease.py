@@ -90,6 +90,10 @@ class SharedLease:
         self._is_shared = True
         self.keep_current(lease)
 
+    def adopt(self, lease: Lease) -> None:
+        """Keep the row current from now on; it has this lease."""
+        self._is_shared, self._written = True, lease
+
     def keep_current(self, lease: Lease | None) -> None:
         """Write the lease if it is not the one in the ledger. Errors as of `share`; call it again after them."""
         if self._is_shared and lease is not None:
@@ -122,6 +126,7 @@ class SharedLease:
                 self._pool_id,
                 text,
                 ring.seal(_content(lease, self._certificate.result()), _context(self._pool_id, text)),
+                epoch=self._bookkeeping.epoch,
             )
             self._written = lease
 

@@ -54,7 +54,7 @@ from skyward_core.providers.base import Provider
 from skyward_core.provisioning import lifecycle
 from skyward_core.provisioning.detach import detached_nodes, disown
 from skyward_core.session.bookkeeping import LEDGER_BUSY_SECONDS, Bookkeeping
-from skyward_core.session.clock import Clock
+from skyward_core.session.clock import Clock, Step
 from skyward_core.session.event_emitter import EventEmitter
 from skyward_core.session.limits import Limits, OpeningLimits
 from skyward_core.session.renewal import Renewal
@@ -62,6 +62,7 @@ from skyward_core.session.sealed_lease import SharedLease
 from skyward_core.session.session_engine import SessionEngine
 from skyward_core.session.session_reaper import SessionReaper
 from skyward_core.session.state import Claims, SessionState
+from skyward_core.session.steward_guard import StewardGuard
 from skyward_core.spec import PoolSpec
 from skyward_core.work import NO_WORK, Work
 
@@ -104,6 +105,7 @@ class Session:
         work: Work = NO_WORK,
         secrets: SecretValues | None = None,
         pool_id: str = "",
+        guard: StewardGuard | None = None,
     ) -> None:
         self.pool_id = pool_id or new_pool_id()
         self.spec = spec
@@ -115,6 +117,8 @@ class Session:
         self.events = self._emitter.queue
         self.meter = self._emitter.meter
         self._engine = SessionEngine(self.pool_id, spec, self._emitter, secrets)
+        self._guard = guard
+        """With a name: whether this process keeps the pool."""
         self._claims = Claims()
         self._bookkeeping = Bookkeeping(self.pool_id, self.meter, self.events.log)
         self._reaper = SessionReaper(self.pool_id, self.events.log)
@@ -226,7 +230,15 @@ class Session:
             meter=self.meter,
             journal=journal,
             spending_limit=spending_limit,
+            may_act=self._may_act,
         )
+
+    def _may_act(self) -> None:
+        """Raise if another process keeps the pool; only a pool with a name may have another one."""
+
+    def _stop_at_limit(self, reason: str, error: SkywardError | None) -> None:
+        """End the pool at one of its limits."""
+        self.stop(reason, error)
 
     def _new_limits(
         self, cluster: Cluster, machines: lifecycle.PoolMachines, spending_limit: SpendingLimit, began: float
@@ -238,7 +250,7 @@ class Session:
             spending_limit,
             self.meter,
             emit=self.emit,
-            stop=self.stop,
+            stop=self._stop_at_limit,
             log=self.events.log,
             began=began,
         )
@@ -255,7 +267,7 @@ class Session:
         every machine.
         """
         url, journal, spending_limit = self._bookkeeping.open_ledger(
-            undo, self.spec, self.providers[0], self.emit, self.work
+            undo, self.spec, self.providers[0], self.emit, self.work, self._guard
         )
         # after the journal is closed: if killed in between, the reaper finds that the pool has ended
         undo.callback(self._leave_reaper_or_hang_up)
@@ -305,13 +317,16 @@ class Session:
         """Check lease, money and work each second, and the reaper every few seconds; then also send the cost to the
         ledger and the callbacks.
         """
-        often = [self._renewal.raise_if_lost, limits.check_money, limits.check_work]
-        seldom = [
+        often: list[Step] = [self._renewal.raise_if_lost, limits.check_money, limits.check_work]
+        seldom: list[Step] = [
             lambda: self._reaper.restart_if_gone(lambda: self.is_running),
             journal.note,
             lambda: self._shared.keep_current(self.lease),
             lambda: self.emit(self.meter.update()),
         ]
+        return self._new_clock(often, seldom)
+
+    def _new_clock(self, often: list[Step], seldom: list[Step]) -> Clock:
         return Clock(self.pool_id, often, seldom, self.stop, self.events.log, time.monotonic())
 
     def _keep_here(self) -> None:
@@ -466,6 +481,7 @@ class Session:
         """
         assert self.machines is not None
         assert self._bookkeeping.journal is not None
+        self._may_act()
         # a lease is never shortened: another process may be attached
         longest = max(lease_seconds, self.spec.lease_seconds)
         now = datetime.now(UTC)
@@ -490,6 +506,7 @@ class Session:
         assert self.machines is not None
         assert self._bookkeeping.journal is not None
         self.is_left_to_lease = True
+        self.machines.leave()
         self._reaper.live_by_lease()
         self._ended.set()
         self._renewal.end()
@@ -517,6 +534,7 @@ class Session:
         self._renewal.end()
         self._ended.set()
         atexit.unregister(self._at_exit)
+        self.machines.leave()
         try:
             disown(self.machines)
             self._engine.end(self.machines, lambda cluster: cluster.leave(reason))

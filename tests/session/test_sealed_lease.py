@@ -77,7 +77,7 @@ def writer(ledger: Ledger | None, logged: list[str] | None = None) -> SharedLeas
     def log(level: int, words: str, *arguments: object) -> None:
         (logged if logged is not None else []).append(words % arguments)
 
-    bookkeeping: Any = SimpleNamespace(ledger=ledger)
+    bookkeeping: Any = SimpleNamespace(ledger=ledger, epoch=None)
     return SharedLease(POOL, certificate, bookkeeping, log)
 
 
@@ -216,7 +216,7 @@ def test_a_write_that_fails_is_made_by_the_next_turn(
     """An outage of the ledger is an error of `share`; the clock's next turn writes the lease."""
     lease = writer(ledger)
 
-    def away(*_: object) -> None:
+    def away(*_: object, **__: object) -> None:
         raise sky.LedgerError("the server is being restarted")
 
     with monkeypatch.context() as patch:

@@ -1,0 +1,114 @@
+"""The session of the process that has rented a pool with a name. It is the pool's first steward.
+
+    keeps the pool ──this process was silent, and another has taken it──▶ goes on as a client ──▶ left
+
+Whatever rents, pays or ends asks the guard first (`steward_guard`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, override
+
+from skyward_core.errors import SkywardError
+from skyward_core.events.events import Callback
+from skyward_core.ledger.names_policy import NotSteward
+from skyward_core.providers.base import Provider
+from skyward_core.provisioning.detach import disown
+from skyward_core.session.client_watcher import ClientWatcher
+from skyward_core.session.clock import Clock, Step
+from skyward_core.session.sealed_lease import find_lease
+from skyward_core.session.session import Session
+from skyward_core.session.steward_guard import StewardGuard
+from skyward_core.spec import PoolSpec
+from skyward_core.work import Work
+
+if TYPE_CHECKING:
+    from skyward_core.worker.masking import SecretValues
+
+
+class NamedSession(Session):
+    """One opening of a pool with a name, by the process that rents."""
+
+    def __init__(
+        self,
+        spec: PoolSpec,
+        providers: Sequence[Provider],
+        on_event: Callback | None,
+        work: Work,
+        secrets: SecretValues | None,
+        pool_id: str,
+        guard: StewardGuard,
+    ) -> None:
+        super().__init__(spec, providers, on_event, work, secrets, pool_id, guard)
+        self._steward = guard
+        self._watcher: ClientWatcher | None = None
+        """Set when another process keeps the pool."""
+        self._stepping_down = threading.Lock()
+        """Held while the session becomes one of a client, or checks that."""
+
+    @property
+    def is_steward(self) -> bool:
+        """Whether this process still keeps the pool. If that is not certain, asks the ledger. Raises LedgerError."""
+        try:
+            self._steward.check()
+        except NotSteward:
+            self.step_down()
+            return False
+        return self._watcher is None
+
+    @override
+    def _may_act(self) -> None:
+        self._steward.check()
+
+    @override
+    def _stop_at_limit(self, reason: str, error: SkywardError | None) -> None:
+        try:
+            self._steward.check()
+        except SkywardError as refusal:
+            self.events.log(logging.WARNING, "%s is not ended here (%s): %s", self.pool_id, reason, refusal)
+            return
+        self.stop(reason, error)
+
+    @override
+    def _new_clock(self, often: list[Step], seldom: list[Step]) -> Clock:
+        def if_kept(step: Step) -> Step:
+            return lambda: step() if self._steward.is_certain else None
+
+        return super()._new_clock([*often, self._look_as_client], [if_kept(step) for step in seldom])
+
+    def _look_as_client(self) -> None:
+        if self._watcher is not None:
+            self._watcher.look()
+
+    # ── another process keeps the pool ───────────────────────────────────────────────────────────────────────────────
+
+    def step_down(self) -> None:
+        """Go on as a client: replace, pay and end nothing. Calls go on. Idempotent; does not wait for machines."""
+        machines, cluster, recovery = self.machines, self.cluster, self._engine.recovery
+        with self._stepping_down:
+            if self._watcher is not None or machines is None or cluster is None or recovery is None:
+                return
+            self._watcher = watcher = ClientWatcher(
+                cluster, lambda: machines.scheduler, self.spec.lease_seconds, self._ended
+            )
+        recovery.stop()
+        machines.leave()
+        cluster.watch(watcher)
+        for node in machines.lease.nodes:
+            if cluster.missing(node.rank):
+                watcher.left(node.rank)
+        if not cluster.is_connected:
+            watcher.cut()
+        disown(machines)
+        self.events.log(logging.WARNING, "another process keeps the pool %s: this one was silent", self.pool_id)
+        threading.Thread(target=self._end_own, name="skyward-adopt", daemon=True).start()
+
+    def _end_own(self) -> None:
+        """End what this process has rented and the new steward does not know."""
+        assert self.machines is not None
+        with contextlib.suppress(SkywardError):
+            self.machines.leave_without(find_lease(self.pool_id)[0])

@@ -1,0 +1,307 @@
+"""An attached process that keeps a named pool: it replaces lost nodes, pays, and ends the pool at its limits.
+
+    vacant ──taken (ledger)──▶ adopting ──▶ keeping ──the process leaves──▶ left: another client may take it
+                                 │             ├──another process has taken it──▶ lost: goes on as a client
+                                 │             └──a limit is reached──▶ the pool is ended
+                                 └──an error──▶ resigned (ledger); a later beat of any client tries again
+
+The steward uses the connection and the transports of its `Attached`, so that its calls wait for new nodes and are
+drained at a limit. Of the earlier steward it takes over what the ledger has: the newest lease, the entries of machines
+with their time, the reservations. It has no reaper: the pool lives by its lease, and the next client that looks takes
+over from a steward that was killed at any line. docs/decisions/0028 has what each kill leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
+from datetime import datetime
+from decimal import Decimal
+from typing import TYPE_CHECKING
+
+from skyward_core.engine.recovery import Recovery
+from skyward_core.errors import InstancesLeft, NodeLost, SkywardError
+from skyward_core.events.events import InstancesUnconfirmed, PoolStopping
+from skyward_core.ledger.rows import Intent, PoolEntry
+from skyward_core.ledger.steward_limit import StewardLimit
+from skyward_core.machines.instances import Instance, Lease
+from skyward_core.providers.base import EXPIRES_TAG, Provider, load
+from skyward_core.provisioning.detach import disown
+from skyward_core.provisioning.lifecycle import PoolMachines
+from skyward_core.session.attached import Attached
+from skyward_core.session.bookkeeping import Bookkeeping
+from skyward_core.session.call_ledger import note_all
+from skyward_core.session.clock import Clock
+from skyward_core.session.event_emitter import EventEmitter
+from skyward_core.session.limits import Limits
+from skyward_core.session.sealed_lease import SharedLease, find_lease
+from skyward_core.session.steward_guard import StewardGuard
+from skyward_core.spec import PoolSpec
+from skyward_core.work import Work
+
+if TYPE_CHECKING:
+    from skyward_core.engine.certificates import PoolCertificate
+    from skyward_core.engine.cluster import Cluster
+    from skyward_core.ledger.ledger import Ledger
+    from skyward_core.worker.masking import SecretValues
+
+REACH_SECONDS = 20.0
+"""For how long a new steward tries to reach nodes that it does not know yet."""
+
+
+class Stewardship:
+    """One time in which this process keeps the pool. `start` once, then `leave` or `lose`."""
+
+    def __init__(
+        self,
+        attached: Attached,
+        spec: PoolSpec,
+        providers: Sequence[Provider],
+        work: Work,
+        secrets: SecretValues | None,
+        guard: StewardGuard,
+        ledger: Ledger,
+    ) -> None:
+        self._attached = attached
+        self._pool_id = attached.lease.pool_id
+        self._spec = spec
+        self._providers = providers
+        self._work = work
+        self._secrets = secrets
+        self._guard = guard
+        self._ledger = ledger
+        self._log = attached.events.log
+        self._emitter = EventEmitter(spec, None, attached.events)
+        self._bookkeeping = Bookkeeping(self._pool_id, self._emitter.meter, self._log)
+        self._certificate: Future[PoolCertificate] = Future()
+        self._shared = SharedLease(self._pool_id, self._certificate, self._bookkeeping, self._log)
+        self._machines: PoolMachines | None = None
+        self._recovery: Recovery | None = None
+        self._ending = threading.RLock()
+        """Held while the stewardship ends, in whichever way."""
+        self._ended = threading.Event()
+
+    # ── adopt ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def start(self) -> None:
+        """Adopt the pool. After an error nothing has changed, and this process goes on as a client.
+
+        Raises LedgerError, LeaseLost, NodeLost, CredentialsError, NotSteward, and what the provider raises.
+        """
+        lease, keys = find_lease(self._pool_id)
+        entry = self._ledger.pool(self._pool_id)
+        if entry is None:
+            raise NodeLost(f"the ledger has no pool {self._pool_id}")
+        self._spec = _with_its_lock(self._spec, entry)
+        self._certificate.set_result(keys.certificate)
+        with ExitStack() as undo:
+            limits = self._adopt(undo, entry, self._attached.reach(lease, keys, REACH_SECONDS))
+            undo.pop_all()
+        self._begin(limits)
+
+    def _adopt(self, undo: ExitStack, entry: PoolEntry, lease: Lease) -> Limits:
+        provider, emit, meter = _provider_of(entry, self._providers), self._emitter.emit, self._emitter.meter
+        _, journal, spending_limit = self._bookkeeping.open_ledger(
+            undo, self._spec, provider, emit, self._work, self._guard
+        )
+        intents = self._ledger.intents(pool_id=self._pool_id)
+        journal.adopt(intents, entry.provider_account, self._spec.concurrency * self._spec.workers_per_node)
+        listed = provider.instances(self._pool_id)
+        journal.found(listed)
+        self._machines = machines = PoolMachines(
+            self._spec,
+            [provider],
+            self._pool_id,
+            self._certificate,
+            emit=emit,
+            meter=meter,
+            journal=journal,
+            spending_limit=spending_limit,
+            transports=self._attached.transports,
+            may_act=self._guard.check,
+        )
+        undo.callback(machines.stop)
+        undo.callback(machines.leave)
+        self._adopt_money(spending_limit, provider, intents, listed)
+        self._guard.check()  # all of this may have taken long
+        unanswered = any(intent.cloud_id is None and intent.gone_at is None for intent in intents)
+        machines.adopt(lease, listed, is_launch_unsure=unanswered)
+        self._shared.adopt(lease)
+        cluster = self._cluster
+        self._recovery = Recovery(machines, cluster, self._spec.nodes, self._spec.lease_seconds, emit)
+        cluster.keep(meter, self._secrets, range(self._spec.nodes))
+        cluster.know(lease)
+        self._attached.paid_seconds = spending_limit.paid_seconds
+        return Limits(
+            self._spec,
+            cluster,
+            self._attached.transports,
+            spending_limit,
+            meter,
+            emit=emit,
+            stop=self.stop,
+            log=self._log,
+            began=time.monotonic() - (self._ledger.names.now() - entry.created_at).total_seconds(),
+            busy_at=time.monotonic(),
+        )
+
+    def _adopt_money(
+        self, spending_limit: StewardLimit, provider: Provider, intents: Sequence[Intent], listed: Sequence[Instance]
+    ) -> None:
+        meter, now = self._emitter.meter, self._ledger.names.now()
+        open_still = [intent for intent in intents if intent.gone_at is None and intent.price.per_hour]
+        ends = {
+            intent.cloud_id: meter.now() + _seconds_to(intent, now)
+            for intent in open_still
+            if intent.cloud_id is not None and EXPIRES_TAG in intent.tags
+        }
+        unsure = [
+            (meter.now() - (now - intent.intended_at).total_seconds(), intent.price)
+            for intent in open_still
+            if intent.cloud_id is None and listed
+        ]
+        settled = held = Decimal(0)
+        if self._spec.budget is not None:
+            settled = self._ledger.settled_usd(self._pool_id, self._spec.budget)
+            reserved = self._ledger.open_reservations(pool_id=self._pool_id)
+            held = sum((one.reserved_usd for one in reserved), Decimal(0))
+        spending_limit.adopt(ends, unsure, settled, held, provider.ending_seconds)
+
+    def _begin(self, limits: Limits) -> None:
+        assert self._recovery is not None
+        assert self._bookkeeping.journal is not None
+        self._recovery.start()
+        self._attached.keep(self._recovery)
+        journal = self._bookkeeping.journal
+        often = [self._know_lease, limits.check_money, limits.check_work]
+        seldom = [
+            lambda: self._guard.is_certain and journal.note(),
+            lambda: self._guard.is_certain and self._shared.keep_current(self._attached.lease),
+            lambda: self._emitter.emit(self._emitter.meter.update()),
+        ]
+        clock = Clock(self._pool_id, often, seldom, self.stop, self._log, time.monotonic())
+        threading.Thread(target=clock.run, args=(self._ended,), name="skyward-clock", daemon=True).start()
+        self._log(logging.INFO, "this process keeps the pool %s from now on", self._pool_id)
+
+    def _know_lease(self) -> None:
+        if self._machines is not None and self._machines.lease.nodes:
+            self._attached.lease = self._machines.lease
+
+    @property
+    def _cluster(self) -> Cluster:
+        assert self._attached.cluster is not None
+        return self._attached.cluster
+
+    # ── leave ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def keep_warm(self, seconds: float) -> None:
+        """Let the nodes live for so long without a client, and reserve the money for it.
+
+        Raises BudgetExceeded if the account does not pay for it, LedgerError, Unreachable if a node does not answer.
+        """
+        with self._bookkeeping.paid_for(max(seconds, self._spec.lease_seconds)):
+            self._attached.extend_leases(seconds)
+
+    def leave(self) -> None:
+        """Keep the pool no more; its machines go on. Idempotent."""
+        with self._ending:
+            if not self._stop_working():
+                return
+            assert self._machines is not None
+            assert self._bookkeeping.journal is not None
+            if self._machines.lease.nodes:
+                self._shared.keep_at_last(self._machines.lease)
+            self._bookkeeping.journal.note()
+            self._finish()
+
+    def lose(self) -> None:
+        """Another process keeps the pool: go on as a client, and end what was rented here and is not in its lease."""
+        with self._ending:
+            if not self._stop_working(self._newest_lease()):
+                return
+            self._log(logging.WARNING, "another process keeps the pool %s from now on", self._pool_id)
+            self._finish()
+
+    def _newest_lease(self) -> Lease | None:
+        with contextlib.suppress(SkywardError):
+            return find_lease(self._pool_id)[0]
+        return None
+
+    def _stop_working(self, newest: Lease | None = None) -> bool:
+        """Stop all threads; return whether that was still to do."""
+        if self._ended.is_set() or self._machines is None or self._recovery is None:
+            return False
+        self._ended.set()
+        self._recovery.stop()
+        self._attached.keep_no_more()
+        self._machines.leave()
+        if newest is not None:
+            self._machines.leave_without(newest)
+        disown(self._machines)
+        self._machines.stop()
+        self._recovery.join()
+        return True
+
+    def _finish(self) -> None:
+        self._bookkeeping.close_ledger()
+
+    # ── end ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def stop(self, reason: str, error: SkywardError | None = None) -> None:
+        """End the pool, if this process still keeps it: its calls raise `error`, or PoolClosed with the reason."""
+        with self._ending:
+            if self._ended.is_set():
+                return
+            try:
+                self._guard.check()
+            except SkywardError as refusal:
+                self._log(logging.WARNING, "%s is not ended here (%s): %s", self._pool_id, reason, refusal)
+                return
+            self._ended.set()
+            assert self._recovery is not None
+            self._emitter.emit(PoolStopping())
+            self._recovery.stop()
+            note_all(self._cluster, self._pool_id, self._log)
+            self._attached.end(reason, error, self._end_machines)
+
+    def _end_machines(self) -> None:
+        assert self._machines is not None
+        assert self._recovery is not None
+        self._machines.stop()
+        self._recovery.join()
+        try:
+            self._machines.release()
+            self._bookkeeping.close_journal()
+        except InstancesLeft as left:
+            self._emitter.emit(InstancesUnconfirmed(left.ids, str(left), self._machines.may_be_left_to_their_lease))
+            self._log(logging.ERROR, "%s was ended, and some machines are not confirmed gone: %s", self._pool_id, left)
+        except SkywardError as error:
+            self._log(logging.ERROR, "the end of %s is not in the ledger: %s", self._pool_id, error)
+        self._emitter.emit_bill()
+        self._attached.final, self._attached.receipt = self._emitter.final, self._bookkeeping.receipt
+        self._finish()
+
+
+def _provider_of(entry: PoolEntry, providers: Sequence[Provider]) -> Provider:
+    """Return this process's provider that has the pool's machines."""
+    equal = [provider for provider in providers if provider.to_json() == dict(entry.provider)]
+    same = equal or [provider for provider in providers if provider.name == entry.provider.get("name")]
+    return same[0] if same else load(entry.provider)
+
+
+def _with_its_lock(spec: PoolSpec, entry: PoolEntry) -> PoolSpec:
+    """Return the spec with the versions of packages that the pool was opened with: new nodes get the same."""
+    opened = PoolSpec.model_validate_json(entry.spec_json).image
+    if opened.lock == spec.image.lock:
+        return spec
+    return spec.with_(image=spec.image.model_copy(update={"pip": opened.pip, "lock": opened.lock}))
+
+
+def _seconds_to(intent: Intent, now: datetime) -> float:
+    """Return how long a machine may live at most by its tags, in seconds; the tag is rounded up to a whole second."""
+    return float(intent.tags[EXPIRES_TAG]) - 1 - now.timestamp()

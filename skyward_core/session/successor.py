@@ -1,0 +1,94 @@
+"""Makes an attached process the steward of a named pool when the pool has none (docs/decisions/0028).
+
+The renewal of the process's row notices it (`NamedUse.on_vacant`). The thread "skyward-adopt" adopts the pool, because
+that may take long, and a renewal may not. It also ends a stewardship that was lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from skyward_core.concurrency.backoff import Backoff
+from skyward_core.session.named_use import NamedUse
+from skyward_core.session.stewardship import Stewardship
+
+PAUSES = Backoff(5.0, 120.0)
+"""How long a process that could not adopt the pool leaves it to others."""
+ADOPT_SECONDS = 60.0
+"""How long a process that leaves waits for an adoption that has begun."""
+
+
+class Successor:
+    """Owns the present stewardship of one attached process, and the thread that begins and ends it."""
+
+    def __init__(self, use: NamedUse, new: Callable[[], Stewardship], log: Callable[..., object]) -> None:
+        self._use = use
+        self._new = new
+        self._log = log
+        self._changing = threading.Lock()
+        """Guards the next three fields."""
+        self._thread: threading.Thread | None = None
+        self._is_closing = False
+        self._try_at = 0.0
+        self._failures = 0
+        self.stewardship: Stewardship | None = None
+        """The present one; None while another process, or none, keeps the pool."""
+        use.on_vacant, use.on_lost = self.take, self.lose
+
+    def take(self) -> None:
+        """Adopt the pool in another thread, unless that goes on, or has just failed. Does not wait."""
+        if time.monotonic() >= self._try_at:
+            self._in_thread(self._take)
+
+    def lose(self) -> None:
+        """Another process keeps the pool. Does not wait."""
+        self._in_thread(self._lose)
+
+    def close(self) -> None:
+        """Leave the pool to its next steward. Nothing is adopted after that."""
+        with self._changing:
+            self._is_closing = True
+            thread = self._thread
+        if thread is not None:
+            thread.join(ADOPT_SECONDS)
+        if self.stewardship is not None:
+            self.stewardship.leave()
+            self.stewardship = None
+        self._use.resign()
+
+    def _in_thread(self, work: Callable[[], None]) -> None:
+        with self._changing:
+            if self._is_closing or (self._thread is not None and self._thread.is_alive()):
+                return
+            self._thread = threading.Thread(target=work, name="skyward-adopt", daemon=True)
+            self._thread.start()
+
+    def _take(self) -> None:
+        try:
+            if not self._use.take_stewardship():
+                return
+            stewardship = self._new()
+            stewardship.start()
+            self._failures = 0
+            if self._use.guard.is_lost:  # meanwhile
+                stewardship.lose()
+            else:
+                self.stewardship = stewardship
+        except Exception as error:  # whatever it is, another process must get its turn
+            self._use.resign()
+            self._failures += 1
+            self._try_at = time.monotonic() + PAUSES.seconds(self._failures)
+            self._log(
+                logging.WARNING,
+                "the pool %r has no process that replaces its nodes and pays for it, and this one cannot: %s",
+                self._use.name,
+                error,
+            )
+
+    def _lose(self) -> None:
+        stewardship, self.stewardship = self.stewardship, None
+        if stewardship is not None:
+            stewardship.lose()

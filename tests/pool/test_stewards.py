@@ -1,0 +1,310 @@
+"""Another client of a named pool keeps it when the opener is gone: it replaces nodes, pays, and ends the pool.
+
+Run as a program, this file is another process that uses the pool of a name.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.ledger import budgets
+from skyward_core.ledger.ledger import Ledger, default_url
+from skyward_core.ledger.names_policy import NamedPool, NameState
+from skyward_core.ledger.rows import Account, CostBy, Period
+from skyward_core.worker.watchdog import INSTANCE_TAG, kill_instance, members
+from tests.conftest import wait_until
+
+LEASE_SECONDS = 10
+REPOSITORY = Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@sky.compute
+def double(number: int) -> int:
+    return 2 * number
+
+
+@sky.compute
+def machine() -> str:
+    return os.environ[INSTANCE_TAG]
+
+
+def pool_of(name: str, *, price: float = 0.0, **changes: Any) -> sky.ComputePool:
+    """Return a pool of two local nodes with this name, not yet open."""
+    settings = {"nodes": 2, "display": "quiet", "lease_seconds": LEASE_SECONDS, **changes}
+    return sky.ComputePool(name=name, provider=sky.Local(price_per_hour=price), **settings)
+
+
+def row_of(name: str) -> NamedPool:
+    with Ledger(default_url()) as ledger:
+        row = ledger.names.named(name)
+    assert row is not None
+    return row
+
+
+def machines_of(pool: sky.ComputePool) -> set[str]:
+    return {node.instance.id for node in pool.lease.nodes}
+
+
+def await_steward(name: str, epoch: int) -> None:
+    """Wait until the pool has this steward, and it has adopted the pool: it has written what the machines cost."""
+    wait_until(lambda: row_of(name).epoch >= epoch and row_of(name).steward != "", f"steward {epoch}")
+
+
+def assert_nothing_left(pool: sky.ComputePool, ids: set[str]) -> None:
+    assert not any(members(instance_id) for instance_id in ids)
+    with Ledger(default_url()) as ledger:
+        assert ledger.open_intents(pool_id=pool.id) == []
+        entry = ledger.pool(pool.id)
+    assert entry is not None
+    assert entry.ended_at is not None
+
+
+@pytest.fixture
+def name(request: pytest.FixtureRequest) -> str:
+    """A name for each test."""
+    return request.node.name[:100].replace("[", "-").replace("]", "")
+
+
+@pytest.fixture
+def program() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts another process that uses the pool of a name, prints a line of JSON, and closes at the end of its input."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(name: str, **settings: Any) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, __file__, name, json.dumps(settings)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
+    assert process.stdout is not None
+    return json.loads(process.stdout.readline())
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+
+
+def replaced(pool: sky.ComputePool, rank: int) -> None:
+    """Kill a node of the pool, and wait until another machine has its rank."""
+    lost = pool.lease.nodes[rank].instance.id
+    kill_instance(lost)
+    wait_until(lambda: lost not in machines_of(pool) and len(machines_of(pool)) == 2, "another node", 60)
+
+
+def test_a_client_replaces_lost_nodes_when_the_opener_was_killed(
+    name: str, program: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """It has adopted the pool; at the end nothing is left, and the cost covers the machines of both."""
+    opener = program(name, price=36)
+    known = answer(opener)
+    with pool_of(name, price=36) as mine:
+        assert mine.id == known["id"]
+        ids = machines_of(mine)
+        kill(opener)
+        await_steward(name, 2)
+        replaced(mine, 1)
+        ids |= machines_of(mine)
+        assert len(ids) == 3
+        assert set(machine() @ mine) == machines_of(mine)
+    assert_nothing_left(mine, ids)
+    with Ledger(default_url()) as ledger:
+        intents = ledger.intents(pool_id=mine.id)
+        entry = ledger.pool(mine.id)
+        (row,) = ledger.cost_rows(CostBy.POOL, pool_id=mine.id)
+    assert entry is not None
+    assert len(intents) == 3
+    for intent in intents:
+        assert intent.gone_at is not None
+        lived = (intent.gone_at - intent.intended_at).total_seconds()
+        assert sum(intent.seconds.values()) == pytest.approx(lived, abs=2.0)
+    assert row.cost_usd >= Decimal("0.01") * int(row.seconds)
+
+
+def test_a_client_goes_on_when_the_opener_has_left(name: str) -> None:
+    first, second = pool_of(name).open(), pool_of(name).open()
+    ids = machines_of(first)
+    first.close()
+    await_steward(name, 2)
+    replaced(second, 1)
+    ids |= machines_of(second)
+    assert sorted(machine() @ second) == sorted(machines_of(second))
+    second.close()
+    assert_nothing_left(second, ids)
+
+
+def test_a_third_process_keeps_the_pool_when_its_second_steward_was_killed(
+    name: str, program: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """It knows the nodes of both."""
+    opener, second = program(name), None
+    answer(opener)
+    second = program(name)
+    answer(second)
+    with pool_of(name) as mine:
+        ids = machines_of(mine)
+        kill(opener)
+        await_steward(name, 2)
+        if row_of(name).steward != own_client(mine):
+            kill(second)
+            await_steward(name, 3)
+        replaced(mine, 1)
+        ids |= machines_of(mine)
+        assert sorted(machine() @ mine) == sorted(machines_of(mine))
+    assert_nothing_left(mine, ids)
+
+
+def test_a_frozen_opener_is_no_steward_any_more(name: str, program: Callable[..., subprocess.Popen[str]]) -> None:
+    """It comes back, ends nothing and replaces nothing, and its own calls go on; so does it when it leaves."""
+    opener = program(name, price=36, max_cost=100)
+    known = answer(opener)
+    with pool_of(name, price=36, max_cost=100) as mine:
+        ids = machines_of(mine)
+        os.kill(opener.pid, signal.SIGSTOP)
+        await_steward(name, 2)
+        replaced(mine, 1)
+        ids |= machines_of(mine)
+        os.kill(opener.pid, signal.SIGCONT)
+        assert opener.stdin is not None
+        opener.stdin.write("call\n")
+        opener.stdin.flush()
+        assert answer(opener) == {"result": 44}
+        assert row_of(name).epoch == 2
+        opener.stdin.write("leave\n")
+        opener.stdin.flush()
+        assert opener.wait(60) == 0
+        assert mine.id == known["id"]
+        assert sorted(machine() @ mine) == sorted(machines_of(mine))
+        assert machines_of(mine) <= ids
+        assert row_of(name).epoch == 2
+    assert_nothing_left(mine, ids)
+
+
+def test_max_cost_ends_a_pool_that_was_adopted(
+    name: str, program: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit counts from the opening on, and calls raise that the money is used up."""
+    monkeypatch.setattr(budgets, "FIRST_MINUTE_SECONDS", 5.0)
+    settings = {"price": 36, "max_cost": 0.6, "nodes": 1}
+    opener = program(name, **settings, first_seconds=5.0)
+    answer(opener)
+    mine = pool_of(name, **settings).open()
+    ids = machines_of(mine)
+    kill(opener)
+    await_steward(name, 2)
+    wait_until(lambda: not mine.is_active, "the end of the money", 90)
+    with pytest.raises(sky.BudgetExceeded):
+        double(1) >> mine
+    mine.close()
+    assert_nothing_left(mine, ids)
+    with Ledger(default_url()) as ledger:
+        (row,) = ledger.cost_rows(CostBy.POOL, pool_id=mine.id)
+    assert Decimal("0.3") < row.cost_usd <= Decimal("0.6")
+
+
+def test_the_account_goes_on_paying_for_a_pool_that_was_adopted(
+    name: str, program: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """More is reserved when the opener's reservation runs out; at the end the account has paid the real cost."""
+    with Ledger(default_url()) as ledger:
+        ledger.set_account(Account(name, Decimal(1000), Period.RUN))
+    settings = {"price": 36, "budget": name, "nodes": 1, "lease_seconds": 5}
+    opener = program(name, **settings)
+    answer(opener)
+    with pool_of(name, **settings) as mine:
+        ids = machines_of(mine)
+        kill(opener)
+        await_steward(name, 2)
+        with Ledger(default_url()) as ledger:
+            before = {one.id for one in ledger.open_reservations(pool_id=mine.id)}
+            assert before
+
+            def is_renewed() -> bool:
+                after = {one.id for one in ledger.open_reservations(pool_id=mine.id)}
+                return bool(after - before)
+
+            wait_until(is_renewed, "another reservation", 180)
+        assert double(4) >> mine == 8
+    assert_nothing_left(mine, ids)
+    with Ledger(default_url()) as ledger:
+        (row,) = ledger.cost_rows(CostBy.POOL, pool_id=mine.id)
+        assert ledger.open_reservations(pool_id=mine.id) == []
+        assert ledger.settled_usd(mine.id, name) == row.cost_usd
+
+
+def test_a_warm_pool_is_kept_by_the_process_that_comes(name: str) -> None:
+    with pool_of(name, keep_warm=60) as first:
+        ids = machines_of(first)
+    with pool_of(name, keep_warm=60) as mine:
+        await_steward(name, 2)
+        replaced(mine, 1)
+        ids |= machines_of(mine)
+    assert row_of(name).state is NameState.WARM
+    sky.release(mine.id)
+    assert_nothing_left(mine, ids)
+
+
+def test_a_process_that_cannot_adopt_leaves_it_to_others(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The pool goes on as before, and nobody is its steward until somebody can be."""
+    first, second = pool_of(name).open(), pool_of(name).open()
+    ids = machines_of(first)
+    monkeypatch.setattr(sky.Local, "instances", failing)
+    first.close()
+    wait_until(lambda: "this one cannot" in caplog.text, "an adoption that fails")
+    wait_until(lambda: row_of(name).steward == "", "the steward to resign")
+    assert double(5) >> second == 10
+    monkeypatch.undo()
+    second.close()
+    assert_nothing_left(second, ids)
+
+
+def failing(*_: object) -> list[sky.Instance]:
+    raise sky.ProviderFailed("no answer")
+
+
+def own_client(pool: sky.ComputePool) -> str:
+    """The id of this process as a client of the pool."""
+    with Ledger(default_url()) as ledger:
+        mine = [client for client in ledger.names.clients(pool.id) if client.owner.pid == os.getpid()]
+    return mine[0].id
+
+
+def main() -> None:
+    """Use the pool of a name until the input ends or says "leave"; make a call for each other line."""
+    name, settings = sys.argv[1], json.loads(sys.argv[2])
+    budgets.FIRST_MINUTE_SECONDS = settings.pop("first_seconds", budgets.FIRST_MINUTE_SECONDS)
+    with pool_of(name, **settings) as pool:
+        print(json.dumps({"id": pool.id, "result": double(21) >> pool}), flush=True)
+        for line in sys.stdin:
+            if line.strip() == "leave":
+                break
+            print(json.dumps({"result": double(22) >> pool}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
