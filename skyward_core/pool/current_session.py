@@ -130,7 +130,7 @@ class CurrentSession:
         if isinstance(opened, Attached):
             self.own_id = opened.lease.pool_id
             self._calls = _call_ledger(opened, self.own_id)
-            use.successor = _successor(opened, use, prepared, secrets)
+            use.succession = _successor(opened, use, prepared, secrets)
         elif isinstance(opened, NamedSession):
             use.on_lost = opened.step_down
         if self._finalizer is not None:

@@ -95,8 +95,8 @@ def _let_go(opened: Session | Attached, use: NamedUse, error: BaseException) -> 
     if isinstance(opened, Session):
         opened.let_go(reason)
     else:
-        if use.successor is not None:
-            use.successor.close()
+        if use.succession is not None:
+            use.succession.close()
         opened.stop(reason)
     use.let_go(error)
     return (
@@ -150,9 +150,7 @@ def _leave_attached(attached: Attached, use: NamedUse) -> None:
     if attached.is_running and keep_warm and use.is_last:
         try:
             use.longest_seconds = max(use.longest_seconds, keep_warm)
-            if use.successor is not None and use.successor.stewardship is not None:
-                use.successor.stewardship.keep_warm(keep_warm)
-            else:
+            if use.succession is None or not use.succession.keep_warm(keep_warm):
                 attached.extend_leases(keep_warm)
             use.extend(pool_id, keep_warm)
         except BudgetExceeded as error:
@@ -160,8 +158,8 @@ def _leave_attached(attached: Attached, use: NamedUse) -> None:
             may_be_warm = False
         except SkywardError as error:
             _log.warning("the pool %r may end before its warm time is over: %s", use.name, error)
-    if use.successor is not None:
-        use.successor.close()
+    if use.succession is not None:
+        use.succession.close()
     attached.stop("the pool was left")
     _end_if_last(use, pool_id, may_be_warm=may_be_warm)
 

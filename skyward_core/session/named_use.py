@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from skyward_core.cleanup.release import release
 from skyward_core.concurrency.backoff import Backoff
@@ -31,7 +31,6 @@ from skyward_core.work import Work
 
 if TYPE_CHECKING:
     from skyward_core.ledger.ledger import Ledger
-    from skyward_core.session.successor import Successor
 
 LEDGER_BUSY_SECONDS = 10.0
 MOST_BEAT_SECONDS = 5.0
@@ -47,6 +46,13 @@ def terms_of(spec: PoolSpec, providers: Sequence[Provider]) -> dict[str, Any]:
     """Return the settings that all clients of a named pool must have in common, as JSON data without secrets."""
     terms = spec.model_dump(mode="json", exclude=set(EACH_ITS_OWN))
     return {**terms, "provider": [provider.to_json() for provider in providers]}
+
+
+class Succession(Protocol):
+    """The part of `successor.Successor` that a process needs that leaves."""
+
+    def keep_warm(self, seconds: float) -> bool: ...
+    def close(self) -> None: ...
 
 
 class NamedUse:
@@ -78,7 +84,7 @@ class NamedUse:
         """Called by the renewal when the pool has no steward that lives. Must not wait."""
         self.on_lost: Callable[[], object] = lambda: None
         """Called by the renewal when another process has become the steward after this one."""
-        self.successor: Successor | None = None
+        self.succession: Succession | None = None
         """What makes this process the steward, if it is attached."""
         module = importlib.import_module("skyward_core.ledger.ledger")
         url = module.default_url(must_last=spec.budget is not None)

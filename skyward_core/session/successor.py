@@ -47,6 +47,15 @@ class Successor:
         """Another process keeps the pool. Does not wait."""
         self._in_thread(self._lose)
 
+    def keep_warm(self, seconds: float) -> bool:
+        """Let the nodes live for so long, and pay for it, if this process keeps the pool; return whether it does.
+
+        Raises what `Stewardship.keep_warm` raises.
+        """
+        if self.stewardship is not None:
+            self.stewardship.keep_warm(seconds)
+        return self.stewardship is not None
+
     def close(self) -> None:
         """Leave the pool to its next steward. Nothing is adopted after that."""
         with self._changing:
