@@ -42,8 +42,7 @@ class Database:
         with self.read() as connection:
             is_current = schema_version(connection) == len(MIGRATIONS)
         if not is_current:
-            with self.write() as connection:
-                _answer_at_leisure(connection)
+            with self.write() as connection, _at_leisure(connection):
                 migrate(connection)
 
     def close(self) -> None:
@@ -65,8 +64,8 @@ class Database:
                 driver.execute("VACUUM")
                 driver.execute("PRAGMA wal_checkpoint(TRUNCATE)")
             else:
-                _answer_at_leisure(connection)
-                connection.exec_driver_sql(f"VACUUM {', '.join(tables)}")
+                with _at_leisure(connection):
+                    connection.exec_driver_sql(f"VACUUM {', '.join(tables)}")
 
     @contextmanager
     def read(self) -> Generator[Connection]:
@@ -97,7 +96,15 @@ class Database:
                 self._engine.dispose()
 
 
-def _answer_at_leisure(connection: Connection) -> None:
-    """Let the statements of a connection to PostgreSQL take as long as they need (`answers.py`)."""
-    if connection.dialect.name == "postgresql":
-        cast("Any", connection.connection.dbapi_connection).answer_seconds = math.inf
+@contextmanager
+def _at_leisure(connection: Connection) -> Generator[None]:
+    """Let statements to PostgreSQL take as long as they need (`answers.py`)."""
+    if connection.dialect.name != "postgresql":
+        yield
+        return
+    driver = cast("Any", connection.connection.dbapi_connection)
+    usual, driver.answer_seconds = driver.answer_seconds, math.inf
+    try:
+        yield
+    finally:
+        driver.answer_seconds = usual

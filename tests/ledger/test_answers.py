@@ -1,17 +1,21 @@
 """A PostgreSQL server that is reached, and does not answer."""
 
+import math
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+from sqlalchemy import Connection
 
 from skyward_core.errors import LedgerError
-from skyward_core.ledger import sql_engine
+from skyward_core.ledger import database, sql_engine
 from skyward_core.ledger.ledger import Ledger
+from skyward_core.ledger.schema import migrate
 from tests.ledger.test_ledger import Clock, open_pool, postgresql_server, postgresql_url  # noqa: F401 - fixtures
 
 pytestmark = pytest.mark.slow
@@ -112,3 +116,23 @@ def test_a_slow_answer_in_time_is_no_error(proxy: Proxy, url: str) -> None:
         mender.start()
         assert ledger.pool("p") is not None
         mender.join()
+
+
+def test_only_the_migration_may_take_long(postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection that has migrated the ledger has the usual limit afterwards."""
+    limits: list[float] = []
+
+    def seen(connection: Connection) -> None:
+        limits.append(_limit(connection))
+        migrate(connection)
+
+    monkeypatch.setattr(database, "migrate", seen)
+    opened = database.Database(postgresql_url, Clock(), 0.2)
+    with opened.read() as connection:
+        limits.append(_limit(connection))
+    opened.close()
+    assert limits == [math.inf, sql_engine.ANSWER_SECONDS + 0.2]
+
+
+def _limit(connection: Connection) -> float:
+    return cast("Any", connection.connection.dbapi_connection).answer_seconds
