@@ -1,6 +1,6 @@
 """Many processes open one name at the same moment: exactly one rents, and all calls are right.
 
-Run as a program, this file forks the processes. `CROWD=100` sets how many they are; each needs 0.3 s of a processor.
+Run as a program, this file forks the processes. `CROWD=30` sets how many they are; a hundred need 30 s of a processor.
 """
 
 import json
@@ -15,7 +15,7 @@ import pytest
 
 from tests.pool.test_named_pools import double, name, pool_of, rentals  # noqa: F401 - fixtures
 
-CROWD = int(os.environ.get("CROWD", "30"))
+CROWD = int(os.environ.get("CROWD", "100"))
 REPOSITORY = Path(__file__).parents[2]
 
 
