@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from skyward_core.cli import values
-from skyward_core.cli.commands import attempts, budget, calls, cost, ledger, offers, pools, receipt, sweep, users
+from skyward_core.cli.commands import attempts, budget, calls, cost, ledger, offers, pools, receipt, sweep, users, warm
 from skyward_core.errors import BadRequest
 
 HELP_OPTIONS = {"help_option_names": ["--help", "-h"]}
@@ -21,7 +21,7 @@ def command_tree() -> Any:
     """Return the root command, built once. Its class is private to typer."""
     app = _group("What is rented, what it costs, and which machines belong to no living pool.")
     app.callback()(_root)
-    _add(app, pools.ps, users.users, cost.cost, calls.calls, sweep.sweep, pools.stop)
+    _add(app, pools.ps, users.users, cost.cost, calls.calls, sweep.sweep, warm.warm, pools.stop)
     _add(app, attempts.why, offers.offers, receipt.receipt)
     app.add_typer(_add(_group("the ledger itself"), ledger.prune), name="ledger")
     app.add_typer(_add(_group("accounts that pay for pools"), budget.set_, budget.list_), name="budget")

@@ -3,6 +3,7 @@
 typer gives default values to these functions too: numbers come as numbers.
 """
 
+import re
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal, InvalidOperation
 
@@ -49,6 +50,15 @@ def seconds(text: str | float) -> float:
         raise typer.BadParameter(
             f"seconds are zero or more, and at most {MAX_SECONDS:.0f}; given {shortened(str(text))}"
         )
+    return value
+
+
+def duration(text: str) -> float:
+    """Return the seconds of a duration such as 90s, 30m, 2h or 1d, more than zero."""
+    found = re.fullmatch(r"([0-9]{1,10}(?:\.[0-9]{1,3})?)([smhd])", text, re.ASCII)
+    value = 0.0 if found is None else float(found[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86_400}[found[2]]
+    if not 0 < value <= MAX_SECONDS:
+        raise typer.BadParameter(f"{shortened(text)} is no duration such as 90s, 30m, 2h or 1d")
     return value
 
 

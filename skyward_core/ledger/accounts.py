@@ -186,6 +186,13 @@ class Accounts:
                 int(connection.execute(select(func.sum(RESERVATIONS.c.spent_micro_usd)).where(is_its)).scalar() or 0)
             )
 
+    def committed_usd(self, pool_id: str) -> Decimal:
+        """Return what accounts have paid for a pool, and what is reserved for it now, in USD."""
+        r = RESERVATIONS.c
+        wanted = select(func.sum(func.coalesce(r.spent_micro_usd, r.reserved_micro_usd))).where(r.pool_id == pool_id)
+        with self._database.read() as connection:
+            return in_usd(int(connection.execute(wanted).scalar() or 0))
+
     def open_reservations(
         self, *, pool_id: str | None = None, unreadable: list[UnreadableRow] | None = None
     ) -> list[Reservation]:

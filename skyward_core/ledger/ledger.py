@@ -441,6 +441,10 @@ class Ledger:
         """
         self._accounts.settle_pool(pool_id, spent_usd)
 
+    def committed_usd(self, pool_id: str) -> Decimal:
+        """Return what accounts have paid for a pool, and what is reserved for it now, in USD."""
+        return self._accounts.committed_usd(pool_id)
+
     def release(self, reservation: Reservation | int) -> Reservation:
         """Free a reservation unspent."""
         return self.settle(reservation, ZERO_USD)

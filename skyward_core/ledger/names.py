@@ -28,6 +28,7 @@ from skyward_core.ledger.names_policy import (
     Rent,
     decide_claim,
     is_last,
+    may_be_kept_warm,
 )
 from skyward_core.ledger.rows import UnreadableRow
 from skyward_core.ledger.tables import (
@@ -137,6 +138,29 @@ class Names:
             wanted = update(CLIENTS).where(CLIENTS.c.id == client_id, CLIENTS.c.left_microseconds.is_(None))
             if connection.execute(wanted.values(values)).rowcount == 0:
                 raise LeaseLost(f"client {client_id} does not use its pool any more: open the pool again")
+
+    def keep_warm(self, name: str, pool_id: str, seconds: float) -> NamedPool | None:
+        """Let a warm pool stay for so many seconds from now, never shorter than before; a pool in use gets them for the
+        time when its last client has left.
+
+        Return the changed row. None, and nothing is changed: the name has another pool, or its pool is being closed, is
+        condemned or has ended, or its warm time is over.
+        """
+        with self._database.write() as connection:
+            facts = self._facts(connection, name)
+            if facts is None or facts.row.pool_id != pool_id or not may_be_kept_warm(facts):
+                return None
+            if facts.row.state is NameState.WARM:
+                until = facts.now + timedelta(seconds=seconds)
+                until = until if facts.row.warm_until is None else max(until, facts.row.warm_until)
+                self._set(connection, name, warm_until_microseconds=stamp(until))
+                lease = POOLS.c.lease_expires_microseconds
+                longer = update(POOLS).where(POOLS.c.id == pool_id, lease < stamp(until))
+                connection.execute(longer.values(lease_expires_microseconds=stamp(until)))
+            else:
+                self._set(connection, name, keep_warm_milliseconds=round(seconds * 1000))
+            row = connection.execute(select(NAMES).where(NAMES.c.name == name)).mappings().one()
+        return name_of(row)
 
     # ── leave ────────────────────────────────────────────────────────────────────────────────────────────────────────
 

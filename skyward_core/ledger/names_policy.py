@@ -215,3 +215,10 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str,
 def is_last(facts: NameFacts, client_id: str) -> bool:
     """Return whether no other client may still use the pool."""
     return all(client.id == client_id for client in facts.living())
+
+
+def may_be_kept_warm(facts: NameFacts) -> bool:
+    """Return whether the pool of a name is there, and is not being closed: its warm time can be changed."""
+    pool = facts.pool
+    has_ended = pool is not None and (pool.ended_at is not None or pool.condemned_at is not None)
+    return not has_ended and facts.row.state is not NameState.CLOSING and not why_dead(facts)

@@ -120,11 +120,11 @@ def _leave_own(session: Session, use: NamedUse) -> None:
         _end_if_last(use, session.pool_id)
         return
     is_last = session.is_running and use.is_last
-    if not session.is_running or (is_last and not use.spec.keep_warm and use.leave() is NameState.CLOSING):
+    if not session.is_running or (is_last and not use.keep_warm and use.leave() is NameState.CLOSING):
         _end(session)
         return
     try:
-        lease = session.detach(max(use.spec.lease_seconds, use.spec.keep_warm if is_last else 0.0))
+        lease = session.detach(max(use.spec.lease_seconds, use.keep_warm if is_last else 0.0))
     except SkywardError as error:
         if isinstance(error, LedgerError) or not session.is_running:
             raise
@@ -145,9 +145,8 @@ def _end(session: Session) -> None:
 
 
 def _leave_attached(attached: Attached, use: NamedUse) -> None:
-    pool_id, keep_warm = attached.lease.pool_id, use.spec.keep_warm
-    may_be_warm = True
-    if attached.is_running and keep_warm and use.is_last:
+    pool_id, may_be_warm = attached.lease.pool_id, True
+    if attached.is_running and use.is_last and (keep_warm := use.keep_warm):
         try:
             use.longest_seconds = max(use.longest_seconds, keep_warm)
             if use.succession is None or not use.succession.keep_warm(keep_warm):

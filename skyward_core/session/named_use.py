@@ -196,6 +196,15 @@ class NamedUse:
         """Whether no other process uses the pool, at this moment. Raises LedgerError."""
         return self._ledger.names.is_last(self.name, self._client_id)
 
+    @property
+    def keep_warm(self) -> float:
+        """For how many seconds the last process keeps the pool warm; `skyward warm` may have changed it.
+
+        Raises LedgerError.
+        """
+        row = self._ledger.names.named(self.name)
+        return self.spec.keep_warm if row is None else row.keep_warm_seconds
+
     def leave(self, *, may_be_warm: bool = True) -> NameState | None:
         """Record that this process leaves; return what the pool is now (`Names.leave`).
 

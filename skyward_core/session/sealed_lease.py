@@ -17,6 +17,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -168,18 +169,18 @@ def _key_without_passphrase(path: str) -> str | None:
 # ── read ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def find_lease(pool_id: str, *, has_key: bool = False) -> tuple[Lease, PoolKeys]:
+def find_lease(pool_id: str, *, has_key: bool = False, ledger: Ledger | None = None) -> tuple[Lease, PoolKeys]:
     """Return the newest lease of a pool and its keys, from this process's ledger, both verified.
 
-    `has_key`: the caller has an SSH key for all machines.
+    `has_key`: the caller has an SSH key for all machines. `ledger`: this one, which stays open.
     Raises BadRequest for a pool that the ledger does not have or that is not shared; NodeLost if it has ended or its
     lease has run out; LeaseLost if it was condemned; LeaseTampered if the row was altered or belongs to another pool;
     CredentialsError without the key that has sealed it; LedgerError.
     """
-    with _ledger() as ledger:
-        _must_live(ledger, pool_id)
+    with _ledger() if ledger is None else nullcontext(ledger) as found:
+        _must_live(found, pool_id)
         try:
-            row = ledger.sealed_lease(pool_id)
+            row = found.sealed_lease(pool_id)
         except UnreadableRow as error:
             raise LeaseTampered(f"the lease of pool {pool_id} in the ledger was altered: {error}") from error
     if row is None:

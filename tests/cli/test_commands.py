@@ -730,6 +730,7 @@ def test_json_has_the_fields_of_the_page(
     lines = {
         "ps": ["ps --all --json"],
         "users": ["users nightly --json"],
+        "warm": ["warm nightly --for 2h --json"],
         "calls": ["calls --json"],
         "cost": ["cost --json"],
         "receipt": ["receipt sky-live", "receipt sky-ended", "receipt sky-named"],

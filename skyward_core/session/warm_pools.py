@@ -1,0 +1,200 @@
+"""Keeps a pool with a name warm for longer, from any process: `skyward warm NAME --for 2h`.
+
+    checked ──▶ money reserved ──▶ nodes have the longer lease ──▶ ledger written
+                └───── given back ─────┘ (the nodes may live longer than the ledger says: a sweep ends them)
+
+The ledger is written last, as when a process leaves (docs/decisions/0028). A kill before that leaves a pool that is
+warm for as long as before; money that is reserved then is free again when the pool is settled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Generator
+from datetime import datetime, timedelta
+from decimal import Decimal
+from typing import TYPE_CHECKING
+
+from skyward_core.concurrency.threads import side_by_side
+from skyward_core.errors import ZERO_USD, BadRequest, BudgetExceeded, CommandFailed, NodeLost, SkywardError
+from skyward_core.ledger.names_policy import NamedPool, NameState
+from skyward_core.ledger.rows import CostBy, PoolEntry
+from skyward_core.machines.instances import Lease, Node
+from skyward_core.providers.base import Provider
+from skyward_core.session.keys_in_memory import KeysInMemory
+from skyward_core.session.sealed_lease import PoolKeys, find_lease
+from skyward_core.transport.transport import Transport, Transports
+
+if TYPE_CHECKING:
+    from skyward_core.ledger.ledger import Ledger
+
+REACH_SECONDS = 60.0
+GUARD_SECONDS = 2.0
+ALL_AT_ONCE = 1000
+_log = logging.getLogger("skyward")
+
+
+def keep_warm(ledger: Ledger, name: str, seconds: float) -> NamedPool:
+    """Let a warm pool stay for so many seconds from now, or those for which a pool in use is kept when it is left.
+
+    Returns the changed row of the name. Raises BadRequest if there is no such pool, or if its own limits end it before;
+    BudgetExceeded if `max_cost` or its account does not pay; NodeLost, Unreachable, CredentialsError and LeaseTampered
+    if its nodes cannot be reached from here; LedgerError. Then the pool stays as it was.
+    """
+    row = ledger.names.named(name)
+    if row is None or not row.pool_id:
+        raise BadRequest(f"the ledger has no pool with the name {name!r}: `skyward ps` shows the names of pools")
+    entry, now = ledger.pool(row.pool_id), ledger.names.now()
+    _refuse_limits(row, entry, now + timedelta(seconds=seconds), seconds)
+    if row.state is NameState.WARM and entry is not None:
+        if row.warm_until is None or row.warm_until <= now or entry.ended_at or entry.condemned_at:
+            raise _ended(row)  # before the nodes are told anything
+        with _paid(ledger, row, entry, seconds):
+            _extend_nodes(*find_lease(row.pool_id, ledger=ledger), seconds, is_paid=_is_limited(row))
+            return _written(ledger, row, seconds)
+    return _written(ledger, row, seconds)
+
+
+def _written(ledger: Ledger, row: NamedPool, seconds: float) -> NamedPool:
+    if (changed := ledger.names.keep_warm(row.name, row.pool_id, seconds)) is None:
+        raise _ended(row)
+    return changed
+
+
+def _ended(row: NamedPool) -> BadRequest:
+    return BadRequest(
+        f"the pool {row.name!r} ({row.pool_id}) has ended, or is being ended just now: open it again (`skyward ps`"
+        " shows its state)"
+    )
+
+
+def _refuse_limits(row: NamedPool, entry: PoolEntry | None, until: datetime, seconds: float) -> None:
+    """Raise BadRequest if the nodes end themselves before, by the clocks with which the pool was opened."""
+    timeout, max_lifetime = row.terms.get("timeout"), row.terms.get("max_lifetime")
+    if timeout is not None and seconds > timeout:
+        raise BadRequest(
+            f"the pool {row.name!r} ends itself after {timeout:.0f} s without a call (timeout), so it can be kept warm"
+            f" for {timeout:.0f} s from now at most; a pool that is opened with a larger timeout stays longer"
+        )
+    if max_lifetime is None or entry is None:
+        return
+    if until > (end := entry.created_at + timedelta(seconds=max_lifetime)):
+        raise BadRequest(
+            f"the pool {row.name!r} ends itself at {end:%Y-%m-%d %H:%M:%S} UTC (max_lifetime): keep it warm for a"
+            " shorter time"
+        )
+
+
+# ── money ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _is_limited(row: NamedPool) -> bool:
+    return row.terms.get("max_cost") is not None or row.terms.get("budget") is not None
+
+
+@contextlib.contextmanager
+def _paid(ledger: Ledger, row: NamedPool, entry: PoolEntry, seconds: float) -> Generator[None]:
+    """Reserve what the pool costs until then; if the block fails, what was added is free again."""
+    if not _is_limited(row):
+        yield
+        return
+    until = ledger.names.now() + timedelta(seconds=seconds + Provider.ending_seconds)
+    cost = projected_cost(ledger, row.pool_id, until)
+    max_cost = row.terms.get("max_cost")
+    if max_cost is not None and cost > Decimal(repr(max_cost)):
+        raise BudgetExceeded(
+            f"the pool {row.name!r} would have cost {cost} USD by then, and its max_cost is {max_cost}: keep it warm"
+            " for a shorter time, or stop it (`skyward stop`)"
+        )
+    more = ZERO_USD if entry.account is None else cost - ledger.committed_usd(row.pool_id)
+    if entry.account is None or more <= 0:
+        yield
+        return
+    try:
+        reservation = ledger.reserve(entry.account, row.pool_id, more)
+    except BudgetExceeded as error:
+        raise BudgetExceeded(
+            f"the pool {row.name!r} is not kept warm for longer: {error} Keep it warm for a shorter time, or raise the"
+            f" account's limit (`skyward budget set {entry.account}`)",
+            error.account,
+            error.left_usd,
+        ) from error
+    try:
+        yield
+    except BaseException:
+        ledger.release(reservation)
+        raise
+
+
+def projected_cost(ledger: Ledger, pool_id: str, until: datetime) -> Decimal:
+    """Return the cost of a pool in USD if all machines that it has now live until then."""
+    recorded = {row.key: row.cost_usd for row in ledger.cost_rows(CostBy.RESOURCE, pool_id=pool_id)}
+    return sum(
+        (
+            recorded.get(str(intent.id), ZERO_USD)
+            if intent.gone_at is not None
+            else intent.price.cost((until - intent.intended_at).total_seconds())
+            for intent in ledger.intents(pool_id=pool_id)
+        ),
+        ZERO_USD,
+    )
+
+
+# ── nodes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _extend_nodes(lease: Lease, keys: PoolKeys, seconds: float, *, is_paid: bool) -> None:
+    """Let all nodes of a lease live for so many seconds from now; a node that was idle counts as busy until now.
+
+    Raises NodeLost if a node has ended, and what logging in raises: then some nodes may have the longer lease.
+    """
+    in_memory = KeysInMemory()
+    transports = Transports(seconds, lambda _: 0, lambda: seconds if is_paid else None)
+    transports.is_busy = True
+    try:
+        paths = {path: in_memory.path_of(text) for path, text in keys.ssh_keys.items()}
+        nodes = [_with_path(node, paths) for node in lease.nodes]
+        failures = side_by_side(
+            lambda node: _why_not_extended(transports.to(node.instance), node, seconds),
+            nodes,
+            "skyward-attach",
+            ALL_AT_ONCE,
+        )
+    finally:
+        transports.close()
+        in_memory.close()
+    if failure := next(filter(None, failures), None):
+        raise failure
+
+
+def _why_not_extended(transport: Transport, node: Node, seconds: float) -> SkywardError | None:
+    """Reach a node, and let it live for so long; return why that has failed."""
+    try:
+        transport.join(timeout_seconds=REACH_SECONDS, guard_seconds=GUARD_SECONDS)
+        settings = json.loads(transport.read("settings.json"))
+        if (settings.get("instance_id"), settings.get("pool_id")) != (node.instance.id, node.instance.pool_id):
+            return _lost(node)
+        if transport.lives(REACH_SECONDS) is False:
+            return _lost(node)
+        transport.extend_lease(seconds)
+    except (CommandFailed, OSError, ValueError):
+        return _lost(node)
+    except SkywardError as error:
+        error.add_note("nothing was changed in the ledger: run the command on a machine that can reach the nodes")
+        return error
+    return None
+
+
+def _lost(node: Node) -> NodeLost:
+    return NodeLost(
+        f"node {node.rank} ({node.instance.id}) of pool {node.instance.pool_id} has ended, or is a process of another"
+        " machine: the pool is not kept warm for longer. Open it by its name: what is left of it is ended then"
+    )
+
+
+def _with_path(node: Node, paths: dict[str, str]) -> Node:
+    endpoint = node.instance.endpoint
+    key = None if endpoint is None else endpoint.key
+    return node if key is None or key not in paths else node.with_key(paths[key])
