@@ -29,7 +29,6 @@ NOTHING = "asserts nothing"
 MOST_LINES = {"file": 600, "class": 400, "function": 60}
 """Without decorators."""
 OLD = """
-skyward_core/session/session.py Session
 tests/accelerators/test_accelerators.py file
 tests/cleanup/test_reaper.py file
 tests/cli/test_commands.py file

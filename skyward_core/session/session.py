@@ -12,6 +12,7 @@ requested, then does what `release` would have done.
     sealed_lease      the lease in the ledger for other machines, with sealed keys
     session_reaper    the connection to the reaper
     renewal           threads "skyward-lease" and "skyward-node-lease"
+    departure         leaves the machines to others
     limits, clock     money, lifetime, idle time; threads "skyward-opening" and "skyward-clock"
 
 The thread "skyward-events" calls callbacks and displays. No other thread waits for a callback, or logs to a terminal: a
@@ -32,7 +33,6 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from datetime import UTC, datetime, timedelta
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, override
@@ -52,12 +52,12 @@ from skyward_core.ledger.journal import Journal
 from skyward_core.machines.instances import Lease
 from skyward_core.providers.base import Provider
 from skyward_core.provisioning import lifecycle
-from skyward_core.provisioning.detach import detached_nodes, disown
-from skyward_core.session.bookkeeping import LEDGER_BUSY_SECONDS, Bookkeeping
+from skyward_core.session.bookkeeping import Bookkeeping
 from skyward_core.session.clock import Clock, Step
+from skyward_core.session.departure import Departure
 from skyward_core.session.event_emitter import EventEmitter
 from skyward_core.session.limits import Limits, OpeningLimits
-from skyward_core.session.renewal import Renewal
+from skyward_core.session.renewal import Renewal, keep_here
 from skyward_core.session.sealed_lease import SharedLease
 from skyward_core.session.session_engine import SessionEngine
 from skyward_core.session.session_reaper import SessionReaper
@@ -127,10 +127,19 @@ class Session:
         self._limits: Limits | None = None
         self.unconfirmed: InstancesLeft | None = None
         """The machines that were not confirmed gone at the last teardown."""
-        self.is_left_to_lease = False
-        """Whether the machines were left to their lease, by `detach` or `let_go`."""
         self._process = os.getpid()
         self._ended = threading.Event()
+        self._departure = Departure(
+            self.pool_id,
+            self._claims,
+            self._bookkeeping,
+            self._reaper,
+            self._renewal,
+            self._shared,
+            self._engine,
+            self._emitter,
+            self._ended,
+        )
 
     @property
     def is_running(self) -> bool:
@@ -330,16 +339,9 @@ class Session:
         return Clock(self.pool_id, often, seldom, self.stop, self.events.log, time.monotonic())
 
     def _keep_here(self) -> None:
-        """Send signs of life to nodes of this machine: whether the pool is busy, and, once a call was started detached,
-        a lease that outlives this process.
-        """
+        """Send signs of life to nodes of this machine; once a call was started detached they outlive this process."""
         assert self.machines is not None
-        for transport in self.machines.transports.here():
-            with contextlib.suppress(OSError):  # the node is lost; the cluster notices that
-                if self._reaper.has_detached:
-                    transport.extend_lease(self.spec.lease_seconds)
-                else:
-                    transport.write_paid_and_busy()
+        keep_here(self.machines.transports, self.spec.lease_seconds if self._reaper.has_detached else None)
 
     # ── stop and release ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -400,29 +402,13 @@ class Session:
                 raise
             self._claims.is_written_down = True
             self._reaper.leave()  # after the journal: if killed in between, the reaper finds that the pool has ended
-            self._close_ledger()
+            self._departure.close_ledger()
 
     def hand_over(self, left: InstancesLeft) -> None:
-        """Leave unconfirmed machines to the reaper, as if this process were dead.
-
-        The reaper asks again for half an hour, and sweeps do after it. Their entries stay open, and so does the pool's.
-        If this process is killed here, the pool has a dead owner: the same two end it.
-        """
-        journal = self._bookkeeping.journal
-        if self.is_released or self.machines is None or journal is None:
-            return
-        level = logging.WARNING if self.machines.may_be_left_to_their_lease else logging.ERROR
-        self.events.log(level, "%s was closed, and some of its machines are not confirmed gone: %s", self.pool_id, left)
-        self._claims.is_released = self._claims.is_written_down = True
-        atexit.unregister(self._at_exit)
-        journal.note()
-        self._bookkeeping.take_receipt()
-        self._reaper.hang_up()
-        self._close_ledger()
-
-    def _close_ledger(self) -> None:
-        self._renewal.join(LEDGER_BUSY_SECONDS)
-        self._bookkeeping.close_ledger()
+        """Leave unconfirmed machines to the reaper, as if this process were dead (`Departure.hand_over`)."""
+        if not self.is_released and self.machines is not None:
+            atexit.unregister(self._at_exit)
+            self._departure.hand_over(self.machines, left)
 
     def terminate_now(self) -> None:
         """Have another process end the machines, and rent no more if the pool is still opening. Waits for nothing.
@@ -454,13 +440,14 @@ class Session:
 
     # ── detach ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    @property
+    def is_left_to_lease(self) -> bool:
+        """Whether the machines were left to their lease, by `detach` or `let_go`."""
+        return self._departure.is_left_to_lease
+
     def live_by_lease(self) -> None:
         """From now on nodes of this machine live by their lease, and no longer with this process."""
-        assert self._bookkeeping.journal is not None
-        self._shared.share(self.lease)  # first: killed here, the reaper ends the pool and deletes the row
-        self._bookkeeping.journal.live_by_lease(self.spec.lease_seconds)
-        self._reaper.live_by_lease()
-        self._reaper.has_detached = True
+        self._departure.live_by_lease(self.lease, self.spec.lease_seconds)
         self._keep_here()
 
     def share(self) -> None:
@@ -480,70 +467,26 @@ class Session:
         written, it is stopped, and the error of its calls is raised: BudgetExceeded, LeaseLost or PoolClosed.
         """
         assert self.machines is not None
-        assert self._bookkeeping.journal is not None
         self._may_act()
-        # a lease is never shortened: another process may be attached
-        longest = max(lease_seconds, self.spec.lease_seconds)
-        now = datetime.now(UTC)
         try:
-            self._claims.claim_detach()
-            with (
-                self._bookkeeping.paid_for(longest) as paid_seconds,
-                detached_nodes(self.machines, longest, self.spec.lease_seconds),
-            ):
-                self._shared.share(self.machines.lease)
-                self._claims.begin_to_leave()
-                self._bookkeeping.journal.live_by_lease(paid_seconds)
-            self._claims.let_go()
+            # a lease is never shortened: another process may be attached
+            longest = max(lease_seconds, self.spec.lease_seconds)
+            expires_at = self._departure.detach(self.machines, longest, self.spec.lease_seconds)
         except BaseException:
             if (request := self._claims.go_on()) is not None:
                 self.stop(*request)
             raise
-        return self._leave(now + timedelta(seconds=paid_seconds))
-
-    def _leave(self, expires_at: datetime) -> Lease:
-        """Release everything that belongs to the nodes from now on; return their lease."""
-        assert self.machines is not None
-        assert self._bookkeeping.journal is not None
-        self.is_left_to_lease = True
-        self.machines.leave()
-        self._reaper.live_by_lease()
-        self._ended.set()
-        self._renewal.end()
         atexit.unregister(self._at_exit)
-        lease = self.machines.lease.model_copy(update={"expires_at": expires_at})
-        try:
-            self._engine.end(self.machines, lambda cluster: cluster.leave("the pool was detached: attach to it"))
-            self._shared.keep_at_last(self.machines.lease)
-            self._bookkeeping.journal.note()
-        finally:
-            self._reaper.leave()
-            self._close_ledger()
-            self._emitter.emit_bill()
-            self.events.close()
-        return lease
+        return self._departure.leave(self.machines, expires_at)
 
     def let_go(self, reason: str) -> None:
         """Use and renew a shared pool no more, though it could not be detached: nodes that no other process keeps end
         with their leases. Neither the ledger nor a machine is requested anything.
         """
-        if self.is_fork or not self._claims.claim_stop(reason, None):
-            return
-        assert self.machines is not None
-        self._claims.is_released = self._claims.is_written_down = self.is_left_to_lease = True
-        self._renewal.end()
-        self._ended.set()
-        atexit.unregister(self._at_exit)
-        self.machines.leave()
-        try:
-            disown(self.machines)
-            self._engine.end(self.machines, lambda cluster: cluster.leave(reason))
-        finally:
-            self._reaper.leave()
-            self._bookkeeping.close_ledger()
-            self._emitter.emit_bill()
-            self.events.close()
-            self._claims.end_stop()
+        if not self.is_fork and self._claims.claim_stop(reason, None):
+            assert self.machines is not None
+            atexit.unregister(self._at_exit)
+            self._departure.let_go(self.machines, reason)
 
 
 def _interrupted(pool_id: str, interrupt: BaseException) -> Error:

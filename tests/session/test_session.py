@@ -17,7 +17,7 @@ import pytest
 import skyward_core as sky
 from skyward_core.events.events import CostFinal
 from skyward_core.machines.instances import Lease
-from skyward_core.session import session
+from skyward_core.session import departure, session
 from skyward_core.session.session import Session
 from skyward_core.session.state import SessionState
 from tests.conftest import RecordedEvents
@@ -44,6 +44,7 @@ class World:
             release=lambda: do("released"),
             launch_no_more=lambda: None,
             end_now=lambda: None,
+            leave=lambda: None,
         )
         opened._engine.cluster = SimpleNamespace(
             owner=SimpleNamespace(connection=None),
@@ -55,7 +56,7 @@ class World:
         monkeypatch.setattr(opened._bookkeeping, "close_journal", lambda: do("written down"))
         monkeypatch.setattr(opened._bookkeeping, "paid_for", self._paid_for)
         monkeypatch.setattr(opened.meter, "final", lambda: CostFinal(1.0, 1.0, 1.0, 0, 1, 0.0))
-        monkeypatch.setattr(session, "detached_nodes", self._living_alone)
+        monkeypatch.setattr(departure, "detached_nodes", self._living_alone)
         opened._claims.state = SessionState.OPEN
 
     def do(self, what: str) -> None:

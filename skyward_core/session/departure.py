@@ -1,0 +1,140 @@
+"""How the process of a session leaves its machines to others. It ends none of them.
+
+    open ──live_by_lease──▶ shared ──detach, leave──▶ detached: the pool lives by its lease
+                               └──let_go────────────▶ the same, though neither nodes nor ledger could be informed
+    stopped ──hand_over──▶ the reaper ends the machines that are not confirmed gone
+
+`state.Claims` decides which thread does it. docs/decisions/0008 and 0028 have what a kill between two steps leaves.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from datetime import UTC, datetime, timedelta
+
+from skyward_core.errors import InstancesLeft
+from skyward_core.machines.instances import Lease
+from skyward_core.provisioning.detach import detached_nodes, disown
+from skyward_core.provisioning.lifecycle import PoolMachines
+from skyward_core.session.bookkeeping import LEDGER_BUSY_SECONDS, Bookkeeping
+from skyward_core.session.event_emitter import EventEmitter
+from skyward_core.session.renewal import Renewal
+from skyward_core.session.sealed_lease import SharedLease
+from skyward_core.session.session_engine import SessionEngine
+from skyward_core.session.session_reaper import SessionReaper
+from skyward_core.session.state import Claims
+
+
+class Departure:
+    """Leaves the machines of one session. `ended` is set when its threads are to end."""
+
+    def __init__(
+        self,
+        pool_id: str,
+        claims: Claims,
+        bookkeeping: Bookkeeping,
+        reaper: SessionReaper,
+        renewal: Renewal,
+        shared: SharedLease,
+        engine: SessionEngine,
+        emitter: EventEmitter,
+        ended: threading.Event,
+    ) -> None:
+        self._pool_id = pool_id
+        self._claims = claims
+        self._bookkeeping = bookkeeping
+        self._reaper = reaper
+        self._renewal = renewal
+        self._shared = shared
+        self._engine = engine
+        self._emitter = emitter
+        self._ended = ended
+        self.is_left_to_lease = False
+        """Whether the machines were left to their lease."""
+
+    def live_by_lease(self, lease: Lease | None, lease_seconds: float) -> None:
+        """From now on the end of this process does not end the pool. Raises LedgerError."""
+        assert self._bookkeeping.journal is not None
+        self._shared.share(lease)  # first: killed here, the reaper ends the pool and deletes the row
+        self._bookkeeping.journal.live_by_lease(lease_seconds)
+        self._reaper.live_by_lease()
+        self._reaper.has_detached = True
+
+    def detach(self, machines: PoolMachines, longest_seconds: float, usual_seconds: float) -> datetime:
+        """Let the machines live for so long without this process; return until when. `leave` comes next.
+
+        Raises what `Session.detach` raises; then the caller decides whether the pool goes on (`Claims.go_on`).
+        """
+        assert self._bookkeeping.journal is not None
+        now = datetime.now(UTC)
+        self._claims.claim_detach()
+        with (
+            self._bookkeeping.paid_for(longest_seconds) as paid_seconds,
+            detached_nodes(machines, longest_seconds, usual_seconds),
+        ):
+            self._shared.share(machines.lease)
+            self._claims.begin_to_leave()
+            self._bookkeeping.journal.live_by_lease(paid_seconds)
+        self._claims.let_go()
+        return now + timedelta(seconds=paid_seconds)
+
+    def leave(self, machines: PoolMachines, expires_at: datetime) -> Lease:
+        """Release everything that belongs to detached nodes from now on; return their lease."""
+        assert self._bookkeeping.journal is not None
+        self.is_left_to_lease = True
+        machines.leave()
+        self._reaper.live_by_lease()
+        self._ended.set()
+        self._renewal.end()
+        lease = machines.lease.model_copy(update={"expires_at": expires_at})
+        try:
+            self._engine.end(machines, lambda cluster: cluster.leave("the pool was detached: attach to it"))
+            self._shared.keep_at_last(machines.lease)
+            self._bookkeeping.journal.note()
+        finally:
+            self._reaper.leave()
+            self.close_ledger()
+            self._emitter.emit_bill()
+            self._emitter.queue.close()
+        return lease
+
+    def let_go(self, machines: PoolMachines, reason: str) -> None:
+        """Use and renew a shared pool no more, after `Claims.claim_stop`. Requests nothing of ledger and machines."""
+        self._claims.is_released = self._claims.is_written_down = self.is_left_to_lease = True
+        self._renewal.end()
+        self._ended.set()
+        machines.leave()
+        try:
+            disown(machines)
+            self._engine.end(machines, lambda cluster: cluster.leave(reason))
+        finally:
+            self._reaper.leave()
+            self._bookkeeping.close_ledger()
+            self._emitter.emit_bill()
+            self._emitter.queue.close()
+            self._claims.end_stop()
+
+    def hand_over(self, machines: PoolMachines, left: InstancesLeft) -> None:
+        """Leave unconfirmed machines to the reaper, as if this process were dead.
+
+        The reaper asks again for half an hour, and sweeps do after it. Their entries stay open, and so does the pool's.
+        If this process is killed here, the pool has a dead owner: the same two end it.
+        """
+        journal = self._bookkeeping.journal
+        if journal is None:
+            return
+        level = logging.WARNING if machines.may_be_left_to_their_lease else logging.ERROR
+        self._emitter.queue.log(
+            level, "%s was closed, and some of its machines are not confirmed gone: %s", self._pool_id, left
+        )
+        self._claims.is_released = self._claims.is_written_down = True
+        journal.note()
+        self._bookkeeping.take_receipt()
+        self._reaper.hang_up()
+        self.close_ledger()
+
+    def close_ledger(self) -> None:
+        """Close the connection to the ledger, once the renewal uses it no more."""
+        self._renewal.join(LEDGER_BUSY_SECONDS)
+        self._bookkeeping.close_ledger()
