@@ -1,0 +1,340 @@
+"""A pool gets another head: which node it is, what the others receive, and which machines end."""
+
+import threading
+import time
+from collections.abc import Collection, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.errors import BootstrapFailed, NodeLost, PoolClosed, SkywardError, Unreachable
+from skyward_core.provisioning import bootstrap, head_restart
+from skyward_core.provisioning.head_restart import BEGIN_SECONDS, HEIR_SECONDS, HeadRestart
+from skyward_core.provisioning.nodes import Nodes
+
+SCRIPT = "make it a node"
+SECONDS = 900.0
+"""The time limit of the preparation."""
+MOST_PAUSES = 1_000_000
+"""They take no time: a node of another thread may need some."""
+
+
+class RestartedNode:
+    """A node that does what it is sent. It is the head if its settings name no scheduler."""
+
+    def __init__(self, name: str, rank: int) -> None:
+        self.rank = rank
+        self.instance = SimpleNamespace(id=name, rank=rank)
+        self.transport = self
+        self.head: str | None = None
+        self.done: list[Any] = []
+        self.start_error: Exception | None = None
+        self.settings_error: Exception | None = None
+        self.is_slow = False
+        """Whether its scheduler does not listen."""
+        self.holds_start = threading.Event()
+        """Cleared for a node that takes long to start."""
+        self.holds_start.set()
+
+    def start(self, script: str, timeout_seconds: float) -> None:
+        assert timeout_seconds == SECONDS
+        self.holds_start.wait()
+        self.done.append(script)
+        if self.start_error is not None:
+            raise self.start_error
+
+    def send_settings(self, settings: Any) -> None:
+        if self.settings_error is not None:
+            raise self.settings_error
+        self.done.append(settings)
+        if settings[1] is None and not self.is_slow:
+            self.head = f"tls://{self.instance.id}"
+
+    def opened(self) -> None:
+        self.done.append("opened")
+
+    def follow(self) -> None:
+        """Read nothing."""
+
+
+class Pool:
+    """The nodes of a pool, its selection of machines and its rental, as the restart of a head uses them."""
+
+    def __init__(self, nodes: int = 3, *, is_here: bool = False, frees_machines: bool = True) -> None:
+        self.all: dict[int, Any] = {rank: RestartedNode(f"i-{rank}", rank) for rank in range(nodes)}
+        self.first = dict(self.all)
+        self.settings_lock = threading.Lock()
+        self.generation, self.scheduler = 0, "tls://i-0"
+        self.done: list[str] = []
+        self.forwarding = SimpleNamespace(choose=lambda: self.done.append("choose ports"), is_on=False)
+        self.rented: list[list[int]] = []
+        self.ended: list[str] = []
+        self.waited: list[float] = []
+        self.unconnected = set[int]()
+        self.dead = set[int]()
+        self.broken_starts: dict[int, Exception] = {}
+        self.slow_starts = set[int]()
+        self.pauses: list[tuple[float, str]] = []
+        """For how long each pause may go on, and the text of the error after that time."""
+        self.closes = False
+        self.lost_machine = ""
+        self.slow_head = ""
+        """The machine whose scheduler does not listen."""
+        spec = sky.PoolSpec.of(provider=sky.Local(), nodes=nodes, lease_seconds=60, provision_timeout=SECONDS)
+        rental: Any = SimpleNamespace(
+            provider=SimpleNamespace(is_here=is_here, terminate_confirms=frees_machines),
+            end_in_thread=self._end,
+            end=self._end,
+            go_on_until=self._go_on_until,
+        )
+        selection: Any = SimpleNamespace(rent_again=self._rent_again)
+        self.restarts = HeadRestart(spec, rental, selection, self)  # type: ignore[arg-type]
+
+    def restart(self, heirs: Collection[str] = (), dead: Collection[str] = ()) -> Any:
+        return self.restarts.restart(heirs, dead)
+
+    def _end(self, node: RestartedNode) -> Any:
+        self.ended.append(node.instance.id)
+        return SimpleNamespace(over=SimpleNamespace(wait=self.waited.append))
+
+    def _rent_again(self, ranks: Sequence[int], terminations: Any) -> list[Any]:
+        assert {self.first[rank].instance.id for rank in terminations} == set(self.ended)
+        self.rented.append(list(ranks))
+        return [SimpleNamespace(id=f"new-{rank}", rank=rank) for rank in ranks]
+
+    def _go_on_until(self, deadline: float, what: str) -> None:
+        self.pauses.append((deadline - time.monotonic(), what))
+        assert len(self.pauses) < MOST_PAUSES, "it waits for ever"
+        if self.closes:
+            raise PoolClosed("the pool is closing")
+
+    def preparation_of(self, instance: Any, rank: int) -> RestartedNode:
+        node = RestartedNode(instance.id, rank)
+        node.start_error = self.broken_starts.get(rank)
+        node.is_slow = instance.id == self.slow_head
+        if rank in self.slow_starts:
+            node.holds_start.clear()
+        self.first[rank + 100] = node
+        return node
+
+    @property
+    def lease(self) -> list[tuple[int, str]]:
+        return [(rank, node.instance.id) for rank, node in sorted(self.all.items())]
+
+    def script(self) -> str:
+        return SCRIPT
+
+    def settings(self, node: Any, rank: int, scheduler: str | None) -> Any:
+        assert self.settings_lock.locked()
+        assert self.all[rank] is node
+        return rank, scheduler, self.generation
+
+    def connect(self) -> None:
+        self.done.append(f"connect {sorted(self.all)}")
+
+    def lives(self, ranks: Sequence[int]) -> dict[int, bool]:
+        return {rank: rank not in self.dead for rank in ranks}
+
+    def is_connected(self, rank: int) -> bool:
+        return rank not in self.unconnected
+
+    def raise_if_lost(self, node: Any) -> None:
+        if node.instance.id == self.lost_machine:
+            raise BootstrapFailed("its machine is gone")
+
+    def drop(self, rank: int, node: Any) -> bool:
+        return Nodes.drop(self, rank, node)  # type: ignore[arg-type]
+
+
+def test_the_node_of_the_lowest_rank_becomes_the_head() -> None:
+    """Its scheduler listens before the other nodes get its address. The lost head's machine ends."""
+    pool = Pool(4)
+    assert pool.restart(heirs={"i-2", "i-3"}) == [(0, "i-2"), (1, "i-1"), (3, "i-3")]
+    assert (pool.scheduler, pool.generation) == ("tls://i-2", 1)
+    assert pool.first[2].done == [(0, None, 1), "opened"]
+    assert pool.first[1].done == [(1, "tls://i-2", 1), "opened"]
+    assert pool.first[3].done == [(3, "tls://i-2", 1), "opened"]
+    assert (pool.ended, pool.rented, pool.done) == (["i-0"], [], ["connect [0, 1, 3]"])
+
+
+def test_dead_nodes_end_with_the_head() -> None:
+    """Their ranks are vacant, because a node that is left becomes the head."""
+    pool = Pool(4)
+    assert pool.restart(heirs={"i-3"}, dead={"i-1"}) == [(0, "i-3"), (2, "i-2")]
+    assert (pool.ended, pool.rented) == (["i-0", "i-1"], [])
+
+
+@pytest.mark.parametrize("error", [Unreachable("cut"), OSError("cut")])
+def test_a_node_that_does_not_receive_the_new_head_ends(error: Exception) -> None:
+    """The others go on."""
+    pool = Pool(4)
+    pool.all[1].settings_error = error
+    assert pool.restart(heirs={"i-2"}) == [(0, "i-2"), (3, "i-3")]
+    assert pool.ended == ["i-0", "i-1"]
+    assert pool.first[3].done == [(3, "tls://i-2", 1), "opened"]
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_node_of_this_machine_that_is_gone_gets_no_settings(is_here: bool) -> None:
+    """A file would be written for no process. Over SSH the message itself shows whether it is there."""
+    pool = Pool(3, is_here=is_here)
+    pool.unconnected = {2}
+    pool.restart(heirs={"i-1"})
+    assert (pool.first[2].done == []) == ("i-2" in pool.ended) == is_here
+
+
+@pytest.mark.parametrize(
+    ("dead", "rented", "lease"),
+    [
+        ((), [0], [(0, "new-0"), (1, "i-1"), (2, "i-2")]),
+        (("i-0",), [0], [(0, "new-0"), (1, "i-1"), (2, "i-2")]),
+        (("i-0", "i-1", "i-2"), [0, 1, 2], [(0, "new-0"), (1, "new-1"), (2, "new-2")]),
+        (("i-1", "i-2"), [1, 2], [(0, "new-1"), (2, "new-2")]),
+    ],
+)
+def test_without_an_heir_machines_are_rented_for_the_dead_nodes(
+    dead: tuple[str, ...], rented: list[int], lease: list[tuple[int, str]]
+) -> None:
+    """The first one becomes the head. If no node died, one machine is rented for the head that was lost."""
+    pool = Pool(3)
+    assert pool.restart(dead=dead) == lease
+    assert pool.rented == [rented]
+    assert pool.ended == sorted({"i-0", *dead})
+    head, *others = [pool.first[rank + 100] for rank in rented]
+    assert pool.scheduler == f"tls://{head.instance.id}"
+    assert head.done == [SCRIPT, (0, None, 1), "opened"]
+    for node in others:
+        assert node.done == [SCRIPT, (node.rank, pool.scheduler, 1), "opened"]
+
+
+@pytest.mark.parametrize(
+    ("is_here", "frees_machines", "dead", "waits"),
+    [
+        (True, False, ("i-1",), 2),
+        (False, True, ("i-1",), 2),
+        (False, True, ("i-0",), 1),
+        (False, False, ("i-1",), 0),
+        (False, True, (), 0),
+    ],
+)
+def test_the_end_of_dead_nodes_is_awaited_where_their_machines_are_used_again(
+    is_here: bool, frees_machines: bool, dead: tuple[str, ...], waits: int
+) -> None:
+    """On this machine and on hosts; at a cloud other machines are rented."""
+    pool = Pool(2, is_here=is_here, frees_machines=frees_machines)
+    pool.restart(dead=dead)
+    assert len(pool.waited) == waits
+    assert all(0 < seconds <= 10 for seconds in pool.waited)
+
+
+def test_a_node_that_could_not_begin_ends_before_others_get_the_head(caplog: pytest.LogCaptureFixture) -> None:
+    """It gets no settings: a node without its script would take them, and never come."""
+    pool = Pool(3)
+    pool.broken_starts = {1: SkywardError("no space left")}
+    assert pool.restart(dead={"i-0", "i-1", "i-2"}) == [(0, "new-0"), (2, "new-2")]
+    assert pool.first[101].done == [SCRIPT]
+    assert pool.ended[3:] == ["new-1"]
+    assert "node 1 could not be started again, and is replaced: no space left" in caplog.text
+
+
+def test_a_node_that_takes_too_long_to_begin_ends(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After BEGIN_SECONDS, by a clock that the pauses move."""
+    pool = Pool(2)
+    pool.slow_starts = {1}
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(head_restart, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(
+        pool.restarts._rental, "go_on_until", lambda deadline, what: setattr(clock, "now", clock.now + 1)
+    )
+    assert pool.restart(dead={"i-0", "i-1"}) == [(0, "new-0")]
+    assert pool.ended[2:] == ["new-1"]
+    assert BEGIN_SECONDS <= clock.now - 1000.0 <= BEGIN_SECONDS + 5
+    assert "it takes too long" in caplog.text
+    pool.first[101].holds_start.set()
+
+
+def test_a_new_head_that_could_not_begin_is_the_error() -> None:
+    """Recovery tries again."""
+    pool = Pool(2)
+    pool.broken_starts = {0: SkywardError("no space left")}
+    with pytest.raises(SkywardError, match="no space left"):
+        pool.restart(dead={"i-0", "i-1"})
+
+
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look at the new head without a pause."""
+    monkeypatch.setattr(bootstrap, "LOOK_SECONDS", -1.0)
+    monkeypatch.setattr(bootstrap, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(head_restart, "LIVES_AGAIN_SECONDS", -1.0)
+
+
+@pytest.mark.usefixtures("often")
+@pytest.mark.parametrize("seconds", [HEIR_SECONDS, SECONDS])
+def test_a_new_head_is_looked_at_until_its_scheduler_listens(seconds: float) -> None:
+    """An heir has HEIR_SECONDS, a new machine the time limit of the pool. The pool may be closed meanwhile, and the
+    machine may be lost.
+    """
+    for fault, error in (("closes", PoolClosed), ("lost_machine", BootstrapFailed)):
+        pool = Pool(2)
+        kept = seconds == HEIR_SECONDS
+        name = pool.slow_head = "i-1" if kept else "new-0"
+        pool.all[1].is_slow = kept
+        setattr(pool, fault, name)
+        with pytest.raises(error):
+            pool.restart(heirs={"i-1"} if kept else ())
+        left, what = pool.pauses[-1]
+        assert seconds - 30 < left <= seconds
+        assert what in {
+            "the new head did not come up in time",
+            *(["the new head could not begin in time"] * (not kept)),
+        }
+
+
+def test_each_head_has_a_number_of_its_own() -> None:
+    """Also if an earlier restart has failed, so that there is no head any more."""
+    pool = Pool(3)
+    pool.restart(heirs={"i-1"})
+    del pool.all[0]
+    assert pool.restart(heirs={"i-2"}) == [(0, "i-2")]
+    assert pool.first[2].done[-2:] == [(0, None, 2), "opened"]
+    assert pool.ended == ["i-0"]
+
+
+def test_a_new_head_that_is_slow_to_begin_may_take_the_whole_time() -> None:
+    """Until the pool is closed."""
+    pool = Pool(2)
+    pool.slow_starts, pool.closes = {0}, True
+    with pytest.raises(PoolClosed):
+        pool.restart(dead={"i-0"})
+    ((left, what),) = pool.pauses
+    assert SECONDS - 30 < left <= SECONDS
+    assert what == "the new head could not begin in time"
+    pool.first[100].holds_start.set()
+
+
+@pytest.mark.usefixtures("often")
+def test_an_heir_whose_processes_have_died_is_the_error() -> None:
+    """Its machine answers, and its scheduler would never listen."""
+    pool = Pool(2)
+    pool.dead = {0}
+    pool.all[1].is_slow = True
+    with pytest.raises(NodeLost, match="the processes of the node that was to be the new head have died"):
+        pool.restart(heirs={"i-1"})
+
+
+def test_ports_are_chosen_again_where_they_are_forwarded() -> None:
+    """Before the head gets its settings, which name them. A node that could not begin has no ports."""
+    pool = Pool(2)
+    pool.forwarding.is_on = True
+    pool.restart(heirs={"i-1"})
+    assert pool.done == ["choose ports", "connect [0]"]
+    again = Pool(2)
+    again.forwarding.is_on = True
+    again.broken_starts = {1: SkywardError("no space left")}
+    again.restart(dead={"i-0", "i-1"})
+    assert again.done == ["choose ports", "connect [0]"]
