@@ -97,6 +97,7 @@ if TYPE_CHECKING:
     from skyward_core.events.events import InstancesUnconfirmed as InstancesUnconfirmed
     from skyward_core.events.events import LogLine as LogLine
     from skyward_core.events.events import Metrics as Metrics
+    from skyward_core.events.events import NodesScaled as NodesScaled
     from skyward_core.events.events import PoolReady as PoolReady
     from skyward_core.events.events import PoolStopping as PoolStopping
     from skyward_core.events.events import PreemptionNoticed as PreemptionNoticed
@@ -174,7 +175,7 @@ _HOMES = {
         "BootstrapCompleted BootstrapProgress BootstrapStarting BudgetWarning CallProgress CallReported"
         " CallRetrying Callback CandidateRefused ClusterRestarting ContactLost ContactRegained CostFinal CostUpdate"
         " Error InfraCreated InfraCreating InstanceLaunching InstanceLost InstanceProvisioned InstanceStopping"
-        " InstancesUnconfirmed LogLine Metrics PoolReady PoolStopping PreemptionNoticed ProviderName"
+        " InstancesUnconfirmed LogLine Metrics NodesScaled PoolReady PoolStopping PreemptionNoticed ProviderName"
         " RebalanceRecommended SkywardEvent compose emit use_callback"
     ),
     "distributed.checkpoint": "Checkpoint SavedCheckpoint checkpoint",

@@ -67,6 +67,8 @@ type AnySpot = Annotated[
     BeforeValidator(lambda given: spot.from_json(given) if isinstance(given, Mapping) else spot.parse(given)),
     PlainSerializer(spot.to_json),
 ]
+type NodeCount = Annotated[int | tuple[int, int], BeforeValidator(lambda given: _node_count(given))]
+"""A number of machines, or the least and the most of a pool that grows and shrinks."""
 type Secrets = Annotated[Mapping[str, Secret], BeforeValidator(as_references)]
 UNREPEATED = frozenset({"env", "secrets"})
 """Fields with values that no message repeats."""
@@ -79,7 +81,7 @@ class Wishes(TypedDict, total=False):
 
     provider: str | Provider | Mapping[str, Any] | Sequence[str | Provider | Mapping[str, Any]] | None
     image: Image | Mapping[str, Any]
-    nodes: int
+    nodes: int | tuple[int, int]
     machine: str | None
     accelerator: str | Accelerator | Mapping[str, Any] | None
     cpu: int | None
@@ -101,6 +103,8 @@ class Wishes(TypedDict, total=False):
     collect_metrics: bool
     name: str | None
     keep_warm: float
+    scale_up_after: float
+    scale_down_after: float
 
 
 class PoolSpec(BaseModel):
@@ -122,7 +126,10 @@ class PoolSpec(BaseModel):
         description="Who rents the machines, or several to choose from; None: as the settings say, else Local().",
     )
     image: Image = Field(default_factory=Image, description="The environment on the nodes.")
-    nodes: int = Field(default=1, ge=1, description="Number of machines.")
+    nodes: NodeCount = Field(
+        default=1,
+        description="Number of machines; (least, most): the pool grows with its queue, and shrinks when it is idle.",
+    )
     machine: str | None = Field(
         default=None, description='Instance type, in the provider\'s own words ("p5.48xlarge").'
     )
@@ -190,6 +197,18 @@ class PoolSpec(BaseModel):
         le=LONGEST_SECONDS,
         description="Seconds for which a pool with a name stays when no process uses it any more.",
     )
+    scale_up_after: float = Field(
+        default=30.0,
+        ge=0,
+        le=LONGEST_SECONDS,
+        description="Seconds for which calls wait for a slot before a pool of nodes=(least, most) grows.",
+    )
+    scale_down_after: float = Field(
+        default=300.0,
+        ge=0,
+        le=LONGEST_SECONDS,
+        description="Seconds without a call after which a pool of nodes=(least, most) shrinks.",
+    )
 
     @classmethod
     def of(cls, **keywords: Unpack[Wishes]) -> Self:
@@ -230,6 +249,9 @@ class PoolSpec(BaseModel):
             memory_gb(self.memory)
         if self.env:
             refuse_unexportable(self.env)  # as in the image's
+        for field in ("scale_up_after", "scale_down_after"):
+            if not isinstance(self.nodes, tuple) and getattr(self, field) != type(self).model_fields[field].default:
+                raise ValueError(f"{field} is for a pool that grows: write nodes=(least, most), as in nodes=(1, 8)")
         if self.keep_warm and self.name is None:
             raise ValueError("keep_warm needs a name, by which the next process finds the pool: name=...")
         if self.secrets and (both := sorted(self.secrets.keys() & ((self.env or {}).keys() | self.image.env.keys()))):
@@ -260,9 +282,24 @@ class PoolSpec(BaseModel):
             vcpus=self.cpu * self.workers_per_node if self.cpu is not None else None,
             memory_gb=memory * self.workers_per_node if memory is not None else None,
             architecture=self.architecture,
-            nodes=self.nodes,
+            nodes=self.most_nodes,
             min_cuda=self.image.min_cuda,
         )
+
+    @property
+    def least_nodes(self) -> int:
+        """How many machines the pool opens with, and shrinks to."""
+        return self.nodes[0] if isinstance(self.nodes, tuple) else self.nodes
+
+    @property
+    def most_nodes(self) -> int:
+        """How many machines the pool may have at once."""
+        return self.nodes[1] if isinstance(self.nodes, tuple) else self.nodes
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of machines may change while the pool is open."""
+        return self.most_nodes > self.least_nodes
 
     @property
     def workers_per_node(self) -> int:
@@ -346,6 +383,28 @@ def _loaded(given: Any) -> Provider | tuple[Provider, ...]:
     """Read one provider or several; BadRequest is a ValueError, which pydantic reports as the field's error."""
     found = base.load_all(given)
     return next(iter(found)) if len(found) == 1 else found
+
+
+def _node_count(given: Any) -> int | tuple[int, int]:
+    """Read a number of machines or the least and the most. Raises ValueError, which says what to write."""
+    if isinstance(given, list | tuple):
+        sizes = cast("Sequence[Any]", given)
+        if len(sizes) != 2 or not all(type(size) is int for size in sizes):
+            raise ValueError(f"nodes={given!r}: write the least and the most number of machines, as in nodes=(1, 8)")
+        least, most = sizes
+        if least < 1:
+            raise ValueError(f"nodes={given!r}: a pool keeps at least 1 machine, so write nodes=(1, {max(1, most)})")
+        if most < least:
+            raise ValueError(f"nodes={given!r}: the least number comes first, so write nodes=({most}, {least})")
+        return (least, most)
+    number = int(given) if isinstance(given, str) and given.isdecimal() else given
+    if isinstance(number, float) and number.is_integer():
+        number = int(number)
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise ValueError(
+            f"nodes={given!r}: write how many machines, at least 1, or the least and the most, as in nodes=(1, 8)"
+        )
+    return number
 
 
 def _plain(providers: Provider | tuple[Provider, ...]) -> Any:

@@ -19,7 +19,7 @@ from skyward_core.spec import memory_gb
 FULL: dict[str, Any] = {
     "provider": sky.Local(price_per_hour=1.2),
     "image": sky.Image(pip=["torch"], env={"A": "1"}),
-    "nodes": 3,
+    "nodes": (3, 5),
     "machine": "p5.48xlarge",
     "accelerator": "A100-40GB",
     "cpu": 4,
@@ -41,6 +41,8 @@ FULL: dict[str, Any] = {
     "collect_metrics": False,
     "name": "nightly",
     "keep_warm": 600.0,
+    "scale_up_after": 10.0,
+    "scale_down_after": 60.0,
 }
 
 
@@ -87,7 +89,7 @@ def test_fields_that_were_not_set_are_not_set_after_json() -> None:
 def test_a_spec_is_a_value() -> None:
     """Specs compare by value, survive pickle, and cannot be changed."""
     assert sky.PoolSpec.of(**FULL) == sky.PoolSpec.of(**FULL)
-    assert sky.PoolSpec.of(**FULL) != sky.PoolSpec.of(**FULL | {"nodes": 4})
+    assert sky.PoolSpec.of(**FULL) != sky.PoolSpec.of(**FULL | {"nodes": (3, 6)})
     spec = sky.PoolSpec.of(**FULL)
     assert pickle.loads(pickle.dumps(spec)) == spec
     with pytest.raises(ValidationError):

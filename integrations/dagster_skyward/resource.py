@@ -224,7 +224,13 @@ class _SharedPool:
         record(
             context,
             self,
-            Usage(sum(used.values()), seconds, self._spec.nodes, str(self._spec.accelerator or "none"), tuple(used)),
+            Usage(
+                sum(used.values()),
+                seconds,
+                self._spec.most_nodes,
+                str(self._spec.accelerator or "none"),
+                tuple(used),
+            ),
         )
 
     def close(self) -> None:

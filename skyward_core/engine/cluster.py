@@ -16,19 +16,22 @@ import os
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError
+from types import MappingProxyType
 from typing import Any
 
 import distributed  # noqa: TID253 - with connection.py owns Dask in this package
 
 from skyward_core.compute import PendingCompute
+from skyward_core.engine.broadcast_ranks import BroadcastRanks
 from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.engine.connection import NotSent, SchedulerConnection, connect
 from skyward_core.engine.detached_calls import DetachedCalls, ask_on
 from skyward_core.engine.dispatcher import Dispatcher
 from skyward_core.engine.futures import CallFuture
 from skyward_core.engine.item_futures import ItemFuture
+from skyward_core.engine.node_draining import NodeDraining
 from skyward_core.engine.owner import Counts, EngineThread, Watcher
 from skyward_core.engine.packed_functions import ArgumentPacker, packed_entries
 from skyward_core.errors import NodeLost, PoolClosed, SkywardError
@@ -75,8 +78,9 @@ class Cluster:
         self.owner = EngineThread(self.dispatcher, transports, emit, delivered, counts, secrets)
         self._certificate = certificate
         self._transports = transports
-        self._ranks = sorted(node.rank for node in lease.nodes)
+        self._ranks = BroadcastRanks(node.rank for node in lease.nodes)
         """The pool's ranks: a node that is lost is soon replaced under its rank."""
+        self.draining = NodeDraining(self.owner, self._ranks, self.hold, self._ask)
         self.retries = retries
         self._emit = emit
         self._lost: SkywardError | None = None
@@ -104,7 +108,7 @@ class Cluster:
         self._connect(address, min(CONNECT_SECONDS, max(1.0, deadline - time.monotonic())), deadline)
         checked = time.monotonic()
         patience = checked + patience_seconds
-        while missing := [name for name in self._names() if name not in self.dispatcher.members.workers]:
+        while missing := [name for name in self._names(self._ranks.all) if name not in self.dispatcher.members.workers]:
             if time.monotonic() > min(patience, deadline) and patience_seconds < math.inf:
                 return
             if time.monotonic() > deadline:
@@ -247,6 +251,23 @@ class Cluster:
         except TimeoutError:
             return left + 1
 
+    # ── nodes that come and leave (`node_draining`) ──────────────────────────────────────────────────────────────────
+
+    def backlog(self) -> int:
+        """Return how many calls of all clients wait because all slots are taken; those of this one, if the scheduler
+        does not answer.
+        """
+        try:
+            others = int(self._ask("skyward_waiting", BUSY_SECONDS))
+        except (SkywardError, OSError):
+            others = 0
+        return self.dispatcher.waiting + others
+
+    @property
+    def size(self) -> int:
+        """How many nodes take calls and are not to leave."""
+        return sum(self.has(rank) for rank in self._ranks.all)
+
     # ── when the scheduler is out of reach ───────────────────────────────────────────────────────────────────────────
 
     def resume(self, address: str, timeout_seconds: float) -> None:
@@ -278,7 +299,7 @@ class Cluster:
 
     def forget(self, rank: int) -> None:
         """Go on without the node of this rank, which is absent, and without a replacement."""
-        self._ranks = [other for other in self._ranks if other != rank]
+        self._ranks.leave_out(rank)
         self.owner.run(lambda: self.dispatcher.forget_node(rank))
 
     def give_up(self, error: SkywardError, rank: int | None = None) -> None:
@@ -345,18 +366,21 @@ class Cluster:
         """Submit a call once for each worker of the pool; return the futures in the order of the workers.
 
         The calls of a node that is away wait for its replacement: without them their share of the data would be
-        missing. If the function forms a group, a call that is lost raises NodeLost: it is not repeated alone.
+        missing. A node that joins later, or is to leave, is no part of it. If the function forms a group, a call that
+        is lost raises NodeLost: it is not repeated alone.
         """
-        calls = ((call, worker) for worker in self._names())
-        return self._take_in(calls, replace_object, uuid.uuid4().hex, is_awaited)
+        with self._ranks.begin() as ranks:
+            calls = ((call, worker) for worker in self._names(ranks))
+            places = {name: (place, len(ranks)) for place, rank in enumerate(ranks) for name in self._names([rank])}
+            return self._take_in(calls, replace_object, uuid.uuid4().hex, is_awaited, places=places)
 
     def note_retry(self, call_id: str, attempt: int, loss: NodeLost) -> None:
         """Emit that a group of calls runs again as a whole, by the first one's id; `attempt` counts from 1."""
         self._emit(CallRetrying(call_id, attempt, self.retries + 1, str(loss)))
 
-    def _names(self) -> list[str]:
-        """Names of all workers of the pool, whether they are there or not, in their order."""
-        return [name for rank in self._ranks for name in self.dispatcher.members.names_at(rank)]
+    def _names(self, ranks: Iterable[int]) -> list[str]:
+        """Names of all workers of these ranks, whether they are there or not, in their order."""
+        return [name for rank in ranks for name in self.dispatcher.members.names_at(rank)]
 
     def _take_in(
         self,
@@ -365,13 +389,19 @@ class Cluster:
         job_id: str | None,
         is_awaited: bool,
         ahead: int = 0,
+        places: Mapping[str, tuple[int, int]] = MappingProxyType({}),
     ) -> list[CallFuture[Any]]:
+        """Pack calls, each with the name of its worker (None: any), and post them; `places` are the places of the
+        workers' nodes in a broadcast.
+        """
         self._refuse()
         with contextlib.ExitStack() as undo:
             pack = ArgumentPacker(
                 replace_object, self._place if self.dispatcher.is_here else None, is_copied=not is_awaited
             )
             entries = packed_entries(calls, pack, job_id, ahead, undo)
+            for entry in entries if places else ():
+                entry.call = entry.call._replace(place=places.get(entry.worker or ""))
             futures = [self._future(entry.call) for entry in entries]
             if self._lost is not None:
                 raise self._lost

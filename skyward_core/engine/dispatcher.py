@@ -382,6 +382,17 @@ class Dispatcher:
         self.members.nodes = {other: node for other, node in self.members.nodes.items() if other != rank}
         self._count_slots()
 
+    def bound_to(self, rank: int) -> tuple[int, int]:
+        """Return how many calls wait for a worker of this node alone, and how many in all can run nowhere else."""
+        names = self.members.names_at(rank)
+        waiting = sum(len(self._queue.pinned_to(name)) for name in names)
+        return waiting, sum(entry.worker in names for entry in self._calls.entries.values())
+
+    @property
+    def waiting(self) -> int:
+        """How many calls wait for a free slot. May be read from any thread."""
+        return self._queue.waiting
+
     def fetching_from(self, instance_id: str) -> int:
         """Return how many outcomes are still to be fetched from a node."""
         return self._calls.fetches.count_from(instance_id)

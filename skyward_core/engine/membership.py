@@ -186,7 +186,8 @@ class Membership:
     """
 
     def __init__(self, nodes: int, lease_seconds: float) -> None:
-        self._ranks = range(nodes)
+        self._ranks = set(range(nodes))
+        """The ranks that are to have a node: those that are lost are replaced."""
         self._lease_seconds = lease_seconds
         self._patience = min(HEAD_PATIENCE_SECONDS, lease_seconds / 2)
         self._actions: deque[MembershipAction] = deque()
@@ -214,6 +215,32 @@ class Membership:
     def has_head(self) -> bool:
         """Whether the head is neither silent nor lost."""
         return self._head is None
+
+    # ── ranks that come and go (`elastic_ranks`) ─────────────────────────────────────────────────────────────────────
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        """The ranks that are to have a node."""
+        return frozenset(self._ranks)
+
+    def admit(self, rank: int) -> None:
+        """Look after this rank from now on: its node is replaced when it is lost."""
+        self._ranks.add(rank)
+
+    def is_vacant(self, rank: int) -> bool:
+        """Return whether the node of this rank is lost, and not replaced yet."""
+        return rank in self._vacant
+
+    def part_with(self, rank: int) -> bool:
+        """Look after this rank no more. False, and nothing is done, while its node is being replaced or taken back."""
+        vacancy = self._vacant.get(rank)
+        is_busy = (vacancy is not None and vacancy.is_trying) or rank in self._leaving
+        if is_busy or rank in self._relieving or rank in self._standing_by:
+            return False
+        self._ranks.discard(rank)
+        self._vacant.pop(rank, None)
+        self._lost_by.pop(rank, None)
+        return True
 
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -313,7 +340,7 @@ class Membership:
         self._head = None
         there = {node.rank for node in lease.nodes}
         self._lost_by = {rank: now + JOIN_ANEW_SECONDS for rank in self._ranks if rank in there}
-        for rank in self._ranks:
+        for rank in sorted(self._ranks):
             if rank not in there:
                 self._vacant.setdefault(rank, _Retry(now, now))
         self._emit(PoolReady(lease.pool_id, len(lease.nodes), slots, now - since))
@@ -341,7 +368,7 @@ class Membership:
 
     def _check_nodes(self, now: float, view: MembershipView) -> None:
         """Compare the present nodes with those that should be there."""
-        for rank in self._ranks:
+        for rank in sorted(self._ranks):
             if rank in self._vacant:
                 continue
             if view.has(rank):
@@ -395,7 +422,7 @@ class Membership:
 
     def _check_notices(self, now: float, view: MembershipView) -> None:
         """Take in the notices of machines, and go on with the nodes that are leaving."""
-        for rank in self._ranks:
+        for rank in sorted(self._ranks):
             if rank not in self._vacant and view.has(rank):
                 for notice in view.notices(rank):
                     self._take_notice(rank, notice, now, view)
@@ -481,7 +508,8 @@ class Membership:
         """Try to restart the cluster with another head."""
         if lost.trouble is not None:  # `Machines.restart` releases the machine that was to be the head
             self._emit_lost(0, f"the cluster did not come up on it: {lost.trouble}", view)
-        self._actions.append(Restart(tuple(node for node in view.nodes if node.rank not in self._vacant)))
+        ranks = self._ranks - self._vacant.keys()
+        self._actions.append(Restart(tuple(node for node in view.nodes if node.rank in ranks)))
 
     # ── events ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

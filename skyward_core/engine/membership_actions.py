@@ -88,6 +88,50 @@ class Retire:
 
 
 @dataclass(frozen=True, slots=True)
+class AddNode:
+    """Fill a rank that the pool has not had yet with a machine; then `added`."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class TakeIn:
+    """Let broadcasts use this rank from now on."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveOut:
+    """Let no more broadcasts use this rank."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrainNode:
+    """Give a node no more calls, once no broadcast waits for it; then `drained`."""
+
+    rank: int
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Give a held node calls again; then `freed`."""
+
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveNode:
+    """End the machine of a node whose workers have ended; then `removed`."""
+
+    rank: int
+    instance_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class GiveUp:
     """Let the calls that wait for a node of this rank raise, or (None) all calls."""
 
@@ -106,5 +150,11 @@ type MembershipAction = (
     | Dismiss
     | HoldNode
     | Retire
+    | AddNode
+    | TakeIn
+    | LeaveOut
+    | DrainNode
+    | Free
+    | RemoveNode
     | GiveUp
 )

@@ -150,6 +150,11 @@ class Queue:
     def _all_waiting(self) -> Iterable[str]:
         return (*self._pinned, *self._resting, *self._waiting)
 
+    @property
+    def waiting(self) -> int:
+        """How many calls for any worker wait. May be read from any thread."""
+        return len(self._waiting)
+
     def drop(self, call_ids: AbstractSet[str]) -> set[str]:
         """Forget those of the calls that wait; return which did."""
         queues = (self._pinned, self._resting, self._waiting)

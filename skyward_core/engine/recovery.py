@@ -1,4 +1,5 @@
-"""Recovery when an open pool loses a node, its head or the connection: a thread that does the actions of `membership`.
+"""Recovery when an open pool loses a node, its head or the connection: a thread that does the actions of `membership`,
+and those of `elastic_ranks` for a pool that grows and shrinks.
 
 Every TICK_SECONDS, and at each message of the cluster, `Recovery.turn` calls `membership.Membership` and does its
 actions. An action that may take minutes (starting a machine) runs in another thread; the next turn gets its outcome.
@@ -17,21 +18,29 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
+from skyward_core.engine.elastic_ranks import ElasticRanks
 from skyward_core.engine.membership import Membership, Survivors
 from skyward_core.engine.membership_actions import (
+    AddNode,
     AskHead,
     Dismiss,
+    DrainNode,
     EmitMembershipEvent,
+    Free,
     GiveUp,
     HoldNode,
+    LeaveOut,
     MembershipAction,
+    RemoveNode,
     ReplaceNode,
     Restart,
     RestartWorkers,
     Resume,
     Retire,
     StandBy,
+    TakeIn,
 )
+from skyward_core.engine.scaling import Load, ScalingPolicy
 from skyward_core.errors import PoolClosed, SkywardError
 from skyward_core.events.events import Error, SkywardEvent
 from skyward_core.machines.instances import Lease, Node
@@ -42,6 +51,7 @@ JOIN_SECONDS = 60.0
 RESUME_SECONDS = 2.0
 RESTART_SECONDS = 30.0
 QUERY = "skyward-query"
+SETTLE_POLL_SECONDS = 0.05
 UNKNOWN = 1  # stands for an unknown number of calls that a node has left
 _log = logging.getLogger("skyward")
 
@@ -63,8 +73,19 @@ class MachineControl(Protocol):
     def retire(self, rank: int, instance_id: str) -> None: ...
     def restart_workers(self, rank: int, workers: Sequence[int]) -> None: ...
     def replace(self, rank: int, is_there: Callable[[], bool]) -> None: ...
+    def add(self, rank: int, is_there: Callable[[], bool]) -> None: ...
+    def remove(self, rank: int, instance_id: str) -> None: ...
     def lives(self, ranks: Collection[int]) -> dict[int, bool]: ...
     def restart(self, heirs: Collection[str], dead: Collection[str]) -> Lease: ...
+
+
+class DrainingControl(Protocol):
+    """The part of `node_draining.NodeDraining` that recovery uses."""
+
+    def take_in(self, rank: int) -> None: ...
+    def leave_out(self, rank: int) -> None: ...
+    def drain(self, rank: int) -> tuple[int, int]: ...
+    def free(self, rank: int) -> None: ...
 
 
 class ClusterControl(Protocol):
@@ -75,6 +96,9 @@ class ClusterControl(Protocol):
     def has(self, rank: int) -> bool: ...
     def missing(self, rank: int) -> list[int]: ...
     def hold(self, rank: int) -> int: ...
+    def forget(self, rank: int) -> None: ...
+    @property
+    def draining(self) -> DrainingControl: ...
     def resume(self, address: str, timeout_seconds: float) -> None: ...
     def restart(self, lease: Lease, address: str, timeout_seconds: float) -> None: ...
     def know(self, lease: Lease) -> None: ...
@@ -124,10 +148,13 @@ class Recovery:
         emit: Callable[[SkywardEvent], object],
         clock: Callable[[], float] = time.monotonic,
         in_thread: ThreadLauncher | None = None,
+        scaling: ScalingPolicy | None = None,
     ) -> None:
         self._machines = machines
         self._cluster = cluster
         self._membership = Membership(nodes, lease_seconds)
+        self._elastic = None if scaling is None else ElasticRanks(self._membership, scaling)
+        self._is_settling = False
         self._view = _RecoveryView(machines, cluster)
         self._emit = emit
         self._clock = clock
@@ -160,6 +187,43 @@ class Recovery:
         for thread in (self._thread, *self._threads.stop()):
             if thread.is_alive() and thread is not threading.current_thread() and thread.name != QUERY:
                 thread.join(max(0.0, deadline - time.monotonic()))
+
+    # ── more and fewer nodes, in any thread ──────────────────────────────────────────────────────────────────────────
+
+    def observe(self, load: Load) -> None:
+        """Let the pool grow or shrink, if it is elastic."""
+        if (elastic := self._elastic) is not None:
+            self._post(lambda: elastic.observe(self._clock(), load))
+
+    def fix_size(self, nodes: int | None) -> None:
+        """Keep an elastic pool at this number of nodes; None: let it grow and shrink again."""
+        if (elastic := self._elastic) is not None:
+            self._post(lambda: elastic.fix(nodes))
+
+    def settle(self, timeout_seconds: float) -> None:
+        """Let no node come or leave any more, and wait at most so long until none does. A node that is coming is given
+        back, and one that is draining gets calls again. `unsettle` undoes it.
+        """
+        if (elastic := self._elastic) is None:
+            return
+        self._is_settling = True
+        done = threading.Event()
+
+        def settle() -> None:
+            elastic.settle(is_settled=True)
+            done.set()
+
+        self._post(settle)
+        deadline = time.monotonic() + timeout_seconds
+        done.wait(timeout_seconds)
+        while not elastic.is_at_rest and time.monotonic() < deadline and not self._closing.wait(SETTLE_POLL_SECONDS):
+            pass
+
+    def unsettle(self) -> None:
+        """Let nodes come and leave again."""
+        self._is_settling = False
+        if (elastic := self._elastic) is not None:
+            self._post(lambda: elastic.settle(is_settled=False))
 
     # ── messages of the cluster, in any thread ───────────────────────────────────────────────────────────────────────
     # Each only sets a flag for the next turn. The message may be late, or from an earlier connection: a turn checks the
@@ -213,9 +277,14 @@ class Recovery:
         if not had_head and self._membership.has_head and not self._closing.is_set():
             self._membership.turn(self._clock(), self._view)
             self._do_all()
+        if self._elastic is not None and not self._closing.is_set():
+            self._elastic.turn(self._clock(), self._view)
+            self._do_all()
 
     def _do_all(self) -> None:
         while (action := self._membership.next_action()) is not None:
+            self._do(action)
+        while self._elastic is not None and (action := self._elastic.next_action()) is not None:
             self._do(action)
 
     def _do(self, action: MembershipAction) -> None:
@@ -242,6 +311,18 @@ class Recovery:
                 self._in_thread(QUERY, lambda: self._hold(action))
             case Retire():
                 self._in_thread(f"skyward-retire-{action.rank}", lambda: self._retire(action))
+            case TakeIn(rank):
+                self._cluster.draining.take_in(rank)
+            case LeaveOut(rank):
+                self._cluster.draining.leave_out(rank)
+            case AddNode(rank):
+                self._in_thread(f"skyward-add-{rank}", lambda: self._add(rank))
+            case DrainNode():
+                self._in_thread(QUERY, lambda: self._drain(action))
+            case Free(rank):
+                self._in_thread(QUERY, lambda: self._free(rank))
+            case RemoveNode():
+                self._in_thread(f"skyward-remove-{action.rank}", lambda: self._remove(action))
 
     # ── in this thread
     # ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -334,7 +415,58 @@ class Recovery:
         except Exception as error:
             _log.debug("node %d could not be retired: %s", action.rank, error)
             is_retired = False
-        self._post(lambda: self._membership.retired(action.rank, action.instance_id, is_retired=is_retired))
+        self._post(lambda: self._note_retired(action, is_retired=is_retired))
+
+    def _note_retired(self, action: Retire, *, is_retired: bool) -> None:
+        self._membership.retired(action.rank, action.instance_id, is_retired=is_retired)
+        if self._elastic is not None:
+            self._elastic.retired(action.rank, action.instance_id, self._clock(), is_retired=is_retired)
+
+    # ── the same for nodes that come and leave; only an elastic pool has these actions ───────────────────────────────
+
+    def _post_elastic(self, news: Callable[[ElasticRanks], None]) -> None:
+        if (elastic := self._elastic) is not None:
+            self._post(lambda: news(elastic))
+
+    def _add(self, rank: int) -> None:
+        failure: Exception | None = None
+
+        def is_there() -> bool:
+            if self._is_settling:
+                raise PoolClosed("the pool is left as it is")
+            return self._is_there(rank)
+
+        try:
+            self._machines.add(rank, is_there)
+        except Exception as error:
+            failure = error
+        self._post_elastic(lambda elastic: elastic.added(rank, failure, self._clock()))
+
+    def _drain(self, action: DrainNode) -> None:
+        left, bound = None, 0
+        try:
+            left, bound = self._cluster.draining.drain(action.rank)
+        except Exception as error:
+            _log.debug("node %d could not be drained: %s", action.rank, error)
+        self._post_elastic(lambda elastic: elastic.drained(action.rank, action.instance_id, left, bound))
+
+    def _free(self, rank: int) -> None:
+        is_free = True
+        try:
+            self._cluster.draining.free(rank)
+        except Exception as error:
+            _log.debug("node %d could not be freed: %s", rank, error)
+            is_free = False
+        self._post_elastic(lambda elastic: elastic.freed(rank, is_free=is_free))
+
+    def _remove(self, action: RemoveNode) -> None:
+        """End a machine; a request that fails is repeated by `Terminations`."""
+        try:
+            self._machines.remove(action.rank, action.instance_id)
+            self._cluster.forget(action.rank)
+        except Exception as error:
+            _log.debug("node %d could not be removed: %s", action.rank, error)
+        self._post_elastic(lambda elastic: elastic.removed(action.rank))
 
 
 class _RecoveryView:

@@ -106,6 +106,18 @@ class PoolReady:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class NodesScaled:
+    """A pool of `nodes=(least, most)` is to have another number of nodes from now on; `before` is the number so far.
+
+    New ones take calls when they have joined, and those that leave end their calls first.
+    """
+
+    nodes: int
+    before: int
+    reason: str
+
+
 # ── execute ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -350,6 +362,7 @@ type SkywardEvent = (
     | BootstrapProgress
     | BootstrapCompleted
     | PoolReady
+    | NodesScaled
     | CallProgress
     | Metrics
     | CallReported

@@ -29,6 +29,7 @@ from skyward_core.events.events import (
     InstanceStopping,
     InstancesUnconfirmed,
     LogLine,
+    NodesScaled,
     PoolReady,
     PoolStopping,
     PreemptionNoticed,
@@ -121,6 +122,8 @@ class Narrator:
                     f"the pool is ready after {_duration(event.seconds)}: {_count(event.nodes, 'node')},"
                     f" {_count(event.slots, 'slot')}"
                 )
+            case NodesScaled(nodes, before, reason):
+                return f"the pool {'grows' if nodes > before else 'shrinks'} to {_count(nodes, 'node')}: {reason}"
             case PoolStopping():
                 return "giving the machines back" + (f" ({self._calls_so_far()})" if self._calls.submitted else "")
             case CostFinal():

@@ -232,6 +232,17 @@ class SpendingLimit:
         with self._lock:
             self._pending.pop(commitment, None)
 
+    def seconds_with(self, machines: int, price: Price) -> float:
+        """Return for how long the money lasts if so many more machines are rented now, in seconds; infinity without a
+        limit. It changes nothing.
+        """
+        with self._lock:
+            if self._limit is None or not price.per_hour:
+                return math.inf
+            now = self._meter.now()
+            until = self._furthest([PendingLaunch(machines, price, now)], self._bounded(), now)
+            return 0.0 if until is None else until - now
+
     # ── hard ends ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _make_room(self, wanted: Sequence[tuple[int, Price]], notify: Callable[[], AbstractSet[str]]) -> None:
@@ -271,7 +282,7 @@ class SpendingLimit:
             bounded = self._bounded()
             if self._until is None or self._horizon is None or self._until >= self._horizon or not bounded:
                 return
-            if not self._covers(self._until + 1.0, (), bounded, max):
+            if self._limit is None or self._cost_until(self._until + 1.0, (), bounded, max) > self._limit:
                 return
             until = self._furthest((), bounded, self._meter.now(), max)
             if until is not None and until > self._until:
@@ -328,7 +339,7 @@ class SpendingLimit:
         launches = list(launches)
 
         def is_covered(seconds: float) -> bool:
-            return self._covers(now + seconds, launches, moved, end_of)
+            return self._limit is None or self._cost_until(now + seconds, launches, moved, end_of) <= self._limit
 
         low = math.ceil(FIRST_MINUTE_SECONDS + self._ending_seconds) if launches else 0
         longest = LONGEST_SECONDS if self._horizon is None else self._horizon - now
@@ -337,15 +348,6 @@ class SpendingLimit:
         if is_covered(longest):
             return now + longest if self._horizon is None else self._horizon
         return now + last_covered(low, math.ceil(longest), is_covered)
-
-    def _covers(
-        self,
-        until: float,
-        launches: Iterable[PendingLaunch],
-        moved: AbstractSet[str],
-        end_of: Callable[[float, float], float],
-    ) -> bool:
-        return self._limit is None or self._cost_until(until, launches, moved, end_of) <= self._limit
 
     def _cost_until(
         self,

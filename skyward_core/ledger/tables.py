@@ -360,8 +360,14 @@ def attempt_of(row: Values) -> Attempt:
         error=row["error"],
         code=row["code"],
         message=row["message"],
-        nodes=json.loads(row["spec_json"]).get("nodes", 1),
+        nodes=_least_nodes(json.loads(row["spec_json"])),
     )
+
+
+def _least_nodes(spec: Mapping[str, Any]) -> int:
+    """Return how many machines a pool opens with: its number of nodes, or the least of (least, most)."""
+    nodes = spec.get("nodes", 1)
+    return nodes[0] if isinstance(nodes, list) else nodes
 
 
 @_reader(CALLS, key="call_id")

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from skyward_core.concurrency.greenlets import refuse_greenlets
-from skyward_core.errors import InstancesLeft, PoolClosed, SkywardError
+from skyward_core.errors import BadRequest, InstancesLeft, PoolClosed, SkywardError
 from skyward_core.events import console
 from skyward_core.events.events import Callback, CostFinal, compose, registered_callback
 from skyward_core.events.queue import EventQueue
@@ -307,6 +307,17 @@ class CurrentSession:
         if calls is None:
             raise PoolClosed(self.why_closed)
         return calls
+
+    def scale(self, nodes: int | None, wait_seconds: float) -> int:
+        """Set the number of nodes (`PoolSize.scale`). Raises BadRequest too, if another process keeps the machines."""
+        _, opened = self.cluster, self._opened
+        if isinstance(opened, Attached):
+            raise BadRequest(
+                "only the process that has opened the pool rents and ends its machines: call scale() there"
+            )
+        if opened is None or opened.size is None:
+            raise PoolClosed(self.why_closed)
+        return opened.size.scale(nodes, wait_seconds)
 
     @property
     def user_client(self) -> UserClient:

@@ -27,6 +27,7 @@ from skyward_core.pool.calls import checked, mapped_calls, results_of
 from skyward_core.pool.claim import verified_claim
 from skyward_core.pool.current_session import CurrentSession, note_machines_left
 from skyward_core.pool.detached import DetachedCalls
+from skyward_core.pool.elastic import ElasticSize
 from skyward_core.pool.executor import PoolExecutor
 from skyward_core.pool.groups import group_results
 from skyward_core.pool.preparation import Prepared, prepare
@@ -44,7 +45,7 @@ AHEAD = 16
 """How many items of a stream the node may be ahead of the program."""
 
 
-class ComputePool(DetachedCalls, AsyncPool):
+class ComputePool(DetachedCalls, ElasticSize, AsyncPool):
     """Machines that live as long as a `with` block.
 
     Takes the fields of `PoolSpec` as keywords, a callback for every event as `on_event`, and the purpose of the
@@ -415,4 +416,5 @@ class ComputePool(DetachedCalls, AsyncPool):
     def __repr__(self) -> str:
         state = "open" if self.is_active else "closed" if self._session.was_opened else "new"
         spec, names = self._prepared.spec, " or ".join(provider.name for provider in self._prepared.providers)
-        return f"<ComputePool {state}, {spec.nodes} x {spec.accelerator or 'node'} on {names}>"
+        nodes = f"{spec.least_nodes} to {spec.most_nodes}" if spec.is_elastic else spec.least_nodes
+        return f"<ComputePool {state}, {nodes} x {spec.accelerator or 'node'} on {names}>"

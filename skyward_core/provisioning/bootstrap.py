@@ -174,7 +174,7 @@ def settings_of(
         pool_id=transport.instance.pool_id,
         instance_id=transport.instance.id,
         rank=role.rank,
-        total_nodes=spec.nodes,
+        total_nodes=spec.most_nodes,
         slots=spec.concurrency,
         host=role.host,
         head_host=role.head_host,

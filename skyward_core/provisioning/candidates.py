@@ -174,7 +174,7 @@ def candidates(spec: PoolSpec, sold: Iterable[ProviderOffers]) -> tuple[list[Can
                     refusal(one.provider, None, NoCapacity(f"{why} that fits {describe(want)}"), one.seconds)
                 )
     if has_offers and not found and not may_be_sold:
-        spot.split(spec.spot, spec.nodes, spot_sold=False)
+        spot.split(spec.spot, spec.least_nodes, spot_sold=False)
     return sorted(found, key=lambda candidate: _total(candidate.parts))[:MOST_CANDIDATES], refusals
 
 
@@ -217,11 +217,11 @@ def _ways(spec: PoolSpec, groups: Iterable[_Group]) -> list[_Way]:
 def _counts(spec: PoolSpec, *, has_spot: bool) -> list[tuple[int, int]]:
     """Return the possible counts of on-demand and spot machines under the strategy."""
     try:
-        counts = [spot.split(spec.spot, spec.nodes, spot_sold=has_spot)]
+        counts = [spot.split(spec.spot, spec.least_nodes, spot_sold=has_spot)]
     except BadRequest:
         return []
     is_free = spec.spot is None or isinstance(spec.spot, spot.IfAvailable)
-    return list(dict.fromkeys([*counts, (spec.nodes, 0)])) if is_free else counts
+    return list(dict.fromkeys([*counts, (spec.least_nodes, 0)])) if is_free else counts
 
 
 def _of_one_size(ways: list[_Way], want: Requirements) -> list[_Way]:

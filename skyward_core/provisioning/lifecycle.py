@@ -265,6 +265,14 @@ class PoolMachines:
         self._may_act()
         self._replacement.replace(rank, is_there)
 
+    def add(self, rank: int, is_there: Callable[[], bool]) -> None:
+        """Give a rank that the pool has not had a node, and wait until its workers have joined (`Replacement.add`)."""
+        self._replacement.add(rank, is_there)
+
+    def remove(self, rank: int, instance_id: str) -> None:
+        """End the machine of a rank, if it still is this one, and put none in its place (`Replacement.remove`)."""
+        self._replacement.remove(rank, instance_id)
+
     def restart(self, heirs: Collection[str], dead: Collection[str]) -> Lease:
         """Give the pool another head. Returns the new lease (`HeadRestart.restart`)."""
         self._may_act()

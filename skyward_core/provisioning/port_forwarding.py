@@ -22,7 +22,7 @@ class PortForwarding:
     """The ports of each rank: one for a scheduler, one for each of its workers. Off until ports are chosen."""
 
     def __init__(self, spec: PoolSpec) -> None:
-        self._nodes = spec.nodes
+        self._nodes = spec.most_nodes
         self._each = 1 + spec.workers_per_node
         self._ports: dict[int, tuple[int, ...]] = {}
         self._forwarded: set[tuple[str, int]] = set()

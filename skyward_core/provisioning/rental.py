@@ -117,6 +117,10 @@ class Rental:
         """Return the ids of the pool's machines that the provider lists. Raises what the provider raises."""
         return {instance.id for instance in self._provider.instances(self._pool_id)}
 
+    def seconds_with(self, offer: Offer) -> float:
+        """Return for how long `max_cost` lasts with one more machine of this offer, in seconds; it may be infinite."""
+        return self._spending_limit.seconds_with(1, price_of(offer, self._provider))
+
     # ── another process has rented, or goes on ───────────────────────────────────────────────────────────────────────
 
     def adopt(self, machines: Iterable[Instance], *, is_launch_unsure: bool) -> None:

@@ -1,4 +1,4 @@
-"""Replaces one node that is lost or about to be lost.
+"""Replaces one node that is lost or about to be lost; adds a node to a pool that grows, and removes one.
 
     lost ──────────────> rented ─> started ─┬─> has its settings ─> its workers have joined: a node
     about to be lost ─> rented ─> started ──┴─> stands by, until the next `replace` of its rank takes it
@@ -67,6 +67,28 @@ class Replacement:
             nodes.drop(rank, node)
             self._rental.end(node)
             raise
+
+    def add(self, rank: int, is_there: Callable[[], bool]) -> None:
+        """Give a rank that the pool has not had a node, and wait until its workers have joined.
+
+        Raises BudgetExceeded if the money would not last for long; what `replace` raises; what `is_there` raises, and
+        then the machine is ended.
+        """
+        self._selection.choose_for(rank)
+        try:
+            self.replace(rank, is_there)
+        except BaseException:
+            self._selection.forget(rank)
+            raise
+
+    def remove(self, rank: int, instance_id: str) -> None:
+        """End the machine of a rank, if it still is this one, and put none in its place. Does not wait for its end."""
+        with self._nodes.settings_lock:
+            node = self._nodes.all.get(rank)
+            is_it = node is not None and node.instance.id == instance_id and self._nodes.drop(rank, node)
+        if node is not None and is_it:
+            self._selection.forget(rank)
+            self._rental.end_in_thread(node)
 
     def stand_by(self, rank: int) -> None:
         """Prepare a machine that the next `replace` of this rank will take; nothing to do if there is one. Raises what

@@ -28,7 +28,7 @@ from skyward_core.events.events import CandidateRefused, InfraCreated
 from skyward_core.ledger.journal import Journal
 from skyward_core.machines import spot
 from skyward_core.machines.instances import Instance
-from skyward_core.machines.offers import Offer
+from skyward_core.machines.offers import Offer, matches
 from skyward_core.providers.base import Provider
 from skyward_core.provisioning.candidates import (
     MEMORY_SECONDS,
@@ -43,6 +43,7 @@ from skyward_core.provisioning.candidates import (
     refusal,
     resting,
 )
+from skyward_core.provisioning.growth import ENOUGH_SECONDS, offers_for_one_more
 from skyward_core.provisioning.rental import Emit, Rental
 from skyward_core.provisioning.termination import Termination
 from skyward_core.spec import PoolSpec
@@ -115,7 +116,7 @@ class Selection:
                     errors.append(ours or error)
             want = self._spec.requirements
             if not rounds or not may_come(providers, found, want, errors) or time.monotonic() + interval > deadline:
-                refused = own_mistake(errors, len(errors)) or none_left(want, self._spec.nodes, refusals, errors)
+                refused = own_mistake(errors, len(errors)) or none_left(want, self._spec.least_nodes, refusals, errors)
                 raise refused from next((error for error in reversed(errors) if error is not refused), None)
             self._rental.go_on_until(deadline, "no spot machine became free in time", interval)
 
@@ -126,7 +127,7 @@ class Selection:
             self._emit(_refused(one))
             self._journal.note_refusal(one)
         rest = (
-            resting(self._journal.recent_attempts(MEMORY_SECONDS), datetime.now(UTC), self._spec.nodes)
+            resting(self._journal.recent_attempts(MEMORY_SECONDS), datetime.now(UTC), self._spec.least_nodes)
             if len(found) > 1
             else {}
         )
@@ -171,6 +172,33 @@ class Selection:
         is_free = self._spec.spot is None or isinstance(self._spec.spot, spot.IfAvailable)
         if is_free and candidate.price_per_hour and not is_sold_as_spot(candidate, found):
             _log.info("%s has no spot offer: it is rented on demand", candidate.parts[0].offer.name)
+
+    # ── one more node ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def choose_for(self, rank: int) -> None:
+        """Choose the offer of a rank that the pool has not had (`growth`). The provider is asked for its present
+        offers; if it does not answer, the offers of the opening count.
+
+        Raises NoCapacity if the strategy allows none of them, and BudgetExceeded if `max_cost` would not last for long.
+        """
+        want = self._spec.requirements
+        (answer,) = ask([self._rental.provider], want)
+        sold = [offer for offer in answer.offers if matches(offer, want) is None]
+        present = [offer for other, offer in sorted(self.offers.items()) if other != rank]
+        offers = offers_for_one_more(self._spec.spot, present, sold or [*present, *self.others])
+        if not offers:
+            raise NoCapacity(f"{self._rental.provider.name} sells no machine that the pool's spot strategy allows")
+        seconds = self._rental.seconds_with(offers[0])
+        if seconds < ENOUGH_SECONDS:
+            raise BudgetExceeded(
+                f"max_cost={self._spec.max_cost} would last for {seconds:.0f} s with one more machine, and a pool grows"
+                f" only while it lasts for {ENOUGH_SECONDS:.0f} s: raise max_cost"
+            )
+        self.offers[rank], self.others = offers[0], offers
+
+    def forget(self, rank: int) -> None:
+        """A rank has no node any more, and will have none."""
+        self.offers.pop(rank, None)
 
     # ── replacements ─────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -67,15 +67,16 @@ class Departure:
         Raises what `Session.detach` raises; then the caller decides whether the pool goes on (`Claims.go_on`).
         """
         assert self._bookkeeping.journal is not None
-        now = datetime.now(UTC)
         self._claims.claim_detach()
-        with (
-            self._bookkeeping.paid_for(longest_seconds) as paid_seconds,
-            detached_nodes(machines, longest_seconds, usual_seconds),
-        ):
-            self._shared.share(machines.lease)
-            self._claims.begin_to_leave()
-            self._bookkeeping.journal.live_by_lease(paid_seconds)
+        with self._engine.settled():
+            now = datetime.now(UTC)
+            with (
+                self._bookkeeping.paid_for(longest_seconds) as paid_seconds,
+                detached_nodes(machines, longest_seconds, usual_seconds),
+            ):
+                self._shared.share(machines.lease)
+                self._claims.begin_to_leave()
+                self._bookkeeping.journal.live_by_lease(paid_seconds)
         self._claims.let_go()
         return now + timedelta(seconds=paid_seconds)
 

@@ -112,6 +112,11 @@ class Limits:
         self._busy_at = busy_at
         """When there was last work of another client."""
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether any call of any client ran or waited when that was last looked at."""
+        return self._is_busy
+
     def check_money(self) -> None:
         """Warn, take no more calls, or end the pool, by the money that is left."""
         account = self._spec.budget or ""

@@ -57,6 +57,7 @@ from skyward_core.session.clock import Clock, Step
 from skyward_core.session.departure import Departure
 from skyward_core.session.event_emitter import EventEmitter
 from skyward_core.session.limits import Limits, OpeningLimits
+from skyward_core.session.pool_size import PoolSize
 from skyward_core.session.renewal import Renewal, keep_here
 from skyward_core.session.sealed_lease import SharedLease
 from skyward_core.session.session_engine import SessionEngine
@@ -125,6 +126,7 @@ class Session:
         self._shared = SharedLease(self.pool_id, self._engine.certificate, self._bookkeeping, self.events.log)
         self._renewal = Renewal(self.pool_id, spec.lease_seconds, self.events.log)
         self._limits: Limits | None = None
+        self.size: PoolSize | None = None
         self.unconfirmed: InstancesLeft | None = None
         """The machines that were not confirmed gone at the last teardown."""
         self._process = os.getpid()
@@ -217,11 +219,11 @@ class Session:
                 raise self.why_ended from error
             raise
         atexit.register(self._at_exit)
-        self._engine.start_recovery()
+        self.size = self._engine.start_recovery(lambda: limits.is_busy)
         journal.note()  # from here on a node without recorded seconds was idle, not launching
         self.emit(PoolReady(self.pool_id, len(lease.nodes), cluster.slots, time.monotonic() - started))
         self._renewal.begin("skyward-node-lease", self._keep_here)
-        clock = self._clock(limits, journal)
+        clock = self._clock(limits, journal, self.size)
         threading.Thread(target=clock.run, args=(self._ended,), name="skyward-clock", daemon=True).start()
 
     def _lock_image(self) -> None:
@@ -322,11 +324,11 @@ class Session:
         undo.callback(opening.end)
         return opening
 
-    def _clock(self, limits: Limits, journal: Journal) -> Clock:
-        """Check lease, money and work each second, and the reaper every few seconds; then also send the cost to the
-        ledger and the callbacks.
+    def _clock(self, limits: Limits, journal: Journal, size: PoolSize) -> Clock:
+        """Check lease, money, work and size each second, and the reaper every few seconds; then also send the cost to
+        the ledger and the callbacks.
         """
-        often: list[Step] = [self._renewal.raise_if_lost, limits.check_money, limits.check_work]
+        often: list[Step] = [self._renewal.raise_if_lost, limits.check_money, limits.check_work, size.look]
         seldom: list[Step] = [
             lambda: self._reaper.restart_if_gone(lambda: self.is_running),
             journal.note,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, cast
 
 from skyward_core.engine.recovery import Recovery
@@ -20,6 +20,7 @@ from skyward_core.machines.instances import Lease
 from skyward_core.provisioning.lifecycle import PoolMachines
 from skyward_core.session.call_ledger import note_all
 from skyward_core.session.event_emitter import EventEmitter
+from skyward_core.session.pool_size import SETTLE_SECONDS, PoolSize, policy_of
 from skyward_core.spec import PoolSpec
 
 if TYPE_CHECKING:
@@ -78,15 +79,36 @@ class SessionEngine:
         )
         undo.callback(cluster.close, PoolClosed("the pool could not be opened"))
         cluster.start(machines.scheduler, deadline, machines.check)
-        self.recovery = recovery = Recovery(machines, cluster, spec.nodes, spec.lease_seconds, emitter.emit)
+        self.recovery = recovery = Recovery(
+            machines, cluster, spec.least_nodes, spec.lease_seconds, emitter.emit, scaling=policy_of(spec)
+        )
         cluster.watch(recovery)
         self.user_client = user_client(lambda: machines.scheduler, certificate, lambda: cluster.client)
         return cluster
 
-    def start_recovery(self) -> None:
-        """From now on replace nodes that are lost."""
+    @contextmanager
+    def settled(self) -> Generator[None]:
+        """Let no node come or leave; from then on, if the block ends without an error."""
+        if not self._spec.is_elastic:
+            yield
+            return
+        assert self.recovery is not None
+        self.recovery.settle(SETTLE_SECONDS)
+        try:
+            yield
+        except BaseException:
+            self.recovery.unsettle()
+            raise
+
+    def start_recovery(self, is_busy: Callable[[], bool]) -> PoolSize:
+        """From now on replace nodes that are lost; return the number of nodes, which may be changed.
+
+        `is_busy` returns whether any call of any client runs or waits.
+        """
+        assert self.cluster is not None
         assert self.recovery is not None
         self.recovery.start()
+        return PoolSize(self._spec, self.cluster, self.recovery, is_busy)
 
     def end(self, machines: PoolMachines, end_cluster: Callable[[Cluster], object]) -> None:
         """End all of it, the cluster by `end_cluster`; no thread waits for a machine any more."""

@@ -136,7 +136,12 @@ class CallMemory(SchedulerPlugin):
             }
         )
         scheduler.handlers.update(
-            {"skyward_busy": self.skyward_busy, BUSY_TIMES: self.skyward_busy_times, "skyward_load": self.skyward_load}
+            {
+                "skyward_busy": self.skyward_busy,
+                BUSY_TIMES: self.skyward_busy_times,
+                "skyward_load": self.skyward_load,
+                "skyward_waiting": self.skyward_waiting,
+            }
         )
         self.detached.start(scheduler)
 
@@ -336,6 +341,12 @@ class CallMemory(SchedulerPlugin):
             or scheduler.queued
             or any(worker.processing or worker.metrics.get(OLDER) for worker in scheduler.workers.values())
         )
+
+    def skyward_waiting(self) -> int:
+        """Return how many tasks of all clients wait for a slot."""
+        scheduler = self._scheduler
+        late = sum(max(0, len(worker.processing) - worker.nthreads) for worker in scheduler.workers.values())
+        return len(scheduler.unrunnable) + len(scheduler.queued) + late
 
     def skyward_busy_times(self, topic: str = "") -> list[BusyTime]:
         """Return how long the slots of each worker were busy, as of its last heartbeat, and how much of it was for the

@@ -127,6 +127,10 @@ class DetachedCalls:
             timer.cancel()
         self._timers.clear()
 
+    def results_at(self, rank: int) -> int:
+        """Return how many results lie in files of a node."""
+        return sum(call.result_file is not None and call.result_file[0] == rank for call in self._calls.values())
+
     # ── operations ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, call_id: str, run_id: str, make_task: Callable[[str], object]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Held nodes, in the scheduler: they get no more calls; calls that run or wait there continue.
+"""Held nodes, in the scheduler: they get no more calls; calls that run or wait there continue. `free` undoes it.
 
 For Dask a held worker is paused. The worker itself is not informed, because it would then begin none of its waiting
 calls. A worker process that restarts has another address and is not held. So the client repeats the request, and gets
@@ -8,20 +8,22 @@ the number of calls left.
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from typing import Any, cast
 
 from distributed import Scheduler  # noqa: TID253 - with calls.py, node.py and streams.py stands in the scheduler
 from distributed.core import Status  # noqa: TID253
 from distributed.diagnostics.plugin import SchedulerPlugin  # noqa: TID253
 
-from skyward_core.worker.retained_batches import OLDER
+from skyward_core.worker.calls import CallMemory
+from skyward_core.worker.detached_calls import is_detached
+from skyward_core.worker.retained_batches import OLDER, WorkerFree
 from skyward_core.worker.scheduler_messages import WorkerHeld
 
-HOLD = "skyward_hold"
+HOLD, FREE, KEPT = "skyward_hold", "skyward_free", "skyward_kept"
 
 
 class NodeHolding(SchedulerPlugin):
-    """Adds the operation HOLD to the scheduler, and reports held workers on `topic`."""
+    """Adds the operations HOLD, FREE and KEPT to the scheduler, and reports held workers on `topic`."""
 
     name = "skyward-holding"
 
@@ -33,16 +35,14 @@ class NodeHolding(SchedulerPlugin):
     async def start(self, scheduler: Scheduler) -> None:
         """Add the operation to the scheduler."""
         self._scheduler = scheduler
-        scheduler.handlers[HOLD] = self.hold
+        scheduler.handlers.update({HOLD: self.hold, FREE: self.free, KEPT: self.kept})
 
     def hold(self, rank: int) -> int:
         """Give the workers of a node no more calls; return how many batches of any client they have left.
 
         Idempotent.
         """
-        workers = [
-            worker for worker in self._scheduler.workers.values() if str(worker.name).partition("-")[0] == str(rank)
-        ]
+        workers = self._workers_at(rank)
         for worker in workers:
             self._scheduler.handle_worker_status_change(Status.paused, worker, f"skyward-hold-{rank}")
             left = self._left_at(worker)
@@ -50,6 +50,27 @@ class NodeHolding(SchedulerPlugin):
                 self._left[worker.address] = left
                 self._scheduler.log_event(self._topic, pickle.dumps(WorkerHeld(worker.address, left)))
         return sum(map(self._left_at, workers))
+
+    def free(self, rank: int) -> None:
+        """Give the workers of a node calls again. Idempotent."""
+        for worker in self._workers_at(rank):
+            if worker.status is Status.paused:
+                self._scheduler.handle_worker_status_change(Status.running, worker, f"skyward-free-{rank}")
+            self._left.pop(worker.address, None)
+            self._scheduler.log_event(self._topic, pickle.dumps(WorkerFree(str(worker.name), worker.address)))
+
+    def kept(self, rank: int) -> int:
+        """Return how many values a node has that somebody may ask for: results of tasks that nobody has released, other
+        than small ones of detached calls, which the scheduler has; large ones of detached calls.
+        """
+        calls = cast("CallMemory", self._scheduler.plugins[CallMemory.name]).detached
+        keys = [str(task.key) for worker in self._workers_at(rank) for task in worker.has_what]
+        return sum(not is_detached(key) for key in keys) + calls.results_at(rank)
+
+    def _workers_at(self, rank: int) -> list[Any]:
+        return [
+            worker for worker in self._scheduler.workers.values() if str(worker.name).partition("-")[0] == str(rank)
+        ]
 
     @staticmethod
     def _left_at(worker: Any) -> int:

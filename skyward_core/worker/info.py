@@ -26,6 +26,9 @@ class InstanceInfo:
     (Trainium, Inferentia) that this process may use, also in NEURON_RT_VISIBLE_CORES for AWS's runtime: a part of the
     node's if calls run there at once. Empty elsewhere, and if the runtime chooses. `is_simulated`: `Local` simulates
     these accelerators. `is_broadcast`: the same call runs on every worker of the pool (`call @ pool`).
+
+    In a pool of `nodes=(least, most)`, `node` and `total_nodes` of a broadcast count the nodes that it runs on. In
+    other calls `total_nodes` is the most that the pool may have.
     """
 
     node: int
@@ -83,9 +86,17 @@ def to_env(info: InstanceInfo) -> str:
     return json.dumps(fields)
 
 
-def of_call(text: str, job_id: str, *, is_broadcast: bool) -> str:
-    """Return the text of `to_env` for one call, from the text that has JOB_PLACE in place of its job's id."""
+def of_call(text: str, job_id: str, *, is_broadcast: bool, place: tuple[int, int] | None = None) -> str:
+    """Return the text of `to_env` for one call, from the text that has JOB_PLACE in place of its job's id.
+
+    `place` is that of its node among the nodes of the broadcast, and their number; None: as the text says.
+    """
     filled = text.replace(JOB_PLACE, job_id)
+    if place is not None:
+        fields = json.loads(filled)
+        if place != (fields["node"], fields["total_nodes"]):
+            fields["node"], fields["total_nodes"] = place
+            filled = json.dumps(fields)
     return f'{filled[:-1]}, "is_broadcast": true}}' if is_broadcast else filled
 
 

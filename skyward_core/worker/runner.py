@@ -96,7 +96,7 @@ def run_calls(line: RunnerChannels) -> NoReturn:
         if line.room is not None:
             line.room.settle()
         call = request.call
-        info.set(of_call(line.info, call.job_id, is_broadcast=call.job_id != call.call_id))
+        info.set(of_call(line.info, call.job_id, is_broadcast=call.job_id != call.call_id, place=call.place))
         if line.coordination:
             coordination.set(channel.of_call(line.coordination, call.call_id))
         if request.secrets is not None:

@@ -186,7 +186,8 @@ class Call(NamedTuple):
     the names of the scattered values that it uses, which are entries of the batch's functions too. A runner keeps the
     function for later calls, unless it refers to scattered values itself. `ahead` is set for a call that streams: how
     many items it may yield before the client has taken the first.
-    `timeout_seconds`: how long the slot lets it run; None: any time.
+    `timeout_seconds`: how long the slot lets it run; None: any time. `place`: for a call of a broadcast, the place of
+    its node among those of the broadcast, from 0 on, and how many these are; None: as the node's settings say.
     """
 
     call_id: str
@@ -197,6 +198,7 @@ class Call(NamedTuple):
     shared: tuple[str, ...] = ()
     keeps_function: bool = True
     ahead: int = 0
+    place: tuple[int, int] | None = None
 
 
 class Credit(NamedTuple):

@@ -22,7 +22,7 @@ LINE = sky.LogLine(0, "i-1", "hello", 1.0)
 def test_every_event_is_part_of_the_union() -> None:
     """`SkywardEvent` lists every event class, and `skyward_core` exports each."""
     assert set(typing.get_args(sky.SkywardEvent.__value__)) == set(EVENTS)
-    assert len(EVENTS) == 27
+    assert len(EVENTS) == 28
     assert all(getattr(sky, kind.__name__) is kind for kind in EVENTS)
 
 

@@ -32,7 +32,7 @@ def here(rank: int, port: int) -> int:
 
 
 def forwarding_of(nodes: int, workers: int = 1) -> PortForwarding:
-    spec: Any = SimpleNamespace(nodes=nodes, workers_per_node=workers)
+    spec: Any = SimpleNamespace(most_nodes=nodes, workers_per_node=workers)
     return PortForwarding(spec)
 
 

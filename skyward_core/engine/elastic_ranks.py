@@ -1,0 +1,330 @@
+"""The ranks of an elastic pool that come and go: a pure state machine beside `membership`, messages in and actions out.
+
+It has no threads, no machines and no clock. `scaling.ScalingPolicy` says how many nodes there should be; this brings
+the ranks there. `membership.Membership` looks after the ranks that are nodes, and replaces those that are lost.
+
+    absent ──wanted──▶ coming ──its workers have joined──▶ node ──too many──▶ draining ──at rest──▶ leaving ──▶ absent
+                        ├──no machine is to be had, still wanted──▶ coming (tried again later)
+                        └──not wanted any more──▶ absent
+    draining ──wanted again──▶ node
+    draining ──its node is lost──▶ leaving, or with calls that are bound to it: node (and replaced)
+
+A node that is draining is in no new broadcast, and gets no more calls, from any client. It leaves when it has no call,
+no result on its way, and nothing that another call may ask for. Then its workers end, and its machine after them. The
+head (rank 0) never leaves. The highest rank leaves first, one that is vacant before all others.
+
+While the head is away nothing begins: nodes that come or leave go on when there is a head again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from skyward_core.concurrency.backoff import Backoff
+from skyward_core.engine.membership import (
+    FIRST_PAUSE_SECONDS,
+    HOLD_SECONDS,
+    JOIN_ANEW_SECONDS,
+    LATE_SECONDS,
+    LONGEST_PAUSE_SECONDS,
+    LOOKS_AT_REST,
+    REJOIN_SECONDS,
+    Membership,
+    MembershipView,
+)
+from skyward_core.engine.membership_actions import (
+    AddNode,
+    DrainNode,
+    EmitMembershipEvent,
+    Free,
+    LeaveOut,
+    MembershipAction,
+    RemoveNode,
+    Retire,
+    TakeIn,
+)
+from skyward_core.engine.scaling import Load, ScalingPolicy
+from skyward_core.errors import PoolClosed
+from skyward_core.events.events import Error, InstanceLost, NodesScaled
+
+
+@dataclass(slots=True)
+class _Coming:
+    """A rank that is to get a node: whether a machine is being rented for it, or when that is tried again."""
+
+    is_trying: bool = False
+    try_at: float = 0.0
+    failures: int = 0
+
+
+@dataclass(slots=True)
+class _Draining:
+    """A node that is to leave: since when it is at rest, and what has been requested.
+
+    `bound` is how many calls can run nowhere else; None: not known yet. `is_asking`: a request is under way. `is_lost`:
+    its node is gone. `retired_at` is when its workers were asked to end.
+    """
+
+    instance_id: str
+    ask_at: float
+    bound: int | None = None
+    looks_at_rest: int = 0
+    is_asking: bool = False
+    is_wanted: bool = False
+    is_lost: bool = False
+    retired_at: float | None = None
+    lost_by: float | None = None
+
+
+class ElasticRanks:
+    """Brings the ranks of a pool to the number that the policy decides. One thread uses it."""
+
+    def __init__(self, membership: Membership, policy: ScalingPolicy) -> None:
+        self._membership = membership
+        self._policy = policy
+        self._actions: deque[MembershipAction] = deque()
+        self._coming: dict[int, _Coming] = {}
+        self._draining: dict[int, _Draining] = {}
+        self._leaving: set[int] = set()
+        """Ranks whose machine is being ended."""
+        self._announced = policy.target
+        self._had_head = True
+        self._is_settled = False
+
+    def next_action(self) -> MembershipAction | None:
+        """Take the next action."""
+        return self._actions.popleft() if self._actions else None
+
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether no rank comes or leaves at this moment."""
+        return not (self._draining or self._leaving or any(one.is_trying for one in self._coming.values()))
+
+    # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def observe(self, now: float, load: Load) -> None:
+        """Decide how many nodes there should be."""
+        self._policy.decide(now, len(self._membership.ranks), load)
+
+    def fix(self, nodes: int | None) -> None:
+        """Keep this number of nodes, which the user has set; None: decide again."""
+        self._policy.fix(nodes)
+        for one in self._coming.values():
+            one.try_at = 0.0
+
+    def settle(self, *, is_settled: bool) -> None:
+        """Let no more nodes come or leave: those that are draining get calls again, if their workers still run. False:
+        go on.
+        """
+        self._is_settled = is_settled
+
+    def turn(self, now: float, view: MembershipView) -> None:
+        """Look at the ranks and the clock."""
+        if not self._membership.has_head:
+            self._had_head = False
+            return
+        if not self._had_head:  # as for all nodes: some time to join the new head
+            self._had_head = True
+            for one in self._draining.values():
+                one.lost_by = now + JOIN_ANEW_SECONDS
+        self._announce()
+        self._adjust(now, view)
+        for rank, one in list(self._draining.items()):
+            self._drain(rank, one, now, view)
+        for rank, one in self._coming.items():
+            if not one.is_trying and now >= one.try_at:
+                one.is_trying = True
+                self._actions.append(AddNode(rank))
+
+    def added(self, rank: int, failure: Exception | None, now: float) -> None:
+        """An attempt to give a rank a node has ended."""
+        one = self._coming[rank]
+        one.is_trying = False
+        if failure is None:
+            del self._coming[rank]
+            self._membership.admit(rank)
+            self._policy.grown()
+            self._actions.append(TakeIn(rank))
+            return
+        if isinstance(failure, PoolClosed):
+            one.try_at = now + LONGEST_PAUSE_SECONDS
+            return
+        one.failures += 1
+        pause = Backoff(FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS).seconds(one.failures)
+        one.try_at = now + pause
+        rest = self._policy.not_grown(now)
+        if rest is None and not self._policy.is_fixed:
+            return
+        seconds = pause if rest is None or self._policy.is_fixed else rest
+        self._emit(
+            Error(
+                f"the pool cannot grow, and goes on with {_nodes(len(self._membership.ranks))}; it tries again in"
+                f" {seconds:.0f} s at the earliest: {failure}"
+            )
+        )
+
+    def drained(self, rank: int, instance_id: str, left: int | None, bound: int) -> None:
+        """A node gets no more calls, and has `left` of them; None: it has not answered.
+
+        `bound` is how many calls can run nowhere else.
+        """
+        if (one := self._draining_of(rank, instance_id)) is not None:
+            one.is_asking = False
+            one.looks_at_rest = 0 if left is None or left or bound else one.looks_at_rest + 1
+            one.bound = bound if left is not None else None
+
+    def freed(self, rank: int, *, is_free: bool) -> None:
+        """The request to give a node calls again is answered."""
+        if (one := self._draining.get(rank)) is not None:
+            one.is_asking = False
+            if is_free:
+                self._take_back(rank)
+
+    def retired(self, rank: int, instance_id: str, now: float, *, is_retired: bool) -> None:
+        """The request to end a node's workers is over; `is_retired` is False if the node has not answered."""
+        if (one := self._draining_of(rank, instance_id)) is not None:
+            one.is_asking = False
+            one.retired_at = now if is_retired else None
+
+    def removed(self, rank: int) -> None:
+        """The machine of a rank that has left is being ended by its provider."""
+        self._leaving.discard(rank)
+
+    # ── more or fewer nodes ──────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _kept(self) -> int:
+        """How many nodes there are that are not to leave."""
+        return len(self._membership.ranks) + sum(one.is_wanted for one in self._draining.values())
+
+    @property
+    def _size(self) -> int:
+        """How many nodes there will be, if nothing fails."""
+        return self._kept + len(self._coming)
+
+    def _announce(self) -> None:
+        before, self._announced = self._announced, self._policy.target
+        if before != self._announced:
+            self._emit(NodesScaled(self._announced, before, self._policy.reason))
+
+    def _adjust(self, now: float, view: MembershipView) -> None:
+        if self._is_settled:
+            for rank in [rank for rank, one in self._coming.items() if not one.is_trying]:
+                del self._coming[rank]
+            for one in self._draining.values():
+                one.is_wanted = True
+            return
+        target = self._policy.target
+        while self._size > target and self._call_off():
+            pass
+        while self._kept > target and self._begin_to_drain(now, view):
+            pass
+        while self._size < target and (self._want_back() or self._begin_to_come()):
+            pass
+
+    def _call_off(self) -> bool:
+        """Drop a rank that waits for its next try, or let a wanted one drain on."""
+        for rank in sorted(self._coming, reverse=True):
+            if not self._coming[rank].is_trying:
+                del self._coming[rank]
+                return True
+        wanted = [one for one in self._draining.values() if one.is_wanted and not one.is_asking]
+        for one in wanted[:1]:
+            one.is_wanted = False
+        return bool(wanted)
+
+    def _begin_to_drain(self, now: float, view: MembershipView) -> bool:
+        """Let the highest rank leave for which nothing else is under way, vacant ones first. The head never leaves."""
+        ranks = sorted(self._membership.ranks - {0}, key=lambda rank: (not self._membership.is_vacant(rank), -rank))
+        for rank in ranks:
+            if not self._membership.part_with(rank):
+                continue
+            machine = next((node.instance.id for node in view.nodes if node.rank == rank), None)
+            self._actions.append(LeaveOut(rank))
+            self._draining[rank] = _Draining(machine or "", now)
+            return True
+        return False
+
+    def _want_back(self) -> bool:
+        """Keep a node that is draining, the lowest first, unless its workers were asked to end."""
+        for _, one in sorted(self._draining.items()):
+            if not one.is_wanted and one.retired_at is None and one.looks_at_rest < LOOKS_AT_REST:
+                one.is_wanted = True
+                return True
+        return False
+
+    def _begin_to_come(self) -> bool:
+        taken = self._membership.ranks | self._coming.keys() | self._draining.keys() | self._leaving
+        free = [rank for rank in range(1, len(taken) + 2) if rank not in taken]
+        self._coming[free[0]] = _Coming()
+        return True
+
+    # ── one node leaves ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _drain(self, rank: int, one: _Draining, now: float, view: MembershipView) -> None:
+        machine = next((node.instance.id for node in view.nodes if node.rank == rank), "")
+        if not one.is_lost and (not machine or machine != one.instance_id):
+            one.is_lost, one.bound = True, None
+        elif not one.is_lost and not view.has(rank):
+            self._miss(rank, one, now, view)
+        if rank not in self._draining:
+            return
+        if one.is_lost and one.bound is not None:
+            self._lose(rank, one, view)
+        elif one.retired_at is not None and now > one.retired_at + LATE_SECONDS:
+            self._remove(rank, one)
+        elif not one.is_asking and now >= one.ask_at and one.retired_at is None and (one.is_lost or view.has(rank)):
+            one.lost_by = None
+            one.is_asking, one.ask_at = True, now + HOLD_SECONDS
+            self._actions.append(self._next_request(rank, one))
+
+    def _next_request(self, rank: int, one: _Draining) -> MembershipAction:
+        if one.is_lost:
+            return DrainNode(rank, one.instance_id)
+        if one.is_wanted:
+            return Free(rank)
+        if one.looks_at_rest >= LOOKS_AT_REST:
+            return Retire(rank, one.instance_id)
+        return DrainNode(rank, one.instance_id)
+
+    def _miss(self, rank: int, one: _Draining, now: float, view: MembershipView) -> None:
+        """Its workers are away: they were asked to end, or the node is lost."""
+        if one.retired_at is not None:
+            self._remove(rank, one)
+            return
+        one.lost_by = now + REJOIN_SECONDS if one.lost_by is None else one.lost_by
+        if now > one.lost_by or view.has_ended(rank):
+            one.is_lost, one.bound, one.ask_at = True, None, now
+
+    def _lose(self, rank: int, one: _Draining, view: MembershipView) -> None:
+        """A node is lost before it could leave: calls that can run nowhere else need its replacement."""
+        if one.bound or one.is_wanted:
+            self._take_back(rank)
+            return
+        if one.instance_id:
+            words = view.last_words(rank)
+            text = "its worker has left the pool while it was draining"
+            self._emit(InstanceLost(one.instance_id, rank, f"{text} ({words})" if words else text))
+        self._remove(rank, one)
+
+    def _take_back(self, rank: int) -> None:
+        del self._draining[rank]
+        self._membership.admit(rank)
+        self._actions.append(TakeIn(rank))
+
+    def _remove(self, rank: int, one: _Draining) -> None:
+        del self._draining[rank]
+        self._leaving.add(rank)
+        self._actions.append(RemoveNode(rank, one.instance_id))
+
+    def _draining_of(self, rank: int, instance_id: str) -> _Draining | None:
+        one = self._draining.get(rank)
+        return one if one is not None and one.instance_id == instance_id else None
+
+    def _emit(self, event: Error | InstanceLost | NodesScaled) -> None:
+        self._actions.append(EmitMembershipEvent(event))
+
+
+def _nodes(count: int) -> str:
+    return f"{count} node" if count == 1 else f"{count} nodes"
