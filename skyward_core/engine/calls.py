@@ -97,6 +97,11 @@ class CallTable:
         self._queue.drop(set(ids))
         self.fail(ids, error)
 
+    def bound_to(self, names: Sequence[str]) -> tuple[int, int]:
+        """Return how many calls wait for one of these workers, and how many in all can run nowhere else."""
+        waiting = sum(len(self._queue.pinned_to(name)) for name in names)
+        return waiting, sum(entry.worker in names for entry in self.entries.values())
+
     def end(self, error: SkywardError) -> None:
         """Make all calls raise this, now and later.
 

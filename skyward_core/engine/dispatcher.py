@@ -384,9 +384,7 @@ class Dispatcher:
 
     def bound_to(self, rank: int) -> tuple[int, int]:
         """Return how many calls wait for a worker of this node alone, and how many in all can run nowhere else."""
-        names = self.members.names_at(rank)
-        waiting = sum(len(self._queue.pinned_to(name)) for name in names)
-        return waiting, sum(entry.worker in names for entry in self._calls.entries.values())
+        return self._calls.bound_to(self.members.names_at(rank))
 
     @property
     def waiting(self) -> int:

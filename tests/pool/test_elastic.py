@@ -1,0 +1,250 @@
+"""Pools of `nodes=(least, most)` on this machine: they grow with their queue and shrink when they are idle, no call is
+lost or repeated, and nothing is left.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from tests.conftest import RecordedEvents, processes_by_tag, shared, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+WAIT_SECONDS = 60.0
+
+
+@sky.compute
+def held_back(number: int, folder: str) -> tuple[int, int]:
+    """Note that the call runs, and wait until the test lets it end."""
+    import os
+    import time
+    import uuid
+
+    open(os.path.join(folder, f"{number}-{uuid.uuid4().hex}"), "w").close()
+    while not os.path.exists(os.path.join(folder, "go")):
+        time.sleep(0.02)
+    return number, sky.instance_info().node
+
+
+@sky.compute
+def noted(number: int, folder: str) -> int:
+    """Note each time that the call runs."""
+    import os
+    import time
+    import uuid
+
+    open(os.path.join(folder, f"{number}-{uuid.uuid4().hex}"), "w").close()
+    time.sleep(0.02)
+    return number
+
+
+@sky.compute
+def place(numbers: list[int]) -> tuple[int, int, list[int]]:
+    info = sky.instance_info()
+    return info.node, info.total_nodes, sky.shard(numbers)
+
+
+@sky.compute
+def large(size: int) -> bytes:
+    import time
+
+    time.sleep(1)
+    return b"x" * size
+
+
+def pool_of(recorded: RecordedEvents, **keywords: Any) -> sky.ComputePool:
+    return sky.ComputePool(
+        **{"provider": sky.Local(), "nodes": (1, 3), "display": "quiet", "on_event": recorded, **keywords}
+    )
+
+
+def runs(folder: Path) -> list[int]:
+    return sorted(int(path.name.partition("-")[0]) for path in folder.iterdir() if path.name != "go")
+
+
+def scaled(recorded: RecordedEvents) -> list[tuple[int, int]]:
+    return [(event.before, event.nodes) for event in recorded.of(sky.NodesScaled)]
+
+
+@pytest.fixture
+def recorded() -> RecordedEvents:
+    return RecordedEvents()
+
+
+@pytest.fixture(scope="module")
+def wide_pool() -> Iterator[sky.ComputePool]:
+    """A pool of one to three nodes, which grows and shrinks only by `scale`."""
+    with shared(
+        sky.ComputePool(provider=sky.Local(), nodes=(1, 3), scale_up_after=3600, scale_down_after=3600, display="quiet")
+    ) as pool:
+        yield pool
+
+
+def test_a_queue_makes_the_pool_grow_and_idle_time_makes_it_shrink(recorded: RecordedEvents, tmp_path: Path) -> None:
+    """The call that runs meanwhile stays where it is. Each node has its own cost in the ledger, and it ends."""
+    pool = pool_of(recorded, provider=sky.Local(price_per_hour=36.0), scale_up_after=0.5, scale_down_after=1)
+    with pool:
+        calls = pool.submit_all([held_back(number, str(tmp_path)) for number in range(3)])
+        wait_until(lambda: runs(tmp_path) == [0, 1, 2], "three nodes run", WAIT_SECONDS)
+        assert pool.instance_count == 3
+        (tmp_path / "go").touch()
+        assert sorted(call.result()[0] for call in calls) == [0, 1, 2]
+        assert sorted(call.result()[1] for call in calls) == [0, 1, 2]
+        wait_until(lambda: pool.instance_count == 1, "one node is left", WAIT_SECONDS)
+        assert noted(7, str(tmp_path)) >> pool == 7
+    assert runs(tmp_path) == [0, 1, 2, 7]
+    assert scaled(recorded) == [(1, 3), (3, 1)]
+    assert not recorded.of(sky.InstanceLost)
+    assert pool.receipt is not None
+    resources = pool.receipt["resources"]
+    assert len(resources) == 3
+    assert all(one["gone_at"] is not None and one["cost_usd"] > 0 for one in resources)
+
+
+def test_scaling_with_calls_in_flight_loses_and_repeats_none(wide_pool: sky.ComputePool, tmp_path: Path) -> None:
+    calls = [wide_pool.submit(noted(number, str(tmp_path))) for number in range(100)]
+    assert wide_pool.scale(3, wait_seconds=WAIT_SECONDS) == 3
+    calls += [wide_pool.submit(noted(number, str(tmp_path))) for number in range(100, 200)]
+    assert wide_pool.scale(1, wait_seconds=WAIT_SECONDS) == 1
+    calls += [wide_pool.submit(noted(number, str(tmp_path))) for number in range(200, 300)]
+    assert [call.result() for call in calls] == list(range(300))
+    wait_until(lambda: wide_pool.instance_count == 1, "the others have left", WAIT_SECONDS)
+    assert runs(tmp_path) == list(range(300))
+
+
+def test_a_broadcast_uses_the_nodes_that_are_there_when_it_begins(wide_pool: sky.ComputePool, tmp_path: Path) -> None:
+    """Its nodes are numbered without gaps, and their shards are complete; a node that leaves ends its call first."""
+    numbers = list(range(7))
+    wide_pool.scale(1, wait_seconds=WAIT_SECONDS)
+    assert place(numbers) @ wide_pool == ((0, 1, numbers),)
+    assert wide_pool.scale(3, wait_seconds=WAIT_SECONDS) == 3
+    assert place(numbers) @ wide_pool == ((0, 3, [0, 3, 6]), (1, 3, [1, 4]), (2, 3, [2, 5]))
+    calls = wide_pool.submit_broadcast(held_back(0, str(tmp_path)))
+    wait_until(lambda: len(runs(tmp_path)) == 3, "the broadcast runs", WAIT_SECONDS)
+    assert wide_pool.scale(1, wait_seconds=WAIT_SECONDS) == 1
+    assert wide_pool.instance_count == 3
+    (tmp_path / "go").touch()
+    assert [call.result() for call in calls] == [(0, 0), (0, 1), (0, 2)]
+    wait_until(lambda: wide_pool.instance_count == 1, "the others have left", WAIT_SECONDS)
+    assert place(numbers) @ wide_pool == ((0, 1, numbers),)
+
+
+def test_a_node_keeps_a_large_result_until_it_is_forgotten(wide_pool: sky.ComputePool) -> None:
+    """A detached call's result in a file of its node: the node leaves when nobody can ask for it any more."""
+    assert wide_pool.scale(2, wait_seconds=WAIT_SECONDS) == 2
+    calls = [wide_pool.start_detached(large(1 << 20)) for _ in range(2)]
+    assert [len(call.result()) for call in calls] == [1 << 20] * 2
+    attempts = {call.attempts[-1].node for call in calls}
+    assert attempts == {0, 1}
+    assert wide_pool.scale(1, wait_seconds=WAIT_SECONDS) == 1
+    assert wide_pool.scale(2, wait_seconds=WAIT_SECONDS) == 2, "it is freed, because it has not left"
+    assert [len(call.result()) for call in calls] == [1 << 20] * 2
+    for call in calls:
+        call.forget()
+    wide_pool.scale(1)
+    wait_until(lambda: wide_pool.instance_count == 1, "it has left", WAIT_SECONDS)
+
+
+def test_a_node_that_is_killed_while_it_drains_is_not_replaced(wide_pool: sky.ComputePool, tmp_path: Path) -> None:
+    """Its call runs again elsewhere."""
+    assert wide_pool.scale(2, wait_seconds=WAIT_SECONDS) == 2
+    calls = wide_pool.submit_all([held_back(number, str(tmp_path)) for number in range(2)])
+    wait_until(lambda: len(runs(tmp_path)) == 2, "both run", WAIT_SECONDS)
+    assert wide_pool.scale(1, wait_seconds=WAIT_SECONDS) == 1
+    machine = wide_pool.lease.nodes[1].instance
+    for pid, tag in processes_by_tag("SKYWARD_INSTANCE_ID"):
+        if tag == machine.id:
+            os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: wide_pool.instance_count == 1, "the node is gone", WAIT_SECONDS)
+    (tmp_path / "go").touch()
+    assert sorted(call.result() for call in calls) == [(0, 0), (1, 0)]
+    assert wide_pool.scale(1, wait_seconds=WAIT_SECONDS) == 1
+
+
+def test_money_for_one_node_alone_lets_nothing_grow(recorded: RecordedEvents) -> None:
+    """A warning says why, and calls go on with what there is."""
+    provider = sky.Local(price_per_hour=1.0)
+    with pool_of(recorded, provider=provider, max_cost=0.25) as pool:
+        assert pool.scale(3) == 1
+        wait_until(lambda: recorded.of(sky.Error), "the warning", WAIT_SECONDS)
+        assert "max_cost=0.25 would last for" in recorded.of(sky.Error)[0].message
+        assert "goes on with 1 node" in recorded.of(sky.Error)[0].message
+        assert len(recorded.of(sky.InstanceProvisioned)) == 1
+        assert place([1]) >> pool == (0, 3, [1])
+
+
+def test_a_pool_that_closes_while_it_grows_leaves_nothing(recorded: RecordedEvents) -> None:
+    with pool_of(recorded) as pool:
+        pool.scale(3)
+        wait_until(lambda: recorded.of(sky.InstanceLaunching)[1:], "it grows", WAIT_SECONDS)
+    assert pool.receipt is not None
+    assert all(one["gone_at"] is not None for one in pool.receipt["resources"])
+
+
+def test_a_pool_that_is_detached_while_it_grows_is_left_with_its_nodes(recorded: RecordedEvents) -> None:
+    """The machine that is coming is given back; the others go on, in the pool of whoever attaches."""
+    pool = pool_of(recorded, lease_seconds=30).open()
+    pool.scale(3)
+    wait_until(lambda: recorded.of(sky.InstanceLaunching)[1:], "it grows", WAIT_SECONDS)
+    lease = pool.detach()
+    try:
+        with sky.ComputePool.attach(lease, on_event=recorded) as attached:
+            assert len(place([1]) @ attached) == len(lease.nodes)
+            with pytest.raises(sky.BadRequest, match="only the process that has opened the pool"):
+                attached.scale(2)
+    finally:
+        sky.release(lease.pool_id)
+
+
+def test_a_client_that_is_killed_while_its_pool_grows_leaves_nothing(tmp_path: Path) -> None:
+    """Its reaper ends all nodes, also those that were just rented."""
+    program = textwrap.dedent("""
+        import skyward_core as sky
+
+        def show(event):
+            if isinstance(event, (sky.InstanceProvisioned, sky.NodesScaled)):
+                print(type(event).__name__, getattr(event, "instance_id", ""), flush=True)
+
+        with sky.ComputePool(provider=sky.Local(), nodes=(1, 3), display="quiet", on_event=show) as pool:
+            pool.scale(3)
+            input()
+    """)
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path
+    ) as process:
+        timer = threading.Timer(WAIT_SECONDS, process.kill)
+        timer.start()
+        assert process.stdout is not None
+        machines: list[str] = []
+        while len(machines) < 2:
+            kind, _, machine = process.stdout.readline().strip().partition(" ")
+            assert kind, "the program has ended"
+            machines += [machine] if machine else []
+        process.kill()
+        timer.cancel()
+    wait_until(
+        lambda: not {tag for _, tag in processes_by_tag("SKYWARD_INSTANCE_ID")} & set(machines),
+        "all are gone",
+        WAIT_SECONDS,
+    )
+
+
+def test_what_cannot_be_scaled_is_refused(wide_pool: sky.ComputePool) -> None:
+    for nodes in (0, 4, "two", True):
+        with pytest.raises(sky.BadRequest, match="write a number from 1 to 3"):
+            wide_pool.scale(nodes)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(sky.BadRequest, match="wait_seconds=-1"):
+        wide_pool.scale(1, wait_seconds=-1)
+    with pytest.raises(sky.PoolClosed):
+        sky.ComputePool(provider=sky.Local(), nodes=(1, 2)).scale(1)
