@@ -37,6 +37,11 @@ class BroadcastRanks:
             with self._lock:
                 self._beginning.subtract(ranks)
 
+    def set(self, ranks: Iterable[int]) -> None:
+        """Let broadcasts use these ranks."""
+        with self._lock:
+            self._ranks = sorted(ranks)
+
     def take_in(self, rank: int) -> None:
         """Let broadcasts use a rank. Idempotent."""
         with self._lock:

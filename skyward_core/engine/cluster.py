@@ -80,6 +80,7 @@ class Cluster:
         self._transports = transports
         self._ranks = BroadcastRanks(node.rank for node in lease.nodes)
         """The pool's ranks: a node that is lost is soon replaced under its rank."""
+        # nodes that come and leave
         self.draining = NodeDraining(self.owner, self._ranks, self.hold, self._ask)
         self.retries = retries
         self._emit = emit
@@ -127,7 +128,7 @@ class Cluster:
 
         None: it does not any more.
         """
-        self._ranks = sorted({*self._ranks, *ranks})
+        self._ranks.set(ranks)
         self.owner.post(lambda: self.owner.keep(counts, secrets))
 
     @property
@@ -250,23 +251,6 @@ class Cluster:
             )
         except TimeoutError:
             return left + 1
-
-    # ── nodes that come and leave (`node_draining`) ──────────────────────────────────────────────────────────────────
-
-    def backlog(self) -> int:
-        """Return how many calls of all clients wait because all slots are taken; those of this one, if the scheduler
-        does not answer.
-        """
-        try:
-            others = int(self._ask("skyward_waiting", BUSY_SECONDS))
-        except (SkywardError, OSError):
-            others = 0
-        return self.dispatcher.waiting + others
-
-    @property
-    def size(self) -> int:
-        """How many nodes take calls and are not to leave."""
-        return sum(self.has(rank) for rank in self._ranks.all)
 
     # ── when the scheduler is out of reach ───────────────────────────────────────────────────────────────────────────
 

@@ -40,7 +40,7 @@ Dead machines are released in both cases.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -185,8 +185,9 @@ class Membership:
     Messages may add actions, which `next_action` returns in their order.
     """
 
-    def __init__(self, nodes: int, lease_seconds: float) -> None:
-        self._ranks = set(range(nodes))
+    def __init__(self, nodes: int | Iterable[int], lease_seconds: float) -> None:
+        """`nodes`: how many there are, or their ranks."""
+        self._ranks = set(range(nodes) if isinstance(nodes, int) else nodes)
         """The ranks that are to have a node: those that are lost are replaced."""
         self._lease_seconds = lease_seconds
         self._patience = min(HEAD_PATIENCE_SECONDS, lease_seconds / 2)

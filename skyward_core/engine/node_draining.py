@@ -9,9 +9,12 @@ from typing import Any
 
 from skyward_core.engine.broadcast_ranks import BroadcastRanks
 from skyward_core.engine.owner import EngineThread
+from skyward_core.errors import SkywardError
+from skyward_core.worker.calls import WAITING
 from skyward_core.worker.draining import FREE, KEPT
 
 ANSWER_SECONDS = 1.0
+BUSY_SECONDS = 2.0  # the caller renews leases, and cannot wait for a silent head
 
 
 class NodeDraining:
@@ -27,6 +30,21 @@ class NodeDraining:
         self._ranks = ranks
         self._hold = hold
         self._ask = ask
+
+    @property
+    def size(self) -> int:
+        """How many nodes take calls and are not to leave."""
+        return sum(self._owner.dispatcher.members.has(rank) for rank in self._ranks.all)
+
+    def backlog(self) -> int:
+        """Return how many calls of all clients wait because all slots are taken; those of this one, if the scheduler
+        does not answer.
+        """
+        try:
+            others = int(self._ask(WAITING, BUSY_SECONDS))
+        except (SkywardError, OSError):
+            others = 0
+        return self._owner.dispatcher.waiting + others
 
     def take_in(self, rank: int) -> None:
         """Let broadcasts use the node of this rank, from now on."""

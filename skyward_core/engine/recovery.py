@@ -143,7 +143,7 @@ class Recovery:
         self,
         machines: MachineControl,
         cluster: ClusterControl,
-        nodes: int,
+        nodes: int | Collection[int],
         lease_seconds: float,
         emit: Callable[[SkywardEvent], object],
         clock: Callable[[], float] = time.monotonic,

@@ -33,18 +33,24 @@ class Load:
 class ScalingPolicy:
     """Decides how many nodes there should be. One thread uses it; times are in seconds, on one clock.
 
-    `slots` is how many calls one node runs at once.
+    `slots` is how many calls one node runs at once; `nodes` is how many there are at first, by default the least.
     """
 
     def __init__(
-        self, least: int, most: int, slots: int, scale_up_after: float = 30.0, scale_down_after: float = 300.0
+        self,
+        least: int,
+        most: int,
+        slots: int,
+        scale_up_after: float = 30.0,
+        scale_down_after: float = 300.0,
+        nodes: int | None = None,
     ) -> None:
         self.least = least
         self.most = most
         self._slots = slots
         self._scale_up_after = scale_up_after
         self._scale_down_after = scale_down_after
-        self._target = least
+        self._target = least if nodes is None else max(least, min(nodes, most))
         self._fixed: int | None = None
         self._waiting_since: float | None = None
         self._idle_since: float | None = None

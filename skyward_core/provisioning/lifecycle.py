@@ -148,7 +148,7 @@ class PoolMachines:
         for rank, node in list(self._nodes.all.items()):
             if node.instance.id not in there and self._nodes.drop(rank, node):
                 self._rental.end_in_thread(node)
-        for rank in range(self._spec.nodes):
+        for rank in range(self._spec.most_nodes):
             self._replacement.dismiss(rank)
 
     def check(self) -> None:

@@ -181,6 +181,7 @@ class Selection:
 
         Raises NoCapacity if the strategy allows none of them, and BudgetExceeded if `max_cost` would not last for long.
         """
+        self._find_offers([*self.adopted])
         want = self._spec.requirements
         (answer,) = ask([self._rental.provider], want)
         sold = [offer for offer in answer.offers if matches(offer, want) is None]
@@ -244,7 +245,7 @@ class Selection:
             own = self.adopted.get(rank, first)
             near = _near(found, own.region)
             if not near:
-                raise none_left(self._spec.requirements, self._spec.nodes, refusals, errors)
+                raise none_left(self._spec.requirements, self._spec.least_nodes, refusals, errors)
             same = [one for one in near if (one.instance_type, one.is_spot) == (own.instance_type, own.is_spot)]
             self.offers.setdefault(rank, (same or near)[0])
 

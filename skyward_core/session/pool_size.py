@@ -5,13 +5,15 @@ The clock's thread calls `look`; any thread may call `scale`. It has no state: r
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from skyward_core.engine.recovery import Recovery
 from skyward_core.engine.scaling import Load, ScalingPolicy
-from skyward_core.errors import BadRequest
+from skyward_core.errors import BadRequest, SkywardError
+from skyward_core.machines.instances import Lease
 from skyward_core.spec import PoolSpec
 
 if TYPE_CHECKING:
@@ -22,12 +24,26 @@ SETTLE_SECONDS = 60.0
 """How long a pool that is detached waits for a machine that is just being rented."""
 
 
-def policy_of(spec: PoolSpec) -> ScalingPolicy | None:
-    """Return the policy of an elastic pool; None for a pool of one size."""
+def policy_of(spec: PoolSpec, nodes: int | None = None) -> ScalingPolicy | None:
+    """Return the policy of an elastic pool, which has so many nodes now (None: the least); None for a pool of one
+    size.
+    """
     if not spec.is_elastic:
         return None
     slots = spec.workers_per_node * spec.concurrency
-    return ScalingPolicy(spec.least_nodes, spec.most_nodes, slots, spec.scale_up_after, spec.scale_down_after)
+    return ScalingPolicy(spec.least_nodes, spec.most_nodes, slots, spec.scale_up_after, spec.scale_down_after, nodes)
+
+
+def ranks_of(spec: PoolSpec, lease: Lease) -> set[int]:
+    """Return the ranks that a pool is to have which another process has left with this lease."""
+    return {*range(spec.least_nodes), *(node.rank for node in lease.nodes)}
+
+
+def free_all(cluster: Cluster, ranks: Iterable[int]) -> None:
+    """Give nodes calls again that another process was about to take out of the pool. Raises nothing."""
+    for rank in ranks:
+        with contextlib.suppress(SkywardError, OSError):  # then the scheduler is lost, and another one knows of no hold
+            cluster.draining.free(rank)
 
 
 class PoolSize:
@@ -43,7 +59,7 @@ class PoolSize:
         """Measure the load, and let the pool grow or shrink."""
         if self._spec.is_elastic:
             is_busy = self._is_busy() or not self._cluster.is_idle
-            self._recovery.observe(Load(self._cluster.backlog() if is_busy else 0, is_busy))
+            self._recovery.observe(Load(self._cluster.draining.backlog() if is_busy else 0, is_busy))
 
     def scale(self, nodes: int | None, wait_seconds: float) -> int:
         """Keep the pool at this number of nodes; None: let it grow and shrink by itself. Return how many take calls, as
@@ -60,6 +76,6 @@ class PoolSize:
             )
         self._recovery.fix_size(nodes)
         deadline = time.monotonic() + wait_seconds
-        while nodes is not None and self._cluster.size != nodes and time.monotonic() < deadline:
+        while nodes is not None and self._cluster.draining.size != nodes and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)
-        return self._cluster.size
+        return self._cluster.draining.size

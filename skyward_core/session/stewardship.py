@@ -39,6 +39,7 @@ from skyward_core.session.call_ledger import note_all
 from skyward_core.session.clock import Clock
 from skyward_core.session.event_emitter import EventEmitter
 from skyward_core.session.limits import Limits
+from skyward_core.session.pool_size import PoolSize, free_all, policy_of, ranks_of
 from skyward_core.session.sealed_lease import SharedLease, find_lease
 from skyward_core.session.steward_guard import StewardGuard
 from skyward_core.spec import PoolSpec
@@ -133,8 +134,12 @@ class Stewardship:
         machines.adopt(lease, listed, is_launch_unsure=unanswered)
         self._shared.adopt(lease)
         cluster = self._cluster
-        self._recovery = Recovery(machines, cluster, self._spec.nodes, self._spec.lease_seconds, emit)
-        cluster.keep(meter, self._secrets, range(self._spec.nodes))
+        ranks = ranks_of(self._spec, lease)
+        policy = policy_of(self._spec, len(ranks))
+        self._recovery = Recovery(machines, cluster, ranks, self._spec.lease_seconds, emit, scaling=policy)
+        cluster.keep(meter, self._secrets, ranks)
+        if policy is not None:
+            free_all(cluster, ranks)
         cluster.know(lease)
         self._attached.paid_seconds = spending_limit.paid_seconds
         return Limits(
@@ -178,7 +183,8 @@ class Stewardship:
         self._recovery.start()
         self._attached.keep(self._recovery)
         journal = self._bookkeeping.journal
-        often = [self._know_lease, limits.check_money, limits.check_work]
+        size = PoolSize(self._spec, self._cluster, self._recovery, lambda: limits.is_busy)
+        often = [self._know_lease, limits.check_money, limits.check_work, size.look]
         seldom = [
             lambda: self._guard.is_certain and journal.note(),
             lambda: self._guard.is_certain and self._shared.keep_current(self._attached.lease),

@@ -26,6 +26,8 @@ from skyward_core.worker.topic import Topic
 
 RESUME, ACKNOWLEDGE, LEAVE = "skyward-resume", "skyward-acknowledge", "skyward-leave"
 """Operations on a client's stream to the scheduler, beside CANCEL."""
+WAITING = "skyward_waiting"
+"""The operation that counts the calls that wait for a slot."""
 CREDIT = "skyward-credit"
 """The same on both streams: streaming calls may go on."""
 
@@ -140,7 +142,7 @@ class CallMemory(SchedulerPlugin):
                 "skyward_busy": self.skyward_busy,
                 BUSY_TIMES: self.skyward_busy_times,
                 "skyward_load": self.skyward_load,
-                "skyward_waiting": self.skyward_waiting,
+                WAITING: self.skyward_waiting,
             }
         )
         self.detached.start(scheduler)
