@@ -70,10 +70,9 @@ def with_warm(known: Mapping[Bucket, int], totals: Mapping[Bucket, int]) -> dict
     A process that counts its time has all of its life, and none of it as warm: it takes warm time for idle time.
     """
     warm = known[Bucket.WARM]
-    if not warm or totals.get(Bucket.WARM):
+    if not warm or totals.get(Bucket.WARM) or Bucket.IDLE not in totals:
         return {**known, **totals}
-    idle = max(0, totals.get(Bucket.IDLE, 0) - warm)
-    return {**known, **totals, Bucket.WARM: warm, Bucket.IDLE: idle}
+    return {**known, **totals, Bucket.WARM: warm, Bucket.IDLE: max(0, totals[Bucket.IDLE] - warm)}
 
 
 def closing_values(row: Values, since: int | None, until: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from skyward_core.cleanup.pool_record import close_entries
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.names_policy import Join, NameState, Rent
 from skyward_core.ledger.rows import Bucket, CostBy, Price
+from skyward_core.ledger.warm_time import with_warm
 from tests.ledger.test_ledger import (  # noqa: F401 - fixtures
     Clock,
     clock,
@@ -177,3 +178,10 @@ def test_the_account_pays_for_warm_time(ledger: Ledger, clock: Clock) -> None:
     warm = next(row for row in ledger.cost_rows(CostBy.BUCKET, pool_id="sky-a") if row.key == Bucket.WARM)
     assert warm.cost_usd == Decimal("0.327250")
     assert LEASE_SECONDS < warm.seconds == 3570
+
+
+def test_a_note_without_idle_time_does_not_change_it() -> None:
+    """With idle time, the warm time is not counted twice."""
+    known = {**dict.fromkeys(Bucket, 0), Bucket.IDLE: 5, Bucket.WARM: 3}
+    assert with_warm(known, {Bucket.LOST: 1}) == {**known, Bucket.LOST: 1}
+    assert with_warm(known, {Bucket.IDLE: 9}) == {**known, Bucket.IDLE: 6}
