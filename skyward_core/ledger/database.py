@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
-from sqlalchemy import Connection
+from sqlalchemy import BigInteger, ColumnElement, Connection, extract, func, select
+from sqlalchemy import cast as cast_to
 
 from skyward_core.ledger.checkpoints import Checkpoints
 from skyward_core.ledger.schema import MIGRATIONS, migrate, schema_version
 from skyward_core.ledger.sql_engine import ledger_errors, open_engine, parse_url
-from skyward_core.ledger.tables import ATTEMPTS, CALLS, POOLS, RESERVATIONS, RESOURCES
+from skyward_core.ledger.tables import ATTEMPTS, CALLS, POOLS, RESERVATIONS, RESOURCES, stamp
 from skyward_core.ledger.turns import Turns
 
 NUMBERS_PER_STATEMENT = 1000
@@ -23,10 +24,22 @@ NUMBERS_PER_STATEMENT = 1000
 class Database:
     """The database of one ledger: connections, transactions and the clock for its rows. Safe to use from threads."""
 
-    def __init__(self, url: str, clock: Callable[[], datetime], busy_timeout_seconds: float) -> None:
-        """Open the database at a SQLAlchemy URL, and create or migrate its tables."""
+    def __init__(
+        self,
+        url: str,
+        clock: Callable[[], datetime],
+        busy_timeout_seconds: float,
+        *,
+        uses_server_clock: bool = False,
+    ) -> None:
+        """Open the database at a SQLAlchemy URL, and create or migrate its tables.
+
+        `uses_server_clock`: `now` is the time of a PostgreSQL server, which all clients share.
+        """
         self.url = parse_url(url)
         self.clock = clock
+        """Returns the time of this machine."""
+        self.has_server_clock = uses_server_clock and self.url.get_backend_name() == "postgresql"
         self._is_closed = False
         self._engine = open_engine(self.url, busy_timeout_seconds)
         self._writing = self._engine.execution_options(skyward_writes=True)
@@ -66,6 +79,21 @@ class Database:
             else:
                 with _at_leisure(connection):
                     connection.exec_driver_sql(f"VACUUM {', '.join(tables)}")
+
+    def now(self, connection: Connection) -> datetime:
+        """Return the time of the server; without one (SQLite), that of this machine."""
+        if not self.has_server_clock:
+            return self.clock()
+        found: datetime = connection.execute(select(func.clock_timestamp())).scalar_one()
+        return found.astimezone(UTC)
+
+    def stamp_after(self, seconds: float) -> ColumnElement[int] | int:
+        """Return the microseconds since 1970 of so many seconds after `now`, as a part of a statement."""
+        more = timedelta(seconds=seconds)
+        if not self.has_server_clock:
+            return stamp(self.clock() + more)
+        microseconds = extract("epoch", func.clock_timestamp()) * 1_000_000
+        return cast_to(microseconds, BigInteger) + more // timedelta(microseconds=1)
 
     @contextmanager
     def read(self) -> Generator[Connection]:

@@ -119,10 +119,20 @@ class Ledger:
     """
 
     def __init__(
-        self, url: str, *, clock: Callable[[], datetime] = now, busy_timeout_seconds: float = BUSY_TIMEOUT_SECONDS
+        self,
+        url: str,
+        *,
+        clock: Callable[[], datetime] = now,
+        busy_timeout_seconds: float = BUSY_TIMEOUT_SECONDS,
+        uses_server_clock: bool | None = None,
     ) -> None:
-        """Open the ledger at a SQLAlchemy URL, and create or migrate it."""
-        self._database = Database(url, clock, busy_timeout_seconds)
+        """Open the ledger at a SQLAlchemy URL, and create or migrate it.
+
+        `uses_server_clock`: whether a PostgreSQL server's clock decides about pools with a name; None: unless another
+        clock is given.
+        """
+        of_server = clock is now if uses_server_clock is None else uses_server_clock
+        self._database = Database(url, clock, busy_timeout_seconds, uses_server_clock=of_server)
         self.url = self._database.url
         self._pools = Pools(self._database)
         self._intents = Intents(self._database)

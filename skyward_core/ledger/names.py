@@ -1,7 +1,7 @@
 """The ledger's tables of names and of clients: which pool a name has, and which processes use it.
 
 Each method is one transaction. It locks the row of the name first, then that of the pool (docs/decisions/0028, 0007).
-What it decides by is in `names_policy.py`. Times are those of the caller's machine; `SKEW_SECONDS` allows for that.
+What it decides by is in `names_policy.py`. Times are those of the PostgreSQL server, or of the one machine of SQLite.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from skyward_core.errors import LeaseLost
 from skyward_core.ledger import warm_time
 from skyward_core.ledger.database import Database
 from skyward_core.ledger.names_policy import (
+    SKEW_SECONDS,
     Claim,
     Client,
     Join,
@@ -52,10 +53,15 @@ class Names:
     def __init__(self, database: Database) -> None:
         """Use this database."""
         self._database = database
+        self._skew = SKEW_SECONDS if database.has_server_clock else 0.0
+        """For how long the lease of a pool counts beyond its end: it is written by the clocks of machines."""
 
     def now(self) -> datetime:
-        """Return the time by which the rows are judged."""
-        return self._database.clock()
+        """Return the time by which the rows are written and judged."""
+        if not self._database.has_server_clock:
+            return self._database.clock()
+        with self._database.read() as connection:
+            return self._database.now(connection)
 
     # ── open ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -85,7 +91,7 @@ class Names:
             elif isinstance(claim, Join):
                 self._insert_client(connection, client_id, claim.row.pool_id, owner, lease_seconds, work)
                 self._set(connection, name, state=NameState.IN_USE.value, warm_until_microseconds=None)
-                warm_time.end(connection, claim.row.pool_id, stamp(self._database.clock()))
+                warm_time.end(connection, claim.row.pool_id, stamp(self._database.now(connection)))
             return claim
 
     def opened(self, name: str, epoch: int) -> None:
@@ -109,7 +115,7 @@ class Names:
         keep_warm_seconds: float,
     ) -> None:
         if claim.dead_pool:
-            condemned = func.coalesce(POOLS.c.condemned_microseconds, stamp(self._database.clock()))
+            condemned = func.coalesce(POOLS.c.condemned_microseconds, self._database.stamp_after(0.0))
             connection.execute(
                 update(POOLS).where(POOLS.c.id == claim.dead_pool).values(condemned_microseconds=condemned)
             )
@@ -132,7 +138,7 @@ class Names:
 
         Raises LeaseLost if it has left, or is not known.
         """
-        end = stamp(self._database.clock() + timedelta(seconds=lease_seconds))
+        end = self._database.stamp_after(lease_seconds)
         values = {"lease_expires_microseconds": end, "slot_milliseconds": _at_least(slot_seconds)}
         with self._database.write() as connection:
             wanted = update(CLIENTS).where(CLIENTS.c.id == client_id, CLIENTS.c.left_microseconds.is_(None))
@@ -179,7 +185,6 @@ class Names:
         CLOSING: none does, and the caller must end it, and is its steward until then. None: the name has another pool,
         or the client had left before.
         """
-        now = self._database.clock()
         with self._database.write() as connection:
             facts = self._facts(connection, name)
             if facts is None or all(client.id != client_id or client.left_at for client in facts.clients):
@@ -192,9 +197,9 @@ class Names:
                 return NameState.IN_USE
             if may_be_warm and row.keep_warm_seconds and row.state in {NameState.IN_USE, NameState.WARM}:
                 self._end_client(connection, client_id, slot_seconds)
-                until = stamp(now + timedelta(seconds=row.keep_warm_seconds))
+                until = stamp(facts.now + timedelta(seconds=row.keep_warm_seconds))
                 self._set(connection, name, state=NameState.WARM.value, steward="", warm_until_microseconds=until)
-                warm_time.begin(connection, row.pool_id, stamp(now))
+                warm_time.begin(connection, row.pool_id, stamp(facts.now))
                 return NameState.WARM
             # the client stays until the pool has ended: its life shows that the pool is being closed
             self._set(connection, name, state=NameState.CLOSING.value, steward=client_id)
@@ -230,7 +235,7 @@ class Names:
                 return True
             if not is_last(facts, client_id):
                 return False
-            condemned = func.coalesce(POOLS.c.condemned_microseconds, stamp(self._database.clock()))
+            condemned = func.coalesce(POOLS.c.condemned_microseconds, self._database.stamp_after(0.0))
             connection.execute(update(POOLS).where(POOLS.c.id == pool_id).values(condemned_microseconds=condemned))
             return True
 
@@ -253,7 +258,7 @@ class Names:
         wanted = select(CLIENTS).where(CLIENTS.c.left_microseconds.is_(None))
         with self._database.read() as connection:
             found = read_rows(connection.execute(wanted).mappings(), client_of, unreadable)
-        now = self._database.clock()
+            now = self._database.now(connection)
         return dict(Counter(client.pool_id for client in found if client.lives(now, client.owner.state())))
 
     def clients(self, pool_id: str) -> list[Client]:
@@ -273,12 +278,19 @@ class Names:
         found = connection.execute(select(POOLS).where(POOLS.c.id == named.pool_id)).mappings().first()
         clients = _clients(connection, named.pool_id)
         states = {client.owner: client.owner.state() for client in clients}
-        return NameFacts(named, None if found is None else pool_of(found), clients, self._database.clock(), states)
+        return NameFacts(
+            named,
+            None if found is None else pool_of(found),
+            clients,
+            self._database.now(connection),
+            states,
+            self._skew,
+        )
 
     def _insert_client(
         self, connection: Connection, client_id: str, pool_id: str, owner: Owner, lease_seconds: float, work: Work
     ) -> None:
-        now = self._database.clock()
+        now = self._database.now(connection)
         values = {
             "id": client_id,
             "pool_id": pool_id,
@@ -292,7 +304,7 @@ class Names:
         connection.execute(insert(CLIENTS).values(values))
 
     def _end_client(self, connection: Connection, client_id: str, slot_seconds: float) -> None:
-        left = func.coalesce(CLIENTS.c.left_microseconds, stamp(self._database.clock()))
+        left = func.coalesce(CLIENTS.c.left_microseconds, self._database.stamp_after(0.0))
         values = {"left_microseconds": left, "slot_milliseconds": _at_least(slot_seconds)}
         connection.execute(update(CLIENTS).where(CLIENTS.c.id == client_id).values(values))
 

@@ -17,7 +17,9 @@ from skyward_core.machines.owner import Owner, OwnerState
 from skyward_core.work import NO_WORK, Work
 
 SKEW_SECONDS = 120.0
-"""How much the clocks of two machines may differ: a process of another machine is dead only so long after its lease."""
+"""How much the clock of a machine may differ from that of the server. Clients are written and judged by one clock, the
+leases of pools are written by the clocks of machines.
+"""
 
 
 class NotSteward(LedgerError):
@@ -77,13 +79,9 @@ class Client:
     def lives(self, now: datetime, state: OwnerState) -> bool:
         """Return whether the process may still use the pool.
 
-        A process that this machine sees must renew its lease too, because it may be stopped. Of any other process only
-        the lease is known, and its clock may differ.
+        It must renew its lease, also if this machine sees that it is there, because it may be stopped.
         """
-        if self.left_at is not None or state is OwnerState.DEAD:
-            return False
-        allowance = 0.0 if state is OwnerState.ALIVE else SKEW_SECONDS
-        return self.lease_expires_at + timedelta(seconds=allowance) > now
+        return self.left_at is None and state is not OwnerState.DEAD and self.lease_expires_at > now
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +89,8 @@ class NameFacts:
     """What is known of a name in one transaction.
 
     `pool` is the ledger's entry of its pool; None before the opener has written it. `clients` are those of that pool.
-    `states` has their owners; an owner that it lacks is UNKNOWN.
+    `states` has their owners; an owner that it lacks is UNKNOWN. `lease_skew_seconds` is for how long the lease of the
+    pool counts beyond its end.
     """
 
     row: NamedPool
@@ -99,6 +98,7 @@ class NameFacts:
     clients: Sequence[Client]
     now: datetime
     states: Mapping[Owner, OwnerState] = field(default_factory=dict[Owner, OwnerState])
+    lease_skew_seconds: float = 0.0
 
     def living(self) -> list[Client]:
         """Return the clients that may still use the pool, in the order in which they came."""
@@ -179,7 +179,7 @@ def why_dead(facts: NameFacts) -> str:
         return "a sweep has condemned it"
     if row.state is NameState.WARM and row.warm_until is not None and row.warm_until <= facts.now and not living:
         return "it was kept warm for as long as it should be"
-    if pool.lease_expires_at <= facts.now and not living:
+    if pool.lease_expires_at + timedelta(seconds=facts.lease_skew_seconds) <= facts.now and not living:
         return "its lease has run out"
     return ""
 

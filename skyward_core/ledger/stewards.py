@@ -66,7 +66,8 @@ class Stewards:
         rows = connection.execute(both.with_for_update() if is_locked else both).mappings()
         clients = [client_of(client) for client in rows]
         states = {client.owner: client.owner.state() for client in clients}
-        return NameFacts(named, None if pool is None else pool_of(pool), clients, self._database.clock(), states)
+        now = self._database.now(connection)
+        return NameFacts(named, None if pool is None else pool_of(pool), clients, now, states)
 
 
 def must_be_steward(connection: Connection, pool_id: str, epoch: int | None) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -246,7 +246,7 @@ def _must_live(ledger: Ledger, pool_id: str) -> None:
         raise NodeLost(f"pool {pool_id} is not there any more: it ended at {entry.ended_at:%Y-%m-%d %H:%M:%S} UTC")
     if entry.condemned_at is not None:
         raise LeaseLost(f"pool {pool_id} was judged dead, and its machines are being ended: open another one")
-    if entry.lease_expires_at + CLOCK_SKEW < datetime.now(UTC):
+    if entry.lease_expires_at + CLOCK_SKEW < ledger.names.now():
         raise NodeLost(
             f"pool {pool_id} is not there any more: its lease ran out at {entry.lease_expires_at:%Y-%m-%d %H:%M:%S} UTC"
         )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.names_policy import SKEW_SECONDS, Client, NamedPool, NameState, NotSteward, Standing, standing
+from skyward_core.ledger.names_policy import Client, NamedPool, NameState, NotSteward, Standing, standing
 from skyward_core.ledger.rows import PoolEntry, ResourceKind, ResourceRequest
 from skyward_core.machines.owner import Owner, OwnerState
 from tests.ledger.test_ledger import (  # noqa: F401 - fixtures
@@ -38,8 +38,8 @@ ALIVE = {ADA: OwnerState.ALIVE, BOB: OwnerState.ALIVE}
         (ROW, POOL, BOTH, 0, {**ALIVE, ADA: OwnerState.DEAD}, Standing.VACANT),
         (ROW, POOL, BOTH, 119, ALIVE, Standing.OTHER),
         (ROW, POOL, BOTH, 121, ALIVE, Standing.VACANT),
-        (ROW, POOL, BOTH, 121 + SKEW_SECONDS / 2, {**ALIVE, ADA: OwnerState.UNKNOWN}, Standing.OTHER),
-        (ROW, POOL, BOTH, 121 + SKEW_SECONDS, {**ALIVE, ADA: OwnerState.UNKNOWN}, Standing.VACANT),
+        (ROW, POOL, BOTH, 119, {**ALIVE, ADA: OwnerState.UNKNOWN}, Standing.OTHER),
+        (ROW, POOL, BOTH, 121, {**ALIVE, ADA: OwnerState.UNKNOWN}, Standing.VACANT),
         (replace(ROW, steward="gone"), POOL, BOTH, 0, ALIVE, Standing.VACANT),
         (ROW, POOL, (replace(CLIENT, left_at=NOON), OTHER), 0, ALIVE, Standing.VACANT),
         (replace(ROW, steward="", state=NameState.OPENING), POOL, BOTH, 0, ALIVE, Standing.OTHER),
