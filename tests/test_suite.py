@@ -29,9 +29,7 @@ NOTHING = "asserts nothing"
 MOST_LINES = {"file": 600, "class": 400, "function": 60}
 """Without decorators."""
 OLD = """
-tests/accelerators/test_accelerators.py file
 tests/cleanup/test_reaper.py file
-tests/cli/test_commands.py file
 tests/engine/test_dispatcher.py file
 tests/engine/test_recovery.py file
 tests/image/test_image.py file
@@ -54,7 +52,6 @@ tests/providers/test_runpod.py file
 tests/providers/test_userdata.py file
 tests/providers/test_vastai.py file
 tests/providers/test_verda.py file
-tests/serialization/test_pickling.py file
 tests/session/test_attached.py file
 tests/test_real_hosts.py file
 tests/test_secret.py file

@@ -18,12 +18,11 @@ from skyward_core import cli
 from skyward_core.cleanup import release as releasing
 from skyward_core.cleanup import survey
 from skyward_core.cli.app import command_tree
-from skyward_core.errors import CredentialsError, InstancesLeft
+from skyward_core.errors import InstancesLeft
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import (
     BILLING_ROUNDING,
     Account,
-    Attempt,
     Bucket,
     CallState,
     Period,
@@ -32,7 +31,6 @@ from skyward_core.ledger.rows import (
     ResourceRequest,
     SlotUse,
 )
-from skyward_core.machines.offers import Offer
 from skyward_core.machines.owner import Owner
 from skyward_core.providers import base
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG
@@ -461,96 +459,6 @@ def test_a_receipt_is_json(skyward: Skyward, ledger: Ledger, clock: Clock, folde
     assert "sky-nowhere" in skyward("receipt sky-nowhere", code=1)
 
 
-# ── offers, why ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_why_lists_every_attempt(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """They are in order, with the provider's own messages. A pool without attempts is reported, an unknown one is an
-    error.
-    """
-    open_pool(ledger, clock, folder, "sky-1", owner=HERE)
-    assert "sky-1 has not tried" in skyward("why sky-1")
-    refused = Attempt(
-        "sky-1",
-        clock.now,
-        "aws",
-        "us-east-1",
-        "p5.48xlarge",
-        is_spot=True,
-        seconds=2.13,
-        error="NoCapacity",
-        code="Insufficient",
-        message="none\nat all",
-    )
-    rented = Attempt("sky-1", clock.now, "runpod", "any", "H100 x8", is_spot=False, seconds=9.0)
-    ledger.note_attempts([refused, rented])
-    head, first, second = lines(skyward("why sky-1"))
-    assert head == ["AT", "PROVIDER", "REGION", "TYPE", "MARKET", "SECONDS", "OUTCOME", "CODE", "REASON"]
-    assert first[1:] == ["aws", "us-east-1", "p5.48xlarge", "spot", "2.1", "NoCapacity", "Insufficient", "none at all"]
-    assert second[1:] == ["runpod", "any", "H100 x8", "on demand", "9.0", "rented"]
-    output = json.loads(skyward("why sky-1 --json"))
-    assert [(one["error"], one["code"], one["seconds"]) for one in output] == [
-        ("NoCapacity", "Insufficient", 2.13),
-        (None, None, 9.0),
-    ]
-    assert "sky-nowhere" in skyward("why sky-nowhere", code=1)
-
-
-def test_offers_are_listed_with_their_age(skyward: Skyward, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The cheapest is first. A search without offers fails, and the error has the reason."""
-    sold = [
-        Offer(
-            provider="folder",
-            instance_type=f"t{n}",
-            region="here",
-            price_per_hour=float(n),
-            vcpus=n,
-            memory_gb=8,
-            accelerator="L4",
-            accelerators=1,
-            accelerator_memory_gb=24,
-        )
-        for n in (3, 1, 2)
-    ]
-    monkeypatch.setattr(FolderProvider, "offers", lambda self, want: sold)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    head, *offers, age = lines(skyward("offers --accelerator L4 --max-price 2.5"))
-    assert head[:5] == ["PROVIDER", "REGION", "TYPE", "MARKET", "USD/H"]
-    assert [(offer[2], offer[3], offer[4], offer[7]) for offer in offers] == [
-        ("t1", "on demand", "1.0000", "1 x L4 24GB"),
-        ("t2", "on demand", "2.0000", "1 x L4 24GB"),
-    ]
-    assert age[0].startswith("2 in all; queried ")
-    output = json.loads(skyward("offers --json --limit 1"))
-    assert output["age_seconds"] < 300
-    assert [offer["instance_type"] for offer in output["offers"]] == ["t1"]
-    assert "the cheapest 1 of 3" in skyward("offers --limit 1")
-    assert "does not report its architecture" in skyward("offers --architecture arm64", code=1)
-    assert "has 1 of them" in skyward("offers --accelerator L4 --count 8", code=1)
-
-
-def test_a_price_below_a_hundredth_of_a_cent_is_not_zero(
-    skyward: Skyward,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    ledger: Ledger,
-    clock: Clock,
-    folder: FolderProvider,
-) -> None:
-    """No price above zero is shown as 0.0000; JSON has the exact number."""
-    cheap = Offer(
-        provider="folder", instance_type="t", region="here", price_per_hour=0.00001234567, vcpus=1, memory_gb=8
-    )
-    monkeypatch.setattr(FolderProvider, "offers", lambda self, want: [cheap])
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert lines(skyward("offers"))[1][4] == "0.00001235"
-    assert json.loads(skyward("offers --json"))["offers"][0]["price_per_hour"] == 0.00001234567
-    assert "costs $0.00001235 an hour" in skyward("offers --max-price 0.000001", code=1)
-    open_pool(ledger, clock, folder, "sky-short", owner=HERE, age_seconds=0.5)  # a begun second is billed in full
-    assert lines(skyward("ps"))[1][-2:] == ["2.00", "0.000556"]
-    assert lines(skyward("cost"))[-1][-3:] == ["0.000556", "0.002223", "0.001667"]
-
-
 # ── budgets ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -615,137 +523,6 @@ def test_a_closed_pipe_is_no_traceback(url: str, ledger: Ledger, clock: Clock, f
     command = f"set -o pipefail; {shlex.quote(sys.executable)} -m skyward_core.cli ps --json | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, check=False, timeout=60)
     assert (done.stdout, done.stderr) == ("", "")
-
-
-# ── JSON for programs ───────────────────────────────────────────────────────────────────────────────────────────
-
-KINDS = {"string": str, "number": int | float, "integer": int, "boolean": bool, "null": type(None)}
-BUCKETS = {*map(str, Bucket), BILLING_ROUNDING}
-
-
-def documented(command: str) -> dict[str, str]:
-    """Return the fields of a command in docs/json.md: where each one is, and its kind."""
-    page = (ROOT / "docs/json.md").read_text()
-    (section,) = re.findall(rf"^## {command}\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
-    fields = dict(re.findall(r"^\| `([^`]+)` \| ([a-z ]+) \|", section, re.MULTILINE))
-    assert len(fields) == section.count("\n| `")
-    if command == "sweep":
-        fields |= {
-            f"{done}{field.removeprefix('findings')}": kind
-            for done in ("ended", "closed", "adopted")
-            for field, kind in fields.items()
-            if "findings" in field
-        }
-    return fields
-
-
-def fields_of(data: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Return the position of each value in some JSON, with the value; an empty list is one value."""
-    if isinstance(data, dict):
-        for name, value in data.items():
-            yield from fields_of(value, f"{place}.{_kind_of(name, place)}".lstrip("."))
-    elif isinstance(data, list) and data:
-        for value in data:
-            yield from fields_of(value, f"{place}[]" if place else "")
-    else:
-        yield place, data
-
-
-def _kind_of(name: str, place: str) -> str:
-    return "<bucket>" if name in BUCKETS else "<field>" if place.rpartition(".")[2] == "work" else name
-
-
-def record_pools(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """Record pools in all states, budgets, attempts and calls, so that no list of any command is empty."""
-    ledger.set_account(Account("team-a", Decimal(200), Period.DAY))
-    ledger.set_account(Account("each", Decimal(5), Period.RUN))
-    open_pool(ledger, clock, folder, "sky-ended", owner=HERE)
-    skyward("stop sky-ended")
-    open_pool(ledger, clock, folder, "sky-gone", owner=DEAD)
-    folder.terminate([instance.id for instance in folder.instances()])
-    open_pool(
-        ledger, clock, folder, "sky-live", owner=HERE, account="team-a", machines=2, work=Work(system="cron", run="1")
-    )
-    open_pool(ledger, clock, folder, "sky-dead", owner=DEAD)
-    ledger.open_pool("sky-odd", owner=DEAD, provider={"name": "nonesuch"}, spec_json="{}", lease_expires_at=clock.now)
-    ledger.note_attempts(
-        [
-            Attempt("sky-live", clock.now, "folder", "here", "t", is_spot=True, seconds=0.5, error=error)
-            for error in ("", "NoCapacity")
-        ]
-    )
-    ledger.note_calls(
-        "sky-live",
-        [
-            CallState("c", "train", "dag", 1, "ended", clock.now, clock.now),
-            CallState("d", "f", "", 0, "waiting", clock.now),
-        ],
-    )
-    ledger.note_calls("sky-ended", [CallState("e", "f", "", 1, "running", clock.now)])
-    open_named(ledger, clock, folder, Work(system="cron", run="2"))
-
-
-def check_fields(line: str, text: str, fields: Mapping[str, str]) -> set[str]:
-    """Check that the JSON of a command has no other fields and kinds than the page; return the fields that it has."""
-    seen = set[str]()
-    for place, value in fields_of(json.loads(text)):
-        known = [field for field in fields if field == place or (value == [] and field.startswith(f"{place}[]"))]
-        assert known, f"{line} prints {place}, and docs/json.md does not have it"
-        if value != []:
-            kinds = fields[place].split(" or ")
-            assert any(
-                isinstance(value, KINDS[kind]) and (kind == "boolean") == isinstance(value, bool) for kind in kinds
-            ), (line, place, value)
-        seen.update(known)
-    return seen
-
-
-@pytest.mark.slow
-def test_json_has_the_fields_of_the_page(
-    skyward: Skyward,
-    ledger: Ledger,
-    clock: Clock,
-    folder: FolderProvider,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """All fields of docs/json.md are present with their documented kind, and no others."""
-    sold = Offer(
-        provider="folder", instance_type="t", region="here", price_per_hour=1.0, vcpus=1, memory_gb=8, or_types=("u",)
-    )
-
-    def offers(provider: FolderProvider, _: object) -> list[Offer]:
-        if provider.folder.endswith("other"):
-            raise CredentialsError("who are you?").coded("401")
-        return [sold]
-
-    monkeypatch.setattr(FolderProvider, "offers", offers)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    record_pools(skyward, ledger, clock, folder)
-    wheres = " ".join(
-        f"--provider {shlex.quote(json.dumps({'name': 'folder', 'folder': place}))}"
-        for place in (str(tmp_path), f"{tmp_path}/other")
-    )
-    lines = {
-        "ps": ["ps --all --json"],
-        "users": ["users nightly --json"],
-        "warm": ["warm nightly --for 2h --json"],
-        "calls": ["calls --json"],
-        "cost": ["cost --json"],
-        "receipt": ["receipt sky-live", "receipt sky-ended", "receipt sky-named"],
-        "offers": [f"offers {wheres} --json"],
-        "why": ["why sky-live --json"],
-        "sweep": ["sweep --json", "sweep --yes --json"],
-        "budget list": ["budget list --json"],
-        "ledger prune": ["ledger prune --older-than 90d --json"],
-    }
-    for command, typed in lines.items():
-        fields, seen = documented(command), set[str]()
-        for line in typed:
-            cli.main(shlex.split(line))
-            seen |= check_fields(line, capsys.readouterr().out, fields)
-        assert seen == fields.keys(), f"{command} does not print {fields.keys() - seen}"
 
 
 def test_the_help_imports_little() -> None:
