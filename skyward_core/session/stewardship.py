@@ -24,12 +24,13 @@ from datetime import datetime
 from decimal import Decimal
 from typing import TYPE_CHECKING
 
+from skyward_core.cleanup.policy import unsure_seconds
 from skyward_core.engine.recovery import Recovery
 from skyward_core.errors import InstancesLeft, NodeLost, SkywardError
 from skyward_core.events.events import InstancesUnconfirmed, PoolStopping
 from skyward_core.ledger.rows import Intent, PoolEntry
 from skyward_core.ledger.steward_limit import StewardLimit
-from skyward_core.machines.instances import Instance, Lease
+from skyward_core.machines.instances import Lease
 from skyward_core.providers.base import EXPIRES_TAG, Provider, load
 from skyward_core.provisioning.detach import disown
 from skyward_core.provisioning.lifecycle import PoolMachines
@@ -110,10 +111,11 @@ class Stewardship:
         _, journal, spending_limit = self._bookkeeping.open_ledger(
             undo, self._spec, provider, emit, self._work, self._guard
         )
-        intents = self._ledger.intents(pool_id=self._pool_id)
-        journal.adopt(intents, entry.provider_account, self._spec.concurrency * self._spec.workers_per_node)
+        slots = self._spec.concurrency * self._spec.workers_per_node
+        journal.adopt(self._ledger.intents(pool_id=self._pool_id), entry.provider_account, slots)
         listed = provider.instances(self._pool_id)
         journal.found(listed)
+        open_still = self._ledger.open_intents(pool_id=self._pool_id)
         self._machines = machines = PoolMachines(
             self._spec,
             [provider],
@@ -128,9 +130,9 @@ class Stewardship:
         )
         undo.callback(machines.stop)
         undo.callback(machines.leave)
-        self._adopt_money(spending_limit, provider, intents, listed)
+        self._adopt_money(spending_limit, provider, open_still)
         self._guard.check()  # all of this may have taken long
-        unanswered = any(intent.cloud_id is None and intent.gone_at is None for intent in intents)
+        unanswered = any(intent.cloud_id is None for intent in open_still)
         machines.adopt(lease, listed, is_launch_unsure=unanswered)
         self._shared.adopt(lease)
         cluster = self._cluster
@@ -155,20 +157,20 @@ class Stewardship:
             busy_at=time.monotonic(),
         )
 
-    def _adopt_money(
-        self, spending_limit: StewardLimit, provider: Provider, intents: Sequence[Intent], listed: Sequence[Instance]
-    ) -> None:
+    def _adopt_money(self, spending_limit: StewardLimit, provider: Provider, open_still: Sequence[Intent]) -> None:
+        """Go on with the money: that of the machines, and that of launches that may still be answered."""
         meter, now = self._emitter.meter, self._ledger.names.now()
-        open_still = [intent for intent in intents if intent.gone_at is None and intent.price.per_hour]
+        ages = {intent.id: (now - intent.intended_at).total_seconds() for intent in open_still}
         ends = {
             intent.cloud_id: meter.now() + _seconds_to(intent, now)
             for intent in open_still
-            if intent.cloud_id is not None and EXPIRES_TAG in intent.tags
+            if intent.cloud_id is not None and EXPIRES_TAG in intent.tags and intent.price.per_hour
         }
+        longest = unsure_seconds(provider)
         unsure = [
-            (meter.now() - (now - intent.intended_at).total_seconds(), intent.price)
+            (meter.now() - ages[intent.id], intent.price)
             for intent in open_still
-            if intent.cloud_id is None and listed
+            if intent.cloud_id is None and intent.price.per_hour and ages[intent.id] < longest
         ]
         settled = held = Decimal(0)
         if self._spec.budget is not None:

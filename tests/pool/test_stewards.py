@@ -156,6 +156,24 @@ def test_a_client_goes_on_when_the_opener_has_left(name: str) -> None:
     assert_nothing_left(second, ids)
 
 
+def test_a_client_gives_the_pool_another_head_when_the_opener_was_killed(
+    name: str, program: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """Both at once; the call that ran on the head runs again."""
+    opener = program(name)
+    answer(opener)
+    with pool_of(name) as mine:
+        ids = machines_of(mine)
+        kill(opener)
+        replaced(mine, 0)
+        ids |= machines_of(mine)
+        assert double(7) >> mine == 14
+        wait_until(lambda: len(machines_of(mine)) == 2, "two nodes")
+        assert sorted(machine() @ mine) == sorted(machines_of(mine))
+        ids |= machines_of(mine)
+    assert_nothing_left(mine, ids)
+
+
 def test_a_third_process_keeps_the_pool_when_its_second_steward_was_killed(
     name: str, program: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -270,7 +288,7 @@ def test_a_warm_pool_is_kept_by_the_process_that_comes(name: str) -> None:
 def test_a_process_that_cannot_adopt_leaves_it_to_others(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The pool goes on as before, and nobody is its steward until somebody can be."""
+    """The pool goes on as before, without a steward until a process can be it."""
     first, second = pool_of(name).open(), pool_of(name).open()
     ids = machines_of(first)
     monkeypatch.setattr(sky.Local, "instances", failing)

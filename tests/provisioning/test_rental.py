@@ -17,6 +17,7 @@ from skyward_core.ledger.budgets import SpendingLimit
 from skyward_core.ledger.journal import Journal
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.metering import Meter
+from skyward_core.ledger.names_policy import NotSteward
 from skyward_core.provisioning import rental as rental_module
 from skyward_core.provisioning.guard import guard_script
 from skyward_core.provisioning.rental import GUARD_GRACE_SECONDS, Rental
@@ -30,9 +31,13 @@ class FarProvider(FakeProvider):
     is_here: ClassVar[bool] = False
     end_command: ClassVar[str] = "poweroff --now"
     _scripts: list[str] = PrivateAttr(default_factory=list[str])
+    _during: list[Callable[[], None]] = PrivateAttr(default_factory=list[Callable[[], None]])
+    """Called before a launch is answered."""
 
     def launch(self, offer: Offer, count: int, tags: Mapping[str, str], startup: str) -> list[Instance]:
         self._scripts.append(startup)
+        for step in self._during:
+            step()
         machines = super().launch(offer, count, tags, startup)
         return [machine.model_copy(update={"ip": f"203.0.113.{machine.rank}"}) for machine in machines]
 
@@ -61,14 +66,23 @@ def make(tmp_path: Path) -> Iterator[Make]:
     """Make the rental of a pool with these options. It is stopped at the end."""
     with ExitStack() as undo:
 
-        def made(**options: Any) -> Rented:
+        def made(may_act: Callable[[], object] = lambda: None, **options: Any) -> Rented:
             provider, meter, recorded = FarProvider(folder=str(tmp_path)), Meter(), RecordedEvents()
             spec = sky.PoolSpec.of(**options)
             ledger = undo.enter_context(Ledger(f"sqlite:///{tmp_path / 'ledger.db'}"))
             journal = Journal(ledger, "sky-1", spec, provider, meter, recorded)
             journal.open()
             limit = SpendingLimit("sky-1", meter, max_cost=spec.max_cost)
-            rental = Rental(spec, provider, "sky-1", emit=recorded, meter=meter, journal=journal, spending_limit=limit)
+            rental = Rental(
+                spec,
+                provider,
+                "sky-1",
+                emit=recorded,
+                meter=meter,
+                journal=journal,
+                spending_limit=limit,
+                may_act=may_act,
+            )
             undo.callback(rental.stop)
             (offer,) = provider.offers(sky.Requirements())
             return Rented(rental, provider, ledger, journal, limit, recorded, offer)
@@ -174,3 +188,55 @@ def test_a_machine_is_presumed_gone_some_time_after_its_lease(
     now[0] += 60 + GUARD_GRACE_SECONDS + seconds
     it.rental.tear_down()
     assert seen == [presumed]
+
+
+def test_a_machine_that_comes_when_the_pool_is_closed_is_ended_with_all_others(make: Make) -> None:
+    it = make()
+    it.rental.launch(it.offer, 1, 0)
+    it.provider._during.append(it.rental.stop)
+    with pytest.raises(PoolClosed):
+        it.rental.launch(it.offer, 1, 1)
+    assert it.provider.machines.running == {}
+
+
+def test_a_machine_that_comes_when_the_process_has_left_is_ended_alone(make: Make) -> None:
+    """The others belong to other processes."""
+    it = make()
+    it.rental.launch(it.offer, 1, 0)
+
+    def leave() -> None:
+        it.rental.leave()
+        it.rental.stop()
+
+    it.provider._during.append(leave)
+    with pytest.raises(PoolClosed):
+        it.rental.launch(it.offer, 1, 1)
+    assert list(it.provider.machines.running) == ["fake-0"]
+
+
+def test_nothing_is_rented_when_another_process_keeps_the_pool(make: Make) -> None:
+    """Nothing is requested, and no money is committed for it."""
+
+    def refuse() -> None:
+        raise NotSteward("another process keeps the pool now")
+
+    it = make(refuse, max_cost=36.0)
+    with pytest.raises(NotSteward):
+        it.rental.launch(it.offer, 1, 0)
+    assert it.provider.machines.launched == []
+    assert it.limit.paid_seconds() is None
+
+
+def test_a_machine_that_comes_when_another_process_keeps_the_pool_is_ended_alone(make: Make) -> None:
+    kept = {"by this process"}
+
+    def refuse_later() -> None:
+        if not kept:
+            raise NotSteward("another process keeps the pool now")
+
+    it = make(refuse_later)
+    it.rental.launch(it.offer, 1, 0)
+    it.provider._during.append(kept.clear)
+    with pytest.raises(NotSteward):
+        it.rental.launch(it.offer, 1, 1)
+    assert list(it.provider.machines.running) == ["fake-0"]

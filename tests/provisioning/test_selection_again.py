@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ import skyward_core as sky
 from skyward_core.errors import BudgetExceeded, NoCapacity
 from skyward_core.machines.instances import Instance, InstanceState
 from skyward_core.machines.offers import Offer
+from skyward_core.provisioning import selection as selection_module
+from skyward_core.provisioning.candidates import ProviderOffers
 from skyward_core.provisioning.selection import Selection
 from skyward_core.provisioning.termination import Termination
 from tests.conftest import RecordedEvents
@@ -138,3 +141,46 @@ def test_if_nothing_can_be_rented_again_the_end_of_the_lowest_rank_s_machine_is_
     ended.over = Returned(stock)  # type: ignore[assignment]
     rented = selection_of(stock, {1: A, 2: A}).rent_again([1, 2], {1: ended})
     assert [instance.id for instance in rented] == ["a-1"]
+
+
+# ── of a pool that another process has rented ────────────────────────────────────────────────────────────────────────
+
+
+def adopted(stock: Stock, rented: Mapping[int, Offer], sold: list[Offer], monkeypatch: pytest.MonkeyPatch) -> Selection:
+    """Return the selection of a pool with these machines, while the provider sells those offers."""
+    selection = selection_of(stock, {}, nodes=len(rented))
+    selection._journal = SimpleNamespace(recent_attempts=lambda _: [], note_refusal=lambda _: None)  # type: ignore[assignment]
+    selection.adopted = {
+        rank: machine(offer, rank).model_copy(update={"region": offer.region, "is_spot": offer.is_spot})
+        for rank, offer in rented.items()
+    }
+    monkeypatch.setattr(selection_module, "ask", lambda *_: [ProviderOffers(CHEAP, tuple(sold))])
+    return selection
+
+
+def test_a_machine_of_another_process_is_replaced_by_one_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = Stock({"a": 1, "b": 1})
+    selection = adopted(stock, {0: A, 1: B}, [A, B, C], monkeypatch)
+    assert selection.rent_one(1, None).instance_type == "b"
+    assert selection.rent_one(0, None).instance_type == "a"
+
+
+def test_a_machine_of_another_process_that_is_sold_no_more_is_replaced_by_another_kind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The cheapest in its region."""
+    stock = Stock({"b": 1, "c": 1})
+    assert adopted(stock, {0: A, 1: A}, [C, B], monkeypatch).rent_one(1, None).instance_type == "b"
+
+
+def test_no_machine_of_another_region_replaces_one_of_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The nodes would not reach each other."""
+    far = A.model_copy(update={"region": "far"})
+    with pytest.raises(NoCapacity):
+        adopted(Stock({"a": 1}), {0: A}, [far], monkeypatch).rent_one(0, None)
+
+
+def test_all_machines_of_another_process_are_rented_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = Stock({"a": 2, "b": 1})
+    rented = adopted(stock, {0: A, 1: A, 2: B}, [A, B], monkeypatch).rent_again([0, 1, 2], {})
+    assert [(one.rank, one.instance_type) for one in rented] == [(0, "a"), (1, "a"), (2, "b")]
