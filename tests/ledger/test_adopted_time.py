@@ -76,8 +76,9 @@ def test_the_calls_of_all_processes_go_on() -> None:
 
 def test_warm_time_is_idle_here() -> None:
     """The ledger takes it out again (`warm_time.with_warm`)."""
-    _, meter = counted(intent({**RECORDED, Bucket.WARM: 100.0}), 200)
-    assert meter.buckets()["m"][Bucket.IDLE] == 140.0
+    _, meter = counted(intent({**RECORDED, Bucket.WARM: 100.0, Bucket.LOST: 5.0}), 215)
+    spent = meter.buckets()["m"]
+    assert (spent[Bucket.IDLE], spent[Bucket.LOST]) == (140.0, 15.0)
 
 
 @pytest.mark.parametrize("phase", [Bucket.LOST, Bucket.TERMINATING])
