@@ -30,6 +30,8 @@ class Successor:
         self._log = log
         self._changing = threading.Lock()
         """Guards the next three fields."""
+        self._work: list[Callable[[], None]] = []
+        """What the thread does, and what it does then; empty if there is no thread."""
         self._thread: threading.Thread | None = None
         self._is_closing = False
         self._try_at = 0.0
@@ -41,11 +43,11 @@ class Successor:
     def take(self) -> None:
         """Adopt the pool in another thread, unless that goes on, or has just failed. Does not wait."""
         if time.monotonic() >= self._try_at:
-            self._in_thread(self._take)
+            self._in_thread(self._take, may_be_dropped=True)
 
     def lose(self) -> None:
         """Another process keeps the pool. Does not wait."""
-        self._in_thread(self._lose)
+        self._in_thread(self._lose, may_be_dropped=False)
 
     def keep_warm(self, seconds: float) -> bool:
         """Let the nodes live for so long, and pay for it, if this process keeps the pool; return whether it does.
@@ -68,12 +70,22 @@ class Successor:
             self.stewardship = None
         self._use.resign()
 
-    def _in_thread(self, work: Callable[[], None]) -> None:
+    def _in_thread(self, work: Callable[[], None], *, may_be_dropped: bool) -> None:
         with self._changing:
-            if self._is_closing or (self._thread is not None and self._thread.is_alive()):
+            if self._is_closing or (self._work and may_be_dropped):
                 return
-            self._thread = threading.Thread(target=work, name="skyward-adopt", daemon=True)
-            self._thread.start()
+            self._work.append(work)
+            if len(self._work) == 1:
+                self._thread = threading.Thread(target=self._run, name="skyward-adopt", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            self._work[0]()
+            with self._changing:
+                self._work.pop(0)
+                if not self._work:
+                    return
 
     def _take(self) -> None:
         try:

@@ -128,6 +128,15 @@ def test_a_pool_that_was_lost_during_the_adoption_is_not_kept(pool: Pool) -> Non
     assert not pool.successor.keep_warm(1)
 
 
+def test_a_loss_is_not_forgotten_while_the_pool_is_adopted(pool: Pool) -> None:
+    """The renewal reports it once."""
+    pool.may_start.clear()
+    pool.on_vacant()
+    pool.on_lost()
+    pool.may_start.set()
+    pool.await_steps("take", "start", "lose")
+
+
 def test_nothing_is_adopted_after_the_process_has_left(pool: Pool) -> None:
     pool.successor.close()
     pool.on_vacant()
