@@ -81,7 +81,12 @@ class Successor:
 
     def _run(self) -> None:
         while True:
-            self._work[0]()
+            try:
+                self._work[0]()
+            except Exception as error:
+                self._log(
+                    logging.ERROR, "the pool %r could not be left to another process", self._use.name, error=error
+                )
             with self._changing:
                 self._work.pop(0)
                 if not self._work:

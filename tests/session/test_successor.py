@@ -30,7 +30,7 @@ class Pool:
         self.logged: list[str] = []
         self.successor = Successor(self, lambda: self, self.log)  # type: ignore[arg-type]
 
-    def log(self, level: int, text: str, *values: object) -> None:
+    def log(self, level: int, text: str, *values: object, error: Exception | None = None) -> None:
         self.logged.append(logging.getLevelName(level) + ": " + text % values)
 
     def take_stewardship(self) -> bool:
