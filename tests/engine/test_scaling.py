@@ -84,6 +84,8 @@ def test_after_a_failure_the_pool_goes_on_with_what_it_has_and_rests() -> None:
     assert policy.decide(rested - 0.1, 2, queue_of(5)) == 2
     assert policy.decide(rested, 2, queue_of(5)) == 7
     assert policy.not_grown(200.0) == RESTS.seconds(2)
+    target = policy.target
+    assert [policy.decide(at, target, queue_of(1)) for at in (200.0, 201.0 + UP)] == [target, target]
     policy.grown()
     assert policy.not_grown(300.0) == RESTS.seconds(1)
 

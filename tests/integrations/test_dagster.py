@@ -783,7 +783,7 @@ def test_each_setting_is_a_config_field_with_its_description():
         ({"memory": "32 gigs"}, "32GB"),
         ({"image": {"pipp": ["torch"]}}, "did you mean 'pip'"),
         ({"image": sky.Image(python="3.9")}, "Python 3.9"),
-        ({"nodes": dg.EnvVar("NODES")}, 'EnvVar.int("NODES")'),
+        ({"concurrency": dg.EnvVar("SLOTS")}, 'EnvVar.int("SLOTS")'),
         ({"timeout": dg.EnvVar.int("SECONDS")}, "SKYWARD_TIMEOUT"),
     ],
 )
