@@ -58,7 +58,6 @@ tests/test_secret.py file
 tests/test_seed_tables.py file
 tests/transport/test_ssh_connection.py file
 tests/worker/test_calls.py file
-tests/worker/test_slot.py file
 tests/worker/test_supervisor.py file
 """
 """What was longer before the rule. Files of tests may stay so until they are split; nothing new comes here."""

@@ -250,15 +250,27 @@ def test_an_opener_that_is_killed_does_not_end_the_pool_of_the_others(
 def test_an_opener_that_is_killed_while_it_opens_is_not_waited_for(
     name: str, program: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    """The next process condemns its pool at once and rents; the reaper of the dead one ends the machines."""
+    """The next process condemns its pool at once and rents; the reaper of the dead one, which is stopped until then,
+    ends the machines.
+    """
     opener = program(name, "die at InstanceProvisioned")
-    assert opener.wait(120) == -signal.SIGKILL
-    dead = rentals()[-1]
-    with pool_of(name, provision_timeout=60) as pool:
-        assert pool.id != dead
-        assert double(9) >> pool == 18
+    reapers = answer(opener)["reapers"]
+    try:
+        assert opener.wait(120) == -signal.SIGKILL
+        dead = rentals()[-1]
+        with pool_of(name, provision_timeout=60) as pool:
+            assert pool.id != dead
+            assert double(9) >> pool == 18
+    finally:
+        assert len(reapers) == 1
+        os.kill(reapers[0], signal.SIGCONT)
     with Ledger(default_url()) as ledger:
         wait_until(lambda: ledger.open_intents(pool_id=dead) == [], "the machines of the dead opener to be gone")
+
+
+def children() -> list[int]:
+    """Return the processes that all threads of this process have started."""
+    return [int(pid) for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
 
 
 def main() -> None:
@@ -267,6 +279,10 @@ def main() -> None:
 
     def step(event: Any) -> None:
         if f"die at {type(event).__name__}" in steps:
+            reapers = [pid for pid in children() if b"reaper_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            for pid in reapers:
+                os.kill(pid, signal.SIGSTOP)
+            print(json.dumps({"reapers": reapers}), flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
     pool = sky.ComputePool(name=name, provider=sky.Local(), display="quiet", lease_seconds=LEASE_SECONDS, on_event=step)
