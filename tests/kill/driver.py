@@ -14,6 +14,7 @@ import os
 import random
 import signal
 import sys
+import time
 import types
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -371,7 +372,7 @@ class _Cluster:
 
     slots = 1
     is_idle = True
-    busy_at = 0.0
+    slot_seconds = 0.0
     owner = SimpleNamespace(connection=None)
 
     def __init__(
@@ -393,6 +394,11 @@ class _Cluster:
     def restart(self, *_: object) -> None: ...
     def has_work(self) -> bool:
         return False
+
+    @property
+    def busy_at(self) -> float:
+        """Just now: the pool's clock must not find it idle."""
+        return time.monotonic()
 
     def has(self, rank: int) -> bool:
         return True

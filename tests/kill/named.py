@@ -1,0 +1,319 @@
+"""Kill -9 at every boundary of a pool with a name: claim, opened, attach, leave, last leave, warm, taking over.
+
+`python -m tests.kill.named FOLDER URL EVERY` prints a line of JSON for each point, with the ledger at this URL; EVERY=3
+takes every third boundary. Processes are forks of this one. Each opens the name with the real ComputePool, session,
+attachment and ledger; the stand-ins are those of `driver`. After each kill another process opens the name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.kill import driver, worker
+from tests.kill.boundaries import Boundaries
+from tests.kill.console import RunningService
+from tests.kill.provider import PromptRental
+
+NAME = "nightly"
+LEASE_SECONDS, WARM_SECONDS = 120.0, 600.0
+CHILD_SECONDS = 60
+OPEN_SECONDS = 30.0
+"""How long the next process may take, in real time; in milliseconds unless it waits for somebody."""
+
+
+@dataclass(slots=True)
+class Point:
+    """What came of one kill. `left` machines were billed after it, `alive` are those that no lease ends."""
+
+    scenario: str
+    database: str
+    boundary: int
+    label: str
+    left: int = 0
+    alive: int = 0
+    rentals: int = 0
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list[str])
+
+
+class Stage:
+    """The service, the ledger and the processes of one scenario. This process must have one thread."""
+
+    def __init__(self, service: RunningService, folder: Path, url: str) -> None:
+        self.service = service
+        self.url = url
+        self.boundaries = Boundaries()
+        self._folder = folder
+        self._stayers: list[tuple[int, int]] = []
+
+    # ── processes ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def fork(self, work: Callable[[], object], kill_at: int = 0) -> int:
+        """Run a function in a process that dies at a boundary; return the signal that ended it, or minus its status."""
+        pid = self._start(work, kill_at)
+        _, status = os.waitpid(pid, 0)
+        return os.WTERMSIG(status) if os.WIFSIGNALED(status) else -os.WEXITSTATUS(status)
+
+    def _start(self, work: Callable[[], object], kill_at: int = 0) -> int:
+        assert threading.active_count() == 1, threading.enumerate()
+        (self._folder / "crash").unlink(missing_ok=True)
+        self.boundaries.arm(kill_at)
+        if pid := os.fork():
+            return pid
+        status = 1
+        try:
+            signal.alarm(CHILD_SECONDS)
+            self.boundaries.install()
+            with driver.no_reaper():
+                work()
+            (self._folder / "passed").write_text(json.dumps(self.boundaries.passed))
+            status = 0
+        except BaseException:
+            (self._folder / "crash").write_text(traceback.format_exc())
+        finally:
+            os._exit(status)
+
+    def pool(self, keep_warm: float = 0.0) -> Any:
+        """Return the pool of the name, not yet open."""
+        from skyward_core.pool import ComputePool
+
+        return ComputePool(
+            name=NAME,
+            provider=PromptRental(url=self.service.url),
+            keep_warm=keep_warm,
+            lease_seconds=LEASE_SECONDS,
+            provision_timeout=600,
+            display="quiet",
+        )
+
+    def stay(self, keep_warm: float = 0.0) -> None:
+        """Open the name in another process, which stays until `leave`."""
+        there, go = os.pipe(), os.pipe()
+
+        def work() -> None:
+            with self.pool(keep_warm):
+                os.write(there[1], b"1")
+                os.read(go[0], 1)
+
+        pid = self._start(work)
+        assert os.read(there[0], 1) == b"1"
+        for end in (*there, go[0]):
+            os.close(end)
+        self._stayers.append((pid, go[1]))
+
+    def leave(self) -> None:
+        """Let the processes that stay leave. In a fork: ask them, and wait until they have gone."""
+        for pid, go in self._stayers:
+            os.write(go, b"1")
+            while _runs(pid):
+                time.sleep(0.002)
+
+    def end(self) -> None:
+        """End the processes that stay."""
+        for pid, go in self._stayers:
+            os.close(go)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        self._stayers.clear()
+
+    # ── what is there ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def ledger(self) -> Any:
+        from skyward_core.ledger.ledger import Ledger
+
+        return Ledger(self.url, clock=self.service.clock.utc)
+
+    def clear(self) -> None:
+        """Delete all machines and all rows."""
+        self.service.reset()
+        with self.ledger() as ledger, ledger._database.write() as connection:
+            for table in ("clients", "names", "leases", "calls", "attempts", "resources", "shares", "pools"):
+                with suppress(Exception), connection.begin_nested():
+                    connection.exec_driver_sql(f"DELETE FROM skyward_{table}")
+
+    def crash(self) -> str:
+        path = self._folder / "crash"
+        return path.read_text()[-1500:] if path.exists() else ""
+
+    def passed(self) -> list[str]:
+        """The boundaries that the last process has reached."""
+        return [label for _, label in json.loads((self._folder / "passed").read_text())]
+
+    def let_leases_end(self) -> set[str]:
+        """End the machines whose lease is over by the present clock, as their guards do; return those that are left."""
+        from skyward_core.worker.watchdog import read_lease, uptime
+
+        now = uptime() + self.service.clock.offset_seconds
+        for machine in self.service.look().machines:
+            until = read_lease(Path(machine["directory"])) if Path(machine["directory"]).is_dir() else None
+            age = self.service.clock.time() - machine["created_at"]
+            if machine["is_billed"] and (age > LEASE_SECONDS if until is None else until < now):
+                self.service.shut_down(machine["id"])
+        return self.service.look().billed()
+
+
+def _runs(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    return False
+
+
+# ── scenarios ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _use(stage: Stage, keep_warm: float = 0.0) -> None:
+    with stage.pool(keep_warm):
+        pass
+
+
+def _use_last(stage: Stage) -> None:
+    with stage.pool():
+        stage.leave()
+
+
+def _late(stage: Stage) -> None:
+    _check(stage, stage.fork(lambda: _use(stage, WARM_SECONDS)))
+    stage.service.clock.advance(WARM_SECONDS + LEASE_SECONDS)
+    stage.let_leases_end()
+
+
+def _dead_opener(stage: Stage) -> None:
+    _check(stage, stage.fork(lambda: _use(stage)))
+    half = stage.passed().index("http create after") + 1
+    stage.clear()
+    assert stage.fork(lambda: _use(stage), half) == signal.SIGKILL
+
+
+def _check(stage: Stage, died: int) -> None:
+    assert died == 0, stage.crash()
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """What was before, and what the process does that is killed."""
+
+    name: str
+    before: Callable[[Stage], object]
+    victim: Callable[[Stage], object]
+    keep_warm: float = 0.0
+
+
+SCENARIOS: Sequence[Scenario] = (
+    Scenario("it rents, and leaves as the last", lambda stage: None, _use),
+    Scenario(
+        "it rents, and leaves a warm pool",
+        lambda stage: None,
+        lambda stage: _use(stage, WARM_SECONDS),
+        WARM_SECONDS,
+    ),
+    Scenario("it joins and leaves, another stays", lambda stage: stage.stay(), _use),
+    Scenario("it joins, and leaves as the last", lambda stage: stage.stay(), _use_last),
+    Scenario(
+        "it finds a warm pool, and leaves it warm",
+        lambda stage: _check(stage, stage.fork(lambda: _use(stage, WARM_SECONDS))),
+        lambda stage: _use(stage, WARM_SECONDS),
+        WARM_SECONDS,
+    ),
+    Scenario("the warm time is over: it rents anew", _late, lambda stage: _use(stage, WARM_SECONDS), WARM_SECONDS),
+    Scenario("the opener was killed: it takes the name over", _dead_opener, _use),
+)
+
+
+# ── points ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def points(stage: Stage, scenario: Scenario, every: int) -> Iterator[Point]:
+    """Yield the points of a scenario: first without a kill, to count the boundaries."""
+    _prepare(stage, scenario)
+    died = stage.fork(lambda: scenario.victim(stage))
+    labels = stage.passed() if died == 0 else []
+    stage.end()
+    if died:
+        yield Point(scenario.name, _database(stage), 0, "", problems=[f"without a kill: {died}: {stage.crash()}"])
+    offset = SCENARIOS.index(scenario) % every
+    for boundary in range(1 + offset, len(labels) + 1, every):
+        _prepare(stage, scenario)
+        died = stage.fork(lambda: scenario.victim(stage), boundary)
+        if died == signal.SIGKILL:
+            yield _judged(stage, scenario, Point(scenario.name, _database(stage), boundary, labels[boundary - 1]))
+        elif died:
+            yield Point(scenario.name, _database(stage), boundary, "", problems=[f"{died}: {stage.crash()}"])
+        stage.end()
+
+
+def _database(stage: Stage) -> str:
+    return stage.url.partition(":")[0].partition("+")[0]
+
+
+def _prepare(stage: Stage, scenario: Scenario) -> None:
+    stage.clear()
+    scenario.before(stage)
+
+
+def _judged(stage: Stage, scenario: Scenario, point: Point) -> Point:
+    """Let the next process open the name and leave, then let all leases end; write down what is wrong."""
+    point.left = len(stage.service.look().billed())
+    began = time.clock_gettime(time.CLOCK_MONOTONIC)
+    died = stage.fork(lambda: _open_next(stage, scenario.keep_warm))
+    point.seconds = time.clock_gettime(time.CLOCK_MONOTONIC) - began
+    if died:
+        point.problems.append(f"the next process: {died}: {stage.crash()}")
+    elif point.seconds > OPEN_SECONDS:
+        point.problems.append(f"the next process needed {point.seconds:.1f} s")
+    else:
+        point.rentals = int((stage._folder / "rentals").read_text())
+        if point.rentals != 1:
+            point.problems.append(f"{point.rentals} pools had machines that are not being ended")
+    stage.end()
+    stage.service.clock.advance(max(LEASE_SECONDS, scenario.keep_warm) + 1)
+    point.alive = len(stage.let_leases_end())
+    if point.alive:
+        point.problems.append("machines live after all leases")
+    return point
+
+
+def _open_next(stage: Stage, keep_warm: float) -> None:
+    with stage.pool(keep_warm) as pool:
+        machines = {one.id: one.pool_id for one in PromptRental(url=stage.service.url).instances()}
+        with stage.ledger() as ledger:
+            ended = {
+                entry.id
+                for entry in ledger.pools(include_ended=True)
+                if entry.condemned_at is not None or entry.ended_at is not None
+            }
+        pools = set(machines.values())
+        assert pool.id in pools, f"its pool {pool.id} has no machine, of {sorted(pools)}; ended: {sorted(ended)}"
+        (stage._folder / "rentals").write_text(str(len(pools - ended)))
+
+
+def main(folder: Path, url: str, every: int, first: int = 0) -> None:
+    """Run all scenarios on this ledger."""
+    os.environ |= {f"XDG_{kind}_HOME": str(folder / kind.lower()) for kind in ("CACHE", "CONFIG", "STATE")}
+    os.environ["SKYWARD_LEDGER"] = url
+    with RunningService(folder / "service") as service:
+        put_back = service.clock.take_over()
+        try:
+            worker._prepare(service)
+            __import__("skyward_core.session.attached")
+            stage = Stage(service, folder, url)
+            for scenario in SCENARIOS[first:]:
+                for point in points(stage, scenario, every):
+                    print(json.dumps({name: getattr(point, name) for name in Point.__slots__}), flush=True)
+        finally:
+            put_back()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:]))
