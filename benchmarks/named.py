@@ -2,7 +2,7 @@
 
 Each way runs in a new interpreter: a pool of its own (cold), a pool that is warm, one that is in use, and a bare Dask
 client on a running cluster. The ways take turns in each round. Seconds are from the start of the interpreter, and from
-the end of its imports, to the first result. The heartbeats are those of 500 clients, each of them one after the other.
+the end of its imports, to the first result. The heartbeats are those of 100 clients, each of them one after the other.
 
     python benchmarks/named.py --rounds 5 --ledger postgresql+psycopg://ada@/postgres?host=/tmp
 """
@@ -24,7 +24,7 @@ from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.names_policy import Rent
 from skyward_core.machines.owner import Owner
 
-CLIENTS, BEAT_SECONDS = 500, 5.0
+CLIENTS, BEAT_SECONDS = 100, 5.0
 POOL = """
 import sys, time
 import skyward_core as sky
@@ -81,20 +81,20 @@ def main() -> int:
 
 def _first_results(folder: Path, rounds: int) -> list[str]:
     for name, text in (("pool", POOL), ("dask", DASK), ("cluster", CLUSTER)):
-        (folder / f"{name}.py").write_text(text)
-    cluster = _started(folder / "cluster.py")
+        (folder / f"run_{name}.py").write_text(text)
+    cluster = _started(folder / "run_cluster.py")
     address = _line(cluster)
     seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
     try:
         for _ in range(rounds):
-            seconds["cold"].append(_timed(folder / "pool.py", "cold"))
-            _timed(folder / "pool.py", "join")  # leaves a warm pool
-            seconds["warm"].append(_timed(folder / "pool.py", "join"))
-            holder = _started(folder / "pool.py", "hold")
+            seconds["cold"].append(_timed(folder / "run_pool.py", "cold"))
+            _timed(folder / "run_pool.py", "join")  # leaves a warm pool
+            seconds["warm"].append(_timed(folder / "run_pool.py", "join"))
+            holder = _started(folder / "run_pool.py", "hold")
             _line(holder)
-            seconds["in use"].append(_timed(folder / "pool.py", "join"))
+            seconds["in use"].append(_timed(folder / "run_pool.py", "join"))
             holder.communicate("")
-            seconds["dask"].append(_timed(folder / "dask.py", address))
+            seconds["dask"].append(_timed(folder / "run_dask.py", address))
     finally:
         cluster.communicate("")
         subprocess.run([sys.executable, "-m", "skyward_core.cli", "stop", "bench"], check=False, capture_output=True)
@@ -135,7 +135,7 @@ def _timed(*command: object) -> tuple[float, float]:
 
 
 def _heartbeats(url: str) -> list[str]:
-    """Renew 500 clients of one pool; return what each step costs, and all of them in a second."""
+    """Renew all clients of one pool; return what each step costs, and all of them in a second."""
     with Ledger(url) as ledger:
         clients = [f"client-{number}" for number in range(CLIENTS)]
         for client in clients:
@@ -154,7 +154,7 @@ def _heartbeats(url: str) -> list[str]:
             "does the pool exist (a read)": lambda _: ledger.pool("sky-bench"),
             "who is the steward (a read)": lambda client: ledger.stewards.look("bench", client),
         }
-        lines = [f"| {ledger.url.get_backend_name()}: each heartbeat | ms | of one second, with 500 clients |"]
+        lines = [f"| {ledger.url.get_backend_name()}: each heartbeat | ms | of one second, with {CLIENTS} clients |"]
         lines.append("| --- | ---: | ---: |")
         total = 0.0
         for name, step in steps.items():
