@@ -432,8 +432,11 @@ class Dispatcher:
         self._do(do.Left(rank_of(name)))
 
     def _announced(self, news: WorkerKept, now: float) -> None:
-        """A worker announces the calls that it has from an earlier head."""
-        self._kept.announced(news.name, news.address, news.keys)
+        """A worker announces the calls that it has from an earlier head, those of other clients too. Each client counts
+        its batches from 0.
+        """
+        ours = [key for key in news.keys if key.endswith(self._shipments.key_end)]
+        self._kept.announced(news.name, news.address, ours)
         self._calls.stop_unwanted(news.calls)
         if news.is_paused:
             self.members.hold(news.address, None)

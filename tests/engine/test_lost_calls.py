@@ -122,6 +122,15 @@ def test_a_call_that_its_worker_keeps_ends_with_its_report() -> None:
         assert pool.take(do.ReleaseRetainedCalls) == [do.ReleaseRetainedCalls(pool.epoch, ("a",))]
 
 
+def test_a_batch_of_another_client_with_the_same_number_is_not_ours() -> None:
+    """A worker announces the batches of all clients. Our call is on none of them, and lost."""
+    pool, sent = lost_head()
+    pool.connect()
+    another = WorkerKept("1-0", ADDRESSES["1-0"], ("b",), keys=(f"skyward-{sent.number}-deadbeef",))
+    pool.dispatcher.pool_news(pool.epoch, another, 0.0)
+    assert str(pool.errors()["a"]).startswith("the head of the pool was lost; ")
+
+
 def test_a_report_before_the_announcement_does_not_count() -> None:
     """An earlier report may have come before the next head knew this client. The announcement is followed by both."""
     pool, sent = lost_head()

@@ -1245,12 +1245,13 @@ def test_a_failed_step_of_the_clock_prevents_no_other_step(monkeypatch: pytest.M
     monkeypatch.setattr(opened._reaper, "restart_if_gone", does("reaper"))
     monkeypatch.setattr(opened, "emit", does("emit"))
     limits = SimpleNamespace(check_money=does("money"), check_work=does("work"))
-    looking = opened._clock(limits, SimpleNamespace(note=does("note")))  # type: ignore[arg-type]
+    size = SimpleNamespace(look=does("size"))
+    looking = opened._clock(limits, SimpleNamespace(note=does("note")), size)  # type: ignore[arg-type]
     looking._seldom_at = 0.0
     for now in (1.0, 5.0, 6.0):
         for step in looking.due(now):
             looking.take(step, opened._ended)
-    look = ["lease", "money", "work"]
+    look = ["lease", "money", "work", "size"]
     assert done == [*look, *look, "reaper", "note", "emit", *look]
 
 
