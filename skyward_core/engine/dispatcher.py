@@ -432,11 +432,8 @@ class Dispatcher:
         self._do(do.Left(rank_of(name)))
 
     def _announced(self, news: WorkerKept, now: float) -> None:
-        """A worker announces the calls that it has from an earlier head, those of other clients too. Each client counts
-        its batches from 0.
-        """
-        ours = [key for key in news.keys if key.endswith(self._shipments.key_end)]
-        self._kept.announced(news.name, news.address, ours)
+        """A worker announces the calls that it has from an earlier head, those of other clients too."""
+        self._kept.announced(news.name, news.address, self._shipments.ours(news.keys))
         self._calls.stop_unwanted(news.calls)
         if news.is_paused:
             self.members.hold(news.address, None)

@@ -15,7 +15,7 @@ out when its connection ends was never begun: its calls wait again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -102,6 +102,10 @@ class Shipments:
     def key(self, number: int) -> str:
         """Return the key of a batch's task."""
         return f"skyward-{number}{self.key_end}"
+
+    def ours(self, keys: Iterable[str]) -> list[str]:
+        """Return the keys of this client's batches. Other clients count theirs from 0 too."""
+        return [key for key in keys if key.endswith(self.key_end)]
 
     def in_phase(self, phase: Phase) -> list[Out]:
         """Return the batches in this state."""
