@@ -123,12 +123,13 @@ class Cluster:
         """Report workers that join and leave to this watcher from now on."""
         self.owner.watcher = watcher
 
-    def keep(self, counts: Counts | None, secrets: SecretValues | None, ranks: Iterable[int]) -> None:
-        """Count the cost of calls, and wait for replacements of these ranks: this process keeps the pool from now on.
+    def keep(self, counts: Counts | None, secrets: SecretValues | None, ranks: Iterable[int] | None) -> None:
+        """Count the cost of calls, and let broadcasts use these ranks: this process keeps the pool from now on.
 
-        None: it does not any more.
+        None: it does not any more. Broadcasts go on with the ranks that they have.
         """
-        self._ranks.set(ranks)
+        if ranks is not None:
+            self._ranks.set(ranks)
         self.owner.post(lambda: self.owner.keep(counts, secrets))
 
     @property

@@ -342,7 +342,7 @@ class Attached:
         self.paid_seconds = lambda: None
         self._is_kept_here = False
         if self.cluster is not None:
-            self.cluster.keep(None, None, ())
+            self.cluster.keep(None, None, None)
             self.cluster.watch(self)
             for node in self.lease.nodes:
                 if self.cluster.missing(node.rank):
