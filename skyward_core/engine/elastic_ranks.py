@@ -7,7 +7,7 @@ the ranks there. `membership.Membership` looks after the ranks that are nodes, a
                         ├──no machine is to be had, still wanted──▶ coming (tried again later)
                         └──not wanted any more──▶ absent
     draining ──wanted again──▶ node
-    draining ──its node is lost──▶ leaving, or with calls that are bound to it: node (and replaced)
+    draining ──its node is lost──▶ leaving, or with calls that are bound to it: node (vacant, so it is replaced)
 
 A node that is draining is in no new broadcast, and gets no more calls, from any client. It leaves when it has no call,
 no result on its way, and nothing that another call may ask for. Then its workers end, and its machine after them. The
@@ -46,7 +46,7 @@ from skyward_core.engine.membership_actions import (
 )
 from skyward_core.engine.scaling import Load, ScalingPolicy
 from skyward_core.errors import PoolClosed
-from skyward_core.events.events import Error, InstanceLost, NodesScaled
+from skyward_core.events.events import Error, NodesScaled
 
 
 @dataclass(slots=True)
@@ -76,6 +76,11 @@ class _Draining:
     retired_at: float | None = None
     lost_by: float | None = None
 
+    def join_anew(self, now: float) -> None:
+        """There is a new head: the node has some time to join it, and gets calls from it until it is held again."""
+        self.lost_by = now + JOIN_ANEW_SECONDS
+        self.looks_at_rest, self.bound = 0, None
+
 
 class ElasticRanks:
     """Brings the ranks of a pool to the number that the policy decides. One thread uses it."""
@@ -104,8 +109,9 @@ class ElasticRanks:
     # ── messages ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def observe(self, now: float, load: Load) -> None:
-        """Decide how many nodes there should be."""
-        self._policy.decide(now, len(self._membership.ranks), load)
+        """Decide how many nodes there should be. A queue that waits for the head or a lost node lets nothing grow."""
+        waiting = load.waiting if self._membership.has_head else 0
+        self._policy.decide(now, len(self._membership.occupied), Load(waiting, load.is_busy))
 
     def fix(self, nodes: int | None) -> None:
         """Keep this number of nodes, which the user has set; None: decide again."""
@@ -124,10 +130,10 @@ class ElasticRanks:
         if not self._membership.has_head:
             self._had_head = False
             return
-        if not self._had_head:  # as for all nodes: some time to join the new head
+        if not self._had_head:
             self._had_head = True
             for one in self._draining.values():
-                one.lost_by = now + JOIN_ANEW_SECONDS
+                one.join_anew(now)
         self._announce()
         self._adjust(now, view)
         for rank, one in list(self._draining.items()):
@@ -255,10 +261,12 @@ class ElasticRanks:
         return False
 
     def _begin_to_come(self) -> bool:
+        """Let the lowest free rank come. There may be none below the most while nodes are leaving."""
         taken = self._membership.ranks | self._coming.keys() | self._draining.keys() | self._leaving
-        free = [rank for rank in range(1, len(taken) + 2) if rank not in taken]
-        self._coming[free[0]] = _Coming()
-        return True
+        rank = next((rank for rank in range(1, self._policy.most) if rank not in taken), None)
+        if rank is not None:
+            self._coming[rank] = _Coming()
+        return rank is not None
 
     # ── one node leaves ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -271,7 +279,7 @@ class ElasticRanks:
         if rank not in self._draining:
             return
         if one.is_lost and one.bound is not None:
-            self._lose(rank, one, view)
+            self._lose(rank, one, now, view)
         elif one.retired_at is not None and now > one.retired_at + LATE_SECONDS:
             self._remove(rank, one)
         elif not one.is_asking and now >= one.ask_at and one.retired_at is None and (one.is_lost or view.has(rank)):
@@ -297,20 +305,25 @@ class ElasticRanks:
         if now > one.lost_by or view.has_ended(rank):
             one.is_lost, one.bound, one.ask_at = True, None, now
 
-    def _lose(self, rank: int, one: _Draining, view: MembershipView) -> None:
+    def _lose(self, rank: int, one: _Draining, now: float, view: MembershipView) -> None:
         """A node is lost before it could leave: calls that can run nowhere else need its replacement."""
-        if one.bound or one.is_wanted:
-            self._take_back(rank)
+        is_needed = one.bound or one.is_wanted
+        if is_needed and view.has(rank):  # it has come back, or another machine in its place: it drains on
+            there = next((node.instance.id for node in view.nodes if node.rank == rank), one.instance_id)
+            self._draining[rank] = _Draining(there, now + HOLD_SECONDS, is_wanted=one.is_wanted)
             return
         if one.instance_id:
-            words = view.last_words(rank)
-            text = "its worker has left the pool while it was draining"
-            self._emit(InstanceLost(one.instance_id, rank, f"{text} ({words})" if words else text))
-        self._remove(rank, one)
+            self._membership.report_lost(
+                one.instance_id, rank, "its worker has left the pool while it was draining", view
+            )
+        if is_needed:
+            self._take_back(rank, lost_at=now)
+        else:
+            self._remove(rank, one)
 
-    def _take_back(self, rank: int) -> None:
+    def _take_back(self, rank: int, lost_at: float | None = None) -> None:
         del self._draining[rank]
-        self._membership.admit(rank)
+        self._membership.admit(rank, lost_at)
         self._actions.append(TakeIn(rank))
 
     def _remove(self, rank: int, one: _Draining) -> None:
@@ -322,7 +335,7 @@ class ElasticRanks:
         one = self._draining.get(rank)
         return one if one is not None and one.instance_id == instance_id else None
 
-    def _emit(self, event: Error | InstanceLost | NodesScaled) -> None:
+    def _emit(self, event: Error | NodesScaled) -> None:
         self._actions.append(EmitMembershipEvent(event))
 
 

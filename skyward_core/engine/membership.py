@@ -224,9 +224,25 @@ class Membership:
         """The ranks that are to have a node."""
         return frozenset(self._ranks)
 
-    def admit(self, rank: int) -> None:
-        """Look after this rank from now on: its node is replaced when it is lost."""
+    @property
+    def occupied(self) -> frozenset[int]:
+        """The ranks whose node is not lost."""
+        return frozenset(self._ranks - self._vacant.keys())
+
+    def admit(self, rank: int, lost_at: float | None = None) -> None:
+        """Look after this rank from now on: its node is replaced when it is lost. `lost_at`: it was lost then."""
         self._ranks.add(rank)
+        if lost_at is not None:
+            self._vacant[rank] = _Retry(lost_at, lost_at)
+
+    def report_lost(self, instance_id: str, rank: int, reason: str, view: MembershipView) -> None:
+        """Emit that the node of a rank is lost, with its last words; once for each instance."""
+        if instance_id in self._reported_lost:
+            return
+        self._reported_lost.add(instance_id)
+        words = view.last_words(rank)
+        text = f"{reason} ({words})" if words else reason
+        self._emit(InstanceLost(instance_id, rank, f"{text}; {ANNOUNCED}" if instance_id in self._due else text))
 
     def is_vacant(self, rank: int) -> bool:
         """Return whether the node of this rank is lost, and not replaced yet."""
@@ -518,14 +534,8 @@ class Membership:
         self._actions.append(EmitMembershipEvent(event))
 
     def _emit_lost(self, rank: int, reason: str, view: MembershipView) -> None:
-        """Emit that the node of a rank is lost, with its last words; once for each instance."""
-        machine = _id_of(rank, view)
-        if machine is None or machine in self._reported_lost:
-            return
-        self._reported_lost.add(machine)
-        words = view.last_words(rank)
-        text = f"{reason} ({words})" if words else reason
-        self._emit(InstanceLost(machine, rank, f"{text}; {ANNOUNCED}" if machine in self._due else text))
+        if (machine := _id_of(rank, view)) is not None:
+            self.report_lost(machine, rank, reason, view)
 
     def _emit_dropped(self, before: Sequence[Node], dead: Collection[str], there: Sequence[Node]) -> None:
         """Emit the loss of nodes during a restart of the cluster."""

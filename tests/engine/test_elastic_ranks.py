@@ -56,7 +56,7 @@ class Pool:
         self.membership.turn(self.now, self.view)
         actions = list(iter(self.membership.next_action, None))
         self.ranks.turn(self.now, self.view)
-        actions += iter(self.ranks.next_action, None)
+        actions += [*iter(self.membership.next_action, None), *iter(self.ranks.next_action, None)]
         self.events = [action.event for action in actions if isinstance(action, EmitMembershipEvent)]
         return [action for action in actions if not isinstance(action, EmitMembershipEvent)]
 
@@ -81,6 +81,23 @@ class Pool:
         """Answer a request to drain, and take the next turn that may ask again."""
         self.ranks.drained(rank, machine_id(rank), left, bound)
         return self.turn(HOLD_SECONDS)
+
+    def lose_head(self) -> Restart:
+        """The head is lost, and the cluster is up again; return the restart that was requested."""
+        self.view.ended = {0: "gone"}
+        self.membership.turn(self.now, self.view, is_cut=True)
+        self.ranks.turn(self.now, self.view)
+        assert self.ranks.next_action() is None
+        return self.come_back()
+
+    def come_back(self) -> Restart:
+        """The cluster is up again with the same nodes; return the restart that was requested."""
+        (restart,) = [one for one in iter(self.membership.next_action, None) if isinstance(one, Restart)]
+        nodes = tuple(self.view.nodes)
+        lease = Lease(pool_id="sky-1", provider={}, nodes=nodes, created_at=datetime(2026, 1, 1, tzinfo=UTC))
+        self.view.ended = {}
+        self.membership.restarted(restart.before, (), lease, 1, self.now)
+        return restart
 
     def leave(self, rank: int) -> None:
         """A node that is draining leaves."""
@@ -270,6 +287,21 @@ def test_another_node_comes_for_one_whose_workers_are_ending() -> None:
     assert pool.scale(2) == [AddNode(2)]
 
 
+def test_no_rank_is_beyond_the_most() -> None:
+    """The numbers of nodes and the ports end there: another node waits until a rank is free."""
+    pool = Pool(2, most=2)
+    pool.scale(1)
+    pool.drain(1)
+    pool.drain(1)
+    assert pool.scale(2) == []
+    pool.ranks.retired(1, machine_id(1), pool.now, is_retired=True)
+    pool.goes(1)
+    assert pool.turn() == [RemoveNode(1, machine_id(1))]
+    assert pool.turn() == []
+    pool.is_gone(1)
+    assert pool.turn() == [AddNode(1)]
+
+
 def test_a_vacant_rank_leaves_before_all_others() -> None:
     """Nobody waits for it: so its replacement is not rented."""
     pool = Pool(3)
@@ -325,8 +357,45 @@ def test_a_node_that_is_lost_while_it_drains(bound: int) -> None:
         assert actions == [RemoveNode(1, machine_id(1))]
         assert [type(event) for event in pool.events] == [InstanceLost]
     else:
-        assert TakeIn(1) in actions
-        assert 1 in pool.membership.ranks
+        assert actions == [TakeIn(1)]
+        assert pool.membership.ranks == {0, 1}
+        assert [type(event) for event in pool.events] == [InstanceLost]
+        assert pool.turn(0.25) == [ReplaceNode(1)]
+        pool.membership.replaced(1, None, pool.now)
+        pool.view.away, pool.view.nodes[1] = set(), node_of(7, 1, 1, 1)
+        assert pool.turn(0.25) == [LeaveOut(1), DrainNode(1, machine_id(7))], "nobody waits for it any more"
+
+
+def test_a_node_that_falls_silent_just_before_it_drains() -> None:
+    """Its machine reports no end. With calls that are bound to it, it is replaced; its loss is reported once."""
+    pool = Pool(2)
+    pool.goes(1)
+    pool.turn()
+    pool.scale(1)
+    actions, events = list[MembershipAction](), list[object]()
+    for _ in range(40):
+        turn = pool.turn(0.25)
+        actions, events = [*actions, *turn], [*events, *pool.events]
+        if DrainNode(1, machine_id(1)) in turn:
+            pool.ranks.drained(1, machine_id(1), 0, 1)
+    assert actions == [DrainNode(1, machine_id(1)), TakeIn(1), ReplaceNode(1)]
+    assert [type(event) for event in events] == [InstanceLost]
+
+
+def test_a_node_that_is_back_before_its_loss_is_handled_drains_on() -> None:
+    """It has calls that can run nowhere else, and is there again: nothing is replaced."""
+    pool = Pool(2)
+    pool.scale(1)
+    pool.drain(1, left=3, bound=1)
+    pool.ranks.drained(1, machine_id(1), 3, 1)
+    pool.goes(1)
+    pool.turn()
+    assert pool.turn(REJOIN_SECONDS + 0.1) == [DrainNode(1, machine_id(1))]
+    pool.view.away = set()
+    pool.ranks.drained(1, machine_id(1), 0, 1)
+    assert pool.turn() == []
+    assert pool.turn(HOLD_SECONDS) == [DrainNode(1, machine_id(1))]
+    assert pool.membership.ranks == {0}
 
 
 def test_while_the_head_is_away_nothing_begins() -> None:
@@ -334,21 +403,45 @@ def test_while_the_head_is_away_nothing_begins() -> None:
     pool = Pool(2)
     pool.scale(1)
     pool.ranks.drained(1, machine_id(1), 1, 0)
-    pool.view.ended = {0: "gone"}
-    pool.membership.turn(pool.now, pool.view, is_cut=True)
-    (restart,) = [one for one in iter(pool.membership.next_action, None) if isinstance(one, Restart)]
-    assert [node.rank for node in restart.before] == [0], "a node that leaves does not become the head"
     pool.goes(1)
-    pool.ranks.turn(pool.now, pool.view)
-    assert pool.ranks.next_action() is None
-    lease = Lease(
-        pool_id="sky-1", provider={}, nodes=tuple(pool.view.nodes), created_at=datetime(2026, 1, 1, tzinfo=UTC)
-    )
-    pool.view.ended = {}
-    pool.membership.restarted(restart.before, (), lease, 1, pool.now)
+    restart = pool.lose_head()
+    assert [node.rank for node in restart.before] == [0], "a node that leaves does not become the head"
     pool.turn()
     assert pool.turn(JOIN_ANEW_SECONDS) == []
     assert pool.turn(0.1) == [DrainNode(1, machine_id(1))]
+
+
+def test_after_the_loss_of_the_head_a_node_is_held_again_before_its_workers_end() -> None:
+    """The new scheduler knows of no hold, so the node may have got calls."""
+    pool = Pool(2)
+    pool.scale(1)
+    assert pool.drain(1) == [DrainNode(1, machine_id(1))]
+    pool.ranks.drained(1, machine_id(1), 0, 0)
+    pool.lose_head()
+    assert pool.turn(HOLD_SECONDS) == [DrainNode(1, machine_id(1))]
+    assert pool.drain(1) == [DrainNode(1, machine_id(1))]
+    assert pool.drain(1) == [Retire(1, machine_id(1))]
+
+
+@pytest.mark.parametrize("lost", ["node", "head"])
+def test_a_queue_that_waits_for_a_lost_node_lets_nothing_grow(lost: str) -> None:
+    """Nothing was too small. When the node is there again, the queue has the whole time to show that it is."""
+    pool = Pool(2, least=2)
+    pool.view.ended = {0: "gone"} if lost == "head" else {1: "gone"}
+    pool.goes(1)
+    pool.membership.turn(pool.now, pool.view, is_cut=lost == "head")
+    for now in range(61):
+        pool.ranks.observe(float(now), Load(1, is_busy=True))
+    assert pool.policy.target == 2
+    if lost == "node":
+        pool.membership.replaced(1, None, 61.0)
+    else:
+        pool.come_back()
+    pool.ranks.observe(61.0, Load(1, is_busy=True))
+    pool.ranks.observe(90.0, Load(1, is_busy=True))
+    assert pool.policy.target == 2
+    pool.ranks.observe(91.0, Load(1, is_busy=True))
+    assert pool.policy.target == 3
 
 
 def test_a_settled_pool_takes_back_what_is_draining_and_adds_nothing() -> None:
