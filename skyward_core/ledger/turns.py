@@ -7,7 +7,8 @@ writes without a pause takes the lock again before any other one looks, and the 
 
 The bytes are those of an empty file beside the ledger. The kernel unlocks the byte of a process that ends. The queue
 only arranges: whether a writer may write is decided by SQLite's own lock. So a writer that sees nobody move for
-STUCK_SECONDS, because a process was stopped in the queue or writes for long, goes on without it.
+STUCK_SECONDS, because a process was stopped in the queue or writes for long, goes on without it. Those behind it see
+that it was faster than the place in front of it, and wait for that place no more.
 """
 
 from __future__ import annotations
@@ -94,7 +95,13 @@ class Turns:
                 moved_at = self._clock()
             elif self._clock() - moved_at > STUCK_SECONDS:
                 return
-            before = still
+            before = _moving(before, still)
+
+
+def _moving(before: list[int], still: list[int]) -> list[int]:
+    """Return the places in `still` that may move. One behind which another of `before` is free already does not."""
+    first_free = min(set(before) - set(still), default=-1)
+    return [place for place in still if place > first_free]
 
 
 def _take_place(descriptor: int) -> int:

@@ -1,5 +1,7 @@
 """The queue in front of SQLite's write lock: first come, first served."""
 
+import heapq
+import itertools
 import os
 import signal
 import subprocess
@@ -134,6 +136,57 @@ def test_a_stopped_process_in_the_queue_delays_the_others_by_a_second(
 
     with Turns(make_url(url), clock=lambda: now[0], pause=pause).turn():
         assert STUCK_SECONDS < now[0] < STUCK_SECONDS + 0.2
+
+
+class FakeTime:
+    """The clock of several threads. It goes on when all of them pause, and then one of them goes on."""
+
+    def __init__(self, threads: int) -> None:
+        self.now = 0.0
+        self._running = threads
+        self._number = itertools.count()
+        self._pauses: list[tuple[float, int, threading.Event]] = []
+        self._lock = threading.Lock()
+
+    def pause(self, seconds: float) -> None:
+        wakes = threading.Event()
+        with self._lock:
+            heapq.heappush(self._pauses, (self.now + seconds, next(self._number), wakes))
+        self.end()
+        assert wakes.wait(60)
+
+    def end(self) -> None:
+        """One thread runs no more."""
+        with self._lock:
+            self._running -= 1
+            if not self._running and self._pauses:
+                self.now, _, wakes = heapq.heappop(self._pauses)
+                self._running = 1
+                wakes.set()
+
+
+def test_many_writers_behind_a_stopped_one_wait_for_it_once(url: str) -> None:
+    """Not each of them in its turn: one that goes on without it shows all behind it that it does not move."""
+    at = FakeTime(20)
+    ends: list[float] = []
+
+    def write(number: int) -> None:
+        at.pause(0.04 * number)
+        with Turns(make_url(url), clock=lambda: at.now, pause=at.pause).turn():
+            ends.append(at.now)
+            at.pause(0.01)
+        at.end()
+
+    with Turns(make_url(url)).turn():
+        threads = [threading.Thread(target=write, args=(number,)) for number in range(20)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(ends) == 20
+    assert ends[0] > STUCK_SECONDS
+    assert ends[-1] < STUCK_SECONDS + 1
+    assert all(later - earlier >= 0.01 for earlier, later in itertools.pairwise(ends)), "one after the other"
 
 
 def test_a_fork_does_not_keep_the_place_of_its_parent(url: str) -> None:
