@@ -13,6 +13,7 @@ from skyward_core.errors import BadRequest, BudgetExceeded, LedgerConflict
 from skyward_core.ledger.database import Database
 from skyward_core.ledger.pools import must_live
 from skyward_core.ledger.rows import Account, Period, Reservation, UnreadableRow, micro_usd
+from skyward_core.ledger.stewards import must_be_steward
 from skyward_core.ledger.tables import (
     ACCOUNTS,
     BALANCES,
@@ -54,16 +55,19 @@ class Accounts:
             scope = _scope(Period(row["period"]), pool_id, self._database.clock())
             return in_usd(row["limit_micro_usd"] - (_committed(connection, account, scope) or 0))
 
-    def reserve(self, account: str, pool_id: str, usd: Decimal) -> Reservation:
+    def reserve(self, account: str, pool_id: str, usd: Decimal, *, epoch: int | None = None) -> Reservation:
         """Reserve money for a pool, in one transaction that is isolated from all others."""
         amount = micro_usd(usd)
         if amount <= 0:
             raise BadRequest(f"A reservation is a positive sum; given {usd} USD.")
         with self._database.write() as connection:
+            must_be_steward(connection, pool_id, epoch)
             must_live(connection, pool_id)
             return self._reserve(connection, _account_row(connection, account, is_locked=True), pool_id, amount)
 
-    def roll(self, account: str, pool_id: str, spent_usd: Decimal, next_usd: Decimal) -> Reservation:
+    def roll(
+        self, account: str, pool_id: str, spent_usd: Decimal, next_usd: Decimal, *, epoch: int | None = None
+    ) -> Reservation:
         """Settle a pool's reservations from an account, and reserve for the next interval: both or neither.
 
         `spent_usd` is the cost since the last settlement.
@@ -72,6 +76,7 @@ class Accounts:
         if spent < 0 or amount < 0:
             raise BadRequest(f"Spent and reserved sums are not negative; given {spent_usd} and {next_usd} USD.")
         with self._database.write() as connection:
+            must_be_steward(connection, pool_id, epoch)
             must_live(connection, pool_id)
             row = _account_row(connection, account, is_locked=True)
             are_its = (RESERVATIONS.c.pool_id == pool_id) & (RESERVATIONS.c.account == account)

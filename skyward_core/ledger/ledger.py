@@ -419,22 +419,25 @@ class Ledger:
         """Return what a pool could reserve from an account now, in USD; negative after overspending."""
         return self._accounts.left_usd(account, pool_id)
 
-    def reserve(self, account: str, pool_id: str, usd: Decimal) -> Reservation:
+    def reserve(self, account: str, pool_id: str, usd: Decimal, *, epoch: int | None = None) -> Reservation:
         """Reserve money for a pool, in one transaction that is isolated from all others.
 
         Raises BudgetExceeded if less is left in this period (reservations and spending both count), LeaseLost if the
-        pool was condemned or has ended: nothing would settle the reservation.
+        pool was condemned or has ended: nothing would settle the reservation, NotSteward if `epoch` is not that of the
+        steward of the pool's name.
         """
-        return self._accounts.reserve(account, pool_id, usd)
+        return self._accounts.reserve(account, pool_id, usd, epoch=epoch)
 
-    def roll(self, account: str, pool_id: str, spent_usd: Decimal, next_usd: Decimal) -> Reservation:
+    def roll(
+        self, account: str, pool_id: str, spent_usd: Decimal, next_usd: Decimal, *, epoch: int | None = None
+    ) -> Reservation:
         """Settle a pool's reservations from an account, and reserve for the next interval: both or neither.
 
         `spent_usd` is the cost since the last settlement.
         `settle_pool` describes how the sum is divided among several reservations. The next reservation may be 0 USD.
         Errors as of `reserve`; after BudgetExceeded nothing has changed.
         """
-        return self._accounts.roll(account, pool_id, spent_usd, next_usd)
+        return self._accounts.roll(account, pool_id, spent_usd, next_usd, epoch=epoch)
 
     def settle(self, reservation: Reservation | int, spent_usd: Decimal) -> Reservation:
         """Record what was spent of a reservation; the rest is free again. More than was reserved is recorded too.

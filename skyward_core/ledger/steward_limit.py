@@ -5,10 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from decimal import Decimal
-from typing import Any, override
+from typing import TYPE_CHECKING, Any, override
 
 from skyward_core.ledger.budgets import Commitment, Fill, PendingLaunch, SpendingLimit, last_covered
-from skyward_core.ledger.rows import Price
+from skyward_core.ledger.rows import Price, Reservation
+
+if TYPE_CHECKING:
+    from skyward_core.ledger.ledger import Ledger
+
+
+class StewardAccounts:
+    """The accounts of a ledger for one steward: after another one they refuse, with NotSteward."""
+
+    def __init__(self, ledger: Ledger, epoch: int | None) -> None:
+        """`epoch` is the number of the steward; None for a pool without a name."""
+        self._ledger = ledger
+        self._epoch = epoch
+
+    def reserve(self, account: str, pool_id: str, usd: Decimal) -> Reservation:
+        """As `Ledger.reserve`, with the epoch."""
+        return self._ledger.reserve(account, pool_id, usd, epoch=self._epoch)
+
+    def roll(self, account: str, pool_id: str, spent_usd: Decimal, next_usd: Decimal) -> Reservation:
+        """As `Ledger.roll`, with the epoch."""
+        return self._ledger.roll(account, pool_id, spent_usd, next_usd, epoch=self._epoch)
 
 
 class StewardLimit(SpendingLimit):

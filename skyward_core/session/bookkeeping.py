@@ -22,7 +22,7 @@ from skyward_core.ledger.budgets import SpendingLimit
 from skyward_core.ledger.journal import Journal
 from skyward_core.ledger.metering import Meter
 from skyward_core.ledger.rows import SECONDS_PER_HOUR, ResourceKind
-from skyward_core.ledger.steward_limit import StewardLimit
+from skyward_core.ledger.steward_limit import StewardAccounts, StewardLimit
 from skyward_core.providers.base import Provider
 from skyward_core.session.steward_guard import StewardGuard
 from skyward_core.spec import PoolSpec
@@ -92,7 +92,7 @@ class Bookkeeping:
             self._meter,
             max_cost=spec.max_cost,
             account=spec.budget,
-            accounts=ledger,
+            accounts=StewardAccounts(ledger, epoch),
             lease_seconds=spec.lease_seconds,
         )
         self._usual_seconds = 2 * spec.lease_seconds

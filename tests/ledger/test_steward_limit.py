@@ -8,10 +8,12 @@ import pytest
 from skyward_core.ledger.budgets import Fill
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.metering import Meter
+from skyward_core.ledger.names_policy import NotSteward
 from skyward_core.ledger.rows import Account, Period
-from skyward_core.ledger.steward_limit import StewardLimit
+from skyward_core.ledger.steward_limit import StewardAccounts, StewardLimit
 from skyward_core.machines.owner import Owner
 from tests.ledger.test_budgets import LEASE_SECONDS, TEAM, Clock, machine, usd
+from tests.ledger.test_names import claim, opened
 
 PRICE = usd("36")  # a cent a second
 
@@ -131,3 +133,35 @@ def test_the_account_pays_by_what_is_reserved_and_then_more(ledger: Ledger) -> N
         meter.end("m-0")
         ledger.settle_pool("sky-1", meter.total())
         assert ledger.settled_usd("sky-1", TEAM) == meter.total() == Decimal(1)
+
+
+def test_an_interval_is_paid_once_although_the_steward_was_stopped_before_it_wrote(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process has become the steward between the bill and its payment."""
+    clock = Clock()
+    with ledger:
+        ledger.set_account(Account(TEAM, Decimal(100), Period.RUN))
+        epoch = opened(ledger)
+        claim(ledger, "b")
+        is_stopped = False
+
+        def total() -> Decimal:
+            bill = Meter.total(meter)
+            if is_stopped and (row := ledger.names.named("nightly")) and row.steward == "a":
+                ledger.stewards.resign("nightly", "a", epoch)
+                new = ledger.stewards.take("nightly", "b")
+                ledger.roll(TEAM, "sky-a", bill, Decimal(0), epoch=new)
+            return bill
+
+        meter = Meter(clock)
+        accounts = StewardAccounts(ledger, epoch)
+        limit = StewardLimit(lambda: True, "sky-a", meter, account=TEAM, accounts=accounts, lease_seconds=LEASE_SECONDS)
+        limit.launched(["m-0"], limit.commit(1, PRICE))
+        meter.start(machine("m-0"), clock(), PRICE)
+        monkeypatch.setattr(meter, "total", total)
+        clock.seconds += 1000
+        is_stopped = True
+        with pytest.raises(NotSteward):
+            limit.pay_for(60)
+        assert ledger.settled_usd("sky-a", TEAM) == meter.total() == Decimal(10)

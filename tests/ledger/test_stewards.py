@@ -4,13 +4,14 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
+from decimal import Decimal
 from typing import Any
 
 import pytest
 
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.names_policy import Client, NamedPool, NameState, NotSteward, Standing, standing
-from skyward_core.ledger.rows import PoolEntry, ResourceKind, ResourceRequest
+from skyward_core.ledger.rows import Account, Period, PoolEntry, ResourceKind, ResourceRequest
 from skyward_core.machines.owner import Owner, OwnerState
 from tests.ledger.test_ledger import (  # noqa: F401 - fixtures
     Clock,
@@ -182,3 +183,21 @@ def test_a_steward_that_was_replaced_writes_no_lease(ledger: Ledger) -> None:
     row = ledger.sealed_lease("sky-a")
     assert row is not None
     assert row.sealed == "newer"
+
+
+def test_a_steward_that_was_replaced_pays_nothing(ledger: Ledger) -> None:
+    """The new one has settled the same time already, or will."""
+    ledger.set_account(Account("team", Decimal(10), Period.RUN))
+    epoch = opened(ledger)
+    claim(ledger, "b")
+    ledger.reserve("team", "sky-a", Decimal(1), epoch=epoch)
+    ledger.roll("team", "sky-a", Decimal(1), Decimal(2), epoch=epoch)
+    ledger.names.leave("nightly", "a")
+    new = ledger.stewards.take("nightly", "b")
+    with pytest.raises(NotSteward):
+        ledger.roll("team", "sky-a", Decimal(1), Decimal(2), epoch=epoch)
+    with pytest.raises(NotSteward):
+        ledger.reserve("team", "sky-a", Decimal(1), epoch=epoch)
+    assert (ledger.settled_usd("sky-a", "team"), ledger.committed_usd("sky-a")) == (Decimal(1), Decimal(3))
+    ledger.roll("team", "sky-a", Decimal(1), Decimal(2), epoch=new)
+    assert ledger.settled_usd("sky-a", "team") == Decimal(2)
