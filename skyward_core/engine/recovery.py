@@ -41,7 +41,7 @@ from skyward_core.engine.membership_actions import (
     TakeIn,
 )
 from skyward_core.engine.scaling import Load, ScalingPolicy
-from skyward_core.errors import PoolClosed, SkywardError
+from skyward_core.errors import LedgerError, PoolClosed, SkywardError
 from skyward_core.events.events import Error, SkywardEvent
 from skyward_core.machines.instances import Lease, Node
 from skyward_core.worker.preemption_notice import Notice
@@ -52,6 +52,7 @@ RESUME_SECONDS = 2.0
 RESTART_SECONDS = 30.0
 QUERY = "skyward-query"
 SETTLE_POLL_SECONDS = 0.05
+ASK_LEDGER_SECONDS = 5.0
 UNKNOWN = 1  # stands for an unknown number of calls that a node has left
 _log = logging.getLogger("skyward")
 
@@ -70,6 +71,7 @@ class MachineControl(Protocol):
     def notices(self, rank: int) -> tuple[Notice, ...]: ...
     def stand_by(self, rank: int) -> None: ...
     def dismiss(self, rank: int) -> None: ...
+    def raise_if_not_steward(self) -> None: ...
     def retire(self, rank: int, instance_id: str) -> None: ...
     def restart_workers(self, rank: int, workers: Sequence[int]) -> None: ...
     def replace(self, rank: int, is_there: Callable[[], bool]) -> None: ...
@@ -445,6 +447,7 @@ class Recovery:
     def _drain(self, action: DrainNode) -> None:
         left, bound = None, 0
         try:
+            self._machines.raise_if_not_steward()  # the node may be one of another process, which gives it calls
             left, bound = self._cluster.draining.drain(action.rank)
         except Exception as error:
             _log.debug("node %d could not be drained: %s", action.rank, error)
@@ -453,6 +456,7 @@ class Recovery:
     def _free(self, rank: int) -> None:
         is_free = True
         try:
+            self._machines.raise_if_not_steward()  # the other process may be taking the node out of the pool
             self._cluster.draining.free(rank)
         except Exception as error:
             _log.debug("node %d could not be freed: %s", rank, error)
@@ -460,12 +464,19 @@ class Recovery:
         self._post_elastic(lambda elastic: elastic.freed(rank, is_free=is_free))
 
     def _remove(self, action: RemoveNode) -> None:
-        """End a machine; a request that fails is repeated by `Terminations`."""
-        try:
-            self._machines.remove(action.rank, action.instance_id)
-            self._cluster.forget(action.rank)
-        except Exception as error:
-            _log.debug("node %d could not be removed: %s", action.rank, error)
+        """End a machine; a request that fails is repeated by `Terminations`.
+
+        While the ledger does not say whether this process may do that, it is asked again.
+        """
+        is_unknown = True
+        while is_unknown and not self._closing.is_set():
+            is_unknown = False
+            try:
+                self._machines.remove(action.rank, action.instance_id)
+                self._cluster.forget(action.rank)
+            except Exception as error:
+                _log.debug("node %d could not be removed: %s", action.rank, error)
+                is_unknown = isinstance(error, LedgerError) and not self._closing.wait(ASK_LEDGER_SECONDS)
         self._post_elastic(lambda elastic: elastic.removed(action.rank))
 
 

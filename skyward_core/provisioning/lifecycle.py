@@ -241,6 +241,10 @@ class PoolMachines:
 
     # ── lost nodes ───────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def raise_if_not_steward(self) -> None:
+        """Raise NotSteward if another process keeps the pool now, and LedgerError if that cannot be found out."""
+        self._may_act()
+
     def restart_workers(self, rank: int, workers: Sequence[int]) -> None:
         """Have a node kill and restart these of its workers (`Nodes.restart_workers`)."""
         self._may_act()
@@ -267,10 +271,12 @@ class PoolMachines:
 
     def add(self, rank: int, is_there: Callable[[], bool]) -> None:
         """Give a rank that the pool has not had a node, and wait until its workers have joined (`Replacement.add`)."""
+        self._may_act()
         self._replacement.add(rank, is_there)
 
     def remove(self, rank: int, instance_id: str) -> None:
         """End the machine of a rank, if it still is this one, and put none in its place (`Replacement.remove`)."""
+        self._may_act()
         self._replacement.remove(rank, instance_id)
 
     def restart(self, heirs: Collection[str], dead: Collection[str]) -> Lease:
