@@ -56,6 +56,8 @@ class Database:
             is_current = schema_version(connection) == len(MIGRATIONS)
         if not is_current:
             with self.write() as connection, _at_leisure(connection):
+                if connection.dialect.name == "postgresql":
+                    connection.exec_driver_sql("SET LOCAL idle_in_transaction_session_timeout = 0")
                 migrate(connection)
 
     def close(self) -> None:

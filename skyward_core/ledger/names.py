@@ -29,6 +29,7 @@ from skyward_core.ledger.names_policy import (
     Rent,
     decide_claim,
     is_last,
+    may_be_condemned,
     may_be_kept_warm,
 )
 from skyward_core.ledger.rows import UnreadableRow
@@ -224,7 +225,7 @@ class Names:
             self._end_client(connection, client_id, slot_seconds)
 
     def give_up(self, name: str, pool_id: str, client_id: str) -> bool:
-        """Record that a client could not reach the pool; return whether the pool is condemned, for no other uses it.
+        """Record that a client could not reach the pool; return whether the pool is condemned (`may_be_condemned`).
 
         A name that has got another pool meanwhile counts as condemned: claim it again.
         """
@@ -233,7 +234,7 @@ class Names:
             self._end_client(connection, client_id, 0.0)
             if facts is None or facts.row.pool_id != pool_id:
                 return True
-            if not is_last(facts, client_id):
+            if not may_be_condemned(facts, client_id):
                 return False
             condemned = func.coalesce(POOLS.c.condemned_microseconds, self._database.stamp_after(0.0))
             connection.execute(update(POOLS).where(POOLS.c.id == pool_id).values(condemned_microseconds=condemned))

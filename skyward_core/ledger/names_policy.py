@@ -179,9 +179,21 @@ def why_dead(facts: NameFacts) -> str:
         return "a sweep has condemned it"
     if row.state is NameState.WARM and row.warm_until is not None and row.warm_until <= facts.now and not living:
         return "it was kept warm for as long as it should be"
-    if pool.lease_expires_at + timedelta(seconds=facts.lease_skew_seconds) <= facts.now and not living:
+    if _has_run_out(facts, pool) and not living:
         return "its lease has run out"
     return ""
+
+
+def may_be_condemned(facts: NameFacts, client_id: str) -> bool:
+    """Return whether a pool is condemned that a client could not reach: no other client may still use it.
+
+    Nor can one that lives, once the lease of the pool has run out: whoever reaches its nodes renews that, too.
+    """
+    return is_last(facts, client_id) or (facts.pool is not None and _has_run_out(facts, facts.pool))
+
+
+def _has_run_out(facts: NameFacts, pool: PoolEntry) -> bool:
+    return pool.lease_expires_at + timedelta(seconds=facts.lease_skew_seconds) <= facts.now
 
 
 def standing(facts: NameFacts | None, client_id: str) -> Standing:

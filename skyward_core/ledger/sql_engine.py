@@ -26,6 +26,10 @@ from skyward_core.worker.private_folders import NotPrivate, make_file, other_wri
 CONNECT_TIMEOUT_SECONDS = 10
 ANSWER_SECONDS = 10.0
 """How long a server may take for a statement, beside the time for which it waits for a lock."""
+IDLE_SECONDS = 8.0
+"""How long a process may do nothing inside a transaction. Then the server ends its connection: the process is stopped,
+and holds locks. Those who open a pool by name wait for a lock a little longer (`named_use.LEDGER_BUSY_SECONDS`).
+"""
 BESIDE = ("-wal", "-shm", "-journal", turns.ENDING)
 """Endings of the files beside a database: those of SQLite, which makes them with the mode of that one
 (sqlite.org/wal.html), and the queue of its writers.
@@ -60,7 +64,7 @@ def open_engine(url: URL, busy_timeout_seconds: float) -> Engine:
         if url.get_backend_name() == "postgresql":
             settings: dict[str, Any] = {
                 "connect_timeout": CONNECT_TIMEOUT_SECONDS,
-                "options": f"-c lock_timeout={round(busy_timeout_seconds * 1000)}",
+                "options": " ".join(f"-c {name}={value}" for name, value in _limits(busy_timeout_seconds).items()),
                 # a server that was set up with LC_ALL=C has no encoding, and the driver would return texts as bytes
                 "client_encoding": "utf8",
             }
@@ -75,6 +79,17 @@ def open_engine(url: URL, busy_timeout_seconds: float) -> Engine:
     event.listen(engine, "begin", _begin_sqlite)
     event.listen(engine, "handle_error", _keep_connection)
     return engine
+
+
+def _limits(busy_timeout_seconds: float) -> dict[str, int]:
+    """Return the settings of PostgreSQL by which no process waits for long for one that is stopped or has vanished."""
+    return {
+        "lock_timeout": round(busy_timeout_seconds * 1000),
+        "idle_in_transaction_session_timeout": round(IDLE_SECONDS * 1000),
+        "tcp_keepalives_idle": 15,
+        "tcp_keepalives_interval": 5,
+        "tcp_keepalives_count": 3,
+    }
 
 
 def _make_private(path: Path) -> None:

@@ -10,13 +10,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from sqlalchemy import Connection
+from sqlalchemy import Connection, select
 
 from skyward_core.errors import LedgerError
 from skyward_core.ledger import database, sql_engine
 from skyward_core.ledger.ledger import Ledger
+from skyward_core.ledger.names_policy import Rent, Wait
 from skyward_core.ledger.schema import migrate
+from skyward_core.ledger.tables import NAMES
 from tests.ledger.test_ledger import Clock, open_pool, postgresql_server, postgresql_url  # noqa: F401 - fixtures
+from tests.ledger.test_names import claim
 
 pytestmark = pytest.mark.slow
 
@@ -132,6 +135,40 @@ def test_only_the_migration_may_take_long(postgresql_url: str, monkeypatch: pyte
         limits.append(_limit(connection))
     opened.close()
     assert limits == [math.inf, sql_engine.ANSWER_SECONDS + 0.2]
+
+
+def test_a_process_that_is_stopped_inside_a_transaction_keeps_no_locks(
+    postgresql_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server ends its connection. Those who wait for its lock get it in time."""
+    opened = database.Database(postgresql_url, Clock(), 5.0)
+    opened.close()  # it has migrated
+    monkeypatch.setattr(sql_engine, "IDLE_SECONDS", 0.3)
+    stopped = database.Database(postgresql_url, Clock(), 5.0)
+    with Ledger(postgresql_url, clock=Clock(), busy_timeout_seconds=5.0) as other:
+        found = [claim(other, "a")]
+        with pytest.raises(LedgerError), stopped.write() as connection:
+            connection.execute(select(NAMES).with_for_update()).all()
+            found.append(claim(other, "b"))
+    stopped.close()
+    assert [type(one) for one in found] == [Rent, Wait]
+
+
+def test_a_migration_may_pause(postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may read much and compute before it writes."""
+    monkeypatch.setattr(sql_engine, "IDLE_SECONDS", 0.3)
+    found: list[str | None] = []
+
+    def seen(connection: Connection) -> None:
+        found.append(connection.exec_driver_sql("SHOW idle_in_transaction_session_timeout").scalar())
+        migrate(connection)
+
+    monkeypatch.setattr(database, "migrate", seen)
+    opened = database.Database(postgresql_url, Clock(), 0.2)
+    with opened.read() as connection:
+        found.append(connection.exec_driver_sql("SHOW idle_in_transaction_session_timeout").scalar())
+    opened.close()
+    assert found == ["0", "300ms"]
 
 
 def _limit(connection: Connection) -> float:

@@ -203,3 +203,15 @@ def test_the_only_client_of_an_unreachable_pool_condemns_it(ledger: Ledger) -> N
     assert isinstance(claim(ledger, "b"), Join)
     assert ledger.names.give_up("nightly", "sky-a", "b")
     assert isinstance(claim(ledger, "c"), Rent)
+
+
+def test_a_pool_whose_lease_has_run_out_is_condemned_although_a_client_of_it_lives(
+    ledger: Ledger, clock: Clock
+) -> None:
+    """That one cannot reach the pool either: whoever can reach it renews the pool's lease."""
+    opened(ledger)
+    clock.time += timedelta(minutes=7)
+    ledger.names.renew("a", LEASE_SECONDS)
+    assert isinstance(claim(ledger, "b"), Join)
+    assert ledger.names.give_up("nightly", "sky-a", "b")
+    assert isinstance(claim(ledger, "c"), Rent)

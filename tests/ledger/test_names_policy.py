@@ -20,6 +20,7 @@ from skyward_core.ledger.names_policy import (
     decide_claim,
     differences,
     is_last,
+    may_be_condemned,
 )
 from skyward_core.ledger.rows import PoolEntry
 from skyward_core.machines.owner import Owner, OwnerState
@@ -31,6 +32,7 @@ TERMS = {"nodes": 2}
 ROW = NamedPool("nightly", "sky-1", TERMS, NameState.IN_USE, "a", 3, 600.0)
 POOL = PoolEntry("sky-1", ADA, {}, "{}", NOON, NOON + timedelta(seconds=120), lives_by_lease=True)
 CLIENT = Client("a", "sky-1", ADA, NOON, NOON + timedelta(seconds=120))
+LONG = Client("b", "sky-1", BOB, NOON, NOON + timedelta(seconds=9999))
 
 
 def facts(
@@ -165,3 +167,21 @@ def test_the_last_client_is_the_one_beside_which_no_other_lives() -> None:
     assert not is_last(both, "b")
     assert is_last(facts(clients=(CLIENT, replace(bob, left_at=NOON))), "a")
     assert is_last(facts(clients=(CLIENT, bob), states={BOB: OwnerState.DEAD, ADA: OwnerState.ALIVE}), "a")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "clients", "expected"),
+    [
+        (0, (CLIENT,), True),
+        (0, (CLIENT, LONG), False),
+        (120 + SKEW_SECONDS - 1, (LONG,), False),
+        (120 + SKEW_SECONDS, (LONG,), True),
+        (420, (CLIENT, LONG), True),
+    ],
+)
+def test_who_cannot_reach_a_pool_condemns_it_if_nobody_reaches_it(
+    seconds: float, clients: tuple[Client, ...], expected: bool
+) -> None:
+    """Client "a" gives up. A client that lives counts only while the pool's own lease does: it renews that, too."""
+    found = replace(facts(clients=clients, seconds=seconds), lease_skew_seconds=SKEW_SECONDS)
+    assert may_be_condemned(found, "a") is expected
