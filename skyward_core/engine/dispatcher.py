@@ -382,9 +382,10 @@ class Dispatcher:
         self.members.nodes = {other: node for other, node in self.members.nodes.items() if other != rank}
         self._count_slots()
 
-    def bound_to(self, rank: int) -> tuple[int, int]:
-        """Return how many calls wait for a worker of this node alone, and how many in all can run nowhere else."""
-        return self._calls.bound_to(self.members.names_at(rank))
+    def calls_of(self, rank: int) -> tuple[int, int, int]:
+        """Return `CallTable.bound_to` and `Shipments.count_for` for a node."""
+        names = self.members.names_at(rank)
+        return *self._calls.bound_to(names), self._shipments.count_for(names)
 
     @property
     def waiting(self) -> int:

@@ -62,11 +62,11 @@ class NodeDraining:
         if the scheduler is out of reach, and TimeoutError.
         """
         beginning = self._ranks.beginning_at(rank)  # first: afterwards their calls are in the queue
-        waiting, bound = self._owner.run(lambda: self._owner.dispatcher.bound_to(rank), ANSWER_SECONDS)
+        waiting, bound, meant = self._owner.run(lambda: self._owner.dispatcher.calls_of(rank), ANSWER_SECONDS)
         if beginning or waiting:
             self.free(rank)
             return beginning + waiting, beginning + bound
-        return self._hold(rank) + int(self._ask(KEPT, rank=rank)), bound
+        return max(self._hold(rank), meant) + int(self._ask(KEPT, rank=rank)), bound
 
     def free(self, rank: int) -> None:
         """Give a node calls again, after `drain`. Raises NodeLost or PoolClosed."""

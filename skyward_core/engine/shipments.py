@@ -15,7 +15,7 @@ out when its connection ends was never begun: its calls wait again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -110,6 +110,12 @@ class Shipments:
     def in_phase(self, phase: Phase) -> list[Out]:
         """Return the batches in this state."""
         return [out for out in self.outs.values() if out.phase is phase]
+
+    def count_for(self, names: Collection[str]) -> int:
+        """Return how many batches have one of these workers as their destination, by this client's choice. The
+        scheduler may not know them yet.
+        """
+        return sum(out.worker in names for out in self.outs.values())
 
     def forget(self, out: Out) -> list[str]:
         """A batch is no longer in flight; return its calls that have not ended."""

@@ -1,5 +1,7 @@
 """Held nodes, in the scheduler: they get no more calls; calls that run or wait there continue. `free` undoes it.
 
+A call that may run on a held node alone is let in all the same: it was on its way there when the node was held.
+
 For Dask a held worker is paused. The worker itself is not informed, because it would then begin none of its waiting
 calls. A worker process that restarts has another address and is not held. So the client repeats the request, and gets
 the number of calls left.
@@ -45,11 +47,18 @@ class NodeHolding(SchedulerPlugin):
         workers = self._workers_at(rank)
         for worker in workers:
             self._scheduler.handle_worker_status_change(Status.paused, worker, f"skyward-hold-{rank}")
+            self._let_in(worker)
             left = self._left_at(worker)
             if self._left.get(worker.address) != left:
                 self._left[worker.address] = left
                 self._scheduler.log_event(self._topic, pickle.dumps(WorkerHeld(worker.address, left)))
         return sum(map(self._left_at, workers))
+
+    def _let_in(self, worker: Any) -> None:
+        """Let a held worker run the tasks that no other worker may run; otherwise they would wait for ever."""
+        if any(worker.address in (task.worker_restrictions or ()) for task in self._scheduler.unrunnable):
+            for status in (Status.running, Status.paused):
+                self._scheduler.handle_worker_status_change(status, worker, "skyward-let-in")
 
     def free(self, rank: int) -> None:
         """Give the workers of a node calls again. Idempotent."""
