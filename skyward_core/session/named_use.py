@@ -68,7 +68,8 @@ class NamedUse:
         self._work = work
         self._providers = providers
         self._log = log
-        self._terms = terms_of(spec, providers)
+        self.terms = terms_of(spec, providers)
+        """The settings that all clients of the pool must have in common."""
         self._client_id = ""
         self._count: Callable[[], float] = float
         """Returns for how many seconds the calls of this process have held slots."""
@@ -78,10 +79,10 @@ class NamedUse:
         """For how long the nodes may live after the last sign of life of this process."""
         self.is_let_go = False
         """Whether this process could not leave, and renews nothing any more."""
-        self.guard = StewardGuard(spec.lease_seconds, self._renew)
+        self.guard = StewardGuard(spec.lease_seconds, self.renew)
         """Whether this process is the steward of the pool."""
         self.on_vacant: Callable[[], object] = lambda: None
-        """Called by the renewal when the pool has no steward that lives. Must not wait."""
+        """Called by the renewal when the pool has no steward that works. Must not wait."""
         self.on_lost: Callable[[], object] = lambda: None
         """Called by the renewal when another process has become the steward after this one."""
         self.succession: Succession | None = None
@@ -107,7 +108,7 @@ class NamedUse:
                 pool_id,
                 self._client_id,
                 owner=Owner.here(),
-                terms=self._terms,
+                terms=self.terms,
                 keep_warm_seconds=self.spec.keep_warm,
                 lease_seconds=self.spec.lease_seconds,
                 work=self._work,
@@ -180,7 +181,7 @@ class NamedUse:
     def resign(self) -> None:
         """Let another process become the steward.
 
-        If the ledger does not answer, another one can when the lease of this one's row has run out.
+        If the ledger does not answer, it still names this process: then a later renewal takes the pool again.
         """
         epoch = self.guard.epoch
         if self.guard.lose() and epoch is not None:
@@ -269,9 +270,14 @@ class NamedUse:
 
     def _new_renewal(self) -> PeriodicThread:
         seconds = min(MOST_BEAT_SECONDS, self.spec.lease_seconds / 6)
-        return PeriodicThread("skyward-client", seconds, self._renew, self._on_trouble)
+        return PeriodicThread("skyward-client", seconds, self.renew, self._on_trouble)
 
-    def _renew(self) -> None:
+    def renew(self) -> None:
+        """Renew this process's row, and look who is the steward; the renewal's thread does it every few seconds.
+
+        If the ledger names this process, and the process does not know it, an answer was lost: that of `resign`, or of
+        taking the stewardship. No other process can become the steward, so this one tries again.
+        """
         since = self.guard.now()
         try:
             self._ledger.names.renew(self._client_id, self.spec.lease_seconds, self._count())
@@ -279,9 +285,9 @@ class NamedUse:
             self._renewal.end()
             raise
         found, epoch = self._ledger.stewards.look(self.name, self._client_id)
-        if found is Standing.HELD and epoch == self.guard.epoch:
+        if found is Standing.HELD and epoch == self.guard.epoch and self.guard.is_held:
             self.guard.confirm(since)
-        elif found is Standing.VACANT:
+        elif found is Standing.VACANT or (found is Standing.HELD and not self.guard.is_held):
             self.on_vacant()
         elif found is not Standing.HELD and self.guard.lose():
             self.on_lost()

@@ -60,6 +60,11 @@ class StewardGuard:
         return was_steward
 
     @property
+    def is_held(self) -> bool:
+        """Whether this process is the steward as far as it knows. Waits for nothing."""
+        return self._confirmed is not None
+
+    @property
     def is_certain(self) -> bool:
         """Whether this process is the steward for certain. Waits for nothing."""
         confirmed = self._confirmed
