@@ -134,8 +134,8 @@ class Cluster:
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is a connection to the scheduler, as far as is known."""
-        return self.owner.connection is not None
+        """Whether there is a connection to the scheduler, as far as is known: no longer from `Watcher.cut` on."""
+        return self.dispatcher.is_connected
 
     def close(self, error: SkywardError) -> None:
         """End the connection; calls that have not ended raise this error.

@@ -92,6 +92,8 @@ class Attached:
         self.transports = Transports(lease_seconds, self.emit, lambda: self.paid_seconds())
         self._is_kept_here = False
         """Whether this process is the steward, which replaces lost nodes."""
+        self._resuming = threading.Lock()
+        """Held by the one thread that tries to reach the scheduler again."""
         self._stopping = threading.Lock()
         self._ended = threading.Event()
         self._away: dict[int, float] = {}
@@ -347,6 +349,12 @@ class Attached:
             for node in self.lease.nodes:
                 if self.cluster.missing(node.rank):
                     self.left(node.rank)
+            self.reconnect()
+
+    def reconnect(self) -> None:
+        """Reach the scheduler again if it was cut off while this process kept the pool. Does not wait."""
+        if self.cluster is not None and not self.cluster.is_connected:
+            self.cut()
 
     # ── events of the cluster ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -372,15 +380,18 @@ class Attached:
 
     def _resume(self) -> None:
         assert self.cluster is not None
-        if self._is_kept_here:
-            return
+        with self._resuming:
+            if not (self._is_kept_here or self._ended.is_set() or self.cluster.is_connected):
+                self._reach_scheduler(self.cluster)
+
+    def _reach_scheduler(self, cluster: Cluster) -> None:
         head = self.transports.to(self.lease.nodes[0].instance)
         since = time.monotonic()
         error: Exception | None = None
         while not self._ended.wait(POLL_SECONDS) and time.monotonic() - since < self._lease_seconds:
             if head.is_connected:
                 try:
-                    self.cluster.resume(head.address(self.lease.scheduler), RESUME_SECONDS)
+                    cluster.resume(head.address(self.lease.scheduler), RESUME_SECONDS)
                     return
                 except (SkywardError, OSError) as failure:
                     error = failure
@@ -391,7 +402,7 @@ class Attached:
             " present lease"
         )
         lost.__cause__ = error
-        self.cluster.give_up(lost)
+        cluster.give_up(lost)
         self._ended.set()
         for beat in self._beats:
             beat.end()

@@ -30,6 +30,8 @@ class ClientWatcher:
         self._ended = ended
         self._away: dict[int, float] = {}
         """Since when nodes are absent, by rank."""
+        self._resuming = threading.Lock()
+        """Held by the one thread that tries to reach the scheduler again."""
 
     def joined(self, rank: int) -> None:
         """Note that a node has joined."""
@@ -50,6 +52,11 @@ class ClientWatcher:
                 self._cluster.give_up(NodeLost(f"node {rank} is lost, and no process has put one in its place"), rank)
 
     def _resume(self) -> None:
+        with self._resuming:
+            if not (self._ended.is_set() or self._cluster.is_connected):
+                self._reach_scheduler()
+
+    def _reach_scheduler(self) -> None:
         since = time.monotonic()
         error: Exception | None = None
         while not self._ended.wait(POLL_SECONDS) and time.monotonic() - since < self._lease_seconds:

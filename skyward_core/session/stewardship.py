@@ -253,6 +253,7 @@ class Stewardship:
         disown(self._machines)
         self._machines.stop()
         self._recovery.join()
+        self._attached.reconnect()  # recovery may have had the connection until now
         return True
 
     def _finish(self) -> None:
