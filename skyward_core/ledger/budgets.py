@@ -177,6 +177,7 @@ class SpendingLimit:
         *,
         along: Sequence[tuple[int, Price]] = (),
         ending_seconds: float = 0.0,
+        least_seconds: float = FIRST_MINUTE_SECONDS,
         notify: Callable[[], AbstractSet[str]] = frozenset[str],
     ) -> Commitment:
         """Commit money for machines that are about to be requested, in one commitment for each launch.
@@ -186,20 +187,23 @@ class SpendingLimit:
             price: the price of each.
             along: numbers and prices of the launches that follow. Enough money is left to let those live as long.
             ending_seconds: how long a machine is billed after it begins to end.
+            least_seconds: how long the new machines and those that get an earlier end for them must last before they
+                begin to end. If the money is for less, no machine gets an earlier end; if one does not confirm its own
+                and then the money is for less, the others have theirs again with the next `check`.
             notify: sends all machines the time for which they are paid (`paid_seconds`), and returns the ids of those
                 that have confirmed it.
 
-        Raises BudgetExceeded if the money does not last for their first minute, and errors of the ledger.
+        Raises BudgetExceeded if the money does not last for `least_seconds`, and errors of the ledger.
         """
         with self._change_lock:
             self._ending_seconds = ending_seconds
             wanted = [(machines, price), *along]
             if self._limit is not None and price.per_hour:
-                self._make_room(wanted, notify)
+                self._make_room(wanted, least_seconds, notify)
             now = self._meter.now()
             launch = PendingLaunch(machines, price, now)
             with self._lock:
-                hard_end = self._hard_end_of(wanted, now)
+                hard_end = self._hard_end_of(wanted, least_seconds, now)
             if self._account is not None:
                 self._reserve_for(launch, now)
             commitment = Commitment() if hard_end is None else self._commitment(hard_end, now)
@@ -232,20 +236,11 @@ class SpendingLimit:
         with self._lock:
             self._pending.pop(commitment, None)
 
-    def seconds_with(self, machines: int, price: Price) -> float:
-        """Return for how long the money lasts if so many more machines are rented now, in seconds; infinity without a
-        limit. It changes nothing.
-        """
-        with self._lock:
-            if self._limit is None or not price.per_hour:
-                return math.inf
-            now = self._meter.now()
-            until = self._furthest([PendingLaunch(machines, price, now)], self._bounded(), now)
-            return 0.0 if until is None else until - now
-
     # ── hard ends ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _make_room(self, wanted: Sequence[tuple[int, Price]], notify: Callable[[], AbstractSet[str]]) -> None:
+    def _make_room(
+        self, wanted: Sequence[tuple[int, Price]], least: float, notify: Callable[[], AbstractSet[str]]
+    ) -> None:
         """Give the present machines an earlier end, so that the new ones last as long as they.
 
         A machine that does not confirm its earlier end keeps the old one.
@@ -256,8 +251,8 @@ class SpendingLimit:
                 began = self._meter.now()
                 launches = [PendingLaunch(count, price, began) for count, price in wanted]
                 movable = self._bounded() if movable is None else self._bounded() & movable
-                until = self._furthest(launches, movable, began)
-                alone = self._furthest(launches, frozenset(), began)
+                until = self._furthest(launches, movable, began, least=least)
+                alone = self._furthest(launches, frozenset(), began, least=least)
                 if until is None or (alone is not None and alone > until - 1.0):
                     return
                 self._until = until if self._until is None else min(self._until, until)
@@ -291,21 +286,23 @@ class SpendingLimit:
                     self._hard_ends[instance_id] = max(self._hard_ends[instance_id], until)
                     self._own_ends[instance_id] = until - self._ending_seconds
 
-    def _hard_end_of(self, wanted: Sequence[tuple[int, Price]], now: float) -> float | None:
+    def _hard_end_of(self, wanted: Sequence[tuple[int, Price]], least: float, now: float) -> float | None:
         """Return the hard end of new machines, after all other commitments; None for no end. With the lock held."""
         (_, price), *_ = wanted
         if self._limit is None or not price.per_hour:
             return None
         launches = [PendingLaunch(count, its, now) for count, its in wanted]
-        hard_end = self._furthest(launches, frozenset(), now)
+        hard_end = self._furthest(launches, frozenset(), now, least=least)
         if hard_end is not None:
             return hard_end
-        seconds = FIRST_MINUTE_SECONDS + self._ending_seconds
+        seconds = least + self._ending_seconds
         if self._horizon is not None and now + seconds > self._horizon:
             raise BudgetExceeded(
                 f"the machines of the pool end in {self._horizon - now:.0f} s, when max_cost={self._limit:f} is"
                 " used up: none is rented for so short a time"
             )
+        if least > FIRST_MINUTE_SECONDS:
+            raise BudgetExceeded(_growth_refused(wanted, least, self._limit))
         left = self._limit - self._cost_until(now, (), frozenset())
         cost = sum((launch.cost(now + seconds) for launch in launches), ZERO_USD)
         words = _first_minute(wanted, cost, self._ending_seconds)
@@ -331,17 +328,18 @@ class SpendingLimit:
         moved: AbstractSet[str],
         now: float,
         end_of: Callable[[float, float], float] = min,
+        least: float = FIRST_MINUTE_SECONDS,
     ) -> float | None:
         """Return the latest common hard end of new launches and moved machines that the money covers.
 
-        Returns None if it does not cover the first minute. With the lock held.
+        Returns None if it does not cover so many seconds of a launch at least. With the lock held.
         """
         launches = list(launches)
 
         def is_covered(seconds: float) -> bool:
             return self._limit is None or self._cost_until(now + seconds, launches, moved, end_of) <= self._limit
 
-        low = math.ceil(FIRST_MINUTE_SECONDS + self._ending_seconds) if launches else 0
+        low = math.ceil(least + self._ending_seconds) if launches else 0
         longest = LONGEST_SECONDS if self._horizon is None else self._horizon - now
         if low > longest or not is_covered(low):
             return None
@@ -519,6 +517,15 @@ def last_covered(low: int, high: int, is_covered: Callable[[float], bool]) -> in
         middle = (low + high) // 2
         low, high = (middle, high) if is_covered(middle) else (low, middle)
     return low
+
+
+def _growth_refused(wanted: Sequence[tuple[int, Price]], least: float, limit: Decimal) -> str:
+    """Return in words why an open pool gets no more machines."""
+    ((machines, price), *_) = wanted
+    return (
+        f"max_cost={limit:f} would not last for {least:.0f} s with {machines} x {price.per_hour} USD per hour more, and"
+        " a pool grows only while it does: raise max_cost"
+    )
 
 
 def _first_minute(wanted: Sequence[tuple[int, Price]], cost: Decimal, ending_seconds: float) -> str:

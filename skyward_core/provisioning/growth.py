@@ -1,7 +1,8 @@
 """Which offers are tried for one more node of an open pool, in order. Pure.
 
-The spot strategy decides as at the opening: the share of spot machines holds for the pool with the new node. Machines
-of the type that the pool has come first, then the cheapest.
+The spot strategy decides as at the opening: the share of spot machines holds for the pool with the new node. So does
+the size: no machine has more chips than those of the pool, unless it costs no more. Machines of the type that the pool
+has come first, then the cheapest.
 """
 
 from __future__ import annotations
@@ -11,25 +12,45 @@ from collections.abc import Iterable, Sequence
 from skyward_core.errors import BadRequest
 from skyward_core.machines import spot
 from skyward_core.machines.offers import Offer
+from skyward_core.providers.base import Provider
+from skyward_core.provisioning.candidates import ProviderOffers, candidates
+from skyward_core.spec import PoolSpec
 
 ENOUGH_SECONDS = 600.0
 """A pool grows only while its money lasts for so long with the new node: each node makes the life of all shorter."""
 
 
-def offers_for_one_more(strategy: spot.Strategy | None, present: Sequence[Offer], sold: Iterable[Offer]) -> list[Offer]:
-    """Return the offers for one more node, the best first; none if the strategy allows none.
+def offers_for_one_more(
+    spec: PoolSpec, provider: Provider, present: Sequence[Offer], sold: Iterable[Offer]
+) -> list[Offer]:
+    """Return the offers for one more node, the best first; none if the strategy or the size allows none.
 
-    `present` are the offers of the pool's nodes, the head's first; `sold` may have offers of other regions, which are
-    left out.
+    `present` are the offers of the pool's nodes, the head's first; `sold` are the provider's that fit the spec. Those
+    of other regions are left out.
     """
     head = present[0]
-    near = [offer for offer in sold if offer.region == head.region]
-    kinds = _kinds(strategy, present, has_spot=any(offer.is_spot for offer in near))
+    fitting = (offer for offer in sold if offer.region == head.region and not _is_too_large(offer, spec, present))
+    near = tuple(dict.fromkeys(fitting))
+    kinds = _kinds(spec.spot, present, has_spot=any(offer.is_spot for offer in near))
+    if not kinds:
+        return []
+    found, _ = candidates(spec.with_(spot=_only(kinds)), [ProviderOffers(provider, near)])
     types = {offer.instance_type for offer in present}
-    fitting = [offer for offer in near if offer.is_spot in kinds]
     return sorted(
-        fitting,
+        (part.offer for candidate in found for part in candidate.parts),
         key=lambda offer: (kinds.index(offer.is_spot), offer.instance_type not in types, offer.total_per_hour),
+    )
+
+
+def _is_too_large(offer: Offer, spec: PoolSpec, present: Sequence[Offer]) -> bool:
+    """Return whether an offer has more chips than any machine of the pool, and costs more than the dearest.
+
+    The opening leaves those out beside smaller ones; the smaller ones may not be listed any more.
+    """
+    if spec.accelerator is None:
+        return False
+    return offer.accelerators > max(its.accelerators for its in present) and offer.total_per_hour > max(
+        its.total_per_hour for its in present
     )
 
 
@@ -43,3 +64,10 @@ def _kinds(strategy: spot.Strategy | None, present: Sequence[Offer], *, has_spot
     if strategy is None or isinstance(strategy, spot.IfAvailable):
         return [True, False] if has_spot else [False]
     return [is_spot]
+
+
+def _only(kinds: Sequence[bool]) -> spot.Strategy:
+    """Return the strategy whose candidates are of these kinds."""
+    if len(kinds) > 1:
+        return spot.IfAvailable()
+    return spot.Always() if kinds[0] else spot.Never()

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from skyward_core.accelerators import Accelerator
 from skyward_core.errors import BadRequest, BudgetExceeded, InstancesLeft, NoCapacity, PoolClosed, SkywardError
 from skyward_core.events.events import InstanceLaunching, InstanceProvisioned, InstanceStopping, SkywardEvent
-from skyward_core.ledger.budgets import Commitment, SpendingLimit
+from skyward_core.ledger.budgets import FIRST_MINUTE_SECONDS, Commitment, SpendingLimit
 from skyward_core.ledger.journal import Journal, price_of
 from skyward_core.ledger.metering import Meter
 from skyward_core.machines.instances import Instance
@@ -117,10 +117,6 @@ class Rental:
         """Return the ids of the pool's machines that the provider lists. Raises what the provider raises."""
         return {instance.id for instance in self._provider.instances(self._pool_id)}
 
-    def seconds_with(self, offer: Offer) -> float:
-        """Return for how long `max_cost` lasts with one more machine of this offer, in seconds; it may be infinite."""
-        return self._spending_limit.seconds_with(1, price_of(offer, self._provider))
-
     # ── another process has rented, or goes on ───────────────────────────────────────────────────────────────────────
 
     def adopt(self, machines: Iterable[Instance], *, is_launch_unsure: bool) -> None:
@@ -155,13 +151,21 @@ class Rental:
 
     # ── launch ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def launch(self, offer: Offer, count: int, first_rank: int, along: Sequence[Part] = ()) -> list[Instance]:
+    def launch(
+        self,
+        offer: Offer,
+        count: int,
+        first_rank: int,
+        along: Sequence[Part] = (),
+        *,
+        least_seconds: float = FIRST_MINUTE_SECONDS,
+    ) -> list[Instance]:
         """Rent machines, as `launch_up_to`.
 
         Raises NoCapacity if fewer came than were requested: the caller terminates them.
         """
         began = time.monotonic()
-        instances = self.launch_up_to(offer, count, first_rank, along)
+        instances = self.launch_up_to(offer, count, first_rank, along, least_seconds=least_seconds)
         if len(instances) < count:
             few = NoCapacity(
                 f"{self._provider.name} had {len(instances)} of {count} x {offer.instance_type} in {offer.region}; they"
@@ -171,15 +175,24 @@ class Rental:
             raise few
         return instances
 
-    def launch_up_to(self, offer: Offer, count: int, first_rank: int, along: Sequence[Part] = ()) -> list[Instance]:
+    def launch_up_to(
+        self,
+        offer: Offer,
+        count: int,
+        first_rank: int,
+        along: Sequence[Part] = (),
+        *,
+        least_seconds: float = FIRST_MINUTE_SECONDS,
+    ) -> list[Instance]:
         """Rent machines, one at least; the meter counts from their request on. Raises what `Provider.launch` raises,
         BudgetExceeded, PoolClosed.
 
         `along` are the parts of the same candidate that are requested next: the money must be enough for all of them.
+        `max_cost` must last for `least_seconds` with them (`SpendingLimit.commit`).
         """
         self._raise_if_closing()
         self._may_act()
-        commitment, accelerator = self._commit(offer, count, along)
+        commitment, accelerator = self._commit(offer, count, along, least_seconds)
         is_refused = is_unsure = False
         try:
             script = startup_script(self._spec, self._provider, commitment.lifetime_seconds)
@@ -222,7 +235,9 @@ class Rental:
             self._journal.note_attempt(offer, time.monotonic() - began)
         return instances
 
-    def _commit(self, offer: Offer, count: int, along: Sequence[Part]) -> tuple[Commitment, Accelerator | None]:
+    def _commit(
+        self, offer: Offer, count: int, along: Sequence[Part], least_seconds: float
+    ) -> tuple[Commitment, Accelerator | None]:
         """Commit money for these machines; return the commitment, and what calls on the machines may use.
 
         Raises BadRequest, BudgetExceeded.
@@ -238,6 +253,7 @@ class Rental:
                 price_of(offer, self._provider),
                 along=prices,
                 ending_seconds=self._provider.ending_seconds,
+                least_seconds=least_seconds,
                 notify=self.transports.send_paid_time,
             )
         except (BadRequest, BudgetExceeded) as error:

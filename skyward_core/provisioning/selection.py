@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -74,6 +75,10 @@ class Selection:
         """The machines that another process has rented, by rank: their offers are searched when one is lost."""
         self.others: list[Offer] = []
         """Other offers of the provider in the same region: they may replace a lost machine too."""
+        self._choices: dict[int, list[Offer]] = {}
+        """The offers for a rank that the pool has not had, the best first, until its machine is rented."""
+        self._choice_lock = threading.Lock()
+        """Several ranks may come at once, and the share of spot machines holds for all of them."""
 
     # ── all machines of a pool that opens ────────────────────────────────────────────────────────────────────────────
 
@@ -176,38 +181,40 @@ class Selection:
     # ── one more node ────────────────────────────────────────────────────────────────────────────────────────────────
 
     def choose_for(self, rank: int) -> None:
-        """Choose the offer of a rank that the pool has not had (`growth`). The provider is asked for its present
-        offers; if it does not answer, the offers of the opening count.
+        """Choose the offers of a rank that the pool has not had (`growth`), for the next `rent_one`. The provider is
+        asked for its present offers; if it does not answer, the offers of the opening count.
 
-        Raises NoCapacity if the strategy allows none of them, and BudgetExceeded if `max_cost` would not last for long.
+        Raises NoCapacity if the strategy and the size of the pool's machines allow none of them.
         """
         self._find_offers([*self.adopted])
-        want = self._spec.requirements
-        (answer,) = ask([self._rental.provider], want)
+        provider, want = self._rental.provider, self._spec.requirements
+        (answer,) = ask([provider], want)
         sold = [offer for offer in answer.offers if matches(offer, want) is None]
-        present = [offer for other, offer in sorted(self.offers.items()) if other != rank]
-        offers = offers_for_one_more(self._spec.spot, present, sold or [*present, *self.others])
-        if not offers:
-            raise NoCapacity(f"{self._rental.provider.name} sells no machine that the pool's spot strategy allows")
-        seconds = self._rental.seconds_with(offers[0])
-        if seconds < ENOUGH_SECONDS:
-            raise BudgetExceeded(
-                f"max_cost={self._spec.max_cost} would last for {seconds:.0f} s with one more machine, and a pool grows"
-                f" only while it lasts for {ENOUGH_SECONDS:.0f} s: raise max_cost"
-            )
-        self.offers[rank], self.others = offers[0], offers
+        with self._choice_lock:
+            present = [offer for other, offer in sorted(self.offers.items()) if other != rank]
+            offers = offers_for_one_more(self._spec, provider, present, sold or [*present, *self.others])
+            if not offers:
+                raise NoCapacity(
+                    f"{provider.name} sells no machine that the pool's spot strategy and the size of its machines allow"
+                )
+            self.offers[rank], self._choices[rank] = offers[0], offers
 
     def forget(self, rank: int) -> None:
         """A rank has no node any more, and will have none."""
-        self.offers.pop(rank, None)
+        with self._choice_lock:
+            self.offers.pop(rank, None)
+            self._choices.pop(rank, None)
 
     # ── replacements ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def rent_one(self, rank: int, termination: Termination | None) -> Instance:
         """Rent a machine for a rank while the lost one is terminated, which may take long.
 
-        If there is no other of its kind, or no money for one, wait for the end of the lost machine first.
+        If there is no other of its kind, or no money for one, wait for the end of the lost machine first. A rank that
+        the pool has not had gets one of the offers that were chosen for it, or raises the first refusal.
         """
+        if rank in self._choices:
+            return self._rent_chosen(rank)
         self._find_offers([rank])
         own = self.offers[rank]
         try:
@@ -221,6 +228,20 @@ class Selection:
                 raise
         termination.over.wait(min(self._rental.provider.gone_deadline_seconds, self._spec.provision_timeout))
         return self._rental.launch(own, 1, rank)[0]
+
+    def _rent_chosen(self, rank: int) -> Instance:
+        refusals: list[SkywardError] = []
+        for offer in self._choices[rank]:
+            try:
+                (instance,) = self._rental.launch(offer, 1, rank, least_seconds=ENOUGH_SECONDS)
+            except (NoCapacity, BudgetExceeded) as error:  # the next offer may be cheaper
+                refusals.append(error)
+            else:
+                with self._choice_lock:
+                    self.offers[rank] = offer
+                    del self._choices[rank]
+                return instance
+        raise refusals[0]
 
     def _may_stand_for(self, other: Offer, own: Offer) -> bool:
         """Return whether an offer may replace another one.
