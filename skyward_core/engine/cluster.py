@@ -248,7 +248,7 @@ class Cluster:
         node = self.dispatcher.members.nodes.get(rank)
         try:  # after all messages that have arrived by now: the fetches that they begin count too
             return left + self.owner.run(
-                lambda: self.dispatcher.fetching_from(node.instance.id) if node is not None else 0, HOLD_SECONDS
+                lambda: self.owner.fetching_from(node.instance.id) if node is not None else 0, HOLD_SECONDS
             )
         except TimeoutError:
             return left + 1

@@ -169,6 +169,10 @@ class EngineThread:
         """Count the cost of calls from now on, and send these secrets with each later connection. In this thread."""
         self._counts, self._secrets = counts, secrets
 
+    def fetching_from(self, instance_id: str) -> int:
+        """Return how many outcomes and items are still to be fetched from a node. In the owner's thread."""
+        return self.dispatcher.fetching_from(instance_id) + self._transfers.items_from(instance_id)
+
     def wait_for_end(self) -> None:
         """Wait until a close that has begun has set all futures, unless one of the engine's threads calls it."""
         if threading.current_thread() is not self._thread and self._thread.is_alive():

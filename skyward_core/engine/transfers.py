@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
@@ -37,6 +38,8 @@ class Transfers:
         self._post = post
         self._uploads = ThreadPoolExecutor(UPLOADS, thread_name_prefix="skyward-upload")
         self._fetches = ThreadPoolExecutor(FETCHES, thread_name_prefix="skyward-fetch")
+        self._items: Counter[str] = Counter()
+        """By instance: how many items are being fetched. Only the owner's thread uses it."""
 
     def close(self) -> None:
         """Begin no more transfers. Does not wait for those that run."""
@@ -72,7 +75,12 @@ class Transfers:
         fail: Callable[[BaseException], object],
     ) -> None:
         """Get a large item from a node's memory; then `deliver` or `fail` is called, in "skyward-fetch"."""
+        self._items[instance_id] += 1
         self._fetches.submit(self._fetch_item, instance_id, parcel, deliver, fail)
+
+    def items_from(self, instance_id: str) -> int:
+        """Return how many items are still to be fetched from a node. In the owner's thread."""
+        return self._items[instance_id]
 
     def gather(self, connection: SchedulerConnection, action: do.Gather, is_of_use: Callable[[], bool]) -> None:
         """Get the outcomes of a batch as the result of its task."""
@@ -134,6 +142,8 @@ class Transfers:
             self._remove(instance_id, parcel)  # the consumer does not ask for it again
         else:
             deliver(taken)
+        finally:
+            self._post(lambda: self._items.subtract([instance_id]))
 
     def _remove(self, instance_id: str, parcel: Parcel) -> None:
         try:
