@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
+from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import BudgetExceeded, LeaseLost, LedgerError, NodeLost, SkywardError, Unreachable
 from skyward_core.ledger.names_policy import NameState, Rent
 from skyward_core.machines.instances import Lease
@@ -21,6 +22,9 @@ from skyward_core.session.sealed_lease import PoolKeys, find_lease
 from skyward_core.session.session import Session, new_pool_id
 
 _log = logging.getLogger("skyward")
+
+RETRIES = Backoff(0.5, 10.0)
+"""The pauses of a process that cannot reach a pool that others use: its head may be replaced just now."""
 
 type Attach = Callable[[Lease, PoolKeys], Attached]
 type Open = Callable[[str], Session]
@@ -33,12 +37,13 @@ def open_named(use: NamedUse, open_own: Open, attach: Attach, timeout_seconds: f
         use: this process as a client of the name.
         open_own: opens a pool of this id. It undoes everything if it fails.
         attach: attaches to the pool of a lease, with its keys.
-        timeout_seconds: for how long to wait for another process that opens or closes the pool.
+        timeout_seconds: for how long to wait for another process that opens or closes the pool, and for a pool that
+            others use and that does not answer: one of them may be replacing its head.
 
     Raises what `NamedUse.claim`, `open_own` and `attach` raise. Then this process is no client any more.
     """
     deadline = time.monotonic() + timeout_seconds
-    while True:
+    for pause in RETRIES.pauses():
         pool_id = new_pool_id()
         claim = use.claim(pool_id, deadline)
         if isinstance(claim, Rent):
@@ -47,9 +52,14 @@ def open_named(use: NamedUse, open_own: Open, attach: Attach, timeout_seconds: f
         try:
             return attach(*find_lease(row.pool_id))
         except (NodeLost, LeaseLost, Unreachable) as error:
+            words = "the pool %r (%s) is not there any more, and is opened anew: %s"
             if not use.give_up(row.pool_id):
-                raise
-            _log.warning("the pool %r (%s) is not there any more, and is opened anew: %s", row.name, row.pool_id, error)
+                if time.monotonic() + pause > deadline:
+                    raise
+                words = "the pool %r (%s), which other processes use, does not answer; it is tried again: %s"
+                time.sleep(pause)
+            _log.warning(words, row.name, row.pool_id, error)
+    raise AssertionError  # the pauses have no end
 
 
 def _shared(session: Session, use: NamedUse) -> Session:
