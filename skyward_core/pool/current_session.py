@@ -131,6 +131,7 @@ class CurrentSession:
             self.own_id = opened.lease.pool_id
             self._calls = _call_ledger(opened, self.own_id)
             use.succession = _successor(opened, use, prepared, secrets)
+            opened.on_given_up = use.let_go  # a pool that it cannot reach must not be kept for it
         elif isinstance(opened, NamedSession):
             use.on_lost = opened.step_down
         if self._finalizer is not None:

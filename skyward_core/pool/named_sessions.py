@@ -20,6 +20,7 @@ from skyward_core.session.named_session import NamedSession
 from skyward_core.session.named_use import NamedUse
 from skyward_core.session.sealed_lease import PoolKeys, find_lease
 from skyward_core.session.session import Session, new_pool_id
+from skyward_core.session.warm_pools import keep_warm
 
 _log = logging.getLogger("skyward")
 
@@ -117,7 +118,11 @@ def _let_go(opened: Session | Attached, use: NamedUse, error: BaseException) -> 
 
 
 def _leave_again(opened: Session | Attached, use: NamedUse) -> None:
-    """Leave a pool that could not be left before: nothing is connected any more."""
+    """Leave a pool that could not be left before, or whose nodes this process cannot reach any more."""
+    if isinstance(opened, Attached):
+        if use.succession is not None:
+            use.succession.close()
+        opened.stop("the pool was left")
     if isinstance(opened, Session) and not opened.is_left_to_lease:
         _end(opened)
     else:
@@ -127,7 +132,7 @@ def _leave_again(opened: Session | Attached, use: NamedUse) -> None:
 def _leave_own(session: Session, use: NamedUse) -> None:
     if isinstance(session, NamedSession) and session.is_running and not session.is_steward:
         session.let_go("the pool was left")  # another process keeps it
-        _end_if_last(use, session.pool_id)
+        _end_if_last(use, session.pool_id, is_extended=False)
         return
     is_last = session.is_running and use.is_last
     if not session.is_running or (is_last and not use.keep_warm and use.leave() is NameState.CLOSING):
@@ -146,7 +151,7 @@ def _leave_own(session: Session, use: NamedUse) -> None:
             _log.warning("the pool %r was left without a last renewal of its leases: %s", use.name, error)
             session.let_go("the pool was left")
     else:
-        _end_if_last(use, lease.pool_id)
+        _end_if_last(use, lease.pool_id, is_extended=is_last)
 
 
 def _end(session: Session) -> None:
@@ -155,13 +160,14 @@ def _end(session: Session) -> None:
 
 
 def _leave_attached(attached: Attached, use: NamedUse) -> None:
-    pool_id, may_be_warm = attached.lease.pool_id, True
-    if attached.is_running and use.is_last and (keep_warm := use.keep_warm):
+    pool_id, may_be_warm, is_extended = attached.lease.pool_id, True, False
+    if attached.is_running and use.is_last and (seconds := use.keep_warm):
+        is_extended = True  # or that has failed, and was logged
         try:
-            use.longest_seconds = max(use.longest_seconds, keep_warm)
-            if use.succession is None or not use.succession.keep_warm(keep_warm):
-                attached.extend_leases(keep_warm)
-            use.extend(pool_id, keep_warm)
+            use.longest_seconds = max(use.longest_seconds, seconds)
+            if use.succession is None or not use.succession.keep_warm(seconds):
+                attached.extend_leases(seconds)
+            use.extend(pool_id, seconds)
         except BudgetExceeded as error:
             _log.warning("the pool %r is not kept warm, and is ended: %s", use.name, error)
             may_be_warm = False
@@ -170,10 +176,20 @@ def _leave_attached(attached: Attached, use: NamedUse) -> None:
     if use.succession is not None:
         use.succession.close()
     attached.stop("the pool was left")
-    _end_if_last(use, pool_id, may_be_warm=may_be_warm)
+    _end_if_last(use, pool_id, may_be_warm=may_be_warm, is_extended=is_extended)
 
 
-def _end_if_last(use: NamedUse, pool_id: str, *, may_be_warm: bool = True) -> None:
-    """Leave; end the machines if no process uses the pool any more and it is not to stay warm."""
-    if use.leave(may_be_warm=may_be_warm) is NameState.CLOSING:
+def _end_if_last(use: NamedUse, pool_id: str, *, may_be_warm: bool = True, is_extended: bool = True) -> None:
+    """Leave; end the machines if no process uses the pool any more and it is not to stay warm.
+
+    `is_extended`: the nodes have the longer lease of a warm pool, if this is the last process. It may have become the
+    last one after it had looked: then they get it now.
+    """
+    state = use.leave(may_be_warm=may_be_warm)
+    if state is NameState.CLOSING:
         use.end_pool(pool_id)
+    elif state is NameState.WARM and not is_extended:
+        try:
+            keep_warm(use.ledger, use.name, use.keep_warm)
+        except SkywardError as error:
+            _log.warning("the pool %r may end before its warm time is over: %s", use.name, error)

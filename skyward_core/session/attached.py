@@ -94,6 +94,8 @@ class Attached:
         """Whether this process is the steward, which replaces lost nodes."""
         self._resuming = threading.Lock()
         """Held by the one thread that tries to reach the scheduler again."""
+        self.on_given_up: Callable[[SkywardError], object] = lambda _: None
+        """Called when the pool is out of reach for good, with the error of its calls; not when it is left."""
         self._stopping = threading.Lock()
         self._ended = threading.Event()
         self._away: dict[int, float] = {}
@@ -403,6 +405,8 @@ class Attached:
         )
         lost.__cause__ = error
         cluster.give_up(lost)
+        if not self._ended.is_set():
+            self.on_given_up(lost)
         self._ended.set()
         for beat in self._beats:
             beat.end()

@@ -93,12 +93,15 @@ def test_a_scheduler_that_was_out_of_reach_is_looked_for_by_the_process_that_kee
     """The steward's recovery would have done it. If it does not answer, calls raise NodeLost after the lease."""
     cluster = attached.cluster
     assert cluster is not None
+    given_up: list[Exception] = []
+    attached.on_given_up = given_up.append
     attached.keep(KEEPER)
     attached.keep_no_more()
     wait_until(lambda: resumed, "an attempt")
     assert not refusal(cluster)
     wait_until(lambda: refusal(cluster), "the end of the lease")
     assert "the head of the pool is gone" in refusal(cluster)
+    wait_until(lambda: [str(error) for error in given_up] == [refusal(cluster)], "the news of it", 5)
 
 
 def test_a_connection_that_was_cut_is_none(attached: Attached, monkeypatch: pytest.MonkeyPatch) -> None:
