@@ -1125,7 +1125,9 @@ def test_a_detach_that_fails_leaves_the_pool_as_it_was(
             patch.setattr(PoolMachines, "extend_leases", unreachable)
             raises(sky.Unreachable, "node 1 does not answer", 1800)
         with monkeypatch.context() as patch:
-            patch.setattr(Ledger, "roll", lambda *given: (roll(*given), outage.set())[0])  # it fails from then on
+            patch.setattr(
+                Ledger, "roll", lambda *given, **more: (roll(*given, **more), outage.set())[0]
+            )  # from then on it fails
             undo.callback(outage.clear)
             with pytest.raises(sky.LedgerError, match="server is away"):
                 pool.detach(lease_seconds=1800)
