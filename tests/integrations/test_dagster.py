@@ -770,7 +770,8 @@ def test_each_setting_is_a_config_field_with_its_description():
 
     assert set(fields) == set(sky.PoolSpec.model_fields)
     assert not any(field.is_required for field in fields.values())
-    assert fields["nodes"].description == "Number of machines. Default: 1."
+    assert fields["nodes"].description.startswith("Number of machines; (least, most)")
+    assert fields["nodes"].description.endswith("Default: 1.")
 
 
 @pytest.mark.parametrize(
