@@ -182,6 +182,7 @@ def test_a_runner_that_dies_is_noticed_though_a_process_holds_its_sockets(slot: 
         }
         pid = slot.pid
         os.kill(pid, signal.SIGKILL)  # between two batches
+        wait_until(lambda: not Path(f"/proc/{pid}/exe").exists(), "the runner to die")
         run = Run(slot, batch_of(later="pass"))
         assert (run.endings(), slot.pid != pid) == ({"later": OutcomeKind.RESULT}, True)
     finally:
