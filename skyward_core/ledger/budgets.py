@@ -177,7 +177,7 @@ class SpendingLimit:
         *,
         along: Sequence[tuple[int, Price]] = (),
         ending_seconds: float = 0.0,
-        least_seconds: float = FIRST_MINUTE_SECONDS,
+        least_seconds: float = 0.0,
         notify: Callable[[], AbstractSet[str]] = frozenset[str],
     ) -> Commitment:
         """Commit money for machines that are about to be requested, in one commitment for each launch.
@@ -188,13 +188,15 @@ class SpendingLimit:
             along: numbers and prices of the launches that follow. Enough money is left to let those live as long.
             ending_seconds: how long a machine is billed after it begins to end.
             least_seconds: how long the new machines and those that get an earlier end for them must last before they
-                begin to end. If the money is for less, no machine gets an earlier end; if one does not confirm its own
-                and then the money is for less, the others have theirs again with the next `check`.
+                begin to end, a minute in any case. If the money is for less, no machine gets an earlier end; if one
+                does not confirm its own and then the money is for less, the others have theirs again with the next
+                `check`.
             notify: sends all machines the time for which they are paid (`paid_seconds`), and returns the ids of those
                 that have confirmed it.
 
         Raises BudgetExceeded if the money does not last for `least_seconds`, and errors of the ledger.
         """
+        least_seconds = max(least_seconds, FIRST_MINUTE_SECONDS)
         with self._change_lock:
             self._ending_seconds = ending_seconds
             wanted = [(machines, price), *along]
@@ -328,13 +330,13 @@ class SpendingLimit:
         moved: AbstractSet[str],
         now: float,
         end_of: Callable[[float, float], float] = min,
-        least: float = FIRST_MINUTE_SECONDS,
+        least: float = 0.0,
     ) -> float | None:
         """Return the latest common hard end of new launches and moved machines that the money covers.
 
-        Returns None if it does not cover so many seconds of a launch at least. With the lock held.
+        Returns None if it does not cover so many seconds of a launch at least, or a minute. With the lock held.
         """
-        launches = list(launches)
+        launches, least = list(launches), max(least, FIRST_MINUTE_SECONDS)
 
         def is_covered(seconds: float) -> bool:
             return self._limit is None or self._cost_until(now + seconds, launches, moved, end_of) <= self._limit

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from skyward_core.accelerators import Accelerator
 from skyward_core.errors import BadRequest, BudgetExceeded, InstancesLeft, NoCapacity, PoolClosed, SkywardError
 from skyward_core.events.events import InstanceLaunching, InstanceProvisioned, InstanceStopping, SkywardEvent
-from skyward_core.ledger.budgets import FIRST_MINUTE_SECONDS, Commitment, SpendingLimit
+from skyward_core.ledger.budgets import Commitment, SpendingLimit
 from skyward_core.ledger.journal import Journal, price_of
 from skyward_core.ledger.metering import Meter
 from skyward_core.machines.instances import Instance
@@ -158,7 +158,7 @@ class Rental:
         first_rank: int,
         along: Sequence[Part] = (),
         *,
-        least_seconds: float = FIRST_MINUTE_SECONDS,
+        least_seconds: float = 0.0,
     ) -> list[Instance]:
         """Rent machines, as `launch_up_to`.
 
@@ -182,7 +182,7 @@ class Rental:
         first_rank: int,
         along: Sequence[Part] = (),
         *,
-        least_seconds: float = FIRST_MINUTE_SECONDS,
+        least_seconds: float = 0.0,
     ) -> list[Instance]:
         """Rent machines, one at least; the meter counts from their request on. Raises what `Provider.launch` raises,
         BudgetExceeded, PoolClosed.
