@@ -57,7 +57,7 @@ class NodeDraining:
     def drain(self, rank: int) -> tuple[int, int]:
         """Give a node no more calls, of any client, as soon as no call of a broadcast waits for it. Idempotent.
 
-        Returns how much it still has, in calls and in values that somebody may ask for; and how many calls of this
+        Returns how much it still has, in calls and in values that a client may ask for; and how many calls of this
         client can run nowhere else. Repeat it, because a worker that joins again is free. Raises NodeLost or PoolClosed
         if the scheduler is out of reach, and TimeoutError.
         """

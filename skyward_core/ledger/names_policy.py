@@ -187,7 +187,7 @@ def why_dead(facts: NameFacts) -> str:
 def may_be_condemned(facts: NameFacts, client_id: str) -> bool:
     """Return whether a pool is condemned that a client could not reach: no other client may still use it.
 
-    Nor can one that lives, once the lease of the pool has run out: whoever reaches its nodes renews that, too.
+    Nor can one that lives, once the lease of the pool has run out: a process that reaches its nodes renews that, too.
     """
     return is_last(facts, client_id) or (facts.pool is not None and _has_run_out(facts, facts.pool))
 

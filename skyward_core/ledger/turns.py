@@ -6,7 +6,7 @@ writes without a pause takes the lock again before any other one looks, and the 
     come ──▶ lock a byte behind all locked ones ──▶ wait until no byte before it is locked ──▶ write ──▶ unlock
 
 The bytes are those of an empty file beside the ledger. The kernel unlocks the byte of a process that ends. The queue
-only arranges: whether a writer may write is decided by SQLite's own lock. So a writer that sees nobody move for
+only arranges: whether a writer may write is decided by SQLite's own lock. So a writer that sees no other one move for
 STUCK_SECONDS, because a process was stopped in the queue or writes for long, goes on without it. Those behind it see
 that it was faster than the place in front of it, and wait for that place no more.
 """

@@ -50,7 +50,7 @@ def keep_warm(ledger: Ledger, name: str, seconds: float) -> NamedPool:
     _refuse_limits(row, entry, now + timedelta(seconds=seconds), seconds)
     if row.state is NameState.WARM and entry is not None:
         if row.warm_until is None or row.warm_until <= now or entry.ended_at or entry.condemned_at:
-            raise _ended(row)  # before the nodes are told anything
+            raise _ended(row)  # before the nodes receive anything
         with _paid(ledger, row, entry, seconds):
             _extend_nodes(*find_lease(row.pool_id, ledger=ledger), seconds, is_paid=_is_limited(row))
             return _written(ledger, row, seconds)

@@ -69,8 +69,8 @@ class NodeHolding(SchedulerPlugin):
             self._scheduler.log_event(self._topic, pickle.dumps(WorkerFree(str(worker.name), worker.address)))
 
     def kept(self, rank: int) -> int:
-        """Return how many values a node has that somebody may ask for: results of tasks that nobody has released, other
-        than small ones of detached calls, which the scheduler has; large ones of detached calls.
+        """Return how many values a node has that a client may ask for: results of tasks that no client has released,
+        other than small ones of detached calls, which the scheduler has; large ones of detached calls.
         """
         calls = cast("CallMemory", self._scheduler.plugins[CallMemory.name]).detached
         keys = [str(task.key) for worker in self._workers_at(rank) for task in worker.has_what]

@@ -303,7 +303,7 @@ def test_no_rank_is_beyond_the_most() -> None:
 
 
 def test_a_vacant_rank_leaves_before_all_others() -> None:
-    """Nobody waits for it: so its replacement is not rented."""
+    """No call waits for it: so its replacement is not rented."""
     pool = Pool(3)
     pool.goes(1)
     pool.turn()
@@ -363,7 +363,7 @@ def test_a_node_that_is_lost_while_it_drains(bound: int) -> None:
         assert pool.turn(0.25) == [ReplaceNode(1)]
         pool.membership.replaced(1, None, pool.now)
         pool.view.away, pool.view.nodes[1] = set(), node_of(7, 1, 1, 1)
-        assert pool.turn(0.25) == [LeaveOut(1), DrainNode(1, machine_id(7))], "nobody waits for it any more"
+        assert pool.turn(0.25) == [LeaveOut(1), DrainNode(1, machine_id(7))], "no call waits for it any more"
 
 
 def test_a_node_that_falls_silent_just_before_it_drains() -> None:

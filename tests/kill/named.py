@@ -29,7 +29,7 @@ NAME = "nightly"
 LEASE_SECONDS, WARM_SECONDS = 120.0, 600.0
 CHILD_SECONDS = 60
 OPEN_SECONDS = 30.0
-"""How long the next process may take, in real time; in milliseconds unless it waits for somebody."""
+"""How long the next process may take, in real time; in milliseconds unless it waits for another one."""
 
 
 @dataclass(slots=True)

@@ -208,7 +208,7 @@ def test_the_only_client_of_an_unreachable_pool_condemns_it(ledger: Ledger) -> N
 def test_a_pool_whose_lease_has_run_out_is_condemned_although_a_client_of_it_lives(
     ledger: Ledger, clock: Clock
 ) -> None:
-    """That one cannot reach the pool either: whoever can reach it renews the pool's lease."""
+    """That one cannot reach the pool either: a process that can reach it renews the pool's lease."""
     opened(ledger)
     clock.time += timedelta(minutes=7)
     ledger.names.renew("a", LEASE_SECONDS)

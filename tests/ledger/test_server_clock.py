@@ -85,7 +85,7 @@ def test_an_opener_whose_lease_has_run_out_is_replaced(pair: Pair) -> None:
 
 
 def test_leases_and_times_are_those_of_the_server(pair: Pair) -> None:
-    """Whoever writes and reads them."""
+    """The process that writes and reads them."""
     first, second = pair
     opened(first)
     client, now = only_client(second), second.names.now()

@@ -152,7 +152,7 @@ def test_a_broadcast_uses_the_nodes_that_are_there_when_it_begins(wide_pool: sky
 
 
 def test_a_node_keeps_a_large_result_until_it_is_forgotten(wide_pool: sky.ComputePool) -> None:
-    """A detached call's result in a file of its node: the node leaves when nobody can ask for it any more."""
+    """A detached call's result in a file of its node: the node leaves when no client can ask for it any more."""
     assert wide_pool.scale(2, wait_seconds=WAIT_SECONDS) == 2
     calls = [wide_pool.start_detached(large(1 << 20)) for _ in range(2)]
     assert [len(call.result()) for call in calls] == [1 << 20] * 2
@@ -204,7 +204,7 @@ def test_a_pool_that_closes_while_it_grows_leaves_nothing(recorded: RecordedEven
 
 
 def test_a_pool_that_is_detached_while_it_grows_is_left_with_its_nodes(recorded: RecordedEvents) -> None:
-    """The machine that is coming is given back; the others go on, in the pool of whoever attaches."""
+    """The machine that is coming is given back; the others go on, in the pool of the process that attaches."""
     pool = pool_of(recorded, lease_seconds=30).open()
     pool.scale(3)
     wait_until(lambda: recorded.of(sky.InstanceLaunching)[1:], "it grows", WAIT_SECONDS)

@@ -58,7 +58,7 @@ def vacancies(use: NamedUse) -> list[int]:
 def test_a_process_whose_resignation_was_lost_takes_the_pool_again(
     use: NamedUse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody else can: the ledger names it, and it lives."""
+    """No other process can: the ledger names it, and it lives."""
     found = vacancies(use)
     assert use.take_stewardship()
     epoch = use.guard.epoch

@@ -28,7 +28,7 @@ async def cluster() -> AsyncGenerator[tuple[Any, NodeHolding, Any]]:
 async def sent_to(client: Any, scheduler: Any, name: str, key: str, state: str) -> Any:
     """Send a task that only this worker may run; it waits for an event of its key. Return its future."""
     future = client.submit(_wait, key, key=key, workers=[name], pure=False)
-    while (task := scheduler.tasks.get(key)) is None or task.state != state:  # noqa: ASYNC110 - Dask tells nobody
+    while (task := scheduler.tasks.get(key)) is None or task.state != state:  # noqa: ASYNC110 - Dask sends no event
         await asyncio.sleep(0.005)
     return future
 
