@@ -27,6 +27,7 @@ import pytest
 import uvloop
 
 import skyward_core as sky
+from skyward_core.worker import watchdog
 
 SETTLE_SECONDS = 30.0
 """Time limit for what a test has closed to disappear; only a test that leaks waits this long."""
@@ -61,6 +62,7 @@ LONGEST_FIRST = (
     "pool/test_pool.py",
     "kill",
     "providers/test_end_to_end.py",
+    "pool/test_stewards.py",
     "session/test_attached.py",
     "providers/test_hosts.py",
     "provisioning/test_bootstrap_hosts.py",
@@ -331,6 +333,13 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0
         if time.monotonic() > deadline:
             pytest.fail(f"waited {seconds} s for {what}")
         time.sleep(0.01)
+
+
+def signal_members(instance_id: str, number: int) -> None:
+    """Send a signal to each process of a local instance; one that has ended since it was listed needs none."""
+    for pid in watchdog.members(instance_id):
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def slowness() -> float:

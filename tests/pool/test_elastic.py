@@ -4,7 +4,6 @@ lost or repeated, and nothing is left.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from tests.conftest import RecordedEvents, processes_by_tag, shared, wait_until
+from tests.conftest import RecordedEvents, processes_by_tag, shared, signal_members, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -174,9 +173,7 @@ def test_a_node_that_is_killed_while_it_drains_is_not_replaced(wide_pool: sky.Co
     wait_until(lambda: len(runs(tmp_path)) == 2, "both run", WAIT_SECONDS)
     assert wide_pool.scale(1, wait_seconds=WAIT_SECONDS) == 1
     machine = wide_pool.lease.nodes[1].instance
-    for pid, tag in processes_by_tag("SKYWARD_INSTANCE_ID"):
-        if tag == machine.id:
-            os.kill(pid, signal.SIGKILL)
+    signal_members(machine.id, signal.SIGKILL)
     wait_until(lambda: wide_pool.instance_count == 1, "the node is gone", WAIT_SECONDS)
     (tmp_path / "go").touch()
     assert sorted(call.result() for call in calls) == [(0, 0), (1, 0)]

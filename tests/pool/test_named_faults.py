@@ -1,6 +1,5 @@
 """Pools with a name, when the ledger or a node does not answer while a process leaves: it keeps nothing alive."""
 
-import os
 import signal
 import sqlite3
 import subprocess
@@ -14,8 +13,7 @@ import skyward_core as sky
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.names_policy import NameState
 from skyward_core.session import bookkeeping, named_use
-from skyward_core.worker.watchdog import members
-from tests.conftest import wait_until
+from tests.conftest import signal_members, wait_until
 from tests.pool.test_named_pools import (  # noqa: F401 - fixtures
     answer,
     double,
@@ -142,9 +140,8 @@ def test_a_frozen_node_keeps_no_process_from_leaving(who: str, is_last: bool, na
     leaver = opened_by(who, name)
     ids = machines_of(leaver)
     stayer = None if is_last else pool_of(name).open()
-    frozen = [pid for instance_id in ids for pid in members(instance_id)]
-    for pid in frozen:
-        os.kill(pid, signal.SIGSTOP)
+    for instance_id in ids:
+        signal_members(instance_id, signal.SIGSTOP)
     leaver.close()
     if stayer is not None:
         assert users(leaver) == 1

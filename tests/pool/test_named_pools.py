@@ -21,7 +21,7 @@ from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.names_policy import NameState
 from skyward_core.ledger.rows import Account, Period
 from skyward_core.worker.watchdog import members
-from tests.conftest import wait_until
+from tests.conftest import signal_members, wait_until
 
 LEASE_SECONDS = 10
 REPOSITORY = Path(__file__).parents[2]
@@ -160,8 +160,7 @@ def test_a_warm_pool_whose_nodes_have_died_is_opened_anew(name: str) -> None:
     with pool_of(name, keep_warm=3600) as pool:
         first, ids = pool.id, machines_of(pool)
     for instance_id in ids:
-        for pid in members(instance_id):
-            os.kill(pid, signal.SIGKILL)
+        signal_members(instance_id, signal.SIGKILL)
     wait_until(lambda: is_gone(pool, ids), "the nodes to be gone")
     with pool_of(name, keep_warm=3600) as again:
         assert again.id != first

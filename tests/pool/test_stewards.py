@@ -220,6 +220,7 @@ def test_a_frozen_opener_is_no_steward_any_more(name: str, program: Callable[...
     assert_nothing_left(mine, ids)
 
 
+@pytest.mark.long
 def test_max_cost_ends_a_pool_that_was_adopted(
     name: str, program: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,6 +244,7 @@ def test_max_cost_ends_a_pool_that_was_adopted(
     assert Decimal("0.3") < row.cost_usd <= Decimal("0.65")
 
 
+@pytest.mark.long
 def test_the_account_goes_on_paying_for_a_pool_that_was_adopted(
     name: str, program: Callable[..., subprocess.Popen[str]]
 ) -> None:
