@@ -31,6 +31,7 @@ from skyward_core.ledger.names_policy import (
     is_last,
     may_be_condemned,
     may_be_kept_warm,
+    may_come_back,
 )
 from skyward_core.ledger.rows import UnreadableRow
 from skyward_core.ledger.tables import (
@@ -176,6 +177,14 @@ class Names:
         with self._database.write() as connection:
             facts = self._facts(connection, name)
             return facts is None or is_last(facts, client_id)
+
+    def may_come_back(self, name: str, client_id: str, silent_seconds: float) -> bool:
+        """Return whether no other client uses the pool of a name, but one may renew its row again: the ledger was out
+        of reach of this client, and so perhaps of all, for so many seconds until now.
+        """
+        with self._database.write() as connection:
+            facts = self._facts(connection, name)
+            return facts is not None and may_come_back(facts, client_id, silent_seconds)
 
     def leave(
         self, name: str, client_id: str, slot_seconds: float = 0.0, *, may_be_warm: bool = True

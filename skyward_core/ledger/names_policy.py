@@ -229,6 +229,24 @@ def is_last(facts: NameFacts, client_id: str) -> bool:
     return all(client.id == client_id for client in facts.living())
 
 
+def may_come_back(facts: NameFacts, client_id: str, silent_seconds: float) -> bool:
+    """Return whether a client is the last one only as far as the ledger knows: the row of another one has run out in
+    the last `silent_seconds`, in which it could not be renewed, and may be renewed again.
+    """
+    since = facts.now - timedelta(seconds=silent_seconds)
+    uses = {client.id: client for client in facts.clients if client.left_at is None}
+    return (
+        client_id in uses
+        and is_last(facts, client_id)
+        and any(
+            client.id != client_id
+            and client.lease_expires_at > since
+            and facts.state(client.owner) is not OwnerState.DEAD
+            for client in uses.values()
+        )
+    )
+
+
 def may_be_kept_warm(facts: NameFacts) -> bool:
     """Return whether the pool of a name is there, and is not being closed: its warm time can be changed."""
     pool = facts.pool

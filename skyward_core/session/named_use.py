@@ -25,6 +25,7 @@ from skyward_core.errors import BadRequest, LeaseLost, LedgerError, Provisioning
 from skyward_core.ledger.names_policy import Join, NameState, Refused, Rent, Standing, Wait
 from skyward_core.machines.owner import Owner
 from skyward_core.providers.base import Provider
+from skyward_core.session.ledger_contact import LedgerContact
 from skyward_core.session.steward_guard import StewardGuard
 from skyward_core.spec import PoolSpec
 from skyward_core.work import Work
@@ -90,6 +91,8 @@ class NamedUse:
         module = importlib.import_module("skyward_core.ledger.ledger")
         url = module.default_url(must_last=spec.budget is not None)
         self._ledger = cast("Ledger", module.Ledger(url, busy_timeout_seconds=LEDGER_BUSY_SECONDS))
+        self._beat_seconds = min(MOST_BEAT_SECONDS, spec.lease_seconds / 6)
+        self._contact = LedgerContact(self._beat_seconds)
         self._renewal = self._new_renewal()
 
     # ── open ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -119,6 +122,7 @@ class NamedUse:
                 if isinstance(claim, Rent):
                     self.guard.begin(claim.epoch, since)
                     self._clear(claim)
+                self._contact.answered(since)
                 self._renewal = self._new_renewal()
                 self._renewal.start()
                 return claim
@@ -194,8 +198,25 @@ class NamedUse:
 
     @property
     def is_last(self) -> bool:
-        """Whether no other process uses the pool, at this moment. Raises LedgerError."""
+        """Whether no other process uses the pool, at this moment. Raises LedgerError.
+
+        After an outage of the ledger this waits until others had time to renew their rows, at most RENEW_SECONDS.
+        """
+        self._let_others_renew()
         return self._ledger.names.is_last(self.name, self._client_id)
+
+    def _let_others_renew(self) -> None:
+        """Wait while no other process renews its row, and some may still do it: the ledger has just come back.
+
+        If this process is killed meanwhile, or the ledger is gone again, nothing has happened to the pool yet.
+        """
+        for pause in POLLS.pauses():
+            now = self.guard.now()
+            gap = self._contact.gap(now)
+            if gap is None or not self._ledger.names.may_come_back(self.name, self._client_id, now - gap.began):
+                return
+            self._contact.answered(now)
+            time.sleep(pause)
 
     @property
     def keep_warm(self) -> float:
@@ -209,11 +230,12 @@ class NamedUse:
     def leave(self, *, may_be_warm: bool = True) -> NameState | None:
         """Record that this process leaves; return what the pool is now (`Names.leave`).
 
-        After CLOSING this process ends the pool, and calls `left` then; CLOSING is returned again until then. Raises
-        LedgerError.
+        After CLOSING this process ends the pool, and calls `left` then; CLOSING is returned again until then. Waits as
+        `is_last` does. Raises LedgerError.
         """
         if self._must_end:
             return NameState.CLOSING
+        self._let_others_renew()
         state = self._ledger.names.leave(self.name, self._client_id, self._count(), may_be_warm=may_be_warm)
         self._must_end = state is NameState.CLOSING
         if not self._must_end:
@@ -269,8 +291,7 @@ class NamedUse:
     # ── renewal ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _new_renewal(self) -> PeriodicThread:
-        seconds = min(MOST_BEAT_SECONDS, self.spec.lease_seconds / 6)
-        return PeriodicThread("skyward-client", seconds, self.renew, self._on_trouble)
+        return PeriodicThread("skyward-client", self._beat_seconds, self.renew, self._on_trouble)
 
     def renew(self) -> None:
         """Renew this process's row, and look who is the steward; the renewal's thread does it every few seconds.
@@ -284,6 +305,7 @@ class NamedUse:
         except LeaseLost:
             self._renewal.end()
             raise
+        self._contact.answered(since)
         found, epoch = self._ledger.stewards.look(self.name, self._client_id)
         if found is Standing.HELD and epoch == self.guard.epoch and self.guard.is_held:
             self.guard.confirm(since)

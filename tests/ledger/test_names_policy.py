@@ -21,6 +21,7 @@ from skyward_core.ledger.names_policy import (
     differences,
     is_last,
     may_be_condemned,
+    may_come_back,
 )
 from skyward_core.ledger.rows import PoolEntry
 from skyward_core.machines.owner import Owner, OwnerState
@@ -32,6 +33,7 @@ TERMS = {"nodes": 2}
 ROW = NamedPool("nightly", "sky-1", TERMS, NameState.IN_USE, "a", 3, 600.0)
 POOL = PoolEntry("sky-1", ADA, {}, "{}", NOON, NOON + timedelta(seconds=120), lives_by_lease=True)
 CLIENT = Client("a", "sky-1", ADA, NOON, NOON + timedelta(seconds=120))
+OTHER = Client("b", "sky-1", BOB, NOON, NOON + timedelta(seconds=120))
 LONG = Client("b", "sky-1", BOB, NOON, NOON + timedelta(seconds=9999))
 
 
@@ -185,3 +187,29 @@ def test_who_cannot_reach_a_pool_condemns_it_if_nobody_reaches_it(
     """Client "a" gives up. A client that lives counts only while the pool's own lease does: it renews that, too."""
     found = replace(facts(clients=clients, seconds=seconds), lease_skew_seconds=SKEW_SECONDS)
     assert may_be_condemned(found, "a") is expected
+
+
+@pytest.mark.parametrize(
+    ("other", "states", "expected"),
+    [
+        (OTHER, {}, True),
+        (OTHER, {BOB: OwnerState.ALIVE}, True),
+        (OTHER, {BOB: OwnerState.DEAD}, False),
+        (replace(OTHER, left_at=NOON), {}, False),
+        (replace(OTHER, lease_expires_at=NOON + timedelta(seconds=99)), {}, False),
+        (LONG, {}, False),
+    ],
+)
+def test_who_may_come_back_after_an_outage_of_the_ledger(
+    other: Client, states: Mapping[Owner, OwnerState], expected: bool
+) -> None:
+    """At second 200, after 100 s without the ledger: a row that has run out in this time, and whose process may live.
+
+    If another client lives for certain, no process has to be waited for: the caller is not the last one.
+    """
+    found = facts(clients=(CLIENT, other), seconds=200.0, states=states)
+    assert may_come_back(found, "a", 100.0) is expected
+
+
+def test_a_client_that_has_left_waits_for_no_other() -> None:
+    assert not may_come_back(facts(clients=(OTHER,), seconds=200.0), "a", 100.0)

@@ -1,6 +1,7 @@
 """Pools with a name while their ledger, a PostgreSQL server, is reached by no process, and when it comes back."""
 
 import subprocess
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,8 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.ledger import sql_engine
+from skyward_core.ledger.ledger import Ledger
+from skyward_core.ledger.names import Names
 from skyward_core.session import bookkeeping, named_use
 from skyward_core.worker.watchdog import read_lease
 from tests.conftest import wait_until
@@ -76,6 +79,39 @@ def test_who_leaves_while_the_ledger_is_away_keeps_nothing_alive(name: str, prox
     assert not is_gone(pool, ids)
     pool.close()
     assert is_gone(pool, ids)
+
+
+def test_the_first_that_leaves_after_a_long_outage_does_not_end_the_pool_of_the_others(
+    name: str, proxy: Proxy, postgresql_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows of both have run out. The other one renews its row when the first one leaves already."""
+    opener, joined = pool_of(name).open(), pool_of(name).open()
+    ids = machines_of(opener)
+    renew, may_renew = Names.renew, threading.Event()
+
+    def late(names: Names, client_id: str, *values: float) -> None:
+        if client_id != leaver:
+            may_renew.wait()
+        renew(names, client_id, *values)
+
+    def look(*_: object) -> bool:
+        may_renew.set()
+        return may_come_back(*_)  # type: ignore[arg-type]
+
+    may_come_back = Names.may_come_back
+    with Ledger(postgresql_url) as ledger:
+        leaver = ledger.names.clients(opener.id)[0].id
+        monkeypatch.setattr(Names, "renew", late)
+        monkeypatch.setattr(Names, "may_come_back", look)
+        proxy.cut()
+        wait_until(lambda: not ledger.names.users(), "the rows of both to run out")
+        proxy.mend()
+    opener.close()
+    may_renew.set()
+    assert double(3) >> joined == 6
+    assert not is_gone(joined, ids)
+    joined.close()
+    assert is_gone(joined, ids)
 
 
 def test_of_two_that_open_a_name_while_the_ledger_comes_back_one_rents(

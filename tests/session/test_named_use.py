@@ -2,14 +2,19 @@
 
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import skyward_core as sky
 from skyward_core.errors import LedgerError
-from skyward_core.ledger.names_policy import Join
+from skyward_core.ledger.names_policy import Join, NameState
+from skyward_core.machines.owner import Owner
+from skyward_core.session import named_use
+from skyward_core.session.ledger_contact import RENEW_SECONDS, LedgerContact
 from skyward_core.session.named_use import NamedUse
 from skyward_core.spec import PoolSpec
 from skyward_core.work import NO_WORK
@@ -33,6 +38,37 @@ def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NamedUse]:
     mine.ledger.names.leave("nightly", "a")
     yield mine
     mine.left()
+
+
+class Clock:
+    """The clock of the process and of its ledger; `passes` is called with each pause."""
+
+    def __init__(self, use: NamedUse, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began = datetime.now(UTC)
+        self.seconds = 0.0
+        self.passes: Callable[[], object] = lambda: None
+        monkeypatch.setattr(use.guard, "_clock", lambda: self.seconds)
+        monkeypatch.setattr(use.ledger.names._database, "clock", lambda: self.began + timedelta(seconds=self.seconds))
+        monkeypatch.setattr(named_use, "time", SimpleNamespace(sleep=self.sleep, monotonic=time.monotonic))
+        monkeypatch.setattr(use, "_contact", LedgerContact(5.0))
+        use.renew()
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+        self.passes()
+
+
+@pytest.fixture
+def clock(use: NamedUse, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(use, monkeypatch)
+
+
+def joined(use: NamedUse) -> None:
+    """Another process, of a machine that this one does not see, has joined with a lease of 120 s."""
+    owner = Owner("bob", "server", "boot", "1", 4712, "1")
+    use.ledger.names.claim(
+        "nightly", "sky-c", "c", owner=owner, terms=use.terms, keep_warm_seconds=0.0, lease_seconds=120.0
+    )
 
 
 def lost_answer(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, *, is_done: bool) -> None:
@@ -92,3 +128,47 @@ def test_a_steward_is_told_of_no_vacancy(use: NamedUse) -> None:
     assert use.take_stewardship()
     use.renew()
     assert (found, use.guard.is_certain) == ([], True)
+
+
+@pytest.mark.parametrize("is_renewed", [True, False])
+def test_after_an_outage_of_the_ledger_the_first_that_leaves_lets_others_renew_their_rows(
+    is_renewed: bool, use: NamedUse, clock: Clock
+) -> None:
+    """A process that renews nothing is then waited for: the pool goes on for the other one, and `close` goes on."""
+    joined(use)
+    clock.seconds = 200.0
+    if is_renewed:
+        use.renew()
+    clock.passes = lambda: clock.seconds > 203.0 and use.ledger.names.renew("c", 120.0)
+    assert use.leave() is NameState.IN_USE
+    assert 203.0 < clock.seconds < 205.0
+    assert [client.id for client in use.ledger.names.clients("sky-a") if client.left_at is None] == ["c"]
+
+
+def test_a_process_that_is_the_last_one_after_an_outage_ends_the_pool(use: NamedUse, clock: Clock) -> None:
+    """After the time in which others would have renewed their rows; asking twice makes it no longer."""
+    joined(use)
+    clock.seconds = 200.0
+    assert use.is_last
+    assert use.leave() is NameState.CLOSING
+    assert 200.0 + RENEW_SECONDS <= clock.seconds < 202.0 + RENEW_SECONDS
+
+
+def test_without_an_outage_a_process_whose_row_has_run_out_is_not_waited_for(use: NamedUse, clock: Clock) -> None:
+    joined(use)
+    while clock.seconds < 200.0:
+        clock.seconds += 5.0
+        use.renew()
+    assert use.leave() is NameState.CLOSING
+    assert clock.seconds == 200.0
+
+
+def test_a_ledger_that_is_lost_again_ends_the_wait(
+    use: NamedUse, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process leaves as it does without a ledger: it ends nothing."""
+    joined(use)
+    clock.seconds = 200.0
+    clock.passes = lambda: lost_answer(monkeypatch, use.ledger.names, "may_come_back", is_done=False)
+    with pytest.raises(LedgerError, match="being restarted"):
+        use.leave()
