@@ -169,7 +169,7 @@ def test_two_assets_share_one_pool_and_each_has_its_lines_cost_and_time(instance
         assert metadata[NODES] == dg.IntMetadataValue(2)
         assert metadata[ACCELERATOR] == dg.TextMetadataValue("none")
     opened = metadata_of(result, "talkative")
-    assert opened[COST_USD].value > 0.3 * opened[SECONDS].value * 2 * PRICE / 3600
+    assert opened[COST_USD].value >= 2 * PRICE / 3600, "a begun second of each machine"
     bill = float(bills[0].partition(": ")[2].split()[0])
     assert sum(metadata_of(result, key)[COST_USD].value for key in ("talkative", "spread")) <= bill
 
@@ -344,8 +344,9 @@ def test_an_asset_can_be_invoked_directly(new_processes):
 
 def test_outside_of_a_run_a_pool_lives_for_the_call(new_processes):
     """A resource that Dagster has not set up opens a pool for one call, and closes it."""
-    for context in (dg.build_op_context(), dg.build_asset_context()):
-        assert resource().run(context, square, 7) == 49
+    for build in (dg.build_op_context, dg.build_asset_context):
+        with build() as context:  # it has an instance with two databases in memory
+            assert resource().run(context, square, 7) == 49
     assert new_processes() == []
 
 
