@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from contextvars import copy_context
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 
 from prefect.context import FlowRunContext
@@ -34,8 +34,9 @@ from prefect_skyward.remote_call import (
     unless_the_work_is_done,
     work_of_task,
 )
+from prefect_skyward.report.run_report import RunReport
 from prefect_skyward.secrets import values_of
-from prefect_skyward.ui import CostArtifact, RunLog, RunLogs
+from prefect_skyward.ui import RunLog, RunLogs
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun, RunInput
@@ -68,7 +69,7 @@ class LiveRunner:
         self._is_the_flows_runner = False
         self._flow_log = RunLog.of_flow()
         self._logs = RunLogs(self._flow_log)
-        self._artifact: CostArtifact | None = None
+        self._report: RunReport | None = None
         self._is_closed = threading.Event()
         self._engines = ThreadPoolExecutor(
             get_current_settings().tasks.runner.thread_pool_max_workers or sys.maxsize,
@@ -116,6 +117,8 @@ class LiveRunner:
         self._flow_log = RunLog.of_flow()
         self._logs = RunLogs(self._flow_log)
         self._work = work_of_flow(context)
+        if self._flow_run is not None:
+            self._report = RunReport(self._flow_run.id, self._flow_log, self._work)
         if self._is_the_flows_runner:
             threading.Thread(target=self._watch, name="skyward-flow", daemon=True).start()
 
@@ -139,24 +142,20 @@ class LiveRunner:
     def _open(self, opening: Future[sky.ComputePool]) -> None:
         sinks: list[sky.Callback] = [self._logs]
         try:
-            with ExitStack() as undo:
-                if self._flow_run is not None:
-                    self._artifact = CostArtifact(self._flow_run.id, self._flow_log)
-                    undo.callback(self._artifact.close)
-                    sinks.append(self._artifact)
-                if self._on_event is not None:
-                    sinks.append(self._on_event)
-                pool = sky.ComputePool.from_spec(
-                    self._spec,
-                    on_event=sky.compose(*sinks),
-                    secrets=values_of(self._spec),
-                    replace_object=portable,
-                    work=self._work,
-                )
-                self.pool = pool  # before it is open: a stopped flow must be able to end the opening
-                if not self.is_stopping:
-                    pool.open()
-                undo.pop_all()  # from now on `_release` closes both
+            if self._report is not None:
+                sinks.append(self._report.sink())
+            if self._on_event is not None:
+                sinks.append(self._on_event)
+            pool = sky.ComputePool.from_spec(
+                self._spec,
+                on_event=sky.compose(*sinks),
+                secrets=values_of(self._spec),
+                replace_object=portable,
+                work=self._work,
+            )
+            self.pool = pool  # before it is open: a stopped flow must be able to end the opening
+            if not self.is_stopping:
+                pool.open()
         except BaseException as error:
             if not self.is_stopping:
                 self._flow_log.say(logging.ERROR, f"the pool could not be opened: {error}")
@@ -170,6 +169,8 @@ class LiveRunner:
         """Submit the function, for the task run of this thread."""
         work = work_of_task(self._work)
         future = self._logs.follow(lambda: pool.submit(sky.PendingCompute(fn, args, kwargs)))
+        if self._report is not None:
+            self._report.call(cast("Any", future).call_id, work.task_run, work.task)
         future.add_done_callback(functools.partial(self._add_cost, work))
         self._calls.add(future)
         future.add_done_callback(self._calls.discard)
@@ -181,9 +182,13 @@ class LiveRunner:
         """Add the cost of a call to its task run. Called in the one thread in which calls end."""
         if cost := getattr(future, "cost", None):
             self._shares[work] += cost
+            if self._report is not None:
+                self._report.task_cost(work.task_run, cost)
 
-    def _share_cost(self, pool: sky.ComputePool) -> None:
+    def _settle(self, pool: sky.ComputePool) -> None:
         """Write each task run's cost into the ledger, once; the other costs belong to the flow run."""
+        if self._report is not None:
+            self._report.settle(pool.id, pool.receipt)
         shares, self._shares = self._shares, defaultdict(float)
         if shares:
             try:
@@ -223,10 +228,10 @@ class LiveRunner:
         with self._releasing, ExitStack() as undo:
             if is_failure:  # last: a task may sleep before its next attempt, and the machines need not wait for it
                 undo.callback(self._end_engines)
-            if self._artifact is not None:
-                undo.callback(self._artifact.close)
+            if self._report is not None:
+                undo.callback(self._report.close)
             if self.pool is not None:
-                undo.callback(self._share_cost, self.pool)  # after its end: then no more calls come
+                undo.callback(self._settle, self.pool)  # after its end: then no more calls come
                 # an unconfirmed machine is in the run's log and on its artifact, and fails no flow that has done its
                 # work
                 undo.callback(self.pool.hand_over)

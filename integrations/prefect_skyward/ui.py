@@ -1,5 +1,5 @@
-"""The output of a pool in Prefect: the nodes' lines in the logs of the task runs, events of the machines in the flow
-run's log, the bill as an artifact.
+"""The output of a pool in Prefect's logs: the nodes' lines in those of the task runs, events of the machines in that of
+the flow run.
 """
 
 from __future__ import annotations
@@ -9,20 +9,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextvars import Context, copy_context
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Self, cast
-from uuid import UUID
 
-from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
-from prefect.context import FlowRunContext, SyncClientContext
+from prefect.context import FlowRunContext
 from prefect.logging import get_logger, get_run_logger
 from prefect.logging.loggers import flow_run_logger
 
 import skyward_core as sky
-
-ARTIFACT_KEY = "skyward-cost"
-ARTIFACT_SECONDS = 15.0
-"""The least time between two updates: each is an event of the run, and its graph in Prefect's UI shows only fifty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,122 +111,3 @@ class RunLogs:
         for lines in early.values():
             for line in lines:
                 self._log_line(line)
-
-
-@dataclass(frozen=True, slots=True)
-class Bill:
-    """The content of the artifact. Money is USD."""
-
-    pool_id: str = ""
-    total: float = 0.0
-    per_hour: float = 0.0
-    seconds: float = 0.0
-    nodes: int = 0
-    submitted: int = 0
-    done: int = 0
-    failed: int = 0
-    cancelled: int = 0
-    unconfirmed: tuple[str, ...] = ()
-    """Machines that were not confirmed gone when the pool was closed."""
-    is_final: bool = False
-
-    def after(self, event: sky.SkywardEvent) -> Bill:
-        """Return the bill as it is after an event."""
-        match event:
-            case sky.InfraCreating(pool_id):
-                return replace(self, pool_id=pool_id)
-            case sky.InstanceProvisioned():
-                return replace(self, nodes=self.nodes + 1)
-            case sky.InstancesUnconfirmed(machines):
-                return replace(self, unconfirmed=machines)
-            case sky.CallProgress(submitted, done, failed, cancelled):
-                return replace(self, submitted=submitted, done=done, failed=failed, cancelled=cancelled)
-            case sky.CostUpdate(elapsed_seconds, accumulated_cost, hourly_rate):
-                return replace(self, total=accumulated_cost, per_hour=hourly_rate, seconds=elapsed_seconds)
-            case sky.CostFinal(total_cost, total_seconds, hourly_rate):
-                return replace(self, total=total_cost, per_hour=hourly_rate, seconds=total_seconds, is_final=True)
-            case _:
-                return self
-
-    def to_markdown(self) -> str:
-        """Return the bill as a table."""
-        rows = {
-            "Total" if self.is_final else "Total so far": _usd(self.total),
-            "Rate": f"{_usd(self.per_hour)} per hour",
-            "Seconds": f"{self.seconds:.1f}",
-            "Nodes": str(self.nodes),
-            "Calls": f"{self.done} of {self.submitted} done, {self.failed} failed"
-            + (f", {self.cancelled} cancelled" if self.cancelled else ""),
-            "Each machine": f"`skyward receipt {self.pool_id}`",
-        }
-        if self.unconfirmed:
-            rows["**Not confirmed gone**"] = (
-                f"{', '.join(self.unconfirmed)}; the pool's reaper and `skyward sweep` ask again"
-            )
-        return "\n".join(
-            ["| Machines of this run | |", "| --- | --- |", *(f"| {name} | {value} |" for name, value in rows.items())]
-        )
-
-
-class CostArtifact:
-    """Event sink: keeps one artifact of the flow run up to date, at most every ARTIFACT_SECONDS, from a thread of its
-    own.
-
-    An API that is slow or does not answer must delay neither the calls nor the end of the machines: it only causes one
-    warning in the log.
-    """
-
-    def __init__(self, flow_run_id: UUID, log: RunLog) -> None:
-        self._flow_run_id = flow_run_id
-        self._log = log
-        self._bill = self._written = Bill()
-        self._artifact_id: UUID | None = None
-        self._is_silent = False
-        self._ended = threading.Event()
-        self._thread = threading.Thread(
-            target=log.run, args=(self._write_periodically,), name="skyward-cost", daemon=True
-        )
-        self._thread.start()
-
-    def __call__(self, event: sky.SkywardEvent) -> None:
-        self._bill = self._bill.after(event)
-
-    def close(self) -> None:
-        """Write the last state and end the thread; called once the pool is closed."""
-        self._ended.set()
-        self._thread.join()
-
-    def _write_periodically(self) -> None:
-        while not self._ended.wait(ARTIFACT_SECONDS):
-            self._write_if_changed()
-        self._write_if_changed()
-
-    def _write_if_changed(self) -> None:
-        bill = self._bill
-        if bill == self._written:
-            return
-        self._written = bill
-        try:
-            with SyncClientContext.get_or_create() as context:
-                self._write(context.client, bill.to_markdown())
-        except Exception as error:
-            if not self._is_silent:
-                self._is_silent = True
-                self._log.logger.warning("the artifact %s could not be written: %r", ARTIFACT_KEY, error)
-
-    def _write(self, client: Any, markdown: str) -> None:
-        if self._artifact_id is not None:
-            client.update_artifact(self._artifact_id, ArtifactUpdate(data=markdown))
-            return
-        artifact = ArtifactCreate(
-            key=ARTIFACT_KEY,
-            type="markdown",
-            description="What the machines of this flow run cost",
-            data=markdown,
-            flow_run_id=self._flow_run_id,
-        )
-        self._artifact_id = client.create_artifact(artifact).id
-
-
-def _usd(amount: float) -> str:
-    return f"${amount:,.2f}" if amount >= 1 else f"${amount:.4f}" if amount else "$0"

@@ -59,7 +59,11 @@ class InstanceLaunching:
 
 @dataclass(frozen=True, slots=True)
 class InstanceProvisioned:
-    """A machine exists. Prices are USD per hour, None where the provider does not sell it so."""
+    """A machine exists. Prices are USD per hour, None where the provider does not sell it so.
+
+    `accelerator` is what its calls may use ("A100", "2 x T4"), None without one. `console_url` is the page of the
+    provider's console that shows the machine, if there is one.
+    """
 
     instance_id: str
     node: int
@@ -69,6 +73,8 @@ class InstanceProvisioned:
     instance_type: str | None = None
     price_on_demand: float | None = None
     price_spot: float | None = None
+    accelerator: str | None = None
+    console_url: str | None = None
 
 
 # ── set-up ───────────────────────────────────────────────────────────────────────────────────────────────────────────

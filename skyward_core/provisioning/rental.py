@@ -229,7 +229,7 @@ class Rental:
         self._spending_limit.launched([instance.id for instance in instances], commitment)
         self._accelerators |= {instance.id: accelerator for instance in instances}
         for instance in instances:
-            self._emit(_provisioned(instance))
+            self._emit(_provisioned(instance, accelerator, self._console_url(instance)))
         self._keep_or_end(instances)
         if len(instances) == count:
             self._journal.note_attempt(offer, time.monotonic() - began)
@@ -368,12 +368,20 @@ class Rental:
             except Exception:
                 _log.exception("the machines could not all be ended right away; closing the pool tries again")
 
+    def _console_url(self, instance: Instance) -> str | None:
+        """Return the machine's page. A fault there must not stop what is done with a machine that costs money."""
+        try:
+            return self._provider.console_url(instance)
+        except Exception:
+            _log.exception("the console's page of %s is not known", instance.id)
+            return None
+
     def _raise_if_closing(self) -> None:
         if self.is_closing:
             raise PoolClosed("the pool is closing")
 
 
-def _provisioned(instance: Instance) -> InstanceProvisioned:
+def _provisioned(instance: Instance, accelerator: Accelerator | None, console_url: str | None) -> InstanceProvisioned:
     beside = total_of(instance.extras_per_hour)
     return InstanceProvisioned(
         instance_id=instance.id,
@@ -386,4 +394,6 @@ def _provisioned(instance: Instance) -> InstanceProvisioned:
             None if instance.on_demand_price_per_hour is None else instance.on_demand_price_per_hour + beside
         ),
         price_spot=instance.price_per_hour + beside if instance.is_spot else None,
+        accelerator=None if accelerator is None else str(accelerator),
+        console_url=console_url,
     )

@@ -1,0 +1,296 @@
+"""The text and the tables of the artifacts. Everything adds up: each table ends in the total that is at its head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from prefect_skyward.report.pool_state import PREPARED_SHARE, MachineState, PoolState
+from prefect_skyward.report.series import Series
+from prefect_skyward.report.task_costs import TaskCosts, TaskRunCost, total
+
+MOST_MACHINE_LINES = 20
+MOST_TASK_LINES = 20
+BILLING_ROUNDING = "billing rounding, and machines that are not in the list"
+
+
+@dataclass(slots=True)
+class RunState:
+    """All that is known of a flow run: its pools, its task runs, and the USD of earlier attempts by pool id."""
+
+    pools: list[PoolState] = field(default_factory=list[PoolState])
+    tasks: TaskCosts = field(default_factory=TaskCosts)
+    earlier: Mapping[str, float] = field(default_factory=dict[str, float])
+    is_final: bool = False
+
+    @property
+    def attempt_usd(self) -> float:
+        """The cost of this attempt's pools."""
+        return total(pool.total_usd for pool in self.pools)
+
+    @property
+    def usd(self) -> float:
+        """The cost of the flow run, with its earlier attempts."""
+        return total([self.attempt_usd, *self.earlier.values()])
+
+    @property
+    def rate_per_hour(self) -> float:
+        """The cost per hour of the machines that are rented now."""
+        return total(pool.rate_per_hour for pool in self.pools if pool.final is None)
+
+    @property
+    def seconds(self) -> float:
+        """The longest life of its pools."""
+        return max((pool.seconds for pool in self.pools), default=0.0)
+
+    @property
+    def hardware(self) -> str:
+        """All machines in words."""
+        return ", ".join(filter(None, dict.fromkeys(pool.hardware for pool in self.pools)))
+
+
+def usd(amount: float) -> str:
+    """Return an amount as it is written, with the small parts that a short run costs."""
+    if amount == 0:
+        return "$0"
+    if abs(amount) >= 1:
+        return f"${amount:,.2f}"
+    decimals = 4 if abs(amount) >= 0.01 else min(8, 3 - math.floor(math.log10(abs(amount))))
+    return f"${amount:.{decimals}f}"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in words."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def summary(state: RunState) -> str:
+    """Return the line that lists show: the amount first."""
+    parts = [usd(state.usd) + ("" if state.is_final else f" so far, {usd(state.rate_per_hour)} per hour")]
+    parts += [state.hardware] if state.hardware else []
+    parts.append(duration(state.seconds))
+    if any(pool.unconfirmed for pool in state.pools):
+        parts.append("NOT CONFIRMED GONE")
+    return " · ".join(parts)
+
+
+def cost_page(state: RunState, now: float) -> str:
+    """Return the markdown of the cost."""
+    return "\n\n".join(
+        section
+        for section in (
+            _head(state),
+            _machines(state, now),
+            _buckets(state),
+            _tasks(state),
+            _utilization(state),
+            _receipts(state),
+        )
+        if section
+    )
+
+
+def _head(state: RunState) -> str:
+    rows = {"Total" if state.is_final else "Total so far": f"**{usd(state.usd)}**"}
+    if state.earlier:
+        rows["This attempt"] = usd(state.attempt_usd)
+        rows["Earlier attempts"] = f"{usd(total(state.earlier.values()))} ({_pools(len(state.earlier))})"
+    finals = [pool.final for pool in state.pools if pool.final is not None]
+    rate = sum(pool.rate_per_hour for pool in state.pools) if state.is_final else state.rate_per_hour
+    rows["Rate of all machines" if state.is_final else "Rate now"] = f"{usd(rate)} per hour"
+    if saved := total(final.savings_vs_ondemand for final in finals):
+        rows["Saved against on demand"] = usd(saved)
+    rows["Time"] = duration(state.seconds)
+    rows["Machines"] = f"{sum(len(pool.machines) for pool in state.pools)} ({state.hardware or 'none yet'})"
+    rows["Calls"] = _calls(state.pools)
+    for pool in state.pools:
+        if pool.unconfirmed:
+            rows["**Not confirmed gone**"] = (
+                f"{', '.join(pool.unconfirmed)}; the pool's reaper and `skyward sweep` ask again"
+            )
+        if pool.trouble:
+            rows[f"Trouble{_of_pool(pool)}"] = _cell(pool.trouble)
+    return _table(["Machines of this run", ""], [[name, value] for name, value in rows.items()])
+
+
+def _calls(pools: Sequence[PoolState]) -> str:
+    counts = [pool.calls for pool in pools]
+    failed, cancelled = sum(one.failed for one in counts), sum(one.cancelled for one in counts)
+    return f"{sum(one.done for one in counts)} of {sum(one.submitted for one in counts)} done, {failed} failed" + (
+        f", {cancelled} cancelled" if cancelled else ""
+    )
+
+
+def _machines(state: RunState, now: float) -> str:
+    machines = [(pool, machine) for pool in state.pools for machine in pool.machines.values()]
+    if not machines:
+        return ""
+    machines.sort(key=lambda item: -item[1].cost_at(now))
+    rows = [_machine_row(machine, now) for _, machine in machines[:MOST_MACHINE_LINES]]
+    if rest := machines[MOST_MACHINE_LINES:]:
+        rows.append([f"{len(rest)} others", "", "", usd(total(machine.cost_at(now) for _, machine in rest))])
+    difference = total([state.attempt_usd, -sum(machine.cost_at(now) for _, machine in machines)])
+    if abs(difference) >= 1e-6:
+        rows.append([BILLING_ROUNDING, "", "", usd(difference)])
+    if state.earlier:
+        rows.append(["earlier attempts", "", "", usd(total(state.earlier.values()))])
+    rows.append(["**Total**", "", "", f"**{usd(state.usd)}**"])
+    words = "" if state.is_final else " The seconds of machines that still run are estimates until the pool has ended."
+    return (
+        "### How it adds up\n\nPrice per hour x seconds / 3600; providers bill begun seconds or minutes as whole ones."
+        f"{words}\n\n" + _table(["machine", "per hour", "seconds", "USD"], rows)
+    )
+
+
+def _machine_row(machine: MachineState, now: float) -> list[str]:
+    name = f"`{machine.instance_id}`" if machine.console_url is None else _link(machine)
+    spot = " spot" if machine.is_spot else ""
+    kind = _cell(machine.accelerator or machine.instance_type)
+    return [
+        f"node {machine.node}: {name} ({kind}{spot}{', lost' if machine.is_lost else ''})",
+        usd(machine.price_per_hour),
+        f"{machine.seconds_at(now):.1f}",
+        usd(machine.cost_at(now)),
+    ]
+
+
+def _link(machine: MachineState) -> str:
+    return f"[{machine.instance_id}]({machine.console_url})"
+
+
+def _buckets(state: RunState) -> str:
+    costs: dict[str, float] = {}
+    for pool in state.pools:
+        for name, amount in (pool.final.buckets if pool.final is not None else {}).items():
+            costs[name] = costs.get(name, 0.0) + amount
+    whole = sum(costs.values())
+    if not whole:
+        return ""
+    rows = [
+        [name, usd(amount), f"{100 * amount / whole:.0f} %"]
+        for name, amount in sorted(costs.items(), key=lambda item: -item[1])
+    ]
+    rows.append(["**Together**", f"**{usd(total(costs.values()))}**", ""])
+    return "### What it went to\n\n" + _table(["", "USD", "share"], rows)
+
+
+def _tasks(state: RunState) -> str:
+    by_task = state.tasks.by_task()
+    if not by_task:
+        return ""
+    items = list(by_task.items())
+    rows = [[_cell(task), str(count), usd(amount)] for task, (count, amount) in items[:MOST_TASK_LINES]]
+    if rest := items[MOST_TASK_LINES:]:
+        rows.append([f"{len(rest)} other tasks", str(sum(item[1][0] for item in rest)),
+                     usd(total(item[1][1] for item in rest))])  # fmt: skip
+    rows.append(["no task (opening, idle time, the end)", "", usd(total([state.attempt_usd, -state.tasks.usd]))])
+    rows.append(["**This attempt**", "", f"**{usd(state.attempt_usd)}**"])
+    return "### By task\n\n" + _table(["task", "task runs", "USD"], rows)
+
+
+def _utilization(state: RunState) -> str:
+    lines = [
+        f"{word}{_of_pool(pool)} `{series.sparkline(0, 100)}` mean {series.mean:.0f} %, highest {series.greatest:.0f} %"
+        for pool in state.pools
+        for word, series in (("GPU", pool.gpu), ("processor", pool.cpu))
+        if series.count
+    ]
+    return "### Utilisation\n\n" + "\n\n".join(lines) if lines else ""
+
+
+def _receipts(state: RunState) -> str:
+    ids = [*state.earlier, *(pool.pool_id for pool in state.pools if pool.pool_id)]
+    return "Each machine, exactly: " + ", ".join(f"`skyward receipt {pool_id}`" for pool_id in ids) if ids else ""
+
+
+def node_rows(state: RunState, now: float) -> list[dict[str, Any]]:
+    """Return the rows of the table of nodes."""
+    return [
+        {
+            "pool": pool.pool_id,
+            "node": machine.node,
+            "instance id": machine.instance_id,
+            "type": machine.instance_type,
+            "accelerator": machine.accelerator,
+            "spot": "yes" if machine.is_spot else "no",
+            "price per hour": round(machine.price_per_hour, 6),
+            "seconds": round(machine.seconds_at(now), 1),
+            "USD": round(machine.cost_at(now), 6),
+            "utilisation": f"{machine.utilization.mean:.0f} %" if machine.utilization.count else "",
+            "state": "lost" if machine.is_lost else "ended" if machine.ended or pool.final is not None else "rented",
+            "console": machine.console_url or "",
+        }
+        for pool in state.pools
+        for machine in pool.machines.values()
+    ]
+
+
+def task_rows(runs: Iterable[TaskRunCost]) -> list[dict[str, Any]]:
+    """Return the rows of the table of task runs."""
+    return [
+        {
+            "task": run.task,
+            "task run": run.task_run_id,
+            "USD": round(run.usd, 8),
+            "calls": run.calls,
+            **{name: float(f"{series.last:.6g}") for name, series in run.metrics.items() if series.count},
+        }
+        for run in runs
+    ]
+
+
+def task_summary(run: TaskRunCost) -> str:
+    """Return the line of a task run: its last reported values, and its cost once a call has ended."""
+    values = [f"{name} {series.last:.6g}" for name, series in run.metrics.items() if series.count]
+    return " · ".join(([usd(run.usd)] if run.calls else []) + ([", ".join(values)] if values else []))
+
+
+def task_page(run: TaskRunCost) -> str:
+    """Return the markdown of one task run: its cost, and the course of what it reported."""
+    head = f"**{usd(run.usd)}** ({run.calls} call{'' if run.calls == 1 else 's'}: the price of a slot for their time)"
+    rows = [_metric_row(name, series) for name, series in run.metrics.items() if series.count]
+    parts = [head if run.calls else "Its cost is known when its call has ended."]
+    if run.step is not None:
+        parts.append(f"Step {run.step}")
+    if rows:
+        parts.append(_table(["reported", "last", "least", "greatest", "course"], rows))
+    return "\n\n".join(parts)
+
+
+def _metric_row(name: str, series: Series) -> list[str]:
+    numbers = (series.last, series.least, series.greatest)
+    return [_cell(name), *(f"{number:.6g}" for number in numbers), f"`{series.sparkline()}`"]
+
+
+def progress_words(pool: PoolState) -> str:
+    """Return what the opening of a pool has reached, in words."""
+    if pool.ready_seconds is not None:
+        return f"{pool.hardware or 'the pool'} ready after {duration(pool.ready_seconds)}"
+    if pool.trouble:
+        return pool.trouble
+    if not pool.machines:
+        return f"launching {pool.wanted} machines" if pool.wanted else "looking for machines"
+    ready = sum(machine.share >= PREPARED_SHARE for machine in pool.machines.values())
+    return f"{len(pool.machines)} of {pool.wanted} machines rented, {ready} prepared"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def _pools(count: int) -> str:
+    return "1 pool" if count == 1 else f"{count} pools"
+
+
+def _of_pool(pool: PoolState) -> str:
+    return f" of pool {pool.name}" if pool.name else ""

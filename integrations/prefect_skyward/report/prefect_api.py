@@ -1,0 +1,99 @@
+"""The requests to Prefect's API, for one flow run: artifacts, labels and events.
+
+Updates go past `update_artifact`, and artifacts of task runs past `create_artifact`: these emit an event each time, and
+the graph of a run shows fifty events.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from prefect.client.schemas.actions import ArtifactCreate, ArtifactUpdate
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
+from prefect.context import SyncClientContext
+from prefect.events.utilities import emit_event
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import Artifact
+
+type Page = str | float | Sequence[Mapping[str, Any]]
+"""Markdown, percent, or the rows of a table."""
+
+
+class RunApi:
+    """Writes what belongs to one flow run. An artifact of a key is made once, also over several attempts of the run."""
+
+    def __init__(self, flow_run_id: UUID) -> None:
+        self._flow_run_id = flow_run_id
+        self._ids: dict[tuple[str, str | None], UUID] = {}
+        self._written: dict[tuple[str, str | None], tuple[Page, str]] = {}
+
+    def read(self, keys: Sequence[str]) -> dict[str, Any]:
+        """Find artifacts of earlier attempts, so that `write` updates them. Return their data by key."""
+        wanted = ArtifactFilter(
+            flow_run_id=ArtifactFilterFlowRunId(any_=[self._flow_run_id]), key=ArtifactFilterKey(any_=list(keys))
+        )
+        with SyncClientContext.get_or_create() as context:
+            found: list[Artifact] = context.client.read_artifacts(artifact_filter=wanted)
+        for artifact in found:
+            if artifact.key and artifact.task_run_id is None:
+                self._ids[artifact.key, None] = artifact.id
+        return {artifact.key: artifact.data for artifact in found if artifact.key and artifact.task_run_id is None}
+
+    def write(self, key: str, kind: str, data: Page, description: str, task_run_id: str | None = None) -> None:
+        """Make or update an artifact, if it has changed."""
+        place = (key, task_run_id)
+        if self._written.get(place) == (data, description):
+            return
+        content = data if isinstance(data, str | float) else json.dumps(data)
+        with SyncClientContext.get_or_create() as context:
+            if (known := self._ids.get(place)) is not None:
+                update = ArtifactUpdate(data=content, description=description)
+                context.client.request(
+                    "PATCH",
+                    "/artifacts/{id}",
+                    json=update.model_dump(mode="json", exclude_unset=True),
+                    path_params={"id": known},
+                )
+            else:
+                artifact = ArtifactCreate(
+                    key=key, type=kind, description=description, data=content, flow_run_id=self._flow_run_id
+                )
+                self._ids[place] = (
+                    context.client.create_artifact(artifact).id
+                    if task_run_id is None
+                    else _create_quietly(context.client, artifact, task_run_id)
+                )
+        self._written[place] = data, description
+
+    def label(self, labels: Mapping[str, str | int | float | bool]) -> None:
+        """Set labels of the flow run."""
+        with SyncClientContext.get_or_create() as context:
+            context.client.update_flow_run_labels(self._flow_run_id, dict(labels))
+
+    def emit(self, event: str, pool_id: str, pool_name: str, payload: Mapping[str, Any]) -> None:
+        """Emit an event of a pool. Prefect adds the flow, the deployment and the tags of the run around this thread."""
+        emit_event(
+            event,
+            resource={
+                "prefect.resource.id": f"skyward.pool.{pool_id or 'none'}",
+                "prefect.resource.name": pool_name or pool_id or "no pool",
+                "skyward.pool_id": pool_id,
+            },
+            related=[
+                {
+                    "prefect.resource.id": f"prefect.flow-run.{self._flow_run_id}",
+                    "prefect.resource.role": "flow-run",
+                }
+            ],
+            payload=dict(payload),
+        )
+
+
+def _create_quietly(client: Any, artifact: ArtifactCreate, task_run_id: str) -> UUID:
+    """Create an artifact of a task run, without an event: there are many of them."""
+    body = {**artifact.model_dump(mode="json", exclude_unset=True), "task_run_id": task_run_id}
+    return UUID(client.request("POST", "/artifacts/", json=body).json()["id"])

@@ -1,0 +1,264 @@
+"""`RunReport`: what Prefect's UI shows of one flow run, kept up to date by a thread of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+from uuid import UUID
+
+import skyward_core as sky
+from prefect_skyward.report import pages
+from prefect_skyward.report.notices import Notice, Sieve, exceeded, notice_of
+from prefect_skyward.report.pages import RunState
+from prefect_skyward.report.pool_state import PoolState
+from prefect_skyward.report.prefect_api import RunApi
+from prefect_skyward.ui import RunLog
+
+COST_KEY, NODES_KEY, TASKS_KEY, MACHINES_KEY, TASK_RUN_KEY = (
+    "skyward-cost",
+    "skyward-nodes",
+    "skyward-tasks",
+    "skyward-machines",
+    "skyward-task-run",
+)
+WRITE_SECONDS = 15.0
+"""The least time between two updates. The start, the readiness and the end of a pool are written at once."""
+MOST_TASK_ROWS, MOST_LIVE_TASK_ROWS = 1_000, 50
+"""Rows of the table of task runs, at the end and while the flow runs."""
+MOST_TASK_ARTIFACTS = 20
+"""How many task runs get an artifact of their own: each is a request, and 1,000 task runs may end in two seconds."""
+UNREPORTED = (sky.LogLine, sky.CallRetrying, sky.ContactLost, sky.ContactRegained, sky.Error)
+AT_ONCE = (sky.InfraCreating, sky.PoolReady, sky.CostFinal)
+
+
+class RunReport:
+    """Keeps the artifacts, the events and the labels of one flow run up to date, over all of its pools.
+
+    All methods only put a message into a queue; one thread owns the state and sends the requests. An API that is slow
+    or does not answer delays neither the calls nor the end of the machines: it causes one warning in the log. `close`
+    comes last, and waits for the last requests.
+    """
+
+    def __init__(self, flow_run_id: UUID, log: RunLog, work: sky.Work) -> None:
+        self._flow_run_id = flow_run_id
+        self._log = log
+        self._work = work
+        self._api = RunApi(flow_run_id)
+        self._state = RunState()
+        self._sieve = Sieve()
+        self._earlier_rows: dict[str, list[dict[str, Any]]] = {}
+        self._has_task_artifact: set[str] = set()
+        self._is_changed = self._is_urgent = self._has_warned = False
+        self._inbox: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=log.run, args=(self._run,), name="skyward-report", daemon=True)
+        self._thread.start()
+
+    # ── messages, from any thread ────────────────────────────────────────────────────────────────────────────────────
+
+    def sink(self, name: str = "") -> sky.Callback:
+        """Return the event sink of one pool. `name` distinguishes the pools of the run; the first may have none."""
+        pool = PoolState(name)
+        self._inbox.put(partial(self._state.pools.append, pool))
+
+        def take(event: sky.SkywardEvent) -> None:
+            if not isinstance(event, UNREPORTED):
+                self._inbox.put(partial(self._take, pool, event, time.monotonic()))
+
+        return take
+
+    def call(self, call_id: str, task_run_id: str, task: str) -> None:
+        """Say which task run has made a call, so that what it reports is shown there."""
+        self._inbox.put(partial(self._state.tasks.know_call, call_id, task_run_id, task))
+
+    def task_cost(self, task_run_id: str, usd: float) -> None:
+        """Add to the cost of a task run, when one of its calls has ended."""
+        self._inbox.put(partial(self._add_cost, task_run_id, usd))
+
+    def settle(self, pool_id: str, receipt: Mapping[str, Any] | None) -> None:
+        """Take the seconds and the cost of each machine from the receipt of a pool that has ended."""
+        if receipt is not None:
+            self._inbox.put(partial(self._settle, pool_id, receipt))
+
+    def money_is_used_up(self, error: sky.BudgetExceeded, limit_usd: float | None, pool_id: str = "") -> None:
+        """Emit `skyward.budget.exceeded`, once for each pool."""
+        self._inbox.put(partial(self._exceeded, str(error), limit_usd, error.account, pool_id))
+
+    def close(self) -> None:
+        """Write the last state and end the thread; called once the pools are closed. May be called twice."""
+        self._inbox.put(None)
+        self._thread.join()
+
+    # ── in the thread ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        self._try(self._read_earlier_attempts)
+        written_at = time.monotonic() - WRITE_SECONDS
+        while True:
+            wait = max(0.0, written_at + WRITE_SECONDS - time.monotonic()) if self._is_changed else None
+            try:
+                message = self._inbox.get(timeout=wait)
+            except Empty:
+                message = self._noted
+            if message is None:
+                break
+            self._try(message)
+            is_due = self._is_changed and time.monotonic() - written_at >= WRITE_SECONDS
+            if is_due or self._is_urgent:
+                self._write()
+                written_at, self._is_changed, self._is_urgent = time.monotonic(), False, False
+        self._state.is_final = True
+        self._write()
+
+    def _noted(self) -> None:
+        """The time for an update has come."""
+
+    def _try(self, do: Callable[[], object]) -> None:
+        try:
+            do()
+        except Exception as error:
+            if not self._has_warned:
+                self._has_warned = True
+                self._log.logger.warning("what the run's pages show of its machines is incomplete: %r", error)
+            else:
+                self._log.logger.debug("the run's pages could not be written: %r", error)
+
+    def _take(self, pool: PoolState, event: sky.SkywardEvent, at: float) -> None:
+        self._is_changed = True
+        if isinstance(event, sky.CallReported):
+            self._state.tasks.report(event)
+            return
+        pool.after(event, at)
+        self._is_urgent |= isinstance(event, AT_ONCE)
+        if pool.pool_id in self._state.earlier:  # the ledger was read after this pool had begun
+            self._state.earlier = {name: usd for name, usd in self._state.earlier.items() if name != pool.pool_id}
+        if (notice := notice_of(event, pool)) is not None:
+            self._emit(notice, pool)
+
+    def _add_cost(self, task_run_id: str, usd: float) -> None:
+        self._is_changed = True
+        self._state.tasks.add(task_run_id, usd)
+
+    def _settle(self, pool_id: str, receipt: Mapping[str, Any]) -> None:
+        self._is_changed = True
+        for pool in self._state.pools:
+            if pool.pool_id == pool_id:
+                pool.settle(receipt)
+
+    def _exceeded(self, reason: str, limit_usd: float | None, account: str, pool_id: str) -> None:
+        pools = [pool for pool in self._state.pools if pool.pool_id == pool_id or not pool_id]
+        pool = pools[-1] if pools else None
+        if pool is not None and pool.trouble:
+            return
+        if pool is not None:
+            pool.trouble, self._is_changed = reason, True
+        self._emit(exceeded(reason, pool, limit_usd, account), pool)
+
+    def _emit(self, notice: Notice, pool: PoolState | None) -> None:
+        if self._sieve.lets(notice):
+            run = {"flow_run_usd": self._state.usd}
+            self._api.emit(
+                notice.event, pool.pool_id if pool else "", pool.name if pool else "", {**notice.payload, **run}
+            )
+
+    def _read_earlier_attempts(self) -> None:
+        """Find what earlier attempts of the flow run have cost, by the ledger, and the rows of their tables."""
+        if self._work.run:
+            own = sky.Work(system=self._work.system, workflow=self._work.workflow, run=self._work.run)
+            self._state.earlier = sky.cost_of(own)
+        if self._state.earlier:
+            tables = self._api.read([COST_KEY, NODES_KEY, TASKS_KEY, MACHINES_KEY])
+            self._earlier_rows = {
+                key: rows for key in (NODES_KEY, TASKS_KEY) if isinstance(rows := _rows(tables.get(key)), list)
+            }
+
+    # ── the artifacts ────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _write(self) -> None:
+        if not any(pool.pool_id or pool.trouble for pool in self._state.pools):
+            return
+        if self._state.is_final and self._state.earlier:
+            self._try(self._ask_earlier_costs_again)
+        for write in (self._write_progress, self._write_cost, self._write_nodes, self._write_tasks, self._write_runs):
+            self._try(write)
+        self._try(self._write_labels)
+
+    def _ask_earlier_costs_again(self) -> None:
+        """The machines of an earlier attempt may have ended after this one began."""
+        own = sky.Work(system=self._work.system, workflow=self._work.workflow, run=self._work.run)
+        costs = sky.cost_of(own)
+        self._state.earlier = {pool_id: costs.get(pool_id, usd) for pool_id, usd in self._state.earlier.items()}
+
+    def _write_progress(self) -> None:
+        for pool in self._state.pools:
+            key = "-".join(filter(None, (MACHINES_KEY, _slug(pool.name))))
+            self._api.write(key, "progress", round(pool.progress, 1), pages.progress_words(pool))
+
+    def _write_cost(self) -> None:
+        page = pages.cost_page(self._state, time.monotonic())
+        self._api.write(COST_KEY, "markdown", page, pages.summary(self._state))
+
+    def _write_nodes(self) -> None:
+        own = {pool.pool_id for pool in self._state.pools}
+        earlier = [row for row in self._earlier_rows.get(NODES_KEY, []) if row.get("pool") not in own]
+        rows = earlier + pages.node_rows(self._state, time.monotonic())
+        if rows:
+            self._api.write(NODES_KEY, "table", rows, f"{len(rows)} machines · {pages.summary(self._state)}")
+
+    def _write_tasks(self) -> None:
+        tasks = self._state.tasks
+        if not tasks.runs:
+            return
+        runs = tasks.costliest(MOST_TASK_ROWS if self._state.is_final else MOST_LIVE_TASK_ROWS)
+        known = {run.task_run_id for run in runs}
+        earlier = [row for row in self._earlier_rows.get(TASKS_KEY, []) if row.get("task run") not in known]
+        count = len(tasks.runs)
+        words = f"{count} task runs · {pages.usd(tasks.usd)}" + (
+            "" if len(runs) == count else f" · the {len(runs)} that cost most"
+        )
+        self._api.write(TASKS_KEY, "table", (earlier + pages.task_rows(runs))[:MOST_TASK_ROWS], words)
+
+    def _write_runs(self) -> None:
+        """Write the artifacts of single task runs: of those that report, and at the end of those that cost most."""
+        tasks = self._state.tasks
+        wanted = [tasks.runs[name] for name in sorted(tasks.changed)]
+        tasks.changed.clear()
+        if self._state.is_final:
+            reporting = [tasks.runs[name] for name in sorted(self._has_task_artifact)]
+            wanted = [*reporting, *wanted, *tasks.costliest(MOST_TASK_ARTIFACTS)]
+        for run in wanted:
+            if run.task_run_id not in self._has_task_artifact and len(self._has_task_artifact) >= MOST_TASK_ARTIFACTS:
+                continue
+            self._has_task_artifact.add(run.task_run_id)
+            self._api.write(
+                TASK_RUN_KEY, "markdown", pages.task_page(run), pages.task_summary(run), task_run_id=run.task_run_id
+            )
+
+    def _write_labels(self) -> None:
+        if not (self._state.is_final or self._is_urgent):
+            return
+        pools = self._state.pools
+        machines = [machine for pool in pools for machine in pool.machines.values()]
+        self._api.label(
+            {
+                "skyward.cost_usd": self._state.usd,
+                "skyward.pool_id": ",".join(filter(None, (pool.pool_id for pool in pools))),
+                "skyward.provider": ",".join(sorted({machine.provider for machine in machines})),
+                "skyward.hardware": self._state.hardware,
+                "skyward.nodes": len(machines),
+                "skyward.is_final": self._state.is_final,
+            }
+        )
+
+
+def _slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def _rows(data: Any) -> Any:
+    return json.loads(data) if isinstance(data, str) else data

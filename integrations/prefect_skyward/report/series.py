@@ -1,0 +1,61 @@
+"""The course of a number over time in few points, and its picture in one line of text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+MOST_POINTS = 48
+BARS = "▁▂▃▄▅▆▇█"
+
+
+class Series:
+    """Keeps at most MOST_POINTS points of any number of values: when they are full, each two neighbours become one.
+
+    Values that are no finite numbers are left out.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.last = self.least = self.greatest = math.nan
+        self._total = 0.0
+        self._points: list[float] = []
+        self._values_per_point = 1
+        self._begun: list[float] = []
+
+    def add(self, value: float) -> None:
+        """Add the next value."""
+        if not math.isfinite(value):
+            return
+        self.least = value if not self.count else min(self.least, value)
+        self.greatest = value if not self.count else max(self.greatest, value)
+        self.count, self.last, self._total = self.count + 1, value, self._total + value
+        self._begun.append(value)
+        if len(self._begun) == self._values_per_point:
+            self._points.append(_mean(self._begun))
+            self._begun = []
+        if len(self._points) == MOST_POINTS:
+            self._points = [_mean(self._points[index : index + 2]) for index in range(0, MOST_POINTS, 2)]
+            self._values_per_point *= 2
+
+    @property
+    def mean(self) -> float:
+        """The mean of all values; NaN without any."""
+        return self._total / self.count if self.count else math.nan
+
+    def sparkline(self, low: float | None = None, high: float | None = None) -> str:
+        """Return the points as bars between two values, by default the least and the greatest point."""
+        points = [*self._points, *([_mean(self._begun)] if self._begun else [])]
+        if not points:
+            return ""
+        bottom, top = min(points) if low is None else low, max(points) if high is None else high
+        return "".join(_bar(point, bottom, top) for point in points)
+
+
+def _bar(point: float, bottom: float, top: float) -> str:
+    share = (point - bottom) / (top - bottom) if top > bottom else 0.0
+    return BARS[min(len(BARS) - 1, max(0, int(share * len(BARS))))]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

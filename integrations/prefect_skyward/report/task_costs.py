@@ -1,0 +1,88 @@
+"""What each task run has cost, and what its calls have reported with `sky.report`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import skyward_core as sky
+from prefect_skyward.report.series import Series
+
+MOST_CALLS = 20_000
+"""How many calls are known by their task run at once; older ones are forgotten."""
+
+
+@dataclass(slots=True)
+class TaskRunCost:
+    """One task run: its task's name, its cost in USD, and the number of its calls that have ended."""
+
+    task_run_id: str
+    task: str = ""
+    usd: float = 0.0
+    calls: int = 0
+    step: int | None = None
+    metrics: dict[str, Series] = field(default_factory=dict[str, Series])
+
+
+class TaskCosts:
+    """All task runs of a flow run. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.runs: dict[str, TaskRunCost] = {}
+        self.changed: set[str] = set()
+        """The ids of the task runs that have reported since this was last emptied."""
+        self._task_run_of: dict[str, str] = {}
+        self._early: dict[str, list[sky.CallReported]] = {}
+
+    def know_call(self, call_id: str, task_run_id: str, task: str) -> None:
+        """Note which task run has made a call."""
+        self._run(task_run_id).task = task
+        self._task_run_of[call_id] = task_run_id
+        while len(self._task_run_of) > MOST_CALLS:
+            del self._task_run_of[next(iter(self._task_run_of))]
+        for event in self._early.pop(call_id, ()):
+            self.report(event)
+
+    def add(self, task_run_id: str, usd: float) -> None:
+        """Add the cost of a call that has ended."""
+        run = self._run(task_run_id)
+        run.usd, run.calls = run.usd + usd, run.calls + 1
+
+    def report(self, event: sky.CallReported) -> None:
+        """Add what a call has reported; a report that is faster than `know_call` waits for it."""
+        if event.call_id is None:
+            return
+        if (task_run_id := self._task_run_of.get(event.call_id)) is None:
+            if len(self._early) < MOST_CALLS:
+                self._early.setdefault(event.call_id, []).append(event)
+            return
+        run = self._run(task_run_id)
+        run.step = event.step if event.step is not None else run.step
+        for name, value in event.values.items():
+            run.metrics.setdefault(name, Series()).add(value)
+        self.changed.add(task_run_id)
+
+    def costliest(self, most: int | None = None) -> list[TaskRunCost]:
+        """Return the task runs, those that cost most first."""
+        return sorted(self.runs.values(), key=lambda run: -run.usd)[:most]
+
+    def by_task(self) -> dict[str, tuple[int, float]]:
+        """Return the number of task runs and the USD of each task, those that cost most first."""
+        found: dict[str, tuple[int, float]] = {}
+        for run in self.runs.values():
+            count, usd = found.get(run.task, (0, 0.0))
+            found[run.task] = count + 1, usd + run.usd
+        return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+
+    @property
+    def usd(self) -> float:
+        """The cost of all of them."""
+        return total(run.usd for run in self.runs.values())
+
+    def _run(self, task_run_id: str) -> TaskRunCost:
+        return self.runs.setdefault(task_run_id, TaskRunCost(task_run_id))
+
+
+def total(amounts: Iterable[float]) -> float:
+    """Return the sum, without the noise below a hundredth of a micro-dollar."""
+    return round(sum(amounts), 8)
