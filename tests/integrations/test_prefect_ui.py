@@ -98,7 +98,7 @@ def amounts(page: str, row: str) -> float:
 
 def section(page: str, head: str) -> list[list[str]]:
     """The cells of the table below a head, without its own head."""
-    lines = page.split(f"### {head}")[1].split("###")[0].splitlines()
+    lines = page.split(f"### {head}")[1].split("###", maxsplit=1)[0].splitlines()
     return [line.strip("| ").split(" | ") for line in lines if line.startswith("|")][2:]
 
 
