@@ -358,7 +358,7 @@ class CurrentSession:
     def why_closed(self) -> str:
         """The message of PoolClosed while nothing is open."""
         return (
-            "the pool is closed: its machines are gone"
+            "the pool is closed: `with pool:` opens it again"
             if self.was_opened
             else "the pool is not open: write `with sky.ComputePool(...) as pool:`"
         )
