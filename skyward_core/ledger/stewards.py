@@ -1,6 +1,7 @@
 """The steward of a named pool in the ledger: the one client that replaces nodes and keeps the money.
 
     no steward ──`take`──▶ client a, epoch n ──`resign`, or `Names.leave`──▶ no steward
+                             ├──`close`──▶ a ends the pool: a process that comes waits
                              └──a is dead, or does not renew its row: `take` of another client──▶ client b, epoch n + 1
 
 Writes that only the steward may make name its epoch, and are refused in their own transaction when another client has
@@ -12,7 +13,7 @@ from __future__ import annotations
 from sqlalchemy import Connection, select, update
 
 from skyward_core.ledger.database import Database
-from skyward_core.ledger.names_policy import NameFacts, NotSteward, Standing, standing
+from skyward_core.ledger.names_policy import NameFacts, NameState, NotSteward, Standing, standing
 from skyward_core.ledger.tables import CLIENTS, NAMES, POOLS, client_of, name_of, pool_of
 
 
@@ -44,6 +45,17 @@ class Stewards:
             epoch = facts.row.epoch + 1
             connection.execute(update(NAMES).where(NAMES.c.name == name).values(steward=client_id, epoch=epoch))
             return epoch
+
+    def close(self, name: str, client_id: str, epoch: int) -> None:
+        """Record that the steward of this epoch ends the pool: processes that come wait for the end, and rent anew.
+
+        Raises NotSteward, and changes nothing, if this client is not that steward any more.
+        """
+        is_its = (NAMES.c.name == name) & (NAMES.c.steward == client_id) & (NAMES.c.epoch == epoch)
+        with self._database.write() as connection:
+            ending = update(NAMES).where(is_its).values(state=NameState.CLOSING.value)
+            if connection.execute(ending).rowcount == 0:
+                raise NotSteward(f"another process keeps the pool {name!r} now, and decides about its end")
 
     def resign(self, name: str, client_id: str, epoch: int) -> None:
         """Let another client become the steward. Changes nothing if this one is not the steward of this epoch."""

@@ -35,7 +35,6 @@ from skyward_core.session.named_session import NamedSession
 from skyward_core.session.named_use import NamedUse
 from skyward_core.session.sealed_lease import PoolKeys
 from skyward_core.session.session import Session
-from skyward_core.session.steward_guard import StewardGuard
 from skyward_core.session.stewardship import Stewardship
 from skyward_core.session.successor import Successor
 from skyward_core.spec import PoolSpec
@@ -117,7 +116,7 @@ class CurrentSession:
         try:
             opened = open_named(
                 use,
-                lambda pool_id: self._open_own(prepared, secrets, terminations, begun, pool_id, use.guard),
+                lambda pool_id: self._open_own(prepared, secrets, terminations, begun, pool_id, use),
                 attach,
                 prepared.spec.provision_timeout,
             )
@@ -146,11 +145,11 @@ class CurrentSession:
         terminations: int,
         begun: list[Session | Attached],
         pool_id: str = "",
-        guard: StewardGuard | None = None,
+        use: NamedUse | None = None,
     ) -> Session:
         """Rent the machines of a pool. Its session is added to `begun` first."""
         values = prepared.spec, prepared.providers, prepared.on_event, prepared.work, secrets
-        self._opened = opened = Session(*values) if guard is None else NamedSession(*values, pool_id, guard)
+        self._opened = opened = Session(*values) if use is None else NamedSession(*values, pool_id, use)
         begun.append(opened)
         self._start(opened, prepared, terminations)
         return opened
@@ -402,7 +401,7 @@ def _successor(attached: Attached, use: NamedUse, prepared: Prepared, secrets: S
     """Return what makes this process the steward of a named pool, when it has none."""
 
     def new() -> Stewardship:
-        return Stewardship(attached, prepared.spec, prepared.providers, prepared.work, secrets, use.guard, use.ledger)
+        return Stewardship(attached, prepared.spec, prepared.providers, prepared.work, secrets, use, use.ledger)
 
     return Successor(use, new, attached.events.log)
 

@@ -22,7 +22,7 @@ from skyward_core.session.client_watcher import ClientWatcher
 from skyward_core.session.clock import Clock, Step
 from skyward_core.session.sealed_lease import find_lease
 from skyward_core.session.session import Session
-from skyward_core.session.steward_guard import StewardGuard
+from skyward_core.session.steward_guard import Keeper
 from skyward_core.spec import PoolSpec
 from skyward_core.work import Work
 
@@ -41,10 +41,11 @@ class NamedSession(Session):
         work: Work,
         secrets: SecretValues | None,
         pool_id: str,
-        guard: StewardGuard,
+        use: Keeper,
     ) -> None:
-        super().__init__(spec, providers, on_event, work, secrets, pool_id, guard)
-        self._steward = guard
+        super().__init__(spec, providers, on_event, work, secrets, pool_id, use.guard)
+        self._use = use
+        self._steward = use.guard
         self._watcher: ClientWatcher | None = None
         """Set when another process keeps the pool."""
         self._stepping_down = threading.Lock()
@@ -67,11 +68,14 @@ class NamedSession(Session):
     @override
     def _stop_at_limit(self, reason: str, error: SkywardError | None) -> None:
         try:
-            self._steward.check()
+            self._use.begin_to_end()
         except SkywardError as refusal:
             self.events.log(logging.WARNING, "%s is not ended here (%s): %s", self.pool_id, reason, refusal)
             return
-        self.stop(reason, error)
+        try:
+            self.stop(reason, error)
+        finally:
+            self._use.resign()  # if machines are left, the next process that comes ends them
 
     @override
     def _new_clock(self, often: list[Step], seldom: list[Step]) -> Clock:

@@ -22,7 +22,7 @@ from skyward_core.cleanup.release import release
 from skyward_core.concurrency.backoff import Backoff
 from skyward_core.concurrency.periodic import PeriodicThread
 from skyward_core.errors import BadRequest, LeaseLost, LedgerError, ProvisioningTimeout, SkywardError
-from skyward_core.ledger.names_policy import Join, NameState, Refused, Rent, Standing, Wait
+from skyward_core.ledger.names_policy import Join, NameState, NotSteward, Refused, Rent, Standing, Wait
 from skyward_core.machines.owner import Owner
 from skyward_core.providers.base import Provider
 from skyward_core.session.ledger_contact import LedgerContact
@@ -78,6 +78,8 @@ class NamedUse:
         """Whether this process was the last one that left, and has to end the pool."""
         self.longest_seconds = spec.lease_seconds
         """For how long the nodes may live after the last sign of life of this process."""
+        self._is_ending = False
+        """Whether this process ends the pool at a limit, or has done it: it keeps the pool no more."""
         self.is_let_go = False
         """Whether this process could not leave, and renews nothing any more."""
         self.guard = StewardGuard(spec.lease_seconds, self.renew)
@@ -194,6 +196,25 @@ class NamedUse:
             except LedgerError as error:
                 self._log(logging.WARNING, "the ledger does not know yet that %r has no steward: %s", self.name, error)
 
+    def begin_to_end(self) -> None:
+        """Record that this process ends the pool at one of its limits, as its steward: a process that comes waits.
+
+        `resign` comes next. Raises NotSteward if another process keeps the pool, and LedgerError if that is not certain
+        and the ledger does not answer. If it is certain, the limit holds without the ledger too.
+        """
+        self.guard.check()
+        epoch = self.guard.epoch
+        assert epoch is not None
+        try:
+            self._ledger.stewards.close(self.name, self._client_id, epoch)
+        except NotSteward:
+            raise
+        except LedgerError as error:
+            self.guard.check()
+            words = "the ledger does not know that the pool %r ends: a process may still attach to it: %s"
+            self._log(logging.WARNING, words, self.name, error)
+        self._is_ending = True
+
     # ── leave ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
@@ -297,7 +318,8 @@ class NamedUse:
         """Renew this process's row, and look who is the steward; the renewal's thread does it every few seconds.
 
         If the ledger names this process, and the process does not know it, an answer was lost: that of `resign`, or of
-        taking the stewardship. No other process can become the steward, so this one tries again.
+        taking the stewardship. No other process can become the steward, so this one tries again: to take the pool, or
+        to resign if it has ended the pool.
         """
         since = self.guard.now()
         try:
@@ -309,6 +331,9 @@ class NamedUse:
         found, epoch = self._ledger.stewards.look(self.name, self._client_id)
         if found is Standing.HELD and epoch == self.guard.epoch and self.guard.is_held:
             self.guard.confirm(since)
+        elif self._is_ending:
+            if found is Standing.HELD:  # the answer of `resign` was lost
+                self._ledger.stewards.resign(self.name, self._client_id, epoch)
         elif found is Standing.VACANT or (found is Standing.HELD and not self.guard.is_held):
             self.on_vacant()
         elif found is not Standing.HELD and self.guard.lose():

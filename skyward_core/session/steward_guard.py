@@ -14,8 +14,18 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from skyward_core.ledger.names_policy import NotSteward
+
+
+class Keeper(Protocol):
+    """The part of `named_use.NamedUse` that a process needs which keeps the pool."""
+
+    guard: StewardGuard
+
+    def begin_to_end(self) -> None: ...
+    def resign(self) -> None: ...
 
 
 def boot_clock() -> float:

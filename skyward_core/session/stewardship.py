@@ -42,7 +42,7 @@ from skyward_core.session.event_emitter import EventEmitter
 from skyward_core.session.limits import Limits
 from skyward_core.session.pool_size import PoolSize, free_all, policy_of, ranks_of
 from skyward_core.session.sealed_lease import SharedLease, find_lease
-from skyward_core.session.steward_guard import StewardGuard
+from skyward_core.session.steward_guard import Keeper
 from skyward_core.spec import PoolSpec
 from skyward_core.work import Work
 
@@ -66,7 +66,7 @@ class Stewardship:
         providers: Sequence[Provider],
         work: Work,
         secrets: SecretValues | None,
-        guard: StewardGuard,
+        use: Keeper,
         ledger: Ledger,
     ) -> None:
         self._attached = attached
@@ -75,7 +75,8 @@ class Stewardship:
         self._providers = providers
         self._work = work
         self._secrets = secrets
-        self._guard = guard
+        self._use = use
+        self._guard = use.guard
         self._ledger = ledger
         self._log = attached.events.log
         self._emitter = EventEmitter(spec, None, attached.events)
@@ -267,7 +268,7 @@ class Stewardship:
             if self._ended.is_set():
                 return
             try:
-                self._guard.check()
+                self._use.begin_to_end()
             except SkywardError as refusal:
                 self._log(logging.WARNING, "%s is not ended here (%s): %s", self._pool_id, reason, refusal)
                 return
@@ -276,7 +277,10 @@ class Stewardship:
             self._emitter.emit(PoolStopping())
             self._recovery.stop()
             note_all(self._cluster, self._pool_id, self._log)
-            self._attached.end(reason, error, self._end_machines)
+            try:
+                self._attached.end(reason, error, self._end_machines)
+            finally:
+                self._use.resign()  # if machines are left, the next process that comes ends them
 
     def _end_machines(self) -> None:
         assert self._machines is not None

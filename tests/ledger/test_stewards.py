@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.names_policy import Client, NamedPool, NameState, NotSteward, Standing, standing
+from skyward_core.ledger.names_policy import Client, NamedPool, NameState, NotSteward, Rent, Standing, Wait, standing
 from skyward_core.ledger.rows import Account, Period, PoolEntry, ResourceKind, ResourceRequest
 from skyward_core.machines.owner import Owner, OwnerState
 from tests.ledger.test_ledger import (  # noqa: F401 - fixtures
@@ -120,6 +120,41 @@ def test_a_steward_that_resigns_is_followed_by_any_client(ledger: Ledger) -> Non
     ledger.stewards.resign("nightly", "a", epoch)
     assert ledger.stewards.look("nightly", "a") == (Standing.VACANT, epoch)
     assert ledger.stewards.take("nightly", "b") == epoch + 1
+
+
+def test_a_process_that_comes_waits_while_the_steward_ends_the_pool(ledger: Ledger) -> None:
+    """Others do not become the steward of it. A steward that gives up is not waited for."""
+    epoch = opened(ledger, keep_warm_seconds=600.0)
+    claim(ledger, "b")
+    ledger.stewards.close("nightly", "a", epoch)
+    assert isinstance(claim(ledger, "c"), Wait)
+    assert ledger.stewards.look("nightly", "b") == (Standing.OTHER, epoch)
+    assert ledger.names.leave("nightly", "b") is NameState.IN_USE
+    assert isinstance(claim(ledger, "c"), Wait)
+    ledger.stewards.resign("nightly", "a", epoch)
+    assert claim(ledger, "c") == Rent(epoch + 1, "sky-a", "the process that closed it has given up")
+
+
+def test_a_process_rents_anew_when_the_steward_has_ended_the_pool(ledger: Ledger) -> None:
+    epoch = opened(ledger)
+    ledger.stewards.close("nightly", "a", epoch)
+    ledger.end_pool("sky-a")
+    assert claim(ledger, "c") == Rent(epoch + 1)
+
+
+def test_a_process_that_is_not_the_steward_any_more_ends_nothing(ledger: Ledger, clock: Clock) -> None:
+    """Also if it does not know that yet."""
+    epoch = opened(ledger)
+    clock.time += timedelta(seconds=LEASE_SECONDS - 1)
+    claim(ledger, "b")
+    clock.time += timedelta(seconds=2)
+    ledger.stewards.take("nightly", "b")
+    for client, number in (("a", epoch), ("b", epoch), ("a", epoch + 1)):
+        with pytest.raises(NotSteward):
+            ledger.stewards.close("nightly", client, number)
+    row = ledger.names.named("nightly")
+    assert row is not None
+    assert (row.state, row.steward) == (NameState.IN_USE, "b")
 
 
 def test_of_many_clients_at_once_one_becomes_the_steward(url: str) -> None:

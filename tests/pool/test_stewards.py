@@ -8,9 +8,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +22,11 @@ import pytest
 import skyward_core as sky
 from skyward_core.ledger import budgets
 from skyward_core.ledger.ledger import Ledger, default_url
-from skyward_core.ledger.names_policy import NamedPool, NameState
+from skyward_core.ledger.names import Names
+from skyward_core.ledger.names_policy import Claim, NamedPool, NameState, Wait
 from skyward_core.ledger.rows import Account, CostBy, Period
+from skyward_core.provisioning.lifecycle import PoolMachines
+from skyward_core.session import limits
 from skyward_core.worker.watchdog import INSTANCE_TAG, kill_instance, members
 from tests.conftest import wait_until
 
@@ -273,6 +280,58 @@ def test_the_account_goes_on_paying_for_a_pool_that_was_adopted(
         (row,) = ledger.cost_rows(CostBy.POOL, pool_id=mine.id)
         assert ledger.open_reservations(pool_id=mine.id) == []
         assert ledger.settled_usd(mine.id, name) == row.cost_usd
+
+
+@pytest.mark.parametrize("who", ["opener", "joined"])
+def test_a_process_that_comes_while_the_pool_ends_at_a_limit_opens_another_one(
+    who: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for the end, and does not attach to a pool that is dying."""
+    settings = {"nodes": 1, "max_lifetime": 3600, "keep_warm": 3600}
+    later, may_end, waited = 0.0, threading.Event(), threading.Event()
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later)
+    monkeypatch.setattr(limits, "time", clock)
+    release, claim = PoolMachines.release, Names.claim
+
+    def release_late(machines: PoolMachines) -> None:
+        assert may_end.wait(60)
+        release(machines)
+
+    def claim_aloud(*values: Any, **more: Any) -> Claim:
+        found = claim(*values, **more)
+        if isinstance(found, Wait):
+            waited.set()
+        return found
+
+    monkeypatch.setattr(PoolMachines, "release", release_late)
+    first = pool_of(name, **settings).open()
+    if who == "joined":
+        mine = pool_of(name, **settings).open()
+        first.close()
+        await_steward(name, 2)
+    else:
+        mine = first
+    ids = machines_of(mine)
+    later = 4000.0
+    wait_until(lambda: row_of(name).state is NameState.CLOSING, "the limit")
+    monkeypatch.setattr(Names, "claim", claim_aloud)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool_of(name, **settings)
+        opening = pool.submit(other.open)
+        assert waited.wait(60)
+        later = 0.0
+        may_end.set()
+        assert opening.result() is other
+    assert other.id != mine.id
+    assert double(3) >> other == 6
+    with pytest.raises(sky.PoolClosed, match="max_lifetime"):
+        double(1) >> mine
+    mine.close()
+    assert_nothing_left(mine, ids)
+    ids = machines_of(other)
+    other.close()
+    sky.release(other.id)
+    assert_nothing_left(other, ids)
 
 
 def test_a_warm_pool_is_kept_by_the_process_that_comes(name: str) -> None:

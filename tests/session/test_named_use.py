@@ -11,7 +11,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.errors import LedgerError
-from skyward_core.ledger.names_policy import Join, NameState
+from skyward_core.ledger.names_policy import Join, NameState, NotSteward
 from skyward_core.machines.owner import Owner
 from skyward_core.session import named_use
 from skyward_core.session.ledger_contact import RENEW_SECONDS, LedgerContact
@@ -172,3 +172,64 @@ def test_a_ledger_that_is_lost_again_ends_the_wait(
     clock.passes = lambda: lost_answer(monkeypatch, use.ledger.names, "may_come_back", is_done=False)
     with pytest.raises(LedgerError, match="being restarted"):
         use.leave()
+
+
+def state_of(use: NamedUse) -> tuple[NameState, str]:
+    row = use.ledger.names.named("nightly")
+    assert row is not None
+    return row.state, row.steward
+
+
+def test_a_steward_that_ends_the_pool_at_a_limit_says_so_first(use: NamedUse) -> None:
+    """Its renewals go on until the end. Then it keeps the pool no more, and does not take it again."""
+    lost: list[int] = []
+    found, use.on_lost = vacancies(use), lambda: lost.append(1)
+    assert use.take_stewardship()
+    use.begin_to_end()
+    use.renew()
+    assert (state_of(use)[0], use.guard.is_certain) == (NameState.CLOSING, True)
+    use.resign()
+    use.renew()
+    assert state_of(use) == (NameState.CLOSING, "")
+    use.ledger.end_pool("sky-a")
+    use.renew()
+    assert (found, lost) == ([], [])
+
+
+def test_a_lost_resignation_of_a_process_that_has_ended_the_pool_is_repeated(
+    use: NamedUse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next process would wait as long as this one lives, if machines are left."""
+    found = vacancies(use)
+    assert use.take_stewardship()
+    use.begin_to_end()
+    lost_answer(monkeypatch, use.ledger.stewards, "resign", is_done=False)
+    use.resign()
+    use.renew()
+    assert (state_of(use), found) == ((NameState.CLOSING, ""), [])
+
+
+def test_a_limit_holds_without_the_ledger_as_long_as_the_stewardship_is_certain(
+    use: NamedUse, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not longer: then another process may keep the pool."""
+    assert use.take_stewardship()
+    lost_answer(monkeypatch, use.ledger.stewards, "close", is_done=False)
+    use.begin_to_end()
+    assert state_of(use)[0] is NameState.IN_USE
+    clock.seconds += LEASE_SECONDS
+    lost_answer(monkeypatch, use.ledger.names, "renew", is_done=False)
+    with pytest.raises(LedgerError, match="being restarted"):
+        use.begin_to_end()
+
+
+def test_a_process_that_is_not_the_steward_any_more_ends_no_pool(use: NamedUse) -> None:
+    """It is certain still, because its renewal has not looked yet."""
+    assert use.take_stewardship()
+    joined(use)
+    assert use.guard.epoch is not None
+    use.ledger.stewards.resign("nightly", state_of(use)[1], use.guard.epoch)
+    use.ledger.stewards.take("nightly", "c")
+    with pytest.raises(NotSteward):
+        use.begin_to_end()
+    assert state_of(use) == (NameState.IN_USE, "c")
