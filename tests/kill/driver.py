@@ -367,6 +367,31 @@ class _NoReaper:
         return lambda *_, **__: None
 
 
+class _Draining:
+    """The nodes of a cluster that has no work: each may leave at once."""
+
+    def __init__(self, ranks: set[int]) -> None:
+        self._ranks = ranks
+
+    @property
+    def size(self) -> int:
+        return len(self._ranks)
+
+    def backlog(self) -> int:
+        return 0
+
+    def take_in(self, rank: int) -> None:
+        self._ranks.add(rank)
+
+    def leave_out(self, rank: int) -> None:
+        self._ranks.discard(rank)
+
+    def drain(self, rank: int) -> tuple[int, int]:
+        return 0, 0
+
+    def free(self, rank: int) -> None: ...
+
+
 class _Cluster:
     """A cluster to which all nodes have joined, and which has no work."""
 
@@ -380,6 +405,7 @@ class _Cluster:
     ) -> None:
         from skyward_core.events.events import BootstrapCompleted
 
+        self.draining = _Draining({node.rank for node in lease.nodes})
         for node in lease.nodes:
             emit(BootstrapCompleted(node.instance.id))
 
@@ -392,6 +418,7 @@ class _Cluster:
     def know(self, *_: object) -> None: ...
     def resume(self, *_: object) -> None: ...
     def restart(self, *_: object) -> None: ...
+    def forget(self, *_: object) -> None: ...
     def has_work(self) -> bool:
         return False
 

@@ -1,4 +1,4 @@
-"""Kill -9 at every boundary of a pool with a name: claim, opened, attach, leave, last leave, warm, taking over.
+"""Kill -9 at every boundary of a pool with a name: claim, attach, leave, last leave, warm, taking over, scaling.
 
 `python -m tests.kill.named FOLDER URL EVERY` prints a line of JSON for each point, with the ledger at this URL; EVERY=3
 takes every third boundary. Processes are forks of this one. Each opens the name with the real ComputePool, session,
@@ -27,7 +27,9 @@ from tests.kill.provider import PromptRental
 
 NAME = "nightly"
 LEASE_SECONDS, WARM_SECONDS = 120.0, 600.0
+ELASTIC = (1, 2)
 CHILD_SECONDS = 60
+SCALE_SECONDS = 30.0
 OPEN_SECONDS = 30.0
 """How long the next process may take, in real time; in milliseconds unless it waits for another one."""
 
@@ -84,13 +86,14 @@ class Stage:
         finally:
             os._exit(status)
 
-    def pool(self, keep_warm: float = 0.0) -> Any:
+    def pool(self, keep_warm: float = 0.0, nodes: int | tuple[int, int] = 1) -> Any:
         """Return the pool of the name, not yet open."""
         from skyward_core.pool import ComputePool
 
         return ComputePool(
             name=NAME,
             provider=PromptRental(url=self.service.url),
+            nodes=nodes,
             keep_warm=keep_warm,
             lease_seconds=LEASE_SECONDS,
             provision_timeout=600,
@@ -183,10 +186,26 @@ def _use_last(stage: Stage) -> None:
         stage.leave()
 
 
+def _grow(stage: Stage) -> None:
+    with stage.pool(nodes=ELASTIC) as pool:
+        assert pool.scale(2, wait_seconds=SCALE_SECONDS) == 2
+
+
+def _grow_and_shrink(stage: Stage) -> None:
+    with stage.pool(nodes=ELASTIC) as pool:
+        assert pool.scale(2, wait_seconds=SCALE_SECONDS) == 2
+        assert pool.scale(1, wait_seconds=SCALE_SECONDS) == 1
+
+
 def _late(stage: Stage) -> None:
     _check(stage, stage.fork(lambda: _use(stage, WARM_SECONDS)))
     stage.service.clock.advance(WARM_SECONDS + LEASE_SECONDS)
     stage.let_leases_end()
+
+
+def _dead_owner(stage: Stage) -> None:
+    stage.stay(WARM_SECONDS)
+    stage.end()
 
 
 def _dead_opener(stage: Stage) -> None:
@@ -208,6 +227,8 @@ class Scenario:
     before: Callable[[Stage], object]
     victim: Callable[[Stage], object]
     keep_warm: float = 0.0
+    nodes: int | tuple[int, int] = 1
+    """What the next process asks for: the nodes that the victim has asked for."""
 
 
 SCENARIOS: Sequence[Scenario] = (
@@ -228,6 +249,14 @@ SCENARIOS: Sequence[Scenario] = (
     ),
     Scenario("the warm time is over: it rents anew", _late, lambda stage: _use(stage, WARM_SECONDS), WARM_SECONDS),
     Scenario("the opener was killed: it takes the name over", _dead_opener, _use),
+    Scenario(
+        "the owner of an open pool was killed: it joins and leaves",
+        _dead_owner,
+        lambda stage: _use(stage, WARM_SECONDS),
+        WARM_SECONDS,
+    ),
+    Scenario("it grows, and leaves as the last", lambda stage: None, _grow, nodes=ELASTIC),
+    Scenario("it grows and shrinks, and leaves as the last", lambda stage: None, _grow_and_shrink, nodes=ELASTIC),
 )
 
 
@@ -266,7 +295,7 @@ def _judged(stage: Stage, scenario: Scenario, point: Point) -> Point:
     """Let the next process open the name and leave, then let all leases end; write down what is wrong."""
     point.left = len(stage.service.look().billed())
     began = time.clock_gettime(time.CLOCK_MONOTONIC)
-    died = stage.fork(lambda: _open_next(stage, scenario.keep_warm))
+    died = stage.fork(lambda: _open_next(stage, scenario))
     point.seconds = time.clock_gettime(time.CLOCK_MONOTONIC) - began
     if died:
         point.problems.append(f"the next process: {died}: {stage.crash()}")
@@ -284,8 +313,8 @@ def _judged(stage: Stage, scenario: Scenario, point: Point) -> Point:
     return point
 
 
-def _open_next(stage: Stage, keep_warm: float) -> None:
-    with stage.pool(keep_warm) as pool:
+def _open_next(stage: Stage, scenario: Scenario) -> None:
+    with stage.pool(scenario.keep_warm, scenario.nodes) as pool:
         machines = {one.id: one.pool_id for one in PromptRental(url=stage.service.url).instances()}
         with stage.ledger() as ledger:
             ended = {
