@@ -8,12 +8,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from prefect_skyward.direct_calls import on_skyward as on_skyward
+    from prefect_skyward.options import skyward_options as skyward_options
     from prefect_skyward.task_runner import SkywardTaskRunner as SkywardTaskRunner
     from prefect_skyward.task_runner import cost_so_far as cost_so_far
 
-_HOMES = {"SkywardTaskRunner": "task_runner", "cost_so_far": "task_runner"}
+_HOMES = {
+    "SkywardTaskRunner": "task_runner",
+    "cost_so_far": "task_runner",
+    "on_skyward": "direct_calls",
+    "skyward_options": "options",
+}
 
-__all__ = ["SkywardTaskRunner", "cost_so_far"]
+__all__ = ["SkywardTaskRunner", "cost_so_far", "on_skyward", "skyward_options"]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from types import FunctionType
 from typing import Any, cast
 
 from prefect.logging import get_run_logger
 from prefect.tasks import Task
 
 import skyward_core as sky
+from prefect_skyward.options import TARGET, beneath
 
 NO_API_SCHEME = "skyward-node:"
 NO_API = f"{NO_API_SCHEME}//a-node-has-no-way-to-prefects-api"
@@ -21,7 +23,7 @@ def without_prefect_s_api(spec: sky.PoolSpec) -> sky.PoolSpec:
     Without an address Prefect's client starts a server on the node, with a database in the home directory. If it may
     not do that, its concurrency limits wait for ever (3.6 to 3.7).
     """
-    return spec.with_(env={"PREFECT_API_URL": NO_API} | spec.image.env | (spec.env or {}))
+    return spec.with_(env={"PREFECT_API_URL": NO_API, **spec.image.env, **(spec.env or {})})
 
 
 def raise_if_prefect_s_api_was_used(error: Exception) -> None:
@@ -36,9 +38,12 @@ def raise_if_prefect_s_api_was_used(error: Exception) -> None:
 def portable(obj: Any) -> Any:
     """Return the replacement of Prefect's own objects: a task's function, and a logger that prints."""
     if isinstance(obj, Task):
+        fn = beneath(cast(Any, obj.fn))
         with suppress(AttributeError):  # a callable that takes no attributes
-            cast(Any, obj.fn).fn = obj.fn  # so that `other_task.fn(x)` in a task's body works on a node as it does here
-        return obj.fn
+            cast(Any, fn).fn = fn  # so that `other_task.fn(x)` in a task's body works on a node as it does here
+        return fn
+    if isinstance(obj, FunctionType) and TARGET in vars(obj):
+        return beneath(obj)
     if obj is get_run_logger:
         return _node_run_logger
     return NotImplemented

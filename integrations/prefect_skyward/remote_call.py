@@ -8,38 +8,33 @@ import asyncio
 import functools
 import inspect
 import queue
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 from uuid import UUID
 
-from prefect.context import TaskRunContext
 from prefect.futures import PrefectFuture
 from prefect.logging.loggers import task_run_logger
-from prefect.states import Cancelled
+from prefect.states import Cancelled, Crashed
 from prefect.task_engine import run_task_async, run_task_sync
 from prefect.tasks import Task
+from prefect.utilities.annotations import allow_failure, quote
+from prefect.utilities.collections import StopVisiting, visit_collection
 
 import skyward_core as sky
 from prefect_skyward.node_objects import raise_if_prefect_s_api_was_used
+from prefect_skyward.pool_life import PoolLife
+from prefect_skyward.run_calls import RunCalls, Step
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import RunInput, State, TaskRun
 
 SLICE_SECONDS = 0.25
-"""How long a thread waits at a stretch: Prefect's timeouts interrupt it only between two waits."""
-
-
-class Caller(Protocol):
-    """What makes the calls of one flow run: `LiveRunner`."""
-
-    is_stopping: bool
-
-    def opening(self) -> Future[sky.ComputePool]: ...
-    def call(
-        self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], pool: sky.ComputePool
-    ) -> Future[Any]: ...
+"""How long a thread waits at a stretch for which Prefect has a timeout: it interrupts the thread only between two
+waits.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +42,20 @@ class TaskRunOnPool:
     """One run of Prefect's task engine, in a separate thread."""
 
     task: Task[Any, Any]
+    call: RemoteCall
     task_run_id: UUID
     parameters: dict[str, Any]
     wait_for: Iterable[PrefectFuture[Any]] | None
     dependencies: dict[str, set[RunInput]] | None
 
-    def after(self, opening: Future[sky.ComputePool]) -> Any:
-        """Wait until the pool is open, or has failed to open, and run the engine; return the task run's state."""
-        opening.exception()
+    def __call__(self) -> Any:
+        """Wait for the inputs, then until the pool is open, or has failed to open; run the engine; return the task
+        run's state.
+
+        The engine starts once the pool has opened: a task's timeout_seconds are for its work, not for the renting.
+        """
+        if self._inputs_are_there():
+            self.call.await_pool()
         words: dict[str, Any] = {
             "task": self.task,
             "task_run_id": self.task_run_id,
@@ -63,7 +64,39 @@ class TaskRunOnPool:
             "return_type": "state",
             "dependencies": self.dependencies,
         }
-        return asyncio.run(run_task_async(**words)) if self.task.isasync else run_task_sync(**words)
+        try:
+            return asyncio.run(run_task_async(**words)) if self.task.isasync else run_task_sync(**words)
+        except (Exception, GeneratorExit):
+            raise
+        except BaseException as error:  # the engine has reported the crash; the thread goes on with other task runs
+            return Crashed(message=f"the task's function was interrupted: {error!r}", data=error)
+
+    def _inputs_are_there(self) -> bool:
+        """Wait for the futures among the arguments, and return whether the engine will call the function: no pool is
+        opened for a task run whose input has failed.
+        """
+        try:
+            for inputs in (self.parameters, self.wait_for):
+                visit_collection(inputs, _await_input, return_data=False, remove_annotations=True, context={})
+        except _InputFailed:
+            return False
+        return True
+
+
+class _InputFailed(Exception):
+    """A task run that this one needs has not completed."""
+
+
+def _await_input(value: Any, context: dict[str, Any]) -> Any:
+    """Wait for a future, by the rules of Prefect's engine, which does it again and reports what is wrong."""
+    annotation = context.get("annotation")
+    if isinstance(annotation, quote):
+        raise StopVisiting
+    if isinstance(value, PrefectFuture):
+        value.wait()
+        if not value.state.is_completed() and not isinstance(annotation, allow_failure):
+            raise _InputFailed
+    return value
 
 
 class RemoteCall:
@@ -71,67 +104,102 @@ class RemoteCall:
     from it.
     """
 
-    def __init__(self, live: Caller, task: Task[Any, Any], opening: Future[sky.ComputePool]) -> None:
-        functools.update_wrapper(cast(Any, self), task.fn)
-        self._live = live
-        self._opening: Future[sky.ComputePool] | None = opening
-        self._fn = task.fn.local if isinstance(task.fn, sky.ComputeFunction) else task.fn
-        self._slice_seconds = SLICE_SECONDS if task.timeout_seconds is not None else None
-        if code := getattr(task.fn, "__code__", None):
+    def __init__(self, calls: RunCalls, step: Step, like: Callable[..., Any], timeout_seconds: float | None) -> None:
+        functools.update_wrapper(cast(Any, self), like)
+        self._calls = calls
+        self._step = step
+        self._timeout_seconds = timeout_seconds
+        self._first: PoolLife | None = None
+        if code := getattr(step.fn, "__code__", None):
             self.__code__ = code
 
-    def _next_opening(self) -> Future[sky.ComputePool]:
+    def await_pool(self) -> None:
+        """Request the pool of the first attempt, and wait until it is open or has failed."""
+        try:
+            self._first = self._calls.pools.request(self._step.spec)
+        except sky.PoolClosed:  # the call says so
+            return
+        self._first.opened.exception()
+
+    def _raise_if_first_failed(self) -> None:
         """The first attempt fails with the opening that it has waited for; each later one opens a pool again."""
-        opening, self._opening = self._opening, None
-        return opening if opening is not None else self._live.opening()
+        first, self._first = self._first, None
+        if first is not None:
+            first.opened.result()
 
 
 class SyncCall(RemoteCall):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._live.is_stopping:
-            return _cancelled()
-        try:
-            pool = self._wait(self._next_opening())
-            return self._wait(self._live.call(self._fn, args, kwargs, pool))
-        except (CancelledError, sky.PoolClosed):
-            if self._live.is_stopping:
-                return _cancelled()
-            raise
-        except Exception as error:
-            raise_if_prefect_s_api_was_used(error)
-            raise
+        return called(self._calls, lambda: self._result(args, kwargs))
 
-    def _wait[T](self, future: Future[T]) -> T:
-        # A timeout is an exception thrown into this thread at any point. A SimpleQueue is written in C and has no lock
-        # that could stay locked.
-        ended = queue.SimpleQueue[Future[T]]()
-        try:
-            future.add_done_callback(ended.put)
-            while True:
-                try:
-                    ended.get(timeout=self._slice_seconds)
-                    return future.result()
-                except queue.Empty:
-                    continue
-        except BaseException:
-            future.cancel()
-            raise
+    def _result(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._raise_if_first_failed()
+        with self._calls.pools.holding(self._step.spec) as life:
+            life.opened.result()
+            return waited(self._calls.call(life, self._step, args, kwargs), self._timeout_seconds)
 
 
 class AsyncCall(RemoteCall):
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._live.is_stopping:
-            return _cancelled()
+        if self._calls.is_stopping:
+            return cancelled()
         try:
-            pool = await asyncio.wrap_future(self._next_opening())
-            return await asyncio.wrap_future(self._live.call(self._fn, args, kwargs, pool))
-        except (asyncio.CancelledError, sky.PoolClosed):
-            if self._live.is_stopping:
-                return _cancelled()
-            raise
-        except Exception as error:
-            raise_if_prefect_s_api_was_used(error)
-            raise
+            self._raise_if_first_failed()
+            return await awaited(self._calls, self._step, args, kwargs)
+        except BaseException as error:
+            return state_of(self._calls, error)
+
+
+def called(calls: RunCalls, call: Callable[[], Any]) -> Any:
+    """Return the result of a call, or the state Cancelled if the flow run ends before the call does."""
+    if calls.is_stopping:
+        return cancelled()
+    try:
+        return call()
+    except BaseException as error:
+        return state_of(calls, error)
+
+
+def state_of(calls: RunCalls, error: BaseException) -> State[Any]:
+    """Return Cancelled if the flow run has ended the call; else raise the error, in words if nodes asked the API."""
+    if isinstance(error, (CancelledError, asyncio.CancelledError, sky.PoolClosed)) and calls.is_stopping:
+        return cancelled()
+    if isinstance(error, Exception):
+        raise_if_prefect_s_api_was_used(error)
+    raise error
+
+
+async def awaited(calls: RunCalls, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make a call in a coroutine, and return its result."""
+    with calls.pools.holding(step.spec) as life:
+        await asyncio.wrap_future(life.opened)
+        return await asyncio.wrap_future(calls.call(life, step, args, kwargs))
+
+
+def waited[T](future: Future[T], timeout_seconds: float | None, slice_seconds: float | None = None) -> T:
+    """Return the result of a call. Raises TimeoutError after the timeout; then, and after any interruption, the call
+    is stopped on its node.
+
+    `slice_seconds`: a timeout of Prefect's may interrupt this thread, by an exception at any point. A SimpleQueue is
+    written in C and has no lock that could stay locked.
+    """
+    ended = queue.SimpleQueue[Future[T]]()
+    deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+    try:
+        future.add_done_callback(ended.put)
+        while True:
+            left = slice_seconds if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                ended.get(timeout=left)
+                return future.result()
+            except queue.Empty:
+                if deadline is not None:
+                    raise TimeoutError(
+                        f"it exceeded timeout_seconds={timeout_seconds:g}, and was stopped on its node"
+                    ) from None
+    except BaseException:
+        future.cancel()
+        raise
 
 
 def unless_the_work_is_done(condition: Callable[..., Any] | None) -> Callable[..., Any]:
@@ -153,15 +221,6 @@ def unless_the_work_is_done(condition: Callable[..., Any] | None) -> Callable[..
     return may_be_tried_again_async if inspect.iscoroutinefunction(condition) else may_be_tried_again
 
 
-def work_of_task(work: sky.Work) -> sky.Work:
-    """The work of this thread's task run, or of the flow run if there is none."""
-    context = TaskRunContext.get()
-    if context is None:
-        return work
-    return replace(
-        work, task=context.task.name, task_run=str(context.task_run.id), attempt=str(context.task_run.run_count)
-    )
-
-
-def _cancelled() -> State[Any]:
+def cancelled() -> State[Any]:
+    """Return the state of a call that its flow run has ended."""
     return Cancelled(message="the flow run ended before this call did")

@@ -1,15 +1,16 @@
 """`SkywardTaskRunner`: the engine of a task stays in the flow's process, its function runs on the pool.
 
 So retries, caching, results, hooks and states are Prefect's own and happen here; the nodes need neither Prefect nor
-access to its API. `flow_pools.py` owns the pool of one flow run, `remote_call.py` is the call within Prefect's engine,
-`node_objects.py` is what nodes get in place of Prefect's objects, `ui.py` is what Prefect shows.
+access to its API. `live_runner.py` is a runner in a flow run, `flow_pools.py` and `pool_life.py` own the
+machines, `run_calls.py` and `remote_call.py` make the calls, `node_objects.py` is what nodes get in place of Prefect's
+objects, `ui.py` is what Prefect shows.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Iterable
+from dataclasses import asdict
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -20,7 +21,8 @@ from prefect.task_runners import TaskRunner
 from prefect.tasks import Task
 
 import skyward_core as sky
-from prefect_skyward.flow_pools import LiveRunner
+from prefect_skyward.live_runner import LiveRunner, OnUnfinished, RunnerSettings
+from prefect_skyward.run_calls import RunCalls
 from prefect_skyward.secrets import with_references
 
 if TYPE_CHECKING:
@@ -42,7 +44,15 @@ class SkywardTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
     """
 
     def __init__(
-        self, *, spec: sky.PoolSpec | None = None, on_event: sky.Callback | None = None, **keywords: Any
+        self,
+        *,
+        spec: sky.PoolSpec | None = None,
+        on_event: sky.Callback | None = None,
+        idle_timeout: float | None = 300.0,
+        max_workers: int | None = None,
+        on_unfinished: OnUnfinished | None = None,
+        inherit: bool = False,
+        **keywords: Any,
     ) -> None:
         super().__init__()
         if spec is not None and keywords:
@@ -50,6 +60,7 @@ class SkywardTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
                 f"give spec=... or keywords, not both: {', '.join(keywords)} stand beside a spec; write"
                 " spec=spec.with_(...)"
             )
+        self._settings = RunnerSettings(idle_timeout, max_workers, on_unfinished, inherit)
         self._spec = spec if spec is not None else sky.PoolSpec.of(**with_references(keywords))
         self._spec.refuse_what_cannot_be()
         # else the settings of the machine that runs the flow name one; it may be another machine than this
@@ -65,31 +76,47 @@ class SkywardTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
 
     @property
     def pool(self) -> sky.ComputePool | None:
-        """The pool of the current flow run; None before the first submit and after the end."""
+        """The pool of this spec in the current flow run; None before it was needed, and after the end."""
         return self._live.pool if self._live is not None else None
 
+    @property
+    def live(self) -> LiveRunner | None:
+        """The state of the current flow run; None while the runner is not entered."""
+        return self._live
+
     def duplicate(self) -> Self:
-        """Return a runner of the same spec and without a pool; Prefect makes one for each flow run."""
-        return type(self)(spec=self._spec, on_event=self._on_event)
+        """Return a runner of the same settings and without a pool; Prefect makes one for each flow run."""
+        return type(self)(**self._arguments())
 
     def __eq__(self, other: object) -> bool:
-        return self._spec == other._spec if isinstance(other, SkywardTaskRunner) else NotImplemented
+        if not isinstance(other, SkywardTaskRunner):
+            return NotImplemented
+        return self._spec == other._spec and self._settings == other._settings
 
     __hash__ = None  # type: ignore[assignment]  # as Prefect's own runners
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle a runner as its spec: the pool stays with the process that opened it."""
-        return functools.partial(type(self), spec=self._spec, on_event=self._on_event), ()
+        """Pickle a runner as its settings: the pools stay with the process that opened them."""
+        return functools.partial(type(self), **self._arguments()), ()
+
+    def _arguments(self) -> dict[str, Any]:
+        return {"spec": self._spec, "on_event": self._on_event, **asdict(self._settings)}
 
     def __enter__(self) -> Self:
         super().__enter__()
-        self._live = LiveRunner(self._spec, self._on_event)
+        self._live = LiveRunner(
+            self._spec,
+            self._settings,
+            self._on_event,
+            calls_around() if self._settings.inherit else None,
+            lambda runner: runner is self,
+        )
         return self
 
     def __exit__(
         self, exc_type: type[BaseException] | None, exc_value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close the pool.
+        """Close the pools.
 
         Raises the errors of closing; if the flow is being stopped, its own error goes on with a note. Unconfirmed
         machines raise nothing: the run's log and artifact name them, and the pool's reaper goes on.
@@ -106,30 +133,32 @@ class SkywardTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         wait_for: Iterable[PrefectFuture[Any]] | None = None,
         dependencies: dict[str, set[RunInput]] | None = None,
     ) -> PrefectConcurrentFuture[Any]:
-        """Run the task with its function on the pool; opens the pool if this is the first.
+        """Run the task with its function on the pool of its spec, which opens when the task run needs it first.
 
-        Raises TypeError for an asynchronous generator.
+        Returns at once. Raises BadRequest for options that cannot be.
         """
         if self._live is None:
             raise RuntimeError(
                 "the task runner is not started: name it in @flow(task_runner=...), or submit inside a `with` block"
                 " of it"
             )
-        if inspect.isasyncgenfunction(task.fn):
-            raise TypeError(
-                f"task {task.name!r} is an asynchronous generator, whose values cannot travel one by one: return a"
-                " list, or use a plain generator"
-            )
         return self._live.submit(task, parameters, wait_for, dependencies)
 
 
 def cost_so_far() -> float:
-    """Return the cost of the current flow run's pool so far, in USD; 0.0 before its first submit.
+    """Return the cost of the current flow run's pools so far, in USD; 0.0 before the first.
 
-    Call it in the flow.
+    Call it in the flow. A runner that inherits reports the cost of the pools around it.
     """
     context = FlowRunContext.get()
     runner = context.task_runner if context is not None else None
     if isinstance(runner, SkywardTaskRunner):
-        return runner.pool.cost if runner.pool is not None else 0.0
+        return runner.live.cost if runner.live is not None else 0.0
     raise MissingContextError("cost_so_far() is for the body of a flow whose task_runner is a SkywardTaskRunner")
+
+
+def calls_around() -> RunCalls | None:
+    """Return the calls of the current flow run, if its runner is ours. While a subflow begins, it is the one around."""
+    context = FlowRunContext.get()
+    runner = context.task_runner if context is not None else None
+    return runner.live.calls() if isinstance(runner, SkywardTaskRunner) and runner.live is not None else None

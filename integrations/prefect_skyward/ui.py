@@ -12,7 +12,8 @@ from contextvars import Context, copy_context
 from dataclasses import dataclass
 from typing import Any, Self, cast
 
-from prefect.context import FlowRunContext
+from prefect.context import AsyncClientContext, FlowRunContext, SyncClientContext, TaskRunContext
+from prefect.exceptions import MissingContextError
 from prefect.logging import get_logger, get_run_logger
 from prefect.logging.loggers import flow_run_logger
 
@@ -31,15 +32,21 @@ class RunLog:
     @classmethod
     def of_flow(cls) -> Self:
         """Return the log of the current flow run; outside of one, a log that only goes to the console."""
-        context = FlowRunContext.get()
+        context, outside = FlowRunContext.get(), copy_context()
+        # a task that is called in the flow's own thread has contexts that end before the flow's pools
+        for shorter in (TaskRunContext, SyncClientContext, AsyncClientContext):
+            outside.run(cast(Any, shorter).__var__.set, None)
         if context is None or context.flow_run is None:
-            return cls(get_logger("skyward"), copy_context())
-        return cls(flow_run_logger(context.flow_run, cast(Any, context.flow)), copy_context())
+            return cls(get_logger("skyward"), outside)
+        return cls(flow_run_logger(context.flow_run, cast(Any, context.flow)), outside)
 
     @classmethod
     def of_task(cls) -> Self:
-        """Return the log of the current task run."""
-        return cls(get_run_logger(), copy_context())
+        """Return the log of the current task run; outside of one, that of the flow run."""
+        try:
+            return cls(get_run_logger(), copy_context())
+        except MissingContextError:
+            return cls.of_flow()
 
     def say(self, level: int, text: str) -> None:
         """Write one line at a level of `logging`."""
@@ -74,18 +81,23 @@ class RunLogs:
         """Submit a call with `submit`; its lines go to the log of the current task run, also lines that come before
         `submit` returns.
         """
+        return self.follow_all(lambda: [submit()])[0]
+
+    def follow_all(self, submit: Callable[[], list[Any]]) -> list[Any]:
+        """The same for several calls of one task run, which `submit` makes at once."""
         task = RunLog.of_task()
         with self._lock:
             self._submitting += 1
         try:
-            future = submit()
-            self._follow(cast(Any, future).call_id, task, future)
+            futures = submit()
+            for future in futures:
+                self._follow(future.call_id, task, future)
         finally:
             with self._lock:
                 self._submitting -= 1
                 if not self._submitting:
                     self._log_orphans()
-        return future
+        return futures
 
     def _follow(self, call_id: str, task: RunLog, future: Future[Any]) -> None:
         with self._lock:

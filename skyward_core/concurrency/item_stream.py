@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Protocol, Self, cast
 
@@ -42,6 +43,11 @@ class ItemStream[T](Iterator[T], AsyncIterator[T]):
         self._source = source
         self._finalizer = weakref.finalize(self, source.leave_later)
         self._finalizer.atexit = False
+
+    @property
+    def future(self) -> Future[Any]:
+        """The future of the call: `call_id`, `seconds`, `cost`. Its result says only that the call has ended."""
+        return cast("Future[Any]", self._source)
 
     def __iter__(self) -> Self:
         return self

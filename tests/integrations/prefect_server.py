@@ -5,7 +5,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from uuid import UUID
 
@@ -20,6 +20,12 @@ os.environ.update(
 )
 
 from prefect.client.orchestration import get_client  # noqa: E402
+from prefect.settings import PREFECT_API_URL  # noqa: E402
+from prefect.testing.utilities import prefect_test_harness  # noqa: E402
+
+import skyward_core as sky  # noqa: E402
+from prefect_skyward import SkywardTaskRunner  # noqa: E402
+from skyward_core.worker.watchdog import POOL_TAG, tagged_processes  # noqa: E402
 
 
 def wait_for(what: Callable[[], Any], seconds: float = 90.0) -> Any:
@@ -63,3 +69,37 @@ def messages(flow_run_id: UUID | str) -> list[tuple[int, str]]:
     """Level and text of the log records of a flow run and its task runs."""
     body = {"logs": {"flow_run_id": {"any_": [str(flow_run_id)]}}, "sort": "TIMESTAMP_ASC", "limit": 200}
     return [(record["level"], record["message"]) for record in asked("/logs/filter", body)]
+
+
+def served() -> Iterator[str]:
+    """A server with an empty database; yields the address of its API."""
+    with prefect_test_harness(server_startup_timeout=300):
+        yield PREFECT_API_URL.value()
+
+
+def recorded() -> Iterator[list[Any]]:
+    """The events of a test's pools; after the test each of them has ended, and none of their processes is left."""
+    found: list[Any] = []
+    yield found
+    pools = {event.pool_id for event in found if isinstance(event, sky.PoolReady)}
+    assert sum(isinstance(event, sky.CostFinal) for event in found) >= len(pools)
+    assert processes_of(pools) == []
+
+
+def processes_of(pools: set[str]) -> list[int]:
+    return [pid for pid, environ in tagged_processes() if environ.get(POOL_TAG) in pools]
+
+
+def runner(events: list[Any], **options: Any) -> SkywardTaskRunner:
+    return SkywardTaskRunner(**{"provider": sky.Local(price_per_hour=36.0), "on_event": events.append, **options})
+
+
+def logs(flow_run_id: UUID) -> list[Any]:
+    """All log records of a flow run and its task runs, in the order of their time."""
+    records: dict[str, Any] = {}
+    while True:
+        body = {"logs": {"flow_run_id": {"any_": [str(flow_run_id)]}}, "sort": "TIMESTAMP_ASC", "limit": 200}
+        page = asked("/logs/filter", {**body, "offset": len(records)})
+        records.update((record["id"], record) for record in page)
+        if len(page) < 200:
+            return list(records.values())

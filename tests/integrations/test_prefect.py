@@ -163,8 +163,9 @@ async def slow_double(x: int) -> int:
 
 
 @task
-async def endless() -> Any:
-    yield 1
+async def slow_squares(n: int) -> Any:
+    for i in range(n):
+        yield i * i
 
 
 def test_functions_run_on_nodes_and_futures_and_dependencies_are_resolved_here(events: list[Any]) -> None:
@@ -183,6 +184,7 @@ def test_functions_run_on_nodes_and_futures_and_dependencies_are_resolved_here(e
             "map of futures": add.map(add.map([1, 2], [0, 0]), three).result(),
             "after": add.submit(0, 0, wait_for=[three]).result(),
             "generator": squares.submit(4).result(),
+            "asynchronous generator": slow_squares.submit(3).result(),
             "async": slow_double.map([1, 2]).result(),
         }
 
@@ -196,6 +198,7 @@ def test_functions_run_on_nodes_and_futures_and_dependencies_are_resolved_here(e
         "map of futures": [4, 5],
         "after": 0,
         "generator": [0, 1, 4, 9],
+        "asynchronous generator": [0, 1, 4],
         "async": [2, 4],
     }
     assert [event.nodes for event in events if isinstance(event, sky.PoolReady)] == [2]
@@ -252,18 +255,6 @@ def test_an_asynchronous_flow_can_submit(events: list[Any]) -> None:
         return [future.result() for future in futures]
 
     assert asyncio.run(sums()) == [2, 6]
-
-
-def test_an_asynchronous_generator_is_refused(events: list[Any]) -> None:
-    """It is refused at submit, because it cannot travel, before a machine is rented; the error says what to do."""
-
-    @flow(task_runner=runner(events))
-    def stream() -> None:
-        endless.submit()
-
-    with pytest.raises(TypeError, match=r"asynchronous generator.*return a list"):
-        stream()
-    assert events == []
 
 
 def test_a_direct_call_runs_here_and_opens_no_pool(events: list[Any]) -> None:

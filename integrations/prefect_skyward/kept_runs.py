@@ -1,0 +1,81 @@
+"""Pools of flow runs that have another task runner: kept for the flow run, and ended by a thread that reads its state.
+
+States of a kept run: open -> ending -> ended, as its `FlowPools`. The thread is no daemon: the interpreter waits until
+the machines are gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from prefect.context import FlowRunContext
+
+import skyward_core as sky
+from prefect_skyward.flow_pools import FlowPools
+from prefect_skyward.run_calls import RunCalls, facts_of, work_of_flow
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import FlowRun
+
+IDLE_SECONDS = 300.0
+WATCH_SECONDS = 0.25
+
+
+class KeptRuns:
+    """The flow runs of this process that have pools and another runner."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._runs: dict[UUID, _KeptRun] = {}
+
+    def calls_of(self, context: FlowRunContext) -> RunCalls:
+        """Return the calls of this flow run. Another attempt of a flow run is another one."""
+        assert context.flow_run is not None
+        with self._lock:
+            run = self._runs.get(context.flow_run.id)
+            if run is None or run.flow_run is not context.flow_run or run.is_ending:
+                run = self._runs[context.flow_run.id] = _KeptRun(context, context.flow_run)
+                threading.Thread(target=self._watch, args=(run,), name="skyward-kept").start()
+            return run.calls
+
+    def _watch(self, run: _KeptRun) -> None:
+        while not run.has_ended():
+            run.calls.pools.end_idle()
+            time.sleep(WATCH_SECONDS)
+        run.end()
+        with self._lock:
+            if self._runs.get(run.flow_run.id) is run:
+                del self._runs[run.flow_run.id]
+
+
+class _KeptRun:
+    def __init__(self, context: FlowRunContext, flow_run: FlowRun) -> None:
+        self.flow_run = flow_run
+        self.is_ending = False
+        self._runner: Any = context.task_runner
+        base = sky.PoolSpec()
+        self.calls = RunCalls(FlowPools(facts_of(context, None), IDLE_SECONDS), base, work_of_flow(context))
+
+    def has_ended(self) -> bool:
+        """Whether no more calls will come: Prefect has left the runner, which is the last thing that it does with an
+        attempt; the flow run has failed, while its runner waits for its task runs; or the process ends.
+        """
+        state = self.flow_run.state
+        if not threading.main_thread().is_alive():
+            return True
+        if state is not None and (state.is_scheduled() or (state.is_final() and not state.is_completed())):
+            return True
+        return not self._runner._started and not self.calls.pools.is_held
+
+    def end(self) -> None:
+        self.is_ending = True
+        if self.flow_run.state is None or not self.flow_run.state.is_completed():
+            self.calls.stop()
+        try:
+            self.calls.pools.end()
+        except Exception as failure:  # no caller is left that could take it; the reapers go on
+            self.calls.pools.facts.log.say(logging.CRITICAL, f"a pool could not be closed: {failure}")

@@ -1,0 +1,185 @@
+"""One pool of a flow run, from the request to open it to the end of its machines."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from contextlib import ExitStack
+from contextvars import copy_context
+from dataclasses import dataclass
+from typing import Any
+
+import skyward_core as sky
+from prefect_skyward.node_objects import portable, without_prefect_s_api
+from prefect_skyward.report.run_report import RunReport
+from prefect_skyward.secrets import values_of
+from prefect_skyward.ui import RunLog, RunLogs
+
+BREAK_OFF_SECONDS = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class FlowFacts:
+    """What a pool needs to know of its flow run. Made in the flow's context; the pool ends after it."""
+
+    work: sky.Work
+    log: RunLog
+    logs: RunLogs
+    report: RunReport | None
+    on_event: sky.Callback | None
+
+
+class PoolLife:
+    """A pool that is opened once and ended once.
+
+    States: opening -> open -> ended, or opening -> failed. The thread of `_open` owns it while it opens; `end` takes it
+    in any state. `holders` and `idle_since` belong to the lock of `FlowPools`.
+    """
+
+    def __init__(self, spec: sky.PoolSpec, facts: FlowFacts, name: str) -> None:
+        self.spec = spec
+        self.name = name
+        """Distinguishes the pools of a flow run; "" for the first."""
+        self.opened: Future[sky.ComputePool] = Future()
+        self.pool: sky.ComputePool | None = None
+        self.holders = 0
+        self.idle_since = time.monotonic()
+        self._facts = facts
+        self._is_stopping = False
+        self._ending = threading.Lock()
+        self._is_ended = False
+        self._shares: defaultdict[sky.Work, float] = defaultdict(float)
+
+    def start(self, spent_usd: float) -> None:
+        """Open the pool, in a thread. `spent_usd` was spent by earlier pools of this spec, under the same limit."""
+        self.opened.set_running_or_notify_cancel()  # so that a task which stops waiting cannot cancel it
+        threading.Thread(
+            target=copy_context().run, args=(self._open, spent_usd), name="skyward-open", daemon=True
+        ).start()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it could not be opened."""
+        return self.opened.done() and self.opened.exception() is not None
+
+    @property
+    def spec_text(self) -> str:
+        """The machines in words: `2 x H100`."""
+        return f"{self.spec.most_nodes} x {self.spec.accelerator or self.spec.machine or 'machine'}"
+
+    @property
+    def cost(self) -> float:
+        """USD spent so far."""
+        return self.pool.cost if self.pool is not None else 0.0
+
+    def add_cost(self, work: sky.Work, future: Future[Any]) -> None:
+        """Add the cost of a call to its task run. Called in the one thread in which calls end."""
+        if cost := getattr(future, "cost", None):
+            self._shares[work] += cost
+            if self._facts.report is not None:
+                self._facts.report.task_cost(work.task_run, cost)
+
+    def terminate_now(self) -> None:
+        """Leave the machines to the reaper and return at once."""
+        self._is_stopping = True
+        if self.pool is not None:
+            self.pool.terminate_now()
+
+    def end(self) -> None:
+        """End the pool in any state. After an error it may be called again, and ends what is left."""
+        self._break_off_opening()
+        with self._ending, ExitStack() as undo:
+            if self._is_ended:
+                return
+            if self.pool is not None:
+                undo.callback(self._settle, self.pool)  # after its end: then no more calls come
+                # an unconfirmed machine is in the run's log and on its artifact, and fails no flow that has done its
+                # work
+                undo.callback(self.pool.hand_over)
+            undo.close()
+            self._is_ended = True
+
+    def _open(self, spent_usd: float) -> None:
+        facts = self._facts
+        sinks: list[sky.Callback] = [facts.logs]
+        try:
+            if facts.report is not None:
+                sinks.append(facts.report.sink(self.name))
+            if facts.on_event is not None:
+                sinks.append(facts.on_event)
+            pool = sky.ComputePool.from_spec(
+                _within(_for_nodes(self.spec), spent_usd),
+                on_event=sky.compose(*sinks),
+                secrets=values_of(self.spec),
+                replace_object=portable,
+                work=facts.work,
+            )
+            self.pool = pool  # before it is open: a stopped flow must be able to end the opening
+            if not self._is_stopping:
+                pool.open()
+        except BaseException as error:
+            if not self._is_stopping:
+                facts.log.say(logging.ERROR, f"the pool could not be opened: {error}")
+            self.opened.set_exception(error)
+        else:
+            self.opened.set_result(pool)
+
+    def _break_off_opening(self) -> None:
+        """Cancel an opening that goes on, and wait until its machines and threads have ended."""
+        while not self.opened.done():
+            # repeatedly: `pool.open()` does not see a request that comes before it has begun
+            self.terminate_now()
+            wait([self.opened], timeout=BREAK_OFF_SECONDS)
+
+    def _settle(self, pool: sky.ComputePool) -> None:
+        """Write each task run's cost into the ledger, once; the other costs belong to the flow run."""
+        if self._facts.report is not None:
+            self._facts.report.settle(pool.id, pool.receipt)
+        shares, self._shares = self._shares, defaultdict(float)
+        if shares:
+            try:
+                pool.share_cost(shares)
+            except sky.SkywardError as error:  # the ledger still has the bill, as the flow run's
+                self._facts.log.say(logging.WARNING, f"what each task run has cost is not in the ledger: {error}")
+
+
+def end_all(lives: Sequence[PoolLife]) -> None:
+    """End pools at the same time. Raises the first error, after all have ended or failed to."""
+    errors: list[BaseException] = []
+
+    def end(life: PoolLife) -> None:
+        try:
+            life.end()
+        except BaseException as error:
+            errors.append(error)
+
+    others = [threading.Thread(target=copy_context().run, args=(end, life), name="skyward-end") for life in lives[1:]]
+    for thread in others:
+        thread.start()
+    try:
+        for life in lives[:1]:
+            end(life)
+    finally:
+        for thread in others:
+            thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _for_nodes(spec: sky.PoolSpec) -> sky.PoolSpec:
+    return without_prefect_s_api(spec if "display" in spec.model_fields_set else spec.with_(display="quiet"))
+
+
+def _within(spec: sky.PoolSpec, spent_usd: float) -> sky.PoolSpec:
+    """Return the spec with the rest of its limit: a pool that is opened again after it was idle has no new one."""
+    if spec.max_cost is None or not spent_usd or spec.name is not None:
+        return spec
+    if spec.max_cost <= spent_usd:
+        raise sky.BudgetExceeded(
+            f"max_cost={spec.max_cost:g}: earlier pools of this flow run have used it up ({spent_usd:.4f} USD)"
+        )
+    return spec.with_(max_cost=spec.max_cost - spent_usd)

@@ -1,0 +1,176 @@
+"""The calls of one flow run on its pools."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Generator
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
+from contextvars import copy_context
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from prefect.context import FlowRunContext, TaskRunContext
+
+import skyward_core as sky
+from prefect_skyward.flow_pools import FlowPools
+from prefect_skyward.options import StepSpecs, target_of
+from prefect_skyward.pool_life import FlowFacts, PoolLife
+from prefect_skyward.report.run_report import RunReport
+from prefect_skyward.ui import RunLog, RunLogs
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a call runs, and on which pool. `broadcast`: on each worker; the result is a tuple."""
+
+    fn: Callable[..., Any]
+    spec: sky.PoolSpec
+    broadcast: bool = False
+
+
+class BroadcastFuture(Future[tuple[Any, ...]]):
+    """The results of a call on all workers. A thread waits for them, because a group that has lost a node runs again as
+    a whole (docs/decisions/0023-training-groups.md).
+
+    `run` gets a function to which it gives the ranks' futures of each attempt, so that `cancel` can stop them.
+    """
+
+    def __init__(self, run: Callable[[Callable[[list[Any]], list[Any]]], tuple[Any, ...]]) -> None:
+        super().__init__()
+        self._ranks: list[Any] = []
+        self._is_stopped = False
+        threading.Thread(target=copy_context().run, args=(self._wait, run), name="skyward-broadcast").start()
+
+    def cancel(self) -> bool:
+        """Stop the ranks. The future is cancelled when they have ended."""
+        self._is_stopped = True
+        for rank in self._ranks:
+            rank.cancel()
+        return not self.done()
+
+    def _attempt(self, ranks: list[Any]) -> list[Any]:
+        self._ranks = ranks
+        if self._is_stopped:  # `cancel` may have missed these
+            self.cancel()
+        return ranks
+
+    def _wait(self, run: Callable[[Callable[[list[Any]], list[Any]]], tuple[Any, ...]]) -> None:
+        try:
+            results = run(self._attempt)
+        except CancelledError:
+            super().cancel()
+            self.set_running_or_notify_cancel()
+        except BaseException as error:
+            self.set_exception(error)
+        else:
+            self.set_result(results)
+
+
+class RunCalls:
+    """Makes the calls of one flow run, and stops them.
+
+    A subflow that uses the pools of the flow run around it has its own object, with that one's as `parent`.
+    """
+
+    def __init__(self, pools: FlowPools, base: sky.PoolSpec, work: sky.Work, parent: RunCalls | None = None) -> None:
+        self.pools = pools
+        self.base = base
+        self._specs = StepSpecs(base)
+        self._work = work
+        self._parent = parent
+        self._is_stopping = False
+        self._futures: set[Future[Any]] = set()
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether calls that end without a result were ended by the flow run."""
+        return self._is_stopping or (self._parent is not None and self._parent.is_stopping)
+
+    def step_of(self, fn: Callable[..., Any]) -> Step:
+        """Return what a call of a task's function is, made now. Raises BadRequest for hardware that cannot be."""
+        target = target_of(fn)
+        return Step(target.fn, self._specs.of(target.options), bool(target.options.broadcast))
+
+    def call(self, life: PoolLife, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+        """Submit the call for the task run of this thread."""
+        pool = life.opened.result()
+        pending = sky.PendingCompute(step.fn, args, kwargs)
+        if step.broadcast:
+            return self._broadcast(life, pool, pending)
+        return self._note(life, self.pools.facts.logs.follow(lambda: pool.submit(pending)))
+
+    @contextmanager
+    def stream(self, life: PoolLife, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator[Any]:
+        """Submit the call of a generator; its items come as the node yields them. Leaving the block stops it.
+
+        Raises BadRequest for a broadcast.
+        """
+        if step.broadcast:
+            raise sky.BadRequest("broadcast=True: the items of a generator on each worker: submit it, for their lists")
+        pool = life.opened.result()
+        items = pool.stream(sky.PendingCompute(step.fn, args, kwargs))
+        with items:
+            self._note(life, self.pools.facts.logs.follow(lambda: items.future))
+            yield items
+
+    def stop(self) -> None:
+        """Stop the calls that run, and those that come."""
+        self._is_stopping = True
+        for future in tuple(self._futures):
+            future.cancel()
+
+    def expect_losses(self) -> None:
+        """From now on calls lose their machines because the flow run ends: they are cancelled, not failed."""
+        self._is_stopping = True
+
+    def _note(self, life: PoolLife, future: Future[Any]) -> Future[Any]:
+        work = work_of_task(self._work)
+        if (report := self.pools.facts.report) is not None:
+            report.call(cast("Any", future).call_id, work.task_run, work.task)
+        future.add_done_callback(functools.partial(life.add_cost, work))
+        self._futures.add(future)
+        future.add_done_callback(self._futures.discard)
+        if self.is_stopping:  # `stop` may have missed this one
+            future.cancel()
+        return future
+
+    def _broadcast(
+        self, life: PoolLife, pool: sky.ComputePool, pending: sky.PendingCompute[Any]
+    ) -> Future[tuple[Any, ...]]:
+        def submit(call: sky.PendingCompute[Any]) -> list[Any]:
+            ranks = self.pools.facts.logs.follow_all(lambda: pool.submit_broadcast(call))
+            for future in ranks:
+                self._note(life, future)
+            return ranks
+
+        return BroadcastFuture(lambda stoppable: pool.broadcast(pending, submit=lambda call: stoppable(submit(call))))
+
+
+def work_of_flow(context: FlowRunContext | None) -> sky.Work:
+    """Return the work of a flow run."""
+    run = context.flow_run if context is not None else None
+    flow = context.flow if context is not None else None
+    return sky.Work(
+        system="prefect", workflow=flow.name if flow is not None else "", run=str(run.id) if run is not None else ""
+    )
+
+
+def work_of_task(work: sky.Work) -> sky.Work:
+    """The work of this thread's task run, or of the flow run if there is none."""
+    context = TaskRunContext.get()
+    if context is None:
+        return work
+    return replace(
+        work, task=context.task.name, task_run=str(context.task_run.id), attempt=str(context.task_run.run_count)
+    )
+
+
+def facts_of(context: FlowRunContext | None, on_event: sky.Callback | None) -> FlowFacts:
+    """Return what the pools of the current flow run need to know of it."""
+    log = RunLog.of_flow()
+    run = context.flow_run if context is not None else None
+    work = work_of_flow(context)
+    report = RunReport(run.id, log, work) if run is not None else None
+    return FlowFacts(work, log, RunLogs(log), report, on_event)
