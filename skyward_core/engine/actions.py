@@ -256,6 +256,13 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
+class UseRanks:
+    """Another process has decided which ranks stay: let new broadcasts use these, whose nodes are known."""
+
+    ranks: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
 class CutOff:
     """The scheduler does not answer."""
 
@@ -293,6 +300,7 @@ type Action = (
     | MeterCalls
     | Joined
     | Left
+    | UseRanks
     | CutOff
     | Answered
 )

@@ -9,7 +9,7 @@ The dispatcher passes messages on to its parts. Each part owns its state, and it
     with function_files.py, large functions on nodes shipments.py         batches in flight
     connection_state.py  the connection and its epoch
     losses.py            losses with a connection, a worker or a head; with kept_calls.py, calls that outlive their head
-    members.py           nodes and workers
+    members.py           nodes and workers; with roster.py, what follows from their changes
 
 A part calls only the parts that its constructor takes. There is no circle.
 """
@@ -28,20 +28,21 @@ from skyward_core.engine.function_files import FunctionsOnNodes
 from skyward_core.engine.items import Items
 from skyward_core.engine.kept_calls import KeptCalls
 from skyward_core.engine.losses import HEAD_LOST, Losses
-from skyward_core.engine.members import Members, rank_of
+from skyward_core.engine.members import Members
 from skyward_core.engine.outbox import Entry, Queue
 from skyward_core.engine.placement import Placement
+from skyward_core.engine.roster import Roster
 from skyward_core.engine.shipments import Out, Shipments
 from skyward_core.errors import SkywardError
-from skyward_core.events.events import BootstrapCompleted, Metrics
+from skyward_core.events.events import Metrics
 from skyward_core.machines.instances import Node
 from skyward_core.worker.retained_batches import WorkerFree, WorkerKept
-from skyward_core.worker.scheduler_messages import HELD, Resumed, WorkerHeld, WorkerJoined, WorkerLeft
+from skyward_core.worker.scheduler_messages import PoolRanks, Resumed, WorkerHeld, WorkerJoined, WorkerLeft
 from skyward_core.worker.wire import Item, Outcome, OutcomeKind, Output, Parcel, Report, ReportedMetrics
 
 TICK_SECONDS = 0.5
 
-type PoolNews = WorkerJoined | WorkerLeft | WorkerHeld | WorkerKept | WorkerFree | Mapping[str, Any]
+type PoolNews = WorkerJoined | WorkerLeft | WorkerHeld | WorkerKept | WorkerFree | PoolRanks | Mapping[str, Any]
 
 
 class Dispatcher:
@@ -68,7 +69,18 @@ class Dispatcher:
         self._losses = Losses(
             self.members, self._connection, self._queue, self._calls, self._shipments, self._kept, act
         )
-        self._count_slots()
+        self._roster = Roster(
+            self.members,
+            self._queue,
+            self._calls,
+            self._items,
+            self._shipments,
+            self._functions,
+            self._kept,
+            self._losses,
+            act,
+        )
+        self._roster.count_slots()
 
     def take_actions(self) -> list[do.Action]:
         """Return the actions to do, and forget them."""
@@ -193,13 +205,10 @@ class Dispatcher:
         self.disconnected()
         self._items.lose_all()
         alive = {node.instance.id for node in self.members.nodes.values()}
-        self.members.nodes = {node.rank: node for node in nodes}
-        self.members.clear()
-        self._functions.keep(self.members.knows)
+        self._roster.restart(nodes)
         self._losses.head_lost(
             [name for node in nodes if node.instance.id in alive for name in self.members.names_at(node.rank)]
         )
-        self._count_slots()
         # The files of a lost machine exist until its memory is cleared: they count as gone.
         self._calls.lose(
             self._calls.without_arguments(
@@ -220,7 +229,7 @@ class Dispatcher:
         if resumed.number > heard:
             self._items.lose_all()
         self._losses.begin(epoch, resumed.abandoned, now, is_known=resumed.is_known)
-        self._count_in(resumed.workers)
+        self._roster.resumed(resumed)
         self._losses.compare(epoch, resumed)
         self._calls.stop_unwanted()
         self._items.repeat_credit()
@@ -261,19 +270,19 @@ class Dispatcher:
                 self._do(do.EmitEvent(Metrics(**news)))
             return
         match news:
-            case WorkerJoined(name, address):
-                self._join(name, address)
-            case WorkerLeft(name, address):
-                self._leave(name, address)
+            case WorkerJoined():
+                self._roster.join(news.name, news.address, news.instance_id)
+            case WorkerLeft():
+                self._roster.leave(news.name, news.address)
                 self._losses.decide()
             case WorkerKept():
-                self._announced(news, now)
+                self._roster.announced(news, now)
             case WorkerFree(_, address):
-                self.members.held.pop(address, None)
-                self._count_slots()
+                self._roster.free(address)
             case WorkerHeld():
-                self.members.hold(news.address, news.left)
-                self._count_slots()
+                self._roster.hold(news.address, news.left)
+            case PoolRanks():
+                self._roster.ranks_known(news.ranks)
             case _:
                 self._do(do.EmitEvent(Metrics(**news)))
 
@@ -370,17 +379,15 @@ class Dispatcher:
 
     def know(self, nodes: Iterable[Node]) -> None:
         """Note these nodes: some have replaced others."""
-        for node in nodes:
-            before = self.members.nodes.get(node.rank)
-            if before is not None and before.instance.id != node.instance.id:
-                self._kept.without(self.members.names_at(node.rank))
-        self.members.nodes = {**self.members.nodes, **{node.rank: node for node in nodes}}
-        self._count_slots()
+        self._roster.know(nodes)
 
     def forget_node(self, rank: int) -> None:
         """Go on without the node of this rank, which is absent, and without a replacement."""
-        self.members.nodes = {other: node for other, node in self.members.nodes.items() if other != rank}
-        self._count_slots()
+        self._roster.forget(rank)
+
+    def follow(self, *, is_following: bool) -> None:
+        """Another process decides which ranks of an elastic pool stay (True), or this one does."""
+        self._roster.follow(is_following=is_following)
 
     def calls_of(self, rank: int) -> tuple[int, int, int]:
         """Return `CallTable.bound_to` and `Shipments.count_for` for a node."""
@@ -396,51 +403,14 @@ class Dispatcher:
         """Return how many outcomes are still to be fetched from a node."""
         return self._calls.fetches.count_from(instance_id)
 
+    def uploading_to(self) -> set[str]:
+        """Return the ids of the instances to which large values of batches go."""
+        return {out.instance_id for out in self._shipments.outs.values() if not out.is_out and out.instance_id}
+
+    def fetching_at(self) -> frozenset[str]:
+        """Return the ids of the instances from which outcomes are fetched."""
+        return self._calls.fetches.instances
+
     def key(self, number: int) -> str:
         """Return the key of a batch's task."""
         return self._shipments.key(number)
-
-    def _count_in(self, workers: Mapping[str, tuple[str, str]]) -> None:
-        self._losses.keepers_gone(workers)
-        there = {name: address for address, (name, _) in workers.items()}
-        for name, address in list(self.members.workers.items()):
-            if there.get(name) != address:
-                self._leave(name, address)
-        for address, (name, status) in workers.items():
-            self._join(name, address)
-            if status == HELD:
-                self.members.hold(address, None)
-            else:  # its WorkerFree may have been lost with the connection
-                self.members.held.pop(address, None)
-        self._count_slots()
-
-    def _join(self, name: str, address: str) -> None:
-        rank = rank_of(name)
-        is_complete = self.members.join(name, address)
-        self._count_slots()
-        self._calls.stop_unwanted()  # the batch of a cancelled call may go to this worker
-        self._items.repeat_credit()
-        if is_complete:
-            self._do(do.EmitEvent(BootstrapCompleted(self.members.nodes[rank].instance.id)))
-            self._do(do.Joined(rank))
-
-    def _leave(self, name: str, address: str) -> None:
-        if not self.members.leave(name, address):
-            return  # its successor has joined already
-        self._count_slots()
-        self._shipments.worker_left(address)
-        self._losses.worker_left(address)
-        self._do(do.Left(rank_of(name)))
-
-    def _announced(self, news: WorkerKept, now: float) -> None:
-        """A worker announces the calls that it has from an earlier head, those of other clients too."""
-        self._kept.announced(news.name, news.address, self._shipments.ours(news.keys))
-        self._calls.stop_unwanted(news.calls)
-        if news.is_paused:
-            self.members.hold(news.address, None)
-            self._count_slots()
-        self._losses.lose_unkept(now)
-
-    def _count_slots(self) -> None:
-        self._queue.workers = self.members.free
-        self._queue.slots = self.members.slots

@@ -33,6 +33,10 @@ class Members:
     workers_per_node: int = 1
     workers: dict[str, str] = field(default_factory=dict[str, str])
     held: dict[str, int] = field(default_factory=dict[str, int])
+    instances: dict[str, str] = field(default_factory=dict[str, str])
+    """The ids of the machines of present workers, by name; without those that are unknown."""
+    staying: frozenset[int] | None = None
+    """The ranks that are to stay in an elastic pool; None: all."""
 
     @staticmethod
     def of(nodes: Iterable[Node], *, is_here: bool = False) -> Members:
@@ -56,13 +60,16 @@ class Members:
         """Return whether all workers of a node are present."""
         return rank in self.nodes and not self.missing(rank)
 
-    def join(self, name: str, address: str) -> bool:
+    def join(self, name: str, address: str, instance_id: str = "") -> bool:
         """Note that a worker has joined; True if its node is complete now, and was not before."""
         was_complete = self.has(rank_of(name))
         before = self.workers.get(name)
         if before != address:
             self.held.pop(before or "", None)
         self.workers[name] = address
+        self.instances.pop(name, None)
+        if instance_id:
+            self.instances[name] = instance_id
         return self.has(rank_of(name)) and not was_complete
 
     def leave(self, name: str, address: str) -> bool:
@@ -70,6 +77,7 @@ class Members:
         if self.workers.get(name) != address:
             return False
         del self.workers[name]
+        self.instances.pop(name, None)
         self.held.pop(address, None)
         return True
 
@@ -81,6 +89,7 @@ class Members:
     def clear(self) -> None:
         """All workers are away: there is another scheduler."""
         self.workers.clear()
+        self.instances.clear()
         self.held.clear()
 
     @property
@@ -89,6 +98,37 @@ class Members:
         return [
             name for name, address in self.workers.items() if rank_of(name) in self.nodes and address not in self.held
         ]
+
+    @property
+    def leaving(self) -> list[str]:
+        """Names of held workers of nodes that leave: they get the calls that may run nowhere else, because the node
+        waits for these, and none takes its place.
+        """
+        return [
+            name
+            for name, address in self.workers.items()
+            if rank_of(name) in self.nodes and address in self.held and self.is_leaving(rank_of(name))
+        ]
+
+    def is_leaving(self, rank: int) -> bool:
+        """Return whether a node is to leave an elastic pool."""
+        return self.staying is not None and rank not in self.staying
+
+    def is_strange(self, name: str) -> bool:
+        """Return whether a present worker runs on a machine that is not known: a new node, or one in the place of
+        another.
+        """
+        node, instance_id = self.node_of(name), self.instances.get(name)
+        return name in self.workers and (node is None or instance_id not in (None, node.instance.id))
+
+    def strange_nodes(self) -> dict[int, str]:
+        """Return the ids of machines that are not known and have workers here, by rank; "" if an id is unknown."""
+        return {rank_of(name): self.instances.get(name, "") for name in self.workers if self.is_strange(name)}
+
+    def left(self) -> list[int]:
+        """Return the known ranks that were to leave, and of which no worker is present any more."""
+        present = {rank_of(name) for name in self.workers}
+        return [rank for rank in self.nodes if self.is_leaving(rank) and rank not in present]
 
     @property
     def slots(self) -> int:
@@ -112,15 +152,20 @@ class Members:
         The path contains the instance's id. The longest match counts, because one id may be the beginning of another.
         """
         path = str(parcel.path)
-        return max(
-            (node.instance.id for node in self.nodes.values() if node.instance.id in path), key=len, default=None
-        )
+        known = {node.instance.id for node in self.nodes.values()}
+        return max((one for one in known.union(self.instances.values()) if one in path), key=len, default=None)
 
     def knows(self, instance_id: str) -> bool:
         """Return whether an instance is one of the pool's nodes."""
         return any(node.instance.id == instance_id for node in self.nodes.values())
 
+    def may_know(self, instance_id: str) -> bool:
+        """Return whether an instance is one of the pool's nodes, or has a worker here and will be known soon."""
+        return self.knows(instance_id) or instance_id in self.instances.values()
+
     def is_there(self, instance_id: str) -> bool:
         """Return whether a worker of this instance is present."""
+        if instance_id in self.instances.values():
+            return True
         ranks = {rank_of(name) for name in self.workers}
         return any(node.instance.id == instance_id and node.rank in ranks for node in self.nodes.values())

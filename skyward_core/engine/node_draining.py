@@ -4,13 +4,16 @@ has.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 from skyward_core.engine.broadcast_ranks import BroadcastRanks
+from skyward_core.engine.connection import NotSent
 from skyward_core.engine.owner import EngineThread
 from skyward_core.errors import SkywardError
 from skyward_core.worker.calls import WAITING
+from skyward_core.worker.client_loads import stay
 from skyward_core.worker.draining import FREE, KEPT
 
 ANSWER_SECONDS = 1.0
@@ -41,10 +44,16 @@ class NodeDraining:
         does not answer.
         """
         try:
-            others = int(self._ask(WAITING, BUSY_SECONDS))
+            others = int(self._ask(WAITING, BUSY_SECONDS, topic=self._owner.dispatcher.topic))
         except (SkywardError, OSError):
             others = 0
         return self._owner.dispatcher.waiting + others
+
+    def announce(self) -> None:
+        """Let the other clients know which ranks stay. Raises nothing; repeat it: a new scheduler knows none."""
+        with contextlib.suppress(NotSent):
+            if (connection := self._owner.connection) is not None:
+                connection.send(stay(self._ranks.all))
 
     def take_in(self, rank: int) -> None:
         """Let broadcasts use the node of this rank, from now on."""
@@ -53,6 +62,7 @@ class NodeDraining:
     def leave_out(self, rank: int) -> None:
         """Let no more broadcasts use the node of this rank; those that have begun go on."""
         self._ranks.leave_out(rank)
+        self.announce()
 
     def drain(self, rank: int) -> tuple[int, int]:
         """Give a node no more calls, of any client, as soon as no call of a broadcast waits for it. Idempotent.

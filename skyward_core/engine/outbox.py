@@ -78,6 +78,8 @@ class Queue:
         self.slots = 1
         self.workers: Collection[str] | None = None
         """Names of the workers that take calls; None: any."""
+        self.leaving: Collection[str] = ()
+        """Names of workers that take only the calls that may run nowhere else."""
 
     def add(self, entries: Iterable[Entry]) -> None:
         """Take calls in, last in the queue."""
@@ -89,7 +91,11 @@ class Queue:
 
         A call for a given worker waits for that worker, others for any.
         """
-        ready = [entry for entry in self._pinned.values() if self.workers is None or entry.worker in self.workers]
+        ready = [
+            entry
+            for entry in self._pinned.values()
+            if self.workers is None or entry.worker in self.workers or entry.worker in self.leaving
+        ]
         for entry in ready:
             del self._pinned[entry.call.call_id]
         shipments = [self._pack([entry], entry.worker) for entry in ready]

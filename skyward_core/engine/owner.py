@@ -25,6 +25,7 @@ from skyward_core.engine.connection import NotSent, SchedulerConnection
 from skyward_core.engine.dispatcher import TICK_SECONDS, Dispatcher, PoolNews
 from skyward_core.engine.futures import CallFuture
 from skyward_core.engine.item_futures import ItemFuture
+from skyward_core.engine.load_reports import LoadReports
 from skyward_core.engine.own_time import OwnTime
 from skyward_core.engine.results import Callbacks, NotPlain, Results, Settled, plain_value, value_of
 from skyward_core.engine.transfers import Transfers
@@ -106,6 +107,12 @@ class EngineThread:
         self._results = Results(delivered, self._on_settled)
         self.callbacks = Callbacks()
         self._transfers = Transfers(dispatcher, transports, self.post)
+        self._loading: dict[str, str] = {}
+        """The instances from whose memory results are loaded here, by call; nodes of this machine only."""
+        self._uploading_to: set[str] = set()
+        self._reports = LoadReports(dispatcher.topic)
+        self.use_ranks: Callable[[Collection[int]], object] = lambda _: None
+        """Called with the ranks that new broadcasts are to use, if another process keeps the pool."""
         self._is_closed = False
         self._answers: dict[int, Future[None]] = {}
         """By epoch: the future of the scheduler's answer to that connection."""
@@ -171,7 +178,8 @@ class EngineThread:
 
     def fetching_from(self, instance_id: str) -> int:
         """Return how many outcomes and items are still to be fetched from a node. In the owner's thread."""
-        return self.dispatcher.fetching_from(instance_id) + self._transfers.items_from(instance_id)
+        loading = list(self._loading.values()).count(instance_id)
+        return self.dispatcher.fetching_from(instance_id) + self._transfers.items_from(instance_id) + loading
 
     def wait_for_end(self) -> None:
         """Wait until a close that has begun has set all futures, unless one of the engine's threads calls it."""
@@ -206,6 +214,7 @@ class EngineThread:
         except Exception:
             _log.exception("a message from the pool could not be handled")
         self._act()
+        self._report_load(None)
 
     def _act(self) -> None:
         while actions := self.dispatcher.take_actions():
@@ -219,6 +228,19 @@ class EngineThread:
         if (connection := self.connection) is not None and not connection.is_open:
             self.dispatcher.cut(connection.epoch)
         self.dispatcher.tick(time.monotonic(), self._transfers.is_reachable)
+        self._uploading_to = self.dispatcher.uploading_to()
+        self._report_load(self.dispatcher.waiting)
+
+    def _report_load(self, waiting: int | None) -> None:
+        """Let the scheduler know which nodes this client needs: after each message, so that it knows of a fetch before
+        the task is released.
+        """
+        if (connection := self.connection) is None or not self.dispatcher.is_live:
+            return
+        here = list(self._loading.values())  # another thread removes
+        needed = self.dispatcher.fetching_at().union(self._transfers.items_at, self._uploading_to, here)
+        if (message := self._reports.next(waiting, needed)) is not None:
+            _try_to_send(connection, message)
 
     def _flush(self) -> None:
         self.dispatcher.flush(time.monotonic())
@@ -230,6 +252,7 @@ class EngineThread:
         dispatcher = self.dispatcher
         epoch = dispatcher.connected(time.monotonic())
         self.connection = connection
+        self._reports.forget()
         answer = self._answers[epoch] = Future[None]()
         if self._secrets:  # first, so that no call can come before them
             connection.send({"op": PUT_SECRETS, "secrets": to_serialize(self._secrets)})
@@ -325,6 +348,8 @@ class EngineThread:
                 self._transfers.remove(instance_id, parcel)
             case do.Discard(parcel):
                 self._transfers.discard(parcel)
+            case do.UseRanks(ranks):
+                self.use_ranks(ranks)
             case do.CutOff():
                 self._cancel_answers()
                 self._notify_watcher(action)
@@ -407,6 +432,8 @@ class EngineThread:
             future.seconds = outcome.seconds
             future.cost = None if self._counts is None else outcome.seconds * (rate or 0.0)
         spent = [outcome.parcel, action.arguments]
+        if outcome.parcel.path is not None and self.dispatcher.is_here and future is not None:
+            self._loading[action.call_id] = action.instance_id
         try:
             value = plain_value(outcome)
         except NotPlain:
@@ -427,6 +454,7 @@ class EngineThread:
     def _on_settled(self, future: CallFuture[Any]) -> None:
         """Before a future is set, in the thread that sets it."""
         self.futures.pop(future.call_id, None)
+        self._loading.pop(future.call_id, None)
         self.ended_at = time.monotonic()
 
 

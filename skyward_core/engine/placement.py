@@ -32,7 +32,7 @@ def freest(members: Members, outs: Sequence[Out], load: Mapping[str, Sequence[st
         there = sum(key in unended or not key.endswith(key_end) for key in load.get(name, ()))
         return (node.slots if node is not None else 0) - max(there, meant[name])
 
-    return max(members.free, key=free, default=None)
+    return max((name for name in members.free if not members.is_strange(name)), key=free, default=None)
 
 
 class Placement:

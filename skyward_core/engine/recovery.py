@@ -179,6 +179,11 @@ class Recovery:
         self._threads.stop()
         self._wake.set()
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it does nothing any more."""
+        return self._closing.is_set()
+
     def join(self) -> None:
         """Wait for all threads except QUERY, which only waits for an answer and changes nothing.
 

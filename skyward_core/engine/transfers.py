@@ -16,12 +16,18 @@ from skyward_core.engine import actions as do
 from skyward_core.engine.connection import SchedulerConnection
 from skyward_core.engine.connection_state import PING_SECONDS
 from skyward_core.engine.dispatcher import Dispatcher
+from skyward_core.engine.fetches import KNOWN_SECONDS
 from skyward_core.errors import CommandFailed, ConnectionLost, NodeLost, Unreachable
 from skyward_core.transport.transport import Transport, Transports
 from skyward_core.worker.wire import SHARED, Outcome, Parcel
 
 UPLOADS = FETCHES = 4  # at once
+POLL_SECONDS = 0.1
 _log = logging.getLogger("skyward")
+
+
+class _NotKnownYet(Unreachable):
+    """A node has joined, and its lease has not been read here: it will be tried again."""
 
 
 class Transfers:
@@ -82,6 +88,11 @@ class Transfers:
         """Return how many items are still to be fetched from a node. In the owner's thread."""
         return self._items[instance_id]
 
+    @property
+    def items_at(self) -> set[str]:
+        """The ids of the instances from which items are fetched. In the owner's thread."""
+        return {instance_id for instance_id, count in self._items.items() if count}
+
     def gather(self, connection: SchedulerConnection, action: do.Gather, is_of_use: Callable[[], bool]) -> None:
         """Get the outcomes of a batch as the result of its task."""
         self._fetches.submit(self._gather, connection, action, is_of_use)
@@ -120,9 +131,8 @@ class Transfers:
             parcel = self._transport_of(action.instance_id).take(action.parcel)
         except Exception as failure:
             error = failure
-            self._post(
-                lambda: self._dispatcher.not_fetched(call_id, path, error, is_cut=isinstance(error, ConnectionLost))
-            )
+            is_cut = isinstance(error, ConnectionLost | _NotKnownYet)
+            self._post(lambda: self._dispatcher.not_fetched(call_id, path, error, is_cut=is_cut))
         else:
             self._post(lambda: self._dispatcher.fetched(call_id, parcel, path))
 
@@ -134,6 +144,7 @@ class Transfers:
         fail: Callable[[BaseException], object],
     ) -> None:
         try:
+            self._await(instance_id)
             taken = self._transport_of(instance_id).take(parcel)
         except Exception as error:
             failure = NodeLost(f"an item of the call could not be fetched: {error}")
@@ -178,8 +189,16 @@ class Transfers:
 
     def _transport_of(self, instance_id: str) -> Transport:
         if (transport := self._transport(instance_id)) is None:
+            if self._dispatcher.members.may_know(instance_id):
+                raise _NotKnownYet(f"{instance_id} has just joined the pool, and this client does not know it yet")
             raise Unreachable(f"{instance_id} is not a node of the pool any more")
         return transport
+
+    def _await(self, instance_id: str) -> None:
+        """Wait for some time until this client knows a node that has just joined."""
+        until, members = time.monotonic() + KNOWN_SECONDS, self._dispatcher.members
+        while not members.knows(instance_id) and members.may_know(instance_id) and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
 
     def _transport(self, instance_id: str) -> Transport | None:
         node = next((node for node in self._dispatcher.members.nodes.values() if node.instance.id == instance_id), None)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from skyward_core.concurrency.greenlets import refuse_greenlets
-from skyward_core.errors import BadRequest, InstancesLeft, PoolClosed, SkywardError
+from skyward_core.errors import InstancesLeft, PoolClosed, SkywardError
 from skyward_core.events import console
 from skyward_core.events.events import Callback, CostFinal, compose, registered_callback
 from skyward_core.events.queue import EventQueue
@@ -35,6 +35,7 @@ from skyward_core.session.named_session import NamedSession
 from skyward_core.session.named_use import NamedUse
 from skyward_core.session.sealed_lease import PoolKeys
 from skyward_core.session.session import Session
+from skyward_core.session.size_here import size_here
 from skyward_core.session.stewardship import Stewardship
 from skyward_core.session.successor import Successor
 from skyward_core.spec import PoolSpec
@@ -310,14 +311,11 @@ class CurrentSession:
 
     def scale(self, nodes: int | None, wait_seconds: float) -> int:
         """Set the number of nodes (`PoolSize.scale`). Raises BadRequest too, if another process keeps the machines."""
-        _, opened = self.cluster, self._opened
-        if isinstance(opened, Attached):
-            raise BadRequest(
-                "only the process that has opened the pool rents and ends its machines: call scale() there"
-            )
-        if opened is None or opened.size is None:
+        _, opened, use = self.cluster, self._opened, self._use
+        size = None if opened is None else size_here(opened, use)
+        if size is None:
             raise PoolClosed(self.why_closed)
-        return opened.size.scale(nodes, wait_seconds)
+        return size.scale(nodes, wait_seconds)
 
     @property
     def user_client(self) -> UserClient:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -35,8 +36,9 @@ from skyward_core.errors import (
 from skyward_core.events.events import CostFinal, SkywardEvent
 from skyward_core.events.queue import EventQueue
 from skyward_core.machines.instances import Lease, Node
+from skyward_core.session.follower import LOOK_SECONDS, Follower
 from skyward_core.session.keys_in_memory import KeysInMemory
-from skyward_core.session.sealed_lease import PoolKeys
+from skyward_core.session.sealed_lease import PoolKeys, find_lease
 from skyward_core.transport.transport import Transports
 from skyward_core.worker.private_folders import NotPrivate, check_private
 
@@ -55,6 +57,7 @@ ALL_AT_ONCE = 1000
 REPLACED_SECONDS = 300.0  # for which a broadcast waits for the replacement of a lost node
 RESUME_SECONDS = 2.0
 LIVES_SECONDS = 5.0
+REACH_SECONDS = 20.0  # for a node that has just joined
 
 
 class Attached:
@@ -101,12 +104,17 @@ class Attached:
         self._away: dict[int, float] = {}
         """Since when nodes are absent, by rank."""
         self._entry = KeptEntry(lease.pool_id, lease_seconds, events.log)
+        self._follower = Follower(
+            lambda: self.lease, self._reach_new, self._use, partial(find_lease, has_key=key is not None)
+        )
+        beat_seconds = min(MOST_BEAT_SECONDS, lease_seconds / 6)
         self._beats = [
-            PeriodicThread(name, min(MOST_BEAT_SECONDS, lease_seconds / 6), step, self._on_trouble)
-            for name, step in (
-                ("skyward-node-lease", self._keep_here),
-                ("skyward-lease", self._entry.renew),
-                ("skyward-clock", self._look),
+            PeriodicThread(name, seconds, step, self._on_trouble)
+            for name, seconds, step in (
+                ("skyward-node-lease", beat_seconds, self._keep_here),
+                ("skyward-lease", beat_seconds, self._entry.renew),
+                ("skyward-clock", beat_seconds, self._look),
+                ("skyward-learn", LOOK_SECONDS, self._learn),
             )
         ]
         """One thread for each: a scheduler or a ledger that does not answer must not delay a sign of life to the nodes.
@@ -141,6 +149,7 @@ class Attached:
                     lambda: self.events.delivered,
                 ),
             )
+            cluster.follow()
             patience = min(JOIN_SECONDS, self._lease_seconds / 2)
             cluster.start(self._scheduler_from_here(), deadline, lambda: None, patience)
             for node in self.lease.nodes:
@@ -177,8 +186,7 @@ class Attached:
             return lease.with_key(self._in_memory.path_of(self._key) if KEY_BEGINS in self._key else self._key)
         if self._sealed is None:
             return lease
-        paths = {path: self._in_memory.path_of(text) for path, text in self._sealed.ssh_keys.items()}
-        return lease.model_copy(update={"nodes": tuple(_with_path(node, paths) for node in lease.nodes)})
+        return self._in_memory.with_keys(lease, self._sealed.ssh_keys)
 
     def _reach_all(self, deadline: float) -> Mapping[str, Any]:
         """Reach the head, then the others; return the settings that the head has from its owner.
@@ -316,6 +324,34 @@ class Attached:
             with contextlib.suppress(OSError):  # it has ended, which the cluster reports
                 transport.extend_lease(self._lease_seconds)
 
+    # ── nodes that come and leave ────────────────────────────────────────────────────────────────────────────────────
+
+    def _learn(self) -> None:
+        """Follow the nodes of a pool that another process keeps."""
+        if self.cluster is not None and self.cluster.is_connected and not self._is_kept_here:
+            self._follower.look(self.cluster)
+
+    def _reach_new(self, lease: Lease, keys: PoolKeys) -> list[Node]:
+        """Connect to the nodes of a newer lease; return those that answer. Raises errors of keys."""
+        if self._key is None:
+            self._sealed = keys
+        nodes = list(self._with_keys(lease).nodes)
+        failures = side_by_side(
+            lambda node: self._why_out_of_reach(node, REACH_SECONDS), nodes, "skyward-attach", ALL_AT_ONCE
+        )
+        reached = [node for node, failure in zip(nodes, failures, strict=True) if failure is None]
+        for node in reached:
+            self.transports.to(node.instance).opened()
+        return reached
+
+    def _use(self, lease: Lease, gone: list[Node]) -> None:
+        """Go on with these nodes, and without those that have left the pool or were replaced."""
+        if not self._is_kept_here:
+            self.lease = lease
+            for node in gone:
+                self._away.pop(node.rank, None)
+                self.transports.forget(node.instance)
+
     # ── the steward of a named pool ──────────────────────────────────────────────────────────────────────────────────
 
     def reach(self, lease: Lease, keys: PoolKeys | None, seconds: float) -> Lease:
@@ -411,12 +447,6 @@ class Attached:
         for beat in self._beats:
             beat.end()
         self.transports.close()  # this process cannot use the nodes any more, and does not renew their leases
-
-
-def _with_path(node: Node, paths: Mapping[str, str]) -> Node:
-    endpoint = node.instance.endpoint
-    key = None if endpoint is None else endpoint.key
-    return node if key is None or key not in paths else node.with_key(paths[key])
 
 
 def _certificate_of(settings: Mapping[str, Any]) -> PoolCertificate:

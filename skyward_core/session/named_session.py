@@ -16,11 +16,14 @@ from typing import TYPE_CHECKING, override
 from skyward_core.errors import SkywardError
 from skyward_core.events.events import Callback
 from skyward_core.ledger.names_policy import NotSteward
+from skyward_core.machines.instances import Lease, Node
 from skyward_core.providers.base import Provider
 from skyward_core.provisioning.detach import disown
 from skyward_core.session.client_watcher import ClientWatcher
 from skyward_core.session.clock import Clock, Step
-from skyward_core.session.sealed_lease import find_lease
+from skyward_core.session.follower import Follower
+from skyward_core.session.keys_in_memory import KeysInMemory
+from skyward_core.session.sealed_lease import PoolKeys, find_lease
 from skyward_core.session.session import Session
 from skyward_core.session.steward_guard import Keeper
 from skyward_core.spec import PoolSpec
@@ -28,6 +31,9 @@ from skyward_core.work import Work
 
 if TYPE_CHECKING:
     from skyward_core.worker.masking import SecretValues
+
+REACH_SECONDS = 5.0  # the clock waits for it
+GUARD_SECONDS = 2.0
 
 
 class NamedSession(Session):
@@ -48,6 +54,10 @@ class NamedSession(Session):
         self._steward = use.guard
         self._watcher: ClientWatcher | None = None
         """Set when another process keeps the pool."""
+        self._client_lease: Lease | None = None
+        """The nodes that this process knows since then."""
+        self._follower = Follower(self._known, self._reach_new, self._use)
+        self._in_memory = KeysInMemory()
         self._stepping_down = threading.Lock()
         """Held while the session becomes one of a client, or checks that."""
 
@@ -84,9 +94,20 @@ class NamedSession(Session):
 
         return super()._new_clock([*often, self._look_as_client], [if_kept(step) for step in seldom])
 
+    @override
+    def _share_current(self) -> None:
+        if self._steward.is_certain:
+            super()._share_current()
+
     def _look_as_client(self) -> None:
-        if self._watcher is not None:
+        if self._watcher is not None and self.cluster is not None:
             self._watcher.look()
+            self._follower.look(self.cluster)
+
+    @property
+    @override
+    def lease(self) -> Lease | None:
+        return self._client_lease or super().lease
 
     # ── another process keeps the pool ───────────────────────────────────────────────────────────────────────────────
 
@@ -101,7 +122,9 @@ class NamedSession(Session):
             )
         recovery.stop()
         machines.leave()
+        self._client_lease = machines.lease
         cluster.watch(watcher)
+        cluster.follow()
         for node in machines.lease.nodes:
             if cluster.missing(node.rank):
                 watcher.left(node.rank)
@@ -116,3 +139,32 @@ class NamedSession(Session):
         assert self.machines is not None
         with contextlib.suppress(SkywardError):
             self.machines.leave_without(find_lease(self.pool_id)[0])
+
+    # ── nodes that come and leave meanwhile ──────────────────────────────────────────────────────────────────────────
+
+    def _known(self) -> Lease:
+        assert self._client_lease is not None
+        return self._client_lease
+
+    def _reach_new(self, lease: Lease, keys: PoolKeys) -> list[Node]:
+        """Connect to the nodes of a newer lease; return those that answer."""
+        assert self.machines is not None
+        reached = list[Node]()
+        for node in self._in_memory.with_keys(lease, keys.ssh_keys).nodes:
+            try:
+                transport = self.machines.transports.to(node.instance)
+                transport.join(timeout_seconds=REACH_SECONDS, guard_seconds=GUARD_SECONDS)
+                transport.opened()
+            except (SkywardError, OSError):
+                self.machines.transports.forget(node.instance)
+            else:
+                reached.append(node)
+        return reached
+
+    def _use(self, lease: Lease, gone: list[Node]) -> None:
+        assert self.machines is not None
+        self._client_lease = lease
+        for node in gone:
+            self.machines.transports.forget(node.instance)
+            if self._watcher is not None:
+                self._watcher.joined(node.rank)  # waits for it no more

@@ -32,6 +32,7 @@ from skyward_core.work import Work
 
 if TYPE_CHECKING:
     from skyward_core.ledger.ledger import Ledger
+    from skyward_core.session.pool_size import PoolSize
 
 LEDGER_BUSY_SECONDS = 10.0
 MOST_BEAT_SECONDS = 5.0
@@ -52,6 +53,8 @@ def terms_of(spec: PoolSpec, providers: Sequence[Provider]) -> dict[str, Any]:
 class Succession(Protocol):
     """The part of `successor.Successor` that a process needs that leaves."""
 
+    @property
+    def size(self) -> PoolSize | None: ...
     def keep_warm(self, seconds: float) -> bool: ...
     def close(self) -> None: ...
 
@@ -183,6 +186,13 @@ class NamedUse:
         if epoch is not None:
             self.guard.begin(epoch, since)
         return epoch is not None
+
+    def steward(self) -> Owner | None:
+        """Return the process that keeps the pool; None if there is none, or it is this one. Raises LedgerError."""
+        row = self._ledger.names.named(self.name)
+        if row is None or row.steward in ("", self._client_id):
+            return None
+        return next((one.owner for one in self._ledger.names.clients(row.pool_id) if one.id == row.steward), None)
 
     def resign(self) -> None:
         """Let another process become the steward.

@@ -58,12 +58,14 @@ class PoolSize:
     def look(self) -> None:
         """Measure the load, and let the pool grow or shrink."""
         if self._spec.is_elastic:
+            self._cluster.draining.announce()
             is_busy = self._is_busy() or not self._cluster.is_idle
             self._recovery.observe(Load(self._cluster.draining.backlog() if is_busy else 0, is_busy))
 
     def scale(self, nodes: int | None, wait_seconds: float) -> int:
         """Keep the pool at this number of nodes; None: let it grow and shrink by itself. Return how many take calls, as
-        soon as they are so many, or after `wait_seconds`. Raises BadRequest.
+        soon as they are so many, or after `wait_seconds`. Raises BadRequest, also if this process keeps the pool no
+        more.
         """
         least, most = self._spec.least_nodes, self._spec.most_nodes
         if not self._spec.is_elastic:
@@ -77,5 +79,9 @@ class PoolSize:
         self._recovery.fix_size(nodes)
         deadline = time.monotonic() + wait_seconds
         while nodes is not None and self._cluster.draining.size != nodes and time.monotonic() < deadline:
+            if self._recovery.is_stopped:
+                break
             time.sleep(POLL_SECONDS)
+        if self._recovery.is_stopped:
+            raise BadRequest("the pool was closed, or another process keeps it now: call scale() there")
         return self._cluster.draining.size

@@ -328,14 +328,22 @@ class Session:
         """Check lease, money, work and size each second, and the reaper every few seconds; then also send the cost to
         the ledger and the callbacks.
         """
-        often: list[Step] = [self._renewal.raise_if_lost, limits.check_money, limits.check_work, size.look]
+        often: list[Step] = [
+            self._renewal.raise_if_lost,
+            limits.check_money,
+            limits.check_work,
+            size.look,
+            self._share_current,  # other processes need it to know new nodes
+        ]
         seldom: list[Step] = [
             lambda: self._reaper.restart_if_gone(lambda: self.is_running),
             journal.note,
-            lambda: self._shared.keep_current(self.lease),
             lambda: self.emit(self.meter.update()),
         ]
         return self._new_clock(often, seldom)
+
+    def _share_current(self) -> None:
+        self._shared.keep_current(self.lease)
 
     def _new_clock(self, often: list[Step], seldom: list[Step]) -> Clock:
         return Clock(self.pool_id, often, seldom, self.stop, self.events.log, time.monotonic())

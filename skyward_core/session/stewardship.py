@@ -85,6 +85,8 @@ class Stewardship:
         self._shared = SharedLease(self._pool_id, self._certificate, self._bookkeeping, self._log)
         self._machines: PoolMachines | None = None
         self._recovery: Recovery | None = None
+        self.size: PoolSize | None = None
+        """The number of nodes, once the pool is adopted."""
         self._ending = threading.RLock()
         """Held while the stewardship ends, in whichever way."""
         self._ended = threading.Event()
@@ -186,11 +188,16 @@ class Stewardship:
         self._recovery.start()
         self._attached.keep(self._recovery)
         journal = self._bookkeeping.journal
-        size = PoolSize(self._spec, self._cluster, self._recovery, lambda: limits.is_busy)
-        often = [self._know_lease, limits.check_money, limits.check_work, size.look]
+        self.size = PoolSize(self._spec, self._cluster, self._recovery, lambda: limits.is_busy)
+        often = [
+            self._know_lease,
+            lambda: self._guard.is_certain and self._shared.keep_current(self._attached.lease),
+            limits.check_money,
+            limits.check_work,
+            self.size.look,
+        ]
         seldom = [
             lambda: self._guard.is_certain and journal.note(),
-            lambda: self._guard.is_certain and self._shared.keep_current(self._attached.lease),
             lambda: self._emitter.emit(self._emitter.meter.update()),
         ]
         clock = Clock(self._pool_id, often, seldom, self.stop, self._log, time.monotonic())

@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from skyward_core.concurrency.backoff import Backoff
 from skyward_core.session.named_use import NamedUse
+from skyward_core.session.pool_size import PoolSize
 from skyward_core.session.stewardship import Stewardship
 
 PAUSES = Backoff(5.0, 120.0)
@@ -48,6 +49,11 @@ class Successor:
     def lose(self) -> None:
         """Another process keeps the pool. Does not wait."""
         self._in_thread(self._lose, may_be_dropped=False)
+
+    @property
+    def size(self) -> PoolSize | None:
+        """The number of the pool's nodes, if this process keeps it."""
+        return None if self.stewardship is None else self.stewardship.size
 
     def keep_warm(self, seconds: float) -> bool:
         """Let the nodes live for so long, and pay for it, if this process keeps the pool; return whether it does.

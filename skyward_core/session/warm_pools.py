@@ -154,8 +154,7 @@ def _extend_nodes(lease: Lease, keys: PoolKeys, seconds: float, *, is_paid: bool
     transports = Transports(seconds, lambda _: 0, lambda: seconds if is_paid else None)
     transports.is_busy = True
     try:
-        paths = {path: in_memory.path_of(text) for path, text in keys.ssh_keys.items()}
-        nodes = [_with_path(node, paths) for node in lease.nodes]
+        nodes = in_memory.with_keys(lease, keys.ssh_keys).nodes
         failures = side_by_side(
             lambda node: _why_not_extended(transports.to(node.instance), node, seconds),
             nodes,
@@ -192,9 +191,3 @@ def _lost(node: Node) -> NodeLost:
         f"node {node.rank} ({node.instance.id}) of pool {node.instance.pool_id} has ended, or is a process of another"
         " machine: the pool is not kept warm for longer. Open it by its name: what is left of it is ended then"
     )
-
-
-def _with_path(node: Node, paths: dict[str, str]) -> Node:
-    endpoint = node.instance.endpoint
-    key = None if endpoint is None else endpoint.key
-    return node if key is None or key not in paths else node.with_key(paths[key])

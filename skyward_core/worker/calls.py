@@ -13,6 +13,7 @@ call stays until `skyward_forget` (`detached_calls`).
 from __future__ import annotations
 
 import asyncio
+import pickle
 import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -20,8 +21,10 @@ from typing import Any
 from distributed import Scheduler  # noqa: TID253 - this file, node.py and cluster.py own Dask
 from distributed.diagnostics.plugin import SchedulerPlugin  # noqa: TID253
 
+from skyward_core.worker.client_loads import LOAD, RANKS, ClientLoads
 from skyward_core.worker.detached_calls import BUSY_TIMES, CANCEL, KEEP, DetachedCalls, is_detached
 from skyward_core.worker.retained_batches import OLDER, RELEASE, REPEAT_REPORTS
+from skyward_core.worker.scheduler_messages import POOL_TOPIC, PoolRanks
 from skyward_core.worker.topic import Topic
 
 RESUME, ACKNOWLEDGE, LEAVE = "skyward-resume", "skyward-acknowledge", "skyward-leave"
@@ -120,6 +123,9 @@ class CallMemory(SchedulerPlugin):
         self._replaced: set[str] = set()
         """Clients whose topics others have resumed, while their streams are open."""
         self.detached = DetachedCalls(self._topics, topic_limit_bytes)
+        self.loads = ClientLoads()
+        self._ranks: frozenset[int] | None = None
+        """The ranks that are to stay; None: the process that keeps the pool has not said it."""
         self._scheduler: Any = None  # Dask's types say too little
 
     async def start(self, scheduler: Scheduler) -> None:
@@ -134,6 +140,8 @@ class CallMemory(SchedulerPlugin):
                 CREDIT: self._give_credit,
                 REPEAT_REPORTS: self._repeat_reports,
                 RELEASE: self._release,
+                LOAD: self._note_load,
+                RANKS: self._note_ranks,
                 "client-releases-keys": self._client_releases_keys,
             }
         )
@@ -192,6 +200,8 @@ class CallMemory(SchedulerPlugin):
             "workers": {
                 worker.address: (str(worker.name), worker.status.name) for worker in self._scheduler.workers.values()
             },
+            "instances": {worker.address: instance_of(worker) for worker in self._scheduler.workers.values()},
+            "ranks": None if self._ranks is None else sorted(self._ranks),
         }
         now = time.time()
         events = [{"op": "event", "topic": topic, "event": (now, content)} for content in (answer, *messages)]
@@ -315,6 +325,7 @@ class CallMemory(SchedulerPlugin):
             self._scheduler.unsubscribe_topic(topic, client)
             del self._owners[topic], self._topics[topic], self._resumes[topic]
             self._abandoned[topic] = self._abandoned.get(topic, 0) + 1
+            self.loads.forget(topic)
         # else running calls would keep their slots, and no client could stop them
         stop = {"op": CANCEL, "calls": topics}
         self._scheduler.send_all({}, {worker: [stop] for worker in self._scheduler.workers})
@@ -344,11 +355,27 @@ class CallMemory(SchedulerPlugin):
             or any(worker.processing or worker.metrics.get(OLDER) for worker in scheduler.workers.values())
         )
 
-    def skyward_waiting(self) -> int:
-        """Return how many tasks of all clients wait for a slot."""
+    def skyward_waiting(self, topic: str = "") -> int:
+        """Return how many tasks of all clients wait for a slot, and calls in the queues of all but the client of this
+        topic.
+        """
         scheduler = self._scheduler
         late = sum(max(0, len(worker.processing) - worker.nthreads) for worker in scheduler.workers.values())
-        return len(scheduler.unrunnable) + len(scheduler.queued) + late
+        in_queues = self.loads.waiting(lambda its: its != topic and self._owners.get(its) in scheduler.clients)
+        return len(scheduler.unrunnable) + len(scheduler.queued) + late + in_queues
+
+    def needs(self, workers: Iterable[Any]) -> int:
+        """Return how many clients need the memory of the machine of one of these workers."""
+        return self.loads.needs({instance_of(worker) for worker in workers})
+
+    def _note_load(self, client: str, topic: str, waiting: int, needed: Collection[str]) -> None:
+        if self._owners.get(topic) == client:
+            self.loads.note(topic, waiting, needed)
+
+    def _note_ranks(self, client: str, ranks: Collection[int]) -> None:
+        before, self._ranks = self._ranks, frozenset(ranks)
+        if before != self._ranks:
+            self._scheduler.log_event(POOL_TOPIC, pickle.dumps(PoolRanks(self._ranks)))
 
     def skyward_busy_times(self, topic: str = "") -> list[BusyTime]:
         """Return how long the slots of each worker were busy, as of its last heartbeat, and how much of it was for the
@@ -366,3 +393,9 @@ class CallMemory(SchedulerPlugin):
             str(worker.name): [str(task.key) for task in worker.processing]
             for worker in self._scheduler.workers.values()
         }
+
+
+def instance_of(worker: Any) -> str:
+    """Return the id of the instance of a worker; "" if it is not one of the pool's workers."""
+    instance_id, *_ = worker.metrics.get(BUSY_TIMES) or ("",)
+    return str(instance_id)

@@ -70,11 +70,13 @@ class NodeHolding(SchedulerPlugin):
 
     def kept(self, rank: int) -> int:
         """Return how many values a node has that a client may ask for: results of tasks that no client has released,
-        other than small ones of detached calls, which the scheduler has; large ones of detached calls.
+        other than small ones of detached calls, which the scheduler has; large ones of detached calls. Each client
+        that fetches from the node, or sends arguments there, counts too.
         """
-        calls = cast("CallMemory", self._scheduler.plugins[CallMemory.name]).detached
-        keys = [str(task.key) for worker in self._workers_at(rank) for task in worker.has_what]
-        return sum(not is_detached(key) for key in keys) + calls.results_at(rank)
+        calls = cast("CallMemory", self._scheduler.plugins[CallMemory.name])
+        workers = self._workers_at(rank)
+        keys = [str(task.key) for worker in workers for task in worker.has_what]
+        return sum(not is_detached(key) for key in keys) + calls.detached.results_at(rank) + calls.needs(workers)
 
     def _workers_at(self, rank: int) -> list[Any]:
         return [

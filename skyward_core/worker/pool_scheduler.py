@@ -19,7 +19,7 @@ from distributed.spans import SpanMetadata  # noqa: TID253
 from distributed.utils import offload  # noqa: TID253
 from distributed.versions import get_versions  # noqa: TID253
 
-from skyward_core.worker.calls import PREFIX, CallMemory
+from skyward_core.worker.calls import PREFIX, CallMemory, instance_of
 from skyward_core.worker.detached_calls import KEEP, RUN_ID
 from skyward_core.worker.pool_worker import run_batch
 from skyward_core.worker.scheduler_messages import POOL_TOPIC, WorkerJoined, WorkerLeft
@@ -190,7 +190,8 @@ class PromptMessages(SchedulerPlugin):
     def add_worker(self, scheduler: Scheduler, worker: str) -> None:
         send_at_once(scheduler.stream_comms[worker])
         self._names[worker] = str(scheduler.workers[worker].name)
-        scheduler.log_event(POOL_TOPIC, pickle.dumps(WorkerJoined(self._names[worker], worker)))
+        news = WorkerJoined(self._names[worker], worker, instance_of(scheduler.workers[worker]))
+        scheduler.log_event(POOL_TOPIC, pickle.dumps(news))
 
     def remove_worker(self, scheduler: Scheduler, worker: str, **_: Any) -> None:
         scheduler.log_event(POOL_TOPIC, pickle.dumps(WorkerLeft(self._names.pop(worker, ""), worker)))

@@ -16,10 +16,11 @@ HELD = "paused"
 
 @dataclass(frozen=True, slots=True)
 class WorkerJoined:
-    """A worker, named RANK-INDEX, has joined the pool."""
+    """A worker, named RANK-INDEX, has joined the pool. `instance_id` is its machine, "" if that is unknown."""
 
     name: str
     address: str
+    instance_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,13 @@ class WorkerHeld:
 
 
 @dataclass(frozen=True, slots=True)
+class PoolRanks:
+    """The ranks of an elastic pool that are to stay: new broadcasts use them. Nodes of other ranks leave."""
+
+    ranks: frozenset[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Resumed:
     """The scheduler's answer to `resume`. The messages after `number` follow: those up to `last` at once, then live
     ones.
@@ -53,7 +61,8 @@ class Resumed:
     `gone`: keys that have arrived and have no task any more. If the topic is known, a key in neither has not arrived
     and will not: the scheduler refuses messages of the earlier client that are in transit. `workers`: by address, the
     names of present workers and Dask's names of their states. `abandoned`: how often the scheduler has dropped the
-    topic and stopped its calls, because the client was away too long.
+    topic and stopped its calls, because the client was away too long. `instances`: the ids of the workers' machines, by
+    address. `ranks`: those of `PoolRanks`; None if the pool has a fixed size.
     """
 
     number: int
@@ -64,10 +73,14 @@ class Resumed:
     last: int = 0
     workers: Mapping[str, tuple[str, str]] = field(default_factory=dict[str, tuple[str, str]])
     abandoned: int = 0
+    instances: Mapping[str, str] = field(default_factory=dict[str, str])
+    ranks: frozenset[int] | None = None
 
     @staticmethod
     def of(answer: Mapping[str, object]) -> Resumed:
         """Return the scheduler's answer to `resume` as a value."""
         fields: dict[str, object] = {**answer, "gone": frozenset(answer["gone"])}  # type: ignore[arg-type]
+        if (ranks := answer.get("ranks")) is not None:
+            fields["ranks"] = frozenset(ranks)  # type: ignore[arg-type]
         del fields["request"]
         return Resumed(**fields)  # type: ignore[arg-type]

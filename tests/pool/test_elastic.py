@@ -256,3 +256,39 @@ def test_what_cannot_be_scaled_is_refused(wide_pool: sky.ComputePool) -> None:
         wide_pool.scale(1, wait_seconds=-1)
     with pytest.raises(sky.PoolClosed):
         sky.ComputePool(provider=sky.Local(), nodes=(1, 2)).scale(1)
+
+
+def test_a_process_that_joined_follows_the_nodes_and_its_queue_makes_the_pool_grow(
+    recorded: RecordedEvents, tmp_path: Path
+) -> None:
+    """Its calls run on all nodes, its broadcasts use those that are there, and it forgets those that have left."""
+
+    def growing(on_event: RecordedEvents | None) -> sky.ComputePool:
+        return sky.ComputePool(
+            name="followed",
+            provider=sky.Local(),
+            nodes=(1, 3),
+            scale_up_after=0.5,
+            scale_down_after=3600,
+            lease_seconds=30,
+            display="quiet",
+            on_event=on_event,
+        )
+
+    with growing(recorded) as keeper, growing(None) as joiner:
+        calls = joiner.submit_all([held_back(number, str(tmp_path)) for number in range(3)])
+        wait_until(lambda: runs(tmp_path) == [0, 1, 2], "three nodes run the calls of the other process", WAIT_SECONDS)
+        assert scaled(recorded) == [(1, 3)]
+        wait_until(lambda: joiner.instance_count == 3, "it knows them", WAIT_SECONDS)
+        (tmp_path / "go").touch()
+        assert sorted(call.result()[0] for call in calls) == [0, 1, 2]
+        assert sorted(call.result()[1] for call in calls) == [0, 1, 2]
+        numbers = list(range(7))
+        wait_until(lambda: len(place(numbers) @ joiner) == 3, "its broadcasts use them", WAIT_SECONDS)
+        with pytest.raises(sky.BadRequest, match=f"process {os.getpid()} of .* keeps the pool 'followed'"):
+            joiner.scale(2)
+        keeper.scale(1)
+        wait_until(lambda: joiner.instance_count == 1, "it has forgotten them", WAIT_SECONDS)
+        assert place(numbers) @ joiner == ((0, 1, numbers),)
+        keeper.scale(2, wait_seconds=WAIT_SECONDS)
+        wait_until(lambda: len(place(numbers) @ joiner) == 2, "another machine has the rank", WAIT_SECONDS)
