@@ -76,6 +76,7 @@ class MachineControl(Protocol):
     def restart_workers(self, rank: int, workers: Sequence[int]) -> None: ...
     def replace(self, rank: int, is_there: Callable[[], bool]) -> None: ...
     def add(self, rank: int, is_there: Callable[[], bool]) -> None: ...
+    def abandon_coming(self) -> None: ...
     def remove(self, rank: int, instance_id: str) -> None: ...
     def lives(self, ranks: Collection[int]) -> dict[int, bool]: ...
     def restart(self, heirs: Collection[str], dead: Collection[str]) -> Lease: ...
@@ -209,7 +210,7 @@ class Recovery:
 
     def settle(self, timeout_seconds: float) -> None:
         """Let no node come or leave any more, and wait at most so long until none does. A node that is coming is given
-        back, and one that is draining gets calls again. `unsettle` undoes it.
+        back, however far it is, and one that is draining gets calls again. `unsettle` undoes it.
         """
         if (elastic := self._elastic) is None:
             return
@@ -224,7 +225,7 @@ class Recovery:
         deadline = time.monotonic() + timeout_seconds
         done.wait(timeout_seconds)
         while not elastic.is_at_rest and time.monotonic() < deadline and not self._closing.wait(SETTLE_POLL_SECONDS):
-            pass
+            self._machines.abandon_coming()
 
     def unsettle(self) -> None:
         """Let nodes come and leave again."""
@@ -446,7 +447,7 @@ class Recovery:
         try:
             self._machines.add(rank, is_there)
         except Exception as error:
-            failure = error
+            failure = PoolClosed("the pool is left as it is") if self._is_settling else error
         self._post_elastic(lambda elastic: elastic.added(rank, failure, self._clock()))
 
     def _drain(self, action: DrainNode) -> None:

@@ -18,8 +18,9 @@ class ElasticSize:
         not to be had are tried again, with an `Error` event each time. Returns how many nodes take calls now, or as
         soon as they are as many as wanted, after at most `wait_seconds`.
 
-        Raises BadRequest for a pool of a fixed size, for a number outside its limits, and in a process that has
-        attached to the pool or joined it by its name: only the opener rents. Raises PoolClosed.
+        Raises BadRequest for a pool of a fixed size, for a number outside its limits, and in a process that does not
+        keep the machines, as after `attach`: the error names the process that does, if the pool has a name. Raises
+        PoolClosed, and LedgerError if it is not certain which process keeps the pool.
         """
         if not wait_seconds >= 0:
             raise BadRequest(f"wait_seconds={wait_seconds!r}: write for how many seconds to wait for the nodes, or 0")

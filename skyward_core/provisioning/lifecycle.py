@@ -274,6 +274,10 @@ class PoolMachines:
         self._may_act()
         self._replacement.add(rank, is_there)
 
+    def abandon_coming(self) -> None:
+        """Wait for no machine any more that is to be a new node (`Replacement.abandon_coming`)."""
+        self._replacement.abandon_coming()
+
     def remove(self, rank: int, instance_id: str) -> None:
         """End the machine of a rank, if it still is this one, and put none in its place (`Replacement.remove`)."""
         self._may_act()

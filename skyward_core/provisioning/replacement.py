@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from skyward_core.errors import NodeLost
+from skyward_core.errors import NodeLost, PoolClosed
 from skyward_core.provisioning.bootstrap import LAST_PHASE, LOOK_SECONDS, Preparation
 from skyward_core.provisioning.nodes import Nodes
 from skyward_core.provisioning.rental import Rental
@@ -36,13 +36,15 @@ class Replacement:
         self._nodes = nodes
         self._standing_by: dict[int, Preparation] = {}
         """Machines that are prepared to take the place of one that is still there."""
+        self._adding: dict[int, Preparation | None] = {}
+        """The machines of ranks that the pool has not had, until they are nodes; None: it is being rented."""
 
     def replace(self, rank: int, is_there: Callable[[], bool]) -> None:
         """Replace a lost node and wait until the workers of the new one have joined (`is_there`).
 
         Raises what `acquire` raises, PoolClosed.
         """
-        nodes = self._nodes
+        nodes, is_new = self._nodes, rank in self._adding
         lost = nodes.all.pop(rank, None)
         termination = self._rental.end_in_thread(lost) if lost is not None else None
         deadline = time.monotonic() + self._spec.provision_timeout
@@ -62,6 +64,8 @@ class Replacement:
                 if time.monotonic() - looked > LOOK_SECONDS:
                     looked = time.monotonic()
                     nodes.raise_if_lost(node)
+            if is_new:
+                self._raise_if_abandoned(rank)
             node.transport.opened()
         except BaseException:
             nodes.drop(rank, node)
@@ -74,12 +78,25 @@ class Replacement:
         Raises BudgetExceeded if the money would not last for long; what `replace` raises; what `is_there` raises, and
         then the machine is ended.
         """
-        self._selection.choose_for(rank)
+        self._adding[rank] = None
         try:
+            self._selection.choose_for(rank)
             self.replace(rank, is_there)
         except BaseException:
             self._selection.forget(rank)
             raise
+        finally:
+            self._adding.pop(rank, None)
+
+    def abandon_coming(self) -> None:
+        """Wait for no machine any more that `add` has rented: it is ended at once. A machine that is being requested is
+        waited for, because its id is not known; no other one is requested after it. Does not wait. Repeat it.
+        """
+        for rank in list(self._adding):
+            self._selection.try_no_other(rank)
+            # taken out of the dictionary by one thread only: by this one, or by the one that has made it a node
+            if self._adding.get(rank) is not None and (node := self._adding.pop(rank, None)) is not None:
+                self._rental.transports.forget(node.instance)  # whatever waits for its answer ends
 
     def remove(self, rank: int, instance_id: str) -> None:
         """End the machine of a rank, if it still is this one, and put none in its place. Does not wait for its end."""
@@ -136,6 +153,8 @@ class Replacement:
     def _rent_instead(self, rank: int, termination: Termination | None) -> Preparation:
         """Rent a machine and start its preparation."""
         node = self._nodes.preparation_of(self._selection.rent_one(rank, termination), rank)
+        if rank in self._adding:
+            self._adding[rank] = node
         try:
             node.start(self._nodes.script(), self._spec.provision_timeout)
         except BaseException:
@@ -148,6 +167,10 @@ class Replacement:
             raise node.failure(
                 f"it does not get through to the head at {self._nodes.scheduler}, and the other nodes do"
             )
+
+    def _raise_if_abandoned(self, rank: int) -> None:
+        if self._adding.pop(rank, None) is None:
+            raise PoolClosed("the pool is left as it is")
 
     def _raise_if_dropped(self, rank: int, node: Preparation) -> None:
         if self._nodes.all.get(rank) is not node:

@@ -21,6 +21,7 @@ from skyward_core.errors import (
     NoCapacity,
     NotYetSupported,
     OfferGone,
+    PoolClosed,
     ProviderFailed,
     Refusal,
     SkywardError,
@@ -241,7 +242,12 @@ class Selection:
                     self.offers[rank] = offer
                     del self._choices[rank]
                 return instance
-        raise refusals[0]
+        raise refusals[0] if refusals else PoolClosed("the pool is left as it is")
+
+    def try_no_other(self, rank: int) -> None:
+        """Request no more of the offers that were chosen for a rank; a request that was made goes on."""
+        with self._choice_lock:
+            self._choices.get(rank, []).clear()
 
     def _may_stand_for(self, other: Offer, own: Offer) -> bool:
         """Return whether an offer may replace another one.

@@ -75,3 +75,39 @@ def test_an_instance_is_there_with_one_of_its_workers() -> None:
     assert [members.knows(machine_id(number)) for number in range(3)] == [True, True, False]
     members.clear()
     assert not members.is_there(machine_id(1))
+
+
+def test_a_worker_on_an_unknown_machine_is_strange() -> None:
+    """A new rank, or another machine in the place of a known one. A worker whose machine is unknown is trusted."""
+    members = pool()
+    members.join("0-0", "tls://a", machine_id(0))
+    members.join("1-0", "tls://b", machine_id(7))
+    members.join("1-1", "tls://c")
+    members.join("2-0", "tls://d", machine_id(2))
+    assert members.strange_nodes() == {1: machine_id(7), 2: machine_id(2)}
+    assert [members.is_strange(name) for name in ("0-0", "1-0", "1-1", "2-0", "3-0")] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert [members.may_know(machine_id(number)) for number in (1, 2, 7, 8)] == [True, True, True, False]
+    assert members.is_there(machine_id(7))
+    members.nodes = {rank: node_of(serial, rank, 2, 4) for rank, serial in {0: 0, 1: 7, 2: 2}.items()}
+    assert members.strange_nodes() == {}
+    members.leave("2-0", "tls://d")
+    assert (members.strange_nodes(), members.is_there(machine_id(2))) == ({}, False)
+
+
+def test_a_rank_that_is_not_to_stay_has_left_with_its_last_worker() -> None:
+    """Until then its held workers get the calls that may run nowhere else."""
+    members = pool()
+    for rank in (0, 1):
+        members.join(f"{rank}-0", f"tls://{rank}")
+        members.hold(f"tls://{rank}", 0)
+    assert (members.leaving, members.left()) == ([], [])
+    members.staying = frozenset({0})
+    assert (members.leaving, members.left()) == (["1-0"], [])
+    members.leave("1-0", "tls://1")
+    assert (members.leaving, members.left()) == ([], [1])

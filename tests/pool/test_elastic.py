@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
+from skyward_core.engine.node_draining import NodeDraining
 from tests.conftest import RecordedEvents, processes_by_tag, shared, signal_members, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -60,6 +61,37 @@ def large(size: int) -> bytes:
 
     time.sleep(1)
     return b"x" * size
+
+
+class Stored:
+    """A value that is loaded when the test lets it: a file "load" in the folder."""
+
+    def __init__(self, folder: str, content: bytes) -> None:
+        self.folder, self.content = folder, content
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _loaded, (self.folder, self.content)
+
+
+def _loaded(folder: str, content: bytes) -> int:
+    import os
+    import time
+
+    open(os.path.join(folder, "loading"), "w").close()
+    while not os.path.exists(os.path.join(folder, "load")):
+        time.sleep(0.02)
+    return len(content)
+
+
+@sky.compute
+def stored(folder: str, size: int) -> Stored:
+    import os
+    import time
+    import uuid
+
+    time.sleep(1)
+    open(os.path.join(folder, f"stored-{uuid.uuid4().hex}"), "w").close()
+    return Stored(folder, b"x" * size)
 
 
 def pool_of(recorded: RecordedEvents, **keywords: Any) -> sky.ComputePool:
@@ -259,9 +291,19 @@ def test_what_cannot_be_scaled_is_refused(wide_pool: sky.ComputePool) -> None:
 
 
 def test_a_process_that_joined_follows_the_nodes_and_its_queue_makes_the_pool_grow(
-    recorded: RecordedEvents, tmp_path: Path
+    recorded: RecordedEvents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its calls run on all nodes, its broadcasts use those that are there, and it forgets those that have left."""
+    """Its calls run on all nodes, its broadcasts use those that are there, and it forgets those that have left. They
+    leave when it has its results from their memory.
+    """
+    drained: list[int] = []
+
+    def drain(draining: NodeDraining, rank: int, drain: Any = NodeDraining.drain) -> tuple[int, int]:
+        left, bound = drain(draining, rank)
+        drained.append(left)
+        return left, bound
+
+    monkeypatch.setattr(NodeDraining, "drain", drain)
 
     def growing(on_event: RecordedEvents | None) -> sky.ComputePool:
         return sky.ComputePool(
@@ -292,3 +334,13 @@ def test_a_process_that_joined_follows_the_nodes_and_its_queue_makes_the_pool_gr
         assert place(numbers) @ joiner == ((0, 1, numbers),)
         keeper.scale(2, wait_seconds=WAIT_SECONDS)
         wait_until(lambda: len(place(numbers) @ joiner) == 2, "another machine has the rank", WAIT_SECONDS)
+        results = joiner.submit_all([stored(str(tmp_path), 1 << 20) for _ in range(2)])
+        wait_until(lambda: (tmp_path / "loading").exists(), "one result is being loaded", WAIT_SECONDS)
+        wait_until(lambda: len(list(tmp_path.glob("stored-*"))) == 2, "both calls have ended", WAIT_SECONDS)
+        drained.clear()
+        keeper.scale(1)
+        wait_until(lambda: len(drained) >= 5, "the node was to leave", WAIT_SECONDS)
+        assert 0 not in drained
+        (tmp_path / "load").touch()
+        assert [call.result() for call in results] == [1 << 20] * 2
+        wait_until(lambda: keeper.instance_count == 1, "it leaves then", WAIT_SECONDS)

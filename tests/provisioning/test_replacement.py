@@ -93,8 +93,14 @@ class World:
             end=lambda node: self.ended.append(node.instance.id),
             end_in_thread=lambda node: self.ended_in_thread.append(node.instance.id) or f"end of {node.instance.id}",
             go_on_until=self._go_on_until,
+            transports=SimpleNamespace(forget=lambda instance: self.log.append(f"{instance.id} disconnected")),
         )
-        self.selection: Any = SimpleNamespace(rent_one=self._rent_one)
+        self.selection: Any = SimpleNamespace(
+            rent_one=self._rent_one,
+            choose_for=lambda rank: None,
+            forget=lambda rank: self.log.append(f"no offer for {rank}"),
+            try_no_other=lambda rank: self.log.append(f"no other offer for {rank}"),
+        )
         self.spec = sky.PoolSpec.of(provider=sky.Local(), nodes=2, provision_timeout=60.0)
         self.replacement = Replacement(self.spec, self.rental, self.selection, self.nodes)
 
@@ -314,3 +320,40 @@ def test_a_pool_that_closes_ends_the_machine_in_preparation(world: World) -> Non
     with pytest.raises(PoolClosed):
         world.replacement.replace(1, world.joins_after(1))
     assert world.ended == ["new"]
+
+
+def test_a_machine_that_is_to_be_a_new_node_is_abandoned_while_it_starts(world: World) -> None:
+    """It may take minutes until it answers. Its connection is closed, so that what waits for it ends at once."""
+
+    def start(script: str, timeout: float) -> None:
+        world.replacement.abandon_coming()
+        raise sky.errors.Unreachable("the connection was closed")
+
+    world.new.start = start  # type: ignore[method-assign]
+    with pytest.raises(sky.errors.Unreachable):
+        world.replacement.add(2, lambda: True)
+    assert world.log == ["new for 2", "no other offer for 2", "new disconnected", "no offer for 2"]
+    assert (world.ended, world.nodes.all) == (["new"], {1: world.old})
+    world.replacement.abandon_coming()
+    assert len(world.log) == 4, "there is none any more"
+
+
+def test_a_machine_that_is_abandoned_when_it_has_joined_is_no_node(world: World) -> None:
+    """While it is requested nothing can be closed, and no other one is requested after it. A node is not touched."""
+
+    def rent_one(rank: int, termination: Any) -> Machine:
+        world.replacement.abandon_coming()
+        return world.new
+
+    def joined() -> bool:
+        world.replacement.abandon_coming()
+        return True
+
+    world.selection.rent_one = rent_one
+    with pytest.raises(PoolClosed):
+        world.replacement.add(2, joined)
+    assert (world.ended, world.nodes.all) == (["new"], {1: world.old})
+    world.ended.clear()
+    world.replacement.add(2, lambda: True)
+    world.replacement.abandon_coming()
+    assert (world.ended, world.nodes.all) == ([], {1: world.old, 2: world.new})
