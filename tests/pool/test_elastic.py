@@ -4,6 +4,7 @@ lost or repeated, and nothing is left.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
