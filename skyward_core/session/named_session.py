@@ -56,7 +56,7 @@ class NamedSession(Session):
         """Set when another process keeps the pool."""
         self._client_lease: Lease | None = None
         """The nodes that this process knows since then."""
-        self._follower = Follower(self._known, self._reach_new, self._use)
+        self._follower = Follower(self._known, self._reach_new, self._go_on_with)
         self._in_memory = KeysInMemory()
         self._stepping_down = threading.Lock()
         """Held while the session becomes one of a client, or checks that."""
@@ -98,6 +98,13 @@ class NamedSession(Session):
     def _share_current(self) -> None:
         if self._steward.is_certain:
             super()._share_current()
+
+    @override
+    def let_go(self, reason: str) -> None:
+        try:
+            super().let_go(reason)
+        finally:
+            self._in_memory.close()
 
     def _look_as_client(self) -> None:
         if self._watcher is not None and self.cluster is not None:
@@ -161,7 +168,7 @@ class NamedSession(Session):
                 reached.append(node)
         return reached
 
-    def _use(self, lease: Lease, gone: list[Node]) -> None:
+    def _go_on_with(self, lease: Lease, gone: list[Node]) -> None:
         assert self.machines is not None
         self._client_lease = lease
         for node in gone:
