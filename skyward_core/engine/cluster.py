@@ -80,7 +80,6 @@ class Cluster:
         self._transports = transports
         self._ranks = BroadcastRanks(node.rank for node in lease.nodes)
         """The pool's ranks: a node that is lost is soon replaced under its rank."""
-        self.owner.use_ranks = self._ranks.set
         # nodes that come and leave
         self.draining = NodeDraining(self.owner, self._ranks, self.hold, self._ask)
         self.retries = retries
@@ -125,38 +124,12 @@ class Cluster:
         self.owner.watcher = watcher
 
     def keep(self, counts: Counts | None, secrets: SecretValues | None, ranks: Iterable[int] | None) -> None:
-        """Count the cost of calls, and let broadcasts use these ranks: this process keeps the pool from now on, and
-        knows the nodes of no others.
+        """Count the cost of calls, and let broadcasts use these ranks: this process keeps the pool from now on.
 
-        None: it does not any more. Another process decides about the ranks.
+        None: it does not any more (`NodeDraining.keep`).
         """
-        wanted = None if ranks is None else set(ranks)
-
-        def keep() -> None:
-            self.owner.keep(counts, secrets)
-            self.dispatcher.follow(is_following=wanted is None)
-            if wanted is not None:
-                self._ranks.set(wanted)
-                for rank in self.dispatcher.members.nodes.keys() - wanted:
-                    self.dispatcher.forget_node(rank)
-
-        self.owner.post(keep)
-        if wanted is not None:
-            self._ranks.set(wanted)
-
-    def follow(self) -> None:
-        """Another process decides which ranks of an elastic pool stay: let broadcasts use those."""
-        self.owner.post(lambda: self.dispatcher.follow(is_following=True))
-
-    def strange_nodes(self) -> dict[int, str]:
-        """Return the ids of the machines that have joined and are not known here, by rank. Raises PoolClosed and
-        TimeoutError.
-        """
-        return self.owner.run(self.dispatcher.members.strange_nodes, HOLD_SECONDS)
-
-    def left_nodes(self) -> list[int]:
-        """Return the known ranks that have left an elastic pool for good. Raises PoolClosed and TimeoutError."""
-        return self.owner.run(self.dispatcher.members.left, HOLD_SECONDS)
+        self.owner.post(lambda: self.owner.keep(counts, secrets))
+        self.draining.keep(ranks)
 
     @property
     def is_connected(self) -> bool:

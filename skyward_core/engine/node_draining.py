@@ -5,7 +5,7 @@ has.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from skyward_core.engine.broadcast_ranks import BroadcastRanks
@@ -33,6 +33,29 @@ class NodeDraining:
         self._ranks = ranks
         self._hold = hold
         self._ask = ask
+        owner.use_ranks = ranks.set
+
+    # ── which process decides ────────────────────────────────────────────────────────────────────────────────────────
+
+    def keep(self, ranks: Iterable[int] | None) -> None:
+        """This process decides from now on which ranks stay: these, and it forgets the nodes of all others.
+
+        None: another process decides. Broadcasts use the ranks that this one says.
+        """
+        dispatcher = self._owner.dispatcher
+        if ranks is None:
+            self._owner.post(lambda: dispatcher.follow(is_following=True))
+            return
+        wanted = set(ranks)
+
+        def keep() -> None:
+            dispatcher.follow(is_following=False)
+            self._ranks.set(wanted)
+            for rank in dispatcher.members.nodes.keys() - wanted:
+                dispatcher.forget_node(rank)
+
+        self._ranks.set(wanted)
+        self._owner.post(keep)
 
     @property
     def size(self) -> int:
@@ -48,6 +71,16 @@ class NodeDraining:
         except (SkywardError, OSError):
             others = 0
         return self._owner.dispatcher.waiting + others
+
+    def strange_nodes(self) -> dict[int, str]:
+        """Return the ids of the machines that have joined and are not known here, by rank. Raises PoolClosed and
+        TimeoutError.
+        """
+        return self._owner.run(self._owner.dispatcher.members.strange_nodes, ANSWER_SECONDS)
+
+    def left_nodes(self) -> list[int]:
+        """Return the known ranks that have left an elastic pool for good. Raises PoolClosed and TimeoutError."""
+        return self._owner.run(self._owner.dispatcher.members.left, ANSWER_SECONDS)
 
     def announce(self) -> None:
         """Let the other clients know which ranks stay. Raises nothing; repeat it: a new scheduler knows none."""

@@ -107,16 +107,15 @@ class Attached:
         self._follower = Follower(
             lambda: self.lease, self._reach_new, self._use, partial(find_lease, has_key=key is not None)
         )
-        beat_seconds = min(MOST_BEAT_SECONDS, lease_seconds / 6)
         self._beats = [
-            PeriodicThread(name, seconds, step, self._on_trouble)
-            for name, seconds, step in (
-                ("skyward-node-lease", beat_seconds, self._keep_here),
-                ("skyward-lease", beat_seconds, self._entry.renew),
-                ("skyward-clock", beat_seconds, self._look),
-                ("skyward-learn", LOOK_SECONDS, self._learn),
+            PeriodicThread(name, min(MOST_BEAT_SECONDS, lease_seconds / 6), step, self._on_trouble)
+            for name, step in (
+                ("skyward-node-lease", self._keep_here),
+                ("skyward-lease", self._entry.renew),
+                ("skyward-clock", self._look),
             )
         ]
+        self._beats.append(PeriodicThread("skyward-learn", LOOK_SECONDS, self._learn, self._on_trouble))
         """One thread for each: a scheduler or a ledger that does not answer must not delay a sign of life to the nodes.
         """
 
@@ -149,7 +148,7 @@ class Attached:
                     lambda: self.events.delivered,
                 ),
             )
-            cluster.follow()
+            cluster.draining.keep(None)
             patience = min(JOIN_SECONDS, self._lease_seconds / 2)
             cluster.start(self._scheduler_from_here(), deadline, lambda: None, patience)
             for node in self.lease.nodes:

@@ -57,8 +57,8 @@ class Follower:
     def look(self, cluster: Cluster) -> None:
         """Compare the workers of the scheduler with the known nodes, once. Raises nothing."""
         try:
-            self._forget(cluster, cluster.left_nodes())
-            self._learn(cluster, cluster.strange_nodes())
+            self._forget(cluster, cluster.draining.left_nodes())
+            self._learn(cluster, cluster.draining.strange_nodes())
         except (PoolClosed, TimeoutError):
             pass  # the pool is left, or the engine is busy: the next look sees the same
         except (SkywardError, OSError) as error:

@@ -131,7 +131,7 @@ class NamedSession(Session):
         machines.leave()
         self._client_lease = machines.lease
         cluster.watch(watcher)
-        cluster.follow()
+        cluster.draining.keep(None)
         for node in machines.lease.nodes:
             if cluster.missing(node.rank):
                 watcher.left(node.rank)

@@ -328,13 +328,8 @@ class Session:
         """Check lease, money, work and size each second, and the reaper every few seconds; then also send the cost to
         the ledger and the callbacks.
         """
-        often: list[Step] = [
-            self._renewal.raise_if_lost,
-            limits.check_money,
-            limits.check_work,
-            size.look,
-            self._share_current,  # other processes need it to know new nodes
-        ]
+        often: list[Step] = [self._renewal.raise_if_lost, limits.check_money, limits.check_work, size.look]
+        often.append(self._share_current)  # other processes learn from it of new nodes
         seldom: list[Step] = [
             lambda: self._reaper.restart_if_gone(lambda: self.is_running),
             journal.note,

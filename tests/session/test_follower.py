@@ -21,6 +21,7 @@ class Pool:
         self.strange: dict[int, str] = {}
         self.unreachable: set[str] = set()
         self.trouble: Exception | None = None
+        self.draining = self
         self.now = 0.0
         self.reads = 0
         self.steps: list[str] = []
