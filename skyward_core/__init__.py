@@ -141,6 +141,7 @@ if TYPE_CHECKING:
     from skyward_core.providers.runpod.provider import RunPod as RunPod
     from skyward_core.providers.vastai.provider import VastAI as VastAI
     from skyward_core.providers.verda.provider import Verda as Verda
+    from skyward_core.provisioning.quote import Quote as Quote
     from skyward_core.secret import Secret as Secret
     from skyward_core.session.detached_call import CallAttempt as CallAttempt
     from skyward_core.session.detached_call import DetachedCall as DetachedCall
@@ -200,6 +201,7 @@ _HOMES = {
     "providers.runpod.provider": "RunPod",
     "providers.vastai.provider": "VastAI",
     "providers.verda.provider": "Verda",
+    "provisioning.quote": "Quote",
     "secret": "Secret",
     "spec": "PoolSpec Wishes",
     "machines.spot": "Spot SpotLike",

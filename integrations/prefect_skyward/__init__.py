@@ -1,26 +1,49 @@
 """Prefect flows on ephemeral accelerator pools: `@flow(task_runner=SkywardTaskRunner(accelerator="A100"))`.
 
-Prefect's server and workers import this package, because it is registered under `prefect.collections`. So Prefect and
-the core are loaded only when a name is first used.
+Prefect's server and workers import `blocks`, which is registered under `prefect.collections`. So the core is loaded
+only when a pool is made, and Prefect only when a name is first used.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from prefect_skyward.blocks import SkywardAWSCredentials as SkywardAWSCredentials
+    from prefect_skyward.blocks import SkywardDigitalOceanCredentials as SkywardDigitalOceanCredentials
+    from prefect_skyward.blocks import SkywardPool as SkywardPool
+    from prefect_skyward.blocks import SkywardRunPodCredentials as SkywardRunPodCredentials
+    from prefect_skyward.blocks import SkywardVastAICredentials as SkywardVastAICredentials
+    from prefect_skyward.blocks import SkywardVerdaCredentials as SkywardVerdaCredentials
     from prefect_skyward.direct_calls import on_skyward as on_skyward
     from prefect_skyward.options import skyward_options as skyward_options
     from prefect_skyward.task_runner import SkywardTaskRunner as SkywardTaskRunner
     from prefect_skyward.task_runner import cost_so_far as cost_so_far
 
 _HOMES = {
+    "SkywardAWSCredentials": "blocks",
+    "SkywardDigitalOceanCredentials": "blocks",
+    "SkywardPool": "blocks",
+    "SkywardRunPodCredentials": "blocks",
     "SkywardTaskRunner": "task_runner",
+    "SkywardVastAICredentials": "blocks",
+    "SkywardVerdaCredentials": "blocks",
     "cost_so_far": "task_runner",
     "on_skyward": "direct_calls",
     "skyward_options": "options",
 }
 
-__all__ = ["SkywardTaskRunner", "cost_so_far", "on_skyward", "skyward_options"]
+__all__ = [
+    "SkywardAWSCredentials",
+    "SkywardDigitalOceanCredentials",
+    "SkywardPool",
+    "SkywardRunPodCredentials",
+    "SkywardTaskRunner",
+    "SkywardVastAICredentials",
+    "SkywardVerdaCredentials",
+    "cost_so_far",
+    "on_skyward",
+    "skyward_options",
+]
 
 
 def __getattr__(name: str) -> Any:

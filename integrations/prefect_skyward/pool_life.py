@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import skyward_core as sky
+from prefect_skyward.money import MoneyEnd
 from prefect_skyward.node_objects import portable, without_prefect_s_api
 from prefect_skyward.report.run_report import RunReport
 from prefect_skyward.secrets import values_of
@@ -30,6 +31,7 @@ class FlowFacts:
     log: RunLog
     logs: RunLogs
     report: RunReport | None
+    money: MoneyEnd
     on_event: sky.Callback | None
 
 

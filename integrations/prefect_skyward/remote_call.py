@@ -164,6 +164,7 @@ def state_of(calls: RunCalls, error: BaseException) -> State[Any]:
     """Return Cancelled if the flow run has ended the call; else raise the error, in words if nodes asked the API."""
     if isinstance(error, (CancelledError, asyncio.CancelledError, sky.PoolClosed)) and calls.is_stopping:
         return cancelled()
+    calls.pools.facts.money.after(error, calls.base.max_cost)
     if isinstance(error, Exception):
         raise_if_prefect_s_api_was_used(error)
     raise error
@@ -203,8 +204,8 @@ def waited[T](future: Future[T], timeout_seconds: float | None, slice_seconds: f
 
 
 def unless_the_work_is_done(condition: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Return a task's retry condition for all failures but one: if the work has succeeded and its result cannot be
-    loaded here, it is not done again.
+    """Return a task's retry condition for all failures but two: if the work has succeeded and its result cannot be
+    loaded here, it is not done again; if the money is used up, another try would find none.
     """
 
     def may_be_tried_again(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> Any:
@@ -212,6 +213,9 @@ def unless_the_work_is_done(condition: Callable[..., Any] | None) -> Callable[..
             task_run_logger(task_run, task).error(
                 "%s. The task is not tried again: that would do its work a second time", state.data
             )
+            return False
+        if isinstance(state.data, sky.BudgetExceeded):
+            task_run_logger(task_run, task).error("%s. The task is not tried again", state.data)
             return False
         return condition is None or condition(task, task_run, state)
 

@@ -15,6 +15,7 @@ from prefect.context import FlowRunContext, TaskRunContext
 
 import skyward_core as sky
 from prefect_skyward.flow_pools import FlowPools
+from prefect_skyward.money import MoneyEnd
 from prefect_skyward.options import StepSpecs, target_of
 from prefect_skyward.pool_life import FlowFacts, PoolLife
 from prefect_skyward.report.run_report import RunReport
@@ -173,4 +174,4 @@ def facts_of(context: FlowRunContext | None, on_event: sky.Callback | None) -> F
     run = context.flow_run if context is not None else None
     work = work_of_flow(context)
     report = RunReport(run.id, log, work) if run is not None else None
-    return FlowFacts(work, log, RunLogs(log), report, on_event)
+    return FlowFacts(work, log, RunLogs(log), report, MoneyEnd(run, log, report), on_event)

@@ -21,6 +21,7 @@ from prefect.task_runners import TaskRunner
 from prefect.tasks import Task
 
 import skyward_core as sky
+from prefect_skyward.blocks import load_pool
 from prefect_skyward.live_runner import LiveRunner, OnUnfinished, RunnerSettings
 from prefect_skyward.run_calls import RunCalls
 from prefect_skyward.secrets import with_references
@@ -67,12 +68,32 @@ class SkywardTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         if self._spec.provider is not None:
             sky.ComputePool.from_spec(self._spec)
         self._on_event = on_event
+        self._block: str | None = None
         self._live: LiveRunner | None = None
+
+    @classmethod
+    def from_block(cls, name: str, **arguments: Any) -> Self:
+        """Return a runner with the settings and the credentials of a saved `SkywardPool` block.
+
+        `arguments` are those of the runner that are no settings of a pool: `on_event`, `idle_timeout`, `max_workers`,
+        `on_unfinished`, `inherit`. A pickled runner holds the name of the block only, and loads it again. Raises
+        BadRequest if there is no such block, or if its settings cannot be.
+        """
+        runner = cls(spec=load_pool(name).get_spec(), **arguments)
+        runner._block = name
+        return runner
 
     @property
     def spec(self) -> sky.PoolSpec:
         """The spec of the pool."""
         return self._spec
+
+    def quote(self) -> sky.Quote:
+        """Return what the pool would rent now, for which price, and the most that it may cost. Rents nothing.
+
+        Raises BadRequest.
+        """
+        return sky.ComputePool.from_spec(self._spec).quote()
 
     @property
     def pool(self) -> sky.ComputePool | None:
@@ -86,7 +107,9 @@ class SkywardTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
 
     def duplicate(self) -> Self:
         """Return a runner of the same settings and without a pool; Prefect makes one for each flow run."""
-        return type(self)(**self._arguments())
+        copy = type(self)(**self._arguments())
+        copy._block = self._block
+        return copy
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SkywardTaskRunner):
@@ -96,8 +119,13 @@ class SkywardTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
     __hash__ = None  # type: ignore[assignment]  # as Prefect's own runners
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle a runner as its settings: the pools stay with the process that opened them."""
-        return functools.partial(type(self), **self._arguments()), ()
+        """Pickle a runner as its settings: the pools stay with the process that opened them. A runner from a block is
+        pickled as the name of the block, whose credentials are no part of a pickle.
+        """
+        if self._block is None:
+            return functools.partial(type(self), **self._arguments()), ()
+        arguments = {name: value for name, value in self._arguments().items() if name != "spec"}
+        return functools.partial(type(self).from_block, self._block, **arguments), ()
 
     def _arguments(self) -> dict[str, Any]:
         return {"spec": self._spec, "on_event": self._on_event, **asdict(self._settings)}

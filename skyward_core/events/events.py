@@ -35,9 +35,17 @@ class InfraCreating:
 
 @dataclass(frozen=True, slots=True)
 class InfraCreated:
-    """A provider sells what the spec needs, in this region."""
+    """A provider sells what the spec needs, in this region; it is about to be rented.
+
+    `price_per_hour` is the price of all machines with all extras, None if it is unknown. `candidates` is how many ways
+    there were to rent them. `max_cost` and `account` limit what the pool may cost, None where nothing does.
+    """
 
     region: str
+    candidates: int = 0
+    price_per_hour: float | None = None
+    max_cost: float | None = None
+    account: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

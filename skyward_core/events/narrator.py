@@ -108,7 +108,7 @@ class Narrator:
             case InfraCreating():
                 return f"pool {event.pool_id} looks for machines" if event.pool_id else "looking for machines"
             case InfraCreated(region):
-                return f"found what you asked for in {region}"
+                return f"found what you asked for in {region}{_quoted(event)}"
             case InstanceLaunching(count, instance_type, provider):
                 return f"launching {count} x {instance_type} on {provider}"
             case BootstrapStarting(machine):
@@ -159,6 +159,19 @@ def not_well(calls: CallProgress) -> str:
     """Return how many calls have failed and were cancelled, as the end of a sentence; "" if none."""
     return (f", {calls.failed} failed" if calls.failed else "") + (
         f", {calls.cancelled} cancelled" if calls.cancelled else ""
+    )
+
+
+def _quoted(event: InfraCreated) -> str:
+    """The price before anything is rented, and what limits it."""
+    if event.price_per_hour is None:
+        return ""
+    limits = [
+        f"at most {usd(event.max_cost)} (max_cost)" if event.max_cost is not None else "",
+        f"paid by account {event.account!r}" if event.account else "",
+    ]
+    return f": {usd(event.price_per_hour)} per hour, of {_count(event.candidates, 'candidate')}; " + (
+        ", ".join(filter(None, limits)) or "no limit of its cost (max_cost)"
     )
 
 

@@ -31,6 +31,7 @@ from skyward_core.pool.elastic import ElasticSize
 from skyward_core.pool.executor import PoolExecutor
 from skyward_core.pool.groups import group_results
 from skyward_core.pool.preparation import Prepared, prepare
+from skyward_core.pool.quoting import Quoting
 from skyward_core.providers.base import Provider
 from skyward_core.providers.local import Local
 from skyward_core.serialization import pickling
@@ -45,7 +46,7 @@ AHEAD = 16
 """How many items of a stream the node may be ahead of the program."""
 
 
-class ComputePool(DetachedCalls, ElasticSize, AsyncPool):
+class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
     """Machines that live as long as a `with` block.
 
     Takes the fields of `PoolSpec` as keywords, a callback for every event as `on_event`, and the purpose of the

@@ -103,7 +103,7 @@ class Selection:
                 if candidate.provider in unable:
                     continue
                 try:
-                    instances = self._rent_from(candidate, refusals)
+                    instances = self._rent_from(candidate, refusals, len(found))
                     self._settle_for(candidate, found)
                     return instances
                 except ON_TO_THE_NEXT as error:
@@ -145,13 +145,14 @@ class Selection:
             )
         return order(found, rest), refusals, [error for one in sold for error in one.errors]
 
-    def _rent_from(self, candidate: Candidate, refusals: list[Refusal]) -> list[Instance]:
+    def _rent_from(self, candidate: Candidate, refusals: list[Refusal], candidates: int) -> list[Instance]:
         """Rent all machines of a candidate.
 
         A refusal names the part that refused: a mixed candidate has two.
         """
         self._rental.turn_to(candidate.provider, candidate.account)
-        self._emit(InfraCreated(candidate.region))
+        limits = self._spec.max_cost, self._spec.budget
+        self._emit(InfraCreated(candidate.region, candidates, candidate.price_per_hour, *limits))
         instances: list[Instance] = []
         for index, part in enumerate(candidate.parts):
             began = time.monotonic()

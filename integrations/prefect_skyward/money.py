@@ -1,0 +1,56 @@
+"""The end of the money of a flow run: it fails with the reason, and neither the task nor the flow is tried again."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import TYPE_CHECKING
+
+from prefect.client.schemas.objects import FlowRunPolicy
+from prefect.context import SyncClientContext
+
+import skyward_core as sky
+from prefect_skyward.ui import RunLog
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import FlowRun
+
+    from prefect_skyward.report.run_report import RunReport
+
+
+class MoneyEnd:
+    """Sees to it, once for each flow run, that its money being used up is its end.
+
+    Prefect's server decides whether a flow run is tried again, when its failure is proposed, by the policy of the run.
+    So the policy is changed before the error reaches the flow.
+    """
+
+    def __init__(self, flow_run: FlowRun | None, log: RunLog, report: RunReport | None) -> None:
+        self._flow_run = flow_run
+        self._log = log
+        self._report = report
+        self._lock = threading.Lock()
+        self._has_ended = False
+
+    def after(self, error: BaseException, max_cost: float | None) -> None:
+        """Act if this is the error of money that is used up; called before the error is raised in a task."""
+        if not isinstance(error, sky.BudgetExceeded):
+            return
+        if self._report is not None:
+            self._report.money_is_used_up(error, None if error.account else max_cost)
+        with self._lock:  # held over the request: another task must not fail the flow before it is answered
+            if not self._has_ended and self._flow_run is not None:
+                self._has_ended = True
+                self._log.run(self._forbid_retries, self._flow_run)
+
+    def _forbid_retries(self, flow_run: FlowRun) -> None:
+        policy = flow_run.empirical_policy
+        if not policy.retries:
+            return
+        try:
+            with SyncClientContext.get_or_create() as context:
+                context.client.update_flow_run(flow_run.id, empirical_policy=FlowRunPolicy(retries=0, retry_delay=0))
+        except Exception as failure:
+            self._log.logger.warning("the flow run may be tried again, though its money is used up: %r", failure)
+        else:
+            self._log.say(logging.ERROR, "the money of the flow run is used up: it is not tried again")

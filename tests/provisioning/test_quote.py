@@ -1,0 +1,29 @@
+"""`ComputePool.quote`: what a pool would rent, and for how much."""
+
+import pytest
+
+import skyward_core as sky
+
+
+class NeverLaunched(sky.Local):
+    def launch(self, *args: object) -> list[sky.Instance]:
+        raise AssertionError(f"launched {args}")
+
+
+def test_a_quote_names_the_ways_the_price_and_the_ceiling_and_rents_nothing() -> None:
+    """`max_cost` limits it, or the lifetime at the dearest price; without both nothing does."""
+    local = NeverLaunched(price_per_hour=1.2)
+    quoted = sky.ComputePool(provider=local, nodes=2, max_cost=3.0, budget="team-a").quote()
+    assert [way.price_per_hour for way in quoted.ways] == [pytest.approx(2.4)]
+    assert (quoted.price_per_hour, quoted.ceiling_usd, quoted.account) == (pytest.approx(2.4), 3.0, "team-a")
+    assert "2 x local/" in str(quoted)
+    assert "at $2.40 per hour; at most $3.00, paid by account 'team-a'" in str(quoted)
+    assert sky.ComputePool(provider=local, max_lifetime=1800).quote().ceiling_usd == pytest.approx(0.6)
+    assert sky.ComputePool(provider=local).quote().ceiling_usd is None
+
+
+def test_a_quote_without_a_way_says_why() -> None:
+    quoted = sky.ComputePool(provider=sky.Local(), cpu=100_000).quote()
+    assert (quoted.ways, quoted.price_per_hour) == ((), None)
+    assert str(quoted).startswith("nothing to rent: ")
+    assert quoted.refusals
