@@ -33,7 +33,8 @@ from skyward_core.session.attached import Attached
 from skyward_core.session.call_ledger import CallLedger
 from skyward_core.session.named_session import NamedSession
 from skyward_core.session.named_use import NamedUse
-from skyward_core.session.sealed_lease import PoolKeys
+from skyward_core.session.regained import regaining
+from skyward_core.session.sealed_lease import PoolKeys, find_lease
 from skyward_core.session.session import Session
 from skyward_core.session.size_here import size_here
 from skyward_core.session.stewardship import Stewardship
@@ -133,7 +134,7 @@ class CurrentSession:
             use.succession = _successor(opened, use, prepared, secrets)
             opened.on_given_up = use.let_go  # a pool that it cannot reach must not be kept for it
         elif isinstance(opened, NamedSession):
-            use.on_lost = opened.step_down
+            use.succession = _regaining(opened, use, prepared, secrets)
         if self._finalizer is not None:
             self._finalizer.detach()
         self._finalizer = weakref.finalize(self, _left_named, opened, use, self._process)
@@ -402,6 +403,20 @@ def _successor(attached: Attached, use: NamedUse, prepared: Prepared, secrets: S
         return Stewardship(attached, prepared.spec, prepared.providers, prepared.work, secrets, use, use.ledger)
 
     return Successor(use, new, attached.events.log)
+
+
+def _regaining(opened: NamedSession, use: NamedUse, prepared: Prepared, secrets: SecretValues) -> Successor:
+    """Return what makes the process that has rented the steward again, if it was not for some time."""
+    quiet, spec, pool_id = prepared.spec.with_(display="quiet"), prepared.spec, opened.pool_id
+
+    def attach() -> Attached:
+        lease, keys = find_lease(pool_id)
+        return _attach(lease, None, keys, quiet, None, ATTACH_SECONDS)
+
+    def new(attached: Attached, on_end: Callable[[str, SkywardError | None], object]) -> Stewardship:
+        return Stewardship(attached, spec, prepared.providers, prepared.work, secrets, use, use.ledger, on_end)
+
+    return regaining(opened, use, attach, new)
 
 
 def note_machines_left(error: BaseException, left: InstancesLeft) -> None:

@@ -97,6 +97,7 @@ def leave_named(opened: Session | Attached, use: NamedUse) -> None:
         error.add_note(words)
         raise
     use.left()
+    _adopt_no_more(use)
 
 
 def _let_go(opened: Session | Attached, use: NamedUse, error: BaseException) -> str:
@@ -106,10 +107,10 @@ def _let_go(opened: Session | Attached, use: NamedUse, error: BaseException) -> 
     if isinstance(opened, Session):
         opened.let_go(reason)
     else:
-        if use.succession is not None:
-            use.succession.close()
+        _adopt_no_more(use)
         opened.stop(reason)
     use.let_go(error)
+    _adopt_no_more(use)
     return (
         f"This process uses the pool {use.name!r} no more, and renews nothing of it. What is left of it ends by itself"
         f" at {until:%H:%M:%S} UTC at the latest, unless other processes use it. To end it earlier, close the pool"
@@ -120,8 +121,7 @@ def _let_go(opened: Session | Attached, use: NamedUse, error: BaseException) -> 
 def _leave_again(opened: Session | Attached, use: NamedUse) -> None:
     """Leave a pool that could not be left before, or whose nodes this process cannot reach any more."""
     if isinstance(opened, Attached):
-        if use.succession is not None:
-            use.succession.close()
+        _adopt_no_more(use)
         opened.stop("the pool was left")
     if isinstance(opened, Session) and not opened.is_left_to_lease:
         _end(opened)
@@ -131,7 +131,8 @@ def _leave_again(opened: Session | Attached, use: NamedUse) -> None:
 
 def _leave_own(session: Session, use: NamedUse) -> None:
     if isinstance(session, NamedSession) and session.is_running and not session.is_steward:
-        session.let_go("the pool was left")  # another process keeps it
+        _adopt_no_more(use)
+        session.let_go("the pool was left")  # another process keeps it, or this one did until now (`regained`)
         _end_if_last(use, session.pool_id, is_extended=False)
         return
     is_last = session.is_running and use.is_last
@@ -154,6 +155,12 @@ def _leave_own(session: Session, use: NamedUse) -> None:
         _end_if_last(use, lease.pool_id, is_extended=is_last)
 
 
+def _adopt_no_more(use: NamedUse) -> None:
+    """Leave the pool to its next steward, if this process has adopted it, or would do it."""
+    if use.succession is not None:
+        use.succession.close()
+
+
 def _end(session: Session) -> None:
     session.stop("the pool was closed")
     session.release()
@@ -173,8 +180,7 @@ def _leave_attached(attached: Attached, use: NamedUse) -> None:
             may_be_warm = False
         except SkywardError as error:
             _log.warning("the pool %r may end before its warm time is over: %s", use.name, error)
-    if use.succession is not None:
-        use.succession.close()
+    _adopt_no_more(use)
     attached.stop("the pool was left")
     _end_if_last(use, pool_id, may_be_warm=may_be_warm, is_extended=is_extended)
 

@@ -51,7 +51,10 @@ class NamedSession(Session):
     ) -> None:
         super().__init__(spec, providers, on_event, work, secrets, pool_id, use.guard)
         self._use = use
-        self._steward = use.guard
+        self.guard = use.guard
+        """Whether this session keeps the pool. Once it is lost it stays so, also if this process is the steward again
+        (`regained`).
+        """
         self._watcher: ClientWatcher | None = None
         """Set when another process keeps the pool."""
         self._client_lease: Lease | None = None
@@ -65,7 +68,7 @@ class NamedSession(Session):
     def is_steward(self) -> bool:
         """Whether this process still keeps the pool. If that is not certain, asks the ledger. Raises LedgerError."""
         try:
-            self._steward.check()
+            self.guard.check()
         except NotSteward:
             self.step_down()
             return False
@@ -73,11 +76,12 @@ class NamedSession(Session):
 
     @override
     def _may_act(self) -> None:
-        self._steward.check()
+        self.guard.check()
 
     @override
     def _stop_at_limit(self, reason: str, error: SkywardError | None) -> None:
         try:
+            self.guard.check()  # the process may be the steward again, with newer records than this session has
             self._use.begin_to_end()
         except SkywardError as refusal:
             self.events.log(logging.WARNING, "%s is not ended here (%s): %s", self.pool_id, reason, refusal)
@@ -90,19 +94,19 @@ class NamedSession(Session):
     @override
     def _new_clock(self, often: list[Step], seldom: list[Step]) -> Clock:
         def if_kept(step: Step) -> Step:
-            return lambda: step() if self._steward.is_certain else None
+            return lambda: step() if self.guard.is_certain else None
 
         return super()._new_clock([*often, self._look_as_client], [if_kept(step) for step in seldom])
 
     @override
     def _share_current(self) -> None:
-        if self._steward.is_certain:
+        if self.guard.is_certain:
             super()._share_current()
 
     @override
-    def let_go(self, reason: str) -> None:
+    def let_go(self, reason: str, error: SkywardError | None = None) -> None:
         try:
-            super().let_go(reason)
+            super().let_go(reason, error)
         finally:
             self._in_memory.close()
 
@@ -124,6 +128,8 @@ class NamedSession(Session):
         with self._stepping_down:
             if self._watcher is not None or machines is None or cluster is None or recovery is None:
                 return
+            if not self.is_running:
+                return
             self._watcher = watcher = ClientWatcher(
                 cluster, lambda: machines.scheduler, self.spec.lease_seconds, self._ended
             )
@@ -140,6 +146,10 @@ class NamedSession(Session):
         disown(machines)
         self.events.log(logging.WARNING, "another process keeps the pool %s: this one was silent", self.pool_id)
         threading.Thread(target=self._end_own, name="skyward-adopt", daemon=True).start()
+
+    def give_up(self, reason: str, error: SkywardError | None) -> None:
+        """The pool has ended at a limit, after `step_down`: calls raise the error, or PoolClosed with the reason."""
+        self.let_go(reason, error)
 
     def _end_own(self) -> None:
         """End what this process has rented and the new steward does not know."""

@@ -206,6 +206,11 @@ class NamedUse:
             except LedgerError as error:
                 self._log(logging.WARNING, "the ledger does not know yet that %r has no steward: %s", self.name, error)
 
+    def part_from(self, guard: StewardGuard) -> None:
+        """What has this guard is never the steward again; a later stewardship of this process gets another guard."""
+        if self.guard is guard:
+            self.guard = StewardGuard(self.spec.lease_seconds, self.renew)
+
     def begin_to_end(self) -> None:
         """Record that this process ends the pool at one of its limits, as its steward: a process that comes waits.
 
@@ -283,6 +288,7 @@ class NamedUse:
         A ledger that answers learns it at once, any other when the lease of the row runs out.
         """
         self.is_let_go = True
+        self.guard.lose()
         self._renewal.end()
         if not isinstance(error, LedgerError):
             try:
@@ -304,6 +310,7 @@ class NamedUse:
 
         A ledger that does not answer learns it when the lease of the client runs out.
         """
+        self.guard.lose()
         self._renewal.end()
         try:
             if self._client_id:
@@ -344,10 +351,10 @@ class NamedUse:
         elif self._is_ending:
             if found is Standing.HELD:  # the answer of `resign` was lost
                 self._ledger.stewards.resign(self.name, self._client_id, epoch)
+        elif found is not Standing.HELD and self.guard.lose():
+            self.on_lost()  # first, also if the other process has left already: what this one keeps is old
         elif found is Standing.VACANT or (found is Standing.HELD and not self.guard.is_held):
             self.on_vacant()
-        elif found is not Standing.HELD and self.guard.lose():
-            self.on_lost()
 
     def _on_trouble(self, error: Exception) -> None:
         self._log(logging.WARNING, "this process is not renewed as a client of the pool %r: %s", self.name, error)

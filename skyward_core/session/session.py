@@ -484,11 +484,11 @@ class Session:
         atexit.unregister(self._at_exit)
         return self._departure.leave(self.machines, expires_at)
 
-    def let_go(self, reason: str) -> None:
+    def let_go(self, reason: str, error: SkywardError | None = None) -> None:
         """Use and renew a shared pool no more, though it could not be detached: nodes that no other process keeps end
-        with their leases. Neither the ledger nor a machine is requested anything.
+        with their leases. Neither the ledger nor a machine is requested anything. `error` is what has ended the pool.
         """
-        if not self.is_fork and self._claims.claim_stop(reason, None):
+        if not self.is_fork and self._claims.claim_stop(reason, error):
             assert self.machines is not None
             atexit.unregister(self._at_exit)
             self._departure.let_go(self.machines, reason)

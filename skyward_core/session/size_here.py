@@ -21,7 +21,7 @@ def size_here(opened: Session | Attached, use: NamedUse | None) -> PoolSize | No
             return opened.size
     elif isinstance(opened, Session):
         return opened.size
-    elif use is not None and use.succession is not None and (size := use.succession.size) is not None:
+    if use is not None and use.succession is not None and (size := use.succession.size) is not None:
         return size
     raise BadRequest(_refusal(use))
 

@@ -17,7 +17,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from datetime import datetime
@@ -68,6 +68,7 @@ class Stewardship:
         secrets: SecretValues | None,
         use: Keeper,
         ledger: Ledger,
+        on_end: Callable[[str, SkywardError | None], object] = lambda *_: None,
     ) -> None:
         self._attached = attached
         self._pool_id = attached.lease.pool_id
@@ -78,6 +79,8 @@ class Stewardship:
         self._use = use
         self._guard = use.guard
         self._ledger = ledger
+        self._on_end = on_end
+        """Called with the reason and the error when this process has ended the pool at a limit."""
         self._log = attached.events.log
         self._emitter = EventEmitter(spec, None, attached.events)
         self._bookkeeping = Bookkeeping(self._pool_id, self._emitter.meter, self._log)
@@ -288,6 +291,7 @@ class Stewardship:
                 self._attached.end(reason, error, self._end_machines)
             finally:
                 self._use.resign()  # if machines are left, the next process that comes ends them
+                self._on_end(reason, error)
 
     def _end_machines(self) -> None:
         assert self._machines is not None

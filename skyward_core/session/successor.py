@@ -10,16 +10,27 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from skyward_core.concurrency.backoff import Backoff
 from skyward_core.session.named_use import NamedUse
 from skyward_core.session.pool_size import PoolSize
-from skyward_core.session.stewardship import Stewardship
 
 PAUSES = Backoff(5.0, 120.0)
 """How long a process that could not adopt the pool leaves it to others."""
 ADOPT_SECONDS = 60.0
 """How long a process that leaves waits for an adoption that has begun."""
+
+
+class Stewardship(Protocol):
+    """The part of `stewardship.Stewardship`, and of `regained.RegainedStewardship`, that a successor needs."""
+
+    @property
+    def size(self) -> PoolSize | None: ...
+    def start(self) -> None: ...
+    def keep_warm(self, seconds: float) -> None: ...
+    def leave(self) -> None: ...
+    def lose(self) -> None: ...
 
 
 class Successor:

@@ -27,6 +27,7 @@ from skyward_core.ledger.names_policy import Claim, NamedPool, NameState, Wait
 from skyward_core.ledger.rows import Account, CostBy, Period
 from skyward_core.provisioning.lifecycle import PoolMachines
 from skyward_core.session import limits
+from skyward_core.session.sealed_lease import find_lease
 from skyward_core.worker.watchdog import INSTANCE_TAG, kill_instance, members
 from tests.conftest import wait_until
 
@@ -212,13 +213,10 @@ def test_a_frozen_opener_is_no_steward_any_more(name: str, program: Callable[...
         replaced(mine, 1)
         ids |= machines_of(mine)
         os.kill(opener.pid, signal.SIGCONT)
-        assert opener.stdin is not None
-        opener.stdin.write("call\n")
-        opener.stdin.flush()
+        ordered(opener, "call")
         assert answer(opener) == {"result": 44}
         assert row_of(name).epoch == 2
-        opener.stdin.write("leave\n")
-        opener.stdin.flush()
+        ordered(opener, "leave")
         assert opener.wait(60) == 0
         assert mine.id == known["id"]
         assert sorted(machine() @ mine) == sorted(machines_of(mine))
@@ -228,6 +226,48 @@ def test_a_frozen_opener_is_no_steward_any_more(name: str, program: Callable[...
 
 
 @pytest.mark.long
+def ordered(process: subprocess.Popen[str], line: str) -> None:
+    """Send a line to a program that uses the pool."""
+    assert process.stdin is not None
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+
+
+def test_an_opener_that_was_frozen_keeps_the_pool_again_when_it_has_no_other_steward(
+    name: str, program: Callable[..., subprocess.Popen[str]]
+) -> None:
+    """It adopts the nodes of the one that had the pool meanwhile, replaces them, and pays; nothing is left at the end."""
+    opener = program(name, price=36, max_cost=100)
+    answer(opener)
+    with pool_of(name, price=36, max_cost=100) as mine:
+        ids = machines_of(mine)
+        os.kill(opener.pid, signal.SIGSTOP)
+        await_steward(name, 2)
+        replaced(mine, 1)
+        ids |= machines_of(mine)
+        assert set(machine() @ mine) == machines_of(mine)  # the new node takes calls
+        os.kill(opener.pid, signal.SIGCONT)
+        ordered(opener, "call")
+        assert answer(opener) == {"result": 44}
+    await_steward(name, 3)
+
+    def nodes() -> set[str]:
+        lease, _ = find_lease(mine.id)
+        return {node.instance.id for node in lease.nodes}
+
+    (lost,) = [node.instance.id for node in find_lease(mine.id)[0].nodes if node.rank == 1]
+    assert lost in ids
+    kill_instance(lost)
+    wait_until(lambda: lost not in nodes() and len(nodes()) == 2, "another node", 60)
+    ids |= nodes()
+    ordered(opener, "call")
+    assert answer(opener) == {"result": 44}
+    ordered(opener, "leave")
+    assert opener.wait(60) == 0
+    assert len(ids) == 4
+    assert_nothing_left(mine, ids)
+
+
 def test_max_cost_ends_a_pool_that_was_adopted(
     name: str, program: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

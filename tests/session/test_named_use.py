@@ -233,3 +233,23 @@ def test_a_process_that_is_not_the_steward_any_more_ends_no_pool(use: NamedUse) 
     with pytest.raises(NotSteward):
         use.begin_to_end()
     assert state_of(use) == (NameState.IN_USE, "c")
+
+
+def test_a_steward_that_was_replaced_by_one_that_has_left_loses_the_pool_first(use: NamedUse) -> None:
+    """What it keeps is old. It may take the pool again with the next renewal."""
+    lost: list[int] = []
+    found, use.on_lost = vacancies(use), lambda: lost.append(1)
+    assert use.take_stewardship()
+    guard = use.guard
+    assert guard.epoch is not None
+    joined(use)
+    use.ledger.stewards.resign("nightly", state_of(use)[1], guard.epoch)
+    use.ledger.stewards.take("nightly", "c")
+    use.ledger.names.leave("nightly", "c")
+    use.renew()
+    assert (lost, found) == ([1], [])
+    use.part_from(guard)
+    use.renew()
+    assert (lost, found) == ([1], [1])
+    assert use.take_stewardship()
+    assert (guard.is_certain, use.guard.is_certain, use.guard.epoch) == (False, True, guard.epoch + 2)

@@ -1,0 +1,88 @@
+"""The process that has rented a pool is its steward again: beside its session, which stays that of a client."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from skyward_core.errors import NodeLost, SkywardError
+from skyward_core.session.regained import RegainedStewardship, regaining
+from skyward_core.session.steward_guard import StewardGuard
+
+
+class Process:
+    """A process whose session has rented; `steps` is what was done, in order."""
+
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+        self.trouble: SkywardError | None = None
+        self.guard = StewardGuard(10.0, lambda: None)
+        self.session: Any = SimpleNamespace(
+            guard=self.guard,
+            events=SimpleNamespace(log=lambda *_: None),
+            step_down=lambda: self.steps.append("step down"),
+            give_up=lambda reason, error: self.steps.append(f"give up: {reason}"),
+        )
+        self.end_session: Callable[[str, SkywardError | None], object] | None = None
+        self.on_vacant: Any = None
+        self.on_lost: Any = None
+
+    def part_from(self, guard: StewardGuard) -> None:
+        self.steps.append("new guard")
+        assert guard is self.guard
+
+    def attach(self) -> Any:
+        self.steps.append("attach")
+        return SimpleNamespace(stop=lambda _: self.steps.append("detach"))
+
+    def new(self, attached: Any, end_session: Callable[[str, SkywardError | None], object]) -> Any:
+        self.end_session = end_session
+        step = self.steps.append
+        return SimpleNamespace(
+            start=self._start,
+            leave=lambda: step("leave"),
+            lose=lambda: step("lose"),
+            keep_warm=lambda seconds: step(f"keep warm {seconds:.0f}"),
+        )
+
+    def _start(self) -> None:
+        self.steps.append("start")
+        if self.trouble is not None:
+            raise self.trouble
+
+
+@pytest.fixture
+def process() -> Process:
+    return Process()
+
+
+@pytest.mark.parametrize("end", ["leave", "lose"])
+def test_a_regained_stewardship_ends_with_its_connection(end: str, process: Process) -> None:
+    it = RegainedStewardship(process.session, process.attach, process.new)
+    it.start()
+    it.keep_warm(60)
+    getattr(it, end)()
+    assert process.steps == ["attach", "start", "keep warm 60", end, "detach"]
+
+
+def test_a_pool_that_cannot_be_adopted_leaves_no_connection(process: Process) -> None:
+    process.trouble = NodeLost("no node answers")
+    with pytest.raises(NodeLost):
+        RegainedStewardship(process.session, process.attach, process.new).start()
+    assert process.steps == ["attach", "start", "detach"]
+
+
+def test_a_limit_that_the_new_stewardship_reaches_ends_the_session_too(process: Process) -> None:
+    RegainedStewardship(process.session, process.attach, process.new).start()
+    assert process.end_session is not None
+    process.end_session("the money is used up", None)
+    assert process.steps[-1] == "give up: the money is used up"
+
+
+def test_the_session_of_a_process_that_was_replaced_keeps_nothing_any_more(process: Process) -> None:
+    """Its guard is not that of a later stewardship."""
+    successor = regaining(process.session, process, process.attach, process.new)  # type: ignore[arg-type]
+    process.on_lost()
+    assert process.steps == ["step down", "new guard"]
+    assert successor.stewardship is None
