@@ -147,10 +147,6 @@ class NamedSession(Session):
         self.events.log(logging.WARNING, "another process keeps the pool %s: this one was silent", self.pool_id)
         threading.Thread(target=self._end_own, name="skyward-adopt", daemon=True).start()
 
-    def give_up(self, reason: str, error: SkywardError | None) -> None:
-        """The pool has ended at a limit, after `step_down`: calls raise the error, or PoolClosed with the reason."""
-        self.let_go(reason, error)
-
     def _end_own(self) -> None:
         """End what this process has rented and the new steward does not know."""
         assert self.machines is not None

@@ -42,7 +42,7 @@ class RegainedStewardship:
         """Attach, then adopt the pool. After an error nothing has changed."""
         self._attached = attached = self._attach()
         try:
-            self._stewardship = stewardship = self._new(attached, self._session.give_up)
+            self._stewardship = stewardship = self._new(attached, self._session.let_go)
             stewardship.start()
         except BaseException:
             attached.stop("the pool could not be kept")

@@ -22,7 +22,7 @@ class Process:
             guard=self.guard,
             events=SimpleNamespace(log=lambda *_: None),
             step_down=lambda: self.steps.append("step down"),
-            give_up=lambda reason, error: self.steps.append(f"give up: {reason}"),
+            let_go=lambda reason, error: self.steps.append(f"let go: {reason}"),
         )
         self.end_session: Callable[[str, SkywardError | None], object] | None = None
         self.on_vacant: Any = None
@@ -77,7 +77,7 @@ def test_a_limit_that_the_new_stewardship_reaches_ends_the_session_too(process: 
     RegainedStewardship(process.session, process.attach, process.new).start()
     assert process.end_session is not None
     process.end_session("the money is used up", None)
-    assert process.steps[-1] == "give up: the money is used up"
+    assert process.steps[-1] == "let go: the money is used up"
 
 
 def test_the_session_of_a_process_that_was_replaced_keeps_nothing_any_more(process: Process) -> None:
