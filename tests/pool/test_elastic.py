@@ -345,3 +345,15 @@ def test_a_process_that_joined_follows_the_nodes_and_its_queue_makes_the_pool_gr
         (tmp_path / "load").touch()
         assert [call.result() for call in results] == [1 << 20] * 2
         wait_until(lambda: keeper.instance_count == 1, "it leaves then", WAIT_SECONDS)
+        keeper.close()
+
+        def is_scaled() -> bool:
+            try:
+                return joiner.scale(2) == 2
+            except sky.BadRequest:
+                return False
+
+        wait_until(is_scaled, "it has taken the pool over, and scales it", WAIT_SECONDS)
+        assert place(numbers) @ joiner == ((0, 2, [0, 2, 4, 6]), (1, 2, [1, 3, 5]))
+        assert joiner.scale(1, wait_seconds=WAIT_SECONDS) == 1
+        wait_until(lambda: joiner.instance_count == 1, "it forgets the node that has left", WAIT_SECONDS)
