@@ -291,34 +291,49 @@ def test_what_cannot_be_scaled_is_refused(wide_pool: sky.ComputePool) -> None:
         sky.ComputePool(provider=sky.Local(), nodes=(1, 2)).scale(1)
 
 
+@pytest.fixture
+def drained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What nodes that are to leave still have, at each look."""
+    seen: list[int] = []
+
+    def drain(draining: NodeDraining, rank: int, drain: Any = NodeDraining.drain) -> tuple[int, int]:
+        left, bound = drain(draining, rank)
+        seen.append(left)
+        return left, bound
+
+    monkeypatch.setattr(NodeDraining, "drain", drain)
+    return seen
+
+
+def followed(on_event: RecordedEvents | None) -> sky.ComputePool:
+    """Return a pool with a name that grows and does not shrink by itself; two in this process are as two processes."""
+    return sky.ComputePool(
+        name="followed",
+        provider=sky.Local(),
+        nodes=(1, 3),
+        scale_up_after=0.5,
+        scale_down_after=3600,
+        lease_seconds=30,
+        display="quiet",
+        on_event=on_event,
+    )
+
+
+def is_scaled(pool: sky.ComputePool, nodes: int) -> bool:
+    """Set the number of nodes, if this process may; return whether they are so many."""
+    try:
+        return pool.scale(nodes) == nodes
+    except sky.BadRequest:
+        return False
+
+
 def test_a_process_that_joined_follows_the_nodes_and_its_queue_makes_the_pool_grow(
-    recorded: RecordedEvents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recorded: RecordedEvents, tmp_path: Path, drained: list[int]
 ) -> None:
     """Its calls run on all nodes, its broadcasts use those that are there, and it forgets those that have left. They
     leave when it has its results from their memory.
     """
-    drained: list[int] = []
-
-    def drain(draining: NodeDraining, rank: int, drain: Any = NodeDraining.drain) -> tuple[int, int]:
-        left, bound = drain(draining, rank)
-        drained.append(left)
-        return left, bound
-
-    monkeypatch.setattr(NodeDraining, "drain", drain)
-
-    def growing(on_event: RecordedEvents | None) -> sky.ComputePool:
-        return sky.ComputePool(
-            name="followed",
-            provider=sky.Local(),
-            nodes=(1, 3),
-            scale_up_after=0.5,
-            scale_down_after=3600,
-            lease_seconds=30,
-            display="quiet",
-            on_event=on_event,
-        )
-
-    with growing(recorded) as keeper, growing(None) as joiner:
+    with followed(recorded) as keeper, followed(None) as joiner:
         calls = joiner.submit_all([held_back(number, str(tmp_path)) for number in range(3)])
         wait_until(lambda: runs(tmp_path) == [0, 1, 2], "three nodes run the calls of the other process", WAIT_SECONDS)
         assert scaled(recorded) == [(1, 3)]
@@ -346,14 +361,7 @@ def test_a_process_that_joined_follows_the_nodes_and_its_queue_makes_the_pool_gr
         assert [call.result() for call in results] == [1 << 20] * 2
         wait_until(lambda: keeper.instance_count == 1, "it leaves then", WAIT_SECONDS)
         keeper.close()
-
-        def is_scaled() -> bool:
-            try:
-                return joiner.scale(2) == 2
-            except sky.BadRequest:
-                return False
-
-        wait_until(is_scaled, "it has taken the pool over, and scales it", WAIT_SECONDS)
+        wait_until(lambda: is_scaled(joiner, 2), "it has taken the pool over, and scales it", WAIT_SECONDS)
         assert place(numbers) @ joiner == ((0, 2, [0, 2, 4, 6]), (1, 2, [1, 3, 5]))
         assert joiner.scale(1, wait_seconds=WAIT_SECONDS) == 1
         wait_until(lambda: joiner.instance_count == 1, "it forgets the node that has left", WAIT_SECONDS)
