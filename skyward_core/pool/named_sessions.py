@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 
 from skyward_core.concurrency.backoff import Backoff
 from skyward_core.errors import BudgetExceeded, LeaseLost, LedgerError, NodeLost, SkywardError, Unreachable
-from skyward_core.ledger.names_policy import NameState, Rent
+from skyward_core.ledger.names_policy import NameState, NotSteward, Rent
 from skyward_core.machines.instances import Lease
 from skyward_core.session.attached import Attached
 from skyward_core.session.named_session import NamedSession
@@ -25,7 +25,10 @@ from skyward_core.session.warm_pools import keep_warm
 _log = logging.getLogger("skyward")
 
 RETRIES = Backoff(0.5, 10.0)
-"""The pauses of a process that cannot reach a pool that others use: its head may be replaced just now."""
+"""The pauses of a process that cannot reach a pool that others use: its head may be replaced just now. Also those of
+one that cannot extend the leases of the pool that it has left.
+"""
+EXTEND_SECONDS = 30.0
 
 type Attach = Callable[[Lease, PoolKeys], Attached]
 type Open = Callable[[str], Session]
@@ -131,9 +134,7 @@ def _leave_again(opened: Session | Attached, use: NamedUse) -> None:
 
 def _leave_own(session: Session, use: NamedUse) -> None:
     if isinstance(session, NamedSession) and session.is_running and not session.is_steward:
-        _adopt_no_more(use)
-        session.let_go("the pool was left")  # another process keeps it, or this one did until now (`regained`)
-        _end_if_last(use, session.pool_id, is_extended=False)
+        _leave_as_client(session, use)
         return
     is_last = session.is_running and use.is_last
     if not session.is_running or (is_last and not use.keep_warm and use.leave() is NameState.CLOSING):
@@ -141,6 +142,8 @@ def _leave_own(session: Session, use: NamedUse) -> None:
         return
     try:
         lease = session.detach(max(use.spec.lease_seconds, use.keep_warm if is_last else 0.0))
+    except NotSteward:  # another process has taken the pool since the check
+        _leave_as_client(session, use)
     except SkywardError as error:
         if isinstance(error, LedgerError) or not session.is_running:
             raise
@@ -153,6 +156,13 @@ def _leave_own(session: Session, use: NamedUse) -> None:
             session.let_go("the pool was left")
     else:
         _end_if_last(use, lease.pool_id, is_extended=is_last)
+
+
+def _leave_as_client(session: Session, use: NamedUse) -> None:
+    """Leave a pool that another process keeps, or this one beside its session until now (`regained`)."""
+    _adopt_no_more(use)
+    session.let_go("the pool was left")
+    _end_if_last(use, session.pool_id, is_extended=False)
 
 
 def _adopt_no_more(use: NamedUse) -> None:
@@ -169,17 +179,17 @@ def _end(session: Session) -> None:
 def _leave_attached(attached: Attached, use: NamedUse) -> None:
     pool_id, may_be_warm, is_extended = attached.lease.pool_id, True, False
     if attached.is_running and use.is_last and (seconds := use.keep_warm):
-        is_extended = True  # or that has failed, and was logged
         try:
             use.longest_seconds = max(use.longest_seconds, seconds)
             if use.succession is None or not use.succession.keep_warm(seconds):
                 attached.extend_leases(seconds)
             use.extend(pool_id, seconds)
+            is_extended = True
         except BudgetExceeded as error:
             _log.warning("the pool %r is not kept warm, and is ended: %s", use.name, error)
             may_be_warm = False
         except SkywardError as error:
-            _log.warning("the pool %r may end before its warm time is over: %s", use.name, error)
+            _log.info("the leases of the pool %r are extended after it was left: %s", use.name, error)
     _adopt_no_more(use)
     attached.stop("the pool was left")
     _end_if_last(use, pool_id, may_be_warm=may_be_warm, is_extended=is_extended)
@@ -189,13 +199,35 @@ def _end_if_last(use: NamedUse, pool_id: str, *, may_be_warm: bool = True, is_ex
     """Leave; end the machines if no process uses the pool any more and it is not to stay warm.
 
     `is_extended`: the nodes have the longer lease of a warm pool, if this is the last process. It may have become the
-    last one after it had looked: then they get it now.
+    last one after it had looked, or that has failed: then they get it now.
     """
     state = use.leave(may_be_warm=may_be_warm)
     if state is NameState.CLOSING:
         use.end_pool(pool_id)
     elif state is NameState.WARM and not is_extended:
+        _extend(use, pool_id)
+
+
+def _extend(use: NamedUse, pool_id: str) -> None:
+    """Give the nodes the longer lease of a warm pool, after this process has left.
+
+    A ledger or a node that does not answer is tried again, as long as the nodes live without this process, but for
+    EXTEND_SECONDS at most. Then their present lease ends them, and the pool's row runs out at that time: the next
+    process rents anew. If the account does not pay for the warm time, the pool is ended, unless a process has come.
+    """
+    deadline = time.monotonic() + min(use.spec.lease_seconds, EXTEND_SECONDS)
+    for pause in RETRIES.pauses():
         try:
             keep_warm(use.ledger, use.name, use.keep_warm)
+            return
+        except BudgetExceeded as error:
+            _log.warning("the pool %r is not kept warm, and is ended: %s", use.name, error)
+            if use.give_up(pool_id):
+                use.end_pool(pool_id)
+            return
         except SkywardError as error:
-            _log.warning("the pool %r may end before its warm time is over: %s", use.name, error)
+            if not isinstance(error, LedgerError | Unreachable) or time.monotonic() + pause > deadline:
+                words = "the pool %r ends before its warm time is over, %.0f s after it was left at the latest: %s"
+                _log.warning(words, use.name, use.spec.lease_seconds, error)
+                return
+        time.sleep(pause)

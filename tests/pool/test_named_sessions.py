@@ -7,13 +7,16 @@ from typing import Any
 
 import pytest
 
-from skyward_core.errors import BudgetExceeded, NodeLost, Unreachable
+from skyward_core.errors import BudgetExceeded, LedgerError, NodeLost, Unreachable
 from skyward_core.events.queue import EventQueue
-from skyward_core.ledger.names_policy import Join, NamedPool, NameState, Rent
+from skyward_core.ledger.names_policy import Join, NamedPool, NameState, NotSteward, Rent
 from skyward_core.machines.instances import Lease
 from skyward_core.pool import named_sessions
 from skyward_core.pool.named_sessions import leave_named, open_named
+from skyward_core.providers.local import Local
 from skyward_core.session.attached import Attached
+from skyward_core.session.session import Session
+from skyward_core.spec import PoolSpec
 
 ROW = NamedPool("nightly", "sky-1", {}, NameState.IN_USE, "a", 1, 0.0)
 
@@ -52,6 +55,9 @@ class Use:
         """Another process leaves right after this was read."""
         self.is_used = False
         return False
+
+    def end_pool(self, pool_id: str) -> None:
+        self.steps.append(f"end {pool_id}")
 
     def left(self) -> None:
         self.steps.append("left")
@@ -127,28 +133,107 @@ class Left(Attached):
         lease = Lease(pool_id="sky-1", provider={}, created_at=datetime.now(UTC))
         super().__init__(lease, None, None, 120.0, 0, EventQueue(lambda _: None))
         self.is_running = True
-        self._use = use
+        self._by = use
 
     def stop(self, reason: str) -> None:
-        self._use.steps.append("stop")
+        self._by.steps.append("stop")
         super().stop(reason)
 
 
-@pytest.mark.parametrize("is_paid", [True, False])
-def test_a_process_that_became_the_last_one_while_it_left_extends_the_leases(
-    is_paid: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It had seen another user, who left at the same moment. It leaves without an error if that fails."""
-    use = Use(is_used=True)
+@pytest.fixture
+def extending(monkeypatch: pytest.MonkeyPatch) -> tuple[Use, list[Exception]]:
+    """A process that becomes the last one while it leaves, and the errors with which the extension fails, one by one."""
+    use, trouble = Use(is_used=True), list[Exception]()
 
     def keep_warm(_: object, name: str, seconds: float) -> None:
         use.steps.append(f"keep {name} warm {seconds:.0f}")
-        if not is_paid:
-            raise BudgetExceeded("the account is empty", "team", Decimal(0))
+        if trouble:
+            raise trouble.pop(0)
 
     monkeypatch.setattr(named_sessions, "keep_warm", keep_warm)
+    return use, trouble
+
+
+EXTENDED = "keep nightly warm 600"
+
+
+@pytest.mark.parametrize("failures", [0, 2])
+def test_a_process_that_became_the_last_one_while_it_left_extends_the_leases(
+    failures: int, extending: tuple[Use, list[Exception]], seconds: list[float]
+) -> None:
+    """It had seen another user, who left at the same moment. What does not answer is tried again."""
+    use, trouble = extending
+    trouble += [LedgerError("no answer"), Unreachable("no answer")][:failures]
     leave_named(Left(use), use)  # type: ignore[arg-type]
-    assert use.steps == ["stop", "leave", "keep nightly warm 600", "left"]
+    assert use.steps == ["stop", "leave", *[EXTENDED] * (failures + 1), "left"]
+    assert len(seconds) == failures
+
+
+def test_leases_that_cannot_be_extended_end_the_nodes(
+    extending: tuple[Use, list[Exception]], seconds: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The process has left: it tries for some time, and says until when the pool lives. It ends nothing."""
+    use, trouble = extending
+    trouble += [Unreachable("no answer")] * 1000
+    leave_named(Left(use), use)  # type: ignore[arg-type]
+    assert 15 < sum(seconds) <= named_sessions.EXTEND_SECONDS
+    assert set(use.steps) == {"stop", "leave", EXTENDED, "left"}
+    assert "120 s after it was left at the latest: no answer" in caplog.text
+
+
+def test_a_node_that_has_ended_is_not_tried_again(extending: tuple[Use, list[Exception]], seconds: list[float]) -> None:
+    use, trouble = extending
+    trouble.append(NodeLost("it has ended"))
+    leave_named(Left(use), use)  # type: ignore[arg-type]
+    assert (use.steps, seconds) == (["stop", "leave", EXTENDED, "left"], [])
+
+
+def test_a_warm_pool_that_is_not_paid_for_is_ended(extending: tuple[Use, list[Exception]]) -> None:
+    use, trouble = extending
+    trouble.append(BudgetExceeded("the account is empty", "team", Decimal(0)))
+    leave_named(Left(use), use)  # type: ignore[arg-type]
+    assert use.steps == ["stop", "leave", EXTENDED, "give up", "end sky-1", "left"]
+
+
+def test_a_warm_pool_that_is_not_paid_for_is_not_ended_under_a_process_that_has_come(
+    extending: tuple[Use, list[Exception]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use, trouble = extending
+    trouble.append(BudgetExceeded("the account is empty", "team", Decimal(0)))
+    monkeypatch.setattr(use, "give_up", lambda _: False)
+    leave_named(Left(use), use)  # type: ignore[arg-type]
+    assert use.steps == ["stop", "leave", EXTENDED, "left"]
+
+
+class Replaced(Session):
+    """The session of an opener that is the steward when it looks, and is not when it leaves its machines."""
+
+    def __init__(self, use: Use) -> None:
+        super().__init__(PoolSpec(name="nightly"), [Local()], None, pool_id="sky-1")
+        self._by = use
+
+    @property
+    def is_running(self) -> bool:
+        """Always."""
+        return True
+
+    def detach(self, lease_seconds: float) -> Lease:
+        raise NotSteward("another process keeps the pool now")
+
+    def let_go(self, reason: str, error: Exception | None = None) -> None:
+        self._by.steps.append("let go")
+
+
+@pytest.mark.parametrize("is_last", [True, False])
+def test_an_opener_that_is_replaced_while_it_leaves_leaves_as_a_client(
+    is_last: bool, extending: tuple[Use, list[Exception]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No error reaches the program, and the machines are not ended."""
+    use, _ = extending
+    if not is_last:
+        monkeypatch.setattr(use, "leave", lambda **_: use.steps.append("leave") or NameState.IN_USE)
+    leave_named(Replaced(use), use)  # type: ignore[arg-type]
+    assert use.steps == ["let go", "leave", *[EXTENDED] * is_last, "left"]
 
 
 def test_a_process_that_has_given_the_pool_up_still_ends_its_attachment(monkeypatch: pytest.MonkeyPatch) -> None:
