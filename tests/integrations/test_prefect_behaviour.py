@@ -213,6 +213,8 @@ def test_a_quoted_input_is_passed_as_it_is(in_flow: InFlow) -> None:
 
 
 def test_wait_for_orders_tasks_without_data(in_flow: InFlow, tmp_path: Path) -> None:
+    """Sleeps: without the order the second task would be first."""
+
     @task(cache_policy=NO_CACHE)
     def write(path: Path) -> None:
         time.sleep(0.2)
