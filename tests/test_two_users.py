@@ -198,7 +198,7 @@ def test_folders_of_another_user_are_not_used(users: Users, squatted: str) -> No
     out, errors = users.run(BOB, BOB_LAUNCHES, 1, **home_of_root)
     assert out == ""
     last = errors.strip().splitlines()[-1]
-    assert last.startswith("skyward_core.errors.BadRequest: nodes of this machine need a folder of their own")
+    assert last.startswith("skyward_core.errors.BadRequest: nodes of this machine need a separate folder")
     assert "XDG_STATE_HOME: [Errno 13] Permission denied" in last
     assert f"TMPDIR: {users.tmp}/skyward-{BOB}" in last
     assert [path.name for path in users.home(BOB).iterdir()] == (["file"] if "hard" in squatted else [])

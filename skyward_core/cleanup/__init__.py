@@ -1,1 +1,1 @@
-"""Ending what is left: the sweep with its policy, and the reaper, a process that ends a pool when its owner is gone."""
+"""Ends machines that are left: the sweep with its policy, and the reaper, which ends a pool when its owner is gone."""

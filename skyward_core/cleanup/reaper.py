@@ -98,7 +98,7 @@ class Reaper:
 
     def __init__(self, process: _Child | None, pipe: int | None) -> None:
         self._process = process
-        # closefd=False: the garbage collector must not close it, because the reaper would take us for dead
+        # closefd=False: the garbage collector must not close it; the reaper would end the pool
         self._pipe = _closed() if pipe is None else os.fdopen(pipe, "wb", buffering=0, closefd=False)
         self._owner = os.getpid()
         self._hanging_up = threading.RLock()

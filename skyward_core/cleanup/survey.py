@@ -116,7 +116,7 @@ def _unreadable(listings: Mapping[str, ProviderListing], pool_ids: set[str]) -> 
         for pool_id in sorted(pool_ids):
             if ids := tuple(machine.id for machine in listing.machines if machine.pool_id == pool_id):
                 reason = (
-                    f"its entry in the ledger cannot be read: mend it, or end the pool with `skyward stop {pool_id}"
+                    f"its entry in the ledger cannot be read: repair it, or end the pool with `skyward stop {pool_id}"
                     f" --provider {listing.provider.name}`"
                 )
                 yield Finding(Action.LEAVE, pool_id, listing.provider.name, ids, reason)

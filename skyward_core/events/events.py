@@ -329,7 +329,7 @@ class CostUpdate:
 
 @dataclass(frozen=True, slots=True)
 class CostFinal:
-    """The whole bill, exactly once per pool, whatever way it ends.
+    """The whole bill, in USD, exactly once per pool, in any way that it ends.
 
     `buckets`: what it went to, in USD, by the names of `rows.Bucket`, together all of it.
     """

@@ -1,4 +1,4 @@
-"""A pool's events on their way to callbacks and displays, which are called in a thread of their own, "skyward-events".
+"""A pool's events on their way to callbacks and displays, which are called in a separate thread, "skyward-events".
 
     put (any thread, never waits) -> waiting -> the thread calls `deliver` -> delivered
 

@@ -157,7 +157,7 @@ skyward_partition() { # number of GPUs, profiles of each
 """  # noqa: E501
 
 # A command under sudo survives the SIGKILL that ends the node. The program waits for it, because it would change a GPU
-# that has been restored. The driver may still hold a process that was just killed, hence the tries. grep -q finds a
+# that has been restored. The driver may still hold a process that was just killed, so this tries again. grep -q finds a
 # process even if another one ends during the search; with -l that was an error, and the program did not wait.
 UNPARTITION = r"""smi() {
   if [ "$(id -u)" -eq 0 ]; then nvidia-smi "$@"; else sudo -n nvidia-smi "$@"; fi 2>&1

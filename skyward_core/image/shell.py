@@ -236,7 +236,7 @@ skyward_missing() { # the message, with a remedy
     ),
 )
 
-# A service that an apt package starts must not inherit the lock, hence 9>&-.
+# A service that an apt package starts must not inherit the lock, so 9>&- closes it.
 _APT = r"""skyward_has_apt() { # name, name=version, name:architecture, name/release
   local version='' found
   case $1 in *=*) version=${1#*=} ;; esac

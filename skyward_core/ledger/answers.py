@@ -1,4 +1,4 @@
-"""Connections to PostgreSQL on which no statement waits for ever for a server that does not answer.
+"""Connections to PostgreSQL on which each statement waits for a limited time if the server does not answer.
 
 A server that is stopped, or behind a network that drops all packets, closes no connection. The driver would wait until
 the operating system gives up, which may be never. `sql_engine` imports this module for PostgreSQL only.

@@ -92,7 +92,7 @@ class Commitment:
     """The lifetime for which the machines of one launch are paid; None for no limit.
 
     `lifetime_seconds` is for a machine's own clock, unless it receives another end later. `hard_end` and `latest_end`
-    are on the meter's clock: when it must be gone now, and the latest that it may ever receive.
+    are on the meter's clock: when it must be gone now, and the latest that it may receive.
     """
 
     lifetime_seconds: float | None = None
@@ -145,7 +145,7 @@ class SpendingLimit:
         self._until: float | None = None
         """The hard end that all machines receive from now on."""
         self._horizon: float | None = None
-        """The first hard end of the present machines. It is in their tags, so no machine may ever live longer."""
+        """The first hard end of the present machines. It is in their tags, so no machine may live longer."""
         self._ending_seconds = 0.0
         """How long a machine is billed after it begins to end."""
         self._own_ends: dict[str, float] = {}

@@ -224,7 +224,7 @@ class Meter:
             )
 
     def final(self) -> CostFinal | None:
-        """Return the whole bill at the first call, then None. The rate and the numbers are of all machines ever."""
+        """Return the whole bill at the first call, then None. Rate and numbers cover all past machines too."""
         with self._lock:
             if self._is_final:
                 return None

@@ -35,7 +35,7 @@ class StewardLimit(SpendingLimit):
     """The spending limit of one steward.
 
     It says nothing to nodes and reserves nothing while `keeps` is false: a steward that was stopped for some time would
-    send the end of its own money, and the nodes would end.
+    send the end of its money, and the nodes would end.
     """
 
     def __init__(self, keeps: Callable[[], bool], *arguments: Any, **more: Any) -> None:
@@ -47,7 +47,7 @@ class StewardLimit(SpendingLimit):
 
     @override
     def paid_seconds(self) -> float | None:
-        """Return for how many seconds the machines are paid; None for no end, or if another process tells them."""
+        """Return for how many seconds the machines are paid; None for no end, or if another process keeps the pool."""
         return super().paid_seconds() if self._keeps() else None
 
     @override

@@ -30,7 +30,7 @@ STUCK_SECONDS = 1.0
 PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.001, 0.1
 """A writer looks after so many seconds for each writer before it."""
 END = 1 << 40
-"""More than the places that are ever taken at once."""
+"""More than the places that are taken at once."""
 _FLOCK = "hhqqi"  # struct flock of fcntl(2): type, whence, start, length, pid
 
 

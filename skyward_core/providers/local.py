@@ -215,7 +215,7 @@ class Local(Provider):
             group.remove()
         for instance_id in wanted:
             for directory in directories[instance_id]:
-                if is_private(directory.parent):  # in another user's folder it is not ours, whatever its name
+                if is_private(directory.parent):  # in another user's folder it is not ours
                     shutil.rmtree(directory, ignore_errors=True)
             shutil.rmtree(memory_directory(instance_id), ignore_errors=True)
         return {instance_id: proof for instance_id, proof in proofs.items() if proof}
@@ -335,7 +335,7 @@ def _make_folders(instance_id: str) -> Path:
     try:
         directory = first_private(NODES, state_places(), is_locked=True) / instance_id
     except NotPrivate as error:
-        raise BadRequest(f"nodes of this machine need a folder of their own: {error}") from error
+        raise BadRequest(f"nodes of this machine need a separate folder: {error}") from error
     directory.mkdir(mode=0o700)
     with contextlib.suppress(OSError):  # large values go into the other folder
         os.mkdir(memory_directory(instance_id), 0o700)

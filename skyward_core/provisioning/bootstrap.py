@@ -274,7 +274,7 @@ class Preparation:
                 if int(generation) == self._generation:
                     self.head = address.strip()
             elif kind == "notice":
-                with contextlib.suppress(ValueError):  # a line cut short by a full disk
+                with contextlib.suppress(ValueError):  # a full disk has cut the line
                     self.notices = (*self.notices, Notice.from_text(rest))
             elif kind == "preload":
                 with contextlib.suppress(ValueError, KeyError):

@@ -21,7 +21,7 @@ PIECE_BYTES = 256 * 1024
 WRITE_AHEAD_BYTES = 1 << 20
 READ_AHEAD_BYTES = 1 << 20
 TAIL_CHARACTERS = 64 * 1024
-LARGE_BYTES = 4 << 20  # larger values get pages of their own, which are freed with the last view of them
+LARGE_BYTES = 4 << 20  # larger values get separate pages, which are freed with the last view of them
 
 
 class ChannelSession(asyncssh.SSHClientSession[bytes]):

@@ -188,7 +188,7 @@ class Shell:
         self._inbox: ChannelBuffer | None = None
 
     def run(self, command: str, *, timeout_seconds: float | None = None) -> Completed:
-        """Run a command of POSIX sh in the user's home and return how it ended, whatever its exit code.
+        """Run a command of POSIX sh in the user's home and return how it ended, with any exit code.
 
         Each command runs in a subshell and reads the end of file. A process that it leaves running writes into the
         output of the next command. Raises CommandTimedOut after `timeout_seconds`, waiting for its turn included,

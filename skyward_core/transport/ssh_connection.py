@@ -130,7 +130,7 @@ class SSHConnection:
         on_line: Callable[[str], None] | None = None,
         timeout_seconds: float | None = None,
     ) -> Completed:
-        """Run a command in the user's login shell and return how it ended, whatever its exit code.
+        """Run a command in the user's login shell and return how it ended, with any exit code.
 
         `stdin` is bytes, text, or a file to read them from; without it the command reads the end of file. `on_line` is
         called in this thread with each line, without its end, as soon as it is there; a command waits when it writes

@@ -441,7 +441,7 @@ class SSHTransport:
                     self._emit(ContactRegained(self.instance.id, self.instance.rank, time.monotonic() - silent_since))
                     silent_since = None
                 pause, is_logged, reconnect_seconds = interval, False, self._reconnect_seconds
-            except Exception as error:  # whatever it is: the node would end without lease renewals
+            except Exception as error:  # an error of any kind: the node would end without lease renewals
                 if not is_logged and not isinstance(error, SkywardError):
                     is_logged = True
                     _log.exception("the lease of node %d could not be renewed; it is tried again", self.instance.rank)

@@ -116,7 +116,7 @@ class CallMemory(SchedulerPlugin):
         self._abandoned: dict[str, int] = {}
         """By topic: how often it was dropped with the tasks of its owner.
 
-        Kept for ever: the answer with this number may be lost.
+        Never removed: the answer with this number may be lost.
         """
         self._resumes: dict[str, int] = {}
         """By topic: the number of the last `resume` that was answered."""

@@ -55,7 +55,7 @@ class NodeHolding(SchedulerPlugin):
         return sum(map(self._left_at, workers))
 
     def _let_in(self, worker: Any) -> None:
-        """Let a held worker run the tasks that no other worker may run; otherwise they would wait for ever."""
+        """Let a held worker run the tasks that no other worker may run; otherwise they would never run."""
         if any(worker.address in (task.worker_restrictions or ()) for task in self._scheduler.unrunnable):
             for status in (Status.running, Status.paused):
                 self._scheduler.handle_worker_status_change(status, worker, "skyward-let-in")

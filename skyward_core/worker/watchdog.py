@@ -185,7 +185,7 @@ def write_lease(directory: Path, until: float, *, may_shorten: bool = False) -> 
     """Let a node's lease run until this uptime of its machine, in seconds, unless it runs longer already. Several
     clients may do so at once.
 
-    `may_shorten` corrects an error: the lease runs until then even if it ran longer.
+    `may_shorten` corrects an error: the lease ends at that time even if it ran longer.
     Raises ValueError for what is not a point in time, OSError if the node's directory is gone.
     """
     _refuse_what_is_no_time(until)

@@ -81,7 +81,7 @@ def kept(account: AwsAccount, region: str, want: KeptImageQuery, *states: str) -
 
 
 def lengthen(account: AwsAccount, region: str, image: Mapping[str, Any], until: datetime) -> None:
-    """Keep a used image until then at least. A failure is logged; it only shortens the image's life."""
+    """Keep a used image at least until that time. A failure is logged; it only shortens the image's life."""
     expires_at = number(_tags(image).get(EXPIRES_TAG))
     if expires_at is not None and expires_at + RENEWED_AFTER_SECONDS > until.timestamp():
         return

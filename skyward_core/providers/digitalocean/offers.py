@@ -34,7 +34,7 @@ All of them accept root.
 def to_offers(sizes: Iterable[Row]) -> list[Offer]:
     """Return an offer for each size and each region in which it can be ordered.
 
-    A spot offer has the instance type of its on-demand twin.
+    A spot offer has the instance type of its on-demand offer.
     """
     sizes = list(sizes)
     prices = {size["slug"]: size["price_hourly"] for size in sizes}

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 GB_OF_A_MB = 1e-3
 SEARCH = "/api/v0/bundles/"
 SEARCH_ROWS = 64
-"""The most rows of one search, whatever the limit. The next page begins at the price of the last row."""
+"""The most rows of one search, also with a higher limit. The next page begins at the price of the last row."""
 SEARCH_PAGES = 4
 """Rows have a daily quota, and a search for one accelerator needs fewer pages."""
 
