@@ -197,7 +197,7 @@ class LiveRunner:
             if self._calls is not None:
                 self._calls.stop()
         else:
-            self._end_engines()  # each of them has waited for its pool
+            self._end_engines(cancels=False)  # each of them has waited for its pool
         with self._releasing, ExitStack() as undo:
             if stops:  # last: a task may sleep before its next attempt, and the machines need not wait for it
                 undo.callback(self._end_engines)
@@ -223,9 +223,10 @@ class LiveRunner:
             return False
         return self._is_the_flows_runner or not state.is_running()
 
-    def _end_engines(self) -> None:
+    def _end_engines(self, *, cancels: bool = True) -> None:
+        """End the threads. `cancels`: task runs that wait for one do not begin."""
         try:
-            self._engines.shutdown(cancel_futures=True)
+            self._engines.shutdown(cancel_futures=cancels)
         except BaseException:
             if self._calls is not None:
                 self._calls.stop()

@@ -161,10 +161,15 @@ def called(calls: RunCalls, call: Callable[[], Any]) -> Any:
 
 
 def state_of(calls: RunCalls, error: BaseException) -> State[Any]:
-    """Return Cancelled if the flow run has ended the call; else raise the error, in words if nodes asked the API."""
+    """Return Cancelled if the flow run has ended the call; else raise the error, in words if nodes asked the API.
+
+    An interrupt of the function is raised as one: the task run has crashed.
+    """
     if isinstance(error, (CancelledError, asyncio.CancelledError, sky.PoolClosed)) and calls.is_stopping:
         return cancelled()
     calls.pools.facts.money.after(error, calls.base.max_cost)
+    if isinstance(error, sky.RemoteError) and error.type_name == KeyboardInterrupt.__name__:
+        raise KeyboardInterrupt(str(error)) from error  # the core does not raise it here; Prefect's engine reports it
     if isinstance(error, Exception):
         raise_if_prefect_s_api_was_used(error)
     raise error

@@ -138,8 +138,9 @@ class Bills:
                 wanted = sums.where(*conditions).group_by(key)
             return [_cost_row(by, *row) for row in connection.execute(wanted.order_by(key))]
 
-    def set_shares(self, pool_id: str, shares: Mapping[Work, Decimal]) -> None:
-        """Record the parts of a pool's cost by work, in USD. They replace earlier shares.
+    def set_shares(self, pool_id: str, shares: Mapping[Work, Decimal], *, keeps_others: bool) -> None:
+        """Record the parts of a pool's cost by work, in USD. They replace earlier shares, or only those of the same
+        work.
 
         Allowed after the end of the pool.
         """
@@ -151,7 +152,12 @@ class Bills:
         ]
         with self._database.write() as connection:
             known_pool(connection, pool_id, is_alone=True)
-            connection.execute(delete(SHARES).where(SHARES.c.pool_id == pool_id))
+            earlier = delete(SHARES).where(SHARES.c.pool_id == pool_id)
+            for work in shares if keeps_others else ():
+                same = [SHARES.c[name] == value for name, value in work_values(work).items()]
+                connection.execute(earlier.where(*same))
+            if not keeps_others:
+                connection.execute(earlier)
             if rows:
                 connection.execute(insert(SHARES), rows)
 

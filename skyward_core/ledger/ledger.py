@@ -393,13 +393,14 @@ class Ledger:
         """
         return self._bills.cost_rows(by, pool_id=pool_id, since=since, until=until, work=work, unreadable=unreadable)
 
-    def set_shares(self, pool_id: str, shares: Mapping[Work, Decimal]) -> None:
-        """Record the parts of a pool's cost by work, in USD. They replace earlier shares.
+    def set_shares(self, pool_id: str, shares: Mapping[Work, Decimal], *, keeps_others: bool = False) -> None:
+        """Record the parts of a pool's cost by work, in USD. They replace earlier shares; only those of the same work
+        if it keeps others.
 
         Allowed after the end of the pool.
         Raises BadRequest for a negative share, LedgerConflict if the pool is unknown.
         """
-        self._bills.set_shares(pool_id, shares)
+        self._bills.set_shares(pool_id, shares, keeps_others=keeps_others)
 
     def shares(self, pool_id: str) -> dict[Work, Decimal]:
         """Return the parts of a pool's cost by work, in USD."""
