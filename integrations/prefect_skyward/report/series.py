@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-MOST_POINTS = 48
+MOST_POINTS = 32
+"""As many bars as fit beside four numbers in a table of Prefect's UI, 1,300 pixels wide."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
