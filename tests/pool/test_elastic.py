@@ -79,7 +79,8 @@ def _loaded(folder: str, content: bytes) -> int:
     import time
 
     open(os.path.join(folder, "loading"), "w").close()
-    while not os.path.exists(os.path.join(folder, "load")):
+    until = time.monotonic() + WAIT_SECONDS
+    while not os.path.exists(os.path.join(folder, "load")) and time.monotonic() < until:
         time.sleep(0.02)
     return len(content)
 
@@ -356,8 +357,8 @@ def test_a_process_that_joined_follows_the_nodes_and_its_queue_makes_the_pool_gr
         drained.clear()
         keeper.scale(1)
         wait_until(lambda: len(drained) >= 5, "the node was to leave", WAIT_SECONDS)
-        assert 0 not in drained
         (tmp_path / "load").touch()
+        assert 0 not in drained
         assert [call.result() for call in results] == [1 << 20] * 2
         wait_until(lambda: keeper.instance_count == 1, "it leaves then", WAIT_SECONDS)
         keeper.close()
