@@ -147,7 +147,10 @@ if TYPE_CHECKING:
     from skyward_core.session.detached_call import DetachedCall as DetachedCall
     from skyward_core.spec import PoolSpec as PoolSpec
     from skyward_core.spec import Wishes as Wishes
+    from skyward_core.work import RunContext as RunContext
     from skyward_core.work import Work as Work
+    from skyward_core.work import run_context as run_context
+    from skyward_core.work import running_for as running_for
     from skyward_core.worker.call_metrics import report as report
     from skyward_core.worker.info import InstanceInfo as InstanceInfo
     from skyward_core.worker.info import current_accelerator as current_accelerator
@@ -205,7 +208,7 @@ _HOMES = {
     "secret": "Secret",
     "spec": "PoolSpec Wishes",
     "machines.spot": "Spot SpotLike",
-    "work": "Work",
+    "work": "RunContext Work run_context running_for",
     "worker.call_metrics": "report",
     "worker.info": "InstanceInfo current_accelerator instance_info",
     "worker.preemption_notice": "preemption_notice",

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import json
+import math
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from types import MappingProxyType
+from typing import Any, Self, cast
 
 WORK_CHARACTERS = 500
 """Longest text of a field: an index of PostgreSQL takes rows of about 2,700 bytes, and a character may have four."""
@@ -81,3 +88,87 @@ def _plain(value: object) -> str:
 
 NO_WORK = Work()
 """The work of a pool whose opener has named none."""
+
+
+PARAMETER_BYTES = 8 * 1024
+"""Longest JSON of the parameters that travel with each call."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunContext:
+    """The run of an orchestrator for which a call is made. Plain values, "" or 0 where the system has none."""
+
+    system: str = ""
+    """"prefect", "airflow", "dagster", or a name of your own."""
+    workflow: str = ""
+    """The name of the flow, the DAG or the job."""
+    run_id: str = ""
+    run_name: str = ""
+    task: str = ""
+    """The name of the task or the step."""
+    task_run_id: str = ""
+    task_run_name: str = ""
+    tags: tuple[str, ...] = ()
+    """In alphabetical order."""
+    parameters: Mapping[str, Any] = dataclasses.field(default_factory=lambda: MappingProxyType({}))
+    """The parameters of the run that are plain JSON, in order, until their JSON has `PARAMETER_BYTES`."""
+    deployment: str = ""
+    """The id of the deployment."""
+    run_count: int = 0
+    """The number of the attempt of the task run, from 1."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tags", tuple(sorted(self.tags)))
+        object.__setattr__(self, "parameters", MappingProxyType(_plain_parameters(self.parameters)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = [getattr(self, one.name) for one in fields(self)]
+        return RunContext, tuple(dict(value) if isinstance(value, MappingProxyType) else value for value in values)
+
+
+_present_run: ContextVar[RunContext | None] = ContextVar("skyward_run", default=None)
+
+
+def run_context() -> RunContext | None:
+    """Return the run of an orchestrator for which this call is made, on a node; None outside of one.
+
+    >>> run_context()
+    """
+    return _present_run.get()
+
+
+@contextmanager
+def running_for(context: RunContext | None) -> Generator[None]:
+    """Let `run_context` return this in the block. Calls that are submitted in it carry it to their nodes."""
+    token = _present_run.set(context)
+    try:
+        yield
+    finally:
+        _present_run.reset(token)
+
+
+def _plain_parameters(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy those that are plain JSON: text, numbers, true, false, None, and lists and objects of them."""
+    kept: dict[str, Any] = {}
+    left = PARAMETER_BYTES
+    for name, value in parameters.items():
+        if not _is_json(value, 8):
+            continue
+        text = json.dumps({name: value})
+        if len(text) <= left:
+            left -= len(text)
+            kept[name] = json.loads(text)[name]
+    return kept
+
+
+def _is_json(value: Any, depth: int) -> bool:
+    if value is None or type(value) in (bool, int, str):
+        return type(value) is not int or abs(value) < 10**100
+    if type(value) is float:
+        return math.isfinite(value)
+    if depth == 0 or type(value) not in (list, dict):
+        return False
+    if type(value) is list:
+        return all(_is_json(item, depth - 1) for item in cast("list[Any]", value))
+    items = cast("dict[Any, Any]", value)
+    return all(type(key) is str and _is_json(item, depth - 1) for key, item in items.items())

@@ -5,6 +5,7 @@ only when a pool is made, and Prefect only when a name is first used.
 """
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -46,9 +47,23 @@ __all__ = [
 ]
 
 
+OLDEST_PREFECT = (3, 6)
+
+
+def refuse_old_prefect(found: str) -> None:
+    """Raise ImportError for a version of Prefect that is too old, with the version needed."""
+    parts = tuple(int(part) if part.isdecimal() else 0 for part in found.split(".")[:2])
+    if parts < OLDEST_PREFECT:
+        needed = ".".join(map(str, OLDEST_PREFECT))
+        raise ImportError(
+            f"prefect_skyward needs Prefect {needed} or newer, and this is {found}: pip install 'prefect>={needed},<4'"
+        )
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    refuse_old_prefect(version("prefect"))
     value = globals()[name] = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     return value
 

@@ -98,9 +98,10 @@ class RunCalls:
         """Submit the call for the task run of this thread."""
         pool = life.opened.result()
         pending = sky.PendingCompute(step.fn, args, kwargs)
-        if step.broadcast:
-            return self._broadcast(life, pool, pending)
-        return self._note(life, self.pools.facts.logs.follow(lambda: pool.submit(pending)))
+        with sky.running_for(context_of_run()):
+            if step.broadcast:
+                return self._broadcast(life, pool, pending)
+            return self._note(life, self.pools.facts.logs.follow(lambda: pool.submit(pending)))
 
     @contextmanager
     def stream(self, life: PoolLife, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator[Any]:
@@ -111,7 +112,8 @@ class RunCalls:
         if step.broadcast:
             raise sky.BadRequest("broadcast=True: the items of a generator on each worker: submit it, for their lists")
         pool = life.opened.result()
-        items = pool.stream(sky.PendingCompute(step.fn, args, kwargs))
+        with sky.running_for(context_of_run()):
+            items = pool.stream(sky.PendingCompute(step.fn, args, kwargs))
         with items:
             self._note(life, self.pools.facts.logs.follow(lambda: items.future))
             yield items
@@ -147,6 +149,27 @@ class RunCalls:
             return ranks
 
         return BroadcastFuture(lambda stoppable: pool.broadcast(pending, submit=lambda call: stoppable(submit(call))))
+
+
+def context_of_run() -> sky.RunContext:
+    """Return what travels with a call of this thread's task run."""
+    flow, task = FlowRunContext.get(), TaskRunContext.get()
+    run = flow.flow_run if flow is not None else None
+    task_run = task.task_run if task is not None else None
+    tags = {*(run.tags if run is not None else ()), *(task_run.tags if task_run is not None else ())}
+    return sky.RunContext(
+        system="prefect",
+        workflow=flow.flow.name if flow is not None and flow.flow is not None else "",
+        run_id=str(run.id) if run is not None else "",
+        run_name=run.name if run is not None else "",
+        task=task.task.name if task is not None else "",
+        task_run_id=str(task_run.id) if task_run is not None else "",
+        task_run_name=task_run.name if task_run is not None else "",
+        tags=tuple(tags),
+        parameters=run.parameters if run is not None else {},
+        deployment=str(run.deployment_id or "") if run is not None else "",
+        run_count=task_run.run_count if task_run is not None else 0,
+    )
 
 
 def work_of_flow(context: FlowRunContext | None) -> sky.Work:

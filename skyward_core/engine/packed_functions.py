@@ -12,6 +12,7 @@ from typing import Any
 from skyward_core.compute import PendingCompute
 from skyward_core.engine.outbox import Entry
 from skyward_core.serialization import pickling, sources
+from skyward_core.work import run_context
 from skyward_core.worker import shared_values
 from skyward_core.worker.shared_values import SharedValue
 from skyward_core.worker.wire import INLINE_BYTES, Call, Parcel
@@ -65,7 +66,10 @@ class ArgumentPacker:
     def arguments(self, pending: PendingCompute[Any]) -> Parcel:
         """Pickle the arguments of a call. Raises NotPicklable."""
         value = (pending.args, dict(pending.kwargs))
-        pickled = sources.pack(value, label=("args", "kwargs"), replace=self.replace_object)
+        labels: tuple[str, ...] = ("args", "kwargs")
+        if (context := run_context()) is not None:
+            value, labels = (*value, context), (*labels, "run context")
+        pickled = sources.pack(value, label=labels, replace=self.replace_object)
         parcel = Parcel(pickled.data, pickled.buffers)
         if parcel.nbytes <= INLINE_BYTES:
             return parcel

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 from skyward_core.coordination import channel
 from skyward_core.errors import NodeLost, NotPicklable
 from skyward_core.serialization import exceptions, pickling, sources
+from skyward_core.work import running_for
 from skyward_core.worker import call_metrics, item_sender, shared_values
 from skyward_core.worker.call_groups import MemoryAllowance
 from skyward_core.worker.environment_variable import RewrittenVariable
@@ -198,12 +199,13 @@ def _invoke(packet: Packet, functions: dict[str, sources.Loaded], sender: ItemSe
     sources.install(function.sources)  # another call may have brought other texts since
     with _lost_with_its_machine("arguments"):
         memory, data, buffers = packet.call.arguments.open()
-    args, kwargs = sources.unpack(data, buffers).value
-    value = function.value(*args, **kwargs)
-    if packet.call.ahead:
-        sender.send_all(packet.call, asyncio.run(value) if inspect.iscoroutine(value) else value)
-        return None, None
-    value = completed(value)
+    args, kwargs, *run = sources.unpack(data, buffers).value
+    with running_for(run[0] if run else None):
+        value = function.value(*args, **kwargs)
+        if packet.call.ahead:
+            sender.send_all(packet.call, asyncio.run(value) if inspect.iscoroutine(value) else value)
+            return None, None
+        value = completed(value)
     _refuse_pending(value)
     return value, memory
 

@@ -21,7 +21,7 @@ from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 
 import skyward_core as sky
-from prefect_skyward import on_skyward, skyward_options
+from prefect_skyward import on_skyward, refuse_old_prefect, skyward_options
 from skyward_core.distributed.group import Group, decorator
 from skyward_core.distributed.group import places as places_of_call
 from skyward_core.ledger.ledger import Ledger, default_url
@@ -175,6 +175,52 @@ def test_a_broadcast_gives_a_tuple_with_a_result_of_each_node(events: list[Any])
     assert [event.nodes for event in events if isinstance(event, sky.PoolReady)].count(2) == 1
     wait_for(lambda: {"[node 0] here", "[node 1] here"} <= {text for _, text in messages(run)})
     assert not any("cannot interrupt blocking operations" in text for _, text in messages(run))
+
+
+# ── the run on the node ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@task(cache_policy=NO_CACHE, tags=["gpu"], retries=1)
+def context() -> sky.RunContext | None:
+    found = sky.run_context()
+    if found is not None and found.run_count == 1:
+        raise ValueError("the first attempt")
+    return found
+
+
+@task
+@on_skyward()
+def contexts() -> Any:
+    yield sky.run_context()
+
+
+def test_a_call_knows_its_run(events: list[Any]) -> None:
+    """On the node: ids and names of flow run and task run, tags, attempt, and the parameters as Prefect has them, unless they are long."""
+
+    @flow(name="knowing", task_runner=runner(events))
+    def knowing(rate: float, path: Path, long: str) -> tuple[Any, ...]:
+        from prefect.runtime import flow_run
+
+        assert sky.run_context() is None
+        future = context.submit()
+        return flow_run.id, flow_run.name, future.task_run_id, future.result(), next(contexts())
+
+    run_id, run_name, task_run_id, found, streamed = knowing(0.5, Path("here"), "x" * 10_000)
+    assert (found.system, found.workflow, found.run_id, found.run_name) == ("prefect", "knowing", run_id, run_name)
+    assert (found.task, found.task_run_id, found.run_count) == ("context", str(task_run_id), 2)
+    assert found.task_run_name.startswith("context-")
+    assert (found.tags, dict(found.parameters), found.deployment) == (("gpu",), {"rate": 0.5, "path": "here"}, "")
+    assert (streamed.run_id, streamed.task) == (run_id, "contexts")
+    assert sky.run_context() is None
+
+
+@pytest.mark.parametrize(("found", "is_refused"), [("3.5.9", True), ("2.20", True), ("3.6.0", False), ("4.0", False)])
+def test_an_old_prefect_is_refused(found: str, is_refused: bool) -> None:
+    if is_refused:
+        with pytest.raises(ImportError, match=r"needs Prefect 3\.6 or newer"):
+            refuse_old_prefect(found)
+    else:
+        assert refuse_old_prefect(found) is None
 
 
 # ── the end of a flow ────────────────────────────────────────────────────────────────────────────────────────────────
