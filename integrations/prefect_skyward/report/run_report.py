@@ -184,8 +184,11 @@ class RunReport:
             return
         if self._state.is_final and self._state.earlier:
             self._try(self._ask_earlier_costs_again)
-        for write in (self._write_progress, self._write_cost, self._write_nodes, self._write_tasks, self._write_runs):
-            self._try(write)
+        self._try(self._write_progress)
+        # Prefect's graph shows artifacts of one moment as a number: the circle of the opening is to stand alone
+        if self._state.is_final or any(pool.ready_seconds is not None or pool.trouble for pool in self._state.pools):
+            for write in (self._write_cost, self._write_nodes, self._write_tasks, self._write_runs):
+                self._try(write)
         self._try(self._write_labels)
 
     def _ask_earlier_costs_again(self) -> None:
@@ -197,7 +200,10 @@ class RunReport:
     def _write_progress(self) -> None:
         for pool in self._state.pools:
             key = "-".join(filter(None, (MACHINES_KEY, _slug(pool.name))))
-            self._api.write(key, "progress", round(pool.progress, 1), pages.progress_words(pool))
+            words = pages.progress_words(pool)
+            if pool.ready_seconds is None and pool.total_usd:
+                words += f" · {pages.usd(pool.total_usd)} so far"
+            self._api.write(key, "progress", round(pool.progress, 1), words)
 
     def _write_cost(self) -> None:
         page = pages.cost_page(self._state, time.monotonic())
