@@ -356,4 +356,4 @@ if __name__ == "__main__":
     try:
         status = main()
     finally:
-        os._exit(status)  # abandoned tries may hang for ever
+        os._exit(status)  # abandoned tries may hang without end

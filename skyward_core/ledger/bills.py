@@ -354,7 +354,7 @@ def _work_rows(connection: Connection, by: CostBy, conditions: Sequence[ColumnEl
             parts = [amount * part // whole if whole else 0 for amount in (milliseconds, cost, on_demand)]
             left = [rest - amount for rest, amount in zip(left, parts, strict=True)]
             _add(totals[_WORK_KEYS[by](work)], 0, *parts)
-        # the row of the pool may be damaged: its cost counts all the same
+        # the row of the pool may be damaged: its cost still counts
         _add(totals[_WORK_KEYS[by](works.get(pool_id, Work()))], resources, *left)
     return [_cost_row(by, key, *sums) for key, sums in sorted(totals.items())]
 

@@ -223,7 +223,7 @@ class Names:
             self._end_client(connection, client_id, slot_seconds)
 
     def let_go(self, name: str, client_id: str, slot_seconds: float = 0.0) -> None:
-        """Record that a client uses the pool no more, though it could not leave it. Idempotent.
+        """Record that a client does not use the pool any more, though it could not leave it. Idempotent.
 
         If it was the steward, the pool has none from now on: the next process that comes does not wait for its end.
         """

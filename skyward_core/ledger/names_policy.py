@@ -166,7 +166,7 @@ def decide_claim(facts: NameFacts | None, terms: Mapping[str, Any]) -> Claim:
 
 
 def why_dead(facts: NameFacts) -> str:
-    """Return why the pool of a name can be used no more, and no process ends it; "" if that is not so."""
+    """Return why the pool of a name cannot be used any more, while no process ends it; "" if it can."""
     row, pool = facts.row, facts.pool
     living = {client.id for client in facts.living()}
     if row.state in {NameState.OPENING, NameState.CLOSING}:

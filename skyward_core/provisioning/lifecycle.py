@@ -167,7 +167,7 @@ class PoolMachines:
         self._rental.end_now()
 
     def stop(self) -> None:
-        """Launch no more, and wake every thread that waits for a machine here."""
+        """Stop launching, and wake every thread that waits for a machine here."""
         self._rental.stop()
 
     def release(self) -> None:

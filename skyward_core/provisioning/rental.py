@@ -291,7 +291,7 @@ class Rental:
         self._is_closing = True
 
     def stop(self) -> None:
-        """Launch no more, and wake every thread that waits for a machine here."""
+        """Stop launching, and wake every thread that waits for a machine here."""
         self._closing.set()
         if self._owns_transports:
             self.transports.close()

@@ -96,7 +96,7 @@ class Replacement:
             self._selection.try_no_other(rank)
             # taken out of the dictionary by one thread only: by this one, or by the one that has made it a node
             if self._adding.get(rank) is not None and (node := self._adding.pop(rank, None)) is not None:
-                self._rental.transports.forget(node.instance)  # whatever waits for its answer ends
+                self._rental.transports.forget(node.instance)  # what waits for its answer ends
 
     def remove(self, rank: int, instance_id: str) -> None:
         """End the machine of a rank, if it still is this one, and put none in its place. Does not wait for its end."""

@@ -246,7 +246,7 @@ class Selection:
         raise refusals[0] if refusals else PoolClosed("the pool is left as it is")
 
     def try_no_other(self, rank: int) -> None:
-        """Request no more of the offers that were chosen for a rank; a request that was made goes on."""
+        """Stop requesting the offers that were chosen for a rank; a request that was made goes on."""
         with self._choice_lock:
             self._choices.get(rank, []).clear()
 

@@ -67,7 +67,7 @@ old=0
 """
 """Renews the lease for $2 seconds from now, by the node's clock. Never shortens it.
 
-Clients take turns, as in `watchdog.write_lease`. A client that gets no turn writes all the same: the node must live.
+Clients take turns, as in `watchdog.write_lease`. A client that gets no turn writes without it: the node must live.
 With $3 it reports that the pool has calls to run. $4 is the number of seconds from now for which the node is paid;
 it may be less than before.
 """
@@ -499,7 +499,7 @@ class SSHTransport:
     def _command(
         self, text: str, words: list[str], *, stdin: str | None = None, timeout_seconds: float | None = None
     ) -> str:
-        """Run a sh script with these arguments, whatever the user's login shell is; return its output.
+        """Run a sh script with these arguments, under any login shell of the user; return its output.
 
         Raises CommandFailed.
         """

@@ -1,6 +1,6 @@
 """Held nodes, in the scheduler: they get no more calls; calls that run or wait there continue. `free` undoes it.
 
-A call that may run on a held node alone is let in all the same: it was on its way there when the node was held.
+A held node still takes a call that may run nowhere else: it was on its way there when the node was held.
 
 For Dask a held worker is paused. The worker itself is not informed, because it would then begin none of its waiting
 calls. A worker process that restarts has another address and is not held. So the client repeats the request, and gets

@@ -33,7 +33,7 @@ class Sampler:
         threading.Thread(target=self._run, name="skyward-metrics", daemon=True).start()
 
     def stop(self) -> None:
-        """Take no more samples."""
+        """Stop taking samples."""
         self._stopped.set()
 
     def _run(self) -> None:

@@ -187,7 +187,7 @@ def process_start(pid: int) -> str | None:
 
 
 def _is_there(pid: int) -> bool:
-    """Return whether a process or zombie has this pid, whatever user owns it."""
+    """Return whether a process or zombie of any user has this pid."""
     try:
         os.kill(pid, 0)
     except PermissionError:

@@ -9,7 +9,7 @@ nothing:
 | templates are created, with the pool's tags | templates | `prune_launches` deletes them when they are an hour old |
 | the fleet is requested, with a token | templates; perhaps machines with tags | reaper and sweep find them by tags |
 | the answer arrives | templates, machines or none | the same |
-| templates are deleted, whatever the answer was | machines or none | the same |
+| templates are deleted after any answer | machines or none | the same |
 | each machine gets tags with its place and price (`settled`) | machines | they count at the offered price |
 
 The fleet itself is a record without cost, which AWS deletes by itself. Nothing reads it later.

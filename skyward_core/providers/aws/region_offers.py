@@ -100,7 +100,7 @@ class RegionOffers:
     def _spot_prices(self, region: str, types: Sequence[str]) -> Prices:
         """Return the prices of spot machines; none without the right to ask for them.
 
-        On-demand machines are offered all the same.
+        On-demand machines are still offered.
         """
         try:
             return spot_prices(self.launcher.account, region, types)
