@@ -127,7 +127,7 @@ def release(
     except UnreadableRow as error:
         if credentials is None and lease is None:
             raise LedgerError(
-                f"{error} Its machines can be ended all the same: `skyward stop {pool_id} --provider NAME`."
+                f"{error} Its machines can still be ended: `skyward stop {pool_id} --provider NAME`."
             ) from error
         entry = None
     if credentials is not None:

@@ -469,7 +469,7 @@ class Journal:
             raise
         except LedgerError as error:
             error.add_note(
-                f"not recorded: {what}; the machines themselves are handled all the same, and `skyward sweep` completes"
+                f"not recorded: {what}; the machines themselves are handled nevertheless, and `skyward sweep` completes"
                 " the ledger"
             )
             self._trouble[what] = error

@@ -177,7 +177,7 @@ class NoticePoller:
 
 
 def listen(url: str, directory: Path) -> NoReturn:
-    """Poll for ever, print each notice and note it for calls: the main function of a process that dies with its
+    """Poll without end, print each notice and note it for calls: the main function of a process that dies with its
     parent.
     """
 
