@@ -391,6 +391,16 @@ class _Draining:
 
     def free(self, rank: int) -> None: ...
 
+    def keep(self, ranks: object) -> None: ...
+
+    def announce(self) -> None: ...
+
+    def left_nodes(self) -> dict[int, float]:
+        return {}
+
+    def strange_nodes(self) -> dict[int, str]:
+        return {}
+
 
 class _Cluster:
     """A cluster to which all nodes have joined, and which has no work."""
