@@ -13,17 +13,21 @@ class LoadReports:
 
     def __init__(self, topic: str) -> None:
         self._topic = topic
-        self._waiting = 0
-        self._needed: frozenset[str] = frozenset()
+        self._sent: tuple[int, frozenset[str]] | None = (0, frozenset())
+        """None: not known, the connection is new."""
 
     def forget(self) -> None:
-        """There is another connection, perhaps to another scheduler, which knows nothing."""
-        self._waiting, self._needed = 0, frozenset()
+        """There is another connection: the next report is due in any case.
+
+        Another scheduler knows nothing. The same one still has the last report of the earlier connection.
+        """
+        self._sent = None
 
     def next(self, waiting: int | None, needed: Collection[str]) -> dict[str, Any] | None:
         """Return the message that is due; None if nothing has changed. `waiting` is None if it is reported later."""
-        present = (self._waiting if waiting is None else waiting, frozenset(needed))
-        if present == (self._waiting, self._needed):
+        before = 0 if self._sent is None else self._sent[0]
+        present = (before if waiting is None else waiting, frozenset(needed))
+        if present == self._sent:
             return None
-        self._waiting, self._needed = present
+        self._sent = present
         return load(self._topic, *present)

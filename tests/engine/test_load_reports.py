@@ -16,3 +16,14 @@ def test_only_changes_are_reported() -> None:
     reports.forget()
     assert reports.next(3, ["a"]) == load(TOPIC, 3, ["a"])
     assert reports.next(0, []) == load(TOPIC, 0, [])
+
+
+def test_a_load_that_has_ended_while_there_was_no_connection_is_reported() -> None:
+    """The scheduler may be the same one, and still have the old load."""
+    reports = LoadReports(TOPIC)
+    assert reports.next(50, ["a"]) == load(TOPIC, 50, ["a"])
+    reports.forget()
+    assert reports.next(0, []) == load(TOPIC, 0, [])
+    assert reports.next(0, []) is None
+    reports.forget()
+    assert reports.next(None, []) == load(TOPIC, 0, [])
