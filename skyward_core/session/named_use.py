@@ -178,13 +178,15 @@ class NamedUse:
     def take_stewardship(self) -> bool:
         """Become the steward, if the pool has none that lives; return whether this process is it.
 
-        Raises LedgerError.
+        A guard that was lost stays lost: what has kept the pool with it does not act again. Raises LedgerError.
         """
         since = self.guard.now()
         self._ledger.names.renew(self._client_id, self.spec.lease_seconds, self._count())
         epoch = self._ledger.stewards.take(self.name, self._client_id)
         if epoch is not None:
-            self.guard.begin(epoch, since)
+            guard = StewardGuard(self.spec.lease_seconds, self.renew) if self.guard.is_lost else self.guard
+            guard.begin(epoch, since)
+            self.guard = guard
         return epoch is not None
 
     def steward(self) -> Owner | None:
@@ -205,11 +207,6 @@ class NamedUse:
                 self._ledger.stewards.resign(self.name, self._client_id, epoch)
             except LedgerError as error:
                 self._log(logging.WARNING, "the ledger does not know yet that %r has no steward: %s", self.name, error)
-
-    def part_from(self, guard: StewardGuard) -> None:
-        """What has this guard is never the steward again; a later stewardship of this process gets another guard."""
-        if self.guard is guard:
-            self.guard = StewardGuard(self.spec.lease_seconds, self.renew)
 
     def begin_to_end(self) -> None:
         """Record that this process ends the pool at one of its limits, as its steward: a process that comes waits.

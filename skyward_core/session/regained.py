@@ -76,9 +76,12 @@ def regaining(session: NamedSession, use: NamedUse, attach: Callable[[], Attache
     successor = Successor(use, lambda: RegainedStewardship(session, attach, new), session.events.log)
 
     def lost() -> None:
-        session.step_down()
-        use.part_from(session.guard)
-        successor.lose()
+        try:
+            session.step_down()
+        finally:
+            successor.lose()
 
     use.on_lost = lost
+    if session.guard.is_lost:  # since the pool was opened; its renewal has reported that to no object yet
+        session.step_down()
     return successor

@@ -248,7 +248,6 @@ def test_a_steward_that_was_replaced_by_one_that_has_left_loses_the_pool_first(u
     use.ledger.names.leave("nightly", "c")
     use.renew()
     assert (lost, found) == ([1], [])
-    use.part_from(guard)
     use.renew()
     assert (lost, found) == ([1], [1])
     assert use.take_stewardship()

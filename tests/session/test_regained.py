@@ -28,10 +28,6 @@ class Process:
         self.on_vacant: Any = None
         self.on_lost: Any = None
 
-    def part_from(self, guard: StewardGuard) -> None:
-        self.steps.append("new guard")
-        assert guard is self.guard
-
     def attach(self) -> Any:
         self.steps.append("attach")
         return SimpleNamespace(stop=lambda _: self.steps.append("detach"))
@@ -80,9 +76,23 @@ def test_a_limit_that_the_new_stewardship_reaches_ends_the_session_too(process: 
     assert process.steps[-1] == "let go: the money is used up"
 
 
-def test_the_session_of_a_process_that_was_replaced_keeps_nothing_any_more(process: Process) -> None:
-    """Its guard is not that of a later stewardship."""
+def test_a_process_that_was_replaced_ends_both_stewardships(process: Process, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The regained one too, if the session cannot step down."""
     successor = regaining(process.session, process, process.attach, process.new)  # type: ignore[arg-type]
+    monkeypatch.setattr(successor, "lose", lambda: process.steps.append("lose"))
+
+    def fail() -> None:
+        raise OSError("no thread can be started")
+
     process.on_lost()
-    assert process.steps == ["step down", "new guard"]
-    assert successor.stewardship is None
+    process.session.step_down = fail
+    with pytest.raises(OSError, match="no thread"):
+        process.on_lost()
+    assert process.steps == ["step down", "lose", "lose"]
+
+
+def test_a_session_that_was_replaced_right_after_the_opening_steps_down(process: Process) -> None:
+    process.guard.begin(1, 0.0)
+    process.guard.lose()
+    regaining(process.session, process, process.attach, process.new)  # type: ignore[arg-type]
+    assert process.steps == ["step down"]
