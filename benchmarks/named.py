@@ -2,7 +2,7 @@
 
 Each way runs in a new interpreter: a pool of its own (cold), a pool that is warm, one that is in use, and a bare Dask
 client on a running cluster. The ways take turns in each round. Seconds are from the start of the interpreter, and from
-the end of its imports, to the first result. The heartbeats are those of 100 clients, each of them one after the other.
+the end of its imports, to the first result. The heartbeats are those of 100 and 500 clients, each of them one after the other.
 
     python benchmarks/named.py --rounds 5 --ledger postgresql+psycopg://ada@/postgres?host=/tmp
 """
@@ -24,7 +24,7 @@ from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.names_policy import Rent
 from skyward_core.machines.owner import Owner
 
-CLIENTS, BEAT_SECONDS = 100, 5.0
+CLIENTS, BEAT_SECONDS = (100, 500), 5.0
 POOL = """
 import sys, time
 import skyward_core as sky
@@ -71,7 +71,8 @@ def main() -> int:
         os.environ |= {f"XDG_{kind}_HOME": f"{folder}/{kind.lower()}" for kind in ("CACHE", "CONFIG", "STATE")}
         print("\n".join(_first_results(Path(folder), options.rounds)))
         for url in filter(None, (f"sqlite:///{folder}/bench.db", options.ledger)):
-            print("\n".join(_heartbeats(url)))
+            for clients in CLIENTS:
+                print("\n".join(_heartbeats(url, clients)))
     print(f"load average of the last minute, before → after: {load:.2f} → {os.getloadavg()[0]:.2f}")
     return 0
 
@@ -134,36 +135,37 @@ def _timed(*command: object) -> tuple[float, float]:
 # ── heartbeats ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _heartbeats(url: str) -> list[str]:
-    """Renew all clients of one pool; return what each step costs, and all of them in a second."""
+def _heartbeats(url: str, count: int) -> list[str]:
+    """Renew so many clients of one pool; return what each step costs, and all of them in a second."""
+    name, pool_id = f"bench-{count}", f"sky-bench-{count}"
     with Ledger(url) as ledger:
-        clients = [f"client-{number}" for number in range(CLIENTS)]
+        clients = [f"{name}-{number}" for number in range(count)]
         for client in clients:
             claim = ledger.names.claim(
-                "bench", "sky-bench", client, owner=Owner.here(), terms={}, keep_warm_seconds=0, lease_seconds=120
+                name, pool_id, client, owner=Owner.here(), terms={}, keep_warm_seconds=0, lease_seconds=120
             )
             if isinstance(claim, Rent):
                 until = datetime.now(UTC) + timedelta(hours=1)
                 ledger.open_pool(
-                    "sky-bench", owner=Owner.here(), provider={"name": "local"}, spec_json="{}", lease_expires_at=until
+                    pool_id, owner=Owner.here(), provider={"name": "local"}, spec_json="{}", lease_expires_at=until
                 )
-                ledger.names.opened("bench", claim.epoch)
+                ledger.names.opened(name, claim.epoch)
         steps: dict[str, Callable[[str], object]] = {
             "a client's row (a write)": lambda client: ledger.names.renew(client, 120, 1.0),
-            "the pool's row (a write)": lambda _: ledger.renew("sky-bench", datetime.now(UTC) + timedelta(hours=1)),
-            "does the pool exist (a read)": lambda _: ledger.pool("sky-bench"),
-            "who is the steward (a read)": lambda client: ledger.stewards.look("bench", client),
+            "the pool's row (a write)": lambda _: ledger.renew(pool_id, datetime.now(UTC) + timedelta(hours=1)),
+            "does the pool exist (a read)": lambda _: ledger.pool(pool_id),
+            "who is the steward (a read)": lambda client: ledger.stewards.look(name, client),
         }
-        lines = [f"| {ledger.url.get_backend_name()}: each heartbeat | ms | of one second, with {CLIENTS} clients |"]
+        lines = [f"| {ledger.url.get_backend_name()}: each heartbeat | ms | of one second, with {count} clients |"]
         lines.append("| --- | ---: | ---: |")
         total = 0.0
         for name, step in steps.items():
             took = _each(step, clients)
-            share = statistics.fmean(took) * CLIENTS / BEAT_SECONDS
+            share = statistics.fmean(took) * count / BEAT_SECONDS
             total += share if "write" in name else 0.0
             low, high = min(took) * 1000, max(took) * 1000
             lines.append(f"| {name} | {statistics.median(took) * 1000:.2f} [{low:.2f}, {high:.2f}] | {share:.0%} |")
-    each = len(steps) * CLIENTS / BEAT_SECONDS
+    each = len(steps) * count / BEAT_SECONDS
     return [*lines, f"| all: {each:.0f} transactions a second; the lock for writes is held | | {total:.0%} |"]
 
 
