@@ -87,8 +87,8 @@ class FlowPools:
                 logging.INFO, f"no calls for {self._idle_timeout:g} s: the machines of {life.spec_text} are given back"
             )
             thread = threading.Thread(target=self._end_idle, args=(life,), name="skyward-idle")
-            self._idle_ends.append(thread)
             thread.start()
+            self._idle_ends.append(thread)  # after the start: `end` joins it
 
     def terminate_now(self) -> None:
         """Leave all machines to their reapers and return at once."""
@@ -104,10 +104,10 @@ class FlowPools:
             self._is_open = False
             lives = tuple(self._lives)
             self._current.clear()
-        for thread in self._idle_ends:
-            thread.join()
         try:
             end_all(lives)
+            for thread in self._idle_ends:
+                thread.join()
         finally:
             if self.facts.report is not None:
                 self.facts.report.close()

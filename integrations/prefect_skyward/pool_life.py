@@ -59,9 +59,14 @@ class PoolLife:
     def start(self, spent_usd: float) -> None:
         """Open the pool, in a thread. `spent_usd` was spent by earlier pools of this spec, under the same limit."""
         self.opened.set_running_or_notify_cancel()  # so that a task which stops waiting cannot cancel it
-        threading.Thread(
+        thread = threading.Thread(
             target=copy_context().run, args=(self._open, spent_usd), name="skyward-open", daemon=True
-        ).start()
+        )
+        try:
+            thread.start()
+        except BaseException as error:  # else `end` would wait for ever for an opening that does not begin
+            self.opened.set_exception(error)
+            raise
 
     @property
     def has_failed(self) -> bool:
@@ -128,6 +133,8 @@ class PoolLife:
                 facts.log.say(logging.ERROR, f"the pool could not be opened: {error}")
             self.opened.set_exception(error)
         else:
+            # an opening may last longer than `idle_timeout`; until `opened` is done no other thread reads this
+            self.idle_since = time.monotonic()
             self.opened.set_result(pool)
 
     def _break_off_opening(self) -> None:
