@@ -61,17 +61,17 @@ def pools(rented: list[Pool]) -> Iterator[FlowPools]:
     assert all(pool.ends == 1 for pool in rented)
 
 
-def test_a_pool_that_was_long_in_opening_is_not_idle_when_it_is_open(pools: FlowPools) -> None:
+def test_a_pool_that_was_long_in_opening_is_not_idle_when_it_is_open(
+    pools: FlowPools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = threading.Event()
+    monkeypatch.setattr(Pool, "open", lambda _pool: gate.wait(60))
     life = pools.request(SPEC)
+    life.idle_since -= 1000
+    gate.set()
     life.opened.result(60)
-    again = pool_life.PoolLife(SPEC, pools.facts, "")
-    again.idle_since -= 1000
-    again.start(0.0)
-    again.opened.result(60)
-    pools._lives.append(again)
-    pools._current = [again]
     pools.end_idle()
-    assert pools.request(SPEC) is again
+    assert pools.request(SPEC) is life
 
 
 def test_a_flow_that_ends_while_an_idle_end_begins_ends_its_pools(
