@@ -202,8 +202,8 @@ class Names:
             row = facts.row
             if not is_last(facts, client_id):
                 self._end_client(connection, client_id, slot_seconds)
-                if row.steward == client_id:
-                    self._set(connection, name, steward="")
+                if row.steward == client_id:  # with CLOSING it was leaving already when it reached a limit
+                    self._set(connection, name, state=NameState.IN_USE.value, steward="")
                 return NameState.IN_USE
             if may_be_warm and row.keep_warm_seconds and row.state in {NameState.IN_USE, NameState.WARM}:
                 self._end_client(connection, client_id, slot_seconds)

@@ -25,6 +25,7 @@ from skyward_core.session.follower import Follower
 from skyward_core.session.keys_in_memory import KeysInMemory
 from skyward_core.session.sealed_lease import PoolKeys, find_lease
 from skyward_core.session.session import Session
+from skyward_core.session.state import SessionState
 from skyward_core.session.steward_guard import Keeper
 from skyward_core.spec import PoolSpec
 from skyward_core.work import Work
@@ -89,7 +90,9 @@ class NamedSession(Session):
         try:
             self.stop(reason, error)
         finally:
-            self._use.resign()  # if machines are left, the next process that comes ends them
+            # else this process leaves the pool at the moment, and `NamedUse.leave` decides whether the pool goes on
+            if self._claims.state is SessionState.STOPPED:
+                self._use.resign()  # if machines are left, the next process that comes ends them
 
     @override
     def _new_clock(self, often: list[Step], seldom: list[Step]) -> Clock:

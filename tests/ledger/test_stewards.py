@@ -135,6 +135,17 @@ def test_a_process_that_comes_waits_while_the_steward_ends_the_pool(ledger: Ledg
     assert claim(ledger, "c") == Rent(epoch + 1, "sky-a", "the process that closed it has given up")
 
 
+def test_a_steward_that_reaches_a_limit_while_it_leaves_leaves_the_pool_to_the_next_one(ledger: Ledger) -> None:
+    """It has detached the machines. The next steward ends the pool at the limit."""
+    epoch = opened(ledger)
+    claim(ledger, "b")
+    ledger.stewards.close("nightly", "a", epoch)
+    assert ledger.names.leave("nightly", "a") is NameState.IN_USE
+    assert ledger.stewards.take("nightly", "b") == epoch + 1
+    ledger.stewards.close("nightly", "b", epoch + 1)
+    assert ledger.names.leave("nightly", "b") is NameState.CLOSING
+
+
 def test_a_process_rents_anew_when_the_steward_has_ended_the_pool(ledger: Ledger) -> None:
     epoch = opened(ledger)
     ledger.stewards.close("nightly", "a", epoch)
