@@ -230,10 +230,12 @@ def test_an_opener_that_is_replaced_while_it_leaves_leaves_as_a_client(
 ) -> None:
     """No error reaches the program, and the machines are not ended."""
     use, _ = extending
+    monkeypatch.setattr(Use, "is_last", property(lambda self: self.steps.append("look") or False))
+    use.is_used = not is_last
     if not is_last:
         monkeypatch.setattr(use, "leave", lambda **_: use.steps.append("leave") or NameState.IN_USE)
     leave_named(Replaced(use), use)  # type: ignore[arg-type]
-    assert use.steps == ["let go", "leave", *[EXTENDED] * is_last, "left"]
+    assert use.steps == ["look", "look", "let go", "leave", *[EXTENDED] * is_last, "left"]
 
 
 def test_a_process_that_has_given_the_pool_up_still_ends_its_attachment(monkeypatch: pytest.MonkeyPatch) -> None:
