@@ -155,15 +155,17 @@ class Cluster:
         for it in filter(None, connection):
             it.close()
 
-    def leave(self, reason: str) -> None:
+    def leave(self, reason: str, error: SkywardError | None = None) -> None:
         """Close, stop the calls of this client, and let the scheduler drop what it keeps for it.
+
+        The calls raise `error`, or PoolClosed with the reason.
 
         Other clients go on using the pool.
         """
         if (connection := self.owner.connection) is not None:
             with contextlib.suppress(NotSent):
                 connection.send(messages.leave(self.dispatcher.topic))
-        self.close(PoolClosed(reason))
+        self.close(error or PoolClosed(reason))
 
     def drain(self, error: SkywardError | None) -> None:
         """Take no more calls; those that have not begun raise this error, those that run may end.

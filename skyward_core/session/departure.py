@@ -13,7 +13,7 @@ import logging
 import threading
 from datetime import UTC, datetime, timedelta
 
-from skyward_core.errors import InstancesLeft
+from skyward_core.errors import InstancesLeft, SkywardError
 from skyward_core.machines.instances import Lease
 from skyward_core.provisioning.detach import detached_nodes, disown
 from skyward_core.provisioning.lifecycle import PoolMachines
@@ -100,15 +100,18 @@ class Departure:
             self._emitter.queue.close()
         return lease
 
-    def let_go(self, machines: PoolMachines, reason: str) -> None:
-        """Use and renew a shared pool no more, after `Claims.claim_stop`. Requests nothing of ledger and machines."""
+    def let_go(self, machines: PoolMachines, reason: str, error: SkywardError | None = None) -> None:
+        """Use and renew a shared pool no more, after `Claims.claim_stop`. Requests nothing of ledger and machines.
+
+        Calls that have not ended raise `error`, or PoolClosed with the reason.
+        """
         self._claims.is_released = self._claims.is_written_down = self.is_left_to_lease = True
         self._renewal.end()
         self._ended.set()
         machines.leave()
         try:
             disown(machines)
-            self._engine.end(machines, lambda cluster: cluster.leave(reason))
+            self._engine.end(machines, lambda cluster: cluster.leave(reason, error))
         finally:
             self._reaper.leave()
             self._bookkeeping.close_ledger()

@@ -491,7 +491,7 @@ class Session:
         if not self.is_fork and self._claims.claim_stop(reason, error):
             assert self.machines is not None
             atexit.unregister(self._at_exit)
-            self._departure.let_go(self.machines, reason)
+            self._departure.let_go(self.machines, reason, error)
 
 
 def _interrupted(pool_id: str, interrupt: BaseException) -> Error:

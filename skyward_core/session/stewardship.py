@@ -80,7 +80,7 @@ class Stewardship:
         self._guard = use.guard
         self._ledger = ledger
         self._on_end = on_end
-        """Called with the reason and the error when this process has ended the pool at a limit."""
+        """Called with the reason and the error when this process ends the pool at a limit, before its machines."""
         self._log = attached.events.log
         self._emitter = EventEmitter(spec, None, attached.events)
         self._bookkeeping = Bookkeeping(self._pool_id, self._emitter.meter, self._log)
@@ -288,10 +288,12 @@ class Stewardship:
             self._recovery.stop()
             note_all(self._cluster, self._pool_id, self._log)
             try:
-                self._attached.end(reason, error, self._end_machines)
+                self._on_end(reason, error)  # before the machines end: else its calls are repeated on them
             finally:
-                self._use.resign()  # if machines are left, the next process that comes ends them
-                self._on_end(reason, error)
+                try:
+                    self._attached.end(reason, error, self._end_machines)
+                finally:
+                    self._use.resign()  # if machines are left, the next process that comes ends them
 
     def _end_machines(self) -> None:
         assert self._machines is not None
