@@ -21,7 +21,7 @@ import skyward_core as sky
 from prefect_skyward.flow_pools import FlowPools
 from prefect_skyward.kept_runs import KeptRuns
 from prefect_skyward.options import TARGET, StepOptions, Target
-from prefect_skyward.remote_call import SLICE_SECONDS, awaited, called, state_of, waited
+from prefect_skyward.remote_call import SLICE_SECONDS, awaited, called, state_of, unless_the_work_is_done, waited
 from prefect_skyward.run_calls import RunCalls, facts_of, work_of_flow
 from prefect_skyward.task_runner import calls_around
 
@@ -90,11 +90,15 @@ def _coroutine() -> Callable[..., Any]:
 def _items() -> Callable[..., Any]:
     def on_pool(*args: Any, **kwargs: Any) -> Generator[Any]:
         with _present_calls() as calls:
-            step = calls.step_of(on_pool)
-            with calls.pools.holding(step.spec) as life:
-                waited(life.opened, None, _slice_seconds())
-                with calls.stream(life, step, args, kwargs) as items:
-                    yield from items
+            try:
+                step = calls.step_of(on_pool)
+                with calls.pools.holding(step.spec) as life:
+                    waited(life.opened, None, _slice_seconds())
+                    with calls.stream(life, step, args, kwargs) as items:
+                        yield from items
+            except BaseException as error:
+                state_of(calls, error)  # a generator cannot return the state
+                raise
 
     return on_pool
 
@@ -102,12 +106,16 @@ def _items() -> Callable[..., Any]:
 def _asynchronous_items() -> Callable[..., Any]:
     async def on_pool(*args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
         async with _present_calls_async() as calls:
-            step = calls.step_of(on_pool)
-            with calls.pools.holding(step.spec) as life:
-                await asyncio.wrap_future(life.opened)
-                with calls.stream(life, step, args, kwargs) as items:
-                    async for item in items:
-                        yield item
+            try:
+                step = calls.step_of(on_pool)
+                with calls.pools.holding(step.spec) as life:
+                    await asyncio.wrap_future(life.opened)
+                    with calls.stream(life, step, args, kwargs) as items:
+                        async for item in items:
+                            yield item
+            except BaseException as error:
+                state_of(calls, error)
+                raise
 
     return on_pool
 
@@ -115,6 +123,7 @@ def _asynchronous_items() -> Callable[..., Any]:
 @contextmanager
 def _present_calls() -> Generator[RunCalls]:
     """The calls of the flow run; without one, those of a pool that ends with the block."""
+    _guard_retries()
     if (calls := _calls_of_flow()) is not None:
         yield calls
         return
@@ -128,6 +137,7 @@ def _present_calls() -> Generator[RunCalls]:
 @asynccontextmanager
 async def _present_calls_async() -> AsyncGenerator[RunCalls]:
     """The same; the event loop goes on while the pool ends."""
+    _guard_retries()
     if (calls := _calls_of_flow()) is not None:
         yield calls
         return
@@ -136,6 +146,12 @@ async def _present_calls_async() -> AsyncGenerator[RunCalls]:
         yield calls
     finally:
         await asyncio.shield(asyncio.to_thread(calls.pools.end))
+
+
+def _guard_retries() -> None:
+    """Change the task whose function this is: Prefect reads its condition after each failure."""
+    if (context := TaskRunContext.get()) is not None:
+        context.task.retry_condition_fn = unless_the_work_is_done(context.task.retry_condition_fn)
 
 
 def _calls_of_flow() -> RunCalls | None:

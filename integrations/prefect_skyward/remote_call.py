@@ -36,6 +36,8 @@ SLICE_SECONDS = 0.25
 waits.
 """
 
+IS_GUARDED = "__skyward_is_guarded__"
+
 
 @dataclass(frozen=True, slots=True)
 class TaskRunOnPool:
@@ -210,8 +212,11 @@ def waited[T](future: Future[T], timeout_seconds: float | None, slice_seconds: f
 
 def unless_the_work_is_done(condition: Callable[..., Any] | None) -> Callable[..., Any]:
     """Return a task's retry condition for all failures but two: if the work has succeeded and its result cannot be
-    loaded here, it is not done again; if the money is used up, another try would find none.
+    loaded here, it is not done again; if the money is used up, another try would find none. A condition that this
+    function has made is returned as it is.
     """
+    if getattr(condition, IS_GUARDED, False):
+        return cast("Callable[..., Any]", condition)
 
     def may_be_tried_again(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> Any:
         if isinstance(state.data, sky.ResultNotLoaded):
@@ -227,7 +232,9 @@ def unless_the_work_is_done(condition: Callable[..., Any] | None) -> Callable[..
     async def may_be_tried_again_async(task: Task[Any, Any], task_run: TaskRun, state: State[Any]) -> Any:
         return await answer if inspect.isawaitable(answer := may_be_tried_again(task, task_run, state)) else answer
 
-    return may_be_tried_again_async if inspect.iscoroutinefunction(condition) else may_be_tried_again
+    guarded = may_be_tried_again_async if inspect.iscoroutinefunction(condition) else may_be_tried_again
+    setattr(guarded, IS_GUARDED, True)
+    return guarded
 
 
 def cancelled() -> State[Any]:

@@ -1,16 +1,20 @@
 """The pools of a flow run, on pools that rent nothing: what happens between the threads, without a server."""
 
+import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("prefect")
+from prefect.context import TaskRunContext
+
 import skyward_core as sky
-from prefect_skyward import pool_life
+from prefect_skyward import on_skyward, pool_life
 from prefect_skyward.flow_pools import FlowPools
+from prefect_skyward.money import MoneyEnd
 from prefect_skyward.run_calls import facts_of
 
 SPEC = sky.PoolSpec()
@@ -101,3 +105,63 @@ def test_an_opening_whose_thread_cannot_start_does_not_hold_up_the_end(
         with pytest.raises(RuntimeError, match="start new thread"):
             pools.request(SPEC)
     assert pools.request(SPEC).opened.result(60)
+
+
+@on_skyward()
+def plain() -> int:
+    return 1
+
+
+@on_skyward()
+async def coroutine() -> int:
+    return 1
+
+
+@on_skyward()
+def items() -> Iterator[int]:
+    yield 1
+
+
+@on_skyward()
+async def asynchronous_items() -> AsyncIterator[int]:
+    yield 1
+
+
+async def _drain(values: AsyncIterator[int]) -> list[int]:
+    return [value async for value in values]
+
+
+DIRECT_CALLS = [
+    lambda: plain(),
+    lambda: asyncio.run(coroutine()),
+    lambda: list(items()),
+    lambda: asyncio.run(_drain(asynchronous_items())),
+]
+
+
+@pytest.mark.parametrize("call", DIRECT_CALLS)
+def test_a_direct_call_without_money_ends_the_run_s_money_and_is_not_tried_again(
+    call: Any, rented: list[Pool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each kind of function. Other failures are tried again, as the task's own condition says."""
+    ends: list[BaseException] = []
+    error = sky.BudgetExceeded("none is left")
+
+    def open_pool(_pool: Pool) -> None:
+        raise error
+
+    monkeypatch.setattr(Pool, "open", open_pool)
+    monkeypatch.setattr(MoneyEnd, "after", lambda _self, failure, *_: ends.append(failure))
+    task: Any = SimpleNamespace(name="t", timeout_seconds=None, retry_condition_fn=None)
+    run: Any = SimpleNamespace(id="1", name="t-1", run_count=1, flow_run_id=None, tags=[])
+    with monkeypatch.context() as patch:
+        patch.setattr(TaskRunContext, "get", lambda: SimpleNamespace(task=task, task_run=run))
+        for _ in range(2):
+            with pytest.raises(sky.BudgetExceeded):
+                call()
+    assert ends == [error, error]
+    condition = task.retry_condition_fn
+    monkeypatch.setattr("prefect_skyward.remote_call.task_run_logger", lambda *_: SimpleNamespace(error=print))
+    assert not condition(task, run, SimpleNamespace(data=error))
+    assert condition(task, run, SimpleNamespace(data=ValueError()))
+    assert len(rented) == 2
