@@ -64,14 +64,14 @@ def _wrapper(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _plain() -> Callable[..., Any]:
     def on_pool(*args: Any, **kwargs: Any) -> Any:
         with _present_calls() as calls:
+            step = calls.step_of(on_pool)
 
             def result() -> Any:
-                step = calls.step_of(on_pool)
                 with calls.pools.holding(step.spec) as life:
                     waited(life.opened, None, _slice_seconds())
                     return waited(calls.call(life, step, args, kwargs), None, _slice_seconds())
 
-            return called(calls, result)
+            return called(calls, result, step.spec)
 
     return on_pool
 
@@ -79,10 +79,11 @@ def _plain() -> Callable[..., Any]:
 def _coroutine() -> Callable[..., Any]:
     async def on_pool(*args: Any, **kwargs: Any) -> Any:
         async with _present_calls_async() as calls:
+            step = calls.step_of(on_pool)
             try:
-                return await awaited(calls, calls.step_of(on_pool), args, kwargs)
+                return await awaited(calls, step, args, kwargs)
             except BaseException as error:
-                return state_of(calls, error)
+                return state_of(calls, error, step.spec)
 
     return on_pool
 
@@ -90,14 +91,14 @@ def _coroutine() -> Callable[..., Any]:
 def _items() -> Callable[..., Any]:
     def on_pool(*args: Any, **kwargs: Any) -> Generator[Any]:
         with _present_calls() as calls:
+            step = calls.step_of(on_pool)
             try:
-                step = calls.step_of(on_pool)
                 with calls.pools.holding(step.spec) as life:
                     waited(life.opened, None, _slice_seconds())
                     with calls.stream(life, step, args, kwargs) as items:
                         yield from items
             except BaseException as error:
-                state_of(calls, error)  # a generator cannot return the state
+                state_of(calls, error, step.spec)  # a generator cannot return the state
                 raise
 
     return on_pool
@@ -106,15 +107,15 @@ def _items() -> Callable[..., Any]:
 def _asynchronous_items() -> Callable[..., Any]:
     async def on_pool(*args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
         async with _present_calls_async() as calls:
+            step = calls.step_of(on_pool)
             try:
-                step = calls.step_of(on_pool)
                 with calls.pools.holding(step.spec) as life:
                     await asyncio.wrap_future(life.opened)
                     with calls.stream(life, step, args, kwargs) as items:
                         async for item in items:
                             yield item
             except BaseException as error:
-                state_of(calls, error)
+                state_of(calls, error, step.spec)
                 raise
 
     return on_pool

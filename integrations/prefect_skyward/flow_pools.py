@@ -43,7 +43,8 @@ class FlowPools:
         return next((life.pool for life in reversed(tuple(self._lives)) if life.spec == spec), None)
 
     def request(self, spec: sky.PoolSpec) -> PoolLife:
-        """Return the pool that is open, or opens, for this spec; a new one at first and after a failure.
+        """Return the pool that is open, or opens, for this spec; a new one at first, after a failure, and after a pool
+        has ended by itself.
 
         Raises PoolClosed after the end of the flow run.
         """
@@ -115,11 +116,11 @@ class FlowPools:
     def _request(self, spec: sky.PoolSpec) -> PoolLife:
         if not self._is_open:
             raise sky.PoolClosed("the flow run has ended, and its pools with it")
+        self._current = [life for life in self._current if not life.has_failed and not life.has_ended_by_itself]
         for life in self._current:
-            if (life.spec is spec or life.spec == spec) and not life.has_failed:
+            if life.spec is spec or life.spec == spec:
                 life.idle_since = time.monotonic()
                 return life
-        self._current = [life for life in self._current if not life.has_failed]
         name = f"pool {len(self._lives) + 1}" if self._lives else ""
         life = PoolLife(spec, self.facts, name)
         spent_usd = sum(earlier.cost for earlier in self._lives if earlier.spec == spec)

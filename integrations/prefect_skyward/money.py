@@ -32,12 +32,15 @@ class MoneyEnd:
         self._lock = threading.Lock()
         self._has_ended = False
 
-    def after(self, error: BaseException, max_cost: float | None) -> None:
-        """Act if this is the error of money that is used up; called before the error is raised in a task."""
+    def after(self, error: BaseException, max_cost: float | None, pool_id: str = "") -> None:
+        """Act if this is the error of money that is used up; called before the error is raised in a task.
+
+        `max_cost` is the limit of the call's pool in USD, `pool_id` is "" if it is not known.
+        """
         if not isinstance(error, sky.BudgetExceeded):
             return
         if self._report is not None:
-            self._report.money_is_used_up(error, None if error.account else max_cost)
+            self._report.money_is_used_up(error, None if error.account else max_cost, pool_id)
         with self._lock:  # held over the request: another task must not fail the flow before it is answered
             if not self._has_ended and self._flow_run is not None:
                 self._has_ended = True

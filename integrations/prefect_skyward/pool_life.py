@@ -55,6 +55,8 @@ class PoolLife:
         self._ending = threading.Lock()
         self._is_ended = False
         self._shares: defaultdict[sky.Work, float] = defaultdict(float)
+        self._sharing = threading.Lock()
+        """Held while `_shares` changes: a call that has ended already adds its cost in the thread that made it."""
 
     def start(self, spent_usd: float) -> None:
         """Open the pool, in a thread. `spent_usd` was spent by earlier pools of this spec, under the same limit."""
@@ -74,6 +76,12 @@ class PoolLife:
         return self.opened.done() and self.opened.exception() is not None
 
     @property
+    def has_ended_by_itself(self) -> bool:
+        """Whether it was open and is closed now: its money or its `max_lifetime` is used up, or its lease is lost."""
+        pool = self.pool
+        return self.opened.done() and not self.has_failed and pool is not None and not pool.is_active
+
+    @property
     def spec_text(self) -> str:
         """The machines in words: `2 x H100`."""
         return f"{self.spec.most_nodes} x {self.spec.accelerator or self.spec.machine or 'machine'}"
@@ -84,9 +92,10 @@ class PoolLife:
         return self.pool.cost if self.pool is not None else 0.0
 
     def add_cost(self, work: sky.Work, future: Future[Any]) -> None:
-        """Add the cost of a call to its task run. Called in the one thread in which calls end."""
+        """Add the cost of a call to its task run."""
         if cost := getattr(future, "cost", None):
-            self._shares[work] += cost
+            with self._sharing:
+                self._shares[work] += cost
             if self._facts.report is not None:
                 self._facts.report.task_cost(work.task_run, cost)
 
@@ -148,7 +157,8 @@ class PoolLife:
         """Write each task run's cost into the ledger, once; the other costs belong to the flow run."""
         if self._facts.report is not None:
             self._facts.report.settle(pool.id, pool.receipt)
-        shares, self._shares = self._shares, defaultdict(float)
+        with self._sharing:
+            shares, self._shares = self._shares, defaultdict(float)
         if shares:
             try:
                 pool.share_cost(shares)

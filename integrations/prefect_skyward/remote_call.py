@@ -132,7 +132,7 @@ class RemoteCall:
 
 class SyncCall(RemoteCall):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return called(self._calls, lambda: self._result(args, kwargs))
+        return called(self._calls, lambda: self._result(args, kwargs), self._step.spec)
 
     def _result(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._raise_if_first_failed()
@@ -149,27 +149,30 @@ class AsyncCall(RemoteCall):
             self._raise_if_first_failed()
             return await awaited(self._calls, self._step, args, kwargs)
         except BaseException as error:
-            return state_of(self._calls, error)
+            return state_of(self._calls, error, self._step.spec)
 
 
-def called(calls: RunCalls, call: Callable[[], Any]) -> Any:
-    """Return the result of a call, or the state Cancelled if the flow run ends before the call does."""
+def called(calls: RunCalls, call: Callable[[], Any], spec: sky.PoolSpec) -> Any:
+    """Return the result of a call on the pool of a spec, or the state Cancelled if the flow run ends before the call
+    does.
+    """
     if calls.is_stopping:
         return cancelled()
     try:
         return call()
     except BaseException as error:
-        return state_of(calls, error)
+        return state_of(calls, error, spec)
 
 
-def state_of(calls: RunCalls, error: BaseException) -> State[Any]:
+def state_of(calls: RunCalls, error: BaseException, spec: sky.PoolSpec) -> State[Any]:
     """Return Cancelled if the flow run has ended the call; else raise the error, in words if nodes asked the API.
 
     An interrupt of the function is raised as one: the task run has crashed.
     """
     if isinstance(error, (CancelledError, asyncio.CancelledError, sky.PoolClosed)) and calls.is_stopping:
         return cancelled()
-    calls.pools.facts.money.after(error, calls.base.max_cost)
+    pool = calls.pools.pool_of(spec)
+    calls.pools.facts.money.after(error, spec.max_cost, "" if pool is None else pool.id)
     if isinstance(error, sky.RemoteError) and error.type_name == KeyboardInterrupt.__name__:
         raise KeyboardInterrupt(str(error)) from error  # the core does not raise it here; Prefect's engine reports it
     if isinstance(error, Exception):

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,8 @@ import skyward_core as sky
 from prefect_skyward import on_skyward, pool_life
 from prefect_skyward.flow_pools import FlowPools
 from prefect_skyward.money import MoneyEnd
-from prefect_skyward.run_calls import facts_of
+from prefect_skyward.remote_call import state_of
+from prefect_skyward.run_calls import RunCalls, facts_of
 
 SPEC = sky.PoolSpec()
 
@@ -165,3 +167,36 @@ def test_a_direct_call_without_money_ends_the_run_s_money_and_is_not_tried_again
     assert not condition(task, run, SimpleNamespace(data=error))
     assert condition(task, run, SimpleNamespace(data=ValueError()))
     assert len(rented) == 2
+
+
+def test_a_step_after_a_pool_has_ended_by_itself_gets_a_new_one(pools: FlowPools, rented: list[Pool]) -> None:
+    """Its `max_lifetime` is used up, or its lease is lost."""
+    life = pools.request(SPEC)
+    life.opened.result(60)
+    rented[0].is_active = False
+    again = pools.request(SPEC)
+    assert again is not life
+    again.opened.result(60)
+    assert pools.request(SPEC) is again
+
+
+def test_money_that_is_used_up_names_its_pool_and_its_limit(rented: list[Pool]) -> None:
+    class Report:
+        def __init__(self) -> None:
+            self.ends: list[tuple[float | None, str]] = []
+
+        def money_is_used_up(self, error: sky.BudgetExceeded, limit_usd: float | None, pool_id: str) -> None:
+            self.ends.append((limit_usd, pool_id))
+
+    report = Report()
+    facts = facts_of(None, None)
+    money = MoneyEnd(None, facts.log, report)  # type: ignore[arg-type]
+    flow_pools = FlowPools(replace(facts, money=money), None)
+    calls = RunCalls(flow_pools, SPEC.with_(max_cost=50), sky.Work())
+    limited = SPEC.with_(max_cost=1)
+    for spec in (limited, SPEC.with_(max_cost=50)):
+        flow_pools.request(spec).opened.result(60)
+    with pytest.raises(sky.BudgetExceeded):
+        state_of(calls, sky.BudgetExceeded("used up"), limited)
+    flow_pools.end()
+    assert report.ends == [(1, rented[0].id)]
