@@ -97,13 +97,16 @@ class Names:
             return claim
 
     def opened(self, name: str, epoch: int) -> None:
-        """Let other processes use the pool. Raises LeaseLost if the name has another pool, or another steward."""
+        """Let other processes use the pool. Raises LeaseLost if the name has another pool, or another steward, or if
+        the pool is being ended, because it has reached a limit.
+        """
+        may_be = (NameState.OPENING.value, NameState.IN_USE.value)
         with self._database.write() as connection:
-            wanted = update(NAMES).where(NAMES.c.name == name, NAMES.c.epoch == epoch)
+            wanted = update(NAMES).where(NAMES.c.name == name, NAMES.c.epoch == epoch, NAMES.c.state.in_(may_be))
             if connection.execute(wanted.values(state=NameState.IN_USE.value)).rowcount == 0:
                 raise LeaseLost(
-                    f"the name {name!r} has another pool or another steward now: this process was silent for too long."
-                    " Open the pool again"
+                    f"the name {name!r} has another pool or another steward now, because this process was silent for"
+                    " too long; or the pool is being ended, because it has reached a limit. Open the pool again"
                 )
 
     def _take_over(

@@ -56,8 +56,10 @@ class PoolSize:
         self._is_busy = is_busy
 
     def look(self) -> None:
-        """Measure the load, and let the pool grow or shrink."""
-        if self._spec.is_elastic:
+        """Measure the load, and let the pool grow or shrink. Nothing, once another process keeps the pool: the ranks of
+        this one may be old.
+        """
+        if self._spec.is_elastic and not self._recovery.is_stopped:
             self._cluster.draining.announce()
             is_busy = self._is_busy() or not self._cluster.is_idle
             self._recovery.observe(Load(self._cluster.draining.backlog() if is_busy else 0, is_busy))

@@ -177,6 +177,19 @@ def test_a_steward_that_was_replaced_writes_no_more(ledger: Ledger, clock: Clock
         ledger.names.opened("nightly", epoch)
 
 
+def test_a_pool_that_is_being_ended_is_not_opened_to_others(ledger: Ledger) -> None:
+    """Its opener reached a limit before it could let others use the pool."""
+    assert claim(ledger, "a") == Rent(1)
+    begin(ledger, "sky-a")
+    ledger.stewards.close("nightly", "a", 1)
+    with pytest.raises(LeaseLost, match="is being ended"):
+        ledger.names.opened("nightly", 1)
+    row = ledger.names.named("nightly")
+    assert row is not None
+    assert row.state is NameState.CLOSING
+    assert isinstance(claim(ledger, "b"), Wait)
+
+
 def test_a_client_is_renewed_until_it_leaves(ledger: Ledger, clock: Clock) -> None:
     opened(ledger)
     clock.time += timedelta(seconds=100)

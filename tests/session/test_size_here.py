@@ -76,3 +76,15 @@ def test_a_process_that_keeps_the_pool_no_more_does_not_wait_for_nodes() -> None
     cluster: Any = SimpleNamespace(draining=SimpleNamespace(size=1))
     with pytest.raises(sky.BadRequest, match="another process keeps it now"):
         PoolSize(spec, cluster, recovery, lambda: False).scale(3, 3600.0)
+
+
+@pytest.mark.parametrize("is_stopped", [False, True], ids=["keeps the pool", "stepped down"])
+def test_only_the_process_that_keeps_the_pool_announces_which_ranks_stay(is_stopped: bool) -> None:
+    """The clock of a process that has stepped down goes on. It may lack nodes that the new steward has rented."""
+    spec = sky.PoolSpec.of(provider=sky.Local(), nodes=(1, 3))
+    done: list[str] = []
+    recovery: Any = SimpleNamespace(is_stopped=is_stopped, observe=lambda _: done.append("observe"))
+    draining = SimpleNamespace(announce=lambda: done.append("announce"), backlog=lambda: 0)
+    cluster: Any = SimpleNamespace(draining=draining, is_idle=True)
+    PoolSize(spec, cluster, recovery, lambda: False).look()
+    assert done == ([] if is_stopped else ["announce", "observe"])
