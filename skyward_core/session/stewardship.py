@@ -141,6 +141,8 @@ class Stewardship:
         unanswered = any(intent.cloud_id is None for intent in open_still)
         machines.adopt(lease, listed, is_launch_unsure=unanswered)
         self._shared.adopt(lease)
+        # the last thing that may fail: from here on this process acts as the steward
+        began = time.monotonic() - (self._ledger.names.now() - entry.created_at).total_seconds()
         cluster = self._cluster
         ranks = ranks_of(self._spec, lease)
         policy = policy_of(self._spec, len(ranks))
@@ -159,7 +161,7 @@ class Stewardship:
             emit=emit,
             stop=self.stop,
             log=self._log,
-            began=time.monotonic() - (self._ledger.names.now() - entry.created_at).total_seconds(),
+            began=began,
             busy_at=time.monotonic(),
         )
 
