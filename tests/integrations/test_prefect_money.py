@@ -183,6 +183,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_the_budget_guard_cancels_a_run_at_80_percent_of_its_budget(
     api: str, tmp_path: Path, received: list[dict[str, Any]]
 ) -> None:

@@ -225,7 +225,6 @@ def test_a_frozen_opener_is_no_steward_any_more(name: str, program: Callable[...
     assert_nothing_left(mine, ids)
 
 
-@pytest.mark.long
 def ordered(process: subprocess.Popen[str], line: str) -> None:
     """Send a line to a program that uses the pool."""
     assert process.stdin is not None
@@ -233,6 +232,7 @@ def ordered(process: subprocess.Popen[str], line: str) -> None:
     process.stdin.flush()
 
 
+@pytest.mark.long
 def test_an_opener_that_was_frozen_keeps_the_pool_again_when_it_has_no_other_steward(
     name: str, program: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -268,6 +268,7 @@ def test_an_opener_that_was_frozen_keeps_the_pool_again_when_it_has_no_other_ste
     assert_nothing_left(mine, ids)
 
 
+@pytest.mark.long
 def test_max_cost_ends_a_pool_that_was_adopted(
     name: str, program: Callable[..., subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
