@@ -309,9 +309,10 @@ def test_after_the_loss_of_a_node_the_training_goes_on_from_its_checkpoint(tmp_p
         (tmp_path / "go-3").touch()
         assert running.result(120) == ((3, 4), (3, 4))
         assert ranks_of() @ pool == ((0, 2, "0", "inside"), (1, 2, "1", "inside"))
-    assert [(len(event.call_id), event.attempt, event.attempts) for event in recorded.of(sky.CallRetrying)] == [
-        (32, 2, 2)
-    ]
+    # the first is the training's; the call that waits for the new node may be lost with the old one, and has one too
+    retrying = recorded.of(sky.CallRetrying)
+    assert {(len(event.call_id), event.attempt, event.attempts) for event in retrying} == {(32, 2, 2)}
+    assert len({event.call_id for event in retrying}) == len(retrying) <= 2
 
 
 @sky.compute
