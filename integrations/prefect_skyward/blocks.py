@@ -23,7 +23,7 @@ CLOUDS = Literal["local", "aws", "digitalocean", "runpod", "vastai", "verda", "h
 
 
 class SkywardCredentials(CredentialsBlock):
-    """What the credentials of all clouds share. Not a block of its own: each cloud has one."""
+    """What the credentials of all clouds share. Not a block itself: each cloud has one."""
 
     _cloud: ClassVar[str] = ""
 

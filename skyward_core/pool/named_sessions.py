@@ -160,7 +160,7 @@ def _leave_own(session: Session, use: NamedUse) -> None:
 
 def _leave_as_client(session: Session, use: NamedUse) -> None:
     """Leave a pool that another process keeps, or this one beside its session until now (`regained`)."""
-    _ = use.is_last  # after an outage of the ledger this waits: until then the session renews the nodes
+    _ = use.is_last  # after an outage of the ledger this waits, and the session renews the nodes
     _adopt_no_more(use)
     session.let_go("the pool was left")
     _end_if_last(use, session.pool_id, is_extended=False)

@@ -1,4 +1,4 @@
-"""Which process may set the number of nodes, and what the others are told to do."""
+"""Which process may set the number of nodes, and what the others get as an error."""
 
 from types import SimpleNamespace
 from typing import Any, override
@@ -37,7 +37,7 @@ class Joined(Attached):
 
 
 def use_of(steward: Owner | None = KEEPER, *, size: Any = None, error: Exception | None = None) -> Any:
-    """Return a process as a client of the name; `size` is that of its own stewardship."""
+    """Return a process as a client of the name; `size` is that of its stewardship."""
 
     def find() -> Owner | None:
         if error is not None:

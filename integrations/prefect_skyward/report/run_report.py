@@ -1,4 +1,4 @@
-"""`RunReport`: what Prefect's UI shows of one flow run, kept up to date by a thread of its own."""
+"""`RunReport`: what Prefect's UI shows of one flow run, kept up to date by a separate thread."""
 
 from __future__ import annotations
 
