@@ -13,7 +13,7 @@ TESTS := $(RUN) pytest -q -n $(AT_ONCE) --dist loadfile --no-loadscope-reorder
 # Most of the 18,000 modules of the frameworks are never imported: Python compiles the others when it imports them first.
 IN_FRAMEWORKS := UV_PROJECT_ENVIRONMENT=.frameworks/venv UV_COMPILE_BYTECODE=0 $(UV) run --locked --no-default-groups --group frameworks
 
-.PHONY: help demo test quick long frameworks check lint format kill soak mutate live bench versions constraints clean
+.PHONY: help demo test quick long frameworks check lint format kill soak mutate live gpu bench versions constraints screenshots site stack release clean
 help: ## list these commands
 	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' Makefile
 
@@ -30,7 +30,7 @@ long: .venv/ready ## run the long tests, and all cases of the tests that generat
 	EXAMPLES=all $(TESTS) -m "long or generated" --durations=5
 
 frameworks: .uv-ready ## distributed training with PyTorch, JAX, TensorFlow and Keras themselves, in a separate environment (7 GB)
-	$(IN_FRAMEWORKS) pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m frameworks --durations=5 tests/distributed tests/test_example_programs.py tests/test_seed_blocks.py
+	$(IN_FRAMEWORKS) pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m frameworks --durations=5 tests/distributed tests/serialization/test_tensors.py tests/test_example_programs.py tests/test_seed_blocks.py
 
 check: lint quick ## run the checks that must pass before a commit
 
@@ -57,20 +57,38 @@ mutate: .venv/ready ## list faults that the tests of a module do not notice: mak
 live: .venv/ready ## check a real cloud with your account: make live PROVIDER=aws; with SPEND=0.50 it also rents one machine, for at most 0.50 USD
 	$(RUN) python -m tests.live $(PROVIDER) $(if $(SPEND),--spend $(SPEND)) $(if $(ACCELERATOR),--accelerator $(ACCELERATOR))
 
+gpu: .venv/ready ## check pools on the NVIDIA GPU of this machine; needs PyTorch, JAX and CuPy in the environment
+	$(RUN) python -m tests.gpu
+
 bench: .uv-ready ## side by side with bare Dask and Ray, and with torchrun; writes benchmarks/RESULTS.md
 	UV_PROJECT_ENVIRONMENT=.bench/venv $(UV) run --locked --no-default-groups --group bench python benchmarks/bench.py
 	UV_PROJECT_ENVIRONMENT=.bench/venv $(UV) run --locked --no-default-groups --group bench python benchmarks/data.py
 	$(UV) run --locked python benchmarks/grid_search.py
 	$(IN_FRAMEWORKS) python benchmarks/training.py
 
-versions: .venv/ready ## test the core and each plugin with the lowest allowed versions and with the newest versions (failures of the newest are only reported)
-	$(RUN) python -m tests.versions lowest newest
+versions: .venv/ready ## test the core and each plugin with the lowest allowed versions, each minor version of Prefect, and the newest versions (failures of the newest are only reported)
+	$(RUN) python -m tests.versions lowest minors newest
 
 constraints: .venv/ready ## write constraints-3.12.txt and constraints-3.13.txt from uv.lock
 	$(RUN) python -m tests.versions constraints
 
+screenshots: .venv/ready ## write the pictures of `skyward ui` and of the pages of Prefect, Airflow and Dagster in docs/images (needs Chromium)
+	SCREENSHOTS=docs/images/commands $(RUN) pytest -q -m long tests/cli/test_ui_browser.py
+	SCREENSHOTS=docs/images/prefect $(RUN) pytest -q -m long tests/integrations/test_prefect_browser.py
+	SCREENSHOTS=docs/images/airflow $(RUN) pytest -q -m long tests/integrations/test_airflow_browser.py
+	SCREENSHOTS=docs/images/dagster $(RUN) pytest -q -m long tests/integrations/test_dagster_browser.py
+
+site: .venv/ready ## build the documentation site into build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict
+
+stack: .venv/ready ## run PostgreSQL, Prefect, Airflow, Dagster and two nodes as docker-compose.yml describes them, until Ctrl-C; settings in ENV=development.env
+	$(RUN) python -m tests.stack $(ENV)
+
+release: .uv-ready ## build HEAD into dist/: wheel, sdist, bill of materials, constraints, checked; the version is that of the git tag
+	UV_PROJECT_ENVIRONMENT=.release/venv UV_COMPILE_BYTECODE=0 $(UV) run --locked --exact --only-group release python -m tests.release
+
 clean: ## remove environments and caches of this folder
-	rm -rf .venv .uv .bench .frameworks .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf .venv .uv .bench .frameworks .release .pytest_cache .ruff_cache .hypothesis dist
 
 .venv/ready: uv.lock pyproject.toml | .uv-ready
 	$(UV) sync --locked --quiet

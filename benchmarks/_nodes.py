@@ -75,13 +75,16 @@ class Cluster:
 class Rented(FakeDigitalOcean):
     """Each droplet is a fake node."""
 
+    network = "127.77"
+    """The first half of the droplets' addresses."""
+
     def __init__(self, nodes: FakeNodes) -> None:
         super().__init__()
         self._nodes = nodes
 
     def add(self, name: str, found: dict[str, Any] | None, order: dict[str, Any]) -> Droplet:
         droplet = super().add(name, found, order)
-        droplet.ip = f"127.77.{droplet.id >> 8 & 255}.{droplet.id & 255}"
+        droplet.ip = f"{self.network}.{droplet.id >> 8 & 255}.{droplet.id & 255}"
         config = json.loads(order["user_data"].partition("\n")[2])
         self._nodes.add(
             str(droplet.id),

@@ -6,17 +6,24 @@
 The task queries the providers of all pools in the ledger. It also queries the providers of the settings
 (SKYWARD_PROVIDER, skyward.toml), for machines that the ledger does not have. It never touches machines of living pools.
 Workers on several computers need a shared ledger: SKYWARD_LEDGER=postgresql+psycopg://...
+
+A sweep that finds something opens an event of the asset `skyward://sweep/found`, with what it has found in `extra`. A
+DAG with `schedule=[Asset("skyward://sweep/found")]` runs then.
 """
 
 import logging
 from datetime import UTC, datetime, timedelta
 
-from airflow.sdk import dag, task
+from airflow.sdk import Asset, AssetAlias, dag, task
 from airflow.sdk.exceptions import AirflowFailException
 
 import skyward_core as sky
 
 PROVIDERS = None  # the providers of the settings; or a list: [sky.AWS(region="us-east-1"), sky.RunPod()]
+
+FOUND = Asset(name="skyward_sweep_found", uri="skyward://sweep/found")
+SWEEP = AssetAlias("skyward_sweep")  # an alias, because most sweeps find nothing, and then there is no event
+MOST_LINES = 50  # of an event: Airflow keeps it in its database
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +44,8 @@ def as_line(finding) -> str:
     tags=["skyward"],
 )
 def skyward_sweep():
-    @task(execution_timeout=timedelta(minutes=30))
-    def end_what_is_left_running(params) -> list[str]:
+    @task(execution_timeout=timedelta(minutes=30), outlets=[SWEEP])
+    def end_what_is_left_running(params, outlet_events) -> list[str]:
         report = sky.sweep(providers=PROVIDERS, is_dry_run=params["dry_run"])
         for finding in report.findings:
             log.info("%s", as_line(finding))
@@ -49,6 +56,14 @@ def skyward_sweep():
                 "some machines could not be listed or ended; the next sweep tries again: "
                 + "; ".join(map(str, report.failures))
             )
+        if found := [finding for finding in report.findings if finding.action in {"end", "close"}]:
+            lines = [as_line(finding) for finding in found[:MOST_LINES]]
+            extra = {
+                "is_dry_run": params["dry_run"],
+                "found": lines,
+                "machines": sum(len(one.resource_ids) for one in found),
+            }
+            outlet_events[SWEEP].add(FOUND, extra=extra)
         return [as_line(finding) for finding in report.ended]
 
     end_what_is_left_running()

@@ -8,6 +8,7 @@ import skyward_core as sky
 
 PROVIDER = sky.Local()  # this machine; or sky.Hosts("gpu-box"), sky.AWS(region="us-east-1"), ...
 IMAGE = sky.Image()  # on Local the nodes have your packages; elsewhere: sky.Image(pip=["jax", "numpy"])
+ENV = {"JAX_PLATFORMS": "cpu"}  # both nodes are this machine, and NCCL refuses two ranks on one GPU; elsewhere: {}
 
 
 @sky.compute
@@ -39,7 +40,7 @@ def train(steps: int) -> tuple[int, list[float]]:
 
 def main() -> None:
     """Rent the nodes, train, and end the nodes."""
-    with sky.ComputePool(provider=PROVIDER, nodes=2, image=IMAGE) as pool:
+    with sky.ComputePool(provider=PROVIDER, nodes=2, image=IMAGE, env=ENV) as pool:
         for rank, (devices, weights) in enumerate(train(100) @ pool):
             print(f"rank {rank} of {devices} devices: weights", [round(weight, 2) for weight in weights])
 

@@ -1,15 +1,21 @@
-"""Find the best support vector machine for handwritten digits with Dagster: a cross-validated sweep on two nodes.
+"""A small Dagster project whose work runs on ephemeral pools: find the best support vector machine for handwritten
+digits.
 
-The second asset is the accuracy of the best one on test images.
-
-    python flows/dagster_definitions.py             materializes both assets once
+    python flows/dagster_definitions.py             materializes all assets once, and prints a report
     dagster dev -f flows/dagster_definitions.py     starts the UI: Catalog > digits_model > Metadata shows and plots
     skyward/cost_usd
 
-The schedule of `skyward_sweep` ends machines of dead pools every ten minutes. A pool is dead if its owner is dead or
-its lease has expired. Turn the schedule on under Automation.
+| definition           | shows                                                                              |
+| -------------------- | ---------------------------------------------------------------------------------- |
+| `digits_candidates`  | a cross-validated sweep, 60 calls on two nodes                                     |
+| `digits_model`       | a step with its own hardware, by the tag `skyward/config`                          |
+| `digits_by_half`     | a partitioned asset; a backfill is one run, and so one pool                        |
+| `digits_model_cost`  | a check of the cost of the latest materialization                                  |
+| `digits` at 2:00     | a job and its schedule                                                             |
+| `upkeep()`           | the sweep of dead pools every ten minutes, and sensors that release shared pools   |
 
-The nodes install scikit-learn and load its 1,797 digits. This computer does not need scikit-learn.
+Turn schedules and sensors on under Automation. The nodes install scikit-learn and load its 1,797 digits; this computer
+does not need scikit-learn.
 """
 
 import json
@@ -22,13 +28,9 @@ from statistics import mean
 import dagster as dg
 
 import skyward_core as sky
-from dagster_skyward import SkywardResource
+from dagster_skyward import SkywardResource, build_cost_check, upkeep
 
 FOLDS = 5
-PROVIDERS = None
-"""The sweep also queries these for machines that the ledger does not have. None means the providers of the settings
-(SKYWARD_PROVIDER, skyward.toml). A list is possible too: [sky.AWS(region="us-east-1"), sky.RunPod()].
-"""
 
 
 @dataclass(frozen=True)
@@ -63,12 +65,14 @@ def validate(candidate: Candidate, fold: int) -> float:
     return float(accuracy)
 
 
-def examine(candidate: Candidate) -> float:
-    """Train on all training images; return the accuracy on the test images."""
+def examine(candidate: Candidate, numbers: tuple[int, ...] = tuple(range(10))) -> float:
+    """Train on all training images; return the accuracy on the test images of these numbers."""
     from sklearn.svm import SVC
 
     train_images, test_images, train_labels, test_labels = digits()
-    return float(SVC(**asdict(candidate)).fit(train_images, train_labels).score(test_images, test_labels))
+    model = SVC(**asdict(candidate)).fit(train_images, train_labels)
+    asked = [label in numbers for label in test_labels]
+    return float(model.score(test_images[asked], test_labels[asked]))
 
 
 @dg.asset(kinds={"scikitlearn"})
@@ -96,82 +100,90 @@ def digits_candidates(
     )
 
 
-@dg.asset(kinds={"scikitlearn"})
+@dg.asset(kinds={"scikitlearn"}, op_tags={"skyward/config": {"nodes": 1}})
 def digits_model(
     context: dg.AssetExecutionContext, compute: SkywardResource, digits_candidates: dict[Candidate, float]
 ) -> dg.MaterializeResult[float]:
-    """The best candidate's accuracy on the test images."""
-    best = max(digits_candidates, key=lambda candidate: digits_candidates[candidate])
-    accuracy = compute.run(context, examine, best)
+    """The best candidate's accuracy on the test images. One node is enough for it."""
+    best = best_of(digits_candidates)
+    accuracy = compute.run(context, examine, best).value
     return dg.MaterializeResult(
         value=accuracy, metadata={"accuracy": accuracy, "calls": 1, "C": best.C, "gamma": best.gamma}
     )
 
 
-def as_line(finding) -> str:
-    """Return a finding of the sweep as one line."""
-    return (
-        f"{finding.action} {', '.join(finding.resource_ids)} of {finding.pool_id} at {finding.provider}:"
-        f" {finding.reason}"
+HALVES = {"low": (0, 1, 2, 3, 4), "high": (5, 6, 7, 8, 9)}
+
+
+@dg.asset(
+    kinds={"scikitlearn"},
+    partitions_def=dg.StaticPartitionsDefinition(list(HALVES)),
+    backfill_policy=dg.BackfillPolicy.single_run(),
+)
+def digits_by_half(
+    context: dg.AssetExecutionContext, compute: SkywardResource, digits_candidates: dict[Candidate, float]
+) -> dg.MaterializeResult:
+    """The best candidate's accuracy on the numbers of each partition."""
+    best, halves = best_of(digits_candidates), context.partition_keys
+    accuracies = compute.map(context, examine, [best] * len(halves), map(HALVES.get, halves))
+    return dg.MaterializeResult(
+        metadata={f"accuracy_{half}": one for half, one in zip(halves, accuracies, strict=True)}
     )
 
 
-@dg.op(config_schema={"is_dry_run": dg.Field(bool, default_value=False)})
-def end_what_is_left_running(context: dg.OpExecutionContext) -> None:
-    """Log each finding and its reason; end the machines unless it is a dry run.
-
-    Fails if the sweep could not list or end some machines.
-    """
-    report = sky.sweep(providers=PROVIDERS, is_dry_run=context.op_config["is_dry_run"])
-    for finding in report.findings:
-        context.log.info("%s", as_line(finding))
-    for line in report.pruned:
-        context.log.info("removed, because it is not used any more: %s", line)
-    metadata = {"findings": len(report.findings), "ended": [as_line(finding) for finding in report.ended]}
-    if report.failures:
-        raise dg.Failure(
-            "some machines could not be listed or ended; the next sweep tries again: "
-            + "; ".join(map(str, report.failures)),
-            metadata=metadata,
-        )
-    context.add_output_metadata(metadata)
+def best_of(candidates: dict[Candidate, float]) -> Candidate:
+    """Return the candidate with the highest accuracy."""
+    return max(candidates, key=lambda candidate: candidates[candidate])
 
 
-@dg.job
-def skyward_sweep():
-    end_what_is_left_running()
+digits_model_cost = build_cost_check(digits_model, max_usd=1.0)
+digits_job = dg.define_asset_job("digits", [digits_candidates, digits_model])
 
-
-defs = dg.Definitions(
-    assets=[digits_candidates, digits_model],
-    schedules=[dg.ScheduleDefinition(job=skyward_sweep, cron_schedule="*/10 * * * *")],
-    resources={
-        "compute": SkywardResource(
-            provider=sky.Local(price_per_hour=1.2), nodes=2, image=sky.Image(pip=["scikit-learn"])
-        )
-    },
-    # The steps of one process share the pool. With Dagster's default executor each step opens a pool.
-    executor=dg.in_process_executor,
+defs = dg.Definitions.merge(
+    dg.Definitions(
+        assets=[digits_candidates, digits_model, digits_by_half],
+        asset_checks=[digits_model_cost],
+        jobs=[digits_job],
+        schedules=[dg.ScheduleDefinition(job=digits_job, cron_schedule="0 2 * * *")],
+        resources={
+            # all steps of a run share its pools, also if each has a process of its own, as Dagster's default is
+            "compute": SkywardResource(
+                provider=sky.Local(price_per_hour=1.2),
+                nodes=2,
+                image=sky.Image(pip=["scikit-learn"]),
+                max_cost=1.0,
+                sharing="run",
+            )
+        },
+    ),
+    upkeep(cron_schedule="*/10 * * * *"),
 )
 
 
 def main() -> None:
-    """Materialize both assets, and print the results as one line.
+    """Materialize all assets, and print the results as one line.
 
     The Dagster instance is that of DAGSTER_HOME, else a temporary one.
     """
     started = time.monotonic()
     with dg.DagsterInstance.get() if os.environ.get("DAGSTER_HOME") else dg.DagsterInstance.ephemeral() as instance:
-        result = dg.materialize([digits_candidates, digits_model], resources=defs.resources, instance=instance)
+        options = {"resources": defs.resources, "instance": instance}
+        first = dg.materialize([digits_candidates, digits_model, digits_model_cost], **options)
+        both = {"dagster/asset_partition_range_start": "low", "dagster/asset_partition_range_end": "high"}
+        second = dg.materialize([digits_candidates, digits_by_half], selection=[digits_by_half], tags=both, **options)
     materializations = [
         {name: entry.value for name, entry in event.materialization.metadata.items()}
+        for result in (first, second)
         for event in result.get_asset_materialization_events()
     ]
+    (check,) = first.get_asset_check_evaluations()
     report = {
-        "accuracy": round(result.output_for_node("digits_model"), 4),
-        "calls": sum(metadata["calls"] for metadata in materializations),
+        "accuracy": round(first.output_for_node("digits_model"), 4),
+        "by_half": {half: round(materializations[-1][f"accuracy_{half}"], 4) for half in HALVES},
+        "calls": sum(metadata.get("calls", 1) for metadata in materializations),
         "seconds": round(time.monotonic() - started, 1),
         "cost_usd": round(sum(metadata["skyward/cost_usd"] for metadata in materializations), 6),
+        "is_cheap": check.passed,
     }
     print(f"digits_sweep: {json.dumps(report)}")
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from skyward_core.compute import PendingItems as PendingItems
     from skyward_core.compute import gather as gather
     from skyward_core.concurrency.item_stream import ItemStream as ItemStream
-    from skyward_core.config import Settings as Settings
+    from skyward_core.config.settings import Settings as Settings
     from skyward_core.coordination.primitives import Event as Event
     from skyward_core.coordination.primitives import Lock as Lock
     from skyward_core.coordination.primitives import Queue as Queue
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from skyward_core.distributed.checkpoint import SavedCheckpoint as SavedCheckpoint
     from skyward_core.distributed.checkpoint import checkpoint as checkpoint
     from skyward_core.distributed.sampler import DistributedSampler as DistributedSampler
+    from skyward_core.doctor.check import Check as Check
     from skyward_core.engine.futures import CallFuture as CallFuture
     from skyward_core.errors import BadRequest as BadRequest
     from skyward_core.errors import BootstrapFailed as BootstrapFailed
@@ -108,6 +109,8 @@ if TYPE_CHECKING:
     from skyward_core.events.events import emit as emit
     from skyward_core.events.events import use_callback as use_callback
     from skyward_core.events.narrator import Narrator as Narrator
+    from skyward_core.events.series import Series as Series
+    from skyward_core.events.traces import Traces as Traces
     from skyward_core.image.image import Image as Image
     from skyward_core.image.volume import S3Volume as S3Volume
     from skyward_core.image.volume import Volume as Volume
@@ -115,6 +118,7 @@ if TYPE_CHECKING:
     from skyward_core.integrations.pools import ScikitLearnPool as ScikitLearnPool
     from skyward_core.integrations.pools import joblib_backend as joblib_backend
     from skyward_core.integrations.pools import sklearn_backend as sklearn_backend
+    from skyward_core.ledger.rows import CostPart as CostPart
     from skyward_core.machines.instances import Endpoint as Endpoint
     from skyward_core.machines.instances import Instance as Instance
     from skyward_core.machines.instances import InstanceState as InstanceState
@@ -126,7 +130,9 @@ if TYPE_CHECKING:
     from skyward_core.machines.spot import Spot as Spot
     from skyward_core.machines.spot import SpotLike as SpotLike
     from skyward_core.operations import cost_of as cost_of
+    from skyward_core.operations import cost_parts as cost_parts
     from skyward_core.operations import offers as offers
+    from skyward_core.operations import receipts_of as receipts_of
     from skyward_core.operations import release as release
     from skyward_core.operations import sweep as sweep
     from skyward_core.pool.aio import AsyncCalls as AsyncCalls
@@ -141,9 +147,12 @@ if TYPE_CHECKING:
     from skyward_core.providers.runpod.provider import RunPod as RunPod
     from skyward_core.providers.vastai.provider import VastAI as VastAI
     from skyward_core.providers.verda.provider import Verda as Verda
+    from skyward_core.provisioning.plan import Plan as Plan
+    from skyward_core.provisioning.plan import PlannedTask as PlannedTask
     from skyward_core.provisioning.quote import Quote as Quote
     from skyward_core.secret import Secret as Secret
     from skyward_core.session.detached_call import CallAttempt as CallAttempt
+    from skyward_core.session.detached_call import CallNews as CallNews
     from skyward_core.session.detached_call import DetachedCall as DetachedCall
     from skyward_core.spec import PoolSpec as PoolSpec
     from skyward_core.spec import Wishes as Wishes
@@ -159,14 +168,14 @@ if TYPE_CHECKING:
     from skyward_core.worker.shard import shard as shard
     from skyward_core.worker.shared_values import scatter as scatter
 
-__version__ = "0.1.0"
+__version__: str  # that of the installed distribution, which has it from the git tag
 
 _HOMES = {
     "accelerators": "Accelerator NVIDIA is_nvidia is_trainium",
-    "session.detached_call": "CallAttempt DetachedCall",
+    "session.detached_call": "CallAttempt CallNews DetachedCall",
     "compute": "ComputeFunction PendingBatch PendingCompute PendingItems gather",
     "concurrency.item_stream": "ItemStream",
-    "config": "Settings",
+    "config.settings": "Settings",
     "coordination.primitives": "Event Lock Queue Semaphore Variable",
     "errors": (
         "BadRequest BootstrapFailed BudgetExceeded CallCrashed CallOutOfMemory CallTimedOut CredentialsError"
@@ -184,13 +193,17 @@ _HOMES = {
     ),
     "distributed.checkpoint": "Checkpoint SavedCheckpoint checkpoint",
     "distributed.sampler": "DistributedSampler",
+    "doctor.check": "Check",
     "engine.futures": "CallFuture",
-    "operations": "cost_of offers release sweep",
+    "operations": "cost_of cost_parts offers receipts_of release sweep",
     "image.image": "Image",
     "image.volume": "S3Volume Volume",
     "integrations.pools": "JoblibPool ScikitLearnPool joblib_backend sklearn_backend",
+    "ledger.rows": "CostPart",
     "machines.instances": "Endpoint Instance InstanceState Lease Node",
     "events.narrator": "Narrator",
+    "events.series": "Series",
+    "events.traces": "Traces",
     "machines.offers": "Offer Requirements select_instance",
     "pool.aio": "AsyncCalls",
     "pool.executor": "PoolExecutor",
@@ -204,6 +217,7 @@ _HOMES = {
     "providers.runpod.provider": "RunPod",
     "providers.vastai.provider": "VastAI",
     "providers.verda.provider": "Verda",
+    "provisioning.plan": "Plan PlannedTask",
     "provisioning.quote": "Quote",
     "secret": "Secret",
     "spec": "PoolSpec Wishes",
@@ -227,7 +241,9 @@ __all__ = [  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
+    if name == "__version__":
+        value = _version()
+    elif name in _MODULES:
         value = import_module(f"{__name__}.{name}")
     elif name in _HOME_OF:
         value = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
@@ -237,5 +253,14 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("skyward-core")
+    except PackageNotFoundError:  # a copy of the folder, as nodes have it
+        return "0.0.0"
+
+
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, "__version__"})

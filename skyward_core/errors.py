@@ -330,7 +330,10 @@ class InstancesLeft(SkywardError):
 
 
 class Unreachable(SkywardError):
-    """The machine could not be reached over SSH by the deadline: look whether it lives, or take another."""
+    """The machine could not be reached over SSH by the deadline: look whether it lives, or take another.
+
+    `ComputePool.attach` raises it also for a scheduler that does not answer in time although its head lives: try again.
+    """
 
 
 class ConnectionLost(Unreachable):

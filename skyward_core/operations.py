@@ -1,15 +1,20 @@
-"""Operations without a pool: `sky.offers`, `sky.sweep`, `sky.cost_of` and `sky.release`. They open cache and ledger."""
+"""Operations without a pool: `sky.offers`, `sky.sweep`, `sky.cost_of`, `sky.cost_parts`, `sky.receipts_of` and
+`sky.release`.
+
+They open cache and ledger.
+"""
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from platformdirs import user_cache_path
 
 from skyward_core.accelerators import Accelerator, parse
-from skyward_core.config import Settings
+from skyward_core.config.settings import Settings
+from skyward_core.errors import BadRequest
 from skyward_core.machines.instances import Lease
 from skyward_core.machines.offers import Architecture, Requirements, memory_gb
 from skyward_core.providers.base import Provider, load_all
@@ -17,6 +22,7 @@ from skyward_core.work import Work
 
 if TYPE_CHECKING:
     from skyward_core.cleanup.sweep import SweepReport
+    from skyward_core.ledger.rows import CostPart
     from skyward_core.provisioning.price_list import PriceList
 
 MIN_AGE_SECONDS = 600.0
@@ -105,8 +111,10 @@ def sweep(
 def cost_of(work: Work, *, ledger_url: str | None = None) -> dict[str, float]:
     """Return the cost so far of each pool for this work, in USD, by pool id; pools of killed processes included.
 
-    A pool matches if its own work has the same text in all fields that are not empty here: without `attempt` all tries
-    match. Raises LedgerError.
+    A work matches if it has the same text in all fields that are not empty here: without `attempt` all tries match. Of
+    a pool that several works share, only the part of those that match counts: their recorded shares
+    (`ComputePool.share_cost`), the calls of their processes on a pool with a name, and for the work that has opened the
+    pool all that belongs to no other, such as idle and warm time. Raises LedgerError.
 
     >>> import skyward_core as sky
     >>> sky.cost_of(sky.Work(workflow="nightly", run="never"))
@@ -120,9 +128,50 @@ def cost_of(work: Work, *, ledger_url: str | None = None) -> dict[str, float]:
         return {row.key: float(row.cost_usd) for row in ledger.cost_rows(entries.CostBy.POOL, work=work)}
 
 
+def cost_parts(work: Work, *, ledger_url: str | None = None) -> list[CostPart]:
+    """Return what `cost_of` adds up: the part of each pool's cost for each exact work that matches, in whole
+    micro-dollars.
+
+    `is_final` says that the part does not change any more. Until then a part may also shrink: others may use the pool,
+    and the time in which calls ran is split by all slot seconds. Raises LedgerError.
+
+    >>> import skyward_core as sky
+    >>> sky.cost_parts(sky.Work(workflow="nightly", run="never"))
+    []
+    """
+    ledgers = importlib.import_module("skyward_core.ledger.ledger")
+    with ledgers.Ledger(ledger_url or ledgers.default_url()) as ledger:
+        return ledger.cost_parts(work)
+
+
+def receipts_of(work: Work, *, ledger_url: str | None = None) -> list[dict[str, Any]]:
+    """Return the receipt of each pool for this work that has rented something, oldest first: what `skyward receipt`
+    prints.
+
+    A pool matches if it was opened for the work (see `cost_of`). Entries that cannot be read are left out. Raises
+    LedgerError, and BadRequest for an empty work, which all pools would match.
+
+    >>> import skyward_core as sky
+    >>> sky.receipts_of(sky.Work(workflow="nightly", run="never"))
+    []
+    """
+    if not work.labels():
+        raise BadRequest("receipts_of needs a work with at least one field, such as Work(workflow='nightly')")
+    ledgers, entries, receipts = (
+        importlib.import_module("skyward_core.ledger.ledger"),
+        importlib.import_module("skyward_core.ledger.rows"),
+        importlib.import_module("skyward_core.ledger.receipt"),
+    )
+    with ledgers.Ledger(ledger_url or ledgers.default_url()) as ledger:
+        # a pool that this work has used by its name, and another work has opened, has no machines of its own here
+        rows = [row for row in ledger.cost_rows(entries.CostBy.POOL, work=work, unreadable=[]) if row.resources]
+        found = [receipts.receipt(ledger, row.key, unreadable=[]) for row in rows]
+    return sorted(found, key=lambda receipt: receipt["created_at"])
+
+
 def release(pool: Lease | str, *, credentials: Provider | None = None, ledger_url: str | None = None) -> None:
-    """End a pool on purpose, from any process, by its lease or its id: for a last step of a pipeline that ends a pool
-    which another step has detached.
+    """End a pool on purpose, from any process, by its lease, its id or its name: for a last step of a pipeline that
+    ends a pool which another step has detached or left warm.
 
     May be called again. `credentials` is the provider with secrets from the caller's own store. Raises InstancesLeft if
     some machines could not be confirmed gone, BadRequest for an unknown pool, CredentialsError for a lease that may
@@ -133,4 +182,6 @@ def release(pool: Lease | str, *, credentials: Provider | None = None, ledger_ur
         importlib.import_module("skyward_core.ledger.ledger"),
     )
     with ledgers.Ledger(ledger_url or ledgers.default_url()) as ledger:
+        if isinstance(pool, str) and (named := ledger.names.named(pool)) is not None:
+            pool = named.pool_id
         releasing.release(pool, ledger=ledger, credentials=credentials)

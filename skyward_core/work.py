@@ -121,9 +121,18 @@ class RunContext:
         object.__setattr__(self, "tags", tuple(sorted(self.tags)))
         object.__setattr__(self, "parameters", MappingProxyType(_plain_parameters(self.parameters)))
 
+    def plain(self) -> tuple[Any, ...]:
+        """Return its fields in their order, as values of Python's own types: `RunContext(*plain)` makes it again."""
+        return tuple(
+            dict(value) if type(value) is MappingProxyType else value
+            for value in (getattr(self, name) for name in _RUN_FIELDS)
+        )
+
     def __reduce__(self) -> tuple[Any, ...]:
-        values = [getattr(self, one.name) for one in fields(self)]
-        return RunContext, tuple(dict(value) if isinstance(value, MappingProxyType) else value for value in values)
+        return RunContext, self.plain()
+
+
+_RUN_FIELDS = tuple(field.name for field in fields(RunContext))
 
 
 _present_run: ContextVar[RunContext | None] = ContextVar("skyward_run", default=None)

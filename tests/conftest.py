@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from ipaddress import ip_address, ip_network
 from pathlib import Path
@@ -39,6 +39,9 @@ hypothesis.settings.load_profile("skyward")
 # and pytest-timeout.
 SHARED_THREADS = ("Dask-Offload", "TCP-Executor", "asyncio_", "pytest_timeout", "Profile", "AsyncProcess")
 
+MEMORY, MEMORY_BYTES = Path("/dev/shm"), 4 << 30
+"""A file system in memory, and the room that the tests need there."""
+
 TEST_HOSTS = ip_network("10.77.0.0/16")
 """Addresses of the test bed's hosts (tests/testbed), in network namespaces of this machine."""
 
@@ -51,9 +54,19 @@ _launched: list[tuple[str, str]] = []
 _shared_schedulers: set[int] = set()
 """The scheduler ports of the pools that tests share now."""
 _home: Path | None = None
+_default_ledger = ""
 
 
 LONGEST_FIRST = (
+    # mostly of `make long`
+    "kill/test_points.py",
+    "pool/test_named_faults.py",
+    "integrations/test_prefect_kill.py",
+    "pool/test_named_crowd.py",
+    "pool/test_named_hosts.py",
+    "stack/test_stack.py",
+    "integrations/test_airflow_durable.py",
+    # mostly of `make test`
     "integrations/test_prefect.py",
     "integrations/test_airflow.py",
     "test_real_hosts.py",
@@ -77,13 +90,21 @@ LONGEST_FIRST = (
     "accelerators/test_mig_hosts.py",
     "distributed/test_frameworks_hosts.py",
     "test_example_programs.py",
+    "integrations/test_airflow_pools.py",
+    "integrations/test_prefect_steps.py",
+    "integrations/test_prefect_behaviour.py",
+    "integrations/test_prefect_sharing.py",
+    "integrations/test_prefect_calls.py",
+    "integrations/test_dagster_executor.py",
+    "integrations/test_dagster_sharing.py",
+    "integrations/test_airflow_money.py",
 )
 """Files (or folders) that take longest. They begin first, so that test processes that share the files end at about the
 same time.
 """
 
 
-ALL_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
+MARK_OF_A_FILE = re.compile(r"^pytestmark = (?:\[\s*)?pytest\.mark\.(slow|long|frameworks)\b", re.MULTILINE)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -98,6 +119,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=rank)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    """Keep all that is imported now out of later garbage collections, which look for what single tests have left."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
+
+
 @pytest.hookimpl(wrapper=True, trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """Collect garbage after the last test of a file that allows warnings, because other files do not allow them."""
@@ -108,13 +141,21 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip files that have only slow tests when slow tests are skipped, because their imports alone take longer than
-    many tests.
+    """Skip files whose tests are all left out, for example by `-m "not slow"`: their imports take longer than many tests."""
+    marks = config.option.markexpr or ""
+    if not marks or collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
+        return None
+    return True if has_no_test_of(collection_path.read_text(), marks) else None
+
+
+def has_no_test_of(text: str, marks: str) -> bool:
+    """Return whether a test file has no test for a marker expression as those of the Makefile: marks joined by `or`, or
+    each with `not`. For other expressions it may have one.
     """
-    leaves_out_slow = "not slow" in (config.option.markexpr or "") and collection_path.name.startswith("test_")
-    if leaves_out_slow and collection_path.suffix == ".py" and ALL_SLOW.search(collection_path.read_text()):
-        return True
-    return None
+    if re.fullmatch(r"\w+( or \w+)*", marks):
+        return not any(f"mark.{mark}" in text for mark in marks.split(" or "))
+    mark = MARK_OF_A_FILE.search(text)
+    return mark is not None and f"not {mark[1]}" in marks
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -122,9 +163,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
     Each test process of pytest-xdist is a session.
     """
-    global _home
+    global _home, _default_ledger
     _take_interrupts()
+    if (memory := _folder_in_memory()) is not None:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(memory))  # of `tmp_path`
     _home = Path(tempfile.mkdtemp(prefix="skyward-tests-"))
+    _default_ledger = f"{_home}/state/skyward/ledger.db"
     old_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     os.environ.setdefault("UV_CACHE_DIR", str(old_cache / "uv"))  # packages are fetched once, not once a session
     os.environ["XDG_CACHE_HOME"] = str(_home / "cache")
@@ -136,6 +180,19 @@ def pytest_configure(config: pytest.Config) -> None:
     # libuv keeps one pipe for the signals of the whole process, created with its first loop
     uvloop.new_event_loop().close()
     sys.addaudithook(_on_audit)
+
+
+def _folder_in_memory() -> Path | None:
+    """Return a folder in memory for the files of tests, if this machine has one with enough room for programs.
+
+    Each commit of a ledger waits for the disk, and some tests make thousands of them.
+    """
+    try:
+        has = os.statvfs(MEMORY)
+    except OSError:
+        return None
+    is_fit = has.f_bavail * has.f_frsize >= MEMORY_BYTES and not has.f_flag & os.ST_NOEXEC
+    return MEMORY if is_fit and os.access(MEMORY, os.W_OK) else None
 
 
 def _take_interrupts() -> None:
@@ -163,11 +220,31 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def _on_audit(event: str, args: tuple[Any, ...]) -> None:
-    if event == "socket.connect":
+    if event == "open":
+        _refuse_open_ledger(args[0])
+    elif event == "socket.connect":
         connections.append(args[1])
         _refuse_strangers(args[1])
     elif event == "subprocess.Popen" and isinstance(env := args[3], dict) and "SKYWARD_INSTANCE_ID" in env:
         _launched.append((env["SKYWARD_INSTANCE_ID"], env["SKYWARD_INSTANCE_DIRECTORY"]))
+
+
+def _refuse_open_ledger(path: object) -> None:
+    """Raise for a test that opens a file of the default ledger itself (SQLite's own calls do not come here).
+
+    Its closing drops all locks of this process on the file (fcntl(2)). Then the next process that closes the ledger
+    deletes its log, and all later tests of this process fail with "disk I/O error".
+    """
+    if isinstance(path, str | Path) and str(path).removesuffix("-wal").removesuffix("-shm") == _default_ledger:
+        raise RuntimeError(f"tests must not open {path}: read it with `content_of`")
+
+
+def content_of(path: Path) -> bytes:
+    """Return the content of a file, read by another process; b"" if it was removed meanwhile.
+
+    A process that has a ledger open must not read its file: see `_refuse_open_ledger`.
+    """
+    return subprocess.run(["cat", path], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False).stdout
 
 
 def _refuse_strangers(address: object) -> None:
@@ -206,13 +283,14 @@ def leaves_nothing(request: pytest.FixtureRequest) -> Iterator[None]:
         checks.append(lambda: _left_of(ours))
     for check in checks:
         deadline = time.monotonic() + SETTLE_SECONDS
-        while left := check():
+        for _ in pauses(0.02):
+            if not (left := check()):
+                break
             if time.monotonic() > deadline:
                 pytest.fail(
                     f"left behind: {left}; the schedulers of the pools that tests share are at {sorted(f'{port:04X}' for port in _shared_schedulers)}"
                 )
             gc.collect()
-            time.sleep(0.02)
 
 
 def _new_threads(before: set[threading.Thread], request: pytest.FixtureRequest) -> list[str]:
@@ -326,13 +404,26 @@ def examples(many: int) -> int:
 # ── waiting, and a pool to share ─────────────────────────────────────────────────────────────────────────────────────
 
 
+def pauses(shortest: float) -> Iterator[None]:
+    """Yield before each look at a condition, after a pause of four times the time that the last look has taken.
+
+    So a wait leaves the processors to other tests, also if its condition asks a server or lists all processes. A pause
+    takes 0.2 s at most.
+    """
+    while True:
+        began = time.monotonic()
+        yield
+        time.sleep(min(max(shortest, 4 * (time.monotonic() - began)), 0.2))
+
+
 def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
     """Wait until the condition holds; on a timeout fail with its name."""
     deadline = time.monotonic() + seconds
-    while not condition():
+    for _ in pauses(0.01):
+        if condition():
+            return
         if time.monotonic() > deadline:
             pytest.fail(f"waited {seconds} s for {what}")
-        time.sleep(0.01)
 
 
 def signal_members(instance_id: str, number: int) -> None:
@@ -372,7 +463,7 @@ class RecordedEvents:
 
 
 @contextmanager
-def shared(pool: sky.ComputePool) -> Iterator[sky.ComputePool]:
+def shared(pool: sky.ComputePool) -> Generator[sky.ComputePool]:
     """Open a pool that several tests share.
 
     Its client opens and closes connections by its own clock, and they are not a leak of any test.
@@ -391,7 +482,11 @@ def shared(pool: sky.ComputePool) -> Iterator[sky.ComputePool]:
 @pytest.fixture(scope="session")
 def _shared() -> Iterator[tuple[sky.ComputePool, RecordedEvents]]:
     recorded = RecordedEvents()
-    with shared(sky.ComputePool(provider=sky.Local(), nodes=2, display="quiet", on_event=recorded)) as pool:
+    # a test moves the clock of all pools of this process by an hour, and a pool that is idle for an hour ends
+    month = 30 * 86_400.0
+    with shared(
+        sky.ComputePool(provider=sky.Local(), nodes=2, timeout=month, display="quiet", on_event=recorded)
+    ) as pool:
         yield pool, recorded
 
 

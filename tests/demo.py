@@ -35,7 +35,12 @@ def orchestrators() -> list[Orchestrator]:
     return [
         Orchestrator(
             "Prefect",
-            {"PREFECT_HOME": str(prefect), "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "DO_NOT_TRACK": "1"},
+            {
+                "PREFECT_HOME": str(prefect),
+                "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+                "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "200",  # a busy machine needs more than the 20
+                "DO_NOT_TRACK": "1",
+            },
             ((str(BIN / "python"), "flows/digits_sweep.py"),),
             f"PREFECT_HOME={prefect.relative_to(ROOT)} .venv/bin/prefect server start, then http://127.0.0.1:4200: the run's Artifacts and its tasks' Logs",
         ),

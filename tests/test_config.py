@@ -133,3 +133,82 @@ def test_the_log_names_the_provider_and_its_source(
     with sky.ComputePool(display="quiet") as pool:
         assert "provider 'local', from SKYWARD_PROVIDER in the environment" in caplog.text
         assert pool.spec.provider == sky.Local(price_per_hour=2.0)
+
+
+# ── profiles and pools ───────────────────────────────────────────────────────────────────────────────────────────────
+
+FILE = """
+nodes = 2
+concurrency = 3
+[profiles.large]
+nodes = 8
+timeout = 60
+[pools.nightly]
+nodes = 4
+retries = 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("profile", "pool", "nodes", "table"),
+    [
+        (None, None, 2, ""),
+        ("large", None, 8, " [profiles.large]"),
+        (None, "nightly", 4, " [pools.nightly]"),
+        ("large", "nightly", 4, " [pools.nightly]"),
+        ("large", "other", 8, " [profiles.large]"),
+    ],
+)
+def test_a_pool_goes_before_a_profile_and_that_before_the_top(
+    project: Path, profile: str | None, pool: str | None, nodes: int, table: str
+) -> None:
+    """Each value has the table that it comes from; a pool without a table has the profile's values."""
+    (project / "skyward.toml").write_text(FILE)
+    settings = sky.Settings.read({}, project, profile=profile, pool=pool)
+    assert (settings.fields["nodes"], settings.fields["concurrency"]) == (nodes, 3)
+    assert settings.sources["nodes"] == f"{project / 'skyward.toml'}{table}"
+    assert settings.fields.get("name") == ("nightly" if pool == "nightly" else None)
+    assert settings.fields.get("timeout") == (60 if profile else None)
+
+
+def test_the_environment_goes_before_all_tables(project: Path) -> None:
+    (project / "skyward.toml").write_text(FILE)
+    environ = {"SKYWARD_NODES": "1", "SKYWARD_PROFILE": "large", "SKYWARD_NAME": "nightly"}
+    settings = sky.Settings.read(environ, project)
+    assert settings.fields == {"nodes": 1, "concurrency": 3, "timeout": 60, "retries": 1, "name": "nightly"}
+
+
+def test_a_pool_with_a_name_has_the_settings_of_its_table(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keywords have priority over them; a pool without a name, or with another one, does not have them."""
+    (project / "skyward.toml").write_text(FILE)
+    spec = sky.ComputePool(provider=sky.Local(), name="nightly", retries=0).spec
+    assert (spec.nodes, spec.retries, spec.name) == (4, 0, "nightly")
+    assert sky.ComputePool(provider=sky.Local()).spec.nodes == 2
+    monkeypatch.setenv("SKYWARD_PROFILE", "large")
+    assert sky.ComputePool(provider=sky.Local(), name="other").spec.nodes == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[profiles.a]\nnode = 1\n", r"\[profiles\.a\]: there is no setting 'node'; did you mean 'nodes'"),
+        ("[pools.a]\nnode = 1\n", r"\[pools\.a\]: there is no setting 'node'"),
+        ("[pools.a]\nname = 'b'\n", r"\[pools\.a\]: the table's own name is that of the pool"),
+        ("profiles = 3\n", r"write \[profiles\.NAME\]"),
+        ("[pools]\nnodes = 3\n", r"write \[pools\.nodes\]"),
+        ("[profile.a]\nnodes = 3\n", "did you mean 'profiles'"),
+    ],
+)
+def test_a_wrong_table_is_refused_with_its_place(project: Path, text: str, message: str) -> None:
+    (project / "skyward.toml").write_text(text)
+    with pytest.raises(sky.BadRequest, match=message):
+        sky.Settings.read({}, project)
+
+
+def test_an_unknown_profile_is_refused(project: Path) -> None:
+    """With the nearest name of the file, and also if there is no file."""
+    with pytest.raises(sky.BadRequest, match=r"no skyward\.toml"):
+        sky.Settings.read({"SKYWARD_PROFILE": "larg"}, project)
+    (project / "skyward.toml").write_text(FILE)
+    with pytest.raises(sky.BadRequest, match="did you mean 'large'"):
+        sky.Settings.read({"SKYWARD_PROFILE": "larg"}, project)

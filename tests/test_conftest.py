@@ -1,5 +1,6 @@
 """Tests of the leak checks in conftest.py: a false leak costs a day, a missed one costs a machine."""
 
+import os
 import socket
 import subprocess
 import sys
@@ -27,6 +28,15 @@ def test_one_more_connection_of_a_shared_pool_is_no_leak(request: pytest.Fixture
         with socket.create_connection(("127.0.0.1", port)), socket.create_connection(server.getsockname()) as strange:
             assert list(conftest._new_descriptors(before, request)) == [strange.fileno()]
     assert port not in conftest._shared_schedulers
+
+
+def test_a_test_cannot_open_the_default_ledger() -> None:
+    """This process would lose its locks on it, and another would take it for unused and delete its log."""
+    ledger = conftest._ledger()
+    with pytest.raises(RuntimeError, match="must not open"):
+        ledger.read_bytes()
+    with pytest.raises(RuntimeError, match="must not open"):
+        os.open(f"{ledger}-wal", os.O_RDONLY)
 
 
 LEAKING = """
@@ -60,3 +70,25 @@ def test_what_a_file_leaves_unclosed_fails_no_other_file(tmp_path: Path) -> None
     ended = subprocess.run(command, cwd=Path(__file__).parent.parent, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout
     assert "2 passed, 1 warning" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "left_out"),
+    [
+        ("pytestmark = pytest.mark.slow\n", {"not slow and not long", "long or generated", "long"}),
+        ("@pytest.mark.slow\n@pytest.mark.long\ndef test_it():\n", set()),
+        ("@pytest.mark.generated\ndef test_it():\n", {"long"}),
+        ("def test_it():\n", {"long or generated", "long"}),
+    ],
+    ids=["all slow", "one long", "one generated", "none"],
+)
+def test_a_file_is_left_out_only_if_no_test_of_it_is_asked_for(text: str, left_out: set[str]) -> None:
+    """Files that are left out are not imported."""
+    expressions = {
+        "not slow and not long",
+        "long or generated",
+        "long",
+        "long and slow",
+        "slow and (long or generated)",
+    }
+    assert {marks for marks in expressions if conftest.has_no_test_of(text, marks)} == left_out

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
 PAGES = [
     "README.md",
+    "docs/getting-started.md",
+    "docs/errors.md",
     "docs/pool.md",
     pytest.param("docs/scikit-learn.md", marks=pytest.mark.long),  # each of its pools loads scikit-learn
     "docs/async.md",

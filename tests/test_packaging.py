@@ -45,17 +45,23 @@ def test_the_wheel_holds_exactly_four_packages(wheel: zipfile.ZipFile) -> None:
         home = ROOT / package if package == "skyward_core" else ROOT / "integrations" / package
         expected = {f"{package}/{path.relative_to(home)}" for path in home.rglob("*.py")}
         assert {name for name in names if name.startswith(f"{package}/") and name.endswith(".py")} == expected
-    assert "skyward_core/py.typed" in names
+    assert {"skyward_core/cli/ui/page.html", *(f"{package}/py.typed" for package in PACKAGES)} <= set(names)
     assert not [name for name in names if "__pycache__" in name or name.endswith(".pyc")]
 
 
 def test_the_entry_points_can_be_loaded(wheel: zipfile.ZipFile) -> None:
-    """Airflow's provider info, Prefect's collection and our providers are registered, and each entry can be loaded."""
+    """Airflow's provider info, Prefect's collection, Dagster's components and our providers are registered, and each
+    entry can be loaded.
+    """
     (path,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
     entries = configparser.ConfigParser()
     entries.read_string(wheel.read(path).decode())
     assert entries.get("apache_airflow_provider", "provider_info") == "airflow_provider_skyward:get_provider_info"
     assert entries.has_section("prefect.collections")
+    for _, target in entries.items("skyward.quotes"):
+        module, _, attribute = target.partition(":")
+        assert getattr(importlib.import_module(module), attribute)("no such target") is None
+    assert entries.get("dagster_dg_cli.registry_modules", "dagster_skyward") == "dagster_skyward"
     for name, target in entries.items("skyward.providers"):
         module, _, attribute = target.partition(":")
         provider = getattr(importlib.import_module(module), attribute)
@@ -78,6 +84,7 @@ def test_the_wheel_names_its_requirements(wheel: zipfile.ZipFile) -> None:
         "airflow",
         "dagster",
         "postgres",
+        "otel",
         "all",
     }
     assert "Name: skyward-core" in lines

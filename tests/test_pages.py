@@ -14,8 +14,14 @@ PAGES = [
     "README.md",
     "CONTRIBUTING.md",
     "SECURITY.md",
+    "docs/index.md",
+    "docs/getting-started.md",
+    "docs/errors.md",
+    "docs/questions.md",
+    "docs/performance.md",
     "docs/architecture.md",
     "docs/glossary.md",
+    "docs/stack.md",
     "docs/decisions/README.md",
 ]
 NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
@@ -212,7 +218,8 @@ def text_of(node: ast.expr | None, constants: dict[str, str]) -> str | None:
             start.startswith("skyward-") and start != "skyward-"
         ):
             return f"{start}N"
-    return None
+        case _:
+            return None
 
 
 def calls_of_the_core() -> Iterator[tuple[str, ast.Call, dict[str, str], str]]:
@@ -226,7 +233,7 @@ def calls_of_the_core() -> Iterator[tuple[str, ast.Call, dict[str, str], str]]:
         constants = {
             target.id: value.value
             for target, value in pairs
-            if isinstance(target, ast.Name) and isinstance(value, ast.Constant)
+            if isinstance(target, ast.Name) and isinstance(value, ast.Constant) and isinstance(value.value, str)
         }
         yield from calls_below(tree, package, constants, "")
 

@@ -43,7 +43,7 @@ from skyward_core.worker.secret_values import SecretStore, ask_for
 from skyward_core.worker.settings import NodeSettings
 from skyward_core.worker.slot import Slot, _BatchRun
 from skyward_core.worker.wire import Batch, Call, Parcel
-from tests.conftest import RecordedEvents, processes_by_tag, shared, wait_until
+from tests.conftest import RecordedEvents, content_of, processes_by_tag, shared, wait_until
 from tests.fakes import FakeProvider
 
 LOSS_SECONDS = 60.0
@@ -273,15 +273,6 @@ def test_env_is_masked_where_a_spec_is_shown_or_written() -> None:
     assert spec.node_environment == {"DB_PASSWORD": "opensesame1", "A": "1", "HF_TOKEN": "hf_0123456789", "B": "2"}
     assert pickle.loads(pickle.dumps(spec)).with_(nodes=2).node_environment == spec.node_environment
     assert spec.plain_secrets == ["DB_PASSWORD", "HF_TOKEN"]
-
-
-def content_of(path: Path) -> bytes:
-    """Return the content of a file, read by another process; b"" if it was removed meanwhile.
-
-    A process that closes a file drops all of its own locks on it (fcntl(2)). So this one must not read a ledger that it
-    has open: another process would take it for unused and damage it. That has happened in this suite.
-    """
-    return subprocess.run(["cat", path], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False).stdout
 
 
 def test_the_ledgers_file_holds_no_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -818,6 +809,7 @@ def prints(name: str) -> int:
     return len(os.environ[name])
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_replacements_have_the_values(monkeypatch: pytest.MonkeyPatch) -> None:

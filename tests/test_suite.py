@@ -1,12 +1,13 @@
 """Every test asserts something, lets no time pass, and uses public names only, unless its docstring gives a reason.
 
 The reason follows one of these words in the docstring: `Sleeps:`, `Looks inside:`. A test that asserts nothing is never
-allowed.
+allowed. No test replaces a clock or a system call of all threads, because pools that tests share run in some of them.
 
 Files, classes and functions of the packages and of the tests are not too long.
 """
 
 import ast
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -25,6 +26,7 @@ ASSERTING = {"raises", "warns", "fail", "run_state_machine_as_test"}
 """Names of pytest and hypothesis that fail a test; those of mocks begin with `assert_`."""
 
 NOTHING = "asserts nothing"
+REPLACES = "replaces %s for all threads: replace the name in the tested module instead"
 
 MOST_LINES = {"file": 600, "class": 400, "function": 60}
 """Without decorators."""
@@ -78,6 +80,8 @@ class Function:
     """The last name of each call."""
     touched: frozenset[str]
     """Names that it reads from objects other than its own, or replaces there."""
+    replaced: frozenset[str]
+    """Parts of the standard library that it replaces for all threads, by a module of ours: `time.monotonic`."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,6 @@ def test_every_test_keeps_the_rules() -> None:
     found = [
         f"{path.relative_to(TESTS)}:{fault}"
         for path, file in tests.items()
-        if path.name.startswith("test_")
         for fault in faults(file, asserting, private)
     ]
     assert found == [], "\n".join(found)
@@ -156,6 +159,11 @@ def test_what_is_too_long_is_found(text: str, found: tuple[str, ...]) -> None:
         ("'''Sleeps: it is about time.'''\nassert pool._open", "looks at _open"),
         ("monkeypatch.setattr(pool, '_open', None)\nassert run()", "looks at _open"),
         ("assert fake._anything", ""),
+        ("monkeypatch.setattr(launch.time, 'sleep', print)\nassert run()", REPLACES % "time.sleep"),
+        ("monkeypatch.setattr(slot.os, 'kill', print)\nassert run()", REPLACES % "os.kill"),
+        ("monkeypatch.setattr(time, 'monotonic', print)\nassert run()", REPLACES % "time.monotonic"),
+        ("monkeypatch.setattr('time.monotonic', print)\nassert run()", REPLACES % "time.monotonic"),
+        ("monkeypatch.setattr(launch, 'time', fake)\nassert run()", ""),
     ],
 )
 def test_a_test_that_breaks_a_rule_is_found(body: str, fault: str) -> None:
@@ -169,12 +177,15 @@ def test_a_test_that_breaks_a_rule_is_found(body: str, fault: str) -> None:
 
 
 def faults(file: File, asserting: set[str], private: set[str]) -> list[str]:
-    """Return a line for each rule that a test of a file breaks."""
+    """Return a line for each rule that a test of a file breaks, or a function that helps the tests."""
     return [
-        f"{test.line}: {test.name} {fault}"
-        for test in file.functions
-        if test.name.startswith("test_")
-        for fault in _faults(test, asserting, private)
+        f"{function.line}: {function.name} {fault}"
+        for function in file.functions
+        for fault in (
+            *(_faults(function, asserting, private) if function.name.startswith("test_") else ()),
+            # a shared pool took the time of a test for its own: it found itself idle for an hour, and ended
+            *([REPLACES % ", ".join(sorted(function.replaced))] if function.replaced else ()),
+        )
     ]
 
 
@@ -254,6 +265,7 @@ def read_function(definition: Definition) -> Function:
         sleeps=any(_lets_time_pass(nodes, calls)),
         called=frozenset(name_called(call) for call in calls),
         touched=frozenset(_names_touched(nodes)),
+        replaced=frozenset(_replaced_for_all(calls)),
     )
 
 
@@ -289,6 +301,24 @@ def _names_touched(nodes: Iterable[ast.AST]) -> Iterator[str]:
             case ast.Attribute(value=value, attr=name) if not _is_self(value):
                 yield name
             case ast.Call(args=[_, ast.Constant(value=str(name)), *_]) if name_called(node) in {"setattr", "getattr"}:
+                yield name
+            case _:
+                pass
+
+
+def _replaced_for_all(calls: Iterable[ast.Call]) -> Iterator[str]:
+    for call in calls:
+        match call:
+            case ast.Call(
+                func=ast.Attribute(attr="setattr"), args=[ast.Attribute(attr=str(module)), ast.Constant(value=name), *_]
+            ):
+                if module in sys.stdlib_module_names:
+                    yield f"{module}.{name}"
+            case ast.Call(func=ast.Attribute(attr="setattr"), args=[ast.Name(id="time"), ast.Constant(value=name), *_]):
+                yield f"time.{name}"
+            case ast.Call(func=ast.Attribute(attr="setattr"), args=[ast.Constant(value=str(name)), *_]) if (
+                name.startswith("time.")
+            ):
                 yield name
             case _:
                 pass

@@ -1,12 +1,14 @@
 """The work of a pool: in the ledger, the receipt, the tags of the machines, and the sums of costs."""
 
 import json
+import pickletools
 from dataclasses import replace
 
 import pytest
 
 import skyward_core as sky
 from skyward_core import cli
+from skyward_core.engine.packed_functions import ArgumentPacker
 from skyward_core.providers.tagging import work_tags
 from skyward_core.work import WORK_CHARACTERS
 
@@ -88,6 +90,16 @@ def test_a_pool_records_its_work_before_anything_is_rented(capsys: pytest.Captur
     rows = {row["key"]: row["cost_usd"] for row in json.loads(capsys.readouterr().out)["rows"]}
     assert rows["airflow:nightly/a"] == pytest.approx(pool.cost / 2, abs=1e-6)
     assert rows["airflow:nightly/a"] + rows["airflow:nightly/train"] == pytest.approx(pool.cost, abs=1e-6)
+
+
+def test_a_run_context_travels_as_plain_values() -> None:
+    """Plain arguments stay so beside it: the slow pickler is for functions and for objects of classes."""
+    context = sky.RunContext(system="prefect", run_id="r-1", tags=("b", "a"), parameters={"rate": 0.5}, run_count=2)
+    assert sky.RunContext(*context.plain()) == context
+    with sky.running_for(context):
+        parcel = ArgumentPacker(None, None, is_copied=False).arguments(sky.PendingCompute(len, ([1],)))
+    names = [argument for code, argument, _ in pickletools.genops(parcel.data) if code.name.endswith("GLOBAL")]
+    assert names == []
 
 
 def test_a_pool_that_was_never_opened_has_no_cost_to_share() -> None:

@@ -1,9 +1,11 @@
 """Skyward for Apache Airflow: `SkywardOperator` and `@task.skyward`.
 
-Airflow asks every process for the provider's info, so this file imports nothing.
+Airflow asks every process for the provider's info, so this file imports nothing but data.
 """
 
 from __future__ import annotations
+
+from airflow_provider_skyward.connection_types import connection_types
 
 
 def get_provider_info() -> dict[str, object]:
@@ -19,6 +21,18 @@ def get_provider_info() -> dict[str, object]:
             " processes."
         ),
         "integrations": [{"integration-name": "Skyward", "tags": ["compute"]}],
-        "operators": [{"integration-name": "Skyward", "python-modules": ["airflow_provider_skyward.operators"]}],
+        "operators": [
+            {
+                "integration-name": "Skyward",
+                "python-modules": ["airflow_provider_skyward.operators", "airflow_provider_skyward.pools"],
+            }
+        ],
+        "triggers": [{"integration-name": "Skyward", "python-modules": ["airflow_provider_skyward.triggers"]}],
+        "hooks": [{"integration-name": "Skyward", "python-modules": ["airflow_provider_skyward.hooks"]}],
+        "connection-types": connection_types(),
+        "notifications": ["airflow_provider_skyward.notifications.BudgetNotifier"],
+        "extra-links": [
+            f"airflow_provider_skyward.links.{name}" for name in ("SkywardLink", "ReceiptLink", "ConsoleLink")
+        ],
         "task-decorators": [{"name": "skyward", "class-name": "airflow_provider_skyward.decorators.skyward_task"}],
     }

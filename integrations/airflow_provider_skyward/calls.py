@@ -6,12 +6,14 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from difflib import get_close_matches
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from airflow.sdk.definitions.context import KNOWN_CONTEXT_KEYS
-from airflow.sdk.execution_time.lazy_sequence import LazyXComSequence
 
 import skyward_core as sky
+from airflow_provider_skyward.airflow_compat import is_lazy_sequence
+from airflow_provider_skyward.asset_events import EVENTS, node_function
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
@@ -56,21 +58,36 @@ The others (`ti`, `dag_run`, `task_state_store`, ...) talk to Airflow.
 
 
 def calls_of(
-    fn: Callable[..., Any], args: Collection[Any], kwargs: Mapping[str, Any], map_over: Sequence[str], context: Context
+    fn: Callable[..., Any],
+    args: Collection[Any],
+    kwargs: Mapping[str, Any],
+    map_over: Sequence[str],
+    context: Context,
+    outlets: Sequence[str] = (),
 ) -> list[sky.PendingCompute[Any]]:
     """Return the calls of one execution, with the context values that the function takes.
 
-    Raises BadRequest for a function that cannot run on a node, and for arguments that do not fit.
+    If it takes `outlet_events`, it gets an object for outlets of these names, and the result of each call is a pair:
+    its own, and the events. Raises BadRequest for a function that cannot run on a node, and for arguments that do not
+    fit.
     """
     loaded_args, loaded_kwargs = _loaded(list(args)), _loaded(dict(kwargs))
     refuse_callable(fn, loaded_args, loaded_kwargs, map_over)
     names = _context_names(inspect.signature(fn).parameters, loaded_args, loaded_kwargs)
-    from_context = {name: _as_plain(name, context[name]) for name in names if name in context}  # type: ignore[literal-required]
-    return _pending_calls(fn, loaded_args, from_context | loaded_kwargs, map_over)
+    from_context = {name: _as_plain(name, context[name]) for name in names - {EVENTS} if name in context}  # type: ignore[literal-required]
+    call = _recorded(outlets) if EVENTS in names else _direct
+    return _pending_calls(fn, loaded_args, from_context | loaded_kwargs, map_over, call)
+
+
+def takes_outlet_events(fn: Callable[..., Any], args: Collection[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function is to write the events of outlets."""
+    return EVENTS in _context_names(inspect.signature(fn).parameters, args, kwargs)
 
 
 def refuse_callable(fn: Callable[..., Any], args: object, kwargs: object, map_over: Sequence[str]) -> None:
     """Raise BadRequest for a function that cannot run on a node."""
+    if not map_over and _is_plain(fn):
+        return
     if not callable(fn):
         raise sky.BadRequest(f"python_callable={fn!r} is no function")
     name = getattr(fn, "__name__", "") or repr(fn)
@@ -89,7 +106,7 @@ def refuse_callable(fn: Callable[..., Any], args: object, kwargs: object, map_ov
     if (
         isinstance(args, (list, tuple))
         and isinstance(kwargs, Mapping)
-        and (unplain := _context_names(parameters, args, kwargs) - PLAIN_CONTEXT)
+        and (unplain := _context_names(parameters, args, kwargs) - PLAIN_CONTEXT - {EVENTS})
     ):
         raise sky.BadRequest(
             f"{name} asks for {', '.join(map(repr, sorted(unplain)))}, which talks to Airflow and cannot travel to a"
@@ -97,6 +114,15 @@ def refuse_callable(fn: Callable[..., Any], args: object, kwargs: object, map_ov
             " such as op_kwargs={'try_number': '{{ ti.try_number }}'}, or return the value and push it in"
             " another task"
         )
+
+
+def _is_plain(fn: object) -> bool:
+    """Return whether a function certainly can run on a node. It reads no signature: that takes longer than the rest."""
+    if type(fn) is not FunctionType or fn.__dict__:  # a wrapped function, or one with another signature
+        return False
+    code = fn.__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return not code.co_flags & inspect.CO_COROUTINE and KNOWN_CONTEXT_KEYS.isdisjoint(names)
 
 
 def _takes_any(parameters: Mapping[str, inspect.Parameter]) -> bool:
@@ -135,7 +161,7 @@ def _as_plain(name: str, value: Any) -> Any:
 
 def _loaded(value: Any) -> Any:
     """Return loaded values: results of mapped tasks are loaded one by one on access, which is impossible on a node."""
-    if isinstance(value, LazyXComSequence):
+    if is_lazy_sequence(value):
         return list(value)
     if isinstance(value, dict):
         return {key: _loaded(item) for key, item in value.items()}
@@ -144,20 +170,48 @@ def _loaded(value: Any) -> Any:
     return value
 
 
+type _Call = Callable[[Callable[..., Any], inspect.BoundArguments], sky.PendingCompute[Any]]
+
+
+def _direct(fn: Callable[..., Any], arguments: inspect.BoundArguments) -> sky.PendingCompute[Any]:
+    return sky.compute(fn)(*arguments.args, **arguments.kwargs)
+
+
+def _recorded(outlets: Sequence[str]) -> _Call:
+    """Return what makes calls that record the events of outlets."""
+
+    def call(fn: Callable[..., Any], arguments: inspect.BoundArguments) -> sky.PendingCompute[Any]:
+        recorder = node_function()
+        # the call has the name of the user's function in the ledger
+        named = FunctionType(recorder.__code__, recorder.__globals__, getattr(fn, "__name__", "call"))
+        place = list(inspect.signature(fn).parameters).index(EVENTS)
+        after = dict(zip(list(arguments.signature.parameters)[place:], arguments.args[place:], strict=False))
+        return sky.compute(named)(fn, tuple(outlets), arguments.args[:place], {**arguments.kwargs, **after})
+
+    return call
+
+
+def _signature(fn: Callable[..., Any], call: _Call) -> inspect.Signature:
+    """Return the signature of a function, without `outlet_events` if the node gives it."""
+    signature = inspect.signature(fn)
+    if call is _direct:
+        return signature
+    return signature.replace(parameters=[one for name, one in signature.parameters.items() if name != EVENTS])
+
+
 def _pending_calls(
-    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], map_over: Sequence[str]
+    fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], map_over: Sequence[str], call: _Call
 ) -> list[sky.PendingCompute[Any]]:
     """Return the calls to make: one, or with `map_over` one for each item.
 
     Raises BadRequest for arguments that do not fit.
     """
-    compute = sky.compute(fn)
     try:
-        arguments = inspect.signature(fn).bind(*args, **kwargs)
+        arguments = _signature(fn, call).bind(*args, **kwargs)
     except TypeError as error:
         raise sky.BadRequest(f"{getattr(fn, '__name__', fn)}: {error}") from error
     if not map_over:
-        return [compute(*arguments.args, **arguments.kwargs)]
+        return [call(fn, arguments)]
     given = {**dict(kwargs), **arguments.arguments}
     columns = [_items(name, given.get(name)) for name in map_over]
     if len(lengths := {len(column) for column in columns}) > 1:
@@ -165,7 +219,7 @@ def _pending_calls(
     calls = list[sky.PendingCompute[Any]]()
     for items in zip(*columns, strict=True):
         arguments.arguments.update(zip(map_over, items, strict=True))
-        calls.append(compute(*arguments.args, **arguments.kwargs))
+        calls.append(call(fn, arguments))
     return calls
 
 

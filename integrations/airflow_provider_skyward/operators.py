@@ -8,40 +8,60 @@ the nodes' output to the task log, and closes the pool in every case.
 from __future__ import annotations
 
 import inspect
-import json
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import timedelta
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from airflow.sdk import BaseOperator
-from airflow.sdk.bases.xcom import BaseXCom
 from airflow.sdk.exceptions import AirflowException, AirflowFailException
 
 import skyward_core as sky
-from airflow_provider_skyward.calls import calls_of, refuse_callable
+from airflow_provider_skyward.asset_events import names_of, write_events
+from airflow_provider_skyward.calls import calls_of, refuse_callable, takes_outlet_events
+from airflow_provider_skyward.connections import credentials_of, ledger_of
+from airflow_provider_skyward.deferred_attempt import DeferredAttempt
+from airflow_provider_skyward.durable_attempt import DurableAttempt, can_store
+from airflow_provider_skyward.links import ConsoleLink, ReceiptLink, SkywardLink
 from airflow_provider_skyward.pool_keywords import (
     OTHER_NAMES,
     POOL_FIELDS,
     POOL_KEYWORDS,
     as_keywords,
     as_plain_data,
+    named,
 )
+from airflow_provider_skyward.progress import OnWarning
+from airflow_provider_skyward.results import refuse_place, refuse_too_large, write_result
 from airflow_provider_skyward.secrets import shown
-from airflow_provider_skyward.task_attempt import Killed, TaskAttempt
+from airflow_provider_skyward.shared_pools import (
+    PoolSetup,
+    refuse_without_teardown,
+    setup_of,
+    shared_fields,
+    shared_name,
+)
+from airflow_provider_skyward.task_attempt import Killed, TaskAttempt, work_of
 
 if TYPE_CHECKING:
-    from airflow.sdk import Context
+    from airflow.sdk import Context, XComArg
 
 MAX_XCOM_BYTES = 1_000_000
 """Largest result that goes into Airflow's database by default: every reader of the task's row loads it."""
 
-OWN_KEYWORDS = ("python_callable", "op_args", "op_kwargs", "map_over", "spec", "max_xcom_bytes")
+OWN_KEYWORDS = (
+    *("python_callable", "op_args", "op_kwargs", "templates_dict", "templates_exts", "show_return_value_in_logs"),
+    *("map_over", "spec", "max_xcom_bytes", "durable", "deferrable", "skyward_conn_id", "provider_conn_id"),
+    *("on_budget_warning", "skyward_pool", "result_path"),
+)
 KNOWN_KEYWORDS = frozenset({*POOL_KEYWORDS, *OWN_KEYWORDS, *inspect.signature(BaseOperator.__init__).parameters})
 """Computed once: an operator is made at each parse of each DAG file, and reading a signature takes half of that time.
 """
 
 
-def _names_pool_keywords[F: Callable[..., None]](init: F) -> F:
+def names_pool_keywords[F: Callable[..., None]](init: F) -> F:
     """Show the fields of PoolSpec in a constructor's signature: Airflow reads there which names `partial`, `expand` and
     `default_args` accept.
     """
@@ -60,8 +80,17 @@ class SkywardOperator(BaseOperator):
     and `op_kwargs` are templates.
     `map_over` names the argument(s) that hold a sequence: the function is called once for each item, all on this one
     pool, and the task returns the list of results in order. The result goes to XCom, unless its JSON is larger than
-    `max_xcom_bytes` (None: no limit); the bill goes to the XCom `skyward_cost`, and the pool's id, before anything is
-    rented, to the XCom `skyward_pool`.
+    `max_xcom_bytes` (None: no limit). With `result_path`, a folder or a place in object storage, it is written to a
+    file there, and XCom has the path. The bill goes to the XCom `skyward_cost`, and the pool's id, before anything is
+    rented, to the XCom `skyward_pool`. `templates_dict`, `templates_exts` and `show_return_value_in_logs` are those of
+    PythonOperator. With `durable`, the default for a task with `retries`, the call outlives its worker, and the next
+    try adopts it; `keep_warm` then needs no `name`, and a retry finds the machines warm. With `deferrable` (by default
+    `[operators] default_deferrable`) the task gives its worker back while the call runs, and a trigger follows it.
+    With `skyward_pool` the task uses the pool of a setup task (`airflow_provider_skyward.pools`), and has its settings.
+
+    `skyward_conn_id` is a connection of the type `skyward`, with the ledger's URL and the secret key, and
+    `provider_conn_id` one with the credentials of a cloud. They are read while the task runs, if they are given.
+    `on_budget_warning` are callbacks for a pool whose money runs low (see `notifications.BudgetNotifier`).
 
     The pool's keywords are kept as plain data; no provider gets a request before the task runs. Raises BadRequest
     while the DAG is parsed.
@@ -70,32 +99,64 @@ class SkywardOperator(BaseOperator):
         image=sky.Image(pip=["torch"]))
     """
 
-    template_fields: Collection[str] = ("op_args", "op_kwargs", *POOL_KEYWORDS)
+    template_fields: Collection[str] = (
+        *("templates_dict", "op_args", "op_kwargs", "skyward_conn_id", "provider_conn_id", "skyward_pool"),
+        "result_path",
+        *POOL_KEYWORDS,
+    )
     template_fields_renderers: ClassVar[dict[str, str]] = {
+        "templates_dict": "json",
         "op_args": "py",
         "op_kwargs": "py",
         **dict.fromkeys(("provider", "image", "volume", "env"), "json"),
     }
     shallow_copy_attrs: Sequence[str] = ("python_callable", "op_kwargs")
+    operator_extra_links = (SkywardLink(), ReceiptLink(), ConsoleLink())
     ui_color = "#e3f0ea"
+    templates_dict: dict[str, Any] | None = None
+    show_return_value_in_logs: bool = True
+    durable: bool | None = None
+    deferrable: bool | None = None
+    skyward_conn_id: str | None = None
+    provider_conn_id: str | None = None
+    on_budget_warning: Sequence[OnWarning] = ()
+    skyward_pool: Any = None
+    result_path: str | None = None
+    is_pool_setup: ClassVar[bool] = False
+    """Whether the task opens a pool for others."""
+    pool_setup_id: str = ""
+    """The setup task whose pool the task uses; "" for a pool of its own."""
+    _is_setup_mapped: bool = False
     _attempt: TaskAttempt | None = None
+    links: Mapping[str, str] | None = MappingProxyType({})
+    """The links of this execution, by the keys of their XComs. None if an earlier worker has pushed them."""
 
-    @_names_pool_keywords
+    @names_pool_keywords
     def __init__(
         self,
         *,
         python_callable: Callable[..., Any],
         op_args: Collection[Any] | None = None,
         op_kwargs: Mapping[str, Any] | None = None,
+        templates_dict: dict[str, Any] | None = None,
+        templates_exts: Sequence[str] | None = None,
+        show_return_value_in_logs: bool = True,
         map_over: str | Sequence[str] | None = None,
         spec: sky.PoolSpec | Mapping[str, Any] | None = None,
         max_xcom_bytes: int | None = MAX_XCOM_BYTES,
+        durable: bool | None = None,
+        deferrable: bool | None = None,
+        skyward_conn_id: str | None = None,
+        provider_conn_id: str | None = None,
+        on_budget_warning: OnWarning | Sequence[OnWarning] = (),
+        skyward_pool: XComArg | None = None,
+        result_path: str | None = None,
         **kwargs: Any,
     ) -> None:
         _refuse_unknown(type(self).__name__, kwargs)
         given = as_keywords(spec) | {field: kwargs.pop(name) for name, field in POOL_FIELDS.items() if name in kwargs}
-        if map_over:
-            # else inferred from the function's return type, of which the task returns a list
+        if map_over or result_path:
+            # else inferred from the function's return type, of which the task returns a list, or the path
             kwargs["multiple_outputs"] = False
         super().__init__(**kwargs)
         self.python_callable = python_callable
@@ -103,28 +164,104 @@ class SkywardOperator(BaseOperator):
         self.op_kwargs = op_kwargs if op_kwargs is not None else {}
         self.map_over = (map_over,) if isinstance(map_over, str) else tuple(map_over or ())
         self.max_xcom_bytes = max_xcom_bytes
+        setup = None if skyward_pool is None else setup_of(skyward_pool)
+        own = {
+            "templates_dict": templates_dict,
+            "template_ext": templates_exts or None,
+            "show_return_value_in_logs": None if show_return_value_in_logs else False,
+            "durable": durable,
+            "deferrable": deferrable,
+            "skyward_conn_id": skyward_conn_id or (setup and setup.skyward_conn_id),
+            "provider_conn_id": provider_conn_id or (setup and setup.provider_conn_id),
+            "skyward_pool": skyward_pool,
+            "result_path": result_path,
+            "on_budget_warning": (on_budget_warning,) if callable(on_budget_warning) else on_budget_warning or None,
+        }
+        for name, value in own.items():
+            if value is not None:
+                setattr(self, name, value)
         refuse_callable(python_callable, self.op_args, self.op_kwargs, self.map_over)
-        plain = as_plain_data(given)
+        plain = as_plain_data(given) if setup is None else self._share(setup, given)
         for field, value in plain.items():
             setattr(self, OTHER_NAMES.get(field, field), value)
         self._given = tuple(plain)
+        self._render_only(plain, own)
+
+    def _render_only(self, plain: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """Take away the templated fields that are not given: each is in the serialized form of the task."""
         self.template_fields = tuple(
             name
             for name in type(self).template_fields
-            if POOL_FIELDS.get(name, name) in plain or name not in POOL_FIELDS
+            if POOL_FIELDS.get(name, name) in plain or (name not in POOL_FIELDS and own.get(name, name) is not None)
         )
+        renderers = type(self).template_fields_renderers
+        self.template_fields_renderers = {name: renderers[name] for name in self.template_fields if name in renderers}  # type: ignore[misc]
+
+    def _share(self, setup: PoolSetup, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Use the pool of a setup task; return the fields of its spec. Raises BadRequest."""
+        if self.deferrable:
+            raise sky.BadRequest(
+                "deferrable=True is for a task with a pool of its own: leave out one of deferrable and skyward_pool"
+            )
+        self.pool_setup_id = setup.task_id
+        if setup.get_closest_mapped_task_group() is not None:
+            self._is_setup_mapped = True
+        return shared_fields(setup, given)
+
+    @property
+    def plain_fields(self) -> dict[str, Any]:
+        """The fields of the pool's spec that were given, as plain data."""
+        return {field: getattr(self, OTHER_NAMES.get(field, field)) for field in self._given}
 
     @property
     def pool_spec(self) -> sky.PoolSpec:
         """The pool's spec, after templates are rendered. Raises BadRequest if a rendered value is not valid."""
-        return sky.PoolSpec.of(**{field: shown(getattr(self, OTHER_NAMES.get(field, field))) for field in self._given})
+        values = {field: shown(value) for field, value in self.plain_fields.items()}
+        return sky.PoolSpec.of(**named(values, values))
+
+    def _spec_in(self, context: Context) -> sky.PoolSpec:
+        """Return the spec of the pool in this run. Raises BadRequest and LeaseTampered if there is none to be used."""
+        if not self.pool_setup_id:
+            return self.pool_spec
+        instance = context["ti"]  # pyright: ignore[reportTypedDictNotRequiredAccess]
+        is_mapped = self._is_setup_mapped
+        name = shared_name(work_of(instance), self.pool_setup_id, self.skyward_pool, is_mapped=is_mapped)
+        refuse_without_teardown(self, instance, self.pool_setup_id, is_mapped=is_mapped)
+        return self.pool_spec.with_(name=name)
 
     def execute(self, context: Context) -> Any:
         """Run the function on its own pool and return its result; close the pool in every case."""
-        self._attempt = attempt = TaskAttempt(self.log, context)
+        if self.templates_dict is not None:
+            context["templates_dict"] = self.templates_dict
+        if self.result_path:
+            refuse_place(self.result_path)
+        with ledger_of(self.skyward_conn_id):
+            return self._start_and_defer(context) if self._is_deferrable(context) else self._run(context)
+
+    def _run(self, context: Context) -> Any:
+        self._attempt = attempt = self._attempt_of(context)
+        self._know(attempt)
+
+        def run() -> list[Any]:
+            calls = self._calls(context)
+            spec = self._spec_in(context) if calls else self.pool_spec
+            attempt.credentials = credentials_of(self.provider_conn_id, spec.provider)
+            return attempt.run(spec, calls)
+
+        return self._finished(attempt, run, context)
+
+    def _know(self, attempt: TaskAttempt) -> None:
+        self.links, attempt.progress.on_warning = attempt.links, self.on_budget_warning
+
+    def _calls(self, context: Context) -> list[sky.PendingCompute[Any]]:
+        return calls_of(
+            self.python_callable, self.op_args, self.op_kwargs, self.map_over, context, names_of(self.outlets)
+        )
+
+    def _finished(self, attempt: TaskAttempt, run: Callable[[], list[Any]], context: Context) -> Any:
+        """Return the task's result; push the bill, and end the generation, in every case."""
         try:
-            calls = calls_of(self.python_callable, self.op_args, self.op_kwargs, self.map_over, context)
-            results = attempt.run(self.pool_spec, calls)
+            results = run()
         except Killed:
             raise AirflowException("the task was asked to stop while its function ran; the pool is closed") from None
         # the work is done and paid for: another try would do it again, and fail here again
@@ -136,11 +273,130 @@ class SkywardOperator(BaseOperator):
             ) from error
         finally:
             self._attempt = None
-            attempt.push_bill()
+            if not attempt.is_orphan:
+                attempt.push_bill()
+                attempt.end_generation()
+        written: dict[str, Any] = {}
+        if takes_outlet_events(self.python_callable, self.op_args, self.op_kwargs):
+            written = {name: event for _, events in results for name, event in events.items()}
+            results = [value for value, _ in results]
+        if self.outlets:
+            events: Any = context["outlet_events"]  # pyright: ignore[reportTypedDictNotRequiredAccess]
+            write_events(self.outlets, events, written, attempt.cost_fields())
         result = results if self.map_over else results[0]
-        if self.do_xcom_push:
-            _refuse_too_large(result, self.max_xcom_bytes)
+        if self.result_path:
+            result = write_result(result, self.result_path, work_of(context["ti"]))  # pyright: ignore[reportTypedDictNotRequiredAccess]
+        elif self.do_xcom_push:
+            refuse_too_large(result, self.max_xcom_bytes)
+        shown_result = result if self.show_return_value_in_logs else "not shown (show_return_value_in_logs)"
+        self.log.info("returned value: %s", shown_result)
         return result
+
+    def execute_complete(self, context: Context, event: Mapping[str, Any]) -> Any:
+        """Return the result of a deferred task, and end its pool. `event` is that of the trigger."""
+        self._attempt = attempt = DeferredAttempt(self.log, context, None)
+        count, cursors = int(event["calls"]), [int(cursor) for cursor in event["cursors"]]
+
+        def run() -> list[Any]:
+            attempt.credentials = self._credentials()
+            attempt.note_cursors(cursors)
+            return attempt.finish(count, self.pool_spec.max_cost, str(event.get("money", "")))
+
+        with ledger_of(self.skyward_conn_id):
+            return self._finished(attempt, run, context)
+
+    def resume_execution(self, next_method: str, next_kwargs: dict[str, Any] | None, context: Context) -> Any:
+        """As BaseOperator's; when the deferral has timed out or the trigger has failed, the pool is ended first."""
+        self.links = None
+        if next_method == "__fail__":
+            attempt = DeferredAttempt(self.log, context, None)
+            with ledger_of(self.skyward_conn_id):
+                attempt.credentials = self._credentials()
+                attempt.give_up()
+        return super().resume_execution(next_method, next_kwargs, context)
+
+    def _credentials(self) -> sky.Provider | None:
+        return credentials_of(self.provider_conn_id, self.pool_spec.provider) if self.provider_conn_id else None
+
+    def _is_deferrable(self, context: Context) -> bool:
+        if self.pool_setup_id:  # between worker and trigger its warm time could end under the call
+            return False
+        wanted = self.deferrable
+        if wanted is None:
+            from airflow.sdk.configuration import conf
+
+            wanted = conf.getboolean("operators", "default_deferrable", fallback=False)
+        if wanted and not can_store(context):
+            if self.deferrable is None:
+                return False
+            raise sky.BadRequest("deferrable=True needs the task state store of Airflow 3.3: update Airflow")
+        return wanted
+
+    def _start_and_defer(self, context: Context) -> list[Any]:
+        began = time.monotonic()
+        self._attempt = attempt = DeferredAttempt(self.log, context, None)
+        self._know(attempt)
+        try:
+            calls = self._calls(context)
+            if not calls:
+                return []
+            spec = self.pool_spec
+            attempt.credentials = credentials_of(self.provider_conn_id, spec.provider)
+            generation = attempt.start(spec, calls)
+        except Killed:
+            attempt.push_bill()
+            attempt.end_generation()
+            raise AirflowException("the task was asked to stop before its call ran; the pool is closed") from None
+        except sky.BudgetExceeded as error:  # another try would cost again, and fail here again
+            attempt.push_bill()
+            raise AirflowFailException(f"{error}: not tried again. Allow more (max_cost, budget)") from error
+        except BaseException:
+            if not attempt.is_orphan:
+                attempt.push_bill()
+            raise
+        finally:
+            self._attempt = None
+        # imported only when a task runs: parsing a DAG does not need it
+        from airflow_provider_skyward.triggers import SkywardTrigger
+
+        ids = generation.call_ids(len(calls))
+        self.defer(
+            trigger=SkywardTrigger(
+                generation.pool_id,
+                list(ids),
+                list(generation.cursors) or [0] * len(ids),
+                skyward_conn_id=self.skyward_conn_id,
+                provider_conn_id=self.provider_conn_id,
+                provider=self._plain_provider(spec),
+            ),
+            method_name="execute_complete",
+            timeout=self._left_of_timeout(time.monotonic() - began),
+        )
+        raise AssertionError  # `defer` raises
+
+    def _plain_provider(self, spec: sky.PoolSpec) -> dict[str, Any] | None:
+        """Return what the trigger needs beside the connection to end the pool; it has no secret."""
+        return spec.provider.to_json() if self.provider_conn_id and isinstance(spec.provider, sky.Provider) else None
+
+    def _left_of_timeout(self, seconds: float) -> timedelta | None:
+        """Return for how long the task may be deferred: Airflow applies `execution_timeout` to each part by itself."""
+        if self.execution_timeout is None:
+            return None
+        return max(timedelta(seconds=1), self.execution_timeout - timedelta(seconds=seconds))
+
+    def _attempt_of(self, context: Context) -> TaskAttempt:
+        """Return what runs this execution. Raises BadRequest for `durable=True` where Airflow has no state store."""
+        is_durable = bool(self.retries) if self.durable is None else self.durable
+        if is_durable and can_store(context):
+            instance = context["ti"]  # pyright: ignore[reportTypedDictNotRequiredAccess]
+            is_last = instance.try_number > (getattr(instance, "max_tries", 0) or 0)
+            return DurableAttempt(self.log, context, None if is_last else self.retry_delay.total_seconds())
+        if self.durable:
+            raise sky.BadRequest(
+                "durable=True needs the task state store of Airflow 3.3: update Airflow, or leave `durable` out; then a"
+                " call ends with its worker"
+            )
+        return TaskAttempt(self.log, context)
 
     def on_kill(self) -> None:
         """Hand the machines' end to the pool's reaper and make `execute` end now.
@@ -164,29 +420,3 @@ def _refuse_unknown(operator: str, keywords: Mapping[str, Any]) -> None:
             near = get_close_matches(name, KNOWN_KEYWORDS, 1)
             hint = f"did you mean {near[0]!r}?" if near else f"the pool's keywords are {', '.join(POOL_KEYWORDS)}"
             raise sky.BadRequest(f"{operator} has no keyword {name!r}; {hint}")
-
-
-def _refuse_too_large(result: object, limit: int | None) -> None:
-    """Raise AirflowFailException (a retry would only cost again) for a result that XCom cannot take.
-
-    A custom backend has its own limits.
-    """
-    # imported only when a task runs: parsing a DAG does not need them
-    from airflow.sdk.execution_time.xcom import XCom
-    from airflow.sdk.serde import serialize
-
-    if XCom.serialize_value is not BaseXCom.serialize_value:
-        return
-    advice = (
-        "write it to storage on the node and return its path, or set [core] xcom_backend to one that stores in files"
-    )
-    try:
-        size = len(json.dumps(serialize(result)))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise AirflowFailException(
-            f"the result, a {type(result).__name__}, is nothing that XCom can store ({error}): {advice}"
-        ) from error
-    if limit is not None and size > limit:
-        raise AirflowFailException(
-            f"the result takes {size:,} bytes as XCom, more than {limit:,} (max_xcom_bytes): {advice}"
-        )

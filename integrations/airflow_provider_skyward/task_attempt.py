@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -16,6 +17,10 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import skyward_core as sky
+from airflow_provider_skyward.links import CONSOLE_KEY, links_of
+from airflow_provider_skyward.phases import Phases
+from airflow_provider_skyward.pool_keywords import PLACEHOLDER
+from airflow_provider_skyward.progress import Progress
 from airflow_provider_skyward.secrets import values_of
 
 if TYPE_CHECKING:
@@ -43,18 +48,33 @@ class TaskAttempt:
     def __init__(self, log: Any, context: Context) -> None:
         self._log = log
         self._task_instance = context["ti"]  # pyright: ignore[reportTypedDictNotRequiredAccess]
-        self._work = _work_of(self._task_instance)
+        self._work = work_of(self._task_instance)
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._main = threading.current_thread()
         self._writing = threading.Lock()
         self._is_main_waiting = False
         """Whether the main thread waits until the pool is open, or closed."""
         self._pool: sky.ComputePool | None = None
+        self.credentials: sky.Provider | None = None
+        """The provider with the credentials of a connection; None if it finds them in the worker's environment."""
         self._calls = 0
         self._provider = ""
         self._narrator = sky.Narrator()
         self._is_killed = False
+        self.is_orphan = False
+        """Whether Airflow hears nothing of this process any more, and the next try goes on with its call."""
         self._is_interruptible = False
+        self.links: dict[str, str] = {CONSOLE_KEY: ""}
+        """The links of the task instance that are known (`links.py`), by the keys of their XComs."""
+        self._announced = ""
+        """The pool whose id is in XCom."""
+        self._owns_pool = True
+        """Whether the pool is for this task instance alone. Of a pool that others use too, it pays a part."""
+        self._machines: tuple[sky.Node, ...] = ()
+        self._opened_at = time.monotonic()
+        self.progress = Progress(log, context, self._work)
+        self._phases = Phases(log)
+        self._last_bill: dict[str, Any] = {}
 
     def run(self, spec: sky.PoolSpec, calls: Sequence[sky.PendingCompute[Any]]) -> list[Any]:
         """Return the results, in order.
@@ -63,27 +83,27 @@ class TaskAttempt:
         """
         if not calls:  # `map_over` an empty list: no machines are needed
             return []
+        self._owns_pool = spec.name is None or spec.name == PLACEHOLDER
         # The task log replaces the display; the pool's own display would write everything twice.
         self._pool = pool = sky.ComputePool.from_spec(
-            spec.with_(display="quiet"),
+            _without_placeholder(spec).with_(display="quiet"),
             on_event=self._receive,
+            credentials=self.credentials,
             secrets=values_of(spec),
-            replace_object=_plain_function,
+            replace_object=plain_function,
             work=self._work,
         )
         try:
-            self._log.info("::group::Provisioning")
-            try:
-                with self._interruptible(), self._events_written_at_once():
-                    pool.open()
-            finally:
-                self._log.info("::endgroup::")
-            with self._interruptible():
-                futures = pool.submit_all(calls)
-            self._calls = len(futures)
-            return self._wait(futures)
+            with self._phases.phase("provision"), self._interruptible(), self._events_written_at_once():
+                pool.open()
+            self._note_open(pool)
+            with self._phases.phase("call", pool_id=pool.id):
+                with self._interruptible():
+                    futures = pool.submit_all(calls)
+                self._calls = len(futures)
+                return self._wait(futures)
         finally:
-            with self._events_written_at_once():
+            with self._phases.phase("release", pool_id=pool.id), self._events_written_at_once():
                 # an unconfirmed machine is in the log and in `bill`, and fails no task that has done its work
                 pool.hand_over()
 
@@ -102,15 +122,20 @@ class TaskAttempt:
         if self._is_interruptible:
             raise Killed
 
+    def end_generation(self) -> None:
+        """Write that no later try may adopt the calls: those of this class end with their process."""
+
     def bill(self) -> dict[str, Any] | None:
         """Return the bill as JSON data, None if no pool was opened.
 
-        Units: USD, seconds, USD per hour of all nodes together; the pool's id finds its receipt.
+        Units: USD, seconds, USD per hour of all nodes together; the pool's id finds its receipt. For a pool that
+        another try or another task has opened, it has the part of this task by the ledger, and the time of this try.
         """
-        final = self._pool.cost_final if self._pool is not None else None
+        final = self._pool.cost_final if self._pool is not None and self._owns_pool else None
         if final is None:
-            return None
+            return self._bill_by_the_ledger() if self._announced else None
         return {
+            "is_final": True,
             "pool_id": self._pool.id if self._pool is not None else "",
             "cost_usd": final.total_cost,
             "seconds": round(final.total_seconds, 3),
@@ -125,6 +150,25 @@ class TaskAttempt:
             ),
         }
 
+    def _bill_by_the_ledger(self) -> dict[str, Any]:
+        return self._placeholder(self._announced) | {
+            "is_final": True,
+            "cost_usd": self._costs_so_far().get(self._announced, 0.0),
+            "seconds": round(time.monotonic() - self._opened_at, 3),
+            "hourly_rate": sum(node.instance.price_per_hour for node in self._machines),
+            "nodes": len(self._machines),
+            "spot_nodes": sum(node.instance.is_spot for node in self._machines),
+            "provider": self._machines[0].instance.provider if self._machines else self._provider,
+            "calls": self._calls,
+            "share_of": "" if self._owns_pool or self._pool is None else str(self._pool.spec.name),
+        }
+
+    def _placeholder(self, pool_id: str) -> dict[str, Any]:
+        """Return a bill of nothing, for readers of the XCom of a task that was killed before it could push its bill."""
+        nothing = dict.fromkeys(("cost_usd", "seconds", "hourly_rate", "savings_usd"), 0.0)
+        counts = dict.fromkeys(("nodes", "spot_nodes", "calls"), 0)
+        return {"is_final": False, "pool_id": pool_id, **nothing, **counts, "provider": "", "unconfirmed": []}
+
     def push_bill(self) -> None:
         """Log and push the cost of this try, and of all tries of the task instance together. The ledger has them, also
         of tries that were killed.
@@ -133,15 +177,29 @@ class TaskAttempt:
         if bill is None:
             return
         costs = self._costs_so_far() | {bill["pool_id"]: bill["cost_usd"]}
-        bill |= {"all_tries_usd": sum(costs.values()), "pools": sorted(costs)}
+        bill |= {"all_tries_usd": sum(costs.values()), "pools": sorted(costs), "tries": self._costs_by_try()}
         figures = (bill["cost_usd"], bill["seconds"], bill["nodes"], bill["pool_id"])
         self._log.info("cost: %.6f USD, %.1f s, nodes: %d; of each machine: skyward receipt %s", *figures)
         if len(costs) > 1:
             self._log.info("cost of all tries: %.6f USD, for %d pools", bill["all_tries_usd"], len(costs))
         self._push(COST_KEY, bill)
+        self._last_bill = bill
+        self.progress.end(bill)
 
-    def _push_pool(self, pool_id: str) -> None:
+    def cost_fields(self) -> dict[str, Any]:
+        """Return what the events of the task's assets say of its cost."""
+        return {name: self._last_bill[name] for name in ("cost_usd", "pool_id", "seconds") if name in self._last_bill}
+
+    def _note_open(self, pool: sky.ComputePool) -> None:
+        """Push the id of a pool that was found open, and keep what the bill says of its machines."""
+        self._announce(pool.id)
+        self._machines = pool.lease.nodes
+
+    def _announce(self, pool_id: str) -> None:
         """Push the pool's id before anything is rented: then the cost of this try is found even after a SIGKILL."""
+        if pool_id == self._announced:
+            return
+        self._announced = pool_id
         costs = {other: cost for other, cost in self._costs_so_far().items() if other != pool_id}
         receipt = f"skyward receipt {pool_id}"
         self._log.info("`%s` shows at any time the state and the cost of each machine", receipt)
@@ -157,6 +215,11 @@ class TaskAttempt:
             "earlier_pools": sorted(costs),
         }
         self._push(POOL_KEY, value)
+        for key, link in links_of(self._work).items():
+            self.links[key] = link
+            self._push(key, link)
+        earlier = {"all_tries_usd": sum(costs.values()), "pools": sorted({*costs, pool_id}), "tries": {}}
+        self._push(COST_KEY, self._placeholder(pool_id) | earlier)
 
     def _costs_so_far(self) -> dict[str, float]:
         try:
@@ -165,7 +228,15 @@ class TaskAttempt:
             self._log.warning("the cost of earlier tries is not known: %s", error)
             return {}
 
-    def _push(self, key: str, value: dict[str, Any]) -> None:
+    def _costs_by_try(self) -> dict[str, float]:
+        """Return the cost of each try so far, in USD: that of the pools that it has opened, by the ledger."""
+        tries = map(str, range(1, int(self._work.attempt) + 1))
+        try:
+            return {number: sum(sky.cost_of(replace(self._work, attempt=number)).values()) for number in tries}
+        except sky.LedgerError:  # the log has said it
+            return {}
+
+    def _push(self, key: str, value: dict[str, Any] | str) -> None:
         """Store an XCom. A kill waits until it is stored: if a request to Airflow is cut off, Airflow's next request
         would read this one's answer.
 
@@ -180,7 +251,7 @@ class TaskAttempt:
         if was_interruptible and self._is_killed:
             raise Killed
 
-    def _store(self, key: str, value: dict[str, Any]) -> None:
+    def _store(self, key: str, value: dict[str, Any] | str) -> None:
         try:
             self._task_instance.xcom_push(key=key, value=value)
         except Exception:  # the work is done and paid for, or failed for a more important reason
@@ -208,6 +279,7 @@ class TaskAttempt:
             if not isinstance(message, Future):
                 with self._writing:
                     self._write(message)
+                self.progress.tick()
             elif error := _error_of(message):
                 if len(futures) > 1:
                     error.add_note(f"in call {waiting[message]} of {len(futures)} (map_over)")
@@ -244,15 +316,22 @@ class TaskAttempt:
     def _write(self, message: Any) -> None:
         if isinstance(message, sky.InstanceProvisioned):
             self._provider = message.provider
+            if message.console_url and not self.links.get(CONSOLE_KEY):
+                self.links[CONSOLE_KEY] = message.console_url
+                self._push(CONSOLE_KEY, message.console_url)
         if isinstance(message, sky.InfraCreating):
-            self._push_pool(message.pool_id)
+            self._announce(message.pool_id)
         if isinstance(message, (Future, NoneType)):
             return
+        self.progress.see(message)
+        if isinstance(message, sky.BootstrapStarting):
+            self._phases.machines_are_there(provider=self._provider)
         if record := self._narrator.tell(message):
             self._log.log(record[0], "%s", record[1])
 
 
-def _work_of(task_instance: Any) -> sky.Work:
+def work_of(task_instance: Any) -> sky.Work:
+    """Return the work of one try of a task instance."""
     index = task_instance.map_index
     return sky.Work(
         system="airflow",
@@ -268,7 +347,12 @@ def _error_of(future: Future[Any]) -> BaseException | None:
     return RuntimeError("the call was cancelled") if future.cancelled() else future.exception()
 
 
-def _plain_function(obj: Any) -> Any:
+def _without_placeholder(spec: sky.PoolSpec) -> sky.PoolSpec:
+    """Return the spec of a pool that only this process uses: it has no name, and so is not kept warm."""
+    return spec.with_(name=None, keep_warm=0.0) if spec.name == PLACEHOLDER else spec
+
+
+def plain_function(obj: Any) -> Any:
     """For the pickler: return the function of a `@task` object that it uses, because the object would bring Airflow
     along.
     """

@@ -1,14 +1,13 @@
 """A step's use of pools as Dagster metadata, and the place of that metadata for each kind of step.
 
 Dagster plots numbers (int and float) of an asset over its materializations; text is listed. The cost of a step up to
-its asset's materialization goes with the materialization. The rest of the bill is known when the pool has closed: the
-end of the machines, and the costs of steps without a materialization (failed ones, checks, ops of a graph, outputs that
-were not made). It follows as observations of the assets, under its own key, so that the two add up to the bill.
+its asset's materialization goes with the materialization, in whole micro-dollars. The rest of the bill follows as
+observations, under its own key (`settlement`).
 """
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,20 +20,28 @@ type StepContext = dg.AssetExecutionContext | dg.OpExecutionContext | dg.AssetCh
 COST_USD = "skyward/cost_usd"
 OTHER_COST_USD = "skyward/other_cost_usd"
 SECONDS = "skyward/seconds"
-PLACES = {COST_USD: 9, SECONDS: 3}
-"""Decimal places of a share, so that a person can read it; `observe_rest` adds the rounding difference."""
+SECONDS_PLACES = 3
+"""Decimal places of the seconds, so that a person can read them."""
+GPU_UTIL_PCT = "skyward/gpu_util_pct"
+CPU_UTIL_PCT = "skyward/cpu_util_pct"
+SAVINGS_USD = "skyward/savings_usd"
+RUNNING_COST_USD = "skyward/running_cost_usd"
+RUNNING_SECONDS = "skyward/running_seconds"
 NODES = "skyward/nodes"
 ACCELERATOR = "skyward/accelerator"
 POOL_ID = "skyward/pool_id"
+RECEIPT = "skyward/receipt"
 
-SMALLEST_USD = 1e-9
-"""A smaller difference is a rounding error."""
+MICRO_PER_USD = 1_000_000
+"""Costs are whole micro-dollars, as in the ledger."""
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
     """A step's use of pools, from its first use to the end of its last: USD on the bill, seconds, number of nodes,
-    accelerator in words, the pools' ids.
+    accelerator in words, the pools' ids, and what was measured.
+
+    `details` is metadata that is no number.
     """
 
     cost_usd: float
@@ -42,20 +49,10 @@ class Usage:
     nodes: int
     accelerator: str
     pool_ids: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """The part of the bill that a step bears once the pools have closed.
-
-    `since` is when it began to use them, in seconds since 1970.
-    """
-
-    context: StepContext
-    work: sky.Work
-    cost_usd: float
-    since: float
-    pool_id: str
+    savings_usd: float = 0.0
+    gpu_util_pct: float | None = None
+    cpu_util_pct: float | None = None
+    details: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def record(context: StepContext, pool: object, usage: Usage) -> None:
@@ -63,30 +60,35 @@ def record(context: StepContext, pool: object, usage: Usage) -> None:
     is added.
 
     An asset gets it with its materialization, an op with its first output. If a step makes several assets, each gets an
-    equal share of the cost and of the seconds. A check, an op without outputs and an op with dynamic outputs cannot
-    have metadata.
+    equal share of the cost and of the seconds; so does each partition of a range. A check, an op without outputs and an
+    op with dynamic outputs cannot have metadata.
     """
     with _lock:
         usages = _usages.setdefault(context, {})
         usages[id(pool)] = usage
-        total = _total(usages) | _names(work_of(context))
+        total: dict[str, Any] = {**_total(usages), **_details(usages), **names_of(work_of(context))}
     if isinstance(context, dg.AssetCheckExecutionContext):
         return
     outputs = _outputs(context)
-    for output in outputs:
-        _set(
-            context,
-            output,
-            total | {name: round(total[name] / len(outputs), places) for name, places in PLACES.items()},
-        )
+    costs, savings = (
+        split_micro(round(total[name] * MICRO_PER_USD), [1] * len(outputs)) for name in (COST_USD, SAVINGS_USD)
+    )
+    partitions = _materializations(context)
+    for output, cost, saved in zip(outputs, costs, savings, strict=True):
+        shares = {
+            COST_USD: cost // partitions / MICRO_PER_USD,  # what is left of the division is observed later
+            SAVINGS_USD: saved // partitions / MICRO_PER_USD,
+            SECONDS: round(total[SECONDS] / len(outputs) / partitions, SECONDS_PLACES),
+        }
+        _set(context, output, total | shares)
 
 
-def work_of(context: StepContext) -> sky.Work:
-    """Return the step's work, as in the ledger and the machines' tags: only the system for a context that was made by
-    hand.
+def work_of(context: StepContext | None) -> sky.Work:
+    """Return the step's work, as in the ledger and the machines' tags: only the system without a context, or for one
+    that was made by hand.
     """
-    step = step_key(context)
-    if step is None:
+    step = None if context is None else step_key(context)
+    if context is None or step is None:
         return sky.Work(system="dagster")
     op = _op_context(context)
     keys = op.partition_keys if op.has_partition_key or op.has_partition_key_range else []
@@ -101,12 +103,33 @@ def work_of(context: StepContext) -> sky.Work:
     )
 
 
+def tags_of(context: StepContext) -> Mapping[str, str]:
+    """Return the tags of the step's op (`op_tags` of an asset); none for a context that was made by hand."""
+    try:
+        return _op_context(context).op_def.tags
+    except (dg.DagsterError, AttributeError):
+        return {}
+
+
+def plain(usage: Usage) -> dict[str, Any]:
+    """Return a usage as metadata: numbers and text."""
+    return _total({0: usage})
+
+
 def step_key(context: StepContext) -> str | None:
     """Return the key of the context's step; None outside of a run."""
     try:
         return _op_context(context).get_step_execution_context().step.key
     except (dg.DagsterError, AttributeError):  # a context that was made by hand has no step, and raises one of these
         return None
+
+
+def is_alone(context: StepContext) -> bool:
+    """Return whether the step is the only one of its process, as under Dagster's multiprocess executor."""
+    try:
+        return len(_op_context(context).get_step_execution_context().execution_plan.step_keys_to_execute) == 1
+    except (dg.DagsterError, AttributeError):  # a context that was made by hand
+        return False
 
 
 def assets_of(context: StepContext) -> list[dg.AssetKey]:
@@ -119,84 +142,46 @@ def assets_of(context: StepContext) -> list[dg.AssetKey]:
     return sorted(op.selected_asset_keys if op.assets_def.node_def is op.op_def else op.assets_def.keys)
 
 
-def observe_rest(shares: Iterable[Share]) -> dict[str, dict[sky.Work, float]]:
-    """Log as observations the parts of the bill that are in no materialization; return all shares, by pool and work,
-    for the ledger.
-
-    A share goes equally to the assets that the step has made, or if it has made none, to all that it should have made.
-    The share of an op without assets goes to the log.
-    """
-    recorded: dict[str, dict[sky.Work, float]] = {}
-    for its in _by_step(shares):
-        context = its[-1].context
-        made = _made(context, min(share.since for share in its))
-        assets = sorted(made) or assets_of(context)
-        due = sum(share.cost_usd for share in its)
-        for asset in assets:
-            rest = due / len(assets) - made.get(asset, 0.0)
-            if abs(rest) > SMALLEST_USD:
-                _observe(context, asset, rest, its)
-        if not assets:
-            context.log.info("cost of the step, with its share of the pool's end: %.6f USD", due)
-        for share in its:
-            names = [asset.to_user_string() for asset in assets] or [""]
-            for name in names:
-                work = sky.Work.of({**share.work.labels(), "asset": name})
-                of_pool = recorded.setdefault(share.pool_id, {})
-                of_pool[work] = of_pool.get(work, 0.0) + share.cost_usd / len(names)
-    return recorded
+def partition_of(work: sky.Work) -> str | None:
+    """Return the partition of an event of the work; None for none, and for a range."""
+    return work.partition if work.partition and "..." not in work.partition else None
 
 
-def _by_step(shares: Iterable[Share]) -> list[list[Share]]:
-    """Group all tries of a step in this process: the costs that one try has materialized are subtracted only once."""
-    found: dict[str | None, list[Share]] = {}
-    for share in shares:
-        found.setdefault(step_key(share.context), []).append(share)
-    return list(found.values())
-
-
-def _made(context: StepContext, since: float) -> dict[dg.AssetKey, float]:
-    """Return the assets that the step has made since then, with the cost in each materialization."""
-    op, step = _op_context(context), step_key(context)
-    made: dict[dg.AssetKey, float] = {}
-    for entry in op.instance.all_logs(op.run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION):
-        event = entry.dagster_event
-        if event is None or entry.step_key != step or entry.timestamp < since or event.asset_key is None:
-            continue
-        value = event.step_materialization_data.materialization.metadata.get(COST_USD)
-        made[event.asset_key] = made.get(event.asset_key, 0.0) + (
-            float(value.value) if isinstance(value, dg.FloatMetadataValue) else 0.0
-        )
-    return made
-
-
-def _observe(context: StepContext, asset: dg.AssetKey, cost_usd: float, shares: Sequence[Share]) -> None:
-    work = shares[0].work
-    metadata = {
-        OTHER_COST_USD: round(cost_usd, PLACES[COST_USD]),
-        POOL_ID: ", ".join(dict.fromkeys(share.pool_id for share in shares)),
-        **_names(work),
-    }
-    partition = work.partition if "..." not in work.partition else ""
-    _op_context(context).log_event(dg.AssetObservation(asset, metadata=metadata, partition=partition or None))
-
-
-def _names(work: sky.Work) -> dict[str, str]:
-    """Return the work in metadata keys of the step; the asset is the one that carries the metadata."""
+def names_of(work: sky.Work) -> dict[str, str]:
+    """Return a work in metadata keys."""
     named = {"run": work.run, "job": work.workflow, "step": work.task, "partition": work.partition, "asset": work.asset}
     return {f"skyward/{name}": value for name, value in named.items() if value}
 
 
+def split_micro(amount: int, weights: Sequence[int]) -> list[int]:
+    """Split whole micro-dollars in proportion to weights, or equally if all are 0; the parts add up to the amount."""
+    shares = weights if sum(weights) else [1] * len(weights)
+    ends = [amount * sum(shares[: place + 1]) // sum(shares) for place in range(len(shares))]
+    return [end - begin for begin, end in zip([0, *ends], ends, strict=False)]
+
+
 def _total(usages: Mapping[int, Usage]) -> dict[str, Any]:
-    """Add up the costs of several pools; the seconds are those of the pool that was used longest."""
+    """Add up the costs of several pools; the seconds are those of the pool that was used longest. The utilisation is
+    the mean of the pools.
+    """
     used = usages.values()
+    measured = {
+        GPU_UTIL_PCT: [usage.gpu_util_pct for usage in used if usage.gpu_util_pct is not None],
+        CPU_UTIL_PCT: [usage.cpu_util_pct for usage in used if usage.cpu_util_pct is not None],
+    }
     return {
+        **{name: round(sum(values) / len(values), 1) for name, values in measured.items() if values},
+        SAVINGS_USD: float(sum(usage.savings_usd for usage in used)),
         COST_USD: float(sum(usage.cost_usd for usage in used)),
         SECONDS: float(max(usage.seconds for usage in used)),
         NODES: sum(usage.nodes for usage in used),
         ACCELERATOR: ", ".join(sorted({usage.accelerator for usage in used})),
         POOL_ID: ", ".join(dict.fromkeys(pool_id for usage in used for pool_id in usage.pool_ids)),
     }
+
+
+def _details(usages: Mapping[int, Usage]) -> dict[str, Any]:
+    return {name: value for usage in usages.values() for name, value in usage.details.items()}
 
 
 def _outputs(context: dg.AssetExecutionContext | dg.OpExecutionContext) -> list[str]:
@@ -215,6 +200,14 @@ def _outputs(context: dg.AssetExecutionContext | dg.OpExecutionContext) -> list[
         return [output.name for output in op.op_def.output_defs[:1] if not output.is_dynamic]
     except dg.DagsterError:  # a context that was built by hand and belongs to no step
         return []
+
+
+def _materializations(context: dg.AssetExecutionContext | dg.OpExecutionContext) -> int:
+    """Return how many materializations carry the metadata of one output: one for each partition of a range."""
+    op = _op_context(context)
+    if step_key(context) is None or not op.has_assets_def or not op.has_partition_key_range:
+        return 1
+    return max(1, len(op.partition_keys))
 
 
 def _set(context: dg.AssetExecutionContext | dg.OpExecutionContext, output: str, metadata: Mapping[str, Any]) -> None:

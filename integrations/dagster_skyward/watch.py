@@ -27,7 +27,15 @@ class RunWatch:
     the watch checks both.
     """
 
-    def __init__(self, instance: dg.DagsterInstance, run_id: str, stop: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        instance: dg.DagsterInstance,
+        run_id: str,
+        stop: Callable[[str], None],
+        tick: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`tick` is called every second too."""
+        self._tick = tick
         self._instance = instance
         self._run_id = run_id
         self._stop = stop
@@ -49,6 +57,10 @@ class RunWatch:
         looks = 0
         while not self._over.wait(PARENT_SECONDS):
             looks += 1
+            try:
+                self._tick()
+            except Exception:  # what a tick shows is not worth the watch
+                _log.exception("a step's progress could not be shown")
             if parent is not None and not parent.is_alive():
                 why = f"the run's process {parent.pid} is gone"
             elif looks * PARENT_SECONDS % RUN_SECONDS or not (status := self._status()):
@@ -85,6 +97,18 @@ def is_step_process(instance: dg.DagsterInstance, run_id: str) -> bool:
         if pid is not None and str(pid.value) == str(parent.pid):
             return True
     return False
+
+
+def step_of_process(instance: dg.DagsterInstance, run_id: str) -> str:
+    """Return the key of the one step for which the multiprocess executor has started this process; "" for others."""
+    if not is_step_process(instance, run_id):
+        return ""
+    for entry in instance.all_logs(run_id, of_type=dg.DagsterEventType.STEP_WORKER_STARTED):
+        event = entry.dagster_event
+        pid = event.engine_event_data.metadata.get("pid") if event is not None else None
+        if pid is not None and str(pid.value) == str(os.getpid()):
+            return entry.step_key or ""
+    return ""
 
 
 def interrupt_step() -> None:

@@ -1,9 +1,10 @@
-"""Ready automations on the events of a run's money: one that cancels a run at 80 % of its budget, one that notifies.
+"""Ready automations: one cancels a run at 80 % of its budget, one notifies of it, one ends runs of dead processes.
 
-from prefect_skyward.automations import deploy_budget_guard, deploy_budget_notification
+from prefect_skyward.automations import deploy_budget_guard, deploy_budget_notification, deploy_crash_guard
 
 deploy_budget_guard()
 deploy_budget_notification("slack-webhook/alerts")
+deploy_crash_guard()
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from uuid import UUID
 from prefect.automations import Automation
 from prefect.blocks.abstract import NotificationBlock
 from prefect.client.orchestration import get_client
-from prefect.events.actions import ActionTypes, CancelFlowRun, SendNotification
+from prefect.client.schemas.objects import StateType
+from prefect.events.actions import ActionTypes, CancelFlowRun, ChangeFlowRunState, SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.events.schemas.events import ResourceSpecification
 
@@ -25,6 +27,10 @@ from prefect_skyward.report.notices import EXCEEDED, WARNING
 
 GUARD_NAME = "Skyward: cancel a run at 80 % of its budget"
 NOTIFICATION_NAME = "Skyward: notify of a run's budget"
+CRASH_GUARD_NAME = "Skyward: end runs whose process has died"
+HEARTBEAT = "prefect.flow-run.heartbeat"
+SILENT_STATES = ("Completed", "Failed", "Cancelled", "Crashed", "Suspended")
+LEAST_SILENT_SECONDS = 10.0
 SUBJECT = "Skyward: {{ flow.name }}, {{ flow_run.name }}: {{ event.event }}"
 BODY = (
     "{{ event.payload.reason }}\n"
@@ -62,13 +68,46 @@ def deploy_budget_notification(
     return _deploy(name, description, _trigger({WARNING, EXCEEDED}, flows), [action])
 
 
-def _trigger(events: set[str], flows: Sequence[str]) -> EventTrigger:
+def deploy_crash_guard(
+    silent_seconds: float = 600.0, *, flows: Sequence[str] = (), name: str = CRASH_GUARD_NAME
+) -> Automation:
+    """Make or replace the automation that sets a flow run Crashed when it has sent no heartbeat for `silent_seconds`.
+
+    A run stays Running if its process and its worker are killed. Prefect's flows send a heartbeat every
+    `PREFECT_FLOWS_HEARTBEAT_FREQUENCY` seconds (180 in 3.7): choose three times as long.
+    `flows` are the names of the flows to which it applies; all without any. Raises BadRequest for less than 10 seconds.
+    """
+    if silent_seconds < LEAST_SILENT_SECONDS:
+        raise sky.BadRequest(
+            f"silent_seconds={silent_seconds:g}: Prefect waits for {LEAST_SILENT_SECONDS:g} seconds or longer"
+        )
+    trigger = EventTrigger(
+        type="event",
+        after={HEARTBEAT},
+        expect={HEARTBEAT, *(f"prefect.flow-run.{state}" for state in SILENT_STATES)},
+        match=ResourceSpecification.model_validate({"prefect.resource.id": "prefect.flow-run.*"}),
+        match_related=_of_flows(flows),
+        for_each={"prefect.resource.id"},
+        posture=Posture.Proactive,
+        threshold=1,
+        within=timedelta(seconds=silent_seconds),
+    )
+    message = f"The flow run has sent no heartbeat for {silent_seconds:g} s: its process and its worker have died."
+    action = ChangeFlowRunState(type="change-flow-run-state", state=StateType.CRASHED, message=message)
+    return _deploy(name, f"Sets a run Crashed that is silent for {silent_seconds:g} s.", trigger, [action])
+
+
+def _of_flows(flows: Sequence[str]) -> ResourceSpecification:
     related: dict[str, Any] = {"prefect.resource.role": "flow", "prefect.resource.name": [*flows]} if flows else {}
+    return ResourceSpecification.model_validate(related)
+
+
+def _trigger(events: set[str], flows: Sequence[str]) -> EventTrigger:
     return EventTrigger(
         type="event",
         expect=events,
         match=ResourceSpecification.model_validate({"prefect.resource.id": "skyward.pool.*"}),
-        match_related=ResourceSpecification.model_validate(related),
+        match_related=_of_flows(flows),
         posture=Posture.Reactive,
         threshold=1,
         within=timedelta(0),

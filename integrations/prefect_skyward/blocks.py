@@ -221,7 +221,7 @@ class SkywardPool(Block):
         default_factory=dict[str, str],
         description="Environment variables of the calls, each with the name of the Secret block that has its value.",
     )
-    max_cost: float | None = Field(default=None, gt=0, description="Hard limit of the pool's cost, in USD.")
+    max_cost: float | None = Field(default=None, gt=0, description="Hard limit of the flow run's cost, in USD.")
     budget: str | None = Field(default=None, description="Account of the ledger that pays.")
     max_lifetime: float | None = Field(default=None, gt=0, description="Hard limit of the pool's life, in seconds.")
     name: str | None = Field(

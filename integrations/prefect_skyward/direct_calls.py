@@ -11,7 +11,6 @@ import asyncio
 import functools
 import inspect
 from collections.abc import AsyncGenerator, Callable, Generator
-from contextlib import asynccontextmanager, contextmanager
 from typing import Any, cast
 
 from prefect.context import FlowRunContext, TaskRunContext
@@ -28,18 +27,21 @@ from prefect_skyward.task_runner import calls_around
 _kept_runs = KeptRuns()
 
 
-def on_skyward[F: Callable[..., Any]](*, broadcast: bool = False, **keywords: Any) -> Callable[[F], F]:
+def on_skyward[F: Callable[..., Any]](
+    *, broadcast: bool = False, prefect_context: bool | None = None, **keywords: Any
+) -> Callable[[F], F]:
     """Run a function on a pool, wherever it is called from. Stands beneath `@task` or `@materialize`.
 
     Takes the keywords of `ComputePool`; they replace those of the flow's `SkywardTaskRunner`, if it has one. Equal
-    keywords share a pool. `broadcast=True` runs the function on each worker: the result is a tuple. Raises BadRequest
-    for a wrong keyword, TypeError above `@task`.
+    keywords share a pool. `broadcast=True` runs the function on each worker: the result is a tuple.
+    `prefect_context=True` is as that of `SkywardTaskRunner`. Raises BadRequest for a wrong keyword, TypeError above
+    `@task`.
 
         @task(retries=2)
         @on_skyward(accelerator="T4")
         def score(model): ...
     """
-    options = StepOptions.of(broadcast or None, keywords)
+    options = StepOptions.of(broadcast or None, keywords, prefect_context)
 
     def decorate(fn: F) -> F:
         if isinstance(fn, Task):
@@ -63,7 +65,7 @@ def _wrapper(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _plain() -> Callable[..., Any]:
     def on_pool(*args: Any, **kwargs: Any) -> Any:
-        with _present_calls() as calls:
+        with _PresentCalls() as calls:
             step = calls.step_of(on_pool)
 
             def result() -> Any:
@@ -78,7 +80,7 @@ def _plain() -> Callable[..., Any]:
 
 def _coroutine() -> Callable[..., Any]:
     async def on_pool(*args: Any, **kwargs: Any) -> Any:
-        async with _present_calls_async() as calls:
+        async with _PresentCalls() as calls:
             step = calls.step_of(on_pool)
             try:
                 return await awaited(calls, step, args, kwargs)
@@ -90,7 +92,7 @@ def _coroutine() -> Callable[..., Any]:
 
 def _items() -> Callable[..., Any]:
     def on_pool(*args: Any, **kwargs: Any) -> Generator[Any]:
-        with _present_calls() as calls:
+        with _PresentCalls() as calls:
             step = calls.step_of(on_pool)
             try:
                 with calls.pools.holding(step.spec) as life:
@@ -106,7 +108,7 @@ def _items() -> Callable[..., Any]:
 
 def _asynchronous_items() -> Callable[..., Any]:
     async def on_pool(*args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
-        async with _present_calls_async() as calls:
+        async with _PresentCalls() as calls:
             step = calls.step_of(on_pool)
             try:
                 with calls.pools.holding(step.spec) as life:
@@ -121,32 +123,38 @@ def _asynchronous_items() -> Callable[..., Any]:
     return on_pool
 
 
-@contextmanager
-def _present_calls() -> Generator[RunCalls]:
-    """The calls of the flow run; without one, those of a pool that ends with the block."""
-    _guard_retries()
-    if (calls := _calls_of_flow()) is not None:
-        yield calls
-        return
-    calls = _calls_of_no_flow()
+class _PresentCalls:
+    """A block with the calls of the flow run; without one, with those of a pool that ends with the block. In
+    `async with` the event loop goes on while that pool ends.
+    """
+
+    def __init__(self) -> None:
+        self._own: RunCalls | None = None
+
+    def __enter__(self) -> RunCalls:
+        _guard_retries()
+        if (calls := _calls_of_flow()) is not None:
+            return calls
+        self._own = _calls_of_no_flow()
+        return self._own
+
+    def __exit__(self, *_: object) -> None:
+        if self._own is not None:
+            _end(self._own)
+
+    async def __aenter__(self) -> RunCalls:
+        return self.__enter__()
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._own is not None:
+            await asyncio.shield(asyncio.to_thread(_end, self._own))
+
+
+def _end(calls: RunCalls) -> None:
     try:
-        yield calls
-    finally:
         calls.pools.end()
-
-
-@asynccontextmanager
-async def _present_calls_async() -> AsyncGenerator[RunCalls]:
-    """The same; the event loop goes on while the pool ends."""
-    _guard_retries()
-    if (calls := _calls_of_flow()) is not None:
-        yield calls
-        return
-    calls = _calls_of_no_flow()
-    try:
-        yield calls
     finally:
-        await asyncio.shield(asyncio.to_thread(calls.pools.end))
+        calls.nested.end()
 
 
 def _guard_retries() -> None:

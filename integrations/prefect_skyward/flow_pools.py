@@ -22,8 +22,10 @@ class FlowPools:
     One lock guards which pools there are, who holds them, and whether there may be more. It is held for moments only.
     """
 
-    def __init__(self, facts: FlowFacts, idle_timeout: float | None) -> None:
+    def __init__(self, facts: FlowFacts, idle_timeout: float | None, max_cost: float | None = None) -> None:
+        """`max_cost` is the most that all pools of the flow run may cost in all of its attempts, in USD."""
         self.facts = facts
+        self._max_cost = max_cost
         self._idle_timeout = idle_timeout
         self._lock = threading.Lock()
         self._is_open = True
@@ -71,7 +73,12 @@ class FlowPools:
             return any(life.holders for life in self._lives)
 
     def end_idle(self) -> None:
-        """Begin to end the pools that have had no calls for `idle_timeout` seconds."""
+        """Begin to end the pools that have had no calls for `idle_timeout` seconds.
+
+        Notes those whose money is used up.
+        """
+        for life in tuple(self._current):
+            life.note_its_end()
         if self._idle_timeout is None:
             return
         oldest = time.monotonic() - self._idle_timeout
@@ -122,7 +129,7 @@ class FlowPools:
                 life.idle_since = time.monotonic()
                 return life
         name = f"pool {len(self._lives) + 1}" if self._lives else ""
-        life = PoolLife(spec, self.facts, name)
+        life = PoolLife(spec, self.facts, name, self._max_cost)
         spent_usd = sum(earlier.cost for earlier in self._lives if earlier.spec == spec)
         self._lives.append(life)
         self._current.append(life)

@@ -15,6 +15,7 @@ from uuid import UUID
 from prefect.context import FlowRunContext
 
 import skyward_core as sky
+from prefect_skyward.cancellation import Cancellation
 from prefect_skyward.flow_pools import FlowPools
 from prefect_skyward.run_calls import RunCalls, facts_of, work_of_flow
 
@@ -37,7 +38,7 @@ class KeptRuns:
         assert context.flow_run is not None
         with self._lock:
             run = self._runs.get(context.flow_run.id)
-            if run is None or run.flow_run is not context.flow_run or run.is_ending:
+            if run is None or run.flow_run is not context.flow_run or (run.is_ending and not run.is_cancelled):
                 run = self._runs[context.flow_run.id] = _KeptRun(context, context.flow_run)
                 threading.Thread(target=self._watch, args=(run,), name="skyward-kept").start()
             return run.calls
@@ -47,6 +48,9 @@ class KeptRuns:
             run.calls.pools.end_idle()
             time.sleep(WATCH_SECONDS)
         run.end()
+        while run.is_cancelled and not run.is_left():  # its next calls get no new pools
+            time.sleep(WATCH_SECONDS)
+        run.settle()
         with self._lock:
             if self._runs.get(run.flow_run.id) is run:
                 del self._runs[run.flow_run.id]
@@ -58,14 +62,25 @@ class _KeptRun:
         self.is_ending = False
         self._runner: Any = context.task_runner
         base = sky.PoolSpec()
-        self.calls = RunCalls(FlowPools(facts_of(context, None), IDLE_SECONDS), base, work_of_flow(context))
+        facts = facts_of(context, None)
+        self.calls = RunCalls(FlowPools(facts, IDLE_SECONDS), base, work_of_flow(context))
+        self._cancellation = Cancellation(flow_run.id, facts.log, self.calls.stop)
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the flow run was cancelled, and no process has stopped it."""
+        return self._cancellation.is_seen
+
+    def is_left(self) -> bool:
+        """Whether Prefect has left the runner, which is the last thing that it does with an attempt."""
+        return not self._runner._started or not threading.main_thread().is_alive()
 
     def has_ended(self) -> bool:
-        """Whether no more calls will come: Prefect has left the runner, which is the last thing that it does with an
-        attempt; the flow run has failed, while its runner waits for its task runs; or the process ends.
+        """Whether no more calls will come: Prefect has left the runner; the flow run is cancelled, or has failed while
+        its runner waits for its task runs; or the process ends.
         """
         state = self.flow_run.state
-        if not threading.main_thread().is_alive():
+        if self.is_cancelled or not threading.main_thread().is_alive():
             return True
         if state is not None and (state.is_scheduled() or (state.is_final() and not state.is_completed())):
             return True
@@ -73,9 +88,14 @@ class _KeptRun:
 
     def end(self) -> None:
         self.is_ending = True
+        self._cancellation.end()
         if self.flow_run.state is None or not self.flow_run.state.is_completed():
             self.calls.stop()
         try:
             self.calls.pools.end()
         except Exception as failure:  # no caller is left that could take it; the reapers go on
             self.calls.pools.facts.log.say(logging.CRITICAL, f"a pool could not be closed: {failure}")
+        self.calls.nested.end()
+
+    def settle(self) -> None:
+        self._cancellation.settle()

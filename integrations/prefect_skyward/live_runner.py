@@ -24,8 +24,10 @@ from prefect.settings import get_current_settings
 from prefect.tasks import Task
 
 import skyward_core as sky
+from prefect_skyward.cancellation import Cancellation
 from prefect_skyward.flow_pools import FlowPools
 from prefect_skyward.options import changed
+from prefect_skyward.prefect_context import with_prefect_s_api
 from prefect_skyward.remote_call import AsyncCall, SyncCall, TaskRunOnPool, unless_the_work_is_done
 from prefect_skyward.run_calls import RunCalls, facts_of, work_of_flow
 
@@ -46,6 +48,7 @@ class RunnerSettings:
     max_workers: int | None = None
     on_unfinished: OnUnfinished | None = None
     inherit: bool = False
+    prefect_context: bool = False
 
     def __post_init__(self) -> None:
         if self.idle_timeout is not None and self.idle_timeout <= 0:
@@ -87,6 +90,7 @@ class LiveRunner:
         self._calls: RunCalls | None = None
         self._flow_run: FlowRun | None = None
         self._is_the_flows_runner = False
+        self._cancellation: Cancellation | None = None
         self._is_closed = threading.Event()
         self._engines = ThreadPoolExecutor(
             settings.max_workers or get_current_settings().tasks.runner.thread_pool_max_workers or sys.maxsize,
@@ -111,6 +115,8 @@ class LiveRunner:
         dependencies: dict[str, set[RunInput]] | None,
     ) -> PrefectConcurrentFuture[Any]:
         calls = self.calls()
+        if self._cancellation is not None and self._cancellation.is_seen:
+            raise sky.PoolClosed("the flow run is cancelled: it takes no more tasks")
         step = calls.step_of(task.fn)
         remote = copy.copy(task)  # not with_options, which would make a new task key
         if task.isasync:
@@ -134,7 +140,13 @@ class LiveRunner:
             return self._calls
 
     def _begin(self) -> None:
-        """Keep the data of the flow run: `close` runs after its context has ended."""
+        """Keep the data of the flow run: `close` runs after its context has ended.
+
+        Raises BadRequest if there is no way to Prefect's API for nodes that need one.
+        """
+        in_context = self._settings.prefect_context or (self._parent is not None and self._parent.prefect_context)
+        if in_context:
+            self.spec = with_prefect_s_api(self.spec)
         context = FlowRunContext.get()
         if context is not None:
             self._flow_run = context.flow_run
@@ -142,11 +154,20 @@ class LiveRunner:
         pools = (
             self._parent.pools
             if self._parent is not None
-            else FlowPools(facts_of(context, self._on_event), self._settings.idle_timeout)
+            else FlowPools(facts_of(context, self._on_event), self._settings.idle_timeout, self.spec.max_cost)
         )
-        self._calls = RunCalls(pools, self.spec, work_of_flow(context), self._parent)
+        self._calls = RunCalls(pools, self.spec, work_of_flow(context), self._parent, prefect_context=in_context)
+        if self._parent is not None and self._flow_run is not None:
+            pools.facts.money.covers(self._flow_run)
         if self._parent is None:
+            # a pool with a name has the limit for itself
+            if pools.facts.report is not None and self.spec.max_cost is not None and self.spec.name is None:
+                pools.facts.report.limit(self.spec.max_cost)
             threading.Thread(target=self._watch, args=(pools,), name="skyward-flow", daemon=True).start()
+            if self._flow_run is not None:
+                self._cancellation = Cancellation(
+                    self._flow_run.id, pools.facts.log, lambda: self._release_early(pools, is_stopped=True)
+                )
 
     def _watch(self, pools: FlowPools) -> None:
         """End idle pools. Terminate all machines as soon as Prefect is about to try the flow run again: it sleeps
@@ -155,13 +176,15 @@ class LiveRunner:
         while not self._is_closed.wait(WATCH_SECONDS):
             pools.end_idle()
             if self._is_the_flows_runner and self._is_tried_again():
-                self._release_for_another_try(pools)
+                text = "the flow run is tried again: the machines of this attempt are given back"
+                pools.facts.log.say(logging.INFO, text)
+                self._release_early(pools, is_stopped=False)
                 return
 
-    def _release_for_another_try(self, pools: FlowPools) -> None:
-        pools.facts.log.say(logging.INFO, "the flow run is tried again: the machines of this attempt are given back")
+    def _release_early(self, pools: FlowPools, *, is_stopped: bool) -> None:
+        """End the calls and the pools before Prefect leaves the runner."""
         try:
-            self._release(is_failure=True)
+            self._release(is_failure=True, is_stopped=is_stopped)
         except Exception as failure:
             # `close` tries again when Prefect leaves the runner
             pools.facts.log.say(logging.CRITICAL, f"the pool could not be closed: {failure}")
@@ -174,6 +197,8 @@ class LiveRunner:
         after 30 s if it was cancelled. So the reapers get the machines first.
         """
         self._is_closed.set()
+        if self._cancellation is not None:
+            self._cancellation.end()
         is_stopped = error is not None and not isinstance(error, Exception)
         if is_stopped and self._calls is not None and self._parent is None:
             self._calls.expect_losses()
@@ -186,6 +211,9 @@ class LiveRunner:
             if error is None:
                 raise
             error.add_note(f"besides, the pool could not be closed: {failure!r}")
+        finally:
+            if self._cancellation is not None and self._is_the_flows_runner and not is_stopped:
+                self._cancellation.settle()
 
     def _release(self, *, is_failure: bool, is_stopped: bool = False) -> None:
         """End the pools and the threads, in any state.
@@ -201,8 +229,10 @@ class LiveRunner:
         with self._releasing, ExitStack() as undo:
             if stops:  # last: a task may sleep before its next attempt, and the machines need not wait for it
                 undo.callback(self._end_engines)
-            if self._calls is not None and self._parent is None:
-                undo.callback(self._calls.pools.end)
+            if self._calls is not None:
+                undo.callback(self._calls.nested.end)
+                if self._parent is None:
+                    undo.callback(self._calls.pools.end)
 
     def _is_tried_again(self) -> bool:
         """Whether Prefect tries the flow run again: it sets this state, sleeps, sets Running, and leaves the runner

@@ -1,20 +1,32 @@
-"""What nodes get in place of Prefect's objects: a task's function, a logger that prints, an address without an API."""
+"""What nodes get in place of Prefect's objects: a task's function, a logger that prints, an address without an API.
+
+Calls in Prefect's context get the objects themselves.
+"""
 
 from __future__ import annotations
 
 import logging
-from contextlib import suppress
-from types import FunctionType
+import re
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from types import FunctionType, ModuleType
 from typing import Any, cast
 
 from prefect.logging import get_run_logger
+from prefect.task_runners import TaskRunner, ThreadPoolTaskRunner
 from prefect.tasks import Task
 
 import skyward_core as sky
 from prefect_skyward.options import TARGET, beneath
+from prefect_skyward.prefect_context import ADDRESS, with_settings
 
 NO_API_SCHEME = "skyward-node:"
 NO_API = f"{NO_API_SCHEME}//a-node-has-no-way-to-prefects-api"
+_WITH_CONTEXT = "let it run in Prefect's context: SkywardTaskRunner(prefect_context=True), with Prefect in the image"
+_OF_A_TASK = re.compile(r"'function' object has no attribute '(submit|map|delay|apply_async|with_options)'")
+
+_is_in_context: ContextVar[bool] = ContextVar("skyward_prefect_context", default=False)
 
 
 def without_prefect_s_api(spec: sky.PoolSpec) -> sky.PoolSpec:
@@ -23,30 +35,66 @@ def without_prefect_s_api(spec: sky.PoolSpec) -> sky.PoolSpec:
     Without an address Prefect's client starts a server on the node, with a database in the home directory. If it may
     not do that, its concurrency limits wait for ever (3.6 to 3.7).
     """
-    return spec.with_(env={"PREFECT_API_URL": NO_API, **spec.image.env, **(spec.env or {})})
+    whole = with_settings(spec)  # a spec with an `env` takes none from the settings of this machine
+    return spec.with_(env={ADDRESS: NO_API, **whole.image.env, **(whole.env or {})})
 
 
 def raise_if_prefect_s_api_was_used(error: Exception) -> None:
+    """Raise BadRequest, with what to write instead, if a function has used what nodes do not have."""
     if NO_API_SCHEME in f"{error} {error.__cause__}":  # the cause is the traceback of the node
         raise sky.BadRequest(
             "the task's function asks Prefect's API (for a variable, a concurrency limit, an artifact, a block), which"
-            " nodes have no way to: do it in the flow and hand the value to the task, or give the nodes an API that"
-            " they reach: SkywardTaskRunner(env={'PREFECT_API_URL': ...})"
+            f" nodes have no way to: do it in the flow and hand the value to the task, or {_WITH_CONTEXT}"
+        ) from error
+    if isinstance(error, AttributeError) and _OF_A_TASK.fullmatch(str(error)):
+        raise sky.BadRequest(
+            f"the task's function uses another task as one ({error}), and nodes have no engine of Prefect: submit it"
+            f" from the flow, or {_WITH_CONTEXT}"
         ) from error
 
 
+@contextmanager
+def packing(*, in_prefect_s_context: bool) -> Generator[None]:
+    """Let `portable` know in the block for what kind of call it packs."""
+    token = _is_in_context.set(in_prefect_s_context)
+    try:
+        yield
+    finally:
+        _is_in_context.reset(token)
+
+
 def portable(obj: Any) -> Any:
-    """Return the replacement of Prefect's own objects: a task's function, and a logger that prints."""
+    """Return the replacement of Prefect's own objects: a task's function, and a logger that prints. In Prefect's
+    context they need none.
+    """
+    if isinstance(obj, FunctionType) and TARGET in vars(obj):
+        return beneath(obj)
+    if isinstance(obj, TaskRunner) and type(obj).__module__.startswith("prefect_skyward."):
+        return ThreadPoolTaskRunner()  # a flow that is called on a node runs there, with its tasks
+    if _is_in_context.get():
+        return NotImplemented
     if isinstance(obj, Task):
         fn = beneath(cast(Any, obj.fn))
         with suppress(AttributeError):  # a callable that takes no attributes
             cast(Any, fn).fn = fn  # so that `other_task.fn(x)` in a task's body works on a node as it does here
         return fn
-    if isinstance(obj, FunctionType) and TARGET in vars(obj):
-        return beneath(obj)
+    if isinstance(obj, ModuleType) and obj.__name__.startswith("prefect.runtime"):
+        return _NoRuntime()
     if obj is get_run_logger:
         return _node_run_logger
     return NotImplemented
+
+
+class _NoRuntime:
+    """`prefect.runtime` on a node: without Prefect's context it would answer None to all questions."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise sky.BadRequest(
+            f"the task's function reads prefect.runtime ({name}), which nodes do not have: read it in the flow,"
+            " use sky.run_context(), or set SkywardTaskRunner(prefect_context=True)"
+        )
 
 
 def _node_run_logger(context: object = None, **kwargs: Any) -> logging.Logger:
@@ -65,4 +113,4 @@ def _node_run_logger(context: object = None, **kwargs: Any) -> logging.Logger:
 
 
 # Nodes have no prefect_skyward to import it from: the name of a missing module makes it travel by value.
-_node_run_logger.__module__ = "skyward_node"
+_node_run_logger.__module__ = _NoRuntime.__module__ = "skyward_node"

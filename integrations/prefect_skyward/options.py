@@ -26,18 +26,23 @@ class StepOptions:
 
     keywords: Mapping[str, Any] = field(default_factory=dict[str, Any])
     broadcast: bool | None = None
+    prefect_context: bool | None = None
+    """Whether the function runs in Prefect's context (None: not said)."""
 
     @classmethod
-    def of(cls, broadcast: bool | None, keywords: Mapping[str, Any]) -> StepOptions:
+    def of(
+        cls, broadcast: bool | None, keywords: Mapping[str, Any], prefect_context: bool | None = None
+    ) -> StepOptions:
         """Check the keywords. Raises BadRequest as `PoolSpec.of` does."""
         keywords = with_references(keywords)
         sky.PoolSpec.of(**keywords)
-        return cls(keywords, broadcast)
+        return cls(keywords, broadcast, prefect_context)
 
     def then(self, inner: StepOptions) -> StepOptions:
         """Return both; the inner ones have precedence."""
         broadcast = self.broadcast if inner.broadcast is None else inner.broadcast
-        return StepOptions({**self.keywords, **inner.keywords}, broadcast)
+        context = self.prefect_context if inner.prefect_context is None else inner.prefect_context
+        return StepOptions({**self.keywords, **inner.keywords}, broadcast, context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +58,19 @@ _present: ContextVar[StepOptions] = ContextVar("skyward_options", default=NO_OPT
 
 
 @contextmanager
-def skyward_options(*, broadcast: bool | None = None, **keywords: Any) -> Generator[None]:
+def skyward_options(
+    *, broadcast: bool | None = None, prefect_context: bool | None = None, **keywords: Any
+) -> Generator[None]:
     """Let the tasks that are submitted, mapped or called in the block run on other hardware.
 
     Takes the keywords of `ComputePool`; they replace those of the runner. `broadcast=True` runs the function on each
-    worker of the pool: the result is a tuple. Blocks nest. Raises BadRequest for a wrong keyword.
+    worker of the pool: the result is a tuple. `prefect_context=True` is as that of `SkywardTaskRunner`. Blocks nest.
+    Raises BadRequest for a wrong keyword.
 
         with skyward_options(accelerator="H100", nodes=2):
             future = train.submit(data)
     """
-    token = _present.set(_present.get().then(StepOptions.of(broadcast, keywords)))
+    token = _present.set(_present.get().then(StepOptions.of(broadcast, keywords, prefect_context)))
     try:
         yield
     finally:

@@ -16,6 +16,7 @@ from typing import Any
 import skyward_core as sky
 from prefect_skyward.money import MoneyEnd
 from prefect_skyward.node_objects import portable, without_prefect_s_api
+from prefect_skyward.report.pool_state import SharedPool
 from prefect_skyward.report.run_report import RunReport
 from prefect_skyward.secrets import values_of
 from prefect_skyward.ui import RunLog, RunLogs
@@ -42,7 +43,8 @@ class PoolLife:
     in any state. `holders` and `idle_since` belong to the lock of `FlowPools`.
     """
 
-    def __init__(self, spec: sky.PoolSpec, facts: FlowFacts, name: str) -> None:
+    def __init__(self, spec: sky.PoolSpec, facts: FlowFacts, name: str, run_max_cost: float | None = None) -> None:
+        """`run_max_cost` is the most that all pools of the flow run may cost, in USD."""
         self.spec = spec
         self.name = name
         """Distinguishes the pools of a flow run; "" for the first."""
@@ -51,9 +53,12 @@ class PoolLife:
         self.holders = 0
         self.idle_since = time.monotonic()
         self._facts = facts
+        # a pool with a name is not for one run; without a flow run there is no run
+        self._run_max_cost = run_max_cost if spec.name is None and facts.work.run else None
         self._is_stopping = False
         self._ending = threading.Lock()
         self._is_ended = False
+        self._is_noted = False
         self._shares: defaultdict[sky.Work, float] = defaultdict(float)
         self._sharing = threading.Lock()
         """Held while `_shares` changes: a call that has ended already adds its cost in the thread that made it."""
@@ -99,6 +104,22 @@ class PoolLife:
             if self._facts.report is not None:
                 self._facts.report.task_cost(work.task_run, cost)
 
+    def note_its_end(self) -> None:
+        """Report that the money of a pool which has ended by itself is used up: a pool without calls raises it nowhere.
+
+        The pool reports the error only to what is asked of it.
+        """
+        pool, report = self.pool, self._facts.report
+        if pool is None or report is None or self._is_noted or not self.has_ended_by_itself:
+            return
+        try:
+            pool.submit(sky.PendingCompute(int, (), {}))
+        except sky.BudgetExceeded as error:
+            self._is_noted = True
+            report.money_is_used_up(error, None if error.account else self.spec.max_cost, pool.id)
+        except sky.SkywardError:  # another end; or this one is not complete, and is looked at again
+            pass
+
     def terminate_now(self) -> None:
         """Leave the machines to the reaper and return at once."""
         self._is_stopping = True
@@ -133,6 +154,7 @@ class PoolLife:
                 secrets=values_of(self.spec),
                 replace_object=portable,
                 work=facts.work,
+                run_max_cost=self._run_max_cost,
             )
             self.pool = pool  # before it is open: a stopped flow must be able to end the opening
             if not self._is_stopping:
@@ -142,9 +164,23 @@ class PoolLife:
                 facts.log.say(logging.ERROR, f"the pool could not be opened: {error}")
             self.opened.set_exception(error)
         else:
+            self._report_shared(pool)
             # an opening may last longer than `idle_timeout`; until `opened` is done no other thread reads this
             self.idle_since = time.monotonic()
             self.opened.set_result(pool)
+
+    def _report_shared(self, pool: sky.ComputePool) -> None:
+        """Report a pool with a name: this flow run has a share of its cost. Raises nothing, or no call would begin."""
+        if self._facts.report is None or self.spec.name is None or not pool.is_active:
+            return
+        try:
+            shared = SharedPool(self.spec.name, pool.id, str(self.spec.accelerator or ""), pool.lease.nodes)
+        except Exception as error:  # it has ended already, or its lease cannot be signed
+            self._facts.log.say(
+                logging.WARNING, f"what this flow run has cost on {self.spec.name} is not shown: {error}"
+            )
+        else:
+            self._facts.report.share(self.name, shared)
 
     def _break_off_opening(self) -> None:
         """Cancel an opening that goes on, and wait until its machines and threads have ended."""
@@ -164,6 +200,8 @@ class PoolLife:
                 pool.share_cost(shares)
             except sky.SkywardError as error:  # the ledger still has the bill, as the flow run's
                 self._facts.log.say(logging.WARNING, f"what each task run has cost is not in the ledger: {error}")
+        if self._facts.report is not None and self.spec.name is not None:
+            self._facts.report.leave(pool.id)
 
 
 def end_all(lives: Sequence[PoolLife]) -> None:

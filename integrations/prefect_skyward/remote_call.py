@@ -36,6 +36,9 @@ SLICE_SECONDS = 0.25
 waits.
 """
 
+_SCALARS = frozenset({type(None), bool, int, float, str, bytes})
+"""Types of values that hold no future."""
+
 IS_GUARDED = "__skyward_is_guarded__"
 
 
@@ -77,8 +80,9 @@ class TaskRunOnPool:
         """Wait for the futures among the arguments, and return whether the engine will call the function: no pool is
         opened for a task run whose input has failed.
         """
+        others = {name: value for name, value in self.parameters.items() if type(value) not in _SCALARS}
         try:
-            for inputs in (self.parameters, self.wait_for):
+            for inputs in filter(None, (others, self.wait_for)):
                 visit_collection(inputs, _await_input, return_data=False, remove_annotations=True, context={})
         except _InputFailed:
             return False

@@ -16,8 +16,11 @@ from prefect.context import FlowRunContext, TaskRunContext
 import skyward_core as sky
 from prefect_skyward.flow_pools import FlowPools
 from prefect_skyward.money import MoneyEnd
+from prefect_skyward.nested_runs import NestedRuns
+from prefect_skyward.node_objects import packing
 from prefect_skyward.options import StepSpecs, target_of
 from prefect_skyward.pool_life import FlowFacts, PoolLife
+from prefect_skyward.prefect_context import facts_of_call, in_prefect_s_context, with_prefect_s_api
 from prefect_skyward.report.run_report import RunReport
 from prefect_skyward.ui import RunLog, RunLogs
 
@@ -29,6 +32,13 @@ class Step:
     fn: Callable[..., Any]
     spec: sky.PoolSpec
     broadcast: bool = False
+    prefect_context: bool = False
+
+    def pending(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> sky.PendingCompute[Any]:
+        """Return the call of the task run of this thread."""
+        if not self.prefect_context:
+            return sky.PendingCompute(self.fn, args, kwargs)
+        return sky.PendingCompute(in_prefect_s_context(self.fn), (facts_of_call(), args, kwargs))
 
 
 class BroadcastFuture(Future[tuple[Any, ...]]):
@@ -75,9 +85,20 @@ class RunCalls:
     A subflow that uses the pools of the flow run around it has its own object, with that one's as `parent`.
     """
 
-    def __init__(self, pools: FlowPools, base: sky.PoolSpec, work: sky.Work, parent: RunCalls | None = None) -> None:
+    def __init__(
+        self,
+        pools: FlowPools,
+        base: sky.PoolSpec,
+        work: sky.Work,
+        parent: RunCalls | None = None,
+        *,
+        prefect_context: bool = False,
+    ) -> None:
         self.pools = pools
         self.base = base
+        self.prefect_context = prefect_context
+        """Whether calls run in Prefect's context, if their options do not say it. Then the base is for that."""
+        self.nested = NestedRuns(pools.facts.log)
         self._specs = StepSpecs(base)
         self._work = work
         self._parent = parent
@@ -92,16 +113,20 @@ class RunCalls:
     def step_of(self, fn: Callable[..., Any]) -> Step:
         """Return what a call of a task's function is, made now. Raises BadRequest for hardware that cannot be."""
         target = target_of(fn)
-        return Step(target.fn, self._specs.of(target.options), bool(target.options.broadcast))
+        spec, wish = self._specs.of(target.options), target.options.prefect_context
+        in_context = self.prefect_context if wish is None else wish
+        if in_context and (not self.prefect_context or spec is not self.base):
+            spec = with_prefect_s_api(spec)
+        return Step(target.fn, spec, bool(target.options.broadcast), in_context)
 
     def call(self, life: PoolLife, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
         """Submit the call for the task run of this thread."""
         pool = life.opened.result()
-        pending = sky.PendingCompute(step.fn, args, kwargs)
-        with sky.running_for(context_of_run()):
+        pending = step.pending(args, kwargs)
+        with sky.running_for(context_of_run()), packing(in_prefect_s_context=step.prefect_context):
             if step.broadcast:
-                return self._broadcast(life, pool, pending)
-            return self._note(life, self.pools.facts.logs.follow(lambda: pool.submit(pending)))
+                return self._broadcast(life, pool, step, pending)
+            return self._note(life, self._follow(step, lambda: [pool.submit(pending)])[0])
 
     @contextmanager
     def stream(self, life: PoolLife, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator[Any]:
@@ -112,10 +137,10 @@ class RunCalls:
         if step.broadcast:
             raise sky.BadRequest("broadcast=True: the items of a generator on each worker: submit it, for their lists")
         pool = life.opened.result()
-        with sky.running_for(context_of_run()):
-            items = pool.stream(sky.PendingCompute(step.fn, args, kwargs))
+        with sky.running_for(context_of_run()), packing(in_prefect_s_context=step.prefect_context):
+            items = pool.stream(step.pending(args, kwargs))
         with items:
-            self._note(life, self.pools.facts.logs.follow(lambda: items.future))
+            self._note(life, self._follow(step, lambda: [items.future])[0])
             yield items
 
     def stop(self) -> None:
@@ -139,11 +164,17 @@ class RunCalls:
             future.cancel()
         return future
 
+    def _follow(self, step: Step, submit: Callable[[], list[Any]]) -> list[Any]:
+        futures = self.pools.facts.logs.follow_all(submit, has_nested_runs=step.prefect_context)
+        if step.prefect_context:
+            self.nested.follow(futures)
+        return futures
+
     def _broadcast(
-        self, life: PoolLife, pool: sky.ComputePool, pending: sky.PendingCompute[Any]
+        self, life: PoolLife, pool: sky.ComputePool, step: Step, pending: sky.PendingCompute[Any]
     ) -> Future[tuple[Any, ...]]:
         def submit(call: sky.PendingCompute[Any]) -> list[Any]:
-            ranks = self.pools.facts.logs.follow_all(lambda: pool.submit_broadcast(call))
+            ranks = self._follow(step, lambda: pool.submit_broadcast(call))
             for future in ranks:
                 self._note(life, future)
             return ranks

@@ -8,6 +8,7 @@ from typing import Any, cast
 from prefect.blocks.system import Secret
 
 import skyward_core as sky
+from prefect_skyward.prefect_context import keys_of_prefect
 
 
 def with_references(keywords: Mapping[str, Any]) -> dict[str, Any]:
@@ -23,12 +24,15 @@ def with_references(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def values_of(spec: sky.PoolSpec) -> dict[str, str]:
-    """Return the values of the secrets that Prefect stores. Raises BadRequest for a missing block."""
-    return {
+    """Return the values of the secrets that Prefect stores, and of the keys of its API. Raises BadRequest for a missing
+    block.
+    """
+    stored = {
         name: _value_of(name, reference)
         for name, reference in (spec.secrets or {}).items()
         if reference.source == "store"
     }
+    return stored | keys_of_prefect(spec)
 
 
 def _reference(name: str, one: Any) -> Any:

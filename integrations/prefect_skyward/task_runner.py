@@ -23,6 +23,7 @@ from prefect.tasks import Task
 import skyward_core as sky
 from prefect_skyward.blocks import load_pool
 from prefect_skyward.live_runner import LiveRunner, OnUnfinished, RunnerSettings
+from prefect_skyward.prefect_context import refuse_without_prefect
 from prefect_skyward.run_calls import RunCalls
 from prefect_skyward.secrets import with_references
 
@@ -36,6 +37,9 @@ class SkywardTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
     Takes the keywords of `ComputePool`, or `spec`, a `PoolSpec`; wrong keywords raise BadRequest here. The pool
     opens at the first `.submit` or `.map` and closes with the flow. `display` is "quiet" unless you set it, because the
     output of the nodes is in the logs of the task runs anyway.
+
+    With `prefect_context=True` the functions run in Prefect's context: `runtime`, run loggers, variables, concurrency
+    limits, artifacts and nested submits work in them. The nodes need Prefect, and reach its API.
 
     A task that is called directly, `train(x)`, never reaches a task runner: it runs in the flow's own process.
 
@@ -53,6 +57,7 @@ class SkywardTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         max_workers: int | None = None,
         on_unfinished: OnUnfinished | None = None,
         inherit: bool = False,
+        prefect_context: bool = False,
         **keywords: Any,
     ) -> None:
         super().__init__()
@@ -61,12 +66,14 @@ class SkywardTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
                 f"give spec=... or keywords, not both: {', '.join(keywords)} stand beside a spec; write"
                 " spec=spec.with_(...)"
             )
-        self._settings = RunnerSettings(idle_timeout, max_workers, on_unfinished, inherit)
+        self._settings = RunnerSettings(idle_timeout, max_workers, on_unfinished, inherit, prefect_context)
         self._spec = spec if spec is not None else sky.PoolSpec.of(**with_references(keywords))
         self._spec.refuse_what_cannot_be()
         # else the settings of the machine that runs the flow name one; it may be another machine than this
         if self._spec.provider is not None:
             sky.ComputePool.from_spec(self._spec)
+            if prefect_context and "image" in self._spec.model_fields_set:
+                refuse_without_prefect(self._spec)
         self._on_event = on_event
         self._block: str | None = None
         self._live: LiveRunner | None = None
@@ -76,8 +83,8 @@ class SkywardTaskRunner(TaskRunner[PrefectConcurrentFuture[Any]]):
         """Return a runner with the settings and the credentials of a saved `SkywardPool` block.
 
         `arguments` are those of the runner that are no settings of a pool: `on_event`, `idle_timeout`, `max_workers`,
-        `on_unfinished`, `inherit`. A pickled runner holds the name of the block only, and loads it again. Raises
-        BadRequest if there is no such block, or if its settings cannot be.
+        `on_unfinished`, `inherit`, `prefect_context`. A pickled runner holds the name of the block only, and loads it
+        again. Raises BadRequest if there is no such block, or if its settings cannot be.
         """
         runner = cls(spec=load_pool(name).get_spec(), **arguments)
         runner._block = name

@@ -4,20 +4,29 @@ the flow run.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
+import re
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextvars import Context, copy_context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
 from prefect.context import AsyncClientContext, FlowRunContext, SyncClientContext, TaskRunContext
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_logger, get_run_logger
-from prefect.logging.loggers import flow_run_logger
+from prefect.logging.loggers import PrefectLogAdapter, flow_run_logger
 
 import skyward_core as sky
+
+MOST_ENDED = 10_000
+"""How many calls that have ended are known: events have their own thread, so last lines may come after the result."""
+_OF_A_RUN = re.compile(r"\[(task|flow) run (\{.*?\})\] ", re.DOTALL)
+"""What `node_context.py` writes before a record of a nested run, and of the flow run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +37,8 @@ class RunLog:
 
     logger: logging.Logger | logging.LoggerAdapter[Any]
     context: Context
+    has_nested_runs: bool = False
+    """Whether lines may name another run, which has begun on a node, and to whose log they belong."""
 
     @classmethod
     def of_flow(cls) -> Self:
@@ -49,8 +60,29 @@ class RunLog:
             return cls.of_flow()
 
     def say(self, level: int, text: str) -> None:
-        """Write one line at a level of `logging`."""
-        self.run(self.logger.log, level, "%s", text)
+        """Write one line at a level of `logging`.
+
+        Does not raise the SystemExit of a console whose reader was killed, as a worker may be: it would end a thread
+        that has the machines to end. The API has the line by then.
+        """
+        with contextlib.suppress(SystemExit):  # rich's, `Console.on_broken_pipe`
+            self.run(self.logger.log, level, "%s", text)
+
+    def say_line(self, line: sky.LogLine) -> None:
+        """Write a line of a node."""
+        log, text = self._log_of(line.line) if self.has_nested_runs else (self, line.line)
+        log.say(line.level or logging.INFO, f"[node {line.node}] {text}")
+
+    def _log_of(self, text: str) -> tuple[Self, str]:
+        """Return the log of the run that a line names, and the rest of the line."""
+        if (found := _OF_A_RUN.match(text)) is None:
+            return self, text
+        try:
+            names = {str(name): str(value) for name, value in json.loads(found[2]).items()}
+        except ValueError:  # a line of the function's own that begins so
+            return self, text
+        logger = PrefectLogAdapter(get_logger(f"prefect.{found[1]}_runs"), extra=names)
+        return replace(self, logger=logger), text[found.end() :]
 
     def run(self, what: Callable[..., object], *args: object) -> None:
         """Call a function in the context of the run."""
@@ -67,6 +99,7 @@ class RunLogs:
         self._narrator = sky.Narrator()
         self._lock = threading.Lock()
         self._tasks: dict[str, RunLog] = {}
+        self._ended: deque[str] = deque()
         self._early: dict[str, list[sky.LogLine]] = {}
         self._submitting = 0
 
@@ -77,15 +110,11 @@ class RunLogs:
         elif line := self._narrator.tell(event):
             self._flow.say(*line)
 
-    def follow(self, submit: Callable[[], Future[Any]]) -> Future[Any]:
-        """Submit a call with `submit`; its lines go to the log of the current task run, also lines that come before
-        `submit` returns.
+    def follow_all(self, submit: Callable[[], list[Any]], *, has_nested_runs: bool = False) -> list[Any]:
+        """Submit calls of one task run with `submit`; their lines go to the log of the current task run, also lines
+        that come before `submit` returns. With `has_nested_runs` lines may name a run that has begun on a node.
         """
-        return self.follow_all(lambda: [submit()])[0]
-
-    def follow_all(self, submit: Callable[[], list[Any]]) -> list[Any]:
-        """The same for several calls of one task run, which `submit` makes at once."""
-        task = RunLog.of_task()
+        task = replace(RunLog.of_task(), has_nested_runs=has_nested_runs)
         with self._lock:
             self._submitting += 1
         try:
@@ -104,19 +133,20 @@ class RunLogs:
             self._tasks[call_id] = task
             for line in self._early.pop(call_id, ()):
                 self._log_line(line)
-        future.add_done_callback(lambda done: self._forget(call_id, done))
+        future.add_done_callback(lambda _: self._note_end(call_id))
 
-    def _forget(self, call_id: str, future: Future[Any]) -> None:
-        if not future.cancelled():  # else its last lines have not arrived yet
-            with self._lock:
-                self._tasks.pop(call_id, None)
+    def _note_end(self, call_id: str) -> None:
+        with self._lock:
+            self._ended.append(call_id)
+            if len(self._ended) > MOST_ENDED:
+                self._tasks.pop(self._ended.popleft(), None)
 
     def _log_line(self, line: sky.LogLine) -> None:
         task = self._tasks.get(line.call_id) if line.call_id is not None else None
         if task is None and line.call_id is not None and self._submitting:
             self._early.setdefault(line.call_id, []).append(line)
         else:
-            (task or self._flow).say(line.level or logging.INFO, f"[node {line.node}] {line.line}")
+            (task or self._flow).say_line(line)
 
     def _log_orphans(self) -> None:
         early, self._early = self._early, {}

@@ -274,9 +274,9 @@ def _unnoted(intent: Intent) -> Bucket:
 
 
 def end_entries(ledger: Ledger, entries: Sequence[PoolEntry]) -> None:
-    """Settle the costs of pools with their budgets, and record that the pools have ended."""
+    """Settle the costs of pools with their budgets and their runs, and record that the pools have ended."""
     for entry in entries:
-        if entry.account is not None:
+        if entry.account is not None or entry.run_account is not None:
             ledger.settle_pool(
                 entry.id, sum((row.cost_usd for row in ledger.cost_rows(CostBy.POOL, pool_id=entry.id)), ZERO_USD)
             )

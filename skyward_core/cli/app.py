@@ -10,7 +10,26 @@ from typing import Annotated, Any
 import typer
 
 from skyward_core.cli import values
-from skyward_core.cli.commands import attempts, budget, calls, cost, ledger, offers, pools, receipt, sweep, users, warm
+from skyward_core.cli.commands import (
+    attempts,
+    budget,
+    calls,
+    config,
+    cost,
+    doctor,
+    ledger,
+    live,
+    offers,
+    pools,
+    quote,
+    receipt,
+    run,
+    sweep,
+    top,
+    ui,
+    users,
+    warm,
+)
 from skyward_core.errors import BadRequest
 
 HELP_OPTIONS = {"help_option_names": ["--help", "-h"]}
@@ -19,32 +38,35 @@ HELP_OPTIONS = {"help_option_names": ["--help", "-h"]}
 @cache
 def command_tree() -> Any:
     """Return the root command, built once. Its class is private to typer."""
-    app = _group("What is rented, what it costs, and which machines belong to no living pool.")
+    app = _group("What is rented, what it costs, and which machines belong to no living pool.", add_completion=True)
     app.callback()(_root)
+    _add(app, run.run, context_settings=run.PASS_ON)
     _add(app, pools.ps, users.users, cost.cost, calls.calls, sweep.sweep, warm.warm, pools.stop)
-    _add(app, attempts.why, offers.offers, receipt.receipt)
+    _add(app, top.top, live.logs, live.metrics, live.stacks, live.ssh, live.dashboard, ui.ui)
+    _add(app, attempts.why, offers.offers, quote.quote, receipt.receipt, doctor.doctor)
     app.add_typer(_add(_group("the ledger itself"), ledger.prune), name="ledger")
     app.add_typer(_add(_group("accounts that pay for pools"), budget.set_, budget.list_), name="budget")
+    app.add_typer(_add(_group("the settings, and where they come from"), config.show, config.schema), name="config")
     return typer.main.get_command(app)
 
 
-def _group(about: str) -> typer.Typer:
+def _group(about: str, *, add_completion: bool = False) -> typer.Typer:
     # without rich, help has no frames, needs no Unicode, and is readable on 50 columns
     return typer.Typer(
         help=about,
         short_help=about,
-        add_completion=False,
+        add_completion=add_completion,
         rich_markup_mode=None,
         subcommand_metavar="COMMAND ...",
         context_settings=HELP_OPTIONS,
     )
 
 
-def _add(app: typer.Typer, *commands: Callable[..., int]) -> typer.Typer:
+def _add(app: typer.Typer, *commands: Callable[..., int], **settings: Any) -> typer.Typer:
     """Add functions as commands; a docstring is the help, and is not cut in the list of commands."""
     for command in commands:
         about = inspect.getdoc(command)
-        app.command(command.__name__.removesuffix("_"), help=about, short_help=about)(command)
+        app.command(command.__name__.removesuffix("_"), help=about, short_help=about, **settings)(command)
     return app
 
 

@@ -44,7 +44,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _refuse(error: typer.TyperException) -> NoReturn:
     """Print the usage of the command and what is wrong with the command line; end with typer's exit code, 2."""
-    context: typer.Context | None = getattr(error, "ctx", None)  # typer offers no public class that has it
+    context: typer.Context | None = getattr(error, "ctx", None)  # no public class of typer has this method
     path = "skyward" if context is None else context.command_path
     if context is not None:
         print(context.get_usage(), file=sys.stderr)
@@ -54,7 +54,7 @@ def _refuse(error: typer.TyperException) -> NoReturn:
 
 
 def _flushed(run: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None) -> int:
-    """Run it and write out what it has printed, here, where a full disk or a closed pipe can still be reported."""
+    """Run it and flush its output here, where a full disk or a closed pipe can still be reported."""
     try:
         return run(argv)
     except OSError as error:
@@ -77,7 +77,7 @@ def _flush(stream: TextIO) -> None:
 
 
 def _lost(error: OSError, stream: TextIO) -> OSError:
-    return OSError(error.errno, f"{error.strerror}: what was to be printed is lost", stream.name)
+    return OSError(error.errno, f"{error.strerror}: the output is lost", stream.name)
 
 
 def _fail(error: Exception) -> int:

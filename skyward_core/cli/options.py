@@ -19,12 +19,36 @@ FAILED, TO_DO = 1, 3
 """Exit codes: something failed; a dry run has found something to do. 0 is success, 2 a command line with a fault."""
 SHOWN_ROWS = 100
 
+
+def complete_pools(context: typer.Context) -> list[tuple[str, str]]:
+    """Return the names and ids of open pools, of which typer offers those that fit; none without a ledger."""
+    from skyward_core.errors import SkywardError
+    from skyward_core.ledger.ledger import Ledger, default_url
+    from skyward_core.live.pool_nodes import names_of_pools
+
+    try:
+        with Ledger(context.find_root().params.get("ledger") or default_url(), busy_timeout_seconds=1.0) as ledger:
+            return names_of_pools(ledger)
+    except (SkywardError, OSError):  # a message would be part of the user's command line
+        return []
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="as JSON")]
-PoolId = Annotated[str, typer.Argument(metavar="POOL_ID", parser=values.name, help="as `skyward ps` shows it")]
+PoolName = Annotated[
+    str, typer.Argument(metavar="POOL", parser=values.name, autocompletion=complete_pools, help="its id or its name")
+]
+PoolId = Annotated[
+    str,
+    typer.Argument(
+        metavar="POOL_ID", parser=values.name, autocompletion=complete_pools, help="as `skyward ps` shows it"
+    ),
+]
 
 
 def open_ledger(context: typer.Context) -> Ledger:
-    """Open the ledger of `--ledger`, or the default one. It is opened after the command line was read without fault."""
+    """Open the ledger of `--ledger`, or the default one. It is opened only after the command line was read without a
+    fault.
+    """
     from skyward_core.ledger.ledger import Ledger, default_url
 
     return Ledger(context.obj or default_url())

@@ -23,6 +23,11 @@ def print_json(data: object) -> None:
     print(json.dumps(data, indent=2))
 
 
+def print_json_line(data: object) -> None:
+    """Print JSON as one line at once, for a reader that follows."""
+    print(json.dumps(data), flush=True)
+
+
 def print_warnings(warnings: Iterable[object]) -> int:
     """Print each warning as one line on stderr, without repeats; return the exit code."""
     lines = list(dict.fromkeys(one_line(warning) for warning in warnings))
@@ -37,15 +42,22 @@ def one_line(text: object) -> str:
 
 
 def visible(text: str) -> str:
-    """Return a text with control characters written out: other users may have written it, and a terminal obeys them."""
+    """Return a text with its control characters written out: other users may have written it, and a terminal executes
+    them.
+    """
     return text if text.isprintable() else "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print columns; one whose head begins with `>` stands to the right.
+    """Print columns. A column whose head begins with `>` is aligned to the right.
 
     On a terminal, long texts are folded. A table that is too wide even then becomes one line for each value.
     """
+    print(table_text(heads, rows))
+
+
+def table_text(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return what `print_table` prints."""
     from rich.console import Console
 
     rows = [[visible(text) for text in row] for row in rows]
@@ -53,9 +65,8 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     if not console.is_terminal:
         console.width = WIDE
     if _least_width(heads, rows) > console.width:
-        print(_as_lines(heads, rows))
-    else:
-        print(_as_table(console, heads, rows))
+        return _as_lines(heads, rows)
+    return _as_table(console, heads, rows)
 
 
 def _as_lines(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

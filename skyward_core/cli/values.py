@@ -13,6 +13,7 @@ MAX_COUNT = 1_000_000_000
 MAX_SECONDS = 3_155_760_000.0
 """A hundred years: longer ages leave the calendar."""
 MAX_DAYS = 36_500
+MAX_PORT = 65_535
 MAX_USD = 1_000_000_000_000
 """The ledger's micro-dollars are 64-bit numbers."""
 MAX_NAME_LENGTH = 200
@@ -34,6 +35,18 @@ def count(text: str | int) -> int:
     if not _is_whole_number(str(text), MAX_COUNT):
         raise typer.BadParameter(f"{shortened(str(text))} is no whole number from 1 to {MAX_COUNT}")
     return int(text)
+
+
+def whole(text: str | int) -> int:
+    """Return a whole number from 0 to `MAX_COUNT`."""
+    return 0 if str(text) == "0" else count(text)
+
+
+def port(text: str | int) -> int:
+    """Return the number of a port; 0 is any free one."""
+    if (number := whole(text)) > MAX_PORT:
+        raise typer.BadParameter(f"a port is a number from 0 to {MAX_PORT}; given {number}")
+    return number
 
 
 def days(text: str) -> timedelta:
@@ -87,8 +100,21 @@ def name(text: str) -> str:
     return printable(text)
 
 
+def assignment(text: str) -> str:
+    """Return a text such as NAME=VALUE. Refuses one without a name or without "="."""
+    if not halves(text)[0].isidentifier() or "=" not in text:
+        raise typer.BadParameter(f"{shortened(text)} is not NAME=VALUE")
+    return text
+
+
+def halves(text: str) -> tuple[str, str]:
+    """Return what is before the first "=", and what is after it."""
+    name, _, value = text.partition("=")
+    return name, value
+
+
 def printable(text: str) -> str:
-    """Return a text without control characters, which a terminal obeys, and without bytes that are no text."""
+    """Return the text. Refuses control characters, which a terminal executes, and bytes that are no text."""
     if not text.strip() or not text.replace("\n", " ").isprintable():
         raise typer.BadParameter(f"{shortened(text)} is empty, or has characters that cannot be printed")
     return text

@@ -209,7 +209,7 @@ class Fail:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """A cancelled call needs its arguments no more."""
+    """A cancelled call does not need its arguments any more."""
 
     call_id: str
     arguments: Parcel

@@ -50,7 +50,7 @@ class CallTable:
         """The calls whose callers wait: waiting, out or being fetched."""
         self.fetches = Fetches(members, act)
         self.submitted = 0
-        """How many calls were ever submitted."""
+        """How many calls were submitted so far."""
         self._queue = queue
         self._members = members
         self._connection = connection
@@ -146,7 +146,7 @@ class CallTable:
     def not_fetched(self, call_id: str, lies_at: str, error: Exception, *, is_cut: bool) -> None:
         """A large outcome could not be fetched.
 
-        `is_cut`: the wire to its node was cut; the fetch is repeated when the wire is back.
+        `is_cut`: the connection to its node was cut; the fetch is repeated when the connection is back.
         """
         if (fetching := self.fetches.find(call_id, lies_at)) is None:
             return
@@ -165,7 +165,7 @@ class CallTable:
             self._do(do.Remove(instance_id, parcel))
 
     def tick(self, now: float, is_reachable: Callable[[str], bool]) -> None:
-        """Fetch outcomes again whose wire was cut, and lose those that are out of reach for good."""
+        """Repeat fetches whose connection was cut. Outcomes that cannot be fetched any more are lost."""
         for fetching in self.fetches.go_on(now, is_reachable, is_live=self._connection.is_live):
             self._lose_fetching(fetching)
 
@@ -194,7 +194,7 @@ class CallTable:
         self._lose_result(fetching.entry, fetching.error)
 
     def _lose_result(self, entry: Entry, cause: Exception) -> None:
-        """A call ended, and its outcome is out of reach: it runs again if it may, from the end of the queue."""
+        """A call ended, and its outcome cannot be fetched. If it may run again, it waits at the end of the queue."""
         call_id = entry.call.call_id
         reason = f"the call ended, but its result could not be fetched: {cause}"
         entry.losses += 1
@@ -291,7 +291,7 @@ class CallTable:
         elif entry.items:
             advice = "its first items have come, so it does not run again by itself: call it again"
         elif entry.call.arguments.path is not None:
-            advice = "its arguments went with it, being too large to be kept here: submit it again"
+            advice = "its arguments were lost with it, because they are too large to be kept here: submit it again"
         else:
             advice = f"it was lost {entry.losses} times (ComputePool(retries={self._retries}))"
         error = NodeLost(f"{reason}; {advice}")

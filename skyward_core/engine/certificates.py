@@ -1,4 +1,4 @@
-"""A certificate for one pool: authority and identity of all its members at once, gone with the pool."""
+"""A certificate for one pool. It is both authority and identity of all members, and it is deleted with the pool."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class PoolCertificate:
 
 
 def make_certificate(pool_id: str) -> PoolCertificate:
-    """Make a certificate for a pool (P-256: a thousand times faster to make than RSA, and as strong as 3072 bits of it,
-    NIST SP 800-57).
+    """Make a certificate for a pool. A P-256 key is made a thousand times faster than an RSA key of 3072 bits, and is
+    as strong (NIST SP 800-57).
     """
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"skyward {pool_id}"[:64])])

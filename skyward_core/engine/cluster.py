@@ -55,9 +55,9 @@ HOLD_SECONDS = 1.0
 class Cluster:
     """The connection to a pool's Dask cluster. The pool calls `start`, which opens it, and `close`.
 
-    States: new -> open -> closed. While it is open the scheduler may go out of reach (`Watcher.cut`). Then nothing is
-    sent and no call is lost until the pool calls `resume` (the same scheduler answers again), `restart` (there is
-    another one) or `give_up`.
+    States: new -> open -> closed. While it is open the scheduler may become unreachable (`Watcher.cut`). Then nothing
+    is sent and no call is lost. The pool calls `resume` if the same scheduler answers again, `restart` if there is
+    another one, or `give_up`.
 
     `delivered` returns the number of the last event that callbacks and displays have taken.
     """
@@ -99,11 +99,11 @@ class Cluster:
     def start(
         self, address: str, deadline: float, check: Callable[[], None], patience_seconds: float = math.inf
     ) -> None:
-        """Connect to the scheduler and wait for all workers. `check` is called now and then, and raises if a node will
-        not come.
+        """Connect to the scheduler and wait for all workers. `check` is called from time to time, and raises if a node
+        cannot join.
 
-        Raises NodeLost at the deadline (of time.monotonic). If the patience ends before, it returns without the workers
-        that are missing.
+        Raises NodeLost at the deadline (of time.monotonic). If the patience ends earlier, it returns without the
+        missing workers.
         """
         self.owner.start()
         self._connect(address, min(CONNECT_SECONDS, max(1.0, deadline - time.monotonic())), deadline)
@@ -168,7 +168,7 @@ class Cluster:
         self.close(error or PoolClosed(reason))
 
     def drain(self, error: SkywardError | None) -> None:
-        """Take no more calls; those that have not begun raise this error, those that run may end.
+        """Take no more calls. Those that have not begun raise this error; those that run may end.
 
         None: take calls again.
         """
@@ -305,8 +305,10 @@ class Cluster:
         connection = SchedulerConnection(client)
         try:
             answer = self.owner.run(lambda: self.owner.connect(connection))
-        except (NotSent, PoolClosed) as error:
+        except BaseException as error:
             connection.close()
+            if not isinstance(error, NotSent | PoolClosed):
+                raise
             if self._is_closing:
                 raise PoolClosed("the pool is closing") from error
             raise NodeLost(f"the pool's scheduler at {address} has closed the connection") from error
@@ -315,11 +317,12 @@ class Cluster:
         except (TimeoutError, CancelledError) as error:
             if self._is_closing:
                 raise PoolClosed("the pool is closing") from error
-            self._disconnect()
+            self._disconnect(connection)
             raise NodeLost(f"the pool's scheduler at {address} takes connections and does not answer") from error
 
-    def _disconnect(self) -> None:
-        connection = self.owner.run(self.owner.disconnect)
+    def _disconnect(self, only: SchedulerConnection | None = None) -> None:
+        """Close the connection. `only`: if it is this one; another thread may have made a newer one."""
+        connection = self.owner.run(lambda: self.owner.disconnect(only))
         if connection is not None:
             connection.close()
 
@@ -436,7 +439,7 @@ class Cluster:
         """Cancel the calls that wait here; those that are on their way to a worker, or run, go on."""
 
         def cancel() -> None:
-            self.dispatcher.flush(time.monotonic())  # those for which a slot is free go out first
+            self.dispatcher.flush(time.monotonic())  # calls for which a slot is free are sent first
             for future in futures:
                 if not self.dispatcher.is_out(future.call_id):
                     future.cancel()

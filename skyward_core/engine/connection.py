@@ -27,6 +27,7 @@ from distributed.scheduler import KilledWorker  # noqa: TID253
 
 from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.engine.connection_state import PING_SECONDS
+from skyward_core.engine.dask_loop import DaskLoop
 from skyward_core.engine.dispatcher import PoolNews
 from skyward_core.errors import NodeLost
 from skyward_core.worker import calls
@@ -38,6 +39,7 @@ from skyward_core.worker.streams import ReportedOutcomes, send_at_once
 from skyward_core.worker.wire import Batch, Report
 
 ASKING_SECONDS = 0.2
+CLOSE_SECONDS = 2
 USER_SECONDS = 60.0  # how long a user's client tries to connect, also after a cut
 FINISHED_SECONDS = 0.01  # how long the end of a task may wait: its outcomes were reported before
 WORKER_GONE = "the worker that ran it is gone"
@@ -60,15 +62,18 @@ class ReportInbox(Protocol):
 
 
 class DaskClient(distributed.Client):
-    """Dask's client. If it cannot connect, it ends the threads that it has started."""
+    """Dask's client, with a loop of ours. If it cannot connect, it ends the threads that it has started."""
 
     def start(self, **kwargs: Any) -> None:
-        """Connect."""
+        """Connect. Raises OSError."""
+        if self.status != "newly-created":
+            return
+        cast(Any, self)._loop_runner = DaskLoop()
         try:
             super().start(**kwargs)
         except BaseException:
             cast(Any, self)._loop_runner.stop()
-            self.status = "closed"  # else Dask closes it again when it is collected, on a loop that is closed by then
+            self.status = "closed"  # otherwise Dask closes it again when it is collected, on a closed loop
             raise
 
 
@@ -319,35 +324,43 @@ class SchedulerConnection:
         inbox.on_ping(self.epoch, busy_times)
 
     def close(self) -> None:
-        """Close. The scheduler keeps this client's tasks for the next connection."""
-        with contextlib.suppress(Exception):  # the nodes may be gone already
-            self.client.close(timeout=2)
+        """Close, and end Dask's thread. The scheduler keeps this client's tasks for the next connection."""
+        try:
+            self.client.close(timeout=CLOSE_SECONDS)
+        except Exception:  # the nodes may be gone already, or the scheduler reads nothing
+            with contextlib.suppress(Exception):
+                cast(Any, self.client)._loop_runner.stop(timeout=CLOSE_SECONDS)
+            self.client.status = "closed"  # else Dask closes it again when it is collected
 
 
 def connect(address: str, certificate: PoolCertificate, timeout_seconds: float) -> PoolClient:
-    """Return a Dask client of the pool's cluster, over TLS with the pool's certificate. Its caller closes it."""
+    """Return a Dask client of the pool's cluster, over TLS with the pool's certificate. Its caller closes it.
+
+    Raises OSError.
+    """
     settings = {
-        # else the last thousand messages stay in memory, payloads included
+        # otherwise the last thousand messages stay in memory, with their payloads
         "distributed.admin.low-level-log-length": 0,
-        "distributed.admin.event-loop": "uvloop",
         "distributed.comm.timeouts.tcp": "18s",
     }
     with dask.config.set(settings):
         client = PoolClient(
             address, security=_security(certificate), set_as_default=False, timeout=timeout_seconds, name="skyward"
         )
-    send_at_once(client.scheduler_comm)  # our calls are grouped before they come here: no waiting for more
+    if (stream := client.scheduler_comm) is None:  # `_reconnect`
+        end(client, CLOSE_SECONDS)
+        raise ConnectionResetError(f"the scheduler at {address} has closed the connection at once")
+    send_at_once(stream)  # our calls are grouped before they come here: no waiting for more
     return client
 
 
 def connect_user(address: str, certificate: PoolCertificate) -> distributed.Client:
     """Return a Dask client of the pool's cluster that reconnects automatically. Its caller ends it. Raises OSError.
 
-    It uses the user's own Dask settings, except for the event loop and the TCP timeout. A scheduler reads nothing while
-    it imports what a graph needs, and that must not break the connection.
+    It uses the user's own Dask settings, except for the TCP timeout. A scheduler reads nothing while it imports what a
+    graph needs, and that must not break the connection.
     """
-    settings = {"distributed.comm.timeouts.tcp": f"{STALLED_SECONDS:.0f}s", "distributed.admin.event-loop": "uvloop"}
-    with dask.config.set(settings):
+    with dask.config.set({"distributed.comm.timeouts.tcp": f"{STALLED_SECONDS:.0f}s"}):
         return UserDaskClient(
             address, security=_security(certificate), set_as_default=False, timeout=USER_SECONDS, name="skyward-user"
         )
@@ -423,4 +436,9 @@ def wait_in_loop(client: distributed.Client, answer: Any, is_open: Callable[[], 
 
 
 async def _answer(client: Any, operation: str, what: Mapping[str, Any]) -> Any:
-    return await getattr(client.scheduler, operation)(**what)
+    try:
+        return await getattr(client.scheduler, operation)(**what)
+    except (AttributeError, RuntimeError) as error:
+        if client.status == "running":
+            raise
+        raise ConnectionResetError("the client was closed meanwhile") from error  # Dask has no error for it

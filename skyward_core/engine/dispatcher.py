@@ -305,7 +305,7 @@ class Dispatcher:
         self._shipments.taken_back(epoch, number)
 
     def unsent(self, epoch: int, number: int, error: Exception, *, is_its_fault: bool) -> None:
-        """A batch has not gone out. It waits again, unless it is at fault itself."""
+        """A batch was not sent. It waits again, unless the batch itself is the cause."""
         self._shipments.unsent(epoch, number, error, is_its_fault=is_its_fault)
 
     def load_known(self, epoch: int, load: Mapping[str, Sequence[str]]) -> None:
@@ -344,7 +344,7 @@ class Dispatcher:
     def not_fetched(self, call_id: str, lies_at: str, error: Exception, *, is_cut: bool) -> None:
         """A large outcome could not be fetched.
 
-        `is_cut`: the wire to its node was cut; the fetch is repeated when the wire is back.
+        `is_cut`: the connection to its node was cut; the fetch is repeated when the connection is back.
         """
         self._calls.not_fetched(call_id, lies_at, error, is_cut=is_cut)
 

@@ -1,7 +1,7 @@
 """The ranks of an elastic pool that come and go: a pure state machine beside `membership`, messages in and actions out.
 
 It has no threads, no machines and no clock. `scaling.ScalingPolicy` says how many nodes there should be; this brings
-the ranks there. `membership.Membership` looks after the ranks that are nodes, and replaces those that are lost.
+the ranks there. `membership.Membership` watches the ranks that are nodes, and replaces those that are lost.
 
     absent ──wanted──▶ coming ──its workers have joined──▶ node ──too many──▶ draining ──at rest──▶ leaving ──▶ absent
                         ├──no machine is to be had, still wanted──▶ coming (tried again later)
@@ -9,11 +9,11 @@ the ranks there. `membership.Membership` looks after the ranks that are nodes, a
     draining ──wanted again──▶ node
     draining ──its node is lost──▶ leaving, or with calls that are bound to it: node (vacant, so it is replaced)
 
-A node that is draining is in no new broadcast, and gets no more calls, from any client. It leaves when it has no call,
-no result on its way, and nothing that another call may ask for. Then its workers end, and its machine after them. The
-head (rank 0) never leaves. The highest rank leaves first, one that is vacant before all others.
+A node that is draining takes part in no new broadcast, and gets no more calls from any client. It leaves when it has no
+call, no result in transit, and no value that another call may request. Then its workers end, and its machine after
+them. The head (rank 0) never leaves. The highest rank leaves first, one that is vacant before all others.
 
-While the head is away nothing begins: nodes that come or leave go on when there is a head again.
+While the head is away no change begins: nodes that come or leave continue when there is a head again.
 """
 
 from __future__ import annotations
@@ -116,14 +116,19 @@ class ElasticRanks:
     def fix(self, nodes: int | None) -> None:
         """Keep this number of nodes, which the user has set; None: decide again."""
         self._policy.fix(nodes)
-        for one in self._coming.values():
-            one.try_at = 0.0
+        self._try_now()
 
     def settle(self, *, is_settled: bool) -> None:
-        """Let no more nodes come or leave: those that are draining get calls again, if their workers still run. False:
-        go on.
+        """With True, no more nodes come or leave, and those that are draining get calls again if their workers still
+        run. False undoes it.
         """
         self._is_settled = is_settled
+        if not is_settled:  # attempts that `settle` has ended need no pause
+            self._try_now()
+
+    def _try_now(self) -> None:
+        for one in self._coming.values():
+            one.try_at = 0.0
 
     def turn(self, now: float, view: MembershipView) -> None:
         """Look at the ranks and the clock."""
@@ -308,7 +313,7 @@ class ElasticRanks:
     def _lose(self, rank: int, one: _Draining, now: float, view: MembershipView) -> None:
         """A node is lost before it could leave: calls that can run nowhere else need its replacement."""
         is_needed = one.bound or one.is_wanted
-        if is_needed and view.has(rank):  # it has come back, or another machine in its place: it drains on
+        if is_needed and view.has(rank):  # it has come back, or another machine has its place: it continues to drain
             there = next((node.instance.id for node in view.nodes if node.rank == rank), one.instance_id)
             self._draining[rank] = _Draining(there, now + HOLD_SECONDS, is_wanted=one.is_wanted)
             return

@@ -11,13 +11,13 @@ from skyward_core.engine.members import Members
 from skyward_core.engine.outbox import Entry
 from skyward_core.worker.wire import Outcome, Parcel
 
-FETCH_SECONDS = 120.0  # how long a fetch whose wire is cut is repeated while the node lives: as long as a lease
+FETCH_SECONDS = 120.0  # how long a fetch whose connection is cut is repeated while the node lives: as long as a lease
 KNOWN_SECONDS = 30.0  # how long the outcome of a node that has just joined waits until this client knows the node
 
 
 @dataclass(slots=True)
 class Fetching:
-    """A large outcome in transit from a node. With an `error` the wire was cut: the fetch waits for it."""
+    """A large outcome in transit from a node. With an `error` the connection was cut: the fetch waits for it."""
 
     entry: Entry
     outcome: Outcome
@@ -69,7 +69,7 @@ class Fetches:
             self._do(do.Remove(fetching.instance_id, fetching.outcome.parcel))
 
     def go_on(self, now: float, is_reachable: Callable[[str], bool], *, is_live: bool) -> Iterator[Fetching]:
-        """Repeat the fetches whose node is reachable again. End and yield those that have failed for good."""
+        """Repeat the fetches whose node is reachable again. End and yield those that are not repeated any more."""
         for call_id, fetching in list(self.by_call.items()):
             if fetching.error is None:
                 continue
@@ -82,7 +82,7 @@ class Fetches:
                 yield fetching
 
     def is_under_way(self, call_id: str) -> bool:
-        """Return whether an outcome is in transit, and does not wait for a wire that is cut."""
+        """Return whether an outcome is in transit, and does not wait for a connection that was cut."""
         fetching = self.by_call.get(call_id)
         return fetching is not None and fetching.error is None
 

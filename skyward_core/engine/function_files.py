@@ -6,8 +6,8 @@ States of a function or value at a node:
                           └────failed────▶ absent
 
 Least recently used functions are evicted first, until the others fit the limit. A scattered value is evicted when the
-client has released it, which may be before it has arrived. What a batch in flight refers to stays, and what a batch
-refers to that has outlived its head (`kept_calls.py`).
+client has released it, which may be before it has arrived. Functions and values stay while a batch refers to them that
+is in flight, or has outlived its head (`kept_calls.py`).
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class FunctionsOnNodes:
             self._do(do.Remove(instance_id, parcel))
 
     def done(self, number: int) -> None:
-        """Note that a batch is no longer in flight, wherever it was, and remove functions beyond the limit."""
+        """Note that a batch is no longer in flight, on any node, and remove functions beyond the limit."""
         for instance_id, files in self._by_instance.items():
             files.done(number)
             self.evict(instance_id)

@@ -3,7 +3,7 @@
     engine's thread ──put_item, set_total, break_off──▶ ItemFuture ──take──▶ the consumer's thread
                     ◀───────────────────give_credit, leave─────────
 
-Its result is worth nothing: the end of the call is. What has come before the end is taken first.
+Its result has no meaning; only the end of the call counts. Items that have come before the end are taken first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Losses with a connection, a worker or a head: which calls are lost, and when that is known.
 
 A batch in flight is lost if the scheduler does not have it any more when the next connection resumes. A kept call is
-lost when its worker leaves. Both are decided only after the messages that the scheduler had by then: an outcome may be
-among them.
+lost when its worker leaves. Both are decided only after the messages that the scheduler had sent before: an outcome may
+be among them.
 
 When the head is lost, workers that outlive it announce the calls that they have, and report them again
 (`kept_calls.py`).
@@ -96,7 +96,7 @@ class Losses:
                 if out.worker and self._members.workers.get(out.worker) != out.address:
                     self._left_behind.append(out.number)
             elif resumed.is_known and key not in resumed.gone:
-                self._calls.take_back(self._shipments.forget(out))  # it went out on a dead connection
+                self._calls.take_back(self._shipments.forget(out))  # it was sent on a dead connection
             else:
                 self._unheard.add(out.number)
         if ended := tuple(key for key in resumed.tasks if key not in before):

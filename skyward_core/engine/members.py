@@ -1,7 +1,7 @@
 """The nodes of a pool and the workers that its scheduler has, as the dispatcher knows them: pure bookkeeping.
 
-A worker's name is RANK-INDEX. A worker is away, present, or held. A held worker gets no more calls and ends those that
-it has.
+A worker's name is RANK-INDEX. A worker is away, present, or held. A held worker gets no more calls, and finishes those
+that it has.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ States of a node, by rank. `turn` moves it on, by the present members and not by
 
 A node that is leaving gets no more calls, and another machine is prepared to replace it. The node is retired when that
 machine is ready and its last call has ended, or when its time is up. Then its workers end, their calls are lost, and
-the prepared machine takes over the rank; it is dismissed if a restart of the cluster has filled the rank by then. All
-other cases (the machine goes early, no machine is available, the head is lost) are ordinary losses. The head does not
-leave: its notice is emitted, and it is replaced when it is lost.
+the prepared machine takes over the rank. If a restart of the cluster has already filled the rank, the prepared machine
+is dismissed. All other cases (the machine goes early, no machine is available, the head is lost) are ordinary losses.
+The head does not leave: its notice is emitted, and it is replaced when it is lost.
 
 The head: connected ──cut──▶ silent ──it answers──▶ connected
                               └──gone, ended, dead, or silent for too long──▶ lost ──restart──▶ connected
@@ -77,8 +77,8 @@ RESTART_WORKERS_SECONDS, RESTART_WORKERS_AGAIN_SECONDS = (
     2.0,
     10.0,
 )  # added to REJOIN_SECONDS and the 14 s after which the scheduler removes a silent worker: less than 20 s in total
-HEAD_WORKERS_SECONDS = 60.0  # a supervisor that has not restarted them by then never does
-HEAD_PATIENCE_SECONDS = 45.0  # a wire that was cut for 30 s, and the attempts to reconnect
+HEAD_WORKERS_SECONDS = 60.0  # a supervisor that has not restarted them in this time does not do it later
+HEAD_PATIENCE_SECONDS = 45.0  # a connection that was cut for 30 s, and the attempts to reconnect
 # in a row without a machine before it counts as gone, in a cloud; one listing is enough for processes of this machine
 LISTINGS = 2
 ASK_SECONDS = 2.0
@@ -86,7 +86,7 @@ JOIN_ANEW_SECONDS = 30.0  # for a node to join a new head
 FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 60.0
 HOPELESS_SECONDS = 300.0
 HOLD_SECONDS = 1.0
-LOOKS_AT_REST = 2  # in a row without a call: the messages of the last call have arrived by then
+LOOKS_AT_REST = 2  # in a row without a call: then the messages of the last call have arrived
 LATE_SECONDS = 5.0  # how long a machine may outlive the time of its notice
 DIED = "its processes have died"
 ANNOUNCED = "its provider had announced to take its machine back (spot notice)"
@@ -135,7 +135,7 @@ class _Retry:
 
 @dataclass(slots=True)
 class _SilentHead:
-    """The head is out of reach: since when, and in how many listings in a row its provider had it no more.
+    """The head cannot be reached: since when, and in how many listings in a row its provider did not have it.
 
     `alone_since` is when it fell silent, or when last no other node answered either. `is_dead`: its machine answers
     that its processes have died.
@@ -230,7 +230,9 @@ class Membership:
         return frozenset(self._ranks - self._vacant.keys())
 
     def admit(self, rank: int, lost_at: float | None = None) -> None:
-        """Look after this rank from now on: its node is replaced when it is lost. `lost_at`: it was lost then."""
+        """Watch this rank from now on: its node is replaced when it is lost. `lost_at`: the time at which it was
+        lost.
+        """
         self._ranks.add(rank)
         if lost_at is not None:
             self._vacant[rank] = _Retry(lost_at, lost_at)
@@ -249,7 +251,7 @@ class Membership:
         return rank in self._vacant
 
     def part_with(self, rank: int) -> bool:
-        """Look after this rank no more. False, and nothing is done, while its node is being replaced or taken back."""
+        """Stop watching this rank. Does nothing and returns False while its node is being replaced or taken back."""
         vacancy = self._vacant.get(rank)
         is_busy = (vacancy is not None and vacancy.is_trying) or rank in self._leaving
         if is_busy or rank in self._relieving or rank in self._standing_by:
@@ -291,7 +293,7 @@ class Membership:
             return
         self._emit(Error(f"node {rank} is not replaced yet: {failure}"))
         self._actions.append(GiveUp(_lost(f"node {rank} is lost and not replaced: {failure}", failure), rank))
-        vacancy.put_off(now)  # without end: while the head lives its workers work, and without them it is lost
+        vacancy.put_off(now)  # without a limit: while the head lives its workers work, and without them it is lost
 
     def relieved(self, rank: int, instance_id: str, failure: Exception | None, now: float) -> None:
         """An attempt to prepare a machine that stands by has ended."""

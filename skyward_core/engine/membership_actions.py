@@ -1,4 +1,4 @@
-"""What `membership.Membership` wants done; `recovery.Recovery` does it and reports the outcome.
+"""The actions that `membership.Membership` requests; `recovery.Recovery` does them and reports the outcomes.
 
 The actions of the dispatcher are in `actions.py`. Both modules have values of the same form. No action belongs to both,
 because they concern different objects: nodes here, messages and calls there.
@@ -81,7 +81,7 @@ class HoldNode:
 
 @dataclass(frozen=True, slots=True)
 class Retire:
-    """Let a node end its workers for good; then `retired`."""
+    """Let a node end its workers, without a restart; then `retired`."""
 
     rank: int
     instance_id: str

@@ -79,7 +79,9 @@ class NodeDraining:
         return self._owner.run(self._owner.dispatcher.members.strange_nodes, ANSWER_SECONDS)
 
     def left_nodes(self) -> list[int]:
-        """Return the known ranks that have left an elastic pool for good. Raises PoolClosed and TimeoutError."""
+        """Return the known ranks that have left an elastic pool and do not return. Raises PoolClosed and
+        TimeoutError.
+        """
         return self._owner.run(self._owner.dispatcher.members.left, ANSWER_SECONDS)
 
     def announce(self) -> None:

@@ -66,7 +66,7 @@ class Queue:
         self._waiting: OrderedDict[str, Entry] = OrderedDict()
         self._pinned: OrderedDict[str, Entry] = OrderedDict()
         self._resting: OrderedDict[str, Entry] = OrderedDict()
-        """Calls that could not be sent just now: they wait for `wake`.
+        """Calls that could not be sent at the last attempt: they wait for `wake`.
 
         All three are by the id of the call, so that one can be cancelled without a search.
         """

@@ -2,7 +2,7 @@
 
 Two counts of one time: ended calls report theirs, and each worker counts the calls of each client, running ones too
 (`worker.topic_seconds`). The second one comes some seconds late, and has the time of calls that were lost with their
-worker. Of each machine the larger one counts.
+worker. For each machine the larger count is used.
 """
 
 from __future__ import annotations

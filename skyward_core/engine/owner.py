@@ -161,7 +161,9 @@ class EngineThread:
         return done.result()
 
     def close(self, end: Callable[[], None]) -> None:
-        """Do this last, then end. All futures are set when it returns, unless one of the engine's threads calls it."""
+        """Do this as the last message, then end. All futures are set when it returns, unless one of the engine's
+        threads calls it.
+        """
         if self._thread.is_alive() and not self._is_closed:
             self._is_closed = True
             self.post(end)
@@ -259,8 +261,13 @@ class EngineThread:
         connection.listen(epoch, dispatcher.topic, dispatcher.heard, self)
         return answer
 
-    def disconnect(self) -> SchedulerConnection | None:
-        """In the owner's thread: use no connection; return the one before, which the caller closes."""
+    def disconnect(self, only: SchedulerConnection | None = None) -> SchedulerConnection | None:
+        """In the owner's thread: use no connection; return the one before, which the caller closes.
+
+        `only`: do nothing if another connection than this one is used by now.
+        """
+        if only is not None and only is not self.connection:
+            return None
         connection, self.connection = self.connection, None
         self.dispatcher.disconnected()
         self._cancel_answers()

@@ -1,7 +1,7 @@
 """The connection of a program to its pool's scheduler, for requests about shared objects (docs/decisions/0027).
 
 It is one more connection of the user's Dask client (`engine/user_client.py`), with the same TLS, and is closed with it.
-What the program holds ends with the connection.
+When the connection ends, all that the program holds is released.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ProgramChannel:
         return next(self._numbers)
 
     def close(self) -> None:
-        """Let those who wait get PoolClosed instead of NodeLost when the client ends, which ends the connection."""
+        """Let waiting threads get PoolClosed instead of NodeLost when the client, and so the connection, ends."""
         self._is_closed = True
 
     def ask(self, request: Request) -> Answer:

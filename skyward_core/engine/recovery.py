@@ -209,8 +209,8 @@ class Recovery:
             self._post(lambda: elastic.fix(nodes))
 
     def settle(self, timeout_seconds: float) -> None:
-        """Let no node come or leave any more, and wait at most so long until none does. A node that is coming is given
-        back, however far it is, and one that is draining gets calls again. `unsettle` undoes it.
+        """Let no node come or leave any more, and wait at most so long until none does. A node that is coming is
+        terminated, at any stage, and one that is draining gets calls again. `unsettle` undoes it.
         """
         if (elastic := self._elastic) is None:
             return

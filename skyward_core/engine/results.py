@@ -148,7 +148,7 @@ class Results:
         except Exception:
             _log.exception("the future of a call could not be set")
         finally:
-            for parcel in item.spent:  # last: freeing a hundred megabytes takes longer than all the rest
+            for parcel in item.spent:  # last: freeing a hundred megabytes takes longer than all other steps
                 parcel.release()
 
 
@@ -226,7 +226,7 @@ def value_of(outcome: Outcome, node: int) -> Any:
             return pickling.loads(data, buffers)
         except MemoryError:
             raise
-        except BaseException as failure:  # loading runs the code of whatever types the result has
+        except BaseException as failure:  # loading runs the code of the result's types
             raise _not_loaded(failure, data, buffers, node) from failure
     if outcome.kind is OutcomeKind.ERROR:
         raise _remote_exception(outcome, parcel, node)

@@ -147,7 +147,7 @@ class Shipments:
         self._do(do.Send(out.epoch, out.number, self.key(out.number), batch, out.address))
 
     def unsent(self, epoch: int, number: int, error: Exception, *, is_its_fault: bool) -> None:
-        """A batch has not gone out. It waits again, unless it is at fault itself."""
+        """A batch was not sent. It waits again, unless the batch itself is the cause."""
         out = self.outs.get(number)
         if out is None or out.epoch != epoch:
             return

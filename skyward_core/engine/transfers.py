@@ -182,7 +182,7 @@ class Transfers:
         until = time.monotonic() + PING_SECONDS
         try:
             load = connection.ask("skyward_load", lambda: is_of_use() and time.monotonic() < until, {})
-        except Exception as error:  # it is out of reach; pings notice that
+        except Exception as error:  # it cannot be reached; pings notice that
             _log.debug("the scheduler does not say how busy its workers are: %s", error)
             load = {}
         self._post(lambda: self._dispatcher.load_known(epoch, load))

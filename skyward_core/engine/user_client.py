@@ -73,7 +73,7 @@ class UserClient:
     def channel(self) -> ProgramChannel:
         """Return the client's connection for locks and queues, or make one. Raises NodeLost and PoolClosed.
 
-        A connection is lost with what it holds; the next one begins anew.
+        When a connection is lost, what it holds is released; the next one begins empty.
         """
         from skyward_core.engine.program_channel import ProgramChannel
 

@@ -57,20 +57,22 @@ class Display(Protocol):
         ...
 
 
-def display(kind: str, *, file: TextIO | None = None) -> Display:
-    """Make the display of that kind, for one pool; `file` stands in for stderr.
+def display(kind: str, *, file: TextIO | None = None, pool_id: str = "") -> Display:
+    """Make the display of that kind, for one pool; `file` stands in for stderr. `pool_id` is that of a pool which is
+    open already; otherwise the events say it.
 
     "log" writes through `logging` (loggers "skyward", and "skyward.node" for what nodes print); where logging is not
-    configured, to stderr. "spinner" draws progress bars on a terminal, and writes plain lines elsewhere. In a Jupyter
-    notebook both are one output that is replaced (`NotebookDisplay`), but "log" writes through `logging` if that is
-    configured. "quiet" shows nothing: errors are raised anyway. Raises BadRequest for any other kind.
+    configured, to stderr. Its records have the fields of `_Log`. "spinner" draws progress bars on a terminal, and
+    writes plain lines elsewhere. In a Jupyter notebook both are one output that is replaced (`NotebookDisplay`), but
+    "log" writes through `logging` if that is configured. "quiet" shows nothing: errors are raised anyway. Raises
+    BadRequest for any other kind.
 
         with use_callback(display("log")): ...
     """
     is_notebook = file is None and kernel() is not None
     match kind:
         case "log":
-            return NotebookDisplay() if is_notebook and not _others_listen() else _Log(file)
+            return NotebookDisplay() if is_notebook and not _others_listen() else _Log(file, pool_id)
         case "spinner":
             return NotebookDisplay() if is_notebook else _spinner(file)
         case "quiet":
@@ -93,10 +95,16 @@ class _Quiet:
 
 
 class _Log:
-    """Writes events to the logger; adds a handler in case the user has none."""
+    """Writes events to the logger; adds a handler in case the user has none.
 
-    def __init__(self, file: TextIO | None) -> None:
+    Each record has `skyward_event`, the event's class, and `skyward_pool`, `skyward_node` and `skyward_call`, None if
+    the event is about no node, or no call. They have a prefix because `logging` raises KeyError if the user's record
+    factory has set a field of the same name.
+    """
+
+    def __init__(self, file: TextIO | None, pool_id: str) -> None:
         self._narrator = Narrator()
+        self._pool_id = pool_id
         self._lock = threading.Lock()
         self._open = True
         self._listener = _FallbackHandler(file)
@@ -107,7 +115,20 @@ class _Log:
             if not self._open:
                 return
             if line := self._narrator.tell(event):
-                (_node_log if isinstance(event, LogLine | CallReported) else _log).log(line[0], "%s", line[1])
+                log = _node_log if isinstance(event, LogLine | CallReported) else _log
+                log.log(line[0], "%s", line[1], extra=self._fields(event))
+
+    def _fields(self, event: SkywardEvent) -> dict[str, object]:
+        if isinstance(event, InfraCreating | PoolReady) and event.pool_id:
+            self._pool_id = event.pool_id
+        node: int | None = getattr(event, "node", None)
+        machine: str | None = getattr(event, "instance_id", None)
+        return {
+            "skyward_event": type(event).__name__,
+            "skyward_pool": self._pool_id or None,
+            "skyward_node": self._narrator.rank(machine) if node is None and machine is not None else node,
+            "skyward_call": getattr(event, "call_id", None),
+        }
 
     def close(self) -> None:
         with self._lock:

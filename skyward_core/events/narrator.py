@@ -100,8 +100,12 @@ class Narrator:
 
     def name(self, instance_id: str) -> str:
         """Return "node 1" for a machine whose rank is known, else its id."""
-        node = self._nodes.get(instance_id)
+        node = self.rank(instance_id)
         return instance_id if node is None else f"node {node}"
+
+    def rank(self, instance_id: str) -> int | None:
+        """Return the rank of a machine, once an event has named it."""
+        return self._nodes.get(instance_id)
 
     def _phase(self, event: SkywardEvent) -> str | None:
         match event:

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 
-from sqlalchemy import ColumnElement, Connection, RowMapping, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, RowMapping, func, insert, select, true, update
 
 from skyward_core.errors import BadRequest, BudgetExceeded, LedgerConflict
 from skyward_core.ledger.database import Database
 from skyward_core.ledger.pools import must_live
 from skyward_core.ledger.rows import Account, Period, Reservation, UnreadableRow, micro_usd
+from skyward_core.ledger.run_accounts import SCOPE, refusal, run_account_of
 from skyward_core.ledger.stewards import must_be_steward
 from skyward_core.ledger.tables import (
     ACCOUNTS,
@@ -38,35 +39,35 @@ class Accounts:
         """Create an account, or change its limit or period; a new period counts from zero."""
         values = {"limit_micro_usd": micro_usd(account.limit_usd), "period": account.period.value}
         with self._database.write() as connection:
-            if connection.execute(update(ACCOUNTS).where(ACCOUNTS.c.name == account.name).values(values)).rowcount == 0:
+            is_it = (ACCOUNTS.c.name == account.name) & ~ACCOUNTS.c.is_of_run
+            if connection.execute(update(ACCOUNTS).where(is_it).values(values)).rowcount == 0:
                 connection.execute(insert(ACCOUNTS).values(name=account.name, **values))
 
     def accounts(self, *, unreadable: list[UnreadableRow] | None = None) -> list[Account]:
-        """Return the accounts, by name."""
+        """Return the accounts, by name, without those of runs."""
+        wanted = select(ACCOUNTS).where(~ACCOUNTS.c.is_of_run).order_by(ACCOUNTS.c.name)
         with self._database.read() as connection:
-            return read_rows(
-                connection.execute(select(ACCOUNTS).order_by(ACCOUNTS.c.name)).mappings(), account_of, unreadable
-            )
+            return read_rows(connection.execute(wanted).mappings(), account_of, unreadable)
 
     def left_usd(self, account: str, pool_id: str) -> Decimal:
         """Return what a pool could reserve from an account now, in USD; negative after overspending."""
         with self._database.read() as connection:
             row = _account_row(connection, account)
-            scope = _scope(Period(row["period"]), pool_id, self._database.clock())
+            scope = _scope(row, pool_id, self._database.clock())
             return in_usd(row["limit_micro_usd"] - (_committed(connection, account, scope) or 0))
 
-    def reserve(self, account: str, pool_id: str, usd: Decimal, *, epoch: int | None = None) -> Reservation:
-        """Reserve money for a pool, in one transaction that is isolated from all others."""
+    def reserve(self, account: str | None, pool_id: str, usd: Decimal, *, epoch: int | None = None) -> Reservation:
+        """Reserve money for a pool, also from the account of its run, in one transaction."""
         amount = micro_usd(usd)
         if amount <= 0:
             raise BadRequest(f"A reservation is a positive sum; given {usd} USD.")
         with self._database.write() as connection:
             must_be_steward(connection, pool_id, epoch)
             must_live(connection, pool_id)
-            return self._reserve(connection, _account_row(connection, account, is_locked=True), pool_id, amount)
+            return self._reserve(connection, _payers(connection, account, pool_id), pool_id, amount)
 
     def roll(
-        self, account: str, pool_id: str, spent_usd: Decimal, next_usd: Decimal, *, epoch: int | None = None
+        self, account: str | None, pool_id: str, spent_usd: Decimal, next_usd: Decimal, *, epoch: int | None = None
     ) -> Reservation:
         """Settle a pool's reservations from an account, and reserve for the next interval: both or neither.
 
@@ -78,27 +79,28 @@ class Accounts:
         with self._database.write() as connection:
             must_be_steward(connection, pool_id, epoch)
             must_live(connection, pool_id)
-            row = _account_row(connection, account, is_locked=True)
-            are_its = (RESERVATIONS.c.pool_id == pool_id) & (RESERVATIONS.c.account == account)
-            if spent and not _open_reservations(connection, are_its):
-                self._insert_reservation(
-                    connection, account, pool_id, _scope(Period(row["period"]), pool_id, self._database.clock()), 0
-                )
-            self._settle_open(connection, are_its, spent)
-            return self._reserve(connection, row, pool_id, amount)
+            payers = _payers(connection, account, pool_id)
+            is_its = RESERVATIONS.c.pool_id == pool_id
+            # all before the first balance changes: the order of locks
+            _open_reservations(connection, is_its & RESERVATIONS.c.account.in_([row["name"] for row in payers]))
+            for row in payers:
+                are_its = is_its & (RESERVATIONS.c.account == row["name"])
+                if spent and not _open_reservations(connection, are_its):
+                    scope = _scope(row, pool_id, self._database.clock())
+                    self._insert_reservation(connection, row["name"], pool_id, scope, 0)
+                self._settle_open(connection, are_its, spent)
+            return self._reserve(connection, payers, pool_id, amount)
 
-    def _reserve(self, connection: Connection, account: Values, pool_id: str, amount: int) -> Reservation:
-        name, limit = account["name"], account["limit_micro_usd"]
-        scope = _scope(Period(account["period"]), pool_id, self._database.clock())
-        committed = _committed(connection, name, scope) or 0
-        if amount and committed + amount > limit:
-            left = in_usd(limit - committed)
-            raise BudgetExceeded(
-                f"Account {name!r} has {left} USD left of {in_usd(limit)} for {scope}; {in_usd(amount)} requested.",
-                name,
-                left,
-            )
-        return self._insert_reservation(connection, name, pool_id, scope, amount)
+    def _reserve(self, connection: Connection, payers: Sequence[Values], pool_id: str, amount: int) -> Reservation:
+        """Reserve the sum from each of the locked accounts, or from none. Return the first one's reservation."""
+        scopes = [_scope(account, pool_id, self._database.clock()) for account in payers]
+        for account, scope in zip(payers, scopes, strict=True):
+            _refuse_overdraft(connection, account, scope, amount)
+        first, *_ = [
+            self._insert_reservation(connection, account["name"], pool_id, scope, amount)
+            for account, scope in zip(payers, scopes, strict=True)
+        ]
+        return first
 
     def _insert_reservation(
         self, connection: Connection, account: str, pool_id: str, scope: str, amount: int
@@ -167,10 +169,15 @@ class Accounts:
                 .order_by(ACCOUNTS.c.name)
                 .with_for_update()
             ).all()
-            settled = int(
-                connection.execute(select(func.sum(RESERVATIONS.c.spent_micro_usd)).where(are_its)).scalar() or 0
-            )
-            self._settle_open(connection, are_its, max(0, spent - settled))
+            _open_reservations(connection, are_its)  # all before the first balance changes: the order of locks
+            run_account = run_account_of(connection, pool_id)
+            is_run_s = RESERVATIONS.c.account == run_account
+            for which in (true(),) if run_account is None else (~is_run_s, is_run_s):
+                settled = int(
+                    connection.execute(select(func.sum(RESERVATIONS.c.spent_micro_usd)).where(are_its, which)).scalar()
+                    or 0
+                )
+                self._settle_open(connection, are_its & which, max(0, spent - settled))
 
     def _settle_open(self, connection: Connection, which: ColumnElement[bool], spent: int) -> None:
         more: dict[tuple[str, str], int] = defaultdict(int)
@@ -192,9 +199,11 @@ class Accounts:
             )
 
     def committed_usd(self, pool_id: str) -> Decimal:
-        """Return what accounts have paid for a pool, and what is reserved for it now, in USD."""
+        """Return what accounts have paid for a pool, and what is reserved for it now, in USD; without its run's."""
         r = RESERVATIONS.c
-        wanted = select(func.sum(func.coalesce(r.spent_micro_usd, r.reserved_micro_usd))).where(r.pool_id == pool_id)
+        are_of_runs = r.account.in_(select(ACCOUNTS.c.name).where(ACCOUNTS.c.is_of_run))
+        is_its = (r.pool_id == pool_id) & ~are_of_runs
+        wanted = select(func.sum(func.coalesce(r.spent_micro_usd, r.reserved_micro_usd))).where(is_its)
         with self._database.read() as connection:
             return in_usd(int(connection.execute(wanted).scalar() or 0))
 
@@ -208,20 +217,58 @@ class Accounts:
             return read_rows(its.mappings(), reservation_of, unreadable)
 
 
-def _account_row(connection: Connection, account: str, *, is_locked: bool = False) -> Values:
-    """Return the row of an account. A lock serializes reservations from it (SQLite serializes all writers)."""
-    wanted = select(ACCOUNTS).where(ACCOUNTS.c.name == account)
-    row = connection.execute(wanted.with_for_update() if is_locked else wanted).mappings().first()
+def _account_row(connection: Connection, account: str) -> Values:
+    row = connection.execute(select(ACCOUNTS).where(ACCOUNTS.c.name == account)).mappings().first()
     if row is None:
-        there = ", ".join(sorted(connection.execute(select(ACCOUNTS.c.name)).scalars())) or "none"
-        how = f"`skyward budget set {account} --limit USD --per month`, or `Ledger.set_account`"
-        raise BadRequest(f"The ledger has no account {account!r}; it has: {there}. Create it: {how}.")
+        raise _unknown(connection, account)
     return row
 
 
-def _scope(period: Period, pool_id: str, time: datetime) -> str:
+def _payers(connection: Connection, account: str | None, pool_id: str) -> list[Values]:
+    """Return the rows of the accounts on which a pool draws: that of its budget, then that of its run.
+
+    They are locked in the order of their names, which serializes reservations from each (SQLite serializes all
+    writers).
+    """
+    names = [name for name in (account, run_account_of(connection, pool_id)) if name is not None]
+    wanted = select(ACCOUNTS).where(ACCOUNTS.c.name.in_(names)).order_by(ACCOUNTS.c.name).with_for_update()
+    rows = {row["name"]: row for row in connection.execute(wanted).mappings()}
+    for name in names:
+        if name not in rows:
+            raise _unknown(connection, name)
+    if not names:
+        raise BadRequest(f"The pool {pool_id!r} draws on no account, neither of a budget nor of its run.")
+    return [rows[name] for name in names]
+
+
+def _unknown(connection: Connection, account: str) -> BadRequest:
+    wanted = select(ACCOUNTS.c.name).where(~ACCOUNTS.c.is_of_run)
+    there = ", ".join(sorted(connection.execute(wanted).scalars())) or "none"
+    how = f"`skyward budget set {account} --limit USD --per month`, or `Ledger.set_account`"
+    return BadRequest(f"The ledger has no account {account!r}; it has: {there}. Create it: {how}.")
+
+
+def _refuse_overdraft(connection: Connection, account: Values, scope: str, amount: int) -> None:
+    """Raise BudgetExceeded if the account has less than that left."""
+    name, limit = account["name"], account["limit_micro_usd"]
+    committed = _committed(connection, name, scope) or 0
+    if not amount or committed + amount <= limit:
+        return
+    if account["is_of_run"]:
+        raise refusal(limit, limit - committed, amount)
+    left = in_usd(limit - committed)
+    raise BudgetExceeded(
+        f"Account {name!r} has {left} USD left of {in_usd(limit)} for {scope}; {in_usd(amount)} requested.", name, left
+    )
+
+
+def _scope(account: Values, pool_id: str, time: datetime) -> str:
+    """Return the period of an account to which a reservation of this pool belongs now."""
+    if account["is_of_run"]:
+        return SCOPE
     day = time.astimezone(UTC).date().isoformat()
-    return {Period.RUN: f"pool {pool_id}", Period.DAY: day, Period.MONTH: day[:7]}[period]
+    scopes = {Period.RUN: f"pool {pool_id}", Period.DAY: day, Period.MONTH: day[:7]}
+    return scopes[Period(account["period"])]
 
 
 def _committed(connection: Connection, account: str, scope: str) -> int | None:

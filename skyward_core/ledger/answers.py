@@ -1,7 +1,7 @@
 """Connections to PostgreSQL on which each statement waits for a limited time if the server does not answer.
 
 A server that is stopped, or behind a network that drops all packets, closes no connection. The driver would wait until
-the operating system gives up, which may be never. `sql_engine` imports this module for PostgreSQL only.
+the operating system ends the connection, which may not happen. `sql_engine` imports this module for PostgreSQL only.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ class BoundedConnection(Connection[Any]):
 
     @override
     def wait[T](self, gen: PQGen[T], *arguments: Any, **settings: Any) -> T:
-        """Wait for an answer. The driver looks ten times a second whether it may go on; so does the limit."""
+        """Wait for an answer. The driver checks ten times a second for an answer, and the limit is checked at the same
+        moments.
+        """
         return super().wait(self._bounded(gen), *arguments, **settings)
 
     def _bounded[T](self, gen: PQGen[T]) -> PQGen[T]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from datetime import date, datetime, timedelta
 from decimal import Decimal
 from typing import Any, cast
@@ -13,6 +13,8 @@ from sqlalchemy import (
     BigInteger,
     ColumnElement,
     Connection,
+    Select,
+    Table,
     and_,
     bindparam,
     case,
@@ -21,6 +23,7 @@ from sqlalchemy import (
     insert,
     literal,
     not_,
+    or_,
     select,
     update,
 )
@@ -35,6 +38,7 @@ from skyward_core.ledger.rows import (
     SECONDS_PER_HOUR,
     Bucket,
     CostBy,
+    CostPart,
     CostRow,
     PoolEntry,
     PoolRow,
@@ -58,6 +62,7 @@ from skyward_core.ledger.tables import (
     work_of,
     work_values,
 )
+from skyward_core.ledger.work_costs import PoolUse, is_for, parts_of
 from skyward_core.providers.base import LAUNCH_TAG, RANK_TAG, TYPE_TAG
 from skyward_core.work import NO_WORK, Work, of_system
 
@@ -117,13 +122,13 @@ class Bills:
         if until is not None:
             conditions.append(RESOURCES.c.intended_microseconds < stamp(until))
         if work != NO_WORK:
-            conditions.append(RESOURCES.c.pool_id.in_(select(POOLS.c.id).where(*_is_for(work))))
+            conditions.append(_pools_for(work))
         with self._database.read() as connection:
             if unreadable is not None and connection.dialect.name == "sqlite":
                 unreadable += _without_numbers(connection, conditions)
                 conditions.append(_HAS_NUMBERS)
-            if by in _WORK_KEYS:
-                return _work_rows(connection, by, conditions)
+            if by in _WORK_KEYS or (by is CostBy.POOL and work != NO_WORK):
+                return _work_rows(connection, by, conditions, work)
             if by is CostBy.BUCKET:
                 return _bucket_rows(connection, conditions)
             key = _cost_keys()[by]
@@ -137,6 +142,19 @@ class Bills:
                 ).select_from(joined)
                 wanted = sums.where(*conditions).group_by(key)
             return [_cost_row(by, *row) for row in connection.execute(wanted.order_by(key))]
+
+    def cost_parts(self, work: Work) -> list[CostPart]:
+        """Return the parts of the cost of pools that are for a work, one for each pool and exact work."""
+        totals: dict[tuple[str, Work], list[int]] = defaultdict(lambda: [0, 0])
+        with self._database.read() as connection:
+            for pool_id, its, _, (_, cost, on_demand) in _parts(connection, [_pools_for(work)]):
+                if is_for(its, work):
+                    _add(totals[pool_id, its], cost, on_demand)
+            closed = _closed(connection, sorted({pool_id for pool_id, _ in totals}))
+        return [
+            CostPart(pool_id, its, in_usd(cost), in_usd(on_demand), is_final=pool_id in closed)
+            for (pool_id, its), (cost, on_demand) in totals.items()
+        ]
 
     def set_shares(self, pool_id: str, shares: Mapping[Work, Decimal], *, keeps_others: bool) -> None:
         """Record the parts of a pool's cost by work, in USD. They replace earlier shares, or only those of the same
@@ -170,7 +188,7 @@ class Bills:
             return {work_of(row): in_usd(row["micro_usd"]) for row in rows}
 
     def prune(self, ended_before: datetime, *, is_dry_run: bool = True) -> Pruned:
-        """Delete the details of pools that ended before then and have no open entries. Idempotent."""
+        """Delete the details of pools that ended before `ended_before` and have no open entries. Idempotent."""
         p, r = POOLS.c, RESERVATIONS.c
         is_closed = (p.ended_microseconds < stamp(ended_before)) & (p.spec_json != PRUNED_SPEC)
         is_open = p.id.in_(select(RESOURCES.c.pool_id).where(IS_OPEN)) | p.id.in_(
@@ -191,6 +209,7 @@ class Bills:
                 reservations += int(connection.execute(select(func.count()).where(r.pool_id.in_(some))).scalar_one())
                 calls += int(connection.execute(select(func.count()).where(CALLS.c.pool_id.in_(some))).scalar_one())
                 if not is_dry_run:
+                    _keep_parts_of_users(connection, some)
                     _delete_details(connection, some)
         return Pruned(len(pools), attempts, reservations, calls)
 
@@ -207,6 +226,27 @@ def _pool_row(
     entry: PoolEntry, open_resources: int, resources: int, milliseconds: int, cost: int, on_demand: int
 ) -> PoolRow:
     return PoolRow(entry, open_resources, resources, milliseconds / 1000, in_usd(cost), in_usd(on_demand))
+
+
+def _keep_parts_of_users(connection: Connection, pool_ids: Sequence[str]) -> None:
+    """Make shares of the parts of a cost that the rows of users and of detached calls decide."""
+    uses = _uses_of(connection, select(POOLS.c.id).where(POOLS.c.id.in_(pool_ids)))
+    shared = sorted(pool_id for pool_id, use in uses.items() if use.users)
+    r = RESOURCES.c
+    costs = select(r.pool_id, func.sum(_bucket_micro_usd(Bucket.RUNNING_CALLS))).where(r.pool_id.in_(shared))
+    busy = {pool_id: _whole(cost) for pool_id, cost in connection.execute(costs.group_by(r.pool_id))}
+    works = {
+        row["id"]: work_of(row) for row in connection.execute(select(POOLS).where(POOLS.c.id.in_(shared))).mappings()
+    }
+    rows = [
+        {"pool_id": pool_id, "micro_usd": micro_usd, **work_values(work)}
+        for pool_id in shared
+        for work, micro_usd in parts_of(works[pool_id], busy.get(pool_id, 0), uses[pool_id])[
+            len(uses[pool_id].shares) :
+        ]
+    ]
+    if rows:
+        connection.execute(insert(SHARES), rows)
 
 
 def _delete_details(connection: Connection, pool_ids: Sequence[str]) -> None:
@@ -325,38 +365,101 @@ _WORK_KEYS: Mapping[CostBy, Callable[[Work], str]] = {
 }
 
 
-def _is_for(work: Work) -> list[ColumnElement[bool]]:
-    return [POOLS.c[name] == value for name, value in work_values(work).items() if value]
+def _is_for(table: Table, work: Work) -> list[ColumnElement[bool]]:
+    return [table.c[name] == value for name, value in work_values(work).items() if value]
 
 
-def _work_rows(connection: Connection, by: CostBy, conditions: Sequence[ColumnElement[bool]]) -> list[CostRow]:
-    """Add up by work. Shares are whole milliseconds and micro-dollars; the rest of a pool's sums is its own."""
+def _pools_for(work: Work) -> ColumnElement[bool]:
+    """Return the condition of the pools that were opened for a work, that it has used by their names, or of whose cost
+    it has a share.
+    """
+    found = (
+        select(key).where(*_is_for(table, work))
+        for table, key in ((POOLS, POOLS.c.id), (CLIENTS, CLIENTS.c.pool_id), (SHARES, SHARES.c.pool_id))
+    )
+    return or_(*(RESOURCES.c.pool_id.in_(pools) for pools in found))
+
+
+def _work_rows(
+    connection: Connection, by: CostBy, conditions: Sequence[ColumnElement[bool]], wanted: Work
+) -> list[CostRow]:
+    """Add up by work, or for one work by pool. Only what is for `wanted` counts."""
+    totals: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    for pool_id, work, resources, amounts in _parts(connection, conditions):
+        if is_for(work, wanted):
+            _add(totals[pool_id if by is CostBy.POOL else _WORK_KEYS[by](work)], resources, *amounts)
+    return [_cost_row(by, key, *sums) for key, sums in sorted(totals.items())]
+
+
+def _parts(
+    connection: Connection, conditions: Sequence[ColumnElement[bool]]
+) -> Generator[tuple[str, Work, int, Sequence[int]]]:
+    """Generate the parts of the cost of each pool: its id, the work, the number of resources, and the milliseconds and
+    micro-dollars, real and on demand, as whole numbers.
+
+    The last part of a pool is the rest of its sums, and its resources: they are for its own work.
+    """
+    busy = func.sum(_bucket_micro_usd(Bucket.RUNNING_CALLS))
     sums = select(
-        RESOURCES.c.pool_id, func.count(), func.sum(_MILLISECONDS), func.sum(_COST), func.sum(_ON_DEMAND)
+        RESOURCES.c.pool_id, func.count(), func.sum(_MILLISECONDS), func.sum(_COST), func.sum(_ON_DEMAND), busy
     ).where(*conditions)
     found = {row[0]: tuple(map(int, row[1:])) for row in connection.execute(sums.group_by(RESOURCES.c.pool_id))}
     its_pools = select(RESOURCES.c.pool_id).where(*conditions)
     works = {
         row["id"]: work_of(row) for row in connection.execute(select(POOLS).where(POOLS.c.id.in_(its_pools))).mappings()
     }
-    shares: dict[str, list[tuple[Work, int]]] = defaultdict(list)
-    for row in connection.execute(
-        select(SHARES).where(SHARES.c.pool_id.in_(its_pools)).order_by(SHARES.c.id)
-    ).mappings():
-        shares[row["pool_id"]].append((work_of(row), row["micro_usd"]))
-    totals: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
-    for pool_id, (resources, milliseconds, cost, on_demand) in found.items():
-        its_shares = shares.get(pool_id, [])
-        # the shares may exceed the cost if the conditions leave out some of its resources
-        whole = max(cost, sum(part for _, part in its_shares))
+    uses = _uses_of(connection, its_pools)
+    for pool_id, (resources, milliseconds, cost, on_demand, busy_cost) in found.items():
+        own = works.get(pool_id, NO_WORK)  # the row of the pool may be damaged: its cost still counts
+        its_parts = parts_of(own, busy_cost, uses[pool_id]) if pool_id in uses else []
+        # the parts may exceed the cost if the conditions leave out some of its resources
+        whole = max(cost, sum(part for _, part in its_parts))
         left = [milliseconds, cost, on_demand]
-        for work, part in its_shares:
+        for work, part in its_parts:
             parts = [amount * part // whole if whole else 0 for amount in (milliseconds, cost, on_demand)]
             left = [rest - amount for rest, amount in zip(left, parts, strict=True)]
-            _add(totals[_WORK_KEYS[by](work)], 0, *parts)
-        # the row of the pool may be damaged: its cost still counts
-        _add(totals[_WORK_KEYS[by](works.get(pool_id, Work()))], resources, *left)
-    return [_cost_row(by, key, *sums) for key, sums in sorted(totals.items())]
+            yield pool_id, work, 0, parts
+        yield pool_id, own, resources, left
+
+
+def _closed(connection: Connection, pool_ids: Sequence[str]) -> set[str]:
+    """Return those of some pools whose bill does not change any more: they have ended, and so has all they rented."""
+    r = RESOURCES.c
+    open_still = select(r.pool_id).where(IS_OPEN)
+    closed: set[str] = set()
+    for start in range(0, len(pool_ids), NUMBERS_PER_STATEMENT):
+        some = POOLS.c.id.in_(pool_ids[start : start + NUMBERS_PER_STATEMENT])
+        wanted = select(POOLS.c.id).where(some, POOLS.c.ended_microseconds.is_not(None), POOLS.c.id.not_in(open_still))
+        closed |= set(connection.execute(wanted).scalars())
+    return closed
+
+
+def _uses_of(connection: Connection, pools: Select[tuple[Any]]) -> dict[str, PoolUse]:
+    """Return the recorded use of each of these pools that has any."""
+    uses: defaultdict[str, PoolUse] = defaultdict(PoolUse)
+    shares = select(SHARES).where(SHARES.c.pool_id.in_(pools)).order_by(SHARES.c.id)
+    for row in connection.execute(shares).mappings():
+        uses[row["pool_id"]].shares.append((work_of(row), row["micro_usd"]))
+    clients = select(CLIENTS).where(CLIENTS.c.pool_id.in_(pools)).order_by(CLIENTS.c.joined_microseconds, CLIENTS.c.id)
+    for row in connection.execute(clients).mappings():
+        uses[row["pool_id"]].users.append((work_of(row), _whole(row["slot_milliseconds"])))
+    its = CALLS.c
+    calls = select(its.pool_id, its.owner, func.sum(its.milliseconds)).where(its.pool_id.in_(pools))
+    detached: defaultdict[str, dict[str, int]] = defaultdict(dict)
+    for pool_id, owner, milliseconds in connection.execute(calls.group_by(its.pool_id, its.owner)):
+        detached[pool_id][str(owner)] = _whole(milliseconds)
+    for pool_id, by_owner in detached.items():
+        uses[pool_id].add_detached(by_owner)
+    return dict(uses)
+
+
+def _bucket_micro_usd(bucket: Bucket) -> ColumnElement[int]:
+    """Return the cost of one bucket as `_bucket_rows` has it."""
+    place, price = tuple(Bucket).index(bucket), RESOURCES.c.price_micro_usd_per_hour
+    before, after = (
+        price * (_total_milliseconds(tuple(Bucket)[:end]) // 1000) // SECONDS_PER_HOUR for end in (place, place + 1)
+    )
+    return after - before
 
 
 def _add(total: list[int], *amounts: int) -> None:

@@ -50,8 +50,8 @@ of it is for the teardown.
 RENEW_LEASES = 1.5
 """More is reserved from the account when the reservation lasts for fewer leases than this."""
 BOOT_SHARE, LONGEST_BOOT_SECONDS = 0.1, 120.0
-"""The time between the request of a machine, from which it is billed, and the start of its guard, as a share of its
-life.
+"""The time between the request of a machine and the start of its guard, as a share of its life. The machine is billed
+from the request on.
 """
 ROUNDS = 3
 """How often machines receive an earlier end. A machine that does not confirm it is left out of the next round."""
@@ -83,8 +83,8 @@ class CostMeter(Protocol):
 class BudgetAccounts(Protocol):
     """The methods of `ledger.Ledger` that a spending limit uses."""
 
-    def reserve(self, account: str, pool_id: str, usd: Decimal) -> Reservation: ...
-    def roll(self, account: str, pool_id: str, spent_usd: Decimal, next_usd: Decimal) -> Reservation: ...
+    def reserve(self, account: str | None, pool_id: str, usd: Decimal) -> Reservation: ...
+    def roll(self, account: str | None, pool_id: str, spent_usd: Decimal, next_usd: Decimal) -> Reservation: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,12 +92,14 @@ class Commitment:
     """The lifetime for which the machines of one launch are paid; None for no limit.
 
     `lifetime_seconds` is for a machine's own clock, unless it receives another end later. `hard_end` and `latest_end`
-    are on the meter's clock: when it must be gone now, and the latest that it may receive.
+    are on the meter's clock: when it must be gone now, and the latest that it may receive. `own_end`: when it ends
+    itself because of the hard end, if it receives no other one.
     """
 
     lifetime_seconds: float | None = None
     hard_end: float | None = None
     latest_end: float | None = None
+    own_end: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +161,9 @@ class SpendingLimit:
         self._try_at = 0.0
 
     @property
-    def account(self) -> str | None:
-        """The account that pays; None without a budget."""
-        return self._account
+    def account(self) -> str:
+        """The account that refuses, or else pays; "" without a budget, and if the limit of the run refuses."""
+        return (self._account or "") if self._refusal is None else self._refusal.account
 
     @property
     def limit_usd(self) -> Decimal | None:
@@ -187,10 +189,9 @@ class SpendingLimit:
             price: the price of each.
             along: numbers and prices of the launches that follow. Enough money is left to let those live as long.
             ending_seconds: how long a machine is billed after it begins to end.
-            least_seconds: how long the new machines and those that get an earlier end for them must last before they
-                begin to end, a minute in any case. If the money is for less, no machine gets an earlier end; if one
-                does not confirm its own and then the money is for less, the others have theirs again with the next
-                `check`.
+            least_seconds: how long the new machines, and those that get an earlier end for them, must last before they
+                begin to end: at least a minute. If the money lasts for less, no machine gets an earlier end. If it
+                lasts for less because a machine does not confirm, the next `check` restores the others' ends.
             notify: sends all machines the time for which they are paid (`paid_seconds`), and returns the ids of those
                 that have confirmed it.
 
@@ -206,34 +207,35 @@ class SpendingLimit:
             launch = PendingLaunch(machines, price, now)
             with self._lock:
                 hard_end = self._hard_end_of(wanted, least_seconds, now)
-            if self._account is not None:
-                self._reserve_for(launch, now)
-            commitment = Commitment() if hard_end is None else self._commitment(hard_end, now)
+            self._reserve(launch, [PendingLaunch(count, its, now) for count, its in along], least_seconds, hard_end)
+            commitment = self._commitment(hard_end, now)
             with self._lock:
                 self._pending[commitment] = launch
             return commitment
 
-    def _commitment(self, hard_end: float, now: float) -> Commitment:
-        seconds = hard_end - self._ending_seconds - now
+    def _commitment(self, hard_end: float | None, now: float) -> Commitment:
+        if hard_end is None:
+            return Commitment()
+        seconds = own_seconds(hard_end - self._ending_seconds - now)
         with self._lock:
             self._horizon = hard_end if self._horizon is None else self._horizon
-            return Commitment(seconds - min(BOOT_SHARE * seconds, LONGEST_BOOT_SECONDS), hard_end, self._horizon)
+            return Commitment(seconds, hard_end, self._horizon, now + seconds)
 
     def launched(self, instance_ids: Iterable[str], commitment: Commitment) -> None:
         """The launch has created these machines, and the meter counts them. Unused money of the commitment is free."""
         with self._lock:
             launch = self._pending.pop(commitment, None)
-            if launch is not None and commitment.hard_end is not None and commitment.lifetime_seconds is not None:
+            if launch is not None and commitment.hard_end is not None and commitment.own_end is not None:
                 self._until = min(commitment.hard_end, math.inf if self._until is None else self._until)
                 for instance_id in instance_ids:
                     self._hard_ends[instance_id] = commitment.hard_end
-                    self._own_ends[instance_id] = launch.at + commitment.lifetime_seconds
+                    self._own_ends[instance_id] = commitment.own_end
 
     def returned(self, commitment: Commitment) -> None:
         """No machine of this launch exists, or all that existed are gone and the meter has counted them.
 
-        The money that the account has reserved for it is free with the next commitment or renewal, because a teardown
-        must not wait for the ledger.
+        The next commitment or renewal releases the money that the account has reserved for it. A teardown must not wait
+        for the ledger.
         """
         with self._lock:
             self._pending.pop(commitment, None)
@@ -243,7 +245,7 @@ class SpendingLimit:
     def _make_room(
         self, wanted: Sequence[tuple[int, Price]], least: float, notify: Callable[[], AbstractSet[str]]
     ) -> None:
-        """Give the present machines an earlier end, so that the new ones last as long as they.
+        """Give the present machines an earlier end, so that old and new ones last for the same time.
 
         A machine that does not confirm its earlier end keeps the old one.
         """
@@ -299,20 +301,12 @@ class SpendingLimit:
             return hard_end
         seconds = least + self._ending_seconds
         if self._horizon is not None and now + seconds > self._horizon:
-            raise BudgetExceeded(
-                f"the machines of the pool end in {self._horizon - now:.0f} s, when max_cost={self._limit:f} is"
-                " used up: none is rented for so short a time"
-            )
+            raise _ends_soon(self._horizon - now, self._limit)
         if least > FIRST_MINUTE_SECONDS:
             raise BudgetExceeded(_growth_refused(wanted, least, self._limit))
         left = self._limit - self._cost_until(now, (), frozenset())
         cost = sum((launch.cost(now + seconds) for launch in launches), ZERO_USD)
-        words = _first_minute(wanted, cost, self._ending_seconds)
-        raise BudgetExceeded(
-            f"{words}; of max_cost={self._limit:f} {left:f} USD are left. Raise max_cost, or ask for fewer or cheaper"
-            " machines",
-            left_usd=left,
-        )
+        raise _too_little(wanted, cost, self._ending_seconds, self._limit, left)
 
     def _bounded(self) -> frozenset[str]:
         """Return the present machines with a hard end. With the lock held.
@@ -356,7 +350,7 @@ class SpendingLimit:
         moved: AbstractSet[str],
         end_of: Callable[[float, float], float] = min,
     ) -> Decimal:
-        """Return the cost if new and moved machines live until then, and all others until their hard ends.
+        """Return the cost if new and moved machines live until `until`, and all others until their hard ends.
 
         With the lock held.
         """
@@ -372,13 +366,17 @@ class SpendingLimit:
 
     # ── accounts ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _reserve_for(self, launch: PendingLaunch, now: float) -> None:
+    def _reserve(
+        self, launch: PendingLaunch, along: Sequence[PendingLaunch], least_seconds: float, hard_end: float | None
+    ) -> None:
         """Reserve for new machines up to the time for which the others are paid.
 
         Money that is still reserved for failed launches is freed first.
         """
-        assert self._account is not None
+        if self._account is None:
+            return
         assert self._accounts is not None
+        now = launch.at
         if self._paid_until is not None and self._is_low(now):
             self._renew(now)
         elif self._paid_until is not None:
@@ -406,8 +404,7 @@ class SpendingLimit:
         self._roll(max(self._paid_until, now + 2 * self._lease_seconds))
 
     def _roll(self, until: float) -> None:
-        """Settle the reservation with the real cost, and reserve for all machines until then; both or neither."""
-        assert self._account is not None
+        """Settle the reservation with the real cost, and reserve for all machines until `until`; both or neither."""
         assert self._accounts is not None
         spent, following = self._needed(until)
         self._accounts.roll(self._account, self._pool_id, spent - self._settled, following)
@@ -415,8 +412,8 @@ class SpendingLimit:
             self._paid_until, self._settled, self._held = until, spent, following
 
     def _needed(self, until: float) -> tuple[Decimal, Decimal]:
-        """Return the cost so far, and the cost from now until then, with pending launches."""
-        with self._lock:  # before the bill: a machine that is launched in between counts twice, never not at all
+        """Return the cost so far, and the cost from now to `until`, with pending launches."""
+        with self._lock:  # before the bill: a machine that is launched in between counts twice, not zero times
             pending = sum(
                 (launch.cost(min(until, self._first_end(launch.at))) for launch in self._pending.values()), ZERO_USD
             )
@@ -436,8 +433,8 @@ class SpendingLimit:
                 if self._until is None or not self._meter.rented() & self._hard_ends.keys()
                 else [self._until - self._ending_seconds]
             )
-            if self._paid_until is not None:
-                ends.append(self._paid_until)
+            if (paid_end := self._paid_end()) is not None:
+                ends.append(paid_end)
             return max(0.0, min(ends) - self._meter.now()) if ends else None
 
     def pay_for(self, seconds: float) -> None:
@@ -446,7 +443,7 @@ class SpendingLimit:
         BudgetExceeded, LedgerError and LeaseLost change nothing.
         """
         with self._change_lock:
-            if self._account is not None and self._paid_until is not None:
+            if self._paid_until is not None:
                 self._roll(self._meter.now() + seconds)
 
     def check(self) -> tuple[Fill, str]:
@@ -488,7 +485,7 @@ class SpendingLimit:
             )
 
     def _renew_if_low(self, now: float) -> None:
-        if self._account is None or self._paid_until is None or not self._is_low(now) or now < self._try_at:
+        if self._paid_until is None or not self._is_low(now) or now < self._try_at:
             return
         try:
             self._renew(now)
@@ -500,17 +497,30 @@ class SpendingLimit:
             self._try_at = now + 1.0  # the reservation is still valid: try again until its end
 
     def _account_fill(self, now: float) -> tuple[Fill, str]:
-        if self._account is None or self._paid_until is None:
+        if (paid_end := self._paid_end()) is None:
             return Fill.FULL, ""
-        margin = min(self._lease_seconds / 4, LONGEST_MARGIN_SECONDS)
-        left = self._paid_until - now
-        refusal = self._refusal
-        reason = f"nothing more could be reserved from account {self._account!r}" if refusal is None else str(refusal)
+        margin, left, refusal = self._margin_seconds(), paid_end - now, self._refusal
+        payer = f"account {self._account!r}" if self._account else "the limit of the run"
+        reason = f"nothing more could be reserved from {payer}" if refusal is None else str(refusal)
         if left <= margin / 2:
             return Fill.USED_UP, reason
         if left <= margin:
             return Fill.DRAINED, reason
         return (Fill.FULL, "") if refusal is None else (Fill.WARNED, reason)
+
+    def _paid_end(self) -> float | None:
+        """Return up to when nodes may live by the reservations; None without any."""
+        return self._paid_until
+
+    def _margin_seconds(self) -> float:
+        return min(self._lease_seconds / 4, LONGEST_MARGIN_SECONDS)
+
+
+def own_seconds(seconds: float) -> float:
+    """Return how long a machine may live by its own clock, which starts after its request, if it is paid for so long
+    from the request on.
+    """
+    return seconds - min(BOOT_SHARE * seconds, LONGEST_BOOT_SECONDS)
 
 
 def last_covered(low: int, high: int, is_covered: Callable[[float], bool]) -> int:
@@ -519,6 +529,24 @@ def last_covered(low: int, high: int, is_covered: Callable[[float], bool]) -> in
         middle = (low + high) // 2
         low, high = (middle, high) if is_covered(middle) else (low, middle)
     return low
+
+
+def _too_little(
+    wanted: Sequence[tuple[int, Price]], cost: Decimal, ending_seconds: float, limit: Decimal, left: Decimal
+) -> BudgetExceeded:
+    """Return the error of launches whose first minute costs more than is left of a `max_cost`."""
+    words = _first_minute(wanted, cost, ending_seconds)
+    return BudgetExceeded(
+        f"{words}; of max_cost={limit:f} {left:f} USD are left. Raise max_cost, or ask for fewer or cheaper machines",
+        left_usd=left,
+    )
+
+
+def _ends_soon(seconds: float, limit: Decimal) -> BudgetExceeded:
+    return BudgetExceeded(
+        f"the machines of the pool end in {seconds:.0f} s, when max_cost={limit:f} is used up: no machine is rented for"
+        " so short a time"
+    )
 
 
 def _growth_refused(wanted: Sequence[tuple[int, Price]], least: float, limit: Decimal) -> str:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
-from sqlalchemy import BigInteger, ColumnElement, Connection, extract, func, select
+from sqlalchemy import BigInteger, ColumnElement, Connection, extract, false, func, select, update
 from sqlalchemy import cast as cast_to
 
 from skyward_core.ledger.checkpoints import Checkpoints
@@ -110,6 +110,14 @@ class Database:
             with self._writing.begin() as connection:
                 yield connection
             self._checkpoints.after_commit(self._engine)
+
+    def try_write(self) -> int:
+        """Write to a table without changing a row; return the version of the schema. Raises LedgerError if this
+        process may not write.
+        """
+        with self.write() as connection:
+            connection.execute(update(POOLS).where(false()).values(id=""))
+            return schema_version(connection)
 
     @contextmanager
     def _pooled(self) -> Generator[None]:

@@ -125,8 +125,10 @@ class Journal:
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         work: Work = NO_WORK,
         epoch: int | None = None,
+        run_limit_usd: Decimal | None = None,
     ) -> None:
         self._ledger = ledger
+        self._run_limit_usd = run_limit_usd
         self._epoch = epoch
         """With a name: the number of this steward. The ledger refuses requests of an earlier one."""
         self._prefix = pool_id
@@ -158,6 +160,7 @@ class Journal:
             lease_expires_at=self._now() + timedelta(seconds=self._spec.lease_seconds),
             account=self._spec.budget,
             work=self.work,
+            run_limit_usd=self._run_limit_usd,
         )
 
     def adopt(self, intents: Iterable[Intent], provider_account: str, slots: int) -> None:
@@ -454,7 +457,7 @@ class Journal:
             raise last
 
     def _settle(self) -> None:
-        if self._spec.budget is not None:
+        if self._spec.budget is not None or self._run_limit_usd is not None:
             self._ledger.settle_pool(self._pool_id, self._meter.total())
 
     @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """The ledger: requested and created resources, their cost, and their end. SQLite by default, PostgreSQL by URL.
 
-An intent is committed before the call that creates a resource, bound to the cloud's id after it, and closed with the
-evidence that the resource is gone. A crash in between leaves an open intent with the data to find the resource: kind,
-provider, region, name, token, tags.
+An intent is committed before the call that creates a resource. After the call it is bound to the cloud's id. It is
+closed with the evidence that the resource is gone. A crash in between leaves an open intent with the data to find the
+resource: kind, provider, region, name, token, tags.
 
 `rows.py` has the values, `tables.py` the tables, `schema.py` and `migrations` their versions. `database.py` owns the
 connections and transactions; `sql_engine.py` opens SQLite and PostgreSQL. `pools.py`, `intents.py`, `bills.py` and
@@ -35,6 +35,7 @@ from skyward_core.ledger.rows import (
     CallEntry,
     CallState,
     CostBy,
+    CostPart,
     CostRow,
     Intent,
     PoolEntry,
@@ -88,7 +89,8 @@ def default_url(environ: Mapping[str, str] = os.environ, *, must_last: bool = Fa
         runtime = first_private("ledger", others)
     except NotPrivate as error:
         raise LedgerError(
-            f"{folder} may not be written to, and nothing else may be: {error}. {ELSEWHERE[0].upper()}{ELSEWHERE[1:]}"
+            f"{folder} may not be written to, and there is no private runtime folder: {error}."
+            f" {ELSEWHERE[0].upper()}{ELSEWHERE[1:]}"
         ) from error
     _log.warning(
         "%s may not be written to: the ledger is in %s, which may be gone after a reboot; %s",
@@ -148,6 +150,10 @@ class Ledger:
         """Close all connections. May be called twice. A later call opens its own connection."""
         self._database.close()
 
+    def try_write(self) -> int:
+        """Write without changing anything; return the version of the tables. For checks of an installation."""
+        return self._database.try_write()
+
     def __enter__(self) -> Self:
         return self
 
@@ -168,8 +174,14 @@ class Ledger:
         lease_expires_at: datetime,
         account: str | None = None,
         work: Work = NO_WORK,
+        run_limit_usd: Decimal | None = None,
     ) -> PoolEntry:
-        """Record a pool before anything is requested for it. Raises LedgerConflict if the id is taken."""
+        """Record a pool before anything is requested for it. Raises LedgerConflict if the id is taken.
+
+        `run_limit_usd` limits the cost of all pools whose work has the same system, workflow and run, in USD: the
+        pool draws on an account that they share, with each of its reservations. The newest limit counts. Raises
+        BadRequest if the work names no run.
+        """
         return self._pools.open_pool(
             pool_id,
             owner=owner,
@@ -178,6 +190,7 @@ class Ledger:
             lease_expires_at=lease_expires_at,
             account=account,
             work=work,
+            run_limit_usd=run_limit_usd,
         )
 
     def turn_to(self, pool_id: str, provider: Mapping[str, Any], provider_account: str) -> None:
@@ -226,8 +239,8 @@ class Ledger:
     def seal_lease(self, pool_id: str, lease_json: str, sealed: str, *, epoch: int | None = None) -> None:
         """Record the newest lease of a pool that outlives its owner, with the keys for it as a sealed text.
 
-        It replaces an earlier one. Raises LeaseLost if the pool was condemned or has ended, LedgerConflict if it is
-        unknown, NotSteward if a named pool has had another steward after this epoch.
+        It replaces an earlier one. Raises LeaseLost if the pool was condemned or has ended, and LedgerConflict if it is
+        unknown. Raises NotSteward if a named pool has had another steward after this epoch.
         """
         self._pools.seal_lease(pool_id, lease_json, sealed, epoch=epoch)
 
@@ -299,10 +312,10 @@ class Ledger:
     ) -> list[Intent]:
         """Record resources that are about to be requested, all or none.
 
-        They are committed when this returns: make the creating call only then.
-        For a known token the entry is returned unchanged: the call is a retry. Raises LedgerConflict if the token
-        belongs to another resource or the pool is unknown, LeaseLost if the pool was condemned or has ended, NotSteward
-        if a named pool has had another steward after this epoch.
+        They are committed when this returns: make the creating call only then. For a known token the entry is returned
+        unchanged: the call is a retry. Raises LedgerConflict if the token belongs to another resource or the pool is
+        unknown. Raises LeaseLost if the pool was condemned or has ended, and NotSteward if a named pool has had another
+        steward after this epoch.
         """
         return self._intents.intend_all(pool_id, requests, epoch=epoch)
 
@@ -324,9 +337,9 @@ class Ledger:
         `as_rented` is for resources that differ from the request. Their price replaces the intent's if it is lower:
         money was reserved for the intent's price, and no bill may exceed it.
 
-        An intent that was closed unbound is open again: a listing lagged, the answer came late, and the resource
-        exists. Allowed for a condemned pool. Raises LedgerConflict for those that are bound to another id, after the
-        others have been recorded.
+        An intent that was closed unbound is opened again: the listing or the answer was late, and the resource exists.
+        Allowed for a condemned pool. Raises LedgerConflict for those that are bound to another id, after the others
+        have been recorded.
         """
         return self._intents.bind_all(ids, as_rented)
 
@@ -385,13 +398,21 @@ class Ledger:
         """Return the bill, added up by `by`.
 
         It is the bill of all pools, one pool, intents from `since` until before `until`, or pools for this work.
-        A pool is for `work` if its own work has the same text in each field that is not empty in `work`. The sum of the
-        rows does not depend on `by`. By bucket there is one more row, `BILLING_ROUNDING`. By run, task and asset,
-        shares of a pool's cost (`set_shares`) count for the work that they name. The rest of the cost, and the number
-        of resources, count for the pool's own work. With `unreadable`, rows with values that are no numbers (SQLite
-        stores any value) are left out and appended to it.
+        A pool is for `work` if its own work, or that of a process which has used it by its name, has the same text in
+        each field that is not empty in `work`. By bucket there is one more row, `BILLING_ROUNDING`. By run, task and
+        asset, shares of a pool's cost (`set_shares`) count for the work that they name, and the calls of the processes
+        that use a pool with a name for the works of these (`work_costs`). The rest of the cost, and the number of
+        resources, count for the pool's own work. With `work`, only the parts for it count in these bills, and by pool;
+        otherwise the sum of the rows does not depend on `by`. With `unreadable`, rows with values that are no numbers
+        (SQLite stores any value) are left out and appended to it.
         """
         return self._bills.cost_rows(by, pool_id=pool_id, since=since, until=until, work=work, unreadable=unreadable)
+
+    def cost_parts(self, work: Work) -> list[CostPart]:
+        """Return the parts of the cost of pools that are for a work: one for each pool, and each work that has the same
+        text in all fields that are not empty in `work`. Their sum is that of `cost_rows(work=work)`.
+        """
+        return self._bills.cost_parts(work)
 
     def set_shares(self, pool_id: str, shares: Mapping[Work, Decimal], *, keeps_others: bool = False) -> None:
         """Record the parts of a pool's cost by work, in USD. They replace earlier shares; only those of the same work
@@ -420,8 +441,11 @@ class Ledger:
         """Return what a pool could reserve from an account now, in USD; negative after overspending."""
         return self._accounts.left_usd(account, pool_id)
 
-    def reserve(self, account: str, pool_id: str, usd: Decimal, *, epoch: int | None = None) -> Reservation:
+    def reserve(self, account: str | None, pool_id: str, usd: Decimal, *, epoch: int | None = None) -> Reservation:
         """Reserve money for a pool, in one transaction that is isolated from all others.
+
+        The same sum is reserved from the account of the pool's run, if it has one: both or neither. Without `account`
+        only that one pays.
 
         Raises BudgetExceeded if less is left in this period (reservations and spending both count), LeaseLost if the
         pool was condemned or has ended: nothing would settle the reservation, NotSteward if `epoch` is not that of the
@@ -430,9 +454,10 @@ class Ledger:
         return self._accounts.reserve(account, pool_id, usd, epoch=epoch)
 
     def roll(
-        self, account: str, pool_id: str, spent_usd: Decimal, next_usd: Decimal, *, epoch: int | None = None
+        self, account: str | None, pool_id: str, spent_usd: Decimal, next_usd: Decimal, *, epoch: int | None = None
     ) -> Reservation:
-        """Settle a pool's reservations from an account, and reserve for the next interval: both or neither.
+        """Settle a pool's reservations from an account, and from that of its run, and reserve for the next interval:
+        all or nothing.
 
         `spent_usd` is the cost since the last settlement.
         `settle_pool` describes how the sum is divided among several reservations. The next reservation may be 0 USD.
@@ -451,7 +476,8 @@ class Ledger:
         """Settle all open reservations of a pool, so that its settled sums add up to `spent_usd`. Idempotent.
 
         The oldest comes first. Each pays at most its own sum, and the newest pays the rest: so no period and no account
-        pays for another one while there is enough. If the settled sum is larger already, the open ones pay nothing.
+        pays for another one while there is enough. Those from the account of its run add up to `spent_usd` separately.
+        If the settled sum is larger already, the open ones pay nothing.
         """
         self._accounts.settle_pool(pool_id, spent_usd)
 
@@ -476,7 +502,7 @@ class Ledger:
     # ── pruning ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def prune(self, ended_before: datetime, *, is_dry_run: bool = True) -> Pruned:
-        """Delete the details of pools that ended before then and have no open entries. Idempotent.
+        """Delete the details of pools that ended before `ended_before` and have no open entries. Idempotent.
 
         Details are specs, attempts to rent machines, tags of machines, settled reservations and detached calls. The
         cost of each machine and the spending of accounts stay: bills, receipts and budgets show the same as before.

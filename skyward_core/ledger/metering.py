@@ -65,7 +65,7 @@ class MeteredInstance:
         return spent
 
     def cost(self, at: float) -> Decimal:
-        """Return its cost in USD until then, or until its end."""
+        """Return its cost in USD until `at`, or until its end."""
         return self.price.cost(self.milliseconds(at) / 1000)
 
 
@@ -174,8 +174,8 @@ class Meter:
     def buckets(self) -> dict[str, dict[Bucket, float]]:
         """Return the seconds of each machine by bucket. All buckets are there, and their sum is its life so far.
 
-        The count of a node arrives some seconds late. Until then the time is idle, so one bucket may shrink; the sum
-        never shrinks.
+        The count of a node arrives some seconds late. Before that the time counts as idle, so one bucket may shrink;
+        the sum never shrinks.
         """
         with self._lock:
             now = self._clock()
@@ -195,7 +195,7 @@ class Meter:
             return sum((metered.price.per_hour for metered in self._rented()), ZERO_USD)
 
     def projected(self, at: float) -> Decimal:
-        """Return the bill at a later time, in USD, if no machine is launched or ended until then."""
+        """Return the bill at a later time, in USD, if no machine is launched or ended before."""
         with self._lock:
             return self._total(max(at, self._clock()))
 

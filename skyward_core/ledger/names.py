@@ -1,15 +1,15 @@
 """The ledger's tables of names and of clients: which pool a name has, and which processes use it.
 
 Each method is one transaction. It locks the row of the name first, then that of the pool (docs/decisions/0028, 0007).
-What it decides by is in `names_policy.py`. Times are those of the PostgreSQL server, or of the one machine of SQLite.
+The rules of its decisions are in `names_policy.py`. Times are those of the PostgreSQL server, or of the one machine of
+SQLite.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Mapping
-from datetime import datetime, timedelta
+from collections.abc import Collection, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from sqlalchemy import Case, Connection, case, func, insert, select, update
@@ -19,7 +19,9 @@ from skyward_core.errors import LeaseLost
 from skyward_core.ledger import warm_time
 from skyward_core.ledger.database import Database
 from skyward_core.ledger.names_policy import (
+    NOTHING_USED,
     SKEW_SECONDS,
+    Activity,
     Claim,
     Client,
     Join,
@@ -27,6 +29,7 @@ from skyward_core.ledger.names_policy import (
     NameFacts,
     NameState,
     Rent,
+    Usage,
     decide_claim,
     is_last,
     may_be_condemned,
@@ -35,6 +38,7 @@ from skyward_core.ledger.names_policy import (
 )
 from skyward_core.ledger.rows import UnreadableRow
 from skyward_core.ledger.tables import (
+    CALLS,
     CLIENTS,
     NAMES,
     POOLS,
@@ -79,7 +83,7 @@ class Names:
         lease_seconds: float,
         work: Work = NO_WORK,
     ) -> Claim:
-        """Decide what a process does that opens a name, and record it.
+        """Decide what a process that opens a name does, and record it.
 
         After `Rent` the name belongs to `pool_id`, and this client is its steward. After `Join` it is a client of the
         pool of the row. `Wait` and `Refused` change nothing.
@@ -138,13 +142,12 @@ class Names:
 
     # ── in use ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def renew(self, client_id: str, lease_seconds: float, slot_seconds: float = 0.0) -> None:
-        """Extend the lease of a client, and record for how long its calls have held slots so far: it only grows.
+    def renew(self, client_id: str, lease_seconds: float, used: Usage = NOTHING_USED) -> None:
+        """Extend the lease of a client, and record what it has of the pool; the time of its calls only grows.
 
         Raises LeaseLost if it has left, or is not known.
         """
-        end = self._database.stamp_after(lease_seconds)
-        values = {"lease_expires_microseconds": end, "slot_milliseconds": _at_least(slot_seconds)}
+        values = {"lease_expires_microseconds": self._database.stamp_after(lease_seconds), **self._used(used)}
         with self._database.write() as connection:
             wanted = update(CLIENTS).where(CLIENTS.c.id == client_id, CLIENTS.c.left_microseconds.is_(None))
             if connection.execute(wanted.values(values)).rowcount == 0:
@@ -190,13 +193,13 @@ class Names:
             return facts is not None and may_come_back(facts, client_id, silent_seconds)
 
     def leave(
-        self, name: str, client_id: str, slot_seconds: float = 0.0, *, may_be_warm: bool = True
+        self, name: str, client_id: str, used: Usage = NOTHING_USED, *, may_be_warm: bool = True
     ) -> NameState | None:
         """Record that a client leaves; return what the pool is now.
 
         IN_USE: others use it. WARM: none does, and it stays for `keep_warm` seconds, unless `may_be_warm` is false.
-        CLOSING: none does, and the caller must end it, and is its steward until then. None: the name has another pool,
-        or the client had left before.
+        CLOSING: none does, and the caller must end it; it stays the steward until the pool has ended. None: the name
+        has another pool, or the client had left before.
         """
         with self._database.write() as connection:
             facts = self._facts(connection, name)
@@ -204,12 +207,12 @@ class Names:
                 return None
             row = facts.row
             if not is_last(facts, client_id):
-                self._end_client(connection, client_id, slot_seconds)
-                if row.steward == client_id:  # with CLOSING it was leaving already when it reached a limit
+                self._end_client(connection, client_id, used)
+                if row.steward == client_id:  # with CLOSING it was already leaving when it reached a limit
                     self._set(connection, name, state=NameState.IN_USE.value, steward="")
                 return NameState.IN_USE
             if may_be_warm and row.keep_warm_seconds and row.state in {NameState.IN_USE, NameState.WARM}:
-                self._end_client(connection, client_id, slot_seconds)
+                self._end_client(connection, client_id, used)
                 until = stamp(facts.now + timedelta(seconds=row.keep_warm_seconds))
                 self._set(connection, name, state=NameState.WARM.value, steward="", warm_until_microseconds=until)
                 warm_time.begin(connection, row.pool_id, stamp(facts.now))
@@ -217,24 +220,24 @@ class Names:
             # the client stays until the pool has ended: its life shows that the pool is being closed
             self._set(connection, name, state=NameState.CLOSING.value, steward=client_id)
             spent = update(CLIENTS).where(CLIENTS.c.id == client_id)
-            connection.execute(spent.values(slot_milliseconds=_at_least(slot_seconds)))
+            connection.execute(spent.values(self._used(used)))
             return NameState.CLOSING
 
-    def closed(self, client_id: str, slot_seconds: float = 0.0) -> None:
+    def closed(self, client_id: str, used: Usage = NOTHING_USED) -> None:
         """Record that a client has left, also one that had to end the pool, with its last time. Idempotent."""
         with self._database.write() as connection:
-            self._end_client(connection, client_id, slot_seconds)
+            self._end_client(connection, client_id, used)
 
-    def let_go(self, name: str, client_id: str, slot_seconds: float = 0.0) -> None:
-        """Record that a client does not use the pool any more, though it could not leave it. Idempotent.
-
-        If it was the steward, the pool has none from now on: the next process that comes does not wait for its end.
+    def let_go(self, name: str, client_id: str, used: Usage = NOTHING_USED) -> None:
+        """Record that a client does not use the pool any more, although it could not leave it. Idempotent. If it was
+        the steward, the pool has none from now on: the next process that opens it does not wait until the client's
+        lease expires.
         """
         with self._database.write() as connection:
             connection.execute(
                 update(NAMES).where(NAMES.c.name == name, NAMES.c.steward == client_id).values(steward="")
             )
-            self._end_client(connection, client_id, slot_seconds)
+            self._end_client(connection, client_id, used)
 
     def give_up(self, name: str, pool_id: str, client_id: str) -> bool:
         """Record that a client could not reach the pool; return whether the pool is condemned (`may_be_condemned`).
@@ -243,7 +246,7 @@ class Names:
         """
         with self._database.write() as connection:
             facts = self._facts(connection, name)
-            self._end_client(connection, client_id, 0.0)
+            self._end_client(connection, client_id, NOTHING_USED)
             if facts is None or facts.row.pool_id != pool_id:
                 return True
             if not may_be_condemned(facts, client_id):
@@ -266,13 +269,25 @@ class Names:
         with self._database.read() as connection:
             return read_rows(connection.execute(wanted).mappings(), name_of, unreadable)
 
-    def users(self, *, unreadable: list[UnreadableRow] | None = None) -> dict[str, int]:
-        """Return how many processes use each pool now, by pool id."""
-        wanted = select(CLIENTS).where(CLIENTS.c.left_microseconds.is_(None))
+    def activity(
+        self, pool_ids: Collection[str], *, unreadable: list[UnreadableRow] | None = None
+    ) -> dict[str, Activity]:
+        """Return how these pools with names are used now, by pool id."""
+        c = CALLS.c
+        detached = select(c.pool_id, func.sum(case((c.ended_microseconds.is_(None), 1), else_=0)).label("calls"))
+        detached = detached.add_columns(func.max(c.ended_microseconds).label("ended"))
         with self._database.read() as connection:
-            found = read_rows(connection.execute(wanted).mappings(), client_of, unreadable)
+            wanted = select(CLIENTS).where(CLIENTS.c.pool_id.in_(pool_ids))
+            clients = read_rows(connection.execute(wanted).mappings(), client_of, unreadable)
+            grouped = detached.where(c.pool_id.in_(pool_ids)).group_by(c.pool_id)
+            calls = {row.pool_id: (int(row.calls), row.ended) for row in connection.execute(grouped)}
             now = self._database.now(connection)
-        return dict(Counter(client.pool_id for client in found if client.lives(now, client.owner.state())))
+        return {
+            pool_id: _activity(
+                [client for client in clients if client.pool_id == pool_id], *calls.get(pool_id, (0, None)), now
+            )
+            for pool_id in pool_ids
+        }
 
     def clients(self, pool_id: str) -> list[Client]:
         """Return the clients of a pool, also those that have left, in the order in which they came."""
@@ -316,10 +331,16 @@ class Names:
         }
         connection.execute(insert(CLIENTS).values(values))
 
-    def _end_client(self, connection: Connection, client_id: str, slot_seconds: float) -> None:
+    def _end_client(self, connection: Connection, client_id: str, used: Usage) -> None:
         left = func.coalesce(CLIENTS.c.left_microseconds, self._database.stamp_after(0.0))
-        values = {"left_microseconds": left, "slot_milliseconds": _at_least(slot_seconds)}
+        values = {**self._used(used), "left_microseconds": left, "calls": 0}
         connection.execute(update(CLIENTS).where(CLIENTS.c.id == client_id).values(values))
+
+    def _used(self, used: Usage) -> dict[str, Any]:
+        values: dict[str, Any] = {"slot_milliseconds": _at_least(used.slot_seconds), "calls": used.calls}
+        if used.idle_seconds is not None:
+            values["busy_microseconds"] = self._database.stamp_after(-used.idle_seconds)
+        return values
 
     def _set(self, connection: Connection, name: str, **values: Any) -> None:
         connection.execute(update(NAMES).where(NAMES.c.name == name).values(values))
@@ -329,6 +350,18 @@ def _at_least(slot_seconds: float) -> Case[int]:
     """Return the recorded milliseconds of slots, or these seconds if they are more: the time only grows."""
     milliseconds, known = round(slot_seconds * 1000), CLIENTS.c.slot_milliseconds
     return case((known < milliseconds, milliseconds), else_=known)
+
+
+def _activity(clients: Sequence[Client], detached: int, ended: int | None, now: datetime) -> Activity:
+    """Return the use of one pool. `detached` is how many detached calls run or wait, `ended` when the last one ended,
+    in microseconds.
+    """
+    living = [client for client in clients if client.lives(now, client.owner.state())]
+    calls = detached + sum(client.calls for client in living)
+    times = [moment for client in clients for moment in (client.joined_at, client.busy_at) if moment is not None]
+    if ended is not None:
+        times.append(datetime.fromtimestamp(ended / 1_000_000, UTC))
+    return Activity(len(living), calls, max(times, default=None) if not calls else None)
 
 
 def _clients(connection: Connection, pool_id: str) -> list[Client]:

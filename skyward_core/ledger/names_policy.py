@@ -64,8 +64,40 @@ class NamedPool:
 
 
 @dataclass(frozen=True, slots=True)
+class Usage:
+    """What a client has of its pool.
+
+    `slot_seconds` is for how long its calls have held slots so far. `calls` is how many of its calls run or wait.
+    `idle_seconds` is for how long it has had none; None if that is not known.
+    """
+
+    slot_seconds: float = 0.0
+    calls: int = 0
+    idle_seconds: float | None = None
+
+
+NOTHING_USED = Usage()
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """The use of a named pool: living clients, their calls and the detached ones, and since when there is none.
+
+    `idle_since` is None while a call runs or waits, and for a pool that has had no client.
+    """
+
+    users: int = 0
+    calls: int = 0
+    idle_since: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Client:
-    """A process that uses a named pool, or has used it. `slot_seconds` is how long its calls have held slots."""
+    """A process that uses a named pool, or has used it.
+
+    `slot_seconds` is how long its calls have held slots. `calls` is how many run or wait, and `busy_at` when it had one
+    last, both as it was recorded last.
+    """
 
     id: str
     pool_id: str
@@ -75,6 +107,8 @@ class Client:
     left_at: datetime | None = None
     work: Work = NO_WORK
     slot_seconds: float = 0.0
+    calls: int = 0
+    busy_at: datetime | None = None
 
     def lives(self, now: datetime, state: OwnerState) -> bool:
         """Return whether the process may still use the pool.
@@ -148,7 +182,7 @@ type Claim = Rent | Join | Wait | Refused
 
 
 def decide_claim(facts: NameFacts | None, terms: Mapping[str, Any]) -> Claim:
-    """Return what a process does that opens the name with these terms. None: the name has no row."""
+    """Return what a process that opens the name with these terms does. Without `facts` the name has no row."""
     if facts is None:
         return Rent(1)
     row = facts.row
@@ -178,16 +212,17 @@ def why_dead(facts: NameFacts) -> str:
     if pool.condemned_at is not None:
         return "a sweep has condemned it"
     if row.state is NameState.WARM and row.warm_until is not None and row.warm_until <= facts.now and not living:
-        return "it was kept warm for as long as it should be"
+        return "its warm time is over"
     if _has_run_out(facts, pool) and not living:
         return "its lease has run out"
     return ""
 
 
 def may_be_condemned(facts: NameFacts, client_id: str) -> bool:
-    """Return whether a pool is condemned that a client could not reach: no other client may still use it.
+    """Return whether a pool that a client could not reach is condemned.
 
-    Nor can one that lives, once the lease of the pool has run out: a process that reaches its nodes renews that, too.
+    It is condemned if no other client may still use it, or if its lease has expired: a process that reaches its nodes
+    renews that lease.
     """
     return is_last(facts, client_id) or (facts.pool is not None and _has_run_out(facts, facts.pool))
 

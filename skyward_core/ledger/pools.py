@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from decimal import Decimal
 from typing import Any
 
 from sqlalchemy import Connection, Select, case, delete, func, insert, select, update
@@ -12,6 +13,7 @@ from sqlalchemy import Connection, Select, case, delete, func, insert, select, u
 from skyward_core.errors import LeaseLost, LedgerConflict
 from skyward_core.ledger.database import Database
 from skyward_core.ledger.rows import Attempt, PoolEntry, SealedLease, UnreadableRow
+from skyward_core.ledger.run_accounts import share_limit
 from skyward_core.ledger.stewards import must_be_steward
 from skyward_core.ledger.tables import (
     ATTEMPTS,
@@ -47,9 +49,10 @@ class Pools:
         lease_expires_at: datetime,
         account: str | None = None,
         work: Work = NO_WORK,
+        run_limit_usd: Decimal | None = None,
     ) -> PoolEntry:
         """Record a pool before anything is requested for it. Raises LedgerConflict if the id is taken."""
-        values = {
+        values: dict[str, Any] = {
             "id": pool_id,
             "owner_user": owner.user,
             "owner_host": owner.host,
@@ -65,6 +68,8 @@ class Pools:
         with self._database.write() as connection:
             if connection.execute(select(POOLS.c.id).where(POOLS.c.id == pool_id)).first() is not None:
                 raise LedgerConflict(f"The ledger already has a pool {pool_id!r}. Use a new id.")
+            if run_limit_usd is not None:
+                values["run_account"] = share_limit(connection, work, run_limit_usd)
             return pool_of(connection.execute(insert(POOLS).values(values).returning(*POOLS.c)).mappings().one())
 
     def turn_to(self, pool_id: str, provider: Mapping[str, Any], provider_account: str) -> None:

@@ -78,6 +78,7 @@ class PoolEntry:
     `provider` is the result of `Provider.to_json()`. `ended_at` is None until the end of the pool is recorded.
     `lives_by_lease`: the pool was detached, or has detached calls, and outlives its owner until its lease expires.
     `condemned_at`: a sweep has condemned it and ends its machines. `account` is the account that pays.
+    `run_account` is the one that all pools of its run share (`Ledger.open_pool`).
     `provider_account` is the provider's account that has the machines ("": unknown). `work` is the pool's purpose.
     """
 
@@ -89,6 +90,7 @@ class PoolEntry:
     lease_expires_at: datetime
     lives_by_lease: bool = False
     account: str | None = None
+    run_account: str | None = None
     condemned_at: datetime | None = None
     ended_at: datetime | None = None
     provider_account: str = ""
@@ -178,8 +180,8 @@ class CallState:
 
 @dataclass(frozen=True, slots=True)
 class CallEntry:
-    """A detached call. `state` is the last one that a client has seen; `seconds` is how long it had slots until then,
-    and `cost_usd` the price of these slots.
+    """A detached call. `state` is the last one that a client has seen; `seconds` is how long it had slots up to that
+    state, and `cost_usd` the price of these slots.
     """
 
     pool_id: str
@@ -326,6 +328,20 @@ class CostRow:
     def saved_usd(self) -> Decimal:
         """The on-demand cost minus the real cost."""
         return self.on_demand_usd - self.cost_usd
+
+
+@dataclass(frozen=True, slots=True)
+class CostPart:
+    """The part of a pool's cost that is for one work, in USD, real and on demand.
+
+    `is_final`: whether it does not change any more, because the pool and all that it rented have ended.
+    """
+
+    pool_id: str
+    work: Work
+    cost_usd: Decimal
+    on_demand_usd: Decimal
+    is_final: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,10 @@ Alembic is imported only if there is something to migrate.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import logging
+import threading
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, cast
 
@@ -25,6 +28,8 @@ from skyward_core.ledger.migrations import (
     v6_detached_calls,
     v7_names,
     v8_warm,
+    v9_run_limits,
+    v10_activity,
 )
 from skyward_core.ledger.tables import META
 
@@ -41,11 +46,14 @@ MIGRATIONS: Sequence[ModuleType] = (
     v6_detached_calls,
     v7_names,
     v8_warm,
+    v9_run_limits,
+    v10_activity,
 )
 """All migrations in their order. The revision of each is the version to which it leads; 0 is a database without our
 tables.
 """
 ALEMBIC_TABLE = "skyward_alembic"
+ALEMBIC_LOGGERS = ("alembic.runtime.migration", "alembic.runtime.plugins")
 MIGRATION_LOCK = 0x736B7977617264  # "skyward" in ASCII: the advisory lock of a migration in PostgreSQL
 
 
@@ -79,8 +87,30 @@ def migrate(connection: Connection, migrations: Sequence[ModuleType] = MIGRATION
             f" {len(migrations)}. Use the newer release, or another ledger (SKYWARD_LEDGER)."
         )
     if version < len(migrations):
-        _run(connection, migrations, version)
+        with _alembic_is_quiet():
+            _run(connection, migrations, version)
         _write_version(connection, len(migrations))
+
+
+@contextmanager
+def _alembic_is_quiet() -> Generator[None]:
+    """Drop the records of Alembic below WARNING in this thread: Airflow would write them to the log of a user's task.
+
+    Another thread may migrate the database of another program.
+    """
+    thread = threading.get_ident()
+
+    def is_kept(record: logging.LogRecord) -> bool:
+        return record.thread != thread or record.levelno >= logging.WARNING
+
+    loggers = [logging.getLogger(name) for name in ALEMBIC_LOGGERS]
+    for logger in loggers:
+        logger.addFilter(is_kept)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_kept)
 
 
 def _run(connection: Connection, migrations: Sequence[ModuleType], version: int) -> None:

@@ -22,11 +22,11 @@ class StewardAccounts:
         self._ledger = ledger
         self._epoch = epoch
 
-    def reserve(self, account: str, pool_id: str, usd: Decimal) -> Reservation:
+    def reserve(self, account: str | None, pool_id: str, usd: Decimal) -> Reservation:
         """As `Ledger.reserve`, with the epoch."""
         return self._ledger.reserve(account, pool_id, usd, epoch=self._epoch)
 
-    def roll(self, account: str, pool_id: str, spent_usd: Decimal, next_usd: Decimal) -> Reservation:
+    def roll(self, account: str | None, pool_id: str, spent_usd: Decimal, next_usd: Decimal) -> Reservation:
         """As `Ledger.roll`, with the epoch."""
         return self._ledger.roll(account, pool_id, spent_usd, next_usd, epoch=self._epoch)
 

@@ -4,8 +4,8 @@
                              ├──`close`──▶ a ends the pool: a process that comes waits
                              └──a is dead, or does not renew its row: `take` of another client──▶ client b, epoch n + 1
 
-Writes that only the steward may make name its epoch, and are refused in their own transaction when another client has
-become the steward (`must_be_steward`). `names_policy.standing` decides; docs/decisions/0028 has the states.
+Writes that only the steward may make name its epoch. The same transaction refuses them when another client has become
+the steward (`must_be_steward`). `names_policy.standing` decides; docs/decisions/0028 has the states.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class Stewards:
             return epoch
 
     def close(self, name: str, client_id: str, epoch: int) -> None:
-        """Record that the steward of this epoch ends the pool: processes that come wait for the end, and rent anew.
+        """Record that the steward of this epoch ends the pool. Processes that open it wait for the end, and then rent
+        new machines.
 
         Raises NotSteward, and changes nothing, if this client is not that steward any more.
         """

@@ -18,7 +18,7 @@ from decimal import Decimal
 from types import MappingProxyType
 from typing import Any, cast
 
-from sqlalchemy import BigInteger, Boolean, Column, ForeignKey, Index, Integer, MetaData, String, Table, Text
+from sqlalchemy import BigInteger, Boolean, Column, ForeignKey, Index, Integer, MetaData, String, Table, Text, false
 
 from skyward_core.errors import BadRequest
 from skyward_core.ledger.names_policy import Client, NamedPool, NameState
@@ -83,6 +83,8 @@ POOLS = Table(
     *_work_columns(),
     # set while no process uses a pool with a name (`warm_time.py`)
     Column("warm_since_microseconds", BigInteger),
+    # the account of the run, on which the pool draws beside `account` (`run_accounts.py`)
+    Column("run_account", String(255)),
 )
 Index("skyward_pools_by_run", POOLS.c.work_run)
 
@@ -132,6 +134,8 @@ ACCOUNTS = Table(
     Column("name", String(255), primary_key=True),
     Column("limit_micro_usd", BigInteger, nullable=False),
     Column("period", String(16), nullable=False),
+    # made for one run, and no user's: its limit is for all pools of that run, and `period` does not count
+    Column("is_of_run", Boolean, nullable=False, server_default=false()),
 )
 
 RESERVATIONS = Table(
@@ -241,6 +245,8 @@ CLIENTS = Table(
     Column("lease_expires_microseconds", BigInteger, nullable=False),
     Column("left_microseconds", BigInteger),
     Column("slot_milliseconds", BigInteger, nullable=False, server_default="0"),
+    Column("calls", BigInteger, nullable=False, server_default="0"),
+    Column("busy_microseconds", BigInteger),
     *_work_columns(),
 )
 
@@ -311,6 +317,7 @@ def pool_of(row: Values) -> PoolEntry:
         account=row["account"],
         condemned_at=moment_or_none(row["condemned_microseconds"]),
         ended_at=moment_or_none(row["ended_microseconds"]),
+        run_account=row["run_account"],
         provider_account=row["provider_account"],
         work=work_of(row),
         trouble=trouble,
@@ -452,6 +459,8 @@ def client_of(row: Values) -> Client:
         left_at=moment_or_none(row["left_microseconds"]),
         work=work_of(row),
         slot_seconds=row["slot_milliseconds"] / 1000,
+        calls=row["calls"],
+        busy_at=moment_or_none(row["busy_microseconds"]),
     )
 
 

@@ -6,9 +6,9 @@ writes without a pause takes the lock again before any other one looks, and the 
     come ──▶ lock a byte behind all locked ones ──▶ wait until no byte before it is locked ──▶ write ──▶ unlock
 
 The bytes are those of an empty file beside the ledger. The kernel unlocks the byte of a process that ends. The queue
-only arranges: whether a writer may write is decided by SQLite's own lock. So a writer that sees no other one move for
-STUCK_SECONDS, because a process was stopped in the queue or writes for long, goes on without it. Those behind it see
-that it was faster than the place in front of it, and wait for that place no more.
+only arranges: whether a writer may write is decided by SQLite's own lock. A process in the queue may be stopped, or may
+write for long. So a writer that sees no other one move for STUCK_SECONDS stops waiting. Writers behind it see that it
+has passed the place in front of it, and do not wait for that place any more.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Turns:
     def _queue(self) -> int | None:
         if self._path is None:
             return None
-        with suppress(OSError):  # the folder may not be written to: then neither may the ledger
+        with suppress(OSError):  # the folder is not writable, so the ledger is not writable either
             return os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         return None
 

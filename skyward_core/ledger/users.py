@@ -12,7 +12,7 @@ from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.names_policy import Client
 from skyward_core.ledger.rows import MICRO_USD, Bucket, CallEntry, CostBy, UnreadableRow
 from skyward_core.ledger.split import split_exactly
-from skyward_core.work import NO_WORK, Work
+from skyward_core.work import NO_WORK, WORK_CHARACTERS, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class PoolUser:
 
 
 def users_of(ledger: Ledger, pool_id: str, *, unreadable: list[UnreadableRow] | None = None) -> list[PoolUser]:
-    """Return the users of a pool with a name, in the order in which they came; of any other pool none.
+    """Return the users of a pool with a name, in the order in which they came; none for other pools.
 
     Their costs add up to that of the pool's bucket "running calls", to the micro-dollar, if any of them has used slots.
     Raises LedgerError.
@@ -48,7 +48,7 @@ def users_of(ledger: Ledger, pool_id: str, *, unreadable: list[UnreadableRow] | 
     buckets = ledger.cost_rows(CostBy.BUCKET, pool_id=pool_id, unreadable=None if unreadable is None else [])
     busy_usd = next((row.cost_usd for row in buckets if row.key == Bucket.RUNNING_CALLS), ZERO_USD)
     now = ledger.names.now()
-    return with_costs([*(_of_client(client, now) for client in clients), *_of_calls(calls)], busy_usd)
+    return with_costs([*(_of_client(client, now) for client in clients), *_of_calls(calls, clients)], busy_usd)
 
 
 def with_costs(users: Sequence[PoolUser], busy_usd: Decimal) -> list[PoolUser]:
@@ -69,15 +69,16 @@ def _of_client(client: Client, now: datetime) -> PoolUser:
     )
 
 
-def _of_calls(calls: Sequence[CallEntry]) -> list[PoolUser]:
-    """Return one user for the detached calls of each owner."""
+def _of_calls(calls: Sequence[CallEntry], clients: Sequence[Client]) -> list[PoolUser]:
+    """Return one user for the detached calls of each owner. Its work is that of the client whose work it names."""
+    works = {str(client.work)[:WORK_CHARACTERS]: client.work for client in clients}
     by_owner: dict[str, list[CallEntry]] = {}
     for call in calls:
         by_owner.setdefault(call.owner, []).append(call)
     return [
         PoolUser(
             owner,
-            NO_WORK,
+            works.get(owner, NO_WORK),
             min(call.started_at for call in its),
             _last_end(its),
             sum(round(call.seconds * 1000) for call in its) / 1000,

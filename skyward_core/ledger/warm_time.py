@@ -1,4 +1,5 @@
-"""Warm time: from the moment in which the last process leaves a pool with a name until another comes, or the pool ends.
+"""Warm time begins when the last process leaves a pool with a name. It ends when another one joins, or when the pool
+ends.
 
 `skyward_pools.warm_since_microseconds` is set while a pool is warm. No process counts its time then. The transaction in
 which another process joins adds the time to the machines' bucket WARM, and so does the one that records their end. A
@@ -58,7 +59,7 @@ def warm_milliseconds(row: Values, since: int, until: int) -> int:
 
 
 def unnoted_milliseconds(row: Values, until: int) -> int:
-    """Return how many milliseconds of a machine until then are in no bucket."""
+    """Return how many milliseconds of a machine before `until` are in no bucket."""
     return max(
         0, (until - row["intended_microseconds"]) // 1000 - sum(row[milliseconds_of(bucket)] for bucket in Bucket)
     )
@@ -67,7 +68,7 @@ def unnoted_milliseconds(row: Values, until: int) -> int:
 def with_warm(known: Mapping[Bucket, int], totals: Mapping[Bucket, int]) -> dict[Bucket, int]:
     """Return new totals of a machine with its warm time, which is not idle.
 
-    A process that counts its time has all of its life, and none of it as warm: it takes warm time for idle time.
+    A process that counts its time counts its whole life, and takes warm time for idle time.
     """
     warm = known[Bucket.WARM]
     if not warm or totals.get(Bucket.WARM) or Bucket.IDLE not in totals:

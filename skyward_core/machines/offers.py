@@ -200,7 +200,7 @@ def why_none(offers: Sequence[Offer], want: Requirements) -> str:
     if want.accelerator is None or any(offer.accelerator == wanted for offer in offers):
         return text
     simulation = (
-        f' Local(simulate="{want.accelerator.name}") simulates one here.'
+        f'. Local(simulate="{want.accelerator.name}") simulates one here.'
         if any(offer.provider == "local" for offer in offers)
         else ""
     )

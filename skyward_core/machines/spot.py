@@ -125,10 +125,10 @@ def from_json(data: object) -> Strategy:
         return parse(data)  # pyright: ignore[reportArgumentType] - parse refuses other types
     fields: dict[str, Any] = {**data}
     kind = str(fields.pop("kind", ""))
-    if kind not in _KINDS:
-        raise BadRequest(f'a spot strategy has a kind; {kind!r} is not one: did you mean "{_nearest(kind, _KINDS)}"?')
+    if kind not in KINDS:
+        raise BadRequest(f'a spot strategy has a kind; {kind!r} is not one: did you mean "{_nearest(kind, KINDS)}"?')
     try:
-        return _KINDS[kind](**fields)
+        return KINDS[kind](**fields)
     except TypeError as error:
         raise BadRequest(f"the spot strategy {kind!r} does not have these fields: {error}") from error
 
@@ -161,5 +161,5 @@ def _advice(share: object) -> str:
 
 
 _NAMED: dict[str, Strategy] = {"always": Always(), "if-available": IfAvailable(), "never": Never()}
-_KINDS: dict[str, Any] = {"always": Always, "if-available": IfAvailable, "never": Never, "percent": Percent}
-_KIND_OF = {strategy: kind for kind, strategy in _KINDS.items()}
+KINDS: dict[str, Any] = {"always": Always, "if-available": IfAvailable, "never": Never, "percent": Percent}
+_KIND_OF = {strategy: kind for kind, strategy in KINDS.items()}

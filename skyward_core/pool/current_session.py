@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -24,6 +25,7 @@ from skyward_core.errors import InstancesLeft, PoolClosed, SkywardError
 from skyward_core.events import console
 from skyward_core.events.events import Callback, CostFinal, compose, registered_callback
 from skyward_core.events.queue import EventQueue
+from skyward_core.ledger.names_policy import NOTHING_USED, Usage
 from skyward_core.machines.instances import Lease
 from skyward_core.machines.sealing import secret_keys
 from skyward_core.machines.signing import signed
@@ -127,7 +129,7 @@ class CurrentSession:
             use.left()
             raise
         self._opened, self._use = opened, use
-        use.measure(lambda: 0.0 if opened.cluster is None else opened.cluster.slot_seconds)
+        use.measure(lambda: _usage(opened.cluster))
         if isinstance(opened, Attached):
             self.own_id = opened.lease.pool_id
             self._calls = _call_ledger(opened, self.own_id)
@@ -151,7 +153,11 @@ class CurrentSession:
     ) -> Session:
         """Rent the machines of a pool. Its session is added to `begun` first."""
         values = prepared.spec, prepared.providers, prepared.on_event, prepared.work, secrets
-        self._opened = opened = Session(*values) if use is None else NamedSession(*values, pool_id, use)
+        self._opened = opened = (
+            Session(*values, run_limit_usd=prepared.run_limit_usd)
+            if use is None
+            else NamedSession(*values, pool_id, use)
+        )
         begun.append(opened)
         self._start(opened, prepared, terminations)
         return opened
@@ -192,9 +198,11 @@ class CurrentSession:
         spec: PoolSpec,
         on_event: Callback | None,
         timeout_seconds: float,
+        *,
+        pays: bool,
     ) -> None:
         """Connect to the nodes of a lease, with this SSH key, or the keys that the ledger had sealed."""
-        attached = _attach(lease, key, sealed, spec, on_event, timeout_seconds)
+        attached = _attach(lease, key, sealed, spec, on_event, timeout_seconds, pays=pays)
         self.was_opened = True
         self._opened = attached
         self._calls = _call_ledger(attached, lease.pool_id)
@@ -352,6 +360,16 @@ class CurrentSession:
         opened = self._opened
         return opened.meter.update().accumulated_cost if isinstance(opened, Session) else 0.0
 
+    def note_cost(self) -> None:
+        """Record the cost so far in the ledger. Raises LedgerError and LeaseLost."""
+        opened, use = self._opened, self._use
+        if opened is None or self._is_in_a_fork:
+            return
+        if use is not None:
+            use.note_cost()
+        if isinstance(opened, Session):
+            opened.note_cost()
+
     @property
     def why_closed(self) -> str:
         """The message of PoolClosed while nothing is open."""
@@ -381,11 +399,14 @@ def _attach(
     spec: PoolSpec,
     on_event: Callback | None,
     timeout_seconds: float,
+    *,
+    pays: bool = False,
 ) -> Attached:
     """Connect to the nodes of a lease; nothing stays open if that fails."""
-    show = console.display(spec.display)
+    show = console.display(spec.display, pool_id=claim.pool_id)
     callback = compose(*[sink for sink in (registered_callback(), on_event) if sink is not None], show)
-    attached = Attached(claim, key, sealed, spec.lease_seconds, spec.retries, EventQueue(callback, show.close))
+    events = EventQueue(callback, show.close)
+    attached = Attached(claim, key, sealed, spec.lease_seconds, spec.retries, events, pays=pays)
     try:
         attached.start(timeout_seconds)
         attached.events.flush()
@@ -454,3 +475,10 @@ def _collected(opened: Session) -> None:
             )
         finally:  # the warning is an error under `python -W error`
             opened.stop("the pool object was collected")
+
+
+def _usage(cluster: Cluster | None) -> Usage:
+    """Return what the calls of this process have of a pool."""
+    if cluster is None:
+        return NOTHING_USED
+    return Usage(cluster.slot_seconds, len(cluster.owner.futures), time.monotonic() - cluster.busy_at)

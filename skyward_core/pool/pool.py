@@ -75,13 +75,16 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
         secrets: Mapping[str, str] | None = None,
         replace_object: pickling.Replace | None = None,
         work: Work = NO_WORK,
+        run_max_cost: float | None = None,
     ) -> Self:
         """Make a pool from a spec.
 
         `credentials` is the provider, or all of them, with secrets from the caller's own store; the spec's providers
         hold none. `secrets` are values from that store for names of the spec's `secrets`; the others are read from the
         environment when the pool opens. `work` is the purpose of the machines. `replace_object` may replace objects
-        during pickling (see `pickling.dumps`).
+        during pickling (see `pickling.dumps`). `run_max_cost` is the most that all pools of the run together may cost,
+        in USD: of those whose `work` names the same system, workflow and run, and that have this limit. The newest
+        value counts; the ledger keeps it (docs/ledger.md).
         """
         secrets = SecretValues(secrets or {})  # error reports may show the variables of this frame
         pool = cls.__new__(cls)
@@ -93,6 +96,7 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
                 replace_object=replace_object,
                 work=work,
                 secrets=secrets,
+                run_max_cost=run_max_cost,
             )
         )
         return pool
@@ -113,6 +117,7 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
         lease_seconds: float = 120.0,
         timeout_seconds: float = 60.0,
         is_trusted: bool = False,
+        pays: bool = False,
     ) -> Self:
         """Attach to a pool that another process has opened, by its `lease`, the lease's JSON, or the pool's id.
 
@@ -120,12 +125,15 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
         keys sealed; SKYWARD_SECRET_KEY, or the same key file, opens them (`sealing.py`). They are also used if this
         machine does not have the lease's SSH key. `key` is the path of one that the nodes know, or its text, which is
         kept only in memory. Several processes may attach at once. Returns the pool open, for `with` or `close`. Closing
-        it leaves the machines running. As long as it is open it renews the nodes' lease, `lease_seconds` ahead.
+        it leaves the machines running. As long as it is open it renews the nodes' lease, `lease_seconds` ahead. With
+        `pays` it also reserves from the `budget` of a pool that was detached, as its opener did: the nodes end where
+        the money does. A `BudgetWarning` comes before.
 
         A lease is verified before anything in it is used: it must name only folders of this machine that belong to this
         user alone, or be signed (`signing.py`), unless `is_trusted` says that no other user could have changed it.
-        Raises Unreachable, CredentialsError (LeaseTampered if altered), HostKeyChanged, NodeLost if the scheduler or
-        the pool is gone; for an id also LeaseLost, BadRequest and LedgerError.
+        Raises Unreachable (also if the scheduler does not answer in time although its head lives: try again),
+        CredentialsError (LeaseTampered if altered), HostKeyChanged, NodeLost if the head or the pool is gone; for an id
+        also LeaseLost, BadRequest and LedgerError.
         """
         refuse_greenlets()
         claim, sealed = verified_claim(lease, has_key=key is not None, is_trusted=is_trusted)
@@ -134,7 +142,8 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
         )
         pool = cls.__new__(cls)
         pool._reset(Prepared(spec, (Local(),), on_event=on_event))
-        pool._session.attach(claim, None if key is None else str(key), sealed, spec, on_event, timeout_seconds)
+        key_text = None if key is None else str(key)
+        pool._session.attach(claim, key_text, sealed, spec, on_event, timeout_seconds, pays=pays)
         return pool
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -380,6 +389,16 @@ class ComputePool(DetachedCalls, ElasticSize, AsyncPool, Quoting):
     def cost(self) -> float:
         """USD spent so far; after the end the whole bill."""
         return self._session.cost
+
+    def note_cost(self) -> None:
+        """Write the cost so far into the ledger now, so that `sky.cost_of` is up to date; otherwise it is some seconds
+        behind.
+
+        A process that has joined a pool with a name writes for how long its calls have held slots; the process that
+        keeps the pool writes the rest, every few seconds. Without an open pool nothing happens. Raises LedgerError, and
+        LeaseLost if the pool was condemned.
+        """
+        self._session.note_cost()
 
     def share_cost(self, shares: Mapping[Work, float]) -> None:
         """Divide parts of the cost, in USD, among tasks that share the pool, for `skyward cost --by task`.

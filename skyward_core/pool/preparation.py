@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 
-from skyward_core.config import Settings
+from skyward_core.config.settings import Settings
 from skyward_core.errors import BadRequest
 from skyward_core.events.events import Callback
 from skyward_core.providers.base import Provider
@@ -32,6 +34,7 @@ class Prepared:
     replace_object: pickling.Replace | None = None
     work: Work = NO_WORK
     given_secrets: SecretValues = field(default_factory=lambda: SecretValues({}))
+    run_limit_usd: Decimal | None = None
 
     def log_provider(self) -> None:
         """Log which provider was chosen, and why, if the caller named none.
@@ -69,19 +72,37 @@ def prepare(
     replace_object: pickling.Replace | None = None,
     work: Work = NO_WORK,
     secrets: Mapping[str, str] | None = None,
+    run_max_cost: float | None = None,
 ) -> Prepared:
     """Complete and check the arguments of a pool. Raises BadRequest."""
     spec, providers, why_provider = complete(spec, credentials)
     spec.refuse_what_cannot_be()
     selection.able(spec, providers)
-    return Prepared(spec, providers, why_provider, on_event, replace_object, work, SecretValues(secrets or {}))
+    limit = _run_limit(run_max_cost, spec, work)
+    return Prepared(spec, providers, why_provider, on_event, replace_object, work, SecretValues(secrets or {}), limit)
+
+
+def _run_limit(run_max_cost: float | None, spec: PoolSpec, work: Work) -> Decimal | None:
+    """Check a limit for all pools of a run, and return it in USD; None for no limit."""
+    if run_max_cost is None or run_max_cost == math.inf:
+        return None
+    if not run_max_cost > 0:
+        raise BadRequest(f"run_max_cost={run_max_cost!r}: write a positive number of USD, or None")
+    if not work.run:
+        raise BadRequest('run_max_cost needs the run whose pools it limits: work=sky.Work(system="...", run="...")')
+    if spec.name is not None:
+        raise BadRequest(
+            f"run_max_cost beside name={spec.name!r}: a pool with a name is not for one run; max_cost and budget limit"
+            " it"
+        )
+    return Decimal(repr(run_max_cost))
 
 
 def complete(
     spec: PoolSpec, credentials: Provider | Sequence[Provider] | None = None
 ) -> tuple[PoolSpec, tuple[Provider, ...], str]:
     """Return the spec completed by the settings, the providers to ask, and their source if it is not the caller."""
-    settings = Settings.read()
+    settings = Settings.read(pool=spec.name)
     missing = {
         name: value
         for name, value in settings.fields.items()

@@ -261,6 +261,14 @@ def field_of[T](answer: object, name: str, kind: type[T], who: str) -> T:
     return value
 
 
+def number_of(answer: object, name: str, who: str) -> float:
+    """Return a number in a field of an answer. Raises ProviderFailed like `field_of`."""
+    value = field_of(answer, name, object, who)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ProviderFailed(f"{who} with {name}={value!r}, which is no number")
+    return float(value)
+
+
 def rows_of(answer: object, name: str, who: str) -> list[Row]:
     """Return the list of JSON objects in a field of an answer.
 

@@ -204,6 +204,14 @@ class Provider(Frozen):
         """
         return ""
 
+    def quotas(self) -> Mapping[str, float]:
+        """Return what the provider tells of the account's limits, each with its unit: {"credit in USD": 12.5}.
+
+        Zero or less means that nothing can be rented. Empty where the provider tells nothing. A read; raises
+        CredentialsError if these credentials may not read it, and ProviderFailed during an outage.
+        """
+        return {}
+
     def console_url(self, instance: Instance) -> str | None:
         """Return the page of the provider's console that shows the machine; None if there is none."""
         return None
@@ -230,22 +238,25 @@ def load(provider: str | Mapping[str, Any] | Provider) -> Provider:
         )
     fields = {"name": provider} if isinstance(provider, str) else dict(provider)
     name = str(fields.pop("name", ""))
-    if name in BUILT_IN:
-        module, _, class_name = BUILT_IN[name].rpartition(".")
-        kind = cast("type[Provider]", getattr(importlib.import_module(f"skyward_core.providers.{module}"), class_name))
-    elif name in (found := _entry_points(tuple(sys.path))):
-        kind = cast("type[Provider]", found[name].load())
-    else:
-        known = sorted({*BUILT_IN, *found})
-        near = get_close_matches(name, known, 1)
-        raise BadRequest(
-            f"no provider is called {name!r}; {f'did you mean {near[0]!r}? ' if near else ''}known here:"
-            f" {', '.join(known)}"
-        )
+    kind = kind_of(name)
     try:
         return kind(**fields)
     except BadRequest as error:
         raise BadRequest(f"provider {name!r}: {error}") from error
+
+
+def kind_of(name: str) -> type[Provider]:
+    """Return the class of a provider. Raises BadRequest for a name that no provider has."""
+    if name in BUILT_IN:
+        module, _, class_name = BUILT_IN[name].rpartition(".")
+        return cast("type[Provider]", getattr(importlib.import_module(f"skyward_core.providers.{module}"), class_name))
+    if name in (found := _entry_points(tuple(sys.path))):
+        return cast("type[Provider]", found[name].load())
+    known = sorted({*BUILT_IN, *found})
+    near = get_close_matches(name, known, 1)
+    raise BadRequest(
+        f"no provider is called {name!r}; {f'did you mean {near[0]!r}? ' if near else ''}known here: {', '.join(known)}"
+    )
 
 
 @functools.lru_cache(maxsize=1)

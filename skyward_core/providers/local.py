@@ -41,7 +41,7 @@ from skyward_core.providers.tagging import TAGS_VARIABLE, from_word, of_machine,
 from skyward_core.providers.termination_shell import PROOFS
 from skyward_core.secret import looks_secret
 from skyward_core.worker import keeper
-from skyward_core.worker.metrics import gpus_here
+from skyward_core.worker.gpus import VISIBLE, gpus_here
 from skyward_core.worker.private_folders import NotPrivate, is_private
 from skyward_core.worker.settings import memory_directory, this_process
 from skyward_core.worker.watchdog import INSTANCE_TAG, kill_instance, members, tagged_processes
@@ -71,6 +71,8 @@ KEPT_VARIABLES = (
     "LD_LIBRARY_PATH",
     "CUDA_HOME",
     "CUDA_PATH",
+    "CUDA_DEVICE_ORDER",
+    VISIBLE,
 )
 KEPT_PREFIXES = ("LC_", "NVIDIA_", "SSL_CERT_", "UV_", "PIP_", "XDG_")
 KEPT_ENDINGS = ("_CA_BUNDLE", "_proxy", "_PROXY")

@@ -2,8 +2,8 @@
 
 The script prints a line `::skyward phase NAME` when it enters a phase and `::skyward failed ...` when it fails in one.
 Its other output is shown only after a failure. It ends with `exec` of the node's supervisor. The head's scheduler
-prints `::skyward head GENERATION ADDRESS`, the listener on a spot machine `::skyward notice JSON`, and the supervisor
-`::skyward preload JSON` for each module that it could not import ahead.
+prints `::skyward head GENERATION ADDRESS`. The listener on a spot machine prints `::skyward notice JSON`. The
+supervisor prints `::skyward preload JSON` for each module that it could not import ahead.
 """
 
 from __future__ import annotations
@@ -65,9 +65,8 @@ export SKYWARD_BOOT_WATCHER=$!
 
 
 def startup_script(spec: PoolSpec, provider: Provider, paid_seconds: float | None = None) -> str:
-    """Return the script that a machine runs when it comes up: the guard, or on this machine the whole preparation.
-
-    `paid_seconds` is how long it may live by its own clock until it gets the time until which it is paid. On this
+    """Return the script that a machine runs at its start: the guard, or on this machine the whole preparation.
+    `paid_seconds` is how long it may live by its own clock, before it gets the time up to which it is paid. On this
     machine it gets that before it is a node.
     """
     if not provider.is_here:

@@ -35,7 +35,7 @@ from skyward_core.providers.base import Provider, Sale
 from skyward_core.spec import PoolSpec
 
 MOST_CANDIDATES = 200
-"""Each try takes seconds, so that more of them would not help a user."""
+"""Each try takes seconds, so more of them would not help a user."""
 MOST_SHOWN = 20
 FAILURES_TO_REST = 3
 """After failures at so many pools in a row a candidate rests: it is tried after others."""
@@ -119,8 +119,8 @@ def ask(
 ) -> list[ProviderOffers]:
     """Ask all providers at once for their offers and their account. Return the answers in the order of the providers.
 
-    An error of one provider (an outage, refused credentials, a spec or a setting that it cannot do) is part of its
-    answer, so that the others' answers are not lost.
+    An error of one provider is part of its answer, so that the others' answers are not lost. Examples are an outage,
+    refused credentials, and a spec that it does not support.
     """
     return side_by_side(lambda provider: _query(provider, want, clock), providers, "skyward-offers", len(providers))
 
@@ -146,7 +146,7 @@ def candidates(spec: PoolSpec, sold: Iterable[ProviderOffers]) -> tuple[list[Can
     has none.
 
     Without a strategy, and with "if-available", a type that is sold on demand and as spot is two candidates. Raises
-    BadRequest if the spec demands spot, all providers have answered, and none of them ever sells it.
+    BadRequest if the spec demands spot, all providers have answered, and none of them sells it at any time.
     """
     want = spec.requirements
     found: list[Candidate] = []
@@ -274,8 +274,8 @@ def _total(parts: Iterable[Part]) -> tuple[float, float, float]:
 
 
 def resting(attempts: Iterable[Attempt], now: datetime, nodes: int = 1) -> dict[Key, datetime]:
-    """Return until when each candidate rests that has failed at FAILURES_TO_REST pools in a row: from its last failure
-    on, twice as long with each further one.
+    """Return the end of the rest of each candidate that has failed at FAILURES_TO_REST pools in a row. The rest begins
+    at its last failure, and doubles with each further failure.
 
     The attempts may be in any order. Each pool counts once, and only if it wanted no more than `nodes` machines: a
     refusal of sixty-four machines proves nothing about one. A success of any pool ends the rest.
@@ -296,7 +296,9 @@ def resting(attempts: Iterable[Attempt], now: datetime, nodes: int = 1) -> dict[
 
 
 def order(found: Sequence[Candidate], rest: Mapping[Key, datetime]) -> list[Candidate]:
-    """Sort candidates that rest behind those that cost little more (WORTH_A_REST). They are tried nevertheless."""
+    """Sort candidates that rest behind those that cost little more (WORTH_A_REST). Resting candidates are still
+    tried.
+    """
 
     def rank(candidate: Candidate) -> tuple[float, bool]:
         rests = bool(candidate.keys & rest.keys())

@@ -1,12 +1,12 @@
-"""Informs the nodes that they go on without their client, and undoes this if a node or the ledger fails.
+"""Informs the nodes that they run without their client from now on, and undoes this if a node or the ledger fails.
 
 States of a pool that is detached, and which pool a crash leaves:
 
     attended -> money reserved -> nodes informed -> ledger written -> reaper informed -> detached
     └─────────────── an attended pool ─────────┘   └─ a detached pool, whose nodes and money last until its lease ends
 
-Until the ledger is written the owner's death ends the pool: the reaper and every sweep decide by the ledger, whatever
-lease the nodes have. So the nodes are informed first and the ledger is written last.
+Until the ledger is written, the owner's death ends the pool: the reaper and every sweep decide by the ledger, not by
+the leases of the nodes. So the nodes are informed first and the ledger is written last.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = logging.getLogger("skyward")
 def detached_nodes(machines: PoolMachines, seconds: float, usual_seconds: float) -> Generator[None]:
     """Let all nodes live for so many seconds from now, with or without this client. If that or the body fails, undo it.
 
-    Nodes of this machine that had no lease have one of `usual_seconds` then. Raises Unreachable if a node does not
+    Nodes of this machine that had no lease then get one of `usual_seconds`. Raises Unreachable if a node does not
     answer, BadRequest if the nodes need this client.
     """
     nodes = machines.transports.all()
@@ -47,7 +47,7 @@ def detached_nodes(machines: PoolMachines, seconds: float, usual_seconds: float)
 
 
 def disown(machines: PoolMachines) -> None:
-    """Let nodes of this machine end with their lease, though this process goes on. Raises nothing."""
+    """Let nodes of this machine end with their lease, although this process lives on. Raises nothing."""
     for transport in machines.transports.here():
         with contextlib.suppress(OSError):  # it has ended
             transport.write(DETACHED, "")

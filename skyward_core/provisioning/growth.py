@@ -17,7 +17,8 @@ from skyward_core.provisioning.candidates import ProviderOffers, candidates
 from skyward_core.spec import PoolSpec
 
 ENOUGH_SECONDS = 600.0
-"""A pool grows only while its money lasts for so long with the new node: each node makes the life of all shorter."""
+"""A pool grows only if its money lasts for so many seconds with the new node, because each node shortens the life of
+all."""
 
 
 def offers_for_one_more(

@@ -12,10 +12,10 @@ with SKYWARD_INSTANCE_ID and SKYWARD_INSTANCE_DIRECTORY in its environment. It u
     mounts      read     the mount points of the node, one per line
     log         written  the reason why the node ends, appended
 
-The end of a node: the reason is written into its log. SIGKILL goes to all processes with its tag, to all below such a
-process and to all in its control group, to its keepers last (`worker/keeper.py`). Mounts are undone. Its folders in
-memory and on disk are removed (the latter is kept if SKYWARD_KEEP_DIRECTORY is set). Then the command runs with which
-the machine ends itself.
+The end of a node: the reason is written into its log. SIGKILL goes to all processes with its tag, to their descendants,
+and to all in its control group. Its keepers get it last (`worker/keeper.py`). Mounts are undone. Its folders in memory
+and on disk are removed (the latter is kept if SKYWARD_KEEP_DIRECTORY is set). Then the command runs with which the
+machine ends itself.
 """
 
 from __future__ import annotations

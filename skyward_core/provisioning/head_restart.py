@@ -4,8 +4,8 @@
     ─> all other nodes get its address
           └─ none is left ─> machines are rented again, the first one becomes the head ───────┘
 
-Nodes that do not get it are terminated, and their ranks are vacant: `replacement` fills them. After a crash the pool's
-machines are found by tag.
+Nodes that do not get the address are terminated, and their ranks are vacant: `replacement` fills them. After a crash
+the pool's machines are found by tag.
 
 All of it runs under `Nodes.settings_lock`, which `restart` takes.
 """
@@ -28,7 +28,7 @@ from skyward_core.provisioning.selection import Selection
 from skyward_core.provisioning.termination import Termination
 from skyward_core.spec import PoolSpec
 
-HEIR_SECONDS = 60.0  # for a node that is left to become the head: its scheduler listens in two
+HEIR_SECONDS = 60.0  # for a surviving node to become the head; its scheduler usually listens after two seconds
 LIVES_AGAIN_SECONDS = 2.0
 BEGIN_SECONDS = 20.0  # for the other nodes to begin, when the head is up
 # for the end of nodes whose processes have died, before others are started on the same machines
@@ -50,9 +50,9 @@ class HeadRestart:
         """Give the pool another head. Returns the new lease; ranks that it lacks are vacant.
 
         `heirs` are the ids of the nodes that may become the head. `dead` are the nodes whose processes have died while
-        their machines answer (`lives`), possibly the head too: they are terminated. Without an heir as many machines
-        are rented, all at once. With `Local` and `Hosts` these are the same machines, because they are free by then.
-        Without heir and dead node one machine is rented for the head.
+        their machines answer (`lives`), possibly the head too: they are terminated. Without an heir, one machine is
+        rented for each dead node, all at once. With `Local` and `Hosts` these are the same machines, because the
+        terminations have freed them. Without heir and dead node one machine is rented for the head.
         """
         with self._nodes.settings_lock:  # a machine in preparation gets its settings later, with the new head
             return self._restart(frozenset(heirs), frozenset(dead))

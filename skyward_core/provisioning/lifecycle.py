@@ -260,7 +260,7 @@ class PoolMachines:
         self._replacement.dismiss(rank)
 
     def retire(self, rank: int, instance_id: str) -> None:
-        """Have a node end its workers for good, if it still is this machine (`Replacement.retire`)."""
+        """Let a node end its workers, without a restart, if it still is this machine (`Replacement.retire`)."""
         self._may_act()
         self._replacement.retire(rank, instance_id)
 
@@ -275,7 +275,7 @@ class PoolMachines:
         self._replacement.add(rank, is_there)
 
     def abandon_coming(self) -> None:
-        """Wait for no machine any more that is to be a new node (`Replacement.abandon_coming`)."""
+        """Stop waiting for machines that are to become new nodes (`Replacement.abandon_coming`)."""
         self._replacement.abandon_coming()
 
     def remove(self, rank: int, instance_id: str) -> None:

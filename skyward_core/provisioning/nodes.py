@@ -137,8 +137,9 @@ class Nodes:
         role = Role(rank, self.generation, host, head_host, self.head_port, scheduler, forwarding.ports_of(rank))
         certificate = self._certificate.result()
         if isinstance(node.transport, LocalTransport):
-            # writes for how long it is paid, which a node of this machine gets in no other way
-            node.transport.write_paid_and_busy()
+            # Writes for how long the node is paid: a node of this machine gets that in no other way. A new node of a
+            # shared pool needs a lease too: its process may leave before the next renewal.
+            node.transport.keep_alive()
         accelerator, lifetime = self._rental.accelerator_of(node.instance.id), self._spec.max_lifetime
         is_simulated = self._rental.provider.simulates
         return settings_of(

@@ -38,13 +38,13 @@ class PortForwarding:
         return self._ports.get(rank, ())
 
     def choose(self) -> None:
-        """Choose the ports of all ranks anew."""
+        """Choose new ports for all ranks."""
         numbers = random.sample(PORTS, self._each * self._nodes)
         self._ports = {rank: tuple(numbers[rank * self._each : (rank + 1) * self._each]) for rank in range(self._nodes)}
         self._forwarded = set()
 
     def choose_for(self, rank: int) -> None:
-        """Choose the ports of one rank anew; nothing to do while this is off."""
+        """Choose new ports for one rank; nothing to do while this is off."""
         if self._ports:
             self._ports[rank] = tuple(random.sample(PORTS, self._each))
 

@@ -30,7 +30,7 @@ class Quote:
 
     `ceiling_usd` is the most that the pool may cost: `max_cost`, or what the most expensive way costs for
     `max_lifetime`; None if nothing limits it. `account` is the account that pays. `refusals` are the reasons of the
-    providers without a way. Prices are those of the moment: a later opening may meet others.
+    providers without a way. Prices are present prices: they may differ when a pool is opened later.
     """
 
     ways: tuple[QuotedWay, ...]
@@ -63,12 +63,17 @@ def quote(spec: PoolSpec, providers: Sequence[Provider]) -> Quote:
         QuotedWay(" + ".join(f"{part.count} x {part.offer.name}" for part in candidate.parts), candidate.price_per_hour)
         for candidate in found
     )
-    return Quote(ways, _ceiling(spec, ways), spec.budget, tuple(refusals))
+    return Quote(ways, ceiling_of(spec, ways), spec.budget, tuple(refusals))
 
 
-def _ceiling(spec: PoolSpec, ways: Sequence[QuotedWay]) -> float | None:
+def ceiling_of(spec: PoolSpec, ways: Sequence[QuotedWay], seconds: float | None = None) -> float | None:
+    """Return the most that the pool may cost, in USD; None if nothing limits it.
+
+    `seconds` is after how long the pool's user ends it, such as an orchestrator.
+    """
+    ends = [end for end in (spec.max_lifetime, seconds) if end is not None]
     of_life = None
-    if spec.max_lifetime is not None and ways and not spec.is_elastic:
-        of_life = max(way.price_per_hour for way in ways) * spec.max_lifetime / SECONDS_PER_HOUR
+    if ends and ways and not spec.is_elastic:
+        of_life = max(way.price_per_hour for way in ways) * min(ends) / SECONDS_PER_HOUR
     limits = [limit for limit in (spec.max_cost, of_life) if limit is not None]
     return min(limits, default=None)

@@ -8,9 +8,9 @@ States of a launch, and what is left when the client is killed between two lines
 A launch that fails may have created machines. So the money of such a launch stays committed, and `end_all` lists the
 machines by tag. It never relies on a list in memory.
 
-`Rental` owns the provider that rents, and the answer to two questions: may more be rented (`is_closing`), and may
-something be left (`may_be_left`). It has no lock. Launches and ends of several ranks run at the same time in several
-threads; journal, budget and `Terminations` have their own locks.
+`Rental` owns the provider that rents. It knows whether more may be rented (`is_closing`) and whether a machine may be
+left (`may_be_left`). It has no lock. Launches and ends of several ranks run at the same time in several threads;
+journal, budget and `Terminations` have their own locks.
 """
 
 from __future__ import annotations
@@ -132,11 +132,13 @@ class Rental:
         self._terminations.end_in_thread(instance.id, self._provider, f"skyward-end-{instance.rank}", lambda: None)
 
     def leave(self) -> None:
-        """From now on the other machines of the pool belong to other processes: an end here ends none of them."""
+        """From now on the other machines of the pool belong to other processes: this process does not end them."""
         self._is_left = True
 
     def _keep_or_end(self, instances: Sequence[Instance]) -> None:
-        """Terminate machines that have just been launched, and raise, if the pool is not this process's any more."""
+        """If the pool does not belong to this process any more, terminate machines that have just been launched, and
+        raise.
+        """
         if self.is_closing and not self._is_left:  # the teardown of the pool may be over already
             self.end_all()
             raise PoolClosed("the pool is closing")
@@ -245,7 +247,7 @@ class Rental:
         began = time.monotonic()
         try:
             accelerator = self._spec.accelerator_on(offer)
-            # raises now what would be raised after the machine is paid for
+            # an error is raised now, before the machine is paid for
             self._spec.neuron_cores_of(accelerator)
             prices = [(part.count, price_of(part.offer, self._provider)) for part in along]
             commitment = self._spending_limit.commit(
@@ -327,7 +329,7 @@ class Rental:
         ended = frozenset(machine for machine, since in self._lost_at.items() if since < over)
         for machine in ended & self._meter.rented():
             _log.warning(
-                "%s has been silent for longer than its lease: its guard has ended it there, if it lives at all",
+                "%s has not answered for longer than its lease: its guard has ended it there, or its host is off",
                 machine,
             )
         self.end_all(ended)

@@ -23,7 +23,7 @@ from skyward_core.provisioning.selection import Selection
 from skyward_core.provisioning.termination import Termination
 from skyward_core.spec import PoolSpec
 
-RETIRED = -1  # the generation of a node that ends its workers for good
+RETIRED = -1  # the generation of a node that ends its workers and does not restart them
 
 
 class Replacement:
@@ -60,7 +60,7 @@ class Replacement:
             while not is_there():
                 node.follow()
                 self._raise_if_dropped(rank, node)
-                self._rental.go_on_until(deadline, f"node {rank} did not join the pool in time")
+                self._go_on(rank, deadline, is_there)
                 if time.monotonic() - looked > LOOK_SECONDS:
                     looked = time.monotonic()
                     nodes.raise_if_lost(node)
@@ -89,14 +89,14 @@ class Replacement:
             self._adding.pop(rank, None)
 
     def abandon_coming(self) -> None:
-        """Wait for no machine any more that `add` has rented: it is ended at once. A machine that is being requested is
-        waited for, because its id is not known; no other one is requested after it. Does not wait. Repeat it.
+        """Stop waiting for machines that `add` has rented, and end them at once. A request in flight goes on, because
+        the id of its machine is not known; no other machine is requested after it. Does not wait. Repeat it.
         """
         for rank in list(self._adding):
             self._selection.try_no_other(rank)
             # taken out of the dictionary by one thread only: by this one, or by the one that has made it a node
             if self._adding.get(rank) is not None and (node := self._adding.pop(rank, None)) is not None:
-                self._rental.transports.forget(node.instance)  # what waits for its answer ends
+                self._rental.transports.forget(node.instance)  # the thread that waits for the answer then ends
 
     def remove(self, rank: int, instance_id: str) -> None:
         """End the machine of a rank, if it still is this one, and put none in its place. Does not wait for its end."""
@@ -111,7 +111,7 @@ class Replacement:
         """Prepare a machine that the next `replace` of this rank will take; nothing to do if there is one. Raises what
         `acquire` raises, PoolClosed.
 
-        It waits for its settings, and gives up without (`supervisor.SETTINGS_DEADLINE_SECONDS`): then `replace` fails,
+        It waits for its settings, and ends if none come (`supervisor.SETTINGS_DEADLINE_SECONDS`). Then `replace` fails,
         and rents another one the next time.
         """
         if rank in self._standing_by:
@@ -138,7 +138,7 @@ class Replacement:
             self._rental.end_in_thread(node)
 
     def retire(self, rank: int, instance_id: str) -> None:
-        """Have a node end its workers for good, if it still is this machine; `replace` terminates it.
+        """Let a node end its workers, without a restart, if it still is this machine; `replace` terminates it.
 
         Calls that run there are lost. Raises what a `Transport` raises.
         """
@@ -162,11 +162,21 @@ class Replacement:
             raise
         return node
 
+    def _go_on(self, rank: int, deadline: float, is_there: Callable[[], bool]) -> None:
+        """Pause. Raises what `Rental.go_on_until` raises, unless the node has joined since the last look.
+
+        A process that leaves a shared pool stops this wait. Without the second look it would terminate a node that
+        other processes already use.
+        """
+        try:
+            self._rental.go_on_until(deadline, f"node {rank} did not join the pool in time")
+        except PoolClosed:
+            if not is_there():
+                raise
+
     def _raise_if_cut_off(self, node: Preparation) -> None:
         if not self._nodes.forwarding.is_on and not self._nodes.sees_the_head(node):
-            raise node.failure(
-                f"it does not get through to the head at {self._nodes.scheduler}, and the other nodes do"
-            )
+            raise node.failure(f"it cannot connect to the head at {self._nodes.scheduler}, and the other nodes do")
 
     def _raise_if_abandoned(self, rank: int) -> None:
         if self._adding.pop(rank, None) is None:

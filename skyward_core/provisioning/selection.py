@@ -172,7 +172,7 @@ class Selection:
     def _settle_for(self, candidate: Candidate, found: Sequence[Candidate]) -> None:
         """Remember the offers that may replace this candidate's machines.
 
-        Log if the user has left the choice of spot to us and there is no spot offer.
+        Log if the spec allows both spot and on-demand machines, and there is no spot offer.
         """
         near = [other for other in found if other.provider is candidate.provider and other.region == candidate.region]
         self.others = [part.offer for other in near for part in other.parts]
@@ -212,8 +212,9 @@ class Selection:
     def rent_one(self, rank: int, termination: Termination | None) -> Instance:
         """Rent a machine for a rank while the lost one is terminated, which may take long.
 
-        If there is no other of its kind, or no money for one, wait for the end of the lost machine first. A rank that
-        the pool has not had gets one of the offers that were chosen for it, or raises the first refusal.
+        If no other machine of its kind is available, or there is no money for one, wait for the end of the lost machine
+        first. A rank that the pool has not had gets one of the offers that were chosen for it, or raises the first
+        refusal.
         """
         if rank in self._choices:
             return self._rent_chosen(rank)

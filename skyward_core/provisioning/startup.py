@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from skyward_core.errors import CommandFailed, ConnectionLost, SkywardError, Unreachable
+from skyward_core.errors import CommandFailed, ConnectionLost, PoolClosed, SkywardError, Unreachable
 from skyward_core.provisioning.bootstrap import Preparation, await_scheduler, raise_if_gone
 from skyward_core.provisioning.image_capture import is_to_be_kept, start_and_keep
 from skyward_core.provisioning.nodes import Nodes
@@ -92,6 +92,10 @@ class Startup:
             raise node.failure(f"it does not answer any more: {error}") from error
 
     def _check_all(self, nodes: Sequence[Preparation], started: Sequence[Future[None]]) -> None:
+        if self._rental.is_closing:  # the reaper ends the machines: one that has not answered yet may never do it
+            raise PoolClosed(
+                "terminate_now() was called, or a limit was reached, while the pool opened: its machines end"
+            )
         for future in started:
             if future.done():
                 future.result()
@@ -113,7 +117,7 @@ class Startup:
                 for machine, since in self._silent.items()
                 if time.monotonic() - since > self._spec.lease_seconds
             }
-            raise_if_gone(silent, lease_over)  # its guard has ended it, if it lives at all
+            raise_if_gone(silent, lease_over)  # its guard has ended it, or its host is off
             if not silent or time.monotonic() < max(self._listed_at, self._rental.answered_at) + ASK_SECONDS:
                 return
             self._listed_at = time.monotonic()

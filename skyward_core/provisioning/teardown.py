@@ -1,8 +1,8 @@
 """Terminates all machines of a pool and waits until the provider confirms it: for the pool, its reaper and the sweep.
 
 It requests the end of the machines that are recorded and of those that the provider lists, and repeats this. Only a
-listing proves that a machine is gone, or a provider whose `terminate` confirms. An outage proves nothing: it is waited
-out.
+listing proves that a machine is gone, or a provider whose `terminate` confirms. An outage proves nothing: the teardown
+waits until it ends.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def _report_confirmed(
     if confirmed := (progress.left - unconfirmed) & rented:
         report_gone(record.gone, confirmed, f"{provider.name} confirmed its termination", progress.proofs)
     if lapsed := unconfirmed & presumed_gone & rented:
-        record.gone(sorted(lapsed), "its lease has run out, and what carries it does not answer")
+        record.gone(sorted(lapsed), "its lease has expired, and its host does not answer")
     progress.left = set(unconfirmed - presumed_gone)
 
 

@@ -8,8 +8,8 @@ States of such a machine:
 
 The first request is made by the caller or in a separate thread, because a provider may be slow. One other thread
 repeats request and listing for all machines that are left. It starts with the first of them and ends with the last one,
-or with the pool. A machine that is not gone by then stays in the ledger as rented: `teardown` ends it when the pool
-closes, or a sweep after a crash.
+or with the pool. If a machine is not gone when the thread ends, it stays in the ledger as rented: `teardown` ends it
+when the pool closes, or a sweep after a crash.
 
 Only ids that the pool has rented are requested. A listing counts only after the provider has accepted a request for the
 machine's end. An outage proves nothing.
@@ -59,7 +59,7 @@ class Terminations:
         self._closing = threading.Event()
 
     def end(self, instance_id: str, provider: TerminatingProvider) -> Termination:
-        """Request the end of a machine now; the repeater goes on if it is not gone. Raises nothing."""
+        """Request the end of a machine now; the repeating thread takes over if it is not gone. Raises nothing."""
         termination = self._of(instance_id, provider)
         self._request_first(termination)
         return termination

@@ -37,7 +37,7 @@ from typing import Any, cast
 
 import cloudpickle
 
-from skyward_core.serialization import exception_state
+from skyward_core.serialization import exception_state, loading, tensors
 from skyward_core.serialization.function_uses import (
     Scope,
     class_body_globals,
@@ -211,6 +211,14 @@ def _registered(module: types.ModuleType | None) -> Generator[None]:
             cloudpickle.unregister_pickle_by_value(module)
 
 
+_MAKERS = frozenset(
+    value
+    for module in (cloudpickle.cloudpickle, loading)
+    for value in vars(module).values()
+    if type(value) is types.FunctionType and value.__module__ == module.__name__
+)
+"""Functions that make objects on the other side. They are in each pickle of a function, always by reference."""
+
 _IMPORT_MACHINERY = {"__builtins__", "__cached__", "__loader__", "__spec__", "__name__"}
 
 
@@ -239,11 +247,13 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         """Called by the C pickler for every object that is neither a plain scalar nor a plain container."""
+        kind = cast("type[Any]", type(obj))
+        if kind is types.FunctionType and obj in _MAKERS:
+            return NotImplemented
         if self._trials.replace is not None:
             other = self._trials.replace(obj)
             if other is not NotImplemented:
                 return itself, (other,)
-        kind = cast("type[Any]", type(obj))
         if kind is types.FunctionType:
             return self._reduce_function(obj)
         if issubclass(kind, type):
@@ -253,7 +263,7 @@ class _Pickler(cloudpickle.Pickler):
         if issubclass(kind, BaseException):
             return exception_state.reduced(obj)
         reduce = _TYPE_REDUCERS.get(kind)
-        return NotImplemented if reduce is None else reduce(self, obj)
+        return tensors.reduced(obj) if reduce is None else reduce(self, obj)
 
     def _reduce_class(self, cls: type) -> Any:
         home = home_module(cls)

@@ -7,12 +7,13 @@ both, with the same connection and the same transports.
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.engine.user_client import UserClient, user_client
 from skyward_core.errors import (
     CommandFailed,
+    CommandTimedOut,
     CredentialsError,
     HostKeyChanged,
     LeaseLost,
@@ -38,8 +40,10 @@ from skyward_core.events.queue import EventQueue
 from skyward_core.machines.instances import Lease, Node
 from skyward_core.session.follower import LOOK_SECONDS, Follower
 from skyward_core.session.keys_in_memory import KeysInMemory
+from skyward_core.session.lease_payments import LeasePayments
+from skyward_core.session.scheduler_search import SchedulerSearch
 from skyward_core.session.sealed_lease import PoolKeys, find_lease
-from skyward_core.transport.transport import Transports
+from skyward_core.transport.transport import Transport, Transports
 from skyward_core.worker.private_folders import NotPrivate, check_private
 
 if TYPE_CHECKING:
@@ -49,14 +53,16 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("skyward")
 KEY_BEGINS = "-----BEGIN "
-POLL_SECONDS = 0.2
 MOST_BEAT_SECONDS = 5.0
-GUARD_SECONDS = 2.0  # a node that was opened started its guard long ago
+LEDGER_BEATS = 24.0
+"""How often a lease is renewed in the ledger while it lasts, at least; a lease of two minutes every five seconds."""
+GUARD_SECONDS = 2.0  # an open node has started its guard long ago
 JOIN_SECONDS = 5.0  # a worker that has crashed is back in one or two
 ALL_AT_ONCE = 1000
 REPLACED_SECONDS = 300.0  # for which a broadcast waits for the replacement of a lost node
-RESUME_SECONDS = 2.0
 LIVES_SECONDS = 5.0
+EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
+"""This process, or this machine, has too much open; it says nothing of the pool."""
 REACH_SECONDS = 20.0  # for a node that has just joined
 
 
@@ -78,7 +84,10 @@ class Attached:
         lease_seconds: float,
         retries: int,
         events: EventQueue,
+        *,
+        pays: bool = False,
     ) -> None:
+        """`pays`: this process reserves the money of a detached pool, as its opener did."""
         self.lease = lease
         self._key = key
         self._sealed = sealed
@@ -93,29 +102,37 @@ class Attached:
         self.paid_seconds: Callable[[], float | None] = lambda: None
         """For how many seconds from now the nodes are paid; the steward sets it."""
         self.transports = Transports(lease_seconds, self.emit, lambda: self.paid_seconds())
+        self.transports.lives_by_lease = True
         self._is_kept_here = False
         """Whether this process is the steward, which replaces lost nodes."""
-        self._resuming = threading.Lock()
-        """Held by the one thread that tries to reach the scheduler again."""
         self.on_given_up: Callable[[SkywardError], object] = lambda _: None
-        """Called when the pool is out of reach for good, with the error of its calls; not when it is left."""
+        """Called with the error of its calls when the pool cannot be reached again; not when it is left."""
         self._stopping = threading.Lock()
         self._ended = threading.Event()
+        self._search = SchedulerSearch(
+            self._resume, self._is_cut_off, self._give_up, self._ended, lease_seconds, events.log
+        )
         self._away: dict[int, float] = {}
         """Since when nodes are absent, by rank."""
         self._entry = KeptEntry(lease.pool_id, lease_seconds, events.log)
         self._follower = Follower(
             lambda: self.lease, self._reach_new, self._use, partial(find_lease, has_key=key is not None)
         )
+        beat_seconds = min(MOST_BEAT_SECONDS, lease_seconds / 6)
         self._beats = [
-            PeriodicThread(name, min(MOST_BEAT_SECONDS, lease_seconds / 6), step, self._on_trouble)
-            for name, step in (
-                ("skyward-node-lease", self._keep_here),
-                ("skyward-lease", self._entry.renew),
-                ("skyward-clock", self._look),
+            PeriodicThread(name, seconds, step, self._on_trouble)
+            for name, seconds, step in (
+                ("skyward-node-lease", beat_seconds, self.transports.keep_here),
+                # hundreds of processes, or attachments of one triggerer, may write to one ledger
+                ("skyward-lease", max(beat_seconds, lease_seconds / LEDGER_BEATS), self._entry.renew),
+                ("skyward-clock", beat_seconds, self._look),
             )
         ]
         self._beats.append(PeriodicThread("skyward-learn", LOOK_SECONDS, self._learn, self._on_trouble))
+        self._payments = LeasePayments(lease.pool_id, lease_seconds, self.emit) if pays else None
+        if (payments := self._payments) is not None:
+            self.paid_seconds = payments.paid_seconds
+            self._beats.append(PeriodicThread("skyward-money", payments.beat_seconds, payments.renew, self._on_trouble))
         """One thread for each: a scheduler or a ledger that does not answer must not delay a sign of life to the nodes.
         """
 
@@ -124,10 +141,11 @@ class Attached:
         return self.events.put(event)
 
     def start(self, timeout_seconds: float) -> None:
-        """Reach the nodes and connect; absent nodes are left out, except the head, which has the scheduler and its
-        records.
+        """Reach the nodes and connect. Absent nodes are left out. The head must answer, because it has the scheduler
+        and its records.
 
-        Raises Unreachable, CredentialsError, HostKeyChanged or NodeLost; then nothing is left open.
+        Raises Unreachable (also if the scheduler of a head that lives does not answer in time), CredentialsError,
+        HostKeyChanged or NodeLost; then nothing is left open.
         """
         deadline = time.monotonic() + timeout_seconds
         try:
@@ -150,7 +168,8 @@ class Attached:
             )
             cluster.draining.keep(None)
             patience = min(JOIN_SECONDS, self._lease_seconds / 2)
-            cluster.start(self._scheduler_from_here(), deadline, lambda: None, patience)
+            with _busy_is_no_loss(self.transports.to(self.lease.nodes[0].instance)):
+                cluster.start(self._scheduler_from_here(), deadline, lambda: None, patience)
             for node in self.lease.nodes:
                 if node.rank and len(cluster.missing(node.rank)) == node.workers:
                     cluster.forget(node.rank)
@@ -169,8 +188,18 @@ class Attached:
                 ) from error
             raise
         self._entry.renew()
+        self._pay_at_once()
         for beat in self._beats:
             beat.start()
+
+    def _pay_at_once(self) -> None:
+        """Reserve what is missing, and send it to the nodes: their money may end before the first beat."""
+        if self._payments is not None:
+            try:
+                self._payments.renew()
+                self.transports.send_paid_time()
+            except LedgerError as error:  # the next beat tries again; until then the earlier reservation is valid
+                self._on_trouble(error)
 
     def _scheduler_from_here(self) -> str:
         """Return the address of the scheduler for this client."""
@@ -197,7 +226,7 @@ class Attached:
         head, *others = self.lease.nodes
         try:
             self._reach(head, deadline - time.monotonic())
-            self._refuse_dead(head)
+            _refuse_dead(self.transports.to(head.instance))
             settings = json.loads(self.transports.to(head.instance).read("settings.json"))
             _refuse_anothers(head, settings)
         except NotPrivate as error:
@@ -205,9 +234,7 @@ class Attached:
                 f"the lease leads to a folder that another user can change, and is not followed: {error}"
             ) from error
         except (CommandFailed, OSError) as error:
-            raise NodeLost(
-                "its head has ended, for the pool was closed, its lease has run out, or the head alone was lost"
-            ) from error
+            raise _why_unread(error) from error
         seconds = (deadline - time.monotonic()) / 2  # the other half is for the scheduler
         for node, failure in zip(
             others,
@@ -216,16 +243,8 @@ class Attached:
         ):
             if failure is not None:
                 self._go_on_without(node, str(failure))
-        self._keep_here()
+        self.transports.keep_here()
         return settings
-
-    def _refuse_dead(self, head: Node) -> None:
-        """Raise NodeLost if the head's supervisor has died. Else the scheduler would be looked for in vain for long."""
-        lives: bool | None = None
-        with contextlib.suppress(Unreachable, CommandFailed):  # not known: the scheduler may answer
-            lives = self.transports.to(head.instance).lives(LIVES_SECONDS)
-        if lives is False:
-            raise NodeLost("the first process of its head has died")
 
     def _reach(self, node: Node, seconds: float) -> None:
         if node.instance.endpoint is None:
@@ -282,7 +301,9 @@ class Attached:
         """Do nothing: the machines belong to their opener."""
 
     def extend_leases(self, seconds: float) -> None:
-        """Let all nodes live for so many seconds from now, unless they live longer already. Raises Unreachable."""
+        """Extend the leases of all nodes to so many seconds from now, unless they are longer already. Raises
+        Unreachable.
+        """
         side_by_side(
             lambda transport: transport.extend_lease(seconds), self.transports.all(), "skyward-attach", ALL_AT_ONCE
         )
@@ -304,6 +325,8 @@ class Attached:
         finally:
             self.transports.close()
             self._entry.close()
+            if self._payments is not None:
+                self._payments.close()
             self._in_memory.close()
             self.events.close()
 
@@ -316,12 +339,7 @@ class Attached:
         """Send the nodes whether there are calls, and stop waiting for lost nodes that are not replaced."""
         self.transports.is_busy = self.cluster is not None and self.cluster.has_work()
         self._give_up_absent()
-
-    def _keep_here(self) -> None:
-        """Send signs of life to nodes of this machine; over SSH each transport does it itself."""
-        for transport in self.transports.here():
-            with contextlib.suppress(OSError):  # it has ended, which the cluster reports
-                transport.extend_lease(self._lease_seconds)
+        self._search.look()
 
     # ── nodes that come and leave ────────────────────────────────────────────────────────────────────────────────────
 
@@ -413,33 +431,29 @@ class Attached:
 
     def cut(self) -> None:
         """The scheduler is out of reach: try to reach it again as long as the lease may be valid."""
-        threading.Thread(target=self._resume, name="skyward-resume", daemon=True).start()
+        self._search.begin()
 
-    def _resume(self) -> None:
+    def _is_cut_off(self) -> bool:
+        """Whether this process is to connect again; the steward's recovery does it otherwise."""
+        cluster = self.cluster
+        return not (cluster is None or cluster.is_connected or self._is_kept_here or self._ended.is_set())
+
+    def _resume(self, seconds: float) -> bool:
+        """Connect to the scheduler again, if its machine is connected; return whether that is so."""
         assert self.cluster is not None
-        with self._resuming:
-            if not (self._is_kept_here or self._ended.is_set() or self.cluster.is_connected):
-                self._reach_scheduler(self.cluster)
-
-    def _reach_scheduler(self, cluster: Cluster) -> None:
         head = self.transports.to(self.lease.nodes[0].instance)
-        since = time.monotonic()
-        error: Exception | None = None
-        while not self._ended.wait(POLL_SECONDS) and time.monotonic() - since < self._lease_seconds:
-            if head.is_connected:
-                try:
-                    cluster.resume(head.address(self.lease.scheduler), RESUME_SECONDS)
-                    return
-                except (SkywardError, OSError) as failure:
-                    error = failure
-            if self._is_kept_here:  # the steward's recovery does it
-                return
+        if head.is_connected:
+            self.cluster.resume(head.address(self.lease.scheduler), seconds)
+        return head.is_connected
+
+    def _give_up(self, error: Exception | None) -> None:
         lost = NodeLost(
             "the head of the pool is gone: its opener may have brought the cluster up anew, attach with the pool's"
             " present lease"
         )
         lost.__cause__ = error
-        cluster.give_up(lost)
+        assert self.cluster is not None
+        self.cluster.give_up(lost)
         if not self._ended.is_set():
             self.on_given_up(lost)
         self._ended.set()
@@ -461,6 +475,33 @@ def _verify_folder(node: Node) -> None:
     if not directory.is_absolute() or directory.name != instance_id:
         raise NotPrivate(f"{str(directory)!r} is not the folder of {instance_id!r}")
     check_private(directory)
+
+
+def _refuse_dead(head: Transport) -> None:
+    """Raise NodeLost if the head's supervisor has died. Otherwise this process would wait long for a scheduler that is
+    gone.
+    """
+    lives: bool | None = None
+    with contextlib.suppress(Unreachable, CommandFailed):  # not known: the scheduler may answer
+        lives = head.lives(LIVES_SECONDS)
+    if lives is False:
+        raise NodeLost("the first process of its head has died")
+
+
+@contextlib.contextmanager
+def _busy_is_no_loss(head: Transport) -> Generator[None]:
+    """Raise Unreachable for a scheduler that does not answer in time although its head lives: it ends with its head."""
+    try:
+        yield
+    except NodeLost as error:
+        _refuse_dead(head)
+        raise Unreachable(f"{error}, although its head lives: it may be busy, so try again") from error
+
+
+def _why_unread(error: CommandFailed | OSError) -> SkywardError:
+    if isinstance(error, CommandTimedOut) or (isinstance(error, OSError) and error.errno in EXHAUSTED):
+        return Unreachable(f"the head cannot be asked just now, so try again: {error}")
+    return NodeLost("its head has ended: the pool was closed, its lease has expired, or only the head was lost")
 
 
 def _refuse_anothers(head: Node, settings: Mapping[str, Any]) -> None:

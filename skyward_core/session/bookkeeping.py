@@ -12,8 +12,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack
+from decimal import Decimal
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from skyward_core.errors import BudgetExceeded, LedgerError, SkywardError
@@ -22,6 +25,7 @@ from skyward_core.ledger.budgets import SpendingLimit
 from skyward_core.ledger.journal import Journal
 from skyward_core.ledger.metering import Meter
 from skyward_core.ledger.rows import SECONDS_PER_HOUR, ResourceKind
+from skyward_core.ledger.run_limit import RunLimit
 from skyward_core.ledger.steward_limit import StewardAccounts, StewardLimit
 from skyward_core.providers.base import Provider
 from skyward_core.session.steward_guard import StewardGuard
@@ -39,10 +43,14 @@ GONE_EVIDENCE = "it was confirmed gone when its pool was closed; the ledger coul
 class Bookkeeping:
     """Owns the connection of the ledger, journal, spending limit and receipt of one session."""
 
-    def __init__(self, pool_id: str, meter: Meter, log: Callable[..., object]) -> None:
+    def __init__(
+        self, pool_id: str, meter: Meter, log: Callable[..., object], run_limit_usd: Decimal | None = None
+    ) -> None:
+        """`run_limit_usd` is for all pools of the work's run."""
         self._pool_id = pool_id
         self._meter = meter
         self._log = log
+        self._run_limit_usd = run_limit_usd
         self.journal: Journal | None = None
         self.spending_limit: SpendingLimit | None = None
         self.receipt: Mapping[str, Any] | None = None
@@ -84,10 +92,19 @@ class Bookkeeping:
         self._ledger = ledger = ledger_module.Ledger(url, busy_timeout_seconds=LEDGER_BUSY_SECONDS)
         undo.callback(ledger.close)
         self.journal = journal = Journal(
-            ledger, self._pool_id, spec, provider, self._meter, emit, work=work, epoch=epoch
+            ledger,
+            self._pool_id,
+            spec,
+            provider,
+            self._meter,
+            emit,
+            work=work,
+            epoch=epoch,
+            run_limit_usd=self._run_limit_usd,
         )
-        self.spending_limit = spending_limit = StewardLimit(
-            keeps,
+        run_limit = self._run_limit_usd
+        limit = partial(StewardLimit, keeps) if run_limit is None else partial(RunLimit, run_limit)
+        self.spending_limit = spending_limit = limit(
             self._pool_id,
             self._meter,
             max_cost=spec.max_cost,
@@ -103,7 +120,7 @@ class Bookkeeping:
         """Reserve for a lease of this length; yield for how many seconds the machines are paid: `max_cost` may end them
         earlier.
 
-        If the block fails, the reservation becomes again that of a pool with a client.
+        If the block fails, the reservation is again that of a pool with a client.
         """
         assert self.spending_limit is not None
         try:
@@ -123,6 +140,14 @@ class Bookkeeping:
             with contextlib.suppress(SkywardError):  # then the money is reserved until the pool is closed
                 self.spending_limit.pay_for(self._usual_seconds)
             raise
+
+    def note_cost(self, ended: threading.Event) -> None:
+        """Record the cost so far, without waiting for the clock, unless the pool has ended.
+
+        An error of the ledger is kept until the pool is closed.
+        """
+        if self.journal is not None and not ended.is_set():
+            self.journal.note()
 
     def close_journal(self) -> None:
         """Write the end of the pool, and read its receipt.

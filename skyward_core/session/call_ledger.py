@@ -90,8 +90,8 @@ class CallLedger:
 
 
 def note_all(cluster: Cluster, pool_id: str, log: Callable[..., object]) -> None:
-    """Write what the scheduler knows of all detached calls, before its machine goes. Raises no error: the pool ends
-    whatever happens here.
+    """Write what the scheduler knows of all detached calls, before its machine ends. Raises nothing: an error here must
+    not stop the end of the pool.
     """
     if cluster.owner.connection is None:
         return

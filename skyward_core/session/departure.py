@@ -1,7 +1,7 @@
 """How the process of a session leaves its machines to others. It ends none of them.
 
     open ──live_by_lease──▶ shared ──detach, leave──▶ detached: the pool lives by its lease
-                               └──let_go────────────▶ the same, though neither nodes nor ledger could be informed
+                               └──let_go────────────▶ the same, without a message to nodes and ledger
     stopped ──hand_over──▶ the reaper ends the machines that are not confirmed gone
 
 `state.Claims` decides which thread does it. docs/decisions/0008 and 0028 have what a kill between two steps leaves.
@@ -64,7 +64,7 @@ class Departure:
     def detach(self, machines: PoolMachines, longest_seconds: float, usual_seconds: float) -> datetime:
         """Let the machines live for so long without this process; return until when. `leave` comes next.
 
-        Raises what `Session.detach` raises; then the caller decides whether the pool goes on (`Claims.go_on`).
+        Raises what `Session.detach` raises. Then the caller decides whether the pool stays open (`Claims.go_on`).
         """
         assert self._bookkeeping.journal is not None
         self._claims.claim_detach()
@@ -101,7 +101,7 @@ class Departure:
         return lease
 
     def let_go(self, machines: PoolMachines, reason: str, error: SkywardError | None = None) -> None:
-        """Use and renew a shared pool no more, after `Claims.claim_stop`. Requests nothing of ledger and machines.
+        """Stop using and renewing a shared pool, after `Claims.claim_stop`. Sends nothing to ledger and machines.
 
         Calls that have not ended raise `error`, or PoolClosed with the reason.
         """
@@ -122,8 +122,8 @@ class Departure:
     def hand_over(self, machines: PoolMachines, left: InstancesLeft) -> None:
         """Leave unconfirmed machines to the reaper, as if this process were dead.
 
-        The reaper asks again for half an hour, and sweeps do after it. Their entries stay open, and so does the pool's.
-        If this process is killed here, the pool has a dead owner: the same two end it.
+        The reaper repeats its requests for half an hour; after that, sweeps do. The entries of machines and pool stay
+        open. If this process is killed here, the pool has a dead owner: reaper and sweeps end it.
         """
         journal = self._bookkeeping.journal
         if journal is None:
@@ -139,6 +139,6 @@ class Departure:
         self.close_ledger()
 
     def close_ledger(self) -> None:
-        """Close the connection to the ledger, once the renewal uses it no more."""
+        """Close the connection to the ledger, once the renewal does not use it any more."""
         self._renewal.join(LEDGER_BUSY_SECONDS)
         self._bookkeeping.close_ledger()

@@ -39,6 +39,24 @@ class CallAttempt:
     why_lost: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class CallNews:
+    """What is new of a detached call: its state, the lines after a cursor, and the cursor after them.
+
+    `node` is the rank of the node that has the call, None before one has it.
+    """
+
+    state: str
+    lines: list[str]
+    cursor: int
+    node: int | None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there will be no more news."""
+        return self.state in ENDED
+
+
 class DetachedCall[R]:
     """A call that runs also without a waiting client.
 
@@ -91,9 +109,9 @@ class DetachedCall[R]:
 
     @property
     def attempts(self) -> tuple[CallAttempt, ...]:
-        """Each time that a node got the call, in order; all but the last were lost with their node."""
+        """The times that a node got the call, in order. All but the last were lost with their node."""
         return tuple(
-            CallAttempt(int(worker.partition("-")[0]), _moment(began_at), ended_at and _moment(ended_at), why_lost)
+            CallAttempt(_rank(worker), _moment(began_at), ended_at and _moment(ended_at), why_lost)
             for worker, _, began_at, ended_at, why_lost in self._look()["attempts"]
         )
 
@@ -111,9 +129,27 @@ class DetachedCall[R]:
         Where the pool has dropped lines, because there were too many, one line says how many. Raises BadRequest if the
         call was forgotten.
         """
-        if cursor < 0:
-            raise BadRequest(f"cursor={cursor!r}: write the number of a line, 0 or more")
+        _refuse_cursor(cursor)
         self._refuse_forgotten(self._look())
+        return self._lines_from(cursor)
+
+    def follow(self, cursor: int = 0) -> CallNews:
+        """Return state, new lines and node of the call with one request, for a reader that comes again and again.
+
+        As `log_from`, and this object forgets the lines before `cursor`: its memory does not grow. A forgotten call
+        has no lines.
+        """
+        _refuse_cursor(cursor)
+        known = self._look()
+        if known["is_forgotten"]:
+            return CallNews(self._state_of(known), [], cursor, None)
+        lines, after = self._lines_from(cursor)
+        with self._lock:
+            self._lines = [(first, its) for first, its in self._lines if first + len(its) > cursor]
+        attempts = known["attempts"]
+        return CallNews(self._state_of(known), lines, after, _rank(attempts[-1][0]) if attempts else None)
+
+    def _lines_from(self, cursor: int) -> tuple[list[str], int]:
         lines = list[str]()
         with self._lock:
             for first, known in self._lines:
@@ -138,9 +174,8 @@ class DetachedCall[R]:
         """Wait for the call to end; return its result or raise its exception. May be called again, and by other
         processes.
 
-        Raises TimeoutError, NodeLost (its node was lost with the call, or with the result), CallCrashed,
-        ResultNotLoaded, BadRequest if the result was forgotten, and `concurrent.futures.CancelledError` if it was
-        cancelled.
+        Raises TimeoutError, CallCrashed and ResultNotLoaded; NodeLost if its node was lost with the call or the result;
+        BadRequest if the result was forgotten; `concurrent.futures.CancelledError` if the call was cancelled.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         pauses = Backoff(FIRST_POLL_SECONDS, POLL_SECONDS).pauses()
@@ -210,6 +245,16 @@ class DetachedCall[R]:
             self._number = known["number"] + len(known["messages"])
         self._note(known)
         return known
+
+
+def _refuse_cursor(cursor: int) -> None:
+    if cursor < 0:
+        raise BadRequest(f"cursor={cursor!r}: write the number of a line, 0 or more")
+
+
+def _rank(worker: str) -> int:
+    """Return the rank of the node of a worker."""
+    return int(worker.partition("-")[0])
 
 
 def _dropped(count: int) -> str:

@@ -1,11 +1,11 @@
-"""Follows the nodes of an elastic pool that another process keeps: learns of those that come, forgets those that left.
+"""Follows the nodes of an elastic pool that another process keeps: adds those that join, removes those that left.
 
     a worker joins from a machine that is not known ──the newest lease names it──▶ reached ──▶ a node, which gets calls
-    the scheduler says that a rank does not stay, and its workers are gone ──▶ forgotten
+    the scheduler says that a rank leaves, and its workers are gone ──▶ forgotten
 
-The scheduler says that something has changed. What the machine is, and how it is reached, comes from the sealed lease
-in the ledger alone, which is verified. A pool without such a lease has only the nodes of the moment in which it was
-attached to, less those that have left.
+The scheduler only says that something has changed. Data about the machine and its transport comes from the sealed lease
+in the ledger, which is verified. Without such a lease this process uses only the nodes that it attached to, until they
+leave.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 1.0
 PAUSES = Backoff(0.5, 30.0)
-"""Between two looks at a lease that does not have a node that has joined."""
+"""The pause before a lease is read again that lacks a node which has joined."""
 
 _log = logging.getLogger("skyward")
 
@@ -33,8 +33,8 @@ _log = logging.getLogger("skyward")
 class Follower:
     """Follows the nodes of one pool. `look` is called every LOOK_SECONDS, by one thread.
 
-    `lease` returns the present lease of this process, `reach` connects to nodes of a newer one and returns those that
-    answer, `use` takes the changed lease, with the nodes that are not used any more.
+    `lease` returns the present lease of this process. `reach` connects to nodes of a newer one and returns those that
+    answer. `use` takes the changed lease, with the nodes that are not used any more.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""When the ledger was last out of reach of this process, and so perhaps of all others.
+"""When this process last could not reach the ledger: perhaps no other process could reach it either.
 
     in contact ──a renewal is missing──▶ out of contact ──the ledger answers──▶ back ──RENEW_SECONDS──▶ in contact
 
-While the ledger is out of reach no process can renew its row. When it is back, rows may have run out whose processes
-live. Each of them renews its row within RENEW_SECONDS; before that a process that leaves must not take itself for the
-last one.
+While the ledger is out of reach no process can renew its row. When it is back, rows of living processes may have
+expired. Each of them renews its row within RENEW_SECONDS. Before that, a process that leaves must not assume that it is
+the last one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ for its answer, and the next one comes 5 s later.
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A time in which the ledger may have been out of reach, on the clock of `LedgerContact`."""
+    """A period in which the ledger may have been out of reach, on the clock of `LedgerContact`."""
 
     began: float
     """When it had last answered before."""

@@ -35,13 +35,11 @@ class OpeningLimits:
 
     def __init__(
         self,
-        spec: PoolSpec,
         spending_limit: SpendingLimit,
         renewal: Renewal,
         give_up: Callable[[SkywardError], None],
         log: Callable[..., object],
     ) -> None:
-        self._account = spec.budget or ""
         self._spending_limit = spending_limit
         self._renewal = renewal
         self._give_up = give_up
@@ -73,7 +71,7 @@ class OpeningLimits:
                 self._give_up(self._renewal.lost)
             elif fill >= Fill.USED_UP:
                 self._give_up(
-                    BudgetExceeded(f"{reason}, and it was not open yet: its machines are given back", self._account)
+                    BudgetExceeded(f"{reason} before the pool was open: its machines end", self._spending_limit.account)
                 )
             else:
                 continue
@@ -118,20 +116,18 @@ class Limits:
         return self._is_busy
 
     def check_money(self) -> None:
-        """Warn, take no more calls, or end the pool, by the money that is left."""
-        account = self._spec.budget or ""
+        """Warn, refuse new calls, or end the pool, depending on the money that is left."""
         fill, reason = self._spending_limit.check()
+        account = self._spending_limit.account
         before, self._fill = self._fill, fill
         if fill >= Fill.WARNED > before:
-            self._emit(BudgetWarning(float(self._meter.total()), self._spec.max_cost, self._spec.budget, reason))
+            self._emit(BudgetWarning(float(self._meter.total()), self._spec.max_cost, account or None, reason))
         if fill >= Fill.USED_UP:
             error = BudgetExceeded(f"{reason}: the pool has closed", account)
             self._log(logging.WARNING, "%s", error)
             self._stop(str(error), error)
         elif fill >= Fill.DRAINED:
-            self._cluster.drain(
-                BudgetExceeded(f"{reason}: calls that run may end, others are not begun any more", account)
-            )
+            self._cluster.drain(BudgetExceeded(f"{reason}: running calls may end, and no others begin", account))
         elif before >= Fill.DRAINED:
             self._cluster.drain(None)
 

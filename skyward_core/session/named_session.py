@@ -2,7 +2,7 @@
 
     keeps the pool ──this process was silent, and another has taken it──▶ goes on as a client ──▶ left
 
-Whatever rents, pays or ends asks the guard first (`steward_guard`).
+Each step that rents, pays or ends something asks the guard first (`steward_guard`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class NamedSession(Session):
         super().__init__(spec, providers, on_event, work, secrets, pool_id, use.guard)
         self._use = use
         self.guard = use.guard
-        """Whether this session keeps the pool. Once it is lost it stays so, also if this process is the steward again
+        """Whether this session keeps the pool. Once lost, it stays lost, even if this process becomes the steward again
         (`regained`).
         """
         self._watcher: ClientWatcher | None = None
@@ -90,9 +90,9 @@ class NamedSession(Session):
         try:
             self.stop(reason, error)
         finally:
-            # else this process leaves the pool at the moment, and `NamedUse.leave` decides whether the pool goes on
+            # otherwise this process is leaving the pool, and `NamedUse.leave` decides whether the pool ends
             if self._claims.state is SessionState.STOPPED:
-                self._use.resign()  # if machines are left, the next process that comes ends them
+                self._use.resign()  # if machines are left, the next process that opens the name ends them
 
     @override
     def _new_clock(self, often: list[Step], seldom: list[Step]) -> Clock:
@@ -105,6 +105,11 @@ class NamedSession(Session):
     def _share_current(self) -> None:
         if self.guard.is_certain:
             super()._share_current()
+
+    @override
+    def note_cost(self) -> None:
+        if self.guard.is_certain:
+            super().note_cost()
 
     @override
     def let_go(self, reason: str, error: SkywardError | None = None) -> None:
@@ -126,7 +131,9 @@ class NamedSession(Session):
     # ── another process keeps the pool ───────────────────────────────────────────────────────────────────────────────
 
     def step_down(self) -> None:
-        """Go on as a client: replace, pay and end nothing. Calls go on. Idempotent; does not wait for machines."""
+        """Continue as a client, which replaces, pays and ends nothing. Calls go on. Idempotent; does not wait for
+        machines.
+        """
         machines, cluster, recovery = self.machines, self.cluster, self._engine.recovery
         with self._stepping_down:
             if self._watcher is not None or machines is None or cluster is None or recovery is None:
@@ -134,7 +141,7 @@ class NamedSession(Session):
             if not self.is_running:
                 return
             self._watcher = watcher = ClientWatcher(
-                cluster, lambda: machines.scheduler, self.spec.lease_seconds, self._ended
+                cluster, lambda: machines.scheduler, self.spec.lease_seconds, self._ended, self.events.log
             )
         recovery.stop()
         machines.leave()
@@ -183,4 +190,4 @@ class NamedSession(Session):
         for node in gone:
             self.machines.transports.forget(node.instance)
             if self._watcher is not None:
-                self._watcher.joined(node.rank)  # waits for it no more
+                self._watcher.joined(node.rank)  # does not wait for it any more

@@ -22,7 +22,7 @@ from skyward_core.cleanup.release import release
 from skyward_core.concurrency.backoff import Backoff
 from skyward_core.concurrency.periodic import PeriodicThread
 from skyward_core.errors import BadRequest, LeaseLost, LedgerError, ProvisioningTimeout, SkywardError
-from skyward_core.ledger.names_policy import Join, NameState, NotSteward, Refused, Rent, Standing, Wait
+from skyward_core.ledger.names_policy import Join, NameState, NotSteward, Refused, Rent, Standing, Usage, Wait
 from skyward_core.machines.owner import Owner
 from skyward_core.providers.base import Provider
 from skyward_core.session.ledger_contact import LedgerContact
@@ -51,11 +51,12 @@ def terms_of(spec: PoolSpec, providers: Sequence[Provider]) -> dict[str, Any]:
 
 
 class Succession(Protocol):
-    """The part of `successor.Successor` that a process needs that leaves."""
+    """The part of `successor.Successor` that a leaving process needs."""
 
     @property
     def size(self) -> PoolSize | None: ...
     def keep_warm(self, seconds: float) -> bool: ...
+    def note_cost(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -75,20 +76,20 @@ class NamedUse:
         self.terms = terms_of(spec, providers)
         """The settings that all clients of the pool must have in common."""
         self._client_id = ""
-        self._count: Callable[[], float] = float
-        """Returns for how many seconds the calls of this process have held slots."""
+        self._count: Callable[[], Usage] = Usage
+        """Returns what this process has of the pool."""
         self._must_end = False
         """Whether this process was the last one that left, and has to end the pool."""
         self.longest_seconds = spec.lease_seconds
         """For how long the nodes may live after the last sign of life of this process."""
         self._is_ending = False
-        """Whether this process ends the pool at a limit, or has done it: it keeps the pool no more."""
+        """Whether this process ends the pool at a limit, or has done it. Then it no longer keeps the pool."""
         self.is_let_go = False
-        """Whether this process could not leave, and renews nothing any more."""
+        """Whether this process failed to leave. Then it renews nothing any more."""
         self.guard = StewardGuard(spec.lease_seconds, self.renew)
         """Whether this process is the steward of the pool."""
         self.on_vacant: Callable[[], object] = lambda: None
-        """Called by the renewal when the pool has no steward that works. Must not wait."""
+        """Called by the renewal when the pool has no living steward. Must not wait."""
         self.on_lost: Callable[[], object] = lambda: None
         """Called by the renewal when another process has become the steward after this one."""
         self.succession: Succession | None = None
@@ -143,7 +144,7 @@ class NamedUse:
         """End what may be left of the pool that had the name: its opener is dead, or no process can reach it."""
         if not claim.dead_pool:
             return
-        words = "the pool %r is rented anew, because %s cannot be used any more: %s. What may be left of that is ended"
+        words = "the pool %r is rented again, because %s cannot be used any more: %s. Machines that are left of it end"
         self._log(logging.WARNING, words, self.name, claim.dead_pool, claim.why_dead)
         threading.Thread(
             target=self._end, args=(claim.dead_pool, claim.why_dead), name="skyward-clear", daemon=True
@@ -158,8 +159,8 @@ class NamedUse:
         except (SkywardError, OSError) as error:
             self._log(logging.WARNING, "%s could not be ended; `skyward sweep` tries again: %s", pool_id, error)
 
-    def measure(self, count: Callable[[], float]) -> None:
-        """Record from now on for how many seconds the calls of this process have held slots, as `count` returns it."""
+    def measure(self, count: Callable[[], Usage]) -> None:
+        """Record from now on what this process has of the pool, as `count` returns it."""
         self._count = count
 
     def _release(self, ledger: Ledger, pool_id: str, why: str) -> None:
@@ -178,7 +179,7 @@ class NamedUse:
     def take_stewardship(self) -> bool:
         """Become the steward, if the pool has none that lives; return whether this process is it.
 
-        A guard that was lost stays lost: what has kept the pool with it does not act again. Raises LedgerError.
+        A lost guard stays lost: the stewardship that used it does not act again. Raises LedgerError.
         """
         since = self.guard.now()
         self._ledger.names.renew(self._client_id, self.spec.lease_seconds, self._count())
@@ -199,7 +200,7 @@ class NamedUse:
     def resign(self) -> None:
         """Let another process become the steward.
 
-        If the ledger does not answer, it still names this process: then a later renewal takes the pool again.
+        If the ledger does not answer, it still names this process. Then a later renewal takes the pool again.
         """
         epoch = self.guard.epoch
         if self.guard.lose() and epoch is not None:
@@ -209,10 +210,12 @@ class NamedUse:
                 self._log(logging.WARNING, "the ledger does not know yet that %r has no steward: %s", self.name, error)
 
     def begin_to_end(self) -> None:
-        """Record that this process ends the pool at one of its limits, as its steward: a process that comes waits.
+        """Record that this process, the steward, ends the pool at one of its limits. A process that opens the name
+        waits.
 
         `resign` comes next. Raises NotSteward if another process keeps the pool, and LedgerError if that is not certain
-        and the ledger does not answer. If it is certain, the limit holds without the ledger too.
+        and the ledger does not answer. If this process is certainly the steward, it ends the pool without the ledger
+        too.
         """
         self.guard.check()
         epoch = self.guard.epoch
@@ -239,9 +242,10 @@ class NamedUse:
         return self._ledger.names.is_last(self.name, self._client_id)
 
     def _let_others_renew(self) -> None:
-        """Wait while no other process renews its row, and some may still do it: the ledger has just come back.
+        """Wait while no other process has renewed its row, and some may still do so, because the ledger has just come
+        back.
 
-        If this process is killed meanwhile, or the ledger is gone again, nothing has happened to the pool yet.
+        If this process is killed meanwhile, or the ledger is gone again, the pool is unchanged.
         """
         for pause in POLLS.pauses():
             now = self.guard.now()
@@ -263,8 +267,8 @@ class NamedUse:
     def leave(self, *, may_be_warm: bool = True) -> NameState | None:
         """Record that this process leaves; return what the pool is now (`Names.leave`).
 
-        After CLOSING this process ends the pool, and calls `left` then; CLOSING is returned again until then. Waits as
-        `is_last` does. Raises LedgerError.
+        After CLOSING this process ends the pool, then calls `left`; before that, each call returns CLOSING again. Waits
+        as `is_last` does. Raises LedgerError.
         """
         if self._must_end:
             return NameState.CLOSING
@@ -280,9 +284,8 @@ class NamedUse:
         self._release(self._ledger, pool_id, "the last process that used it has left")
 
     def let_go(self, error: BaseException) -> None:
-        """Renew this process's row no more, because leaving has failed with this error. Raises nothing.
-
-        A ledger that answers learns it at once, any other when the lease of the row runs out.
+        """Stop renewing this process's row, because leaving has failed with this error. Raises nothing. If the ledger
+        answers, the row is removed at once; otherwise its lease expires.
         """
         self.is_let_go = True
         self.guard.lose()
@@ -305,7 +308,7 @@ class NamedUse:
     def left(self) -> None:
         """Record that this process does not use the pool any more, and close the connection. Raises nothing.
 
-        A ledger that does not answer learns it when the lease of the client runs out.
+        If the ledger does not answer, the lease of the client expires there.
         """
         self.guard.lose()
         self._renewal.end()
@@ -325,15 +328,24 @@ class NamedUse:
 
     # ── renewal ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def note_cost(self) -> None:
+        """Record how long the calls of this process have held slots, and the pool's cost if this process keeps it.
+
+        Raises LeaseLost and LedgerError.
+        """
+        self._ledger.names.renew(self._client_id, self.spec.lease_seconds, self._count())
+        if self.succession is not None:
+            self.succession.note_cost()
+
     def _new_renewal(self) -> PeriodicThread:
         return PeriodicThread("skyward-client", self._beat_seconds, self.renew, self._on_trouble)
 
     def renew(self) -> None:
         """Renew this process's row, and look who is the steward; the renewal's thread does it every few seconds.
 
-        If the ledger names this process, and the process does not know it, an answer was lost: that of `resign`, or of
-        taking the stewardship. No other process can become the steward, so this one tries again: to take the pool, or
-        to resign if it has ended the pool.
+        The ledger may name this process without its knowledge: then the answer to `resign` or to taking the stewardship
+        was lost. No other process can become the steward, so this one tries again: to take the pool, or to resign if it
+        has ended the pool.
         """
         since = self.guard.now()
         try:
@@ -349,7 +361,7 @@ class NamedUse:
             if found is Standing.HELD:  # the answer of `resign` was lost
                 self._ledger.stewards.resign(self.name, self._client_id, epoch)
         elif found is not Standing.HELD and self.guard.lose():
-            self.on_lost()  # first, also if the other process has left already: what this one keeps is old
+            self.on_lost()  # first, even if the other process has already left: the records of this one are old
         elif found is Standing.VACANT or (found is Standing.HELD and not self.guard.is_held):
             self.on_vacant()
 

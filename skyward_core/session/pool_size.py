@@ -35,14 +35,14 @@ def policy_of(spec: PoolSpec, nodes: int | None = None) -> ScalingPolicy | None:
 
 
 def ranks_of(spec: PoolSpec, lease: Lease) -> set[int]:
-    """Return the ranks that a pool is to have which another process has left with this lease."""
+    """Return the ranks that a pool should have, from the lease that another process has left."""
     return {*range(spec.least_nodes), *(node.rank for node in lease.nodes)}
 
 
 def free_all(cluster: Cluster, ranks: Iterable[int]) -> None:
     """Give nodes calls again that another process was about to take out of the pool. Raises nothing."""
     for rank in ranks:
-        with contextlib.suppress(SkywardError, OSError):  # then the scheduler is lost, and another one knows of no hold
+        with contextlib.suppress(SkywardError, OSError):  # then the scheduler is lost, and a new one holds no node
             cluster.draining.free(rank)
 
 
@@ -56,8 +56,8 @@ class PoolSize:
         self._is_busy = is_busy
 
     def look(self) -> None:
-        """Measure the load, and let the pool grow or shrink. Nothing, once another process keeps the pool: the ranks of
-        this one may be old.
+        """Measure the load, and let the pool grow or shrink. Does nothing once another process keeps the pool: the
+        ranks known here may be old.
         """
         if self._spec.is_elastic and not self._recovery.is_stopped:
             self._cluster.draining.announce()
@@ -65,9 +65,9 @@ class PoolSize:
             self._recovery.observe(Load(self._cluster.draining.backlog() if is_busy else 0, is_busy))
 
     def scale(self, nodes: int | None, wait_seconds: float) -> int:
-        """Keep the pool at this number of nodes; None: let it grow and shrink by itself. Return how many take calls, as
-        soon as they are so many, or after `wait_seconds`. Raises BadRequest, also if this process keeps the pool no
-        more.
+        """Keep the pool at this number of nodes; with None it grows and shrinks by itself. Return how many nodes take
+        calls: once that number is reached, or after `wait_seconds`. Raises BadRequest, also if this process no longer
+        keeps the pool.
         """
         least, most = self._spec.least_nodes, self._spec.most_nodes
         if not self._spec.is_elastic:

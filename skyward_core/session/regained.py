@@ -2,9 +2,9 @@
 
     steward ──it was silent, and another process has taken the pool──▶ client ──the pool has no steward──▶ steward again
 
-Its session is never the steward again: its records of nodes and money are old, and so its guard stays lost. The new
-stewardship has another guard and another epoch, and a connection beside that of the session, as if it were another
-process: it adopts the pool from the ledger. The calls of the session go on as those of a client.
+The session itself does not become the steward again: its records of nodes and money are old, so its guard stays lost.
+The new stewardship has another guard and another epoch, and a connection beside that of the session, as if it were
+another process: it adopts the pool from the ledger. The calls of the session go on as those of a client.
 """
 
 from __future__ import annotations
@@ -53,8 +53,13 @@ class RegainedStewardship:
         assert self._stewardship is not None
         self._stewardship.keep_warm(seconds)
 
+    def note_cost(self) -> None:
+        """As that of the stewardship."""
+        if self._stewardship is not None:
+            self._stewardship.note_cost()
+
     def leave(self) -> None:
-        """Keep the pool no more; its machines go on."""
+        """Stop keeping the pool; its machines go on."""
         assert self._stewardship is not None
         self._end(self._stewardship.leave)
 
@@ -68,7 +73,7 @@ class RegainedStewardship:
         try:
             end()
         finally:
-            self._attached.stop("this process keeps the pool no more")
+            self._attached.stop("this process does not keep the pool any more")
 
 
 def regaining(session: NamedSession, use: NamedUse, attach: Callable[[], Attached], new: New) -> Successor:
@@ -82,6 +87,6 @@ def regaining(session: NamedSession, use: NamedUse, attach: Callable[[], Attache
             successor.lose()
 
     use.on_lost = lost
-    if session.guard.is_lost:  # since the pool was opened; its renewal has reported that to no object yet
+    if session.guard.is_lost:  # since the pool was opened; its renewal has not reported that to any object yet
         session.step_down()
     return successor

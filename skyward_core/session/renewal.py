@@ -6,14 +6,12 @@ Neither waits for a callback, or logs to a terminal, because a terminal may bloc
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
 
 from skyward_core.concurrency.periodic import PeriodicThread
 from skyward_core.errors import LeaseLost
 from skyward_core.ledger.journal import Journal
-from skyward_core.transport.transport import Transports
 
 MOST_BEAT_SECONDS = 5.0
 
@@ -69,13 +67,3 @@ class Renewal:
         """Wait for renewals that run, at most this long for each."""
         for beat in self._beats:
             beat.join(timeout_seconds)
-
-
-def keep_here(transports: Transports, lease_seconds: float | None) -> None:
-    """Send signs of life to nodes of this machine: whether the pool is busy, or a lease that outlives this process."""
-    for transport in transports.here():
-        with contextlib.suppress(OSError):  # the node is lost; the cluster notices that
-            if lease_seconds is not None:
-                transport.extend_lease(lease_seconds)
-            else:
-                transport.write_paid_and_busy()

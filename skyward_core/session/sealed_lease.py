@@ -4,7 +4,7 @@ can open: written by the owner's session, read by a process that attaches.
     not shared ── detach, or the first detached call ──> shared ── the pool's end is recorded ──> deleted
                                                          └─ a node was replaced, or there is a new head: written again
 
-Sealed are the pool's certificate with its key, and the SSH keys that the lease names, if they are files without a
+The seal covers the pool's certificate with its key, and the SSH keys that the lease names, if they are files without a
 passphrase. The seal is bound to the pool's id and to the lease beside it. docs/decisions/0030 says what a kill between
 any two lines leaves.
 """
@@ -53,7 +53,7 @@ class PoolKeys:
     def for_paths(self, paths: set[str]) -> PoolKeys:
         """Return the keys for some paths of a lease.
 
-        The path is not signed, and may have been changed: if there is only one key, it is the one.
+        The path is not signed, and may have been changed. If there is only one key, it is used for any path.
         """
         only = next(iter(self.ssh_keys.values())) if len(set(self.ssh_keys.values())) == 1 else None
         found = {path: self.ssh_keys.get(path, only) for path in paths}
@@ -78,7 +78,7 @@ class SharedLease:
         self._bookkeeping = bookkeeping
         self._log = log
         self._writing = threading.Lock()
-        """Held during the write, so that an older lease never replaces a newer one."""
+        """Held during the write, so that no older lease replaces a newer one."""
         self._is_shared = False
         self._written: Lease | None = None
 
@@ -138,7 +138,7 @@ def _content(lease: Lease, certificate: PoolCertificate) -> bytes:
 
 
 def _context(pool_id: str, lease_json: str) -> bytes:
-    """Return what a seal is bound to: the pool, and the lease letter by letter."""
+    """Return what a seal is bound to: the pool, and the exact text of the lease."""
     return json.dumps([CONTEXT, pool_id, lease_json]).encode()
 
 
@@ -217,7 +217,7 @@ def find_keys(lease: Lease) -> PoolKeys | None:
             row = ledger.sealed_lease(lease.pool_id)
     except UnreadableRow as error:
         raise LeaseTampered(f"the keys of pool {lease.pool_id} in the ledger were altered: {error}") from error
-    except SkywardError:  # the lease may do without: then logging in says what is missing
+    except SkywardError:  # the lease may need no key; if it does, the error of the login names it
         return None
     return None if row is None else _opened(row, lease.pool_id).for_paths(paths)
 

@@ -18,8 +18,8 @@ requested, then does what `release` would have done.
 The thread "skyward-events" calls callbacks and displays. No other thread waits for a callback, or logs to a terminal: a
 terminal may take nothing.
 
-In a fork of the process no object owns the session: its threads, its reaper and its machines are those of the process
-that has opened it. Whatever would end them does nothing in a fork, however the fork ends.
+In a fork of the process no object owns the session: its threads, reaper and machines belong to the process that has
+opened it. Methods that end them do nothing in a fork, and neither does the end of the fork.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import time
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from decimal import Decimal
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, override
@@ -58,7 +59,7 @@ from skyward_core.session.departure import Departure
 from skyward_core.session.event_emitter import EventEmitter
 from skyward_core.session.limits import Limits, OpeningLimits
 from skyward_core.session.pool_size import PoolSize
-from skyward_core.session.renewal import Renewal, keep_here
+from skyward_core.session.renewal import Renewal
 from skyward_core.session.sealed_lease import SharedLease
 from skyward_core.session.session_engine import SessionEngine
 from skyward_core.session.session_reaper import SessionReaper
@@ -78,8 +79,8 @@ def new_pool_id() -> str:
 
 
 class _Undo(ExitStack[None]):
-    """Undoes steps in reverse order, but not in a fork that a callback or a signal handler has made: its parent goes
-    on.
+    """Undoes steps in reverse order, but not in a fork that a callback or a signal handler has made: its parent still
+    runs.
     """
 
     def __init__(self) -> None:
@@ -107,6 +108,7 @@ class Session:
         secrets: SecretValues | None = None,
         pool_id: str = "",
         guard: StewardGuard | None = None,
+        run_limit_usd: Decimal | None = None,
     ) -> None:
         self.pool_id = pool_id or new_pool_id()
         self.spec = spec
@@ -121,7 +123,7 @@ class Session:
         self._guard = guard
         """With a name: whether this process keeps the pool."""
         self._claims = Claims()
-        self._bookkeeping = Bookkeeping(self.pool_id, self.meter, self.events.log)
+        self._bookkeeping = Bookkeeping(self.pool_id, self.meter, self.events.log, run_limit_usd)
         self._reaper = SessionReaper(self.pool_id, self.events.log)
         self._shared = SharedLease(self.pool_id, self._engine.certificate, self._bookkeeping, self.events.log)
         self._renewal = Renewal(self.pool_id, spec.lease_seconds, self.events.log)
@@ -267,15 +269,13 @@ class Session:
         )
 
     def _raise_if_given_up(self) -> None:
-        """Raise if the money or the lease was lost in the last moment of `start`; its undo then terminates the
-        machines.
-        """
+        """Raise if money or lease was lost in the last moment of `start`. Its undo then terminates the machines."""
         if self.why_ended is not None:
             raise PoolClosed("the pool was given up while it opened")
 
     def _open_ledger(self, undo: ExitStack) -> tuple[Journal, SpendingLimit]:
-        """Write the pool into the ledger, and start its reaper: after a kill from here on, reaper and sweeps know of
-        every machine.
+        """Write the pool into the ledger, and start its reaper. After a kill from here on, reaper and sweeps know every
+        machine.
         """
         url, journal, spending_limit = self._bookkeeping.open_ledger(
             undo, self.spec, self.providers[0], self.emit, self.work, self._guard
@@ -290,7 +290,7 @@ class Session:
         return journal, spending_limit
 
     def _leave_reaper_or_hang_up(self) -> None:
-        """Have the reaper go on as if this process were dead, after a start that has left machines or open entries.
+        """Let the reaper act as if this process were dead, after a start that has left machines or open entries.
 
         This pool cannot be closed again. The cause is InstancesLeft, or a second interrupt that has cut off the
         teardown.
@@ -319,7 +319,7 @@ class Session:
 
         undo.callback(self._renewal.end)
         self._renewal.begin("skyward-lease", partial(self._renewal.renew, journal))
-        opening = OpeningLimits(self.spec, spending_limit, self._renewal, give_up, self.events.log)
+        opening = OpeningLimits(spending_limit, self._renewal, give_up, self.events.log)
         opening.start()
         undo.callback(opening.end)
         return opening
@@ -330,12 +330,12 @@ class Session:
         """
         often: list[Step] = [self._renewal.raise_if_lost, limits.check_money, limits.check_work, size.look]
         often.append(self._share_current)  # other processes learn from it of new nodes
-        seldom: list[Step] = [
-            lambda: self._reaper.restart_if_gone(lambda: self.is_running),
-            journal.note,
-            lambda: self.emit(self.meter.update()),
-        ]
-        return self._new_clock(often, seldom)
+        restart = partial(self._reaper.restart_if_gone, lambda: self.is_running)
+        return self._new_clock(often, [restart, journal.note, lambda: self.emit(self.meter.update())])
+
+    def note_cost(self) -> None:
+        """Record the cost so far in the ledger. Of a named pool only its steward does."""
+        self._bookkeeping.note_cost(self._ended)
 
     def _share_current(self) -> None:
         self._shared.keep_current(self.lease)
@@ -344,9 +344,9 @@ class Session:
         return Clock(self.pool_id, often, seldom, self.stop, self.events.log, time.monotonic())
 
     def _keep_here(self) -> None:
-        """Send signs of life to nodes of this machine; once a call was started detached they outlive this process."""
+        """Send signs of life to nodes of this machine; over SSH each transport does it itself."""
         assert self.machines is not None
-        keep_here(self.machines.transports, self.spec.lease_seconds if self._reaper.has_detached else None)
+        self.machines.transports.keep_here()
 
     # ── stop and release ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -355,7 +355,8 @@ class Session:
 
         Calls that have not ended raise `error`, or PoolClosed with the reason. If another thread is stopping the pool
         (the clock, when the money has run out), this waits for it, so that bill and receipt exist. If another thread
-        detaches the pool, that one stops it, as long as it can; this one does nothing, as in a fork of the owner.
+        detaches the pool, the request is left to that thread, and this one does nothing. It also does nothing in a fork
+        of the owner.
         """
         if self.is_fork or not self._claims.claim_stop(reason, error):
             return
@@ -376,10 +377,10 @@ class Session:
     def release(self) -> None:
         """Terminate the machines and write that into the ledger, unless that was done; does nothing in a fork.
 
-        Called again, by `close` or at the interpreter's end, if a second interrupt has cut it off; and by `close` if
-        the ledger has refused something: the reaper also tries to write it, for two minutes. Machines that cannot be
-        confirmed gone raise InstancesLeft, unless they cost nothing and end themselves: those are left to the reaper,
-        with a warning.
+        It is called again, by `close` or at the interpreter's end, if a second interrupt has cut it off. `close` also
+        calls it again if the ledger has refused something; the reaper tries to write that for two minutes. Raises
+        InstancesLeft if machines cannot be confirmed gone. Machines that cost nothing and end themselves are left to
+        the reaper instead, with a warning.
         """
         if not self._engine.is_connected or self.machines is None or self.is_running or self.is_fork:
             return
@@ -416,7 +417,7 @@ class Session:
             self._departure.hand_over(self.machines, left)
 
     def terminate_now(self) -> None:
-        """Have another process end the machines, and rent no more if the pool is still opening. Waits for nothing.
+        """Let another process end the machines, and stop renting if the pool is still opening. Waits for nothing.
 
         Does nothing in a fork: a signal that ends a forked helper is not meant for the pool.
         """
@@ -451,8 +452,10 @@ class Session:
         return self._departure.is_left_to_lease
 
     def live_by_lease(self) -> None:
-        """From now on nodes of this machine live by their lease, and no longer with this process."""
+        """From now on nodes of this machine live by their lease, not with this process."""
+        assert self.machines is not None
         self._departure.live_by_lease(self.lease, self.spec.lease_seconds)
+        self.machines.transports.lives_by_lease = True
         self._keep_here()
 
     def share(self) -> None:
@@ -468,8 +471,8 @@ class Session:
 
         If this process is killed here, the reaper ends the pool, or the pool lives as long as its lease
         (`provisioning.detach`). Raises Unreachable, BadRequest, LedgerError, LeaseLost, and BudgetExceeded if its
-        account does not pay for the whole lease. If the pool has ended itself, or is to end before the ledger is
-        written, it is stopped, and the error of its calls is raised: BudgetExceeded, LeaseLost or PoolClosed.
+        account does not pay for the whole lease. The pool may have ended itself, or may have to end before the ledger
+        is written. Then it is stopped, and the error of its calls is raised: BudgetExceeded, LeaseLost or PoolClosed.
         """
         assert self.machines is not None
         self._may_act()
@@ -485,8 +488,8 @@ class Session:
         return self._departure.leave(self.machines, expires_at)
 
     def let_go(self, reason: str, error: SkywardError | None = None) -> None:
-        """Use and renew a shared pool no more, though it could not be detached: nodes that no other process keeps end
-        with their leases. Neither the ledger nor a machine is requested anything. `error` is what has ended the pool.
+        """Stop using and renewing a shared pool that could not be detached. Nodes that no other process keeps end with
+        their leases. Sends nothing to ledger and machines. `error` is what has ended the pool.
         """
         if not self.is_fork and self._claims.claim_stop(reason, error):
             assert self.machines is not None

@@ -20,7 +20,7 @@ from skyward_core.errors import PoolClosed, SkywardError
 JOIN_SECONDS = 10.0
 """How long `stop` waits for another thread that is stopping the pool.
 
-Not for ever: that thread may wait for a callback in which this one is.
+The wait has a limit, because that thread may wait for a callback that runs in this one.
 """
 
 

@@ -4,10 +4,10 @@
       └──────────────────────────┬───────────────────────────┘
                                  └──the ledger names another steward──▶ lost, for good
 
-While the lease of this process's row runs, no other process may take the pool over; so a steward may act without a
-question to the ledger. A process that was stopped (SIGSTOP, a machine that slept) finds its lease run out by its own
-clock, and asks before it ends or rents anything. Safe to use from several threads, without a lock: each field is one
-value, and `_confirmed` only grows.
+While the lease of this process's row is valid, no other process may take the pool over. So the steward may act without
+a request to the ledger. After a stop (SIGSTOP, a machine that slept) its own clock shows that the lease has expired.
+Then it asks the ledger before it ends or rents anything. Safe to use from several threads, without a lock: each field
+is one value, and `_confirmed` only grows.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from skyward_core.ledger.names_policy import NotSteward
 
 
 class Keeper(Protocol):
-    """The part of `named_use.NamedUse` that a process needs which keeps the pool."""
+    """The part of `named_use.NamedUse` that the process which keeps the pool needs."""
 
     guard: StewardGuard
 
@@ -63,7 +63,7 @@ class StewardGuard:
             self._confirmed = max(self._confirmed, since)
 
     def lose(self) -> bool:
-        """Another process is the steward, or none; return whether this one was."""
+        """This process is not the steward any more; return whether it was."""
         was_steward = self._confirmed is not None
         self._confirmed = None
         self.is_lost = self.is_lost or was_steward
@@ -88,4 +88,4 @@ class StewardGuard:
         if not self.is_certain and self._confirmed is not None:
             self._renew()
         if not self.is_certain:
-            raise NotSteward("another process keeps the pool now: this one was silent for too long, or has resigned")
+            raise NotSteward("another process keeps the pool now: this one did not renew in time, or has resigned")

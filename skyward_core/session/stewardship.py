@@ -6,9 +6,9 @@
                                  └──an error──▶ resigned (ledger); a later beat of any client tries again
 
 The steward uses the connection and the transports of its `Attached`, so that its calls wait for new nodes and are
-drained at a limit. Of the earlier steward it takes over what the ledger has: the newest lease, the entries of machines
-with their time, the reservations. It has no reaper: the pool lives by its lease, and the next client that looks takes
-over from a steward that was killed at any line. docs/decisions/0028 has what each kill leaves.
+drained at a limit. From the ledger it takes over the earlier steward's newest lease, reservations, and entries of
+machines with their time. It has no reaper: the pool lives by its lease. After a kill at any line, the next client that
+renews its row takes over. docs/decisions/0028 has what each kill leaves.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Stewardship:
         self.size: PoolSize | None = None
         """The number of nodes, once the pool is adopted."""
         self._ending = threading.RLock()
-        """Held while the stewardship ends, in whichever way."""
+        """Held while the stewardship ends, for each of the reasons."""
         self._ended = threading.Event()
 
     # ── adopt ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -137,7 +137,7 @@ class Stewardship:
         undo.callback(machines.stop)
         undo.callback(machines.leave)
         self._adopt_money(spending_limit, provider, open_still)
-        self._guard.check()  # all of this may have taken long
+        self._guard.check()  # the steps above may have taken long
         unanswered = any(intent.cloud_id is None for intent in open_still)
         machines.adopt(lease, listed, is_launch_unsure=unanswered)
         self._shared.adopt(lease)
@@ -228,8 +228,13 @@ class Stewardship:
         with self._bookkeeping.paid_for(max(seconds, self._spec.lease_seconds)):
             self._attached.extend_leases(seconds)
 
+    def note_cost(self) -> None:
+        """Record the cost so far in the ledger, without waiting for the clock."""
+        if self._guard.is_certain:
+            self._bookkeeping.note_cost(self._ended)
+
     def leave(self) -> None:
-        """Keep the pool no more; its machines go on. Idempotent."""
+        """Stop keeping the pool; its machines go on. Idempotent."""
         with self._ending:
             if not self._stop_working():
                 return
@@ -290,7 +295,7 @@ class Stewardship:
             self._recovery.stop()
             note_all(self._cluster, self._pool_id, self._log)
             try:
-                self._on_end(reason, error)  # before the machines end: else its calls are repeated on them
+                self._on_end(reason, error)  # before the machines end: otherwise its calls would be repeated on them
             finally:
                 try:
                     self._attached.end(reason, error, self._end_machines)

@@ -29,6 +29,7 @@ class Stewardship(Protocol):
     def size(self) -> PoolSize | None: ...
     def start(self) -> None: ...
     def keep_warm(self, seconds: float) -> None: ...
+    def note_cost(self) -> None: ...
     def leave(self) -> None: ...
     def lose(self) -> None: ...
 
@@ -53,7 +54,7 @@ class Successor:
         use.on_vacant, use.on_lost = self.take, self.lose
 
     def take(self) -> None:
-        """Adopt the pool in another thread, unless that goes on, or has just failed. Does not wait."""
+        """Adopt the pool in another thread, unless an adoption is running or has just failed. Does not wait."""
         if time.monotonic() >= self._try_at:
             self._in_thread(self._take, may_be_dropped=True)
 
@@ -74,6 +75,11 @@ class Successor:
         if self.stewardship is not None:
             self.stewardship.keep_warm(seconds)
         return self.stewardship is not None
+
+    def note_cost(self) -> None:
+        """Record the cost so far in the ledger, if this process keeps the pool."""
+        if (stewardship := self.stewardship) is not None:
+            stewardship.note_cost()
 
     def close(self) -> None:
         """Leave the pool to its next steward. Nothing is adopted after that."""
@@ -120,7 +126,7 @@ class Successor:
                 stewardship.lose()
             else:
                 self.stewardship = stewardship
-        except Exception as error:  # whatever it is, another process must get its turn
+        except Exception as error:  # after any error another process must get its turn
             self._use.resign()
             self._failures += 1
             self._try_at = time.monotonic() + PAUSES.seconds(self._failures)

@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING
 from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import ZERO_USD, BadRequest, BudgetExceeded, CommandFailed, NodeLost, SkywardError
 from skyward_core.ledger.names_policy import NamedPool, NameState
-from skyward_core.ledger.rows import CostBy, PoolEntry
+from skyward_core.ledger.projection import projection_of
+from skyward_core.ledger.rows import PoolEntry
 from skyward_core.machines.instances import Lease, Node
 from skyward_core.providers.base import Provider
 from skyward_core.session.keys_in_memory import KeysInMemory
@@ -37,7 +38,7 @@ _log = logging.getLogger("skyward")
 
 
 def keep_warm(ledger: Ledger, name: str, seconds: float) -> NamedPool:
-    """Let a warm pool stay for so many seconds from now, or those for which a pool in use is kept when it is left.
+    """Set for how many seconds from now a warm pool stays, or a pool in use after it is left.
 
     Returns the changed row of the name. Raises BadRequest if there is no such pool, or if its own limits end it before;
     BudgetExceeded if `max_cost` or its account does not pay; NodeLost, Unreachable, CredentialsError and LeaseTampered
@@ -96,12 +97,12 @@ def _is_limited(row: NamedPool) -> bool:
 
 @contextlib.contextmanager
 def _paid(ledger: Ledger, row: NamedPool, entry: PoolEntry, seconds: float) -> Generator[None]:
-    """Reserve what the pool costs until then; if the block fails, what was added is free again."""
+    """Reserve what the pool costs up to that time; if the block fails, the added amount is released."""
     if not _is_limited(row):
         yield
         return
     until = ledger.names.now() + timedelta(seconds=seconds + Provider.ending_seconds)
-    cost = projected_cost(ledger, row.pool_id, until)
+    cost = projection_of(ledger, row.pool_id).at(until)
     max_cost = row.terms.get("max_cost")
     if max_cost is not None and cost > Decimal(repr(max_cost)):
         raise BudgetExceeded(
@@ -126,20 +127,6 @@ def _paid(ledger: Ledger, row: NamedPool, entry: PoolEntry, seconds: float) -> G
     except BaseException:
         ledger.release(reservation)
         raise
-
-
-def projected_cost(ledger: Ledger, pool_id: str, until: datetime) -> Decimal:
-    """Return the cost of a pool in USD if all machines that it has now live until then."""
-    recorded = {row.key: row.cost_usd for row in ledger.cost_rows(CostBy.RESOURCE, pool_id=pool_id)}
-    return sum(
-        (
-            recorded.get(str(intent.id), ZERO_USD)
-            if intent.gone_at is not None
-            else intent.price.cost((until - intent.intended_at).total_seconds())
-            for intent in ledger.intents(pool_id=pool_id)
-        ),
-        ZERO_USD,
-    )
 
 
 # ── nodes ────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -277,6 +277,10 @@ class SSHTransport:
         self._begin(self._follow)
         return found
 
+    def visit(self, *, timeout_seconds: float) -> None:
+        self._connection.connect(timeout_seconds, auth_grace_seconds=0.0)
+        self._begin(self._follow)
+
     def opened(self) -> None:
         self._opening_until = 0.0
 

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import threading
 from collections.abc import Callable
@@ -54,6 +55,10 @@ class Transport(Protocol):
 
         Raises CommandFailed if the node has ended.
         """
+        ...
+
+    def visit(self, *, timeout_seconds: float) -> None:
+        """Connect to read, and renew no lease: for a process that only looks. `is_connected` is then true."""
         ...
 
     def opened(self) -> None:
@@ -138,12 +143,18 @@ class LocalTransport:
     is_connected = True
 
     def __init__(
-        self, instance: Instance, is_busy: Callable[[], bool], paid_seconds: Callable[[], float | None]
+        self,
+        instance: Instance,
+        is_busy: Callable[[], bool],
+        paid_seconds: Callable[[], float | None],
+        lease_seconds: Callable[[], float | None] = lambda: None,
     ) -> None:
         assert instance.directory is not None
         self.instance = instance
         self._is_busy = is_busy
         self._paid_seconds = paid_seconds
+        self._lease_seconds = lease_seconds
+        """Returns how long the node outlives its clients, in seconds; None: it ends with its owner."""
         self._directory = Path(instance.directory)
         memory = memory_directory(instance.id)
         self.value_directories = (memory, str(self._directory)) if is_private(Path(memory)) else (str(self._directory),)
@@ -156,6 +167,9 @@ class LocalTransport:
         """Nothing to do: the provider runs the script."""
 
     def join(self, *, timeout_seconds: float, guard_seconds: float | None = None) -> object:
+        """Nothing to connect to."""
+
+    def visit(self, *, timeout_seconds: float) -> None:
         """Nothing to connect to."""
 
     def opened(self) -> None:
@@ -217,9 +231,15 @@ class LocalTransport:
 
     def extend_lease(self, seconds: float) -> None:
         write_lease(self._directory, uptime() + seconds)
-        self.write_paid_and_busy()
+        self._write_paid_and_busy()
 
-    def write_paid_and_busy(self) -> None:
+    def keep_alive(self) -> None:
+        """Renew the node's lease if it has one, and write until when it is paid for, and whether the pool has calls."""
+        if (seconds := self._lease_seconds()) is not None:
+            write_lease(self._directory, uptime() + seconds)
+        self._write_paid_and_busy()
+
+    def _write_paid_and_busy(self) -> None:
         """Write until when the node is paid for, and whether the pool has calls to run.
 
         Calls on other nodes also count for this node's `timeout`.
@@ -249,6 +269,8 @@ class Transports:
         """Returns for how many seconds from now the nodes are paid for; None: no limit."""
         self.is_busy = False
         """Whether the pool has calls to run. The session sets it."""
+        self.lives_by_lease = False
+        """Whether nodes of this machine outlive this process by their lease, new ones too. The session sets it."""
         self._lock = threading.Lock()
         self._transports: dict[str, Transport] = {}
         self._remote_connections: RemoteConnections | None = None
@@ -270,6 +292,12 @@ class Transports:
         with self._lock:
             return [transport for transport in self._transports.values() if isinstance(transport, LocalTransport)]
 
+    def keep_here(self) -> None:
+        """Send signs of life to nodes of this machine (`LocalTransport.keep_alive`)."""
+        for transport in self.here():
+            with contextlib.suppress(OSError):  # the node is lost; the cluster notices that
+                transport.keep_alive()
+
     def send_paid_time(self) -> set[str]:
         """Send the nodes their present paid time; return the ids of the nodes that have received it."""
         with self._lock:
@@ -278,7 +306,7 @@ class Transports:
         def send(transport: Transport) -> None:
             try:
                 if isinstance(transport, LocalTransport):
-                    transport.write_paid_and_busy()
+                    transport.keep_alive()
                 elif transport.is_connected:
                     transport.extend_lease(self._lease_seconds)
                 else:
@@ -315,7 +343,10 @@ class Transports:
             remote_connections.close()
 
     def _local(self, instance: Instance) -> LocalTransport:
-        return LocalTransport(instance, lambda: self.is_busy, self._paid_seconds)
+        return LocalTransport(instance, lambda: self.is_busy, self._paid_seconds, self._local_lease_seconds)
+
+    def _local_lease_seconds(self) -> float | None:
+        return self._lease_seconds if self.lives_by_lease else None
 
     def _remote(self) -> RemoteConnections:
         if self._remote_connections is None:

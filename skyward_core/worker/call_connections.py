@@ -54,7 +54,7 @@ class CallConnections:
         self._loop = asyncio.get_running_loop()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self._path.unlink(missing_ok=True)  # of a worker process before this one
+            self._path.unlink(missing_ok=True)  # left by an earlier worker process
             with short_path(self._path) as short:
                 listener.bind(short)
             os.chmod(self._path, 0o600)

@@ -50,7 +50,7 @@ class CallMetrics(NamedTuple):
 class Reporter:
     """Writes the metrics of a runner's calls to a pipe. One call at a time; threads of a call may share it.
 
-    Between two lines nothing is lost but what `pending` has: a runner that dies takes that with it.
+    If the runner dies, only the metrics in `pending` are lost.
     """
 
     def __init__(self, pipe: int, mark: bytes, clock: Callable[[], float] = time.monotonic) -> None:
@@ -77,7 +77,7 @@ class Reporter:
         self._write(metrics)
 
     def end_call(self) -> None:
-        """Write what is still kept: the last values of a call must not be lost."""
+        """Write the metrics that are still kept: the last values of a call must not be lost."""
         pending, self._pending = self._pending, None
         self._allowance = float(BURST)
         if pending is not None:
@@ -123,9 +123,9 @@ def use(reporter: Reporter) -> None:
 def report(step: int | None = None, **metrics: SupportsFloat) -> None:
     """Report metrics of a running call: they become a `CallReported` event of the pool.
 
-    `step` counts whatever the call counts (batches, epochs). Values are numbers, or anything that `float` takes, such
-    as a tensor with one element. Never waits: at most 20 reports at once and 2 per second travel. The values of others
-    are merged into the next report, and the last values always arrive. Outside a pool it does nothing.
+    `step` counts batches, epochs or anything else that the call counts. Values are numbers, or anything that `float`
+    takes, such as a tensor with one element. Never waits: at most 20 reports at once and 2 per second travel. The
+    values of others are merged into the next report, and the last values always arrive. Outside a pool it does nothing.
 
     Raises BadRequest for values that are no numbers, and for more metrics than fit into 4 kB.
 

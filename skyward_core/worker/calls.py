@@ -5,9 +5,9 @@ bytes, and is dropped when the client acknowledges it. On a new connection the c
 last number that it has handled (`resume`). The answer travels in the same stream as live messages, so no message is
 missed, doubled or out of order.
 
-KEEP, a client without a connection, also wants each task whose key begins with "skyward-". It releases the task when
-the client that sent it (or the one that has resumed its topic) releases it, leaves, or stays away too long. A detached
-call stays until `skyward_forget` (`detached_calls`).
+KEEP, a client without a connection, also wants each task whose key begins with "skyward-". KEEP releases the task when
+its client releases it, leaves, or stays away too long. Its client is the one that sent it, or the one that has resumed
+its topic. A detached call stays until `skyward_forget` (`detached_calls`).
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ CREDIT = "skyward-credit"
 """The same on both streams: streaming calls may go on."""
 
 type BusyTime = tuple[str, str, float, float]
-"""How long a worker's slots were busy, in seconds, since its process began: the id of its instance, a name of the
-process, the sum over its slots, and the part of it that the calls of one client have used.
+"""How long a worker's slots were busy, in seconds, since its process began. It has the id of the instance, a name of
+the process, the sum over the slots, and the part of one client's calls.
 """
 
 TOPIC_LIMIT_BYTES = 64 << 20
@@ -238,8 +238,8 @@ class CallMemory(SchedulerPlugin):
     # ── tasks ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def is_replaced(self, client: str) -> bool:
-        """Return whether another client has resumed this one's topic: that client knows which batches had come by then,
-        and sends the others again.
+        """Return whether another client has resumed this one's topic: that client knows which batches had arrived, and
+        sends the others again.
         """
         return client in self._replaced
 
@@ -290,7 +290,8 @@ class CallMemory(SchedulerPlugin):
         """Release for KEEP too the tasks that a client releases by this operation of its stream. Dask does not call it
         when the stream breaks.
 
-        A client that has reconnected releases its earlier futures; it wants no tasks by then, and the tasks stay.
+        A client that has reconnected releases its earlier futures. It does not want any task at that time, so the tasks
+        stay.
         """
         keys = list(keys)
         kept = self._keys.get(client)
@@ -326,7 +327,7 @@ class CallMemory(SchedulerPlugin):
             del self._owners[topic], self._topics[topic], self._resumes[topic]
             self._abandoned[topic] = self._abandoned.get(topic, 0) + 1
             self.loads.forget(topic)
-        # else running calls would keep their slots, and no client could stop them
+        # otherwise running calls would keep their slots, and no client could stop them
         stop = {"op": CANCEL, "calls": topics}
         self._scheduler.send_all({}, {worker: [stop] for worker in self._scheduler.workers})
         self._let_go(client, list(self._keys.get(client, ())))
@@ -378,8 +379,8 @@ class CallMemory(SchedulerPlugin):
             self._scheduler.log_event(POOL_TOPIC, pickle.dumps(PoolRanks(self._ranks)))
 
     def skyward_busy_times(self, topic: str = "") -> list[BusyTime]:
-        """Return how long the slots of each worker were busy, as of its last heartbeat, and how much of it was for the
-        client with this topic.
+        """Return how long the slots of each worker were busy, by its last heartbeat, with the part for the client with
+        this topic.
         """
         times = [worker.metrics.get(BUSY_TIMES) for worker in self._scheduler.workers.values()]
         return [

@@ -53,7 +53,7 @@ class Coordination(SchedulerPlugin):
 
     def request(self, worker: str, holder: int, request: list[Any]) -> None:
         """Take a request of a call."""
-        if worker in self._scheduler.workers:  # else it was removed, and what it says now comes too late
+        if worker in self._scheduler.workers:  # otherwise it was removed, and its message comes too late
             self._take((worker, holder), request)  # the worker has checked it: an error would end its stream
 
     def drop(self, worker: str, holder: int) -> None:
@@ -93,7 +93,7 @@ class Coordination(SchedulerPlugin):
         self._send(self._state.expire(holder, request))
 
     def _drop(self, origin: str, holders: set[Holder]) -> None:
-        """Drop holders of one origin at once: what one of them had must not go to another."""
+        """Drop holders of one origin together, so that an object of one is not given to another."""
         there = self._holders.get(origin, set())
         there -= holders
         if not there:

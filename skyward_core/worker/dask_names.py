@@ -13,8 +13,12 @@ CLIENT = (
     "distributed.client:Client.loop",
     # engine/connection.py: a client without automatic reconnect
     "distributed.client:Client._reconnect()",
+    # engine/dask_loop.py: a loop of ours in place of Dask's, with the methods that the client calls
     "distributed.client:Client._loop_runner",
+    "distributed.utils:LoopRunner.start()",
     "distributed.utils:LoopRunner.stop(timeout)",
+    "distributed.utils:LoopRunner.is_started()",
+    "distributed.utils:LoopRunner.loop",
     # engine/connection.py: how tasks end, without futures
     "distributed.client:Client._handle_key_in_memory(key, type, workers)",
     "distributed.client:Client._handle_task_erred(key, exception, traceback)",
@@ -71,6 +75,10 @@ SCHEDULER = (
     "distributed.spans:SpanMetadata",
     "distributed.protocol.serialize:deserialize(header, frames)",
     "distributed.utils:offload",
+    # worker/pages.py: Dask's plain pages, served on request
+    "distributed.node:ServerNode.start_http_server(routes, dashboard_address)",
+    "distributed.http.utils:get_handlers(server, modules)",
+    "distributed.http.scheduler.info:routes",
 )
 WORKER = (
     # worker/pool_worker.py: a worker that ends without waiting for calls, and handles our operations

@@ -5,9 +5,9 @@
              │  └──cancelled──▶ cancelled ─┼──┼──────────────────────┤
              └────── its worker is lost ───┘  └──no more retries──▶ lost ─┘
 
-All of it happens in the scheduler's event loop: of two starts with one id the first makes the call, the second finds
-it. Topic and task of a call are both named `detached_key(call_id)`. Slots and runners know the call by its `run_id`,
-which its starter has chosen: an id of a user may be any text.
+All of this runs in the scheduler's event loop: if two starts have one id, the first makes the call, and the second
+finds it. Topic and task of a call are both named `detached_key(call_id)`. Slots and runners know the call by its
+`run_id`, which its starter has chosen: an id of a user may be any text.
 """
 
 from __future__ import annotations
@@ -134,9 +134,8 @@ class DetachedCalls:
     # ── operations ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def begin(self, call_id: str, run_id: str, make_task: Callable[[str], object]) -> dict[str, Any]:
-        """Make a call of this id, unless there was one; return its record. `is_new` says whether this run id is its.
-
-        Idempotent: a client that has not got the answer asks again.
+        """Make a call of this id, unless there was one; return its record. `is_new` says whether the call has this run
+        id. Idempotent: a client that has not received the answer asks again.
         """
         key = detached_key(call_id)
         if key not in self._calls:

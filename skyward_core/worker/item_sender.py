@@ -7,8 +7,8 @@ States of a streaming call in its runner:
         ├──the generator ends or raises: the call's outcome   │
         └──SIGTERM: it was cancelled, or its time is up───────┴──▶ closing (`finally` blocks run) ──▶ the process ends
 
-The runner takes no item from the generator without credit. A killed runner owns nothing that others need: its worker
-knows how many items it has sent.
+The runner takes no item from the generator without credit. A runner may be killed at any time, because its worker knows
+how many items it has sent.
 """
 
 from __future__ import annotations

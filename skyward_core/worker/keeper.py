@@ -1,9 +1,9 @@
 """The keeper of a node: the ancestor of all its processes, which kills all of them when the node ends, tagged or not.
 
 Run as a script, `python -I -S keeper.py [--group PATH] [--remove PATH] ... -- COMMAND ...`, it starts within
-milliseconds, because it imports nothing of this package. It becomes a child subreaper (prctl(2)). Whatever a call
-starts, in whatever session, with whatever environment and as whatever user, stays below it in the process tree when its
-parent dies. Two keeper processes are above the command:
+milliseconds, because it imports nothing of this package. It becomes a child subreaper (prctl(2)). A process that a call
+starts stays below it in the process tree when its parent dies. This holds for each session, environment and user of the
+process. Two keeper processes are above the command:
 
     keeper ── second keeper ── command (the startup shell, then the supervisor) ── workers, runners ── what calls start
 
@@ -15,8 +15,8 @@ parent dies. Two keeper processes are above the command:
 
 A keeper exits when the kernel says that it has no child left. For a subreaper this means: no descendant. It then writes
 the file `kept` into the node's directory. It spares one kind of process: the reaper of a pool that a call has opened,
-which ends by itself. A process that it may not kill (one that has become root by sudo) is waited for, without a limit:
-the node is still listed then, since the keeper carries its tag.
+which ends by itself. It may not kill some processes, for example one that has become root by sudo. It waits for them
+without a limit. The node is then still listed, because the keeper carries its tag.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def keep(become: Callable[[], object]) -> None:
     child = 0
     signal.signal(signal.SIGTERM, lambda *_: _pass_on(child))
     for other in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(other, lambda *_: None)  # what is ignored would stay so in the command
+        signal.signal(other, lambda *_: None)  # not SIG_IGN, which the command would inherit
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
     child = os.fork()
     if not child:
@@ -223,7 +223,7 @@ def _finish(how: str, to_remove: Sequence[str]) -> None:
     Both keepers do this, because either may be the only one left.
     """
     directory = os.environ.get("SKYWARD_INSTANCE_DIRECTORY", "")
-    # its folder may be gone by now
+    # its folder may be gone already
     with contextlib.suppress(OSError), open(os.path.join(directory, KEPT), "w") as kept:
         kept.write(f"{how}\n")
     if to_remove and _is_alone(directory):

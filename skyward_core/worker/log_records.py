@@ -2,9 +2,9 @@
 
 What a `logging.StreamHandler` writes to stdout or stderr travels as one record.
 
-A record is one line of the runner's output, `MARK:LEVEL "TEXT"`, with its text as JSON, so that a traceback has no line
-ends on its way. A line `MARK:report JSON` has metrics of the call (`call_metrics.py`). MARK is the secret that
-ends the output of a call: no call can forge it. What is written in any other way stays lines without a level.
+A record is one line of the runner's output, `MARK:LEVEL "TEXT"`. Its text is JSON, so that a traceback travels without
+line ends. A line `MARK:report JSON` has metrics of the call (`call_metrics.py`). MARK is the secret that ends the
+output of a call: no call can forge it. All other output stays lines without a level.
 """
 
 from __future__ import annotations

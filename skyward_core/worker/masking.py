@@ -20,14 +20,14 @@ SHORTEST = 4
 SHORTEST_LINE = 8
 """The same for one line of a value of several lines, such as a private key."""
 SHORTEST_IN_PICKLE = 12
-"""Bytes of the shortest value that is looked for in a pickle, where it must not be the name of a module or a class."""
+"""Bytes of the shortest value that is masked in a pickle. A shorter one may be the name of a module or a class."""
 SHORTEST_IN_BASE64 = 8
 """Characters of the shortest piece of base64 that is masked."""
 DEEPEST = 6
 _URLSAFE = str.maketrans("+/", "-_")
 _SAFE_IN_URL = ("", "/", "!'()*~", "!$&'()*+,;=:~", "!$&'()*+,;=:~/")
-"""Beside letters and digits: what Python leaves as it is by default, JavaScript's encodeURIComponent, and what may
-stand in user information (RFC 3986).
+"""The characters, besides letters and digits, that quoting leaves as they are: Python's default, JavaScript's
+encodeURIComponent, and those allowed in user information (RFC 3986).
 """
 _APOSTROPHES_IN_SHELL = ("'\"'\"'", r"'\''")
 
@@ -40,7 +40,8 @@ class SecretValues(dict[str, str]):
 
     __str__ = __repr__
     __sentry_repr__ = __repr__
-    """Sentry sends the variables of frames, and takes a mapping apart whatever its `__repr__` says, unless it has this.
+    """Sentry sends the variables of frames, and the items of a mapping, even if its `__repr__` hides them. This
+    attribute prevents that.
     """
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -65,7 +66,7 @@ class Mask:
     def _raw(self) -> re.Pattern[bytes] | None:
         """The spellings as bytes.
 
-        Made when an exception is the first to need it: of a key with many lines that takes tenths of a second.
+        Made when the first exception needs it: for a key with many lines that takes tenths of a second.
         """
         return self._of_bytes(SHORTEST)
 
@@ -145,8 +146,8 @@ class Mask:
 def spellings(secret: str) -> Iterator[str]:
     """Return a secret as it is and as others quote it, and without the white space around it.
 
-    In a URL, JSON, HTML, a shell, base64, hexadecimal and UTF-16, as Python shows text and bytes, and as what is no
-    UTF-8 is escaped.
+    In a URL, JSON, HTML, a shell, base64, hexadecimal and UTF-16; as Python shows text and bytes; and with escapes for
+    bytes that are not UTF-8.
     """
     for text in (secret, secret.strip()):
         if text:

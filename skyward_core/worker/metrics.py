@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from skyward_core.worker.gpus import open_handles
+
 type Sample = dict[str, str | int | float | None]
 
 MB = 1e6
-GB = 1e9
 
 
 class Sampler:
@@ -37,7 +38,7 @@ class Sampler:
         self._stopped.set()
 
     def _run(self) -> None:
-        gpus = _nvml_handles()
+        gpus = _gpus()
         # psutil measures the processor between two calls; the first one says nothing
         sample(self._instance_id, self._node, gpus)
         while not self._stopped.wait(self._interval_seconds):
@@ -61,32 +62,12 @@ def sample(instance_id: str, node: int, gpus: list[Any]) -> Sample:
     }
 
 
-def gpus_here() -> tuple[tuple[str, float], ...]:
-    """Return name, as the driver gives it, and memory in GB of this machine's NVIDIA GPUs, in NVML's order; empty
-    without a driver.
-    """
+def _gpus() -> list[Any]:
+    """Return the handles of the GPUs; none if the driver fails, because the other values are wanted all the same."""
     import pynvml
 
     try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ()
-    try:
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-        return tuple(
-            (str(pynvml.nvmlDeviceGetName(handle)), float(pynvml.nvmlDeviceGetMemoryInfo(handle).total) / GB)
-            for handle in handles
-        )
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _nvml_handles() -> list[Any]:
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-        return [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        return open_handles()
     except pynvml.NVMLError:
         return []
 

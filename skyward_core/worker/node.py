@@ -53,7 +53,7 @@ DASK_CONFIG: dict[str, Any] = {
     "distributed.admin.system-monitor.interval": "2s",
     "distributed.comm.retry.count": 0,
     # A worker that is cut off must notice, end and join again, but only after the scheduler has removed it
-    # (SILENT_SECONDS): its name is in use until then. Below 11 s Dask refuses every connection.
+    # (SILENT_SECONDS). Before that its name is in use. Below 11 s Dask refuses every connection.
     "distributed.comm.timeouts.tcp": "17s",
     # else an attempt just before the wire heals waits up to 16 s for TCP's next retry
     "distributed.comm.timeouts.connect": "10s",
@@ -115,8 +115,8 @@ def run_scheduler(directory: Path, settings: NodeSettings) -> NoReturn:
 
 
 def run_worker(directory: Path, settings: NodeSettings, index: int, control: socket.socket) -> NoReturn:
-    """Run one worker of the node in this process until it is killed, or the scheduler is gone and the worker has no
-    calls for the next one.
+    """Run one worker of the node in this process. It ends when it is killed, or when the scheduler is gone and the
+    worker has no calls for the next one.
     """
     slots = Slots(settings, index, control, directory)
     os.environ.update(settings.workers[index])
@@ -204,7 +204,7 @@ async def _is_there(address: str, settings: NodeSettings) -> bool:
 
 
 async def _leave(slots: Slots, here: asyncio.Task[None]) -> None:
-    """Leave the scheduler so far. If that takes too long, the process ends."""
+    """Leave the present scheduler. If that takes too long, the process ends."""
     worker = slots.worker
     try:
         async with asyncio.timeout(LEAVE_SECONDS):

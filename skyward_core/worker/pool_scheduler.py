@@ -97,8 +97,8 @@ class PoolScheduler(Scheduler):
             check.callback_time = SILENCE_CHECK_SECONDS * 1000
 
     def take_batch(self, client: str, key: str, batch: bytes, annotations: dict[str, Any]) -> None:
-        """Make a pickled batch a task of this key, wanted by the client, as `Client.submit` would. An error becomes the
-        error of the task.
+        """Make a pickled batch a task of this key for the client, as `Client.submit` would. An error becomes the error
+        of the task.
 
         A graph of one task costs more than all the rest of a tiny call: Dask builds, pickles, unpickles and checks it
         in another thread. A batch of a client that another one has replaced is refused: the answer to that one's

@@ -9,6 +9,7 @@ import pickle
 import queue
 import socket
 import threading
+import time
 from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -254,6 +255,11 @@ class Slots(WorkerPlugin):
             sum(slot.ran_seconds for slot in self._all),
             added_up(slot.ran_by_topic for slot in self._all),
         )
+
+    def processes(self) -> list[tuple[int, float | None]]:
+        """Return the process of each slot, and for how many seconds its batch has run; None for an idle one."""
+        now = time.monotonic()
+        return [(slot.pid, None if (since := slot.busy_since) is None else now - since) for slot in self._all]
 
     @contextlib.contextmanager
     def borrowed(self) -> Generator[Slot]:

@@ -1,8 +1,9 @@
 """Folders that no other user can read, change, rename or replace.
 
-A folder is private if it belongs to this user, has mode 0700, and every folder above it belongs to root or to this user
-and lets no other user rename its entries: it is not writable by others, or it has the sticky bit, as /tmp has. The path
-is followed with open descriptors and without symlinks, so that the checked folder is the opened one.
+A folder is private if it belongs to this user, has mode 0700, and all folders above it are safe. A safe folder belongs
+to root or to this user and lets no other user rename its entries. It is not writable by others, or it has the sticky
+bit, as /tmp has. The path is followed with open descriptors and without symlinks, so that the checked folder is the
+opened one.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ def real_path(path: Path) -> Path:
 
 
 def make_file(path: Path, content: bytes = b"") -> None:
-    """Make a file that is this user's alone (mode 0600), whole or not at all; one that is there already, another
-    process's perhaps, stays as it is.
+    """Make a file that only this user can read (mode 0600), atomically. A file that exists already, perhaps from
+    another process, is not changed.
     """
     descriptor, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
@@ -96,8 +97,8 @@ def make_file(path: Path, content: bytes = b"") -> None:
 def check_private(path: Path) -> None:
     """Raise NotPrivate, or another OSError, if this is no private folder.
 
-    A path with `..` is none: it leads through folders that are not looked at, and another user can exchange one of them
-    for a symlink afterwards.
+    A path with `..` is refused: it leads through folders that are not checked, and another user can replace one of them
+    by a symlink afterwards.
     """
     if ".." in path.parts:
         raise NotPrivate(f"{path} has '..' in it: give the path that it stands for")
@@ -165,7 +166,7 @@ def _entered(name: str, parent: int, flags: int, path: Path, *, make: bool) -> i
         if status is None:
             raise type(error)(error.errno, error.strerror, str(path)) from None
         if stat.S_ISLNK(status.st_mode):
-            raise NotPrivate(f"{path} is a symlink, which leads where another user may have wanted") from error
+            raise NotPrivate(f"{path} is a symlink, and another user may have chosen its target") from error
         if status.st_uid != os.geteuid():
             raise NotPrivate(_belongs(path, status)) from error
         raise NotPrivate(f"{path} is no folder that can be opened: {error.strerror}") from error
@@ -214,8 +215,8 @@ def _is_own_group(gid: int) -> bool:
 
 
 def _roots() -> tuple[int, ...]:
-    """Root; and the user that stands for all others where root is none of this user namespace's (Apptainer, rootless
-    containers): / is root's there too.
+    """Root. In a user namespace without root (Apptainer, rootless containers), also the user that stands for all
+    unmapped ones: / belongs to that user there.
     """
     try:
         ranges = [tuple(map(int, line.split())) for line in UID_MAP.read_text().splitlines()]

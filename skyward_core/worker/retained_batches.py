@@ -22,7 +22,7 @@ these calls' outcomes have arrived.
 OLDER = "skyward_older"
 """Name of the workers' metric: how many batches their slots have from an earlier head.
 
-Dask has no tasks of them, and would take the workers for idle.
+Dask has no tasks for them, and would treat the workers as idle.
 """
 KEPT_LIMIT_BYTES = 16 << 20
 

@@ -24,14 +24,16 @@ from typing import Any, NamedTuple, NoReturn, cast
 from skyward_core.coordination import channel
 from skyward_core.errors import NodeLost, NotPicklable
 from skyward_core.serialization import exceptions, pickling, sources
-from skyward_core.work import running_for
+from skyward_core.work import RunContext, running_for
 from skyward_core.worker import call_metrics, item_sender, shared_values
 from skyward_core.worker.call_groups import MemoryAllowance
 from skyward_core.worker.environment_variable import RewrittenVariable
+from skyward_core.worker.gpus import is_context_broken
 from skyward_core.worker.info import ENV, of_call
 from skyward_core.worker.item_sender import ItemSender, is_generator, items_of
 from skyward_core.worker.log_records import keep_levels
 from skyward_core.worker.masking import Mask, SecretValues
+from skyward_core.worker.stacks import answer_requests
 from skyward_core.worker.wire import INLINE_BYTES, Call, Credit, Outcome, OutcomeKind, Parcel
 
 _libc = ctypes.CDLL(None)
@@ -76,7 +78,7 @@ class Packet(NamedTuple):
 
 
 def run_calls(line: RunnerChannels) -> NoReturn:
-    """Run calls until the queue is closed, then end the process."""
+    """Run calls until the queue is closed, or one has broken the CUDA context of this process. Then end the process."""
     _settle_in(line)
     reporter = call_metrics.Reporter(line.stdout, line.mark)
     call_metrics.use(reporter)
@@ -114,6 +116,8 @@ def run_calls(line: RunnerChannels) -> NoReturn:
         reporter.end_call()
         _end_output(line)
         line.outcomes.send(pickle.dumps(_fit(outcome, line, spent), protocol=5))
+        if outcome.kind is OutcomeKind.ERROR and is_context_broken(outcome.text):
+            break  # the next call gets a new process; the slot takes it from the queue
         shared_values.begin_call({})
         del packet, request, call, outcome, spent  # frees the memory of this call before the wait for the next one
     os._exit(0)
@@ -153,6 +157,7 @@ def _settle_in(line: RunnerChannels) -> None:
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
     keep_levels(line.mark, (sys.stdout, sys.stderr))
     os.environ.update(line.env)
+    answer_requests()
     if numpy_random := sys.modules.get("numpy.random"):
         numpy_random.seed()  # a fork copies NumPy's generator: without this all runners of a node get the same numbers
 
@@ -200,7 +205,7 @@ def _invoke(packet: Packet, functions: dict[str, sources.Loaded], sender: ItemSe
     with _lost_with_its_machine("arguments"):
         memory, data, buffers = packet.call.arguments.open()
     args, kwargs, *run = sources.unpack(data, buffers).value
-    with running_for(run[0] if run else None):
+    with running_for(RunContext(*run[0]) if run else None):
         value = function.value(*args, **kwargs)
         if packet.call.ahead:
             sender.send_all(packet.call, asyncio.run(value) if inspect.iscoroutine(value) else value)
@@ -219,7 +224,7 @@ def completed(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _lost_with_its_machine(what: str) -> Generator[None]:
-    """Raise NodeLost instead of FileNotFoundError: the machine that had the large value in its memory is gone."""
+    """Raise NodeLost instead of FileNotFoundError, because the machine with the large value in its memory is gone."""
     try:
         yield
     except FileNotFoundError as error:

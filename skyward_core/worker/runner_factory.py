@@ -49,7 +49,7 @@ class Reassigned:
 class RunnerFactory:
     """The worker's socket to the supervisor, which forks runners on request and reports how they ended.
 
-    Requests are numbered. A runner that comes after its request has timed out is killed: it must not count as that of a
+    Requests are numbered. A runner that comes after its request has timed out is killed, because it must not answer a
     later request.
     """
 

@@ -35,7 +35,7 @@ class WorkerLeft:
 class WorkerHeld:
     """A worker gets no more calls and has `left` of them.
 
-    Sent to every client, at first and whenever that number changes.
+    Sent to every client, at first and after each change of that number.
     """
 
     address: str

@@ -37,15 +37,15 @@ def shard(*arrays: Any, shuffle: bool = False, seed: int | None = None, drop_las
     With n rows and w workers, worker r gets rows r, r + w, r + 2w, ...: ⌈n/w⌉ or ⌊n/w⌋ of them, never padded. With
     `shuffle` the rows are put into a random order first, the same for all arrays and on all workers. Without `seed`
     that order depends on the call's `job_id`, which all workers of one broadcast share: it differs from broadcast to
-    broadcast. Give `seed` for the same order each time, and wherever two calls of `shard` in different broadcasts must
+    broadcast. Give `seed` to get the same order each time, for example if calls of `shard` in different broadcasts must
     agree.
 
     With `drop_last` the last n mod w rows of that order are left out, so that all workers get ⌊n/w⌋: a training in
     which all ranks make the same steps needs that.
 
-    Takes lists, tuples, ranges, NumPy arrays, torch tensors, pandas frames and series and Hugging Face datasets, and
-    returns the same type (a shuffled range becomes a list); other sequences become lists. Without `shuffle`, arrays and
-    tensors come back as views where slicing makes them.
+    Takes lists, tuples, ranges, NumPy arrays, torch tensors, pandas frames and series, and Hugging Face datasets. It
+    returns the same type, but a shuffled range becomes a list. Other sequences become lists. Without `shuffle`, arrays
+    and tensors come back as views where slicing makes them.
 
     Raises `BadRequest`, a ValueError, if the arrays differ in length, if there are none, and for what has no rows.
 

@@ -1,4 +1,4 @@
-"""`scatter`: a large argument that is sent once to each node, and travels with calls as its name.
+"""`scatter`: a large argument is sent once to each node, and calls carry only its name.
 
 States of a shared value at a node: absent, coming, there (`engine/function_files.py`). On the client `SharedValue` has
 the bytes; references and calls that have not ended hold it. When it is collected, each open pool removes its copies. On

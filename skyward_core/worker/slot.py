@@ -5,9 +5,9 @@ call has begun: it has not if the slot can take its packet back. All else follow
 call stops alone, and calls behind a long one are handed back to run elsewhere. No call runs twice.
 
 The slot's knowledge of the running call may be out of date: its outcome may be unread, and the runner may have begun
-the next call. So the slot kills a runner because of its call only while the runner is stopped (SIGSTOP), after it has
-taken back the queue and read the outcomes. Then it knows the runner's call, and the runner begins no other. If this
-process dies while a runner is stopped, the supervisor kills the runner, like all runners of a dead worker.
+the next call. So before the slot kills a runner because of its call, it stops the runner (SIGSTOP), takes back the
+queue and reads the outcomes. Then it knows the runner's call, and the runner begins no other. If this process dies
+while a runner is stopped, the supervisor kills the runner, like all runners of a dead worker.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class Slot:
         """
         with self.lock:
             if call_id.startswith(TOPIC_PREFIX) and call_id != self._topic:
-                return  # if it were kept, it would stop later calls of a client that has come back
+                return  # not kept, because it would stop later calls of a client that has come back
             if len(self.cancelled) > CANCELLED_LIMIT:
                 self.cancelled.clear()
             self.cancelled.add(call_id)  # kept: the batch with this call may be in transit

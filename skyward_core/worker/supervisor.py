@@ -65,7 +65,7 @@ from skyward_core.worker.watchdog import (
 
 WATCH_SECONDS = 0.2
 SETTINGS_DEADLINE_SECONDS = 120.0
-KILL_SECONDS = 10.0  # then the node goes on without those that are stuck in the kernel
+KILL_SECONDS = 10.0  # after that the node ignores those that are stuck in the kernel
 CRASH_LOOP_DEATHS = 5  # a worker process of the head that dies so often ...
 CRASH_LOOP_SECONDS = 60.0  # ... within this time takes the node down
 FIRST_PAUSE_SECONDS = 0.2

@@ -20,7 +20,7 @@ class Topic:
         self._messages: deque[bytes] = deque()
 
     def add(self, message: bytes) -> None:
-        """Keep a message. The last one is kept however large it is."""
+        """Keep a message. The last one is always kept, even if it is larger than the limit."""
         self.number += 1
         self._messages.append(message)
         self.nbytes += len(message)

@@ -20,6 +20,7 @@ from skyward_core.cleanup import survey
 from skyward_core.cli.app import command_tree
 from skyward_core.errors import InstancesLeft
 from skyward_core.ledger.ledger import Ledger
+from skyward_core.ledger.names_policy import Usage
 from skyward_core.ledger.rows import (
     BILLING_ROUNDING,
     Account,
@@ -170,7 +171,7 @@ def open_named(ledger: Ledger, clock: Clock, provider: FolderProvider, work: Wor
             work=its_work,
         )
         ledger.names.opened("nightly", 1)
-        ledger.names.renew(client, 100.0, seconds)
+        ledger.names.renew(client, 100.0, Usage(seconds))
     used = (SlotUse("i", 1, 5.0),)
     ledger.note_calls("sky-named", [CallState("c", "train", "dag", 1, "running", clock.now, None, used)])
 
@@ -206,6 +207,23 @@ def test_ps_lists_open_pools(skyward: Skyward, ledger: Ledger, clock: Clock, fol
     assert "the newest 2" in skyward("ps --all --limit 2")
 
 
+def test_ps_shows_the_calls_of_a_pool_with_a_name_and_for_how_long_there_are_none(
+    skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
+) -> None:
+    open_pool(ledger, clock, folder, "sky-named", owner=HERE)
+    ledger.names.claim("nightly", "sky-named", "a", owner=HERE, terms={}, keep_warm_seconds=0.0, lease_seconds=900.0)
+    ledger.names.opened("nightly", 1)
+    ledger.names.renew("a", 900.0, Usage(7.0, calls=3, idle_seconds=0.0))
+    (pool,) = json.loads(skyward("ps --json"))
+    assert (pool["calls"], pool["idle_since"], pool["idle_seconds"]) == (3, None, None)
+    assert lines(skyward("ps"))[1][-1] == "3"
+    clock.now += timedelta(seconds=300)
+    ledger.names.renew("a", 900.0, Usage(9.0, idle_seconds=240.0))
+    (pool,) = json.loads(skyward("ps --json"))
+    assert pool["calls"] == 0
+    assert datetime.fromisoformat(pool["idle_since"]) == (clock.now - timedelta(seconds=240)).replace(microsecond=0)
+
+
 def test_ps_shows_the_name_of_a_pool_and_how_many_use_it(
     skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
 ) -> None:
@@ -218,8 +236,8 @@ def test_ps_shows_the_name_of_a_pool_and_how_many_use_it(
         )
         ledger.names.opened("nightly", 1)
     output = lines(skyward("ps"))
-    assert output[0][-2:] == ["NAME", "USERS"]
-    assert output[2][-2:] == ["nightly", "2"]
+    assert output[0][-4:] == ["NAME", "USERS", "CALLS", "IDLE"]
+    assert output[2][-4:-2] == ["nightly", "2"]
     plain, named = json.loads(skyward("ps --json"))
     assert (plain["name"], plain["users"]) == (None, None)
     assert (named["name"], named["users"], named["warm_until"]) == ("nightly", 2, None)

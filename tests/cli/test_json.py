@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+import skyward_core as sky
 from skyward_core import cli
+from skyward_core.doctor import diagnosis
 from skyward_core.errors import CredentialsError
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import (
@@ -38,6 +40,7 @@ from tests.cli.test_commands import (  # noqa: F401 - fixtures
     skyward,
     url,
 )
+from tests.cli.test_quote import install
 
 KINDS = {"string": str, "number": int | float, "integer": int, "boolean": bool, "null": type(None)}
 BUCKETS = {*map(str, Bucket), BILLING_ROUNDING}
@@ -61,7 +64,9 @@ def documented(command: str) -> dict[str, str]:
 
 def fields_of(data: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     """Return the position of each value in some JSON, with the value; an empty list is one value."""
-    if isinstance(data, dict):
+    if place.endswith("[].value"):  # any JSON
+        yield place, data
+    elif isinstance(data, dict):
         for name, value in data.items():
             yield from fields_of(value, f"{place}.{_kind_of(name, place)}".lstrip("."))
     elif isinstance(data, list) and data:
@@ -114,7 +119,8 @@ def check_fields(line: str, text: str, fields: Mapping[str, str]) -> set[str]:
         if value != []:
             kinds = fields[place].split(" or ")
             assert any(
-                isinstance(value, KINDS[kind]) and (kind == "boolean") == isinstance(value, bool) for kind in kinds
+                kind == "any" or (isinstance(value, KINDS[kind]) and (kind == "boolean") == isinstance(value, bool))
+                for kind in kinds
             ), (line, place, value)
         seen.update(known)
     return seen
@@ -142,7 +148,18 @@ def test_json_has_the_fields_of_the_page(
 
     monkeypatch.setattr(FolderProvider, "offers", offers)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "skyward.toml").write_text("[profiles.large]\nnodes = 2\n[pools.nightly]\n")
+    monkeypatch.setattr(diagnosis, "entry_points", lambda group: ())
     record_pools(skyward, ledger, clock, folder)
+    planned = sky.Plan(
+        (
+            sky.PlannedTask("w", "t", sky.PoolSpec.of(provider=[folder, FolderProvider(folder=f"{tmp_path}/other")])),
+            sky.PlannedTask("w", "u", None, "a template", timeout_seconds=60),
+        ),
+        ("bad.py: SyntaxError",),
+    )
+    install(monkeypatch, cron=lambda _: planned)
     wheres = " ".join(
         f"--provider {shlex.quote(json.dumps({'name': 'folder', 'folder': place}))}"
         for place in (str(tmp_path), f"{tmp_path}/other")
@@ -155,9 +172,12 @@ def test_json_has_the_fields_of_the_page(
         "cost": ["cost --json"],
         "receipt": ["receipt sky-live", "receipt sky-ended", "receipt sky-named"],
         "offers": [f"offers {wheres} --json"],
+        "quote": ["quote jobs/ --json"],
         "why": ["why sky-live --json"],
         "sweep": ["sweep --json", "sweep --yes --json"],
         "budget list": ["budget list --json"],
+        "config show": ["config show --json", "config show --json --profile large"],
+        "doctor": ["doctor --json"],
         "ledger prune": ["ledger prune --older-than 90d --json"],
     }
     for command, typed in lines.items():

@@ -20,6 +20,8 @@ from sqlalchemy import create_engine, text
 
 from skyward_core import cli
 from skyward_core.cli.app import command_tree
+from skyward_core.cli.ui.server import PageServer
+from skyward_core.doctor import diagnosis
 from skyward_core.errors import BadRequest, LedgerError
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Account, Attempt, Period
@@ -330,7 +332,7 @@ def test_a_full_disk_and_a_closed_pipe(three: None, monkeypatch: pytest.MonkeyPa
         assert (
             done.returncode,
             done.stderr.count("\n"),
-            "No space left on device: what was to be printed is lost" in done.stderr,
+            "No space left on device: the output is lost" in done.stderr,
         ) == (1, 1, True), line
     for line in ("skyward ps", "skyward cost --json", "skyward receipt sky-live"):
         done = shell(f"{line} | true")
@@ -434,6 +436,11 @@ WORDS = st.one_of(
 )
 
 
+def interrupted(_: PageServer) -> None:
+    """Stands for a server at whose beginning the user presses Ctrl-C."""
+    raise KeyboardInterrupt
+
+
 @st.composite
 def command_lines(draw: st.DrawFn) -> list[str]:
     """A command with some of its options; most values are meaningless."""
@@ -471,7 +478,9 @@ def test_no_command_line_is_a_traceback(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base, "load", loading)
+        patch.setattr(diagnosis, "entry_points", lambda group: ())
         patch.setattr(FolderProvider, "offers", lambda self, want: [])
+        patch.setattr(PageServer, "serve_forever", interrupted)  # else `skyward ui` serves until Ctrl-C
         patch.setenv("XDG_CACHE_HOME", str(folder.folder))
         try:
             assert cli.main(line) in (0, 1, 3)

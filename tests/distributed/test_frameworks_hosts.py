@@ -7,7 +7,6 @@ the checkpoints are shared with the hosts, as on a network file system.
 import platform
 import sysconfig
 import threading
-import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,6 +22,7 @@ from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
 from tests.testbed.rental import Cloud
+from tests.testbed.wheel import wheel_that_shows
 
 PACKAGES = Path(sysconfig.get_path("purelib"))
 STEPS, INTERVAL, STOPPED_AT = 60, 10, 27
@@ -48,7 +48,7 @@ def cloud(fleet: Fleet, mirror: Mirror, folder: Path) -> Iterator[Cloud]:
 
 def pool_on(cloud: Cloud, folder: Path, nodes: int, recorded: RecordedEvents) -> sky.ComputePool:
     """Return a pool of hosts with this environment's packages; a broadcast may run twice."""
-    image = sky.Image(pip=[f"packages-of-the-tests @ {wheel_that_shows(PACKAGES, folder).as_uri()}"])
+    image = sky.Image(pip=[f"packages-of-the-tests @ {wheel_that_shows([PACKAGES], folder).as_uri()}"])
     return sky.ComputePool(
         provider=cloud.provider(),
         nodes=nodes,
@@ -59,22 +59,6 @@ def pool_on(cloud: Cloud, folder: Path, nodes: int, recorded: RecordedEvents) ->
         display="quiet",
         provision_timeout=300,
     )
-
-
-def wheel_that_shows(packages: Path, folder: Path) -> Path:
-    """Write a wheel that adds a folder of packages to the environment in which it is installed."""
-    path = folder / "packages_of_the_tests-1-py3-none-any.whl"
-    about = "packages_of_the_tests-1.dist-info"
-    files = {
-        "packages_of_the_tests.pth": f"{packages}\n",
-        f"{about}/METADATA": "Metadata-Version: 2.1\nName: packages-of-the-tests\nVersion: 1\n",
-        f"{about}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    files[f"{about}/RECORD"] = "".join(f"{name},,\n" for name in (*files, f"{about}/RECORD"))
-    with zipfile.ZipFile(path, "w") as wheel:
-        for name, text in files.items():
-            wheel.writestr(name, text)
-    return path
 
 
 @sky.compute

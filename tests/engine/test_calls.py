@@ -109,7 +109,8 @@ def test_a_call_with_arguments_in_a_file_is_not_run_again() -> None:
     (sent,) = pool.submit(entry("a", arguments=arguments))
     pool.dispatcher.task_ended(pool.epoch, sent.number, is_finished=False, reason="its worker is gone")
     assert str(pool.errors()["a"]) == (
-        "its worker is gone; its arguments went with it, being too large to be kept here: submit it again"
+        "its worker is gone; its arguments were lost with it, because they are too large to be kept here:"
+        " submit it again"
     )
 
 

@@ -3,14 +3,26 @@
 import gc
 import pickle
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from distributed.scheduler import KilledWorker
 
+from skyward_core.engine import connection as module
 from skyward_core.engine.certificates import make_certificate
-from skyward_core.engine.connection import WORKER_GONE, NotSent, PoolClient, SchedulerConnection, connect, reason_of
+from skyward_core.engine.connection import (
+    WORKER_GONE,
+    NotSent,
+    PoolClient,
+    SchedulerConnection,
+    call_scheduler,
+    connect,
+    reason_of,
+)
+from skyward_core.engine.dask_loop import DaskLoop
+from skyward_core.errors import NodeLost
 from skyward_core.worker.scheduler_messages import Resumed
 from skyward_core.worker.wire import Batch
 
@@ -172,3 +184,55 @@ def test_a_batch_that_was_not_sent_is_not_followed(
         connection.send_batch(3, "c", BATCH, None)
     connection.failed("c", "gone")
     assert posted.failed == {}
+
+
+# ── a client that is closed meanwhile ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def dask_loop() -> Iterator[DaskLoop]:
+    it = DaskLoop()
+    it.start()
+    yield it
+    it.stop()
+
+
+def closed_pool(**_: Any) -> Any:
+    raise RuntimeError("ConnectionPool is closed")  # Dask's words
+
+
+@pytest.mark.parametrize("scheduler", [None, SimpleNamespace(skyward_call=closed_pool)])
+def test_a_question_to_a_client_that_is_closed_meanwhile_has_no_answer(dask_loop: DaskLoop, scheduler: Any) -> None:
+    """Dask raises AttributeError or RuntimeError, which no caller expects."""
+    client: Any = SimpleNamespace(loop=dask_loop.loop, scheduler=scheduler, status="closing")
+    with pytest.raises(NodeLost, match="does not answer"):
+        call_scheduler(client, "skyward_call", lambda: True, {})
+    client.status = "running"  # then it is a fault
+    with pytest.raises((AttributeError, RuntimeError), match=r"NoneType|is closed"):
+        call_scheduler(client, "skyward_call", lambda: True, {})
+
+
+def test_a_connection_that_is_cut_at_once_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`_reconnect` has taken the stream before it is used."""
+    closed: list[str] = []
+    client: Any = SimpleNamespace(
+        scheduler_comm=None, status="connecting", close=lambda timeout: closed.append("close")
+    )
+    client._loop_runner = SimpleNamespace(stop=lambda timeout: closed.append("stop"))
+    monkeypatch.setattr(module, "PoolClient", lambda *_, **__: client)
+    with pytest.raises(OSError, match="at once"):
+        connect("tls://127.0.0.1:1", make_certificate("p"), 0.1)
+    assert closed == ["close", "stop"]
+
+
+def test_a_client_that_cannot_be_closed_in_time_leaves_no_thread() -> None:
+    """The scheduler reads nothing, or this machine is overloaded."""
+    stopped: list[float] = []
+
+    def close(timeout: float) -> None:
+        raise TimeoutError
+
+    client: Any = SimpleNamespace(close=close, status="closing")
+    client._loop_runner = SimpleNamespace(stop=lambda timeout: stopped.append(timeout))
+    SchedulerConnection(client).close()
+    assert (client.status, len(stopped)) == ("closed", 1)

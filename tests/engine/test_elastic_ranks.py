@@ -455,3 +455,12 @@ def test_a_settled_pool_takes_back_what_is_draining_and_adds_nothing() -> None:
     assert pool.ranks.is_at_rest
     pool.ranks.settle(is_settled=False)
     assert pool.turn() == [AddNode(3), AddNode(4)]
+
+
+def test_a_pool_that_is_settled_no_more_begins_at_once_what_it_has_left() -> None:
+    pool = Pool(1)
+    assert pool.scale(2) == [AddNode(1)]
+    pool.ranks.settle(is_settled=True)
+    pool.ranks.added(1, PoolClosed("the pool is left as it is"), pool.now)
+    pool.ranks.settle(is_settled=False)
+    assert pool.turn() == [AddNode(1)]

@@ -47,7 +47,7 @@ def _without_addresses(line: str) -> str:
     return line.partition(" object at 0x")[0]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_histories_are_full_of_events() -> None:
     """Each kind of action occurs often: histories without events would hold all invariants. The simulated pool has a
     fixed size, so that no ranks are announced (`test_roster.py`).

@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from decimal import Decimal
 from typing import override
 
@@ -92,7 +93,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     return Terminal()
 
 
-def _written(kind: str, events: list[SkywardEvent], file: io.StringIO | None = None) -> str:
+def _written(kind: str, events: Sequence[SkywardEvent], file: io.StringIO | None = None) -> str:
     file = file or io.StringIO()
     shown = display(kind, file=file)
     try:
@@ -217,6 +218,47 @@ def test_log_sends_lines_to_configured_logging_only_once(unconfigured: logging.L
     shown(InfraCreating())
     shown.close()
     assert (heard.getvalue(), file.getvalue()) == ("looking for machines\n", "")
+
+
+def test_log_records_have_pool_node_and_call_as_fields(unconfigured: logging.Logger):
+    """Also where the event names a machine and not its node. A field that an event has not is None, and none is missing."""
+    heard: list[logging.LogRecord] = []
+
+    class Collector(logging.Handler):
+        @override
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record)
+
+    unconfigured.addHandler(Collector())
+    unconfigured.setLevel(logging.INFO)
+    shown = display("log")
+    for event in (
+        Error("before the id is known"),
+        InfraCreating("sky-1"),
+        InstanceProvisioned("i-b", node=1, spot=False, provider="local"),
+        BootstrapStarting("i-b"),
+        BootstrapStarting("i-unknown"),
+        InstanceLost("i-b", 1, "gone"),
+        LogLine(0, "i-a", "hello", 0.0, call_id="c-1"),
+        CallRetrying("c-1", 2, 3, "its node was lost"),
+    ):
+        shown(event)
+    shown.close()
+    attached = display("log", pool_id="sky-2")
+    attached(ClusterRestarting("the head was lost"))
+    attached.close()
+    fields = ("name", "skyward_event", "skyward_pool", "skyward_node", "skyward_call")
+    assert [tuple(getattr(record, field) for field in fields) for record in heard] == [
+        ("skyward", "Error", None, None, None),
+        ("skyward", "InfraCreating", "sky-1", None, None),
+        ("skyward", "InstanceProvisioned", "sky-1", 1, None),
+        ("skyward", "BootstrapStarting", "sky-1", 1, None),
+        ("skyward", "BootstrapStarting", "sky-1", None, None),
+        ("skyward", "InstanceLost", "sky-1", 1, None),
+        ("skyward.node", "LogLine", "sky-1", 0, "c-1"),
+        ("skyward", "CallRetrying", "sky-1", None, "c-1"),
+        ("skyward", "ClusterRestarting", "sky-2", None, None),
+    ]
 
 
 @pytest.mark.usefixtures("unconfigured")

@@ -30,6 +30,7 @@ from skyward_core.image import shell, uv_wheels
 from skyward_core.image.image import Image, runtime_pins
 from skyward_core.transport import code_upload
 from skyward_core.worker.masking import MASK
+from tests.conftest import examples
 
 HERE = "{}.{}".format(*sys.version_info)
 ROOT = Path(__file__).parents[2]
@@ -308,8 +309,9 @@ def test_the_script_passes_shellcheck(fields, ttl):
 _NASTY = st.text(st.sampled_from("aZ0 '\"\\$(){}[]`;&|<>*?!#~=-\té…"), min_size=1, max_size=20)
 
 
-@settings(max_examples=20, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(20), deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 @given(pip=st.lists(_NASTY, max_size=3), values=st.lists(_NASTY.filter(lambda value: value != MASK), max_size=3))
+@pytest.mark.generated
 @pytest.mark.slow
 def test_special_characters_pass_shellcheck(pip, values):
     """Quotes, substitutions and globs in any place cause no fault."""

@@ -391,6 +391,7 @@ def test_a_bucket_that_does_not_exist_fails_the_phase_with_the_reason(node):
     wait_until(lambda: not node.daemons(), "s3fs to end")
 
 
+@pytest.mark.long
 def test_a_closed_port_fails_the_phase(node, fleet):
     """It fails within seconds."""
     done = node.mount(data(), endpoint=f"http://{fleet.network.gateway}:9")

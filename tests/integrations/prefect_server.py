@@ -1,40 +1,88 @@
-"""A Prefect API in a separate process, for the modules that test what it has after a run. Import it before Prefect."""
+"""The Prefect API of the test session, and what modules read from it after a run. Import it before Prefect."""
 
 import atexit
+import contextvars
 import os
+import queue
 import shutil
 import tempfile
+import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import certifi
+import pytest
+
+from tests.integrations import session_server
+
 _home = tempfile.mkdtemp(prefix="skyward-prefect-")
 atexit.register(shutil.rmtree, _home, ignore_errors=True)
+
+
+def _one_certificate(folder: Path) -> Path:
+    """Write a file with one certificate. Each of Prefect's clients loads a file of certificates, also for a server
+    without TLS, and to load the usual 120 takes longer than a request.
+    """
+    end = "-----END CERTIFICATE-----\n"
+    file = folder / "certificate.pem"
+    file.write_text(Path(certifi.where()).read_text().partition(end)[0] + end)
+    return file
+
+
 # Prefect reads its environment when it is imported.
 os.environ.update(
     PREFECT_HOME=_home,
+    PREFECT_API_SSL_CERT_FILE=str(_one_certificate(Path(_home))),
     PREFECT_SERVER_ANALYTICS_ENABLED="false",
     PREFECT_LOGGING_TO_API_BATCH_INTERVAL="0.2",
     PREFECT_LOGGING_LEVEL="INFO",
 )
 
-from prefect.client.orchestration import get_client  # noqa: E402
-from prefect.settings import PREFECT_API_URL  # noqa: E402
-from prefect.testing.utilities import prefect_test_harness  # noqa: E402
+from prefect import flow  # noqa: E402
+from prefect.client.orchestration import SyncPrefectClient, get_client  # noqa: E402
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName  # noqa: E402
+from prefect.client.schemas.responses import DeploymentResponse  # noqa: E402
+from prefect.settings import PREFECT_API_URL, temporary_settings  # noqa: E402
 
 import skyward_core as sky  # noqa: E402
 from prefect_skyward import SkywardTaskRunner  # noqa: E402
 from skyward_core.worker.watchdog import POOL_TAG, tagged_processes  # noqa: E402
+from tests.conftest import pauses  # noqa: E402
+
+
+def _close_forgotten_clients() -> None:
+    """Close the HTTP client of each client of Prefect's that is collected.
+
+    Prefect does not close all that it makes (`_read_server_default_result_storage_block_id` in prefect/results.py). A
+    socket that is collected while open is a warning, and fails the test that runs then, in any file.
+    """
+    made = SyncPrefectClient.__init__
+
+    def make(self: SyncPrefectClient, *args: Any, **keywords: Any) -> None:
+        made(self, *args, **keywords)
+        weakref.finalize(self, self._client.close)
+
+    SyncPrefectClient.__init__ = make
+
+
+_close_forgotten_clients()
+
+type InFlow = Callable[[Callable[[], Any]], Any]
 
 
 def wait_for(what: Callable[[], Any], seconds: float = 90.0) -> Any:
     """Return what the function returns, once that is true."""
     deadline = time.monotonic() + seconds
-    while not (found := what()):
+    for _ in pauses(0.05):
+        if found := what():
+            return found
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-    return found
 
 
 def asked(path: str, body: dict[str, Any]) -> Any:
@@ -71,10 +119,18 @@ def messages(flow_run_id: UUID | str) -> list[tuple[int, str]]:
     return [(record["level"], record["message"]) for record in asked("/logs/filter", body)]
 
 
-def served() -> Iterator[str]:
-    """A server with an empty database; yields the address of its API."""
-    with prefect_test_harness(server_startup_timeout=300):
-        yield PREFECT_API_URL.value()
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The server of the test session; yields the address of its API. It has what all files have written."""
+    address = session_server.address(tmp_path_factory)
+    with temporary_settings({PREFECT_API_URL: address}):
+        yield address
+
+
+def database_text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """All that the server's database has in plain text."""
+    files = sorted(session_server.folder(tmp_path_factory).glob(f"{session_server.DATABASE}*"))
+    assert files
+    return "".join(path.read_bytes().decode(errors="replace") for path in files)
 
 
 def recorded() -> Iterator[list[Any]]:
@@ -86,6 +142,51 @@ def recorded() -> Iterator[list[Any]]:
     assert processes_of(pools) == []
 
 
+@contextmanager
+def flow_body(task_runner: SkywardTaskRunner) -> Iterator[InFlow]:
+    """Run a flow in a thread; yields a function that calls what it gets in the body of the flow.
+
+    So one flow run has the pool of many tests. The result of the call is returned, or its error is raised.
+    """
+    inbox: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+
+    @flow(name="one body", task_runner=task_runner)
+    def body() -> None:
+        while (message := inbox.get()) is not None:
+            future, what = message
+            try:
+                future.set_result(what())
+            except BaseException as error:
+                future.set_exception(error)
+
+    def call(what: Callable[[], Any]) -> Any:
+        future: Future[Any] = Future()
+        inbox.put((future, what))
+        return future.result(100)
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(body,), name="flow")
+    thread.start()
+    try:
+        yield call
+    finally:
+        inbox.put(None)
+        thread.join()
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] not in "ZX"
+    except OSError:
+        return False
+
+
+def deployment_named(name: str) -> DeploymentResponse | None:
+    """The deployment of this name, of any flow; None if there is none yet."""
+    with get_client(sync_client=True) as client:
+        wanted = DeploymentFilter(name=DeploymentFilterName(any_=[name]))
+        return next(iter(client.read_deployments(deployment_filter=wanted)), None)
+
+
 def processes_of(pools: set[str]) -> list[int]:
     return [pid for pid, environ in tagged_processes() if environ.get(POOL_TAG) in pools]
 
@@ -94,12 +195,15 @@ def runner(events: list[Any], **options: Any) -> SkywardTaskRunner:
     return SkywardTaskRunner(**{"provider": sky.Local(price_per_hour=36.0), "on_event": events.append, **options})
 
 
-def logs(flow_run_id: UUID) -> list[Any]:
-    """All log records of a flow run and its task runs, in the order of their time."""
+def logs(flow_run_id: UUID, *, of_flow_only: bool = False) -> list[Any]:
+    """All log records of a flow run and its task runs, or without those, in the order of their time."""
     records: dict[str, Any] = {}
+    wanted: dict[str, Any] = {"flow_run_id": {"any_": [str(flow_run_id)]}}
+    if of_flow_only:
+        wanted["task_run_id"] = {"is_null_": True}
     while True:
-        body = {"logs": {"flow_run_id": {"any_": [str(flow_run_id)]}}, "sort": "TIMESTAMP_ASC", "limit": 200}
-        page = asked("/logs/filter", {**body, "offset": len(records)})
+        body = {"logs": wanted, "sort": "TIMESTAMP_ASC", "limit": 200, "offset": len(records)}
+        page = asked("/logs/filter", body)
         records.update((record["id"], record) for record in page)
         if len(page) < 200:
             return list(records.values())

@@ -71,6 +71,7 @@ class Airflow:
         }
         self.cli("db", "migrate")
         self.process = self.start("host")
+        self._sent = 0
 
     def cli(self, *arguments: str) -> str:
         command = [sys.executable, "-m", "airflow", *arguments]
@@ -94,12 +95,12 @@ class Airflow:
         """
         return self._ask({"code": HEAD + textwrap.dedent(code)})[0]
 
-    def run(self, name: str, source: str, head: str = HEAD) -> Ran:
-        """Run the one DAG of a DAG file."""
+    def run(self, name: str, source: str, head: str = HEAD, dag_id: str = "") -> Ran:
+        """Run the one DAG of a DAG file, or one of several."""
         file = self.dags / f"{name}.py"
         file.write_text(head + textwrap.dedent(source))
         try:
-            answer, log = self._ask({"file": str(file)})
+            answer, log = self._ask({"file": str(file), "dag_id": dag_id})
         finally:
             file.unlink()
         return Ran(answer["state"], {(task, index, key): value for task, index, key, value in answer["xcoms"]}, log)
@@ -107,13 +108,21 @@ class Airflow:
     def close(self) -> None:
         self.process.communicate(timeout=60)
 
+    def send(self, request: dict[str, Any]) -> int:
+        """Send a request; return its number, which its reply has."""
+        assert self.process.stdin is not None
+        self._sent += 1
+        self.process.stdin.write(json.dumps(request | {"number": self._sent}) + "\n")
+        self.process.stdin.flush()
+        return self._sent
+
     def _ask(self, request: dict[str, Any]) -> tuple[Any, str]:
         log = self.home / "log.txt"
-        assert self.process.stdin is not None
+        number = self.send(request | {"log": str(log)})
         assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(request | {"log": str(log)}) + "\n")
-        self.process.stdin.flush()
-        reply = json.loads(self.process.stdout.readline())
+        # a test that has failed by its time limit may have left a reply
+        while (reply := json.loads(self.process.stdout.readline()))["number"] != number:
+            pass
         assert left_by(self.process.pid) == []
         if "error" in reply:
             raise RuntimeError(reply["error"] + log.read_text())
@@ -125,6 +134,13 @@ def airflow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Airflow]:
     airflow = Airflow(tmp_path_factory.mktemp("airflow"))
     yield airflow
     airflow.close()
+
+
+@pytest.mark.slow
+def test_a_late_reply_is_not_taken_for_that_of_the_next_request(airflow: Airflow) -> None:
+    """A test that fails by its time limit reads no reply to its request."""
+    airflow.send({"code": "answer = 'late'", "log": os.devnull})
+    assert airflow.evaluate("answer = 'own'") == "own"
 
 
 LEFT = """
@@ -152,6 +168,7 @@ answer = [result, len(bill["unconfirmed"])]
 """
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_unconfirmed_machines_fail_no_task(airflow: "Airflow") -> None:
     """The work is done: the task succeeds, its bill in XCom names the machine, and the pool's reaper ends it."""
@@ -431,10 +448,11 @@ def test_a_wrong_task_is_refused_while_the_dag_is_parsed(airflow: Airflow, task:
 @pytest.mark.slow
 def test_parsing_a_dag_is_fast_and_uses_no_network(airflow: Airflow) -> None:
     """Making four hundred tasks imports no engine and no SDK, opens no connection, never reads the installed
-    packages, and checks each task's keywords once.
+    packages, reads no signature of a plain function, and checks equal keywords once.
     """
     code = """
         import sys
+        def square(x): return x**2
         dag("first", schedule=None)(lambda: None)()  # Airflow itself starts a process when its first DAG is made
         opened = []
         sys.addaudithook(lambda event, args: opened.append(event) if event in ("socket.connect", "subprocess.Popen") else None)
@@ -442,17 +460,20 @@ def test_parsing_a_dag_is_fast_and_uses_no_network(airflow: Airflow) -> None:
         def d():
             for n in range(100):
                 task.skyward(provider=LOCAL, nodes=2, image=sky.Image(pip=["torch"]), accelerator="A100")(lambda x: x).override(task_id=f"t{n}")(n)
-                SkywardOperator(task_id=f"named{n}", python_callable=len, op_args=["ab"], provider="local")
+                SkywardOperator(task_id=f"named{n}", python_callable=square, op_args=[n], provider="local")
                 SkywardOperator(task_id=f"spec{n}", python_callable=len, op_args=["ab"], spec=spec)
                 SkywardOperator(task_id=f"env{n}", python_callable=len, op_args=["ab"], env={"TOKEN": "s"}, image=sky.Image(env={"TOKEN": "s"}))
         spec = sky.PoolSpec.of(provider=LOCAL, nodes=2)
+        import inspect
+        read, signature = [], inspect.signature
+        inspect.signature = lambda fn: read.append(fn) or signature(fn)
         made, of = [], sky.PoolSpec.of
         sky.PoolSpec.of = lambda **options: made.append(options) or of(**options)
         from importlib import metadata
         from skyward_core.providers import base
         base.entry_points = lambda **group: opened.append("a scan of all distributions") or metadata.entry_points(**group)
         assert len(d().tasks) == 400
-        print("answer", len(made), opened, [m for m in ("distributed", "dask", "boto3", "torch", "skyward_core.pool") if m in sys.modules])
+        print("answer", len(made), read.count(square), opened, [m for m in ("distributed", "dask", "boto3", "torch", "skyward_core.pool") if m in sys.modules])
     """
     done = subprocess.run(
         [sys.executable, "-c", HEAD + textwrap.dedent(code)],
@@ -461,7 +482,40 @@ def test_parsing_a_dag_is_fast_and_uses_no_network(airflow: Airflow) -> None:
         capture_output=True,
         text=True,
     )
-    assert done.stdout.splitlines()[-1] == "answer 400 [] []"
+    assert done.stdout.splitlines()[-1] == "answer 4 0 [] []"
+
+
+@pytest.mark.slow
+def test_only_equal_keywords_have_one_check(airflow: Airflow) -> None:
+    """1 and True are checked apart, and so is a model that sets a default. No task can change the data of another."""
+    code = """
+        def plain(**keywords):
+            return SkywardOperator(task_id="t", python_callable=len, **keywords).plain_fields
+        def refused(**keywords):
+            try:
+                return plain(**keywords)
+            except sky.BadRequest as error:
+                return "refused"
+        first, second = [plain(image=sky.Image(pip=["torch"])) for _ in range(2)]
+        first["image"]["pip"].append("numpy")
+        answer = [
+            plain(nodes=1), refused(nodes=True), refused(nodes=True), plain(nodes=1.0), plain(nodes="{{ ds }}"),
+            second, plain(image=sky.Image(pip=["torch"], apt=[])), plain(env={"A": "1"}), plain(env={"A": "2"}),
+            plain(image=sky.Image(env={"A_TOKEN": "x"})) == plain(image=sky.Image(env={"A_TOKEN": "y"})),
+        ]
+    """
+    assert airflow.evaluate(code) == [
+        {"nodes": 1},
+        "refused",
+        "refused",
+        {"nodes": 1},
+        {"nodes": "{{ ds }}"},
+        {"image": {"pip": ["torch"]}},
+        {"image": {"pip": ["torch"], "apt": []}},
+        {"env": {"A": "1"}},
+        {"env": {"A": "2"}},
+        False,
+    ]
 
 
 @pytest.mark.slow
@@ -653,13 +707,44 @@ def test_a_result_that_is_too_large_for_xcom_fails_with_advice(airflow: Airflow)
     )
     assert ran.state == "failed"
     assert re.search(
-        r"the result takes 2,000,00\d bytes as XCom, more than 1,000,000 \(max_xcom_bytes\): write it to storage",
+        r"the result takes 2,000,00\d bytes as XCom, more than 1,000,000 \(max_xcom_bytes\): give result_path= a",
         ran.log,
     )
     assert "the result, a function, is nothing that XCom can store" in ran.log
     assert len(ran.xcoms["unlimited", -1, "return_value"]) == 2_000_000
     assert {task for task, _, key in ran.xcoms if key == "skyward_cost"} == {"produce", "code", "unlimited", "kept"}
     assert {task for task, _, key in ran.xcoms if key == "return_value"} == {"unlimited"}
+
+
+@pytest.mark.slow
+def test_a_result_with_a_path_is_in_a_file_and_xcom_has_the_path(airflow: Airflow, tmp_path: Path) -> None:
+    """Any size, and what XCom cannot store. Each mapped task has a file. A place that is none is refused before a pool
+    is opened.
+    """
+    ran = airflow.run(
+        "placed",
+        f"""
+        from airflow_provider_skyward.results import read_result
+        @dag(schedule=None, params={{"day": "mon"}})
+        def placed():
+            @task.skyward(provider=LOCAL, result_path="{tmp_path}/{{{{ params.day }}}}/")
+            def produce(size: int) -> dict: return {{"text": b"x" * size, "code": lambda: size}}
+            @task
+            def read(paths):
+                found = [read_result(path) for path in paths]
+                return [[len(one["text"]), one["code"]()] for one in found]
+            read(produce.expand(size=[2_000_000, 3]))
+            produce.override(task_id="nowhere", result_path="nonsense://bucket")(1)
+        placed()
+        """,
+    )
+    assert ran.xcoms["read", -1, "return_value"] == [[2_000_000, 2_000_000], [3, 3]]
+    first = ran.xcoms["produce", 0, "return_value"]
+    assert first.startswith(f"{tmp_path}/mon/placed/manual__")
+    assert first.endswith("/produce/0-1.pickle")
+    assert "result_path='nonsense://bucket' is no place for a result: " in ran.log
+    assert ("nowhere", -1, "skyward_cost") not in ran.xcoms
+    assert {task for task, _, key in ran.xcoms if key == "return_value"} == {"read", "produce"}
 
 
 @pytest.mark.slow
@@ -864,7 +949,7 @@ def test_a_task_without_money_fails_without_another_try(airflow: Airflow) -> Non
 def test_the_page_is_a_dag_that_runs(airflow: Airflow) -> None:
     """The Python of docs/airflow.md is a DAG file that runs and prints what it says."""
     source = "".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "airflow.md").read_text(), re.DOTALL))
-    ran = airflow.run("howto", source, head="")
+    ran = airflow.run("howto", source, head="", dag_id="pools")
     assert ran.state == "success"
     assert re.search(r"\[1, 4, 9\] for 0\.\d+ USD", ran.log)
     assert ran.xcoms["classic", -1, "return_value"] == 5.0
@@ -882,10 +967,14 @@ def _host() -> None:
             os.dup2(log.fileno(), 1)
             os.dup2(log.fileno(), 2)
         try:
-            reply = {"answer": _run_dag(request["file"]) if "file" in request else _evaluate(request["code"])}
+            reply = {
+                "answer": _run_dag(request["file"], request["dag_id"])
+                if "file" in request
+                else _evaluate(request["code"])
+            }
         except BaseException:
             reply = {"error": traceback.format_exc()}
-        replies.write(json.dumps(reply) + "\n")
+        replies.write(json.dumps(reply | {"number": request["number"]}) + "\n")
 
 
 def _evaluate(code: str) -> Any:
@@ -894,7 +983,7 @@ def _evaluate(code: str) -> Any:
     return names["answer"]
 
 
-def _run_dag(file: str) -> dict[str, Any]:
+def _run_dag(file: str, dag_id: str) -> dict[str, Any]:
     from airflow.dag_processing.dagbag import DagBag
     from airflow.models.xcom import XComModel
     from airflow.settings import Session
@@ -902,7 +991,7 @@ def _run_dag(file: str) -> dict[str, Any]:
     bag = DagBag(file)
     if bag.import_errors:
         raise RuntimeError("\n".join(map(str, bag.import_errors.values())))
-    (dag,) = bag.dags.values()
+    (dag,) = [bag.dags[dag_id]] if dag_id else bag.dags.values()
     run = dag.test()
     session = Session()
     rows = session.query(XComModel).filter(XComModel.run_id == run.run_id, XComModel.dag_id == dag.dag_id).all()

@@ -114,7 +114,7 @@ def fail():
 
 @dg.asset
 def talkative(context: dg.AssetExecutionContext, compute: SkywardResource):
-    return compute.run(context, chatter, lines=100)
+    return compute.run(context, chatter, lines=100).value
 
 
 @dg.asset(deps=[talkative])
@@ -122,7 +122,7 @@ def spread(context: dg.AssetExecutionContext, compute: SkywardResource):
     places = compute.map(context, where, range(8))
     with compute.pool(context) as pool:
         squares = (square(3) & square(4)) >> pool
-    return places, squares, compute.run(context, square, 5)
+    return places, squares, compute.run(context, square, 5).value
 
 
 def test_two_assets_share_one_pool_and_each_has_its_lines_cost_and_time(instance):
@@ -220,7 +220,7 @@ def test_unconfirmed_machines_fail_no_step(instance, monkeypatch):
 
 @dg.asset
 def alone(context: dg.AssetExecutionContext, compute: SkywardResource):
-    return compute.run(context, where, 1)
+    return compute.run(context, where, 1).value
 
 
 def test_an_interrupt_in_the_step_closes_the_pool(instance, new_processes):
@@ -272,7 +272,7 @@ def test_max_cost_is_a_field_like_others_and_exceeding_it_fails_with_advice(inst
 
 @dg.op
 def work(context: dg.OpExecutionContext, compute: SkywardResource):
-    return compute.run(context, square, 6)
+    return compute.run(context, square, 6).value
 
 
 @dg.op(out=dg.DynamicOut())
@@ -314,7 +314,7 @@ def both(context: dg.AssetExecutionContext, compute: SkywardResource):
 
 @dg.asset_check(asset="left")
 def checked(context: dg.AssetCheckExecutionContext, compute: SkywardResource) -> dg.AssetCheckResult:
-    return dg.AssetCheckResult(passed=compute.run(context, square, 2) == 4)
+    return dg.AssetCheckResult(passed=compute.run(context, square, 2).value == 4)
 
 
 def test_assets_made_together_share_the_cost_and_a_check_runs_too(instance):
@@ -346,7 +346,7 @@ def test_outside_of_a_run_a_pool_lives_for_the_call(new_processes):
     """A resource that Dagster has not set up opens a pool for one call, and closes it."""
     for build in (dg.build_op_context, dg.build_asset_context):
         with build() as context:  # it has an instance with two databases in memory
-            assert resource().run(context, square, 7) == 49
+            assert resource().run(context, square, 7).value == 49
     assert new_processes() == []
 
 
@@ -372,7 +372,7 @@ def test_helpers_of_an_asset_module_travel(tmp_path, instance):
 
             @dg.asset
             def point(context: dg.AssetExecutionContext, compute: SkywardResource):
-                return compute.run(context, scaled, Point(14))
+                return compute.run(context, scaled, Point(14)).value
         """)
     )
     specification = importlib.util.spec_from_file_location("asset_module", path)
@@ -435,12 +435,12 @@ def failing_late(context: dg.AssetExecutionContext, compute: SkywardResource):
 
 @dg.op
 def first_op(context: dg.OpExecutionContext, compute: SkywardResource):
-    return compute.run(context, slow_square, 2)
+    return compute.run(context, slow_square, 2).value
 
 
 @dg.op
 def second_op(context: dg.OpExecutionContext, compute: SkywardResource, number):
-    return compute.run(context, square, number)
+    return compute.run(context, square, number).value
 
 
 @dg.graph_asset
@@ -508,7 +508,7 @@ days = dg.StaticPartitionsDefinition(["monday", "tue|sday"])
 
 @dg.asset(partitions_def=days)
 def daily(context: dg.AssetExecutionContext, compute: SkywardResource):
-    return compute.run(context, tags_of_the_node)
+    return compute.run(context, tags_of_the_node).value
 
 
 def tags_of_the_node():
@@ -582,7 +582,7 @@ def test_metadata_may_be_added_in_any_order_if_an_asset_is_invoked_directly(orde
         compute.run(context, square, 2)
         if order in {"after", "both"}:
             context.add_output_metadata({"loss": 0.5}, output_name="result")
-        return compute.run(context, square, 3)
+        return compute.run(context, square, 3).value
 
     with dg.build_asset_context() as context:
         assert model(context, compute=resource()) == 9
@@ -752,7 +752,7 @@ def test_the_keywords_become_plain_data_and_the_same_spec():
     )
 
     assert objects == plain
-    json.dumps(dict(objects))
+    json.dumps(objects.model_dump())
     assert objects.spec == sky.PoolSpec.of(
         provider=sky.Local(price_per_hour=PRICE),
         nodes=2,
@@ -769,7 +769,7 @@ def test_each_setting_is_a_config_field_with_its_description():
     """The config that Dagster shows has the fields of PoolSpec, all of them optional, with the texts of the core."""
     fields = SkywardResource.to_fields_dict()
 
-    assert set(fields) == set(sky.PoolSpec.model_fields)
+    assert set(fields) == {*sky.PoolSpec.model_fields, "lifecycle", "sharing"}
     assert not any(field.is_required for field in fields.values())
     assert fields["nodes"].description.startswith("Number of machines; (least, most)")
     assert fields["nodes"].description.endswith("Default: 1.")
@@ -841,14 +841,14 @@ def test_secrets_are_read_from_the_environment_when_the_step_opens_the_pool(inst
 
     @dg.asset
     def read(context: dg.AssetExecutionContext, compute: SkywardResource):
-        return compute.run(context, backwards)
+        return compute.run(context, backwards).value
 
     result = materialize([read], compute, instance)
     assert result.output_for_node("read") == ["9876543210-vne", "9876543210-rehto"]
     lines = messages(instance, result, "read")
     assert any("they are *** ***" in line for line in lines)
     written = [
-        json.dumps(dict(compute)),
+        json.dumps(compute.model_dump()),
         repr(compute),
         str(instance.all_logs(result.run_id)),
         str(instance.get_run_by_id(result.run_id)),

@@ -1,21 +1,17 @@
 """`SkywardTaskRunner` with a real Prefect API (in a separate server process) and real pools on this machine."""
 
 import asyncio
-import atexit
 import json
+import logging
 import os
 import pickle
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -24,54 +20,40 @@ import cloudpickle
 import pytest
 
 pytest.importorskip("prefect")
-_home = tempfile.mkdtemp(prefix="skyward-prefect-")
-atexit.register(shutil.rmtree, _home, ignore_errors=True)
-# Prefect reads its environment when it is imported.
-os.environ.update(
-    PREFECT_HOME=_home,
-    PREFECT_SERVER_ANALYTICS_ENABLED="false",
-    PREFECT_LOGGING_TO_API_BATCH_INTERVAL="0.2",
-    PREFECT_LOGGING_LEVEL="INFO",
+
+from tests.integrations import prefect_server  # noqa: I001 - before Prefect
+from tests.integrations.prefect_server import (
+    database_text,
+    deployment_named,
+    is_alive,
+    logs,
+    processes_of,
+    runner,
+    wait_for,
 )
 
-from prefect import flow, get_run_logger, task, unmapped  # noqa: E402
-from prefect.blocks.system import Secret  # noqa: E402
-from prefect.cache_policies import NO_CACHE  # noqa: E402
-from prefect.client.orchestration import get_client  # noqa: E402
-from prefect.client.schemas.filters import (  # noqa: E402
-    ArtifactFilter,
-    ArtifactFilterFlowRunId,
-    ArtifactFilterKey,
-    LogFilter,
-    LogFilterFlowRunId,
-)
-from prefect.context import FlowRunContext  # noqa: E402
-from prefect.exceptions import ObjectNotFound  # noqa: E402
-from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL, PREFECT_API_URL  # noqa: E402
-from prefect.states import Cancelling  # noqa: E402
-from prefect.tasks import task_input_hash  # noqa: E402
-from prefect.testing.utilities import prefect_test_harness  # noqa: E402
-from pydantic import PrivateAttr  # noqa: E402
+from prefect import flow, get_run_logger, task
+from prefect.blocks.system import Secret
+from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
+from prefect.context import FlowRunContext
+from prefect.states import Cancelling
+from pydantic import PrivateAttr
 
-import skyward_core as sky  # noqa: E402
-from prefect_skyward import SkywardTaskRunner, cost_so_far  # noqa: E402
-from prefect_skyward.secrets import values_of  # noqa: E402
-from prefect_skyward.ui import RunLog, RunLogs  # noqa: E402
-from skyward_core.ledger.ledger import Ledger, default_url  # noqa: E402
-from skyward_core.ledger.rows import CostBy  # noqa: E402
-from skyward_core.worker.watchdog import POOL_TAG, tagged_processes  # noqa: E402
+import skyward_core as sky
+from prefect_skyward import SkywardTaskRunner, cost_so_far
+from prefect_skyward.secrets import values_of
+from prefect_skyward.ui import RunLog, RunLogs
+from skyward_core.ledger.ledger import Ledger, default_url
+from skyward_core.ledger.rows import CostBy
 
 pytestmark = [
     pytest.mark.slow,  # starts a server
     pytest.mark.filterwarnings("default"),  # Prefect's own warnings are not our faults
 ]
 
-
-@pytest.fixture(scope="module", autouse=True)
-def api() -> Iterator[str]:
-    """A Prefect server with an empty database, for the tests of this file."""
-    with prefect_test_harness(server_startup_timeout=300):
-        yield PREFECT_API_URL.value()
+api = pytest.fixture(scope="module", autouse=True)(prefect_server.served)
 
 
 @pytest.fixture
@@ -84,65 +66,12 @@ def events() -> Iterator[list[Any]]:
     assert processes_of(pools) == []
 
 
-def processes_of(pools: set[str]) -> list[int]:
-    return [pid for pid, environ in tagged_processes() if environ.get(POOL_TAG) in pools]
-
-
-def runner(events: list[Any], **options: Any) -> SkywardTaskRunner:
-    return SkywardTaskRunner(**{"provider": sky.Local(price_per_hour=36.0), "on_event": events.append, **options})
-
-
-def wait_for(what: Callable[[], Any], seconds: float = 90.0) -> Any:
-    """Return what the function returns, once that is true. A busy server of Prefect refuses requests, and Prefect's client
-    repeats them for half a minute.
-    """
-    deadline = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.05)
-    return found
-
-
-def runs_of(client: Any, task_run_id: UUID) -> int:
-    """How often a task run has begun, by the server, which gets task runs as events, with a delay."""
-    try:
-        return client.read_task_run(task_run_id).run_count
-    except ObjectNotFound:
-        return 0
-
-
-def logs(flow_run_id: UUID) -> list[Any]:
-    """All log records of a flow run and its task runs, in the order of their time."""
-    with get_client(sync_client=True) as client:
-        records: list[Any] = []
-        while True:
-            body = {
-                "logs": LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run_id])).model_dump(
-                    mode="json", exclude_unset=True
-                ),
-                "sort": "TIMESTAMP_ASC",
-                "limit": 200,
-                "offset": len(records),
-            }
-            page = client._client.post("/logs/filter", json=body).json()
-            records += page
-            if len(page) < 200:
-                # a batch that came between two pages shifts the second
-                return list({record["id"]: record for record in records}.values())
-
-
 # ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @task
-def where() -> dict[str, Any]:
-    info = sky.instance_info()
-    return {
-        "pid": os.getpid(),
-        "engine": "prefect" in sys.modules,
-        "tag": os.environ.get("SKYWARD_POOL_ID"),
-        "node": info.node if info else None,
-    }
+def pid() -> int:
+    return os.getpid()
 
 
 @task
@@ -151,57 +80,9 @@ def add(a: int, b: int) -> int:
 
 
 @task
-def squares(n: int) -> Iterator[int]:
-    for i in range(n):
-        yield i * i
-
-
-@task
 async def slow_double(x: int) -> int:
     await asyncio.sleep(0.01)
     return 2 * x
-
-
-@task
-async def slow_squares(n: int) -> Any:
-    for i in range(n):
-        yield i * i
-
-
-def test_functions_run_on_nodes_and_futures_and_dependencies_are_resolved_here(events: list[Any]) -> None:
-    """Submit, map, futures as inputs, `wait_for`, generators and asynchronous tasks work; the node has the function
-    and no Prefect.
-    """
-
-    @flow(task_runner=runner(events, nodes=2))
-    def every_way() -> dict[str, Any]:
-        place = where.submit()
-        three = add.submit(1, 2)
-        return {
-            "place": place.result(),
-            "chain": add.submit(three, add.submit(three, 10)).result(),
-            "map": add.map([1, 2, 3], unmapped(10)).result(),
-            "map of futures": add.map(add.map([1, 2], [0, 0]), three).result(),
-            "after": add.submit(0, 0, wait_for=[three]).result(),
-            "generator": squares.submit(4).result(),
-            "asynchronous generator": slow_squares.submit(3).result(),
-            "async": slow_double.map([1, 2]).result(),
-        }
-
-    found = every_way()
-    place = found.pop("place")
-    assert place["pid"] != os.getpid()
-    assert not place["engine"]
-    assert found == {
-        "chain": 16,
-        "map": [11, 12, 13],
-        "map of futures": [4, 5],
-        "after": 0,
-        "generator": [0, 1, 4, 9],
-        "asynchronous generator": [0, 1, 4],
-        "async": [2, 4],
-    }
-    assert [event.nodes for event in events if isinstance(event, sky.PoolReady)] == [2]
 
 
 @task
@@ -246,17 +127,6 @@ def test_the_ledger_has_the_flow_run_and_the_cost_of_each_task(events: list[Any]
     )
 
 
-def test_an_asynchronous_flow_can_submit(events: list[Any]) -> None:
-    """An `async def` flow can submit plain and asynchronous tasks."""
-
-    @flow(task_runner=runner(events))
-    async def sums() -> list[int]:
-        futures = [add.submit(1, 1), slow_double.submit(3)]
-        return [future.result() for future in futures]
-
-    assert asyncio.run(sums()) == [2, 6]
-
-
 def test_a_direct_call_runs_here_and_opens_no_pool(events: list[Any]) -> None:
     """`task(x)` never reaches a task runner: it runs in the flow's process, and a flow without a submit rents
     nothing.
@@ -264,241 +134,13 @@ def test_a_direct_call_runs_here_and_opens_no_pool(events: list[Any]) -> None:
 
     @flow(task_runner=runner(events))
     def direct() -> tuple[int, float]:
-        return where()["pid"], cost_so_far()
+        return pid(), cost_so_far()
 
     assert direct() == (os.getpid(), 0.0)
     assert events == []
 
 
-@dataclass(frozen=True)
-class Point:
-    x: int
-    y: int
-
-
-OFFSET = Point(10, 20)
-
-
-def shifted(point: Point) -> Point:
-    return Point(point.x + OFFSET.x, point.y + OFFSET.y)
-
-
-@task
-def shift(point: Point) -> Point:
-    return shifted(point)
-
-
-@task
-def shift_twice(point: Point) -> Point:
-    get_run_logger().warning("shifting %s twice", point)
-    return shift.fn(shift(point))
-
-
-class Scale:
-    def __init__(self, factor: int) -> None:
-        self.factor = factor
-
-    @task
-    def of(self, x: int) -> int:
-        return self.factor * x
-
-
-@task
-@sky.compute
-def halved(x: float) -> float:
-    return x / 2
-
-
-def test_objects_that_the_function_uses_travel_too(events: list[Any]) -> None:
-    """Helpers, dataclasses, globals, other tasks (as functions), methods, `@sky.compute` functions and `get_run_logger`
-    work on a bare node.
-    """
-
-    @flow(task_runner=runner(events))
-    def travel() -> tuple[Any, ...]:
-        return shift_twice.submit(Point(1, 2)).result(), Scale(3).of.submit(5).result(), halved.submit(3.0).result()
-
-    state = travel(return_state=True)
-    assert state.result() == (Point(21, 42), 15, 1.5)
-    assert type(state.result()[0]) is Point
-    flow_run_id = state.state_details.flow_run_id
-    wait_for(
-        lambda: [
-            record
-            for record in logs(flow_run_id)
-            if (record["level"], record["message"]) == (30, "[node 0] shifting Point(x=1, y=2) twice")
-        ]
-    )
-
-
 # ── failures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@task(retries=2, cache_policy=NO_CACHE)
-def third_time_lucky(path: Path, how: str) -> int:
-    attempts = int(path.read_text()) + 1 if path.exists() else 1
-    path.write_text(str(attempts))
-    if attempts == 1:
-        if how == "crash":
-            os._exit(3)
-        raise ValueError("not yet")
-    return attempts
-
-
-def test_retries_are_new_calls(events: list[Any], tmp_path: Path) -> None:
-    """Prefect's retries run the function again, after its own exception and after the death of its process."""
-
-    @flow(task_runner=runner(events))
-    def stubborn() -> list[int]:
-        futures = [third_time_lucky.submit(tmp_path / how, how) for how in ("raise", "crash")]
-        values = [future.result() for future in futures]
-        with get_client(sync_client=True) as client:
-            wait_for(lambda: [runs_of(client, future.task_run_id) for future in futures] == [2, 2])
-        return values
-
-    assert stubborn() == [2, 2]
-
-
-@task
-def fail_on_node(x: int) -> None:
-    raise KeyError(f"bad {x}")
-
-
-def test_the_function_s_exception_arrives_as_itself_with_its_remote_traceback(events: list[Any]) -> None:
-    """The task fails with the exception of the function; its cause is the traceback on the node."""
-
-    @flow(task_runner=runner(events))
-    def failing() -> None:
-        with pytest.raises(KeyError, match="bad 7") as caught:
-            fail_on_node.submit(7).result()
-        assert "fail_on_node" in str(caught.value.__cause__)
-
-    failing()
-
-
-class Busy(Exception):
-    """Cannot be rebuilt by pickle's default."""
-
-    def __init__(self, code: int, wait: str) -> None:
-        super().__init__(f"busy {code}")
-        self.wait = wait
-
-
-def only_if_it_passes(_task: Any, _run: Any, state: Any) -> bool:
-    return isinstance(state.data, Busy) and state.data.wait == "a moment"
-
-
-@task(retries=3, retry_condition_fn=only_if_it_passes, cache_policy=NO_CACHE)
-def busy(path: Path) -> None:
-    attempts = int(path.read_text()) + 1 if path.exists() else 1
-    path.write_text(str(attempts))
-    raise Busy(503, "a moment" if attempts < 3 else "for ever")
-
-
-def test_a_retry_condition_sees_the_function_s_own_exception(events: list[Any], tmp_path: Path) -> None:
-    """An exception that pickle alone cannot rebuild keeps its class and its attributes: the task is tried again
-    twice, and then no more.
-    """
-
-    @flow(task_runner=runner(events))
-    def trying() -> None:
-        with pytest.raises(Busy) as caught:
-            busy.submit(tmp_path / "n").result()
-        assert caught.value.wait == "for ever"
-
-    trying()
-    assert (tmp_path / "n").read_text() == "3"
-
-
-def far_tensor(folder: Path, name: str) -> Any:
-    """Note the run; return an object of a library that this process does not have."""
-    import types
-
-    (folder / f"{name}-{time.monotonic_ns()}").touch()
-    module = sys.modules["far_library"] = types.ModuleType("far_library")
-    module.__file__ = "/opt/python/site-packages/far_library.py"
-    exec("class Tensor: pass", vars(module))
-    return module.Tensor()
-
-
-async def always(_task: Any, _run: Any, _state: Any) -> bool:
-    return True
-
-
-@task(retries=2, cache_policy=NO_CACHE)
-def plain_weights(folder: Path) -> Any:
-    return far_tensor(folder, "plain")
-
-
-@task(retries=2, retry_condition_fn=only_if_it_passes, cache_policy=NO_CACHE)
-def picky_weights(folder: Path) -> Any:
-    return far_tensor(folder, "picky")
-
-
-@task(retries=2, retry_condition_fn=always, cache_policy=NO_CACHE)
-async def async_weights(folder: Path) -> Any:
-    return far_tensor(folder, "async")
-
-
-def test_work_is_not_repeated_if_its_result_cannot_be_loaded_here(events: list[Any], tmp_path: Path) -> None:
-    """The function has succeeded and is paid for; another try would fail here again.
-
-    The error keeps the result, and the run's log says why.
-    """
-
-    @flow(task_runner=runner(events))
-    def weighing() -> UUID:
-        for future in [each.submit(tmp_path) for each in (plain_weights, picky_weights, async_weights)]:
-            with pytest.raises(sky.ResultNotLoaded, match="the call succeeded on node 0") as caught:
-                future.result()
-            assert caught.value.missing == "far_library"
-        context = FlowRunContext.get()
-        assert context is not None
-        assert context.flow_run is not None
-        return context.flow_run.id
-
-    flow_run_id = weighing()
-    assert sorted(path.name.partition("-")[0] for path in tmp_path.iterdir()) == ["async", "picky", "plain"]
-    wait_for(
-        lambda: len([r for r in logs(flow_run_id) if r["level"] == 40 and "is not tried again" in r["message"]]) == 3
-    )
-
-
-@task(timeout_seconds=4, cache_policy=NO_CACHE)  # the time in which it has to begin
-def sleeper(path: Path) -> None:
-    path.write_text(str(os.getpid()))
-    time.sleep(600)
-
-
-@task(timeout_seconds=4, cache_policy=NO_CACHE)  # the time in which it has to begin
-async def async_sleeper(path: Path) -> None:
-    path.write_text(str(os.getpid()))  # noqa: ASYNC240
-    await asyncio.sleep(600)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][:1] not in "ZX"
-    except OSError:
-        return False
-
-
-def test_a_timeout_stops_the_work_on_the_node(events: list[Any], tmp_path: Path) -> None:
-    """`timeout_seconds` ends the task run and the remote process, for plain and asynchronous tasks; the slot then
-    takes other calls.
-    """
-
-    @flow(task_runner=runner(events))
-    def impatient() -> int:
-        for sleep in (sleeper, async_sleeper):
-            path = tmp_path / sleep.name
-            future = sleep.submit(path)
-            future.wait()
-            assert future.state.name == "TimedOut"
-            wait_for(lambda path=path: not is_alive(int(path.read_text())))
-        return add.submit(1, 1).result()
-
-    assert impatient() == 2
 
 
 @task(cache_policy=NO_CACHE)
@@ -530,33 +172,6 @@ def test_a_failing_flow_stops_its_calls_and_closes_its_pool(events: list[Any], t
     assert futures[0].state.name == "Cancelled"
     assert not is_alive(int((tmp_path / "pid").read_text()))
     assert processes_of({event.pool_id for event in events if isinstance(event, sky.PoolReady)}) == []
-
-
-def test_a_flow_that_is_stopped_hands_its_machines_to_the_reaper_first(
-    events: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After a signal the reaper gets the machines before any step that may hang. If the flow itself fails, its
-    machines are terminated here.
-    """
-    order: list[str] = []
-    terminate_now, close = sky.ComputePool.terminate_now, sky.ComputePool.close
-    monkeypatch.setattr(
-        sky.ComputePool, "terminate_now", lambda pool: (order.append("handed over"), terminate_now(pool))[1]
-    )
-    monkeypatch.setattr(sky.ComputePool, "close", lambda pool: (order.append("closed"), close(pool))[1])
-
-    @flow(task_runner=runner(events))
-    def stopped(error: type[BaseException], marker: Path) -> None:
-        hang.submit(marker)
-        wait_for(marker.exists)
-        raise error
-
-    with pytest.raises(LookupError):
-        stopped(LookupError, tmp_path / "first")
-    assert order == ["closed"]
-    with pytest.raises(KeyboardInterrupt):
-        stopped(KeyboardInterrupt, tmp_path / "second")
-    assert order[1:] == ["handed over", "closed"]
 
 
 def test_max_cost_is_a_keyword_like_others_and_exceeding_it_fails_with_advice() -> None:
@@ -613,13 +228,13 @@ def test_an_asynchronous_flow_s_event_loop_is_not_blocked_by_the_first_submit(ev
     provider = Gated()
 
     @flow(task_runner=runner(events, provider=provider))
-    async def goes_on() -> int:
-        future = slow_double.submit(4)
+    async def goes_on() -> list[int]:
+        futures = [slow_double.submit(4), add.submit(1, 1)]
         await asyncio.sleep(0)
         provider._may.set()
-        return await asyncio.to_thread(future.result)
+        return [await asyncio.to_thread(future.result) for future in futures]
 
-    assert asyncio.run(goes_on()) == 8
+    assert asyncio.run(goes_on()) == [8, 2]
 
 
 def test_a_flow_that_fails_while_its_pool_opens_ends_the_opening() -> None:
@@ -834,48 +449,63 @@ def test_every_line_of_a_task_is_in_its_log(events: list[Any]) -> None:
     assert not any("[node" in message for message in of_flow)
 
 
-@task
-def log_all() -> None:
-    import logging
-
-    log = logging.getLogger("mine")
-    log.warning("careful")
-    try:
-        raise ValueError("boom")
-    except ValueError:
-        log.exception("it failed")
-    get_run_logger().error("by the run's logger")
-    get_run_logger().debug("not kept: the run's level is INFO")
-    print("only printed")
+@task(cache_policy=NO_CACHE)
+def log_at_each_level(number: int) -> int:
+    logger = get_run_logger()
+    for level in ("debug", "info", "warning", "error"):
+        getattr(logger, level)("%s by %d", level, number)
+    logging.getLogger("of.a.library").critical("critical by %d", number)
+    print(f"print by {number}")
+    info = sky.instance_info()
+    assert info is not None
+    return info.node
 
 
-def test_log_records_of_a_node_keep_their_level_and_their_traceback(events: list[Any]) -> None:
-    ids = []
+@pytest.fixture
+def debug_records_of_nodes() -> Iterator[None]:
+    """Let the logs of task runs have debug records too, but of Prefect's own only those above."""
 
-    @flow(task_runner=runner(events))
+    def is_wanted(record: logging.LogRecord) -> bool:
+        return record.levelno > logging.DEBUG or record.getMessage().startswith("[node ")
+
+    logger = logging.getLogger("prefect.task_runs")
+    before = logger.level
+    logger.setLevel(logging.DEBUG)
+    logger.addFilter(is_wanted)
+    yield
+    logger.removeFilter(is_wanted)
+    logger.setLevel(before)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("debug_records_of_nodes")
+def test_every_log_line_of_200_tasks_on_two_nodes_is_in_the_api_once_at_its_level(events: list[Any]) -> None:
+    """Of the run's logger at each level, of another logger, and printed: in the log of the task run, with its node."""
+    nodes: dict[str, tuple[int, int]] = {}
+    levels = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50, "print": 20}
+
+    @flow(task_runner=runner(events, nodes=2))
     def talk() -> None:
-        from prefect.runtime import flow_run
+        futures = log_at_each_level.map(range(200))
+        nodes.update((str(one.task_run_id), (number, one.result())) for number, one in enumerate(futures))
 
-        ids.append(UUID(flow_run.id))
-        log_all.submit().result()
+    flow_run_id = talk(return_state=True).state_details.flow_run_id
 
-    talk()
-
-    def from_the_node() -> list[tuple[int, str]]:
+    def found() -> list[tuple[str, int, str]]:
         return [
-            (r["level"], r["message"])
-            for r in logs(ids[0])
-            if r["task_run_id"] and r["message"].startswith("[node 0] ")
+            (record["task_run_id"], record["level"], record["message"])
+            for record in logs(flow_run_id)
+            if "[node " in record["message"]
         ]
 
-    found = wait_for(lambda: found if len(found := from_the_node()) >= 4 else None)
-    assert sorted(found)[0] == (20, "[node 0] only printed")
-    assert (30, "[node 0] careful") in found
-    assert (40, "[node 0] by the run's logger") in found
-    (failure,) = [message for level, message in found if level == 40 and "it failed" in message]
-    assert "\nTraceback (most recent call last):\n" in failure
-    assert failure.endswith("ValueError: boom")
-    assert len(found) == 4
+    expected = [
+        (run, level, f"[node {node}] {name} by {number}")
+        for run, (number, node) in nodes.items()
+        for name, level in levels.items()
+    ]
+    assert {node for _, node in nodes.values()} == {0, 1}
+    assert len(expected) == 1200
+    assert sorted(wait_for(lambda: len(lines := found()) >= len(expected) and lines)) == sorted(expected)
 
 
 @task
@@ -900,18 +530,16 @@ def publish() -> None:
     create_markdown_artifact("hello", key="mine")
 
 
-@pytest.mark.parametrize("use", [set_variable, limit, publish], ids=lambda use: use.name)
-def test_prefect_s_api_in_a_task_fails_at_once_and_starts_no_server(
-    use: Any, events: list[Any], tmp_path: Path
-) -> None:
+def test_prefect_s_api_in_a_task_fails_at_once_and_starts_no_server(events: list[Any], tmp_path: Path) -> None:
     """Prefect's client would start one on the node, with a database in the home directory."""
 
     @flow(task_runner=runner(events, env={"HOME": str(tmp_path)}))
     def asks() -> None:
-        use.submit().result()
+        for use in (set_variable, limit, publish):
+            with pytest.raises(sky.BadRequest, match="which nodes have no way to"):
+                use.submit().result()
 
-    with pytest.raises(sky.BadRequest, match="which nodes have no way to"):
-        asks()
+    asks()
     assert not [path for path in tmp_path.rglob("*") if path.suffix == ".db"]
 
 
@@ -932,7 +560,7 @@ def test_a_line_that_comes_before_its_call_is_registered_is_not_lost() -> None:
                 logs(sky.LogLine(0, "local-0", f"early line of {call_id}", 0.0, call_id))
             return future
 
-        logs.follow(submit)
+        logs.follow_all(lambda: [submit()])
         logs(sky.LogLine(0, "local-0", "later line", 0.0, "call-1"))
         return task_run.id
 
@@ -955,34 +583,6 @@ def test_a_line_that_comes_before_its_call_is_registered_is_not_lost() -> None:
     }
 
 
-@task(cache_key_fn=task_input_hash, cache_expiration=timedelta(minutes=5), persist_result=True)
-def counted(path: Path) -> int:
-    path.write_text(path.read_text() + "x" if path.exists() else "x")
-    return len(path.read_text())
-
-
-def test_results_are_cached_here(events: list[Any], tmp_path: Path) -> None:
-    """Caching works as without the runner, and its keys contain the user's code: another function of the same name
-    is another entry.
-    """
-
-    def renamed(path: Path) -> int:
-        return -counted.fn(path)
-
-    renamed.__name__ = renamed.__qualname__ = counted.fn.__qualname__
-    other = task(renamed, cache_key_fn=task_input_hash, cache_expiration=timedelta(minutes=5), persist_result=True)
-
-    @flow(task_runner=runner(events))
-    def twice() -> list[int]:
-        return [
-            counted.submit(tmp_path / "n").result(),
-            counted.submit(tmp_path / "n").result(),
-            other.submit(tmp_path / "n").result(),
-        ]
-
-    assert twice() == [1, 1, -2]
-
-
 # ── secrets ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -994,7 +594,9 @@ def reads_secrets() -> list[str]:
 
 
 @pytest.mark.slow
-def test_secrets_come_from_blocks_when_the_pool_opens(events: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_come_from_blocks_when_the_pool_opens(
+    events: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """By name, by the block itself or from the environment; the run's log masks them, and the server's database has
     none in plain text.
     """
@@ -1021,17 +623,15 @@ def test_secrets_come_from_blocks_when_the_pool_opens(events: list[Any], monkeyp
     assert read == [value[::-1] for value in values]
     messages = wait_for(lambda: [text for record in logs(flow_run_id) if "they are" in (text := record["message"])])
     assert "they are *** *** ***" in messages[0]
-    database = Path(str(PREFECT_API_DATABASE_CONNECTION_URL.value()).partition(":///")[2])
-    files = [path.read_bytes().decode(errors="replace") for path in database.parent.glob(f"{database.name}*")]
-    assert files
     spoken = [
+        database_text(tmp_path_factory),
         repr(made.spec),
         made.spec.model_dump_json(),
         repr(events),
         repr(pickle.dumps(made)),
         str([record["message"] for record in logs(flow_run_id)]),
     ]
-    assert [text[:100] for text in (*files, *spoken) for value in values if value in text] == []
+    assert [text[:100] for text in spoken for value in values if value in text] == []
 
 
 def test_a_missing_block_is_named() -> None:
@@ -1140,7 +740,7 @@ def test_a_cancelled_run_leaves_nothing(api: str, tmp_path: Path) -> None:
         get_client(sync_client=True) as client,
     ):
         try:
-            deployment = wait_for(lambda: next(iter(client.read_deployments()), None), 60)
+            deployment = wait_for(lambda: deployment_named("patient"), 60)
             run = client.create_flow_run_from_deployment(deployment.id, parameters={"path": str(marker)})
             wait_for(lambda: marker.exists() and marker.read_text(), 90)
             began = json.loads(marker.read_text())

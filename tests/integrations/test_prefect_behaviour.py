@@ -4,13 +4,10 @@ One flow run holds one pool for the whole file: a test hands it a function, whic
 """
 
 import asyncio
-import contextvars
 import os
-import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,16 +15,17 @@ from typing import Any
 import pytest
 
 pytest.importorskip("prefect")
-from tests.integrations.prefect_server import asked, wait_for  # isort: skip
+from tests.integrations import prefect_server  # isort: skip
+from tests.integrations.prefect_server import InFlow, asked, wait_for  # isort: skip
 
 from prefect import allow_failure, flow, tags, task, unmapped  # isort: skip
 from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
 from prefect.context import FlowRunContext
 from prefect.exceptions import MappingLengthMismatch, MappingMissingIterable, UnfinishedRun
 from prefect.futures import PrefectFuture, as_completed, wait
 from prefect.states import Completed, State
 from prefect.tasks import task_input_hash
-from prefect.testing.utilities import prefect_test_harness
 from prefect.transactions import transaction
 from prefect.utilities.annotations import quote
 
@@ -40,7 +38,7 @@ pytestmark = [
 ]
 SLOTS = 4
 
-type InFlow = Callable[[Callable[[], Any]], Any]
+api = pytest.fixture(scope="module")(prefect_server.served)
 
 
 @pytest.fixture(scope="module")
@@ -50,38 +48,17 @@ def pools() -> list[sky.PoolReady]:
 
 
 @pytest.fixture(scope="module")
-def in_flow(pools: list[sky.PoolReady]) -> Iterator[InFlow]:
+def in_flow(pools: list[sky.PoolReady], api: str) -> Iterator[InFlow]:
     """Call a function in the body of a flow with our runner, and return its result or raise its error."""
-    inbox: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
 
     def keep(event: sky.SkywardEvent) -> None:
         if isinstance(event, sky.PoolReady):
             pools.append(event)
 
-    @flow(
-        name="behaviours",
-        task_runner=SkywardTaskRunner(provider=sky.Local(), concurrency=SLOTS, on_event=keep, idle_timeout=None),
-    )
-    def body() -> None:
-        while (message := inbox.get()) is not None:
-            future, what = message
-            try:
-                future.set_result(what())
-            except BaseException as error:
-                future.set_exception(error)
-
-    def call(what: Callable[[], Any]) -> Any:
-        future: Future[Any] = Future()
-        inbox.put((future, what))
-        return future.result(100)
-
-    with prefect_test_harness(server_startup_timeout=300):
-        context = contextvars.copy_context()
-        thread = threading.Thread(target=context.run, args=(body,), name="flow")
-        thread.start()
+    with prefect_server.flow_body(
+        SkywardTaskRunner(provider=sky.Local(), concurrency=SLOTS, on_event=keep, idle_timeout=None)
+    ) as call:
         yield call
-        inbox.put(None)
-        thread.join()
 
 
 @task(cache_policy=NO_CACHE)
@@ -380,6 +357,25 @@ def test_tags_of_the_flow_s_body_are_those_of_the_task_run(in_flow: InFlow) -> N
     future = in_flow(body)
     (run,) = wait_for(lambda: asked("/task_runs/filter", {"task_runs": {"id": {"any_": [str(future.task_run_id)]}}}))
     assert {"outer", "own"} <= set(run["tags"])
+
+
+def test_a_limit_of_a_tag_lets_one_task_run_at_a_time(in_flow: InFlow, tmp_path: Path) -> None:
+    """The engine takes the slot in the flow's process, before the function travels.
+
+    Sleeps: without the limit the second task would run meanwhile.
+    """
+
+    @task(tags=["one at a time"], cache_policy=NO_CACHE)
+    def alone(folder: Path, name: str) -> int:
+        (folder / name).touch()
+        others = len(list(folder.iterdir()))
+        time.sleep(0.2)
+        (folder / name).unlink()
+        return others
+
+    with get_client(sync_client=True) as client:
+        client.create_concurrency_limit(tag="one at a time", concurrency_limit=1)
+    assert in_flow(lambda: alone.map(unmapped(tmp_path), ["a", "b"]).result()) == [1, 1]
 
 
 def test_retries_with_a_condition_and_a_delay(in_flow: InFlow, tmp_path: Path) -> None:

@@ -5,21 +5,18 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
 
 pytest.importorskip("prefect")
-from tests.integrations.prefect_server import asked  # isort: skip
+from tests.integrations import prefect_server  # isort: skip
+from tests.integrations.prefect_server import asked, database_text  # isort: skip
 
 from prefect import flow, task  # isort: skip
 from prefect.blocks.core import Block
-from prefect.settings import PREFECT_API_DATABASE_CONNECTION_URL, PREFECT_API_URL
 from prefect.testing.standard_test_suites import BlockStandardTestSuite
-from prefect.testing.utilities import prefect_test_harness
 
 import skyward_core as sky
 from prefect_skyward import SkywardTaskRunner, blocks
@@ -32,6 +29,7 @@ BLOCKS = [
     blocks.SkywardVastAICredentials,
     blocks.SkywardVerdaCredentials,
 ]
+pytestmark = pytest.mark.slow  # the import of Prefect's own suite, which has the server, takes seconds
 SECRET = "s3cr3t-0123456789"
 
 
@@ -116,11 +114,7 @@ def test_importing_the_blocks_loads_no_part_of_the_core_that_is_heavy() -> None:
     assert answer.stdout.strip() == "[]"
 
 
-@pytest.fixture(scope="module")
-def api() -> Iterator[None]:
-    """A Prefect server with an empty database."""
-    with prefect_test_harness(server_startup_timeout=300):
-        yield
+api = pytest.fixture(scope="module")(prefect_server.served)
 
 
 @task
@@ -128,14 +122,15 @@ def double(x: int) -> int:
     return 2 * x
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-def test_a_runner_is_made_from_a_saved_block_and_its_pickle_names_the_block_only(api: None) -> None:
+def test_a_runner_is_made_from_a_saved_block_and_its_pickle_names_the_block_only(
+    api: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """The block is registered with its form, the flow runs on its pool, and no secret is in the database's plain text
     or in the pickle of the flow.
     """
     command = [sys.executable, "-m", "prefect", "block", "register", "-m", "prefect_skyward"]
-    environ = {**os.environ, "PREFECT_API_URL": PREFECT_API_URL.value()}
+    environ = {**os.environ, "PREFECT_API_URL": api}
     registered = subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout
     assert "Successfully registered 6 blocks" in registered
     types = {one["slug"]: one for one in asked("/block_types/filter", {})}
@@ -156,10 +151,7 @@ def test_a_runner_is_made_from_a_saved_block_and_its_pickle_names_the_block_only
     texts = [cloudpickle.dumps(rented), pickle.dumps(rented.duplicate()), rented.spec.model_dump_json().encode()]
     assert not any(SECRET.encode() in text for text in texts)
     assert pickle.loads(texts[0]).spec.providers[0].secret_access_key.get_secret_value() == SECRET
-    database = Path(str(PREFECT_API_DATABASE_CONNECTION_URL.value()).partition(":///")[2])
-    files = [path.read_bytes() for path in database.parent.glob(f"{database.name}*")]
-    assert files
-    assert not any(SECRET.encode() in content for content in files)
+    assert SECRET not in database_text(tmp_path_factory)
 
     @flow(task_runner=SkywardTaskRunner.from_block("gpu"))
     def doubled() -> list[int]:

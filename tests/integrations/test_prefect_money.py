@@ -1,33 +1,42 @@
-"""The end of the money, and the automations on it, on a real `prefect server`."""
+"""The end of the money, and the automations on it, on a real Prefect server.
+
+The automations are for all flows of the server that other files use too: here flows have names that no other file has.
+"""
 
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from decimal import Decimal
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.request import urlopen
 
 import pytest
 
 pytest.importorskip("prefect")
-from tests.integrations.prefect_server import events_of, messages, wait_for
+from tests.integrations import prefect_server  # isort: skip
+from tests.integrations.prefect_server import deployment_named, events_of, messages, wait_for
 
 from prefect import flow, task  # isort: skip
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.runtime import flow_run as current_run
-from prefect.settings import PREFECT_API_URL, temporary_settings
 
 import skyward_core as sky
 from prefect_skyward import SkywardTaskRunner
-from prefect_skyward.automations import GUARD_NAME, deploy_budget_guard, deploy_budget_notification
+from prefect_skyward.automations import (
+    GUARD_NAME,
+    NOTIFICATION_NAME,
+    deploy_budget_guard,
+    deploy_budget_notification,
+)
+from skyward_core.ledger.ledger import Ledger, default_url
+from skyward_core.ledger.rows import Account, Period
 
 pytestmark = [
     pytest.mark.slow,  # starts a server
@@ -35,36 +44,7 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of the API of a server with all its services, automations among them."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    environ = {
-        **os.environ,
-        "PREFECT_HOME": str(tmp_path_factory.mktemp("server")),
-        "PREFECT_SERVER_API_HOST": "127.0.0.1",
-        "PREFECT_SERVER_API_PORT": str(port),
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    }
-    address = f"http://127.0.0.1:{port}/api"
-    command = [sys.executable, "-m", "prefect", "server", "start"]
-    with subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
-        try:
-            wait_for(lambda: is_healthy(address))
-            with temporary_settings({PREFECT_API_URL: address}):
-                yield address
-        finally:
-            server.send_signal(signal.SIGINT)
-            server.wait(60)
-
-
-def is_healthy(address: str) -> bool:
-    try:
-        with urlopen(f"{address}/health", timeout=5) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
+api = pytest.fixture(scope="module", autouse=True)(prefect_server.served)
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +72,10 @@ def received() -> Iterator[list[dict[str, Any]]]:
             allow_private_urls=True,
         ).save("alerts", overwrite=True)
         yield found
+        with get_client(sync_client=True) as client:
+            for name in (GUARD_NAME, NOTIFICATION_NAME):
+                for automation in client.read_automations_by_name(name):
+                    client.delete_automation(automation.id)
         server.shutdown()
         thread.join()
 
@@ -110,7 +94,7 @@ def test_a_run_whose_money_is_used_up_fails_with_the_reason_and_is_not_tried_aga
     ids: list[str] = []
 
     @flow(
-        name="poor",
+        name="without money",
         retries=2,
         task_runner=SkywardTaskRunner(provider=sky.Local(price_per_hour=36.0), max_cost=0.0001, on_event=events.append),
     )
@@ -129,11 +113,70 @@ def test_a_run_whose_money_is_used_up_fails_with_the_reason_and_is_not_tried_aga
     assert event["event"] == "skyward.budget.exceeded"
     assert event["payload"]["limit_usd"] == 0.0001
     assert "max_cost" in event["payload"]["reason"]
-    note = wait_for(lambda: next((one for one in received if "skyward.budget.exceeded" in one["subject"]), None))
-    assert note["subject"].startswith("Skyward: poor, ")
+    notes = wait_for(lambda: [one for one in received if one["subject"].startswith("Skyward: without money, ")])
+    (note,) = [one for one in notes if "skyward.budget.exceeded" in one["subject"]]
     assert "0.0001" in note["body"]
     said = ("The task is not tried again", "the money of the flow run is used up: it is not tried again")
     assert wait_for(lambda: all(any(words in text for _, text in messages(ids[0])) for words in said))
+
+
+def test_a_run_whose_account_has_no_money_fails_with_the_reason_and_is_not_tried_again() -> None:
+    """`budget=` names the account, which several runs share."""
+    with Ledger(default_url()) as ledger:
+        ledger.set_account(Account("poor team", Decimal("0.0001"), Period.MONTH))
+    begun: list[str] = []
+
+    @flow(retries=2, task_runner=SkywardTaskRunner(provider=sky.Local(price_per_hour=36.0), budget="poor team"))
+    def of_a_team() -> None:
+        begun.append(current_run.id)
+        add.submit(1, 1).result()
+
+    state = of_a_team(return_state=True)
+    assert state.is_failed()
+    assert "BudgetExceeded" in state.message
+    assert "poor team" in state.message
+    assert len(begun) == 1, "the flow was tried again"
+    (event,) = wait_for(lambda: events_of(begun[0], "skyward.budget."))
+    assert (event["event"], event["payload"]["account"]) == ("skyward.budget.exceeded", "poor team")
+
+
+def test_a_subflow_that_uses_the_pools_around_it_is_not_tried_again_either() -> None:
+    """Neither one whose call finds that the money is used up, nor one that begins after it."""
+    begun: list[str] = []
+
+    @flow(retries=2, task_runner=SkywardTaskRunner(inherit=True))
+    def inner(name: str) -> None:
+        begun.append(name)
+        add.submit(1, 1).result()
+
+    @flow(
+        retries=2,
+        task_runner=SkywardTaskRunner(provider=sky.Local(price_per_hour=36.0), max_cost=0.0001),
+    )
+    def outer() -> None:
+        add.submit(1, 1).wait()
+        inner("first", return_state=True)
+        inner("second")
+
+    assert "BudgetExceeded" in outer(return_state=True).message
+    assert begun == ["first", "second"]
+
+
+def test_a_pool_without_calls_reports_that_its_money_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end raises nothing in the flow, which goes on."""
+    monkeypatch.setattr("skyward_core.ledger.budgets.FIRST_MINUTE_SECONDS", 1.0)
+    ids: list[str] = []
+
+    @flow(task_runner=SkywardTaskRunner(provider=sky.Local(price_per_hour=3600.0), max_cost=20))
+    def idle() -> None:
+        ids.append(current_run.id)
+        add.submit(1, 1).result()
+        wait_for(lambda: events_of(ids[0], "skyward.budget.exceeded"))
+
+    idle()
+    (event,) = events_of(ids[0], "skyward.budget.exceeded")
+    assert event["payload"]["limit_usd"] == 20
+    assert "max_cost" in event["payload"]["reason"]
 
 
 def test_the_log_begins_with_the_price_and_its_limit_and_a_quote_has_them_too() -> None:
@@ -174,12 +217,12 @@ budgets.FIRST_MINUTE_SECONDS, budgets.WARNING_SHARE = 1.0, Decimal("0.3")
 def hang() -> None:
     time.sleep(600)
 
-@flow(name="costly", task_runner=SkywardTaskRunner(provider=sky.Local(price_per_hour=3600.0), max_cost=40))
-def costly() -> None:
+@flow(name="guarded", task_runner=SkywardTaskRunner(provider=sky.Local(price_per_hour=3600.0), max_cost=40))
+def guarded() -> None:
     hang.submit().result()
 
 if __name__ == "__main__":
-    costly.serve("costly", print_starting_message=False, limit=1, pause_on_shutdown=False)
+    guarded.serve("guarded", print_starting_message=False, limit=1, pause_on_shutdown=False)
 """
 
 
@@ -191,7 +234,7 @@ def test_the_budget_guard_cancels_a_run_at_80_percent_of_its_budget(
     has its cost, and a notification was sent. (Here the core warns at 30 %: else the test waits for a minute.)
     """
     deploy_budget_guard(flows=["other"])
-    guard = deploy_budget_guard(flows=["costly"])
+    guard = deploy_budget_guard(flows=["guarded"])
     deploy_budget_notification("custom-webhook/alerts")
     with get_client(sync_client=True) as client:
         assert [one.id for one in client.read_automations_by_name(GUARD_NAME)] == [guard.id]
@@ -202,7 +245,7 @@ def test_the_budget_guard_cancels_a_run_at_80_percent_of_its_budget(
         get_client(sync_client=True) as client,
     ):
         try:
-            deployment = wait_for(lambda: next(iter(client.read_deployments()), None), 60)
+            deployment = wait_for(lambda: deployment_named("guarded"), 60)
             run = client.create_flow_run_from_deployment(deployment.id)
             wait_for(lambda: client.read_flow_run(run.id).state.name == "Cancelled", 120)
             states = client.read_flow_run_states(run.id)
@@ -210,12 +253,12 @@ def test_the_budget_guard_cancels_a_run_at_80_percent_of_its_budget(
             server.send_signal(signal.SIGINT)
             server.wait(timeout=60)
     assert any(f"Cancelled by Automation {guard.id}" in (state.message or "") for state in states)
-    (warning,) = [event for event in events_of(run.id) if event["event"] == "skyward.budget.warning"]
+    (warning,) = wait_for(lambda: events_of(run.id, "skyward.budget.warning"))
     assert warning["payload"]["limit_usd"] == 40
     assert 0.3 <= warning["payload"]["share"] < 1
     assert {related["prefect.resource.role"] for related in warning["related"]} >= {"flow-run", "flow", "deployment"}
     assert wait_for(lambda: [one for one in received if "skyward.budget.warning" in one["subject"]])
-    costs = sky.cost_of(sky.Work(system="prefect", workflow="costly", run=str(run.id)))
+    costs = sky.cost_of(sky.Work(system="prefect", workflow="guarded", run=str(run.id)))
     assert 12 <= sum(costs.values()) < 40
 
 

@@ -1,15 +1,21 @@
 """The parts of the Prefect report that need no server: series, the state of a pool, pages and notices."""
 
 import math
+import threading
+from collections import Counter
+from uuid import UUID
 
 import pytest
 
 import skyward_core as sky
-from prefect_skyward.report import notices, pages
+from prefect_skyward.report import notices, pages, run_report
 from prefect_skyward.report.pages import RunState
-from prefect_skyward.report.pool_state import PoolState
-from prefect_skyward.report.series import MOST_POINTS, Series
+from prefect_skyward.report.pool_state import PoolState, SharedPool
+from prefect_skyward.report.run_report import RunReport
 from prefect_skyward.report.task_costs import TaskCosts
+from prefect_skyward.ui import RunLog
+from skyward_core.events.series import MOST_POINTS, Series
+from tests.conftest import wait_until
 
 
 def provisioned(node: int, price: float = 3.6, **more: object) -> sky.InstanceProvisioned:
@@ -107,6 +113,42 @@ def test_the_cost_page_so_far_adds_up_with_a_line_for_the_difference() -> None:
     assert pages.summary(RunState([pool])) == "$1.50 so far, $3.60 per hour · 1 x p4d · 16 min 40 s"
 
 
+def test_the_share_of_a_pool_that_was_found_warm_is_the_cost_of_the_run() -> None:
+    """Also beside a pool of its own; the pool's costs, buckets and final event are of all its users."""
+    joined = PoolState("pool 2")
+    instance = sky.Instance(
+        id="i-9", provider="aws", pool_id="p-9", rank=0, state=sky.InstanceState.RUNNING, region="r",
+        instance_type="g4", price_per_hour=3.6,
+    )  # fmt: skip
+    joined.share(SharedPool("team-gpu", "p-9", "T4", (sky.Node(instance=instance, rank=0),)), 10.0)
+    final = sky.CostFinal(9.0, 100.0, 3.6, 0, 1, 0.0, {"idle": 9.0})
+    joined.after(final, 20.0)
+    assert notices.notice_of(final, joined) is None
+    assert RunState([joined]).usd == 0
+    joined.share_usd = 0.25
+    joined.leave(70.0)
+    state = RunState([pool_of(sky.CostUpdate(10.0, 1.0, 3.6, 0, 1)), joined], is_final=True)
+    page = pages.cost_page(state, 100.0)
+    assert (
+        "share of pool `team-gpu` (1 x T4): the calls of this run, by the seconds of their slots |  |  | $0.2500"
+        in page
+    )
+    assert "| **Total** |  |  | **$1.25** |" in page
+    assert "What it went to" not in page
+    assert pages.summary(RunState([joined], is_final=True)) == "$0.2500 · share of pool team-gpu · 1 x T4 · 1 min 0 s"
+    assert pages.progress_words(joined) == "1 x T4 found warm, or in use: pool team-gpu"
+    assert [row["USD"] for row in pages.node_rows(state, 100.0)] == [""]
+    assert notices.share_final(joined).payload == {
+        "usd": 0.25, "seconds": 60.0, "hardware": "1 x T4", "share_of": "team-gpu", "has_opened": False,
+    }  # fmt: skip
+
+
+def test_the_machines_of_equal_pools_are_counted_together() -> None:
+    """A run of three pools with one, two and one machine has four."""
+    pools = [pool_of(provisioned(0)), pool_of(provisioned(1), provisioned(2)), pool_of(provisioned(3))]
+    assert RunState(pools).hardware == "4 x p4d"
+
+
 def test_a_report_that_is_faster_than_the_submit_is_kept() -> None:
     """It belongs to the task run once that is known."""
     tasks = TaskCosts()
@@ -144,6 +186,106 @@ def test_notices_carry_the_money_and_are_few() -> None:
     assert final is not None
     assert [sieve.lets(lost) for _ in range(7)] == [True] * 5 + [False] * 2
     assert all(sieve.lets(final) for _ in range(7))
+
+
+def test_a_flow_run_warns_once_of_its_limit() -> None:
+    """At 80 % of the sum of its pools, or when a pool warns of the same limit; a step's own limit is another one."""
+
+    def of_pool(limit_usd: float | None, account: str | None = None) -> notices.Notice:
+        found = notices.notice_of(sky.BudgetWarning(1.0, limit_usd, account, "x"), PoolState(""))
+        assert found is not None
+        return found
+
+    run = notices.RunWarning()
+    assert run.due(100.0) is None, "it has no limit"
+    run.limit_usd = 10.0
+    assert run.due(7.9) is None
+    assert not run.repeats(of_pool(2.0))
+    assert not run.repeats(of_pool(10.0, "team"))
+    warning = run.due(8.0)
+    assert warning is not None
+    assert (warning.event, warning.payload["share"], warning.payload["limit_usd"]) == (notices.WARNING, 0.8, 10.0)
+    assert "max_cost=10" in warning.payload["reason"]
+    assert run.due(9.0) is None
+    assert run.repeats(of_pool(10.0))
+    assert not run.repeats(notices.Notice(notices.LOST, {}))
+    other = notices.RunWarning()
+    other.limit_usd = 10.0
+    assert not other.repeats(of_pool(10.0))
+    assert other.due(9.0) is None
+
+
+def test_a_page_is_written_at_once_at_a_change_of_the_pool_and_else_every_15_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many costs and reports come. Here the 15 seconds do not pass."""
+    written: list[str] = []
+
+    class Api:
+        def __init__(self, _: UUID) -> None:
+            """Nothing to keep."""
+
+        def write(self, key: str, *_: object, **__: object) -> None:
+            written.append(key)
+
+        def label(self, _: object) -> None:
+            written.append("labels")
+
+        def emit(self, *_: object) -> None:
+            """Events are few by the sieve."""
+
+    monkeypatch.setattr(run_report, "RunApi", Api)
+    assert run_report.WRITE_SECONDS == 15.0
+    report = RunReport(UUID(int=1), RunLog.of_flow(), sky.Work())
+    take = report.sink()
+    take(sky.InfraCreating("p-1"))
+    take(provisioned(0))
+    take(sky.PoolReady("p-1", 1, 1, 2.0))
+    for second in range(1000):
+        take(sky.CostUpdate(float(second), second / 1000, 3.6, 0, 1))
+    take(sky.CostFinal(1.0, 1000.0, 3.6, 0, 1, 0.0))
+    report.close()
+    counts = Counter(written)
+    assert counts["skyward-machines"] == 4, "at the request, when it is ready, with its bill, at the end"
+    assert counts["skyward-cost"] == counts["labels"] - 1 == 3
+
+
+def test_the_end_of_a_flow_does_not_wait_long_for_a_slow_api(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says where the bill is, also after an earlier warning. What the API takes later is not lost."""
+    answers, writes, labels = threading.Event(), list[object](), list[object]()
+
+    class Api:
+        def __init__(self, _: UUID) -> None:
+            pass
+
+        def write(self, *_: object, **__: object) -> None:
+            if not writes:
+                writes.append(1)
+                raise OSError("the API answers 503")
+            assert answers.wait(60)
+
+        def label(self, values: object) -> None:
+            labels.append(values)
+
+        def emit(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(run_report, "RunApi", Api)
+    monkeypatch.setattr(run_report, "CLOSE_SECONDS", 0.0)
+    report = RunReport(UUID(int=1), RunLog.of_flow(), sky.Work())
+    take = report.sink()
+    take(sky.InfraCreating("p-1"))
+    wait_until(lambda: "incomplete" in caplog.text, "the warning about the first request")
+    labels.clear()
+    take(sky.PoolReady("p-1", 1, 1, 2.0))
+    report.close()
+    report.close()  # it does not wait again
+    assert caplog.text.count("within 0 s") == 1
+    assert "skyward receipt" in caplog.text
+    answers.set()
+    wait_until(lambda: labels, "the last request")
 
 
 def test_a_preemption_notice_has_the_time_that_is_left() -> None:

@@ -1,23 +1,35 @@
 """The pools of a flow run, on pools that rent nothing: what happens between the threads, without a server."""
 
 import asyncio
+import contextlib
+import contextvars
+import logging
+import os
+import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import UUID
 
 import pytest
 
 pytest.importorskip("prefect")
 from prefect.context import TaskRunContext
+from prefect.logging.handlers import PrefectConsoleHandler
+from prefect.states import Cancelling, Running
 
 import skyward_core as sky
-from prefect_skyward import on_skyward, pool_life
+from prefect_skyward import cancellation, on_skyward, ui
+from prefect_skyward.cancellation import Cancellation
 from prefect_skyward.flow_pools import FlowPools
 from prefect_skyward.money import MoneyEnd
 from prefect_skyward.remote_call import state_of
 from prefect_skyward.run_calls import RunCalls, facts_of
+from prefect_skyward.ui import RunLog
 
 SPEC = sky.PoolSpec()
 
@@ -47,7 +59,7 @@ class Pool:
 
 
 @pytest.fixture
-def rented(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Pool]]:
+def rented(monkeypatch: pytest.MonkeyPatch) -> list[Pool]:
     """The pools that were opened, in their order."""
     pools: list[Pool] = []
 
@@ -55,7 +67,7 @@ def rented(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Pool]]:
         pools.append(Pool(**keywords))
         return pools[-1]
 
-    monkeypatch.setattr(pool_life.sky.ComputePool, "from_spec", from_spec)
+    monkeypatch.setattr(sky.ComputePool, "from_spec", from_spec)
     return pools
 
 
@@ -200,3 +212,114 @@ def test_money_that_is_used_up_names_its_pool_and_its_limit(rented: list[Pool]) 
         state_of(calls, sky.BudgetExceeded("used up"), limited)
     flow_pools.end()
     assert report.ends == [(1, rented[0].id)]
+
+
+def test_a_subflow_ends_with_the_flow_run_around_it_and_an_api_that_does_not_answer_cancels_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor does another state; the next answer is read."""
+    inner, outer, between = UUID(int=1), UUID(int=2), UUID(int=3)
+    answers: list[Any] = [ConnectionError("503"), [Running(), Running()], [Running(), Cancelling()]]
+    asked: list[set[UUID]] = []
+    acted = threading.Event()
+    final: list[Any] = []
+
+    class Client:
+        def read_flow_run(self, run: UUID) -> Any:
+            return SimpleNamespace(id=run, state=Running(), parent_task_run_id=between if run == inner else None)
+
+        def read_task_run(self, run: UUID) -> Any:
+            assert run == between
+            return SimpleNamespace(flow_run_id=outer)
+
+        def read_flow_runs(self, *, flow_run_filter: Any) -> Any:
+            asked.append(set(flow_run_filter.id.any_))
+            answer = answers[min(len(asked), len(answers)) - 1]
+            if isinstance(answer, Exception):
+                raise answer
+            return [SimpleNamespace(state=state) for state in answer]
+
+        def set_flow_run_state(self, run: UUID, state: Any, force: bool) -> None:
+            final.append((run, state.name, force))
+
+    class Context:
+        client = Client()
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            """Close nothing."""
+
+    monkeypatch.setattr(cancellation, "ASK_SECONDS", 0.01)
+    monkeypatch.setattr(cancellation, "SyncClientContext", SimpleNamespace(get_or_create=Context))
+    watch = Cancellation(inner, RunLog.of_flow(), acted.set)
+    assert acted.wait(60)
+    assert asked == [{inner, outer}] * 3
+    watch.settle()
+    assert final == [(inner, "Cancelled", True)]
+
+
+def test_a_console_whose_reader_was_killed_ends_no_thread_of_ours(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The reader of a flow's output is its worker. At the first line after that rich raises SystemExit: a thread that
+    watches the flow run would end, and the flow run could not be cancelled.
+    """
+    reader, writer = os.pipe()
+    os.close(reader)
+    output = (tmp_path / "output").open("w")
+    monkeypatch.setattr(sys, "stdout", output)  # rich directs it to /dev/null
+    broken = os.fdopen(writer, "w")
+    logger = logging.Logger("a flow run")
+    recorded: list[str] = []
+    logger.addHandler(Recorder(recorded))
+    logger.addHandler(PrefectConsoleHandler(stream=broken))
+    log = RunLog(logger, contextvars.copy_context())
+    try:
+        log.say(logging.INFO, "one")
+        log.say(logging.INFO, "two")
+    finally:
+        output.close()
+        with contextlib.suppress(BrokenPipeError):
+            broken.close()
+    assert recorded == ["one", "two"]
+
+
+class Recorder(logging.Handler):
+    """Stands for the handler that sends records to Prefect's API."""
+
+    def __init__(self, texts: list[str]) -> None:
+        super().__init__()
+        self.texts = texts
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def test_a_line_that_comes_after_the_result_of_its_call_is_in_the_log_of_its_task_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Events have their own thread; a call is forgotten after many others have ended."""
+
+    class Log(RunLog):
+        def say_line(self, line: sky.LogLine) -> None:
+            said.append((self.logger.name, line.line))
+
+    said: list[tuple[str, str]] = []
+    flow, task = (Log(logging.getLogger(name), contextvars.copy_context()) for name in ("flow", "task"))
+    monkeypatch.setattr(RunLog, "of_task", lambda: task)
+    monkeypatch.setattr(ui, "MOST_ENDED", 1)
+    run_logs = ui.RunLogs(flow)
+
+    def ended(call_id: str) -> Any:
+        future: Any = Future()
+        future.call_id = call_id
+        run_logs.follow_all(lambda: [future])
+        future.set_result(None)
+
+    for call_id in ("call-1", "call-2"):
+        ended(call_id)
+        run_logs(sky.LogLine(0, "local-0", "late", 0.0, call_id))
+    run_logs(sky.LogLine(0, "local-0", "very late", 0.0, "call-1"))
+    assert said == [("task", "late"), ("task", "late"), ("flow", "very late")]

@@ -9,22 +9,27 @@ from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, ClassVar
+from uuid import UUID
 
 import pytest
 
 pytest.importorskip("prefect")
 
 from tests.integrations import prefect_server  # noqa: I001 - before Prefect
-from tests.integrations.prefect_server import messages, runner, wait_for
+from tests.integrations.prefect_server import artifacts, events_of, messages, runner, wait_for
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
+from prefect.runtime import flow_run as current_run
 
 import skyward_core as sky
 from prefect_skyward import on_skyward, refuse_old_prefect, skyward_options
+from prefect_skyward.report.pages import usd
 from skyward_core.distributed.group import Group, decorator
 from skyward_core.distributed.group import places as places_of_call
 from skyward_core.ledger.ledger import Ledger, default_url
+from skyward_core.ledger.rows import CostBy
 from skyward_core.ledger.users import users_of
 
 pytestmark = [
@@ -42,6 +47,12 @@ def pool_id() -> str:
 
 
 @task(cache_policy=NO_CACHE)
+def busy() -> str:
+    time.sleep(1.5)  # the cost of buckets is by whole seconds
+    return os.environ["SKYWARD_POOL_ID"]
+
+
+@task(cache_policy=NO_CACHE)
 def hang(path: Path) -> None:
     path.touch()
     time.sleep(600)
@@ -55,7 +66,7 @@ def test_flow_runs_share_a_pool_with_a_name_and_a_retry_finds_it_warm(tmp_path: 
     machines; other hardware is a pool without the name. Shares of a cost that other flow runs have written stay.
     """
     events: list[Any] = []
-    shared = runner(events, name="team-gpu", keep_warm=60, lease_seconds=10)
+    shared = runner(events, name="team-gpu", keep_warm=600, lease_seconds=10)
     pools: list[str] = []
 
     @flow(name="beside", task_runner=shared)
@@ -89,6 +100,49 @@ def test_flow_runs_share_a_pool_with_a_name_and_a_retry_finds_it_warm(tmp_path: 
             assert ledger.shares(first)[other_work] == Decimal("0.5")
     finally:
         sky.release(pools[0])
+
+
+def cost_page(flow_run_id: str) -> tuple[str, str]:
+    """Description and text of the cost artifact of a flow run."""
+    ((words, page),) = [
+        (one["description"], one["data"]) for one in artifacts(flow_run_id) if one["key"] == "skyward-cost"
+    ]
+    return words, page
+
+
+def test_a_flow_run_that_finds_a_pool_warm_has_its_share_of_the_cost() -> None:
+    """Its artifacts, its final event and its labels say so, and the bill by run has a row for each run, that add up to the
+    bill of the pool.
+    """
+    found: list[tuple[str, str]] = []
+
+    @flow(name="sharing", task_runner=runner([], name="warm-gpu", keep_warm=60, lease_seconds=10))
+    def sharing() -> None:
+        found.append((current_run.id, busy.submit().result()))
+
+    sharing()
+    sharing()
+    (first, pool), (second, other) = found
+    sky.release(pool)
+    assert pool == other
+    for run in (first, second):
+        words, page = cost_page(run)
+        assert "share of pool warm-gpu" in words
+        assert "share of pool `warm-gpu`" in page
+        assert {"skyward-machines", "skyward-nodes"} <= {one["key"] for one in artifacts(run)}
+        (final,) = wait_for(lambda: [one for one in events_of(run) if one["event"] == "skyward.cost.final"])
+        assert final["payload"]["share_of"] == "warm-gpu"
+        assert final["payload"]["has_opened"] is (run == first)
+        with get_client(sync_client=True) as client:
+            labels = client.read_flow_run(UUID(run)).labels
+        assert labels["skyward.cost_usd"] == final["payload"]["usd"] > 0
+        assert words.startswith(usd(final["payload"]["usd"]))
+        assert (labels["skyward.pool_id"], labels["skyward.nodes"], labels["skyward.is_final"]) == (pool, 1, True)
+    with Ledger(default_url()) as ledger:
+        rows = {row.key: row.cost_usd for row in ledger.cost_rows(CostBy.RUN, pool_id=pool)}
+        assert set(rows) == {f"prefect:sharing/{first}", f"prefect:sharing/{second}"}
+        assert 0 < rows[f"prefect:sharing/{second}"] < rows[f"prefect:sharing/{first}"]
+        assert sum(rows.values()) == sum(row.cost_usd for row in ledger.cost_rows(pool_id=pool))
 
 
 # ── calls on all workers ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -261,7 +261,7 @@ def test_a_pool_that_is_idle_ends_and_the_next_call_opens_another(events: list[A
 def test_the_limit_of_the_money_is_not_renewed_by_another_pool(events: list[Any]) -> None:
     """The second pool of a spec gets the rest of max_cost."""
 
-    @flow(task_runner=runner(events, idle_timeout=0.3, max_cost=0.605, provider=sky.Local(price_per_hour=36.0)))
+    @flow(task_runner=runner(events, idle_timeout=0.3, max_cost=0.615, provider=sky.Local(price_per_hour=36.0)))
     def poor() -> None:
         where.submit().result()
         wait_for(lambda: any(isinstance(event, sky.CostFinal) for event in events))
@@ -270,6 +270,52 @@ def test_the_limit_of_the_money_is_not_renewed_by_another_pool(events: list[Any]
     state = poor(return_state=True)
     assert state.is_failed()
     assert "BudgetExceeded" in state.message
+
+
+def test_the_limit_of_the_money_is_for_all_attempts_and_all_specs_of_a_flow_run(events: list[Any]) -> None:
+    """The second attempt asks for other hardware, and the first one has left too little for a minute of it."""
+    attempts: list[int] = []
+
+    @flow(retries=3, task_runner=runner(events, max_cost=0.615))
+    def poor() -> None:
+        attempts.append(len(attempts))
+        with skyward_options(env={"STEP": str(len(attempts))}):
+            where.submit().result()
+        raise LookupError
+
+    state = poor(return_state=True)
+    assert state.is_failed()
+    assert "BudgetExceeded" in state.message
+    assert "max_cost=0.615 is for all pools of the run" in state.message
+    assert attempts == [0, 1]
+
+
+def test_two_pools_at_once_spend_the_limit_of_their_flow_run_once(
+    events: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nodes of both end when that is used up; the flow run fails with the reason, and is not tried again."""
+    # a machine costs a dollar a second: the first pool reserves 20 s, the second one gets what is left
+    monkeypatch.setattr("skyward_core.ledger.budgets.FIRST_MINUTE_SECONDS", 1.0)
+    monkeypatch.setattr("skyward_core.ledger.budgets.LONGEST_BOOT_SECONDS", 0.0)
+    attempts: list[int] = []
+    provider = sky.Local(price_per_hour=3600.0)
+
+    @flow(retries=3, task_runner=runner(events, max_cost=30, provider=provider, lease_seconds=10))
+    def costly() -> None:
+        attempts.append(len(attempts))
+        with skyward_options(env={"STEP": "other"}):
+            other = hang.submit(tmp_path / "other")
+        hang.submit(tmp_path / "first").wait()
+        other.result()
+
+    state = costly(return_state=True)
+    assert state.is_failed()
+    assert "BudgetExceeded" in state.message
+    assert attempts == [0]
+    costs = [event.total_cost for event in events if isinstance(event, sky.CostFinal)]
+    assert len(costs) == 2
+    assert all(costs), "one was refused at its start"
+    assert sum(costs) < 45, "both have spent the whole limit"
 
 
 @task(cache_policy=NO_CACHE)

@@ -3,7 +3,6 @@
 import json
 import re
 import time
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
@@ -11,12 +10,12 @@ from uuid import UUID
 import pytest
 
 pytest.importorskip("prefect")
+from tests.integrations import prefect_server  # isort: skip
 from tests.integrations.prefect_server import artifacts, asked, events_of, messages, wait_for
 
 from prefect import flow, task  # isort: skip
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run as current_run
-from prefect.testing.utilities import prefect_test_harness
 
 import skyward_core as sky
 from prefect_skyward import SkywardTaskRunner
@@ -29,11 +28,7 @@ pytestmark = [
 PRICE = 36.0
 
 
-@pytest.fixture(scope="module", autouse=True)
-def api() -> Iterator[None]:
-    """A Prefect server with an empty database, for the tests of this file."""
-    with prefect_test_harness(server_startup_timeout=300):
-        yield
+api = pytest.fixture(scope="module", autouse=True)(prefect_server.served)
 
 
 @task(cache_policy=NO_CACHE)
@@ -50,7 +45,7 @@ def double(x: int) -> int:
 
 
 @pytest.fixture(scope="module")
-def run(api: None) -> SimpleNamespace:
+def run(api: str) -> SimpleNamespace:
     """A flow run of two attempts, each with a pool; the first one fails."""
     events: list[Any] = []
     ids: list[str] = []

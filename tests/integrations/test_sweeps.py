@@ -2,19 +2,23 @@
 nothing, and a failure fails the run.
 """
 
+import json
 import os
+import sqlite3
 import subprocess
 import sys
 import textwrap
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 import skyward_core as sky
 from tests.conftest import wait_until
+from tests.integrations import session_server
 
 pytestmark = pytest.mark.slow
 
@@ -48,7 +52,7 @@ DRY = {
     "dagster": [
         sys.executable,
         "-c",
-        "import sys; sys.path.insert(0, 'flows'); from dagster_definitions import skyward_sweep\nskyward_sweep.execute_in_process(run_config={'ops': {'end_what_is_left_running': {'config': {'is_dry_run': True}}}})",
+        "import sys; sys.path.insert(0, 'flows'); from dagster_definitions import defs\ndefs.resolve_job_def('skyward_sweep').execute_in_process(run_config={'ops': {'skyward_sweep_op': {'config': {'is_dry_run': True}}}})",
     ],
 }
 
@@ -64,7 +68,6 @@ def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     environ = os.environ | {
         "PREFECT_HOME": str(home / "prefect"),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "200",  # 20 by default, which a busy machine needs
         "AIRFLOW_HOME": str(home / "airflow"),
         "AIRFLOW__CORE__DAGS_FOLDER": str(ROOT / "dags"),
         "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
@@ -72,9 +75,15 @@ def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "DAGSTER_HOME": str(home / "dagster"),
         "SKYWARD_LEDGER": f"sqlite:///{home / 'ledger.db'}",
     }
-    environ.pop("PREFECT_API_URL", None)
     run([str(BIN / "airflow"), "db", "migrate"], environ)
     return environ
+
+
+@pytest.fixture
+def server(orchestrator: str, environ: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Prefect's server, if the test needs it."""
+    if orchestrator == "prefect":
+        environ["PREFECT_API_URL"] = session_server.address(tmp_path_factory)
 
 
 @pytest.fixture
@@ -115,6 +124,7 @@ def run(command: list[str], environ: dict[str, str]) -> tuple[int, str]:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.usefixtures("server")
 @pytest.mark.parametrize("orchestrator", ONE_AND_LONG)
 def test_a_forgotten_machine_ends(orchestrator: str, environ: dict[str, str], forgotten: sky.Instance) -> None:
     """A dry run names the machine and the reason, and leaves it; the sweep ends it and succeeds."""
@@ -126,6 +136,11 @@ def test_a_forgotten_machine_ends(orchestrator: str, environ: dict[str, str], fo
     assert code == 0, said
     assert forgotten.id in said
     assert sky.Local().instances(forgotten.pool_id) == []
+    if orchestrator == "airflow":  # both sweeps have found it
+        with closing(sqlite3.connect(f"{environ['AIRFLOW_HOME']}/airflow.db")) as database:
+            events = [json.loads(extra) for (extra,) in database.execute("SELECT extra FROM asset_event ORDER BY id")]
+        assert [(one["is_dry_run"], one["machines"]) for one in events] == [(True, 1), (False, 1)]
+        assert all(forgotten.id in one["found"][0] for one in events)
 
 
 BLIND = """
@@ -140,6 +155,7 @@ sky.Local.instances = blind
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.usefixtures("server")
 @pytest.mark.parametrize("orchestrator", ONE_AND_LONG)
 def test_a_sweep_fails_if_a_provider_does_not_answer(
     orchestrator: str, environ: dict[str, str], forgotten: sky.Instance, tmp_path: Path

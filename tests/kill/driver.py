@@ -276,7 +276,7 @@ def _beat(scenario: Scenario, opened: Any) -> None:
     opened._limits.check_money()
     for transport in opened.machines.transports.here():
         if scenario.kind == HttpRentalHere.name:
-            transport.write_paid_and_busy()
+            transport.keep_alive()
         else:
             transport.extend_lease(LEASE_SECONDS)
 
@@ -408,7 +408,8 @@ class _Cluster:
     slots = 1
     is_idle = True
     slot_seconds = 0.0
-    owner = SimpleNamespace(connection=None)
+    busy_at = 0.0
+    owner = SimpleNamespace(connection=None, futures={})
 
     def __init__(
         self, lease: Any, certificate: object, transports: object, emit: Callable[[Any], object], *_: object

@@ -13,11 +13,11 @@ from tests.ledger.test_budgets import Pool, pool, usd
 PRICE, LEAST = usd("36"), 600.0  # a cent a second
 
 
-def grow(it: Pool, told: list[float | None], heard: set[str] | None = None, **words: Any) -> Commitment:
-    """Commit one more machine. `told` gets the paid time that the others receive; all confirm it, or those `heard`."""
+def grow(it: Pool, received: list[float | None], heard: set[str] | None = None, **words: Any) -> Commitment:
+    """Commit one more machine. `received` gets the paid time that the others receive; all confirm it, or those `heard`."""
 
     def notify() -> set[str]:
-        told.append(it.limit.paid_seconds())
+        received.append(it.limit.paid_seconds())
         return it.meter.rented() if heard is None else heard
 
     return it.limit.commit(1, PRICE, least_seconds=LEAST, notify=notify, **words)
@@ -25,26 +25,26 @@ def grow(it: Pool, told: list[float | None], heard: set[str] | None = None, **wo
 
 def test_a_launch_that_would_leave_too_short_a_life_shortens_nothing() -> None:
     """12 USD are 600 s of two machines. No machine receives an earlier end before the refusal."""
-    told = list[float | None]()
+    received = list[float | None]()
     it = pool(11.99)
     it.launch(1, PRICE)
     with pytest.raises(BudgetExceeded, match=r"max_cost=11.99 would not last for 600 s with 1 x 36 USD per hour more"):
-        grow(it, told)
-    assert (told, it.limit.paid_seconds()) == ([], 1199.0)
+        grow(it, received)
+    assert (received, it.limit.paid_seconds()) == ([], 1199.0)
     it = pool(12.0)
     it.launch(1, PRICE)
-    assert grow(it, told).hard_end == it.clock() + 600
+    assert grow(it, received).hard_end == it.clock() + 600
 
 
 def test_a_machine_that_is_not_there_yet_counts() -> None:
     """Of 15 USD two machines last 750 s, and three 500 s."""
-    told = list[float | None]()
+    received = list[float | None]()
     it = pool(15.0)
     it.launch(1, PRICE)
-    grow(it, told)
+    grow(it, received)
     with pytest.raises(BudgetExceeded):
-        grow(it, told)
-    assert told == [750.0]
+        grow(it, received)
+    assert received == [750.0]
 
 
 def test_a_machine_that_keeps_its_end_does_not_make_the_life_of_the_new_one_shorter() -> None:
@@ -60,13 +60,13 @@ def test_a_machine_that_keeps_its_end_does_not_make_the_life_of_the_new_one_shor
 
 def test_the_seconds_in_which_a_machine_ends_do_not_count() -> None:
     """Calls run until it begins to end."""
-    told = list[float | None]()
+    received = list[float | None]()
     it = pool(12.6)
     it.launch(1, PRICE)
     with pytest.raises(BudgetExceeded):
-        grow(it, told, ending_seconds=60.0)
-    assert grow(it, told, ending_seconds=30.0).hard_end == it.clock() + 630
-    assert told == [600.0]
+        grow(it, received, ending_seconds=60.0)
+    assert grow(it, received, ending_seconds=30.0).hard_end == it.clock() + 630
+    assert received == [600.0]
 
 
 def test_no_machine_is_launched_for_the_last_minutes_before_the_end_in_the_tags() -> None:

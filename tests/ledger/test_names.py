@@ -1,6 +1,7 @@
 """Names of pools in the ledger: of all processes that open one, one rents."""
 
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -8,8 +9,10 @@ import pytest
 
 from skyward_core.errors import LeaseLost
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.names_policy import Claim, Join, NameState, Refused, Rent, Wait
+from skyward_core.ledger.names_policy import Activity, Claim, Join, NameState, Refused, Rent, Usage, Wait
+from skyward_core.ledger.rows import CallState
 from skyward_core.machines.owner import Owner
+from skyward_core.work import NO_WORK, Work
 from tests.ledger.test_ledger import (  # noqa: F401 - fixtures
     PROVIDER,
     Clock,
@@ -37,7 +40,7 @@ def claim(ledger: Ledger, client: str, name: str = "nightly", **changes: Any) ->
     return ledger.names.claim(name, f"sky-{client}", client, **values)
 
 
-def begin(ledger: Ledger, pool_id: str) -> None:
+def begin(ledger: Ledger, pool_id: str, work: Work = NO_WORK) -> None:
     """Write the pool into the ledger, as its journal does."""
     ledger.open_pool(
         pool_id,
@@ -45,6 +48,7 @@ def begin(ledger: Ledger, pool_id: str) -> None:
         provider=PROVIDER,
         spec_json="{}",
         lease_expires_at=ledger.names.now() + timedelta(seconds=LEASE_SECONDS),
+        work=work,
     )
 
 
@@ -52,9 +56,13 @@ def opened(ledger: Ledger, client: str = "a", **changes: Any) -> int:
     """Open a name, up to the state in which others may join; return the epoch."""
     rent = claim(ledger, client, **changes)
     assert isinstance(rent, Rent)
-    begin(ledger, f"sky-{client}")
+    begin(ledger, f"sky-{client}", changes.get("work", NO_WORK))
     ledger.names.opened("nightly", rent.epoch)
     return rent.epoch
+
+
+def activity(ledger: Ledger) -> Activity:
+    return ledger.names.activity(["sky-a"])["sky-a"]
 
 
 def test_the_first_rents_and_the_others_wait_until_it_has_opened(ledger: Ledger) -> None:
@@ -162,11 +170,46 @@ def test_the_users_of_a_pool_are_those_that_have_not_left(ledger: Ledger, clock:
     """A process that does not renew its lease is none."""
     opened(ledger)
     claim(ledger, "b")
-    assert ledger.names.users() == {"sky-a": 2}
+    assert activity(ledger).users == 2
     ledger.names.leave("nightly", "b")
-    assert ledger.names.users() == {"sky-a": 1}
+    assert activity(ledger).users == 1
     clock.time += timedelta(seconds=LEASE_SECONDS + 1)
-    assert ledger.names.users() == {}
+    assert activity(ledger).users == 0
+
+
+def test_a_pool_is_idle_since_the_last_call_of_any_client(ledger: Ledger, clock: Clock) -> None:
+    """Its clients say at each renewal how many calls they have. A client that has left has none."""
+    opened(ledger)
+    joined_at = clock.time
+    assert activity(ledger) == Activity(users=1, calls=0, idle_since=joined_at)
+    claim(ledger, "b")
+    clock.time += timedelta(seconds=100)
+    ledger.names.renew("a", LEASE_SECONDS, Usage(1.0, calls=2, idle_seconds=0.0))
+    ledger.names.renew("b", LEASE_SECONDS, Usage(2.0, calls=1, idle_seconds=0.0))
+    assert activity(ledger) == Activity(users=2, calls=3)
+    ledger.names.renew("a", LEASE_SECONDS, Usage(1.0, idle_seconds=10.0))
+    ledger.names.leave("nightly", "b", Usage(2.0, calls=1, idle_seconds=0.0))
+    assert activity(ledger) == Activity(users=1, calls=0, idle_since=clock.time)
+
+
+def test_a_client_that_is_silent_has_no_calls(ledger: Ledger, clock: Clock) -> None:
+    opened(ledger)
+    ledger.names.renew("a", LEASE_SECONDS, Usage(1.0, calls=2, idle_seconds=0.0))
+    busy_at = clock.time
+    clock.time += timedelta(seconds=LEASE_SECONDS + 1)
+    assert activity(ledger) == Activity(users=0, calls=0, idle_since=busy_at)
+
+
+def test_detached_calls_are_calls_of_the_pool(ledger: Ledger, clock: Clock) -> None:
+    """They belong to no client, and run while no process uses the pool."""
+    opened(ledger, keep_warm_seconds=600.0)
+    ledger.names.leave("nightly", "a")
+    call = CallState("train", "train", "ada", 1, "running", clock.time)
+    ledger.note_calls("sky-a", [call])
+    assert activity(ledger) == Activity(users=0, calls=1)
+    clock.time += timedelta(seconds=60)
+    ledger.note_calls("sky-a", [replace(call, state="finished", ended_at=clock.time)])
+    assert activity(ledger) == Activity(users=0, calls=0, idle_since=clock.time)
 
 
 def test_a_steward_that_was_replaced_writes_no_more(ledger: Ledger, clock: Clock) -> None:
@@ -193,7 +236,7 @@ def test_a_pool_that_is_being_ended_is_not_opened_to_others(ledger: Ledger) -> N
 def test_a_client_is_renewed_until_it_leaves(ledger: Ledger, clock: Clock) -> None:
     opened(ledger)
     clock.time += timedelta(seconds=100)
-    ledger.names.renew("a", LEASE_SECONDS, slot_seconds=1.5)
+    ledger.names.renew("a", LEASE_SECONDS, Usage(1.5))
     (client,) = ledger.names.clients("sky-a")
     assert client.lease_expires_at == clock.time + timedelta(seconds=LEASE_SECONDS)
     assert client.slot_seconds == 1.5

@@ -173,7 +173,7 @@ def test_the_command_is_a_dry_run_by_default(
     assert cli.main(["ledger", "prune", "--older-than", days]) == 0
     assert "has details left" in capsys.readouterr().out
     assert cli.main(["why", "old"]) == 0
-    assert "`skyward ledger prune` took it away" in capsys.readouterr().out
+    assert "`skyward ledger prune` deleted them" in capsys.readouterr().out
     for wrong in ("90", "0d", "-1d", "nand", "1e9d", "99999999d", "²d"):
         with pytest.raises(SystemExit):
             cli.main(["ledger", "prune", f"--older-than={wrong}"])

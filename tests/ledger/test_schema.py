@@ -1,5 +1,6 @@
 """Migrations: old ledgers get the newest schema, atomically; newer ledgers are refused."""
 
+import logging
 import sqlite3
 import threading
 from collections.abc import Callable
@@ -42,8 +43,21 @@ NEWEST = len(MIGRATIONS)
 
 BEFORE_ALEMBIC = (f"DROP TABLE {ALEMBIC_TABLE}",)
 """Turns a ledger into one of the last release before Alembic."""
-VERSION_7 = (
+VERSION_9 = (
     *BEFORE_ALEMBIC,
+    *(f"ALTER TABLE skyward_clients DROP COLUMN {column}" for column in ("calls", "busy_microseconds")),
+    "UPDATE skyward_meta SET value = '9' WHERE name = 'version'",
+)
+"""Turns a ledger into one of the ninth version."""
+VERSION_8 = (
+    *VERSION_9,
+    "ALTER TABLE skyward_accounts DROP COLUMN is_of_run",
+    "ALTER TABLE skyward_pools DROP COLUMN run_account",
+    "UPDATE skyward_meta SET value = '8' WHERE name = 'version'",
+)
+"""Turns a ledger into one of the eighth version."""
+VERSION_7 = (
+    *VERSION_8,
     "ALTER TABLE skyward_resources DROP COLUMN warm_milliseconds",
     "ALTER TABLE skyward_pools DROP COLUMN warm_since_microseconds",
     "UPDATE skyward_meta SET value = '7' WHERE name = 'version'",
@@ -157,6 +171,29 @@ def test_the_migrations_lead_to_the_tables(ledger: Ledger) -> None:
         opts = {"version_table": ALEMBIC_TABLE, "compare_server_default": connection.dialect.name != "sqlite"}
         context = MigrationContext.configure(connection, opts=opts)
         assert compare_metadata(context, METADATA) == []
+
+
+def test_a_migration_writes_no_records_of_alembic_below_warnings(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They would be in the log of a user's task. Those of another thread, and those of later migrations, are written."""
+    caplog.set_level(logging.INFO)
+    logger = logging.getLogger("alembic.runtime.migration")
+
+    def logs(op: Operations) -> None:
+        """Write records."""
+        logger.info("an info")
+        logger.warning("a warning")
+        other = threading.Thread(target=logger.info, args=["of another thread"])
+        other.start()
+        other.join()
+
+    engine = create_engine(f"sqlite:///{tmp_path}/ledger.db")
+    with engine.begin() as connection:
+        migrate(connection, [*MIGRATIONS, migration(NEWEST + 1, logs)])
+    engine.dispose()
+    logger.info("afterwards")
+    assert [record.getMessage() for record in caplog.records] == ["a warning", "of another thread", "afterwards"]
 
 
 def test_a_database_with_foreign_tables_gets_the_same_schema_as_an_empty_one(tmp_path: Path) -> None:

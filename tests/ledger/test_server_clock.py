@@ -93,7 +93,7 @@ def test_leases_and_times_are_those_of_the_server(pair: Pair) -> None:
     assert abs(client.lease_expires_at - timedelta(seconds=60) - now) < CLOSE
     first.names.renew("a", 600.0)
     assert abs(only_client(second).lease_expires_at - timedelta(seconds=600) - second.names.now()) < CLOSE
-    assert second.names.users() == {"sky-a": 1}
+    assert second.names.activity(["sky-a"])["sky-a"].users == 1
     first.names.leave("nightly", "a")
     left_at = only_client(second).left_at
     assert left_at is not None
@@ -107,7 +107,7 @@ def test_a_silent_client_counts_for_none(pair: Pair) -> None:
     assert not second.names.is_last("nightly", "b")
     first.names.renew("a", 0.0)
     assert second.names.is_last("nightly", "b")
-    assert first.names.users() == {"sky-a": 1}
+    assert first.names.activity(["sky-a"])["sky-a"].users == 1
     assert second.names.leave("nightly", "b") is NameState.CLOSING
 
 

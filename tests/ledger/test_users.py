@@ -7,7 +7,7 @@ import pytest
 
 from skyward_core.errors import LeaseLost
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.names_policy import NameState
+from skyward_core.ledger.names_policy import NameState, Usage
 from skyward_core.ledger.receipt import receipt
 from skyward_core.ledger.rows import Bucket, CallState, CostBy, Price, SlotUse
 from skyward_core.ledger.users import users_of
@@ -43,7 +43,7 @@ def test_the_time_of_slots_only_grows(ledger: Ledger) -> None:
     """A write that comes late or twice changes nothing."""
     opened(ledger)
     for seconds, recorded in ((1.5, 1.5), (1.5, 1.5), (0.0, 1.5), (2.0, 2.0)):
-        ledger.names.renew("a", LEASE_SECONDS, seconds)
+        ledger.names.renew("a", LEASE_SECONDS, Usage(seconds))
         assert slot_seconds(ledger) == {"a": recorded}
 
 
@@ -51,22 +51,22 @@ def test_the_last_time_of_slots_is_written_when_a_client_leaves(ledger: Ledger, 
     """Also when it has left already, because the calls end after the row says so; the time of leaving stays."""
     opened(ledger)
     claim(ledger, "b")
-    ledger.names.leave("nightly", "b", 3.0)
+    ledger.names.leave("nightly", "b", Usage(3.0))
     assert slot_seconds(ledger) == {"a": 0.0, "b": 3.0}
     left_at = ledger.names.clients("sky-a")[1].left_at
     clock.time += timedelta(seconds=5)
-    ledger.names.closed("b", 4.5)
+    ledger.names.closed("b", Usage(4.5))
     ledger.names.closed("b")
     assert slot_seconds(ledger) == {"a": 0.0, "b": 4.5}
     assert ledger.names.clients("sky-a")[1].left_at == left_at
     with pytest.raises(LeaseLost):
-        ledger.names.renew("b", LEASE_SECONDS, 9.0)
+        ledger.names.renew("b", LEASE_SECONDS, Usage(9.0))
 
 
 def test_the_time_of_the_client_that_closes_is_written_before_the_pool_has_ended(ledger: Ledger) -> None:
     """So that the receipt that it reads then has it."""
     opened(ledger)
-    assert ledger.names.leave("nightly", "a", 3.0) is NameState.CLOSING
+    assert ledger.names.leave("nightly", "a", Usage(3.0)) is NameState.CLOSING
     assert slot_seconds(ledger) == {"a": 3.0}
     assert ledger.names.clients("sky-a")[0].left_at is None
 
@@ -79,7 +79,7 @@ def test_the_busy_cost_is_split_by_the_time_of_slots(ledger: Ledger, clock: Cloc
     machine = rented(ledger)
     ledger.note_all({machine: {Bucket.RUNNING_CALLS: 360, Bucket.IDLE: 3600}})
     for client in "abc":
-        ledger.names.renew(client, LEASE_SECONDS, 120.0)
+        ledger.names.renew(client, LEASE_SECONDS, Usage(120.0))
     ledger.names.leave("nightly", "a")
     clock.time += timedelta(seconds=LEASE_SECONDS + 1)
     users = users_of(ledger, "sky-a")
@@ -94,7 +94,7 @@ def test_detached_calls_are_users_by_their_owners(ledger: Ledger, clock: Clock) 
     opened(ledger)
     machine = rented(ledger)
     ledger.note_all({machine: {Bucket.RUNNING_CALLS: 3600}})
-    ledger.names.renew("a", LEASE_SECONDS, 10.0)
+    ledger.names.renew("a", LEASE_SECONDS, Usage(10.0))
     used = (SlotUse(f"i-{machine}", 1, 15.0),)
     ended = clock.time + timedelta(seconds=15)
     ledger.note_calls(
@@ -124,8 +124,8 @@ def test_the_receipt_has_the_split(ledger: Ledger) -> None:
     claim(ledger, "b")
     machine = rented(ledger)
     ledger.note_all({machine: {Bucket.LAUNCHING: 7, Bucket.RUNNING_CALLS: 101, Bucket.IDLE: 13}})
-    ledger.names.leave("nightly", "a", 2.0)
-    ledger.names.closed("b", 1.0)
+    ledger.names.leave("nightly", "a", Usage(2.0))
+    ledger.names.closed("b", Usage(1.0))
     ledger.close_all([machine], "it is gone")
     ledger.end_pool("sky-a")
     paper = receipt(ledger, "sky-a")

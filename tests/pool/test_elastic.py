@@ -328,6 +328,7 @@ def is_scaled(pool: sky.ComputePool, nodes: int) -> bool:
         return False
 
 
+@pytest.mark.long
 def test_a_process_that_joined_follows_the_nodes_and_its_queue_makes_the_pool_grow(
     recorded: RecordedEvents, tmp_path: Path, drained: list[int]
 ) -> None:

@@ -58,7 +58,7 @@ def renewals() -> set[threading.Thread]:
 
 def users(pool: sky.ComputePool) -> int:
     with Ledger(default_url()) as ledger:
-        return ledger.names.users().get(pool.id, 0)
+        return ledger.names.activity([pool.id])[pool.id].users
 
 
 def opened_by(who: str, name: str, **changes: float) -> sky.ComputePool:
@@ -107,7 +107,7 @@ def test_closing_again_ends_what_could_not_be_left(who: str, keep_warm: float, n
     assert is_gone(again, ids)
 
 
-@pytest.mark.parametrize("who", ["opener", "joined"])
+@pytest.mark.parametrize("who", ["opener", pytest.param("joined", marks=pytest.mark.long)])
 def test_others_go_on_if_one_leaves_while_the_ledger_is_locked(
     who: str, name: str, program: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -160,7 +160,7 @@ def test_a_closer_that_gives_up_is_not_waited_for(name: str, monkeypatch: pytest
         with pytest.raises(sky.InstancesLeft):
             pool.close()
     assert state_of(name) is NameState.CLOSING
-    assert renewals() <= others
+    wait_until(lambda: renewals() <= others, "the renewals to end")  # one may run: to give up does not wait for it
     with pool_of(name, provision_timeout=60) as again:
         assert again.id != pool.id
         assert double(2) >> again == 4

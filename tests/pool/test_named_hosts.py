@@ -29,7 +29,7 @@ NAME = "over-ssh"
 LEASE_SECONDS = 10
 SECRET = base64.b64encode(b"n" * 32).decode()
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 
 @sky.compute

@@ -104,7 +104,7 @@ def test_the_first_that_leaves_after_a_long_outage_does_not_end_the_pool_of_the_
         monkeypatch.setattr(Names, "renew", late)
         monkeypatch.setattr(Names, "may_come_back", look)
         proxy.cut()
-        wait_until(lambda: not ledger.names.users(), "the rows of both to run out")
+        wait_until(lambda: not ledger.names.activity([opener.id])[opener.id].users, "the rows of both to run out")
         proxy.mend()
     opener.close()
     may_renew.set()

@@ -166,7 +166,7 @@ def test_a_warm_pool_whose_nodes_have_died_is_opened_anew(name: str) -> None:
         assert again.id != first
         assert double(5) >> again == 10
         ids = machines_of(again)
-    sky.release(again.id)
+    sky.release(name)
     assert is_gone(again, ids)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import time
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,32 @@ def test_each_process_pays_for_the_slots_of_its_calls(name: str, tmp_path: Path)
     assert opener.receipt is not None
     assert first.cost_usd + second.cost_usd == pytest.approx(opener.receipt["buckets"]["running calls"]["cost_usd"])
     assert [user["cost_usd"] for user in opener.receipt["users"]] == [float(first.cost_usd), float(second.cost_usd)]
+
+
+@sky.compute
+def busy(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def test_the_cost_so_far_is_in_the_ledger_when_it_is_wanted(name: str) -> None:
+    """Without `note_cost` it is some seconds behind. Sleeps: the cost of a bucket is by whole seconds."""
+    first, second = (sky.Work(system="test", run=name, task=task) for task in ("open", "join"))
+    spec = pool_of(name, provider=sky.Local(price_per_hour=3600), lease_seconds=120).spec
+    opener = sky.ComputePool.from_spec(spec, work=first).open()
+    other = sky.ComputePool.from_spec(spec, work=second).open()
+    try:
+        busy(1.2) >> other
+        other.note_cost()
+        assert users(opener.id)[1].slot_seconds >= 1.2
+        busy(1.2) >> opener
+        opener.note_cost()
+        assert users(opener.id)[0].slot_seconds >= 1.2
+        assert sum(part.cost_usd for part in sky.cost_parts(first)) > 2
+    finally:
+        other.close()
+        opener.close()
+    parts = sky.cost_parts(sky.Work(system="test", run=name))
+    assert {part.work for part in parts} == {first, second}
+    assert all(part.cost_usd > 0 and part.is_final for part in parts)
+    assert sum(part.cost_usd for part in parts) == sum(map(Decimal, map(repr, [opener.cost])))
+    opener.note_cost()  # a closed pool has nothing to write

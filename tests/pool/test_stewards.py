@@ -26,9 +26,9 @@ from skyward_core.ledger.names import Names
 from skyward_core.ledger.names_policy import Claim, NamedPool, NameState, Wait
 from skyward_core.ledger.rows import Account, CostBy, Period
 from skyward_core.provisioning.lifecycle import PoolMachines
-from skyward_core.session import limits
+from skyward_core.session import limits, renewal
 from skyward_core.session.sealed_lease import find_lease
-from skyward_core.worker.watchdog import INSTANCE_TAG, kill_instance, members
+from skyward_core.worker.watchdog import INSTANCE_TAG, kill_instance, members, read_lease
 from tests.conftest import wait_until
 
 LEASE_SECONDS = 10
@@ -164,6 +164,17 @@ def test_a_client_goes_on_when_the_opener_has_left(name: str) -> None:
     assert_nothing_left(second, ids)
 
 
+def test_a_node_that_is_put_in_place_has_a_lease_before_the_next_renewal(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it ends with its steward, if that leaves before the renewal."""
+    monkeypatch.setattr(renewal, "MOST_BEAT_SECONDS", 3600.0)
+    with pool_of(name, lease_seconds=21600) as pool:
+        replaced(pool, 1)
+        assert set(machine() @ pool) == machines_of(pool)
+        assert all(read_lease(Path(str(node.instance.directory))) for node in pool.lease.nodes)
+
+
 def test_a_client_gives_the_pool_another_head_when_the_opener_was_killed(
     name: str, program: Callable[..., subprocess.Popen[str]]
 ) -> None:
@@ -202,6 +213,7 @@ def test_a_third_process_keeps_the_pool_when_its_second_steward_was_killed(
     assert_nothing_left(mine, ids)
 
 
+@pytest.mark.long
 def test_a_frozen_opener_is_no_steward_any_more(name: str, program: Callable[..., subprocess.Popen[str]]) -> None:
     """It comes back, ends nothing and replaces nothing, and its own calls go on; so does it when it leaves."""
     opener = program(name, price=36, max_cost=100)

@@ -997,3 +997,9 @@ def test_the_python_blocks_of_the_docs_run() -> None:
     page = Path(__file__).parents[2] / "docs/clouds/digitalocean.md"
     for example in Sybil(parsers=[PythonCodeBlockParser()]).parse(page).examples():
         example.evaluate()
+
+
+def test_the_account_tells_how_many_droplets_it_may_have(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
+) -> None:
+    assert make().quotas() == {"droplets at once": 25}

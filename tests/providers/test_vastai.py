@@ -9,10 +9,10 @@ import os
 import shlex
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from skyward_core.machines.offers import Offer, Requirements, matches
 from skyward_core.providers import ssh_keys, userdata
 from skyward_core.providers.base import EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, load
 from skyward_core.providers.vastai import launch
+from skyward_core.providers.vastai import provider as provider_module
 from skyward_core.providers.vastai.boot import END, MAIN
 from skyward_core.providers.vastai.instances import LABELS
 from skyward_core.providers.vastai.instances import tags_of as tags_of_container
@@ -628,18 +629,16 @@ def test_a_refusal_ends_the_launch(fake: FakeVast, status: int, body: dict[str, 
 def test_creating_calls_have_a_minimum_distance(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
     """Vast.ai refuses calls that come sooner."""
     clock, slept = [1000.0], list[float]()
-    own, real = threading.current_thread(), time.sleep
 
     def sleep(seconds: float) -> None:
-        if threading.current_thread() is not own:  # a thread of the pool that all tests share
-            return real(seconds)
         slept.append(seconds)
         clock[0] += seconds
 
     offer = cheapest()
     monkeypatch.setattr(launch, "CREATE_SECONDS", 4.5)
-    monkeypatch.setattr(launch.time, "sleep", sleep)
-    monkeypatch.setattr(launch.time, "monotonic", lambda: clock[0])
+    fake_time = SimpleNamespace(sleep=sleep, monotonic=lambda: clock[0])
+    monkeypatch.setattr(launch, "time", fake_time)
+    monkeypatch.setattr(provider_module, "time", fake_time)
     VastAI().launch(offer, 3, tags(), STARTUP)
     assert slept[:3] == [0.0, 4.5, 4.5]
 
@@ -701,12 +700,11 @@ def test_an_unknown_outcome_is_not_reported_as_no_capacity(fake: FakeVast) -> No
 def test_a_container_that_loads_for_too_long_is_destroyed(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other containers are returned."""
     fake.broken[102] = {"actual_status": "loading", "status_msg": "Pulling fs layer"}
-    clock, own, real = itertools.count(1000, 10), threading.current_thread(), time.monotonic
+    clock = itertools.count(1000, 10)
     offer = cheapest()
-    # other threads of this process, of the pool that all tests share, use the real clock
-    monkeypatch.setattr(
-        launch.time, "monotonic", lambda: float(next(clock)) if threading.current_thread() is own else real()
-    )
+    fake_time = SimpleNamespace(sleep=time.sleep, monotonic=lambda: float(next(clock)))
+    monkeypatch.setattr(launch, "time", fake_time)
+    monkeypatch.setattr(provider_module, "time", fake_time)
     monkeypatch.setattr("skyward_core.providers._http.PATIENCE_SECONDS", 1e9)
     (machine,) = VastAI().launch(offer, 2, tags(), STARTUP)
     assert machine.rank == 0
@@ -753,7 +751,7 @@ def test_a_launch_creates_nothing_after_its_pool_was_torn_down(fake: FakeVast, m
         ]:
             VastAI().terminate([str(contract)])
 
-    monkeypatch.setattr(launch.time, "sleep", given_back)
+    monkeypatch.setattr(launch, "time", SimpleNamespace(sleep=given_back, monotonic=time.monotonic))
     machines = VastAI().launch(offer, 4, tags(), STARTUP)
     assert rented(fake) == [101, 102, 103, 104]
     assert {str(contract) for contract in fake.containers} == {machine.id for machine in machines}
@@ -999,6 +997,7 @@ def test_the_url_can_be_configured(fake: FakeVast, monkeypatch: pytest.MonkeyPat
     """The setting overrides the variable of the cloud's tools."""
     monkeypatch.setenv("VAST_URL", "http://127.0.0.1:9/")
     assert VastAI(endpoint_url=f"{fake.url}/api/v0/").account() == "user 4711"
+    assert VastAI(endpoint_url=fake.url).quotas() == {"credit in USD": 12.5}
 
 
 @pytest.mark.parametrize(

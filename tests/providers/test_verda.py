@@ -703,6 +703,10 @@ def test_the_account_is_no_part_of_a_credential(mine: Verda) -> None:
     assert CLIENT_ID not in mine.account()
 
 
+def test_the_balance_is_a_quota(mine: Verda) -> None:
+    assert mine.quotas() == {"balance in USD": 100}
+
+
 # ── the end script ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 

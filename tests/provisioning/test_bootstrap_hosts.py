@@ -388,6 +388,7 @@ def test_a_short_network_failure_does_not_stop_the_bootstrap(cloud):
 # ── hosts that cannot reach each other ───────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.long
 def test_hosts_that_cannot_reach_each_other_are_one_pool(fleet, mirror):
     """Three hosts can reach only the client.
 

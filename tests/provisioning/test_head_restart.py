@@ -9,9 +9,15 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
+from skyward_core.concurrency.threads import MOST_THREADS
 from skyward_core.errors import BootstrapFailed, NodeLost, PoolClosed, SkywardError, Unreachable
 from skyward_core.provisioning import bootstrap, head_restart
-from skyward_core.provisioning.head_restart import BEGIN_SECONDS, HEIR_SECONDS, HeadRestart
+from skyward_core.provisioning.head_restart import (
+    BEGIN_SECONDS,
+    END_FIRST_SECONDS,
+    HEIR_SECONDS,
+    HeadRestart,
+)
 from skyward_core.provisioning.nodes import Nodes
 
 SCRIPT = "make it a node"
@@ -19,6 +25,19 @@ SECONDS = 900.0
 """The time limit of the preparation."""
 MOST_PAUSES = 1_000_000
 """They take no time: a node of another thread may need some."""
+
+
+class Clock:
+    """Moves only when the code under test pauses: by a second, or for as long as it would sleep."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
 
 
 class RestartedNode:
@@ -37,15 +56,21 @@ class RestartedNode:
         self.holds_start = threading.Event()
         """Cleared for a node that takes long to start."""
         self.holds_start.set()
+        self.start_thread = ""
+        """The name of the thread that starts it."""
+        self.settings_thread = ""
+        """The name of the thread that sends its settings."""
 
     def start(self, script: str, timeout_seconds: float) -> None:
         assert timeout_seconds == SECONDS
+        self.start_thread = threading.current_thread().name
         self.holds_start.wait()
         self.done.append(script)
         if self.start_error is not None:
             raise self.start_error
 
     def send_settings(self, settings: Any) -> None:
+        self.settings_thread = threading.current_thread().name
         if self.settings_error is not None:
             raise self.settings_error
         self.done.append(settings)
@@ -72,6 +97,9 @@ class Pool:
         self.rented: list[list[int]] = []
         self.ended: list[str] = []
         self.waited: list[float] = []
+        self.clock: Clock | None = None
+        self.asked: list[float] = []
+        """When the head was asked whether its processes live."""
         self.unconnected = set[int]()
         self.dead = set[int]()
         self.broken_starts: dict[int, Exception] = {}
@@ -97,7 +125,12 @@ class Pool:
 
     def _end(self, node: RestartedNode) -> Any:
         self.ended.append(node.instance.id)
-        return SimpleNamespace(over=SimpleNamespace(wait=self.waited.append))
+        return SimpleNamespace(over=SimpleNamespace(wait=self._wait))
+
+    def _wait(self, seconds: float) -> None:
+        self.waited.append(seconds)
+        if self.clock is not None:
+            self.clock.now += seconds + 1
 
     def _rent_again(self, ranks: Sequence[int], terminations: Any) -> list[Any]:
         assert {self.first[rank].instance.id for rank in terminations} == set(self.ended)
@@ -105,7 +138,12 @@ class Pool:
         return [SimpleNamespace(id=f"new-{rank}", rank=rank) for rank in ranks]
 
     def _go_on_until(self, deadline: float, what: str) -> None:
-        self.pauses.append((deadline - time.monotonic(), what))
+        if self.clock is None:
+            self.pauses.append((deadline - time.monotonic(), what))
+        else:
+            self.pauses.append((deadline - self.clock.now, what))
+            # the new head begins in another thread: how often it is looked at depends on the machine
+            self.clock.now += what != "the new head could not begin in time"
         assert len(self.pauses) < MOST_PAUSES, "it waits for ever"
         if self.closes:
             raise PoolClosed("the pool is closing")
@@ -135,6 +173,9 @@ class Pool:
         self.done.append(f"connect {sorted(self.all)}")
 
     def lives(self, ranks: Sequence[int]) -> dict[int, bool]:
+        assert list(ranks) == [0]
+        if self.clock is not None:
+            self.asked.append(self.clock.now)
         return {rank: rank not in self.dead for rank in ranks}
 
     def is_connected(self, rank: int) -> bool:
@@ -157,6 +198,18 @@ def test_the_node_of_the_lowest_rank_becomes_the_head() -> None:
     assert pool.first[1].done == [(1, "tls://i-2", 1), "opened"]
     assert pool.first[3].done == [(3, "tls://i-2", 1), "opened"]
     assert (pool.ended, pool.rented, pool.done) == (["i-0"], [], ["connect [0, 1, 3]"])
+
+
+def test_many_nodes_get_the_address_of_the_head_at_once() -> None:
+    """A node that is slow delays no other one, also where there are more nodes than `side_by_side` has threads."""
+    pool = Pool(MOST_THREADS + 3)
+    others = [pool.all[rank] for rank in range(2, MOST_THREADS + 3)]
+    together = threading.Barrier(len(others), timeout=20)
+    for node in others:
+        node.opened = together.wait
+    pool.restart(heirs={"i-1"})
+    assert len(pool.all) == 1 + len(others)
+    assert all(node.settings_thread.startswith("skyward-nodes") for node in others)
 
 
 def test_dead_nodes_end_with_the_head() -> None:
@@ -205,8 +258,10 @@ def test_without_an_heir_machines_are_rented_for_the_dead_nodes(
     head, *others = [pool.first[rank + 100] for rank in rented]
     assert pool.scheduler == f"tls://{head.instance.id}"
     assert head.done == [SCRIPT, (0, None, 1), "opened"]
+    assert head.start_thread.startswith("skyward-anew")
     for node in others:
         assert node.done == [SCRIPT, (node.rank, pool.scheduler, 1), "opened"]
+        assert node.start_thread.startswith("skyward-anew")
 
 
 @pytest.mark.parametrize(
@@ -239,22 +294,38 @@ def test_a_node_that_could_not_begin_ends_before_others_get_the_head(caplog: pyt
     assert "node 1 could not be started again, and is replaced: no space left" in caplog.text
 
 
-def test_a_node_that_takes_too_long_to_begin_ends(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After BEGIN_SECONDS, by a clock that the pauses move."""
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The clock of the code under test. It looks at the new head every second."""
+    clock = Clock()
+    monkeypatch.setattr(head_restart, "time", clock)
+    monkeypatch.setattr(bootstrap, "time", clock)
+    monkeypatch.setattr(bootstrap, "LOOK_SECONDS", -1.0)
+    monkeypatch.setattr(bootstrap, "POLL_SECONDS", 1.0)
+    return clock
+
+
+def test_a_node_that_takes_too_long_to_begin_ends(caplog: pytest.LogCaptureFixture, clock: Clock) -> None:
+    """It has BEGIN_SECONDS after the head has begun, within the time limit of the pool."""
     pool = Pool(2)
+    pool.clock = clock
     pool.slow_starts = {1}
-    clock = SimpleNamespace(now=1000.0)
-    monkeypatch.setattr(head_restart, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    monkeypatch.setattr(
-        pool.restarts._rental, "go_on_until", lambda deadline, what: setattr(clock, "now", clock.now + 1)
-    )
     assert pool.restart(dead={"i-0", "i-1"}) == [(0, "new-0")]
     assert pool.ended[2:] == ["new-1"]
-    assert BEGIN_SECONDS <= clock.now - 1000.0 <= BEGIN_SECONDS + 5
+    waits = [left for left, what in pool.pauses if what == "the nodes did not begin in time"]
+    assert len(waits) == BEGIN_SECONDS
+    assert {left + passed for passed, left in enumerate(waits)} == {waits[0]}
+    assert waits[0] <= SECONDS - 1
     assert "it takes too long" in caplog.text
     pool.first[101].holds_start.set()
+
+
+def test_the_ends_of_dead_nodes_share_one_wait(clock: Clock) -> None:
+    """If the first takes all of END_FIRST_SECONDS, no time is left for the next one."""
+    pool = Pool(2, is_here=True)
+    pool.clock = clock
+    pool.restart(dead={"i-0", "i-1"})
+    assert pool.waited == [END_FIRST_SECONDS, 0.0]
 
 
 def test_a_new_head_that_could_not_begin_is_the_error() -> None:
@@ -317,14 +388,17 @@ def test_a_new_head_that_is_slow_to_begin_may_take_the_whole_time() -> None:
     pool.first[100].holds_start.set()
 
 
-@pytest.mark.usefixtures("often")
-def test_an_heir_whose_processes_have_died_is_the_error() -> None:
-    """Its machine answers, and its scheduler would never listen."""
+def test_an_heir_whose_processes_have_died_is_the_error(clock: Clock) -> None:
+    """Its machine answers, and its scheduler would never listen. It is asked at looks that are more than two seconds
+    apart.
+    """
     pool = Pool(2)
-    pool.dead = {0}
+    pool.clock = clock
     pool.all[1].is_slow = True
+    pool.all[1].follow = lambda: pool.dead.add(0) if clock.now > 1007 else None
     with pytest.raises(NodeLost, match="the processes of the node that was to be the new head have died"):
         pool.restart(heirs={"i-1"})
+    assert pool.asked == [1003, 1007, 1011], "looks are two seconds apart, from 1001 on"
 
 
 def test_ports_are_chosen_again_where_they_are_forwarded() -> None:

@@ -111,6 +111,7 @@ def pool(recorded: RecordedEvents) -> sky.ComputePool:
     )
 
 
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_the_second_pool_starts_from_the_image_of_the_first(
     cloud: HostedAWS, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

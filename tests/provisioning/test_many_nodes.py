@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import asyncssh
@@ -395,9 +396,8 @@ def test_an_upload_for_all_nodes_is_created_once(tmp_path: Path, monkeypatch: py
         (code_upload._archive, code_upload._compressed_uv, code_upload._package),
     )
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(
-        code_upload.compileall, "compile_dir", lambda folder, **how: made.append(folder) or compile_all(folder, **how)
-    )
+    compiling = SimpleNamespace(compile_dir=lambda folder, **how: made.append(folder) or compile_all(folder, **how))
+    monkeypatch.setattr(code_upload, "compileall", compiling)
     for cached in caches:
         cached.cache_clear()
     try:

@@ -129,7 +129,7 @@ class World:
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> World:
     """A world whose clock stands at 1000 seconds."""
-    monkeypatch.setattr(replacement.time, "monotonic", lambda: 1000.0)
+    monkeypatch.setattr(replacement, "time", SimpleNamespace(monotonic=lambda: 1000.0))
     return World()
 
 
@@ -178,7 +178,7 @@ def gone(world: World) -> None:
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (cut_off, "does not get through to the head at tls://head"),
+        (cut_off, "cannot connect to the head at tls://head"),
         (late, "node 1 did not join the pool in time"),
         (gone, "its machine is gone"),
     ],
@@ -189,7 +189,7 @@ def test_a_machine_that_fails_before_it_has_joined_is_terminated(
     """Its rank is vacant again, and the lock of the settings is free."""
     fault(world)
     times = iter(range(1000, 9000, 30))
-    monkeypatch.setattr(replacement.time, "monotonic", lambda: float(next(times)))
+    monkeypatch.setattr(replacement, "time", SimpleNamespace(monotonic=lambda: float(next(times))))
     with pytest.raises(sky.errors.SkywardError, match=words):
         world.replacement.replace(1, world.joins_after(9))
     assert world.ended == ["new"]
@@ -275,7 +275,7 @@ def test_a_machine_that_is_not_ready_to_stand_by_is_terminated(
     fault(world)
     world.new.phase = "installing"
     times = iter(range(1000, 9000, 30))
-    monkeypatch.setattr(replacement.time, "monotonic", lambda: float(next(times)))
+    monkeypatch.setattr(replacement, "time", SimpleNamespace(monotonic=lambda: float(next(times))))
     with pytest.raises(sky.errors.SkywardError, match=words):
         world.replacement.stand_by(1)
     assert world.ended == ["new"]
@@ -318,8 +318,23 @@ def test_a_pool_that_closes_ends_the_machine_in_preparation(world: World) -> Non
 
     world.rental.go_on_until = closing
     with pytest.raises(PoolClosed):
-        world.replacement.replace(1, world.joins_after(1))
+        world.replacement.replace(1, lambda: False)
     assert world.ended == ["new"]
+
+
+def test_a_node_that_has_joined_just_before_its_process_leaves_stays(world: World) -> None:
+    """The process stops waiting between two looks; other processes already use the node, so it is not terminated."""
+    has_joined = False
+
+    def leave(deadline: float, what: str) -> None:
+        nonlocal has_joined
+        has_joined = True
+        raise PoolClosed("the pool is closing")
+
+    world.rental.go_on_until = leave
+    world.replacement.replace(1, lambda: has_joined)
+    assert world.ended == []
+    assert world.nodes.all == {1: world.new}
 
 
 def test_a_machine_that_is_to_be_a_new_node_is_abandoned_while_it_starts(world: World) -> None:

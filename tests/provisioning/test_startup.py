@@ -77,6 +77,7 @@ class Opening:
             transports=SimpleNamespace(close=self.is_closed.set),
             living=self._living,
             answered_at=0.0,
+            is_closing=False,
         )
         self.startup = Startup(self.spec, self.rental, self)  # type: ignore[arg-type]
 
@@ -166,6 +167,21 @@ def test_a_node_that_cannot_start_fails_the_opening(monkeypatch: pytest.MonkeyPa
     with pytest.raises(BootstrapFailed, match="no room"):
         pool.prepare()
     assert woken == [True]
+
+
+@pytest.mark.parametrize("waits_for", ["head", "other"])
+def test_a_pool_that_is_to_end_does_not_wait_for_machines(waits_for: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`terminate_now` was called: the reaper ends the machines, and a machine that has not answered yet never will."""
+    monkeypatch.setattr(bootstrap, "LOOK_SECONDS", 0.0)
+    pool = Opening()
+    if waits_for == "head":
+        pool.nodes[0].silent_from = 0
+        pool.nodes[0].on_start = lambda: setattr(pool.rental, "is_closing", True)
+    else:
+        pool.nodes[2].on_start = lambda: (setattr(pool.rental, "is_closing", True), pool.is_closed.wait(20))
+    with pytest.raises(sky.PoolClosed, match="while the pool opened"):
+        pool.startup.prepare(time.monotonic() + 5)
+    assert pool.is_closed.is_set()
 
 
 def test_a_machine_may_be_lost_while_the_head_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:

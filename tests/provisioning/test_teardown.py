@@ -379,7 +379,7 @@ def test_a_machine_that_its_lease_has_ended_needs_no_confirmation() -> None:
     it.tear_down(are_all_known=True, presumed_gone=frozenset("b"))
     assert it.page.evidence == {
         "a": "cloud confirmed its termination",
-        "b": "its lease has run out, and what carries it does not answer",
+        "b": "its lease has expired, and its host does not answer",
     }
 
 

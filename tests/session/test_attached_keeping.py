@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from skyward_core.compute import PendingCompute
+from skyward_core.engine import cluster as engine_cluster
 from skyward_core.engine.certificates import PoolCertificate
 from skyward_core.engine.cluster import Cluster
-from skyward_core.errors import NodeLost
+from skyward_core.errors import BudgetExceeded, NodeLost, PoolClosed
 from skyward_core.events.queue import EventQueue
 from skyward_core.machines.instances import Instance, InstanceState, Lease, Node
 from skyward_core.session.attached import Attached
+from skyward_core.worker.scheduler_messages import Resumed
 from tests.conftest import wait_until
 
 RANKS = [0, 1, 2]
@@ -130,5 +132,125 @@ def test_two_cuts_make_one_search(attached: Attached, resumed: list[str], monkey
     monkeypatch.setattr(cluster, "resume", resume)
     attached.cut()
     attached.cut()
-    wait_until(lambda: not [one for one in threading.enumerate() if one.name == "skyward-resume"], "the searches")
+    wait_until(lambda: not searches(), "the searches")
     assert len(resumed) == 1
+
+
+# ── a search for the scheduler, and what happens meanwhile ───────────────────────────────────────────────────────────
+
+
+class Connections:
+    """The connections that a cluster makes, without a scheduler. `answers`: whether each of them gets an answer."""
+
+    def __init__(self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[Any] = []
+        self.closed: list[Any] = []
+        self.answers: list[bool] = []
+        monkeypatch.setattr(engine_cluster, "connect", lambda *_: None)
+        monkeypatch.setattr(engine_cluster, "SchedulerConnection", self.connection)
+        cluster.owner.start()
+
+    def connection(self, _: None) -> Any:
+        it = SimpleNamespace(is_open=True, epoch=0, send=lambda _: None, ping=lambda _: None)
+        it.close = lambda: self.closed.append(it)
+
+        def listen(epoch: int, topic: str, after: int, inbox: Any) -> None:
+            it.epoch = epoch
+            if self.answers.pop(0):
+                inbox.on_resumed(epoch, Resumed(number=0, missed=0, is_known=True, tasks={}))
+            self.made.append(it)
+
+        it.listen = listen
+        return it
+
+
+@pytest.fixture
+def connections(attached: Attached, monkeypatch: pytest.MonkeyPatch) -> Connections:
+    assert attached.cluster is not None
+    return Connections(attached.cluster, monkeypatch)
+
+
+def test_of_two_that_connect_at_once_the_later_one_stays(
+    attached: Attached, connections: Connections, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a process begins to keep the pool: the search and the recovery. The earlier one must not close the later's.
+
+    Looks inside: the earlier one is slow to disconnect.
+    """
+    cluster: Any = attached.cluster
+    assert cluster is not None
+    connections.answers = [False, True]
+    failures: list[Exception] = []
+
+    def first() -> None:
+        try:
+            cluster.resume("tls://a", 60.0)
+        except NodeLost as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=first)
+    disconnect = cluster._disconnect
+
+    def slow(*only: Any) -> None:
+        if threading.current_thread() is thread and connections.made:
+            wait_until(lambda: len(connections.made) == 2, "the later connection")
+        disconnect(*only)
+
+    monkeypatch.setattr(cluster, "_disconnect", slow)
+    thread.start()
+    wait_until(lambda: connections.made, "the first one to wait for its answer")
+    cluster.resume("tls://a", 60.0)
+    thread.join()
+    earlier, later = connections.made
+    assert (connections.closed, cluster.owner.connection, len(failures)) == ([earlier], later, 1)
+
+
+@pytest.mark.parametrize("is_ended", [False, True])
+def test_a_pool_that_is_left_during_a_search_says_so(
+    attached: Attached, connections: Connections, monkeypatch: pytest.MonkeyPatch, is_ended: bool
+) -> None:
+    """Its calls raise why it has ended, and not that the head is gone. The connection of that moment is closed."""
+    cluster = attached.cluster
+    assert cluster is not None
+    head = SimpleNamespace(is_connected=True, address=lambda address: address)
+    monkeypatch.setattr(attached.transports, "to", lambda _: head)
+    connections.answers = [False]
+    given_up: list[Exception] = []
+    attached.on_given_up = given_up.append
+    [future] = cluster.submit([PendingCompute(abs, (1,))])
+    attached.cut()
+    wait_until(lambda: connections.made, "the search to wait for its answer")
+    if is_ended:
+        attached.end("no money", BudgetExceeded("no money"), lambda: None)
+    else:
+        attached.stop("left")
+    with pytest.raises(BudgetExceeded if is_ended else PoolClosed):
+        future.result(60)
+    wait_until(lambda: not searches(), "the end of the search")
+    assert (connections.closed, given_up) == (connections.made, [])
+
+
+@pytest.mark.usefixtures("resumed")
+def test_a_search_that_ends_before_the_pool_is_left_says_nothing_of_the_head(attached: Attached) -> None:
+    """The user's client is closed first, which may take seconds."""
+    cluster = attached.cluster
+    assert cluster is not None
+    cluster.owner.start()
+    [future] = cluster.submit([PendingCompute(abs, (1,))])
+    attached.user_client = SimpleNamespace(  # type: ignore[assignment]
+        close=lambda: wait_until(lambda: not searches(), "the end of the search")
+    )
+    attached.cut()
+    attached.stop("left")
+    with pytest.raises(PoolClosed, match="left"):
+        future.result(60)
+
+
+def test_a_search_whose_thread_has_failed_begins_again(attached: Attached, resumed: list[str]) -> None:
+    """It is looked for with each beat. Looks inside: the step of that beat."""
+    attached._look()
+    wait_until(lambda: resumed, "an attempt")
+
+
+def searches() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name == "skyward-resume"]

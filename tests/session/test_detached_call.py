@@ -86,6 +86,7 @@ class Head:
         number, messages = self.topic.after(after)
         return {
             "state": "running",
+            "attempts": [("3-0", "i", 0.0, None, "")],
             "outcome": "",
             "is_forgotten": False,
             "number": number,
@@ -122,6 +123,23 @@ def test_readers_that_come_back_read_each_line_once(steps: list[int | str], limi
     if limit_bytes == 10**6:
         assert head.reader().log() == [str(number) for number in range(written)]
         assert head.reader().log(2) == [str(number) for number in range(2, written)]
+
+
+@pytest.mark.parametrize("limit_bytes", [1, 600, 10**6])
+def test_a_reader_that_follows_keeps_no_lines(limit_bytes: int) -> None:
+    """Each look has the state, the new lines and the node. The lines before its cursor are not in memory any more."""
+    head = Head(limit_bytes)
+    reader, cursor, read = head.reader(), 0, 0
+    for number in range(100):
+        head.topic.add(pickle.dumps(Report(0, "i", (Output("c", "stdout", (str(number),), 0.0),))))
+        news = reader.follow(cursor)
+        assert (news.state, news.has_ended, news.node) == ("running", False, 3)
+        assert news.lines in ([str(number)], ["[1 lines were dropped: there were too many]"])
+        read, cursor = read + len(news.lines), news.cursor
+    assert cursor == read == 100
+    assert reader.log() == ["[99 lines were dropped: there were too many]", "99"] or limit_bytes == 1
+    with pytest.raises(sky.BadRequest, match="cursor=-1"):
+        reader.follow(-1)
 
 
 # ── on a pool ────────────────────────────────────────────────────────────────────────────────────────────────────────

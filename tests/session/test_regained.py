@@ -39,6 +39,7 @@ class Process:
             start=self._start,
             leave=lambda: step("leave"),
             lose=lambda: step("lose"),
+            note_cost=lambda: step("note cost"),
             keep_warm=lambda seconds: step(f"keep warm {seconds:.0f}"),
         )
 
@@ -58,8 +59,9 @@ def test_a_regained_stewardship_ends_with_its_connection(end: str, process: Proc
     it = RegainedStewardship(process.session, process.attach, process.new)
     it.start()
     it.keep_warm(60)
+    it.note_cost()
     getattr(it, end)()
-    assert process.steps == ["attach", "start", "keep warm 60", end, "detach"]
+    assert process.steps == ["attach", "start", "keep warm 60", "note cost", end, "detach"]
 
 
 def test_a_pool_that_cannot_be_adopted_leaves_no_connection(process: Process) -> None:

@@ -23,7 +23,7 @@ from tests.testbed.rental import Cloud
 REPOSITORY = Path(__file__).parents[2]
 SECRET = base64.b64encode(b"s" * 32).decode()
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(400)]
 
 
 @sky.compute

@@ -238,7 +238,7 @@ def test_a_pool_that_must_end_at_the_end_of_its_opening_does_not_open(monkeypatc
     """
     used_up = sky.BudgetExceeded("the money is used up", "team")
 
-    def limits(_spec: object, _limit: object, _renewal: object, give_up: Any, _log: object) -> Any:
+    def limits(_limit: object, _renewal: object, give_up: Any, _log: object) -> Any:
         return SimpleNamespace(start=lambda: None, end=lambda: give_up(used_up))
 
     monkeypatch.setattr(session, "OpeningLimits", limits)

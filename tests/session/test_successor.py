@@ -49,6 +49,9 @@ class Pool:
     def keep_warm(self, seconds: float) -> None:
         self.steps.append(f"keep warm {seconds:.0f}")
 
+    def note_cost(self) -> None:
+        self.steps.append("note cost")
+
     def leave(self) -> None:
         self.steps.append("leave")
 
@@ -72,8 +75,9 @@ def test_a_vacant_pool_is_adopted_and_left_at_the_end(pool: Pool) -> None:
     pool.on_vacant()
     pool.await_steps("take", "start")
     assert pool.successor.keep_warm(60)
+    pool.successor.note_cost()
     pool.successor.close()
-    assert pool.steps == ["take", "start", "keep warm 60", "leave", "resign"]
+    assert pool.steps == ["take", "start", "keep warm 60", "note cost", "leave", "resign"]
 
 
 def test_if_another_process_was_faster_nothing_is_adopted(pool: Pool) -> None:
@@ -81,6 +85,7 @@ def test_if_another_process_was_faster_nothing_is_adopted(pool: Pool) -> None:
     pool.on_vacant()
     pool.await_steps("take")
     assert not pool.successor.keep_warm(60)
+    pool.successor.note_cost()
     pool.successor.close()
     assert pool.steps == ["take", "resign"]
 

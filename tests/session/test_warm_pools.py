@@ -10,10 +10,11 @@ import pytest
 from skyward_core.errors import BadRequest, BudgetExceeded, NodeLost
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.names_policy import NameState
+from skyward_core.ledger.projection import projection_of
 from skyward_core.ledger.rows import Account, Bucket, Period, Price
 from skyward_core.machines.owner import Owner
 from skyward_core.session import warm_pools
-from skyward_core.session.warm_pools import keep_warm, projected_cost
+from skyward_core.session.warm_pools import keep_warm
 from tests.ledger.test_ledger import (  # noqa: F401 - fixtures
     PROVIDER,
     Clock,
@@ -188,7 +189,7 @@ def test_the_account_pays_for_the_longer_time(ledger: Ledger, open_pool: Open, n
     assert (
         ledger.committed_usd("sky-a")
         == Decimal("37.80")
-        == projected_cost(ledger, "sky-a", ledger.names.now() + timedelta(seconds=3660))
+        == projection_of(ledger, "sky-a").at(ledger.names.now() + timedelta(seconds=3660))
     )
     keep_warm(ledger, "nightly", 3000)
     assert ledger.committed_usd("sky-a") == Decimal("37.80")
@@ -198,4 +199,4 @@ def test_machines_that_are_gone_cost_what_is_recorded(ledger: Ledger, clock: Clo
     open_pool()
     (intent,) = ledger.open_intents(pool_id="sky-a")
     ledger.close_all([intent.id], "it is gone")
-    assert projected_cost(ledger, "sky-a", clock.time + timedelta(days=1)) == Decimal("1.2")
+    assert projection_of(ledger, "sky-a").at(clock.time + timedelta(days=1)) == Decimal("1.2")

@@ -145,6 +145,20 @@ def test_a_script_is_started_once_and_followed_to_its_end(lead, monkeypatch):
     assert not (way.directory / "ship.tar.gz").exists()
 
 
+def test_a_visitor_reads_and_renews_nothing(lead):
+    """It follows the log and reads files; the lease stays as it is, and no keeper runs."""
+    way = lead()
+    wait_until(lambda: (way.directory / "guard").exists(), "the guard")
+    lease = (way.directory / "lease").read_text() if (way.directory / "lease").exists() else None
+    way.transport.visit(timeout_seconds=60)
+    assert way.transport.is_connected
+    (way.directory / "log").write_text("first\n")
+    wait_until(lambda: way.has_emitted("first"), "the line")
+    assert way.transport.read("log") == "first\n"
+    assert ((way.directory / "lease").read_text() if lease is not None else None) == lease
+    assert not [one for one in threading.enumerate() if one.name.startswith("skyward-keep")]
+
+
 @pytest.mark.parametrize(("kind", "file"), [("Linux aarch64", "aarch64"), ("Linux riscv64", None)])
 def test_a_host_gets_the_uv_of_its_own_architecture(lead, monkeypatch, tmp_path, kind, file):
     """It is chosen by the output of `uname` there. For an unknown architecture nothing is sent, and the host has to

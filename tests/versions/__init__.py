@@ -1,12 +1,14 @@
 """`make versions`: tests the core and every plugin with the lowest and with the newest versions of their requirements.
 
 Each combination has its own environment. With the lowest, the packages in pyproject.toml have the lowest version that
-it allows, and no other package is newer than in uv.lock. A failure names the package.
+it allows, and no other package is newer than in uv.lock. A failure names the package. With `minors`, a plugin is tested
+with the newest patch of each minor version of its orchestrator, and no other package is newer than in uv.lock.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import re
 import shutil
@@ -15,8 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import uv
@@ -24,12 +27,18 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
-PARTS = {"core": ["aws", "postgres"], "prefect": ["prefect"], "airflow": ["airflow"], "dagster": ["dagster"]}
+PARTS = {"core": ["aws", "otel", "postgres"], "prefect": ["prefect"], "airflow": ["airflow"], "dagster": ["dagster"]}
 ALSO = {"dagster": ["dagster-webserver"]}
 """Packages that a part's smoke starts in addition to the extra's packages."""
+MINOR_RELEASES = {"prefect": ("3.6", "3.7", "3.8")}
+"""The minor versions of an orchestrator that its plugin works with; those that are not tested elsewhere."""
+NEWER = {"3.8": {"fastapi": "<0.140"}}
+"""What a minor version needs that is newer than in uv.lock. With a newer FastAPI the server of Prefect 3.8.8 fails."""
 BOUNDED = ("dask", "distributed")
 """Packages for which pyproject.toml has an upper bound."""
 SMOKE_SECONDS = 600
+AT_ONCE = 2
+"""Trials that run at the same time. Most of a trial is the start of programs, one after the other."""
 MINORS = ("3.12", "3.13")
 ENVIRONMENTS = [(system, machine) for system in ("linux", "darwin") for machine in ("x86_64", "arm64", "aarch64")]
 HEAD = """\
@@ -41,21 +50,21 @@ HEAD = """\
 # ── constraints ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def constraints(minor: str) -> str:
-    """Return the text of `constraints-{minor}.txt`: the versions of uv.lock for this Python, including the extras and
-    Dagster's web server.
+def constraints(minor: str, root: Path = ROOT) -> str:
+    """Return the text of `constraints-{minor}.txt`: the versions of the uv.lock in `root` for this Python, including the
+    extras and Dagster's web server.
     """
-    return HEAD.format(minor=minor) + "".join(f"{line}\n" for line in pins(_exported(), minor))
+    return HEAD.format(minor=minor) + "".join(f"{line}\n" for line in pins(_exported(root), minor))
 
 
-def _exported() -> list[str]:
+def _exported(root: Path = ROOT) -> list[str]:
     command = [
         uv.find_uv_bin(),
         "export",
         "--locked",
         "--quiet",
         "--project",
-        str(ROOT),
+        str(root),
         "--all-extras",
         "--no-dev",
         "--group",
@@ -127,17 +136,19 @@ def tried(trial: Trial, wheel: Path) -> str:
 
 
 def _installed(trial: Trial, wheel: Path, locked: Mapping[str, str]) -> str:
-    flags = ["--resolution", {"lowest": "lowest-direct", "newest": "highest"}[trial.resolution]]
-    if trial.resolution == "lowest":
-        limits = trial.folder / "limits.txt"
-        limits.write_text("".join(f"{name}<={version}\n" for name, version in locked.items()))
-        flags += ["--constraints", str(limits)]
+    flags = ["--resolution", "lowest-direct" if trial.resolution == "lowest" else "highest"]
+    if trial.resolution != "newest":
+        file = trial.folder / "limits.txt"
+        file.write_text("".join(f"{line}\n" for line in limits(trial, locked)))
+        flags += ["--constraints", str(file)]
     else:  # a version above the upper bound is tried: if the smoke passes, the bound may change
         beyond = trial.folder / "beyond.txt"
         beyond.write_text("".join(f"{name}\n" for name in BOUNDED))
         flags += ["--overrides", str(beyond)]
     extras = [flag for extra in PARTS[trial.part] for flag in ("--extra", extra)]
     install = ["pip", "install", "--quiet", "--python", str(trial.interpreter)]
+    # a smoke imports less than half of the modules: Python compiles them when it imports them
+    environ = os.environ | {"UV_COMPILE_BYTECODE": "0"}
     for command in (
         ["venv", "--quiet", "--python", trial.python, str(trial.folder / "venv")],
         [
@@ -152,10 +163,19 @@ def _installed(trial: Trial, wheel: Path, locked: Mapping[str, str]) -> str:
         ],
         [*install, "--no-deps", str(wheel)],
     ):
-        done = subprocess.run([uv.find_uv_bin(), *command], capture_output=True, text=True, check=False)
+        done = subprocess.run([uv.find_uv_bin(), *command], env=environ, capture_output=True, text=True, check=False)
         if done.returncode:
             return f"uv {' '.join(command)}: {done.stderr.strip()}"
     return ""
+
+
+def limits(trial: Trial, locked: Mapping[str, str]) -> list[str]:
+    """Return the constraints of a trial with the lowest versions, or with a minor version of the orchestrator."""
+    if trial.resolution == "lowest":
+        return [f"{name}<={version}" for name, version in locked.items()]
+    newer = {trial.part: f"=={trial.resolution}.*", **NEWER.get(trial.resolution, {})}
+    others = [f"{name}<={version}" for name, version in locked.items() if name not in newer]
+    return [*others, *(f"{name}{bound}" for name, bound in newer.items())]
 
 
 def _smoked(trial: Trial, log: Path) -> int | None:
@@ -271,13 +291,17 @@ def _tail(text: str, lines: int = 25) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the selected trials, one after the other; return how many of those that may not fail have failed."""
+    """Run the selected trials; return how many of those that may not fail have failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.versions", description=__doc__)
     parser.add_argument(
-        "resolution", nargs="*", choices=["lowest", "newest", "constraints"], default=["lowest", "newest"]
+        "resolution",
+        nargs="*",
+        choices=["lowest", "minors", "newest", "constraints"],
+        default=["lowest", "minors", "newest"],
     )
     parser.add_argument("--python", action="append", metavar="VERSION", help="default: the one that runs this")
     parser.add_argument("--part", action="append", choices=sorted(PARTS))
+    parser.add_argument("--at-once", type=int, default=AT_ONCE, metavar="NUMBER", help=f"default: {AT_ONCE}")
     parser.add_argument("--keep", action="store_true", help="leave the environments and logs where they are")
     asked = parser.parse_args(argv)
     if "constraints" in asked.resolution:
@@ -299,23 +323,44 @@ def _all(asked: argparse.Namespace, place: Path) -> int:
     )
     (wheel,) = (place / "dist").glob("*.whl")
     failed = 0
-    for resolution in asked.resolution:
-        for python in asked.python or [f"{sys.version_info.major}.{sys.version_info.minor}"]:
-            for part in asked.part or PARTS:
-                trial = Trial(part, resolution, python, place / f"{resolution}-{python.replace('/', '_')}-{part}")
-                began = time.monotonic()
-                failure = tried(trial, wheel)
-                verdict = "works" if not failure else "FAILED" if resolution == "lowest" else "FAILED (reported only)"
-                print(
-                    f"{trial}: {verdict} after {time.monotonic() - began:.0f} s{f': {failure}' if failure else ''}",
-                    flush=True,
-                )
-                failed += bool(failure) and resolution == "lowest"
-                if not asked.keep:
-                    shutil.rmtree(trial.folder, ignore_errors=True)
+    for trial, failure, seconds in _outcomes(asked, list(trials(asked, place)), wheel):
+        is_required = trial.resolution != "newest"
+        verdict = "works" if not failure else "FAILED" if is_required else "FAILED (reported only)"
+        print(f"{trial}: {verdict} after {seconds:.0f} s{f': {failure}' if failure else ''}", flush=True)
+        failed += bool(failure) and is_required
     if failed:
         print(
             "Raise the lower bound of what failed in pyproject.toml, run `uv lock` and `make constraints`, and try again.",
             flush=True,
         )
     return failed
+
+
+def _outcomes(asked: argparse.Namespace, chosen: Sequence[Trial], wheel: Path) -> Iterator[tuple[Trial, str, float]]:
+    """Yield each trial with its error ("" on success) and its seconds, in the given order.
+
+    The processes of the trials end with this one: each ends its smoke first.
+    """
+    outcome = partial(_outcome, wheel=wheel, is_kept=asked.keep)
+    if asked.at_once == 1:
+        yield from map(outcome, chosen)
+        return
+    with multiprocessing.get_context("fork").Pool(asked.at_once) as processes:
+        yield from processes.imap(outcome, chosen)
+
+
+def _outcome(trial: Trial, wheel: Path, *, is_kept: bool) -> tuple[Trial, str, float]:
+    began = time.monotonic()
+    failure = tried(trial, wheel)
+    if not is_kept:
+        shutil.rmtree(trial.folder, ignore_errors=True)
+    return trial, failure, time.monotonic() - began
+
+
+def trials(asked: argparse.Namespace, place: Path) -> Iterator[Trial]:
+    """Yield the trials that the command line asks for: resolution by resolution, and part by part."""
+    for resolution in asked.resolution:
+        for python in asked.python or [f"{sys.version_info.major}.{sys.version_info.minor}"]:
+            for part in asked.part or PARTS:
+                for wanted in MINOR_RELEASES.get(part, ()) if resolution == "minors" else (resolution,):
+                    yield Trial(part, wanted, python, place / f"{wanted}-{python.replace('/', '_')}-{part}")

@@ -27,7 +27,7 @@ START_SECONDS = 120.0
 OURS = {"prefect": "prefect_skyward", "airflow": "airflow_provider_skyward", "dagster": "dagster_skyward"}
 
 PREFECT_FLOW = """
-from prefect import flow, task
+from prefect import flow, get_run_logger, runtime, task
 from prefect_skyward import SkywardTaskRunner
 import skyward_core as sky
 
@@ -40,8 +40,22 @@ def twice(x: int) -> int:
 def smoke() -> list[int]:
     return twice.map([1, 2]).result()
 
+@task
+def half(number: float) -> float:
+    get_run_logger().info("half of %s", number)
+    return number / 2
+
+@task
+def quarter(number: float) -> tuple[str, float]:
+    return runtime.task_run.task_name, half.submit(half(number)).result()
+
+@flow(task_runner=SkywardTaskRunner(provider=sky.Local(), prefect_context=True))
+def in_context() -> tuple[str, float]:
+    return quarter.submit(10).result()
+
 if __name__ == "__main__":
     assert smoke() == [2, 4]
+    assert in_context() == ("quarter", 2.5)
 """
 
 AIRFLOW_DAG = """
@@ -73,7 +87,7 @@ def twice(x: int) -> int:
 
 @dg.asset
 def doubled(context: dg.AssetExecutionContext, compute: SkywardResource) -> int:
-    return compute.run(context, twice, 2)
+    return compute.run(context, twice, 2).value
 
 resources = {"compute": SkywardResource(provider=sky.Local(price_per_hour=1.2))}
 defs = dg.Definitions(assets=[doubled], resources=resources)
@@ -97,7 +111,9 @@ def core() -> None:
     for module in pkgutil.walk_packages(sky.__path__, "skyward_core."):
         if not module.name.endswith(("__main__", *WITH_JOBLIB)) and "distributed" not in module.name:
             importlib.import_module(module.name)
-    with sky.ComputePool(provider=sky.Local(price_per_hour=1.2), nodes=2, display="log", max_cost=5) as pool:
+    traces = sky.Traces() if importlib.util.find_spec("opentelemetry") is not None else None
+    machines = sky.Local(price_per_hour=1.2)
+    with sky.ComputePool(provider=machines, nodes=2, display="log", max_cost=5, on_event=traces) as pool:
         assert sorted(sky.compute(os.getpid)() @ pool) != []
         assert pool.map(sky.compute(lambda x: 2 * x), [1, 2]) == [2, 4]
     run(str(BIN / "skyward"), "receipt", pool.receipt["pool_id"])
@@ -149,7 +165,7 @@ async def _ssh() -> None:
 
 
 def prefect() -> None:
-    """A Prefect server, with our collection, and a flow that runs two tasks on a pool."""
+    """A Prefect server, with our collection, and two flows: tasks on a pool, and with Prefect's context there."""
     port = free_port()
     environ = {
         "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",

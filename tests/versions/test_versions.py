@@ -2,9 +2,11 @@
 failed.
 """
 
+import argparse
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from packaging.requirements import Requirement
@@ -56,11 +58,22 @@ def test_a_version_that_has_failed_is_not_allowed(name: str, failed: str) -> Non
 def test_ci_tries_the_lowest_and_the_newest_versions_of_the_core_and_every_plugin() -> None:
     """Each part has a smoke, and each plugin's extra is in a part."""
     assert "step make versions\n" in (ROOT / ".ci/run").read_text()
-    assert "python -m tests.versions lowest newest\n" in (ROOT / "Makefile").read_text()
+    assert "python -m tests.versions lowest minors newest\n" in (ROOT / "Makefile").read_text()
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {extra for part in versions.PARTS.values() for extra in part} == set(extras) - {"all"}
     smoke = (ROOT / "tests/versions/smoke.py").read_text()
     assert [part for part in versions.PARTS if f"def {part}(" not in smoke] == []
+
+
+def test_each_minor_version_from_the_lowest_to_the_locked_one_is_tried() -> None:
+    """All other packages are those of the lock; the lowest version that is allowed is in the first minor."""
+    asked = argparse.Namespace(resolution=["lowest", "minors"], python=["3.13"], part=["prefect"])
+    found = list(versions.trials(asked, Path("place")))
+    assert [trial.resolution for trial in found] == ["lowest", "3.6", "3.7", "3.8"]
+    assert versions.limits(found[1], {"prefect": "3.7.7", "httpx": "1.0"}) == ["httpx<=1.0", "prefect==3.6.*"]
+    assert versions.limits(found[0], {"prefect": "3.7.7"}) == ["prefect<=3.7.7"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert "prefect>=3.6,<4" in extras["prefect"]
 
 
 def test_a_failure_names_the_package() -> None:
@@ -117,11 +130,11 @@ def test_only_the_lowest_versions_may_stop_ci(
         folder.mkdir()
         (folder / "skyward_core-0-py3-none-any.whl").touch()
 
-    monkeypatch.setattr(versions.subprocess, "run", built)
+    monkeypatch.setattr(versions, "subprocess", SimpleNamespace(run=built))
     monkeypatch.setattr(versions, "tried", lambda trial, wheel: "look at fastapi 9" if trial.part == "prefect" else "")
-    assert versions.main(["newest"]) == 0
+    assert versions.main(["newest", "--at-once", "1"]) == 0
     output = capsys.readouterr().out
     assert f"prefect, newest versions, Python 3.{sys.version_info.minor}: FAILED (reported only)" in output
     assert "look at fastapi 9" in output
-    assert versions.main(["lowest", "newest"]) == 1
+    assert versions.main(["lowest", "newest", "--at-once", "1"]) == 1
     assert "Raise the lower bound" in capsys.readouterr().out

@@ -854,6 +854,7 @@ def test_a_running_call_is_stopped_through_the_stream(one_node: Nodes, tmp_path:
             future.release()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_frozen_worker_is_dropped_and_replaced_when_it_runs_again(tmp_path: Path) -> None:
     """A worker with frozen threads is out of the pool within 15 s. When it runs again it ends, and another joins in

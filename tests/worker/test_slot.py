@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -253,7 +254,7 @@ def test_a_runner_that_dies_while_it_is_stopped_is_reaped(
         if sig == signal.SIGSTOP:
             really(victim, signal.SIGKILL)
 
-    monkeypatch.setattr(slots.os, "kill", kill)
+    monkeypatch.setattr(slots, "os", SimpleNamespace(**{**vars(os), "kill": kill}))
     run = Run(slot, batch_of(wanted=waits_for(tmp_path / "never", started), neighbour="pass"))
     wait_until(started.exists, "the call to begin")
     slot.cancel("wanted")

@@ -16,6 +16,7 @@ NOTICED = "skyward.preemption.noticed"
 FINAL = "skyward.cost.final"
 WARNING = "skyward.budget.warning"
 EXCEEDED = "skyward.budget.exceeded"
+WARNING_SHARE = 0.8
 MOST_OF_ONE_NAME = 5
 """How many events of one name a flow run emits, at most; its log has all of them. The bill of each pool is exempt."""
 
@@ -42,7 +43,7 @@ def notice_of(event: sky.SkywardEvent, pool: PoolState) -> Notice | None:
         case sky.PreemptionNoticed(instance_id, node, action, at, seconds_left):
             payload = {"instance_id": instance_id, "node": node, "action": action, "at": at}
             return Notice(NOTICED, {**payload, "seconds_left": seconds_left})
-        case sky.CostFinal():
+        case sky.CostFinal() if not pool.shared_name:  # of a shared pool the flow run has a part
             payload = {
                 "usd": event.total_cost, "seconds": round(event.total_seconds, 3), "buckets": dict(event.buckets),
                 "saved_usd": event.savings_vs_ondemand, "hardware": pool.hardware,
@@ -54,9 +55,18 @@ def notice_of(event: sky.SkywardEvent, pool: PoolState) -> Notice | None:
             return None
 
 
+def share_final(pool: PoolState) -> Notice:
+    """Return the notice of the part of a shared pool's cost that is for this flow run, once it has left the pool."""
+    payload = {
+        "usd": pool.usd, "seconds": round(pool.seconds, 3), "hardware": pool.hardware, "share_of": pool.shared_name,
+        "has_opened": pool.joined_at is None,
+    }  # fmt: skip
+    return Notice(FINAL, payload)
+
+
 def exceeded(reason: str, pool: PoolState | None, limit_usd: float | None, account: str) -> Notice:
     """Return the notice that the money is used up, or was too little to begin with."""
-    return Notice(EXCEEDED, _money(pool.total_usd if pool is not None else 0.0, limit_usd, account or None, reason))
+    return Notice(EXCEEDED, _money(pool.usd if pool is not None else 0.0, limit_usd, account or None, reason))
 
 
 class Sieve:
@@ -69,6 +79,35 @@ class Sieve:
         """Count the notice, and return whether it is to be emitted."""
         self._counts[notice.event] += 1
         return notice.event == FINAL or self._counts[notice.event] <= MOST_OF_ONE_NAME
+
+
+class RunWarning:
+    """Warns once when all pools of a flow run have spent most of its limit. A pool that warns of this limit before has
+    said it.
+    """
+
+    def __init__(self) -> None:
+        self.limit_usd: float | None = None
+        """The `max_cost` of the flow run; None without one."""
+        self._is_given = False
+
+    def repeats(self, notice: Notice) -> bool:
+        """Return whether this notice of a pool says what was said before."""
+        is_of_this = (
+            notice.event == WARNING
+            and notice.payload["account"] is None
+            and notice.payload["limit_usd"] == self.limit_usd
+        )
+        before, self._is_given = self._is_given, self._is_given or is_of_this
+        return is_of_this and before
+
+    def due(self, spent_usd: float) -> Notice | None:
+        """Return the warning if it is due now, with the cost of the flow run in USD."""
+        if self._is_given or self.limit_usd is None or spent_usd < WARNING_SHARE * self.limit_usd:
+            return None
+        self._is_given = True
+        reason = f"all pools of the flow run have cost {spent_usd:.4f} USD of max_cost={self.limit_usd:g}"
+        return Notice(WARNING, _money(spent_usd, self.limit_usd, None, reason))
 
 
 def _money(spent_usd: float, limit_usd: float | None, account: str | None, reason: str) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from prefect_skyward.report.pool_state import PREPARED_SHARE, MachineState, PoolState
-from prefect_skyward.report.series import Series
+import skyward_core as sky
+from prefect_skyward.report.pool_state import PREPARED_SHARE, MachineState, PoolState, in_words
 from prefect_skyward.report.task_costs import TaskCosts, TaskRunCost, total
 
 MOST_MACHINE_LINES = 20
@@ -28,7 +28,7 @@ class RunState:
     @property
     def attempt_usd(self) -> float:
         """The cost of this attempt's pools."""
-        return total(pool.total_usd for pool in self.pools)
+        return total(pool.usd for pool in self.pools)
 
     @property
     def usd(self) -> float:
@@ -48,7 +48,7 @@ class RunState:
     @property
     def hardware(self) -> str:
         """All machines in words."""
-        return ", ".join(filter(None, dict.fromkeys(pool.hardware for pool in self.pools)))
+        return in_words(machine for pool in self.pools for machine in pool.machines.values())
 
 
 def usd(amount: float) -> str:
@@ -72,6 +72,7 @@ def duration(seconds: float) -> str:
 def summary(state: RunState) -> str:
     """Return the line that lists show: the amount first."""
     parts = [usd(state.usd) + ("" if state.is_final else f" so far, {usd(state.rate_per_hour)} per hour")]
+    parts += [f"share of pool {name}" for name in dict.fromkeys(pool.shared_name for pool in state.pools) if name]
     parts += [state.hardware] if state.hardware else []
     parts.append(duration(state.seconds))
     if any(pool.unconfirmed for pool in state.pools):
@@ -127,14 +128,17 @@ def _calls(pools: Sequence[PoolState]) -> str:
 
 
 def _machines(state: RunState, now: float) -> str:
-    machines = [(pool, machine) for pool in state.pools for machine in pool.machines.values()]
-    if not machines:
+    shared = [pool for pool in state.pools if pool.shared_name]
+    machines = [(pool, machine) for pool in state.pools if pool not in shared for machine in pool.machines.values()]
+    if not machines and not shared:
         return ""
     machines.sort(key=lambda item: -item[1].cost_at(now))
     rows = [_machine_row(machine, now) for _, machine in machines[:MOST_MACHINE_LINES]]
     if rest := machines[MOST_MACHINE_LINES:]:
         rows.append([f"{len(rest)} others", "", "", usd(total(machine.cost_at(now) for _, machine in rest))])
-    difference = total([state.attempt_usd, -sum(machine.cost_at(now) for _, machine in machines)])
+    rows += [[_share_words(pool), "", "", usd(pool.usd)] for pool in shared]
+    listed = sum(machine.cost_at(now) for _, machine in machines) + sum(pool.usd for pool in shared)
+    difference = total([state.attempt_usd, -listed])
     if abs(difference) >= 1e-6:
         rows.append([BILLING_ROUNDING, "", "", usd(difference)])
     if state.earlier:
@@ -144,6 +148,15 @@ def _machines(state: RunState, now: float) -> str:
     return (
         "### How it adds up\n\nPrice per hour x seconds / 3600; providers bill begun seconds or minutes as whole ones."
         f"{words}\n\n" + _table(["machine", "per hour", "seconds", "USD"], rows)
+    )
+
+
+def _share_words(pool: PoolState) -> str:
+    name = f"share of pool `{pool.shared_name}` ({pool.hardware or 'its machines'}): "
+    return name + (
+        "the calls of this run, by the seconds of their slots"
+        if pool.joined_at is not None
+        else "the calls of this run, and what is for no calls, because this run has opened it"
     )
 
 
@@ -166,7 +179,8 @@ def _link(machine: MachineState) -> str:
 def _buckets(state: RunState) -> str:
     costs: dict[str, float] = {}
     for pool in state.pools:
-        for name, amount in (pool.final.buckets if pool.final is not None else {}).items():
+        # the buckets of a shared pool are of all its users
+        for name, amount in (pool.final.buckets if pool.final is not None and not pool.shared_name else {}).items():
             costs[name] = costs.get(name, 0.0) + amount
     whole = sum(costs.values())
     if not whole:
@@ -188,7 +202,9 @@ def _tasks(state: RunState) -> str:
     if rest := items[MOST_TASK_LINES:]:
         rows.append([f"{len(rest)} other tasks", str(sum(item[1][0] for item in rest)),
                      usd(total(item[1][1] for item in rest))])  # fmt: skip
-    rows.append(["no task (opening, idle time, the end)", "", usd(total([state.attempt_usd, -state.tasks.usd]))])
+    knows_all = all(pool.joined_at is None for pool in state.pools)
+    others = "no task (opening, idle time, the end)" if knows_all else "calls whose cost is known to the opener only"
+    rows.append([others, "", usd(total([state.attempt_usd, -state.tasks.usd]))])
     rows.append(["**This attempt**", "", f"**{usd(state.attempt_usd)}**"])
     return "### By task\n\n" + _table(["task", "task runs", "USD"], rows)
 
@@ -220,7 +236,7 @@ def node_rows(state: RunState, now: float) -> list[dict[str, Any]]:
             "spot": "yes" if machine.is_spot else "no",
             "price per hour": round(machine.price_per_hour, 6),
             "seconds": round(machine.seconds_at(now), 1),
-            "USD": round(machine.cost_at(now), 6),
+            "USD": "" if pool.shared_name else round(machine.cost_at(now), 6),
             "utilisation": f"{machine.utilization.mean:.0f} %" if machine.utilization.count else "",
             "state": "lost" if machine.is_lost else "ended" if machine.ended or pool.final is not None else "rented",
             "console": machine.console_url or "",
@@ -262,13 +278,15 @@ def task_page(run: TaskRunCost) -> str:
     return "\n\n".join(parts)
 
 
-def _metric_row(name: str, series: Series) -> list[str]:
+def _metric_row(name: str, series: sky.Series) -> list[str]:
     numbers = (series.last, series.least, series.greatest)
     return [_cell(name), *(f"{number:.6g}" for number in numbers), f"`{series.sparkline()}`"]
 
 
 def progress_words(pool: PoolState) -> str:
     """Return what the opening of a pool has reached, in words."""
+    if pool.joined_at is not None:
+        return f"{pool.hardware or 'the pool'} found warm, or in use: pool {pool.shared_name}"
     if pool.ready_seconds is not None:
         return f"{pool.hardware or 'the pool'} ready after {duration(pool.ready_seconds)}"
     if pool.trouble:

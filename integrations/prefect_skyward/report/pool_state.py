@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import skyward_core as sky
-from prefect_skyward.report.series import Series
 
 SECONDS_PER_HOUR = 3600
 STEPS = ("uv", "apt", "deps", "keep", "skyward", "volumes", "mig", "server")
@@ -35,7 +34,7 @@ class MachineState:
     is_lost: bool = False
     seconds: float | None = None
     cost_usd: float | None = None
-    utilization: Series = field(default_factory=Series)
+    utilization: sky.Series = field(default_factory=sky.Series)
 
     def seconds_at(self, now: float) -> float:
         """Return for how long it was rented: by the receipt, before the end of the pool by the time of its events."""
@@ -46,6 +45,16 @@ class MachineState:
     def cost_at(self, now: float) -> float:
         """Return its cost: by the receipt, before the end of the pool its price times its seconds."""
         return self.price_per_hour * self.seconds_at(now) / SECONDS_PER_HOUR if self.cost_usd is None else self.cost_usd
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPool:
+    """A pool with a name that a flow run has opened or joined, and its nodes at that time."""
+
+    name: str
+    pool_id: str
+    accelerator: str
+    nodes: tuple[sky.Node, ...]
 
 
 @dataclass(slots=True)
@@ -66,8 +75,14 @@ class PoolState:
     calls: sky.CallProgress = field(default_factory=lambda: sky.CallProgress(0, 0, 0))
     final: sky.CostFinal | None = None
     unconfirmed: tuple[str, ...] = ()
-    gpu: Series = field(default_factory=Series)
-    cpu: Series = field(default_factory=Series)
+    gpu: sky.Series = field(default_factory=sky.Series)
+    cpu: sky.Series = field(default_factory=sky.Series)
+    shared_name: str = ""
+    """The name of a pool that other processes may use too; "" for a pool of this flow run alone."""
+    share_usd: float | None = None
+    """The part of a shared pool's cost that is for this flow run, by the ledger; `total_usd` is the pool's."""
+    joined_at: float | None = None
+    """When the flow run has joined a shared pool that another process had opened."""
     trouble: str = ""
     """Why it could not be opened, or why its money is used up."""
 
@@ -98,6 +113,31 @@ class PoolState:
             case _:
                 self._machine_after(event, at)
 
+    @property
+    def usd(self) -> float:
+        """What the flow run pays for it so far."""
+        if not self.shared_name:
+            return self.total_usd
+        return self.share_usd or 0.0
+
+    def share(self, shared: SharedPool, at: float) -> None:
+        """Note that other processes may use the pool. If one of them has opened it, there were no events of it yet."""
+        self.shared_name = shared.name
+        if self.pool_id:
+            return
+        self.pool_id, self.joined_at, self.ready_seconds = shared.pool_id, at, 0.0
+        self.wanted, self.slots = len(shared.nodes), sum(node.workers * node.slots for node in shared.nodes)
+        self.rate_per_hour = sum(node.instance.price_per_hour for node in shared.nodes)
+        for node in shared.nodes:
+            self.machines[node.instance.id] = _machine_of_node(node, shared.accelerator, at)
+
+    def leave(self, at: float) -> None:
+        """Note that the flow run uses a shared pool no more; its machines may go on."""
+        if self.joined_at is not None:
+            self.seconds = at - self.joined_at
+        for machine in self.machines.values():
+            machine.ended = machine.ended or at
+
     def settle(self, receipt: Mapping[str, Any]) -> None:
         """Take the seconds and the cost of each machine from the pool's receipt."""
         for resource in receipt["resources"]:
@@ -119,11 +159,7 @@ class PoolState:
     @property
     def hardware(self) -> str:
         """The machines in words: "2 x A100"."""
-        kinds = dict[str, int]()
-        for machine in self.machines.values():
-            kind = machine.accelerator or machine.instance_type
-            kinds[kind] = kinds.get(kind, 0) + 1
-        return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+        return in_words(self.machines.values())
 
     def _machine_after(self, event: sky.SkywardEvent, at: float) -> None:
         match event:
@@ -154,6 +190,31 @@ class PoolState:
             self.gpu.add(event.gpu_utilization)
         if machine := self.machines.get(event.instance_id):
             machine.utilization.add(event.cpu_percent if event.gpu_utilization is None else event.gpu_utilization)
+
+
+def in_words(machines: Iterable[MachineState]) -> str:
+    """Return how many machines of each kind there are: "2 x A100, 1 x T4"."""
+    kinds = dict[str, int]()
+    for machine in machines:
+        kind = machine.accelerator or machine.instance_type
+        kinds[kind] = kinds.get(kind, 0) + 1
+    return ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
+
+
+def _machine_of_node(node: sky.Node, accelerator: str, began: float) -> MachineState:
+    instance = node.instance
+    return MachineState(
+        instance_id=instance.id,
+        node=node.rank,
+        provider=instance.provider,
+        instance_type=instance.instance_type,
+        accelerator=accelerator,
+        is_spot=instance.is_spot,
+        price_per_hour=instance.price_per_hour,
+        console_url=None,
+        began=began,
+        share=1.0,
+    )
 
 
 def _machine_of(event: sky.InstanceProvisioned, began: float) -> MachineState:

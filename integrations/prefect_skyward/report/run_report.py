@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import threading
 import time
@@ -14,9 +15,9 @@ from uuid import UUID
 
 import skyward_core as sky
 from prefect_skyward.report import pages
-from prefect_skyward.report.notices import Notice, Sieve, exceeded, notice_of
+from prefect_skyward.report.notices import Notice, RunWarning, Sieve, exceeded, notice_of, share_final
 from prefect_skyward.report.pages import RunState
-from prefect_skyward.report.pool_state import PoolState
+from prefect_skyward.report.pool_state import PoolState, SharedPool
 from prefect_skyward.report.prefect_api import RunApi
 from prefect_skyward.ui import RunLog
 
@@ -29,6 +30,8 @@ COST_KEY, NODES_KEY, TASKS_KEY, MACHINES_KEY, TASK_RUN_KEY = (
 )
 WRITE_SECONDS = 15.0
 """The least time between two updates. The start, the readiness and the end of a pool are written at once."""
+CLOSE_SECONDS = 30.0
+"""How long the end of a flow waits for an API that is slow: Prefect's client tries each request for up to a minute."""
 MOST_TASK_ROWS, MOST_LIVE_TASK_ROWS = 1_000, 50
 """Rows of the table of task runs, at the end and while the flow runs."""
 MOST_TASK_ARTIFACTS = 20
@@ -52,12 +55,20 @@ class RunReport:
         self._api = RunApi(flow_run_id)
         self._state = RunState()
         self._sieve = Sieve()
+        self._warning = RunWarning()
         self._earlier_rows: dict[str, list[dict[str, Any]]] = {}
         self._has_task_artifact: set[str] = set()
         self._is_changed = self._is_urgent = self._has_warned = False
+        self._is_left = False
+        """Whether `close` has stopped waiting for the thread."""
         self._inbox: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._thread = threading.Thread(target=log.run, args=(self._run,), name="skyward-report", daemon=True)
         self._thread.start()
+
+    @property
+    def _own_work(self) -> sky.Work:
+        """The flow run, with all its attempts and tasks."""
+        return sky.Work(system=self._work.system, workflow=self._work.workflow, run=self._work.run)
 
     # ── messages, from any thread ────────────────────────────────────────────────────────────────────────────────────
 
@@ -72,6 +83,10 @@ class RunReport:
 
         return take
 
+    def limit(self, usd: float) -> None:
+        """Warn when all pools of the flow run have cost 80 % of this, in USD."""
+        self._inbox.put(partial(setattr, self._warning, "limit_usd", usd))
+
     def call(self, call_id: str, task_run_id: str, task: str) -> None:
         """Say which task run has made a call, so that what it reports is shown there."""
         self._inbox.put(partial(self._state.tasks.know_call, call_id, task_run_id, task))
@@ -85,14 +100,35 @@ class RunReport:
         if receipt is not None:
             self._inbox.put(partial(self._settle, pool_id, receipt))
 
+    def share(self, name: str, shared: SharedPool) -> None:
+        """Say that other processes may use a pool, once it is open. `name` is that of its `sink`."""
+        self._inbox.put(partial(self._share, name, shared, time.monotonic()))
+
+    def leave(self, pool_id: str) -> None:
+        """Take the flow run's part of a shared pool's cost from the ledger, once the flow run has left the pool."""
+        self._inbox.put(partial(self._leave, pool_id, time.monotonic()))
+
     def money_is_used_up(self, error: sky.BudgetExceeded, limit_usd: float | None, pool_id: str = "") -> None:
         """Emit `skyward.budget.exceeded`, once for each pool."""
         self._inbox.put(partial(self._exceeded, str(error), limit_usd, error.account, pool_id))
 
     def close(self) -> None:
-        """Write the last state and end the thread; called once the pools are closed. May be called twice."""
+        """Write the last state and end the thread; called once the pools are closed. May be called twice.
+
+        It waits CLOSE_SECONDS at most. The thread goes on after that, until it is done or the process ends.
+        """
+        if self._is_left:
+            return
         self._inbox.put(None)
-        self._thread.join()
+        self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive():
+            self._is_left = self._has_warned = True
+            pools = " ".join(pool.pool_id for pool in list(self._state.pools) if pool.pool_id)
+            self._log.say(
+                logging.WARNING,
+                f"Prefect's API has not taken the run's costs within {CLOSE_SECONDS:g} s, and the run goes on without"
+                f" them; the ledger has the bill: skyward receipt {pools}",
+            )
 
     # ── in the thread ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -124,7 +160,7 @@ class RunReport:
         except Exception as error:
             if not self._has_warned:
                 self._has_warned = True
-                self._log.logger.warning("what the run's pages show of its machines is incomplete: %r", error)
+                self._log.say(logging.WARNING, f"what the run's pages show of its machines is incomplete: {error!r}")
             else:
                 self._log.logger.debug("the run's pages could not be written: %r", error)
 
@@ -137,8 +173,10 @@ class RunReport:
         self._is_urgent |= isinstance(event, AT_ONCE)
         if pool.pool_id in self._state.earlier:  # the ledger was read after this pool had begun
             self._state.earlier = {name: usd for name, usd in self._state.earlier.items() if name != pool.pool_id}
-        if (notice := notice_of(event, pool)) is not None:
+        if (notice := notice_of(event, pool)) is not None and not self._warning.repeats(notice):
             self._emit(notice, pool)
+        if (warning := self._warning.due(self._state.usd)) is not None:
+            self._emit(warning, pool)
 
     def _add_cost(self, task_run_id: str, usd: float) -> None:
         self._is_changed = True
@@ -149,6 +187,29 @@ class RunReport:
         for pool in self._state.pools:
             if pool.pool_id == pool_id:
                 pool.settle(receipt)
+
+    def _share(self, name: str, shared: SharedPool, at: float) -> None:
+        self._is_changed = self._is_urgent = True
+        for pool in self._state.pools:
+            if pool.name == name:
+                pool.share(shared, at)
+        # the part of a flow run is that of all its attempts
+        self._state.earlier = {name: usd for name, usd in self._state.earlier.items() if name != shared.pool_id}
+
+    def _leave(self, pool_id: str, at: float) -> None:
+        self._is_changed = True
+        for pool in self._state.pools:
+            if pool.pool_id == pool_id and pool.shared_name:
+                pool.leave(at)
+                self._ask_shares()
+                self._emit(share_final(pool), pool)
+
+    def _ask_shares(self) -> None:
+        if any(pool.shared_name for pool in self._state.pools):
+            costs = sky.cost_of(self._own_work)
+            for pool in self._state.pools:
+                if pool.shared_name:
+                    pool.share_usd = costs.get(pool.pool_id, 0.0)
 
     def _exceeded(self, reason: str, limit_usd: float | None, account: str, pool_id: str) -> None:
         pools = [pool for pool in self._state.pools if pool.pool_id == pool_id or not pool_id]
@@ -169,8 +230,7 @@ class RunReport:
     def _read_earlier_attempts(self) -> None:
         """Find what earlier attempts of the flow run have cost, by the ledger, and the rows of their tables."""
         if self._work.run:
-            own = sky.Work(system=self._work.system, workflow=self._work.workflow, run=self._work.run)
-            self._state.earlier = sky.cost_of(own)
+            self._state.earlier = sky.cost_of(self._own_work)
         if self._state.earlier:
             tables = self._api.read([COST_KEY, NODES_KEY, TASKS_KEY, MACHINES_KEY])
             self._earlier_rows = {
@@ -182,27 +242,31 @@ class RunReport:
     def _write(self) -> None:
         if not any(pool.pool_id or pool.trouble for pool in self._state.pools):
             return
+        self._try(self._ask_shares)
         if self._state.is_final and self._state.earlier:
             self._try(self._ask_earlier_costs_again)
         self._try(self._write_progress)
         # Prefect's graph shows artifacts of one moment as a number: the circle of the opening is to stand alone
         if self._state.is_final or any(pool.ready_seconds is not None or pool.trouble for pool in self._state.pools):
-            for write in (self._write_cost, self._write_nodes, self._write_tasks, self._write_runs):
-                self._try(write)
-        self._try(self._write_labels)
+            self._try(self._write_cost)
+            tables = (self._write_nodes, self._write_tasks, self._write_runs)
+        else:
+            tables = ()
+        self._try(self._write_labels)  # before the tables: a slow API takes the cost first
+        for write in tables:
+            self._try(write)
 
     def _ask_earlier_costs_again(self) -> None:
         """The machines of an earlier attempt may have ended after this one began."""
-        own = sky.Work(system=self._work.system, workflow=self._work.workflow, run=self._work.run)
-        costs = sky.cost_of(own)
+        costs = sky.cost_of(self._own_work)
         self._state.earlier = {pool_id: costs.get(pool_id, usd) for pool_id, usd in self._state.earlier.items()}
 
     def _write_progress(self) -> None:
         for pool in self._state.pools:
             key = "-".join(filter(None, (MACHINES_KEY, _slug(pool.name))))
             words = pages.progress_words(pool)
-            if pool.ready_seconds is None and pool.total_usd:
-                words += f" · {pages.usd(pool.total_usd)} so far"
+            if pool.ready_seconds is None and pool.usd:
+                words += f" · {pages.usd(pool.usd)} so far"
             self._api.write(key, "progress", round(pool.progress, 1), words)
 
     def _write_cost(self) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import skyward_core as sky
-from prefect_skyward.report.series import Series
 
 MOST_CALLS = 20_000
 """How many calls are known by their task run at once; older ones are forgotten."""
@@ -21,7 +20,7 @@ class TaskRunCost:
     usd: float = 0.0
     calls: int = 0
     step: int | None = None
-    metrics: dict[str, Series] = field(default_factory=dict[str, Series])
+    metrics: dict[str, sky.Series] = field(default_factory=dict[str, sky.Series])
 
 
 class TaskCosts:
@@ -59,7 +58,7 @@ class TaskCosts:
         run = self._run(task_run_id)
         run.step = event.step if event.step is not None else run.step
         for name, value in event.values.items():
-            run.metrics.setdefault(name, Series()).add(value)
+            run.metrics.setdefault(name, sky.Series()).add(value)
         self.changed.add(task_run_id)
 
     def costliest(self, most: int | None = None) -> list[TaskRunCost]:

@@ -1,1 +1,3 @@
-"""The commands: each reads its options and looks up. The module of the same name in `views` makes tables and JSON."""
+"""The commands: each reads its options and finds the data. The module of the same name in `views` makes tables and
+JSON.
+"""

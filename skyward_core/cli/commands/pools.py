@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-from decimal import Decimal
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from skyward_core.cli import values
+from skyward_core.cli.listing import pools_of
 from skyward_core.cli.options import SHOWN_ROWS, AsJson, PoolId, open_ledger, provider_from
 from skyward_core.cli.printing import print_json, print_table, print_warnings
 from skyward_core.cli.views import pools as view
-from skyward_core.errors import ZERO_USD
 
 if TYPE_CHECKING:
     from skyward_core.ledger.ledger import Ledger
@@ -32,20 +30,7 @@ def ps(
     unreadable: list[UnreadableRow] = []
     with open_ledger(context) as ledger:
         rows = ledger.pool_rows(include_ended=include_ended, limit=limit, unreadable=unreadable)
-        rates = _rates(ledger, unreadable)
-        names = {named.pool_id: named for named in ledger.names.all_named(unreadable=unreadable)}
-        users = ledger.names.users(unreadable=unreadable) if names else {}
-        now = datetime.now(UTC)
-        pools = [
-            view.pool(
-                row,
-                rates.get(row.entry.id, ZERO_USD),
-                now,
-                names.get(row.entry.id),
-                users.get(row.entry.id, 0),
-            )
-            for row in rows
-        ]
+        pools = pools_of(ledger, rows, unreadable)
     if as_json:
         print_json(pools)
     elif not pools:
@@ -55,15 +40,6 @@ def ps(
         if len(pools) == limit:
             print(f"the newest {limit}; --limit shows more")
     return print_warnings([*unreadable, *view.faults(rows)])
-
-
-def _rates(ledger: Ledger, unreadable: list[UnreadableRow]) -> dict[str, Decimal]:
-    """Return USD per hour of what each pool has rented now, by pool id."""
-    rates: dict[str, Decimal] = {}
-    for intent in ledger.open_intents(unreadable=unreadable):
-        if intent.cloud_id is not None:
-            rates[intent.pool_id] = rates.get(intent.pool_id, ZERO_USD) + intent.price.per_hour
-    return rates
 
 
 def stop(

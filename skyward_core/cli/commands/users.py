@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from skyward_core.cli import values
-from skyward_core.cli.options import AsJson, open_ledger
+from skyward_core.cli.options import AsJson, complete_pools, open_ledger
 from skyward_core.cli.printing import print_json, print_table, print_warnings
 from skyward_core.cli.views import users as view
 from skyward_core.errors import ZERO_USD, BadRequest
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 def users(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", parser=values.name, help="of a pool, or its id")],
+    name: Annotated[
+        str,
+        typer.Argument(metavar="NAME", parser=values.name, autocompletion=complete_pools, help="of a pool, or its id"),
+    ],
     *,
     as_json: AsJson = False,
 ) -> int:

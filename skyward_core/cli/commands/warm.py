@@ -7,14 +7,16 @@ from typing import Annotated
 import typer
 
 from skyward_core.cli import values
-from skyward_core.cli.options import AsJson, open_ledger
+from skyward_core.cli.options import AsJson, complete_pools, open_ledger
 from skyward_core.cli.printing import print_json
 from skyward_core.cli.views import warm as view
 
 
 def warm(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", parser=values.name, help="of a pool")],
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", parser=values.name, autocompletion=complete_pools, help="of a pool")
+    ],
     *,
     seconds: Annotated[
         float,

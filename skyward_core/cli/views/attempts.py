@@ -49,5 +49,5 @@ def none_known(entry: PoolEntry) -> str:
     from skyward_core.ledger.rows import PRUNED_SPEC
 
     if entry.spec_json == PRUNED_SPEC:
-        return f"{entry.id}: what it tried is not known any more: `skyward ledger prune` took it away"
+        return f"{entry.id}: its attempts are not known any more: `skyward ledger prune` deleted them"
     return f"{entry.id} has not tried to rent anything"

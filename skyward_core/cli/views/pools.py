@@ -10,19 +10,27 @@ from typing import TYPE_CHECKING, Any
 from skyward_core.cli.printing import duration, first_of, iso, money, number_of
 
 if TYPE_CHECKING:
-    from skyward_core.ledger.names_policy import NamedPool
+    from skyward_core.ledger.names_policy import Activity, NamedPool
     from skyward_core.ledger.rows import PoolEntry, PoolRow
 
 
 def pool(
-    row: PoolRow, usd_per_hour: Decimal, now: datetime, named: NamedPool | None = None, users: int = 0
+    row: PoolRow,
+    usd_per_hour: Decimal,
+    now: datetime,
+    named: NamedPool | None = None,
+    use: Activity | None = None,
 ) -> dict[str, Any]:
-    """Return a pool as in `skyward ps --json`. `users` is how many processes use a pool with a name."""
+    """Return a pool as in `skyward ps --json`. `use` is there for a pool with a name."""
     entry = row.entry
+    idle_since = None if use is None or entry.ended_at is not None else use.idle_since
     return {
         "pool": entry.id,
         "name": None if named is None else named.name,
-        "users": None if named is None else users,
+        "users": None if use is None else use.users,
+        "calls": None if use is None else use.calls,
+        "idle_since": None if idle_since is None else iso(idle_since),
+        "idle_seconds": None if idle_since is None else round(max(0.0, (now - idle_since).total_seconds()), 3),
         "warm_until": None if named is None or named.warm_until is None else iso(named.warm_until),
         "state": _state(entry, now),
         "owner": entry.owner.name,
@@ -51,11 +59,13 @@ def _state(entry: PoolEntry, now: datetime) -> str:
 
 
 def table(pools: Sequence[Mapping[str, Any]], works: Mapping[str, str]) -> tuple[list[str], list[list[str]]]:
-    """Return heads and rows. NAME and USERS are there only if a pool has a name, WORK only if one has work."""
+    """Return heads and rows. NAME, USERS, CALLS and IDLE are there only if a pool has a name, WORK only if one has
+    work.
+    """
     heads = ["POOL", "STATE", "OWNER", "PROVIDER", ">OPEN", ">AGE", ">LEASE", ">USD/H", ">COST USD"]
     rows = [_row(one) for one in pools]
     if any(one["name"] for one in pools):
-        heads += ["NAME", ">USERS"]
+        heads += ["NAME", ">USERS", ">CALLS", ">IDLE"]
         rows = [[*row, *_name(one)] for row, one in zip(rows, pools, strict=True)]
     if any(works.values()):
         return [*heads, "WORK"], [[*row, works[row[0]]] for row in rows]
@@ -64,11 +74,12 @@ def table(pools: Sequence[Mapping[str, Any]], works: Mapping[str, str]) -> tuple
 
 def _name(pool: Mapping[str, Any]) -> list[str]:
     if not pool["name"]:
-        return ["", ""]
+        return ["", "", "", ""]
     warm_until: str | None = pool["warm_until"]
-    if warm_until is not None and not pool["users"]:
-        return [pool["name"], f"warm until {warm_until[11:16]}"]
-    return [pool["name"], str(pool["users"])]
+    idle_seconds: float | None = pool["idle_seconds"]
+    is_warm = warm_until is not None and not pool["users"]
+    users = f"warm until {warm_until[11:16]}" if is_warm and warm_until else str(pool["users"])
+    return [pool["name"], users, str(pool["calls"]), "" if idle_seconds is None else duration(idle_seconds)]
 
 
 def _row(pool: Mapping[str, Any]) -> list[str]:

@@ -12,14 +12,14 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from pydantic import ConfigDict, Field, SecretStr, model_validator
 
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.offers import Offer, Requirements
-from skyward_core.providers._http import Api, field_of
+from skyward_core.providers._http import Api, field_of, number_of
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags
 from skyward_core.providers.digitalocean.api import (
     API_URL,
@@ -40,6 +40,8 @@ from skyward_core.providers.digitalocean.termination import destroy_droplets
 from skyward_core.providers.ssh_keys import Key, host_key, our_key
 from skyward_core.providers.tagging import of_machine
 from skyward_core.providers.userdata import END_COMMAND, boot_script, cloud_config
+
+ACCOUNT_ANSWER = "DigitalOcean answered GET /v2/account"
 
 
 class DigitalOcean(Provider):
@@ -163,10 +165,16 @@ class DigitalOcean(Provider):
 
     def account(self) -> str:
         """Return the id of the token's team, or of its user if there is no team."""
+        account = self._account()
+        return field_of(account.get("team") or account, "uuid", str, ACCOUNT_ANSWER)
+
+    def quotas(self) -> Mapping[str, float]:
+        """Return how many droplets the account may have at once."""
+        return {"droplets at once": number_of(self._account(), "droplet_limit", ACCOUNT_ANSWER)}
+
+    def _account(self) -> dict[str, Any]:
         with self._api() as api:
-            who = "DigitalOcean answered GET /v2/account"
-            account = field_of(api.request("GET", "/v2/account"), "account", dict, who)
-        return field_of(account.get("team") or account, "uuid", str, who)
+            return field_of(api.request("GET", "/v2/account"), "account", dict, ACCOUNT_ANSWER)
 
     def console_url(self, instance: Instance) -> str:
         """Return the droplet's page in the control panel."""

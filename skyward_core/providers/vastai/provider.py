@@ -36,7 +36,7 @@ from skyward_core.machines.offers import (
     total_of,
 )
 from skyward_core.providers import userdata
-from skyward_core.providers._http import Api, Row, field_of
+from skyward_core.providers._http import Api, Row, field_of, number_of
 from skyward_core.providers.base import RANK_TAG, Provider, Tags
 from skyward_core.providers.ssh_keys import Key, our_key
 from skyward_core.providers.tagging import of_machine
@@ -337,6 +337,11 @@ class VastAI(Provider):
         """Return the number of the key's user."""
         with self._api() as api:
             return f"user {field_of(api.request('GET', USER), 'id', int, f'Vast.ai answered GET {USER}')}"
+
+    def quotas(self) -> Mapping[str, float]:
+        """Return the credit, from which Vast.ai takes the price of machines."""
+        with self._api() as api:
+            return {"credit in USD": number_of(api.request("GET", USER), "credit", f"Vast.ai answered GET {USER}")}
 
     def console_url(self, instance: Instance) -> str:
         """Return the page with all containers, because there is no page for one."""

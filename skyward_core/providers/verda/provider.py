@@ -12,7 +12,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Self
 from urllib.parse import quote
@@ -29,7 +29,7 @@ from skyward_core.errors import (
 )
 from skyward_core.machines.instances import Instance, InstanceState
 from skyward_core.machines.offers import Extra, Offer, Requirements, by_month
-from skyward_core.providers._http import field_of
+from skyward_core.providers._http import field_of, number_of
 from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG, Provider, Tags
 from skyward_core.providers.ssh_keys import Key, host_key, our_key
 from skyward_core.providers.tagging import of_machine
@@ -208,6 +208,13 @@ class Verda(Provider):
         with self._api() as api:
             field_of(api.request("GET", "/balance"), "currency", str, "Verda answered GET /balance")
             return f"client-{hashlib.sha256(api.credentials.client_id.encode()).hexdigest()[:12]}"
+
+    def quotas(self) -> Mapping[str, float]:
+        """Return the balance, from which Verda takes the price of machines."""
+        with self._api() as api:
+            balance, who = api.request("GET", "/balance"), "Verda answered GET /balance"
+        currency = field_of(balance, "currency", str, who).upper()
+        return {f"balance in {currency}": number_of(balance, "amount", who)}
 
     def console_url(self, instance: Instance) -> str | None:
         """Return the start page of the console: no permanent address of one machine's page is documented."""

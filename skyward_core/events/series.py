@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 MOST_POINTS = 32
-"""As many bars as fit beside four numbers in a table of Prefect's UI, 1,300 pixels wide."""
+"""As many bars as fit beside four numbers in a table 1,300 pixels wide."""
 BARS = "▁▂▃▄▅▆▇█"
 
 

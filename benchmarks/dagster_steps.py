@@ -1,0 +1,175 @@
+"""Measure steps of Dagster on pools: against a plain op and Dagster's own Pipes client, five that share a pool against
+five that do not, and 10,000 messages of Dagster Pipes.
+
+    python benchmarks/dagster_steps.py --rounds 3
+    python benchmarks/dagster_steps.py --rounds 1 --only plain,warm
+
+Each measurement is a new process, which imports Dagster and Skyward before the time begins, as a code location does.
+The instance keeps its events in SQLite. The ways take turns. A step's time is that from its start event to its success
+event; a run's is that of the call which executes it. It prints a table for benchmarks/RESULTS.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+
+WAYS = (
+    "plain",
+    "warm",
+    "warm_pipes",
+    "subprocess_pipes",
+    "cold",
+    "five_plain",
+    "five_shared",
+    "five_alone",
+    "messages",
+)
+WORDS = {
+    "plain": "plain op",
+    "warm": "`compute.run` on a warm pool",
+    "warm_pipes": "`PipesSkywardClient` on a warm pool",
+    "subprocess_pipes": "`PipesSubprocessClient`",
+    "cold": "`compute.run` on a cold pool",
+    "five_plain": "five plain ops",
+    "five_shared": 'five, `sharing="run"`',
+    "five_alone": "five, each its own pool",
+}
+SECONDS = 900
+HERE = Path(__file__).resolve().parent
+"""The folder of `_dagster_jobs`, from which processes of steps import it."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default=",".join(WAYS), help="ways, with commas")
+    parser.add_argument("--measure", metavar="WAY", help=argparse.SUPPRESS)
+    parser.add_argument("--hold", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps(measured(options.measure)))
+        return 0
+    if options.hold:
+        hold()
+        return 0
+    load, ways = os.getloadavg()[0], options.only.split(",")
+    found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    with tempfile.TemporaryDirectory(prefix="skyward-bench-") as folder, warm_pool(Path(folder)) as environ:
+        for _ in range(options.rounds):
+            for way in ways:
+                found[way].append(in_a_process(way, environ))
+                print(way, found[way][-1], flush=True)
+    print("\n".join(report(found, options.rounds, load)))
+    return 0
+
+
+def in_a_process(way: str, environ: dict[str, str]) -> dict[str, float]:
+    command = [sys.executable, HERE / Path(__file__).name, "--measure", way]
+    done = subprocess.run(command, env=environ, cwd=HERE, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@contextmanager
+def warm_pool(folder: Path) -> Iterator[dict[str, str]]:
+    """A process that holds a pool with a name; yields the environment with the instance and the ledger."""
+    (folder / "dagster.yaml").write_text("telemetry: {enabled: false}\n")
+    environ = os.environ | {
+        "DAGSTER_HOME": str(folder),
+        "SKYWARD_LEDGER": f"sqlite:///{folder}/ledger.db",
+        **{f"XDG_{kind}_HOME": f"{folder}/{kind.lower()}" for kind in ("CACHE", "CONFIG", "STATE")},
+    }
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, HERE / Path(__file__).name, "--hold"], env=environ, stdin=pipe, stdout=pipe, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "open\n"
+        try:
+            yield environ
+        finally:
+            holder.communicate("")
+
+
+def hold() -> None:
+    import _dagster_jobs as jobs
+
+    import skyward_core as sky
+
+    with sky.ComputePool.from_spec(jobs.WARM.spec):
+        print("open", flush=True)
+        sys.stdin.read()
+    sky.release(jobs.NAME)
+
+
+# ── one measurement, in its own process ──────────────────────────────────────────────────────────────────────────────
+
+
+def measured(way: str) -> dict[str, float]:
+    """Return the seconds of the run, and of its longest step."""
+    import _dagster_jobs as jobs
+    import dagster as dg
+
+    import skyward_core.pool.pool  # noqa: F401 - as in a process that has loaded the definitions
+
+    functions = {"five_plain": jobs.plain_job, "five_shared": jobs.shared_job, "five_alone": jobs.alone_job}
+    with dg.DagsterInstance.get() as instance:
+        began = time.monotonic()
+        if way in functions:
+            result = dg.execute_job(dg.reconstructable(functions[way]), instance=instance)
+        else:
+            result = jobs.JOBS[way].execute_in_process(instance=instance)
+        seconds = time.monotonic() - began
+        assert result.success
+        stats = instance.get_run_step_stats(result.run_id)
+    steps = [one.end_time - one.start_time for one in stats if one.end_time and one.start_time]
+    found = {"run": seconds, "step": max(steps)}
+    return found | ({"messages": result.output_for_node("many_messages")} if way == "messages" else {})
+
+
+# ── the table ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def report(found: dict[str, list[dict[str, float]]], rounds: int, load: float) -> list[str]:
+    lines = [
+        (
+            f"Medians of {rounds} rounds, [least, most]; {os.cpu_count()} cores, load average of the last minute, before →"
+            f" after: {load:.1f} → {os.getloadavg()[0]:.1f}. Python {sys.version.split()[0]}, dagster {version('dagster')}."
+        ),
+        "",
+        "| way | step, s | to plain | run, s | to plain |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for way in (way for way in WORDS if way in found):
+        base = "five_plain" if way.startswith("five") else "plain"
+        cells: list[str] = []
+        for key in ("step", "run"):
+            middle, ratio = statistics.median(values(found, way, key)), ""
+            if base in found:
+                ratio = f"{middle / statistics.median(values(found, base, key)):.1f}"
+            least, most = min(values(found, way, key)), max(values(found, way, key))
+            cells += [f"{middle:.2f} [{least:.2f}, {most:.2f}]", ratio]
+        lines.append(f"| {WORDS[way]} | {' | '.join(cells)} |")
+    if "messages" in found:
+        seconds = statistics.median(values(found, "messages", "messages"))
+        lines += ["", f"10,000 messages of Pipes from a node: {seconds:.2f} s, {10_000 / seconds:,.0f} messages/s."]
+    return lines
+
+
+def values(found: dict[str, list[dict[str, float]]], way: str, key: str) -> list[float]:
+    return [one[key] for one in found[way]]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

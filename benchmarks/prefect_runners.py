@@ -1,0 +1,227 @@
+"""Compare task runners of Prefect on one server and this machine: ours on `Local`, threads, Dask and Ray.
+
+    uv run --locked --extra prefect --with prefect-dask --with prefect-ray --with ray python benchmarks/prefect_runners.py
+    python benchmarks/prefect_runners.py --rounds 1 --only skyward,threads --cases tiny
+
+Each measurement is a flow run in a new process, which submits one task before the time begins: the start of a cluster
+is not in the numbers. Runners take turns. It prints a table for benchmarks/RESULTS.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
+
+RUNNERS = ("threads", "skyward", "threads-64", "skyward-64", "dask", "ray")
+CASES = ("tiny", "large", "first")
+TINY, LARGE, LARGE_BYTES = 1000, 200, 5_000_000
+SECONDS = 900
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default=",".join(RUNNERS), help="runners, with commas")
+    parser.add_argument("--cases", default=",".join(CASES), help="cases, with commas")
+    parser.add_argument("--measure", nargs=2, metavar=("RUNNER", "CASE"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps(measured(*options.measure)))
+        return 0
+    load = os.getloadavg()
+    runners = options.only.split(",")
+    found: dict[tuple[str, str], list[dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory(prefix="skyward-bench-") as folder, server(Path(folder)) as environ:
+        for _ in range(options.rounds):
+            for case in options.cases.split(","):
+                for runner in runners if case != "first" else ["skyward"]:
+                    result = in_a_process(runner, case, environ)
+                    found.setdefault((runner, case), []).append(result)
+                    print(runner, case, result, flush=True)
+    print(report(found, runners, options.rounds, load))
+    return 0
+
+
+def in_a_process(runner: str, case: str, environ: dict[str, str]) -> dict[str, float]:
+    command = [sys.executable, __file__, "--measure", runner, case]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=SECONDS, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@contextmanager
+def server(folder: Path) -> Iterator[dict[str, str]]:
+    """A Prefect server with an empty database; yields the environment of its clients."""
+    port = "4299"
+    environ = os.environ | {
+        "PREFECT_HOME": str(folder),
+        "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_LOGGING_LEVEL": "WARNING",
+        "XDG_STATE_HOME": str(folder / "state"),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    }
+    command = [sys.executable, "-m", "prefect", "server", "start", "--port", port]
+    with subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            deadline = time.monotonic() + 120
+            while not answers(f"http://127.0.0.1:{port}/api/health"):
+                assert time.monotonic() < deadline, "the server of Prefect does not answer"
+                time.sleep(0.2)
+            yield environ
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def answers(url: str) -> bool:
+    try:
+        with urlopen(url, timeout=5) as answer:
+            return answer.status == 200
+    except OSError:
+        return False
+
+
+# ── one measurement, in its own process ──────────────────────────────────────────────────────────────────────────────
+
+
+def runner_of(kind: str, **options: Any) -> Any:
+    """Two workers with one slot each. Threads have no limit by default, in Prefect and in ours; "-64" is a limit."""
+    name, _, limit = kind.partition("-")
+    if limit:
+        options["max_workers"] = int(limit)
+    if name == "threads":
+        from prefect.task_runners import ThreadPoolTaskRunner
+
+        return ThreadPoolTaskRunner(**options)
+    if kind == "dask":
+        from prefect_dask import DaskTaskRunner
+
+        return DaskTaskRunner(cluster_kwargs={"n_workers": 2, "threads_per_worker": 1, "dashboard_address": None})
+    if kind == "ray":
+        from prefect_ray import RayTaskRunner
+
+        return RayTaskRunner(init_kwargs={"num_cpus": 2, "include_dashboard": False})
+    import skyward_core as sky
+    from prefect_skyward import SkywardTaskRunner
+
+    return SkywardTaskRunner(provider=sky.Local(), nodes=2, display="quiet", **options)
+
+
+def measured(name: str, case: str) -> dict[str, float]:
+    """Return seconds, and the peak memory of the flow's process in MB."""
+    from prefect import flow, task
+    from prefect.cache_policies import NO_CACHE
+
+    @task(cache_policy=NO_CACHE)
+    def tiny(number: int) -> int:
+        return number + 1
+
+    @task(cache_policy=NO_CACHE)
+    def large(number: int) -> bytes:  # noqa: ARG001 - one call for each
+        return b"x" * LARGE_BYTES
+
+    if case == "first":
+        return first_result(flow, tiny)
+    fn, count = (tiny, TINY) if case == "tiny" else (large, LARGE)
+
+    @flow(task_runner=runner_of(name))
+    def run() -> float:
+        assert tiny.submit(0).result() == 1
+        started = time.perf_counter()
+        results = fn.map(range(count)).result()
+        seconds = time.perf_counter() - started
+        assert len(results) == count
+        return seconds
+
+    seconds = run()
+    return {"seconds": seconds, "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000}
+
+
+def first_result(flow: Any, task: Any) -> dict[str, float]:
+    """Seconds from the call of the flow to its first result, on a cold pool, and on the same pool when it is warm."""
+    import skyward_core as sky
+
+    name = f"bench-{os.getpid()}"
+
+    @flow(task_runner=runner_of("skyward", name=name, keep_warm=60))
+    def run(started: float) -> float:
+        task.submit(0).result()
+        return time.perf_counter() - started
+
+    cold, warm = run(time.perf_counter()), run(time.perf_counter())
+    sky.release(name)
+    return {"cold": cold, "warm": warm}
+
+
+# ── the table ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def report(
+    found: dict[tuple[str, str], list[dict[str, float]]], runners: list[str], rounds: int, load: tuple[float, ...]
+) -> str:
+    def median(runner: str, case: str, key: str) -> float | None:
+        values = [one[key] for one in found.get((runner, case), ())]
+        return statistics.median(values) if values else None
+
+    packages = ("skyward-core", "prefect", "prefect-dask", "prefect-ray", "dask", "ray")
+    lines = [
+        (
+            f"Medians of {rounds} rounds, each flow run in a new process, one server with SQLite, {os.cpu_count()} cores, load"
+            f" {load[0]:.1f} at the start. {', '.join(f'{name} {installed(name)}' for name in packages)}."
+        ),
+        "",
+        (
+            f"| runner | {TINY} tiny tasks, s | tasks/s | to threads with the same limit | peak memory of the flow, MB |"
+            f" {LARGE} results of 5 MB, s | peak memory, MB |"
+        ),
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for runner in runners:
+        seconds = median(runner, "tiny", "seconds")
+        same = median(f"threads{''.join(runner.partition('-')[1:])}", "tiny", "seconds")
+        cells = [
+            shown(seconds, 2),
+            shown(TINY / seconds if seconds else None),
+            shown(same / seconds if seconds and same else None, 2),
+            shown(median(runner, "tiny", "peak_mb")),
+            shown(median(runner, "large", "seconds"), 2),
+            shown(median(runner, "large", "peak_mb")),
+        ]
+        lines.append(f"| {runner} | {' | '.join(cells)} |")
+    if ("skyward", "first") in found:
+        cold, warm = (shown(median("skyward", "first", key), 2) for key in ("cold", "warm"))
+        lines += [
+            "",
+            f"From the call of the flow to its first result: {cold} s on a cold pool, {warm} s on a warm one.",
+        ]
+    return "\n".join(lines)
+
+
+def shown(value: float | None, digits: int = 0) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def installed(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""Pages of the documentation site that are generated: the reference, programs of the repository, and its root pages.
+
+MkDocs calls the functions `on_*` (mkdocs.org/dev-guide/plugins). `mkdocs.yml` names this file.
+"""
+
+import ast
+import posixpath
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parent.parent.parent
+ROOT_PAGES = {
+    "CHANGELOG.md": "project/changelog.md",
+    "CONTRIBUTING.md": "project/contributing.md",
+    "SECURITY.md": "project/security.md",
+    "README.md": "project/readme.md",
+    "benchmarks/RESULTS.md": "project/benchmarks.md",
+}
+"""Pages outside of `docs/`, and where they are on the site."""
+
+PROGRAMS = ("examples/*.py", "flows/*.py", "dags/*.py")
+"""Programs that pages link to: each is a page with its source."""
+
+PACKAGES = {
+    "skyward_core": "skyward_core",
+    "prefect_skyward": "integrations/prefect_skyward",
+    "dagster_skyward": "integrations/dagster_skyward",
+}
+"""Packages whose public names are in the reference, and their folders."""
+
+TOPICS = {
+    "pools": ("compute", "concurrency", "config", "engine", "pool", "secret", "session", "spec", "work", "worker"),
+    "machines": ("accelerators", "image", "machines", "providers", "provisioning"),
+    "training": ("coordination", "distributed", "integrations"),
+    "events": ("events",),
+    "errors": ("errors",),
+    "operations": ("doctor", "ledger", "operations"),
+}
+"""Pages of the reference of `skyward_core`, and the packages whose names they have."""
+
+OPERATORS = {
+    "airflow_provider_skyward.operators": ("SkywardOperator",),
+    "airflow_provider_skyward.pools": ("SkywardCreatePool", "SkywardReleasePool", "skyward_pool"),
+    "airflow_provider_skyward.hooks": ("SkywardHook",),
+    "airflow_provider_skyward.retry": ("default_retry_policy",),
+    "airflow_provider_skyward.notifications": ("BudgetNotifier",),
+}
+"""Airflow loads these modules by their names; its package exports nothing."""
+
+LINK = re.compile(
+    r"(?<!!)\[(?P<label>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<target>(?!https?://|mailto:|#)[^)#\s]+)(?P<anchor>#[^)\s]*)?\)"
+)
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+# ── events of MkDocs ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages."""
+    for path, content in generated_pages().items():
+        files.append(File.generated(config, path, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Point links between files of the repository to the pages of the site."""
+    return with_site_links(markdown, page.file.src_uri)
+
+
+def on_post_build(config: MkDocsConfig) -> None:
+    """Write `llms.txt` (llmstxt.org): title, address and first sentence of each page."""
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}", ""]
+    for title, uri in _entries(config.nav or []):
+        source = ROOT / "docs" / uri
+        content = source.read_text() if source.exists() else generated_pages().get(uri, "")
+        lines.append(f"- [{title}]({_address(uri)}): {first_sentence(content)}".removesuffix(": "))
+    Path(config.site_dir, "llms.txt").write_text("\n".join(lines) + "\n")
+
+
+# ── generated pages ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def generated_pages() -> dict[str, str]:
+    """Return the Markdown of each generated page, by its path on the site."""
+    pages = {where: (ROOT / source).read_text() for source, where in ROOT_PAGES.items()}
+    for path in _programs():
+        name = path.relative_to(ROOT).as_posix()
+        pages[_program_page(name)] = f"# {name}\n\n```python\n{path.read_text()}```\n"
+    return pages | reference_pages()
+
+
+def reference_pages() -> dict[str, str]:
+    """Return one page for each group of public names: packages of the core, and the plugins."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for package, folder in PACKAGES.items():
+        for module, name in public_names(ROOT / folder / "__init__.py", package):
+            groups[_group(package, module)].append(f"{module}.{name}")
+    for module, names in OPERATORS.items():
+        groups["airflow_provider_skyward"] += [f"{module}.{name}" for name in names]
+    return {f"reference/{group}.md": _reference_page(group, names) for group, names in groups.items()}
+
+
+def public_names(path: Path, package: str) -> Iterator[tuple[str, str]]:
+    """Yield module and name of everything that a package exports: `from package.module import name as name`.
+
+    Submodules are left out: their names have pages themselves.
+    """
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(f"{package}."):
+            yield from ((node.module, alias.name) for alias in node.names if alias.asname == alias.name)
+
+
+def _group(package: str, module: str) -> str:
+    """Return the page of a module: a topic of the core, or the plugin.
+
+    Raises KeyError for a package without a topic.
+    """
+    if package != "skyward_core":
+        return package
+    return {name: topic for topic, names in TOPICS.items() for name in names}[module.split(".")[1]]
+
+
+def _reference_page(group: str, names: list[str]) -> str:
+    title = f"skyward_core: {group}" if group in TOPICS else group
+    return f"# {title}\n\n" + "\n".join(f"::: {name}\n" for name in sorted(set(names), key=_by_name))
+
+
+def _by_name(path: str) -> tuple[str, str]:
+    return path.rpartition(".")[2].lower(), path
+
+
+def _programs() -> list[Path]:
+    return sorted(path for pattern in PROGRAMS for path in ROOT.glob(pattern))
+
+
+def _program_page(name: str) -> str:
+    return f"programs/{name.removesuffix('.py')}.md"
+
+
+# ── links ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def with_site_links(markdown: str, uri: str) -> str:
+    """Return a page's Markdown with links that work on the site.
+
+    Code blocks stay as they are.
+    """
+    source = next((source for source, where in ROOT_PAGES.items() if where == uri), f"docs/{uri}")
+    parts, end = [], 0
+    for fence in FENCE.finditer(markdown):
+        parts += [_linked(markdown[end : fence.start()], source, uri), fence[0]]
+        end = fence.end()
+    return "".join([*parts, _linked(markdown[end:], source, uri)])
+
+
+def _linked(text: str, source: str, uri: str) -> str:
+    return LINK.sub(lambda link: _site_link(link, source, uri), text)
+
+
+def _site_link(link: re.Match[str], source: str, uri: str) -> str:
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(source), link["target"]))
+    where = place_on_site(target)
+    if where is not None:
+        return f"[{link['label']}]({posixpath.relpath(where, posixpath.dirname(uri) or '.')}{link['anchor'] or ''})"
+    return link["label"] if (ROOT / target).exists() else link[0]
+
+
+def place_on_site(target: str) -> str | None:
+    """Return the page of a file or folder of the repository, or None if it has none (most source files)."""
+    if target in ROOT_PAGES:
+        return ROOT_PAGES[target]
+    if target.endswith(".py") and any(Path(target).match(pattern) for pattern in PROGRAMS):
+        return _program_page(target)
+    if target.startswith("docs/"):
+        inner = target.removeprefix("docs/")
+        for index in ("README.md", "index.md"):
+            if (ROOT / target / index).exists():
+                return f"{inner}/{index}"
+        return inner if (ROOT / target).is_file() else None
+    return None
+
+
+# ── llms.txt ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _entries(nav: Any) -> Iterator[tuple[str, str]]:
+    """Yield title and page of each entry of the navigation, from top to bottom."""
+    for entry in nav:
+        for title, value in entry.items():
+            if isinstance(value, str):
+                yield title, value
+            else:
+                yield from _entries(value)
+
+
+def first_sentence(markdown: str) -> str:
+    """Return the first sentence of a page's text, without markup. Lists, tables and code are left out."""
+    paragraphs = (part.strip() for part in FENCE.sub("", markdown).split("\n\n"))
+    text = next((part for part in paragraphs if part and part[0] not in "#:|-<!" and not part.endswith(":")), "")
+    plain = LINK.sub(lambda link: link["label"], " ".join(text.split())).replace("`", "").replace("**", "")
+    return re.split(r"(?<=\.)\s", plain)[0]
+
+
+def _address(uri: str) -> str:
+    """Return the path of a page on the site, from its root."""
+    stem = uri.removesuffix(".md")
+    return f"./{stem.removesuffix('index').removesuffix('README')}".rstrip("/") + "/"

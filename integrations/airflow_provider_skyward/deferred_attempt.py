@@ -1,0 +1,192 @@
+"""One execution of a deferrable task: it begins the call for the trigger, or comes back for the result.
+
+The pool has no name: it is detached, and the trigger and the last execution attach to it by its id. Nodes live by their
+lease, which the trigger renews.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import skyward_core as sky
+from airflow_provider_skyward.durable_attempt import DurableAttempt
+from airflow_provider_skyward.generations import STATE_KEY, Generation, begun, may_adopt, pool_name_of
+from airflow_provider_skyward.secrets import values_of
+from airflow_provider_skyward.task_attempt import plain_function
+
+UNATTENDED_SECONDS = 600.0
+"""For how long nodes live without a trigger: while a triggerer is restarted, or the task waits for a worker."""
+REACH_SECONDS = 60.0
+"""For how long nodes that are out of reach are tried again, before the pool counts as lost."""
+NEARLY_ALL = 0.9
+"""A pool that has ended after this share of `max_cost` was ended by it: its nodes end a moment before."""
+
+
+class DeferredAttempt(DurableAttempt):
+    """The pool and the detached calls of one execution of a deferrable task."""
+
+    _is_attached = False
+
+    def start(self, spec: sky.PoolSpec, calls: Sequence[sky.PendingCompute[Any]]) -> Generation:
+        """Begin the calls, or adopt those of an earlier try, and leave the pool; return the generation to follow.
+
+        A pool that cannot be adopted is ended before another one is rented. After an exception the pool is ended.
+        """
+        name = pool_name_of(self._work)
+        before = Generation.of(self._states.get(STATE_KEY))
+        mine = begun(self._work, int(self._task_instance.try_number), name)
+        adopted = before if may_adopt(before, self._work, name) else None
+        self._remember(adopted or mine)
+        self._log.info("call %s", (adopted or mine).call_id)
+        try:
+            if adopted is not None and not self._attach(adopted.pool_id):
+                self._end_lost(adopted)
+                adopted = None
+            if adopted is None:
+                self._rent(spec)
+                self._generation = replace(mine, pool_id=self._pool_id())
+            self._started(calls, adopted)
+            self._leave_to_trigger()
+        except BaseException as error:
+            self._end_after(error)
+            raise
+        assert self._generation is not None
+        return self._generation
+
+    def finish(self, count: int, max_cost: float | None, why_unpaid: str) -> list[Any]:
+        """Return the results of the calls, write their last lines, and end the pool.
+
+        `why_unpaid`: why the money of the pool was about to end when the trigger saw it last. Raises BudgetExceeded if
+        the pool has ended for that reason, or by `max_cost`.
+        """
+        generation = self._generation = Generation.of(self._states.get(STATE_KEY))
+        if generation is None or not generation.pool_id:
+            raise sky.NodeLost("the state of the task is gone, and with it the id of its pool: it begins again")
+        self._announced = generation.pool_id
+        self._calls = count
+        try:
+            results = self._results(self._calls_of(generation, count, max_cost, why_unpaid))
+        except BaseException as error:
+            self._end_after(error)
+            raise
+        self._end()
+        return results
+
+    def _calls_of(
+        self, generation: Generation, count: int, max_cost: float | None, why_unpaid: str
+    ) -> list[sky.DetachedCall[Any]]:
+        if not self._attach(generation.pool_id):
+            raise self._why_gone(generation.pool_id, max_cost, why_unpaid)
+        assert self._pool is not None
+        with self._interruptible():
+            return [self._pool.detached_call(call_id) for call_id in generation.call_ids(count)]
+
+    def note_cursors(self, cursors: Sequence[int]) -> None:
+        """Store which lines the trigger has written."""
+        generation = Generation.of(self._states.get(STATE_KEY))
+        if generation is not None and len(cursors) == len(generation.cursors):
+            self._remember(replace(generation, cursors=tuple(cursors)))
+
+    def give_up(self) -> None:
+        """End the pool of a task that is not followed any more, such as after its deferral has timed out."""
+        generation = self._generation = Generation.of(self._states.get(STATE_KEY))
+        if generation is not None:
+            self._announced = generation.pool_id
+        self._end()
+        self.push_bill()
+        self.end_generation()
+
+    def _attach(self, pool_id: str) -> bool:
+        """Attach to a pool; return whether it is there. Nodes that are out of reach are tried again for a while."""
+        deadline = time.monotonic() + REACH_SECONDS
+        while True:
+            try:
+                with self._interruptible(), self._events_written_at_once():
+                    self._pool = sky.ComputePool.attach(
+                        pool_id, on_event=self._receive, retries=0, lease_seconds=UNATTENDED_SECONDS, pays=True
+                    )
+            except (sky.Unreachable, sky.LedgerError) as error:
+                self._log.warning("the pool %s is out of reach: %s", pool_id, error)
+                if time.monotonic() > deadline:
+                    if isinstance(error, sky.LedgerError):  # nothing is known of the pool then
+                        raise
+                    return False
+                self._drain()
+            except (sky.NodeLost, sky.LeaseLost, sky.BadRequest) as error:
+                self._log.warning("the pool %s is gone: %s", pool_id, error)
+                return False
+            else:
+                self._is_attached = True
+                self._announce(pool_id)
+                return True
+
+    def _end_lost(self, adopted: Generation) -> None:
+        """End what may be left of a pool that cannot be adopted: its call must not run beside the next one.
+
+        Raises what `sky.release` raises. Then nothing is rented, and the next try does the same again.
+        """
+        try:
+            with self._interruptible():
+                sky.release(adopted.pool_id, credentials=self.credentials)
+        except sky.BadRequest as error:
+            if adopted.pool_id in sky.cost_of(replace(self._work, attempt="")):  # its machines are at another computer
+                raise
+            self._log.warning("nothing is known of the pool of try %d: %s", adopted.number, error)
+        self._log.warning("the pool of try %d is ended, and so is its call: it begins again", adopted.number)
+
+    def _why_gone(self, pool_id: str, max_cost: float | None, why_unpaid: str) -> sky.SkywardError:
+        cost = self._costs_so_far().get(pool_id, 0.0)
+        if max_cost is not None and cost >= NEARLY_ALL * max_cost:
+            return sky.BudgetExceeded(f"the pool {pool_id} has cost {cost:.6f} USD of max_cost={max_cost:g}, and ended")
+        if why_unpaid:
+            return sky.BudgetExceeded(why_unpaid)
+        return sky.NodeLost(f"the pool {pool_id} is gone, and so is the call: it begins again")
+
+    def _rent(self, spec: sky.PoolSpec) -> None:
+        self._pool = sky.ComputePool.from_spec(
+            spec.with_(name=None, keep_warm=0.0, display="quiet"),
+            on_event=self._receive,
+            credentials=self.credentials,
+            secrets=values_of(spec),
+            replace_object=plain_function,
+            work=self._work,
+        )
+        with self._phases.phase("provision"), self._interruptible(), self._events_written_at_once():
+            self._pool.open()
+        self._is_attached = False
+
+    def _leave_to_trigger(self) -> None:
+        assert self._pool is not None
+        with self._interruptible(), self._events_written_at_once():
+            if self._is_attached:
+                self._pool.close()
+            else:
+                self._pool.detach(max(UNATTENDED_SECONDS, self._pool.spec.lease_seconds))
+
+    def _end_after(self, error: BaseException) -> None:
+        """End the machines, unless the next try adopts the call: then they live by their lease."""
+        self._note_orphaned(error)
+        if not self.is_orphan:
+            self._end()
+
+    def _end(self) -> None:
+        """End the machines, from whichever process has rented them."""
+        pool_id = self._stop_order()
+        with self._phases.phase("release", pool_id=pool_id), self._events_written_at_once():
+            if self._pool is not None:
+                try:
+                    self._pool.hand_over()
+                except sky.SkywardError as error:
+                    self._log.warning("the pool was not left properly: %s", error)
+            if pool_id:
+                try:
+                    sky.release(pool_id, credentials=self.credentials)
+                except sky.SkywardError as error:
+                    self._log.warning("the pool %s ends with its lease: %s", pool_id, error)
+
+    def _stop_order(self) -> str:
+        """Return what `skyward stop` is to end: also a pool to which this process has not attached yet."""
+        return self._pool_id() or (self._generation.pool_id if self._generation is not None else "")

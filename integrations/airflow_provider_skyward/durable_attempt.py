@@ -1,0 +1,322 @@
+"""One execution of a task whose call outlives its worker: the next try adopts it.
+
+The pool has a name, the call is detached and has an id; both are written into Airflow's task state store before
+anything is rented (`generations.py`, docs/decisions/0033). As in `TaskAttempt`, only the main thread talks to Airflow,
+with the one exception that is named there.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from airflow.sdk.exceptions import AirflowRuntimeError
+
+import skyward_core as sky
+from airflow_provider_skyward.generations import STATE_KEY, Generation, Phase, begun, may_adopt, pool_name_of
+from airflow_provider_skyward.pool_keywords import PLACEHOLDER
+from airflow_provider_skyward.secrets import values_of
+from airflow_provider_skyward.stop_order import order_stop
+from airflow_provider_skyward.task_attempt import Killed, TaskAttempt, plain_function
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+LOOK_SECONDS = 0.5
+"""The pause between two looks at the calls."""
+CURSOR_SECONDS = 2.0
+"""The pause between two writes of the cursors: a try that adopts the call repeats the lines of this time, at most."""
+RESULT_SECONDS = 600.0
+LONGEST_LEASE_SECONDS = 3600.0
+HEARTBEAT_SECONDS = 300.0
+"""Airflow's `task_instance_heartbeat_timeout`, after which it counts a silent worker as dead."""
+ORPHAN_SECONDS = 0.5
+_ENDED = frozenset({"ended", "cancelled", "lost", "forgotten"})
+
+
+class DurableAttempt(TaskAttempt):
+    """The pool and the detached calls of one execution.
+
+    `retry_seconds` is when the next try may begin, None if this is the last one.
+    """
+
+    def __init__(self, log: Any, context: Context, retry_seconds: float | None) -> None:
+        super().__init__(log, context)
+        self._states: Any = context["task_state_store"]  # type: ignore[typeddict-item] - Airflow 3.3
+        self._retry_seconds = retry_seconds
+        self._generation: Generation | None = None
+        self._supervisor = os.getppid()
+        self._has_adopted = False
+
+    # ── run ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def run(self, spec: sky.PoolSpec, calls: Sequence[sky.PendingCompute[Any]]) -> list[Any]:
+        """Return the results of the calls, which an earlier try may have begun. Raises what `TaskAttempt.run` does."""
+        if not calls:
+            return []
+        self._owns_pool = spec.name is None or spec.name == PLACEHOLDER
+        name = pool_name_of(self._work) if self._owns_pool else str(spec.name)
+        before = Generation.of(self._states.get(STATE_KEY))
+        mine = begun(self._work, int(self._task_instance.try_number), name)
+        adopted = before if may_adopt(before, self._work, name) else None
+        self._remember(adopted or mine)
+        self._log.info("pool %s, call %s", name, (adopted or mine).call_id)
+        spec = spec.with_(name=name, display="quiet", lease_seconds=self._lease_seconds(spec))
+        is_to_stay_warm = False
+        try:
+            self._open(spec, adopted)
+            if adopted is None or self._pool_id() != adopted.pool_id:
+                if adopted is not None:
+                    self._log.warning("the pool of try %d is gone, and so is its call: it begins again", adopted.number)
+                adopted = None
+                self._generation = replace(mine, pool_id=self._pool_id())
+            with self._phases.phase("call", pool_id=self._pool_id()):
+                return self._results(self._started(calls, adopted))
+        except Exception as error:
+            self._note_orphaned(error)
+            is_to_stay_warm = self._retry_seconds is not None and not isinstance(
+                error, (sky.BudgetExceeded, sky.ResultNotLoaded)
+            )
+            raise
+        finally:
+            # an orphan leaves the pool to its lease, as a process that is killed, and the next try adopts it
+            if not self.is_orphan or self._retry_seconds is None:
+                with self._phases.phase("release", pool_id=self._pool_id()), self._events_written_at_once():
+                    self._leave(is_to_stay_warm=is_to_stay_warm)
+
+    def _lease_seconds(self, spec: sky.PoolSpec) -> float:
+        """Return for how long the nodes live without a worker: until the next try can have adopted the call."""
+        if self._retry_seconds is None or "lease_seconds" in spec.model_fields_set:
+            return spec.lease_seconds
+        return min(LONGEST_LEASE_SECONDS, spec.lease_seconds + HEARTBEAT_SECONDS + self._retry_seconds)
+
+    def _open(self, spec: sky.PoolSpec, adopted: Generation | None) -> None:
+        try:
+            self._open_once(spec)
+        except sky.BadRequest as error:
+            if adopted is None or not self._owns_pool:
+                raise
+            self._log.warning("the settings have changed since try %d; its pool is ended: %s", adopted.number, error)
+            sky.release(adopted.pool_id, credentials=self.credentials)
+            self._open_once(spec)
+        assert self._pool is not None
+        self._note_open(self._pool)
+
+    def _open_once(self, spec: sky.PoolSpec) -> None:
+        self._pool = sky.ComputePool.from_spec(
+            spec,
+            on_event=self._receive,
+            credentials=self.credentials,
+            secrets=values_of(spec),
+            replace_object=plain_function,
+            work=self._work,
+        )
+        with self._phases.phase("provision"), self._interruptible(), self._events_written_at_once():
+            self._pool.open()
+
+    def _started(
+        self, calls: Sequence[sky.PendingCompute[Any]], adopted: Generation | None
+    ) -> list[sky.DetachedCall[Any]]:
+        """Begin the calls, or adopt those of an earlier try. The state says so before and after it."""
+        pool, generation = self._pool, self._generation
+        assert pool is not None
+        assert generation is not None
+        if len(generation.cursors) != len(calls):
+            generation = replace(generation, cursors=(0,) * len(calls))
+        ids = generation.call_ids(len(calls))
+        if adopted is not None and adopted.phase is Phase.STARTED:
+            try:
+                with self._interruptible():
+                    started = [pool.detached_call(call_id) for call_id in ids]
+            except sky.BadRequest:  # the head was lost with its records, or a template gave another number of items
+                self._log.warning(
+                    "the pool does not know the calls of try %d any more: they begin again", adopted.number
+                )
+                number = int(self._task_instance.try_number)
+                generation = replace(begun(self._work, number, generation.pool_name), pool_id=pool.id)
+                generation = replace(generation, cursors=(0,) * len(calls))
+                ids = generation.call_ids(len(calls))
+            else:
+                self._note_adoption(adopted)
+                self._calls = len(started)
+                return started
+        self._remember(replace(generation, phase=Phase.STARTING))
+        with self._interruptible():
+            started = [
+                pool.start_detached(call, call_id=call_id, owner=str(self._work)[:500])
+                for call, call_id in zip(calls, ids, strict=True)
+            ]
+        self._remember(replace(generation, phase=Phase.STARTED))
+        if adopted is not None and not all(call.is_new for call in started):
+            self._note_adoption(adopted)
+        self._calls = len(started)
+        return started
+
+    def _note_adoption(self, adopted: Generation) -> None:
+        self._has_adopted = True
+        lines = sum(adopted.cursors)
+        self._log.info("adopted the call that try %d has begun; its log goes on after line %d", adopted.number, lines)
+
+    # ── follow ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _results(self, calls: Sequence[sky.DetachedCall[Any]]) -> list[Any]:
+        assert self._generation is not None
+        cursors = list(self._generation.cursors)
+        if len(cursors) != len(calls):
+            cursors = [0] * len(calls)
+        results: dict[int, Any] = {}
+        saved_at = time.monotonic()
+        while len(results) < len(calls):
+            for number, call in enumerate(calls):
+                if number not in results and self._asked(lambda call=call: call.state) in _ENDED:
+                    results[number] = self._result(number, call, cursors)
+                elif number not in results:
+                    self._write_lines(number, call, cursors)
+            if time.monotonic() - saved_at > CURSOR_SECONDS and tuple(cursors) != self._generation.cursors:
+                self._note_lines(replace(self._generation, cursors=tuple(cursors)))
+                saved_at = time.monotonic()
+            if len(results) < len(calls):
+                self._drain()
+        return [results[number] for number in range(len(calls))]
+
+    def _result(self, number: int, call: sky.DetachedCall[Any], cursors: list[int]) -> Any:
+        try:
+            return self._asked(lambda: call.result(RESULT_SECONDS))
+        except Exception as error:
+            if len(cursors) > 1:
+                error.add_note(f"in call {number + 1} of {len(cursors)} (map_over)")
+            raise
+        finally:
+            if not self._is_killed:
+                with suppress(sky.SkywardError):
+                    self._write_lines(number, call, cursors)
+
+    def _write_lines(self, number: int, call: sky.DetachedCall[Any], cursors: list[int]) -> None:
+        lines, cursors[number] = self._asked(lambda: call.log_from(cursors[number]))
+        if lines:
+            attempts = self._asked(lambda: call.attempts)
+            node = attempts[-1].node if attempts else 0
+            for line in lines:
+                self._log.info("%s", f"[node {node}] {line}")
+
+    def _asked[R](self, ask: Callable[[], R]) -> R:
+        """Return an answer of the pool; a kill interrupts the wait for it."""
+        try:
+            with self._interruptible():
+                return ask()
+        except sky.SkywardError:
+            if self._is_killed:  # the error is the end of the machines, which the kill has ordered
+                raise Killed from None
+            raise
+
+    def _drain(self) -> None:
+        """Write the events of the next moment to the task log."""
+        deadline = time.monotonic() + LOOK_SECONDS
+        while (left := deadline - time.monotonic()) > 0:
+            if self._is_killed:
+                raise Killed
+            try:
+                message = self._inbox.get(timeout=left)
+            except queue.Empty:
+                return
+            with self._writing:
+                self._write(message)
+            self.progress.tick()
+
+    # ── end ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def kill(self) -> None:
+        """As `TaskAttempt.kill`. The reaper of a pool with a name does not end it, so another process gets the order;
+        a SIGKILL to this process group does not end that one.
+        """
+        self._is_killed = True
+        if self._pool is not None:
+            self._pool.terminate_now()
+        if self._owns_pool and (order := self._stop_order()):
+            order_stop(order, self.credentials)
+        self._inbox.put(None)
+        if self._is_interruptible:
+            raise Killed
+
+    def _stop_order(self) -> str:
+        """Return what `skyward stop` is to end."""
+        return "" if self._pool is None else str(self._pool.spec.name)
+
+    def end_generation(self) -> None:
+        """Write that the generation has ended: no later try adopts its call. The last thing that an execution does."""
+        if self._generation is not None and self._generation.phase is not Phase.ENDED:
+            try:
+                self._remember(replace(self._generation, phase=Phase.ENDED))
+            except Exception:  # the pool is closed, so no later try can adopt the call
+                self._log.exception("the end of the generation could not be stored")
+
+    def _leave(self, *, is_to_stay_warm: bool) -> None:
+        pool = self._pool
+        if pool is None:
+            return
+        if self._is_killed and not self._owns_pool:
+            self._cancel(pool)
+        pool_id = self._pool_id()
+        try:
+            pool.hand_over()
+        except sky.SkywardError as error:
+            self._log.warning("the pool was not left properly: %s", error)
+        is_over = not (is_to_stay_warm and pool.spec.keep_warm)
+        if self._owns_pool and pool_id and is_over and (pool.spec.keep_warm or self._has_adopted or self._is_killed):
+            try:
+                sky.release(pool_id, credentials=self.credentials)
+            except sky.SkywardError as error:
+                self._log.warning("the pool %s ends with its lease or its warm time: %s", pool_id, error)
+
+    def _note_orphaned(self, error: BaseException) -> None:
+        """Note whether the supervisor of this process is dead. Then Airflow starts the next try, which adopts the call:
+        this process must end neither call nor pool.
+
+        Its requests and its log fail a moment before it has another parent.
+        """
+        deadline = time.monotonic() + (ORPHAN_SECONDS if isinstance(error, (OSError, EOFError)) else 0.0)
+        while os.getppid() == self._supervisor and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.is_orphan = os.getppid() != self._supervisor
+
+    def _cancel(self, pool: sky.ComputePool) -> None:
+        generation = self._generation
+        if generation is not None and generation.phase in {Phase.STARTING, Phase.STARTED}:
+            for call_id in generation.call_ids(len(generation.cursors)):
+                with suppress(sky.SkywardError):
+                    pool.detached_call(call_id).cancel()
+
+    def _pool_id(self) -> str:
+        return "" if self._pool is None else self._pool.id
+
+    def _note_lines(self, generation: Generation) -> None:
+        """Store which lines are in the log. The call goes on if that fails: a try that adopts it repeats lines."""
+        try:
+            self._remember(generation)
+        except AirflowRuntimeError as error:
+            if not _is_away(error):
+                raise
+            self._log.warning("Airflow's api-server is away; the call goes on: %s", error)
+
+    def _remember(self, generation: Generation) -> None:
+        """Write the state. A kill waits until it is written."""
+        self._states.set(STATE_KEY, generation.to_json())
+        self._generation = generation
+        if self._is_killed and generation.phase is not Phase.ENDED:
+            raise Killed
+
+
+def _is_away(error: AirflowRuntimeError) -> bool:
+    """Return whether the api-server could not be reached, or has failed, as while it is restarted."""
+    status = (error.error.detail or {}).get("status_code")
+    return error.error.error.value == "API_SERVER_ERROR" and (status is None or status >= 500)
+
+
+def can_store(context: Context) -> bool:
+    """Return whether Airflow can store the state of this task: from 3.3 on."""
+    return context.get("task_state_store") is not None

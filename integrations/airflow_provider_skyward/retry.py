@@ -1,0 +1,52 @@
+"""`default_retry_policy`: which errors of a pool another try can help with, and when."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from airflow.sdk import ExceptionRetryPolicy, RetryAction, RetryRule
+
+import skyward_core as sky
+
+CAPACITY_WAIT = timedelta(minutes=10)
+"""Clouds say nothing about when machines come back; a shorter wait mostly asks again for nothing."""
+
+
+def default_retry_policy(capacity_wait: timedelta = CAPACITY_WAIT) -> ExceptionRetryPolicy:
+    """Return the retry policy for tasks with a pool: `SkywardOperator(retries=3, retry_policy=default_retry_policy())`.
+
+    No capacity: wait `capacity_wait` and try again. A lost node or a withdrawn offer: try again at once. Used-up money,
+    credentials and bad input: fail, because another try fails again. Other errors: as Airflow does without a policy.
+    A policy cannot add to the task's `retries`.
+    """
+    return ExceptionRetryPolicy(
+        rules=[
+            RetryRule(
+                exception=[sky.BadRequest, sky.NotPicklable],
+                action=RetryAction.FAIL,
+                reason="the request cannot be met as it is written",
+            ),
+            RetryRule(
+                exception=sky.CredentialsError,
+                action=RetryAction.FAIL,
+                reason="the provider refused the credentials",
+            ),
+            RetryRule(
+                exception=sky.BudgetExceeded,
+                action=RetryAction.FAIL,
+                reason="the money is used up, and another try would cost again",
+            ),
+            RetryRule(
+                exception=[sky.NoCapacity, sky.ProvisioningTimeout],
+                action=RetryAction.RETRY,
+                retry_delay=capacity_wait,
+                reason="no provider has these machines at present",
+            ),
+            RetryRule(
+                exception=[sky.NodeLost, sky.LeaseLost, sky.OfferGone],
+                action=RetryAction.RETRY,
+                retry_delay=timedelta(0),
+                reason="the machine is gone, and another one may be there",
+            ),
+        ]
+    )

@@ -1,0 +1,195 @@
+"""The receiver of the events of a resource's pools: the step that used one last, and before all steps the resource.
+
+It writes lines to the step's log and to the output of the process, spans and errors to the run's log, and while a step
+uses a pool an observation of its assets every LIVE_SECONDS.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import dagster as dg
+
+import skyward_core as sky
+from dagster_skyward.dagster_events import report_observation
+from dagster_skyward.metadata import (
+    CPU_UTIL_PCT,
+    GPU_UTIL_PCT,
+    NODES,
+    POOL_ID,
+    RUNNING_COST_USD,
+    RUNNING_SECONDS,
+    StepContext,
+    assets_of,
+    partition_of,
+    step_key,
+    work_of,
+)
+from dagster_skyward.step_log import Log, LogWriter
+from dagster_skyward.step_report import (
+    BOOTSTRAP,
+    CHART,
+    PROVISION,
+    RUN,
+    SPAN_SECONDS,
+    Spans,
+    StepReport,
+    is_due,
+    node_table,
+    print_line,
+)
+
+LIVE_SECONDS = 15.0
+
+type Listener = Callable[[sky.SkywardEvent], bool]
+"""Returns whether it has taken the event."""
+
+
+class StepEvents:
+    """`take` gets the events, in the thread of a pool's events; the other methods are those of the steps' threads."""
+
+    def __init__(self, log: Log | None, instance: dg.DagsterInstance | None, run: dg.DagsterRun | None) -> None:
+        """Without a run there is only the log."""
+        self.listeners: list[Listener] = []
+        self._resource_log = self._log = log
+        self._instance = instance
+        self._run = run
+        self._step = ""
+        self._prints = instance is not None and not instance.is_ephemeral
+        """Whether Dagster keeps what this process prints."""
+        self._narrator = sky.Narrator()
+        self._writer = LogWriter()
+        self._spans = Spans(instance, run)
+        self._consoles: dict[str, str | None] = {}
+        self._reports: WeakKeyDictionary[StepContext, StepReport] = WeakKeyDictionary()
+        self._report = StepReport()
+        self._live_at: WeakKeyDictionary[StepContext, float] = WeakKeyDictionary()
+
+    # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, context: StepContext) -> None:
+        """From now on the events are those of this step."""
+        self._log, self._step = context.log, step_key(context) or ""
+        self._report = self._reports.setdefault(context, StepReport())
+        self._live_at.setdefault(context, time.monotonic())
+
+    def opened(self) -> None:
+        """The step has its pool, and makes calls: a span begins, once for each step."""
+        if not self._report.has_span:
+            self._report.has_span = True
+            self._do(lambda step=self._step: self._spans.begin(step, RUN, "the step uses its pool"))
+
+    def failed(self, error: BaseException) -> None:
+        """The opening of a pool, or a call, has failed: an error of Skyward is in the run's log with its cause."""
+        self._end_opening(f"not opened: {type(error).__name__}")
+        if isinstance(error, sky.SkywardError):
+            self._do(lambda step=self._step: self._spans.error(step, f"{type(error).__name__}: {error}", error))
+
+    def used(self, context: StepContext) -> None:
+        """A use has ended: the end of the step's span moves to now, every few seconds."""
+        report = self._reports.get(context)
+        if report is None or not report.has_span:
+            return
+        report.is_span_late = not is_due(report.span_moved_at, SPAN_SECONDS)
+        if not report.is_span_late:
+            self._move_span(report, step_key(context) or "")
+
+    def live(self, context: StepContext, pool: sky.ComputePool, seconds: float, cost: Callable[[], float]) -> None:
+        """While the step uses a pool: observe its assets with the cost so far, every LIVE_SECONDS."""
+        if not is_due(self._live_at.get(context, 0.0), LIVE_SECONDS):
+            return
+        self._live_at[context] = time.monotonic()
+        self._do(lambda: self._observe(context, pool, seconds, cost()))
+
+    def of_step(self, context: StepContext) -> StepReport:
+        """Return what was measured since the step's first use of a pool."""
+        return self._reports.get(context) or StepReport()
+
+    def details(self, context: StepContext, pool: sky.ComputePool) -> Mapping[str, Any]:
+        """Return metadata that is no number: the machines, a console, the course of the utilisation."""
+        chart = self.of_step(context).chart()
+        return {**node_table(pool, self._consoles), **({CHART: dg.MetadataValue.md(chart)} if chart else {})}
+
+    # ── the log ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def say(self, text: str) -> None:
+        """Write a line to the log."""
+        if self._log is not None:
+            self._writer.write(self._log, logging.INFO, text)
+
+    def flush(self) -> None:
+        """Wait until all that came so far is written."""
+        self._writer.flush()
+
+    def resource_only(self) -> None:
+        """The events after all steps are the resource's."""
+        for context, report in tuple(self._reports.items()):
+            if report.is_span_late:
+                self._move_span(report, step_key(context) or "")
+        self._log, self._step = self._resource_log, ""
+
+    def close(self) -> None:
+        """Write the rest, and end the thread."""
+        self._writer.close()
+
+    def take(self, event: sky.SkywardEvent) -> None:
+        """Take an event of a pool."""
+        if any(listener(event) for listener in tuple(self.listeners)):
+            return
+        match event:
+            case sky.InfraCreating():
+                self._span(PROVISION, "machines are requested")
+            case sky.InstanceProvisioned():
+                self._consoles[event.instance_id] = event.console_url
+            case sky.BootstrapStarting():
+                self._end_span(PROVISION, "the machines are there")
+                self._span(BOOTSTRAP, "the machines are prepared")
+            case sky.PoolReady():
+                self._end_opening("the pool is ready")
+            case sky.Metrics():
+                self._report.take(event)
+            case sky.LogLine() if self._prints:
+                self._do(lambda: print_line(event))
+            case sky.Error(message) if self._spans.is_written:
+                self._do(lambda step=self._step: self._spans.error(step, message))
+                return
+            case _:
+                pass
+        line = self._narrator.tell(event)
+        if line is not None and self._log is not None:
+            self._writer.write(self._log, *line)
+
+    def _do(self, work: Callable[[], object]) -> None:
+        self._writer.do(work)
+
+    def _span(self, name: str, words: str) -> None:
+        self._do(lambda step=self._step: self._spans.begin(step, name, words))
+
+    def _end_span(self, name: str, words: str) -> None:
+        self._do(lambda step=self._step: self._spans.end(step, name, words))
+
+    def _end_opening(self, words: str) -> None:
+        self._end_span(PROVISION, words)
+        self._end_span(BOOTSTRAP, words)
+
+    def _move_span(self, report: StepReport, step: str) -> None:
+        report.span_moved_at, report.is_span_late = time.monotonic(), False
+        self._do(lambda: self._spans.move_end(step, RUN, "the step has used its pool"))
+
+    def _observe(self, context: StepContext, pool: sky.ComputePool, seconds: float, cost_usd: float) -> None:
+        if self._instance is None or self._run is None:
+            return
+        report, work = self.of_step(context), work_of(context)
+        measured = {GPU_UTIL_PCT: report.gpu_util_pct, CPU_UTIL_PCT: report.cpu_util_pct}
+        metadata = {
+            RUNNING_COST_USD: round(cost_usd, 6),
+            RUNNING_SECONDS: round(seconds, 1),
+            NODES: pool.instance_count,
+            POOL_ID: pool.id,
+            **{name: value for name, value in measured.items() if value is not None},
+        }
+        for asset in assets_of(context):
+            observation = dg.AssetObservation(asset, metadata=metadata, partition=partition_of(work))
+            report_observation(self._instance, self._run, work.task, observation, "the step runs")

@@ -1,0 +1,164 @@
+"""What the events of pools say of a step: utilisation, machines, and what the run's page shows while it runs.
+
+Spans of the Gantt chart are pairs of engine events with markers. Everything is written in the thread of `LogWriter`.
+"""
+
+import math
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+import dagster as dg
+
+import skyward_core as sky
+from dagster_skyward.dagster_events import report_error, report_span
+
+PROVISION, BOOTSTRAP, RUN = "skyward_provision", "skyward_bootstrap", "skyward_run"
+"""Spans: machines are requested; they are prepared; the step uses the pool."""
+SPAN_SECONDS = 5.0
+"""How often the end of the span RUN is moved: a step may make thousands of calls."""
+CPU, GPU = "CPU", "GPU"
+NODES_TABLE, CONSOLE, CHART = "skyward/node_table", "skyward/console", "skyward/utilization"
+
+
+@dataclass(slots=True)
+class StepReport:
+    """The measurements of one step, from its first use of a pool on."""
+
+    series: dict[str, sky.Series] = field(default_factory=lambda: {GPU: sky.Series(), CPU: sky.Series()})
+    has_span: bool = False
+    span_moved_at: float = -math.inf
+    is_span_late: bool = False
+
+    @property
+    def gpu_util_pct(self) -> float | None:
+        """The mean of the accelerators of all nodes, in percent; None without a measurement."""
+        return _mean(self.series[GPU])
+
+    @property
+    def cpu_util_pct(self) -> float | None:
+        """The mean of all nodes, in percent; None without a measurement."""
+        return _mean(self.series[CPU])
+
+    def take(self, event: sky.Metrics) -> None:
+        """Add one measurement of a node."""
+        self.series[CPU].add(event.cpu_percent)
+        if event.gpu_utilization is not None:
+            self.series[GPU].add(event.gpu_utilization)
+
+    def chart(self) -> str:
+        """Return the course of the utilisation as a table of Markdown; "" without a measurement."""
+        rows = [
+            f"| {name} | {its.sparkline(0, 100)} | {its.mean:.0f} % | {its.greatest:.0f} % |"
+            for name, its in self.series.items()
+            if its.count
+        ]
+        return "\n".join(
+            ["| | 0 to 100 % over time | mean | greatest |", "| --- | --- | --- | --- |", *rows] if rows else []
+        )
+
+
+class Spans:
+    """The spans of one run, and its errors, in the run's log. Without an instance nothing is written."""
+
+    def __init__(self, instance: dg.DagsterInstance | None, run: dg.DagsterRun | None) -> None:
+        self._instance = instance
+        self._run = run
+        self._open: list[tuple[str, str]] = []
+
+    @property
+    def is_written(self) -> bool:
+        """Whether there is a log for them."""
+        return self._instance is not None and self._run is not None
+
+    def begin(self, step: str, name: str, words: str) -> None:
+        """Begin a span of a step, or of the run if the step is "".
+
+        A span that has begun goes on: each node begins to be prepared.
+        """
+        if (step, name) not in self._open:
+            self._open.append((step, name))
+            self._report(step, words, start=name)
+
+    def end(self, step: str, name: str, words: str) -> None:
+        """End a span that has begun; otherwise nothing happens."""
+        open_now = [one for one in self._open if one[1] != name]
+        if len(open_now) < len(self._open):
+            self._open = open_now
+            self._report(step, words, end=name)
+
+    def move_end(self, step: str, name: str, words: str) -> None:
+        """Write the end of a span that may go on: the last end counts."""
+        self._report(step, words, end=name)
+
+    def error(self, step: str, message: str, error: BaseException | None = None) -> None:
+        """Write an error as a structured event."""
+        if self._instance is not None and self._run is not None:
+            report_error(self._instance, self._run, step, message, error)
+
+    def _report(self, step: str, words: str, *, start: str | None = None, end: str | None = None) -> None:
+        if self._instance is not None and self._run is not None:
+            report_span(self._instance, self._run, step, words, start=start, end=end)
+
+
+def node_table(pool: sky.ComputePool, consoles: Mapping[str, str | None]) -> Mapping[str, Any]:
+    """Return the machines of an open pool as metadata: a table, and the first link to a provider's console."""
+    nodes = pool.lease.nodes if pool.is_active else ()
+    if not nodes:
+        return {}
+    links = {node.instance.id: consoles.get(node.instance.id) or _console_url(pool, node) for node in nodes}
+    records = [_record(node, links[node.instance.id]) for node in nodes]
+    found = next(filter(None, links.values()), None)
+    table = {NODES_TABLE: dg.MetadataValue.table(records)}
+    return table | ({CONSOLE: dg.MetadataValue.url(found)} if found else {})
+
+
+def _record(node: sky.Node, console: str | None) -> dg.TableRecord:
+    machine = node.instance
+    return dg.TableRecord(
+        {
+            "node": node.rank,
+            "machine": machine.id,
+            "provider": machine.provider,
+            "region": machine.region,
+            "type": machine.instance_type,
+            "market": "spot" if machine.is_spot else "on demand",
+            "USD per hour": machine.price_per_hour,
+            "slots": node.workers * node.slots,
+            "console": console or "",
+        }
+    )
+
+
+def _console_url(pool: sky.ComputePool, node: sky.Node) -> str | None:
+    """For a process that has joined the pool: the events of the machines were those of its opener."""
+    provider = next((one for one in pool.spec.providers if one.name == node.instance.provider), None)
+    return None if provider is None else provider.console_url(node.instance)
+
+
+def savings(pool: sky.ComputePool, cost_usd: float) -> float:
+    """Return what the same time of the machines would have cost more on demand, in USD."""
+    machines = [node.instance for node in pool.lease.nodes] if pool.is_active else []
+    paid = sum(machine.price_per_hour for machine in machines)
+    on_demand = sum(
+        machine.price_per_hour if machine.on_demand_price_per_hour is None else machine.on_demand_price_per_hour
+        for machine in machines
+    )
+    return max(0.0, cost_usd * (on_demand / paid - 1)) if paid else 0.0
+
+
+def print_line(event: sky.LogLine) -> None:
+    """Print a node's line to the same stream of this process, which Dagster shows beside the run."""
+    stream: TextIO = sys.stderr if event.stream == "stderr" else sys.stdout
+    print(f"[node {event.node}] {event.line}", file=stream, flush=True)
+
+
+def _mean(series: sky.Series) -> float | None:
+    return round(series.mean, 1) if series.count else None
+
+
+def is_due(moved_at: float, seconds: float) -> bool:
+    """Return whether so many seconds have passed since then, on the monotonic clock."""
+    return time.monotonic() - moved_at >= seconds

@@ -1,0 +1,203 @@
+"""Settings: what a `PoolSpec` says when its user does not.
+
+From the environment (`SKYWARD_PROVIDER=local`, `SKYWARD_NODES=2`, ...) and below that from `skyward.toml`, the nearest
+one from the working directory upwards, else the one in the user's configuration directory. A file looks like this:
+
+    nodes = 2
+    [provider]
+    name = "local"
+    price_per_hour = 1.2
+
+    [profiles.large]        # with SKYWARD_PROFILE=large
+    nodes = 8
+
+    [pools.nightly]         # of the pool with this name
+    accelerator = "A100"
+
+A table of a pool has priority over the profile, and that over the top of the file.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tomllib
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, cast
+
+from platformdirs import user_config_path
+
+from skyward_core.errors import BadRequest
+from skyward_core.spec import PoolSpec
+
+PREFIX = "SKYWARD_"
+FILE = "skyward.toml"
+PROFILE = f"{PREFIX}PROFILE"
+PROFILES, POOLS = "profiles", "pools"
+"""The tables of a file that have tables by name."""
+NODE_VARIABLES = (
+    "BOOT_WATCHER ENV_PYTHON HOME INSTANCE_DIRECTORY INSTANCE_ID INSTANCE_INFO LEASE_KEY LEDGER OWNER POOL_ID"
+    " PRICE_PER_HOUR PROFILE PYTHON RANK SECRET_KEY UI_TOKEN UV"
+)
+NOT_SETTINGS = frozenset(f"{PREFIX}{name}" for name in NODE_VARIABLES.split())
+_log = logging.getLogger("skyward")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Defaults of a `PoolSpec`'s fields, and for each field where it was found."""
+
+    fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    sources: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @classmethod
+    def read(
+        cls,
+        environ: Mapping[str, str] = os.environ,
+        directory: Path | None = None,
+        *,
+        profile: str | None = None,
+        pool: str | None = None,
+    ) -> Settings:
+        """Read the settings that hold in a directory (by default the working directory).
+
+        `profile` is that of SKYWARD_PROFILE if not given. `pool` is the name of the pool they are for; if not given, it
+        is the `name` of the settings themselves. Raises BadRequest for a setting or a profile that does not exist. A
+        pool needs no table.
+        """
+        profile = environ.get(PROFILE) or None if profile is None else profile
+        above = _of_environment(environ)
+        path = _find(directory or Path.cwd())
+        if path is None:
+            if profile is not None:
+                raise BadRequest(f"there is no profile {profile!r}, because there is no {FILE} here: write one")
+            return above
+        file = SettingsFile.read(path)
+        below = file.settings(profile)
+        name = pool or above.fields.get("name") or below.fields.get("name")
+        return below.under(file.of_pool(name)).under(above)
+
+    def under(self, others: Settings) -> Settings:
+        """Return these settings where the others have none."""
+        return Settings({**self.fields, **others.fields}, {**self.sources, **others.sources})
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsFile:
+    """A `skyward.toml` without faults in its names: its top, and the tables of profiles and pools by name."""
+
+    path: Path
+    top: Mapping[str, Any]
+    profiles: Mapping[str, Mapping[str, Any]]
+    pools: Mapping[str, Mapping[str, Any]]
+
+    @classmethod
+    def nearest(cls, directory: Path | None = None) -> SettingsFile | None:
+        """Read the file that holds in a directory; None if there is none. Raises BadRequest."""
+        path = _find(directory or Path.cwd())
+        return None if path is None else cls.read(path)
+
+    @classmethod
+    def read(cls, path: Path) -> SettingsFile:
+        """Read a file. Raises BadRequest for what is no TOML, and for names that do not exist."""
+        try:
+            found = tomllib.loads(path.read_text(encoding="utf-8"))
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise BadRequest(f"{path}: {error}") from error
+        profiles, pools = (_tables(found.pop(name, {}), name, path) for name in (PROFILES, POOLS))
+        _check(found, str(path), (PROFILES, POOLS))
+        for name, table in profiles.items():
+            _check(table, _place(path, PROFILES, name))
+        for name, table in pools.items():
+            if "name" in table:
+                where = _place(path, POOLS, name)
+                raise BadRequest(f"{where}: the table's own name is that of the pool; remove the setting 'name'")
+            _check(table, _place(path, POOLS, name))
+        return cls(path, found, profiles, pools)
+
+    def settings(self, profile: str | None) -> Settings:
+        """Return the top of the file, and above it a profile. Raises BadRequest if it has no such profile."""
+        top = _found(self.top, str(self.path))
+        if profile is None:
+            return top
+        if profile not in self.profiles:
+            raise BadRequest(f"{self.path}: there is no profile {profile!r}{_instead(profile, self.profiles)}")
+        return top.under(_found(self.profiles[profile], _place(self.path, PROFILES, profile)))
+
+    def of_pool(self, name: str | None) -> Settings:
+        """Return the table of a pool with a name, and the name; nothing if there is no such table."""
+        if name is None or name not in self.pools:
+            return Settings()
+        return _found({"name": name, **self.pools[name]}, _place(self.path, POOLS, name))
+
+
+def _found(fields: Mapping[str, Any], source: str) -> Settings:
+    return Settings(fields, dict.fromkeys(fields, source))
+
+
+def _place(path: Path, kind: str, name: str) -> str:
+    return f"{path} [{kind}.{name}]"
+
+
+def _instead(name: str, known: Iterable[str]) -> str:
+    """Return how to go on from a name that is not known."""
+    names = sorted(known)
+    near = get_close_matches(name, names, 1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(names)}" if names else "; it has none"
+
+
+def _tables(found: object, kind: str, path: Path) -> Mapping[str, Mapping[str, Any]]:
+    tables = cast("Mapping[str, Any]", found) if isinstance(found, Mapping) else {"": found}
+    for name, table in tables.items():
+        if not isinstance(table, Mapping):
+            raise BadRequest(f"{path}: {kind} has tables by name: write [{kind}.{name or 'NAME'}]")
+    return tables
+
+
+def _of_environment(environ: Mapping[str, str]) -> Settings:
+    fields: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for name, text in environ.items():
+        if not name.startswith(PREFIX) or name in NOT_SETTINGS:
+            continue
+        key = name.removeprefix(PREFIX).lower()
+        if key in PoolSpec.model_fields:
+            fields[key] = from_text(text)
+            sources[key] = f"{name} in the environment"
+        else:
+            near = get_close_matches(key, PoolSpec.model_fields, 1, cutoff=0.5)
+            _log.warning(
+                "%s in the environment is no setting%s",
+                name,
+                f"; did you mean {PREFIX}{near[0].upper()}?" if near else "",
+            )
+    return Settings(fields, sources)
+
+
+def _find(directory: Path) -> Path | None:
+    candidates = [parent / FILE for parent in (directory, *directory.parents)]
+    with suppress(RuntimeError, KeyError):  # no home, and no entry for this user
+        candidates.append(user_config_path("skyward") / FILE)
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def _check(found: Mapping[str, Any], where: str, also: tuple[str, ...] = ()) -> None:
+    for name in found:
+        if name not in PoolSpec.model_fields:
+            near = get_close_matches(name, [*PoolSpec.model_fields, *also], 1, cutoff=0.5)
+            raise BadRequest(f"{where}: there is no setting {name!r}{f'; did you mean {near[0]!r}?' if near else ''}")
+
+
+def from_text(text: str) -> Any:
+    """Return a setting that was typed: JSON where it can be read as such (`2`, `true`, `{"name": "local"}`), else the
+    text itself (`A100`).
+    """
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

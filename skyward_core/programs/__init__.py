@@ -1,0 +1,1 @@
+"""Programs of a command line on a pool: what runs, how it runs, and what is shown of it."""

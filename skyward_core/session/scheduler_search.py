@@ -1,0 +1,112 @@
+"""Reaches a pool's scheduler again after the connection to it was cut, for a process that does not keep the pool.
+
+    idle ──cut──▶ searching ──reached, not needed any more, or left──▶ idle
+                      └──no scheduler within one lease──▶ `give_up`
+
+Only one thread searches, "skyward-resume". No error ends it early: an overloaded machine has errors of many kinds, and
+the calls of a pool whose search has ended silently would wait forever.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from skyward_core.concurrency.backoff import Backoff
+from skyward_core.errors import SkywardError
+
+POLL_SECONDS = 0.2
+RESUME_SECONDS = 2.0
+LONGEST_PAUSE_SECONDS, LONGEST_RESUME_SECONDS = 5.0, 20.0
+"""Hundreds of attachments of one process may be cut at once, because the machine is overloaded. If all of them tried to
+connect all the time, none of them could.
+"""
+PAUSE_SHARE, RESUME_SHARE = 1 / 24, 1 / 6
+"""The longest pause, and the longest try, are at most this part of a lease."""
+
+
+class Ended(Protocol):
+    """Set when the pool is left: a `threading.Event`."""
+
+    def is_set(self) -> bool: ...
+    def wait(self, timeout: float) -> bool: ...
+
+
+class SchedulerSearch:
+    """The search of one process for the scheduler of one pool. May be used from any thread."""
+
+    def __init__(
+        self,
+        attempt: Callable[[float], bool],
+        is_needed: Callable[[], bool],
+        give_up: Callable[[Exception | None], object],
+        ended: Ended,
+        lease_seconds: float,
+        log: Callable[..., object],
+    ) -> None:
+        """Searches for as long as the nodes may live.
+
+        Args:
+            attempt: tries to connect within so many seconds. It returns whether it has, False if there was nothing to
+                connect to yet, and raises why it could not.
+            is_needed: returns whether this process is cut off, and is to search.
+            give_up: called with the last error, when no scheduler was reached within `lease_seconds`. Not called when
+                the pool was left.
+            ended: set when the pool is left.
+            lease_seconds: for how long the nodes live after the last sign of life.
+            log: takes a level, a message, its arguments and `error`, and does not wait for a terminal.
+        """
+        self._attempt = attempt
+        self._is_needed = is_needed
+        self._give_up = give_up
+        self._ended = ended
+        self._lease_seconds = lease_seconds
+        self._log = log
+        self._pauses = Backoff(POLL_SECONDS, max(POLL_SECONDS, min(LONGEST_PAUSE_SECONDS, lease_seconds * PAUSE_SHARE)))
+        self._patience = Backoff(
+            RESUME_SECONDS, max(RESUME_SECONDS, min(LONGEST_RESUME_SECONDS, lease_seconds * RESUME_SHARE))
+        )
+        """How long each try may take."""
+        self._searching = threading.Lock()
+        """Held by the one thread that searches; it waits for the network."""
+        self._has_given_up = False
+
+    def begin(self) -> None:
+        """Search, after the search that runs, if there is one. Does not wait."""
+        try:
+            threading.Thread(target=self._run, name="skyward-resume", daemon=True).start()
+        except RuntimeError as error:  # there are too many threads: `look` tries again
+            self._log(logging.WARNING, "the search for the pool's scheduler begins later: %s", error)
+
+    def look(self) -> None:
+        """Begin a search if one is needed and none runs, unless one has given up. Called periodically."""
+        if not (self._has_given_up or self._searching.locked()) and self._is_needed():
+            self.begin()
+
+    def _run(self) -> None:
+        with self._searching:
+            if self._is_needed():
+                self._search()
+
+    def _search(self) -> None:
+        since = time.monotonic()
+        failures = 0
+        error: Exception | None = None
+        while not self._ended.wait(self._pauses.seconds(max(1, failures))):
+            if time.monotonic() - since >= self._lease_seconds:
+                self._has_given_up = True
+                self._give_up(error)
+                return
+            try:
+                if self._attempt(self._patience.seconds(failures + 1)):
+                    return
+            except Exception as failure:
+                if not isinstance(failure, SkywardError | OSError) and type(failure) is not type(error):
+                    self._log(logging.ERROR, "a search for the pool's scheduler failed; it goes on", error=failure)
+                error = failure
+                failures += 1
+            if not self._is_needed():
+                return

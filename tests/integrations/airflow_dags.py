@@ -1,0 +1,69 @@
+"""The DAGs of `test_airflow_server.py`: one task each, whose function counts its runs and waits for a file.
+
+`folder` of the run's configuration has the files `runs`, with the try that has begun each run of the function, and
+`go`, which lets the function end.
+"""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from airflow.sdk import dag
+
+import skyward_core as sky
+from airflow_provider_skyward.operators import SkywardOperator
+
+LOCAL = sky.Local(price_per_hour=36.0)
+CALL: dict[str, Any] = {
+    "provider": LOCAL,
+    "op_args": ["{{ dag_run.conf['folder'] }}", "{{ ti.try_number }}"],
+    "retry_delay": timedelta(seconds=0),
+}
+
+
+def work(folder: str, mark: str) -> int:
+    """Count this run, then write lines until the file `go` is there."""
+    import time
+
+    path = Path(folder)
+    with (path / "runs").open("a") as runs:
+        runs.write(mark + "\n")
+    number = 0
+    while not (path / "go").exists():
+        number += 1
+        print("line", number, flush=True)
+        time.sleep(0.2)
+    print("the end", flush=True)
+    return 42
+
+
+def one_task(dag_id: str, **keywords: Any) -> None:
+    """Make a DAG with the task `work`."""
+
+    @dag(dag_id=dag_id, schedule=None, max_active_runs=16)
+    def only_work() -> None:
+        SkywardOperator(task_id="work", python_callable=work, **CALL | keywords)
+
+    only_work()
+
+
+one_task("attended")
+one_task("durable", retries=2)
+one_task("deferred", deferrable=True, retries=2)
+one_task("timed", deferrable=True, execution_timeout=timedelta(seconds=12))
+
+
+@dag(schedule=None)
+def mapped() -> None:
+    """Three task instances, each deferred with a pool of its own.
+
+    With `retries`, because Airflow counts a try as failed if its trigger fires before the scheduler has read that the
+    worker has deferred. The next try adopts the call that has ended.
+    """
+    rest = {name: value for name, value in CALL.items() if name != "op_args"}
+    SkywardOperator.partial(task_id="work", python_callable=work, deferrable=True, retries=2, **rest).expand(
+        op_args=[["{{ dag_run.conf['folder'] }}", mark] for mark in "abc"]
+    )
+
+
+mapped()

@@ -1,0 +1,201 @@
+"""A real `dagster dev`, web server and daemon, in a separate process, driven by GraphQL."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from skyward_core.ledger.ledger import Ledger
+from skyward_core.worker.watchdog import INSTANCE_TAG, POOL_TAG, tagged_processes
+
+CONFIG = """
+telemetry: {enabled: false}
+nux: {enabled: false}
+run_monitoring: {enabled: true, poll_interval_seconds: 2, start_timeout_seconds: 180}
+run_retries: {enabled: true, max_retries: 0}
+"""
+ENDED = {"SUCCESS", "FAILURE", "CANCELED"}
+
+LAUNCH = """mutation ($params: ExecutionParams!) { launchRun(executionParams: $params) {
+  __typename ... on LaunchRunSuccess { run { runId } } ... on PythonError { message }
+  ... on RunConfigValidationInvalid { errors { message } } } }"""
+TERMINATE = """mutation ($run: String!, $policy: TerminateRunPolicy) { terminateRun(runId: $run, terminatePolicy: $policy) {
+  __typename ... on TerminateRunFailure { message } ... on PythonError { message } } }"""
+RUN = """query ($run: ID!) { runOrError(runId: $run) { ... on Run { status parentRunId tags { key value } } } }"""
+RUNS = """query { runsOrError { ... on Runs { results { runId jobName status parentRunId } } } }"""
+EVENTS = """query ($run: ID!, $cursor: String) { logsForRun(runId: $run, afterCursor: $cursor) { ... on EventConnection {
+  cursor hasMore events {
+    __typename ... on MessageEvent { message stepKey level eventType }
+    ... on MarkerEvent { markerStart markerEnd }
+    ... on ErrorEvent { error { message className } }
+    ... on LogsCapturedEvent { fileKey stepKeys }
+    ... on MaterializationEvent { assetKey { path } metadataEntries { ...Entry } }
+    ... on ObservationEvent { assetKey { path } metadataEntries { ...Entry } }
+    ... on EngineEvent { metadataEntries { ...Entry } } } } } }
+fragment Entry on MetadataEntry { __typename label
+  ... on FloatMetadataEntry { floatValue } ... on IntMetadataEntry { intValue } ... on TextMetadataEntry { text }
+  ... on MarkdownMetadataEntry { mdStr } ... on JsonMetadataEntry { jsonString } ... on UrlMetadataEntry { url }
+  ... on TableMetadataEntry { table { records } } }"""
+CAPTURED = """query ($key: [String!]!) { capturedLogs(logKey: $key) { stdout stderr } }"""
+LOCATIONS = """query { workspaceOrError { ... on Workspace { locationEntries { name loadStatus locationOrLoadError {
+  __typename ... on PythonError { message } } } } } }"""
+
+
+def wait_for[T](what: Callable[[], T], why: str, seconds: float = 120.0) -> T:
+    """Return what the function returns, once that is true."""
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < deadline, f"waited {seconds:.0f} s for {why}"
+        time.sleep(0.2)
+    return found
+
+
+@dataclass
+class Run:
+    """One run of the server."""
+
+    server: "DagsterServer"
+    id: str
+    _events: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    _cursor: str | None = None
+
+    @property
+    def status(self) -> str:
+        return self.server.ask(RUN, run=self.id)["runOrError"]["status"]
+
+    @property
+    def tags(self) -> dict[str, str]:
+        return {tag["key"]: tag["value"] for tag in self.server.ask(RUN, run=self.id)["runOrError"]["tags"]}
+
+    def events(self) -> list[dict[str, Any]]:
+        """All events so far; each is asked for once."""
+        has_more = True
+        while has_more:
+            found = self.server.ask(EVENTS, run=self.id, cursor=self._cursor)["logsForRun"]
+            self._events += found["events"]
+            self._cursor, has_more = found["cursor"], found["hasMore"]
+        return self._events
+
+    def await_message(self, text: str, seconds: float = 120.0) -> dict[str, Any]:
+        """Return the first event with this text."""
+        return wait_for(
+            lambda: next((event for event in self.events() if text in (event["message"] or "")), None),
+            f"{text!r} in the log of {self.id}; it ends in {self.last()}",
+            seconds,
+        )
+
+    def await_end(self, seconds: float = 180.0) -> str:
+        wait_for(lambda: self.status in ENDED, f"the end of {self.id}; its log ends in {self.last()}", seconds)
+        return self.status
+
+    def last(self) -> list[str]:
+        return [event["message"][:200] for event in self.events()[-6:] if event["message"]]
+
+    def terminate(self, *, force: bool = False) -> None:
+        policy = "MARK_AS_CANCELED_IMMEDIATELY" if force else "SAFE_TERMINATE"
+
+        def accepted() -> bool:  # refused while the run's process starts
+            answer = self.server.ask(TERMINATE, run=self.id, policy=policy)["terminateRun"]
+            return answer["__typename"] == "TerminateRunSuccess"
+
+        wait_for(accepted, f"the server to terminate {self.id}")
+
+    def stdout(self) -> str:
+        """What the processes of the steps have printed."""
+        keys = {event["fileKey"] for event in self.events() if event["__typename"] == "LogsCapturedEvent"}
+        found = [self.server.ask(CAPTURED, key=[self.id, "compute_logs", key])["capturedLogs"] for key in keys]
+        return "".join(one["stdout"] or "" for one in found)
+
+
+@dataclass
+class DagsterServer:
+    """`folder` is DAGSTER_HOME, with the ledger of its runs, and has the definitions."""
+
+    folder: Path
+    url: str
+    process: subprocess.Popen[bytes]
+
+    def ask(self, query: str, **variables: Any) -> dict[str, Any]:
+        body = json.dumps({"query": query, "variables": variables}).encode()
+        request = urllib.request.Request(f"{self.url}/graphql", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            found = json.load(answer)
+        assert "errors" not in found, found["errors"]
+        return found["data"]
+
+    def launch(self, job: str, **tags: str) -> Run:
+        params = {
+            "selector": {
+                "repositoryLocationName": "definitions.py",
+                "repositoryName": "__repository__",
+                "jobName": job,
+            },
+            "runConfigData": {},
+            "executionMetadata": {"tags": [{"key": name, "value": value} for name, value in tags.items()]},
+        }
+        answer = self.ask(LAUNCH, params=params)["launchRun"]
+        assert answer["__typename"] == "LaunchRunSuccess", answer
+        return Run(self, answer["run"]["runId"])
+
+    def runs(self, job: str) -> list[dict[str, Any]]:
+        """All runs of a job, newest first."""
+        found = self.ask(RUNS)["runsOrError"]["results"]
+        return [one for one in found if one["jobName"] == job]
+
+    def pools(self, run: Run) -> list[str]:
+        """The ids of the pools that were opened for a run."""
+        with Ledger(f"sqlite:///{self.folder}/ledger.db") as ledger:
+            return [entry.id for entry in ledger.pools(include_ended=True) if entry.work.run == run.id]
+
+    def machines(self, run: Run) -> set[str]:
+        """The local nodes of these pools of which a process lives."""
+        pools = self.pools(run)
+        return {environ[INSTANCE_TAG] for _, environ in tagged_processes() if environ.get(POOL_TAG) in pools}
+
+
+@contextlib.contextmanager
+def served(folder: Path, definitions: str, **environ: str) -> Iterator[DagsterServer]:
+    """Start a server with these definitions, and end it with all its processes."""
+    (folder / "dagster.yaml").write_text(CONFIG)
+    (folder / "definitions.py").write_text(definitions)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "dagster", "dev", "-f", "definitions.py", "-h", "127.0.0.1", "-p", str(port)]
+    settings = {"DAGSTER_HOME": str(folder), "SKYWARD_LEDGER": f"sqlite:///{folder}/ledger.db", **environ}
+    with (folder / "dev.log").open("wb") as log:
+        process = subprocess.Popen(
+            command, cwd=folder, env={**os.environ, **settings}, stdout=log, stderr=log, start_new_session=True
+        )
+    server = DagsterServer(folder, f"http://127.0.0.1:{port}", process)
+    try:
+        wait_for(lambda: _is_ready(server), "dagster dev", 300)
+        yield server
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _is_ready(server: DagsterServer) -> bool:
+    assert server.process.poll() is None, (server.folder / "dev.log").read_text()[-3000:]
+    try:
+        entries = server.ask(LOCATIONS)["workspaceOrError"]["locationEntries"]
+    except (OSError, AssertionError):
+        return False
+    for entry in entries:
+        error = entry["locationOrLoadError"]
+        assert not (error and error["__typename"] == "PythonError"), error
+    return bool(entries) and all(entry["loadStatus"] == "LOADED" for entry in entries)

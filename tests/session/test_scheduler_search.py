@@ -1,0 +1,180 @@
+"""The search for a scheduler after a cut: what ends it, what does not, and how often it tries."""
+
+import logging
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from skyward_core.errors import NodeLost
+from skyward_core.session import scheduler_search
+from skyward_core.session.scheduler_search import SchedulerSearch
+from tests.conftest import wait_until
+
+LEASE_SECONDS = 240.0
+
+
+class World:
+    """A cut connection, with a clock that only the pauses and the tries move."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.is_needed = True
+        self.is_left = False
+        self.stays_cut = 0
+        """Before so many tries each connection is cut again at once."""
+        self.outcomes: list[Any] = []
+        """What the next tries do: return or raise this. After them each fails."""
+        self.tries: list[tuple[float, float]] = []
+        """When each try began, and how long it may take."""
+        self.given_up: list[Exception | None] = []
+        self.records: list[tuple[int, Any]] = []
+        self.search = SchedulerSearch(
+            self.attempt, lambda: self.is_needed, self.given_up.append, self, LEASE_SECONDS, self.log
+        )
+
+    # the event that is set when the pool is left
+    def is_set(self) -> bool:
+        return self.is_left
+
+    def wait(self, timeout: float) -> bool:
+        self.now += timeout
+        return self.is_left
+
+    def attempt(self, seconds: float) -> bool:
+        self.tries.append((self.now, seconds))
+        outcome = self.outcomes.pop(0) if self.outcomes else NodeLost("no answer")
+        if callable(outcome):
+            outcome = outcome()
+        if isinstance(outcome, Exception):
+            self.now += seconds
+            raise outcome
+        self.is_needed = len(self.tries) < self.stays_cut or not outcome
+        return outcome
+
+    def log(self, level: int, _: str, *__: Any, error: Any = None) -> None:
+        self.records.append((level, error))
+
+    def cut(self) -> None:
+        self.search.begin()
+        joined()
+
+
+def joined() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "skyward-resume":
+            thread.join(60)
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    world = World()
+    monkeypatch.setattr(scheduler_search, "time", SimpleNamespace(monotonic=lambda: world.now))
+    return world
+
+
+@pytest.mark.parametrize("error", [AssertionError(), RuntimeError("can't start new thread"), KeyError("head")])
+def test_an_error_that_nobody_foresaw_does_not_end_the_search(world: World, error: Exception) -> None:
+    """Dask has raised AssertionError, because a thread began late. It is logged once, with its traceback."""
+    world.outcomes = [NodeLost("no answer"), error, error, OSError("refused"), True]
+    world.cut()
+    assert (len(world.tries), world.given_up) == (5, [])
+    assert world.records == [(logging.ERROR, error)]
+
+
+def test_after_one_lease_it_gives_up_with_the_last_error(world: World) -> None:
+    last = AssertionError()
+    world.outcomes = [OSError("refused"), *[last] * 100]
+    world.cut()
+    assert world.given_up == [last]
+    assert LEASE_SECONDS <= world.now < LEASE_SECONDS + 30
+
+
+def test_it_tries_less_often_and_more_patiently(world: World) -> None:
+    """Hundreds of searches at once must not take all of the machine, so that none of them succeeds."""
+    world.cut()
+    seconds = [its for _, its in world.tries]
+    assert seconds[:5] == [2.0, 4.0, 8.0, 16.0, 20.0]
+    assert set(seconds[5:]) == {20.0}
+    begun = [at for at, _ in world.tries]
+    pauses = [after - at - its for (at, its), after in zip(world.tries, begun[1:])]
+    assert pauses[:5] == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2])
+    assert set(pauses[5:]) == {5.0}
+
+
+def test_a_machine_that_is_not_connected_is_looked_at_often(world: World) -> None:
+    """No try is made, so nothing is overloaded, and the connection may be back at any time."""
+    world.outcomes = [False] * 50
+    world.cut()
+    assert world.tries[49] == (pytest.approx(50 * 0.2), 2.0)
+
+
+@pytest.mark.parametrize("is_in_the_try", [False, True])
+def test_a_pool_that_is_left_meanwhile_is_not_given_up(world: World, is_in_the_try: bool) -> None:
+    """Its calls raise why it was left: the head may be there."""
+
+    def left() -> Exception:
+        world.is_left, world.is_needed = True, False
+        return NodeLost("no answer")
+
+    if is_in_the_try:
+        world.outcomes = [left]
+    else:
+        world.is_left = True
+    world.cut()
+    assert (len(world.tries), world.given_up) == (int(is_in_the_try), [])
+
+
+def test_it_ends_when_another_has_connected(world: World) -> None:
+    """Such as the recovery of a process that keeps the pool from now on."""
+
+    def kept() -> Exception:
+        world.is_needed = False
+        return NodeLost("no answer")
+
+    world.outcomes = [kept]
+    world.cut()
+    world.cut()
+    world.search.look()
+    joined()
+    assert (len(world.tries), world.given_up) == (1, [])
+
+
+def test_a_cut_during_a_search_is_not_forgotten(world: World) -> None:
+    """The connection breaks again before the first search has ended."""
+
+    def reached_and_cut_again() -> bool:
+        world.search.begin()
+        return True
+
+    world.outcomes = [reached_and_cut_again, True]
+    world.stays_cut = 2
+    world.cut()
+    wait_until(lambda: len(world.tries) == 2, "the second search")
+    joined()
+
+
+def test_a_search_that_no_thread_could_begin_begins_later(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process has too many threads: that must not cut it off for ever."""
+
+    class Refused(threading.Thread):
+        def start(self) -> None:
+            raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler_search, "threading", SimpleNamespace(Thread=Refused))
+        world.cut()
+    assert [level for level, _ in world.records] == [logging.WARNING]
+    world.outcomes = [True]
+    world.search.look()
+    joined()
+    assert len(world.tries) == 1
+
+
+def test_nothing_is_searched_for_after_it_has_given_up(world: World) -> None:
+    world.cut()
+    tries = len(world.tries)
+    world.search.look()
+    joined()
+    assert (len(world.tries), len(world.given_up)) == (tries, 1)

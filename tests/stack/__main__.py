@@ -1,0 +1,73 @@
+"""Run the services of docker-compose.yml as processes of this machine until Ctrl-C: `python -m tests.stack`.
+
+A variable of the compose file may be set in the environment: `PREFECT_PORT=4300`, or `STACK_DATA` for the folder. The
+others come from the file that is the argument, `development.env` by default. COMPOSE_FILE may name another compose
+file, as for docker compose.
+"""
+
+import os
+import signal
+import stat
+import sys
+import time
+from pathlib import Path
+
+from tests.stack.compose import DEVELOPMENT, FILE, read, read_env, services, variables_of
+from tests.stack.native import Stack, StackError, check_ports, native_variables
+
+PAGES = {"PREFECT_PORT": "Prefect", "AIRFLOW_PORT": "Airflow", "DAGSTER_PORT": "Dagster"}
+READY = "The stack is ready. Ctrl-C ends it."
+
+
+def main(env_file: Path) -> None:
+    started = time.monotonic()
+    content = read(Path(os.environ.get("COMPOSE_FILE") or FILE))
+    folder = own_folder(Path(os.environ.get("STACK_DATA") or f"/var/tmp/skyward-stack-{os.getuid()}"))
+    variables = read_env(env_file) | native_variables(content, os.environ, folder)
+    ports = {
+        name: variables.get(name) or default or ""
+        for name, default in variables_of(content).items()
+        if name.endswith("_PORT")
+    }
+    check_ports(ports)
+    stack = Stack(services(content, variables), folder)
+    try:
+        for name in stack.start():
+            print(f"{time.monotonic() - started:5.1f} s  {name}", flush=True)
+        for name in PAGES.keys() & ports.keys():
+            print(f"{PAGES[name]}: http://127.0.0.1:{ports[name]}")
+        print(f"Data and logs: {folder}\n{READY}", flush=True)
+        stack.wait()
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)  # the end is not interrupted
+        print("ending all services", flush=True)
+        stack.stop()
+
+
+def own_folder(folder: Path) -> Path:
+    """Make the folder; other users may only pass through it, as PostgreSQL's user has to.
+
+    Raises StackError if it belongs to another user.
+    """
+    folder.mkdir(mode=0o711, parents=True, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise StackError(f"{folder} is not a folder of yours: set STACK_DATA to another one")
+    folder.chmod(0o711)
+    return folder
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, interrupt)
+    try:
+        main(Path(sys.argv[1]) if len(sys.argv) > 1 else DEVELOPMENT)
+    except KeyboardInterrupt:
+        pass
+    except (StackError, KeyError, FileNotFoundError) as error:
+        sys.exit(f"error: {error}" if not isinstance(error, KeyError) else f"error: {error} is not set")

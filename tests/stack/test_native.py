@@ -1,0 +1,126 @@
+"""The program that runs a compose file without containers, on small services: shells that touch files."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import processes_by_tag, wait_until
+from tests.stack.__main__ import READY
+from tests.stack.compose import ROOT
+
+HEALTHY = "service_healthy"
+
+
+def shell(script: str, *, health: str = "", needs: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return a service that runs a script, and is healthy when the other one succeeds; without it, it runs once."""
+    body: dict[str, Any] = {"image": "skyward-stack:1", "command": ["sh", "-c", script]}
+    body["environment"] = {"PLACE": "${STACK_DATA:-/data}"}
+    body["depends_on"] = {name: {"condition": condition} for name, condition in (needs or {}).items()}
+    if health:
+        body["healthcheck"] = {"test": ["CMD", "sh", "-c", health], "interval": "5s", "timeout": "5s"}
+    return body
+
+
+@contextmanager
+def running(tmp_path: Path, services: Mapping[str, Any], **variables: str) -> Generator[subprocess.Popen[str]]:
+    (tmp_path / "compose.yml").write_text(yaml.safe_dump({"services": dict(services)}))
+    (tmp_path / "empty.env").touch()
+    own = {"COMPOSE_FILE": str(tmp_path / "compose.yml"), "STACK_DATA": str(tmp_path / "data"), **variables}
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.stack", tmp_path / "empty.env"],
+        cwd=ROOT,
+        env=os.environ | own,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def lines_until_ready(process: subprocess.Popen[str]) -> list[str]:
+    assert process.stdout is not None
+    lines: list[str] = []
+    for line in process.stdout:
+        lines.append(line.strip())
+        if lines[-1] == READY:
+            return lines
+    pytest.fail("\n".join(lines))
+
+
+def living(tmp_path: Path) -> list[int]:
+    """Return the processes of services: their environment has the folder."""
+    return [pid for pid, place in processes_by_tag("PLACE") if place == str(tmp_path / "data")]
+
+
+def test_ctrl_c_ends_every_process_of_every_service(tmp_path: Path) -> None:
+    """Services start in the order of their needs. A process that has left its service, and one that ignores the
+    signal to end, do not outlive the stack.
+    """
+    orphan = 'setsid sh -c "trap \\"\\" TERM INT HUP; sleep 1000" & sleep 0.2; touch $PLACE/first; exec sleep 1000'
+    services = {
+        "last": shell(
+            "test -e $PLACE/middle && exec sleep 1000",
+            health="true",
+            needs={"middle": "service_completed_successfully"},
+        ),
+        "middle": shell("test -e $PLACE/first && touch $PLACE/middle", needs={"first": HEALTHY}),
+        "first": shell(orphan, health="test -e $PLACE/first"),
+    }
+    with running(tmp_path, services) as process:
+        names = [line.split()[-1] for line in lines_until_ready(process)[:3]]
+        assert names == ["first", "middle", "last"]
+        assert len(living(tmp_path)) >= 3
+        process.send_signal(signal.SIGINT)
+        output = process.communicate(timeout=60)[0]
+    assert process.returncode == 0, output
+    assert living(tmp_path) == []
+
+
+def test_services_end_when_the_program_is_killed(tmp_path: Path) -> None:
+    """The kernel sends each service its signal to end, so that no port stays in use."""
+    services = {"one": shell("exec sleep 1000", health="true")}
+    with running(tmp_path, services) as process:
+        lines_until_ready(process)
+        assert living(tmp_path)
+        process.kill()
+        wait_until(lambda: not living(tmp_path), "the end of the services")
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_a_service_that_ends_is_named_and_ends_the_others(tmp_path: Path) -> None:
+    """The error has the exit code and the last lines of its log."""
+    services = {
+        "other": shell("exec sleep 1000", health="true"),
+        "broken": shell("echo no database; exit 3", health="true", needs={"other": HEALTHY}),
+    }
+    with running(tmp_path, services) as process:
+        output = process.communicate(timeout=60)[0]
+    assert process.returncode == 1
+    assert "error: broken has ended with code 3" in output
+    assert "no database" in output
+    assert living(tmp_path) == []
+
+
+def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
+    """The error names the variable that moves the service to another port."""
+    services = {"one": shell("touch $PLACE/started; exec sleep ${ONE_PORT:-1}", health="true")}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with running(tmp_path, services, ONE_PORT=port) as process:
+            output = process.communicate(timeout=60)[0]
+    assert process.returncode == 1
+    assert f"error: port {port} is in use: set ONE_PORT to another one" in output
+    assert not (tmp_path / "data/started").exists()
