@@ -1,4 +1,4 @@
-# `make demo` and `make test` need only Python. CI (.ci/run) runs the same recipes.
+# `make demo` and `make test` need only Python. CI (.ci/run) runs `make check test`.
 PYTHON ?= python3
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 RUN := $(UV) run --locked --no-sync
@@ -8,23 +8,29 @@ export PYTHONDONTWRITEBYTECODE :=
 
 # The number of test processes (pytest-xdist), each with separate hosts, servers and folders. Most tests wait more than they compute.
 AT_ONCE ?= 5
-TESTS := $(RUN) pytest -q -n $(AT_ONCE) --dist loadfile --no-loadscope-reorder
+PARALLEL := -q -n $(AT_ONCE) --dist loadfile --no-loadscope-reorder
+TESTS := $(RUN) pytest $(PARALLEL)
 
 # Most of the 18,000 modules of the frameworks are never imported: Python compiles the others when it imports them first.
 IN_FRAMEWORKS := UV_PROJECT_ENVIRONMENT=.frameworks/venv UV_COMPILE_BYTECODE=0 $(UV) run --locked --no-default-groups --group frameworks
 
-.PHONY: help demo test quick long frameworks check lint format kill soak mutate live gpu bench versions constraints screenshots site stack release clean
+.PHONY: help demo test unit system nightly long frameworks check lint format kill soak mutate live gpu bench versions constraints screenshots site stack release clean
 help: ## list these commands
 	@awk -F':.*## ' '/^[a-z]+:.*## /{printf "make %-11s %s\n", $$1, $$2}' Makefile
 
 demo: .venv/ready ## run the same real job on Prefect, Airflow and Dagster, and print a table of the results
 	$(RUN) python tests/demo.py
 
-test: .venv/ready ## run all tests except the long ones: real pools, real orchestrators, built wheels
-	$(TESTS) -m "not long and not frameworks" --durations=5
+test: unit system ## run the tests of the gate: real pools, hosts, orchestrators, the built wheel
 
-quick: .venv/ready ## run the tests that neither install packages nor start servers
+unit: .venv/ready ## run the tests that neither install packages nor start servers
 	$(TESTS) -m "not slow and not long and not frameworks"
+
+system: .venv/ready ## run the other tests of the gate; those that fail run once more, alone
+	$(RUN) python -m tests.two_passes $(PARALLEL) -m "slow and not long and not frameworks" --durations=25
+
+nightly: .venv/ready ## run what is too long for the gate, one recipe after the other: long, kill, versions, frameworks, demo
+	.ci/nightly
 
 long: .venv/ready ## run the long tests, and all cases of the tests that generate cases
 	EXAMPLES=all $(TESTS) -m "long or generated" --durations=5
@@ -32,7 +38,7 @@ long: .venv/ready ## run the long tests, and all cases of the tests that generat
 frameworks: .uv-ready ## distributed training with PyTorch, JAX, TensorFlow and Keras themselves, in a separate environment (7 GB)
 	$(IN_FRAMEWORKS) pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m frameworks --durations=5 tests/distributed tests/serialization/test_tensors.py tests/test_example_programs.py tests/test_seed_blocks.py
 
-check: lint quick ## run the checks that must pass before a commit
+check: lint unit ## run the checks that must pass before a commit
 
 lint: .venv/ready ## check format, lint, types and layers
 	$(RUN) ruff format --check .
