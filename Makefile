@@ -23,20 +23,21 @@ demo: .venv/ready ## run the same real job on Prefect, Airflow and Dagster, and 
 
 test: unit system ## run the tests of the gate: real pools, hosts, orchestrators, the built wheel
 
-unit: .venv/ready ## run the tests that neither install packages nor start servers
-	$(TESTS) -m "not slow and not long and not frameworks"
+unit: .venv/ready ## run the tests that start no process and no thread, and do not sleep
+	$(RUN) pytest -q -n 2 --dist loadfile --no-loadscope-reorder tests/unit
 
 system: .venv/ready ## run the other tests of the gate; those that fail run once more, alone
-	$(RUN) python -m tests.two_passes $(PARALLEL) -m "slow and not long and not frameworks" --durations=25
+	$(RUN) python -m tests.two_passes $(PARALLEL) -m "not nightly" --durations=25 tests/system
 
 nightly: .venv/ready ## run what is too long for the gate, one recipe after the other: long, kill, versions, frameworks, demo
 	.ci/nightly
 
-long: .venv/ready ## run the long tests, and all cases of the tests that generate cases
-	EXAMPLES=all $(TESTS) -m "long or generated" --durations=5
+long: .venv/ready ## run the tests of tests/nightly, and all cases of the tests that generate cases
+	$(TESTS) -m "not frameworks" --durations=25 tests/nightly
+	EXAMPLES=all $(TESTS) -m "nightly or generated" tests/unit tests/system
 
 frameworks: .uv-ready ## distributed training with PyTorch, JAX, TensorFlow and Keras themselves, in a separate environment (7 GB)
-	$(IN_FRAMEWORKS) pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m frameworks --durations=5 tests/distributed tests/serialization/test_tensors.py tests/test_example_programs.py tests/test_seed_blocks.py
+	$(IN_FRAMEWORKS) pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m frameworks --durations=5 tests/distributed tests/nightly/serialization/test_tensors.py tests/nightly/test_example_programs.py tests/unit/test_seed_blocks.py
 
 check: lint unit ## run the checks that must pass before a commit
 
@@ -79,10 +80,10 @@ constraints: .venv/ready ## write constraints-3.12.txt and constraints-3.13.txt 
 	$(RUN) python -m tests.versions constraints
 
 screenshots: .venv/ready ## write the pictures of `skyward ui` and of the pages of Prefect, Airflow and Dagster in docs/images (needs Chromium)
-	SCREENSHOTS=docs/images/commands $(RUN) pytest -q -m long tests/cli/test_ui_browser.py
-	SCREENSHOTS=docs/images/prefect $(RUN) pytest -q -m long tests/integrations/test_prefect_browser.py
-	SCREENSHOTS=docs/images/airflow $(RUN) pytest -q -m long tests/integrations/test_airflow_browser.py
-	SCREENSHOTS=docs/images/dagster $(RUN) pytest -q -m long tests/integrations/test_dagster_browser.py
+	SCREENSHOTS=docs/images/commands $(RUN) pytest -q tests/nightly/cli/test_ui_browser.py
+	SCREENSHOTS=docs/images/prefect $(RUN) pytest -q tests/nightly/integrations/test_prefect_browser.py
+	SCREENSHOTS=docs/images/airflow $(RUN) pytest -q tests/nightly/integrations/test_airflow_browser.py
+	SCREENSHOTS=docs/images/dagster $(RUN) pytest -q tests/nightly/integrations/test_dagster_browser.py
 
 site: .venv/ready ## build the documentation site into build/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict

@@ -6,7 +6,6 @@ events of that pool.
 
 import gc
 import os
-import re
 import resource
 import shutil
 import signal
@@ -58,7 +57,7 @@ _default_ledger = ""
 
 
 LONGEST_FIRST = (
-    # mostly of `make long`
+    # mostly of tests/nightly
     "kill/test_points.py",
     "pool/test_named_faults.py",
     "integrations/test_prefect_kill.py",
@@ -66,7 +65,7 @@ LONGEST_FIRST = (
     "pool/test_named_hosts.py",
     "stack/test_stack.py",
     "integrations/test_airflow_durable.py",
-    # mostly of `make test`
+    # mostly of tests/system
     "integrations/test_prefect.py",
     "integrations/test_airflow.py",
     "test_real_hosts.py",
@@ -104,16 +103,13 @@ same time.
 """
 
 
-MARK_OF_A_FILE = re.compile(r"^pytestmark = (?:\[\s*)?pytest\.mark\.(slow|long|frameworks)\b", re.MULTILINE)
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the tests of files that take longest first; the order within a file stays."""
     root = Path(__file__).parent
     place = {name: number for number, name in enumerate(LONGEST_FIRST)}
 
     def rank(item: pytest.Item) -> int:
-        path = item.path.relative_to(root)
+        path = Path(*item.path.relative_to(root).parts[1:])  # without unit, system or nightly
         return place.get(str(path), place.get(path.parts[0], len(place)))
 
     items.sort(key=rank)
@@ -138,24 +134,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     is_last = nextitem is None or nextitem.path != item.path
     if is_last and item.get_closest_marker("filterwarnings") is not None:
         gc.collect()
-
-
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skip files whose tests are all left out, for example by `-m "not slow"`: their imports take longer than many tests."""
-    marks = config.option.markexpr or ""
-    if not marks or collection_path.suffix != ".py" or not collection_path.name.startswith("test_"):
-        return None
-    return True if has_no_test_of(collection_path.read_text(), marks) else None
-
-
-def has_no_test_of(text: str, marks: str) -> bool:
-    """Return whether a test file has no test for a marker expression as those of the Makefile: marks joined by `or`, or
-    each with `not`. For other expressions it may have one.
-    """
-    if re.fullmatch(r"\w+( or \w+)*", marks):
-        return not any(f"mark.{mark}" in text for mark in marks.split(" or "))
-    mark = MARK_OF_A_FILE.search(text)
-    return mark is not None and f"not {mark[1]}" in marks
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -37,21 +37,25 @@ SECONDS_LONGER = 10.0
 """A test may take so much longer with a mutant than five times its time without."""
 
 DISPATCHER = (
-    "engine/test_dispatcher.py",
-    "engine/test_outbox.py",
-    "engine/test_calls.py",
-    "engine/test_lost_calls.py",
-    "engine/test_shipments.py",
-    "engine/test_simulation.py::test_histories[0]",
+    "unit/engine/test_dispatcher.py",
+    "unit/engine/test_outbox.py",
+    "unit/engine/test_calls.py",
+    "unit/engine/test_lost_calls.py",
+    "unit/engine/test_shipments.py",
+    "system/engine/test_simulation.py::test_histories[0]",
 )
 SWEEP = (
-    "cleanup/test_policy.py",
-    "cleanup/test_release.py",
-    "cleanup/test_sweep.py",
-    "cleanup/test_other_accounts.py",
+    "unit/cleanup/test_policy.py",
+    "unit/cleanup/test_release.py",
+    "unit/cleanup/test_sweep.py",
+    "unit/cleanup/test_other_accounts.py",
 )
-LIFECYCLE = ("provisioning/test_lifecycle.py", "provisioning/test_candidates.py", "provisioning/test_selection.py")
-JOURNAL = ("ledger/test_journal.py", "ledger/test_prune.py")
+LIFECYCLE = (
+    "system/provisioning/test_lifecycle.py",
+    "unit/provisioning/test_candidates.py",
+    "system/provisioning/test_selection.py",
+)
+JOURNAL = ("unit/ledger/test_journal.py", "system/ledger/test_prune.py")
 OTHERS = {
     "engine/calls": DISPATCHER,
     "engine/connection_state": DISPATCHER,
@@ -60,26 +64,26 @@ OTHERS = {
     "engine/function_files": DISPATCHER,
     "engine/kept_calls": DISPATCHER,
     "engine/losses": DISPATCHER,
-    "engine/members": ("engine/test_recovery.py", *DISPATCHER),
-    "engine/membership": ("engine/test_recovery.py",),
+    "engine/members": ("unit/engine/test_recovery.py", *DISPATCHER),
+    "engine/membership": ("unit/engine/test_recovery.py",),
     "engine/outbox": DISPATCHER,
-    "engine/recovery": ("engine/test_membership.py", "worker/test_preemption_notice.py"),
+    "engine/recovery": ("unit/engine/test_membership.py", "unit/worker/test_preemption_notice.py"),
     "engine/placement": DISPATCHER,
     "engine/shipments": DISPATCHER,
     "cleanup/policy": SWEEP,
     "cleanup/pool_record": SWEEP,
     "cleanup/provider_work": SWEEP,
-    "cleanup/release": (*SWEEP, "cli/test_commands.py"),
+    "cleanup/release": (*SWEEP, "unit/cli/test_commands.py"),
     "cleanup/survey": SWEEP,
     "cleanup/sweep": SWEEP,
-    "ledger/accounts": ("ledger/test_budgets.py", "ledger/test_ledger.py"),
-    "ledger/bills": ("ledger/test_ledger.py", "ledger/test_receipt.py", *JOURNAL),
-    "ledger/intents": ("ledger/test_ledger.py", *JOURNAL),
+    "ledger/accounts": ("unit/ledger/test_budgets.py", "system/ledger/test_ledger.py"),
+    "ledger/bills": ("system/ledger/test_ledger.py", "unit/ledger/test_receipt.py", *JOURNAL),
+    "ledger/intents": ("system/ledger/test_ledger.py", *JOURNAL),
     "ledger/journal": JOURNAL,
     "ledger/metering": JOURNAL,
-    "ledger/pools": ("ledger/test_ledger.py", *JOURNAL),
+    "ledger/pools": ("system/ledger/test_ledger.py", *JOURNAL),
     "ledger/receipt": JOURNAL,
-    "machines/offers": ("provisioning/test_candidates.py", "machines/test_architecture.py"),
+    "machines/offers": ("unit/provisioning/test_candidates.py", "unit/machines/test_architecture.py"),
     "provisioning/rental": LIFECYCLE,
     "provisioning/replacement": LIFECYCLE,
     "provisioning/selection": LIFECYCLE,
@@ -139,7 +143,7 @@ def tests_of(module: str) -> list[str]:
     """Return the tests of a module: the file that mirrors it, and those of `OTHERS`."""
     path = Path(module).with_suffix("")
     place = path.relative_to(path.parts[0])
-    mirrored = f"{place.parent}/test_{place.name}.py".removeprefix("./")
+    mirrored = f"unit/{place.parent}/test_{place.name}.py".replace("/./", "/")
     names = dict.fromkeys((mirrored, *OTHERS.get(str(place), ())))
     if found := [f"tests/{name}" for name in names if (ROOT / "tests" / name.partition("::")[0]).exists()]:
         return found

@@ -26,7 +26,6 @@ from mutmut.mutation.trampoline import set_mutant_under_test
 from mutmut.state import state
 from mutmut.utils.format_utils import mangled_name_from_mutant_name
 
-FAST = "not slow and not long"
 TIMES_LONGER = 5.0
 """A test may take this many times as long with a mutant as it takes without, and the seconds of the request."""
 PR_SET_CHILD_SUBREAPER = 36
@@ -37,7 +36,7 @@ STATUS = {PASSED: "survived", FAILED: "killed", TIMED_OUT: "timeout"}
 def main(request: str) -> int:
     """Run the tests on each mutant; return another code than 0 if they fail without a mutant."""
     asked = json.loads(Path(request).read_text())
-    arguments = ["-q", "-m", FAST, "-p", "no:cacheprovider", f"--basetemp={os.environ['TMPDIR']}/pytest"]
+    arguments = ["-q", "-p", "no:cacheprovider", f"--basetemp={os.environ['TMPDIR']}/pytest"]
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     with os.fdopen(os.dup(1), "w") as report:
         os.dup2(2, 1)

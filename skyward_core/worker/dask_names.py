@@ -1,5 +1,5 @@
-"""The undocumented names of Dask that this package uses, on both sides. `tests/worker/test_dask_names.py` fails if a
-Dask version lacks one.
+"""The undocumented names of Dask that this package uses, on both sides. `tests/unit/worker/test_dask_names.py` fails
+if a Dask version lacks one.
 
 A name is `module:Class.method(parameters)`, `module:Class.attribute` or `module:name`. `pyproject.toml` allows no Dask
 that is newer than the versions tested here; CI's step with the newest versions tests newer ones and says when the bound

@@ -116,6 +116,8 @@ def _server(folder: Path, port: int) -> subprocess.Popen[bytes]:
         "PREFECT_HOME": str(folder),
         "PREFECT_API_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{folder / DATABASE}",
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        # on a loaded machine SQLite was busy for longer than the usual 10 s: the server answered 503
+        "PREFECT_SERVER_DATABASE_TIMEOUT": "60",
         "PREFECT_UI_ENABLED": "0",
         "PREFECT__SERVER_FINAL": "1",
         "DO_NOT_TRACK": "1",

@@ -11,7 +11,8 @@ from skyward_core.ledger.ledger import Ledger
 from skyward_core.ledger.rows import Account, Period
 from skyward_core.ledger.schema import MIGRATIONS
 from skyward_core.work import Work
-from tests.ledger.test_ledger import TRAIN, Clock, intend, open_pool, pay
+from tests.system.ledger.test_ledger import TRAIN, pay
+from tests.unit.ledger.test_ledger import Clock, intend, open_pool
 
 WRITTEN = Path(__file__).parent / "written"
 

@@ -1,6 +1,6 @@
 """What docker-compose.yml says of each service, and how the service runs without containers.
 
-Only the keys that the file uses are read. `tests/stack/test_compose.py` checks the file by the schema of the compose
+Only the keys that the file uses are read. `tests/unit/stack/test_compose.py` checks the file by the schema of the compose
 specification.
 """
 

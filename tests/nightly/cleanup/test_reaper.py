@@ -1,0 +1,236 @@
+"""The reaper ends the pool when the driver has ended in any way, and in no other case.
+
+Drivers and reapers are real processes here. Machines are files, and a `Pool` is a driver's view of one pool
+(`reaping_provider.py`).
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from skyward_core.cleanup.reaper import ReaperInput
+from tests.cleanup.reaping_provider import SECRET, FolderProvider, Pool
+from tests.conftest import wait_until
+from tests.system.cleanup.test_reaper import (  # noqa: F401 - fixtures
+    DRIVER,
+    ROOT,
+    StandIn,
+    Start,
+    driving,
+    is_gone,
+    log_text,
+    no_reaper_stays,
+    pool,
+    start,
+)
+
+# ── the driver dies ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("kill", [os.kill, os.killpg], ids=["the process", "its whole group"])
+def test_the_machines_of_a_killed_driver_end(tmp_path: Path, kill: Callable[[int, int], None]) -> None:
+    """`kill -9` leaves no machine, no open entry and no reaper, and the log has a line about it."""
+    with driving(tmp_path) as (driver, reaper):
+        pool = Pool(tmp_path)
+        assert len(pool.living()) == 2
+        kill(driver.pid, signal.SIGKILL)
+        wait_until(pool.is_ended, "the machines to end")
+        wait_until(lambda: is_gone(reaper), "the reaper to go")
+    assert [line.split(" ", 2)[1:] for line in log_text().splitlines() if "machines" in line] == [
+        [pool.pool_id, "its process is gone: ending its machines"],
+        [pool.pool_id, "its machines are gone"],
+    ]
+
+
+def test_machines_end_although_a_fork_keeps_the_pipe_open(tmp_path: Path) -> None:
+    """The reaper sees that its parent has changed, although the pipe has not ended."""
+    with driving(tmp_path, more="if os.fork() == 0: signal.pause()") as (driver, _):
+        pool = Pool(tmp_path)
+        killed_at = time.time()
+        os.kill(driver.pid, signal.SIGKILL)
+        wait_until(pool.is_ended, "the machines to end")
+        assert pool.first_end() - killed_at < 10  # 1 s until the reaper checks, and the imports, on a busy machine
+
+
+@pytest.mark.parametrize("way", ["os._exit(3)", "os.execv('/bin/true', ['true'])"])
+def test_machines_end_however_the_driver_ends(tmp_path: Path, way: str) -> None:
+    """Any end of the driver without a teardown leaves the machines to the reaper, also within milliseconds of its
+    start.
+    """
+    with driving(tmp_path, more=f"print(reaper.pid, flush=True)\n{way}"):
+        wait_until(Pool(tmp_path).is_ended, "the machines to end")
+
+
+def test_a_driver_that_ends_normally_prints_no_warning(tmp_path: Path) -> None:
+    """An interpreter that ends without releasing its reaper prints no warning, even where warnings are errors."""
+    text = DRIVER.format(more="").replace("signal.pause()", "del reaper")
+    run = subprocess.run(
+        [sys.executable, "-X", "dev", "-W", "error", "-c", text, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert run.stderr == ""
+    wait_until(Pool(tmp_path).is_ended, "the machines to end")
+
+
+def test_a_pool_that_lives_by_its_lease_stays_without_a_ledger(tmp_path: Path) -> None:
+    """The driver has informed the reaper itself, so an unreadable ledger does not end detached calls."""
+    with driving(tmp_path, more="reaper.live_by_lease()") as (driver, reaper):
+        (tmp_path / "ledger.db").write_bytes(b"no database " * 100)
+        driver.kill()
+        wait_until(lambda: is_gone(reaper), "the reaper to go")
+    assert len(Pool(tmp_path).living()) == 2
+
+
+def test_a_reaper_left_to_finish_alone_ends_the_pool(pool: Pool, start: Start) -> None:
+    """The driver goes on without the pool: `leave` does not stop the reaper then, and does not wait."""
+    reaper = start(pool.reaper_input())
+    reaper.hang_up()
+    reaper.leave(timeout_seconds=0)
+    assert not reaper.is_alive
+    wait_until(pool.is_ended, "the machines to end")
+    wait_until(lambda: is_gone(reaper.pid), "the reaper to go")
+    start(pool.reaper_input()).leave()
+    assert not Path(f"/proc/{reaper.pid}").exists(), "it is buried"
+
+
+def test_a_fork_of_the_driver_has_no_reaper(tmp_path: Path) -> None:
+    """In a forked child, `leave` and `terminate_now` have no effect on the reaper: nothing is written to the pipe."""
+    # a separate process, because a fork of this one, with its many threads, may hang
+    with driving(tmp_path, FORKS) as (driver, reaper):
+        assert not is_gone(reaper)
+        assert driver.poll() is None
+        assert (len(Pool.at(tmp_path).living()), log_text()) == (2, "")
+
+
+FORKS = """
+from tests.system.cleanup.test_reaper import _unheard
+
+while _unheard(reaper):  # it does not listen yet
+    pass
+os.kill(reaper.pid, signal.SIGSTOP)  # what comes now is not heard
+child = os.fork()
+if child == 0:
+    reaper.terminate_now()
+    reaper.live_by_lease()
+    reaper.leave()
+    os._exit(3 if reaper.is_alive else 0)
+assert os.waitpid(child, 0)[1] == 0, "in a fork it is alive"
+assert _unheard(reaper) == 0, "the fork has said something"
+os.kill(reaper.pid, signal.SIGCONT)
+"""
+
+
+def test_only_sigkill_ends_a_reaper_that_waits(tmp_path: Path) -> None:
+    """Signals that end other processes do not end it, sent to it or to its group. Its session is not its driver's."""
+    with driving(tmp_path) as (driver, reaper):
+        wait_until(lambda: _caught(reaper) >> (signal.SIGUSR2 - 1) & 1, "the reaper to have begun")
+        assert os.getsid(reaper) == reaper != os.getsid(driver.pid)
+        for number in (
+            signal.SIGTERM,
+            signal.SIGINT,
+            signal.SIGHUP,
+            signal.SIGQUIT,
+            signal.SIGUSR1,
+            signal.SIGUSR2,
+            signal.SIGPIPE,
+            signal.SIGTSTP,
+        ):
+            os.kill(reaper, number)
+            os.killpg(reaper, number)
+        driver.kill()
+        wait_until(Pool(tmp_path).is_ended, "the machines to end")
+
+
+def _caught(pid: int) -> int:
+    """Return the signals that a process handles, as a mask."""
+    return int(
+        next(
+            line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("SigCgt")
+        ).split()[1],
+        16,
+    )
+
+
+# ── failures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _corrupt(pool: Pool) -> None:
+    (pool.folder / "ledger.db").write_bytes(b"no database " * 1000)
+    for name in ("ledger.db-wal", "ledger.db-shm"):
+        (pool.folder / name).unlink(missing_ok=True)
+
+
+def _away(pool: Pool) -> None:
+    (pool.folder / "ledger.db").unlink()
+    (pool.folder / "ledger.db").mkdir()
+
+
+@pytest.mark.parametrize("spoil", [_corrupt, _away])
+def test_machines_end_without_a_ledger(pool: Pool, spoil: Callable[[Pool], None], start: Start) -> None:
+    """Machines end without a usable ledger, and the log names the problem."""
+    spoil(pool)
+    reaper = start(pool.reaper_input())
+    reaper.terminate_now()
+    wait_until(lambda: not pool.living(), "the machines to end")
+    wait_until(lambda: "its machines are gone; the ledger cannot be used" in log_text(), "the log to tell it")
+    reaper.leave()
+
+
+@pytest.mark.parametrize("has_ledger", [True, False], ids=["the ledger names one", "there is no ledger"])
+def test_only_providers_that_may_have_machines_are_used(
+    pool: Pool, tmp_path: Path, start: Start, *, has_ledger: bool
+) -> None:
+    """The provider that the pool's entry names, or all of them if no entry names one."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    other = FolderProvider(folder=str(elsewhere), secret=SECRET)
+    other.launch(None, 1, {"skyward-pool": pool.pool_id, "skyward-rank": "0"})
+    url = pool.url if has_ledger else f"sqlite:///{tmp_path}/none.db"
+    start(ReaperInput.of([other, pool.provider], pool.pool_id, url)).terminate_now()
+    wait_until(lambda: not pool.living(), "the machines to end")
+    if has_ledger:
+        wait_until(lambda: "its machines are gone" in log_text(), "the work at all providers to end")
+        assert pool.is_ended()
+        assert len(other.instances()) == 1
+    else:
+        wait_until(lambda: not other.instances(), "the machines of the other one to end")
+
+
+def test_an_outage_of_one_provider_does_not_delay_another(pool: Pool, tmp_path: Path, start: Start) -> None:
+    """Without a ledger all providers are used at the same time. One that fails for minutes delays no other."""
+    down = tmp_path / "down"
+    down.mkdir()
+    (down / "is-down").touch()
+    broken = FolderProvider(folder=str(down), secret=SECRET)
+    start(ReaperInput.of([broken, pool.provider], pool.pool_id, f"sqlite:///{tmp_path}/none.db")).terminate_now()
+    wait_until(lambda: not pool.living(), "the machines of the one that answers to end")
+    (down / "is-down").unlink()
+
+
+def test_after_half_an_hour_the_reaper_exits(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It exits with status 1 and a line that says what to do. The entry stays open for a sweep. Pauses never exceed
+    half a minute.
+    """
+    stand_in = StandIn(pool)
+    assert stand_in.run("raise ConnectionError('503')", monkeypatch) == 1
+    pauses = [float(line) for line in stand_in.lines("pauses")]
+    assert max(pauses) == 30
+    assert 1800 < sum(pauses) < 1900
+    assert "`skyward sweep` tries again" in log_text().splitlines()[-1]
+    assert pool.entry().ended_at is None
+
+
+def test_an_input_larger_than_a_pipe_arrives(pool: Pool, start: Start) -> None:
+    """A provider whose code is pickled by value may be large."""
+    reaper = start(pool.reaper_input(path=(*sys.path, *(f"/nowhere/{number}" for number in range(20_000)))))
+    reaper.terminate_now()
+    wait_until(pool.is_ended, "the machines to end")

@@ -1,0 +1,256 @@
+"""PyTorch itself with gloo on two local nodes (`make frameworks`)."""
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+
+pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(900)]
+
+
+@sky.compute
+@sky.distributed.torch(backend="gloo")
+def summed() -> tuple[int, int, float, str, str]:
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(total)
+    return dist.get_rank(), dist.get_world_size(), total.item(), os.environ["RANK"], os.environ["MASTER_PORT"]
+
+
+def test_each_training_has_a_process_group_of_its_own(pool_of_two: sky.ComputePool) -> None:
+    """Two in a row, on two ports, and one of a single rank."""
+    ports = set[str]()
+    for _ in range(2):
+        zero, one = summed() @ pool_of_two
+        assert (zero[:4], one[:4]) == ((0, 2, 3.0, "0"), (1, 2, 3.0, "1"))
+        assert zero[4] == one[4]
+        ports.add(zero[4])
+    assert len(ports) == 2
+    assert (summed() >> pool_of_two)[:3] == (0, 1, 1.0)
+
+
+@sky.compute
+def left() -> tuple[bool, list[str]]:
+    import torch.distributed as dist
+
+    return dist.is_initialized(), [name for name in os.environ if name.startswith(("MASTER", "RANK", "TORCHELASTIC"))]
+
+
+def test_nothing_is_left_after_a_training(pool_of_two: sky.ComputePool) -> None:
+    """The processes have run one, and go on to other calls."""
+    summed() @ pool_of_two
+    assert left() @ pool_of_two == ((False, []), (False, []))
+
+
+@sky.compute
+def names_of_groups() -> list[str]:
+    """Return the name of the first group of four trainings, of which two cannot initialise a group."""
+    import contextlib
+
+    import torch.distributed as dist
+
+    def name() -> str:
+        return dist.new_group([0]).group_name
+
+    def initialises_another() -> None:
+        dist.destroy_process_group()
+        dist.init_process_group("nope")
+
+    trained = sky.distributed.torch(backend="gloo")
+    names = [trained(name)()]
+    for failing in (sky.distributed.torch(backend="nope")(name), trained(initialises_another)):
+        with contextlib.suppress(AssertionError):
+            names.append(str(failing()))
+        names.append(trained(name)())
+    return names
+
+
+def test_a_group_that_cannot_be_initialised_leaves_nothing_in_its_process(pool_of_two: sky.ComputePool) -> None:
+    """PyTorch counts the groups of a process, and ranks find each other by that number. The process of the rank that
+    fails first is used again: with another number than the other ranks it would wait for them forever.
+    """
+    first, second, third = names_of_groups() >> pool_of_two
+    assert first == second == third
+
+
+@sky.compute
+@sky.distributed.torch(backend="gloo")
+def fails(rank: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
+    if dist.get_rank() == rank:
+        raise ValueError(f"rank {rank} has failed")
+    dist.all_reduce(torch.ones(1))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_error_of_the_first_rank_is_raised(pool_of_two: sky.ComputePool, rank: int) -> None:
+    """The other one is in a collective operation; the next training works."""
+    with pytest.raises(ValueError, match=f"rank {rank} has failed"):
+        fails(rank) @ pool_of_two
+    assert [one[2] for one in summed() @ pool_of_two] == [3.0, 3.0]
+
+
+def gradients(x: Any, y: Any, model: Any) -> list[float]:
+    import torch
+
+    torch.nn.functional.mse_loss(model(x), y).backward()
+    return [value for parameter in model.parameters() for value in parameter.grad.flatten().tolist()]
+
+
+def data() -> tuple[Any, Any, Any]:
+    import torch
+
+    torch.manual_seed(0)
+    return torch.randn(64, 3), torch.randn(64, 1), torch.nn.Linear(3, 1)
+
+
+@sky.compute
+@sky.distributed.torch(backend="gloo")
+def averaged() -> list[float]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    x, y, model = data()
+    return gradients(*sky.shard(x, y), DistributedDataParallel(model))
+
+
+def test_gradients_are_averaged_as_one_process_computes_them(pool_of_two: sky.ComputePool) -> None:
+    """DistributedDataParallel over two shards, and the whole data in this process."""
+    expected = gradients(*data())
+    for found in averaged() @ pool_of_two:
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+@sky.compute
+@sky.distributed.torch(backend="gloo", nproc_per_node=2)
+def averaged_by_four() -> list[float]:
+    from torch.nn.parallel import DistributedDataParallel
+
+    x, y, model = data()
+    return gradients(*sky.shard(x, y), DistributedDataParallel(model))
+
+
+@sky.compute
+@sky.distributed.torch(backend="gloo", nproc_per_node=2)
+def variables() -> dict[str, str]:
+    return {name: os.environ[name] for name in TORCHRUN}
+
+
+TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "OMP_NUM_THREADS")
+
+
+def test_two_processes_a_node_are_four_ranks(pool_of_two: sky.ComputePool) -> None:
+    """With torchrun's variables, and the gradients of a single process."""
+    expected = gradients(*data())
+    for found in [one for node in averaged_by_four() @ pool_of_two for one in node]:
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    found = [[one[name] for name in TORCHRUN] for node in variables() @ pool_of_two for one in node]
+    assert found == [[str(rank), str(rank % 2), "4", "2", str(rank // 2), "2", "1"] for rank in range(4)]
+
+
+def accuracy(is_parallel: bool) -> float:
+    """Train a classifier of handwritten digits on 1,400 of them, and return its accuracy on the other 397."""
+    import torch
+    from sklearn.datasets import load_digits
+    from torch.nn.parallel import DistributedDataParallel
+
+    torch.manual_seed(0)
+    digits = load_digits()
+    x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+    network = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
+    model: Any = DistributedDataParallel(network) if is_parallel else network
+    rows, classes = sky.shard(x[:1400], y[:1400]) if is_parallel else (x[:1400], y[:1400])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for _ in range(150):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(rows), classes).backward()
+        optimizer.step()
+    return (network(x[1400:]).argmax(1) == y[1400:]).float().mean().item()
+
+
+@sky.compute
+@sky.distributed.torch(backend="gloo")
+def accuracy_of_two() -> float:
+    return accuracy(is_parallel=True)
+
+
+def test_two_ranks_learn_digits_as_well_as_one_process(pool_of_two: sky.ComputePool) -> None:
+    """The same network with the same start, on two halves of the data."""
+    alone = accuracy(is_parallel=False)
+    assert alone > 0.85
+    assert accuracy_of_two() @ pool_of_two == (pytest.approx(alone, abs=0.01),) * 2
+
+
+@sky.compute
+@sky.distributed.torch(backend="gloo")
+def initialised_again() -> tuple[list[str], float]:
+    import torch
+    import torch.distributed as dist
+
+    store, _, _ = next(dist.rendezvous("env://"))
+    left = [key for key in store.list_keys() if "default_pg" in key and "skyward" not in key]
+    dist.barrier()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    return left, total.item()
+
+
+def test_a_library_can_initialise_the_group_from_the_environment(pool_of_two: sky.ComputePool) -> None:
+    """The store of MASTER_ADDR and MASTER_PORT runs, and has no keys that such a group would take for its own."""
+    assert initialised_again() @ pool_of_two == (([], 2.0), ([], 2.0))
+
+
+@sky.compute
+@sky.distributed.torch(backend="gloo")
+def sampled() -> list[Any]:
+    """Return the arguments with which our sampler and PyTorch's differ."""
+    from torch.utils.data import DistributedSampler
+
+    different = []
+    for rows, shuffle, drop_last in itertools.product([10, 11], [False, True], [False, True]):
+        ours = sky.DistributedSampler(range(rows), shuffle=shuffle, seed=5, drop_last=drop_last)
+        theirs = DistributedSampler(range(rows), shuffle=shuffle, seed=5, drop_last=drop_last)
+        for epoch in range(2):
+            ours.set_epoch(epoch)
+            theirs.set_epoch(epoch)
+            if (list(ours), len(ours)) != (list(theirs), len(theirs)):
+                different.append((rows, shuffle, drop_last, epoch))
+    return different
+
+
+def test_the_sampler_has_pytorchs_order(pool_of_two: sky.ComputePool) -> None:
+    """For even and uneven lengths, in each epoch."""
+    assert sampled() @ pool_of_two == ([], [])
+
+
+def test_without_a_group_the_sampler_takes_the_workers_rank(pool_of_two: sky.ComputePool) -> None:
+    """A broadcast without a decorator needs no process group for it."""
+
+    @sky.compute
+    def rows() -> list[int]:
+        return list(sky.DistributedSampler(range(7), shuffle=False))
+
+    assert rows() @ pool_of_two == ([0, 2, 4, 6], [1, 3, 5, 0])
+
+
+def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
+    """docs/training.md, as a script in a process of its own."""
+    page = (Path(__file__).parents[3] / "docs/training.md").read_text()
+    (tmp_path / "page.py").write_text("\n\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL)))
+    done = subprocess.run(
+        [sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr

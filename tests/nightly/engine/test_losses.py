@@ -1,0 +1,370 @@
+"""Losses of nodes with running calls. The nodes are processes of this machine."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import skyward_core as sky
+from tests.conftest import RecordedEvents, processes_by_tag, slowness, wait_until
+from tests.system.engine.test_losses import (
+    LOSS_SECONDS,
+    await_replacement,
+    double,
+    executions,
+    kill,
+    node_pid,
+    open_pool,
+    supervisor_of,
+    wait_for_go,
+)
+
+
+@sky.compute
+def add_when_allowed(values: Any, folder: str) -> float:
+    """Note this run, wait for the file `go`, return the sum."""
+    Path(folder, f"node-{sky.instance_info().node}").write_text(str(os.getppid()))
+    while not Path(folder, "go").exists():
+        time.sleep(0.01)
+    return float(values.sum())
+
+
+def signal_all(instance_id: str, number: signal.Signals) -> int:
+    """Send a signal to every process of an instance; return how many got it.
+
+    Some may end meanwhile, and one may fork.
+    """
+    pids = [pid for pid, tag in processes_by_tag("SKYWARD_INSTANCE_ID") if tag == instance_id]
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+    return len(pids)
+
+
+def test_a_call_that_is_lost_too_often_says_how_often(tmp_path: Path) -> None:
+    """With retries=1 a call whose node is lost twice raises NodeLost, and the message says how often."""
+    recorded = RecordedEvents()
+    with open_pool(recorded, nodes=1, retries=1) as pool:
+        future = pool.submit(wait_for_go(str(tmp_path)))
+        for count in (1, 2):
+            kill(supervisor_of(tmp_path, 0))
+            (tmp_path / "node-0").unlink()
+            wait_until(
+                lambda count=count: len(recorded.of(sky.InstanceLost)) == count, "the event of the loss", LOSS_SECONDS
+            )
+        with pytest.raises(sky.NodeLost, match=r"it was lost 2 times .*retries=1"):
+            future.result(timeout=LOSS_SECONDS)
+    assert [(event.attempt, event.attempts) for event in recorded.of(sky.CallRetrying)] == [(2, 2)]
+
+
+def test_the_only_node_of_a_pool_is_replaced(tmp_path: Path) -> None:
+    """A pool that loses its only node rents another, and the call runs again there; the bill has both, each for its own
+    time.
+    """
+    recorded = RecordedEvents()
+    with open_pool(recorded, nodes=1, provider=sky.Local(price_per_hour=36.0)) as pool:
+        future = pool.submit(wait_for_go(str(tmp_path)))
+        kill(supervisor_of(tmp_path, 0))
+        (tmp_path / "node-0").unlink()
+        supervisor_of(tmp_path, 0)
+        wait_until(lambda: len(recorded.of(sky.PoolReady)) == 2, "the cluster to be up")
+        assert pool.instance_count == 1
+        spent, at = pool.cost, time.monotonic()
+        wait_until(lambda: pool.cost > spent + 0.05, "some seconds' cost")
+        begun = 0.01  # the bill grows by whole seconds
+        assert (pool.cost - spent - begun) / (time.monotonic() - at) < 0.015, (
+            "one machine is 0.01 USD per second: the lost one must not be counted any more"
+        )
+        (tmp_path / "go").touch()
+        assert future.result(timeout=LOSS_SECONDS) == 0
+    (final,) = recorded.of(sky.CostFinal)
+    assert final.ondemand_count == 2
+    assert 0.0 < final.total_cost < 0.015 * final.total_seconds + 0.02
+    assert pool.cost == final.total_cost
+
+
+class Scarce(sky.Local):
+    """This machine as two types; the cheaper type is sold only once."""
+
+    def offers(self, want: sky.Requirements) -> list[sky.Offer]:
+        (offer,) = super().offers(want)
+        return [
+            offer.model_copy(update={"instance_type": name, "price_per_hour": price})
+            for name, price in (("rare", 1.0), ("common", 2.0))
+        ]
+
+    def launch(self, offer: sky.Offer, count: int, tags: Mapping[str, str], startup: str) -> list[sky.Instance]:
+        if offer.instance_type == "rare" and sold.get("rare"):
+            raise sky.NoCapacity("there are no more of these")
+        sold[offer.instance_type] += 1
+        return super().launch(offer, count, tags, startup)
+
+
+sold = Counter[str]()
+
+
+def test_the_only_node_of_a_pool_is_replaced_by_another_type_if_its_own_is_sold_out(tmp_path: Path) -> None:
+    """The only node may be replaced with any type, like any other node: spot machines of one type and zone end all at
+    once.
+    """
+    recorded = RecordedEvents()
+    sold.clear()
+    with open_pool(recorded, nodes=1, provider=Scarce()) as pool:
+        future = pool.submit(wait_for_go(str(tmp_path)))
+        kill(supervisor_of(tmp_path, 0))
+        wait_until(lambda: len(recorded.of(sky.PoolReady)) == 2, "the cluster to be up")
+        (tmp_path / "go").touch()
+        assert future.result(timeout=LOSS_SECONDS) == 0
+    assert sold == {"rare": 1, "common": 1}
+
+
+def test_large_arguments_are_lost_with_their_machine(tmp_path: Path) -> None:
+    """Large arguments are in the memory of the machine, and lost with their call: it raises NodeLost with any
+    `retries`.
+    """
+    recorded = RecordedEvents()
+    with open_pool(recorded) as pool:
+        futures = [pool.submit(add_when_allowed(np.full(100_000, float(number)), str(tmp_path))) for number in range(2)]
+        supervisors = [supervisor_of(tmp_path, node) for node in range(2)]
+        kill(supervisors[1])
+        wait_until(lambda: any(future.done() for future in futures), "the loss to be noticed", LOSS_SECONDS)
+        (lost,) = [future for future in futures if future.done()]
+        with pytest.raises(sky.NodeLost, match="too large"):
+            lost.result()
+        (tmp_path / "go").touch()
+        (kept,) = [future for future in futures if future is not lost]
+        assert kept.result(timeout=LOSS_SECONDS) in (0.0, 100_000.0)
+
+
+def test_waiting_calls_with_large_arguments_end_when_the_head_is_lost(tmp_path: Path) -> None:
+    """Calls whose large arguments were in the memory of the lost head end, with a result or with NodeLost."""
+    recorded = RecordedEvents()
+    with open_pool(recorded) as pool:
+        out = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
+        supervisors = [supervisor_of(tmp_path, node) for node in range(2)]
+        waiting = [pool.submit(add_when_allowed(np.full(100_000, 1.0), str(tmp_path))) for _ in range(4)]
+        (tmp_path / "node-1").unlink()
+        kill(supervisors[0])
+        wait_until(lambda: len(recorded.of(sky.PoolReady)) == 2, "the cluster to be up", LOSS_SECONDS)
+        (tmp_path / "go").touch()
+        assert [future.result(timeout=LOSS_SECONDS) in (0, 1) for future in out] == [True, True]
+        for future in waiting:
+            error = future.exception(timeout=LOSS_SECONDS)
+            if error is None:
+                assert future.result() == 100_000.0
+            else:
+                assert isinstance(error, sky.NodeLost), error
+
+
+def test_a_large_function_survives_a_loss(tmp_path: Path) -> None:
+    """Functions that are too large for a message are on a worker; after its loss the calls run again with a new
+    copy.
+
+    Sleeps: the calls have to last until the node is killed.
+    """
+    baggage = os.urandom(3 << 20)
+
+    def weigh(number: int) -> tuple[int, int]:
+        Path(tmp_path, f"{number}-{time.monotonic_ns()}").touch()
+        time.sleep(0.1)
+        return number, len(baggage)
+
+    recorded = RecordedEvents()
+    with open_pool(recorded) as pool:
+        pids = dict(node_pid() @ pool)
+        futures = pool.submit_all([sky.compute(weigh)(number) for number in range(40)])
+        wait_until(lambda: len(executions(tmp_path)) > 4, "some calls to run")
+        kill(pids[1])
+        assert [future.result(timeout=LOSS_SECONDS) for future in futures] == [
+            (number, 3 << 20) for number in range(40)
+        ]
+
+
+# ── broadcasts ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("retries", "options"), [(0, {}), (1, {}), (1, {"provider": sky.Local(price_per_hour=3.6), "max_cost": 50.0})]
+)
+def test_a_broadcast_waits_for_the_replacement_of_a_lost_node(
+    tmp_path: Path, retries: int, options: dict[str, Any]
+) -> None:
+    """A broadcast whose node is lost runs again on its replacement, or raises NodeLost without retries; also with a
+    cost limit.
+    """
+    recorded = RecordedEvents()
+    with open_pool(recorded, retries=retries, **options) as pool:
+        results = list[object]()
+
+        def broadcast() -> None:
+            try:
+                results.append(wait_for_go(str(tmp_path)) @ pool)
+            except sky.NodeLost as error:
+                results.append(error)
+
+        thread = threading.Thread(target=broadcast)
+        thread.start()
+        supervisors = [supervisor_of(tmp_path, node) for node in range(2)]
+        (tmp_path / "node-1").unlink()
+        kill(supervisors[1])
+        if retries:
+            assert supervisor_of(tmp_path, 1) != supervisors[1]
+            (tmp_path / "go").touch()
+        thread.join(LOSS_SECONDS)
+        assert not thread.is_alive()
+        (result,) = results
+        assert result == (0, 1) if retries else isinstance(result, sky.NodeLost)
+
+
+# ── closing, freezing, last lines ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("moment", ["lost", "stopping", "rented", "joined"])
+def test_closing_in_the_middle_of_a_replacement_leaves_nothing(tmp_path: Path, victim: int, moment: str) -> None:
+    """When the pool is closed during a replacement, its calls end, no machine is left, and the bill is emitted once."""
+    recorded = RecordedEvents()
+    kinds: dict[str, Callable[[], bool]] = {
+        "lost": lambda: bool(recorded.of(sky.InstanceLost)),
+        "stopping": lambda: bool(recorded.of(sky.InstanceStopping)),
+        "rented": lambda: len(recorded.of(sky.InstanceProvisioned)) == 3,
+        "joined": lambda: (
+            len(recorded.of(sky.InstanceProvisioned)) == 3 and len(recorded.of(sky.BootstrapStarting)) == 3
+        ),
+    }
+    with open_pool(recorded) as pool:
+        futures = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(4)]
+        supervisors = [supervisor_of(tmp_path, node) for node in range(2)]
+        pool_id = pool.lease.pool_id
+        kill(supervisors[victim])
+        wait_until(kinds[moment], f"the moment ({moment})", LOSS_SECONDS)
+    for future in futures:
+        assert isinstance(future.exception(timeout=0), sky.PoolClosed)
+    assert [tag for _, tag in processes_by_tag("SKYWARD_POOL_ID") if tag == pool_id] == []
+    assert len(recorded.of(sky.CostFinal)) == 1
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_frozen_node_is_noticed(tmp_path: Path, victim: int) -> None:
+    """A frozen node (a machine that is moved or starved) is lost within twenty seconds, and its call runs again."""
+    recorded = RecordedEvents()
+    with open_pool(recorded, lease_seconds=40) as pool:
+        futures = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
+        for node in range(2):
+            supervisor_of(tmp_path, node)
+        frozen = pool.lease.nodes[victim].instance.id
+        for _ in range(2):  # a process may have forked while the others were stopped
+            signal_all(frozen, signal.SIGSTOP)
+        # A head has half the lease in addition: it may only be slow, and losing it loses all calls in flight.
+        wait_until(lambda: recorded.of(sky.CallRetrying), "the loss to be noticed", (20 if victim else 55) * slowness())
+        (tmp_path / "go").touch()
+        assert {future.result(timeout=LOSS_SECONDS) for future in futures} <= {0, 1}
+        await_replacement(recorded)
+    assert [event.node for event in recorded.of(sky.InstanceLost)] == [victim]
+
+
+@pytest.mark.timeout(300)
+def test_a_frozen_worker_of_the_head_is_restarted(tmp_path: Path) -> None:
+    """The scheduler answers, so the head is not lost.
+
+    An event says so within twenty seconds, and the call runs on the worker's successor.
+    """
+    recorded = RecordedEvents()
+    with open_pool(recorded, nodes=1) as pool:
+        supervisor = dict(node_pid() @ pool)[0]
+        address = next(iter(pool.dask_client().scheduler_info()["workers"]))
+        os.kill(listener(supervisor, int(address.rpartition(":")[2])), signal.SIGSTOP)
+        future = pool.submit(double(4))
+        wait_until(lambda: recorded.of(sky.Error), "the event", 20 * slowness())
+        assert future.result(timeout=LOSS_SECONDS) == 8
+    assert (recorded.of(sky.InstanceLost), recorded.of(sky.ClusterRestarting)) == ([], [])
+
+
+def listener(supervisor: int, port: int) -> int:
+    """Return the pid of the supervisor's child that listens on this port."""
+    children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+    sockets = {
+        f"socket:[{fields[9]}]"
+        for fields in map(str.split, Path("/proc/net/tcp").read_text().splitlines()[1:])
+        if fields[1].endswith(f":{port:04X}")
+    }
+    (found,) = [
+        pid for pid in children if any(os.readlink(link) in sockets for link in Path(f"/proc/{pid}/fd").iterdir())
+    ]
+    return int(found)
+
+
+def test_all_nodes_lost_at_once_are_replaced(tmp_path: Path) -> None:
+    """When the head and the node after it die together, both losses are emitted, both nodes replaced, and the calls run
+    again.
+    """
+    recorded = RecordedEvents()
+    with open_pool(recorded) as pool:
+        futures = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
+        for pid in [supervisor_of(tmp_path, node) for node in range(2)]:
+            kill(pid)
+        (tmp_path / "go").touch()
+        assert {future.result(timeout=60) for future in futures} <= {0, 1}
+        wait_until(lambda: len(recorded.of(sky.InstanceLost)) == 2, "the events of both losses", LOSS_SECONDS)
+        wait_until(lambda: pool.instance_count == 2 and len(node_pid() @ pool) == 2, "both replacements", 60)
+    ids = [event.instance_id for event in recorded.of(sky.InstanceLost)]
+    assert len(ids) == len(set(ids))
+
+
+def test_a_replacement_that_dies_before_it_joins_is_replaced(tmp_path: Path) -> None:
+    """The loss of a machine that has not joined is noticed at once, not at the deadline of provisioning."""
+    recorded = RecordedEvents()
+    with open_pool(recorded) as pool:
+        pids = dict(node_pid() @ pool)
+        kill(pids[1])
+        wait_until(lambda: len(recorded.of(sky.InstanceProvisioned)) == 3, "the replacement to be rented", LOSS_SECONDS)
+        second = recorded.of(sky.InstanceProvisioned)[2].instance_id
+        wait_until(lambda: not signal_all(second, signal.SIGKILL), "all of it to be killed")
+        wait_until(lambda: len(recorded.of(sky.InstanceProvisioned)) == 4, "another replacement", LOSS_SECONDS)
+        wait_until(lambda: len(node_pid() @ pool) == 2, "the node to join", LOSS_SECONDS)
+    assert len(recorded.of(sky.Error)) == 1
+    assert len(recorded.of(sky.InstanceLost)) == 1
+
+
+def test_a_node_that_ends_itself_says_why(tmp_path: Path) -> None:
+    """The event of its loss has the last lines of the node's log."""
+    recorded = RecordedEvents()
+    with open_pool(recorded) as pool:
+        pids = dict(node_pid() @ pool)
+        directory = pool.lease.nodes[1].instance.directory
+        assert directory is not None
+        with (Path(directory) / "log").open("a") as log:
+            log.write("skyward: the machine is taken back\n")
+        kill(pids[1])
+        wait_until(lambda: recorded.of(sky.InstanceLost), "the event of the loss", LOSS_SECONDS)
+        (lost,) = recorded.of(sky.InstanceLost)
+        assert lost.reason == "its worker has left the pool (the machine is taken back)"
+
+
+def test_a_callback_that_raises_stops_no_recovery(tmp_path: Path) -> None:
+    """Callbacks of the events of loss and recovery may raise: recovery goes on."""
+
+    def raise_on_loss(event: object) -> None:
+        recorded(event)
+        if isinstance(event, sky.InstanceLost | sky.CallRetrying | sky.ClusterRestarting | sky.InstanceStopping):
+            raise RuntimeError(type(event).__name__)
+
+    recorded = RecordedEvents()
+    with sky.ComputePool(
+        provider=sky.Local(), nodes=2, display="quiet", on_event=raise_on_loss, collect_metrics=False
+    ) as pool:
+        futures = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
+        supervisors = [supervisor_of(tmp_path, node) for node in range(2)]
+        kill(supervisors[0])
+        (tmp_path / "go").touch()
+        assert {future.result(timeout=LOSS_SECONDS) for future in futures} <= {0, 1}
+        await_replacement(recorded)

@@ -1,0 +1,269 @@
+"""Tasks of a real Airflow with its own supervisor, scheduler and triggerer: deferral, kills, crashes, restarts.
+
+After each test no machine of its tasks lives, the tab of the UI has the ledger's bill, and no generation has run twice.
+"""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("airflow") is None:
+    pytest.skip("Airflow is not installed", allow_module_level=True)
+
+import skyward_core as sky
+from skyward_core.worker.watchdog import POOL_TAG, tagged_processes
+from tests.integrations.airflow_server import AirflowServer, DagRun, wait_for
+
+pytestmark = [pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[3]
+SERVER = Path(__file__).parents[2] / "integrations" / "airflow_server.py"
+FINAL = ("success", "failed")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AirflowServer]:
+    files = [(Path(__file__).parents[2] / "integrations" / "airflow_dags.py"), ROOT / "dags" / "deferrable_training.py"]
+    server = AirflowServer(tmp_path_factory.mktemp("airflow"), {file.name: file.read_text() for file in files})
+    yield server
+    server.close()
+
+
+class Job:
+    """A DAG run whose function has its files in a folder."""
+
+    def __init__(self, server: AirflowServer, folder: Path, dag_id: str) -> None:
+        self.server = server
+        self.folder = folder
+        self.run: DagRun = server.trigger(dag_id, folder=str(folder))
+
+    @property
+    def runs(self) -> list[str]:
+        """What began each run of the function."""
+        path = self.folder / "runs"
+        return path.read_text().split() if path.exists() else []
+
+    def begun(self, count: int = 1) -> None:
+        """Wait until the function runs for the time `count`."""
+        wait_for(lambda: len(self.runs) >= count, f"run {count} of the function")
+
+    def go(self) -> None:
+        """Let the function end."""
+        (self.folder / "go").touch()
+
+    def receipts(self) -> list[dict[str, Any]]:
+        work = sky.Work(system="airflow", workflow=self.run.dag_id, run=self.run.run_id)
+        return sky.receipts_of(work, ledger_url=self.server.ledger_url)
+
+    def ended(self, pools: int) -> float:
+        """Wait until no machine is left; return the cost of these pools, which the tab has too."""
+        wait_for(lambda: self.machines() == [], "the end of the machines")
+        wait_for(lambda: all(pool["ended_at"] for pool in self.receipts()), "the end in the ledger")
+        found = self.receipts()
+        assert len(found) == pools
+        assert len(self.runs) == len(set(self.runs)), f"a generation has run twice: {self.runs}"
+        cost = sum(pool["total_cost_usd"] for pool in found)
+        assert cost > 0
+        return cost
+
+    def machines(self) -> list[int]:
+        ids = {pool["pool_id"] for pool in self.receipts()}
+        return [pid for pid, environ in tagged_processes() if environ.get(POOL_TAG) in ids]
+
+    def check_bill(self, pools: int, map_index: int = -1) -> None:
+        """The XCom, the tab and the ledger have one cost."""
+        cost, bill = self.ended(pools), self.run.xcom("skyward_cost", map_index=map_index)
+        tab = self.run.tab(map_index=map_index)
+        assert bill["is_final"]
+        assert bill["all_tries_usd"] == pytest.approx(cost, abs=1e-6)
+        assert tab["cost_usd"] == pytest.approx(cost, abs=1e-6)
+        assert sorted(pool["pool_id"] for pool in tab["pools"]) == sorted(bill["pools"])
+
+
+@pytest.fixture
+def start(server: AirflowServer, tmp_path: Path) -> Iterator[Any]:
+    jobs: list[Job] = []
+
+    def begin(dag_id: str) -> Job:
+        folder = tmp_path / f"{dag_id}-{len(jobs)}"
+        folder.mkdir()
+        jobs.append(Job(server, folder, dag_id))
+        return jobs[-1]
+
+    yield begin
+    for job in jobs:
+        job.go()
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
+
+
+def test_no_process_of_the_server_outlives_the_tests(tmp_path: Path) -> None:
+    """When the test process ends in whatever way, its guard kills each process with the folder in its environment, and
+    each that runs in the folder.
+    """
+    guard = subprocess.Popen([sys.executable, SERVER, str(tmp_path)], stdin=subprocess.PIPE)
+    named = subprocess.Popen(["sleep", "600"], env={"PATH": os.environ["PATH"], "HOME": f"{tmp_path}/home"})
+    inside = subprocess.Popen(["sleep", "600"], cwd=tmp_path)
+    other = subprocess.Popen(["sleep", "600"], cwd=tmp_path.parent)
+    try:
+        guard.communicate()
+        assert [process.wait() for process in (named, inside)] == [-signal.SIGKILL] * 2
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_task_runs_and_a_deferred_one_too(start: Any) -> None:
+    """Both return the function's result; the log has each of its lines once; the bill is the ledger's. The links are
+    there while they run, and stay; the live metrics end with the bill.
+    """
+    attended, deferred = start("attended"), start("deferred")
+    for job in (attended, deferred):
+        job.begun()
+    deferred.run.wait("deferred")
+    links = [job.run.links() for job in (attended, deferred)]
+    for job, found in zip((attended, deferred), links, strict=True):
+        page = f"{job.server.url}/dags/{job.run.dag_id}/runs/{job.run.run_id}/tasks/work/plugin/skyward"
+        assert found["Skyward"] == page
+        assert found["Receipt"].startswith(f"{job.server.url}/skyward/dags/{job.run.dag_id}/task?")
+        assert found["Cloud console"] is None  # `Local` has none
+    wait_for(lambda: "[node 0] line 3" in deferred.run.log(), "lines that the trigger writes")
+    for job in (attended, deferred):
+        job.go()
+        job.run.wait("success")
+        assert job.run.xcom("return_value") == 42
+        assert job.run.log().count("[node 0] line 1\n") == 1
+        assert job.run.log().count("[node 0] the end") == 1
+        job.check_bill(pools=1)
+        assert job.run.stored("skyward_metrics")["cost_usd"] == job.run.xcom("skyward_cost")["cost_usd"]
+    assert [job.run.links() for job in (attended, deferred)] == links
+
+
+@pytest.mark.parametrize("dag_id", ["attended", "durable"])
+def test_a_running_task_that_a_user_marks_as_failed_leaves_nothing(start: Any, dag_id: str) -> None:
+    """The kill ends the machines. The XCom says that it has no final bill, and the tab has the ledger's."""
+    job = start(dag_id)
+    job.begun()
+    job.run.mark("failed")
+    cost = job.ended(pools=1)
+    assert job.run.task()["state"] == "failed"
+    assert job.run.tab()["cost_usd"] == pytest.approx(cost)
+    assert job.run.xcom("skyward_pool")["pool_id"] == job.receipts()[0]["pool_id"]
+
+
+def test_a_deferred_task_that_a_user_marks_or_clears_leaves_nothing(start: Any) -> None:
+    """Marked, its pool ends. Cleared, its pool ends and a fresh run begins, in another generation."""
+    marked, cleared = start("deferred"), start("deferred")
+    for job in (marked, cleared):
+        job.begun()
+        job.run.wait("deferred")
+    marked.run.mark("failed")
+    cleared.run.clear()
+    cleared.begun(2)
+    marked.ended(pools=1)
+    cleared.go()
+    assert cleared.run.wait(FINAL)["state"] == "success"
+    cleared.check_bill(pools=2)
+    assert len(cleared.runs) == 2
+
+
+@pytest.mark.parametrize("who", ["task", "supervisor"])
+def test_the_next_try_adopts_the_call_of_a_worker_that_was_killed(start: Any, who: str) -> None:
+    """SIGKILL to the process of the task, or to its supervisor: the function runs once, and the next try has its result
+    in the same pool.
+    """
+    job = start("durable")
+    job.begun()
+    wait_for(lambda: "[node 0] line 1" in job.run.log(), "the log")
+    pid = job.run.task()["pid"]
+    os.kill(pid if who == "task" else parent_of(pid), signal.SIGKILL)
+    wait_for(lambda: job.run.task()["try_number"] == 2, "the next try")
+    job.run.wait("running")
+    wait_for(lambda: "adopted the call that try 1 has begun" in job.run.log(), "the adoption")
+    job.go()
+    assert job.run.wait(FINAL)["state"] == "success"
+    assert job.runs == ["1"]
+    job.check_bill(pools=1)
+
+
+def test_a_try_that_was_cleared_after_its_success_runs_anew(start: Any) -> None:
+    """Clear a task that has ended: the function runs again, on another pool, and the bill has both."""
+    job = start("durable")
+    job.go()
+    job.run.wait("success")
+    job.run.clear()
+    job.begun(2)
+    wait_for(lambda: job.run.task()["try_number"] == 2 and job.run.task()["state"] == "success", "a second success")
+    job.check_bill(pools=2)
+
+
+def test_mapped_tasks_are_deferred_side_by_side(start: Any) -> None:
+    """Three instances with two slots: each is deferred with a pool of its own, and has its own bill."""
+    job = start("mapped")
+    job.begun(3)
+    for index in range(3):
+        job.run.wait("deferred", map_index=index)
+    job.go()
+    for index in range(3):
+        job.run.wait("success", map_index=index)
+    cost = job.ended(pools=3)
+    bills = [job.run.xcom("skyward_cost", map_index=index) for index in range(3)]
+    assert sum(bill["cost_usd"] for bill in bills) == pytest.approx(cost, abs=1e-6)
+    assert sorted(job.runs) == ["a", "b", "c"]
+    assert [job.run.tab(map_index=index)["cost_usd"] for index in range(3)] == pytest.approx(
+        [bill["cost_usd"] for bill in bills], abs=1e-6
+    )
+
+
+def test_a_deferred_task_outlives_its_triggerer_and_its_scheduler(start: Any, server: AirflowServer) -> None:
+    """SIGKILL to both while the call runs: the next triggerer follows the call, and the task has its result."""
+    job = start("deferred")
+    job.begun()
+    job.run.wait("deferred")
+    wait_for(lambda: "[node 0] line 1" in job.run.log(), "lines that the trigger writes")
+    for name in ("triggerer", "scheduler"):
+        server.kill(name)
+        server.start(name)
+    before = job.run.log().count("[node 0] line")
+    wait_for(lambda: job.run.log().count("[node 0] line") > before + 5, "lines that the next trigger writes")
+    job.go()
+    assert job.run.wait(FINAL)["state"] == "success"
+    assert job.runs == ["1"]
+    job.check_bill(pools=1)
+
+
+def test_a_deferral_that_takes_too_long_ends_its_pool(start: Any) -> None:
+    """`execution_timeout` is for the whole task, also while it is deferred."""
+    job = start("timed")
+    job.begun()
+    job.run.wait("failed")
+    job.check_bill(pools=1)
+
+
+def test_the_example_trains_without_a_worker_and_goes_on_from_its_checkpoint(
+    server: AirflowServer, tmp_path: Path
+) -> None:
+    """The process of the first run is killed at step 123; the second one begins at step 120. The bill has both.
+
+    If a trigger fires soon, Airflow's scheduler may read the success of the deferring worker after it has queued the task
+    again. It then counts that try as failed ("finished with state success, but ... queued"). The next try adopts the
+    call that has ended.
+    """
+    run = server.trigger("deferrable_training", folder=str(tmp_path / "checkpoints"))
+    run.wait(FINAL, "report")
+    assert run.xcom("return_value", "train") == {"begun_at": 120, "slope": pytest.approx(3.0, abs=0.01)}
+    bill = run.xcom("skyward_cost", "train")
+    assert set(bill["tries"]) >= {"1", "2"}
+    assert sum(cost > 0 for cost in bill["tries"].values()) == 2
+    assert run.tab("train")["cost_usd"] == pytest.approx(bill["all_tries_usd"], abs=1e-6)
+    assert "deferrable_training: {" in run.log("report")

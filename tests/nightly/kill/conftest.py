@@ -1,0 +1,3 @@
+"""Fixtures of this folder."""
+
+from tests.kill.fixtures import rental  # noqa: F401 - fixtures

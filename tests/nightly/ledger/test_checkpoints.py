@@ -1,0 +1,51 @@
+"""Checkpoints of ledgers in SQLite: the `-wal` file stays small, and nothing is lost."""
+
+import contextlib
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from skyward_core.ledger import checkpoints
+from skyward_core.ledger.ledger import Ledger
+from tests.unit.ledger.test_checkpoints import (  # noqa: F401 - fixtures
+    path,
+    wal_bytes,
+    write,
+)
+
+WRITES = """
+import sys
+from decimal import Decimal
+from skyward_core.ledger import checkpoints
+from skyward_core.ledger.ledger import Ledger
+from skyward_core.ledger.rows import Account, Period
+
+checkpoints.LARGEST_BYTES = 20_000
+for number in range(15):
+    with Ledger(sys.argv[1]) as ledger:
+        for part in range(3):
+            ledger.set_account(Account(f"{sys.argv[2]}-{number}-{part}", Decimal(number), Period.RUN))
+"""
+
+
+def test_sqlite_makes_no_checkpoint_beside_commits(path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its own one begins at 1,000 pages, that is 4 MB."""
+    monkeypatch.setattr(checkpoints, "LARGEST_BYTES", 1 << 40)
+    with Ledger(f"sqlite:///{path}") as ledger:
+        while wal_bytes(path) < 5 << 20:
+            write(ledger, 50)
+        assert path.stat().st_size < 1 << 20
+    assert not path.with_name("ledger.db-wal").exists()
+
+
+def test_processes_that_open_write_and_close_at_once_lose_nothing(path: Path):
+    url = f"sqlite:///{path}"
+    Ledger(url).close()
+    writers = [subprocess.Popen([sys.executable, "-c", WRITES, url, str(number)]) for number in range(4)]
+    assert [writer.wait(100) for writer in writers] == [0] * 4
+    with contextlib.closing(sqlite3.connect(path)) as raw:
+        assert raw.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+        assert raw.execute("SELECT count(*) FROM skyward_accounts").fetchone() == (4 * 15 * 3,)

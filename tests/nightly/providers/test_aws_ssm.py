@@ -1,0 +1,202 @@
+"""AWS(use_ssm=True): SSH through Session Manager.
+
+A script replaces AWS's plugin and connects to the address in the fake's session.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.errors import BadRequest, ConnectionLost, CredentialsError, Unreachable
+from skyward_core.machines.instances import Endpoint
+from skyward_core.transport.ssh_connection import SSHConnection
+from tests.conftest import RecordedEvents
+from tests.providers.contract import STARTUP, tags
+from tests.providers.fake_aws import SESSION_TOKEN, FakeAWS
+from tests.providers.hosted import Hosting
+from tests.system.providers.test_aws import OFFER
+from tests.system.providers.test_aws_ssm import (  # noqa: F401 - fixtures
+    SECRET,
+    Plugin,
+    arguments,
+    as_us,
+    cloud,
+    endpoint,
+    group,
+    plugin,
+    processes,
+)
+from tests.system.providers.test_end_to_end import HostedAWS, square, where
+from tests.system.transport.test_ssh_connection import Echo, Server, echo, key, own_home, say, server  # noqa: F401 - fixtures
+from tests.testbed import Fleet
+from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
+from tests.testbed.mirror import Mirror
+
+
+def group_of(cloud: FakeAWS, machine_id: str) -> Any:
+    (name,) = cloud.machine(machine_id).nics[0].group_set
+    return name
+
+
+# ── launches ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_no_port_is_opened_and_no_public_address_is_looked_up(cloud: FakeAWS) -> None:
+    """The machine's group allows only traffic inside; the group of other pools does not change."""
+    sky.AWS(ssh_cidr="198.51.100.0/24").launch(OFFER, 1, tags(launch="another"), STARTUP)
+    (machine,) = sky.AWS(use_ssm=True).launch(OFFER, 1, tags(), STARTUP)
+    group = group_of(cloud, machine.id)
+    assert group.name == "skyward-ssm"
+    assert [
+        (rule.ip_protocol, rule.ip_range, rule.prefix_list_id, rule.source_group["GroupId"])
+        for rule in group.ingress_rules
+    ] == [("-1", {}, None, group.id)]
+    assert {word["GroupName"] for word in cloud.parameters("CreateSecurityGroup")} == {"skyward-ssh", "skyward-ssm"}
+    assert cloud.parameters("checkip") == []
+
+
+# ── connections ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_commands_files_and_ports_go_through_the_plugin(
+    endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin, echo: Echo, tmp_path: Path
+) -> None:
+    """The plugin gets the same arguments as from AWS's CLI. No process has a secret in its arguments, and none is left."""
+    with SSHConnection(endpoint).connect(30) as connection:
+        assert connection.run("echo hello").output == "hello\n"
+        connection.put(os.urandom(1 << 20), "big")
+        assert len(connection.fetch(str(tmp_path / "big"))) == 1 << 20
+        assert say(connection.forward_local("127.0.0.1", echo.port), b"hello") == b"HELLO"
+        ((pid, called),) = plugin.notes.items()
+        assert plugin.living == {pid}
+        request = {"Target": "i-0a", "DocumentName": "AWS-StartSSHSession", "Parameters": {"portNumber": ["22"]}}
+        assert called["argv"] == [
+            "AWS_SSM_START_SESSION_RESPONSE",
+            "us-east-1",
+            "StartSession",
+            "",
+            json.dumps(request),
+            cloud.url,
+        ]
+        assert called["answer"]["TokenValue"] == SESSION_TOKEN
+        assert not [
+            parameters
+            for parameters in map(arguments, processes())
+            if SESSION_TOKEN.encode() in parameters or SECRET.encode() in parameters
+        ]
+    assert plugin.living == set()
+    assert cloud.parameters("StartSession") == [request]
+
+
+def test_an_agent_that_never_registers_is_an_error(endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin) -> None:
+    """The error at the end has the reason. No process is left waiting."""
+    cloud.agents.clear()
+    with (
+        SSHConnection(endpoint) as connection,
+        pytest.raises(Unreachable, match=r"TargetNotConnected.*AmazonSSMManagedInstanceCore.*internet"),
+    ):
+        connection.connect(4)
+    assert cloud.parameters("StartSession")
+    assert plugin.living == set()
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"), [("AccessDeniedException", CredentialsError), ("InvalidDocument", BadRequest)]
+)
+def test_a_permanent_refusal_is_raised_at_once(
+    endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin, code: str, kind: type[Exception]
+) -> None:
+    """The message is AWS's."""
+    cloud.fail("StartSession", code, message="User ann may not do ssm:StartSession", times=99)
+    with (
+        SSHConnection(endpoint) as connection,
+        pytest.raises(kind, match=f"{code}: User ann may not do ssm:StartSession"),
+    ):
+        connection.connect(60)
+    assert len(cloud.parameters("StartSession")) == 1
+    assert plugin.living == set()
+
+
+def test_a_broken_session_is_replaced(endpoint: Endpoint, plugin: Plugin) -> None:
+    """Another process carries the new one."""
+    lost = threading.Event()
+    with SSHConnection(endpoint, on_lost=lambda _: lost.set()).connect(30) as connection:
+        (first,) = plugin.living
+        os.kill(first, 9)
+        assert lost.wait(10)
+        with pytest.raises(ConnectionLost):
+            connection.run("true")
+        connection.reconnect(30)
+        assert connection.run("true").exit_code == 0
+        assert len(plugin.living) == 1
+        assert plugin.living != {first}
+    assert plugin.living == set()
+
+
+# ── a whole pool ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class ManagedAWS(HostedAWS):
+    """Hosts with agents that register some time after the start: at the second request for a session."""
+
+    def _start_session(self, environ: dict[str, Any], request: Any) -> Any:
+        target = request.parameters["Target"]
+        if (
+            len([one for one in self.parameters("StartSession") if one["Target"] == target]) > 1
+            and (ip := self._hosting.ip(target)) is not None
+        ):
+            self.agents[target] = f"wss://{ip}:22"
+        return super()._start_session(environ, request)
+
+
+@pytest.mark.timeout(180)
+def test_a_pool_runs_through_session_manager(
+    fleet: Fleet,
+    mirror: Mirror,
+    plugin: Plugin,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Bare machines are prepared and used only through sessions. No machine, session or open port is left."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
+    hosting, recorded = Hosting(fleet, mirror.configure), RecordedEvents()
+    try:
+        with ManagedAWS(hosting) as cloud:
+            as_us(cloud, monkeypatch)
+            with sky.ComputePool(
+                provider=sky.AWS(use_ssm=True),
+                nodes=2,
+                cpu=4,
+                image=sky.Image(),
+                on_event=recorded,
+                display="quiet",
+                lease_seconds=30,
+            ) as pool:
+                assert sorted(where() @ pool) == sorted(host.name for host in hosting.hosts.values())
+                assert [future.result(60) for future in pool.submit_all([square(number) for number in range(8)])] == [
+                    number**2 for number in range(8)
+                ]
+                assert {note["argv"][4].partition("i-")[2][:17] for note in plugin.notes.values()} == {
+                    machine[2:] for machine in hosting.hosts
+                }
+                assert len(plugin.living) == 2
+                assert all(node.instance.endpoint.host == node.instance.id for node in pool.lease.nodes)
+                written = pool.lease.model_dump_json()
+                assert not any(
+                    rule.ip_range for machine in hosting.hosts for rule in group_of(cloud, machine).ingress_rules
+                )
+            assert cloud.alive() == set()
+            assert cloud.parameters("checkip") == []
+            assert plugin.living == set()
+    finally:
+        hosting.close()
+    assert SECRET not in written + repr(recorded.events)
+    assert SESSION_TOKEN not in written + repr(recorded.events)

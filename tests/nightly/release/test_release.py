@@ -1,0 +1,237 @@
+"""A release: the bytes depend on the commit only, the version on the tag, and the bill of materials on uv.lock."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import tarfile
+import tomllib
+import zipfile
+from dataclasses import dataclass
+from email.parser import Parser
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uv
+
+from tests.release import NotReleasable, checked, release
+from tests.versions import ROOT
+
+pytestmark = [pytest.mark.timeout(600)]
+
+IN_RELEASE = ["run", "--locked", "--exact", "--only-group", "release", "python", "-m"]
+"""What `make release` gives uv; the test below compares."""
+STEM = "skyward_core-1.2.3"
+
+
+@dataclass
+class Place:
+    """A repository with the files of this one, whose HEAD has the tag v1.2.3, and the environment of the recipe."""
+
+    tree: Path
+    environment: Path
+
+    def git(self, *words: str) -> str:
+        who = ["-c", "user.name=Tests", "-c", "user.email=tests@localhost", "-c", "commit.gpgsign=false"]
+        return subprocess.run(
+            ["git", "-C", str(self.tree), *who, *words], check=True, capture_output=True, text=True
+        ).stdout
+
+    def run(self, *words: str, folder: Path = ROOT, umask: int = 0o022, **environ: str) -> str:
+        """Run a module in the environment of the recipe, and return its stdout."""
+        variables = os.environ | {"UV_PROJECT_ENVIRONMENT": str(self.environment), "UV_COMPILE_BYTECODE": "0"} | environ
+        done = subprocess.run(
+            [uv.find_uv_bin(), "--quiet", "--project", str(ROOT), *IN_RELEASE, *words],
+            cwd=folder,
+            env=variables,
+            umask=umask,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    folder = tmp_path_factory.mktemp("release")
+    place = Place(folder / "tree", folder / "venv")
+    listed = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    for name in subprocess.run(listed, check=True, capture_output=True, text=True).stdout.split("\0"):
+        if name and os.path.lexists(ROOT / name):
+            (place.tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, place.tree / name, follow_symlinks=False)
+    changes = place.tree / "CHANGELOG.md"
+    changes.write_text(changes.read_text().replace("## [Unreleased]\n", "## [Unreleased]\n\n## [1.2.3] - 2026-11-26\n"))
+    place.git("init", "--quiet", "--initial-branch=main")
+    place.git("add", "--all")
+    place.git("commit", "--quiet", "--message=All", "--date=2026-11-26T12:00:00Z")
+    place.git("tag", "v1.2.3")
+    return place
+
+
+@pytest.fixture(scope="module")
+def built(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that the recipe has written for the tag."""
+    out = tmp_path_factory.mktemp("built") / "dist"
+    said = place.run("tests.release", "--root", str(place.tree), "--out", str(out))
+    assert "no release" not in said
+    return out
+
+
+def test_the_recipe_is_the_command_that_is_tested() -> None:
+    """`make release` runs what these tests run."""
+    recipe = (ROOT / "Makefile").read_text().partition("\nrelease:")[2].split("\n")[1]
+    assert recipe.endswith(f" $(UV) {' '.join(IN_RELEASE)} tests.release")
+
+
+def test_a_release_has_seven_files_and_their_sums(built: Path) -> None:
+    """Wheel, sdist, bill of materials, constraints; SHA256SUMS has the SHA-256 of each."""
+    constraints = ["constraints-3.12.txt", "constraints-3.13.txt"]
+    named = [*constraints, f"{STEM}-py3-none-any.whl", f"{STEM}.cdx.json", f"{STEM}.tar.gz"]
+    assert sorted(path.name for path in built.iterdir()) == ["SHA256SUMS", *named]
+    lines = [f"{hashlib.sha256((built / name).read_bytes()).hexdigest()}  {name}\n" for name in named]
+    assert (built / "SHA256SUMS").read_text() == "".join(lines)
+    for name in constraints:
+        assert (built / name).read_bytes() == (ROOT / "skyward_core" / name).read_bytes()
+
+
+def test_two_builds_of_a_commit_are_the_same_bytes(place: Place, built: Path, tmp_path: Path) -> None:
+    """Also in another folder, with another umask, time zone and seed of hashes; files have other times there."""
+    other = Place(tmp_path / "other" / "tree", place.environment)
+    shutil.copytree(place.tree, other.tree, symlinks=True, copy_function=shutil.copy)
+    for name in ("skyward_core/__init__.py", "README.md"):
+        os.utime(other.tree / name, (1_000_000_000, 1_000_000_000))
+    out = tmp_path / "dist"
+    other.run(
+        "tests.release", "--root", str(other.tree), "--out", str(out), umask=0o077, TZ="Asia/Tokyo", PYTHONHASHSEED="7"
+    )
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == {
+        path.name: path.read_bytes() for path in built.iterdir()
+    }
+
+
+def test_the_version_is_that_of_the_tag(built: Path) -> None:
+    """In the names of the files, and in the metadata of wheel and sdist."""
+    with zipfile.ZipFile(built / f"{STEM}-py3-none-any.whl") as wheel:
+        of_wheel = wheel.read(f"{STEM}.dist-info/METADATA").decode()
+    with tarfile.open(built / f"{STEM}.tar.gz") as sdist:
+        of_sdist = sdist.extractfile(f"{STEM}/PKG-INFO").read().decode()
+    assert [Parser().parsestr(text)["Version"] for text in (of_wheel, of_sdist)] == ["1.2.3", "1.2.3"]
+
+
+def test_a_version_without_a_tag(place: Place, built: Path, tmp_path: Path) -> None:
+    """A later commit is a development version of the next release. An unpacked sdist has its version without git. A
+    folder with neither has 0.0.0, and can be built.
+    """
+    later = Place(tmp_path / "later", place.environment)
+    shutil.copytree(place.tree, later.tree, symlinks=True)
+    later.git("commit", "--quiet", "--allow-empty", "--message=Later")
+    found = later.run("hatchling", "version", folder=later.tree).strip()
+    assert re.fullmatch(r"1\.2\.4\.dev1\+g[0-9a-f]+", found), found
+    later.git("tag", "--delete", "v1.2.3")
+    found = later.run("hatchling", "version", folder=later.tree).strip()
+    assert re.fullmatch(r"0\.0\.1\.dev2\+g[0-9a-f]+", found), found
+    shutil.rmtree(later.tree / ".git")
+    assert later.run("hatchling", "version", folder=later.tree) == "0.0.0\n"
+    with tarfile.open(built / f"{STEM}.tar.gz") as sdist:
+        sdist.extractall(tmp_path, filter="data")
+    assert place.run("hatchling", "version", folder=tmp_path / STEM) == "1.2.3\n"
+
+
+# ── the bill of materials ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def needed(lock: dict[str, Any], with_extras: bool) -> dict[tuple[str, str], set[str]]:
+    """Return the packages that ours needs by uv.lock, by name and version, with the hashes of their files."""
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for package in lock["package"]:
+        by_name.setdefault(package["name"], []).append(package)
+    (ours,) = by_name["skyward-core"]
+    todo = list(ours["dependencies"])
+    todo += [one for extra in ours["optional-dependencies"].values() for one in extra] if with_extras else []
+    seen: set[tuple[str, str, tuple[str, ...]]] = set()
+    found: dict[tuple[str, str], set[str]] = {}
+    while todo:
+        asked = todo.pop()
+        for package in by_name[asked["name"]]:
+            key = (package["name"], package.get("version", ""), tuple(asked.get("extra", ())))
+            if package is ours or asked.get("version", key[1]) != key[1] or key in seen:
+                continue
+            seen.add(key)
+            files = [*package.get("wheels", ()), *([package["sdist"]] if "sdist" in package else [])]
+            found[key[:2]] = {file["hash"].removeprefix("sha256:") for file in files}
+            todo += package.get("dependencies", ())
+            for extra in key[2]:
+                todo += package.get("optional-dependencies", {}).get(extra, ())
+    return found
+
+
+def test_the_bill_names_each_runtime_dependency_once(built: Path) -> None:
+    """Each package that uv.lock has for us and our extras is one component, with its version and the SHA-256 of each of
+    its files; what only an extra needs is optional. No package that is only for development is there.
+    """
+    bill = json.loads((built / f"{STEM}.cdx.json").read_text())
+    lock = tomllib.loads((ROOT / "uv.lock").read_text())
+    with_extras, always = needed(lock, with_extras=True), needed(lock, with_extras=False)
+    components = bill["components"]
+    names = [(one["name"], one["version"]) for one in components]
+    assert sorted(names) == sorted(with_extras)
+    assert {"prefect", "apache-airflow", "dagster", "dask"} <= {name for name, _ in names}
+    assert not {"pytest", "twine", "ruff"} & {name for name, _ in names}
+    for one in components:
+        files = {entry["content"] for file in one["externalReferences"] for entry in file["hashes"]}
+        assert files == with_extras[one["name"], one["version"]]
+        assert one["purl"] == f"pkg:pypi/{one['name']}@{one['version']}"
+    assert {(one["name"], one["version"]) for one in components if one["scope"] == "required"} == set(always)
+    ours = bill["metadata"]["component"]
+    assert (ours["name"], ours["version"]) == ("skyward-core", "1.2.3")
+
+
+# ── refusals ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_is_not_committed_is_no_release(place: Place, tmp_path: Path) -> None:
+    """An untracked file is refused, too; an earlier build stays."""
+    out = tmp_path / "dist"
+    out.mkdir()
+    (out / "earlier").touch()
+    (place.tree / "new.txt").touch()
+    try:
+        with pytest.raises(NotReleasable, match=r"not committed:\n\?\? new\.txt"):
+            release(place.tree, out)
+    finally:
+        (place.tree / "new.txt").unlink()
+    assert (out / "earlier").exists()
+
+
+def test_a_wheel_or_an_sdist_with_other_files_is_refused(place: Place, built: Path, tmp_path: Path) -> None:
+    """The message names the file; the real ones pass."""
+    wheel, sdist = built / f"{STEM}-py3-none-any.whl", built / f"{STEM}.tar.gz"
+    assert str(checked(wheel, sdist, place.tree)) == "1.2.3"
+    larger, smaller = tmp_path / wheel.name, tmp_path / sdist.name
+    shutil.copy(wheel, larger)
+    with zipfile.ZipFile(larger, "a") as archive:
+        archive.writestr("skyward_core/secret.env", "")
+    with pytest.raises(NotReleasable, match=r"too much \['skyward_core/secret.env'\]"):
+        checked(larger, sdist, place.tree)
+    with tarfile.open(sdist) as whole, tarfile.open(smaller, "w:gz") as archive:
+        for one in whole.getmembers():
+            if not one.name.endswith("/py.typed"):
+                archive.addfile(one, whole.extractfile(one))
+    with pytest.raises(NotReleasable, match=r"missing \['[^']+/py\.typed'"):
+        checked(wheel, smaller, place.tree)
+    stray = tarfile.TarInfo(f"{STEM}/secret.env")
+    with tarfile.open(sdist) as whole, tarfile.open(smaller, "w:gz") as archive:
+        for one in [*whole.getmembers(), stray]:
+            archive.addfile(one, None if one is stray else whole.extractfile(one))
+    with pytest.raises(NotReleasable, match=r"missing \[\], too much \['skyward_core-1\.2\.3/secret\.env'\]"):
+        checked(wheel, smaller, place.tree)
+    renamed = tmp_path / "skyward_core-1.2.4-py3-none-any.whl"
+    shutil.copy(wheel, renamed)
+    with pytest.raises(NotReleasable, match=r"the wheel is 1\.2\.4, the sdist 1\.2\.3, the tag 1\.2\.3"):
+        checked(renamed, sdist, place.tree)

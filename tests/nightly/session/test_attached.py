@@ -1,0 +1,190 @@
+"""Other processes use a pool: they attach, leave, and read calls that outlive their client. Here, and over SSH.
+
+Run as a program, this file is another process: one that opens a pool and starts a call detached, or one that attaches.
+"""
+
+import os
+import signal
+import time
+from concurrent.futures import CancelledError
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.machines.instances import Lease
+from skyward_core.worker.watchdog import kill_instance, members
+from tests.conftest import wait_until
+from tests.system.session.test_attached import (  # noqa: F401 - fixtures
+    LEASE_SECONDS,
+    MEGABYTES,
+    attach,
+    attach_and_wait,
+    doubled,
+    living,
+    ones,
+    open_and_wait,
+    other_process,
+    rank,
+    rented_pool,
+    steps,
+)
+from tests.testbed import Fleet
+from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
+
+pytestmark = [pytest.mark.timeout(240)]
+
+
+# ── leases ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_call_outlives_its_killed_submitter(tmp_path: Path) -> None:
+    """After kill -9 of the opener the call continues, and the next client reads its result. While a client is attached
+    the nodes live; then they end.
+    """
+    with other_process("open", str(tmp_path / "go")) as opener:
+        assert opener.stdout is not None
+        lease, call_id = opener.stdout.readline(), opener.stdout.readline().strip()
+        opener.send_signal(signal.SIGKILL)
+        opener.wait(60)
+    ids = {node.instance.id for node in Lease.model_validate_json(lease).nodes}
+    with sky.ComputePool.attach(lease, lease_seconds=LEASE_SECONDS) as pool:
+        attached_at = time.monotonic()
+        call = pool.detached_call(call_id)
+        assert call.state == "running"
+        wait_until(
+            lambda: time.monotonic() > attached_at + LEASE_SECONDS + 2,
+            "the opener's lease to run out",
+            LEASE_SECONDS + 5,
+        )
+        assert living(ids) == ids
+        assert call.state == "running"
+        (tmp_path / "go").touch()
+        assert call.result(30) == "end"
+        assert call.log() == ["begun", "done"]
+        assert doubled(4) >> pool == 8
+        left_at = time.monotonic()
+    assert living(ids) == ids
+    wait_until(lambda: not living(ids), "the nodes to end themselves", LEASE_SECONDS + 25)
+    assert time.monotonic() - left_at > LEASE_SECONDS / 2
+    with pytest.raises(sky.NodeLost, match="is not there any more"):
+        sky.ComputePool.attach(lease, timeout_seconds=5)
+
+
+def test_a_node_is_lost_after_the_opener(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The head suffices: its results are available, and the remaining nodes are used. The lost node is reported."""
+    with other_process("open", str(tmp_path / "go")) as opener:
+        assert opener.stdout is not None
+        text, call_id = opener.stdout.readline(), opener.stdout.readline().strip()
+        opener.send_signal(signal.SIGKILL)
+        opener.wait(60)
+    lease = Lease.model_validate_json(text)
+    ids = {node.instance.id for node in lease.nodes}
+    (tmp_path / "go").touch()
+    with sky.ComputePool.attach(lease, lease_seconds=LEASE_SECONDS) as pool:  # else the nodes end while the test checks
+        supervisor_of(lease, 1, signal.SIGKILL)
+        wait_until(lambda: len(living(ids)) == 1, "the node to be gone")
+        with sky.ComputePool.attach(lease, lease_seconds=30) as another:
+            assert another.detached_call(call_id).result(30) == "end"
+            assert [node.rank for node in another.lease.nodes] == [0]
+            assert rank() @ another == (0,)
+            assert doubled(4) >> another == 8
+        assert "node 1 of pool" in caplog.text
+        assert "is not there, and the pool is attached to without it" in caplog.text
+        assert pool.detached_call(call_id).result(30) == "end"
+        supervisor_of(lease, 0, signal.SIGKILL)
+        with pytest.raises(sky.NodeLost, match="is not there any more, or has another head"):
+            sky.ComputePool.attach(lease, timeout_seconds=5)
+
+
+def test_after_the_loss_of_the_head_no_lease_is_renewed(tmp_path: Path) -> None:
+    """A client that cannot use the nodes does not renew their lease. When no node has answered for one lease the nodes
+    end, although the client is still attached.
+    """
+    with other_process("open", str(tmp_path / "go")) as opener:
+        assert opener.stdout is not None
+        text = opener.stdout.readline()
+        opener.stdout.readline()
+        opener.send_signal(signal.SIGKILL)
+        opener.wait(60)
+    lease = Lease.model_validate_json(text)
+    ids = {node.instance.id for node in lease.nodes}
+    with sky.ComputePool.attach(lease, lease_seconds=LEASE_SECONDS):
+        supervisor_of(lease, 0, signal.SIGKILL)
+        wait_until(lambda: not living(ids), "the other node to end itself", 3 * LEASE_SECONDS + 40)
+
+
+def supervisor_of(lease: Lease, node: int, number: signal.Signals) -> None:
+    """Send a signal to a node's first process."""
+    os.kill(int(Path(str(lease.nodes[node].instance.directory), "supervisor").read_text()), number)
+
+
+def test_a_detached_pool_may_get_a_longer_lease() -> None:
+    """`detach(lease_seconds=...)` lets the nodes live longer than the spec says."""
+    pool = sky.ComputePool(provider=sky.Local(), display="quiet", lease_seconds=LEASE_SECONDS).open()
+    detached_at = time.monotonic()
+    client = pool.dask_client()
+    lease = pool.detach(lease_seconds=LEASE_SECONDS + 4)
+    assert client.status == "closed"
+    assert lease.expires_at is not None
+    assert LEASE_SECONDS < (lease.expires_at - datetime.now(UTC)).total_seconds() <= LEASE_SECONDS + 4
+    ids = {node.instance.id for node in lease.nodes}
+    wait_until(lambda: not living(ids), "the node to end itself", LEASE_SECONDS + 30)
+    assert time.monotonic() - detached_at > LEASE_SECONDS + 2
+
+
+def test_a_closed_pool_cannot_be_attached_to() -> None:
+    """The lease of a closed pool is an error at once, which says that the pool is closed."""
+    with sky.ComputePool(provider=sky.Local(), display="quiet") as pool:
+        lease = pool.lease
+    started = time.monotonic()
+    with pytest.raises(sky.NodeLost, match="is not there any more"):
+        sky.ComputePool.attach(lease)
+    assert time.monotonic() - started < 15
+
+
+def test_a_pool_whose_head_was_killed_cannot_be_attached_to() -> None:
+    """No time is spent on its scheduler."""
+    with sky.ComputePool(provider=sky.Local(), retries=0, display="quiet") as pool:
+        lease = pool.detach()
+    head = lease.nodes[0].instance.id
+    kill_instance(head)
+    wait_until(lambda: not members(head), "the end of the killed processes")
+    with pytest.raises(sky.NodeLost, match=r"the first process of its head has died|its head has ended"):
+        sky.ComputePool.attach(lease)
+    sky.release(lease.pool_id)
+
+
+def test_over_ssh_the_key_may_be_given(rented_pool: sky.ComputePool, fleet: Fleet) -> None:
+    """`key=` may be the key itself. It is in no file, which a kill could leave, and not in the lease."""
+    with sky.ComputePool.attach(rented_pool.lease.with_key("/nonexistent"), key=fleet.key_path.read_text()) as pool:
+        assert rank() @ pool == (0, 1)
+        (path,) = {str(node.instance.endpoint.key) for node in pool.lease.nodes if node.instance.endpoint}
+        assert os.readlink(path).startswith("/memfd:")
+        assert "PRIVATE" not in pool.lease.model_dump_json()
+    assert not os.path.exists(path)
+
+
+def test_over_ssh_the_key_may_be_another_file(rented_pool: sky.ComputePool, fleet: Fleet, tmp_path: Path) -> None:
+    """With `key=` an attached client uses its own copy. Results of a hundred megabytes and logs can be read twice, and
+    cancelling works.
+    """
+    key = tmp_path / "copy"
+    key.write_bytes(fleet.key_path.read_bytes())
+    key.chmod(0o600)
+    call = rented_pool.start_detached(ones(MEGABYTES))
+    with sky.ComputePool.attach(rented_pool.lease.with_key(str(tmp_path / "nowhere")), key=key) as pool:
+        assert {node.instance.endpoint.key for node in pool.lease.nodes if node.instance.endpoint} == {str(key)}
+        assert rank() @ pool == (0, 1)
+        assert pool.map(doubled, range(50)) == [2 * number for number in range(50)]
+        assert (ones(MEGABYTES) >> pool).sum() == MEGABYTES / 8
+        found = pool.detached_call(call.call_id)
+        assert [found.result(30).sum(), found.result(30).sum(), call.result(30).sum()] == [MEGABYTES / 8] * 3
+        walking = pool.start_detached(steps(600))
+        wait_until(lambda: len(walking.log()) > 1, "a few steps")
+        walking.cancel()
+        with pytest.raises(CancelledError):
+            walking.result(30)
+        found.forget()
+    assert doubled(2) >> rented_pool == 4

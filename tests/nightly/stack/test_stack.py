@@ -1,0 +1,209 @@
+"""The services of docker-compose.yml run here, and Prefect, Airflow and Dagster use the two nodes and the ledger."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.stack.__main__ import READY
+from tests.stack.compose import ROOT, read, read_env, variables_of
+
+pytestmark = [pytest.mark.timeout(900)]
+
+PORTS = [name for name in variables_of(read()) if name.endswith("_PORT")]
+LONGEST_SECONDS = 240.0
+"""How long the test waits for one run; on an idle machine each takes less than twenty seconds."""
+LAUNCH = """mutation ($params: ExecutionParams!) { launchRun(executionParams: $params) {
+  __typename ... on LaunchRunSuccess { run { runId } } ... on PythonError { message } } }"""
+STATUS = """query ($run: ID!) { runOrError(runId: $run) { ... on Run { status } } }"""
+COST = """query { assetNodes { assetMaterializations(limit: 1) { runId metadataEntries {
+  label ... on FloatMetadataEntry { floatValue } } } } }"""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder through which the user of PostgreSQL may pass, which pytest's own are not."""
+    path = Path(tempfile.mkdtemp(prefix="stack-", dir="/var/tmp"))
+    yield path
+    shutil.rmtree(path)
+
+
+def test_a_dag_a_flow_and_an_asset_use_the_nodes_and_nothing_is_left(folder: Path) -> None:
+    """All services become healthy, each orchestrator runs calls on both nodes and shows the cost that the ledger in
+    PostgreSQL has, and after Ctrl-C no process and no port is left.
+    """
+    if os.getuid() != 0:
+        pytest.skip("nodes with their own processes need root")
+    ports = dict(zip(PORTS, map(str, free_ports(len(PORTS))), strict=True))
+    process = started(folder, ports)
+    try:
+        wait_until_ready(process)
+        shown = {
+            "airflow": cost_in_airflow(f"http://127.0.0.1:{ports['AIRFLOW_PORT']}"),
+            "prefect": cost_in_prefect(f"http://127.0.0.1:{ports['PREFECT_PORT']}/api"),
+            "dagster": cost_in_dagster(f"http://127.0.0.1:{ports['DAGSTER_PORT']}"),
+        }
+        pools = pools_by_system(ports["POSTGRES_PORT"])
+    finally:
+        process.send_signal(signal.SIGINT)
+        output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    assert {system: machines for system, (machines, _) in pools.items()} == dict.fromkeys(shown, 2)
+    assert {system: cost for system, cost in shown.items() if system != "dagster"} == {
+        system: pytest.approx(cost, abs=1e-4) for system, (_, cost) in pools.items() if system != "dagster"
+    }
+    # the end of the machines is not in the metadata of the step
+    assert 0 < shown["dagster"] <= pools["dagster"][1]
+    assert processes_of(folder) == []
+    assert [name for name, port in ports.items() if is_open(port)] == []
+
+
+def started(folder: Path, ports: dict[str, str]) -> subprocess.Popen[str]:
+    own = {"STACK_DATA": str(folder), "POSTGRES_FSYNC": "off", **ports}
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.stack"],
+        cwd=ROOT,
+        env=os.environ | own,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_until_ready(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    lines: list[str] = []
+    for line in process.stdout:
+        lines.append(line)
+        if line.strip() == READY:
+            return
+    pytest.fail("the stack has ended:\n" + "".join(lines))
+
+
+def wait_for[T](what: Callable[[], T], words: str) -> T:
+    """Return what the function returns, once that is true."""
+    deadline = time.monotonic() + LONGEST_SECONDS
+    while not (found := what()):
+        assert time.monotonic() < deadline, f"waited {LONGEST_SECONDS} s for {words}"
+        time.sleep(0.5)
+    return found
+
+
+# ── the three orchestrators, through the APIs of their UIs ───────────────────────────────────────────────────────────
+
+
+def cost_in_airflow(url: str) -> float:
+    with httpx.Client(base_url=url, timeout=60) as http:
+        http.headers["Authorization"] = f"Bearer {http.get('/auth/token').json()['access_token']}"
+        wait_for(lambda: http.get("/api/v2/dags/two_nodes_dag").status_code == 200, "the DAG")
+        run = http.post("/api/v2/dags/two_nodes_dag/dagRuns", json={"logical_date": None}).raise_for_status().json()
+        task = f"/api/v2/dags/two_nodes_dag/dagRuns/{run['dag_run_id']}/taskInstances/squares"
+
+        def end() -> str | None:
+            state = http.get(task).json()["state"]
+            return state if state in {"success", "failed", "up_for_retry"} else None
+
+        state = wait_for(end, "the task")
+        assert state == "success", http.get(f"{task}/logs/1", headers={"Accept": "application/x-ndjson"}).text[-4000:]
+        assert value(http, task, "return_value") == [1, 4, 9, 16]
+        return value(http, task, "skyward_cost")["cost_usd"]
+
+
+def value(http: httpx.Client, task: str, key: str) -> Any:
+    """Return a result of a task as the tab XCom shows it."""
+    query = {"deserialize": False, "stringify": False}
+    return http.get(f"{task}/xcomEntries/{key}", params=query).raise_for_status().json()["value"]
+
+
+def cost_in_prefect(url: str) -> float:
+    with httpx.Client(base_url=url, timeout=60) as http:
+        deployment = http.get("/deployments/name/two-nodes-flow/nodes").raise_for_status().json()["id"]
+        run = http.post(f"/deployments/{deployment}/create_flow_run", json={}).raise_for_status().json()["id"]
+
+        def ended() -> Any:
+            """The labels are final some moments after the state is."""
+            found = http.get(f"/flow_runs/{run}").raise_for_status().json()
+            is_final = found["state"]["type"] in {"FAILED", "CRASHED", "CANCELLED"} or found["labels"].get(
+                "skyward.is_final"
+            )
+            return found if is_final and found["end_time"] else None
+
+        found = wait_for(ended, "the flow run")
+        logs = http.post("/logs/filter", json={"logs": {"flow_run_id": {"any_": [run]}}}).json()
+        assert found["state"]["type"] == "COMPLETED", "\n".join(line["message"] for line in logs)
+        return float(found["labels"]["skyward.cost_usd"])
+
+
+def cost_in_dagster(url: str) -> float:
+    with httpx.Client(base_url=url, timeout=60) as http:
+
+        def ask(query: str, **variables: Any) -> Any:
+            body = {"query": query, "variables": variables}
+            return http.post("/graphql", json=body).raise_for_status().json()["data"]
+
+        selector = {
+            "repositoryLocationName": "two_nodes.py",
+            "repositoryName": "__repository__",
+            "jobName": "two_nodes",
+        }
+        launched = ask(LAUNCH, params={"selector": selector, "runConfigData": {}})["launchRun"]
+        assert launched["__typename"] == "LaunchRunSuccess", launched
+        run = launched["run"]["runId"]
+
+        def end() -> str | None:
+            status = ask(STATUS, run=run)["runOrError"]["status"]
+            return status if status in {"SUCCESS", "FAILURE", "CANCELED"} else None
+
+        assert wait_for(end, "the run") == "SUCCESS"
+        (made,) = ask(COST)["assetNodes"][0]["assetMaterializations"]
+        return {entry["label"]: entry.get("floatValue") for entry in made["metadataEntries"]}["skyward/cost_usd"]
+
+
+# ── what is there, and what is left ──────────────────────────────────────────────────────────────────────────────────
+
+
+def pools_by_system(port: str) -> dict[str, tuple[int, float]]:
+    """Return the number of machines and the cost, in USD, of the one pool of each orchestrator, from PostgreSQL."""
+    url = f"postgresql+psycopg://skyward:{read_env()['LEDGER_DB_PASSWORD']}@127.0.0.1:{port}/skyward"
+    command = [sys.executable, "-m", "skyward_core.cli", "--ledger", url, "ps", "--all", "--json"]
+    pools = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert len(pools) == 3, pools
+    return {pool["work"]["system"]: (pool["resources"], pool["cost_usd"]) for pool in pools}
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Return the processes that have the folder in their environment or their command."""
+    found = []
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            texts = [Path("/proc", entry, name).read_bytes() for name in ("environ", "cmdline")]
+        except OSError:  # it has ended
+            continue
+        if any(str(folder).encode() in text for text in texts):
+            found.append(texts[1].replace(b"\0", b" ").decode())
+    return found
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+def is_open(port: str) -> bool:
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", int(port))) == 0

@@ -1,0 +1,41 @@
+"""`import skyward_core`: every public name exists and has a docstring, and the import is cheap."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("statement", "unwanted"),
+    [
+        (
+            "import skyward_core",
+            "distributed dask pydantic rich numpy pandas torch jax sklearn joblib boto3 prefect airflow dagster uv cloudpickle psutil cryptography",
+        ),
+        (
+            "import skyward_core; skyward_core.compute; skyward_core.gather; skyward_core.LogLine; skyward_core.instance_info()",
+            "distributed dask pydantic rich",
+        ),
+        (
+            "import skyward_core; skyward_core.ComputePool; skyward_core.Local()",
+            "distributed dask rich tenacity numpy torch jax sklearn boto3 prefect airflow dagster",
+        ),
+        (
+            "import skyward_core; skyward_core.ScikitLearnPool(provider=skyward_core.Local()); skyward_core.integrations",
+            "distributed dask numpy sklearn joblib",
+        ),
+        ("import skyward_core.integrations.tasks", "pydantic distributed numpy sklearn joblib"),
+        (
+            "import skyward_core.worker.node, skyward_core.worker.supervisor",
+            "pydantic rich uv boto3 asyncssh httpx tenacity prefect airflow dagster",
+        ),
+    ],
+)
+def test_the_import_loads_no_heavy_package(statement: str, unwanted: str) -> None:
+    """In a fresh interpreter the import leaves heavy packages unloaded."""
+    code = f"{statement}\nimport sys, json; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    loaded = {name.partition(".")[0] for name in json.loads(done.stdout)}
+    assert loaded & set(unwanted.split()) == set()

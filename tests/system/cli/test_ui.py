@@ -1,0 +1,398 @@
+"""The server of `skyward ui`: who may read it, and what each path answers."""
+
+# pyright: reportUnusedImport=false
+
+import json
+import re
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from datetime import timedelta
+from http.client import HTTPConnection
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import Metric as MetricFamily
+from prometheus_client.parser import text_string_to_metric_families as families_from
+
+import skyward_core as sky
+from skyward_core.cli.ui.pages import answers
+from skyward_core.cli.ui.server import PageServer
+from skyward_core.cli.ui.utilisation import Utilisation
+from skyward_core.errors import LedgerError
+from skyward_core.ledger.ledger import Ledger
+from skyward_core.live.metrics import NodeUse
+from tests.cleanup.pools import FolderProvider
+from tests.conftest import wait_until
+from tests.system.cli.test_json import record_pools
+from tests.unit.cli.test_commands import HERE, ROOT, Clock, Skyward, clock, folder, ledger, skyward, url  # noqa: F401 - fixtures
+from tests.unit.cli.test_ui import (
+    TOKEN,
+    sample,
+)
+
+PATHS = ["/api/pools", "/api/nodes", "/api/calls", "/api/cost", "/api/receipt?pool=sky-live", "/api/refusals"]
+
+
+@dataclass(frozen=True)
+class Reply:
+    status: int
+    headers: dict[str, str]
+    text: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.text)
+
+
+class Page:
+    """A client of a running page."""
+
+    def __init__(self, server: PageServer) -> None:
+        self.server = server
+
+    def get(self, path: str, *, token: str | None = TOKEN, method: str = "GET", **headers: str) -> Reply:
+        connection = HTTPConnection("127.0.0.1", self.server.server_port, timeout=20)
+        try:
+            sent = {"Authorization": f"Bearer {token}"} if token is not None else {}
+            connection.request(method, path, headers=sent | headers)
+            reply = connection.getresponse()
+            return Reply(reply.status, dict(reply.headers), reply.read().decode())
+        finally:
+            connection.close()
+
+
+class FakeUtilisation:
+    """What was seen of pools, by id."""
+
+    def __init__(self) -> None:
+        self.uses: dict[str, Sequence[NodeUse] | str] = {}
+
+    def of(self, pool_id: str) -> Sequence[NodeUse] | str | None:
+        return self.uses.get(pool_id)
+
+
+@pytest.fixture
+def utilisation() -> FakeUtilisation:
+    return FakeUtilisation()
+
+
+@pytest.fixture
+def page(ledger: Ledger, utilisation: FakeUtilisation) -> Iterator[Page]:
+    with PageServer(0, TOKEN, answers(ledger, utilisation)) as server:  # type: ignore[arg-type]
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield Page(server)
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def change(url: str, *statements: str) -> None:
+    """Change the database below the ledger."""
+    with closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as database:
+        for statement in statements:
+            database.execute(statement)
+        database.commit()
+
+
+# ── who may read ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_without_its_token_no_path_answers(page: Page) -> None:
+    """None at all is 401, a wrong one 403, also one that is not ASCII; the token may be a header or in the URL."""
+    for path in ("/", "/nonesuch", *PATHS):
+        assert page.get(path, token=None).status == 401
+        assert page.get(path, token="wrong").status == 403
+    assert page.get("/", token=None).headers["WWW-Authenticate"] == "Bearer"
+    for wrong in (TOKEN + "x", TOKEN[:-1], "t\xf6ken"):
+        assert page.get("/api/pools", token=wrong).status == 403
+    assert page.get("/api/pools", token=None, Authorization=f"Basic {TOKEN}").status == 401
+    assert page.get("/api/pools?token=wrong", token=None).status == 403
+    assert page.get("/api/pools?token=", token=None).status == 401
+    assert page.get(f"/api/pools?token={TOKEN}", token=None).status == 200
+
+
+def test_a_page_under_another_name_is_refused(page: Page) -> None:
+    """Also with the token: a foreign host name that leads to 127.0.0.1 is DNS rebinding."""
+    for host in ("127.0.0.1", "localhost:9999", "[::1]:1"):
+        assert page.get("/api/pools", Host=host).status == 200
+    for host in ("evil.example", "127.0.0.1.evil.example:80", "localhost.evil.example", "evil@localhost", ""):
+        assert page.get("/api/pools", Host=host).status == 403
+
+
+def test_it_listens_on_the_loopback_and_only_answers_get(page: Page) -> None:
+    assert page.server.server_address[0] == "127.0.0.1"
+    assert page.server.url == f"http://127.0.0.1:{page.server.server_port}/?token={TOKEN}"
+    assert [page.get("/api/pools", method=method).status for method in ("POST", "PUT", "DELETE", "OPTIONS")] == [
+        501
+    ] * 4
+    assert page.get("/nonesuch").status == 404
+    assert page.get("http://evil.example/api/pools").status == 403
+
+
+def test_a_port_that_is_taken_is_a_mistake_with_a_hint(page: Page) -> None:
+    with pytest.raises(sky.BadRequest, match="choose another with --port"):
+        PageServer(page.server.server_port, TOKEN, {})
+
+
+# ── the page ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_page_is_one_file_that_loads_nothing_else(page: Page) -> None:
+    """Its policy allows its own script and style, and requests to its own server; no answer is kept or framed."""
+    reply = page.get("/")
+    assert (reply.status, reply.headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    assert re.findall(r"(?:src|href)=\"([^\"]*)\"", reply.text) == ["data:,"]
+    assert set(re.findall(r"https?://[^\"' ]+", reply.text)) == {"http://www.w3.org/2000/svg"}, "a name, not an address"
+    assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|eval\(", reply.text)
+    policy = reply.headers["Content-Security-Policy"]
+    nonces = set(re.findall(r"nonce[=-][\"']?([\w-]+)", reply.text + policy))
+    assert len(nonces) == 1
+    assert policy.startswith("default-src 'none'; ")
+    assert nonces.isdisjoint(re.findall(r"nonce-([\w-]+)", page.get("/").headers["Content-Security-Policy"]))
+    assert reply.headers["Cache-Control"] == "no-store"
+    assert reply.headers["Referrer-Policy"] == "no-referrer"
+    assert TOKEN not in reply.text
+
+
+# ── the data ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_data_are_those_of_the_commands(
+    page: Page, skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
+) -> None:
+    """Pools as in `ps`, calls as in `calls`, costs as in `cost`, receipts as in `receipt`, refusals as in `why`."""
+    record_pools(skyward, ledger, clock, folder)
+    pools = page.get("/api/pools").json
+    fixed = ("pool", "name", "calls", "owner", "work", "open_resources", "usd_per_hour", "cost_usd")
+    listed = json.loads(skyward("ps --all --json"))
+    for shown, expected in (
+        (pools["pools"], [one for one in listed if one["state"] != "ended"]),
+        (pools["ended"], [one for one in listed if one["state"] == "ended"]),
+    ):
+        assert [{name: one[name] for name in fixed} for one in shown] == [
+            {name: one[name] for name in fixed} for one in expected
+        ]
+    assert {one["pool"] for one in pools["ended"]} == {"sky-ended"}
+    assert pools["warnings"] == []
+    calls = page.get("/api/calls").json
+    assert calls["calls"] == json.loads(skyward("calls --json"))["calls"][::-1]
+    assert (calls["all"], {one["call"] for one in calls["calls"]}) == (4, {"c", "d", "e"})
+    for by in ("day", "owner"):
+        cost, expected = page.get(f"/api/cost?by={by}").json, json.loads(skyward(f"cost --by {by} --json"))
+        assert (cost["rows"], cost["total"]) == (expected["rows"], expected["total"])
+        assert cost["total"]["cost_usd"] > 0
+    receipt = page.get("/api/receipt?pool=sky-live").json["receipt"]
+    assert receipt == json.loads(skyward("receipt sky-live"))
+    refusals = page.get("/api/refusals").json
+    refused = [one for one in json.loads(skyward("why sky-live --json")) if one["error"]]
+    assert refusals["refusals"] == [{"pool": "sky-live", **one} for one in refused]
+    assert refused
+
+
+def test_an_empty_ledger_has_empty_lists(page: Page) -> None:
+    assert page.get("/api/pools").json == {"pools": [], "ended": [], "warnings": []}
+    assert page.get("/api/nodes").json == {"pools": [], "warnings": []}
+    assert page.get("/api/calls").json == {"calls": [], "all": 0, "days": 30, "warnings": []}
+    assert page.get("/api/refusals").json == {"refusals": [], "all": 0, "days": 30, "warnings": []}
+    assert page.get("/api/cost").json["rows"] == []
+    assert page.get("/api/cost").json["total"]["cost_usd"] == 0
+
+
+def test_a_mistake_in_a_request_is_named(page: Page) -> None:
+    assert page.get("/api/cost?by=colour").status == 400
+    assert "given by='colour'" in page.get("/api/cost?by=colour").json["error"]
+    assert page.get("/api/receipt").status == 400
+    unknown = page.get("/api/receipt?pool=sky-none")
+    assert (unknown.status, "has no pool 'sky-none'" in unknown.json["error"]) == (404, True)
+
+
+def test_a_ledger_that_cannot_be_read_is_an_error_and_no_empty_list(
+    page: Page, skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider, url: str
+) -> None:
+    record_pools(skyward, ledger, clock, folder)
+    assert {page.get(path).status for path in PATHS} == {200}
+    change(
+        url,
+        *(f"ALTER TABLE skyward_{name} RENAME TO away_{name}" for name in ("pools", "resources", "attempts", "calls")),
+    )
+    for path in PATHS:
+        reply = page.get(path)
+        assert (path, reply.status, reply.json.keys()) == (path, 503, {"error"})
+        assert "ledger" in reply.json["error"].lower()
+
+
+def test_a_row_that_cannot_be_read_is_named_and_the_others_are_shown(
+    page: Page, skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider, url: str
+) -> None:
+    record_pools(skyward, ledger, clock, folder)
+    change(url, "UPDATE skyward_pools SET created_microseconds = 'soon' WHERE id = 'sky-dead'")
+    pools = page.get("/api/pools").json
+    assert {"sky-live", "sky-named"} <= {one["pool"] for one in pools["pools"]}
+    assert [line for line in pools["warnings"] if "sky-dead" in line]
+
+
+# ── nodes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_nodes_have_curves_or_the_reason_why_not(
+    page: Page, utilisation: FakeUtilisation, skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
+) -> None:
+    record_pools(skyward, ledger, clock, folder)
+    samples = tuple(sample(percent, seconds, gpu=90.0) for percent, seconds in ((10, 100.0), (30, 102.0)))
+    utilisation.uses = {"sky-live": [NodeUse(0, "i-0", samples, 1, 4)], "sky-dead": "no route to it"}
+    found = {one["pool"]: one for one in page.get("/api/nodes").json["pools"]}
+    assert found["sky-live"]["nodes"] == [
+        {
+            "node": 0,
+            "instance": "i-0",
+            "busy_slots": 1,
+            "slots": 4,
+            "seconds": 2.0,
+            "cpu_percent": [10.0, 30.0],
+            "memory_percent": [50.0, 50.0],
+            "gpu_percent": [90.0, 90.0],
+            "gpu_memory_percent": [25.0, 25.0],
+        }
+    ]
+    assert (found["sky-dead"]["trouble"], found["sky-dead"]["is_awaited"]) == ("no route to it", False)
+    assert (found["sky-gone"]["trouble"], found["sky-gone"]["is_awaited"]) == (None, True)
+    assert "sky-ended" not in found
+
+
+class FakeUses:
+    """Uses of pools; it notes which connections were kept."""
+
+    def __init__(self) -> None:
+        self.kept: list[list[str]] = []
+
+    def __call__(self, *_: object, **__: object) -> "FakeUses":
+        return self
+
+    def __enter__(self) -> "FakeUses":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kept.append([])
+
+    def keep(self, pool_ids: Sequence[str]) -> None:
+        self.kept.append(list(pool_ids))
+
+    def of(self, pool_id: str) -> str:
+        return f"{pool_id} is far away"
+
+
+def test_utilisation_follows_open_pools_and_tells_when_the_ledger_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    uses, pools = FakeUses(), ["sky-1", "sky-2"]
+    trouble: list[LedgerError] = []
+
+    def listed(**_: object) -> list[SimpleNamespace]:
+        if trouble:
+            raise trouble[0]
+        return [SimpleNamespace(id=pool_id) for pool_id in pools]
+
+    monkeypatch.setattr("skyward_core.cli.ui.utilisation.PoolUses", uses)
+    monkeypatch.setattr("skyward_core.cli.ui.utilisation.EVERY_SECONDS", 0.01)
+    with Utilisation(SimpleNamespace(pools=listed)) as utilisation:  # type: ignore[arg-type]
+        wait_until(lambda: utilisation.of("sky-2") == "sky-2 is far away", "the first look")
+        pools.remove("sky-2")
+        wait_until(lambda: utilisation.of("sky-2") is None, "an end")
+        trouble.append(LedgerError("the disk is gone"))
+        wait_until(lambda: _is_away(utilisation), "a ledger that is away")
+        trouble.clear()
+        wait_until(lambda: not _is_away(utilisation), "a ledger that is back")
+    assert uses.kept[0] == ["sky-1", "sky-2"]
+    assert uses.kept[-2:] == [["sky-1"], []]
+
+
+def _is_away(utilisation: Utilisation) -> bool:
+    try:
+        utilisation.of("sky-1")
+    except LedgerError as error:
+        assert str(error) == "the disk is gone"
+        return True
+    return False
+
+
+# ── Prometheus ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def families_of(page: Page) -> dict[str, MetricFamily]:
+    """The metrics of the page by name, read with the parser of Prometheus' own library."""
+    reply = page.get("/metrics")
+    assert (reply.status, reply.headers["Content-Type"]) == (200, "text/plain; version=0.0.4; charset=utf-8")
+    found = {one.name + ("_total" if one.type == "counter" else ""): one for one in families_from(reply.text)}
+    assert {one.type for one in found.values()} == {"gauge", "counter"}
+    assert all(one.documentation.endswith(".") for one in found.values())
+    return found
+
+
+def value_of(family: MetricFamily, **labels: str) -> float:
+    (found,) = [one.value for one in family.samples if labels.items() <= one.labels.items()]
+    return found
+
+
+def test_metrics_are_those_of_the_ledger_and_of_the_nodes(
+    page: Page, utilisation: FakeUtilisation, skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
+) -> None:
+    record_pools(skyward, ledger, clock, folder)
+    uses = [NodeUse(rank, f"i-{rank}", (sample(50.0, gpu=25.0),), 1, 4) for rank in (0, 1)]
+    utilisation.uses = {"sky-live": uses, "sky-dead": "no route to it"}
+    found = families_of(page)
+    listed = {one["pool"]: one for one in json.loads(skyward("ps --json"))}
+    assert {one.labels["pool"] for one in found["skyward_pool_nodes"].samples} == listed.keys()
+    assert value_of(found["skyward_pools"], state="live") + value_of(found["skyward_pools"], state="dead") == len(
+        listed
+    )
+    assert value_of(found["skyward_pool_nodes"], pool="sky-live", provider="folder", name="") == 2
+    assert value_of(found["skyward_pool_cost_usd_per_hour"], pool="sky-live") == listed["sky-live"]["usd_per_hour"] == 4
+    remaining = value_of(found["skyward_pool_lease_remaining_seconds"], pool="sky-live")
+    assert remaining == pytest.approx(listed["sky-live"]["lease_seconds"], abs=60)
+    assert value_of(found["skyward_pool_calls_in_flight"], pool="sky-live") == 2, "busy slots"
+    assert value_of(found["skyward_pool_calls_in_flight"], name="nightly") == listed["sky-named"]["calls"]
+    assert value_of(found["skyward_pool_slots"], pool="sky-live") == 8
+    assert value_of(found["skyward_pool_slots_busy"], pool="sky-live") == 2
+    assert {one.labels["pool"]: one.value for one in found["skyward_pool_reachable"].samples} == {
+        "sky-live": 1,
+        "sky-dead": 0,
+    }
+    assert value_of(found["skyward_node_cpu_ratio"], pool="sky-live", node="1") == 0.5
+    assert value_of(found["skyward_node_gpu_ratio"], pool="sky-live", node="1") == 0.25
+    owners = {row["key"]: row["cost_usd"] for row in json.loads(skyward("cost --by owner --json"))["rows"]}
+    assert {one.labels["owner"]: one.value for one in found["skyward_cost_usd_total"].samples} == owners
+    assert value_of(found["skyward_refusals_total"], provider="folder", error="NoCapacity") == 1
+    assert value_of(found["skyward_ledger_unreadable_rows"]) == 0
+
+
+def test_metrics_of_an_empty_ledger_and_of_odd_names(page: Page, ledger: Ledger, clock: Clock) -> None:
+    """Without pools there are zeros where a sum is known. A label may have any text."""
+    found = families_of(page)
+    assert value_of(found["skyward_pools"], state="live") == 0
+    assert found["skyward_pool_nodes"].samples == []
+    odd = 'a "quoted" \\ name\nof two lines'
+    soon = clock.now + timedelta(seconds=60)
+    ledger.open_pool("sky-1", owner=HERE, provider={"name": odd}, spec_json="{}", lease_expires_at=soon)
+    assert value_of(families_of(page)["skyward_pool_nodes"], provider=odd) == 0
+
+
+def test_metrics_need_the_token_and_a_ledger(page: Page, url: str) -> None:
+    """Prometheus then has no sample, and no 0."""
+    assert page.get("/metrics", token=None).status == 401
+    change(url, "ALTER TABLE skyward_attempts RENAME TO away")
+    assert page.get("/metrics").status == 503
+
+
+def test_the_dashboard_and_the_page_of_commands_have_the_metrics_that_exist(page: Page) -> None:
+    """Each metric of a panel exists, each metric has a panel, and docs/commands.md explains each."""
+    names = families_of(page).keys()
+    dashboard = json.loads((ROOT / "docs/grafana/skyward.json").read_text())
+    shown = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    shown += [one["query"]["query"] for one in dashboard["templating"]["list"] if one["type"] == "query"]
+    assert set(re.findall(r"skyward_\w+", " ".join(shown))) == names
+    explained = re.findall(r"^\| `(skyward_\w+)` \|", (ROOT / "docs/commands.md").read_text(), re.MULTILINE)
+    assert sorted(explained) == sorted(names)

@@ -1,0 +1,363 @@
+"""Groups of ranks in threads and on pools, with a framework of the test."""
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.distributed.group import Group, decorator, interface_of, members_of, reserved_port
+from skyward_core.distributed.group import places as places_of_call
+from skyward_core.distributed.member import Member, Place, find_hub, open_hub
+from skyward_core.worker.watchdog import kill_instance
+from tests.conftest import RecordedEvents
+
+
+def places(world: int) -> list[Place]:
+    key = secrets.token_hex(8)
+    return [Place(rank, world, 0, 1, rank, world, "127.0.0.1", key) for rank in range(world)]
+
+
+def on_all[R](ranks: list[Place], work: Callable[[Member], R], seconds: float = 30.0) -> list[Future[R]]:
+    """Run the work as each of the ranks, in threads, and wait until all have ended."""
+
+    def run(place: Place) -> R:
+        with members_of([place], seconds) as (member,):
+            return work(member)
+
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        return [threads.submit(run, place) for place in ranks]
+
+
+def test_ranks_find_each_other_and_exchange_values() -> None:
+    """Each rank gets the values of all, in the order of the ranks; several groups in a row work."""
+    for world in (1, 3):
+        for _ in range(2):
+
+            def work(member: Member) -> list[Any]:
+                values = member.exchange(member.place.rank * 10)
+                member.finish()
+                return values
+
+            assert [one.result() for one in on_all(places(world), work)] == [[10 * r for r in range(world)]] * world
+
+
+def test_the_error_names_the_ranks_that_did_not_come() -> None:
+    """All that have come get the same error."""
+    ranks = places(4)
+    for one in on_all([ranks[0], ranks[2]], lambda _: None, seconds=0.5):
+        with pytest.raises(sky.GroupNotFormed, match="ranks 1, 3 did not come") as raised:
+            one.result()
+        assert raised.value.absent == (1, 3)
+
+
+def test_the_error_names_rank_0_if_it_did_not_come() -> None:
+    """Then there is no hub."""
+    (one,) = on_all(places(2)[1:], lambda _: None, seconds=0.2)
+    with pytest.raises(sky.GroupNotFormed, match=r"rank 0 did not come .*127\.0\.0\.1"):
+        one.result()
+
+
+def test_a_taken_port_is_skipped_by_all_ranks() -> None:
+    """Other programs listen on the first two ports; one of them sends something else, the other nothing."""
+    ranks = places(2)
+    with contextlib.ExitStack() as undo:
+        listeners = [undo.enter_context(socket.create_server(("127.0.0.1", port))) for port in ranks[0].ports[:2]]
+
+        def answer() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listeners[0].accept()
+                    with connection:
+                        connection.sendall(b'{"nonce": 1}\n[]\n')
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        undo.callback(thread.join)
+        undo.callback(listeners[0].shutdown, socket.SHUT_RDWR)
+        assert [one.result() for one in on_all(ranks, lambda member: member.exchange(1))] == [[1, 1]] * 2
+
+
+def test_only_who_has_the_key_joins() -> None:
+    """A process that knows address and port, and no key, is not counted as a rank."""
+    ranks = places(2)
+    stranger = replace(ranks[1], key="guessed")
+    hub = open_hub(ranks[0], time.monotonic() + 30)
+    port = next(port for port in ranks[0].ports if _listens(port))
+    try:
+        with socket.create_connection(("127.0.0.1", port)) as connection, connection.makefile("rb") as lines:
+            assert b"nonce" in lines.readline()
+            connection.sendall(b'{"join": 1, "nonce": "x", "proof": "\xc3\xa4"}\n')
+            assert lines.readline() == b""
+        with pytest.raises(sky.GroupNotFormed, match="rank 0 did not come"):
+            find_hub(stranger, time.monotonic())
+        connection, lines = find_hub(ranks[1], time.monotonic() + 30)
+        lines.close()
+        connection.close()
+    finally:
+        hub.close()
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
+
+
+def pair(stops: list[str], hold_seconds: float = 0.1) -> tuple[Any, list[Member]]:
+    ranks = places(2)
+    hub = open_hub(ranks[0], time.monotonic() + 30)
+    members = [Member(place, *find_hub(place, time.monotonic() + 30), hold_seconds, stops.append) for place in ranks]
+    for member in members:
+        member.wait_until_formed()
+    return hub, members
+
+
+def test_the_first_error_is_kept_and_the_other_rank_is_held() -> None:
+    """Rank 1 fails; the error of rank 0 that follows becomes RankFailed, which names rank 1."""
+    stops: list[str] = []
+    hub, (zero, one) = pair(stops, hold_seconds=1.0)
+    try:
+        one.fail(ValueError("no"))
+        one.close()
+        with pytest.raises(sky.RankFailed, match="rank 1 of 2 failed first: ValueError: no") as raised:
+            zero.fail(RuntimeError("connection closed by peer"))
+        assert isinstance(raised.value.__cause__, RuntimeError)
+        zero.close()
+    finally:
+        hub.close()
+    assert stops == []
+
+
+def test_the_end_of_the_hub_before_the_group_is_formed_is_the_failure_of_rank_0() -> None:
+    """Rank 0 may have crashed in its function already: its crash is the cause, and no absent rank."""
+    ranks = places(2)
+    hub = open_hub(ranks[0], time.monotonic() + 30)
+    one = Member(ranks[1], *find_hub(ranks[1], time.monotonic() + 30))
+    try:
+        hub.close()
+        with pytest.raises(sky.RankFailed, match="rank 0 of 2 failed first: its process ended"):
+            one.wait_until_formed()
+    finally:
+        one.close()
+
+
+def test_a_rank_that_hangs_after_a_failure_is_stopped() -> None:
+    """Nothing else has stopped it: it is in its function, and the other rank's process has ended."""
+    stops: list[str] = []
+    hub, (zero, one) = pair(stops, hold_seconds=0.01)
+    try:
+        one.close()
+        wait_until(lambda: stops, "the end of rank 0")
+        zero.close()
+    finally:
+        hub.close()
+    assert stops == ["rank 0 is stopped, because rank 1 failed: its process ended, or its node is out of reach"]
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def test_a_reserved_port_is_free_for_this_users_server_only() -> None:
+    """A server with SO_REUSEPORT gets it; another one does not."""
+    with reserved_port("127.0.0.1") as port, socket.socket() as server:
+        with pytest.raises(OSError):
+            socket.create_server(("127.0.0.1", port))
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        server.bind(("127.0.0.1", port))
+        server.listen()
+        assert _listens(port)
+
+
+def test_the_interface_of_an_address() -> None:
+    """Loopback has an interface; an address of another machine has none."""
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.1") is None
+
+
+# ── on a pool ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Fake:
+    """A framework that sets a variable; it can fail at its start."""
+
+    needs_process: ClassVar[bool] = False
+    fails_on: int = -1
+
+    @contextlib.contextmanager
+    def running(self, group: Group) -> Generator[None]:
+        group.set_environment({"FAKE_RANK": str(group.place.rank), "FAKE_KEPT": "inside"})
+        group.set_defaults({"FAKE_KEPT": "default"})
+        if group.place.rank == self.fails_on:
+            raise OSError("no device")
+        yield
+
+
+def fake(fails_on: int = -1) -> Any:
+    return decorator(Fake(fails_on), 60.0)
+
+
+@sky.compute
+@fake()
+def ranks_of() -> tuple[int, int, str | None, str | None]:
+    (place,) = places_of_call(1)
+    return place.rank, place.world_size, os.environ.get("FAKE_RANK"), os.environ.get("FAKE_KEPT")
+
+
+@sky.compute
+def variables() -> list[str]:
+    return [name for name in os.environ if name.startswith("FAKE")]
+
+
+def test_a_broadcast_is_one_group(pool: sky.ComputePool) -> None:
+    """The variables are set inside, and gone afterwards; trainings follow each other on one pool."""
+    for _ in range(2):
+        assert ranks_of() @ pool == ((0, 2, "0", "inside"), (1, 2, "1", "inside"))
+        assert variables() @ pool == ([], [])
+
+
+def test_a_single_call_is_a_group_of_one(pool: sky.ComputePool) -> None:
+    """So is a call in this process."""
+    assert ranks_of() >> pool == (0, 1, "0", "inside")
+    assert ranks_of.local() == (0, 1, "0", "inside")
+    assert "FAKE_RANK" not in os.environ
+
+
+@sky.compute
+@fake()
+def fail_on(rank: int, kind: str) -> None:
+    """One rank ends; the other one gets an error at once, as from a collective, or hangs."""
+    if places_of_call(1)[0].rank == rank:
+        if kind == "crash":
+            os._exit(3)
+        raise ValueError(f"rank {rank} has failed")
+    if kind == "hang":
+        threading.Event().wait()
+    raise OSError("connection closed by peer")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("kind", "expected"), [("hang", "has failed"), ("crash", "exit")])
+def test_the_error_of_the_rank_that_failed_first_is_raised(
+    pool: sky.ComputePool, rank: int, kind: str, expected: str
+) -> None:
+    """The other rank is stopped at once, whether it hangs or has failed too; the next training works."""
+    with pytest.raises((ValueError, sky.CallCrashed), match=expected):
+        fail_on(rank, kind) @ pool
+    assert ranks_of() @ pool == ((0, 2, "0", "inside"), (1, 2, "1", "inside"))
+
+
+def test_an_error_at_the_start_of_the_framework_is_the_first_one(pool: sky.ComputePool) -> None:
+    """Rank 0 may run its function; its error is not the one that is raised."""
+
+    @sky.compute
+    @fake(fails_on=1)
+    def waits() -> None:
+        threading.Event().wait()
+
+    with pytest.raises(OSError, match="no device"):
+        waits() @ pool
+
+
+@sky.compute
+@fake()
+def count_to(steps: int, folder: str) -> tuple[int, int]:
+    """Count, one step for each file `go-STEP`, with a checkpoint after it; return the first step and the last."""
+    found = sky.checkpoint(Path(folder, "checkpoints"))
+    first = found.load(default=0)
+    rank = places_of_call(1)[0].rank
+    Path(folder, f"rank-{rank}-begins-at-{first}").touch()
+    for step in range(first, steps):
+        while not Path(folder, f"go-{step}").exists():
+            time.sleep(0.01)
+        if rank == 0:
+            found.save(step + 1, step + 1)
+    return first, steps
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_after_the_loss_of_a_node_the_training_goes_on_from_its_checkpoint(tmp_path: Path, lost: int) -> None:
+    """Node 1, or the head, is killed in the middle: it is replaced, and both ranks run again."""
+    recorded = RecordedEvents()
+    with (
+        sky.ComputePool(provider=sky.Local(), nodes=2, retries=1, display="quiet", on_event=recorded) as pool,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        running = thread.submit(lambda: count_to(4, str(tmp_path)) @ pool)
+        for step in range(3):
+            (tmp_path / f"go-{step}").touch()
+        wait_until(lambda: sky.checkpoint(tmp_path / "checkpoints").load() == 3, "the third checkpoint")
+        kill_instance(pool.lease.nodes[lost].instance.id)
+        wait_until(lambda: len([*tmp_path.glob("rank-?-begins-at-3")]) == 2, "both to have loaded it")
+        (tmp_path / "go-3").touch()
+        assert running.result(120) == ((3, 4), (3, 4))
+        assert ranks_of() @ pool == ((0, 2, "0", "inside"), (1, 2, "1", "inside"))
+    # the first is the training's; the call that waits for the new node may be lost with the old one, and has one too
+    retrying = recorded.of(sky.CallRetrying)
+    assert {(len(event.call_id), event.attempt, event.attempts) for event in retrying} == {(32, 2, 2)}
+    assert len({event.call_id for event in retrying}) == len(retrying) <= 2
+
+
+@sky.compute
+@fake()
+async def of_coroutine() -> str | None:
+    return os.environ.get("FAKE_RANK")
+
+
+@sky.compute
+@fake()
+def of_generator() -> Generator[str | None]:
+    yield os.environ.get("FAKE_RANK")
+
+
+def test_coroutines_and_generators_run_inside_the_group() -> None:
+    """They are run to their ends before the group is torn down."""
+    assert of_coroutine.local() == "0"
+    assert of_generator.local() == ["0"]
+
+
+def test_wrong_uses_are_refused_with_what_to_write() -> None:
+    """The order of the decorators, arguments, and a deadline that is none."""
+    with pytest.raises(TypeError, match=r"write @sky.compute above"):
+        fake()(ranks_of)
+    with pytest.raises(TypeError, match=r"decorated with @sky.distributed already"):
+        fake()(fake()(len))
+    with pytest.raises(TypeError, match=r"^3 is no function"):
+        fake()(3)
+    with pytest.raises(TypeError, match="argument"):
+        fail_on(1)  # type: ignore[call-arg]
+    assert fail_on(1, "hang").fn.__name__ == "fail_on"
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), "10", None, True])
+def test_a_deadline_that_is_none_is_refused(seconds: Any) -> None:
+    """With what to write."""
+    with pytest.raises(sky.BadRequest, match=r"rendezvous_seconds=.*: write how many seconds"):
+        sky.distributed.torch(rendezvous_seconds=seconds)
+
+
+@pytest.mark.parametrize("backend", [3, "", b"gloo", ["gloo"]])
+@pytest.mark.parametrize(
+    "decorator", [sky.distributed.torch, sky.distributed.transformers], ids=lambda one: one.__name__
+)
+def test_a_backend_that_is_none_is_refused(decorator: Any, backend: Any) -> None:
+    """Before any machine is used. PyTorch knows other names than these two."""
+    with pytest.raises(sky.BadRequest, match=r'^backend=.*: write "nccl", "gloo" or another backend of PyTorch'):
+        decorator(backend=backend)
+    assert callable(decorator(backend="cpu:gloo,cuda:nccl"))

@@ -1,0 +1,192 @@
+"""Losses of nodes with running calls. The nodes are processes of this machine."""
+
+import contextlib
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from tests.conftest import RecordedEvents, wait_until
+
+LOSS_SECONDS = 60.0
+"""How long the recovery from a loss may take on a busy machine, in tests that do not measure it."""
+
+
+@sky.compute
+def wait_for_go(folder: str) -> int:
+    """Note the node, wait for the file `go`, return the node."""
+    node = sky.instance_info().node
+    note = Path(folder, f".node-{node}")
+    note.write_text(str(os.getppid()))
+    note.rename(Path(folder, f"node-{node}"))
+    while not Path(folder, "go").exists():
+        time.sleep(0.01)
+    return node
+
+
+@sky.compute
+def note(folder: str, number: int, seconds: float = 0.0) -> int:
+    """Write a file that names this execution, and take some time."""
+    Path(folder, f"{number}-{time.monotonic_ns()}-{sky.instance_info().node}").touch()
+    time.sleep(seconds)
+    return number
+
+
+@sky.compute
+def node_pid() -> tuple[int, int]:
+    """Return the node, and the pid of its first process."""
+    return sky.instance_info().node, os.getppid()
+
+
+@sky.compute
+def double(x: int) -> int:
+    return 2 * x
+
+
+def supervisor_of(folder: Path, node: int) -> int:
+    """Return the pid of the node's first process, once a call runs there."""
+    path = folder / f"node-{node}"
+    wait_until(lambda: path.exists() and path.read_text(), f"a call on node {node}")
+    return int(path.read_text())
+
+
+def executions(folder: Path) -> Counter[int]:
+    """Return how often each call has run, by its files."""
+    return Counter(int(path.name.partition("-")[0]) for path in folder.iterdir() if path.name[0].isdigit())
+
+
+@contextlib.contextmanager
+def open_pool(recorded: RecordedEvents, nodes: int = 2, **options: Any) -> Generator[sky.ComputePool]:
+    provider = options.pop("provider", sky.Local())
+    with sky.ComputePool(
+        provider=provider, nodes=nodes, display="quiet", on_event=recorded, collect_metrics=False, **options
+    ) as pool:
+        yield pool
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def await_replacement(recorded: RecordedEvents, count: int = 1) -> None:
+    """Wait until this many machines have joined beyond the first two."""
+    first = len(recorded.of(sky.InstanceProvisioned)) - len(recorded.of(sky.InstanceLost))
+
+    def replaced() -> bool:
+        ids = {event.instance_id for event in recorded.of(sky.InstanceProvisioned)[first:]}
+        return len(ids & {event.instance_id for event in recorded.of(sky.BootstrapCompleted)}) >= count
+
+    wait_until(lambda: len(recorded.of(sky.InstanceLost)) >= count, "the event of the loss", LOSS_SECONDS)
+    wait_until(replaced, "the replacement", LOSS_SECONDS)
+
+
+# ── without retries ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_lost_node_loses_only_its_calls(tmp_path: Path) -> None:
+    """With retries=0 the running call of a dead node is lost, calls on other nodes go on, and later calls run on the
+    remaining nodes.
+    """
+    recorded = RecordedEvents()
+    with open_pool(recorded, retries=0) as pool:
+        futures = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
+        supervisors = [supervisor_of(tmp_path, node) for node in range(2)]
+        kill(supervisors[1])
+        wait_until(lambda: any(future.done() for future in futures), "the loss to be noticed", LOSS_SECONDS)
+        (lost,) = [future for future in futures if future.done()]
+        with pytest.raises(sky.NodeLost, match="retries=1"):
+            lost.result()
+        (tmp_path / "go").touch()
+        (kept,) = [future for future in futures if future is not lost]
+        assert kept.result(timeout=LOSS_SECONDS) == 0
+        assert pool.map(double, range(20)) == [2 * x for x in range(20)]
+        await_replacement(recorded)
+        assert [node for node, _ in node_pid() @ pool] == [0, 1]
+        assert [event.node for event in recorded.of(sky.InstanceLost)] == [1]
+    assert recorded.of(sky.CallRetrying) == []
+    assert len(recorded.of(sky.CostFinal)) == 1
+
+
+def test_a_lost_head_loses_only_its_calls(tmp_path: Path) -> None:
+    """With retries=0 the call on the head raises NodeLost.
+
+    The other node's call goes on, begun once; waiting calls run on the next cluster.
+    """
+    recorded = RecordedEvents()
+    with open_pool(recorded, retries=0) as pool:
+        out = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
+        supervisors = [supervisor_of(tmp_path, node) for node in range(2)]
+        waiting = [pool.submit(note(str(tmp_path), number)) for number in range(20)]
+        kill(supervisors[0])
+        wait_until(lambda: any(future.done() for future in out), "the loss to be noticed", LOSS_SECONDS)
+        (lost,) = [future for future in out if future.done()]
+        with pytest.raises(sky.NodeLost):
+            lost.result()
+        wait_until(lambda: len(recorded.of(sky.PoolReady)) == 2, "the next cluster", LOSS_SECONDS)
+        (kept,) = [future for future in out if future is not lost]
+        assert not kept.done()
+        (tmp_path / "go").touch()
+        assert kept.result(timeout=LOSS_SECONDS) == 1
+        assert [future.result(timeout=LOSS_SECONDS) for future in waiting] == list(range(20))
+        assert double(1) >> pool == 2
+        assert supervisor_of(tmp_path, 1) == supervisors[1]
+    assert executions(tmp_path) == Counter(range(20))
+    assert [event.node for event in recorded.of(sky.InstanceLost)] == [0]
+    assert recorded.of(sky.CallRetrying) == []
+    assert len(recorded.of(sky.ClusterRestarting)) == 1
+    assert len(recorded.of(sky.PoolReady)) == 2
+    assert len(recorded.of(sky.CostFinal)) == 1
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_without_retries_nothing_runs_twice(tmp_path: Path, victim: int) -> None:
+    """With retries=0, for each lost node: calls in flight raise, all others have results, and no call has begun more
+    than once.
+    """
+    recorded = RecordedEvents()
+    with open_pool(recorded, retries=0) as pool:
+        pids = dict(node_pid() @ pool)
+        futures = pool.submit_all([note(str(tmp_path), number, 0.02) for number in range(200)])
+        wait_until(lambda: len(executions(tmp_path)) > 20, "some calls to run")
+        kill(pids[victim])
+        errors = [future.exception(timeout=LOSS_SECONDS) for future in futures]
+    assert all(error is None or isinstance(error, sky.NodeLost) for error in errors)
+    assert 0 < sum(error is not None for error in errors) < 20
+    assert set(executions(tmp_path).values()) == {1}
+    assert all(executions(tmp_path)[number] == 1 for number, error in enumerate(errors) if error is None)
+
+
+# ── with retries ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_with_retries_a_loss_loses_no_result(tmp_path: Path, victim: int) -> None:
+    """By default a map goes on when a node is lost, even the head: all results are right, and only calls in flight have
+    run twice.
+    """
+    recorded = RecordedEvents()
+    with open_pool(recorded) as pool:
+        pids = dict(node_pid() @ pool)
+        futures = pool.submit_all([note(str(tmp_path), number, 0.02) for number in range(200)])
+        wait_until(lambda: len(executions(tmp_path)) > 20, "some calls to run")
+        kill(pids[victim])
+        assert [future.result(timeout=LOSS_SECONDS) for future in futures] == list(range(200))
+        retried = {event.call_id: event for event in recorded.of(sky.CallRetrying)}
+        assert 0 < len(retried) < 20
+        assert {(event.attempt, event.attempts) for event in retried.values()} == {(2, 4)}
+        counts = executions(tmp_path)
+        assert set(counts) == set(range(200))
+        again = [number for number, count in counts.items() if count > 1]
+        assert len(again) <= len(retried)
+        assert max(counts.values()) <= 2
+        await_replacement(recorded)
+        assert [node for node, _ in node_pid() @ pool] == [0, 1]
+    assert [event.node for event in recorded.of(sky.InstanceLost)] == [victim]
+    progress = recorded.of(sky.CallProgress)[-1]
+    assert (progress.done, progress.failed) == (progress.submitted, 0)

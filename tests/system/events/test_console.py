@@ -1,0 +1,180 @@
+"""The displays get the events of a pool's life, and the tests check their text."""
+
+import io
+import subprocess
+import sys
+import threading
+from typing import override
+
+import pytest
+
+from skyward_core.events.console import display
+from skyward_core.events.events import (
+    BudgetWarning,
+    CallProgress,
+    CallReported,
+    CallRetrying,
+    ClusterRestarting,
+    ContactLost,
+    ContactRegained,
+    CostUpdate,
+    Error,
+    InfraCreated,
+    InfraCreating,
+    InstanceLaunching,
+    InstanceLost,
+    LogLine,
+    SkywardEvent,
+)
+from tests.unit.events.test_console import (  # noqa: F401 - fixtures
+    CLOSING,
+    OPENING,
+    _written,
+    unconfigured,
+)
+
+
+class Terminal(io.StringIO):
+    """A file that claims to be a terminal."""
+
+    @override
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "120")
+    return Terminal()
+
+
+def test_spinner_draws_phases_calls_and_cost(terminal: Terminal):
+    """On a terminal the rows show the machines' phases, the calls and the bill. The last state stays on the screen."""
+    shown = display("spinner", file=terminal)
+    for event in OPENING[:8]:
+        shown(event)
+    for event in (CallProgress(40, 12, 1), CostUpdate(5.0, 0.05, 36.0, 1, 0)):
+        shown(event)
+    shown.close()
+    screen = terminal.getvalue().rsplit("\x1b[2K", 1)[-1]
+    assert "launching 2 x local on local" in terminal.getvalue()
+    assert "$0.0500 at $36.00/h" in terminal.getvalue()
+    assert "12 of 40 calls, 1 failed" in screen
+    assert terminal.getvalue().count("\x1b[?25l") == terminal.getvalue().count("\x1b[?25h") == 1
+
+
+def test_spinner_drops_the_row_of_a_machine_that_is_ready(terminal: Terminal):
+    """When all machines are ready their rows are removed, and the pool's row is the last."""
+    last_picture = _written("spinner", OPENING, terminal).rsplit("ready after 3.2 s: 2 nodes, 4 slots", 1)
+    assert len(last_picture) == 2
+    assert "node" not in last_picture[1]
+
+
+def test_spinner_leaves_the_bill_on_the_screen(terminal: Terminal):
+    """The bill stays at the end, even of a pool that never became ready, and no machine's row."""
+    last_picture = _written("spinner", OPENING[:8] + CLOSING, terminal).rsplit("done: 12.3 s, $0.0123 (2 on demand)", 1)
+    assert len(last_picture) == 2
+    assert "node" not in last_picture[1]
+
+
+def test_spinner_prints_node_output_above_the_rows_as_it_is(terminal: Terminal):
+    """A node's line is printed unchanged, including markup and emoji names. A lost machine and a low budget are printed
+    too.
+    """
+    events: list[SkywardEvent] = [
+        LogLine(0, "i-a", "loss [bold]:smile:[/bold]", 0.0),
+        InstanceLost("i-b", 1, "preempted"),
+        BudgetWarning(8.0, 10.0, None),
+    ]
+    text = _written("spinner", events, terminal)
+    assert "[node 0] loss [bold]:smile:[/bold]" in text
+    assert "node 1 is lost: preempted" in text
+    assert "$8.00 of $10.00 are spent" in text
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (ContactLost("i-b", 1, "timed out"), "node 1 does not answer: timed out"),
+        (ContactRegained("i-b", 1, 12.0), "node 1 answers again after 12.0 s"),
+        (ClusterRestarting("node 0 is lost"), "the cluster comes up anew: node 0 is lost"),
+        (
+            CallRetrying("0123456789", 2, 3, "node 1 is lost"),
+            "call 01234567 runs again (attempt 2 of 3): node 1 is lost",
+        ),
+        (Error("no key"), "no key"),
+        (
+            CallReported(1, "i-b", "call", 7, {"loss": 0.25, "rate": 1e-05}, 0.0),
+            "[node 1] step 7: loss 0.25, rate 1e-05",
+        ),
+        (CallReported(1, "i-b", "call", None, {"loss": 0.25}, 0.0), "[node 1] loss 0.25"),
+    ],
+)
+def test_spinner_prints_each_problem_above_the_rows(event: SkywardEvent, line: str, terminal: Terminal):
+    """What the log calls a warning or an error is printed by the spinner too, and the end of a silence."""
+    assert line in _written("spinner", [event], terminal)
+
+
+def test_spinner_restores_the_terminal_and_ends_its_thread(terminal: Terminal):
+    """After close no thread is left, stdout and stderr are restored, and later events are not shown."""
+    before = (set(threading.enumerate()), sys.stdout, sys.stderr)
+    shown = display("spinner", file=terminal)
+    shown(InfraCreating())
+    shown.close()
+    length = len(terminal.getvalue())
+    shown.close()
+    shown(InfraCreated("here"))
+    assert len(terminal.getvalue()) == length
+    assert (set(threading.enumerate()), sys.stdout, sys.stderr) == before
+
+
+def test_a_second_spinner_on_the_same_terminal_prints_lines(terminal: Terminal, monkeypatch: pytest.MonkeyPatch):
+    """Of two pools at once only the first draws; the other's lines are printed above its rows."""
+    monkeypatch.setattr(sys, "stderr", terminal)
+    first, second = display("spinner"), None
+    try:
+        first(InfraCreating())
+        second = display("spinner")
+        second(InstanceLaunching(3, "t4", "aws"))
+    finally:
+        first.close()
+        if second:
+            second.close()
+    assert "skyward  launching 3 x t4 on aws\n" in terminal.getvalue().replace("\r", "")
+    assert terminal.getvalue().count("\x1b[?25l") == 1
+
+
+@pytest.mark.usefixtures("unconfigured")
+@pytest.mark.parametrize("kind", ["log", "spinner"])
+def test_events_and_close_may_come_from_different_threads(kind: str, terminal: Terminal):
+    """Closing during a stream of events raises nothing in either thread, and lines are complete."""
+    file = terminal if kind == "spinner" else io.StringIO()
+    shown = display(kind, file=file)
+    sent: list[int] = []
+    started = threading.Event()
+
+    def stream() -> None:
+        for number in range(500):
+            shown(LogLine(0, "i-a", f"line {number}", 0.0))
+            started.set()
+            sent.append(number)
+
+    thread = threading.Thread(target=stream)
+    thread.start()
+    assert started.wait(30)
+    shown.close()
+    thread.join(30)
+    assert len(sent) == 500
+    if kind == "log":
+        lines = file.getvalue().splitlines()
+        assert lines == [f"[node 0] line {number}" for number in range(len(lines))]
+
+
+def test_only_the_spinner_needs_rich():
+    """Creating the other two does not import rich."""
+    code = "import sys; from skyward_core.events.console import display; display('log').close(); display('quiet'); print('rich' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"

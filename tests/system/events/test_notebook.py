@@ -1,0 +1,161 @@
+"""The display of a notebook: its summary as a value, and when it is shown. `tests/system/test_notebooks.py` has real kernels."""
+
+import contextvars
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from skyward_core.events.console import display
+from skyward_core.events.events import (
+    CallProgress,
+    CallReported,
+    InfraCreating,
+    LogLine,
+)
+from skyward_core.events.notebook import (
+    MimeBundle,
+    NotebookDisplay,
+)
+from tests.conftest import wait_until
+from tests.unit.events.test_notebook import (  # noqa: F401 - fixtures
+    BILL,
+    READY,
+    ZMQInteractiveShell,
+    shell,
+)
+
+
+class Shown:
+    """Records the outputs, and can hold up the thread that shows them."""
+
+    def __init__(self) -> None:
+        self.outputs: list[tuple[str, bool]] = []
+        self.threads: list[str] = []
+        self.may_return = threading.Event()
+        self.may_return.set()
+
+    def __call__(self, output: MimeBundle, *, is_update: bool) -> None:
+        self.outputs.append((output["text/plain"], is_update))
+        self.threads.append(threading.current_thread().name)
+        assert self.may_return.wait(60)
+
+
+def test_many_events_are_few_outputs() -> None:
+    """The first event is shown by its own thread, the last state when the display is closed, and not one output for
+    each event.
+    """
+    shown = Shown()
+    pool = NotebookDisplay(shown)
+    for event in [*READY, *(CallProgress(1000, done, 0) for done in range(1001)), BILL]:
+        pool(event)
+    pool.close()
+    pool.close()
+    pool(InfraCreating())
+    assert shown.outputs[0] == ("looking for machines", False)
+    assert shown.outputs[-1] == ("done: 12.3 s, $0.0123 (1 on demand)\n1000 of 1000 calls", True)
+    assert len(shown.outputs) < 20
+    assert shown.threads[0] == threading.current_thread().name
+    assert set(shown.threads[1:]) == {"skyward-notebook"}
+
+
+def test_a_state_is_shown_although_no_event_follows() -> None:
+    """The last event before a silence is shown too, when its turn has come."""
+    shown = Shown()
+    pool = NotebookDisplay(shown)
+    pool(InfraCreating())
+    pool(CallProgress(2, 1, 0))
+    wait_until(lambda: len(shown.outputs) == 2, "the second output")
+    pool.close()
+    assert shown.outputs[1] == ("looking for machines\n1 of 2 calls", True)
+
+
+def test_a_slow_notebook_delays_no_event_and_gets_the_last_state() -> None:
+    """While an output is being shown events are taken; the display closes after the last state."""
+    shown = Shown()
+    pool = NotebookDisplay(shown)
+    pool(InfraCreating())
+    shown.may_return.clear()
+    pool(CallProgress(2, 1, 0))
+    wait_until(lambda: len(shown.outputs) == 2, "the second output")
+    pool(CallProgress(2, 2, 0))
+    closing = threading.Thread(target=pool.close)
+    closing.start()
+    shown.may_return.set()
+    closing.join(60)
+    assert not closing.is_alive()
+    assert shown.outputs[2:] == [("looking for machines\n2 of 2 calls", True)]
+
+
+def test_a_notebook_that_is_gone_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    """An error of the notebook ends the display's thread; events and `close` go on."""
+
+    def show(output: MimeBundle, *, is_update: bool) -> None:
+        if is_update:
+            raise OSError("the socket is closed")
+
+    pool = NotebookDisplay(show)
+    pool(InfraCreating())
+    pool(CallProgress(2, 1, 0))
+    wait_until(lambda: "the socket is closed" in caplog.text, "the report")
+    pool(CallProgress(2, 2, 0))
+    pool.close()
+    assert caplog.text.count("the notebook does not take the pool's state") == 1
+
+
+@pytest.mark.parametrize("kind", ["spinner", "log"])
+def test_a_pool_is_one_output_in_a_kernel(
+    kind: str, shell: ZMQInteractiveShell, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All outputs of a pool have one id, another pool has another one, and nothing is printed."""
+    for _ in range(2):
+        pool = display(kind)
+        pool(InfraCreating())
+        pool(BILL)
+        pool.close()
+    texts, ids, updates = zip(*shell.published, strict=True)
+    assert texts == ("looking for machines", "done: 12.3 s, $0.0123 (1 on demand)") * 2
+    assert updates == (False, True) * 2
+    assert len(set(ids)) == 2
+    assert capsys.readouterr() == ("", "")
+
+
+def test_lines_of_nodes_are_printed_for_the_cell_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each on its own stream, and in the empty context: kernels keep the cell of a thread as a context variable."""
+    cell = contextvars.ContextVar("cell", default="the one that runs")
+    cell.set("the one that opened the pool")
+    printed: dict[str, list[tuple[str, str]]] = {"stdout": [], "stderr": []}
+    for stream, lines in printed.items():
+        write = lambda text, lines=lines: lines.append((text, cell.get())) if text.strip() else None
+        monkeypatch.setattr(sys, stream, SimpleNamespace(write=write, flush=lambda: None))
+    shown = Shown()
+    pool = NotebookDisplay(shown)
+    for event in (
+        InfraCreating(),
+        LogLine(0, "i-a", "hello", 0.0),
+        LogLine(0, "i-a", "oops", 0.0, stream="stderr"),
+        CallReported(1, "i-b", "call", 7, {"loss": 0.25}, 0.0),
+    ):
+        pool(event)
+    pool.close()
+    assert printed == {
+        "stdout": [("[node 0] hello", "the one that runs"), ("[node 1] step 7: loss 0.25", "the one that runs")],
+        "stderr": [("[node 0] oops", "the one that runs")],
+    }
+    assert [text for text, _ in shown.outputs] == ["looking for machines"]
+
+
+def test_the_event_loop_of_the_kernel_is_woken(shell: ZMQInteractiveShell) -> None:
+    """ipykernel's own handler of SIGINT does not do it, when a cell awaits a call."""
+    pool = display("spinner")
+    pool(InfraCreating())
+    assert shell.woken.wait(60)
+    pool.close()
+
+
+def test_ipython_is_never_imported() -> None:
+    """A script that has IPython installed does not load it."""
+    code = "import sys; from skyward_core.events.console import display; display('spinner').close(); print('IPython' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

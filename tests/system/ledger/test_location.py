@@ -1,0 +1,65 @@
+"""The default place of the ledger, and the behaviour if it is not writable."""
+
+import os
+import pwd
+from pathlib import Path
+from typing import NoReturn
+
+import distributed  # noqa: F401 - imported here, and not by a thread of a pool that ends before it has begun
+import pytest
+
+import skyward_core as sky
+from skyward_core import cli
+from skyward_core.ledger.ledger import default_url
+
+
+@pytest.fixture
+def read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A read-only home, for root too, and a writable runtime folder."""
+    home, runtime = tmp_path / "home", tmp_path / "run"
+    home.mkdir()
+    runtime.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    may = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, mode, **named: may(path, mode, **named) and not str(path).startswith(str(home))
+    )
+    return runtime
+
+
+def test_the_error_without_a_home_says_what_to_set(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No HOME, and no entry in the user database: a LedgerError with an example, and one line from the command."""
+
+    def no_user(uid: int) -> NoReturn:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for name in ("HOME", "XDG_STATE_HOME", "XDG_CONFIG_HOME", "SKYWARD_LEDGER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", no_user)
+    with pytest.raises(
+        sky.LedgerError, match=r"this user has no home.*SKYWARD_LEDGER=sqlite:////var/lib/skyward/ledger\.db"
+    ):
+        default_url()
+    with pytest.raises(sky.LedgerError, match="SKYWARD_LEDGER"), sky.ComputePool(provider=sky.Local(), display="quiet"):
+        pass
+    assert cli.main(["ps"]) == cli.FAILED
+    assert "SKYWARD_LEDGER=" in capsys.readouterr().err
+
+
+def test_a_budget_needs_a_ledger_that_lasts(read_only: Path) -> None:
+    """After a reboot the account would be full again."""
+    with (
+        pytest.raises(sky.LedgerError, match=r"a budget needs a ledger that lasts.*SKYWARD_LEDGER="),
+        sky.ComputePool(provider=sky.Local(price_per_hour=1.2), budget="team", display="quiet"),
+    ):
+        pass
+
+
+def test_the_usual_place_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SKYWARD_LEDGER, else the state folder, even if it does not exist yet."""
+    assert default_url({"SKYWARD_LEDGER": "sqlite:////x.db"}) == "sqlite:////x.db"
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "not/there/yet"))
+    assert default_url({}) == f"sqlite:///{tmp_path}/not/there/yet/skyward/ledger.db"

@@ -1,0 +1,131 @@
+"""A look at a live pool: logs, metrics, stacks, logins and Dask's pages, with a real pool of this machine."""
+
+import asyncio
+import builtins
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.cli.commands import live as commands
+from skyward_core.ledger.ledger import Ledger
+from skyward_core.live.pool_nodes import find_nodes
+from skyward_core.worker import stacks
+from tests.system.cli.test_json import check_fields, documented
+from tests.unit.live.test_live import (  # noqa: F401 - fixtures
+    ledger,
+    skyward,
+    url,
+)
+
+ROOT = Path(__file__).parents[3]
+
+
+# ── stacks of a process ──────────────────────────────────────────────────────────────────────────────────────────────
+
+RUNNER = """
+import sys, time
+from skyward_core.worker.stacks import answer_requests
+def in_a_library():
+    print('began', flush=True)
+    time.sleep(600)
+if sys.argv[1] == 'answers':
+    answer_requests()
+in_a_library()
+"""
+
+
+@pytest.mark.parametrize("kind", ["answers", "does not"])
+def test_a_process_shows_its_stacks_and_goes_on(kind: str) -> None:
+    """Twice; one that has not registered gets no signal, which would end it."""
+    with subprocess.Popen([sys.executable, "-c", RUNNER, kind], stdout=subprocess.PIPE, text=True, cwd=ROOT) as program:
+        try:
+            assert program.stdout is not None
+            assert program.stdout.readline() == "began\n"
+            for _ in range(2):
+                text = asyncio.run(stacks.stacks_of(program.pid))
+                assert ("in in_a_library" in text) == (kind == "answers")
+                assert text.count("Current thread") + text.count("Thread 0x") == (kind == "answers")
+            assert program.poll() is None
+        finally:
+            program.kill()
+    assert asyncio.run(stacks.stacks_of(program.pid)) == ""
+
+
+# ── a real pool ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def wait_for_end(file: str) -> str:
+    print("it waits", flush=True)
+    while not os.path.exists(file):
+        time.sleep(0.05)
+    return "done"
+
+
+def test_a_live_pool_is_looked_at(
+    tmp_path: Path, skyward: Callable[..., str], monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    """From outside, with the ledger alone: its log, its samples, its stacks, its pages. Its calls go on. Then it has a
+    detached call, whose output is kept.
+    """
+    end = str(tmp_path / "end")
+    with sky.ComputePool(provider=sky.Local(), concurrency=2, display="quiet") as pool:
+        waiting = pool.submit(sky.compute(wait_for_end)(end))
+        found: list[Any] = []
+        deadline = time.monotonic() + 60
+        while not any("wait_for_end" in one["stacks"] for one in found) and time.monotonic() < deadline:
+            found = json.loads(skyward(f"stacks {pool.id} --json"))
+        assert sorted(one["busy_seconds"] is None for one in found) == [False, True]
+        assert "worker 0-0, slot 1, process" in skyward(f"stacks {pool.id}")
+        lines = json.loads(skyward(f"logs {pool.id} --json"))
+        assert [one for one in lines if one["text"].startswith("::skyward head") and one["node"] == 0]
+        assert "[node 0] ::skyward head" in skyward(f"logs {pool.id} --node 0")
+        assert "has no node 7" in skyward(f"logs {pool.id} --node 7", code=1)
+        uses = json.loads(skyward(f"metrics {pool.id} --json"))
+        for command, line in (("logs", f"logs {pool.id}"), ("metrics", f"metrics {pool.id}"), ("top", "top")):
+            fields = documented(command)
+            assert check_fields(line, skyward(f"{line} --json"), fields) == fields.keys()
+        assert check_fields("stacks", json.dumps(found), documented("stacks")) == documented("stacks").keys()
+        assert uses[0]["samples"][0]["cpu_percent"] >= 0
+        assert (uses[0]["node"], uses[0]["busy_slots"], uses[0]["slots"]) == (0, 1, 2)
+        assert skyward(f"metrics {pool.id}").splitlines()[1].split()[:2] == ["0", "1/2"]
+        (row,) = json.loads(skyward("top --json"))
+        assert (row["pool"], row["trouble"], row["nodes"][0]["slots"]) == (pool.id, None, 2)
+        assert pool.id in skyward("top")
+        with Ledger(url) as ledger:
+            folder = find_nodes(ledger, pool.id).instances[0].directory
+        assert skyward(f"ssh {pool.id} --print").startswith(f"sh -c 'cd {folder} && exec")
+        pages: list[bytes] = []
+
+        def read_page() -> None:
+            output = skyward_output()
+            with urllib.request.urlopen(output.strip(), timeout=20) as page:
+                pages.append(page.read())
+            raise KeyboardInterrupt
+
+        captured: list[str] = []
+        monkeypatch.setattr(builtins, "print", lambda *words, **_: captured.append(str(words[0])))
+
+        def skyward_output() -> str:
+            return captured[0]
+
+        monkeypatch.setattr(commands, "wait_for_ctrl_c", read_page)
+        skyward(f"dashboard {pool.id}")
+        assert b"0-0" in pages[0]
+        monkeypatch.undo()
+        monkeypatch.setenv("SKYWARD_LEDGER", url)
+        call = pool.start_detached(sky.compute(wait_for_end)(end), call_id="nightly:1")
+        assert "it has nightly:1" in skyward(f"logs {pool.id} --call other", code=1)
+        Path(end).touch()
+        assert (waiting.result(60), call.result(60)) == ("done", "done")
+        assert skyward(f"logs {pool.id} --call nightly:1 --follow") == "it waits\n"
+        pool.close()
+    assert "its nodes are gone" in skyward(f"logs {pool.id}", code=1)

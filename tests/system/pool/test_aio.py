@@ -1,0 +1,381 @@
+"""A pool in a coroutine, with a pool that does what the test says: who opens, who undoes, and what becomes of calls."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.engine.futures import CallFuture
+from tests.conftest import wait_until
+from tests.unit.pool.test_aio import (  # noqa: F401 - fixtures
+    CONTEXT,
+    ScriptedPool,
+    add,
+    changing,
+    pool,
+    until,
+    use,
+)
+
+LEFT = sky.InstancesLeft("i-1 may still be running", ["i-1"])
+
+
+# ── opening and closing ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_pool_is_opened_and_closed_in_threads(pool: ScriptedPool) -> None:
+    """The loop turns meanwhile; context variables are those of the task."""
+
+    async def program() -> None:
+        CONTEXT.set("of the task")
+        task = asyncio.create_task(use(pool))
+        await until(lambda: pool.done == ["open"])
+        pool.may_open.set()
+        await until(lambda: pool.done == ["open", "opened", "block", "close"])
+        pool.may_close.set()
+        assert await task == "used"
+
+    asyncio.run(program())
+    assert pool.done[-1] == "closed"
+    assert pool.context == "of the task"
+
+
+@pytest.mark.parametrize("is_opened", [True, False], ids=["it opens all the same", "it does not open"])
+def test_a_task_that_is_cancelled_while_the_pool_opens_undoes_that(pool: ScriptedPool, is_opened: bool) -> None:
+    """No more is rented; the task ends when all is undone, however often it is cancelled."""
+    if not is_opened:
+        pool.open_error = sky.PoolClosed("terminate_now() was called")
+
+    async def program() -> None:
+        task = asyncio.create_task(use(pool))
+        await until(lambda: pool.done == ["open"])
+        task.cancel()
+        await until(lambda: pool.done == ["open", "terminate"])
+        task.cancel()
+        await asyncio.sleep(0)
+        assert not task.done()
+        pool.may_open.set()
+        if is_opened:
+            await until(lambda: "hand over" in pool.done)
+            task.cancel()
+            await asyncio.sleep(0)
+            assert not task.done()
+        pool.may_close.set()
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await task
+        assert not hasattr(caught.value, "__notes__")
+
+    asyncio.run(program())
+    assert pool.done == ["open", "terminate"] + ["opened", "hand over", "closed"] * is_opened
+
+
+def test_a_task_that_is_cancelled_when_the_pool_has_just_opened_closes_it(pool: ScriptedPool) -> None:
+    """The thread has handed the pool over, and the task has not gone on."""
+
+    async def program() -> None:
+        task = asyncio.create_task(use(pool))
+        await until(lambda: pool.done == ["open"])
+        pool.may_open.set()
+        wait_until(lambda: not changing(), "the thread to end")  # the loop does not turn
+        task.cancel()
+        pool.may_close.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(program())
+    assert pool.done == ["open", "opened", "hand over", "closed"]
+
+
+@pytest.mark.parametrize("is_opened", [True, False], ids=["it opens all the same", "it does not open"])
+def test_machines_that_are_left_by_a_cancelled_opening_are_named(pool: ScriptedPool, is_opened: bool) -> None:
+    """In a note of the exception."""
+    pool.close_error, pool.open_error = LEFT, None if is_opened else LEFT
+    pool.may_close.set()
+
+    async def program() -> None:
+        task = asyncio.create_task(use(pool))
+        await until(lambda: pool.done == ["open"])
+        task.cancel()
+        await until(lambda: "terminate" in pool.done)
+        pool.may_open.set()
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await task
+        assert "i-1" in caught.value.__notes__[0]
+
+    asyncio.run(program())
+
+
+def test_a_loop_that_ends_while_the_pool_opens_leaves_the_undoing_to_the_thread(pool: ScriptedPool) -> None:
+    """The coroutine is closed and cannot wait for anything."""
+
+    async def begin() -> Coroutine[Any, Any, str]:
+        using = use(pool)
+        using.send(None)  # it lets the loop turn once
+        using.send(None)
+        await until(lambda: pool.done == ["open"])
+        return using
+
+    asyncio.run(begin()).close()
+    assert pool.done == ["open", "terminate"]
+    pool.may_open.set()
+    pool.may_close.set()
+    wait_until(lambda: not changing(), "the thread to end")
+    assert pool.done == ["open", "terminate", "opened", "hand over", "closed"]
+
+
+def test_an_error_of_opening_is_raised(pool: ScriptedPool) -> None:
+    """The block does not run, and nothing is closed: `open` has undone all."""
+    pool.open_error = sky.NoCapacity("none")
+    pool.may_open.set()
+    with pytest.raises(sky.NoCapacity):
+        asyncio.run(use(pool))
+    assert pool.done == ["open"]
+
+
+def test_a_task_that_is_cancelled_in_the_block_waits_for_the_close(pool: ScriptedPool) -> None:
+    """A second cancellation does not end the wait; unconfirmed machines are in a note."""
+    pool.may_open.set()
+    pool.close_error = LEFT
+
+    async def program() -> None:
+        task = asyncio.create_task(use(pool, asyncio.Event().wait))
+        await until(lambda: "block" in pool.done)
+        task.cancel()
+        await until(lambda: "hand over" in pool.done)
+        task.cancel()
+        await asyncio.sleep(0)
+        assert not task.done()
+        pool.may_close.set()
+        with pytest.raises(asyncio.CancelledError) as caught:
+            await task
+        assert "i-1" in caught.value.__notes__[0]
+
+    asyncio.run(program())
+    assert pool.done == ["open", "opened", "block", "hand over", "closed"]
+
+
+@pytest.mark.parametrize("is_left", [True, False], ids=["machines are left", "all are gone"])
+def test_a_task_that_is_cancelled_while_the_pool_closes_is_cancelled_after_it(
+    pool: ScriptedPool, is_left: bool
+) -> None:
+    """An error of the close is raised instead: it is about money."""
+    pool.may_open.set()
+    pool.close_error = LEFT if is_left else None
+
+    async def program() -> None:
+        task = asyncio.create_task(use(pool))
+        await until(lambda: "close" in pool.done)
+        task.cancel()
+        await asyncio.sleep(0)
+        assert not task.done()
+        pool.may_close.set()
+        with pytest.raises(sky.InstancesLeft if is_left else asyncio.CancelledError):
+            await task
+
+    asyncio.run(program())
+
+
+def test_a_time_out_of_asyncio_around_the_pool_is_a_time_out(pool: ScriptedPool) -> None:
+    """The cancellation is not swallowed."""
+    pool.may_open.set()
+    pool.may_close.set()
+
+    async def program() -> None:
+        async with asyncio.timeout(None) as deadline:
+            async with pool:
+                deadline.reschedule(0)
+                await asyncio.Event().wait()
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(program())
+    assert pool.done[-1] == "closed"
+
+
+# ── several pools ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class ScriptedPools(sky.MultiPool):
+    """Two scripted pools, which may close."""
+
+    def __init__(self) -> None:
+        self.first, self.second = ScriptedPool(), ScriptedPool()
+        super().__init__(self.first, self.second)  # type: ignore[arg-type]
+        for each in (self.first, self.second):
+            each.may_close.set()
+
+    def let_open(self) -> None:
+        self.first.may_open.set()
+        self.second.may_open.set()
+
+
+def test_several_pools_open_and_close_at_the_same_time() -> None:
+    """Each in its own thread: the first waits until the second has begun."""
+
+    async def program() -> None:
+        pools = ScriptedPools()
+        entering = asyncio.ensure_future(pools.__aenter__())
+        await until(lambda: pools.first.done == pools.second.done == ["open"])
+        pools.let_open()
+        assert await entering == (pools.first, pools.second)
+        await pools.__aexit__(None, None, None)
+        assert pools.first.done == pools.second.done == ["open", "opened", "close", "closed"]
+
+    asyncio.run(program())
+
+
+def test_if_one_of_several_pools_fails_to_open_the_others_are_closed() -> None:
+    """Its error is raised."""
+
+    async def program() -> None:
+        pools = ScriptedPools()
+        pools.first.open_error = sky.NoCapacity("none")
+        pools.let_open()
+        with pytest.raises(sky.NoCapacity):
+            async with pools:
+                raise AssertionError
+        assert pools.first.done == ["open"]
+        assert pools.second.done == ["open", "opened", "hand over", "closed"]
+
+    asyncio.run(program())
+
+
+def test_a_task_that_is_cancelled_while_several_pools_open_closes_all() -> None:
+    """One of them is open by then."""
+
+    async def program() -> None:
+        pools = ScriptedPools()
+        entering = asyncio.ensure_future(pools.__aenter__())
+        pools.first.may_open.set()
+        await until(lambda: pools.first.done[-1:] == ["opened"] and len(asyncio.all_tasks()) == 3)
+        entering.cancel()
+        await until(lambda: "terminate" in pools.second.done)
+        pools.second.may_open.set()
+        with pytest.raises(asyncio.CancelledError):
+            await entering
+        assert [pool.done[-1] for pool in (pools.first, pools.second)] == ["closed", "closed"]
+
+    asyncio.run(program())
+
+
+def test_a_block_of_several_pools_that_fails_closes_all() -> None:
+    """Machines that are left are named in notes of its exception."""
+
+    async def program() -> None:
+        pools = ScriptedPools()
+        pools.let_open()
+        pools.second.close_error = LEFT
+        with pytest.raises(ZeroDivisionError) as caught:
+            async with pools:
+                _ = 1 / 0
+        assert [str(LEFT) in note for note in caught.value.__notes__] == [True]
+        assert [pool.done[-1] for pool in (pools.first, pools.second)] == ["closed", "closed"]
+
+    asyncio.run(program())
+
+
+async def with_futures(pool: ScriptedPool, call: Coroutine[Any, Any, Any], end: Callable[[], object]) -> Any:
+    """Run a coroutine; when it has submitted its calls, end them in another thread."""
+    task = asyncio.create_task(call)
+    await until(lambda: pool.futures)
+    await asyncio.to_thread(end)
+    return await task
+
+
+def test_every_spelling_gives_results(pool: ScriptedPool) -> None:
+    """`arun` of a call and of a batch, `>>`, `@`, `map`: in the order of the calls, though they end in another one."""
+
+    def end() -> None:
+        for future in reversed(pool.futures):
+            future.set_result(int(future.call_id))
+
+    async def program() -> None:
+        for call, expected in [
+            (pool.arun(add(1, 2)), 0),
+            (pool.arun(add(1, 2) & add(3, 4)), (0, 1)),
+            (add(1, 2) >> pool.aio, 0),
+            (sky.gather(add(1, 2), add(1, 2), add(1, 2)) >> pool.aio, (0, 1, 2)),
+            (add(1, 2) @ pool.aio, (0, 1)),
+            (pool.aio.map(add, [1, 2], [3, 4]), [0, 1]),
+        ]:
+            pool.futures = []
+            assert await with_futures(pool, call, end) == expected
+        assert await pool.arun(sky.gather()) == ()
+
+    asyncio.run(program())
+
+
+def test_the_first_error_stops_the_others(pool: ScriptedPool) -> None:
+    """At once, while the others run."""
+
+    async def program() -> None:
+        call = pool.arun(add(1, 2) & add(3, 4))
+        with pytest.raises(ZeroDivisionError):
+            await with_futures(pool, call, lambda: pool.futures[1].set_exception(ZeroDivisionError()))
+
+    asyncio.run(program())
+    assert pool.stopped == ["0"]
+
+
+# ── groups ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@sky.compute
+@sky.distributed.torch()
+def train() -> int:
+    return 1
+
+
+def test_a_group_that_has_lost_a_node_runs_again(pool: ScriptedPool) -> None:
+    """As a whole, when all workers are there, as with `@ pool`."""
+
+    def end() -> None:
+        first = pool.futures
+        first[1].set_exception(sky.NodeLost("node 1"))
+        wait_until(lambda: pool.names[-1] == "_be_there" and pool.futures is not first, "the workers to be asked")
+        second = pool.futures
+        for future in second:
+            future.set_result(None)
+        wait_until(lambda: pool.names[2:] == ["train"] and pool.futures is not second, "the group to run again")
+        for future in pool.futures:
+            future.set_result(int(future.call_id))
+
+    async def program() -> None:
+        assert await with_futures(pool, train() @ pool.aio, end) == (0, 1)
+
+    asyncio.run(program())
+    assert pool.done == ["attempt 2"]
+
+
+@pytest.mark.parametrize("is_submitted", [True, False], ids=["while it runs", "while it is submitted"])
+def test_a_cancelled_task_stops_the_ranks_of_its_group(pool: ScriptedPool, is_submitted: bool) -> None:
+    """All of them, and the task waits until its thread has ended."""
+    really, may_submit, begun = pool.submit_broadcast, threading.Event(), threading.Event()
+
+    def submit(pending: sky.PendingCompute[Any]) -> list[CallFuture[Any]]:
+        begun.set()
+        assert may_submit.wait(60)
+        futures = really(pending)
+        for future in futures:
+            future.add_done_callback(lambda future: future.set_running_or_notify_cancel())  # the engine does that
+        return futures
+
+    pool.submit_broadcast = submit  # type: ignore[method-assign]
+
+    async def program() -> None:
+        task = asyncio.create_task(train() @ pool.aio)
+        await until(begun.is_set)
+        if is_submitted:
+            may_submit.set()
+            await until(lambda: pool.futures)
+        task.cancel()
+        await asyncio.sleep(0)
+        may_submit.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not changing()
+
+    asyncio.run(program())
+    assert set(pool.stopped) == {"0", "1"}

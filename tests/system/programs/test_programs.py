@@ -1,0 +1,81 @@
+"""`skyward run`: what is to run, what is printed, signals, and programs on a real pool of this machine."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import skyward_core as sky
+from skyward_core import cli
+from skyward_core.worker import script as on_node
+from tests.unit.programs.test_programs import (  # noqa: F401 - fixtures
+    project,
+)
+
+ROOT = Path(__file__).parents[3]
+
+
+# ── on a node ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("text", "code"), [("import sys; sys.exit(7)", 7), ("", 0), ("1/0", 1), ("import os; os.kill(os.getpid(), 9)", 137)]
+)
+def test_a_script_has_its_exit_code(text: str, code: int, capfd: pytest.CaptureFixture[str]) -> None:
+    assert on_node.run_script(on_node.Script("a.py", {"a.py": text}, ())) == code
+
+
+def test_a_script_sees_its_arguments_its_modules_and_its_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    """The folder is gone afterwards."""
+    text = "import sys, os, tool.part\nprint(sys.argv[1:], os.environ['RANK'], os.environ['WORLD_SIZE'], __file__)\n"
+    files = {"a.py": text, "tool/part.py": "", "tool/__init__.py": ""}
+    assert on_node.run_script(on_node.Script("a.py", files, ("x", "--y"))) == 0
+    *shown, file = capfd.readouterr().out.split()
+    assert shown == ["['x',", "'--y']", "0", "1"]
+    assert not Path(file).parent.exists()
+
+
+# ── on a pool ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_programs_run_on_a_pool_of_this_machine(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A script on both nodes: the first exit code that is not zero stops the others and is that of the command. No
+    machine is left, and the receipt names the program.
+    """
+    (project / "tool.py").write_text("WORD = 'from tool'\n")
+    (project / "train.py").write_text(
+        "import os, sys, time, tool\n"
+        "print(tool.WORD, *sys.argv[1:], flush=True)\n"
+        "print('rank', os.environ['RANK'], file=sys.stderr)\n"
+        "if os.environ['RANK'] == '0':\n    sys.exit(7)\n"
+        "time.sleep(600)\n"
+    )
+    argv = ["run", "--provider", "local", "--nodes", "2", "--everywhere", "-q", "train.py", "--fast", "--nodes", "x"]
+    assert cli.main(argv) == 7
+    output = capfd.readouterr()
+    assert "[node 0] from tool --fast --nodes x" in output.out.splitlines()
+    assert "[node 0] rank 0" in output.err.splitlines()
+    (receipt,) = sky.receipts_of(sky.Work(system="skyward", workflow="train.py"))
+    assert (len(receipt["resources"]), receipt["left"]) == (2, [])
+
+
+def test_ctrl_c_ends_the_machines(project: Path) -> None:
+    """One SIGINT: it says what it is doing, ends with 130, and nothing is left. Runs as a separate program."""
+    (project / "wait.py").write_text("import time\nprint('began', flush=True)\ntime.sleep(600)\n")
+    command = [sys.executable, "-m", "skyward_core.cli", "run", "--provider", "local", "wait.py"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as program:
+        assert program.stdout is not None
+        assert program.stderr is not None
+        assert program.stdout.readline() == "began\n"
+        program.send_signal(signal.SIGINT)
+        complaint = program.stderr.read()
+        assert program.wait(60) == 130
+    assert "SIGINT: stopping; the program is cancelled, and its machines end" in complaint
+    assert complaint.splitlines()[-1] == "skyward: stopped"
+    assert "Traceback" not in complaint
+    (receipt,) = sky.receipts_of(sky.Work(system="skyward", workflow="wait.py"))
+    assert receipt["left"] == []

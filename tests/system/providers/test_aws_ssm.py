@@ -1,0 +1,448 @@
+"""AWS(use_ssm=True): SSH through Session Manager.
+
+A script replaces AWS's plugin and connects to the address in the fake's session.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import asyncssh
+import pytest
+
+import skyward_core as sky
+from skyward_core.errors import BadRequest, ConnectionLost, CredentialsError, Unreachable
+from skyward_core.machines.instances import Endpoint, InstanceState
+from skyward_core.providers.aws import instances as aws_instances
+from skyward_core.providers.aws import launch, session_manager
+from skyward_core.providers.base import LAUNCH_TAG, load
+from skyward_core.providers.ssh_keys import host_key, our_key
+from skyward_core.transport.proxy_command import PYTHON
+from skyward_core.transport.ssh_connection import SSHConnection
+from tests.conftest import processes_by_tag, wait_until
+from tests.providers.contract import STARTUP, tags
+from tests.providers.fake_aws import FakeAWS
+from tests.system.providers.test_aws import OFFER, T4
+from tests.system.transport.test_ssh_connection import Echo, Server, echo, key, own_home, say, server  # noqa: F401 - fixtures
+from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
+
+SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
+
+
+PLUGIN = """\
+#!{python}
+import json, os, socket, sys, threading
+
+if sys.argv[1:] == ["--version"]:
+    print("{version}")
+    sys.exit()
+answer = json.loads(os.environ.pop(sys.argv[1]))
+with open(f"{{os.environ['PLUGIN_NOTES']}}/{{os.getpid()}}", "w") as notes:
+    json.dump({{"argv": sys.argv[1:], "answer": answer}}, notes)
+print(f"\\nStarting session with SessionId: {{answer['SessionId']}}", flush=True)
+host, port = answer["StreamUrl"].removeprefix("wss://").split(":")
+peer = socket.create_connection((host, int(port)))
+
+def back():
+    while piece := peer.recv(65536):
+        os.write(1, piece)
+    os._exit(0)
+
+threading.Thread(target=back, daemon=True).start()
+while piece := os.read(0, 65536):
+    peer.sendall(piece)
+{last}
+"""
+
+
+class Plugin:
+    """AWS's plugin, as a script on PATH. `notes` has the arguments of its processes, by their ids."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._notes = folder / "notes"
+        self._notes.mkdir(parents=True)
+        self.install()
+
+    @property
+    def path(self) -> str:
+        """Return the value for PATH."""
+        return f"{self._folder}{os.pathsep}{os.environ['PATH']}"
+
+    def install(self, version: str = "1.2.707.0", last: str = "") -> None:
+        """Install the script. It runs the command `last` when its input has ended."""
+        part = self._folder / "part"
+        part.write_text(PLUGIN.format(python=sys.executable, version=version, last=last))
+        part.chmod(0o755)
+        part.rename(self._folder / session_manager.PLUGIN)
+
+    def remove(self) -> None:
+        (self._folder / session_manager.PLUGIN).unlink()
+
+    @property
+    def notes(self) -> dict[int, dict[str, Any]]:
+        return {
+            int(path.name): json.loads(text)
+            for path in self._notes.iterdir()
+            if (text := path.read_text()).endswith("}")
+        }
+
+    @property
+    def living(self) -> set[int]:
+        """Return the processes that are the proxy command or the plugin of a machine."""
+        return {
+            pid
+            for pid in processes()
+            if b"i-" in (parameters := arguments(pid))
+            and (b"aws.session_manager" in parameters or str(self._folder).encode() in parameters)
+        }
+
+
+def processes() -> list[int]:
+    """Return the processes that this test session has started: its folder is in their environment."""
+    return [pid for pid, home in processes_by_tag("XDG_STATE_HOME") if home == os.environ["XDG_STATE_HOME"]]
+
+
+def arguments(pid: int) -> bytes:
+    """Return the command line of a process; an empty one if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plugin:
+    plugin = Plugin(tmp_path / "plugin")
+    monkeypatch.setenv("PATH", plugin.path)
+    monkeypatch.setenv("PLUGIN_NOTES", str(tmp_path / "plugin" / "notes"))
+    return plugin
+
+
+@pytest.fixture
+def cloud(monkeypatch: pytest.MonkeyPatch, plugin: Plugin) -> Iterator[FakeAWS]:
+    with FakeAWS() as fake:
+        as_us(fake, monkeypatch)
+        yield fake
+
+
+def as_us(fake: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use the fake as AWS, with only the test's credentials."""
+    for name in (
+        "AWS_SESSION_TOKEN",
+        "AWS_PROFILE",
+        "AWS_REGION",
+        "AWS_DEFAULT_REGION",
+        "AWS_CONFIG_FILE",
+        "AWS_SHARED_CREDENTIALS_FILE",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", fake.url)
+    monkeypatch.setattr(aws_instances, "FIRST_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(launch, "AGAIN_SECONDS", (0.0, 0.0))
+
+
+@pytest.fixture
+def endpoint(server: Server, key: str, cloud: FakeAWS) -> Endpoint:
+    """Return the server as a machine with a registered agent."""
+    cloud.agents["i-0a"] = f"wss://127.0.0.1:{server.port}"
+    return reached_by(server, key, session_manager.command("i-0a", "us-east-1", None, None))
+
+
+def reached_by(server: Server, key: str, command: tuple[str, ...]) -> Endpoint:
+    public = server.host_key.export_public_key().decode()
+    return Endpoint(
+        host="i-0a",
+        port=22,
+        user="ann",
+        key=key,
+        host_key=public,
+        known_hosts="/dev/null",
+        config="/dev/null",
+        proxy_command=command,
+    )
+
+
+def test_a_login_uses_the_id_of_the_machine(cloud: FakeAWS) -> None:
+    """Its host key is known before. The command has no secrets, and is the same from any process."""
+    requested, provider = tags(), sky.AWS(use_ssm=True)
+    (machine,) = provider.launch(OFFER, 1, requested, STARTUP)
+    ours = our_key()
+    assert machine.state is InstanceState.RUNNING
+    assert machine.endpoint == Endpoint(
+        host=machine.id,
+        port=22,
+        user="root",
+        key=str(ours.path),
+        host_key=host_key(requested[LAUNCH_TAG], ours).public,
+        known_hosts="/dev/null",
+        config="/dev/null",
+        proxy_command=("{python}", "-m", "skyward_core.providers.aws.session_manager", machine.id, "us-east-1"),
+    )
+    assert SECRET not in machine.model_dump_json()
+    assert Endpoint.model_validate_json(machine.endpoint.model_dump_json()) == machine.endpoint
+    assert load(provider.to_json()).instances(machine.pool_id) == [machine]
+
+
+def test_a_machine_needs_only_a_private_address(cloud: FakeAWS) -> None:
+    """The client needs no route to its network."""
+    cloud.pending_listings = 2
+    (machine,) = sky.AWS(use_ssm=True, use_private_ip=True).launch(OFFER, 1, tags(), STARTUP)
+    assert cloud.parameters("RunInstances")[0]["NetworkInterface.1.AssociatePublicIpAddress"] == "false"
+    assert len(cloud.parameters("DescribeInstances")) == 3
+    assert machine.endpoint is not None
+    assert machine.endpoint.host == machine.id
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [(None, "needs AWS's session-manager-plugin on PATH"), ("1.2.497.0", "after 1.2.497.0"), ("what?", "after")],
+)
+def test_without_a_plugin_that_keeps_tokens_secret_nothing_is_launched(
+    cloud: FakeAWS, plugin: Plugin, version: str | None, reason: str
+) -> None:
+    """The error names its download page."""
+    provider = sky.AWS(use_ssm=True)
+    assert provider.offers(T4)
+    cloud.requests.clear()
+    plugin.remove() if version is None else plugin.install(version)
+    with pytest.raises(BadRequest, match=reason) as refused:
+        provider.launch(OFFER, 1, tags(), STARTUP)
+    assert "docs.aws.amazon.com" in str(refused.value)
+    assert cloud.requests == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"access_key_id": "AKIAIOSFODNN7EXAMPLE", "secret_access_key": SECRET}, "environment or a profile"),
+        ({"ssh_cidr": "203.0.113.0/24"}, "opens no port"),
+    ],
+)
+def test_contradictory_fields_are_refused(fields: dict[str, Any], reason: str) -> None:
+    """They are refused at construction, and the message has no secret."""
+    with pytest.raises(BadRequest, match=reason) as refused:
+        load({"name": "aws", "use_ssm": True, **fields})
+    assert SECRET not in str(refused.value)
+
+
+def test_an_agent_that_registers_late_is_waited_for(
+    endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process waits through refusals, throttling and an outage."""
+    cloud.fail("StartSession", "TargetNotConnected", message="i-0a is not connected.")
+    cloud.fail("StartSession", "ThrottlingException")
+    cloud.fail("StartSession", "InternalServerError", 500)
+    with SSHConnection(endpoint).connect(60) as connection:
+        assert connection.run("true").exit_code == 0
+    assert len(cloud.parameters("StartSession")) == 4
+    assert len(plugin.notes) == 1
+
+
+def test_without_credentials_a_connection_is_refused(
+    endpoint: Endpoint, cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that attaches needs its own credentials."""
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with SSHConnection(endpoint) as connection, pytest.raises(CredentialsError, match="AWS_PROFILE"):
+        connection.connect(60)
+
+
+def test_a_process_without_the_plugin_cannot_attach(endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin) -> None:
+    """No session is requested."""
+    plugin.remove()
+    with SSHConnection(endpoint) as connection, pytest.raises(BadRequest, match="on PATH"):
+        connection.connect(60)
+    assert cloud.parameters("StartSession") == []
+
+
+def test_a_session_without_a_plugin_process_is_terminated(
+    endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin, tmp_path: Path
+) -> None:
+    """The plugin prints its version, and is deleted before it is run."""
+    place = tmp_path / "plugin" / session_manager.PLUGIN
+    place.write_text(f"#!/bin/sh\nrm -f {place}\necho 1.2.707.0\n")
+    with SSHConnection(endpoint) as connection, pytest.raises(BadRequest, match="cannot be run"):
+        connection.connect(60)
+    assert cloud.parameters("TerminateSession") == [{"SessionId": "ann-i-0a"}]
+
+
+# ── proxy commands of any kind ───────────────────────────────────────────────────────────────────────────────────────
+
+RELAY = """\
+import os, socket, sys, threading
+peer = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+def back():
+    while piece := peer.recv(65536):
+        os.write(1, piece)
+        if len(sys.argv) > 2:
+            print("chatter", file=sys.stderr, flush=True)
+    os._exit(0)
+threading.Thread(target=back, daemon=True).start()
+while piece := os.read(0, 65536):
+    peer.sendall(piece)
+if len(sys.argv) > 2:
+    import time
+    time.sleep(600)
+"""
+
+
+def shell(text: str) -> tuple[str, ...]:
+    return ("sh", "-c", text)
+
+
+def test_other_output_of_a_proxy_does_no_harm(server: Server, key: str, own_home: None) -> None:
+    """A proxy that does not end by itself is killed."""
+    endpoint = reached_by(server, key, (PYTHON, "-c", RELAY, str(server.port), "stays"))
+    before = set(processes())
+    with SSHConnection(endpoint).connect(30) as connection:
+        assert connection.run("head -c 1000000 /dev/zero | wc -c").output.strip() == "1000000"
+        ours = {pid for pid in set(processes()) - before if b"stays" in arguments(pid)}
+        assert len(ours) == 1
+        started = time.monotonic()
+    assert time.monotonic() - started < 60
+    assert not [pid for pid in ours if arguments(pid)]
+
+
+def test_a_proxy_that_fails_is_tried_again(server: Server, key: str, tmp_path: Path) -> None:
+    """Its last line of output is reported."""
+    counted = f"echo x >>{tmp_path}/tries; echo no way >&2; echo through >&2; exit 1"
+    with (
+        SSHConnection(reached_by(server, key, shell(counted))) as connection,
+        pytest.raises(Unreachable, match=r"last try ended with: through$"),
+    ):
+        connection.connect(1)
+    assert (tmp_path / "tries").read_text().count("x") > 1
+
+
+def test_the_last_reason_of_a_proxy_is_kept(server: Server, key: str, tmp_path: Path) -> None:
+    """A last try that is interrupted has no reason."""
+    text = f"[ -e {tmp_path}/tried ] || {{ touch {tmp_path}/tried; echo no agent yet >&2; exit 1; }}; exec sleep 600"
+    with (
+        SSHConnection(reached_by(server, key, shell(text))) as connection,
+        pytest.raises(Unreachable, match="no agent yet"),
+    ):
+        connection.connect(1)
+
+
+def test_the_error_names_a_proxy_without_output(server: Server, key: str) -> None:
+    with (
+        SSHConnection(reached_by(server, key, shell("exit 0"))) as connection,
+        pytest.raises(Unreachable, match="said nothing"),
+    ):
+        connection.connect(0.5)
+
+
+def test_a_proxy_that_cannot_be_started_is_not_tried_again(server: Server, key: str) -> None:
+    with (
+        SSHConnection(reached_by(server, key, ("/no/such/command",))) as connection,
+        pytest.raises(BadRequest, match="/no/such/command"),
+    ):
+        connection.connect(60)
+
+
+def test_a_machine_with_a_wrong_host_key_is_refused(server: Server, key: str) -> None:
+    """A proxy does not change the check of host keys, or of our key."""
+    command = (PYTHON, "-c", RELAY, str(server.port))
+    other = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ3R1nVJ0uC1Vd9b4v2m8QkN2d1b7vYw3X0pJxv4m5sP"
+    with (
+        SSHConnection(reached_by(server, key, command).model_copy(update={"host_key": other})) as connection,
+        pytest.raises(sky.HostKeyChanged),
+    ):
+        connection.connect(60)
+    stranger = server.folder / "stranger"
+    asyncssh.generate_private_key("ssh-ed25519").write_private_key(stranger)
+    with (
+        SSHConnection(reached_by(server, str(stranger), command)) as connection,
+        pytest.raises(CredentialsError, match="refuses our keys"),
+    ):
+        connection.connect(60)
+
+
+class NewServerUsers(list[str]):
+    """The users of a server that has no authorized key at the first login."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__()
+        self._server = server
+        asyncssh.generate_private_key("ssh-ed25519").write_public_key(server.folder / "strangers")
+
+    def append(self, user: str) -> None:
+        if not self:
+            self._server.connections[-1].set_authorized_keys(str(self._server.folder / "strangers"))
+        super().append(user)
+
+
+def test_the_grace_of_a_machine_begins_when_it_answers(server: Server, key: str, tmp_path: Path) -> None:
+    """Its agent may start later than the whole grace period. Without that period an error is final."""
+    late = f"[ -e {tmp_path}/late ] || {{ touch {tmp_path}/late; sleep 1.5; }}; exec {sys.executable} -c '{RELAY}' {server.port}"
+    server.users = NewServerUsers(server)
+    with SSHConnection(reached_by(server, key, shell(late))).connect(60, auth_grace_seconds=1.4) as connection:
+        assert connection.run("true").exit_code == 0
+    assert len(server.users) == 2
+
+
+def test_closing_during_a_login_leaves_no_process(server: Server, key: str, tmp_path: Path) -> None:
+    """The proxy prints nothing, and ignores signals."""
+    note = tmp_path / "pid"
+    endpoint = reached_by(
+        server,
+        key,
+        shell(f"trap '' TERM HUP PIPE; echo $$ >{note}.part; mv {note}.part {note}; sleep 600 & wait; sleep 600"),
+    )
+    connection = SSHConnection(endpoint)
+    failures: list[BaseException] = []
+
+    def connect() -> None:
+        try:
+            connection.connect(60)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    wait_until(note.exists, "the proxy to run")
+    pid = int(note.read_text())
+    connection.close()
+    thread.join()
+    assert [type(error) for error in failures] == [ConnectionLost]
+    assert not arguments(pid)
+    # a zombie process has no command line
+    assert not [one for one in processes() if group(one) == pid and arguments(one)]
+
+
+def group(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def test_a_proxy_ends_when_its_client_is_killed(endpoint: Endpoint, plugin: Plugin, tmp_path: Path) -> None:
+    """It ends at the end of its input."""
+    text = "from skyward_core.transport.ssh_connection import SSHConnection; from skyward_core.machines.instances import Endpoint; import sys, time\n"
+    text += "connection = SSHConnection(Endpoint.model_validate_json(sys.argv[1])).connect(60); print('there', flush=True); time.sleep(600)"
+    reading, writing = os.pipe()
+    pid = os.posix_spawn(
+        sys.executable,
+        [sys.executable, "-c", text, endpoint.model_dump_json()],
+        os.environ,
+        file_actions=[(os.POSIX_SPAWN_DUP2, writing, 1)],
+    )
+    os.close(writing)
+    with open(reading) as output:
+        assert output.readline() == "there\n"
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+    wait_until(lambda: plugin.living == set(), "the plugin to end")

@@ -1,0 +1,986 @@
+"""RunPod: the contract of all providers, and the peculiarities of its pods and its API."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import itertools
+import json
+import logging
+import os
+import shlex
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from pydantic import SecretStr
+
+import skyward_core as sky
+from skyward_core.concurrency.threads import MOST_THREADS
+from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed
+from skyward_core.machines.instances import InstanceState
+from skyward_core.machines.offers import Offer, Requirements, matches
+from skyward_core.providers import ssh_keys, userdata
+from skyward_core.providers.base import EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, load
+from skyward_core.providers.runpod import launch
+from skyward_core.providers.runpod.boot import END
+from skyward_core.providers.runpod.instances import STATES
+from skyward_core.providers.runpod.provider import RunPod
+from tests.providers import fake_runpod
+from tests.providers.contract import POOL, STARTUP, Hands, RestContract, tags
+from tests.providers.fake_runpod import HOST, KEY, NO_CAPACITY, FakeRunPod, cpu, gpu, problem
+from tests.providers.http_fake import FakeCloud, Reply
+
+RTX_4090 = Requirements(accelerator=sky.accelerators.parse("RTX 4090"))
+CPUS = Requirements(instance_type="cpu3c-2-4")
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeRunPod]:
+    monkeypatch.setattr(launch, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(launch, "LOOK_SECONDS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("skyward_core.providers._http.PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("skyward_core.providers._http.PATIENCE_SECONDS", 0.5)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    with FakeRunPod() as server:
+        monkeypatch.setenv("RUNPOD_API_BASE_URL", server.url)
+        monkeypatch.setenv("RUNPOD_API_KEY", KEY)
+        server.sell(
+            gpu("NVIDIA GeForce RTX 4090", 24, 0.69, 0.34),
+            gpu("NVIDIA H100 80GB HBM3", 80, 3.99, 2.69),
+            gpu("NVIDIA A100 80GB PCIe", 80, 1.79, 1.19),
+            gpu("AMD Instinct MI300X OAM", 192, 2.49),
+            gpu("NVIDIA RTX PRO 6000 Blackwell Server Edition MIG 1g.24gb", 24, 0.5),
+            gpu("NVIDIA GeForce RTX 3070", 8, None, 0.13),
+            cpu("cpu3c", 2, 0.03),
+        )
+        yield server
+
+
+class TestRunPod(RestContract):
+    variables = ("RUNPOD_API_KEY",)
+    creating = ("POST", "/v2/pods")
+    ending = ("DELETE", "/v2/pods")
+
+    @pytest.fixture
+    def wire(self, fake: FakeRunPod) -> FakeCloud:
+        return fake
+
+    @pytest.fixture
+    def hands(self, fake: FakeRunPod) -> Hands:
+        def provider(*, explicit: bool = False) -> RunPod:
+            return RunPod(api_key=KEY) if explicit else RunPod()
+
+        def outage_over() -> None:
+            fake.is_down, fake.creates_left = False, None
+
+        def strangers() -> None:
+            names = (
+                "my-training-pod",
+                "",
+                "skyward",
+                "sky-contract-a1b2c3-0",
+                "skyward.sky-contract-a1b2c3-0",
+                "skyward.a.lL1",
+                "skywards.a-0.lL1",
+                "skyward.-0.lL",
+            )
+            for name, _ in zip(itertools.cycle(names), range(30), strict=False):
+                fake.stranger(name)
+
+        return Hands(
+            provider=provider,
+            want=RTX_4090,
+            secrets=(KEY,),
+            alive=fake.alive,
+            refuse_credentials=lambda: setattr(fake, "is_refusing", True),
+            no_capacity=lambda: fake.fail("POST", "/v2/pods", problem(400, NO_CAPACITY), times=100),
+            quota=lambda: fake.fail("POST", "/v2/pods", problem(402, "insufficient balance"), times=100),
+            outage=lambda: setattr(fake, "is_down", True),
+            outage_over=outage_over,
+            lose_create_answer=lambda: fake.fail("POST", "/v2/pods", None, is_done=True),
+            fail_create_after=lambda count: setattr(fake, "creates_left", count),
+            throttle=lambda: fake.fail(
+                "GET",
+                "/v2/pods",
+                problem(429, "rate limit exceeded for the minute window", headers={"Retry-After": "0"}),
+            ),
+            stop=fake.halt,
+            preempt=lambda pod: fake.halt(pod, "TERMINATED"),
+            strangers=strangers,
+            lag=lambda: setattr(fake, "hidden", 2),
+        )
+
+
+def cheapest(want: Requirements = RTX_4090, provider: RunPod | None = None) -> Offer:
+    return min(
+        (offer for offer in (provider or RunPod()).offers(want) if matches(offer, want) is None),
+        key=lambda offer: offer.price_per_hour,
+    )
+
+
+def of(chip: str, provider: RunPod | None = None) -> list[Offer]:
+    """Return the offers for a required chip."""
+    want = Requirements(accelerator=sky.accelerators.parse(chip))
+    return [offer for offer in (provider or RunPod()).offers(want) if matches(offer, want) is None]
+
+
+def order(fake: FakeRunPod) -> dict[str, Any]:
+    """Return the only creating call."""
+    (request,) = fake.asked("POST", "/v2/pods")
+    return request.body
+
+
+# ── offers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_offer_is_a_number_of_gpus_of_a_type_in_a_data_centre(fake: FakeRunPod) -> None:
+    """Its price is that of one GPU times the number. It has the CPUs and memory that the creating call will request."""
+    offers = of("8xH100")
+    assert [(offer.instance_type, offer.region) for offer in offers] == [
+        ("NVIDIA H100 80GB HBM3 x8", place) for place in ("EU-RO-1", "US-TX-3")
+    ]
+    offer = offers[-1]
+    assert (offer.price_per_hour, offer.on_demand_price_per_hour) == (pytest.approx(31.92), pytest.approx(31.92))
+    assert (offer.accelerator, offer.accelerators, offer.accelerator_memory_gb, offer.form_factor) == (
+        "H100",
+        8,
+        80,
+        "SXM",
+    )
+    assert (offer.vcpus, offer.memory_gb) == (8 * 14, 8 * 90)
+    assert not any(offer.is_spot for offer in RunPod(cloud=None).offers(Requirements()))
+
+
+def test_only_the_required_number_of_gpus_is_offered(fake: FakeRunPod) -> None:
+    """The stock is that of this number."""
+    offers = of("3xRTX 4090")
+    assert sorted({offer.accelerators for offer in offers}) == [3]
+    (request,) = fake.asked("GET")
+    assert request.query == {"include": "AVAILABILITY", "product": "POD", "count": "3", "cloud": "SECURE"}
+
+
+def test_without_a_required_number_the_usual_ones_are_offered(fake: FakeRunPod) -> None:
+    """There are no offers with more GPUs than a pod may have."""
+    offers = RunPod(cloud="community").offers(Requirements())
+    assert [offer.accelerators for offer in offers if offer.accelerator == "RTX 4090"] == [1, 2, 4]
+    assert of("8xRTX 4090", RunPod(cloud="community")) == []
+
+
+def test_community_machines_have_their_own_name_and_no_data_centre(fake: FakeRunPod) -> None:
+    offers = of("4xRTX 4090", RunPod(cloud=None))
+    assert [
+        (offer.instance_type, offer.region, offer.price_per_hour) for offer in offers if offer.accelerators == 4
+    ] == [
+        ("NVIDIA GeForce RTX 4090 x4", "EU-RO-1", pytest.approx(2.76)),
+        ("NVIDIA GeForce RTX 4090 x4", "US-TX-3", pytest.approx(2.76)),
+        ("NVIDIA GeForce RTX 4090 x4 community", "any", pytest.approx(1.36)),
+    ]
+
+
+def test_the_flag_decides_whether_a_cloud_sells_a_type(fake: FakeRunPod) -> None:
+    """The row also has a price for a cloud that does not sell the type."""
+    offers = RunPod(cloud=None).offers(Requirements())
+    assert {offer.region for offer in offers if "3070" in offer.instance_type} == {"any"}
+    assert {offer.region for offer in offers if "MI300X" in offer.instance_type} == {"EU-RO-1", "US-TX-3"}
+
+
+def test_a_type_without_stock_is_not_offered(fake: FakeRunPod) -> None:
+    """The type may be out of stock everywhere or in one data centre.
+
+    A slice of a chip is not in the catalogue and is not offered either.
+    """
+    fake.gpus["NVIDIA H100 80GB HBM3"]["availability"] = "NONE"
+    fake.gpus["NVIDIA GeForce RTX 4090"]["dataCenters"][0]["availability"] = "NONE"
+    offers = RunPod().offers(Requirements())
+    assert {offer.region for offer in offers if "4090" in offer.instance_type} == {"US-TX-3"}
+    assert not [offer for offer in offers if "H100" in offer.instance_type or "MIG" in offer.instance_type]
+
+
+@pytest.mark.parametrize(
+    ("name_at_runpod", "chip", "form_factor"),
+    [
+        ("NVIDIA A100-SXM4-40GB", "A100", "SXM"),
+        ("NVIDIA H100 PCIe", "H100", "PCIe"),
+        ("NVIDIA H100 NVL", "H100", "NVL"),
+        ("NVIDIA H200", "H200", "SXM"),
+        ("NVIDIA H200 NVL", "H200", "NVL"),
+        ("NVIDIA B200", "B200", None),
+        ("NVIDIA B300 SXM6 AC", "B300", None),
+        ("NVIDIA L40S", "L40S", None),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada", None),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "RTX PRO 6000", None),
+        ("NVIDIA RTX PRO 4500 Blackwell", "RTX PRO 4500", None),
+        ("NVIDIA GeForce RTX 4080 SUPER", "RTX 4080 SUPER", None),
+        ("Tesla V100-SXM2-32GB", "V100", "SXM"),
+    ],
+)
+def test_offers_have_the_catalogues_names_and_orders_runpods(
+    fake: FakeRunPod, name_at_runpod: str, chip: str, form_factor: str | None
+) -> None:
+    """RunPod's own name can be derived from the type's name, in orders and in the listing."""
+    fake.gpus.clear()
+    fake.sell(gpu(name_at_runpod, 40, 1.0))
+    offer = RunPod().offers(Requirements(instance_type=f"{name_at_runpod} x2"))[0]
+    assert (offer.accelerator, offer.form_factor, offer.accelerators) == (chip, form_factor, 2)
+    (machine,) = RunPod().launch(offer, 1, tags(), STARTUP)
+    assert machine.instance_type == offer.instance_type
+    assert {name: order(fake)["gpu"][name] for name in ("id", "count")} == {"id": name_at_runpod, "count": 2}
+
+
+def test_machines_without_gpu_have_powers_of_two_as_numbers_of_cpus(fake: FakeRunPod) -> None:
+    fake.sell(cpu("cpu5g", 4, 0.04, most=2), cpu("cpu9x", 2, None))
+    offers = [offer for offer in RunPod().offers(Requirements()) if offer.accelerator is None]
+    assert [
+        (offer.instance_type, offer.region, offer.vcpus, offer.memory_gb, offer.price_per_hour) for offer in offers
+    ] == [
+        ("cpu3c-2-4", "EU-RO-1", 2, 4, pytest.approx(0.06)),
+        ("cpu3c-4-8", "EU-RO-1", 4, 8, pytest.approx(0.12)),
+        ("cpu3c-8-16", "EU-RO-1", 8, 16, pytest.approx(0.24)),
+        ("cpu5g-2-8", "EU-RO-1", 2, 8, pytest.approx(0.08)),
+    ]
+    assert not [offer for offer in RunPod(cloud="community").offers(Requirements()) if offer.accelerator is None]
+
+
+def test_only_configured_data_centres_are_offered(fake: FakeRunPod) -> None:
+    assert {offer.region for offer in RunPod(region="US-TX-3").offers(RTX_4090)} == {"US-TX-3"}
+    assert {offer.region for offer in RunPod(region=("US-TX-3", "EU-RO-1"), cloud=None).offers(RTX_4090)} == {
+        "US-TX-3",
+        "EU-RO-1",
+    }
+    assert RunPod(region="XX-1").offers(Requirements()) == []
+
+
+def test_an_answer_without_a_list_is_not_an_empty_list(fake: FakeRunPod) -> None:
+    fake.fail("GET", "/v2/catalog/gpus", Reply(200, {"types": []}))
+    with pytest.raises(ProviderFailed, match="gpus"):
+        RunPod().offers(RTX_4090)
+    fake.fail("GET", "/v2/pods", Reply(200, []))
+    with pytest.raises(ProviderFailed, match="pods"):
+        RunPod().instances()
+
+
+# ── the creating call ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_parameters_of_the_creating_call(fake: FakeRunPod) -> None:
+    """Our script replaces the image's entrypoint.
+
+    Port 22 is mapped, RunPod's sshd and key are not used, and the CPUs and memory are those of the offer.
+    """
+    (machine,) = RunPod(disk_gb=64, registry="reg1").launch(cheapest(), 1, tags(), STARTUP)
+    body = order(fake)
+    env = body.pop("env")
+    assert json.loads(body.pop("args")) == {"entrypoint": ["/bin/sh", "-c"], "cmd": [userdata.UNPACKED]}
+    assert body == {
+        "name": fake.pods[machine.id]["name"],
+        "image": "runpod/pytorch:1.0.2-cu1281-torch280-ubuntu2404",
+        "disk": 64,
+        "ports": ["22/tcp"],
+        "cloud": "SECURE",
+        "dataCenterIds": ["EU-RO-1"],
+        "registry": "reg1",
+        "gpu": {
+            "id": "NVIDIA GeForce RTX 4090",
+            "count": 1,
+            "minVcpuCountPerGpu": 2,
+            "minRamPerGpu": 8,
+            "minCudaVersion": "12.8",
+        },
+    }
+    assert list(env) == ["SKYWARD_BOOT"]
+    unpack = userdata.UNPACKED.partition(" >/run")[0].partition("; ")[2]
+    script = subprocess.run(
+        ["sh", "-c", unpack], env={**os.environ, **env}, capture_output=True, text=True, check=True
+    ).stdout
+    key = ssh_keys.our_key()
+    host = ssh_keys.host_key(tags()[LAUNCH_TAG], key)
+    assert STARTUP in script and key.public in script and host.public in script
+    assert 'id=$(printf %s "$RUNPOD_POD_ID")\n' in script
+    assert f"{fake.url}/v2/pods/" in script
+    assert KEY not in script
+    assert subprocess.run(["sh", "-n"], input=script, text=True, check=False).returncode == 0
+    assert machine.directory == f"/root/.cache/skyward/instances/{machine.id}"
+    assert machine.endpoint is not None
+    assert (machine.endpoint.host, machine.endpoint.port) == (HOST, 30001)
+    assert (machine.endpoint.user, machine.endpoint.key, machine.endpoint.host_key) == (
+        "root",
+        str(key.path),
+        host.public,
+    )
+    assert fake.keys == ["ssh-ed25519 AAAAsomebodyelses"]
+
+
+def test_the_creating_call_has_the_cpus_and_memory_of_the_offer(fake: FakeRunPod) -> None:
+    """They are the minimum of the type, or the configured one, for each GPU."""
+    provider = RunPod(min_vcpus_per_gpu=5, min_memory_gb_per_gpu=50)
+    (offer,) = provider.offers(Requirements(instance_type="NVIDIA A100 80GB PCIe x2"))[:1]
+    assert (offer.vcpus, offer.memory_gb) == (10, 100)
+    provider.launch(offer, 1, tags(), STARTUP)
+    assert {"minVcpuCountPerGpu": 5, "minRamPerGpu": 50}.items() <= order(fake)["gpu"].items()
+
+
+def test_a_community_machine_is_requested_without_a_data_centre(fake: FakeRunPod) -> None:
+    """The region of its instance is that of its offer."""
+    (machine,) = RunPod(cloud="community").launch(cheapest(provider=RunPod(cloud="community")), 1, tags(), STARTUP)
+    assert order(fake)["cloud"] == "COMMUNITY"
+    assert "dataCenterIds" not in order(fake)
+    assert (machine.region, machine.instance_type) == ("any", "NVIDIA GeForce RTX 4090 x1 community")
+    fake.pods[machine.id]["dataCenterId"] = "US-OR-1"  # RunPod may name a data centre, but the offer had none
+    assert [found.region for found in RunPod().instances(POOL)] == ["any"]
+
+
+def test_amd_machines_get_another_image_and_no_cuda(fake: FakeRunPod) -> None:
+    RunPod().launch(cheapest(Requirements(accelerator=sky.accelerators.parse("MI300X"))), 1, tags(), STARTUP)
+    assert "rocm" in order(fake)["image"]
+    assert "minCudaVersion" not in order(fake)["gpu"]
+
+
+def test_a_machine_without_gpu_has_no_more_disk_than_its_flavour_allows(fake: FakeRunPod) -> None:
+    """With more disk RunPod only answers "no instances"."""
+    (machine,) = RunPod().launch(cheapest(CPUS), 1, tags(), STARTUP)
+    body = order(fake)
+    assert (body["cpu"], body["disk"], body["image"], body["cloud"]) == (
+        {"id": "cpu3c", "vcpuCount": 2},
+        20,
+        "ubuntu:24.04",
+        "SECURE",
+    )
+    assert "gpu" not in body
+    assert (machine.instance_type, machine.region, machine.price_per_hour) == (
+        "cpu3c-2-4",
+        "EU-RO-1",
+        pytest.approx(0.06),
+    )
+
+
+def test_an_invalid_type_is_refused(fake: FakeRunPod) -> None:
+    with pytest.raises(BadRequest, match="no type of RunPod"):
+        RunPod().launch(cheapest().model_copy(update={"instance_type": "g5.xlarge"}), 1, tags(), STARTUP)
+    assert fake.asked("POST") == []
+
+
+def test_the_stock_is_checked_before_the_creating_call(fake: FakeRunPod) -> None:
+    """A creating call would only answer 400, so none is made without stock."""
+    offer = cheapest()
+    fake.gpus["NVIDIA GeForce RTX 4090"]["dataCenters"][0]["availability"] = "NONE"
+    with pytest.raises(NoCapacity, match="EU-RO-1 in stock") as caught:
+        RunPod().launch(offer, 1, tags(), STARTUP)
+    assert caught.value.code == "NONE"
+    eight = RunPod().offers(Requirements(instance_type="NVIDIA GeForce RTX 4090 x8"))[0]
+    fake.gpus["NVIDIA GeForce RTX 4090"]["sold_out_from"] = 8
+    with pytest.raises(NoCapacity, match="x8 in US-TX-3 in stock"):
+        RunPod().launch(eight, 1, tags(), STARTUP)
+    cpus = cheapest(Requirements(instance_type="cpu3c-8-16"))
+    fake.cpus["cpu3c"]["availability"] = "NONE"
+    with pytest.raises(NoCapacity):
+        RunPod().launch(cpus, 1, tags(), STARTUP)
+    assert fake.asked("GET", "/v2/catalog/cpus/cpu3c")[0].query["vcpuCount"] == "8"
+    del fake.gpus["NVIDIA GeForce RTX 4090"]
+    with pytest.raises(NoCapacity, match="any more"):
+        RunPod().launch(offer, 1, tags(), STARTUP)
+    assert fake.asked("POST") == []
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "code"),
+    [
+        (400, NoCapacity, "Bad Request"),
+        (402, sky.QuotaExceeded, "Payment Required"),
+        (403, NoCapacity, "Forbidden"),
+        (401, CredentialsError, "Unauthorized"),
+        (422, BadRequest, "Unprocessable Entity"),
+    ],
+)
+def test_a_refusal_determines_the_error(fake: FakeRunPod, status: int, error: type[Exception], code: str) -> None:
+    """400 is a broken rule or a lack of stock, so the error has RunPod's text.
+
+    After one refusal no further pod is requested.
+    """
+    offer = cheapest()
+    fake.fail("POST", "/v2/pods", problem(status, "what RunPod says"), times=100)
+    with pytest.raises(error, match="what RunPod says") as caught:
+        RunPod().launch(offer, 30, tags(), STARTUP)
+    assert type(caught.value) is error
+    assert caught.value.code == code  # type: ignore[attr-defined]
+    assert len(fake.asked("POST")) <= MOST_THREADS
+    assert fake.alive() == set()
+
+
+@pytest.mark.parametrize(
+    ("detail", "mistake"),
+    [
+        ("registry 'nope' does not exist", "registry 'nope' does not exist"),
+        (
+            "Pod of NVIDIA GeForce RTX 4090 x1 in EU-RO-1: registry 00ab-12 is not yours",
+            "pod of ... in ...: registry ... is not yours",
+        ),
+        ("There are no longer any instances available with the requested specifications.", ""),
+        ("This machine does not have the resources to deploy your pod. Please try a different machine.", ""),
+        ("", ""),
+    ],
+)
+def test_refusals_of_an_invalid_request_can_be_compared(fake: FakeRunPod, detail: str, mistake: str) -> None:
+    """Their text is kept without the parts that concern only one offer.
+
+    A lack of stock does not mean an invalid request.
+    """
+    offer = cheapest()
+    fake.fail("POST", "/v2/pods", problem(400, detail))
+    with pytest.raises(NoCapacity) as caught:
+        RunPod().launch(offer, 1, tags(), STARTUP)
+    assert caught.value.mistake == mistake
+
+
+@pytest.mark.parametrize(("places", "detail", "kind", "calls"), [
+    (9, "registry 'nope' does not exist", BadRequest, 3),
+    (2, "registry 'nope' does not exist", BadRequest, 2),
+    (9, NO_CAPACITY, NoCapacity, 9),
+])  # fmt: skip
+def test_an_invalid_request_is_not_tried_for_every_candidate(
+    fake: FakeRunPod, places: int, detail: str, kind: type[Exception], calls: int
+) -> None:
+    """The same refusal of three candidates with stock, or of all, proves an invalid request.
+
+    Candidates without stock are all tried.
+    """
+    fake.gpus.clear()
+    fake.sell(gpu("NVIDIA GeForce RTX 4090", 24, 0.69, None, " ".join(f"EU-{place}" for place in range(places))))
+    fake.fail("POST", "/v2/pods", problem(400, detail), times=1000)
+    with pytest.raises(kind) as caught:
+        sky.ComputePool(provider=RunPod(registry="nope"), accelerator="RTX 4090", display="quiet").open()
+    assert type(caught.value) is kind
+    assert detail in str(caught.value)
+    assert len(fake.asked("POST", "/v2/pods")) == calls
+
+
+def test_a_403_to_another_request_is_a_credentials_error(fake: FakeRunPod) -> None:
+    fake.fail("GET", "/v2/pods", problem(403, "access denied"))
+    with pytest.raises(CredentialsError):
+        RunPod().instances()
+
+
+def test_a_refused_field_ends_the_search(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All candidates would refuse the request, because our code is wrong: RunPod has renamed a field."""
+    offer = cheapest()
+    monkeypatch.setattr(fake_runpod, "KNOWN_GPU_FIELDS", fake_runpod.KNOWN_GPU_FIELDS - {"count"})
+    with pytest.raises(BadRequest, match="count"):
+        RunPod().launch(offer, 1, tags(), STARTUP)
+
+
+def test_an_incomplete_launch_returns_its_machines(fake: FakeRunPod, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "skyward_core.providers.runpod")
+    offer = cheapest()
+    fake.fail("POST", "/v2/pods", problem(400, NO_CAPACITY))
+    fake.delay_seconds = 0.3  # both calls are in flight when one is refused
+    machines = RunPod().launch(offer, 2, tags(), STARTUP)
+    assert {machine.id for machine in machines} == fake.alive()
+    assert len(machines) == 1
+    assert "no longer any instances" in caplog.text
+
+
+def test_a_pod_of_a_lost_answer_is_found_by_name_and_not_requested_again(fake: FakeRunPod) -> None:
+    """The list may be some seconds late, and the pod may be on its second page."""
+    offer = cheapest()
+    for number in range(25):
+        fake.stranger(f"pod-{number}")
+    fake.hidden = 2
+    fake.fail("POST", "/v2/pods", problem(502, "bad gateway"), is_done=True)
+    (machine,) = RunPod().launch(offer, 1, tags(), STARTUP)
+    assert len(fake.asked("POST")) == 1
+    assert machine.tags[RANK_TAG] == "0"
+
+
+def test_an_unknown_outcome_is_reported_as_a_failure(fake: FakeRunPod) -> None:
+    """Without an answer, and without the pod in the list, the error is not NoCapacity.
+
+    The next candidate could create a second pod. A list that fails proves nothing either.
+    """
+    offer = cheapest()
+    fake.creates_left = 0
+    with pytest.raises(ProviderFailed) as caught:
+        RunPod().launch(offer, 2, tags(), STARTUP)
+    assert not isinstance(caught.value, NoCapacity)
+    fake.fail("GET", "/v2/pods", problem(500, "internal error"), times=1000)
+    with pytest.raises(ProviderFailed):
+        RunPod().launch(offer, 1, tags(), STARTUP)
+    assert len(fake.asked("POST")) <= 3
+
+
+def test_a_pod_of_an_answer_without_an_id_is_looked_up(fake: FakeRunPod) -> None:
+    offer = cheapest()
+    fake.fail("POST", "/v2/pods", Reply(201, {"name": "x"}), is_done=True)
+    (machine,) = RunPod().launch(offer, 1, tags(), STARTUP)
+    assert fake.alive() == {machine.id}
+
+
+def test_many_machines_are_requested_at_the_same_time(fake: FakeRunPod) -> None:
+    """64 calls take 0.1 s each, eight at a time."""
+    offer = cheapest()
+    fake.delay_seconds, fake.page = 0.1, None
+    machines = RunPod().launch(offer, 64, tags(), STARTUP)
+    assert 4 <= fake.most_at_once <= 8
+    assert [machine.rank for machine in machines] == list(range(64))
+    assert len({machine.endpoint for machine in machines}) == 64
+
+
+# ── the wait for an address ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_launch_waits_for_the_direct_address(fake: FakeRunPod) -> None:
+    """A pod runs before its port is mapped. The proxy's address, which is listed before, does not support files."""
+    (machine,) = RunPod().launch(cheapest(), 1, tags(), STARTUP)
+    assert len(fake.asked("GET", "/v2/pods$")) == 4
+    assert machine.ip == HOST
+    fake.pods[machine.id]["ssh"]["direct"] = None
+    (found,) = RunPod().instances(POOL)
+    assert (found.state, found.endpoint, found.ip) == (InstanceState.RUNNING, None, None)
+
+
+@pytest.mark.parametrize("word", ["ERROR", "EXITED", "TERMINATED"])
+def test_a_pod_that_fails_to_start_is_deleted(fake: FakeRunPod, word: str) -> None:
+    """It is not returned. If no pod is left, the error has RunPod's own code."""
+    fake.becomes = {"-1.l": word}
+    machines = RunPod().launch(cheapest(), 3, tags(), STARTUP)
+    assert [machine.rank for machine in machines] == [0, 2]
+    assert {machine.id for machine in machines} == fake.alive()
+    fake.becomes = {".lL2": word}
+    with pytest.raises(NoCapacity) as caught:
+        RunPod().launch(cheapest(), 2, tags(launch="L2"), STARTUP)
+    assert caught.value.code == word
+    assert {machine.id for machine in machines} == fake.alive()
+
+
+def test_a_pod_in_another_data_centre_is_deleted(fake: FakeRunPod) -> None:
+    """RunPod treats the requested data centre as a preference."""
+    fake.elsewhere = "CA-MTL-3"
+    with pytest.raises(NoCapacity, match="in CA-MTL-3 and not in EU-RO-1"):
+        RunPod().launch(cheapest(), 2, tags(), STARTUP)
+    assert fake.alive() == set()
+
+
+def test_a_pod_that_disappears_is_not_waited_for(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake, "_go_on", fake.pods.clear)
+    with pytest.raises(NoCapacity) as caught:
+        RunPod().launch(cheapest(), 1, tags(), STARTUP)
+    assert caught.value.code == "TERMINATED"
+
+
+def test_a_pod_that_is_not_listed_yet_is_queried_by_id(fake: FakeRunPod) -> None:
+    fake.hidden = 3
+    (machine,) = RunPod().launch(cheapest(), 1, tags(), STARTUP)
+    assert machine.endpoint is not None
+
+
+def test_the_wait_for_an_address_has_a_limit(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine may have no public address at all."""
+    monkeypatch.setattr(launch, "ADDRESS_SECONDS", 0.0)
+    with pytest.raises(NoCapacity, match="has no address after"):
+        RunPod().launch(cheapest(), 1, tags(), STARTUP)
+    assert fake.alive() == set()
+
+
+# ── the private network ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_pods_get_a_private_network_where_there_is_one(fake: FakeRunPod) -> None:
+    """It is available for NVIDIA's GPUs in some data centres. The launch waits for its address too."""
+    provider = RunPod(global_networking=True, cloud=None)
+    offers = provider.offers(Requirements())
+    assert {offer.region for offer in offers} == {"EU-RO-1"}
+    assert {offer.accelerator for offer in offers} == {"RTX 4090", "H100", "A100"}
+    machines = provider.launch(cheapest(provider=provider), 2, tags(), STARTUP)
+    assert {machine.private_ip for machine in machines} == {"10.65.1.1", "10.65.1.2"}
+    assert fake.asked("POST")[0].body["globalNetworking"] is True
+    (other,) = RunPod().launch(cheapest(), 1, tags(launch="L2"), STARTUP)
+    assert other.private_ip is None
+
+
+# ── listing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("page", [1, 3, None])
+def test_all_pages_of_the_list_are_read(fake: FakeRunPod, page: int | None) -> None:
+    """A list without pages, as it was until autumn 2026, is complete."""
+    machines = RunPod().launch(cheapest(), 4, tags(), STARTUP)
+    fake.page = page
+    assert {found.id: found.rank for found in RunPod().instances(POOL)} == {
+        machine.id: machine.rank for machine in machines
+    }
+
+
+@pytest.mark.parametrize(
+    "pages", [{"hasNextPage": True, "nextCursor": "after:"}, {"hasNextPage": True, "nextCursor": None}]
+)
+def test_a_list_with_repeated_pages_is_a_failure(fake: FakeRunPod, pages: dict[str, Any]) -> None:
+    fake.fail("GET", "/v2/pods", Reply(200, {"pods": [], "pagination": pages}), times=5)
+    with pytest.raises(ProviderFailed, match="repeat"):
+        RunPod().instances()
+
+
+@pytest.mark.parametrize(
+    ("word", "state"),
+    [
+        ("PROVISIONING", InstanceState.PENDING),
+        ("STARTING", InstanceState.PENDING),
+        ("RUNNING", InstanceState.RUNNING),
+        ("EXITED", InstanceState.STOPPING),
+        ("ERROR", InstanceState.STOPPING),
+        ("MIGRATING", InstanceState.PENDING),
+        ("TERMINATED", None),
+    ],
+)
+def test_each_status_has_a_state(fake: FakeRunPod, word: str, state: InstanceState | None) -> None:
+    """An unknown status is neither running nor gone."""
+    (machine,) = RunPod().launch(cheapest(), 1, tags(), STARTUP)
+    fake.steps[machine.id] = 100
+    fake.pods[machine.id]["status"] = word
+    assert [found.state for found in RunPod().instances(POOL)] == ([] if state is None else [state])
+
+
+def test_a_stopped_pod_is_listed_and_has_no_cost_for_its_gpu(fake: FakeRunPod) -> None:
+    (machine,) = RunPod().launch(cheapest(), 1, tags(), STARTUP)
+    fake.halt(machine.id)
+    (found,) = RunPod().instances(POOL)
+    assert (found.state, found.price_per_hour, found.endpoint) == (InstanceState.STOPPING, 0.0, None)
+
+
+def test_a_missing_price_is_replaced_by_the_price_of_the_offer(
+    fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = fake._make
+    monkeypatch.setattr(fake, "_make", lambda body: (pod := make(body), fake.pods[pod].update(cost=0))[0])
+    (machine,) = RunPod().launch(cheapest(), 1, tags(), STARTUP)
+    assert (machine.price_per_hour, machine.on_demand_price_per_hour) == (0.69, 0.69)
+
+
+# ── terminate ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_pods_that_cannot_be_deleted_are_named(fake: FakeRunPod) -> None:
+    """All pods are tried first."""
+    machines = RunPod().launch(cheapest(), 3, tags(), STARTUP)
+    fake.undying = {machines[0].id}
+    with pytest.raises(InstancesLeft) as caught:
+        RunPod().terminate([machine.id for machine in machines])
+    assert caught.value.ids == (machines[0].id,)
+    assert fake.alive() == {machines[0].id}
+
+
+def test_ids_of_other_clouds_are_ignored(fake: FakeRunPod) -> None:
+    RunPod().terminate(["", "../account/ssh-keys", "a/b"])
+    assert fake.asked("DELETE") == []
+
+
+# ── images, disks and names ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("settings", "needed", "asked"),
+    [
+        ({}, None, "12.8"),
+        ({}, 13.0, "13.0"),
+        ({"image": "ubuntu:24.04"}, None, None),
+        ({"image": "ubuntu:24.04"}, 12.6, "12.6"),
+        ({"min_cuda": "12.1"}, 13.0, "12.1"),
+    ],
+)
+def test_cuda_has_the_version_that_the_image_needs(
+    fake: FakeRunPod, settings: dict[str, Any], needed: float | None, asked: str | None
+) -> None:
+    """The versions are those of the container's image, by its name (cu1281), and of the pool's packages.
+
+    A setting overrides them.
+    """
+    provider = RunPod(**settings)
+    provider.launch(cheapest(RTX_4090.model_copy(update={"min_cuda": needed}), provider), 1, tags(), STARTUP)
+    assert fake.asked("POST", "/v2/pods")[-1].body["gpu"].get("minCudaVersion") == asked
+
+
+def test_the_disk_is_counted(fake: FakeRunPod) -> None:
+    """The price is $0.10 per GB and month (docs.runpod.io/pods/storage, 2026-11-22) of the requested disk, also for a
+    listed pod.
+    """
+    offer = cheapest(provider=RunPod(disk_gb=72))
+    assert [(extra.name, extra.usd_per_hour) for extra in offer.extras_per_hour] == [("disk", 0.01)]
+    RunPod(disk_gb=72).launch(offer, 1, tags(), STARTUP)
+    (found,) = RunPod().instances()
+    assert found.extras_per_hour == offer.extras_per_hour
+
+
+def test_a_name_is_unique_plain_and_always_the_same(fake: FakeRunPod) -> None:
+    RunPod().launch(cheapest(), 2, tags(), STARTUP)
+    names = sorted(row["name"] for row in fake.pods.values())
+    assert names[0] == f"skyward.{POOL}-0.l{tags()[LAUNCH_TAG]}.c1790000000.p4711_3a99_2fboot.ojo_40box.tany"
+    assert len(set(names)) == 2
+    assert all(len(name) <= 191 for name in names)
+
+
+def test_pools_with_a_common_prefix_are_distinguished(fake: FakeRunPod) -> None:
+    RunPod().launch(cheapest(), 1, tags("a-1"), STARTUP)
+    RunPod().launch(cheapest(), 1, tags("a"), STARTUP)
+    (found,) = RunPod().instances("a")
+    assert (found.pool_id, found.rank) == ("a", 0)
+
+
+def test_tags_that_do_not_fit_into_the_name_are_in_the_environment(fake: FakeRunPod) -> None:
+    """The least important tags are moved there first.
+
+    The tags that identify a pool stay in the name, which is always listed.
+    """
+    many = tags() | {OWNER_TAG: "jörg_~.%@" + "x" * 200, "team": "a b:c", EXPIRES_TAG: "1790003600"}
+    (machine,) = RunPod().launch(cheapest(), 1, many, STARTUP)
+    assert len(fake.pods[machine.id]["name"]) <= 191
+    assert machine.tags == many | {RANK_TAG: "0"}
+    fake.pods[machine.id]["env"] = {}
+    (found,) = RunPod().instances(POOL)
+    assert {name: found.tags.get(name) for name in (POOL_TAG, LAUNCH_TAG, EXPIRES_TAG, PROCESS_TAG, OWNER_TAG)} == {
+        POOL_TAG: POOL,
+        LAUNCH_TAG: many[LAUNCH_TAG],
+        EXPIRES_TAG: "1790003600",
+        PROCESS_TAG: many[PROCESS_TAG],
+        OWNER_TAG: None,
+    }
+
+
+@pytest.mark.parametrize("value", ["jo@box", "jörg_~.%@", "a__b", "_40", "A-B c", "", "日本.l", "_"])
+def test_any_tag_value_is_preserved(fake: FakeRunPod, value: str) -> None:
+    (machine,) = RunPod().launch(cheapest(), 1, tags("pool.1_x" + value) | {OWNER_TAG: value}, STARTUP)
+    (found,) = RunPod().instances("pool.1_x" + value)
+    assert found.id == machine.id
+    assert found.tags[OWNER_TAG] == value
+
+
+def test_a_pool_name_that_does_not_fit_into_a_name_is_refused(fake: FakeRunPod) -> None:
+    with pytest.raises(BadRequest, match="too long"):
+        RunPod().launch(cheapest(), 1, tags("x" * 180), STARTUP)
+    assert fake.asked("POST") == []
+
+
+# ── in the container ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def ending(tmp_path: Path, accepted: str, tool: str = "") -> list[str]:
+    """Run the pod's end script until its fifth pause; return its requests.
+
+    `accepted` is a text that all successful requests contain.
+    """
+
+    def command(name: str, text: str) -> None:
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+
+    calls = shlex.quote(str(tmp_path / "calls"))
+    refused = '{"errors": [{"message": "not authorized"}]} 200'
+    answer = f"""case "$*" in {accepted}) printf '%s' ' 204' ;; */graphql) printf '%s' '{refused}' ;; *) printf '%s' '{{}} 403' ;; esac"""
+    command("curl", f'echo "curl $*" >>{calls}; cat >{shlex.quote(str(tmp_path / "header"))}; {answer}')
+    command("sleep", f'echo "sleep $*" >>{calls}; [ "$(grep -c ^sleep {calls})" -lt 5 ] || kill "$PPID"')
+    if tool:
+        command("runpodctl", f'echo "runpodctl $*" "$RUNPOD_API_KEY" >>{calls}; {tool}')
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    (tmp_path / "environ").write_text("A=b\0RUNPOD_API_KEY=its-own-key\0RUNPOD_POD_ID=abc123\0")
+    script = RunPod(api_key=SecretStr("k"))._end_script().replace("/proc/1/environ", str(tmp_path / "environ"))
+    done = subprocess.run(
+        ["sh", "-c", script], env=environment, capture_output=True, text=True, check=False, timeout=30
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "")
+    assert (tmp_path / "header").read_text() == "Authorization: Bearer its-own-key"
+    how = "curl -sS -m 20 -w  %{http_code} -X "
+    return [
+        line.removeprefix(how).replace(" -H @- -H Content-Type: application/json", "")
+        for line in (tmp_path / "calls").read_text().splitlines()
+    ]
+
+
+WAYS = [
+    "DELETE https://api.runpod.io/v2/pods/abc123",
+    'POST -d {"action": "terminate"} https://api.runpod.io/v2/pods/abc123/action',
+    "DELETE https://rest.runpod.io/v1/pods/abc123",
+    'POST -d {"query": "mutation { podTerminate(input: {podId: \\"abc123\\"}) }"} https://api.runpod.io/graphql',
+]
+STOP = 'POST -d {"action": "stop"} https://api.runpod.io/v2/pods/abc123/action'
+
+
+@pytest.mark.parametrize("accepted", ["*/v2/pods/abc123", "*terminate*action", "*/v1/pods/abc123", "*/graphql"])
+def test_a_pod_requests_its_end_by_every_method_until_it_is_gone(
+    tmp_path: Path, accepted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request has the pod's own key, which is in no command line.
+
+    RunPod does not document the methods that the key may use.
+
+    An accepted request may have no effect yet.
+    """
+    monkeypatch.delenv("RUNPOD_API_BASE_URL", raising=False)
+    pauses = ["sleep 5", "sleep 10", "sleep 20", "sleep 40", "sleep 80"]
+    assert ending(tmp_path, accepted) == [line for pause in pauses for line in (*WAYS, pause)]
+
+
+def test_a_pod_with_a_refused_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That frees its GPU. The pod still requests its end, also with RunPod's own tool.
+
+    Nothing ends the first process, because it would be restarted.
+    """
+    monkeypatch.delenv("RUNPOD_API_BASE_URL", raising=False)
+    tool = "runpodctl remove pod abc123 its-own-key"
+    assert ending(tmp_path, "nothing", "exit 1")[: len(WAYS) + 3] == [*WAYS, tool, STOP, "sleep 5"]
+    assert "kill" not in END
+
+
+def test_a_pod_without_a_key_looks_for_it_again(fake: FakeRunPod, tmp_path: Path) -> None:
+    """It sends no request, and tries again."""
+    (tmp_path / "sleep").write_text(
+        f'#!/bin/sh\necho "$@" >>{tmp_path}/pauses; [ "$(wc -l <{tmp_path}/pauses)" -lt 3 ] || kill -KILL 0\n'
+    )
+    (tmp_path / "sleep").chmod(0o755)
+    RunPod().launch(cheapest(), 1, tags(), STARTUP)
+    (order,) = fake.asked("POST", "/v2/pods")
+    boot = gzip.decompress(base64.b64decode(order.body["env"]["SKYWARD_BOOT"])).decode()
+    _, _, end = boot.partition("<<'SKYWARD_END_OF_FILE'\n")
+    script = end.partition("\nSKYWARD_END_OF_FILE\n")[0].replace("/proc/1/environ", "/dev/null")
+    done = subprocess.run(
+        ["sh", "-c", script],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        check=False,
+        start_new_session=True,  # its `sleep` kills the group
+        timeout=30,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGKILL, "", "")
+    assert (tmp_path / "pauses").read_text().split() == ["5", "10", "20"]
+
+
+# ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f'[default]\napi_key = "{KEY}"\n',
+        f"apikey = '{KEY}'\napiurl = 'https://api.runpod.io/graphql'\n",
+        f"apiKey = '{KEY}'\n",
+    ],
+)
+def test_the_key_can_be_in_the_file_of_runpods_tools(
+    fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
+) -> None:
+    """The tools are the Python package and runpodctl."""
+    monkeypatch.delenv("RUNPOD_API_KEY")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".runpod").mkdir()
+    (tmp_path / ".runpod/config.toml").write_text(text)
+    assert RunPod().account() == RunPod(api_key=KEY).account()
+
+
+@pytest.mark.parametrize(
+    "text", [f"[default\napi_key = {KEY}", "default = 3\n", "[default]\napi_key = 7\n", "[default]\napi_key = ' '\n"]
+)
+def test_a_file_without_a_key_is_an_error(
+    fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
+) -> None:
+    """The error names the variable to set, and no content of the file."""
+    monkeypatch.delenv("RUNPOD_API_KEY")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".runpod").mkdir()
+    (tmp_path / ".runpod/config.toml").write_text(text)
+    with pytest.raises(CredentialsError, match="RUNPOD_API_KEY") as caught:
+        RunPod().instances()
+    assert KEY not in str(caught.value)
+    assert caught.value.__cause__ is None
+
+
+def test_an_account_is_identified_by_a_part_of_the_keys_hash(fake: FakeRunPod) -> None:
+    """The API has no account id. A refused key has no account."""
+    account = RunPod().account()
+    assert account.startswith("key-") and len(account) == 16
+    assert account[4:] not in KEY
+    with pytest.raises(CredentialsError):
+        RunPod(api_key="rpa_another").account()
+
+
+def test_the_url_can_be_configured(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The setting overrides the variable of RunPod's tools. It may have the version."""
+    monkeypatch.setenv("RUNPOD_API_BASE_URL", "http://127.0.0.1:9/")
+    assert RunPod(endpoint_url=f"{fake.url}/v2/").account()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"cloud": "ALL"},
+        {"min_cuda": "12"},
+        {"disk_gb": 0},
+        {"cloud": "community", "region": "EU-RO-1"},
+        {"cloud": "community", "global_networking": True},
+        {"min_vcpus_per_gpu": 0},
+    ],
+)
+def test_invalid_settings_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest) as caught:
+        load({"name": "runpod", "api_key": KEY, **fields})
+    assert KEY not in str(caught.value)
+
+
+def test_volumes_are_refused_with_an_alternative(fake: FakeRunPod) -> None:
+    (machine,) = RunPod().launch(cheapest(), 1, tags(), STARTUP)
+    assert set(RunPod.refuses) == {"volume", "mig"}
+    assert RunPod().console_url(machine) == f"https://console.runpod.io/pods?id={machine.id}"
+    assert json.loads(json.dumps(RunPod(region=("EU-RO-1",)).to_json())) == {"name": "runpod", "region": ["EU-RO-1"]}
+
+
+# ── RunPod's own specification ───────────────────────────────────────────────────────────────────────────────────────
+
+SPECIFICATION = json.loads((Path(__file__).parents[2] / "providers" / "runpod_specification.json").read_text())
+
+
+def check(what: str, value: object) -> None:
+    """Raise if a value does not match the specification of RunPod's API."""
+    jsonschema.Draft202012Validator({"$ref": f"#/$defs/{what}", "$defs": SPECIFICATION["$defs"]}).validate(value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "want"),
+    [
+        ({}, RTX_4090),
+        ({"cloud": "community"}, RTX_4090),
+        ({"global_networking": True, "registry": "r1", "region": "EU-RO-1", "disk_gb": 70}, RTX_4090),
+        ({}, Requirements(vcpus=2)),
+    ],
+)
+def test_requests_and_the_fakes_answers_match_runpods_specification(
+    fake: FakeRunPod, settings: dict[str, Any], want: Requirements
+) -> None:
+    """They are each order, each pod in each of its states, and each refusal.
+
+    So neither our code nor the fake can differ.
+    """
+    provider = RunPod(**settings)
+    rows: list[dict[str, Any]] = []
+    made = fake._make
+
+    def make(body: dict[str, Any]) -> str:
+        pod = made(body)
+        rows.append(fake.pods[pod])
+        return pod
+
+    fake._make = make  # type: ignore[method-assign]
+    (machine,) = provider.launch(cheapest(want, provider), 1, tags(), STARTUP)
+    (order,) = fake.asked("POST", "/v2/pods")
+    check("CreatePodRequest", order.body)
+    check("Pod", fake.pods[machine.id])
+    for status in SPECIFICATION["$defs"]["PodStatus"]["enum"]:
+        assert status in STATES
+    fake.halt(machine.id)
+    check("Pod", fake.pods[machine.id])
+    provider.terminate([machine.id])
+    check("Pod", rows[0])
+    assert (rows[0]["status"], rows[0]["cost"]) == ("TERMINATED", 0.0)
+    for status in (400, 404, 422, 429):
+        check("ErrorResponse", problem(status, "no").body)
+    with pytest.raises(jsonschema.ValidationError):
+        check("CreatePodRequest", {**order.body, "labels": {}})

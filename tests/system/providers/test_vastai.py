@@ -1,0 +1,1021 @@
+"""Vast.ai: the contract of all providers, and the peculiarities of a market of containers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, RateLimited
+from skyward_core.machines.instances import InstanceState
+from skyward_core.machines.offers import Offer, Requirements, matches
+from skyward_core.providers import ssh_keys, userdata
+from skyward_core.providers.base import EXPIRES_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, load
+from skyward_core.providers.vastai import launch
+from skyward_core.providers.vastai import provider as provider_module
+from skyward_core.providers.vastai.boot import END, MAIN
+from skyward_core.providers.vastai.instances import LABELS
+from skyward_core.providers.vastai.instances import tags_of as tags_of_container
+from skyward_core.providers.vastai.provider import VastAI
+from skyward_core.provisioning.price_list import price_list
+from tests.conftest import wait_until
+from tests.providers.contract import POOL, STARTUP, Hands, RestContract, tags
+from tests.providers.fake_vastai import KEY, FakeVast, ask
+from tests.providers.http_fake import FakeCloud, Reply
+
+RTX_4090 = Requirements(accelerator=sky.accelerators.parse("RTX 4090"))
+GONE = Reply(
+    404,
+    {
+        "success": False,
+        "error": "no_such_ask",
+        "msg": "error 404/3603: no_such_ask Instance type by id is not available.",
+    },
+)
+POOR = Reply(
+    400, {"success": False, "error": "insufficient_credit", "msg": "Your account lacks credit; see the billing page."}
+)
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeVast]:
+    monkeypatch.setattr(launch, "CREATE_SECONDS", 0.0)
+    monkeypatch.setattr(launch, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(launch, "LOOK_SECONDS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr("skyward_core.providers._http.PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr("skyward_core.providers._http.PATIENCE_SECONDS", 0.5)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    with FakeVast() as server:
+        monkeypatch.setenv("VAST_URL", server.url)
+        monkeypatch.setenv("VAST_API_KEY", KEY)
+        server.sell(*(ask(number) for number in range(101, 107)))
+        server.sell(
+            ask(201, "H100 SXM", 8, 19.2, gpu_ram=81559, geolocation="Sweden, SE"),
+            ask(202, "GTX 1070", 1, 0.05, gpu_ram=8192),
+        )
+        yield server
+
+
+class TestVastAI(RestContract):
+    variables = ("VAST_API_KEY",)
+    creating = ("PUT", "/api/v0/asks/")
+    ending = ("DELETE", "/api/v0/instances/")
+
+    @pytest.fixture
+    def wire(self, fake: FakeVast) -> FakeCloud:
+        return fake
+
+    @pytest.fixture
+    def hands(self, fake: FakeVast) -> Hands:
+        def provider(*, explicit: bool = False) -> VastAI:
+            return VastAI(api_key=KEY) if explicit else VastAI()
+
+        def outage_over() -> None:
+            fake.is_down, fake.creates_left = False, None
+
+        def fail_create_after(count: int) -> None:
+            fake.creates_left = count
+
+        def strangers() -> None:
+            labels = (
+                None,
+                "",
+                "ML Training Job 2025",
+                "sky-contract-a1b2c3-0",
+                "skyward",
+                "skyward:sky-contract-a1b2c3",
+                "skyward:a-0",
+                "skyward:a-x:lL1",
+            )
+            for label, _ in zip(itertools.cycle(labels), range(30), strict=False):
+                fake.stranger(label)
+
+        return Hands(
+            provider=provider,
+            want=RTX_4090,
+            secrets=(KEY,),
+            alive=lambda: {str(contract) for contract in fake.containers},
+            refuse_credentials=lambda: setattr(fake, "is_refusing", True),
+            no_capacity=lambda: fake.fail("PUT", "/api/v0/asks/", GONE, times=100),
+            quota=lambda: fake.fail("PUT", "/api/v0/asks/", POOR, times=100),
+            outage=lambda: setattr(fake, "is_down", True),
+            outage_over=outage_over,
+            lose_create_answer=lambda: fake.fail("PUT", "/api/v0/asks/", None, is_done=True),
+            fail_create_after=fail_create_after,
+            throttle=lambda: fake.fail(
+                "GET",
+                "/api/v1/instances/",
+                Reply(429, "API requests too frequent: endpoint threshold=1.0", is_text=True),
+            ),
+            stop=lambda machine_id: fake.halt(int(machine_id)),
+            preempt=lambda machine_id: fake.halt(int(machine_id)),
+            strangers=strangers,
+            lag=lambda: setattr(fake, "hidden", 2),
+        )
+
+
+def cheapest(want: Requirements = RTX_4090, *, is_spot: bool = False, provider: VastAI | None = None) -> Offer:
+    offers = [
+        offer
+        for offer in (provider or VastAI()).offers(want)
+        if matches(offer, want) is None and offer.is_spot == is_spot
+    ]
+    return min(offers, key=lambda offer: offer.price_per_hour)
+
+
+def rented(fake: FakeVast) -> list[int]:
+    """Return the ids of the tried offers of the market, in order."""
+    return [int(request.path.split("/")[4]) for request in fake.asked("PUT", "/api/v0/asks/")]
+
+
+# ── offers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_traffic_and_disk_are_counted_at_the_hosts_prices(fake: FakeVast) -> None:
+    """Traffic is an estimate.
+
+    A class has the highest extra costs of its machines. No host with dearer traffic is rented for the offer's price.
+    """
+    there = {"geolocation": "Quebec, CA"}
+    costs = {"inet_down_cost": 0.002, "inet_up_cost": 0.01, "storage_cost": 0.18, **there}
+    fake.sell(
+        ask(91, price=0.30, **costs),
+        ask(92, price=0.30, **there),
+        ask(93, price=0.29, **{**costs, "inet_down_cost": 0.1}),
+        ask(94, price=0.20, **costs),
+    )
+    provider = VastAI(region="CA", disk_gb=40, traffic_down_gb_per_hour=5, traffic_up_gb_per_hour=1)
+    offers = [offer for offer in provider.offers(RTX_4090) if not offer.is_spot]
+    assert [
+        (offer.price_per_hour, [(extra.name, extra.usd_per_hour) for extra in offer.extras_per_hour])
+        for offer in offers
+    ] == [
+        (0.20, [("traffic", 0.02)]),
+        (0.30, [("traffic", 0.02)]),
+        (0.29, [("traffic", 0.51)]),
+    ]
+    bid = cheapest(is_spot=True, provider=provider)
+    assert [(extra.name, extra.usd_per_hour) for extra in bid.extras_per_hour] == [("disk", 0.01), ("traffic", 0.02)]
+    machines = provider.launch(offers[1], 4, tags(), STARTUP)
+    assert sorted(rented(fake)) == [91, 92, 94]
+    assert len(machines) == 3
+
+
+def test_a_country_has_one_name(fake: FakeVast) -> None:
+    """A listing may have "California, United States", and an offer "Texas, US".
+
+    Both are one region with the code as its name.
+    """
+    there = {"price": 0.1, "gpu_name": "RTX A5000"}
+    fake.sell(
+        ask(71, geolocation="California, United States", **there),
+        ask(72, geolocation="Texas, US", **there),
+        ask(73, geolocation="Ohio, Narnia", **there),
+    )
+    want = Requirements(accelerator=sky.accelerators.parse("RTX A5000"))
+    assert {offer.region for offer in VastAI().offers(want)} == {"US", "Narnia"}
+    offers = [offer for offer in VastAI(region="US").offers(want) if not offer.is_spot]
+    assert [offer.region for offer in offers] == ["US"]
+    assert fake.asked("POST", "/api/v0/bundles/")[-1].body["geolocation"] == {
+        "in": ["US", "United States", "United States of America"]
+    }
+    machines = VastAI(region="US").launch(offers[0], 2, tags(), STARTUP)
+    assert sorted(rented(fake)) == [71, 72]
+    assert {machine.region for machine in machines} == {"US"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "needed", "asked"),
+    [
+        ({}, None, {"gte": 12.4}),  # the container's image, by its name
+        ({}, 12.8, {"gte": 12.8}),
+        ({}, 11.8, {"gte": 12.4}),
+        ({"image": "ubuntu:24.04"}, None, None),
+        ({"image": "ubuntu:24.04"}, 12.8, {"gte": 12.8}),
+        ({"min_cuda": 12.0}, 12.8, {"gte": 12.0}),
+    ],
+)
+def test_cuda_has_the_version_that_the_image_needs(
+    fake: FakeVast, settings: dict[str, Any], needed: float | None, asked: object
+) -> None:
+    """It is in the first search and in the search of the launch. A setting overrides it."""
+    want = RTX_4090.model_copy(update={"min_cuda": needed})
+    offer = cheapest(want, provider=VastAI(**settings))
+    VastAI(**settings).launch(offer, 1, tags(), STARTUP)
+    assert {str(request.body.get("cuda_max_good")) for request in fake.asked("POST", "/api/v0/bundles/")} == {
+        str(asked)
+    }
+
+
+def test_an_offer_is_a_class_of_machines_with_its_share_of_the_host(fake: FakeVast) -> None:
+    """The market lists memory for the whole machine, and CPUs for the share.
+
+    GPU memory, as the driver sees it, is rounded up to the vendor's figure.
+    """
+    (offer,) = [
+        offer
+        for offer in VastAI().offers(Requirements(accelerator=sky.accelerators.parse("8xH100-SXM")))
+        if not offer.is_spot
+    ]
+    assert (offer.instance_type, offer.region, offer.price_per_hour) == ("H100_SXM_80GBx8", "SE", 19.2)
+    assert (offer.vcpus, offer.memory_gb) == (128, pytest.approx(512))
+    assert (offer.accelerator, offer.accelerators, offer.accelerator_memory_gb) == ("H100", 8, 80)
+    assert cheapest().memory_gb == pytest.approx(64)
+
+
+def test_a_search_has_the_requirements_in_the_units_of_the_market(fake: FakeVast) -> None:
+    """It holds on demand and for bids. Chips have the market's names."""
+    VastAI(region=("US", "CA"), disk_gb=100, min_hours_left=2).offers(
+        Requirements(accelerator=sky.accelerators.parse("2xA100"), max_price_per_hour=3)
+    )
+    on_demand, bids = (request.body for request in fake.asked("POST"))
+    assert on_demand == {
+        "rentable": {"eq": True},
+        "rented": {"eq": False},
+        "external": {"eq": False},
+        "verified": {"eq": True},
+        "reliability2": {"gte": 0.98},
+        "direct_port_count": {"gte": 2},
+        "inet_down": {"gte": 200.0},
+        "disk_space": {"gte": 100},
+        "duration": {"gte": 7200.0},
+        "cuda_max_good": {"gte": 12.4},
+        "gpu_name": {"in": ["A100", "A100 PCIE", "A100 SXM4", "A100X"]},
+        "num_gpus": {"gte": 2},
+        "geolocation": {"in": ["US", "CA", "Canada", "United States", "United States of America"]},
+        "dph_total": {"lte": 3.0},
+        "type": "on-demand",
+        "order": [["dph_total", "asc"]],
+        "limit": 64,
+        "allocated_storage": 100,
+    }
+    assert bids["type"] == "bid"
+    assert (bids["min_bid"], bids["order"]) == ({"lte": 3.0}, [["min_bid", "asc"]])
+    assert "dph_total" not in bids
+
+
+def test_a_search_has_a_single_form_factor_and_no_cuda_for_amd(fake: FakeVast) -> None:
+    VastAI().offers(Requirements(accelerator=sky.accelerators.parse("H100-NVL")))
+    VastAI(verified_only=False).offers(Requirements(accelerator=sky.accelerators.parse("MI300X")))
+    VastAI().offers(Requirements(instance_type="InstinctMI300Xx8"))
+    nvl, _, amd, _, type_of_amd, _ = (request.body for request in fake.asked("POST"))
+    assert nvl["gpu_name"] == {"in": ["H100", "H100 NVL"]}
+    assert amd["gpu_name"] == {"in": ["InstinctMI300X", "MI300X"]}
+    assert not amd.keys() & {"cuda_max_good", "verified"}
+    assert (type_of_amd["gpu_name"], type_of_amd["num_gpus"]) == ({"eq": "InstinctMI300X"}, {"eq": 8})
+    assert "cuda_max_good" not in type_of_amd
+
+
+@pytest.mark.parametrize(
+    ("listed", "chip", "memory_gb", "instance_type"),
+    [
+        (("RTX 4090", 24564), "RTX 4090", 24, "RTX_4090x2"),
+        (("A100 SXM4", 40960), "A100", 40, "A100_SXM4_40GBx2"),
+        (("A100 PCIE", 81920), "A100", 80, "A100_PCIE_80GBx2"),
+        (("A100X", 81920), "A100", 80, "A100X_80GBx2"),
+        (("H100 NVL", 95830), "H100", 94, "H100_NVLx2"),
+        (("GH200 SXM", 97871), "GH200", 96, "GH200_SXM_96GBx2"),
+        (("Tesla V100", 16160), "V100", 16, "Tesla_V100_16GBx2"),
+        (("Tesla V100", 32510), "V100", 32, "Tesla_V100_32GBx2"),
+        (("B300 PC", 275040), "B300", 288, "B300_PCx2"),
+        (("RTX 4000Ada", 20475), "RTX 4000 Ada", 20, "RTX_4000Adax2"),
+        (("RTX PRO 6000 Max-Q", 97887), "RTX PRO 6000", 96, "RTX_PRO_6000_Max-Qx2"),
+        (("RTX PRO 6000 S", 97887), "RTX PRO 6000", 96, "RTX_PRO_6000_Sx2"),
+        (("Q RTX 8000", 49152), "Quadro RTX 8000", 48, "Q_RTX_8000x2"),
+        (("A10g", 23028), "A10G", 24, "A10gx2"),
+        (("L4", 23034), "L4", 24, "L4x2"),
+        (("InstinctMI100", 32752), "MI100", 32, "InstinctMI100x2"),
+    ],
+)
+def test_offers_have_the_catalogues_names_and_launches_the_markets(
+    fake: FakeVast, listed: tuple[str, int], chip: str, memory_gb: float, instance_type: str
+) -> None:
+    """The market's name can be derived from the class's name."""
+    fake.asks.clear()
+    fake.sell(ask(1, listed[0], 2, 1.0, gpu_ram=listed[1]))
+    (offer,) = [offer for offer in VastAI().offers(Requirements()) if not offer.is_spot]
+    assert (offer.accelerator, offer.accelerator_memory_gb, offer.instance_type) == (chip, memory_gb, instance_type)
+    assert [offer.instance_type for offer in VastAI().offers(Requirements(instance_type=instance_type))] == [
+        instance_type
+    ] * 2
+    (machine,) = VastAI().launch(offer, 1, tags(), STARTUP)
+    assert machine.instance_type == instance_type
+
+
+def test_an_unknown_chip_or_a_missing_price_is_not_offered(fake: FakeVast) -> None:
+    """An invalid class of machines is not offered either."""
+    fake.asks.clear()
+    fake.sell(ask(1, "GTX 1070"), ask(2, price=0.0))
+    assert VastAI().offers(Requirements()) == []
+    assert VastAI().offers(Requirements(instance_type="g5.xlarge")) == []
+
+
+def test_a_bid_is_a_separate_offer(fake: FakeVast) -> None:
+    """It is slightly above the lowest bid, with the price on demand if that is known.
+
+    A bid above that price is no offer.
+    """
+    fake.asks.clear()
+    fake.sell(
+        ask(1, price=0.4, min_bid=0.15),
+        ask(2, price=0.5, min_bid=0.6),
+        ask(3, price=0.7, min_bid=0.16, geolocation="Sweden, SE"),
+    )
+    spot = [offer for offer in VastAI().offers(RTX_4090) if offer.is_spot]
+    assert [(offer.price_per_hour, offer.on_demand_price_per_hour, offer.region) for offer in spot] == [
+        (pytest.approx(0.165), 0.4, "US"),
+        (pytest.approx(0.176), 0.7, "SE"),
+    ]
+    spot = [offer for offer in VastAI(bid_margin=2).offers(RTX_4090) if offer.is_spot]
+    assert [offer.region for offer in spot] == ["SE"]
+
+
+def test_offers_of_one_class_and_price_are_merged(fake: FakeVast) -> None:
+    """The merged offer has the smallest values of its machines."""
+    fake.asks.clear()
+    fake.sell(ask(1, cpu_cores_effective=8.0), ask(2), ask(3, price=0.5))
+    offers = [offer for offer in VastAI().offers(RTX_4090) if not offer.is_spot]
+    assert [(offer.price_per_hour, offer.vcpus, round(offer.memory_gb)) for offer in offers] == [
+        (0.35, 8, 32),
+        (0.5, 16, 64),
+    ]
+
+
+def test_all_pages_of_a_search_are_read(fake: FakeVast) -> None:
+    """One search returns at most 64 rows.
+
+    Pages are read until one is not full, or until the limit that saves the daily quota.
+    """
+    fake.asks.clear()
+    fake.sell(*(ask(number, price=0.2 + number / 1000) for number in range(1, 151)))
+    prices = {offer.price_per_hour for offer in VastAI().offers(RTX_4090) if not offer.is_spot}
+    assert len(prices) == 150
+    assert [request.body["dph_total"] for request in fake.asked("POST") if "dph_total" in request.body] == [
+        {"gte": 0.264},
+        {"gte": 0.327},
+    ]
+    fake.sell(*(ask(number, price=0.2 + number / 1000) for number in range(151, 600)))
+    fake.requests.clear()
+    VastAI().offers(RTX_4090)
+    assert len(fake.asked("POST")) == 8
+
+
+def test_a_price_list_search_has_the_required_chip(fake: FakeVast, tmp_path: Path) -> None:
+    """The chip may not be among the cheapest of all machines."""
+    fake.sell(*(ask(1000 + number, price=0.1 + number * 0.0001) for number in range(300)))
+    found = price_list([VastAI()], Requirements(accelerator=sky.accelerators.parse("8xH100-SXM")), tmp_path)
+    assert {offer.instance_type for offer in found} == {"H100_SXM_80GBx8"}
+
+
+def test_results_that_do_not_match_the_search_are_filtered(fake: FakeVast) -> None:
+    """The market has returned dearer and worse machines than requested."""
+    fake.is_sloppy = True
+    fake.asks.clear()
+    bad: tuple[dict[str, Any], ...] = (
+        {"reliability2": 0.9},
+        {"inet_down": 10},
+        {"direct_port_count": 0},
+        {"disk_space": 8},
+        {"duration": 60},
+        {"cuda_max_good": 11.8},
+    )
+    fake.sell(*(ask(number, **fields) for number, fields in enumerate(bad, 1)), ask(50, price=9.0), ask(60))
+    want = Requirements(accelerator=RTX_4090.accelerator, max_price_per_hour=1)
+    assert [offer.price_per_hour for offer in VastAI().offers(want) if not offer.is_spot] == [0.35]
+    VastAI().launch(cheapest(want), 1, tags(), STARTUP)
+    assert rented(fake) == [60]
+
+
+def test_the_quota_of_searches_is_not_waited_out(fake: FakeVast) -> None:
+    """It is renewed at midnight, so the error is raised at once."""
+    body = {"success": False, "error": "search_quota_exceeded", "msg": "Daily search quota exceeded"}
+    fake.fail("POST", "/api/v0/bundles/", Reply(429, body), times=100)
+    with pytest.raises(RateLimited, match="midnight") as caught:
+        VastAI().offers(RTX_4090)
+    assert caught.value.code == "search_quota_exceeded"
+    assert len(fake.asked("POST")) == 1
+
+
+def test_a_search_is_repeated_after_a_failure(fake: FakeVast) -> None:
+    """It is a POST request that only reads."""
+    fake.fail("POST", "/api/v0/bundles/", Reply(502, "Bad Gateway", is_text=True))
+    assert VastAI().offers(RTX_4090)
+
+
+# ── the creating call ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_parameters_of_the_creating_call(fake: FakeVast) -> None:
+    """Our script is the container's entrypoint, port 22 is mapped, and there is no queueing and no price."""
+    (machine,) = VastAI(image="pytorch/pytorch:2.5.1", disk_gb=64).launch(cheapest(), 1, tags(), STARTUP)
+    (request,) = fake.asked("PUT")
+    body = request.body
+    env = body.pop("env")
+    assert body == {
+        "client_id": "me",
+        "image": "pytorch/pytorch:2.5.1",
+        "disk": 64,
+        "label": fake.containers[int(machine.id)]["label"],
+        "runtype": "args",
+        "user": "root",
+        "onstart": "/bin/sh",
+        "args": ["-c", MAIN.format(userdata.UNPACKED)],
+        "target_state": "running",
+        "cancel_unavail": True,
+    }
+    assert env["-p 22:22"] == "1"
+    done = subprocess.run(
+        ["sh", "-c", 'printf %s "$SKYWARD_BOOT" | base64 -d | gzip -d'],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    script = done.stdout
+    assert STARTUP in script
+    key = ssh_keys.our_key()
+    host = ssh_keys.host_key(tags()[LAUNCH_TAG], key)
+    assert key.public in script and host.public in script
+    assert machine.endpoint is not None
+    assert (machine.endpoint.host, machine.endpoint.port) == ("198.51.100.7", 20000 + int(machine.id) % 1000)
+    assert (machine.endpoint.user, machine.endpoint.key, machine.endpoint.host_key) == (
+        "root",
+        str(key.path),
+        host.public,
+    )
+    assert machine.directory == f"/root/.cache/skyward/instances/{POOL}-0"
+    assert f"id=$(printf %s {POOL}-0)\n" in script  # its id is known before
+    assert subprocess.run(["sh", "-n"], input=script, text=True, check=False).returncode == 0
+
+
+def test_each_machine_uses_another_offer(fake: FakeVast) -> None:
+    """The next offer is used if one is gone, for any form of that error. Ranks and labels stay."""
+    fake.refused |= {101: GONE, 103: Reply(410, {"success": False, "error": "no_such_ask", "msg": "gone"})}
+    fake.refused[104] = Reply(400, {"success": False, "error": "invalid_args", "msg": "error 400/3467: no_such_ask"})
+    machines = VastAI().launch(cheapest(), 3, tags(first_rank=5), STARTUP)
+    assert rented(fake) == [101, 102, 103, 104, 105, 106]
+    assert [machine.rank for machine in machines] == [5, 6, 7]
+    assert len({machine.id for machine in machines}) == 3
+
+
+def test_the_number_of_tried_offers_is_limited(fake: FakeVast) -> None:
+    fake.sell(*(ask(number) for number in range(300, 330)))
+    fake.fail("PUT", "/api/v0/asks/", GONE, times=100)
+    with pytest.raises(NoCapacity) as caught:
+        VastAI().launch(cheapest(), 2, tags(), STARTUP)
+    assert caught.value.code == "no_such_ask"
+    assert len(rented(fake)) == 6
+
+
+def test_no_machine_above_the_offers_price_is_rented(fake: FakeVast) -> None:
+    """The limit is the offer's price, which is used for the cost, plus a tolerance.
+
+    Machines with fewer CPUs, less memory, another region or another class are not rented. Fewer machines are no error.
+    """
+    offer = cheapest()
+    fake.asks.clear()
+    fake.sell(
+        ask(1, price=0.356),
+        ask(2, price=0.36),
+        ask(3, cpu_cores_effective=8.0),
+        ask(4, cpu_ram=256000),
+        ask(5, geolocation="Sweden, SE"),
+        ask(6, gpus=2),
+    )
+    with pytest.raises(NoCapacity):
+        VastAI().launch(offer, 4, tags(), STARTUP)
+    (machine,) = VastAI(price_tolerance=0.02).launch(offer, 4, tags(), STARTUP)
+    assert rented(fake) == [1]
+    assert machine.price_per_hour == 0.356
+    fake.sell(ask(1, price=0.356))
+    assert len(VastAI(price_tolerance=0.1).launch(offer, 4, tags(launch="L2"), STARTUP)) == 2
+
+
+def test_without_further_offers_there_is_no_capacity(fake: FakeVast) -> None:
+    offer = cheapest()
+    fake.asks.clear()
+    with pytest.raises(NoCapacity, match=r"RTX_4090x1 in US for \$0.350") as caught:
+        VastAI().launch(offer, 1, tags(), STARTUP)
+    assert caught.value.code == "no offers"
+    assert fake.asked("PUT") == []
+    with pytest.raises(BadRequest, match="class of machines"):
+        VastAI().launch(offer.model_copy(update={"instance_type": "big"}), 1, tags(), STARTUP)
+
+
+def test_several_machines_come_from_one_cluster_if_possible(fake: FakeVast) -> None:
+    """The cheapest cluster, or machine, that has enough offers is used. For one machine the cheapest offer is used."""
+    fake.sell(
+        ask(301, price=0.351, cluster_id=7),
+        ask(302, price=0.352, cluster_id=7),
+        ask(303, price=0.351, machine_id=9),
+        ask(304, price=0.353, machine_id=9),
+    )
+    offer = cheapest()
+    provider = VastAI(price_tolerance=0.02)
+    provider.launch(offer, 2, tags(), STARTUP)
+    provider.launch(offer, 2, tags(launch="L2"), STARTUP)
+    provider.launch(offer, 1, tags(launch="L3"), STARTUP)
+    assert rented(fake) == [301, 302, 303, 304, 101]
+
+
+def test_a_spot_machine_is_a_bid_at_the_offers_price(fake: FakeVast) -> None:
+    """Without a price it would be on demand.
+
+    An offer is skipped if its lowest bid is above the price. If that bid rises during the call, the error is
+    NoCapacity.
+    """
+    offer = cheapest(is_spot=True)
+    bid = offer.price_per_hour
+    assert bid == pytest.approx(0.175 * 1.1)
+    fake.asks[101] |= {"min_bid": 0.2}
+    fake.refused[102] = Reply(
+        400, {"success": False, "error": "invalid_price", "msg": "error 400/3513: bid is below the minimum"}
+    )
+    (machine,) = VastAI().launch(offer, 1, tags(), STARTUP)
+    assert rented(fake) == [102, 103]
+    assert [request.body["price"] for request in fake.asked("PUT")] == [bid, bid]
+    assert (machine.is_spot, machine.price_per_hour, machine.on_demand_price_per_hour) == (True, bid, None)
+    assert fake.asked("POST")[-1].body["type"] == "bid"
+
+
+@pytest.mark.parametrize("status", [200, 400, 503])
+def test_a_container_of_a_refused_call_is_destroyed(fake: FakeVast, status: int) -> None:
+    """A failed bid leaves a stopped container, which is billed."""
+    fake.refused[101] = Reply(status, {"success": False, "error": "no_such_ask", "msg": "outbid", "new_contract": 0})
+    machines = VastAI().launch(cheapest(is_spot=True), 1, tags(), STARTUP) if status != 503 else []
+    if status == 503:
+        with pytest.raises(ProviderFailed):
+            VastAI().launch(cheapest(is_spot=True), 1, tags(), STARTUP)
+    assert {str(contract) for contract in fake.containers} == {machine.id for machine in machines}
+    assert len(fake.asked("DELETE")) == 1
+
+
+def test_an_empty_answer_is_an_unknown_outcome(fake: FakeVast) -> None:
+    """It has neither an id nor an error: the container is looked up, and the call is not repeated."""
+    fake.refused[101] = Reply(200, {"success": True})
+    with pytest.raises(ProviderFailed):
+        VastAI().launch(cheapest(), 1, tags(), STARTUP)
+    assert rented(fake) == [101]
+
+
+def test_a_container_of_a_lost_answer_is_found_by_its_label(fake: FakeVast) -> None:
+    """The listing is late. The same rank of another launch of the pool does not match."""
+    (older,) = VastAI().launch(cheapest(), 1, tags(launch="sky-contract-1"), STARTUP)
+    fake.hidden = 2
+    fake.fail("PUT", "/api/v0/asks/", None, is_done=True)
+    first, second = VastAI().launch(cheapest(), 2, tags(launch="sky-contract-2"), STARTUP)
+    assert len({older.id, first.id, second.id}) == 3 == len(fake.containers)
+    assert (first.rank, second.rank) == (0, 1)
+
+
+def test_a_failed_container_is_not_mistaken_for_that_of_a_lost_answer(fake: FakeVast) -> None:
+    """It has the same label, and stays in the listing for some time after its end."""
+    fake.ghosts = {}
+    fake.broken[101] = {"actual_status": "exited"}
+    fake.fail("PUT", "/api/v0/asks/102/", None)
+    with pytest.raises(ProviderFailed):
+        VastAI().launch(cheapest(), 1, tags(), STARTUP)
+    assert rented(fake) == [101, 102]
+    assert (len(fake.ghosts), fake.containers) == (1, {})
+
+
+def test_throttled_creating_calls_are_no_unknown_outcome(fake: FakeVast) -> None:
+    """A throttled call creates nothing, so nothing is looked up. Containers that were created before are returned."""
+    fake.fail(
+        "PUT",
+        "/api/v0/asks/101/",
+        Reply(429, "API requests too frequent: endpoint threshold=4.5", is_text=True),
+        times=1000,
+    )
+    with pytest.raises(RateLimited):
+        VastAI().launch(cheapest(), 1, tags(), STARTUP)
+    assert fake.asked("GET") == []
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "kind"),
+    [
+        (400, {"error": "invalid_args", "msg": "You don't have enough credit to rent this"}, sky.QuotaExceeded),
+        (403, {"error": "forbidden", "msg": "Balance too low"}, sky.QuotaExceeded),
+        (402, {"msg": "Payment required"}, sky.QuotaExceeded),
+        (400, {"error": "invalid_args", "msg": "invalid env arguments, total length > 32KB"}, BadRequest),
+        (403, {"error": "forbidden", "msg": "This key may not write instances"}, CredentialsError),
+    ],
+)
+def test_a_refusal_ends_the_launch(fake: FakeVast, status: int, body: dict[str, str], kind: type[Exception]) -> None:
+    """Containers that were created before are returned."""
+    for number in range(102, 107):
+        fake.refused[number] = Reply(status, {"success": False, **body})
+    assert [machine.rank for machine in VastAI().launch(cheapest(), 2, tags(), STARTUP)] == [0]
+    with pytest.raises(kind):
+        VastAI().launch(cheapest(), 2, tags(), STARTUP)
+    assert rented(fake) == [101, 102, 102]
+
+
+def test_creating_calls_have_a_minimum_distance(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vast.ai refuses calls that come sooner."""
+    clock, slept = [1000.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clock[0] += seconds
+
+    offer = cheapest()
+    monkeypatch.setattr(launch, "CREATE_SECONDS", 4.5)
+    fake_time = SimpleNamespace(sleep=sleep, monotonic=lambda: clock[0])
+    monkeypatch.setattr(launch, "time", fake_time)
+    monkeypatch.setattr(provider_module, "time", fake_time)
+    VastAI().launch(offer, 3, tags(), STARTUP)
+    assert slept[:3] == [0.0, 4.5, 4.5]
+
+
+# ── the wait for an address ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {
+            "actual_status": "created",
+            "status_msg": "Error response from daemon: failed to create task: OCI runtime create failed: runc",
+        },
+        {"actual_status": "loading", "status_msg": "manifest unknown: manifest tagged by 12.4.1 is not found"},
+        {"actual_status": "exited", "status_msg": "exit 1"},
+        {"actual_status": "offline"},
+        {"actual_status": "unknown"},
+    ],
+)
+def test_a_failed_container_is_destroyed_and_the_next_host_is_tried(fake: FakeVast, fields: dict[str, str]) -> None:
+    """A noticeable share of hosts fails."""
+    fake.broken |= {101: fields, 102: fields}
+    machines = VastAI().launch(cheapest(), 2, tags(), STARTUP)
+    assert rented(fake) == [101, 102, 103, 104]
+    assert [machine.rank for machine in machines] == [0, 1]
+    assert {str(contract) for contract in fake.containers} == {machine.id for machine in machines}
+
+
+def test_if_all_hosts_fail_there_is_no_capacity(fake: FakeVast) -> None:
+    """The error has the cloud's own code."""
+    fake.broken |= {number: {"actual_status": "exited", "status_msg": "exit 127"} for number in range(101, 107)}
+    with pytest.raises(NoCapacity, match="exit 127") as caught:
+        VastAI().launch(cheapest(), 1, tags(), STARTUP)
+    assert caught.value.code == "exited"
+    assert len(rented(fake)) == 3
+    assert fake.containers == {}
+
+
+def test_an_unknown_outcome_is_not_reported_as_no_capacity(fake: FakeVast) -> None:
+    """NoCapacity means that no machine was created.
+
+    So it is not raised after an unknown outcome, nor if a failed container cannot be destroyed.
+    """
+    fake.broken[101] = {"actual_status": "exited"}
+    fake.refused[102] = Reply(503, "upstream", is_text=True)
+    with pytest.raises(ProviderFailed, match="503"):
+        VastAI().launch(cheapest(), 2, tags(), STARTUP)
+    assert fake.containers == {}
+    fake.asks = {103: fake.asks[103]}
+    fake.broken[103] = {"actual_status": "exited"}
+    fake.is_strict_about_bulk = True
+    fake.undying = {fake.next_contract + 1}
+    with pytest.raises(ProviderFailed, match="did not destroy"):
+        VastAI().launch(cheapest(), 1, tags(launch="L2"), STARTUP)
+    assert len(fake.containers) == 1
+
+
+def test_a_container_that_loads_for_too_long_is_destroyed(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other containers are returned."""
+    fake.broken[102] = {"actual_status": "loading", "status_msg": "Pulling fs layer"}
+    clock = itertools.count(1000, 10)
+    offer = cheapest()
+    fake_time = SimpleNamespace(sleep=time.sleep, monotonic=lambda: float(next(clock)))
+    monkeypatch.setattr(launch, "time", fake_time)
+    monkeypatch.setattr(provider_module, "time", fake_time)
+    monkeypatch.setattr("skyward_core.providers._http.PATIENCE_SECONDS", 1e9)
+    (machine,) = VastAI().launch(offer, 2, tags(), STARTUP)
+    assert machine.rank == 0
+    assert {str(contract) for contract in fake.containers} == {machine.id}
+
+
+def test_a_machine_that_disappears_during_the_wait_ends_the_launch(
+    fake: FakeVast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two listings lack it after one that had it. A teardown may be in progress, and would not find another container.
+
+    A container that is not listed yet is waited for.
+    """
+    fake.hidden = 2
+    listings: list[int] = []
+    listing = launch.all_containers
+
+    def vanishing(api: Any) -> Iterator[Any]:
+        listings.append(len(rows := list(listing(api))))
+        if rows and len(rented(fake)) == 1:
+            fake.containers.clear()
+        yield from rows
+
+    monkeypatch.setattr(launch, "all_containers", vanishing)
+    with pytest.raises(NoCapacity) as caught:
+        VastAI().launch(cheapest(), 1, tags(), STARTUP)
+    assert caught.value.code == "gone"
+    assert rented(fake) == [101]
+    assert listings == [0, 0, 1, 0, 0]
+    assert fake.containers == {}
+
+
+def test_a_launch_creates_nothing_after_its_pool_was_torn_down(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process has torn it down. Containers with an address are returned. Other containers are not replaced."""
+    fake.broken |= {102: {"actual_status": "loading"}, 103: {"actual_status": "loading"}}
+    fake.broken[104] = {"actual_status": "exited"}
+    offer = cheapest()
+
+    def given_back(seconds: float) -> None:
+        for contract in [
+            contract
+            for contract, row in fake.containers.items()
+            if row["actual_status"] == "loading" and fake.steps[contract] > 4
+        ]:
+            VastAI().terminate([str(contract)])
+
+    monkeypatch.setattr(launch, "time", SimpleNamespace(sleep=given_back, monotonic=time.monotonic))
+    machines = VastAI().launch(offer, 4, tags(), STARTUP)
+    assert rented(fake) == [101, 102, 103, 104]
+    assert {str(contract) for contract in fake.containers} == {machine.id for machine in machines}
+    assert len(machines) == 1
+
+
+# ── listing and terminating ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("fields", "state"),
+    [
+        ({"actual_status": None}, InstanceState.PENDING),
+        ({"actual_status": "created", "cur_state": "stopped"}, InstanceState.PENDING),
+        ({"actual_status": "loading", "status_msg": "Pulling"}, InstanceState.PENDING),
+        ({"actual_status": "rebooting"}, InstanceState.PENDING),
+        ({"actual_status": "a word of tomorrow"}, InstanceState.PENDING),
+        ({"actual_status": "created", "status_msg": "Error: no space left"}, InstanceState.STOPPING),
+        ({"actual_status": "running"}, InstanceState.RUNNING),
+        ({"actual_status": "running", "status_msg": "Error in the user's own log"}, InstanceState.RUNNING),
+        ({"actual_status": "running", "intended_status": "stopped"}, InstanceState.STOPPING),
+        ({"actual_status": "running", "cur_state": "unloaded"}, InstanceState.STOPPING),
+        *(
+            ({"actual_status": word}, InstanceState.STOPPING)
+            for word in ("stopped", "exited", "offline", "unknown", "frozen")
+        ),
+        (
+            {"actual_status": None, "intended_status": "stopped", "cur_state": "stopped", "next_state": "stopped"},
+            InstanceState.STOPPING,
+        ),
+    ],
+)
+def test_each_status_has_a_state(fake: FakeVast, fields: dict[str, Any], state: InstanceState) -> None:
+    """Outbid, stopped and broken containers are STOPPING; an unknown status is PENDING."""
+    (machine,) = VastAI().launch(cheapest(), 1, tags(), STARTUP)
+    fake.containers[int(machine.id)] |= fields
+    assert [found.state for found in VastAI().instances(POOL)] == [state]
+
+
+def test_a_container_without_a_port_has_no_endpoint_yet(fake: FakeVast) -> None:
+    (machine,) = VastAI().launch(cheapest(), 1, tags(), STARTUP)
+    fake.containers[int(machine.id)] |= {"actual_status": "loading", "ports": None, "public_ipaddr": " "}
+    fake.steps[int(machine.id)] = 0
+    (found,) = VastAI().instances(POOL)
+    assert (found.endpoint, found.ip, found.state) == (None, None, InstanceState.PENDING)
+
+
+def test_a_listing_with_repeated_pages_is_a_failure(fake: FakeVast) -> None:
+    fake.fail("GET", "/api/v1/instances/", Reply(200, {"instances": [], "next_token": "again"}), times=100)
+    with pytest.raises(ProviderFailed, match="repeat"):
+        VastAI().instances()
+
+
+def test_many_are_destroyed_in_one_call(fake: FakeVast) -> None:
+    machines = VastAI().launch(cheapest(), 3, tags(), STARTUP)
+    VastAI().terminate([machine.id for machine in machines])
+    assert [request.path for request in fake.asked("DELETE")] == ["/api/v0/instances/"]
+
+
+def test_ids_that_are_no_numbers_are_ignored(fake: FakeVast) -> None:
+    VastAI().terminate(["i-0123", ""])
+    assert fake.requests == []
+
+
+def test_if_a_common_deletion_is_refused_each_container_is_tried(fake: FakeVast) -> None:
+    """All are tried, and the error names those that are left."""
+    first, second, third = VastAI().launch(cheapest(), 3, tags(), STARTUP)
+    fake.is_strict_about_bulk = True
+    fake.undying = {int(second.id)}
+    with pytest.raises(InstancesLeft) as caught:
+        VastAI().terminate([first.id, second.id, third.id, "29000000"])
+    assert caught.value.ids == (second.id,)
+    assert {str(contract) for contract in fake.containers} == {second.id}
+
+
+# ── labels ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_label_has_all_tags(fake: FakeVast) -> None:
+    """The tags are as long as those of a real process, with characters that all clouds accept."""
+    real = tags("sky-0123456789ab", 12, "sky-0123456789ab-3") | {
+        PROCESS_TAG: "7b913007-36a5-4f45-946d-7a03524ccb0c.4026531836.8792.216118",
+        OWNER_TAG: "jo@workstation",
+        EXPIRES_TAG: "1790003600",
+    }
+    label, more = LABELS.pack(real)
+    assert more == {}
+    assert len(label) <= 256
+    assert label.startswith("skyward:sky-0123456789ab-12:lsky-0123456789ab-3:c1790000000:e1790003600:p")
+    assert tags_of_container({"label": label}) == real
+    assert not set(label) - set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-._~:%")
+
+
+def test_tags_that_do_not_fit_into_a_label_are_in_the_environment(fake: FakeVast) -> None:
+    """The listing has the environment as pairs. The tags that identify a pool stay in the label."""
+    many = tags() | {OWNER_TAG: "jörg@" + "x" * 200, "team": "a b:c", EXPIRES_TAG: "1790003600"}
+    (machine,) = VastAI().launch(cheapest(), 1, many, STARTUP)
+    label = fake.containers[int(machine.id)]["label"]
+    assert len(label) <= 256
+    assert machine.tags == many | {RANK_TAG: "0"}
+    (found,) = VastAI().instances(POOL)
+    assert found.tags == machine.tags
+    fake.containers[int(machine.id)]["extra_env"] = None
+    (found,) = VastAI().instances(POOL)
+    assert {name: found.tags.get(name) for name in (POOL_TAG, LAUNCH_TAG, EXPIRES_TAG, OWNER_TAG)} == {
+        POOL_TAG: POOL,
+        LAUNCH_TAG: many[LAUNCH_TAG],
+        EXPIRES_TAG: "1790003600",
+        OWNER_TAG: None,
+    }
+
+
+def test_a_pool_name_that_no_label_can_hold_is_refused(fake: FakeVast) -> None:
+    with pytest.raises(BadRequest, match="too long"):
+        VastAI().launch(cheapest(), 1, tags("x" * 300), STARTUP)
+    assert fake.asked("PUT") == []
+
+
+# ── in the container ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_killed_main_script_is_started_again(tmp_path: Path) -> None:
+    """The first process starts it, and no process inside can kill the first process.
+
+    The script finds that the container was restarted.
+    """
+    starts = tmp_path / "starts"
+    starts.touch()
+    script = f'echo up >>{starts}; echo "$PPID" "$(cut -d" " -f1 </proc/self/stat)"; exec sleep 1000'
+    main = subprocess.Popen(
+        ["sh", "-c", MAIN.format(f"sh -c {shlex.quote(script)}").replace("sleep 5", "sleep 0.1")],
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        wait_until(lambda: starts.read_text() == "up\n", "the script")
+        children = Path(f"/proc/{main.pid}/task/{main.pid}/children")
+        for child in children.read_text().split():
+            os.kill(int(child), signal.SIGKILL)
+        wait_until(lambda: starts.read_text() == "up\nup\n", "the script, again")
+    finally:
+        os.killpg(main.pid, signal.SIGKILL)
+        main.wait()
+
+
+def test_the_first_process_ends_on_sigterm() -> None:
+    """A `sleep` as process 1 would ignore the signal: the kernel drops signals to process 1 without a handler."""
+    main = subprocess.Popen(
+        ["sh", "-c", MAIN.format("echo up; exec sleep 1000")],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert main.stdout is not None
+        assert main.stdout.readline() == "up\n"
+        main.terminate()
+        assert main.wait(10) == 0
+    finally:
+        os.killpg(main.pid, signal.SIGKILL)
+        main.communicate()
+
+
+DESTROY = "DELETE -d {} https://console.vast.ai/api/v0/instances/12345/"
+DESTROY_ALL = 'DELETE -d {"instance_ids": [12345]} https://console.vast.ai/api/v0/instances/'
+STOP = 'PUT -d {"state": "stopped"} https://console.vast.ai/api/v0/instances/12345/'
+
+
+@pytest.mark.parametrize(
+    ("accepted", "ways"),
+    [
+        ("*/12345/", [DESTROY]),
+        ("*instance_ids*", [DESTROY, DESTROY_ALL]),
+        ("PUT*", [DESTROY, DESTROY_ALL, STOP]),
+        ("nothing", [DESTROY, DESTROY_ALL, STOP]),
+    ],
+)
+@pytest.mark.parametrize("is_inherited", [False, True])
+def test_a_container_requests_its_end_until_it_succeeds(
+    tmp_path: Path, accepted: str, ways: list[str], is_inherited: bool
+) -> None:
+    """The request has the container's own key, which is in no command line.
+
+    If destroying is refused the container requests a stop. Nothing ends the first process.
+    """
+
+    def command(name: str, text: str) -> None:
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+
+    calls = shlex.quote(str(tmp_path / "calls"))
+    answer = f"""case "$*" in {accepted}) printf '%s' '{{"success": true}} 200' ;; *) printf '%s' '{{"success": false, "error": "no"}} 200' ;; esac"""
+    command("curl", f'shift 6; echo "$*" >>{calls}; cat >{shlex.quote(str(tmp_path / "header"))}; {answer}')
+    command("sleep", f'echo "sleep $*" >>{calls}; [ "$(grep -c ^sleep {calls})" -lt 5 ] || kill "$PPID"')
+    script = END
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "CONTAINER_ID": "12345",
+        "CONTAINER_API_KEY": "its-own-key",
+    }
+    if not is_inherited:  # a process over SSH reads the environment of the first process
+        (tmp_path / "environ").write_text("A=b\0CONTAINER_API_KEY=its-own-key\0VAST_CONTAINERLABEL=C.12345\0")
+        script = script.replace("/proc/1/environ", str(tmp_path / "environ"))
+        environment = {"PATH": environment["PATH"]}
+    done = subprocess.run(
+        ["sh", "-c", script], env=environment, capture_output=True, text=True, check=False, timeout=30
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "")
+    made = [
+        line.replace(" -H @- -H Content-Type: application/json", "")
+        for line in (tmp_path / "calls").read_text().splitlines()
+    ]
+    assert made == [line for pause in (5, 10, 20, 40, 80) for line in (*ways, f"sleep {pause}")]
+    assert (tmp_path / "header").read_text() == "Authorization: Bearer its-own-key"
+    assert "kill" not in END
+
+
+# ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def write_to(home: Path, place: str) -> None:
+    (home / place).parent.mkdir(parents=True, exist_ok=True)
+    (home / place).write_text(f"{KEY}\n")
+
+
+@pytest.mark.parametrize(
+    ("place", "config"),
+    [(".config/vastai/vast_api_key", None), ("elsewhere/vastai/vast_api_key", "elsewhere"), (".vast_api_key", None)],
+)
+def test_the_key_can_be_in_the_files_of_vasts_tools(
+    fake: FakeVast, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str, config: str | None
+) -> None:
+    monkeypatch.delenv("VAST_API_KEY")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    if config is not None:
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / config))
+    write_to(tmp_path, place)
+    assert VastAI().account() == "user 4711"
+
+
+def test_the_url_can_be_configured(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The setting overrides the variable of the cloud's tools."""
+    monkeypatch.setenv("VAST_URL", "http://127.0.0.1:9/")
+    assert VastAI(endpoint_url=f"{fake.url}/api/v0/").account() == "user 4711"
+    assert VastAI(endpoint_url=fake.url).quotas() == {"credit in USD": 12.5}
+
+
+@pytest.mark.parametrize(
+    "fields", [{"region": "us"}, {"region": ("US", "Europe")}, {"disk_gb": 4}, {"min_reliability": 98}]
+)
+def test_invalid_settings_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest):
+        load({"name": "vastai", **fields})
+
+
+def test_fewer_machines_than_requested_are_logged(fake: FakeVast, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "skyward_core.providers.vastai")
+    offer = cheapest()
+    fake.asks = {101: fake.asks[101]}
+    VastAI().launch(offer, 2, tags(), STARTUP)
+    assert "had 1 of 2 RTX_4090x1" in caplog.text
+
+
+def test_volumes_are_refused_with_an_alternative(fake: FakeVast) -> None:
+    (machine,) = VastAI().launch(cheapest(), 1, tags(), STARTUP)
+    assert set(VastAI.refuses) == {"volume", "mig", "private network"}
+    assert VastAI().console_url(machine) == "https://cloud.vast.ai/instances/"
+    assert json.loads(json.dumps(VastAI(region="SE").to_json())) == {"name": "vastai", "region": "SE"}

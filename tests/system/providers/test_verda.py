@@ -1,0 +1,772 @@
+"""Verda: the contract of all providers, and Verda's peculiarities."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+import skyward_core as sky
+from skyward_core.concurrency.threads import side_by_side
+from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded
+from skyward_core.machines.instances import InstanceState
+from skyward_core.machines.offers import Offer, Requirements, matches, rank
+from skyward_core.providers import _http
+from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, load
+from skyward_core.providers.tagging import launch_word
+from skyward_core.providers.verda import launch, termination
+from skyward_core.providers.verda.offers import image_of
+from skyward_core.providers.verda.provider import Verda
+from skyward_core.providers.verda.tags import NAME
+from tests.providers.contract import POOL, STARTUP, Hands, RestContract, tags
+from tests.providers.fake_verda import CLIENT_ID, CLIENT_SECRET, STRANGE_SCRIPT, TYPES, FakeVerda, error
+from tests.providers.http_fake import FakeCloud, Reply
+
+WANT = Requirements(accelerator=sky.accelerators.parse("H100"))
+VARIABLES = ("VERDA_CLIENT_ID", "VERDA_CLIENT_SECRET", "DATACRUNCH_CLIENT_ID", "DATACRUNCH_CLIENT_SECRET")
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVerda]:
+    monkeypatch.setenv("VERDA_CLIENT_ID", CLIENT_ID)
+    monkeypatch.setenv("VERDA_CLIENT_SECRET", CLIENT_SECRET)
+    for variable in (*VARIABLES[2:], "VERDA_PROFILE", "VERDA_HOME", "VERDA_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(launch, "POLL_SECONDS", 0.001)
+    monkeypatch.setattr(termination, "PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(_http, "PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(_http, "PATIENCE_SECONDS", 0.5)
+    with FakeVerda() as fake:
+        yield fake
+
+
+@pytest.fixture
+def mine(fake: FakeVerda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Verda:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return Verda(endpoint_url=fake.url + "/v1")
+
+
+def offer_of(provider: Verda, name: str = "1H100.80S.30V", *, spot: bool = False) -> Offer:
+    return next(
+        offer
+        for offer in provider.offers(Requirements())
+        if offer.instance_type == name and offer.is_spot == spot and offer.region == "FIN-01"
+    )
+
+
+class TestVerda(RestContract):
+    variables = VARIABLES
+    creating = ("POST", "/v1/instances$")
+    ending = ("PUT", "/v1/instances$")
+    login = "/v1/oauth2/"
+
+    @pytest.fixture
+    def wire(self, fake: FakeVerda) -> FakeCloud:
+        return fake
+
+    @pytest.fixture
+    def hands(self, fake: FakeVerda) -> Hands:
+        def provider(*, explicit: bool = False) -> Verda:
+            return Verda(
+                endpoint_url=fake.url + "/v1",
+                **({"client_id": CLIENT_ID, "client_secret": CLIENT_SECRET} if explicit else {}),
+            )
+
+        def over() -> None:
+            fake.is_out, fake.creates_left = False, None
+
+        return Hands(
+            provider=provider,
+            want=WANT,
+            secrets=(CLIENT_ID, CLIENT_SECRET),
+            alive=fake.alive,
+            refuse_credentials=lambda: setattr(fake, "is_refusing", True),
+            no_capacity=lambda: fake.create_failures.extend(
+                [error(503, "service_unavailable", "No such machine is free")] * 9
+            ),
+            quota=lambda: fake.create_failures.extend([error(400, "invalid_request", "GPU quota exceeded")] * 9),
+            outage=lambda: setattr(fake, "is_out", True),
+            outage_over=over,
+            lose_create_answer=lambda: fake.fail("POST", "/v1/instances$", is_done=True),
+            fail_create_after=lambda many: setattr(fake, "creates_left", many),
+            throttle=lambda: fake.fail(
+                "GET",
+                "/v1/instances$",
+                Reply(429, {"code": "too_many", "message": "Too many requests"}, {"Retry-After": "0.01"}),
+            ),
+            stop=fake.stop,
+            preempt=fake.preempt,
+            strangers=fake.strangers,
+        )
+
+
+# ── offers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_disk_is_counted(fake: FakeVerda) -> None:
+    """The price is about $0.20 per GB and month (fact sheet, 3.2), also for a listed machine."""
+    provider = Verda(
+        endpoint_url=fake.url + "/v1",
+        client_id=SecretStr(CLIENT_ID),
+        client_secret=SecretStr(CLIENT_SECRET),
+        os_volume_gb=360,
+    )
+    offer = rank(provider.offers(WANT), WANT)[0]
+    assert [(extra.name, extra.usd_per_hour) for extra in offer.extras_per_hour] == [("disk", 0.1)]
+    (machine,) = provider.launch(offer, 1, tags(), STARTUP)
+    (found,) = provider.instances()
+    assert machine.extras_per_hour == found.extras_per_hour == offer.extras_per_hour
+
+
+def test_chips_have_the_catalogues_names(mine: Verda) -> None:
+    """ "8x A100 SXM4 80GB" has the memory of all eight. Unknown chips and confidential machines are left out."""
+    sold = {
+        offer.instance_type: offer
+        for offer in mine.offers(Requirements())
+        if offer.region == "FIN-01" and not offer.is_spot
+    }
+    named = {
+        name: (one.accelerators, one.accelerator, one.accelerator_memory_gb, one.form_factor)
+        for name, one in sold.items()
+    }
+    assert named == {
+        "1H100.80S.30V": (1, "H100", 80, "SXM"),
+        "2H100.80S.80V": (2, "H100", 80, "SXM"),
+        "8A100.176V": (8, "A100", 80, "SXM"),
+        "1A100.40S.22V": (1, "A100", 40, "SXM"),
+        "1RTX6000ADA.10V": (1, "RTX 6000 Ada", 48, None),
+        "1RTXPRO6000.30V": (1, "RTX PRO 6000", 96, None),
+        "1A6000.10V": (1, "RTX A6000", 48, None),
+        "1V100.6V": (1, "V100", 16, None),
+        "1L40S.20V": (1, "L40S", 48, None),
+        "1B300.30V": (1, "B300", 268, "SXM"),
+        "CPU.4V.16G": (0, None, None, None),
+    }
+    assert matches(sold["1B300.30V"], Requirements(accelerator=sky.accelerators.parse("B300"))) is None
+
+
+def test_spot_is_offered_where_spot_is_available(mine: Verda, fake: FakeVerda) -> None:
+    """The availabilities of spot and on demand are two requests. A type without a spot price is not sold as spot."""
+    sold = {(one.region, one.is_spot, one.instance_type): one for one in mine.offers(Requirements())}
+    assert ("FIN-02", True, "1H100.80S.30V") in sold
+    assert ("FIN-02", False, "1H100.80S.30V") not in sold
+    assert ("FIN-03", True, "1H100.80S.30V") not in sold
+    assert ("FIN-01", True, "CPU.4V.16G") not in sold
+    spot = sold["FIN-01", True, "1H100.80S.30V"]
+    assert (spot.price_per_hour, spot.on_demand_price_per_hour) == (1.85, 3.7)
+    assert {request.query["is_spot"] for request in fake.asked("GET", "/v1/instance-availability")} == {"true", "false"}
+    assert fake.asked("GET", "/v1/instance-types")[0].query == {"currency": "usd"}
+
+
+def test_a_region_is_a_filter(mine: Verda, fake: FakeVerda) -> None:
+    assert {one.region for one in mine.offers(Requirements())} == {"FIN-01", "FIN-02", "FIN-03"}
+    assert {one.region for one in Verda(endpoint_url=mine.endpoint_url, region="FIN-03").offers(Requirements())} == {
+        "FIN-03"
+    }
+    assert {
+        one.region for one in Verda(endpoint_url=mine.endpoint_url, region=("FIN-03", "FIN-02")).offers(Requirements())
+    } == {"FIN-02", "FIN-03"}
+
+
+# ── launch ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_machine_has_its_name_disk_and_script_from_the_creating_call(mine: Verda, fake: FakeVerda) -> None:
+    """Its Instance has the login and the expected host key."""
+    (instance,) = mine.launch(offer_of(mine), 1, tags(), STARTUP)
+    (request,) = fake.asked("POST", "/v1/instances$")
+    assert request.body["hostname"] == f"{POOL}-0-{launch_word(tags())}"
+    assert request.body["os_volume"] == {"name": f"skyward-{POOL}-0-{launch_word(tags())}", "size": 100}
+    assert request.body["location_code"] == "FIN-01"
+    assert fake.keys.keys() == set(request.body["ssh_key_ids"])
+    script = fake.scripts[request.body["startup_script_id"]]["script"]
+    assert instance.endpoint is not None
+    assert instance.endpoint.host == instance.ip == fake.machines[instance.id]["ip"]
+    assert instance.endpoint.user == "root"
+    assert instance.endpoint.host_key in script
+    assert "id=$(hostname)" in script
+    assert STARTUP.strip() in script
+    assert instance.directory == f"/root/.cache/skyward/instances/{POOL}-0-{launch_word(tags())}"
+    assert mine.instances(POOL)[0].endpoint == instance.endpoint
+
+
+def test_a_name_is_compared_completely() -> None:
+    """The number of a rank is no part of the pool's id, and the pool's id may contain numbers."""
+    match = NAME.fullmatch("sky-a-1-b-12-l0a1b2c3")
+    assert match is not None
+    assert match.groupdict() == {"pool": "sky-a-1-b", "rank": "12", "launch": "l0a1b2c3"}
+
+
+def test_the_key_is_added_once(mine: Verda, fake: FakeVerda) -> None:
+    """It is found by the key itself: Verda adds a comment to it, and a user may have renamed it."""
+    for token in ("La", "Lb"):
+        mine.launch(offer_of(mine), 1, tags(launch=token), STARTUP)
+    assert len(fake.keys) == len(fake.asked("POST", "/v1/ssh-keys")) == 1
+    next(iter(fake.keys.values()))["name"] = "laptop"
+    mine.launch(offer_of(mine), 1, tags(launch="Lc"), STARTUP)
+    assert len(fake.keys) == 1
+
+
+def test_a_key_that_another_launch_has_just_added_is_used(mine: Verda, fake: FakeVerda) -> None:
+    """Both launches have checked before one of them added it."""
+    mine.launch(offer_of(mine), 1, tags(), STARTUP)
+    fake.fail("GET", "/v1/ssh-keys", Reply(200, []))
+    assert mine.launch(offer_of(mine), 1, tags(launch="Lb"), STARTUP)
+    assert len(fake.keys) == 1
+
+
+def test_a_script_of_a_lost_answer_is_found(mine: Verda, fake: FakeVerda) -> None:
+    fake.fail("POST", "/v1/scripts", is_done=True)
+    assert mine.launch(offer_of(mine), 1, tags(), STARTUP)
+    assert len(fake.scripts) == len(fake.asked("POST", "/v1/scripts")) == 1
+
+
+def test_a_machine_of_a_lost_answer_is_found_by_its_name(mine: Verda, fake: FakeVerda) -> None:
+    """It is one of the returned machines."""
+    fake.fail("POST", "/v1/instances$", is_done=True)
+    launched = mine.launch(offer_of(mine), 3, tags(), STARTUP)
+    assert [instance.rank for instance in launched] == [0, 1, 2]
+    assert len(fake.asked("POST", "/v1/instances$")) == 3
+
+
+def test_a_call_that_may_still_take_effect_keeps_its_script(mine: Verda, fake: FakeVerda) -> None:
+    """The machine may start later, and needs the script for its guard."""
+    fake.fail("POST", "/v1/instances$")
+    with pytest.raises(ProviderFailed):
+        mine.launch(offer_of(mine), 1, tags(), STARTUP)
+    assert len(fake.scripts) == 1
+
+
+def test_a_launch_without_machines_leaves_no_script(mine: Verda, fake: FakeVerda) -> None:
+    for refusal in (
+        error(503, "service_unavailable", "nothing free"),
+        error(403, "forbidden_action", "not yours"),
+        error(400, "invalid_request", "what?"),
+    ):
+        fake.create_failures = [refusal]
+        with pytest.raises((NoCapacity, CredentialsError, BadRequest)):
+            mine.launch(offer_of(mine), 1, tags(), STARTUP)
+        assert fake.scripts == {}
+
+
+@pytest.mark.parametrize(
+    ("refusal", "kind"),
+    [
+        (error(503, "service_unavailable", "nothing free"), NoCapacity),
+        (error(400, "invalid_request", "Instance type is currently not available at FIN-01"), NoCapacity),
+        (error(400, "invalid_request", "You have no quota for GPUs"), QuotaExceeded),
+        (error(402, "insufficient_funds", "Balance too low"), QuotaExceeded),
+        (error(403, "forbidden_action", "No"), CredentialsError),
+        (error(400, "invalid_request", "Operating system is not valid for this instance type"), BadRequest),
+    ],
+)
+def test_a_refusal_determines_the_error(mine: Verda, fake: FakeVerda, refusal: Reply, kind: type[Exception]) -> None:
+    fake.create_failures = [refusal]
+    with pytest.raises(kind) as caught:
+        mine.launch(offer_of(mine), 1, tags(), STARTUP)
+    assert type(caught.value) is kind
+    assert caught.value.code == refusal.body["code"]  # type: ignore[attr-defined,index]
+
+
+@pytest.mark.parametrize("word", ["no_capacity", "error", "discontinued"])
+def test_a_machine_that_fails_is_deleted(mine: Verda, fake: FakeVerda, word: str) -> None:
+    """The error has the cloud's own code. Disk and script are deleted too."""
+    fake.path = ["ordered", word]
+    with pytest.raises(NoCapacity) as caught:
+        mine.launch(offer_of(mine), 2, tags(), STARTUP)
+    assert caught.value.code == word
+    assert fake.alive() == set()
+    assert fake.scripts == {}
+    assert word == "discontinued" or fake.volumes == {}
+
+
+def test_the_other_machines_of_a_launch_are_returned_if_one_fails(
+    mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = FakeVerda._add
+
+    def unlucky(self: FakeVerda, body: dict[str, Any], gb: int) -> dict[str, Any]:
+        machine = add(self, body, gb)
+        if "-1-" in body["hostname"]:
+            self.path_of[machine["id"]] = ["provisioning", "no_capacity"]
+        return machine
+
+    monkeypatch.setattr(FakeVerda, "_add", unlucky)
+    launched = mine.launch(offer_of(mine), 3, tags(), STARTUP)
+    assert [instance.rank for instance in launched] == [0, 2]
+    assert fake.alive() == {instance.id for instance in launched}
+    assert len(fake.scripts) == 1
+
+
+def test_the_wait_for_an_address_has_a_limit(mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is deleted as soon as Verda allows that, which is not while it is provisioned."""
+    monkeypatch.setattr(launch, "ADDRESS_SECONDS", 0.0)
+    fake.path = ["ordered", "provisioning", "validating", "running"]
+    with pytest.raises(NoCapacity, match="no address"):
+        mine.launch(offer_of(mine), 1, tags(), STARTUP)
+    assert fake.alive() == set()
+    assert len(fake.asked("PUT")) >= 2
+
+
+def test_a_machine_that_can_be_neither_used_nor_deleted_is_an_error(
+    mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NoCapacity would mean that no machine is left, and InstancesLeft is for `terminate`.
+
+    Its script stays, because the machine may start later.
+    """
+    monkeypatch.setattr(launch, "ADDRESS_SECONDS", 0.0)
+    monkeypatch.setattr(termination, "BUSY_SECONDS", 0.0)
+    fake.path = ["provisioning"]
+    with pytest.raises(ProviderFailed, match="could not delete") as caught:
+        mine.launch(offer_of(mine), 1, tags(), STARTUP)
+    (left,) = fake.alive()
+    assert left in str(caught.value)
+    assert len(fake.scripts) == 1
+
+
+def test_node_credentials_are_in_no_message(mine: Verda, fake: FakeVerda) -> None:
+    """Verda may quote the script that it refuses."""
+    own = Verda(endpoint_url=mine.endpoint_url, node_client_id="idofnode", node_client_secret="secretofnode")  # type: ignore[arg-type]
+    fake.fail(
+        "POST", "/v1/scripts", error(400, "invalid_request", 'Invalid script: CLIENT_SECRET = "secretofnode"'), times=2
+    )
+    with pytest.raises(BadRequest) as caught:
+        own.launch(offer_of(mine), 1, tags(), STARTUP)
+    assert "secretofnode" not in str(caught.value)
+
+
+def test_a_spot_machines_disk_is_deleted_with_it(mine: Verda, fake: FakeVerda) -> None:
+    """The default is that it is kept and billed. On demand the field is refused."""
+    (instance,) = mine.launch(offer_of(mine, spot=True), 1, tags(), STARTUP)
+    assert instance.is_spot
+    assert (instance.price_per_hour, instance.on_demand_price_per_hour) == (1.85, 3.7)
+    assert [(one.is_spot, one.price_per_hour) for one in mine.instances(POOL)] == [(True, 1.85)]
+    fake.preempt(instance.id)
+    assert fake.volumes == {}
+    assert mine.instances(POOL) == []
+    mine.launch(offer_of(mine), 1, tags(launch="Lb"), STARTUP)
+    assert "on_spot_discontinue" not in fake.asked("POST", "/v1/instances$")[-1].body["os_volume"]
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [
+        ("1H100.80S.30V", "ubuntu-24.04-cuda-13.0-open-docker"),
+        ("1B300.30V", "ubuntu-24.04-cuda-13.0-open-docker"),
+        ("1V100.6V", "24.04.cuda12.9.docker"),
+        ("1A6000.10V", "24.04.cuda12.9.docker"),
+        ("CPU.4V.16G", "24.04.base"),
+    ],
+)
+def test_the_image_fits_the_machine(mine: Verda, fake: FakeVerda, name: str, slug: str) -> None:
+    mine.launch(offer_of(mine, name), 1, tags(), STARTUP)
+    assert fake.asked("POST", "/v1/instances$")[0].body["image"] == slug
+
+
+def test_blackwell_gets_the_open_kernel_module() -> None:
+    """It holds with older CUDA too, but never with CUDA below 12.8."""
+    images = [
+        {"image_type": slug}
+        for slug in (
+            "ubuntu-24.04-cuda-13.0-docker",
+            "ubuntu-22.04-cuda-12.8-open",
+            "ubuntu-24.04-cuda-12.4-open-docker",
+        )
+    ]
+    assert image_of(images, "B200") == "ubuntu-22.04-cuda-12.8-open"
+    assert image_of(images, "H100") == "ubuntu-24.04-cuda-13.0-docker"
+    with pytest.raises(BadRequest, match="image="):
+        image_of([{"image_type": "x", "is_cluster": True}], None)
+
+
+def test_a_configured_image_is_used(mine: Verda, fake: FakeVerda) -> None:
+    own = Verda(endpoint_url=mine.endpoint_url, image="24.04.cuda12.9.docker", os_volume_gb=250)
+    own.launch(offer_of(mine), 1, tags(), STARTUP)
+    body = fake.asked("POST", "/v1/instances$")[0].body
+    assert body["image"] == "24.04.cuda12.9.docker"
+    assert body["os_volume"]["size"] == 250
+
+
+def test_many_machines_are_created_at_the_same_time(
+    mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 machines with 50 ms a call: several calls are in flight at the same time."""
+    fake.delay_seconds = 0.05
+    offer = offer_of(mine)
+    assert len(mine.launch(offer, 64, tags(), STARTUP)) == 64
+    assert fake.most_at_once >= 4
+    assert len(fake.asked("POST", "/v1/scripts")) == 1
+
+
+# ── tags ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_tags_are_preserved(mine: Verda, fake: FakeVerda) -> None:
+    """They are encoded in letters, digits, "." and "-". The fake refuses other characters, and Verda may do so."""
+    odd = {OWNER_TAG: "jörg_40 20%@büro", PROCESS_TAG: "", "skyward-expires": "1790003600"}
+    mine.launch(offer_of(mine), 1, tags() | odd, STARTUP)
+    (instance,) = mine.instances(POOL)
+    assert instance.tags == tags() | odd
+
+
+def test_too_many_or_too_long_tags_are_refused_before_any_creating_call(mine: Verda, fake: FakeVerda) -> None:
+    for more in ({OWNER_TAG: "j" * 128}, {f"tag-{number}": "x" for number in range(4)}):
+        with pytest.raises(BadRequest, match="127"):
+            mine.launch(offer_of(mine), 1, tags() | more, STARTUP)
+    assert fake.alive() == set()
+    assert fake.scripts == {}
+
+
+def test_a_machine_that_verda_has_not_tagged_is_found_by_its_name(mine: Verda, fake: FakeVerda) -> None:
+    """Its description identifies it too. It has no endpoint then, but can be terminated."""
+    fake.strangers()
+    (launched,) = mine.launch(offer_of(mine), 1, tags(first_rank=7), STARTUP)
+    fake.is_untagging = True
+    (instance,) = mine.instances()
+    assert (instance.id, instance.pool_id, instance.rank, instance.endpoint) == (launched.id, POOL, 7, None)
+    assert instance.tags == {POOL_TAG: POOL, RANK_TAG: "7"}
+    assert LAUNCH_TAG not in instance.tags
+
+
+# ── listing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("word", "state"),
+    [
+        *(
+            (word, InstanceState.PENDING)
+            for word in (
+                "ordered",
+                "new",
+                "provisioning",
+                "validating",
+                "pending",
+                "restoring",
+                "unknown",
+                "a-new-word",
+            )
+        ),
+        ("running", InstanceState.RUNNING),
+        *(
+            (word, InstanceState.STOPPING)
+            for word in ("offline", "starting_hibernation", "hibernating", "error", "no_capacity", "notfound")
+        ),
+        ("discontinued", None),
+    ],
+)
+def test_each_status_has_a_state(mine: Verda, fake: FakeVerda, word: str, state: InstanceState | None) -> None:
+    (launched,) = mine.launch(offer_of(mine), 1, tags(), STARTUP)
+    fake.machines[launched.id]["status"] = word
+    assert [instance.state for instance in mine.instances(POOL)] == ([] if state is None else [state])
+
+
+def test_without_an_address_there_is_no_endpoint(mine: Verda, fake: FakeVerda) -> None:
+    (launched,) = mine.launch(offer_of(mine), 1, tags(), STARTUP)
+    fake.machines[launched.id]["ip"] = None
+    assert mine.instances(POOL)[0].endpoint is None
+
+
+def test_a_listing_needs_no_key(mine: Verda, tmp_path: Path) -> None:
+    """A user without the key can still find and terminate the machines."""
+    (launched,) = mine.launch(offer_of(mine), 1, tags(), STARTUP)
+    other = Verda(endpoint_url=mine.endpoint_url, ssh_key=str(tmp_path / "none"))
+    (instance,) = other.instances(POOL)
+    assert (instance.id, instance.endpoint) == (launched.id, None)
+
+
+# ── terminate ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("is_spot", "contract"), [(False, "PAY_AS_YOU_GO"), (True, "SPOT")])
+def test_contract_and_pricing_are_in_the_creating_call(
+    mine: Verda, fake: FakeVerda, is_spot: bool, contract: str
+) -> None:
+    """The parameters are those of Verda's own command line."""
+    mine.launch(offer_of(mine, spot=is_spot), 1, tags(), STARTUP)
+    (order,) = fake.asked("POST", "/v1/instances")
+    assert (order.body["is_spot"], order.body["contract"], order.body["pricing"]) == (is_spot, contract, "FIXED_PRICE")
+
+
+def test_the_disk_is_deleted_with_the_machine(mine: Verda, fake: FakeVerda) -> None:
+    """It does not go to the trash.
+
+    The request has the disk's id: without the list the disk would go to the trash, with an empty list it would be kept.
+    The script is deleted too.
+    """
+    launched = mine.launch(offer_of(mine), 2, tags(), STARTUP)
+    mine.terminate([launched[0].id])
+    assert len(fake.volumes) == 1
+    assert len(fake.scripts) == 1  # that of the other machine
+    mine.terminate([launched[1].id])
+    assert fake.volumes == fake.trash == fake.scripts == {}
+
+
+def test_a_disk_that_verda_leaves_behind_is_swept(mine: Verda, fake: FakeVerda) -> None:
+    """It is deleted when its machine is terminated again, or another one an hour later.
+
+    A young disk may belong to another launch.
+    """
+    fake.leaves_disks = True
+    (launched,) = mine.launch(offer_of(mine), 1, tags(), STARTUP)
+    mine.terminate([launched.id])
+    assert len(fake.volumes) == 1  # it is attached until the machine is gone
+    mine.terminate([launched.id])
+    assert fake.volumes == {}
+    old, young = (
+        fake.orphan(f"skyward-{POOL}-5-aaaaaaaa", age_seconds=4000),
+        fake.orphan(f"skyward-{POOL}-6-bbbbbbbb", age_seconds=60),
+    )
+    going = fake.orphan(f"skyward-{POOL}-7-cccccccc", age_seconds=4000)
+    fake.volumes[going]["status"] = "deleting"
+    kept = [
+        going,
+        fake.orphan("skyward-data", age_seconds=9999),
+        fake.orphan("job-1-abcdef", age_seconds=9999),
+        fake.orphan("skyward-a-1-b", age_seconds=9999, is_os=False),
+    ]
+    mine.terminate([launched.id])
+    assert old not in fake.volumes
+    assert not [request for request in fake.asked("DELETE") if going in request.path]
+    assert fake.volumes.keys() == {young, *kept}
+    assert fake.trash == {}
+
+
+def test_an_attached_disk_is_never_swept(mine: Verda, fake: FakeVerda) -> None:
+    """Its age does not matter, because it is the disk of a running machine."""
+    mine.launch(offer_of(mine), 1, tags(), STARTUP)
+    (volume,) = fake.volumes.values()
+    volume["created_at"] = "2020-01-01T00:00:00Z"
+    (other,) = mine.launch(offer_of(mine), 1, tags(launch="Lb"), STARTUP)
+    mine.terminate([other.id])
+    assert list(fake.volumes.values()) == [volume]
+
+
+def test_old_scripts_without_machines_are_swept(mine: Verda, fake: FakeVerda) -> None:
+    """The next launch or termination deletes them.
+
+    Scripts of other users stay, and young ones that another launch may need.
+    """
+    now = int(time.time())
+    old, young = (
+        fake.script(f"skyward-sky-other-aaaaaaaa-{now - 4000}"),
+        fake.script(f"skyward-sky-other-bbbbbbbb-{now - 60}"),
+    )
+    strange = fake.script(STRANGE_SCRIPT)
+    (launched,) = mine.launch(offer_of(mine), 1, tags(), STARTUP)
+    assert old not in fake.scripts
+    assert {young, strange} < fake.scripts.keys()
+    mine.terminate([launched.id])
+    assert fake.scripts.keys() == {young, strange}
+
+
+def test_a_preempted_machines_script_is_deleted_with_its_termination(mine: Verda, fake: FakeVerda) -> None:
+    """No list has the machine any more, but its id can be queried."""
+    now = str(int(time.time()))
+    (launched,) = mine.launch(offer_of(mine, spot=True), 1, tags() | {CREATED_TAG: now}, STARTUP)
+    fake.preempt(launched.id)
+    mine.terminate([launched.id])
+    assert fake.scripts == {}
+    assert fake.asked("PUT") == []
+
+
+def test_deleting_a_machine_that_is_being_provisioned_is_tried_again(mine: Verda, fake: FakeVerda) -> None:
+    """Verda refuses to delete it until it is up. The error is a row of a 207."""
+    (launched,) = mine.launch(offer_of(mine), 1, tags(), STARTUP)
+    fake.machines[launched.id]["status"] = "provisioning"
+    fake.path_of[launched.id] = ["provisioning", "provisioning", "validating", "running"]
+    mine.terminate([launched.id])
+    assert fake.alive() == set()
+    assert len(fake.asked("PUT")) >= 2
+
+
+def test_machines_that_stay_busy_are_named(mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other machines are deleted first."""
+    monkeypatch.setattr(termination, "BUSY_SECONDS", 0.0)
+    busy, other = mine.launch(offer_of(mine), 2, tags(), STARTUP)
+    fake.machines[busy.id]["status"] = "provisioning"
+    with pytest.raises(InstancesLeft, match="provisioning") as caught:
+        mine.terminate([busy.id, other.id])
+    assert caught.value.ids == (busy.id,)
+    assert fake.alive() == {busy.id}
+    assert len(fake.scripts) == 1
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_a_failed_sweep_of_disks_is_reported_after_the_machines(
+    mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch, is_busy: bool
+) -> None:
+    """A disk that is left is billed, but a machine that is left costs more."""
+    monkeypatch.setattr(termination, "BUSY_SECONDS", 0.0)
+    busy, other = mine.launch(offer_of(mine), 2, tags(), STARTUP)
+    fake.machines[busy.id]["status"] = "provisioning"
+    fake.fail("GET", "/v1/volumes", error(500, "server_error", "no"), times=99)
+    with pytest.raises(InstancesLeft if is_busy else ProviderFailed):
+        mine.terminate([busy.id, other.id] if is_busy else [other.id])
+    assert fake.alive() == {busy.id}
+
+
+def test_a_machine_that_is_being_deleted_is_not_deleted_again(mine: Verda, fake: FakeVerda) -> None:
+    (launched,) = mine.launch(offer_of(mine), 1, tags(), STARTUP)
+    fake.machines[launched.id]["status"] = "deleting"
+    fake.fail("GET", "/v1/instances$", Reply(200, [fake.machines[launched.id]]))
+    mine.terminate([launched.id])
+    assert fake.asked("PUT") == []
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_machine_that_ends_during_the_call_is_gone(mine: Verda, fake: FakeVerda, is_known: bool) -> None:
+    """It ends after our listing: "Can't discontinue a discontinued instance", or "Invalid instance id"."""
+    (launched,) = mine.launch(offer_of(mine), 1, tags(), STARTUP)
+    before = dict(fake.machines[launched.id])
+    fake.machines[launched.id]["status"] = "discontinued"
+    if not is_known:
+        del fake.machines[launched.id]
+    fake.fail("GET", "/v1/instances$", Reply(200, [before]))
+    mine.terminate([launched.id])
+    assert len(fake.asked("PUT")) == 1
+
+
+# ── credentials ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_expired_token_is_fetched_again_once(mine: Verda, fake: FakeVerda) -> None:
+    fake.fail("GET", "/v1/instances$", error(401, "unauthorized_request", "expired"))
+    assert mine.instances() == []
+    assert len(fake.asked("POST", "/v1/oauth2/token")) == 2
+    fake.fail("GET", "/v1/instances$", error(401, "unauthorized_request", "expired"), times=2)
+    with pytest.raises(CredentialsError, match="expired") as caught:
+        mine.instances()
+    assert caught.value.code == "unauthorized_request"
+
+
+def test_threads_with_an_expired_token_fetch_only_one(mine: Verda, fake: FakeVerda) -> None:
+    fake.delay_seconds = 0.02
+    with mine._api() as session:
+        session.list("/instances")
+        fake.tokens.clear()
+        assert side_by_side(session.list, ["/instances"] * 8, "test") == [[]] * 8
+    assert len(fake.asked("POST", "/v1/oauth2/token")) == 2
+
+
+def test_the_error_for_a_wrong_secret_does_not_contain_it(mine: Verda, fake: FakeVerda) -> None:
+    """Verda answers 400 and quotes the secret, which is masked."""
+    wrong = Verda(endpoint_url=mine.endpoint_url, client_id=CLIENT_ID, client_secret="wrong-secret-0002")  # type: ignore[arg-type]
+    with pytest.raises(CredentialsError) as caught:
+        wrong.instances()
+    assert "wrong-secret-0002" not in str(caught.value)
+    assert "***" in str(caught.value)
+
+
+def test_credentials_with_the_older_name_are_used(mine: Verda, monkeypatch: pytest.MonkeyPatch) -> None:
+    for new, old in zip(VARIABLES[:2], VARIABLES[2:], strict=True):
+        monkeypatch.setenv(old, os.environ[new])
+        monkeypatch.delenv(new)
+    assert mine.instances() == []
+
+
+def test_credentials_come_from_the_file_of_verdas_tools(
+    fake: FakeVerda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The file sets a profile, a URL, and a path."""
+    monkeypatch.delenv("VERDA_CLIENT_ID")
+    (tmp_path / "credentials").write_text(
+        f"[default]\nverda_client_id = x\nverda_client_secret = y\n"
+        f"[work]\nverda_client_id = {CLIENT_ID}\nverda_client_secret = {CLIENT_SECRET}\nverda_base_url = {fake.url}/v1\n"
+    )
+    monkeypatch.setenv("VERDA_PROFILE", "work")
+    monkeypatch.setenv("VERDA_HOME", str(tmp_path))
+    assert Verda().instances() == []
+    monkeypatch.delenv("VERDA_HOME")
+    monkeypatch.setenv("VERDA_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    assert Verda().instances() == []
+    monkeypatch.setenv("VERDA_PROFILE", "none")
+    with pytest.raises(CredentialsError, match="VERDA_CLIENT_ID"):
+        Verda().instances()
+    (tmp_path / "credentials").write_text("secret-without-a-section")
+    with pytest.raises(CredentialsError) as caught:
+        Verda().instances()
+    assert "secret-without" not in str(caught.value)
+
+
+def test_the_account_is_no_part_of_a_credential(mine: Verda) -> None:
+    assert mine.account().startswith("client-")
+    assert CLIENT_ID not in mine.account()
+
+
+def test_the_balance_is_a_quota(mine: Verda) -> None:
+    assert mine.quotas() == {"balance in USD": 100}
+
+
+# ── the end script ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_without_node_credentials_a_machine_powers_off(mine: Verda, fake: FakeVerda) -> None:
+    """It has none of the client's credentials."""
+    mine.launch(offer_of(mine), 1, tags(), STARTUP)
+    (script,) = fake.scripts.values()
+    assert end_script(script["script"]) == "poweroff"
+    assert CLIENT_SECRET not in script["script"]
+
+
+def test_node_credentials_are_complete_and_in_no_json() -> None:
+    with pytest.raises(BadRequest, match="two halves"):
+        load({"name": "verda", "node_client_id": "a"})
+    provider = Verda(node_client_id="idofnode", node_client_secret="secretofnode")  # type: ignore[arg-type]
+    assert provider.to_json() == {"name": "verda"}
+    assert "ofnode" not in repr(provider)
+
+
+def test_with_node_credentials_a_machine_deletes_itself(mine: Verda, fake: FakeVerda, tmp_path: Path) -> None:
+    """It deletes only itself, with its disk. After a failure it stays on and tries again. The secret is in no output."""
+    own = Verda(endpoint_url=mine.endpoint_url, node_client_id="idofnode", node_client_secret="secret\"of'node")  # type: ignore[arg-type]
+    fake.secrets["idofnode"] = "secret\"of'node"
+    first, second = own.launch(offer_of(mine), 2, tags(), STARTUP)
+    (script,) = fake.scripts.values()
+    stubs = tmp_path / "bin"
+    stubs.mkdir()
+    for name, text in (("hostname", f"echo {POOL}-1-{launch_word(tags())}"), ("poweroff", f"touch {tmp_path}/off")):
+        (stubs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (stubs / name).chmod(0o755)
+
+    def run() -> str:
+        environ = {"PATH": f"{stubs}:{os.environ['PATH']}"}
+        done = subprocess.run(
+            ["sh", "-c", end_script(script["script"])],
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        )
+        return done.stdout + done.stderr
+
+    fake.is_out = True
+    assert run() == "this machine cannot delete itself yet: HTTPError 500\n"
+    fake.is_out = False
+    assert fake.alive() == {first.id, second.id}
+    assert run() == ""
+    assert fake.alive() == {first.id}
+    assert len(fake.volumes) == 1
+    assert fake.trash == {}
+    assert not (tmp_path / "off").exists()
+
+
+def end_script(script: str) -> str:
+    """Return the command that the end script runs repeatedly."""
+    return script.partition("cat >/root/.cache/skyward/end <<'SKYWARD_END_OF_FILE'\nwhile :; do\n(\n")[2].partition(
+        "\n)\nsleep "
+    )[0]
+
+
+def test_skyward_core_exports_verda() -> None:
+    assert sky.Verda is Verda
+    assert Verda.billing_increment_seconds == 600
+    assert len(TYPES) > 10

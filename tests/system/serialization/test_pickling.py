@@ -1,0 +1,387 @@
+"""Objects of the user's project reach a bare interpreter with only installed packages, and come back as themselves."""
+
+import functools
+import io
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+import types
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import pytest
+
+from skyward_core.serialization.pickling import dumps, loads
+from tests.serialization.bare_interpreter import Write
+from tests.unit.serialization.test_pickling import (  # noqa: F401 - fixtures
+    call,
+    on_node,
+    project,
+)
+
+# ── by value ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_function_travels_with_its_helpers(project: Write) -> None:
+    """Functions of the module and of helper modules work on the node, in whatever way they were imported."""
+    own = project(
+        own="""
+            import math
+            import own_helpers
+            import own_helpers as alias
+            from own_helpers import double, LIMIT
+
+            def inner(x): return x + 1
+            def run(x): return inner(x), own_helpers.double(x), alias.OFFSET, double(x), LIMIT, math.floor(2.5)
+            """,
+        own_helpers="""
+            import threading
+            LIMIT, OFFSET = 10, 7
+            lock = threading.Lock()
+            def half(x): return x / 2
+            def double(x): return 4 * half(x)
+            """,
+    )
+    assert call(own.run, 3) == (4, 6.0, 7, 6.0, 10, 2)
+
+
+def test_nested_packages(project: Write) -> None:
+    """`pkg.sub.f` and relative imports between the modules of a package work, also circular ones."""
+    own = project(
+        own="""
+            import own_pkg.sub.deep
+            import own_pkg.other as other
+            def run(x): return own_pkg.sub.deep.f(x), other.g(x), own_pkg.NAME
+            """,
+        own_pkg__in____init__="NAME = 'pkg'",
+        own_pkg__in__other="""
+            from own_pkg.sub import deep
+            def g(x): return deep.f(x) + 1
+            def base(): return 100
+            """,
+        own_pkg__in__sub__in____init__="",
+        own_pkg__in__sub__in__deep="""
+            from .. import other
+            def f(x): return other.base() + x
+            """,
+    )
+    assert call(own.run, 1) == (101, 102, "pkg")
+
+
+def test_a_module_used_as_a_value_travels_as_far_as_possible(project: Write) -> None:
+    """`getattr(module, name)` and a module as an argument work; reading a value that could not travel says why."""
+    own = project(
+        own="""
+            import own_helpers
+            def by_name(name): return getattr(own_helpers, name)(1)
+            def given(module): return module.f(2)
+            def locked(): return getattr(own_helpers, "".join(["lo", "ck"]))
+            """,
+        own_helpers="""
+            import threading
+            lock = threading.Lock()
+            def f(x): return x + STEP
+            def needs_lock(x):
+                with lock: return x
+            STEP = 5
+            """,
+    )
+    assert call(own.by_name, "f") == 6
+    assert call(own.given, sys.modules["own_helpers"]) == 7
+    with pytest.raises(AttributeError, match=r"'lock' here: it could not travel .*_thread.lock"):
+        call(own.locked)
+
+
+def test_globals_are_shared_within_a_module(project: Write) -> None:
+    """If a helper rebinds a global of its module, its neighbours and the module see it, as on the client."""
+    own = project(
+        own="""
+            import own_state
+            def run():
+                own_state.set_mode("fast")
+                return own_state.get_mode(), own_state.MODE
+            """,
+        own_state="""
+            MODE = "slow"
+            def set_mode(mode):
+                global MODE
+                MODE = mode
+            def get_mode(): return MODE
+            """,
+    )
+    assert call(own.run) == ("fast", "fast")
+
+
+def test_classes_travel_with_their_methods_and_come_back_as_themselves(
+    project: Write,
+) -> None:
+    """Dataclasses, slots, subclasses, enums and properties work on the node, and results are instances of the client's
+    own classes.
+    """
+    own = project(
+        own="""
+            from dataclasses import dataclass, field
+            from own_base import Base, Color, Mode
+
+            @dataclass(frozen=True, slots=True)
+            class Point:
+                x: int
+                tags: list[str] = field(default_factory=list)
+                def moved(self, by): return Point(self.x + by, [*self.tags, "moved"])
+
+            @dataclass
+            class Model(Base):
+                weight: float
+                color: Color = Color.RED
+                def name(self): return "model of " + super().name()
+                @property
+                def twice(self): return 2 * self.weight
+                @classmethod
+                def make(cls): return cls(3.0, Color.BLUE)
+                @staticmethod
+                def version(): return 4
+
+            def run(point): return point.moved(2), Model.make(), Model(1.5).twice, Model.version(), Model(1).name(), Color.BLUE, Mode.A | Mode.B
+            """,
+        own_base="""
+            import abc, enum
+            class Base(abc.ABC):
+                @abc.abstractmethod
+                def name(self): return "base"
+            class Color(enum.Enum):
+                RED = "r"
+                BLUE = "b"
+                def shout(self): return self.name + "!"
+            class Mode(enum.Flag):
+                A = 1
+                B = 2
+            """,
+    )
+    move = own.Point.moved
+    point, model, twice, version, name, color, mode = call(own.run, own.Point(1))
+    assert (point, twice, version, name) == (own.Point(3, ["moved"]), 3.0, 4, "model of base")
+    assert type(point) is own.Point
+    assert isinstance(model, own.Base)
+    assert model == own.Model(3.0, own.Color.BLUE)
+    assert color is own.Color.BLUE
+    assert mode is own.Mode.A | own.Mode.B
+    assert own.Point.moved is move, "a result replaced a method of the client's class"
+
+
+def test_an_exception_of_the_user_comes_back_as_itself(project: Write) -> None:
+    """`except Divergence` on the client catches the node's exception."""
+    own = project(
+        own="""
+            class Divergence(ValueError):
+                def __init__(self, step): super().__init__(f"diverged at {step}"); self.step = step
+                def __reduce__(self): return Divergence, (self.step,)
+            def run(): raise Divergence(7)
+            """
+    )
+    with pytest.raises(own.Divergence, match="diverged at 7") as caught:
+        call(own.run)
+    assert caught.value.step == 7
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["functools.partial(own.add, 1)", "own.Adder(1).add", "lambda y: own.add(1, y)", "own.Adder(1)", "own.make(1)"],
+)
+def test_every_kind_of_callable(project: Write, expression: str) -> None:
+    """Partials, bound methods, lambdas, callable objects and closures travel."""
+    own = project(
+        own="""
+            class Adder:
+                def __init__(self, x): self.x = x
+                def add(self, y): return add(self.x, y)
+                __call__ = add
+            def add(x, y): return x + y
+            def make(x):
+                def added(y): return add(x, y)
+                return added
+            """
+    )
+    assert call(eval(expression, {"own": own, "functools": functools}), 2) == 3
+
+
+def test_objects_that_python_pickles_only_by_name(project: Write) -> None:
+    """Cached functions (also recursive ones), type aliases, type variables, generics and names in class bodies
+    travel.
+    """
+    own = project(
+        own="""
+            import functools, typing, contextlib
+            P = typing.ParamSpec("P")
+            T = typing.TypeVar("T")
+            Seconds = typing.NewType("Seconds", float)
+            type Vector = list[float]
+            type Tree = dict[str, Tree] | int
+            CONST = 12
+
+            @functools.lru_cache(maxsize=50)
+            def fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)
+
+            def traced(fn: typing.Callable[P, T]) -> typing.Callable[P, T]:
+                @functools.wraps(fn)
+                def wrapper(*args: P.args, **kwargs: P.kwargs) -> T: return fn(*args, **kwargs)
+                return wrapper
+
+            @contextlib.contextmanager
+            def context(): yield 3
+
+            class Box[X]:
+                def __init__(self, item: X) -> None: self.item = item
+
+            class Old(typing.Generic[T]):
+                pass
+
+            @traced
+            def run(v: Vector, tree: Tree, s: Seconds, old: Old[int] | None = None):
+                class Local:
+                    value = CONST
+                with context() as three:
+                    return fib(30), fib.cache_parameters()["maxsize"], fib.__name__, Local.value, three, Box(v).item, traced(sum)(v)
+            """
+    )
+    assert call(own.run, [1.0], {}, 2.0) == (832040, 50, "fib", 12, 3, [1.0], 1.0)
+
+
+def test_a_global_travels_with_its_present_value(project: Write) -> None:
+    """If a global or class attribute changes between two calls, the second call has its new value, on the same node."""
+    own = project(
+        own="""
+            import own_config
+            RATE = 1
+            class Settings: depth = 1
+            def run(): return RATE, own_config.SIZE, Settings.depth
+            """,
+        own_config="SIZE = 1",
+    )
+    first = dumps((own.run, (), {}))
+    own.RATE = sys.modules["own_config"].SIZE = own.Settings.depth = 2
+    assert on_node(first, dumps((own.run, (), {}))) == [(1, 1, 1), (2, 2, 2)]
+
+
+def test_annotations_force_no_import(project: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function with a type annotation of a distribution that the node lacks runs there all the same."""
+    installed = tmp_path / "elsewhere" / "site-packages"
+    installed.mkdir(parents=True)
+    (installed / "frames_lib.py").write_text("class Frame: pass\n")
+    monkeypatch.syspath_prepend(str(installed))
+    own = project(
+        own="import frames_lib\ndef run(frame: frames_lib.Frame | None, n: int) -> frames_lib.Frame: return run.__annotations__"
+    )
+    try:
+        annotations = call(own.run, None, 1)
+    finally:
+        sys.modules.pop("frames_lib", None)
+    assert annotations == {"frame": "frames_lib.Frame | None", "n": int, "return": "frames_lib.Frame"}
+
+
+def test_modules_made_by_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An Airflow DAG module, which has an artificial name and may have no file, travels by value, with its helpers."""
+    dag = types.ModuleType("unusual_prefix_5ed1a9_dag")
+    monkeypatch.setitem(sys.modules, dag.__name__, dag)
+    exec(
+        "STEP = 3\ndef helper(x): return x + STEP\ndef run(x): return helper(x)\nclass Item: pass\ndef item(): return Item()",
+        dag.__dict__,
+    )
+    assert call(dag.run, 1) == 4
+    assert isinstance(call(dag.item), dag.Item)
+
+
+def test_main_travels_by_value(tmp_path: Path) -> None:
+    """A script's own functions and classes work, although the node's `__main__` is another program."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import sys
+            from skyward_core.serialization.pickling import dumps
+            from dataclasses import dataclass
+            @dataclass
+            class Foo:
+                n: int
+            def helper(foo): return foo.n + BASE
+            BASE = 40
+            def run(foo): return helper(foo)
+            import pickle
+            pickle.dump(dumps((run, (Foo(2),), {})), sys.stdout.buffer)
+            """
+        )
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, timeout=60, check=True)
+    assert on_node(pickle.loads(done.stdout)) == [42]
+
+
+class NoModuleOfTheUser(pickle.Unpickler):
+    """Refuses to load a module of the project by name."""
+
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        assert not module_name.startswith("own"), f"{module_name}.{global_name} went by reference"
+        return super().find_class(module_name, global_name)
+
+
+def test_many_threads_at_once(project: Write) -> None:
+    """Pickles made in parallel are all by value, and nothing stays registered."""
+    own = project(own="import own_helpers\ndef run(): return own_helpers.f()", own_helpers="def f(): return 1")
+    failures: list[object] = []
+
+    def many() -> None:
+        for _ in range(100):
+            try:
+                assert NoModuleOfTheUser(io.BytesIO(dumps(own.run).data)).load()() == 1
+            except Exception as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=many) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert cloudpickle.list_registry_pickle_by_value() == set()
+
+
+def test_replace_replaces_an_object(project: Write) -> None:
+    """An orchestrator's wrapper is replaced wherever it occurs, also in globals, and where it refers to itself."""
+    own = project(
+        own="""
+            class Task:
+                def __init__(self, fn): self.fn = fn; self.lock = __import__("threading").Lock()
+            @Task
+            def helper(n): return 0 if n == 0 else 1 + helper(n - 1)
+            def run(n): return helper(n)
+            """
+    )
+    replaced = dumps((own.run, (5,), {}), replace=lambda obj: obj.fn if isinstance(obj, own.Task) else NotImplemented)
+    assert on_node(replaced) == [5]
+
+
+def test_plain_values_use_the_fast_path_and_stay_themselves() -> None:
+    """Builtin values come back equal; a subclass of a builtin does not count as one."""
+
+    class Name(str):
+        __slots__ = ()
+
+    values = [
+        None,
+        True,
+        3,
+        2.5,
+        "s",
+        b"b",
+        1j,
+        (1, [2, {"k": (3,)}]),
+        [[[[[[7]]]]]],
+        list(range(500)),
+        {(1, 2): 3},
+        {1, 2},
+    ]
+    assert loads(dumps(values)) == values
+    name = loads(dumps([Name("x")]))[0]
+    assert type(name) is Name
+    assert call(lambda names: type(names[0]).__name__, [Name("x")]) == "Name"

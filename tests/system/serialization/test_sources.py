@@ -1,0 +1,412 @@
+"""Modules that functions import in their bodies reach a bare interpreter with only installed packages, and the
+client's classes come back.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import skyward_core as sky
+from skyward_core.serialization import sources
+from skyward_core.serialization.pickling import OUT_OF_BAND_BYTES, Pickled, dumps
+from tests.serialization.bare_interpreter import Write, results_of, user_project
+
+NODE = """
+import pickle, sys, traceback
+sys.path[:0] = sys.argv[2:]
+sys.path.append(sys.argv[1])
+from skyward_core.serialization import pickling, sources
+known = {}
+for function, arguments in pickle.load(sys.stdin.buffer):
+    sources.begin_call()
+    try:
+        loaded = known.get(function.data)
+        if loaded is None:
+            loaded = known[function.data] = sources.unpack(function.data, function.buffers)
+        sources.install(loaded.sources)
+        args, kwargs = sources.unpack(arguments.data, arguments.buffers).value
+        ending = True, loaded.value(*args, **kwargs), ""
+    except Exception as error:
+        text = traceback.format_exc()
+        ending = False, error.with_traceback(None), text
+    pickle.dump(pickling.dumps(ending, label="result"), sys.stdout.buffer, protocol=5)
+"""
+
+
+def packed(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Pickled, Pickled]:
+    """A call as the client sends it: the function and its arguments, separately."""
+    return sources.pack(fn), sources.pack((args, kwargs))
+
+
+def on_node(*calls: tuple[Pickled, Pickled], path: tuple[Path, ...] = ()) -> list[Any]:
+    """Run the calls, one after the other, in one bare interpreter with these search paths; return their values, or
+    raise the first error.
+    """
+    return results_of(NODE, calls, path)
+
+
+def call(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return on_node(packed(fn, *args, **kwargs))[0]
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Write]:
+    home = tmp_path / "home"
+    home.mkdir()
+    with user_project(home, monkeypatch) as write:
+        yield write
+
+
+# ── what travels ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_helper_module_imported_in_the_body(project: Write) -> None:
+    """It runs on the node, with the helpers that it imports itself. Sending it imports none of them here."""
+    own = project(
+        own="""
+            def run(x):
+                from own_helpers import load
+                return load(x)
+            """,
+        own_helpers="""
+            import math
+            import own_base
+            def load(x):
+                import own_late
+                return own_late.f(math.floor(x) + own_base.ONE)
+            """,
+        own_base="ONE = 1",
+        own_late="def f(x): return 10 * x",
+        own_unused="raise SystemExit",
+    )
+    calls = packed(own.run, 2.5)
+    assert not {"own_helpers", "own_base", "own_late"} & sys.modules.keys()
+    assert [source.name for source in sources.collect([own.run])] == ["own_base", "own_helpers", "own_late"]
+    assert on_node(calls) == [30]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "import own_pkg.sub.deep; return own_pkg.sub.deep.f(), own_pkg.NAME",
+        "import own_pkg.sub.deep as deep, own_pkg; return deep.f(), own_pkg.NAME",
+        "from own_pkg.sub import deep; from own_pkg import NAME; return deep.f(), NAME",
+        "from own_pkg.sub.deep import f; from own_pkg import NAME as name; return f(), name",
+        "from own_pkg.relative import run; return run()",
+    ],
+)
+def test_modules_of_packages(project: Write, body: str) -> None:
+    """A submodule travels with its parent packages, in each spelling of the import."""
+    own = project(
+        own=f"def run():\n    {body}",
+        own_pkg__in____init__="from .names import NAME",
+        own_pkg__in__names="NAME = 'pkg'",
+        own_pkg__in__relative="""
+            def run():
+                from . import NAME
+                from .sub import deep
+                return deep.f(), NAME
+            """,
+        own_pkg__in__sub__in____init__="",
+        own_pkg__in__sub__in__deep="from ..sums import one\ndef f(): return one() + 1",
+        own_pkg__in__sums="def one(): return 1",
+    )
+    assert call(own.run) == (2, "pkg")
+
+
+def test_relative_imports_in_the_body_of_the_function_that_travels(project: Write) -> None:
+    """`from . import data` means the package of the function's module; folders without `__init__.py` are packages
+    too.
+    """
+    own = project(
+        own="from own_pkg.steps.train import run",
+        own_pkg__in__steps__in____init__="",
+        own_pkg__in__steps__in__train="""
+            def run():
+                from . import data
+                from ..shared.numbers import TWO
+                return data.ONE, TWO
+            """,
+        own_pkg__in__steps__in__data="ONE = 1",
+        own_pkg__in__shared__in__numbers="TWO = 2",
+    )
+    assert call(own.run) == (1, 2)
+
+
+def test_every_function_by_value_is_searched(project: Write) -> None:
+    """Imports in helpers, inner functions, class bodies, methods of an argument and functions as arguments are
+    found.
+    """
+    own = project(
+        own="""
+            class Model:
+                def predict(self):
+                    from own_a import A
+                    return A
+            def helper():
+                from own_b import B
+                class Inner:
+                    from own_c import C
+                return B, Inner.C
+            def by_name():
+                def inner():
+                    from own_d import D
+                    return D
+                return inner()
+            def run(model, fn): return model.predict(), helper(), fn()
+            """,
+        own_a="A = 1",
+        own_b="B = 2",
+        own_c="C = 3",
+        own_d="D = 4",
+    )
+    assert call(own.run, own.Model(), own.by_name) == (1, (2, 3), 4)
+
+
+def test_installed_modules_travel_by_name(project: Write) -> None:
+    """The standard library, installed distributions and skyward itself travel without source, and so do unknown
+    names.
+    """
+    own = project(
+        own="""
+            def run():
+                import json, numpy.linalg, xml.etree.ElementTree as et
+                from hypothesis import strategies
+                import skyward_core as sky
+                return json.dumps(numpy.linalg.norm([3.0, 4.0]))
+            def missing():
+                import own_nowhere.part
+            """
+    )
+    assert sources.collect([own.run, own.missing]) == ()
+    assert sources.pack(own.run).data == dumps(own.run).data
+    assert call(own.run) == "5.0"
+
+
+def test_a_missing_module_is_named(project: Write) -> None:
+    """A module that the client lacks too raises ModuleNotFoundError on the node; when it exists, the next call finds
+    it.
+    """
+    own = project(
+        own="""
+            def top():
+                import own_nowhere
+                return own_nowhere.X
+            def part(): import own_pkg.nothing
+            """,
+        own_pkg__in____init__="",
+    )
+    for fn, name in ((own.top, "own_nowhere"), (own.part, "own_pkg.nothing")):
+        with pytest.raises(ModuleNotFoundError, match=f"'{name}'") as caught:
+            call(fn)
+        assert caught.value.name == name
+    project(own_nowhere="X = 1")
+    assert call(own.top) == 1
+
+
+def test_large_arrays_stay_out_of_band(project: Write) -> None:
+    """A function with sources still passes its large arrays on as views."""
+    own = project(
+        own="import numpy as np\nDATA = np.arange(20_000.0)\ndef run():\n    import own_a\n    return DATA.sum() + own_a.A",
+        own_a="A = 1",
+    )
+    pickled = sources.pack(own.run)
+    assert [np.shares_memory(np.frombuffer(buffer), own.DATA) for buffer in pickled.buffers] == [True]
+    assert len(pickled.data) < OUT_OF_BAND_BYTES
+    assert call(own.run) == own.DATA.sum() + 1
+
+
+# ── modules on the node ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_changed_text_is_imported_again(project: Write) -> None:
+    """The next call sees an edit of a module, also of one imported by an unchanged module; and it sees when the edit
+    is undone.
+    """
+    own = project(
+        own="def run():\n    from own_model import predict\n    return predict()",
+        own_model="from own_layers import N\ndef predict(): return N",
+    )
+    calls = []
+    for text in ("N = 1", "N = 20", "N = 1"):
+        project(own_layers=text)
+        calls.append(packed(own.run))
+    assert calls[0][0].data == calls[2][0].data, "the third call should find its function known"
+    assert on_node(*calls) == [1, 20, 1]
+
+
+def test_a_module_keeps_its_state_between_calls(project: Write) -> None:
+    """While the texts are unchanged, a module is imported once, by whatever functions."""
+    own = project(
+        own="""
+            def first():
+                import own_state
+                own_state.seen.append(1)
+                return own_state.seen
+            def second():
+                import own_state, own_other
+                own_state.seen.append(own_other.TWO)
+                return own_state.seen
+            """,
+        own_state="seen = []",
+        own_other="TWO = 2",
+    )
+    assert on_node(packed(own.first), packed(own.second), packed(own.first)) == [[1], [1, 2], [1, 2, 1]]
+
+
+CONFIG = """
+    import dataclasses, enum
+    class Mode(enum.Enum):
+        FAST = 1
+    @dataclasses.dataclass
+    class Config:
+        n: int
+        mode: Mode = Mode.FAST
+    class Divergence(ValueError):
+        def __init__(self, step): super().__init__(f"diverged at {step}"); self.step = step
+        def __reduce__(self): return Divergence, (self.step,)
+    def more(config):
+        if not isinstance(config, Config) or config.mode is not Mode.FAST: raise TypeError(type(config))
+        return Config(config.n + 1)
+    def fail(): raise Divergence(7)
+"""
+
+
+def test_classes_are_the_same_on_both_sides(project: Write) -> None:
+    """An instance from the client is an instance of the class that the body imports; an instance from the node has
+    the client's own class.
+    """
+    own = project(
+        own="""
+            from own_config import Config
+            def run(config):
+                import own_config
+                return own_config.more(config), own_config.Config is Config, type(config) is Config
+            def fail():
+                from own_config import fail
+                fail()
+            """,
+        own_config=CONFIG,
+    )
+    result, same, given = call(own.run, own.Config(1))
+    assert type(result) is own.Config
+    assert result == own.Config(2)
+    assert same
+    assert given
+    with pytest.raises(sys.modules["own_config"].Divergence, match="at 7"):
+        call(own.fail)
+
+
+def test_a_class_that_the_client_has_not_imported(project: Write) -> None:
+    """The client imports the module when the result arrives."""
+    own = project(own="def run():\n    from own_config import Config\n    return Config(3)", own_config=CONFIG)
+    calls = packed(own.run)
+    assert "own_config" not in sys.modules
+    (result,) = on_node(calls)
+    assert type(result) is importlib.import_module("own_config").Config
+
+
+def test_a_call_without_the_source_gets_the_present_class(project: Write) -> None:
+    """A class by value is not replaced by the class of an earlier call's text: it has the method written since."""
+    own = project(
+        own="def first():\n    import own_thing\n    return own_thing.Thing().name()\ndef second(thing): return thing.name()"
+    )
+    project(own_thing="class Thing:\n    def name(self): return 'old'")
+    first = packed(own.first)
+    project(own_thing="class Thing:\n    def name(self): return 'quite new'")
+    thing = importlib.import_module("own_thing").Thing()
+    assert on_node(first, packed(own.second, thing)) == ["old", "quite new"]
+
+
+def test_a_class_of_a_module_that_the_node_cannot_import_travels_by_value(project: Write) -> None:
+    """If a body never runs the import, a module that needs a package that the node lacks does no harm."""
+    own = project(
+        own="""
+            from own_flow import Config
+            def run(config, deep):
+                if deep:
+                    import own_flow
+                return config.n
+            """,
+        own_flow="""
+            import sys
+            assert "pytest" in sys.modules, "only on the client"
+            class Config:
+                n = 4
+            """,
+    )
+    assert call(own.run, own.Config(), deep=False) == 4
+    with pytest.raises(AssertionError, match="only on the client"):
+        call(own.run, own.Config(), deep=True)
+
+
+def test_a_traceback_shows_the_line_of_the_helper(project: Write, tmp_path: Path) -> None:
+    """The node's traceback has the client's file, and the line as it was sent, whatever file is there on the node."""
+    own = project(
+        own="def run():\n    import own_helpers\n    own_helpers.f()",
+        own_helpers="def f():\n    raise KeyError('k')  # the line",
+    )
+    calls = packed(own.run)
+    (tmp_path / "home" / "own_helpers.py").write_text("# edited since")
+    with pytest.raises(KeyError) as caught:
+        on_node(calls)
+    assert f"{tmp_path}/home/own_helpers.py\", line 2, in f\n    raise KeyError('k')  # the line" in "".join(
+        caught.value.__notes__
+    )
+
+
+def test_the_nodes_own_modules_have_precedence(project: Write, tmp_path: Path) -> None:
+    """A module installed on the node is used; a folder of the same name is not."""
+    own = project(
+        own="def run():\n    import own_a, own_b\n    return own_a.A, own_b.B", own_a="A = 'sent'", own_b="B = 'sent'"
+    )
+    node = tmp_path / "node"
+    (node / "own_b").mkdir(parents=True)
+    (node / "own_a.py").write_text("A = 'installed'")
+    assert on_node(packed(own.run), path=(node,)) == [("installed", "sent")]
+
+
+def test_a_broken_module_says_where(project: Write) -> None:
+    """A text that does not compile travels, and raises its SyntaxError from the import."""
+    own = project(own="def run(): import own_broken", own_broken="x = 1\ny = (")
+    with pytest.raises(SyntaxError) as caught:
+        call(own.run)
+    assert (Path(caught.value.filename or "").name, caught.value.lineno) == ("own_broken.py", 2)
+
+
+# ── the real thing ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_through_a_pool(project: Write, tmp_path: Path) -> None:
+    """On a local node: helpers, classes, an edit between two calls, the remote traceback, and a module that does not exist."""
+    own = project(
+        own="""
+            from own_config import Config
+            def run(config):
+                from own_pkg import step
+                return step.forward(config)
+            def fail():
+                from own_config import fail
+                fail()
+            def missing(): import own_nowhere
+            """,
+        own_config=CONFIG,
+        own_pkg__in____init__="",
+        own_pkg__in__step="from own_config import more\ndef forward(config): return more(config)",
+    )
+    run, fail, missing = (sky.compute(fn) for fn in (own.run, own.fail, own.missing))
+    with sky.ComputePool(provider=sky.Local(), nodes=1, display="quiet") as pool:
+        assert run(own.Config(1)) >> pool == own.Config(2)
+        project(own_pkg__in__step="from own_config import more\ndef forward(config): return more(more(config))")
+        assert run(own.Config(1)) >> pool == own.Config(3)
+        with pytest.raises(sys.modules["own_config"].Divergence) as caught:
+            fail() >> pool
+        assert "own_config.py" in str(caught.value.__cause__)
+        assert "def fail(): raise Divergence(7)" in str(caught.value.__cause__)
+        with pytest.raises(ModuleNotFoundError, match="'own_nowhere'"):
+            missing() >> pool

@@ -1,0 +1,254 @@
+"""One process's use of a pool with a name, on a ledger whose answers get lost: the pool always gets a steward again."""
+
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.errors import LedgerError
+from skyward_core.ledger.names_policy import Join, NameState, NotSteward
+from skyward_core.machines.owner import Owner
+from skyward_core.session import named_use
+from skyward_core.session.ledger_contact import RENEW_SECONDS, LedgerContact
+from skyward_core.session.named_use import NamedUse
+from skyward_core.spec import PoolSpec
+from skyward_core.work import NO_WORK
+from tests.system.ledger.test_names import opened
+
+LEASE_SECONDS = 3600.0
+"""The thread of the renewal does nothing during a test: the test renews."""
+
+
+def use_of(**terms: Any) -> NamedUse:
+    return NamedUse(PoolSpec(name="nightly", lease_seconds=LEASE_SECONDS, **terms), [sky.Local()], NO_WORK)
+
+
+@pytest.fixture
+def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NamedUse]:
+    """This process has joined a pool whose opener has left."""
+    monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path}/ledger.db")
+    mine = use_of()
+    opened(mine.ledger, terms=mine.terms, lease_seconds=LEASE_SECONDS)
+    assert isinstance(mine.claim("sky-b", time.monotonic() + 10), Join)
+    mine.ledger.names.leave("nightly", "a")
+    yield mine
+    mine.left()
+
+
+class Clock:
+    """The clock of the process and of its ledger; `passes` is called with each pause."""
+
+    def __init__(self, use: NamedUse, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.began = datetime.now(UTC)
+        self.seconds = 0.0
+        self.passes: Callable[[], object] = lambda: None
+        monkeypatch.setattr(use.guard, "_clock", lambda: self.seconds)
+        monkeypatch.setattr(use.ledger.names._database, "clock", lambda: self.began + timedelta(seconds=self.seconds))
+        monkeypatch.setattr(named_use, "time", SimpleNamespace(sleep=self.sleep, monotonic=time.monotonic))
+        monkeypatch.setattr(use, "_contact", LedgerContact(5.0))
+        use.renew()
+
+    def sleep(self, seconds: float) -> None:
+        self.seconds += seconds
+        self.passes()
+
+
+@pytest.fixture
+def clock(use: NamedUse, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(use, monkeypatch)
+
+
+def joined(use: NamedUse) -> None:
+    """Another process, of a machine that this one does not see, has joined with a lease of 120 s."""
+    owner = Owner("bob", "server", "boot", "1", 4712, "1")
+    use.ledger.names.claim(
+        "nightly", "sky-c", "c", owner=owner, terms=use.terms, keep_warm_seconds=0.0, lease_seconds=120.0
+    )
+
+
+def lost_answer(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, *, is_done: bool) -> None:
+    """The ledger does not answer this call, after or without having done it; later ones it answers."""
+    real: Callable[..., Any] = getattr(owner, name)
+
+    def fail(*arguments: Any) -> None:
+        monkeypatch.setattr(owner, name, real)
+        if is_done:
+            real(*arguments)
+        raise LedgerError("the server is being restarted")
+
+    monkeypatch.setattr(owner, name, fail)
+
+
+def vacancies(use: NamedUse) -> list[int]:
+    """Return a list that grows with each renewal which finds that this process is to become the steward."""
+    found: list[int] = []
+    use.on_vacant = lambda: found.append(1)
+    return found
+
+
+def test_a_process_whose_resignation_was_lost_takes_the_pool_again(
+    use: NamedUse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other process can: the ledger names it, and it lives."""
+    found = vacancies(use)
+    assert use.take_stewardship()
+    epoch = use.guard.epoch
+    lost_answer(monkeypatch, use.ledger.stewards, "resign", is_done=False)
+    use.resign()
+    assert not use.guard.is_certain
+    use.renew()
+    assert found == [1]
+    assert use.take_stewardship()
+    assert (use.guard.is_certain, use.guard.epoch) == (True, epoch)
+    use.renew()
+    assert found == [1]
+
+
+def test_a_process_that_did_not_learn_that_it_is_the_steward_takes_the_pool_again(
+    use: NamedUse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = vacancies(use)
+    lost_answer(monkeypatch, use.ledger.stewards, "take", is_done=True)
+    with pytest.raises(LedgerError, match="being restarted"):
+        use.take_stewardship()
+    use.resign()
+    use.renew()
+    assert found == [1]
+    assert use.take_stewardship()
+    assert use.guard.is_certain
+
+
+def test_a_steward_is_told_of_no_vacancy(use: NamedUse) -> None:
+    found = vacancies(use)
+    assert use.take_stewardship()
+    use.renew()
+    assert (found, use.guard.is_certain) == ([], True)
+
+
+@pytest.mark.parametrize("is_renewed", [True, False])
+def test_after_an_outage_of_the_ledger_the_first_that_leaves_lets_others_renew_their_rows(
+    is_renewed: bool, use: NamedUse, clock: Clock
+) -> None:
+    """A process that renews nothing is then waited for: the pool goes on for the other one, and `close` goes on."""
+    joined(use)
+    clock.seconds = 200.0
+    if is_renewed:
+        use.renew()
+    clock.passes = lambda: clock.seconds > 203.0 and use.ledger.names.renew("c", 120.0)
+    assert use.leave() is NameState.IN_USE
+    assert 203.0 < clock.seconds < 205.0
+    assert [client.id for client in use.ledger.names.clients("sky-a") if client.left_at is None] == ["c"]
+
+
+def test_a_process_that_is_the_last_one_after_an_outage_ends_the_pool(use: NamedUse, clock: Clock) -> None:
+    """After the time in which others would have renewed their rows; asking twice makes it no longer."""
+    joined(use)
+    clock.seconds = 200.0
+    assert use.is_last
+    assert use.leave() is NameState.CLOSING
+    assert 200.0 + RENEW_SECONDS <= clock.seconds < 202.0 + RENEW_SECONDS
+
+
+def test_without_an_outage_a_process_whose_row_has_run_out_is_not_waited_for(use: NamedUse, clock: Clock) -> None:
+    joined(use)
+    while clock.seconds < 200.0:
+        clock.seconds += 5.0
+        use.renew()
+    assert use.leave() is NameState.CLOSING
+    assert clock.seconds == 200.0
+
+
+def test_a_ledger_that_is_lost_again_ends_the_wait(
+    use: NamedUse, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process leaves as it does without a ledger: it ends nothing."""
+    joined(use)
+    clock.seconds = 200.0
+    clock.passes = lambda: lost_answer(monkeypatch, use.ledger.names, "may_come_back", is_done=False)
+    with pytest.raises(LedgerError, match="being restarted"):
+        use.leave()
+
+
+def state_of(use: NamedUse) -> tuple[NameState, str]:
+    row = use.ledger.names.named("nightly")
+    assert row is not None
+    return row.state, row.steward
+
+
+def test_a_steward_that_ends_the_pool_at_a_limit_says_so_first(use: NamedUse) -> None:
+    """Its renewals go on until the end. Then it keeps the pool no more, and does not take it again."""
+    lost: list[int] = []
+    found, use.on_lost = vacancies(use), lambda: lost.append(1)
+    assert use.take_stewardship()
+    use.begin_to_end()
+    use.renew()
+    assert (state_of(use)[0], use.guard.is_certain) == (NameState.CLOSING, True)
+    use.resign()
+    use.renew()
+    assert state_of(use) == (NameState.CLOSING, "")
+    use.ledger.end_pool("sky-a")
+    use.renew()
+    assert (found, lost) == ([], [])
+
+
+def test_a_lost_resignation_of_a_process_that_has_ended_the_pool_is_repeated(
+    use: NamedUse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next process would wait as long as this one lives, if machines are left."""
+    found = vacancies(use)
+    assert use.take_stewardship()
+    use.begin_to_end()
+    lost_answer(monkeypatch, use.ledger.stewards, "resign", is_done=False)
+    use.resign()
+    use.renew()
+    assert (state_of(use), found) == ((NameState.CLOSING, ""), [])
+
+
+def test_a_limit_holds_without_the_ledger_as_long_as_the_stewardship_is_certain(
+    use: NamedUse, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not longer: then another process may keep the pool."""
+    assert use.take_stewardship()
+    lost_answer(monkeypatch, use.ledger.stewards, "close", is_done=False)
+    use.begin_to_end()
+    assert state_of(use)[0] is NameState.IN_USE
+    clock.seconds += LEASE_SECONDS
+    lost_answer(monkeypatch, use.ledger.names, "renew", is_done=False)
+    with pytest.raises(LedgerError, match="being restarted"):
+        use.begin_to_end()
+
+
+def test_a_process_that_is_not_the_steward_any_more_ends_no_pool(use: NamedUse) -> None:
+    """It is certain still, because its renewal has not looked yet."""
+    assert use.take_stewardship()
+    joined(use)
+    assert use.guard.epoch is not None
+    use.ledger.stewards.resign("nightly", state_of(use)[1], use.guard.epoch)
+    use.ledger.stewards.take("nightly", "c")
+    with pytest.raises(NotSteward):
+        use.begin_to_end()
+    assert state_of(use) == (NameState.IN_USE, "c")
+
+
+def test_a_steward_that_was_replaced_by_one_that_has_left_loses_the_pool_first(use: NamedUse) -> None:
+    """What it keeps is old. It may take the pool again with the next renewal."""
+    lost: list[int] = []
+    found, use.on_lost = vacancies(use), lambda: lost.append(1)
+    assert use.take_stewardship()
+    guard = use.guard
+    assert guard.epoch is not None
+    joined(use)
+    use.ledger.stewards.resign("nightly", state_of(use)[1], guard.epoch)
+    use.ledger.stewards.take("nightly", "c")
+    use.ledger.names.leave("nightly", "c")
+    use.renew()
+    assert (lost, found) == ([1], [])
+    use.renew()
+    assert (lost, found) == ([1], [1])
+    assert use.take_stewardship()
+    assert (guard.is_certain, use.guard.is_certain, use.guard.epoch) == (False, True, guard.epoch + 2)

@@ -1,0 +1,271 @@
+"""`secrets=`: the spec has references, the processes of calls have the values in memory, and nothing that is written
+has them.
+"""
+
+import io
+import logging
+import os
+import subprocess
+import time
+import traceback
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+import skyward_core as sky
+from skyward_core.ledger.journal import Journal
+from skyward_core.ledger.ledger import Ledger, default_url
+from skyward_core.ledger.metering import Meter
+from skyward_core.ledger.receipt import receipt
+from skyward_core.worker.masking import MASK, Mask, spellings
+from tests.conftest import RecordedEvents, content_of, processes_by_tag, shared
+from tests.fakes import FakeProvider
+from tests.unit.test_secret import (
+    both_envs,
+)
+
+
+def test_the_ledgers_file_holds_no_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither values of `secrets` nor values that only look like secrets; the file has their names."""
+    monkeypatch.setenv("WORD", "tok-0123456789")
+    spec = sky.PoolSpec.of(**{"secrets": ("WORD",), **both_envs().model_dump(exclude_unset=True)})
+    with Ledger(f"sqlite:///{tmp_path}/ledger.db") as ledger:
+        Journal(ledger, "sky-1", spec, FakeProvider(folder=str(tmp_path)), Meter(time.monotonic), lambda _: None).open()
+        bill = receipt(ledger, "sky-1")
+        written = b"".join(content_of(path) for path in tmp_path.glob("ledger.db*"))
+    for value in ("tok-0123456789", "opensesame1", "hf_0123456789"):
+        assert value.encode() not in written
+        assert value not in str(bill)
+    for name in ("WORD", "DB_PASSWORD", "HF_TOKEN"):
+        assert name.encode() in written
+
+
+@given(st.text(min_size=4, max_size=30), st.text(max_size=20), st.text(max_size=20))
+@example("a'b\"c%", "x", "")
+@example("ab&<\n%2F", "", "")
+@settings(max_examples=200, deadline=None, database=None)
+def test_every_spelling_of_a_value_is_masked(value: str, before: str, after: str) -> None:
+    """Plain, quoted for a URL, JSON or HTML, and as Python shows it."""
+    with suppress(UnicodeEncodeError):  # a lone surrogate, which no variable can hold
+        mask = Mask([value])
+        for spelled in spellings(value):
+            if len(spelled) >= len(value):
+                assert spelled == MASK or spelled not in mask.text(before + spelled + after).replace(MASK, "\0")
+
+
+# ── in a pool ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@sky.compute
+def spelled(name: str) -> str | None:
+    """Return the value backwards: a result may have it, and the search must not find this one."""
+    value = os.environ.get(name)
+    return None if value is None else value[::-1]
+
+
+@sky.compute
+def talks(name: str) -> None:
+    """Print the value in every way that a program may do by accident."""
+    import logging
+    import sys
+
+    value = os.environ[name]
+    print("plain", value)
+    print("twice", value, repr(value), "half", end="")
+    print(value, file=sys.stderr)
+    logging.getLogger("x").warning("logged %s", value)
+    subprocess.run(["sh", "-c", f"echo from a child ${name}"], check=True)
+
+
+@sky.compute
+def fails(name: str) -> None:
+    """Raise with the value in the message, an attribute and the cause."""
+
+    class Response:
+        def __init__(self, text: str) -> None:
+            self.headers = {"Authorization": f"Bearer {text}"}
+
+    value = os.environ[name]
+    try:
+        raise LookupError(value)
+    except LookupError as error:
+        failure: Any = ExceptionGroup(
+            f"no way with {value}", [OSError(2, f"no {value}", value), ValueError(f"cannot log in with {value}")]
+        )
+        failure.response = Response(value)
+        raise failure from error
+
+
+@sky.compute
+def dies(name: str) -> None:
+    """Print the value and exit."""
+    print(os.environ[name], flush=True)
+    os._exit(3)
+
+
+@sky.compute
+def exits(name: str) -> None:
+    """End the process with the value as its exit message."""
+    raise SystemExit(os.environ[name])
+
+
+class Secretive:
+    """A pool with a secret, its events, and the places to which it may have written."""
+
+    def __init__(
+        self, pool: sky.ComputePool, recorded: RecordedEvents, name: str, value: str, plain: str, said: str
+    ) -> None:
+        self.pool, self.recorded, self.name, self.value, self.plain, self.said = (
+            pool,
+            recorded,
+            name,
+            value,
+            plain,
+            said,
+        )
+        """`plain` is a value in env that looks like a secret. `said` is the client's output and log while the pool
+        opened.
+        """
+
+    def processes(self) -> list[int]:
+        """Return every process of the pool's nodes."""
+        ids = {node.instance.id for node in self.pool.lease.nodes}
+        return [pid for pid, tag in processes_by_tag("SKYWARD_INSTANCE_ID") if tag in ids]
+
+
+@pytest.fixture(scope="module")
+def secretive() -> Iterator[Secretive]:
+    """Two nodes, with a secret under another name than here, and a value in env that looks like one."""
+    recorded, value, plain = RecordedEvents(), f"tok-{uuid.uuid4().hex}", f"plain-{uuid.uuid4().hex}"
+    patch = pytest.MonkeyPatch()
+    patch.setenv("OTHER", value)
+    options: dict[str, Any] = {
+        "secrets": {"HF_TOKEN": sky.Secret.from_env("OTHER")},
+        "env": {"PLAIN": "lemon", "DB_PASSWORD": plain},
+        "concurrency": 2,
+    }
+    said = io.StringIO()
+    listening, root = logging.StreamHandler(said), logging.getLogger()
+    patch.setattr(root, "level", logging.DEBUG)
+    root.addHandler(listening)
+    try:
+        with ExitStack() as stack:
+            with redirect_stdout(said), redirect_stderr(said):
+                pool = stack.enter_context(
+                    shared(sky.ComputePool(provider=sky.Local(), nodes=2, display="log", on_event=recorded, **options))
+                )
+            root.removeHandler(listening)
+            patch.undo()  # it was read when the pool opened
+            yield Secretive(pool, recorded, "HF_TOKEN", value, plain, said.getvalue())
+    finally:
+        root.removeHandler(listening)
+        patch.undo()
+
+
+def test_calls_have_the_values(secretive: Secretive) -> None:
+    """They have them on every node and slot, also in children of a call, in addition to the plain environment."""
+    assert list(spelled("HF_TOKEN") @ secretive.pool) == [secretive.value[::-1]] * 2
+    assert secretive.pool.map(spelled, ["HF_TOKEN"] * 50) == [secretive.value[::-1]] * 50
+    assert spelled("PLAIN") >> secretive.pool == "nomel"
+    assert spelled("OTHER") >> secretive.pool is None
+
+
+def test_output_is_masked(secretive: Secretive) -> None:
+    """This includes the lines of both streams, of logging and of children."""
+    future = secretive.pool.submit(talks("HF_TOKEN"))
+    future.result()
+    assert secretive.recorded.lines(future.call_id) == ["plain ***", "from a child ***", "twice *** '***' half"]
+    assert secretive.recorded.lines(future.call_id, "stderr") == ["***", "logged ***"]
+
+
+def test_errors_are_masked(secretive: Secretive) -> None:
+    """This includes the exception, its attributes, its cause and the remote traceback, and a crash's last lines and
+    exit message.
+    """
+    with pytest.raises(ExceptionGroup, match=r"no way with \*\*\*") as caught:
+        _ = fails("HF_TOKEN") >> secretive.pool
+    error: Any = caught.value
+    assert (error.exceptions[0].strerror, error.exceptions[0].filename, error.exceptions[1].args) == (
+        "no ***",
+        MASK,
+        ("cannot log in with ***",),
+    )
+    assert error.response.headers == {"Authorization": f"Bearer {'*' * len(secretive.value)}"}
+    with pytest.raises(sky.CallCrashed) as crashed:
+        _ = dies("HF_TOKEN") >> secretive.pool
+    assert crashed.value.output == (MASK,)
+    with pytest.raises(sky.CallCrashed) as left:
+        _ = exits("HF_TOKEN") >> secretive.pool
+    for failure in (caught.value, crashed.value, left.value):
+        assert secretive.value not in "".join(traceback.format_exception(failure)) + repr(failure) + repr(vars(failure))
+
+
+def test_a_runner_after_a_crash_has_the_values(secretive: Secretive) -> None:
+    """After every crash; and for calls whose packets were returned from behind a long call."""
+    for _ in range(3):
+        with pytest.raises(sky.CallCrashed):
+            _ = dies("HF_TOKEN") >> secretive.pool
+        assert spelled("HF_TOKEN") >> secretive.pool == secretive.value[::-1]
+    slow = [secretive.pool.submit(spelled_slowly("HF_TOKEN", seconds)) for seconds in (0.5, 0.0, 0.0, 0.0) * 4]
+    assert [future.result() for future in slow] == [secretive.value[::-1]] * 16
+
+
+@sky.compute
+def spelled_slowly(name: str, seconds: float) -> str:
+    """The same, after some time."""
+    time.sleep(seconds)
+    return os.environ[name][::-1]
+
+
+def test_nothing_that_is_written_holds_a_value(
+    secretive: Secretive, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The search: spec, lease, events, logs, the ledger, the nodes' folders on disk and in memory, and the environment
+    with which every process was started.
+    """
+    caplog.set_level(logging.DEBUG)
+    pool, value = secretive.pool, secretive.value
+    _ = talks("HF_TOKEN") >> pool
+    with suppress(ExceptionGroup):
+        _ = fails("HF_TOKEN") >> pool
+    texts = [
+        repr(pool),
+        repr(pool.spec),
+        pool.spec.model_dump_json(),
+        pool.lease.model_dump_json(),
+        repr(pool.lease),
+        repr(secretive.recorded.events),
+        caplog.text,
+    ]
+    texts += [*capfd.readouterr(), default_url(), secretive.said, repr(vars(pool))]
+    assert "DB_PASSWORD as plain text" in secretive.said
+    assert [text[:200] for text in texts if secretive.plain in text] == []
+    state = [
+        path for path in Path(os.environ["XDG_STATE_HOME"]).rglob("*") if path.is_file() and "nodes" not in path.parts
+    ]
+    assert [path for path in state if secretive.plain.encode() in content_of(path)] == []
+    folders = [Path(str(node.instance.directory)) for node in pool.lease.nodes] + [Path(os.environ["XDG_STATE_HOME"])]
+    folders += [
+        Path("/dev/shm") / name
+        for name in os.listdir("/dev/shm")
+        if any(name.endswith(node.instance.id) for node in pool.lease.nodes)
+    ]
+    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+    assert {"settings.json", "log", "ledger.db"} <= {path.name for path in files}
+    for path in files:
+        texts.append(content_of(path).decode(errors="replace"))
+    processes = secretive.processes()
+    assert len(processes) >= 2 * 4
+    for pid in processes:
+        with suppress(OSError):
+            texts += [
+                Path(f"/proc/{pid}/{what}").read_bytes().decode(errors="replace") for what in ("environ", "cmdline")
+            ]
+    assert [text[:200] for text in texts if value in text] == []
+    assert any("HF_TOKEN" in text for text in texts)

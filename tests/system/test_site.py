@@ -1,0 +1,52 @@
+"""The documentation site: it builds strictly, needs no other machine, and has every public name and every error."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import skyward_core as sky
+from skyward_core import errors
+
+ROOT = Path(__file__).parents[2]
+ROW = re.compile(r"^\| `(\w+)` \|", re.M)
+
+
+def test_the_page_of_errors_has_each_class_once() -> None:
+    classes = [name for name, value in vars(errors).items() if is_error(value)]
+    assert sorted(ROW.findall((ROOT / "docs/errors.md").read_text())) == sorted(classes)
+
+
+def is_error(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, errors.SkywardError) and value is not errors.SkywardError
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built strictly: a page outside the navigation, or a broken link or anchor, is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 0, built.stderr
+    return folder
+
+
+def test_the_reference_has_every_public_name(site: Path) -> None:
+    """Modules are no entries: their names are."""
+    text = "".join(page.read_text() for page in (site / "reference").rglob("index.html"))
+    anchors = {found.rpartition(".")[2] for found in re.findall(r'id="([\w.]+)"', text)}
+    modules = {"accelerators", "distributed", "errors", "integrations"}
+    assert sorted(set(sky.__all__) - modules - anchors) == []
+
+
+def test_llms_txt_lists_pages_that_exist(site: Path) -> None:
+    listed = re.findall(r"^- \[[^\]]+\]\(([^)]*)\)", (site / "llms.txt").read_text(), re.M)
+    assert len(listed) > 40
+    assert [address for address in listed if not (site / address / "index.html").exists()] == []

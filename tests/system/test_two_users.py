@@ -1,0 +1,243 @@
+"""Two users of one computer: files of one user under names that can be guessed do not affect the other user.
+
+They run no code as the other user and read none of his data. The tests start real processes under two other user ids.
+These may read all files (CAP_DAC_READ_SEARCH), because Python and this repository are in root's home. The rights to
+write, rename and own files are those of any two users.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import skyward_core as sky
+from tests.conftest import wait_until
+
+ALICE, BOB = 61_001, 61_002
+"""Alice attacks, Bob opens pools."""
+CAP_DAC_READ_SEARCH = 2
+CAN_BECOME_OTHERS = (
+    os.geteuid() == 0
+    and int(Path("/proc/self/status").read_text().partition("CapBnd:")[2].split()[0], 16) >> CAP_DAC_READ_SEARCH & 1
+    == 1
+)
+
+pytestmark = [
+    pytest.mark.skipif(not CAN_BECOME_OTHERS, reason="two other users can only be had by root with CAP_DAC_READ_SEARCH")
+]
+
+BOB_LAUNCHES = """
+import pathlib, sys, time, os
+import skyward_core as sky
+
+provider = sky.Local()
+(offer,) = provider.offers(sky.Requirements())
+for number in range(int(sys.argv[1])):
+    (instance,) = provider.launch(offer, 1, {"skyward-pool": f"sky-two-{number}", "skyward-rank": "0"}, "echo ours >ran; sleep 300")
+    ran, deadline = pathlib.Path(instance.directory) / "ran", time.monotonic() + 10
+    while time.monotonic() < deadline and not ran.exists():
+        time.sleep(0.005)
+    print("ours" if ran.exists() else "not ours", instance.directory, flush=True)
+    provider.terminate([instance.id])
+"""
+
+ALICE_RENAMES = """
+import os, pathlib, sys
+
+folder, proof = pathlib.Path(sys.argv[1]), sys.argv[2]
+(folder / "ready").touch()
+n = 0
+while True:
+    for name in os.listdir(folder):
+        if name.startswith("local-"):
+            n += 1
+            try:
+                os.rename(folder / name, folder / f"away-{n}")
+                os.mkdir(folder / name, 0o777)
+                os.chmod(folder / name, 0o777)
+                (folder / name / "startup.sh").write_text(f"id -u >>{proof}; sleep 1")
+            except OSError:
+                pass
+"""
+
+
+class Users:
+    """Homes for two users, a temporary folder in which all may write, as /tmp, and the processes that run as them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tmp = folder / "tmp"
+        self.tmp.mkdir()
+        self.tmp.chmod(0o1777)
+        self._processes: list[subprocess.Popen[str]] = []
+        for user in (ALICE, BOB):
+            self.home(user).mkdir(mode=0o700)
+            os.chown(self.home(user), user, user)
+
+    def home(self, user: int) -> Path:
+        return self.folder / f"home-{user}"
+
+    def start(self, user: int, program: str, *words: object, **variables: str) -> subprocess.Popen[str]:
+        environ = {
+            "PATH": os.environ["PATH"],
+            "HOME": str(self.home(user)),
+            "TMPDIR": str(self.tmp),
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        }
+        may_read = ["--inh-caps=+dac_read_search", "--ambient-caps=+dac_read_search"]
+        process = subprocess.Popen(
+            [
+                "setpriv",
+                f"--reuid={user}",
+                f"--regid={user}",
+                "--clear-groups",
+                *may_read,
+                sys.executable,
+                "-c",
+                textwrap.dedent(program),
+                *map(str, words),
+            ],
+            env=environ | variables,
+            cwd=self.home(user),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._processes.append(process)
+        return process
+
+    def run(self, user: int, program: str, *words: object, **variables: str) -> tuple[str, str]:
+        """Run a program to its end; return its stdout and stderr."""
+        return self.start(user, program, *words, **variables).communicate(timeout=60)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def users() -> Iterator[Users]:
+    folder = Path(tempfile.mkdtemp(prefix="skyward-users-"))
+    folder.chmod(0o755)
+    users = Users(folder)
+    yield users
+    users.close()
+    shutil.rmtree(folder)
+
+
+def alice_squats(users: Users, mode: int) -> Path:
+    """Alice creates the folder that Bob's nodes would have in the temporary folder."""
+    squatted = users.tmp / f"skyward-{BOB}"
+    squatted.mkdir()
+    squatted.chmod(mode)
+    os.chown(squatted, ALICE, ALICE)
+    return squatted
+
+
+SQUATTED = {
+    "open to all": lambda users: alice_squats(users, 0o777),
+    "closed": lambda users: alice_squats(users, 0o700),
+    "symlink to hers": lambda users: alice_links(users, alice_owns(users, "hers")),
+    "symlink to his": lambda users: alice_links(users, users.home(BOB)),
+    "hard link to his file": lambda users: os.link(file_of_bob(users), users.tmp / f"skyward-{BOB}"),
+}
+
+
+def alice_links(users: Users, target: Path) -> None:
+    link = users.tmp / f"skyward-{BOB}"
+    link.symlink_to(target)
+    os.chown(link, ALICE, ALICE, follow_symlinks=False)
+
+
+def alice_owns(users: Users, name: str) -> Path:
+    folder = users.tmp / name
+    folder.mkdir()
+    folder.chmod(0o777)
+    os.chown(folder, ALICE, ALICE)
+    return folder
+
+
+def file_of_bob(users: Users) -> Path:
+    file = users.home(BOB) / "file"
+    file.write_text("his")
+    os.chown(file, BOB, BOB)
+    return file
+
+
+@pytest.mark.parametrize("squatted", SQUATTED)
+def test_folders_of_another_user_are_not_used(users: Users, squatted: str) -> None:
+    """Without a writable home, Bob gets the reasons and no traceback, and nothing is written through Alice's links;
+    with XDG_RUNTIME_DIR he works.
+    """
+    SQUATTED[squatted](users)
+    home_of_root = {"XDG_STATE_HOME": str(users.folder / "nowhere")}
+    out, errors = users.run(BOB, BOB_LAUNCHES, 1, **home_of_root)
+    assert out == ""
+    last = errors.strip().splitlines()[-1]
+    assert last.startswith("skyward_core.errors.BadRequest: nodes of this machine need a separate folder")
+    assert "XDG_STATE_HOME: [Errno 13] Permission denied" in last
+    assert f"TMPDIR: {users.tmp}/skyward-{BOB}" in last
+    assert [path.name for path in users.home(BOB).iterdir()] == (["file"] if "hard" in squatted else [])
+    runtime = users.folder / "runtime"
+    runtime.mkdir(mode=0o700)
+    os.chown(runtime, BOB, BOB)
+    out, errors = users.run(BOB, BOB_LAUNCHES, 1, XDG_RUNTIME_DIR=str(runtime), **home_of_root)
+    assert out.split() == ["ours", str(Path(out.split()[-1]))], errors
+    assert out.split()[1].startswith(f"{runtime}/skyward/nodes/local-")
+
+
+def test_without_a_home_the_temporary_folder_is_used(users: Users) -> None:
+    """No other user has created it before: Bob's own folder in a folder with the sticky bit is as safe as his home."""
+    out, errors = users.run(BOB, BOB_LAUNCHES, 1, XDG_STATE_HOME=str(users.folder / "nowhere"))
+    assert out.startswith(f"ours {users.tmp}/skyward-{BOB}/nodes/local-"), errors
+    assert (users.tmp / f"skyward-{BOB}").stat().st_mode & 0o777 == 0o700
+
+
+def test_roots_cleanup_ignores_folders_named_by_another_users_process(users: Users) -> None:
+    """A process of Alice's may have the tags of a node, with any folder as its directory. Root sees the process, and
+    does not trust it.
+    """
+    victim = users.folder / "local-0123456789ab"
+    (victim / "precious").mkdir(parents=True)
+    tags = {"SKYWARD_INSTANCE_ID": victim.name, "SKYWARD_POOL_ID": "sky-two", "SKYWARD_INSTANCE_DIRECTORY": str(victim)}
+    users.start(ALICE, "import time; time.sleep(300)", **tags)
+    wait_until(lambda: victim.name in [instance.id for instance in sky.Local().instances("sky-two")], "her process")
+    (found,) = sky.Local().instances("sky-two")
+    assert found.directory != str(victim)
+    sky.Local().terminate([victim.name])
+    assert (victim / "precious").is_dir()
+
+
+BOB_POOL = """
+import numpy, pathlib, sys
+import skyward_core as sky
+
+with sky.ComputePool(provider=sky.Local(), display="quiet") as pool:
+    print(int(pool.submit(sky.compute(lambda values: values.sum())(numpy.ones(1_000_000))).result()))
+    (instance,) = [node.instance for node in pool.lease.nodes]
+    print(instance.directory)
+"""
+
+
+def test_a_pool_works_beside_an_attacker(users: Users) -> None:
+    """With large values, from opening to end: it works, none of its files is ever open to others, and none is left."""
+    squatted = alice_squats(users, 0o777)
+    proof = users.tmp / "proof"
+    users.start(ALICE, ALICE_RENAMES, squatted, proof)
+    out, errors = users.run(BOB, BOB_POOL)
+    total, directory = out.split()
+    assert total == "1000000", errors
+    assert directory.startswith(f"{users.home(BOB)}/.local/state/skyward/nodes/")
+    assert not Path(directory).exists()
+    assert not proof.exists()
+    assert [name for name in os.listdir("/dev/shm") if name.startswith(f"skyward-{BOB}-")] == []
+    for path in users.home(BOB).rglob("*"):
+        if path.parent.name in ("skyward", "state") or path.name == "skyward":
+            assert path.stat().st_mode & 0o022 == 0, path

@@ -1,0 +1,775 @@
+"""SSH to one machine, against a real SSH server on this machine."""
+
+import asyncio
+import contextlib
+import gzip
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import asyncssh
+import pytest
+
+from skyward_core.errors import (
+    BadRequest,
+    CommandFailed,
+    CommandTimedOut,
+    ConnectionLost,
+    CredentialsError,
+    HostKeyChanged,
+    Unreachable,
+)
+from skyward_core.machines.instances import Endpoint
+from skyward_core.transport.ssh_commands import Completed
+from skyward_core.transport.ssh_connection import SSHConnection
+from skyward_core.transport.ssh_loop import Loop
+from tests.conftest import wait_until
+
+MIB = 1 << 20
+
+
+class _Door(asyncssh.SSHServer):
+    """Forwards ports on request; records the users that came."""
+
+    def __init__(self, server: "Server") -> None:
+        self.server = server
+
+    def connection_made(self, conn):
+        self.server.connections.append(conn)
+
+    def begin_auth(self, username):
+        self.server.users.append(username)
+        return True
+
+    def connection_requested(self, dest_host, dest_port, orig_host, orig_port):
+        return True
+
+    def server_requested(self, listen_host, listen_port):
+        return True
+
+
+class Server:
+    """An SSH server with real shells, with its own loop and thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.host_key = asyncssh.generate_private_key("ssh-ed25519")
+        self.users: list[str] = []
+        self.connections: list[asyncssh.SSHServerConnection] = []
+        self.children: set[int] = set()
+        self.port = 0
+        self._listener = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="ssh-server")
+        self._thread.start()
+
+    def start(self, port: int = 0) -> None:
+        async def listen():
+            return await asyncssh.listen(
+                "127.0.0.1",
+                port,
+                server_factory=lambda: _Door(self),
+                server_host_keys=[self.host_key],
+                authorized_client_keys=str(self.folder / "authorized_keys"),
+                process_factory=self._serve,
+                encoding=None,
+                allow_scp=False,
+                reuse_address=True,
+            )
+
+        self._listener = self.do(listen())
+        self.port = self._listener.get_port()
+
+    def do(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)
+
+    def hang_up(self) -> None:
+        """End all connections abruptly, as a crash does."""
+
+        async def abort():
+            for connection in self.connections:
+                connection.abort()
+            self.connections.clear()
+
+        self.do(abort())
+
+    def stop(self) -> None:
+        async def stop():
+            self._listener.close()
+
+        if self._listener:
+            self.do(stop())
+            self._listener = None
+        self.hang_up()
+
+    def close(self) -> None:
+        self.stop()
+
+        async def end():
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for _ in range(5):
+                await asyncio.sleep(0)
+            await self._loop.shutdown_default_executor()
+
+        self.do(end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _serve(self, process: asyncssh.SSHServerProcess) -> None:
+        child = await asyncio.create_subprocess_exec(
+            "sh", "-c", process.command, cwd=self.folder, start_new_session=True,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        self.children.add(child.pid)
+        try:
+            copies = [
+                asyncio.ensure_future(_copy(child.stdout, process.stdout)),
+                asyncio.ensure_future(_copy(child.stderr, process.stderr)),
+            ]
+            feeding = asyncio.ensure_future(_pour(process, child.stdin))
+            ended = asyncio.ensure_future(child.wait())
+            await asyncio.wait([feeding, ended], return_when=asyncio.FIRST_COMPLETED)
+            if feeding.done() and feeding.exception():
+                os.killpg(child.pid, signal.SIGKILL)  # the client sent a signal, or went away
+            await asyncio.gather(*copies, ended)
+            feeding.cancel()
+            await asyncio.wait([feeding])
+            if child.returncode < 0:
+                process.exit_with_signal(signal.Signals(-child.returncode).name.removeprefix("SIG"))
+            else:
+                process.exit(child.returncode)
+        finally:
+            if child.returncode is None:
+                os.killpg(child.pid, signal.SIGKILL)
+                await child.wait()
+            child._transport.close()
+            self.children.discard(child.pid)
+
+
+async def _copy(source, target) -> None:
+    try:
+        while piece := await source.read(65536):
+            target.write(piece)
+            await target.drain()
+    except (BrokenPipeError, ConnectionResetError, asyncssh.Error):
+        pass
+
+
+async def _pour(process, target) -> None:
+    source = process.stdin
+    while piece := await source.read(65536):
+        try:
+            target.write(piece)
+            await target.drain()
+        except (BrokenPipeError, ConnectionResetError):
+            break
+    target.close()
+    while not process.is_closing():  # the next read raises after a signal
+        await source.read(1)
+        await asyncio.sleep(0.02)
+    raise ConnectionResetError
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the keys, agent and configuration of the user who runs the tests."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    (tmp_path / ".ssh").mkdir(mode=0o700)
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> str:
+    """A key that the server accepts."""
+    pair = asyncssh.generate_private_key("ssh-ed25519")
+    pair.write_private_key(tmp_path / "id")
+    (tmp_path / "authorized_keys").write_bytes(pair.export_public_key())
+    return str(tmp_path / "id")
+
+
+@pytest.fixture
+def server(tmp_path: Path, key: str) -> Iterator[Server]:
+    server = Server(tmp_path)
+    server.start()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def endpoint(server: Server, key: str) -> Endpoint:
+    return Endpoint(host="127.0.0.1", port=server.port, user="ann", key=key)
+
+
+@pytest.fixture
+def connection(endpoint: Endpoint) -> Iterator[SSHConnection]:
+    with SSHConnection(endpoint).connect(30) as connection:
+        yield connection
+
+
+class Echo:
+    """A TCP server that sends back what it gets, in capitals."""
+
+    def __init__(self) -> None:
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        self._thread = threading.Thread(target=self._serve, name="echo")
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            peer, _ = self._listening.accept()
+            with peer:
+                said = peer.recv(100)
+                if said == b"end":
+                    return
+                peer.sendall(said.upper())
+
+    def close(self) -> None:
+        with socket.create_connection(("127.0.0.1", self.port)) as last:
+            last.sendall(b"end")
+        self._thread.join()
+        self._listening.close()
+
+
+@pytest.fixture
+def echo() -> Iterator[Echo]:
+    echo = Echo()
+    yield echo
+    echo.close()
+
+
+def say(port: int, text: bytes) -> bytes:
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as peer:
+        peer.sendall(text)
+        return peer.recv(100)
+
+
+# ── run ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_command_returns_its_exit_code_and_output(connection):
+    """Exit codes come back as they are, signals as negative numbers, both streams in one text."""
+    assert connection.run("echo hello") == Completed(0, "hello\n")
+    assert connection.run("echo out of order >&2; exit 3") == Completed(3, "out of order\n")
+    assert connection.run("kill -TERM $$").exit_code == -signal.SIGTERM
+
+
+def test_lines_are_delivered_while_the_command_runs(connection, tmp_path):
+    """The callback gets a line before the command ends: here the command waits for the callback's effect."""
+    lines = []
+
+    def on_line(line: str) -> None:
+        lines.append((line, threading.current_thread()))
+        (tmp_path / "go").touch()
+
+    command = "echo grüße; while ! [ -e go ]; do sleep 0.01; done; printf 'two\\r\\nno end'"
+    assert connection.run(command, on_line=on_line, timeout_seconds=60).exit_code == 0
+    assert lines == [(line, threading.current_thread()) for line in ("grüße", "two", "no end")]
+
+
+def test_input_of_every_kind_reaches_the_command(connection, tmp_path):
+    """Bytes, text and files are read to their end; without input the command reads the end at once."""
+    (tmp_path / "input").write_bytes(b"from a file")
+    assert [connection.run("cat", stdin=stdin, timeout_seconds=60).output for stdin in (b"bytes", "text", tmp_path / "input", None)] == [
+        "bytes", "text", "from a file", "",
+    ]  # fmt: skip
+
+
+def test_large_input_and_output_at_once(connection):
+    """A command that writes while it reads does not block, whatever the size."""
+    sent = "0123456789abcde\n" * (5 * MIB // 16)
+    assert connection.run("cat", stdin=sent, timeout_seconds=30).output == sent
+
+
+def test_a_command_that_reads_nothing_still_ends(connection):
+    """Unread input is no error."""
+    assert connection.run("exit 4", stdin=b"x" * 5 * MIB, timeout_seconds=60).exit_code == 4
+
+
+def test_a_command_past_its_deadline_is_killed(connection, server):
+    """CommandTimedOut has the output so far, the process is gone, and the connection still works."""
+    with pytest.raises(CommandTimedOut, match="sleep 60") as caught:
+        connection.run("echo begun; exec sleep 60", timeout_seconds=0.8)
+    assert caught.value.output == "begun\n"
+    assert isinstance(caught.value, TimeoutError)
+    wait_until(lambda: not server.children, "the command to be killed")
+    assert connection.run("echo on").output == "on\n"
+
+
+def test_an_error_in_the_callback_ends_the_command(connection, server):
+    """An error of `on_line` is raised to the caller, and the command does not go on."""
+
+    def on_line(line: str) -> None:
+        raise ArithmeticError(line)
+
+    with pytest.raises(ArithmeticError, match="bad"):
+        connection.run("echo bad; exec sleep 60", on_line=on_line)
+    wait_until(lambda: not server.children, "the command to be killed")
+
+
+def test_more_commands_than_sessions_wait_for_a_free_session(connection):
+    """Thirty threads may use one connection at once, though sshd allows ten sessions."""
+    codes: list[int] = []
+    threads = [
+        threading.Thread(target=lambda n=n: codes.append(connection.run(f"sleep 0.05; exit {n}").exit_code))
+        for n in range(30)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(codes) == list(range(30))
+
+
+def test_only_the_end_of_delivered_lines_is_kept(connection):
+    """A command may be followed for days: its output is not collected here."""
+    lines: list[str] = []
+    completed = connection.run("seq 500000", on_line=lines.append, timeout_seconds=30)  # 3.3 MiB
+    assert lines == [str(n) for n in range(1, 500001)]
+    assert completed.output.endswith("\n499999\n500000\n")
+    assert 64 * 1024 <= len(completed.output) < 2 * MIB
+
+
+def test_a_command_waits_for_its_reader(connection, tmp_path):
+    """While the callback runs, the command gets ahead by a few MiB at most."""
+    progress = tmp_path / "progress"
+    seen: list[str] = []
+
+    def on_line(line: str) -> None:
+        # until its output has stopped growing
+        while not seen or seen[-1] != seen[max(0, len(seen) - 30)] or len(seen) < 60:
+            seen.append(progress.read_text())
+            time.sleep(0.01)
+
+    command = "i=0; while [ $i -lt 30 ]; do i=$((i + 1)); head -c 1048575 /dev/zero | tr '\\0' x; echo; echo $i >progress; done"
+    progress.write_text("0")
+    assert connection.run(command, on_line=on_line, timeout_seconds=60).exit_code == 0
+    assert progress.read_text() == "30\n"
+    assert int(seen[-1]) < 20
+
+
+# ── a shell that stays ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_shell_answers_command_after_command(connection, server):
+    """One process answers all: output and exit code belong to each command alone, also with several lines and
+    quotes.
+    """
+    with connection.shell() as shell:
+        assert shell.run("echo 'a b'; echo out >&2; exit 3") == Completed(3, "a b\nout\n")
+        assert shell.run("printf 'no end'") == Completed(0, "no end")
+        assert shell.run("true") == Completed(0, "")
+        assert shell.run("cat <<END\nit's $((1 + 1))\nEND") == Completed(0, "it's 2\n")
+        assert len(server.children) == 1
+        assert connection.run("echo beside").output == "beside\n"
+    wait_until(lambda: not server.children, "the shell to end")
+    with connection.shell() as unused:
+        unused.close()
+
+
+def test_a_shell_past_a_deadline_is_restarted(connection, server, tmp_path):
+    """A command that takes too long is killed, and a caller that waits for its turn gets its error in time."""
+    late: list[str] = []
+
+    def wait_for_a_turn() -> None:
+        wait_until((tmp_path / "busy").exists, "the other command")
+        with pytest.raises(CommandTimedOut, match="busy") as caught:
+            shell.run("true", timeout_seconds=0.05)
+        late.append(str(caught.value))
+
+    waiting = threading.Thread(target=wait_for_a_turn)
+    waiting.start()
+    with connection.shell() as shell:
+        with pytest.raises(CommandTimedOut, match="sleep 60"):
+            shell.run("touch busy; sleep 60", timeout_seconds=3)
+        waiting.join(60)
+        assert len(late) == 1
+        assert shell.run("echo anew").output == "anew\n"
+        wait_until(lambda: len(server.children) == 1, "the old shell to be killed")
+
+
+def test_threads_take_turns_in_a_shell(connection):
+    """Many threads may use one shell; each gets its own answer."""
+    with connection.shell() as shell:
+        answers: list[tuple[int, str]] = []
+        threads = [
+            threading.Thread(target=lambda n=n: answers.append((n, shell.run(f"echo {n}").output))) for n in range(20)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(answers) == [(n, f"{n}\n") for n in range(20)]
+
+
+# ── loss ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def in_the_middle(connection: SSHConnection, tmp_path: Path, then: Callable[[], object]) -> float:
+    """Run a long command, do something while it runs, and return the seconds until ConnectionLost."""
+    since = 0.0
+
+    def on_line(line: str) -> None:
+        nonlocal since
+        since = time.monotonic()
+        then()
+
+    with pytest.raises(ConnectionLost):
+        connection.run("echo begun; exec sleep 60", on_line=on_line, timeout_seconds=40)
+    return time.monotonic() - since
+
+
+def test_a_connection_that_dies_during_a_command_is_an_error(endpoint, server, tmp_path):
+    """A command with a dead connection is never reported as ended; the loss is reported once, and nothing works
+    before `reconnect`.
+    """
+    losses = []
+    with SSHConnection(endpoint, on_lost=losses.append).connect(30) as connection:
+        in_the_middle(connection, tmp_path, server.hang_up)
+        assert not connection.is_connected
+        with pytest.raises(ConnectionLost):
+            connection.run("true")
+        connection.reconnect(30)
+        assert connection.run("echo back").output == "back\n"
+    assert len(losses) == 1
+
+
+def test_a_silent_machine_is_noticed(server, key, tmp_path):
+    """Without a message from the machine the connection is lost after (count + 1) intervals: here 1.2 s."""
+    with (
+        Silencer(server.port) as between,
+        SSHConnection(
+            Endpoint(host="127.0.0.1", port=between.port, user="ann", key=key), keepalive_seconds=0.4, keepalive_count=2
+        ).connect(30) as connection,
+    ):
+        assert in_the_middle(connection, tmp_path, between.silence.set) < 10
+
+
+class Silencer:
+    """A TCP relay that can stop passing data on while its sockets stay open."""
+
+    def __init__(self, target: int) -> None:
+        self.silence = threading.Event()
+        self._target = target
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        self._sockets: list[socket.socket] = []
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        peer, _ = self._listening.accept()
+        target = socket.create_connection(("127.0.0.1", self._target))
+        self._sockets += [peer, target]
+        for source, sink in ((peer, target), (target, peer)):
+            self._threads.append(threading.Thread(target=self._pass, args=(source, sink)))
+            self._threads[-1].start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+        try:
+            while piece := source.recv(65536):
+                if not self.silence.is_set():
+                    sink.sendall(piece)
+        except OSError:
+            pass
+
+    def __enter__(self) -> "Silencer":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._threads[0].join()
+        for one in self._sockets:
+            with contextlib.suppress(OSError):  # the other end may be closed
+                one.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads[1:]:
+            thread.join()
+        for one in (*self._sockets, self._listening):
+            one.close()
+
+
+# ── put ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_file_arrives_whole_and_replaces_the_old_one(connection, tmp_path):
+    """Bytes and files arrive unchanged, with their mode, in new folders, and no other file is left there."""
+    content = os.urandom(2 * MIB)
+    (tmp_path / "here").write_bytes(b"second")
+    connection.put(content, "a folder/it's there", mode=0o600)
+    there = tmp_path / "a folder" / "it's there"
+    assert there.read_bytes() == content
+    assert there.stat().st_mode & 0o777 == 0o600
+    connection.put(tmp_path / "here", str(there), mode=0o755)
+    assert (there.read_bytes(), there.stat().st_mode & 0o777) == (b"second", 0o755)
+    assert os.listdir(there.parent) == [there.name]
+
+
+def test_a_file_that_cannot_be_written_is_an_error(connection, tmp_path):
+    """A folder of that name is an error, with the machine's message, and the folder stays."""
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(CommandFailed, match="is a directory"):
+        connection.put(b"x", "taken")
+    assert os.listdir(tmp_path / "taken") == []
+
+
+def test_compressed_content_arrives_unpacked(connection, tmp_path):
+    """The file there is the unpacked one. A truncated file, one of another size and one that is no gzip are refused,
+    and the old file stays.
+    """
+    content = os.urandom(MIB) + bytes(MIB)
+    packed = gzip.compress(content)
+    connection.put(packed, "folder/tool", mode=0o755, unpacked_bytes=len(content))
+    there = tmp_path / "folder" / "tool"
+    assert (there.read_bytes(), there.stat().st_mode & 0o777) == (content, 0o755)
+    for broken in (packed[:-9], gzip.compress(b"another"), b"no gzip"):
+        with pytest.raises(CommandFailed, match="could not be written"):
+            connection.put(broken, "folder/tool", unpacked_bytes=len(content))
+    assert there.read_bytes() == content
+    assert os.listdir(there.parent) == [there.name]
+
+
+def test_buffers_arrive_one_after_another_and_come_back(connection, tmp_path):
+    """Buffers of several kinds make one file. The fetched value is complete and writable, and the file is removed on
+    request.
+    """
+    content = os.urandom(3 * MIB)
+    connection.put([content[:7], bytearray(content[7:MIB]), memoryview(content)[MIB:]], "value", mode=0o600)
+    assert (tmp_path / "value").read_bytes() == content
+    assert (tmp_path / "value").stat().st_mode & 0o777 == 0o600
+    back = connection.fetch("value")
+    assert (back, back.readonly) == (content, False)
+    room = bytearray(4 * MIB)
+    assert connection.fetch("value", into=room, remove=True).obj is room
+    assert room[: 3 * MIB] == content
+    assert not (tmp_path / "value").exists()
+
+
+def test_a_missing_file_cannot_be_fetched(connection, tmp_path):
+    """The error has the machine's message; a buffer that is too small is an error before any byte is lost."""
+    with pytest.raises(CommandFailed, match="could not be read") as caught:
+        connection.fetch("nothing")
+    assert "nothing" in caught.value.output
+    (tmp_path / "five").write_text("five!")
+    with pytest.raises(BadRequest, match="5 bytes"):
+        connection.fetch("five", into=bytearray(4), remove=True)
+    assert connection.fetch("five") == b"five!"
+
+
+# ── forwards ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_ports_are_forwarded_both_ways_and_across_a_reconnect(connection, echo):
+    """A forwarded port works before and after `reconnect`, under the same number."""
+    here = connection.forward_local("127.0.0.1", echo.port)
+    there = connection.forward_remote("127.0.0.1", echo.port)
+    assert (say(here, b"one"), say(there, b"two")) == (b"ONE", b"TWO")
+    connection.reconnect(30)
+    assert (say(here, b"three"), say(there, b"four")) == (b"THREE", b"FOUR")
+
+
+# ── trust ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_wrong_key_is_refused_at_once(endpoint, server, tmp_path):
+    """A refusal is not tried again, unless the endpoint says that the machine is new."""
+    asyncssh.generate_private_key("ssh-ed25519").write_private_key(tmp_path / "other")
+    with SSHConnection(endpoint.model_copy(update={"key": str(tmp_path / "other")})) as connection:
+        with pytest.raises(CredentialsError, match="ann@127"):
+            connection.connect(60)
+        assert server.users == ["ann"]
+        with pytest.raises(CredentialsError):
+            connection.connect(60, auth_grace_seconds=1.5)
+        assert len(server.users) > 2
+
+
+def test_a_missing_key_is_a_bad_request(endpoint, server):
+    """A missing key file is an error before any connection."""
+    with (
+        SSHConnection(endpoint.model_copy(update={"key": "/nonexistent/id"})) as connection,
+        pytest.raises(BadRequest, match="/nonexistent/id"),
+    ):
+        connection.connect(60)
+    assert server.connections == []
+
+
+@pytest.mark.parametrize("algorithm", ["ssh-ed25519", "ecdsa-sha2-nistp256"])
+def test_a_changed_host_key_refuses_the_connection(connection, server, algorithm):
+    """The first key seen is pinned across reconnects; another one, of the same or another kind, is refused with an
+    error.
+    """
+    pinned = connection.host_key
+    connection.reconnect(30)
+    assert connection.host_key == pinned == server.host_key.export_public_key().decode().strip()
+    port = server.port
+    server.stop()
+    server.host_key = asyncssh.generate_private_key(algorithm)
+    server.start(port)
+    with pytest.raises(HostKeyChanged, match="another machine"):
+        connection.reconnect(30)
+
+
+def test_a_new_machine_may_show_another_key_at_first(endpoint, server):
+    """A machine that gets its key from its startup script: for the grace of its endpoint, at the first connection,
+    and nothing is sent to it meanwhile.
+    """
+    later = asyncssh.generate_private_key("ssh-ed25519")
+    young = endpoint.model_copy(
+        update={"host_key": later.export_public_key().decode().strip(), "host_key_grace_seconds": 60}
+    )
+    done = []
+    with SSHConnection(young) as connection:
+        with pytest.raises(HostKeyChanged):
+            connection.connect(30)
+        thread = threading.Thread(target=lambda: done.append(connection.connect(50, auth_grace_seconds=5)))
+        thread.start()
+        before = len(server.connections)
+        wait_until(lambda: len(server.connections) > before + 1, "the connection to be tried twice")
+        port = server.port
+        server.stop()
+        assert server.users == []
+        server.host_key = later
+        server.start(port)
+        thread.join(30)
+        assert done == [connection]
+    with SSHConnection(young.model_copy(update={"host_key_grace_seconds": 0, "host_key": None})) as connection:
+        connection.connect(30)
+
+
+def test_a_known_host_key_is_verified(endpoint, server, tmp_path):
+    """Only the key that the endpoint or a known_hosts file names is accepted."""
+    right = server.host_key.export_public_key().decode().strip()
+    wrong = asyncssh.generate_private_key("ssh-ed25519").export_public_key().decode().strip()
+    (tmp_path / ".ssh" / "known_hosts").write_text(f"[127.0.0.1]:{server.port} {wrong}\n")
+    with SSHConnection(endpoint) as connection, pytest.raises(HostKeyChanged, match="known_hosts"):
+        connection.connect(30)
+    with SSHConnection(endpoint.model_copy(update={"host_key": wrong})) as connection, pytest.raises(HostKeyChanged):
+        connection.connect(30)
+    for update in ({"host_key": right}, {"known_hosts": "/dev/null"}):
+        with SSHConnection(endpoint.model_copy(update=update)).connect(30) as connection:
+            assert connection.host_key == right
+
+
+def test_the_users_configuration_is_honoured(server, key, tmp_path):
+    """An alias, its address, port, user and key come from ~/.ssh/config; a missing IdentityFile is ignored."""
+    config = f"Host box\n  HostName 127.0.0.1\n  Port {server.port}\n  User carol\n  IdentityFile /nonexistent\n  IdentityFile {key}\n"
+    (tmp_path / ".ssh" / "config").write_text(config)
+    with SSHConnection(Endpoint(host="box")).connect(30) as connection:
+        assert connection.run("echo in").output == "in\n"
+    assert server.users == ["carol"]
+
+
+def test_an_invalid_host_key_is_a_bad_request():
+    """Text that is no public key is an error before anything starts."""
+    with pytest.raises(BadRequest, match="pub file"):
+        SSHConnection(Endpoint(host="127.0.0.1", host_key="nonsense"))
+
+
+def test_a_jump_host_of_the_users_configuration_is_used(server, key, tmp_path):
+    """ProxyJump leads through the other machine; the user's known_hosts verifies the host key of that machine."""
+    (tmp_path / ".ssh" / "config").write_text(
+        f"Host jump\n  User carol\nHost behind\n  User dave\n  ProxyJump jump\nHost *\n  HostName 127.0.0.1\n  Port {server.port}\n  IdentityFile {key}\n"
+    )
+    with (
+        SSHConnection(Endpoint(host="behind", known_hosts="/dev/null")) as connection,
+        pytest.raises(Unreachable, match="jump host"),
+    ):
+        connection.connect(30)
+    known = server.host_key.export_public_key().decode().strip()
+    (tmp_path / ".ssh" / "known_hosts").write_text(f"[127.0.0.1]:{server.port} {known}\n")
+    server.users.clear()
+    with SSHConnection(Endpoint(host="behind")).connect(30) as connection:
+        assert connection.run("echo in").output == "in\n"
+    assert server.users == ["carol", "dave"]
+
+
+# ── reaching ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_machine_that_starts_later_is_reached(endpoint, server):
+    """While no sshd listens, the connection is tried again until the deadline."""
+    port = server.port
+    server.stop()
+    timer = threading.Timer(0.5, server.start, (port,))
+    timer.start()
+    with SSHConnection(endpoint).connect(20) as connection:
+        assert connection.run("echo up").output == "up\n"
+    timer.join()
+
+
+def test_a_machine_that_never_starts_is_unreachable(endpoint, server):
+    """The error has the deadline and the error of the last attempt."""
+    server.stop()
+    with SSHConnection(endpoint) as connection, pytest.raises(Unreachable, match=r"within 8 s.*\[Errno 111\]"):
+        connection.connect(8.0)  # a busy machine needs seconds for an attempt
+
+
+def test_a_silent_port_is_unreachable(key):
+    """A listener that accepts and stays silent does not delay the caller past the deadline."""
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        with (
+            SSHConnection(Endpoint(host="127.0.0.1", port=mute.getsockname()[1], user="ann", key=key)) as connection,
+            pytest.raises(Unreachable),
+        ):
+            connection.connect(0.3)
+
+
+# ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_close_may_be_called_twice_and_ends_waiting_commands(endpoint, server):
+    """A thread that waits for a command gets ConnectionLost when another closes the connection."""
+    connection = SSHConnection(endpoint).connect(30)
+    caught: list[BaseException] = []
+    begun = threading.Event()
+
+    def wait() -> None:
+        try:
+            connection.run("echo begun; exec sleep 60", on_line=lambda line: begun.set())
+        except Unreachable as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert begun.wait(30)
+    connection.close()
+    connection.close()
+    thread.join(30)
+    assert [type(error) for error in caught] == [ConnectionLost]
+    with pytest.raises(Unreachable, match="closed"):
+        connection.run("true")
+
+
+def test_close_ends_a_command_with_lines_in_delivery(endpoint, server):
+    """A thread that is busy with a line when another closes the connection gets ConnectionLost, because its command
+    had begun.
+    """
+    connection = SSHConnection(endpoint).connect(30)
+    with pytest.raises(ConnectionLost, match="sleep 60"):
+        connection.run("echo begun; exec sleep 60", on_line=lambda line: connection.close())
+    wait_until(lambda: not server.children, "the command to end")
+
+
+def test_connections_share_a_loop(endpoint):
+    """Many connections work on one thread, and closing one leaves the loop to the others."""
+    before = threading.active_count()
+    with Loop() as loop:
+        first, second = SSHConnection(endpoint, loop=loop).connect(30), SSHConnection(endpoint, loop=loop).connect(30)
+        first.close()
+        assert second.run("echo still").output == "still\n"
+        assert [thread.name for thread in threading.enumerate()].count("skyward-ssh") == 1
+        second.close()
+    assert threading.active_count() <= before
+
+
+def test_an_endpoint_travels_as_json():
+    """An endpoint is the same after conversion to JSON and back, and refuses unknown fields."""
+    endpoint = Endpoint(host="::1", port=2222, user="ann")
+    assert Endpoint.model_validate_json(endpoint.model_dump_json()) == endpoint
+    assert str(endpoint) == "ann@[::1]:2222"

@@ -1,0 +1,829 @@
+"""The first process of a node, started as on a machine: when it ends, which processes it ends, how it becomes another
+node.
+
+Most nodes here have a clock in a file, and workers without Dask that run the text of the file `call`. They start
+quickly, and hours pass at once.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from distributed import Client, Future, Security
+
+from skyward_core.engine.certificates import make_certificate
+from skyward_core.worker import supervisor
+from skyward_core.worker.calls import release, repeat_reports
+from skyward_core.worker.pool_scheduler import RUN_BATCH
+from skyward_core.worker.private_folders import NotPrivate
+from skyward_core.worker.retained_batches import WorkerKept
+from skyward_core.worker.scheduler_messages import POOL_TOPIC
+from skyward_core.worker.settings import NodeOwner, NodeSettings, memory_directory, this_process, write_atomically
+from skyward_core.worker.supervisor import CrashHistory
+from skyward_core.worker.watchdog import write_lease
+from skyward_core.worker.wire import Batch, Call, Outcome, OutcomeKind, Output, Parcel, Report
+from tests.conftest import members, processes_by_tag, wait_until
+
+HOUR = 3600.0
+START = 1000.0
+"""The time on the clock in the file when a node is started."""
+
+DRIVER = """
+import os, pickle, signal, sys, time, types
+from pathlib import Path
+node = sys.modules["skyward_core.worker.node"] = types.ModuleType("node")
+node.LEFT = 72
+from skyward_core.worker import supervisor
+from skyward_core.worker.runner_factory import RunnerFactory
+from skyward_core.worker.slot import Slot
+from skyward_core.worker.wire import Batch, Call, Parcel
+
+directory = Path(sys.argv[1])
+
+def uptime():
+    with open(directory / "looks", "ab") as looks:
+        looks.write(b".")
+    return float((directory / "uptime").read_text())
+
+def run_worker(directory, settings, index, control):
+    with open(directory / "workers", "a") as workers:
+        workers.write(f"{settings.generation} {settings.rank}\\n")
+    if (directory / "no-scheduler").exists():
+        os._exit(7)
+    factory = RunnerFactory(control)
+    slots = [Slot(factory, settings.value_directories) for _ in range(settings.slots)]
+    (directory / f"ready-{settings.generation}").touch()
+    while True:
+        if (directory / "call").exists():
+            call = Call("1", "exec", Parcel(pickle.dumps((((directory / "call").read_text(),), {}))), "job")
+            slots[0].run(Batch("", (call,), {"exec": Parcel(pickle.dumps(exec))}), lambda news: None)
+            (directory / "call").unlink()
+        time.sleep(0.005)
+
+def run_scheduler(directory, settings):
+    while True:
+        signal.pause()
+
+supervisor.uptime, node.run_worker, node.run_scheduler = uptime, run_worker, run_scheduler
+supervisor.FIRST_PAUSE_SECONDS, supervisor.WATCH_SECONDS = 0.01, 0.02
+"""
+
+
+class Machine:
+    """A node of a test: its directory, its settings and its first process."""
+
+    def __init__(self, driver: str, certificate: Any, **fields: Any) -> None:
+        self.instance_id = f"local-{uuid.uuid4().hex[:12]}"
+        self.directory = Path(tempfile.mkdtemp(prefix="skyward-node-"))
+        defaults = {
+            "pool_id": "sky-test",
+            "instance_id": self.instance_id,
+            "rank": 1,
+            "total_nodes": 2,
+            "slots": 1,
+            "host": "127.0.0.1",
+            "head_host": "127.0.0.1",
+            "head_port": 29500,
+            "tls_certificate": certificate.certificate,
+            "tls_key": certificate.key,
+            "value_directories": (memory_directory(self.instance_id), str(self.directory)),
+            "scheduler": "tls://127.0.0.1:9",
+            "metrics_interval_seconds": None,
+            "is_guarded": True,
+            "lease_seconds": 1e6,
+        }
+        self.settings = NodeSettings(**defaults | fields)
+        self.set_clock(START)
+        self.tell()
+        environ = {name: os.environ[name] for name in ("PATH", "HOME")} | {
+            "SKYWARD_INSTANCE_ID": self.instance_id,
+            "SKYWARD_INSTANCE_DIRECTORY": str(self.directory),
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        }
+        self._log = (self.directory / "log").open("wb")
+        program = ["-c", f"{driver}\nsupervisor.main()"] if driver else ["-m", "skyward_core.worker.supervisor"]
+        self.process = subprocess.Popen(
+            [sys.executable, *program, str(self.directory)],
+            cwd=self.directory,
+            env=environ,
+            stdout=self._log,
+            stderr=self._log,
+            start_new_session=True,
+        )
+
+    def tell(self, **changes: Any) -> None:
+        """Write the node's settings with these changes."""
+        self.settings = dataclasses.replace(self.settings, **changes)
+        write_atomically(self.directory / "settings.json", self.settings.to_json())
+
+    def set_clock(self, now: float) -> None:
+        write_atomically(self.directory / "uptime", f"{now}")
+
+    def await_looks(self, count: int = 4) -> None:
+        """Wait until the supervisor has read its clock this many times more."""
+        looks = self._looks()
+        wait_until(
+            lambda: self._looks() >= looks + count or self.process.poll() is not None,
+            "the supervisor to look at the clock",
+        )
+
+    def _looks(self) -> int:
+        return len(self.text("looks"))
+
+    def text(self, name: str) -> str:
+        try:
+            return (self.directory / name).read_text()
+        except FileNotFoundError:  # not there yet, or just removed
+            return ""
+
+    def await_file(self, name: str, seconds: float = 30.0) -> str:
+        wait_until(lambda: self.text(name), f"{name}, log: {self.text('log')}", seconds)
+        return self.text(name)
+
+    def await_ready(self) -> None:
+        """Wait until the workers without Dask have their slots."""
+        path = self.directory / f"ready-{self.settings.generation}"
+        wait_until(path.exists, f"the node to be ready, log: {self.text('log')}")
+
+    def call(self, text: str) -> None:
+        """Have a call run this text."""
+        write_atomically(self.directory / "call", textwrap.dedent(text))
+
+    def await_end(self) -> str:
+        """Wait until the first process has ended and no other process is left; return the reason that it has
+        reported to the guard.
+        """
+        wait_until(lambda: self.process.poll() is not None, f"the node to end, log: {self.text('log')}")
+        wait_until(lambda: self.pids() == [], "all its processes to be gone")
+        return self.text("ended").strip()
+
+    @property
+    def is_alive(self) -> bool:
+        return self.process.poll() is None and not (self.directory / "ended").exists()
+
+    def pids(self) -> list[int]:
+        return [pid for pid, tag in processes_by_tag("SKYWARD_INSTANCE_ID") if tag == self.instance_id]
+
+    def kill_children(self) -> None:
+        """Kill all processes of the node except its first.
+
+        Runners may end by themselves meanwhile, with their worker.
+        """
+        for pid in self.pids():
+            if pid != self.process.pid:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        while self.pids():
+            self.kill_children()
+        self._log.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+        shutil.rmtree(memory_directory(self.instance_id), ignore_errors=True)
+
+
+type Start = Callable[..., Machine]
+
+
+@pytest.fixture(scope="module")
+def certificate() -> Any:
+    return make_certificate("sky-test")
+
+
+@pytest.fixture
+def start(certificate: Any) -> Iterator[Start]:
+    """Start nodes with a clock in a file and workers without Dask (`driver`), or unchanged (`driver=""`)."""
+    machines: list[Machine] = []
+
+    def start_one(driver: str = DRIVER, **fields: Any) -> Machine:
+        machines.append(Machine(driver, certificate, **fields))
+        return machines[-1]
+
+    yield start_one
+    for machine in machines:
+        machine.close()
+
+
+# ── the clocks ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_idle_node_ends_and_reports_the_reason_to_the_guard(start: Start) -> None:
+    """A guarded node writes `ended`; none of its processes runs any more, and no file of it is in memory."""
+    machine = start(timeout_seconds=HOUR)
+    assert int(machine.await_file("supervisor")) == machine.process.pid
+    machine.await_ready()
+    machine.set_clock(START + HOUR - 1)
+    machine.await_looks()
+    assert machine.is_alive
+    machine.set_clock(START + HOUR)
+    assert machine.await_end() == "idle for 3600 s (timeout)"
+    assert "idle for 3600 s (timeout)" in machine.text("log")
+    assert not os.path.exists(memory_directory(machine.instance_id))
+
+
+def test_a_running_call_keeps_the_node_alive(start: Start) -> None:
+    """Hours pass while a call runs, and the node lives; after its end the idle time counts."""
+    machine = start(timeout_seconds=HOUR)
+    machine.await_ready()
+    machine.call("""
+        import pathlib, time
+        pathlib.Path("begun").touch()
+        while not pathlib.Path("go").exists():
+            time.sleep(0.005)
+    """)
+    wait_until((machine.directory / "begun").exists, "the call to begin")
+    for hours in (2, 20):
+        machine.set_clock(START + hours * HOUR)
+        machine.await_looks()
+        assert machine.is_alive
+    (machine.directory / "go").touch()
+    wait_until(lambda: not (machine.directory / "call").exists(), "the call to end")
+    machine.await_looks()
+    assert machine.is_alive
+    machine.set_clock(START + 21 * HOUR)
+    assert machine.await_end() == "idle for 3600 s (timeout)"
+
+
+def test_a_call_that_crashes_at_once_counts_as_a_call(start: Start) -> None:
+    """A call that was never seen running counts too. A node with new settings starts to count again."""
+    machine = start(timeout_seconds=HOUR)
+    machine.await_ready()
+    machine.set_clock(START + HOUR - 1)
+    machine.await_looks()
+    machine.call("import os; os._exit(3)")
+    wait_until(lambda: not (machine.directory / "call").exists(), "the call to end")
+    machine.set_clock(START + 2 * HOUR - 2)
+    machine.await_looks()
+    assert machine.is_alive
+    machine.tell(generation=1)
+    machine.await_ready()
+    machine.set_clock(START + 3 * HOUR - 3)
+    machine.await_looks()
+    assert machine.is_alive
+    machine.set_clock(START + 3 * HOUR - 2)
+    assert machine.await_end() == "idle for 3600 s (timeout)"
+
+
+def test_a_call_with_a_dead_worker_keeps_no_node_alive(start: Start) -> None:
+    """The call ends with its worker, and no client waits for it any more: the node is idle, although its worker runs
+    again.
+    """
+    machine = start(timeout_seconds=HOUR)
+    machine.await_ready()
+    machine.call("import os, time; open('runner', 'w').write(str(os.getpid())); time.sleep(1000)")
+    runner = machine.await_file("runner")
+    (machine.directory / "call").unlink()
+    (worker,) = [pid for pid in machine.pids() if pid not in (machine.process.pid, int(runner))]
+    os.kill(worker, signal.SIGKILL)
+    wait_until(lambda: not os.path.exists(f"/proc/{runner}"), "the call to end")
+    wait_until(lambda: machine.text("workers").count("\n") == 2, "another worker")
+    machine.await_looks()
+    machine.set_clock(START + HOUR)
+    assert machine.await_end() == "idle for 3600 s (timeout)"
+
+
+def test_an_expired_lease_ends_the_node(start: Start) -> None:
+    """The lease of its start, then the last readable one in the file."""
+    machine = start(lease_seconds=100.0)
+    machine.await_ready()
+    write_lease(machine.directory, START + 500)
+    machine.set_clock(START + 499)
+    machine.await_looks()
+    assert machine.is_alive
+    for garbage in ("", "soon", "nan", "\0" * 100):
+        (machine.directory / "lease").write_text(garbage)
+        machine.await_looks()
+        assert machine.is_alive
+    (machine.directory / "lease").unlink()
+    machine.set_clock(START + 500)
+    assert "lease_seconds" in machine.await_end()
+
+
+def test_max_lifetime_ends_the_node(start: Start) -> None:
+    """It counts from the start of the node, also if the settings have changed meanwhile."""
+    machine = start(max_lifetime_seconds=500.0)
+    machine.await_ready()
+    machine.set_clock(START + 499)
+    machine.tell(generation=1)
+    machine.await_ready()
+    assert machine.is_alive
+    machine.set_clock(START + 500)
+    assert machine.await_end() == "alive for 500 s (max_lifetime)"
+
+
+def test_the_first_reason_is_kept(start: Start) -> None:
+    """The reason that the guard, or another process, has written stays."""
+    machine = start()
+    machine.await_ready()
+    write_atomically(machine.directory / "ended", "max_lifetime, says the guard")
+    machine.process.terminate()
+    assert machine.await_end() == "max_lifetime, says the guard"
+
+
+def test_a_detached_node_lives_by_its_lease(start: Start) -> None:
+    """Its owner is gone, and the lease decides. It has no guard: it kills every process with its tag."""
+    client = subprocess.Popen(["sleep", "1000"])
+    owner = dataclasses.replace(
+        this_process(),
+        pid=client.pid,
+        started=Path(f"/proc/{client.pid}/stat").read_text().rpartition(") ")[2].split()[19],
+    )
+    machine = start(owner=owner, is_guarded=False)
+    try:
+        machine.await_ready()
+        write_lease(machine.directory, START + 500)
+        machine.set_clock(START + 501)
+        machine.await_looks()
+        assert machine.is_alive
+        write_lease(machine.directory, START + 1000)
+    finally:
+        client.kill()
+        client.wait()
+    machine.await_looks()
+    assert machine.is_alive
+    machine.set_clock(START + 1000)
+    machine.await_end()
+    assert not machine.directory.exists()  # no process is left to read in it
+    assert not os.path.exists(memory_directory(machine.instance_id))
+
+
+def test_a_node_without_its_owner_ends(start: Start) -> None:
+    """Without a lease the client's process keeps it alive."""
+    machine = start(owner=NodeOwner(os.getpid(), "1"), is_guarded=False)
+    machine.await_end()
+    assert not machine.directory.exists()  # no process is left to read in it
+
+
+# ── new settings ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_with_new_settings_a_node_ends_all_processes_and_restarts(start: Start) -> None:
+    """Worker, runners, and processes that calls have started, in any session, end; the supervisor stays."""
+    machine = start()
+    machine.await_ready()
+    machine.call("""
+        import os, signal, subprocess, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        started = [subprocess.Popen(["sleep", "1000"]), subprocess.Popen(["sleep", "1000"], start_new_session=True)]
+        subprocess.run("setsid sleep 1000 & ", shell=True)
+        open("call-pids", "w").write(" ".join(str(process.pid) for process in started) + f" {os.getpid()}")
+        time.sleep(1000)
+    """)
+    machine.await_file("call-pids")
+    wait_until(lambda: len(machine.pids()) == 6, "supervisor, worker, runner and three sleepers")
+    before = set(machine.pids())
+    (machine.directory / "call").unlink()
+    machine.tell(generation=1)
+    machine.await_ready()
+    wait_until(lambda: len(machine.pids()) == 3, "supervisor, worker, runner")
+    assert before & set(machine.pids()) == {machine.process.pid}
+    assert machine.is_alive
+
+
+def test_with_new_settings_during_forks_the_last_settings_count(start: Start) -> None:
+    """However often and whenever settings come: the node follows the last ones, and no process of earlier ones runs."""
+    machine = start(slots=12)
+    for generation in range(1, 16):
+        machine.tell(generation=generation, slots=12 - generation % 3)
+        if generation % 2:
+            wait_until(
+                lambda generation=generation: f"{generation} 1" in machine.text("workers"),
+                "a worker that asks for runners",
+            )
+    machine.await_ready()
+    wait_until(lambda: len(machine.pids()) == 2 + 12, f"supervisor, worker and 12 runners, not {len(machine.pids())}")
+    machine.await_looks()
+    assert len(machine.pids()) == 2 + 12
+    machine.call("open('done', 'w').write('yes')")
+    assert machine.await_file("done") == "yes"
+
+
+def test_with_new_settings_a_node_may_have_fewer_workers(start: Start) -> None:
+    """Nothing of the removed workers is kept: neither their lines, nor that one of them was to be restarted."""
+    machine = start(DRIVER + "supervisor.FIRST_PAUSE_SECONDS = 0.5", workers=({}, {}))
+    machine.await_ready()
+    wait_until(lambda: len(machine.pids()) == 5, "supervisor, two workers and their runners")
+    (machine.directory / "no-scheduler").touch()
+    machine.kill_children()
+    wait_until(lambda: machine.text("log").count("died with -9") == 2, "the deaths to be noticed")
+    (machine.directory / "no-scheduler").unlink()
+    machine.tell(generation=1, workers=({},))
+    machine.await_ready()
+    machine.await_looks(40)  # the pause has ended meanwhile
+    assert len(machine.pids()) == 3
+    assert machine.is_alive
+
+
+def test_processes_older_than_the_supervisor_stay(start: Start, tmp_path: Path) -> None:
+    """Processes that the startup script has left running (such as the guard) are killed neither when the node
+    restarts nor, on a guarded node, when it ends.
+    """
+    before = "import subprocess; guard = subprocess.Popen(['sleep', '1000']); open('guard', 'w').write(str(guard.pid))"
+    machine = start(before + DRIVER)
+    machine.await_ready()
+    guard = int(machine.await_file("guard"))
+    machine.tell(generation=1)
+    machine.await_ready()
+    machine.call("import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True)")
+    wait_until(lambda: len(machine.pids()) == 5, "supervisor, worker, runner, and the two that sleep")
+    machine.process.terminate()
+    wait_until(lambda: machine.process.poll() is not None, "the node to end")
+    assert machine.pids() == [guard]
+    assert machine.text("ended") == "asked to\n"
+
+
+@pytest.mark.parametrize("kind", ["symlink", "open to all"])
+def test_a_node_uses_no_folder_in_memory_that_another_user_may_have_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The client has checked it too, but from elsewhere, and earlier: large values are pickles."""
+    (tmp_path / "node").mkdir(mode=0o700)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs").chmod(0o777)
+    place = tmp_path / "memory"
+    place.symlink_to(tmp_path / "theirs") if kind == "symlink" else (tmp_path / "theirs").rename(place)
+    fields = dict.fromkeys(("pool_id", "instance_id", "host", "head_host", "tls_certificate", "tls_key"), "x")
+    node_settings = NodeSettings(
+        **fields, rank=0, total_nodes=1, slots=1, head_port=1, value_directories=(str(place), str(tmp_path / "node"))
+    )
+    write_atomically(tmp_path / "node" / "settings.json", node_settings.to_json())
+    monkeypatch.setattr(sys, "argv", ["supervisor", str(tmp_path / "node")])
+    monkeypatch.setattr(supervisor, "Supervisor", lambda *_: pytest.fail("it goes on"))
+    with pytest.raises(NotPrivate):
+        supervisor.main()
+
+
+def test_settings_of_the_same_generation_change_nothing(start: Start) -> None:
+    """Unreadable settings are logged and ignored."""
+    machine = start()
+    machine.await_ready()
+    wait_until(lambda: len(machine.pids()) == 3, "supervisor, worker, runner")
+    pids = machine.pids()
+    machine.tell(timeout_seconds=1.0)
+    machine.await_looks()
+    write_atomically(machine.directory / "settings.json", '{"generation": 2}')
+    machine.await_looks()
+    machine.set_clock(START + 2)
+    machine.await_looks()
+    assert machine.pids() == pids
+    assert machine.text("log").count("the new settings cannot be read: KeyError") == 1
+    machine.tell(generation=3)
+    machine.await_ready()
+
+
+# ── crashes ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_without_a_scheduler_workers_are_started_again_and_again(start: Start) -> None:
+    """A node that is not the head waits for a new one, with pauses, as long as its lease lives."""
+    machine = start(rank=1)
+    machine.await_ready()
+    (machine.directory / "no-scheduler").touch()
+    machine.kill_children()
+    wait_until(lambda: machine.text("workers").count("\n") > 8, "nine workers")
+    assert machine.is_alive
+    (machine.directory / "no-scheduler").unlink()
+    machine.tell(generation=1)
+    machine.await_ready()
+
+
+def test_a_frozen_worker_is_killed_when_the_pool_misses_it(start: Start) -> None:
+    """Only the missing worker is killed; and not again while its replacement may be starting."""
+    machine = start(workers=({}, {}), rank=1)
+    wait_until(lambda: machine.text("workers").count("\n") == 2, "two workers")
+    machine.await_ready()
+    write_atomically(machine.directory / "missed", "1")
+    wait_until(lambda: machine.text("workers").count("\n") == 3, "the successor of the second")
+    assert "worker 1 is missed by the pool, and is killed\nskyward: node 1: worker 1 died with -9" in machine.text(
+        "log"
+    )
+    write_atomically(machine.directory / "missed", "1")
+    wait_until(lambda: not (machine.directory / "missed").exists(), "the supervisor to look")
+    machine.await_looks()
+    assert machine.text("workers").count("\n") == 3
+    assert "worker 0" not in machine.text("log")
+    assert machine.is_alive
+
+
+def test_a_crash_loop_on_the_head_ends_it(start: Start) -> None:
+    """The scheduler is on the same node: a worker that dies five times in a minute will not start."""
+    machine = start(DRIVER + "(directory / 'no-scheduler').touch()", rank=0, scheduler=None)
+    assert machine.await_end() == "worker 0 died 5 times within 60 s, last with 7"
+    assert machine.text("workers").count("\n") == 5
+
+
+def test_without_its_scheduler_the_head_ends(start: Start) -> None:
+    """The reason is in the log, and in the guard's file."""
+    machine = start(DRIVER.replace("signal.pause()", "time.sleep(0.1); os._exit(3)"), rank=0, scheduler=None)
+    assert machine.await_end() == "the scheduler died with 3"
+    assert "the scheduler died with 3" in machine.text("log")
+
+
+def test_a_signal_for_a_child_that_was_just_forked_ends_the_child_only(start: Start) -> None:
+    """The supervisor ends the node on SIGTERM: the child must not inherit that handler."""
+    early = """
+        forked = []
+        def die_with_parent(parent, really=supervisor.die_with_parent):
+            really(parent)
+            if not (directory / "early").exists():
+                (directory / "early").touch()
+                os.kill(os.getpid(), signal.SIGTERM)
+                (directory / "handled").touch()
+        supervisor.die_with_parent = die_with_parent
+    """
+    machine = start(DRIVER + textwrap.dedent(early))
+    machine.await_ready()
+    assert machine.is_alive
+    assert "worker 0 died with -15" in machine.text("log")
+
+
+def test_pauses_between_deaths_grow_and_are_forgotten() -> None:
+    """From 0.2 s to 5 s while a worker dies often, short again when it has lived for a minute; five deaths within a
+    minute are a loop.
+    """
+    deaths = CrashHistory()
+    pauses = []
+    for second in range(8):
+        deaths = deaths.and_at(100.0 + second)
+        pauses.append(deaths.pause_seconds)
+        assert deaths.is_loop == (second >= 4)
+    assert pauses == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0])
+    deaths = deaths.and_at(200.0)
+    assert deaths.pause_seconds == pytest.approx(0.2)
+    assert not deaths.is_loop
+
+
+def test_a_runner_that_is_stopped_ends_with_its_worker(start: Start) -> None:
+    """A worker stops a runner for a moment to see its current call, and may die just then: no process would continue
+    the runner.
+    """
+    machine = start()
+    machine.await_ready()
+    machine.call("import os, time; open('runner', 'w').write(str(os.getpid())); time.sleep(1000)")
+    runner = int(machine.await_file("runner"))
+    (machine.directory / "call").unlink()
+    (worker,) = [pid for pid in machine.pids() if pid not in (machine.process.pid, runner)]
+    os.kill(runner, signal.SIGSTOP)
+    os.kill(worker, signal.SIGKILL)
+    wait_until(lambda: not os.path.exists(f"/proc/{runner}"), "the call to end")
+    assert machine.is_alive
+
+
+GROUPS = """
+from skyward_core.worker import call_groups
+from skyward_core.worker.wire import Outcome
+from tests.worker.fake_cgroup import FakeKernel
+
+kernel = FakeKernel(Path(sys.argv[1]) / "cgroup")
+call_groups.read, call_groups.write = kernel.read, lambda path, text: write(path, text)
+
+def write(path, text):
+    kernel.write(path, text)
+    if path.name == "memory.max":
+        with open(Path(sys.argv[1]) / "limits-written", "a") as limits:
+            print(text, file=limits)
+
+name = f"skyward.{os.environ['SKYWARD_INSTANCE_ID']}"
+group = kernel.root / name if kernel.root.exists() else kernel.make(name, sys.argv[2], str(os.getpid()))
+call_groups.own_group = lambda: group
+
+def value_of(text):
+    exec(text, names := {"directory": directory})
+    return names.get("value")
+
+def run_worker(directory, settings, index, control):
+    slot = Slot(RunnerFactory(control), settings.value_directories)
+    while not (directory / "call").exists():
+        time.sleep(0.005)
+    for text in [*(directory / "call").read_text().split("---"), "pass"]:
+        news = []
+        call = Call("1", "exec", Parcel(pickle.dumps(((text,), {}))), "job")
+        slot.run(Batch("", (call,), {"exec": Parcel(pickle.dumps(value_of))}), news.extend)
+        with open(directory / "outcomes", "a") as outcomes:
+            outcomes.writelines(f"{item.kind.name} {item.exit_code}\\n" for item in news if isinstance(item, Outcome))
+    (directory / "done").write_text("done")
+    while True:
+        signal.pause()
+
+node.run_worker = run_worker
+"""
+LOOK = """
+import os, signal
+from skyward_core.worker import call_groups
+(group,) = [path for path in call_groups.own_group().glob("calls-*") if f" {os.getpid()} " in call_groups.read(path / "cgroup.procs") + " "]
+with open("limits", "a") as limits:
+    print(call_groups.read(group / "memory.max"), file=limits)
+"""
+DIE = """
+call_groups.write(group / "memory.events", "oom_kill %s")
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("kills", [1, 0])
+def test_a_call_that_the_kernel_kills_for_its_memory_reports_it(start: Start, kills: int) -> None:
+    """On a fake of cgroupfs: each process of calls has a group with the limit. A process that was killed there had
+    used too much memory; any other dead process has crashed.
+    """
+    machine = start(DRIVER + GROUPS.replace("sys.argv[2]", "'memory'"), memory_limit_bytes=300_000_000)
+    machine.call(LOOK + DIE % kills)
+    machine.await_file("done")
+    assert machine.text("limits") == "300000000\n"
+    assert machine.text("outcomes").splitlines() == [f"{'OUT_OF_MEMORY' if kills else 'CRASH'} -9", "RESULT None"]
+    groups = sorted(
+        path.name.partition("-")[0]
+        for path in (machine.directory / "cgroup" / f"skyward.{machine.instance_id}").iterdir()
+    )
+    assert groups == ["calls", "node"]  # the group of the dead process is removed
+    assert "the memory of calls is bounded by the kernel" in machine.text("log")
+
+
+def test_results_in_memory_do_not_count_against_a_calls_limit(start: Start) -> None:
+    """The process raises its limit before it writes a result, and lowers it before the first call after the result
+    was fetched.
+    """
+    machine = start(DRIVER + GROUPS.replace("sys.argv[2]", "'memory'"), memory_limit_bytes=300_000_000)
+    fetch = (
+        f"import pathlib; [path.unlink() for path in pathlib.Path({machine.settings.value_directories[0]!r}).iterdir()]"
+    )
+    machine.call("---\n".join(["value = bytes(100_000)\n", LOOK, f"{fetch}\n", LOOK]))
+    machine.await_file("done")
+    assert machine.text("outcomes").splitlines() == ["RESULT None"] * 5
+    limit, higher = 300_000_000, int(machine.text("limits").split()[0])
+    assert 100_000 <= higher - limit < 101_000
+    assert machine.text("limits").split() == [str(higher), str(limit)]
+    # made, for the result, for two calls with it, without it
+    assert machine.text("limits-written").split() == [str(limit), *[str(higher)] * 3, str(limit)]
+
+
+def test_without_the_controller_the_log_says_what_limits_memory(start: Start) -> None:
+    """The worker, as on most machines; calls run all the same."""
+    machine = start(DRIVER + GROUPS.replace("sys.argv[2]", "'pids'"), memory_limit_bytes=300_000_000)
+    machine.call("pass")
+    machine.await_file("done")
+    assert machine.text("outcomes").splitlines() == ["RESULT None"] * 2
+    assert "the memory of calls is bounded by their worker, which looks ten times a second" in machine.text("log")
+
+
+# ── calls that outlive their head ────────────────────────────────────────────────────────────────────────────────────
+
+
+class NoticePoller:
+    """A client of one scheduler: its messages about the pool and its calls."""
+
+    TOPIC = "skyward-kept-test"
+
+    def __init__(self, address: str, certificate: Any) -> None:
+        pem, key = certificate.certificate, certificate.key
+        security = Security(require_encryption=True, tls_ca_file=pem, tls_client_cert=pem, tls_client_key=key)
+        self.client: Any = Client(address, security=security, set_as_default=False, timeout=60)
+        self.heard: list[Any] = []
+        self.futures: list[Any] = []
+        for topic in (self.TOPIC, POOL_TOPIC):
+            self.client.subscribe_topic(topic, lambda event: self.heard.append(pickle.loads(event[1])))
+        self.send(repeat_reports())
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.client._send_to_scheduler(message)
+
+    def run(self, worker: str, **texts: str) -> None:
+        """Have a worker of this name run these calls."""
+        self.await_worker(worker)
+        address = next(address for address, there in members(self.client).items() if there["name"] == worker)
+        calls = tuple(
+            Call(call_id, "exec", Parcel(pickle.dumps(((text,), {}))), "job") for call_id, text in texts.items()
+        )
+        batch = Batch(self.TOPIC, calls, {"exec": Parcel(pickle.dumps(exec))})
+        key = f"skyward-{'-'.join(texts)}"
+        self.futures.append(Future(key, self.client))
+        self.send(
+            {
+                "op": RUN_BATCH,
+                "key": key,
+                "batch": pickle.dumps(batch, protocol=5),
+                "annotations": {"workers": [address]},
+            }
+        )
+
+    def await_worker(self, name: str, status: str = "running") -> None:
+        wait_until(
+            lambda: (name, status) in {(there["name"], there["status"]) for there in members(self.client).values()},
+            f"{name}, {status}",
+        )
+
+    def kept(self, name: str) -> list[tuple[str, ...]]:
+        return [tuple(sorted(news.calls)) for news in self.heard if isinstance(news, WorkerKept) and news.name == name]
+
+    def reports(self) -> list[Report]:
+        return [news for news in self.heard if isinstance(news, Report)]
+
+    def endings(self) -> dict[str, OutcomeKind]:
+        return {
+            item.call_id: item.kind for report in self.reports() for item in report.news if isinstance(item, Outcome)
+        }
+
+    def close(self) -> None:
+        self.futures.clear()
+        self.client.close()
+
+
+@pytest.fixture
+def listen(certificate: Any) -> Iterator[Callable[[str], NoticePoller]]:
+    listeners: list[NoticePoller] = []
+
+    def listen_at(address: str) -> NoticePoller:
+        listeners.append(NoticePoller(address, certificate))
+        return listeners[-1]
+
+    yield listen_at
+    for listener in listeners:
+        listener.close()
+
+
+def long_call(directory: Path) -> str:
+    """A call that notes its beginning and its head, prints, and waits for `go`."""
+    return textwrap.dedent(f"""
+        import os, time
+        with open({str(directory / "begun")!r}, "a") as begun:
+            begun.write("begun\\n")
+        print("before")
+        while not os.path.exists({str(directory / "go")!r}):
+            time.sleep(0.01)
+        print("after")
+    """)
+
+
+def two_nodes(
+    start: Start, listen: Callable[[str], NoticePoller], **fields: Any
+) -> tuple[Machine, Machine, NoticePoller]:
+    head = start("", rank=0, scheduler=None, keeps_calls=True)
+    other = start("", rank=1, scheduler=head.await_file("head.json"), keeps_calls=True, **fields)
+    return head, other, listen(head.text("head.json"))
+
+
+@pytest.mark.parametrize("ends", ["before", "after"])
+def test_a_call_outlives_its_head_and_is_reported_to_the_next(
+    start: Start, listen: Callable[[str], NoticePoller], tmp_path: Path, ends: str
+) -> None:
+    """It is begun once.
+
+    The new head learns which worker has it, then gets all its reports. No more calls go to that worker until it has
+    ended.
+    """
+    head, other, first = two_nodes(start, listen)
+    first.run("1-0", long=long_call(tmp_path), next="pass")
+    wait_until(lambda: "next" in first.endings(), "the call behind it to be handed back")
+    head.process.kill()
+    wait_until(lambda: "has lost its scheduler" in other.text("log"), "the loss to be noticed")
+    if ends == "before":
+        (tmp_path / "go").touch()
+    new = start("", rank=0, scheduler=None, keeps_calls=True)
+    second = listen(new.await_file("head.json"))
+    other.tell(rank=2, scheduler=new.text("head.json"), generation=1)
+    if ends == "after":
+        second.await_worker("2-0", "paused")
+        wait_until(lambda: ("long", "next") in second.kept("2-0"), "what is kept")
+        wait_until(lambda: second.reports(), "what was reported")
+        assert second.endings() == {"next": OutcomeKind.RETURNED}
+        (tmp_path / "go").touch()
+    wait_until(
+        lambda: second.endings() == {"next": OutcomeKind.RETURNED, "long": OutcomeKind.RESULT}, "the call to end"
+    )
+    second.await_worker("2-0")
+    reports = [report for report in second.reports() if report.origin.endswith("/skyward-long-next")]
+    assert list(dict.fromkeys(report.number for report in reports)) == list(
+        range(1, max(report.number for report in reports) + 1)
+    )
+    lines = {
+        report.number: [line for item in report.news if isinstance(item, Output) for line in item.lines]
+        for report in reports
+    }
+    assert [line for number in sorted(lines) for line in lines[number]] == ["before", "after"]
+    assert second.kept("0-0")[0] == ()
+    second.send(release(["long", "next", "unknown"]))
+    second.send(repeat_reports())
+    wait_until(lambda: second.kept("2-0")[-1] == (), "the release")
+    assert (tmp_path / "begun").read_text() == "begun\n"
+    second.run(
+        "2-0", place=f"import os; open({str(tmp_path / 'place')!r}, 'w').write(os.environ['SKYWARD_INSTANCE_INFO'])"
+    )
+    wait_until(lambda: "place" in second.endings(), "a call after it")
+    assert '"node": 2' in (tmp_path / "place").read_text()
+    second.send(repeat_reports())
+    wait_until(lambda: second.kept("2-0")[-1] == ("place",), "it to be kept")
+    del second.futures[:]
+    wait_until(lambda: second.send(repeat_reports()) or second.kept("2-0")[-1] == (), "Dask to free it")

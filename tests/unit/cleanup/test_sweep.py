@@ -1,0 +1,180 @@
+"""Sweeping all pools: of several providers, by several processes at once, and with a ledger that fails."""
+
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from pydantic import PrivateAttr
+
+from skyward_core import Instance
+from skyward_core.cleanup.policy import Action
+from skyward_core.cleanup.sweep import sweep
+from skyward_core.errors import LedgerError, ProviderFailed
+from skyward_core.ledger.ledger import Ledger
+from tests.cleanup.pools import (
+    ELSEWHERE,
+    HERE,
+    CloudProvider,
+    FailingLedger,
+    LaggingProvider,
+    Time,
+    World,
+    of_kind,
+)
+
+
+def actions(report: Any) -> list[tuple[str, str]]:
+    return [(finding.action.value, finding.pool_id) for finding in report.findings]
+
+
+def test_a_dry_run_reports_and_changes_nothing(world: World) -> None:
+    """A dry run is the default, and reports what the real sweep does."""
+    dead = world.pool("sky-dead")
+    world.rent(dead, 2)
+    world.rent(world.pool("sky-live", HERE), 1, owner=HERE)
+    before = world.ids(), world.ledger.open_intents(), world.ledger.pools()
+    planned = sweep(world.ledger, [world.provider], **world.hands.keywords)
+    assert actions(planned) == [("end", "sky-dead"), ("leave", "sky-live")]
+    assert (world.ids(), world.ledger.open_intents(), world.ledger.pools()) == before
+    assert planned.ended == ()
+    assert [finding.pool_id for finding in planned.to_do] == ["sky-dead"]
+    done = world.sweep()
+    assert actions(done) == actions(planned)
+    assert done.ended == planned.findings[:1]
+    assert {instance.pool_id for instance in world.provider.instances()} == {"sky-live"}
+    assert actions(world.sweep()) == [("leave", "sky-live")]
+
+
+def test_an_owner_that_renews_in_time_keeps_its_machines(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lease was renewed between the sweep's read and the condemnation: the sweep leaves the pool."""
+    pool = world.pool(owner=ELSEWHERE, lease_seconds=-1)
+    world.rent(pool, owner=ELSEWHERE)
+    listing = CloudProvider.instances
+
+    def slowly(self: CloudProvider, pool_id: str | None = None) -> list[Instance]:
+        world.ledger.renew(pool, world.hands.now + timedelta(seconds=60))
+        return listing(self, pool_id)
+
+    monkeypatch.setattr(CloudProvider, "instances", slowly)
+    report = world.sweep()
+    assert [(finding.action, finding.reason) for finding in report.findings] == [
+        (Action.LEAVE, "its lease was renewed during the sweep")
+    ]
+    assert world.provider.machines.terminated == []
+    assert world.ledger.pools()[0].condemned_at is None
+
+
+def test_a_late_launch_of_a_dead_pool_is_left_to_the_next_sweep(ledger: Ledger, tmp_path: Path, hands: Time) -> None:
+    """The first sweep condemns the pool and does not wait. When a listing must show the machine, a later sweep ends it,
+    or closes the entry without one.
+    """
+    LaggingProvider.clock = hands
+    world = of_kind(LaggingProvider, ledger, tmp_path, hands)
+    for pool_id in ("sky-came", "sky-never"):
+        world.intend(world.pool(pool_id))
+    world.launch("sky-came")
+    assert actions(world.sweep()) == [("wait", "sky-came"), ("wait", "sky-never")]
+    assert hands.paused == 0
+    assert all(found.condemned_at for found in ledger.pools())
+    hands.go(60)
+    assert actions(world.sweep()) == [("end", "sky-came"), ("close", "sky-never")]
+    assert world.provider.machines.running == {}
+    assert (ledger.open_intents(), ledger.pools()) == ([], [])
+
+
+def test_a_live_pool_adopts_the_machine_of_a_lost_answer(world: World) -> None:
+    """The machine is bound to its entry, and nothing else happens to it."""
+    pool = world.pool(owner=HERE)
+    (its,) = world.intend(pool, owner=HERE)
+    (instance,) = world.launch(pool, owner=HERE)
+    assert actions(world.sweep()) == [("adopt", pool)]
+    assert [(found.id, found.cloud_id) for found in world.ledger.open_intents()] == [(its.id, instance.id)]
+    assert world.ids() == {instance.id}
+
+
+def test_machines_that_no_ledger_has_are_swept_by_their_tags(world: World) -> None:
+    """The ledger was lost. Old machines of a dead owner end; new ones and those of other users stay, unless
+    `include_unknown` is set.
+    """
+    world.launch("sky-dead")
+    world.launch("sky-theirs", owner=ELSEWHERE)
+    world.launch("sky-mine", owner=HERE)
+    assert {action for action, _ in actions(world.sweep())} == {"leave"}
+    world.hands.go(601)
+    for keep in (world.ledger, None):
+        assert actions(sweep(keep, [world.provider], **world.hands.keywords)) == [
+            ("end", "sky-dead"),
+            ("leave", "sky-mine"),
+            ("leave", "sky-theirs"),
+        ]
+    world.sweep()
+    assert {instance.pool_id for instance in world.provider.instances()} == {"sky-mine", "sky-theirs"}
+    sweep(None, [world.provider], is_dry_run=False, include_unknown=True, **world.hands.keywords)
+    assert {instance.pool_id for instance in world.provider.instances()} == {"sky-mine"}
+    assert world.hands.paused < 1
+
+
+def test_machines_of_a_pool_that_has_ended_are_ended(world: World) -> None:
+    """The pool has ended and its entries are closed, but the machine is listed again."""
+    pool = world.pool()
+    world.rent(pool)
+    world.ledger.close_all([world.ledger.open_intents()[0].id], "cloud lists it no more")
+    world.ledger.end_pool(pool)
+    report = world.sweep()
+    assert actions(report) == [("end", pool)]
+    assert world.ids() == set()
+    assert world.ledger.open_intents() == []
+
+
+class PruningProvider(CloudProvider):
+    """Has an unused image that outlives its pools, and cannot remove it if it has a `trouble`."""
+
+    name: ClassVar[str] = "pruning"
+    trouble: str = ""
+    _asked: list[tuple[datetime, bool]] = PrivateAttr(default_factory=list)
+
+    def prune(self, now: datetime, *, is_dry_run: bool) -> list[str]:
+        self._asked.append((now, is_dry_run))
+        if self.trouble:
+            raise ProviderFailed(self.trouble)
+        return ["image ami-1 of the last year"]
+
+
+def test_a_sweep_that_cannot_remove_what_outlives_pools_ends_machines(
+    ledger: Ledger, tmp_path: Path, hands: Time
+) -> None:
+    """The error is in the report, after the machines are gone."""
+    world = of_kind(PruningProvider, ledger, tmp_path, hands, trouble="503")
+    world.rent(world.pool())
+    report = world.sweep()
+    assert world.ids() == set()
+    assert [(failure.provider, failure.pool_id, str(failure.error)) for failure in report.failures] == [
+        ("pruning", "", "503")
+    ]
+    assert (report.pruned, str(report.failures[0])) == ((), "pruning: 503")
+
+
+def test_a_ledger_that_cannot_be_written_to_ends_nothing_of_its_pools(world: World) -> None:
+    """A pool that cannot be condemned keeps its machines; unknown machines end. The other pools are not tried, because
+    each would wait as long.
+    """
+    for number in range(3):
+        world.rent(world.pool(f"sky-{number}"))
+    world.launch("sky-stranger")
+    world.hands.go(1000)
+    failing: Any = FailingLedger(world.ledger, ["condemn_all"])
+    report = sweep(failing, [world.provider], is_dry_run=False, **world.hands.keywords)
+    assert len(report.failures) == 1
+    assert [finding.pool_id for finding in report.ended] == ["sky-stranger"]
+    assert {instance.pool_id for instance in world.provider.instances()} == {"sky-0", "sky-1", "sky-2"}
+
+
+def test_a_ledger_that_cannot_be_read_ends_nothing(world: World) -> None:
+    """Without the ledger every live pool would be unknown."""
+    failing: Any = FailingLedger(world.ledger, ["open_intents"])
+    world.launch("sky-stranger")
+    world.hands.go(1000)
+    with pytest.raises(LedgerError):
+        sweep(failing, [world.provider], is_dry_run=False, **world.hands.keywords)
+    assert world.provider.machines.terminated == []

@@ -1,0 +1,139 @@
+"""The hub's states: who is there, values from all to all, and which rank failed first."""
+
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from skyward_core.distributed.hub import SETTLE_SECONDS, Hub, HubServer, HubState
+
+
+def formed(world: int) -> Hub:
+    hub = Hub(world, deadline=100.0)
+    for rank in range(world):
+        hub.join(rank)
+    return hub
+
+
+def test_the_group_is_formed_when_the_last_rank_joins() -> None:
+    """Nothing is sent before. Then every rank gets the message, and rank 0, whose end closes the hub, gets it last."""
+    hub = Hub(3, deadline=100.0)
+    assert [hub.join(2), hub.join(0)] == [[], []]
+    assert hub.join(1) == [(2, {"formed": True}), (1, {"formed": True}), (0, {"formed": True})]
+    assert hub.next_deadline is None
+
+
+def test_at_the_deadline_those_present_learn_who_is_absent() -> None:
+    """A rank that has left again is absent too."""
+    hub = Hub(4, deadline=100.0)
+    for rank in (0, 3, 2):
+        hub.join(rank)
+    hub.leave(3)
+    assert hub.expire(99.0) == []
+    assert hub.expire(100.0) == [(2, {"absent": [1, 3]}), (0, {"absent": [1, 3]})]
+    assert hub.refusal()
+
+
+def test_a_rank_may_come_again_while_the_group_is_gathering() -> None:
+    """A node that is replaced before all have come joins under its rank."""
+    hub = Hub(2, deadline=100.0)
+    hub.join(1)
+    hub.leave(1)
+    assert not hub.refusal()
+    hub.join(1)
+    assert hub.join(0) == [(1, {"formed": True}), (0, {"formed": True})]
+
+
+def test_no_values_are_sent_after_a_rank_has_failed() -> None:
+    """A value may be on its way when a rank is lost; the others must get the failure only."""
+    hub = formed(2)
+    assert hub.receive(1, {"value": "b"}, now=1.0) == []
+    assert [rank for rank, _ in hub.leave(1)] == [0]
+    assert hub.receive(0, {"value": "a"}, now=2.0) == []
+
+
+def test_values_are_exchanged_round_by_round() -> None:
+    """A fast rank may send the value of the next round already."""
+    hub = formed(2)
+    assert hub.receive(0, {"value": "a"}, 0.0) == []
+    assert hub.receive(0, {"value": "c"}, 0.0) == []
+    assert hub.receive(1, {"value": "b"}, 0.0) == [(1, {"values": ["a", "b"]}), (0, {"values": ["a", "b"]})]
+    assert hub.receive(1, {"value": None}, 0.0) == [(1, {"values": ["c", None]}), (0, {"values": ["c", None]})]
+
+
+def test_the_first_error_is_decided_after_a_moment() -> None:
+    """A second error within that time changes nothing, and gets the same answer."""
+    hub = formed(3)
+    assert hub.receive(1, {"failed": "ValueError: no"}, 10.0) == []
+    assert hub.receive(2, {"failed": "RuntimeError: peer closed"}, 10.0) == []
+    assert hub.next_deadline == 10.0 + SETTLE_SECONDS
+    verdict = {"first": 1, "text": "ValueError: no"}
+    assert hub.expire(10.0 + SETTLE_SECONDS) == [(2, verdict), (1, verdict), (0, verdict)]
+    assert hub.receive(0, {"failed": "late"}, 11.0) == [(0, verdict)]
+    assert hub.state is HubState.FAILED
+
+
+def test_a_crash_precedes_the_errors_that_it_causes() -> None:
+    """The error of a rank arrives before the end of the process that has caused it."""
+    hub = formed(3)
+    hub.receive(0, {"failed": "RuntimeError: connection closed by peer"}, 10.0)
+    (two, _), (zero, verdict) = hub.leave(1)
+    assert (zero, two, verdict["first"]) == (0, 2, 1)
+    assert hub.expire(20.0) == []
+
+
+def test_the_end_of_a_rank_that_has_failed_is_no_crash() -> None:
+    """Its own error stays the first one."""
+    hub = formed(2)
+    hub.receive(1, {"failed": "ValueError: no"}, 10.0)
+    assert hub.leave(1) == []
+    assert hub.expire(11.0) == [(0, {"first": 1, "text": "ValueError: no"})]
+
+
+def test_all_ranks_end_together() -> None:
+    """Rank 0 must not end its hub, and the framework's store, while others still work."""
+    hub = formed(2)
+    assert hub.receive(0, {"done": True}, 0.0) == []
+    assert hub.receive(1, {"done": True}, 0.0) == [(1, {"ended": True}), (0, {"ended": True})]
+    assert [hub.leave(1), hub.leave(0)] == [[], []]
+    assert hub.state is HubState.ENDED
+
+
+def test_a_rank_that_waits_for_the_others_learns_of_a_failure() -> None:
+    """It has returned, and another one fails."""
+    hub = formed(2)
+    hub.receive(0, {"done": True}, 0.0)
+    assert [(rank, message["first"]) for rank, message in hub.leave(1)] == [(0, 1)]
+
+
+@pytest.mark.parametrize("message", [{}, {"unknown": 1}, {"failed": 3}])
+def test_an_unknown_message_changes_nothing(message: dict[str, object]) -> None:
+    """A hub of another version may send more."""
+    hub = formed(1)
+    assert hub.receive(0, message, 0.0) == []
+    assert hub.state is HubState.FORMED
+
+
+def test_a_crash_is_first_although_an_error_was_reported_before() -> None:
+    """The runner tells of the crash of its training's process. Its rank is not asked again."""
+    hub = formed(3)
+    assert hub.receive(2, {"failed": "connection closed"}, now=10.0) == []
+    verdict = {"first": 0, "text": "SIGKILL"}
+    assert hub.receive(0, {"crashed": "SIGKILL"}, now=10.1) == [(2, verdict), (1, verdict), (0, verdict)]
+    assert hub.receive(1, {"crashed": "SIGABRT"}, now=10.2) == []
+    assert hub.leave(0) == []
+
+
+# ── what is read of a connection that has not proved itself ──────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def connection() -> Iterator[socket.socket]:
+    """A connection to the hub of a group of one rank, whose key is "key"."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = HubServer(Hub(1, deadline=time.monotonic() + 60), listener, "key")
+    with socket.create_connection(listener.getsockname()) as connection:
+        connection.settimeout(30)
+        yield connection
+    server.close()

@@ -1,0 +1,436 @@
+"""The client's queue: after any events in any order each call is in exactly one place, and none is lost."""
+
+import itertools
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
+
+from skyward_core.engine.outbox import BATCH_BYTES, BATCH_CALLS, TARGET_SECONDS, Entry, Queue, Shipment
+from skyward_core.worker.wire import Call, Parcel
+
+FUNCTIONS = {name: Parcel(name.encode()) for name in ("f", "g", "h")}
+
+
+def entry(call_id: str, function: str = "f", worker: str | None = None, size: int = 0) -> Entry:
+    return Entry(Call(call_id, function, Parcel(b"x" * size), call_id), FUNCTIONS[function], worker)
+
+
+def ids_of(shipment: Shipment) -> list[str]:
+    return [call.call_id for call in shipment.batch.calls]
+
+
+def learned(seconds: float, slots: int = 2, function: str = "f") -> Queue:
+    """A queue that knows the function: one call of it ended after so many seconds."""
+    queue = Queue("topic")
+    queue.slots = slots
+    queue.add([entry("first", function)])
+    queue.ship()
+    queue.ended("first", seconds)
+    return queue
+
+
+# ── examples ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_unknown_calls_travel_alone_one_for_each_slot() -> None:
+    """While a function's time is unknown its calls are sent one by one, as many as there are slots."""
+    queue = Queue("topic")
+    queue.slots = 3
+    queue.add([entry(str(n)) for n in range(10)])
+    shipments = queue.ship()
+    assert [ids_of(shipment) for shipment in shipments] == [["0"], ["1"], ["2"]]
+    assert queue.ship() == []
+    queue.ended("1")
+    assert [ids_of(shipment) for shipment in queue.ship()] == [["3"]]
+
+
+def test_a_lost_call_travels_alone() -> None:
+    """A call that was lost with its node may have crashed the node: no other call is in its batch, or behind it in its
+    slot.
+    """
+    queue = learned(0.0001)
+    entries = [entry(str(n)) for n in range(40)]
+    for lost in entries[1:3]:
+        lost.losses = 1
+    queue.add(entries)
+    assert [ids_of(shipment) for shipment in queue.ship()] == [["0"], ["1"]]
+    queue.ended("0", 0.0001)
+    assert [ids_of(shipment) for shipment in queue.ship()] == [["2"]]
+    queue.ended("1", 0.0001)
+    assert len(queue.ship()) == 1
+    queue.ended("2", 0.0001)
+    assert len(queue.ship()) == 3
+
+
+def test_long_calls_travel_alone() -> None:
+    """Calls that are known to be long are sent one by one, one for each slot, however many wait."""
+    queue = learned(1.0)
+    queue.add([entry(str(n)) for n in range(100)])
+    assert [ids_of(shipment) for shipment in queue.ship()] == [["0"], ["1"]]
+
+
+def test_short_calls_travel_together() -> None:
+    """Calls that are known to be short are sent in batches of about the target's work, two for each slot."""
+    queue = learned(TARGET_SECONDS / 10.5)
+    queue.add([entry(str(n)) for n in range(1000)])
+    assert [len(ids_of(shipment)) for shipment in queue.ship()] == [10, 10, 10, 10]
+
+
+def test_tiny_calls_are_divided_among_all_slots() -> None:
+    """A few tiny calls do not all go into one batch: every slot gets some."""
+    queue = learned(0.0)
+    queue.add([entry(str(n)) for n in range(40)])
+    shipments = queue.ship()
+    assert len(shipments) == 4
+    assert max(len(ids_of(shipment)) for shipment in shipments) <= 10
+
+
+def test_large_arguments_bound_a_batch() -> None:
+    """A batch of small calls with large arguments stops at the limit of bytes."""
+    queue = learned(0.0, slots=1)
+    queue.add([entry(str(n), size=BATCH_BYTES // 2) for n in range(100)])
+    assert all(len(ids_of(shipment)) <= 3 for shipment in queue.ship())
+
+
+def test_a_function_that_becomes_slow_is_noticed() -> None:
+    """When a short function's calls begin to take long, its calls travel alone after a while."""
+    queue = learned(0.0)
+    for n in itertools.count():
+        queue.add([entry(f"a{n}")])
+        queue.ship()
+        queue.ended(f"a{n}", 0.5)
+        queue.add([entry(f"b{n}-{k}") for k in range(50)])
+        sizes = [len(ids_of(shipment)) for shipment in queue.ship()]
+        queue.clear()
+        if max(sizes) == 1:
+            break
+        assert n < 10
+
+
+class CountedId(str):
+    """An id that counts how often it is compared or looked up."""
+
+    __slots__ = ()
+
+    looks = 0
+
+    def __hash__(self) -> int:
+        CountedId.looks += 1
+        return super().__hash__()
+
+    def __eq__(self, other: object) -> bool:
+        CountedId.looks += 1
+        return super().__eq__(other)
+
+
+def test_cancelling_one_call_does_not_read_all_that_wait() -> None:
+    """Else 100,000 cancelled calls would keep the engine's thread busy for minutes."""
+    queue = Queue("topic")
+    queue.add([entry(CountedId(number), worker="0-0" if number % 3 == 0 else None) for number in range(1000)])
+    CountedId.looks = 0
+    assert queue.drop({"500"}) == {"500"}
+    assert CountedId.looks < 10
+    assert len(queue.withdraw()) == 999
+
+
+def test_a_returned_call_is_first_again() -> None:
+    """A call that a slot hands back is sent before those that wait."""
+    queue = learned(1.0, slots=2)
+    queue.add([entry(str(n)) for n in range(5)])
+    assert [ids_of(shipment) for shipment in queue.ship()] == [["0"], ["1"]]
+    queue.returned(["1"])
+    queue.returned(["1"])
+    assert [ids_of(shipment) for shipment in queue.ship()] == [["1"]]
+
+
+def test_returned_calls_keep_their_order() -> None:
+    """Several calls that a slot hands back are sent again in their order."""
+    queue = learned(TARGET_SECONDS / 4, slots=1)
+    queue.add([entry(str(n)) for n in range(40)])
+    first, second = queue.ship()
+    queue.returned(ids_of(second))
+    (again,) = queue.ship()
+    assert ids_of(again) == ids_of(second)
+    assert ids_of(first)[0] == "0"
+
+
+def test_calls_for_a_given_worker_are_sent_at_once() -> None:
+    """Pinned calls do not wait for a free slot, and take none from the others."""
+    queue = learned(1.0, slots=1)
+    queue.add([entry("long"), entry("waits")])
+    queue.ship()
+    queue.add([entry("one", worker="tls://1"), entry("two", worker="tls://2")])
+    assert [(ids_of(shipment), shipment.worker) for shipment in queue.ship()] == [
+        (["one"], "tls://1"),
+        (["two"], "tls://2"),
+    ]
+    queue.ended("one", 1.0)
+    queue.ended("two", 1.0)
+    queue.ended("long", 1.0)
+    assert [ids_of(shipment) for shipment in queue.ship()] == [["waits"]]
+
+
+def test_a_batch_carries_each_function_it_needs() -> None:
+    """A batch of calls of several functions holds exactly the pickles that its calls name."""
+    queue = learned(0.0, slots=1)
+    queue.add([entry("g0", "g")])
+    queue.ship()
+    queue.ended("g0", 0.0)
+    queue.add([entry(str(n), "fg"[n % 2]) for n in range(20)])
+    for shipment in queue.ship():
+        assert shipment.batch.functions == {
+            name: FUNCTIONS[name] for name in {call.function for call in shipment.batch.calls}
+        }
+        assert shipment.batch.topic == "topic"
+
+
+def test_a_waiting_call_can_be_dropped() -> None:
+    """A dropped call is never sent; a call that is in flight or unknown cannot be dropped."""
+    queue = Queue("topic")
+    queue.add([entry("a"), entry("b"), entry("c")])
+    queue.ship()
+    assert queue.is_out("a")
+    assert queue.drop({"a", "b", "unheard of"}) == {"b"}
+    assert queue.drop({"b"}) == set()
+    assert not queue.is_out("b")
+    queue.ended("a")
+    assert [ids_of(shipment) for shipment in queue.ship()] == [["c"]]
+
+
+def test_calls_for_an_absent_worker_wait_for_it() -> None:
+    """A pinned call waits until its worker is there; other calls do not wait for it."""
+    queue = Queue("topic")
+    queue.workers = ["0-0"]
+    queue.add([entry("here", worker="0-0"), entry("there", worker="1-0"), entry("anywhere")])
+    assert [ids_of(shipment) for shipment in queue.ship()] == [["here"], ["anywhere"]]
+    assert (queue.pinned_to("1-0"), queue.pinned_to("0-0")) == (["there"], [])
+    queue.workers = ["0-0", "1-0"]
+    assert [(ids_of(shipment), shipment.worker) for shipment in queue.ship()] == [(["there"], "1-0")]
+    assert queue.pinned_to("1-0") == []
+
+
+def test_nothing_is_sent_while_there_is_no_worker() -> None:
+    """Without any worker all calls wait, in their order, and none is lost."""
+    queue = Queue("topic")
+    queue.workers = []
+    queue.add([entry(str(n)) for n in range(3)])
+    assert queue.ship() == []
+    queue.workers = ["0-0"]
+    assert [ids_of(shipment) for shipment in queue.ship()] == [["0"]]
+
+
+def test_a_pinned_call_that_is_returned_waits_for_the_same_rank() -> None:
+    """If its node was lost, the call of a broadcast runs on the node that takes the rank, and on no other."""
+    queue = Queue("topic")
+    queue.workers = ["0-0", "1-0"]
+    queue.add([entry("pinned", worker="1-0")])
+    queue.ship()
+    queue.workers = ["0-0"]
+    queue.returned(["pinned"])
+    assert queue.ship() == []
+    assert queue.pinned_to("1-0") == ["pinned"]
+    queue.workers = ["0-0", "1-0"]
+    assert [ids_of(shipment) for shipment in queue.ship()] == [["pinned"]]
+
+
+def test_a_lost_cluster_occupies_no_slot() -> None:
+    """Calls that were in flight to a lost scheduler occupy no slot: they are returned, and sent first."""
+    queue = learned(1.0, slots=2)
+    queue.add([entry(str(n)) for n in range(4)])
+    queue.ship()
+    out = queue.all_out()
+    assert out == ["0", "1"]
+    queue.returned(["0"])
+    queue.ended("1")
+    assert queue.all_out() == []
+    assert [ids_of(shipment) for shipment in queue.ship()] == [["0"], ["2"]]
+    assert not queue.ended("1")
+
+
+@given(st.lists(st.floats(0, 5), min_size=1, max_size=30), st.integers(1, 8), st.integers(1, 300))
+@settings(max_examples=60, deadline=None, database=None)
+def test_there_is_always_work_for_a_free_slot(seconds: list[float], slots: int, calls: int) -> None:
+    """With any known times: while calls wait, every slot has a shipment. The work in flight is at most the target plus
+    one call.
+    """
+    queue = Queue("topic")
+    queue.slots = slots
+    for n, value in enumerate(seconds):
+        queue.add([entry(f"s{n}")])
+        queue.ship()
+        queue.ended(f"s{n}", value)
+    queue.add([entry(str(n)) for n in range(calls)])
+    shipments = queue.ship()
+    assert len(shipments) >= min(slots, calls)
+    assert len(shipments) <= 2 * slots
+
+
+# ── any order of events ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """A model of the queue: three sets of ids, and the order in which the calls of each function were added."""
+
+    calls = Bundle("calls")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = Queue("topic")
+        self.queue.slots = 2
+        self.waiting: dict[str, str] = {}
+        self.out: dict[str, Shipment] = {}
+        self.ended: set[str] = set()
+        self.numbers = itertools.count()
+        self.pinned: dict[str, str] = {}
+        self.workers: tuple[str, ...] | None = None
+        self.given_back: set[str] = set()
+        self.last_of: dict[str, int] = {}
+
+    @rule(
+        target=calls,
+        function=st.sampled_from(list(FUNCTIONS)),
+        count=st.integers(1, 60),
+        worker=st.sampled_from([None, None, None, "v", "w"]),
+    )
+    def add(self, function: str, count: int, worker: str | None) -> Any:
+        ids = [str(next(self.numbers)) for _ in range(count)]
+        self.queue.add([entry(call_id, function, worker) for call_id in ids])
+        self.waiting.update(dict.fromkeys(ids, function))
+        self.pinned.update(dict.fromkeys(ids, worker) if worker else {})
+        return multiple(*ids)
+
+    def _is_there(self, call_id: str) -> bool:
+        """Whether a worker is there that may run this call."""
+        if self.workers is None:
+            return True
+        return self.pinned[call_id] in self.workers if call_id in self.pinned else bool(self.workers)
+
+    @rule(workers=st.sampled_from([None, (), ("v",), ("w",), ("v", "w")]))
+    def come_and_go(self, workers: tuple[str, ...] | None) -> None:
+        self.workers = self.queue.workers = workers
+
+    @rule()
+    def ship(self) -> None:
+        for shipment in self.queue.ship():
+            ids = ids_of(shipment)
+            assert 1 <= len(ids) <= BATCH_CALLS
+            assert len(ids) == len(set(ids)) == len(shipment.unended)
+            assert set(shipment.batch.functions) == {call.function for call in shipment.batch.calls}
+            for call_id in ids:
+                function = self.waiting.pop(call_id)  # KeyError: it was not waiting
+                self.out[call_id] = shipment
+                if call_id not in self.pinned and call_id not in self.given_back:
+                    assert int(call_id) > self.last_of.get(function, -1), (
+                        "calls of one function must go out in their order"
+                    )
+                    self.last_of[function] = int(call_id)
+            assert shipment.worker == self.pinned.get(ids[0])
+            assert self._is_there(ids[0])
+        assert not [call_id for call_id in self.waiting if call_id in self.pinned and self._is_there(call_id)], (
+            "pinned calls go as soon as they can"
+        )
+
+    @precondition(lambda self: any(map(self._is_there, self.waiting)) and not self.out)
+    @rule()
+    def nothing_out_means_something_goes(self) -> None:
+        before = len(self.waiting)
+        self.ship()
+        assert len(self.waiting) < before
+
+    @rule(call_id=consumes(calls), seconds=st.one_of(st.none(), st.floats(0, 0.001), st.floats(0, 10)))
+    def end(self, call_id: str, seconds: float | None) -> None:
+        was_out = self.out.pop(call_id, None) is not None
+        assert self.queue.ended(call_id, seconds) is was_out
+        assert not self.queue.ended(call_id, seconds)
+        if was_out:
+            self.ended.add(call_id)
+
+    @rule(seconds=st.floats(0, 0.01), share=st.floats(0, 1))
+    def end_some(self, seconds: float, share: float) -> None:
+        for call_id in list(self.out)[: int(len(self.out) * share) + 1]:
+            del self.out[call_id]
+            assert self.queue.ended(call_id, seconds)
+            self.ended.add(call_id)
+
+    @rule(call_id=calls)
+    def give_back(self, call_id: str) -> None:
+        self.queue.returned([call_id])
+        if (shipment := self.out.pop(call_id, None)) is not None:
+            self.waiting[call_id] = next(call.function for call in shipment.batch.calls if call.call_id == call_id)
+            self.given_back.add(call_id)
+
+    @rule(call_id=calls)
+    def drop(self, call_id: str) -> None:
+        dropped = self.queue.drop({call_id}) == {call_id}
+        assert dropped is (call_id in self.waiting)
+        if dropped:
+            del self.waiting[call_id]
+            self.ended.add(call_id)
+
+    @rule(share=st.floats(0, 1))
+    def lose_the_head(self, share: float) -> None:
+        """All calls in flight are lost; some of them may run again, the others have ended."""
+        out = self.queue.all_out()
+        assert sorted(out) == sorted(self.out)
+        again = out[: int(len(out) * share)]
+        for call_id in out[len(again) :]:
+            assert self.queue.ended(call_id)
+            self.ended.add(call_id)
+        self.queue.returned(again)
+        for call_id in again:
+            self.waiting[call_id] = next(
+                call.function for call in self.out[call_id].batch.calls if call.call_id == call_id
+            )
+        self.given_back.update(again)
+        self.out.clear()
+
+    @invariant()
+    def what_waits_for_a_worker_is_known(self) -> None:
+        for worker in ("v", "w"):
+            assert sorted(self.queue.pinned_to(worker)) == sorted(
+                call_id for call_id in self.waiting if self.pinned.get(call_id) == worker
+            )
+
+    @rule(slots=st.integers(1, 6))
+    def resize(self, slots: int) -> None:
+        self.queue.slots = slots
+
+    @rule()
+    def clear(self) -> None:
+        left = self.queue.clear()
+        assert sorted(left) == sorted([*self.waiting, *self.out])
+        self.ended.update(left)
+        self.waiting.clear()
+        self.out.clear()
+        assert self.queue.ship() == []
+
+    @invariant()
+    def shipments_know_what_has_not_ended(self) -> None:
+        for shipment in {shipment.number: shipment for shipment in self.out.values()}.values():
+            assert all(self.queue.is_out(call_id) for call_id in self.queue.unended(shipment))
+            assert self.queue.unended(shipment) == [
+                call_id for call_id in ids_of(shipment) if self.out.get(call_id) is shipment
+            ]
+
+
+AnyOrder.TestCase.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+)
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.__doc__ = (
+    "Each call is in exactly one of waiting, out and ended, and those of one function go out in their order."
+)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_unknown_call_cannot_end(times: int) -> None:
+    """The end of a call that is not in flight is ignored, however often it is reported."""
+    queue = Queue("topic")
+    assert [queue.ended("ghost", 1.0) for _ in range(times)] == [False] * times

@@ -1,0 +1,285 @@
+"""The displays get the events of a pool's life, and the tests check their text."""
+
+import io
+import logging
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import override
+
+import pytest
+
+from skyward_core.errors import BadRequest
+from skyward_core.events.console import display
+from skyward_core.events.events import (
+    BootstrapCompleted,
+    BootstrapProgress,
+    BootstrapStarting,
+    BudgetWarning,
+    CallProgress,
+    CallRetrying,
+    ClusterRestarting,
+    CostFinal,
+    CostUpdate,
+    Error,
+    InfraCreated,
+    InfraCreating,
+    InstanceLaunching,
+    InstanceLost,
+    InstanceProvisioned,
+    InstanceStopping,
+    LogLine,
+    Metrics,
+    PoolReady,
+    PoolStopping,
+    SkywardEvent,
+)
+from skyward_core.events.narrator import digits
+
+OPENING: list[SkywardEvent] = [
+    InfraCreating(),
+    InfraCreated("here"),
+    InstanceLaunching(2, "local", "local"),
+    InstanceProvisioned("i-a", node=0, spot=False, provider="local"),
+    InstanceProvisioned(
+        "i-b",
+        node=1,
+        spot=True,
+        provider="aws",
+        ip="127.0.0.1",
+        instance_type="p4d.24xlarge",
+        price_on_demand=32.77,
+        price_spot=9.83,
+    ),
+    BootstrapStarting("i-a"),
+    BootstrapProgress("i-a", "deps"),
+    BootstrapStarting("i-b"),
+    BootstrapCompleted("i-a"),
+    BootstrapCompleted("i-b"),
+    PoolReady("sky-1", 2, 4, 3.21),
+]
+CLOSING: list[SkywardEvent] = [PoolStopping(), InstanceStopping("i-a"), CostFinal(0.0123, 12.3, 3.6, 0, 2, 0.0)]
+
+
+@pytest.fixture
+def unconfigured(monkeypatch: pytest.MonkeyPatch) -> logging.Logger:
+    """Logging as in a script that has configured nothing: a new root logger in place of the one to which pytest
+    listens.
+    """
+    root = logging.RootLogger(logging.WARNING)
+    monkeypatch.setattr(logging.getLogger("skyward"), "parent", root)
+    return root
+
+
+def _written(kind: str, events: Sequence[SkywardEvent], file: io.StringIO | None = None) -> str:
+    file = file or io.StringIO()
+    shown = display(kind, file=file)
+    try:
+        for event in events:
+            assert shown(event) is None
+    finally:
+        shown.close()
+    return file.getvalue()
+
+
+@pytest.mark.usefixtures("unconfigured")
+def test_log_has_one_line_for_each_important_event():
+    """The lines are in order, with ranks in place of machine ids."""
+    assert _written("log", OPENING + CLOSING).splitlines() == [
+        "skyward  looking for machines",
+        "skyward  found what you asked for in here",
+        "skyward  launching 2 x local on local",
+        "skyward  node 0 is i-a",
+        "skyward  node 1 is i-b (p4d.24xlarge, 127.0.0.1, spot at $9.83 per hour)",
+        "skyward  node 0: preparing",
+        "skyward  node 0: deps",
+        "skyward  node 1: preparing",
+        "skyward  node 0: ready",
+        "skyward  node 1: ready",
+        "skyward  the pool is ready after 3.2 s: 2 nodes, 4 slots",
+        "skyward  giving the machines back",
+        "skyward  done: 12.3 s, $0.0123 (2 on demand)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("amount", "shown"),
+    [
+        (0, "0.0000"),
+        (0.0, "0.0000"),
+        (49.16, "49.1600"),
+        (1072.9573, "1072.9573"),
+        (0.5, "0.5000"),
+        (0.0123, "0.0123"),
+        (0.01, "0.0100"),
+        (0.0123456, "0.01235"),
+        (0.00004, "0.00004"),
+        (0.00001234567, "0.00001235"),
+        (-0.00004, "-0.00004"),
+        (Decimal("0.000001"), "0.000001"),
+        (1e-9, "0.000000001"),
+        (9.99999, "10.0000"),
+        (123456789, "123456789.0000"),
+    ],
+)
+def test_a_price_above_zero_is_not_shown_as_zero(amount: float | Decimal, shown: str):
+    """Four decimals, more only where the first four digits need them; no trailing zeros after those."""
+    assert digits(amount) == shown
+
+
+@pytest.mark.usefixtures("unconfigured")
+def test_log_has_the_cost_once_a_minute_and_no_metrics():
+    """An update every 10 s for 130 s makes two lines; metrics make none."""
+    events: list[SkywardEvent] = []
+    for second in range(10, 140, 10):
+        events += [CostUpdate(float(second), second / 100, 36.0, 1, 0), Metrics("i-a", 0, 50.0, 50.0, 1.0, 2.0)]
+    events.insert(4, CallProgress(40, 12, 1))
+    assert _written("log", events).splitlines() == [
+        "skyward  running for 1 min 0 s, 12 of 40 calls done, 1 failed, $0.6000 so far at $36.00 per hour",
+        "skyward  running for 2 min 0 s, 12 of 40 calls done, 1 failed, $1.20 so far at $36.00 per hour",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (LogLine(3, "i-d", "epoch 1 [bold]x[/bold] %s", 0.0), "[node 3] epoch 1 [bold]x[/bold] %s"),
+        (InstanceLost("i-d", 3, "preempted"), "skyward  warning: node 3 is lost: preempted"),
+        (Error("no key"), "skyward  error: no key"),
+        (Error("disk full", "i-d"), "skyward  error: i-d: disk full"),
+        (
+            CostFinal(12345.6, 3840.0, 9.0, 1, 2, 40.0),
+            "skyward  done: 1 h 4 min, $12,345.60 (1 spot, 2 on demand), $40.00 less than on demand",
+        ),
+        (CostFinal(0.0, 1.0, 0.0, 0, 1, 0.0), "skyward  done: 1.0 s, $0 (1 on demand)"),
+        (
+            CostFinal(
+                2.0,
+                3600.0,
+                2.0,
+                1,
+                0,
+                4.0,
+                {"launching": 0.14, "running calls": 1.62, "idle": 0.235, "billing rounding": 0.005},
+            ),
+            "skyward  done: 1 h 0 min, $2.00 (1 spot), $4.00 less than on demand; running calls 81 %, idle 12 %, launching 7 %",
+        ),
+        (BudgetWarning(8.0, 10.0, None), "skyward  warning: the money runs low: $8.00 of $10.00 are spent"),
+        (
+            BudgetWarning(8.0, None, "team-a"),
+            "skyward  warning: the money runs low: $8.00 are spent, and account 'team-a' has little left",
+        ),
+        (BudgetWarning(8.0, 10.0, None, "8 of 10 are gone"), "skyward  warning: the money runs low: 8 of 10 are gone"),
+    ],
+)
+@pytest.mark.usefixtures("unconfigured")
+def test_log_marks_problems_and_node_output(event: SkywardEvent, line: str):
+    """Problems have their level. A node's output has the node's name and is unchanged."""
+    assert _written("log", [event]) == line + "\n"
+
+
+@pytest.mark.usefixtures("unconfigured")
+def test_log_prints_to_stderr_and_leaves_stdout_alone(capsys: pytest.CaptureFixture[str]):
+    """Without a file and without configured logging, every line goes to stderr."""
+    shown = display("log")
+    shown(LogLine(0, "i-a", "hello", 0.0))
+    shown.close()
+    assert capsys.readouterr() == ("", "[node 0] hello\n")
+
+
+def test_log_sends_lines_to_configured_logging_only_once(unconfigured: logging.Logger):
+    """If the user configured logging, before or after the pool opened, lines go there and not to stderr too."""
+    file, heard = io.StringIO(), io.StringIO()
+    shown = display("log", file=file)
+    handler = logging.StreamHandler(heard)
+    unconfigured.addHandler(handler)
+    shown(InfraCreating())
+    shown.close()
+    assert (heard.getvalue(), file.getvalue()) == ("looking for machines\n", "")
+
+
+def test_log_records_have_pool_node_and_call_as_fields(unconfigured: logging.Logger):
+    """Also where the event names a machine and not its node. A field that an event has not is None, and none is missing."""
+    heard: list[logging.LogRecord] = []
+
+    class Collector(logging.Handler):
+        @override
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record)
+
+    unconfigured.addHandler(Collector())
+    unconfigured.setLevel(logging.INFO)
+    shown = display("log")
+    for event in (
+        Error("before the id is known"),
+        InfraCreating("sky-1"),
+        InstanceProvisioned("i-b", node=1, spot=False, provider="local"),
+        BootstrapStarting("i-b"),
+        BootstrapStarting("i-unknown"),
+        InstanceLost("i-b", 1, "gone"),
+        LogLine(0, "i-a", "hello", 0.0, call_id="c-1"),
+        CallRetrying("c-1", 2, 3, "its node was lost"),
+    ):
+        shown(event)
+    shown.close()
+    attached = display("log", pool_id="sky-2")
+    attached(ClusterRestarting("the head was lost"))
+    attached.close()
+    fields = ("name", "skyward_event", "skyward_pool", "skyward_node", "skyward_call")
+    assert [tuple(getattr(record, field) for field in fields) for record in heard] == [
+        ("skyward", "Error", None, None, None),
+        ("skyward", "InfraCreating", "sky-1", None, None),
+        ("skyward", "InstanceProvisioned", "sky-1", 1, None),
+        ("skyward", "BootstrapStarting", "sky-1", 1, None),
+        ("skyward", "BootstrapStarting", "sky-1", None, None),
+        ("skyward", "InstanceLost", "sky-1", 1, None),
+        ("skyward.node", "LogLine", "sky-1", 0, "c-1"),
+        ("skyward", "CallRetrying", "sky-1", None, "c-1"),
+        ("skyward", "ClusterRestarting", "sky-2", None, None),
+    ]
+
+
+@pytest.mark.usefixtures("unconfigured")
+def test_log_leaves_the_logger_as_it_was():
+    """After two displays are closed, the last one twice, the logger has its old level and handlers."""
+    logger = logging.getLogger("skyward")
+    file = io.StringIO()
+    first, second = display("log", file=file), display("log", file=file)
+    first(InfraCreating())
+    first.close()
+    second(InfraCreating())
+    second.close()
+    second.close()
+    second(InfraCreating())
+    assert file.getvalue() == "skyward  looking for machines\n" * 2
+    assert (logger.level, logger.handlers) == (logging.NOTSET, [])
+
+
+def test_quiet_shows_nothing(capfd: pytest.CaptureFixture[str]):
+    """This includes errors, which are raised in the caller."""
+    assert _written("quiet", [*OPENING, Error("no key"), *CLOSING]) == ""
+    assert capfd.readouterr() == ("", "")
+
+
+def test_spinner_without_a_terminal_prints_plain_lines():
+    """Written to a file or a pipe, the spinner is a log without control codes."""
+    text = _written("spinner", [*OPENING, LogLine(0, "i-a", "hello", 0.0), *CLOSING])
+    assert "\x1b" not in text
+    assert text.splitlines()[-3:] == [
+        "[node 0] hello",
+        "skyward  giving the machines back",
+        "skyward  done: 12.3 s, $0.0123 (2 on demand)",
+    ]
+
+
+@pytest.mark.usefixtures("unconfigured")
+def test_cancelled_calls_are_not_counted_as_done():
+    """Of four cancelled calls none is done."""
+    events = [CallProgress(4, 0, 0, 4), PoolStopping()]
+    assert _written("log", events) == "skyward  giving the machines back (0 of 4 calls done, 4 cancelled)\n"
+
+
+@pytest.mark.parametrize(("wrong", "near"), [("spiner", "spinner"), ("logs", "log"), ("quite", "quiet")])
+def test_an_unknown_kind_names_the_nearest(wrong: str, near: str):
+    """A misspelt display is refused, and the error names the nearest one."""
+    with pytest.raises(BadRequest, match=f'Did you mean "{near}"'):
+        display(wrong)

@@ -1,0 +1,170 @@
+"""The display of a notebook: its summary as a value, and when it is shown. `tests/system/test_notebooks.py` has real kernels."""
+
+import logging
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from skyward_core.events.console import display
+from skyward_core.events.events import (
+    BootstrapCompleted,
+    BootstrapProgress,
+    BootstrapStarting,
+    CallProgress,
+    ContactRegained,
+    CostFinal,
+    CostUpdate,
+    Error,
+    InfraCreated,
+    InfraCreating,
+    InstanceLost,
+    InstanceProvisioned,
+    InstanceStopping,
+    Metrics,
+    PoolReady,
+    PoolStopping,
+    SkywardEvent,
+)
+from skyward_core.events.narrator import Narrator
+from skyward_core.events.notebook import (
+    MOST_CHARACTERS,
+    MOST_PROBLEMS,
+    Summary,
+    after,
+    as_html,
+    as_text,
+    kernel,
+    rendered,
+)
+
+OPENING: list[SkywardEvent] = [
+    InfraCreating(),
+    InstanceProvisioned("i-a", node=0, spot=False, provider="local"),
+    BootstrapStarting("i-a"),
+    BootstrapProgress("i-a", "deps"),
+]
+READY: list[SkywardEvent] = [*OPENING, BootstrapCompleted("i-a"), PoolReady("sky-1", 1, 2, 3.21)]
+BILL = CostFinal(0.0123, 12.3, 3.6, 0, 1, 0.0)
+
+
+def summed(*events: SkywardEvent) -> Summary:
+    """Return the summary after these events."""
+    summary, narrator = Summary(), Narrator()
+    for event in events:
+        summary = after(summary, event, narrator.tell(event))
+    return summary
+
+
+@pytest.mark.parametrize(
+    ("events", "text"),
+    [
+        ([], "opening the pool"),
+        (OPENING, "looking for machines\nnodes: 1 deps"),
+        (
+            [*READY, BootstrapStarting("i-b"), BootstrapStarting("i-c"), BootstrapCompleted("i-c")],
+            "the pool is ready after 3.2 s: 1 node, 2 slots\nnodes: 2 ready, 1 preparing",
+        ),
+        (
+            [*READY, CallProgress(40, 12, 1), CostUpdate(5.0, 0.05, 36.0, 1, 0)],
+            "the pool is ready after 3.2 s: 1 node, 2 slots · $0.0500 at $36.00/h\n12 of 40 calls, 1 failed\nnodes: 1 ready",
+        ),
+        ([*READY, CostUpdate(5.0, 0.05, 36.0, 1, 0), PoolStopping(), BILL], "done: 12.3 s, $0.0123 (1 on demand)"),
+        ([*OPENING, BILL], "done: 12.3 s, $0.0123 (1 on demand)"),
+        ([*OPENING, InstanceStopping("i-a")], "looking for machines"),
+        ([*OPENING, InstanceLost("i-a", 0, "preempted")], "looking for machines\nnode 0 is lost: preempted"),
+        ([ContactRegained("i-a", 0, 12.0)], "opening the pool\nnode 0 answers again after 12.0 s"),
+        ([Error("a disk is full")], "opening the pool\na disk is full"),
+        ([Metrics("i-a", 0, 1.0, 1.0, 1.0, 1.0)], "opening the pool"),
+    ],
+)
+def test_the_text_has_phase_cost_calls_nodes_and_problems(events: list[SkywardEvent], text: str) -> None:
+    """Each event changes its own part of the summary; the bill replaces nodes and cost."""
+    assert as_text(summed(*events)) == text
+
+
+def test_the_html_has_the_same_and_escapes_it() -> None:
+    """What a node or a provider says is text in the notebook and never HTML."""
+    evil = "<script>alert('&')</script>"
+    summary = summed(
+        *OPENING,
+        BootstrapProgress("i-a", evil),
+        CallProgress(40, 12, 0, cancelled=3),
+        InstanceLost("i-b", 1, evil),
+        InfraCreated(evil),
+    )
+    html = as_html(summary)
+    assert "<script" not in html
+    assert html.count("&lt;script&gt;alert(&#x27;&amp;&#x27;)&lt;/script&gt;") == 3
+    assert '<progress value="15" max="40"></progress> 12 of 40 calls, 3 cancelled' in html
+    assert rendered(summary) == {"text/plain": as_text(summary), "text/html": html}
+
+
+def test_a_bar_of_no_calls_is_valid_html() -> None:
+    """`max` of a progress element must be above 0."""
+    assert '<progress value="0" max="1">' in as_html(summed(CallProgress(0, 0, 0)))
+
+
+def test_only_the_last_problems_are_shown() -> None:
+    """An output stays small, however much goes wrong; it says how many problems are left out."""
+    lines = as_text(summed(*(Error(f"problem {number}") for number in range(100)))).splitlines()
+    assert lines[1] == f"… {100 - MOST_PROBLEMS} earlier problems"
+    assert lines[2:] == [f"problem {number}" for number in range(100 - MOST_PROBLEMS, 100)]
+    assert len(as_text(summed(Error("x" * 10**6)))) < 2 * MOST_CHARACTERS
+
+
+class InteractiveShell:
+    """Stands in for IPython's shell; a terminal's is no kernel."""
+
+
+class ZMQInteractiveShell(InteractiveShell):
+    """Stands in for ipykernel's."""
+
+    def __init__(self) -> None:
+        self.display_pub = self.kernel = self.io_loop = self
+        self.published: list[tuple[str, str, bool]] = []
+        self.woken = threading.Event()
+
+    def publish(self, data, metadata, *, transient, update) -> None:
+        self.published.append((data["text/plain"], transient["display_id"], update))
+
+    def add_callback(self, callback) -> None:
+        callback()
+        self.woken.set()
+
+
+class ColabShell(ZMQInteractiveShell):
+    """Other hosts of kernels subclass it."""
+
+
+@pytest.mark.parametrize(
+    ("shell", "is_kernel"),
+    [(None, False), (InteractiveShell(), False), (ZMQInteractiveShell(), True), (ColabShell(), True)],
+)
+def test_a_kernel_is_recognized_by_its_shell(shell: object, is_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """IPython in a terminal is no notebook."""
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    assert (kernel() is shell) == (is_kernel or shell is None)
+
+
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch) -> ZMQInteractiveShell:
+    """The shell of a kernel in which logging is not configured: the root logger is not the one with pytest's handlers."""
+    shell = ZMQInteractiveShell()
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setattr(logging.getLogger("skyward"), "parent", logging.RootLogger(logging.WARNING))
+    return shell
+
+
+def test_the_log_of_a_kernel_that_has_configured_logging_stays_a_log(
+    shell: ZMQInteractiveShell, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`logging.basicConfig()` in a cell chooses lines."""
+    monkeypatch.setattr(logging.getLogger("skyward"), "handlers", [caplog.handler])
+    with caplog.at_level(logging.INFO, "skyward"):
+        pool = display("log")
+        pool(InfraCreating())
+        pool.close()
+    assert caplog.messages == ["looking for machines"]
+    assert shell.published == []

@@ -1,0 +1,708 @@
+"""Spending limits: no history of launches and losses costs more than `max_cost`, and no interval begins unreserved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyward_core import Instance, InstanceState
+from skyward_core.errors import BudgetExceeded, LeaseLost, LedgerError
+from skyward_core.ledger.budgets import Commitment, Fill, SpendingLimit
+from skyward_core.ledger.ledger import Ledger
+from skyward_core.ledger.metering import Meter
+from skyward_core.ledger.rows import Account, Period, Price, Reservation
+from skyward_core.machines.owner import Owner
+
+START = datetime(2026, 11, 21, 12, 0, tzinfo=UTC)
+HOUR = 3600.0
+LEASE_SECONDS = 120.0
+TEAM = "team"
+
+
+class Clock:
+    """Seconds for a meter, and the same time as a datetime for a ledger."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+    def date(self) -> datetime:
+        return START + timedelta(seconds=self.seconds - 1000.0)
+
+
+def machine(name: str, rank: int = 0) -> Instance:
+    return Instance(
+        id=name, provider="fake", pool_id="sky-1", rank=rank, state=InstanceState.RUNNING, region="r", instance_type="t"
+    )
+
+
+def end_all(meter: Meter) -> None:
+    for instance_id in meter.rented():
+        meter.end(instance_id)
+
+
+def usd(price: str, increment: int = 1, minimum: int = 0) -> Price:
+    return Price(Decimal(price), increment_seconds=increment, minimum_seconds=minimum)
+
+
+@dataclass
+class Pool:
+    """A pool with a spending limit, on a clock that the test sets."""
+
+    clock: Clock
+    meter: Meter
+    limit: SpendingLimit
+    names: list[str] = field(default_factory=list)
+    commitments: dict[str, Commitment] = field(default_factory=dict)
+
+    def launch(self, machines: int, price: Price) -> Commitment:
+        """Request machines and get them at once."""
+        commitment = self.limit.commit(machines, price)
+        self.came(machines, price, commitment)
+        return commitment
+
+    def came(self, machines: int, price: Price, commitment: Commitment) -> None:
+        ids = [f"m-{len(self.names) + index}" for index in range(machines)]
+        for name in ids:
+            self.meter.start(machine(name), self.clock(), price)
+        self.limit.launched(ids, commitment)
+        self.names += ids
+        self.commitments |= dict.fromkeys(ids, commitment)
+
+    def go_until(self, fill: Fill, longest: float = 2 * HOUR, step: float = 1.0) -> list[Fill]:
+        """Check each second until the limit is reached; return the states on the way, each once."""
+        seen: list[Fill] = []
+        for _ in range(int(longest / step)):
+            now, reason = self.limit.check()
+            assert (reason != "") == (now > Fill.FULL)
+            if not seen or seen[-1] != now:
+                seen.append(now)
+            if now >= fill:
+                return seen
+            self.clock.seconds += step
+        pytest.fail(f"{fill} did not come in {longest} s; seen {seen}")
+
+
+def pool(max_cost: float | None, **settings: object) -> Pool:
+    clock = Clock()
+    meter = Meter(clock)
+    return Pool(clock, meter, SpendingLimit("sky-1", meter, max_cost=max_cost, **settings))  # type: ignore[arg-type]
+
+
+# ── max_cost: what may be launched ───────────────────────────────────────────────────────────────────────────────────
+
+
+def test_without_a_limit_launches_have_no_end() -> None:
+    """There is no hard end and no paid time, and the limit is never reached."""
+    it = pool(None)
+    commitment = it.launch(100, usd("1000"))
+    assert (commitment.lifetime_seconds, commitment.hard_end) == (None, None)
+    it.clock.seconds += 1e6
+    assert it.limit.check() == (Fill.FULL, "")
+    assert it.limit.paid_seconds() is None
+
+
+def test_free_machines_have_no_end() -> None:
+    """Free machines, such as those of `Local`, have no end, whatever the limit."""
+    it = pool(0.01)
+    assert it.launch(3, usd("0")).hard_end is None
+    it.clock.seconds += 1e6
+    assert it.limit.check() == (Fill.FULL, "")
+    assert it.limit.paid_seconds() is None
+
+
+@pytest.mark.parametrize(
+    ("max_cost", "machines", "price", "left"),
+    [
+        (0.9999, 1, usd("60"), "0.9999"),  # a minute at 60 USD an hour is 1 USD
+        (1.99, 2, usd("60"), "1.99"),
+        (1.0, 1, usd("3.6", minimum=3600), "1.0"),  # at least an hour is billed
+        (1.0, 1, usd("3.6", increment=3600), "1.0"),  # a begun hour is billed in full
+    ],
+)
+def test_a_launch_whose_first_minute_is_not_covered_is_refused(
+    max_cost: float, machines: int, price: Price, left: str
+) -> None:
+    """It is refused before the request. The error has the computation, a recommendation and the remaining money."""
+    it = pool(max_cost)
+    with pytest.raises(BudgetExceeded, match=r"in their first minute.*max_cost=.*Raise max_cost") as caught:
+        it.limit.commit(machines, price)
+    assert (caught.value.account, caught.value.left_usd) == ("", Decimal(left))
+
+
+def test_a_refusal_names_the_seconds_that_are_billed_at_least() -> None:
+    """If they are more than the first minute."""
+    with pytest.raises(BudgetExceeded, match=r"in their first minute, of which they are billed 3600 s at least; of"):
+        pool(1.0).limit.commit(1, usd("3.6", minimum=3600))
+    with pytest.raises(BudgetExceeded, match=r"in their first minute; of"):
+        pool(0.5).limit.commit(1, usd("60", minimum=60))
+
+
+def test_a_launch_whose_first_minute_is_just_covered_is_allowed() -> None:
+    """One minute for exactly its price: a hard end in 60 s, a tenth of which is reserved for the boot."""
+    it = pool(1.0)
+    commitment = it.limit.commit(1, usd("60"))
+    assert commitment.hard_end == it.clock() + 60
+    assert commitment.lifetime_seconds == pytest.approx(54.0)
+    assert pool(2.0).limit.commit(2, usd("60")).hard_end == it.clock() + 60
+
+
+def test_a_hard_end_is_when_the_money_is_used_up() -> None:
+    """10 USD pay two machines of 0.5 USD an hour for ten hours. By their own clock they end 120 s earlier, because they
+    may need these to boot.
+    """
+    it = pool(10.0)
+    commitment = it.launch(2, usd("0.5"))
+    assert commitment.hard_end == it.clock() + 10 * HOUR
+    assert commitment.lifetime_seconds == 10 * HOUR - 120
+    assert it.limit.paid_seconds() == 10 * HOUR
+
+
+def test_with_billing_by_the_hour_the_hard_end_is_after_a_whole_hour() -> None:
+    """A machine ends with the last hour that is covered."""
+    it = pool(2.9)
+    assert it.limit.commit(1, usd("1", increment=3600)).hard_end == it.clock() + 2 * HOUR
+
+
+def test_committed_money_cannot_be_committed_again() -> None:
+    """All money is committed to the first machines until they are known to be gone; then the rest is free."""
+    it = pool(14.4)
+    it.launch(2, usd("7.2"))  # for an hour
+    it.clock.seconds += 600
+    with pytest.raises(BudgetExceeded) as caught:
+        it.limit.commit(1, usd("7.2"))
+    assert caught.value.left_usd == 0
+    it.meter.end("m-0")  # after 1.20 USD of 7.20
+    assert it.limit.commit(1, usd("7.2")).hard_end == it.clock() + 3000
+
+
+def test_two_launches_at_once_do_not_share_the_same_money() -> None:
+    """A commitment is made before its machines exist. A second launch finds no money while the first call
+    is in flight.
+    """
+    it = pool(10.0)
+    first = it.limit.commit(1, usd("10"))
+    with pytest.raises(BudgetExceeded):
+        it.limit.commit(1, usd("10"))
+    it.came(1, usd("10"), first)
+    with pytest.raises(BudgetExceeded):
+        it.limit.commit(1, usd("10"))
+
+
+def test_the_money_of_a_refused_launch_is_free_again() -> None:
+    """`returned` frees all of it, once. If fewer machines come than were requested, the rest is free too."""
+    it = pool(10.0)
+    commitment = it.limit.commit(2, usd("5"))
+    it.limit.returned(commitment)
+    it.limit.returned(commitment)
+    again = it.limit.commit(2, usd("5"))
+    assert again.hard_end == it.clock() + HOUR
+    it.came(1, usd("5"), again)
+    assert it.limit.commit(1, usd("5")).hard_end == it.clock() + HOUR
+
+
+def test_a_launch_whose_answer_was_lost_stays_committed() -> None:
+    """Its machines may live until their hard end, so the money stays committed."""
+    it = pool(10.0)
+    it.limit.commit(1, usd("10"))
+    it.clock.seconds += 1800
+    with pytest.raises(BudgetExceeded):
+        it.limit.commit(1, usd("1"))
+
+
+def test_the_money_of_a_launch_whose_answer_was_lost_is_free_when_its_machines_are_gone() -> None:
+    """Until then its machines' money is not free; other launches keep theirs."""
+    it = pool(10.0)
+    lost = it.limit.commit(1, usd("10"))
+    it.meter.start(machine("found"), it.clock(), usd("10"))
+    it.clock.seconds += 1800
+    it.meter.end("found")
+    it.limit.returned(lost)
+    again = it.limit.commit(1, usd("10"))
+    assert again.hard_end == it.clock() + 1800
+    with pytest.raises(BudgetExceeded):
+        it.limit.commit(1, usd("10"))
+
+
+@pytest.mark.parametrize(("max_cost", "price"), [(1e6, "0.000001"), (float("inf"), "1")])
+def test_money_for_longer_than_there_are_dates(max_cost: float, price: str) -> None:
+    """Nothing overflows, because the ends of a commitment are recorded as dates."""
+    commitment = pool(max_cost).limit.commit(1, usd(price))
+    assert commitment.hard_end is None or START + timedelta(seconds=commitment.hard_end) < datetime(
+        2037, 1, 1, tzinfo=UTC
+    )
+
+
+# ── max_cost: machines that share the money ──────────────────────────────────────────────────────────────────────────
+
+SPOT, ON_DEMAND = usd("1"), usd("3")
+
+
+def granted(it: Pool, price: Price = ON_DEMAND, heard: set[str] | None = None, **words: Any) -> Commitment:
+    """Launch one machine; `heard` are the machines that confirm their paid time, all by default."""
+    commitment = it.limit.commit(1, price, notify=lambda: it.meter.rented() if heard is None else heard, **words)
+    it.came(1, price, commitment)
+    return commitment
+
+
+def test_the_parts_of_a_pool_get_the_same_hard_end() -> None:
+    """An on-demand and a spot machine at 3 and 1 USD last for 25 hours of 100 USD, both until the same time; the second
+    is requested a little later.
+    """
+    it = pool(100.0)
+    first = granted(it, along=[(1, SPOT)])
+    began = it.clock()
+    it.clock.seconds += 30
+    second = granted(it, SPOT)
+    assert (first.hard_end, second.hard_end) == (began + 25 * HOUR, began + 25 * HOUR)
+
+
+def test_the_next_part_gets_the_hard_end_of_a_launch_that_is_not_answered_yet() -> None:
+    """The first launch has no machine yet, but its tags have its end already."""
+    it = pool(100.0)
+    first = it.limit.commit(1, ON_DEMAND, along=[(1, SPOT)])
+    it.clock.seconds += 30
+    second = it.limit.commit(1, SPOT)
+    assert second.hard_end == second.latest_end == first.hard_end == it.clock() - 30 + 25 * HOUR
+
+
+def test_parts_that_are_too_expensive_together_are_refused_before_the_first() -> None:
+    """The message has the sum of all parts."""
+    it = pool(5.0)
+    with pytest.raises(
+        BudgetExceeded, match=r"1 x 3 USD per hour and 2 x 200 cost 6\.7166.. USD in their first minute"
+    ):
+        it.limit.commit(1, ON_DEMAND, along=[(2, usd("200"))])
+    granted(it)
+
+
+def test_another_machine_shortens_the_others_until_one_is_gone() -> None:
+    """The replacement has enough money. When the replaced machine is gone, the others last as long as before."""
+    it = pool(3.0)
+    granted(it)
+    horizon = it.clock() + HOUR
+    commitment = granted(it)
+    assert (commitment.hard_end, commitment.latest_end) == (it.clock() + HOUR / 2, horizon)
+    assert it.limit.paid_seconds() == HOUR / 2
+    it.clock.seconds += 60
+    it.limit.check()
+    assert it.limit.paid_seconds() == HOUR / 2 - 60
+    it.meter.end("m-0")
+    assert it.limit.check() == (Fill.FULL, "")
+    assert it.limit.paid_seconds() == HOUR - 120  # both have cost a minute
+    it.go_until(Fill.USED_UP)
+    assert HOUR - 120 < it.clock() - 1000.0 <= HOUR - 60, "not when the second one would have ended at first"
+
+
+def test_a_machine_that_does_not_confirm_an_earlier_end_keeps_its_end_and_its_money() -> None:
+    """A lost machine that does not answer keeps its money; only the others can get an earlier end."""
+    it = pool(6.0)
+    it.launch(2, ON_DEMAND)
+    commitment = granted(it, heard={"m-1"})
+    assert commitment.hard_end == it.clock() + HOUR / 2  # 3 USD are committed to the lost one
+    assert it.limit.paid_seconds() == HOUR / 2
+    it.clock.seconds += 600
+    it.meter.end("m-2")  # half a USD
+    it.limit.check()
+    assert it.limit.paid_seconds() == 3000 - 600, "of 6 USD 3 are the lost one's to its own end"
+    alone = pool(6.0)
+    alone.launch(1, ON_DEMAND)
+    with pytest.raises(BudgetExceeded):
+        granted(alone, heard=set())
+    alone.limit.check()
+    assert alone.limit.paid_seconds() == 2 * HOUR, "it had an earlier end for a launch that failed"
+    alone.meter.end("m-0")
+    granted(alone)
+
+
+def test_machines_that_confirm_too_late_are_committed_until_they_are_gone() -> None:
+    """The messages took longer than the machines' remaining life. They end now, and are billed until they are gone."""
+    it = pool(0.3)  # 300 s of one machine
+    price = usd("3.6")
+    it.came(1, price, it.limit.commit(1, price, ending_seconds=60))
+
+    def notify() -> set[str]:
+        it.clock.seconds += 100
+        assert it.limit.paid_seconds() == 0
+        return {"m-0"}
+
+    commitment = it.limit.commit(1, price, ending_seconds=60, notify=notify)
+    assert commitment.hard_end == it.clock() + 140  # of 300 s the first one has 100, and 60 for its end
+
+
+def test_no_machine_lives_longer_than_its_tags_say() -> None:
+    """The first hard end limits all later ones, however much money is left, because a sweep without a ledger uses the
+    tags.
+    """
+    it = pool(10.0)
+    it.launch(2, usd("5"))
+    horizon = it.clock() + HOUR
+    it.clock.seconds += 600
+    it.meter.end("m-0")
+    commitment = granted(it, SPOT)
+    assert commitment.hard_end == commitment.latest_end == horizon
+    it.clock.seconds += HOUR - 630
+    with pytest.raises(BudgetExceeded, match=r"end in 30 s"):
+        granted(it, SPOT)
+    end_all(it.meter)
+    assert granted(it, SPOT).hard_end > horizon  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("max_cost", "machines", "per_hour"), [(1.0, 1, "1"), (2.0, 3, "1.7"), (0.65, 1, "18")])
+def test_the_time_of_a_termination_is_committed(max_cost: float, machines: int, per_hour: str) -> None:
+    """A cloud bills for 45 s more: nodes end that much earlier, and the pool closes before that."""
+    it = pool(max_cost)
+    price, ending = usd(per_hour), 45.0
+    it.came(machines, price, commitment := it.limit.commit(machines, price, ending_seconds=ending))
+    assert commitment.hard_end is not None
+    assert commitment.lifetime_seconds is not None
+    paid = it.limit.paid_seconds()
+    assert paid is not None
+    assert 0 < commitment.lifetime_seconds < paid == commitment.hard_end - it.clock() - ending
+    it.meter.start(machine("found"), it.clock(), usd("0.000001"))  # without a commitment
+    it.go_until(Fill.USED_UP, 3 * HOUR)
+    paid = it.limit.paid_seconds()
+    assert paid is not None
+    assert paid > 0
+    it.clock.seconds += 1 + ending
+    end_all(it.meter)
+    assert it.meter.total() <= Decimal(repr(max_cost))
+
+
+def test_a_launch_whose_termination_is_not_covered_is_refused() -> None:
+    """A machine that could not be terminated in time is not rented."""
+    with pytest.raises(BudgetExceeded, match=r"in their first minute and the 60 s that their termination may take"):
+        pool(1.9).limit.commit(1, usd("60"), ending_seconds=60)
+    assert pool(2.0).limit.commit(1, usd("60"), ending_seconds=60).lifetime_seconds == 54.0
+
+
+# ── max_cost: as time passes ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("max_cost", "machines", "per_hour"),
+    [(0.1, 1, "1"), (1.0, 1, "1"), (2.0, 3, "1.7"), (50.0, 4, "8"), (0.5, 5, "0.9")],
+)
+@pytest.mark.parametrize("boot_seconds", [0.0, 20.0])
+def test_it_warns_drains_and_is_used_up_in_time(
+    max_cost: float, machines: int, per_hour: str, boot_seconds: float
+) -> None:
+    """Each happens once, in that order, for pools of six minutes to two hours, and no machine has ended itself before.
+
+    The teardown is within the limit.
+    """
+    it = pool(max_cost)
+    price = usd(per_hour)
+    began = it.clock()
+    commitment = it.launch(machines, price)
+    assert commitment.lifetime_seconds is not None
+    seen: dict[Fill, tuple[float, Decimal]] = {}
+    while Fill.USED_UP not in seen:
+        fill, reason = it.limit.check()
+        if fill not in seen:
+            assert not seen or fill > max(seen), "it goes one way only"
+            seen[fill] = (it.clock(), it.meter.total())
+            assert reason == "" if fill is Fill.FULL else "max_cost" in reason
+        assert it.clock() - began < commitment.lifetime_seconds + boot_seconds, (
+            "a node has ended itself before the pool has closed"
+        )
+        it.clock.seconds += 1.0
+    assert list(seen) == [Fill.FULL, Fill.WARNED, Fill.DRAINED, Fill.USED_UP]
+    limit = Decimal(repr(max_cost))
+    assert Decimal("0.8") * limit <= seen[Fill.WARNED][1] < Decimal("0.81") * limit
+    it.clock.seconds = seen[Fill.USED_UP][0] + 1.0 + 5.0  # the check was a second late; the teardown takes five
+    assert it.meter.total() <= limit
+    assert it.meter.total() > Decimal("0.85") * limit  # and not much too early
+
+
+def test_an_hour_that_is_billed_is_used() -> None:
+    """With billing by the hour, the whole limit may be billed at the start: the pool runs until that hour is
+    nearly over.
+    """
+    it = pool(1.0)
+    it.launch(1, usd("1", increment=3600))
+    it.clock.seconds += 1.0
+    assert it.meter.total() == 1
+    assert it.go_until(Fill.USED_UP) == [Fill.WARNED, Fill.DRAINED, Fill.USED_UP]
+    assert 3300 < it.clock() - 1000.0 < 3600
+
+
+def test_the_first_machine_that_ends_counts() -> None:
+    """The pool closes before the first hard end, although the others are paid for longer, so that it can report the
+    reason.
+    """
+    it = pool(3.0)
+    it.launch(1, usd("1", increment=3600))  # all three hours
+    it.clock.seconds += 1.0
+    it.meter.end("m-0")
+    commitment = it.limit.commit(1, usd("0.8", increment=3600))
+    it.came(1, usd("0.8", increment=3600), commitment)
+    assert commitment.hard_end == it.clock() + 2 * HOUR
+    assert it.go_until(Fill.USED_UP, 3 * HOUR)[-1] is Fill.USED_UP
+    assert it.clock() < commitment.hard_end
+
+
+def test_a_drained_pool_is_full_again_when_a_machine_is_gone() -> None:
+    """The rest of that machine's money is free."""
+    it = pool(3.0)
+    it.launch(1, usd("1.5", increment=3600))
+    assert it.go_until(Fill.DRAINED, 3 * HOUR)[-1] is Fill.DRAINED
+    it.meter.end("m-0")
+    assert it.limit.check()[0] is Fill.WARNED
+
+
+def test_machines_that_only_a_listing_shows_count_too() -> None:
+    """They have no commitment and no hard end: their bill uses up the money."""
+    it = pool(1.0)
+    it.meter.start(machine("found"), it.clock(), usd("1"))
+    assert it.go_until(Fill.USED_UP) == [Fill.FULL, Fill.WARNED, Fill.DRAINED, Fill.USED_UP]
+    assert it.meter.total() < 1
+
+
+# ── accounts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def ledger(tmp_path: Path, clock: Clock) -> Iterator[Ledger]:
+    with Ledger(f"sqlite:///{tmp_path}/ledger.db", clock=clock.date, busy_timeout_seconds=0.05) as ledger:
+        yield ledger
+
+
+def opened(
+    ledger: Ledger,
+    clock: Clock,
+    limit: str,
+    pool_id: str = "sky-1",
+    *,
+    max_cost: float | None = None,
+    period: Period = Period.MONTH,
+) -> Pool:
+    """Open a pool whose machines an account pays."""
+    if TEAM not in [account.name for account in ledger.accounts()]:
+        ledger.set_account(Account(TEAM, Decimal(limit), period))
+    ledger.open_pool(
+        pool_id, owner=Owner.here(), provider={"name": "fake"}, spec_json="{}", lease_expires_at=START, account=TEAM
+    )
+    meter = Meter(clock)
+    spending = SpendingLimit(
+        pool_id, meter, max_cost=max_cost, account=TEAM, accounts=ledger, lease_seconds=LEASE_SECONDS
+    )
+    return Pool(clock, meter, spending)
+
+
+def reserved(ledger: Ledger, pool_id: str = "sky-1") -> Decimal:
+    return sum((reservation.reserved_usd for reservation in ledger.open_reservations(pool_id=pool_id)), Decimal(0))
+
+
+def committed(ledger: Ledger, limit: str, pool_id: str = "sky-1") -> Decimal:
+    """Return the spent and reserved money of the account."""
+    return Decimal(limit) - ledger.left_usd(TEAM, pool_id)
+
+
+def test_the_money_of_an_account_is_reserved_before_the_launch(ledger: Ledger, clock: Clock) -> None:
+    """The sum covers the boot and two leases of all machines. If the account has less, nothing is launched
+    or reserved.
+    """
+    it = opened(ledger, clock, "10")
+    it.limit.commit(2, usd("36"))  # a cent a second
+    assert reserved(ledger) == 2 * (120 + 2 * 120) * Decimal("0.01")
+    other = opened(ledger, clock, "10", "sky-2")
+    with pytest.raises(BudgetExceeded) as caught:
+        other.limit.commit(1, usd("36"))
+    assert (caught.value.account, caught.value.left_usd) == (TEAM, Decimal("2.8"))
+    assert reserved(ledger, "sky-2") == 0
+    assert other.limit.paid_seconds() is None
+
+
+def test_another_machine_is_reserved_up_to_the_paid_time_of_the_others(ledger: Ledger, clock: Clock) -> None:
+    """And it counts in the renewal."""
+    it = opened(ledger, clock, "1000")
+    it.launch(1, usd("36"))
+    clock.seconds += 100
+    it.launch(1, usd("72"))
+    assert reserved(ledger) == 360 * Decimal("0.01") + 260 * Decimal("0.02")
+    clock.seconds += 100
+    it.limit.check()
+    paid = it.limit.paid_seconds()
+    assert paid == 2 * LEASE_SECONDS
+    assert committed(ledger, "1000") == it.meter.total() + Decimal("0.03") * 240
+
+
+def test_a_pending_launch_stays_reserved_through_a_renewal(ledger: Ledger, clock: Clock) -> None:
+    """The call takes a minute with a renewal in it: its machine is paid when it comes."""
+    it = opened(ledger, clock, "1000")
+    it.launch(1, usd("36"))
+    clock.seconds += 150
+    asked_at, commitment = clock(), it.limit.commit(1, usd("72"))
+    clock.seconds += 60
+    it.limit.check()
+    it.meter.start(machine("slow"), asked_at, usd("72"))
+    it.limit.launched(["slow"], commitment)
+    paid = it.limit.paid_seconds()
+    assert paid is not None
+    assert it.meter.projected(clock() + paid) <= committed(ledger, "1000")
+
+
+@pytest.mark.parametrize("has_come", [False, True])
+def test_failed_launches_leave_the_account_to_the_next_candidate(ledger: Ledger, clock: Clock, has_come: bool) -> None:
+    """Twenty candidates refuse, or their machines are terminated: the account holds the cost and one launch,
+    never two.
+    """
+    it = opened(ledger, clock, "5")
+    for number in range(20):
+        asked_at, lost = clock(), it.limit.commit(1, usd("36"))
+        assert reserved(ledger) <= Decimal("3.6")
+        clock.seconds += 2
+        if has_come:
+            it.meter.start(machine(f"found-{number}"), asked_at, usd("36"))
+            it.meter.end(f"found-{number}")
+        it.limit.returned(lost)
+    it.launch(1, usd("36"))
+    paid = it.limit.paid_seconds()
+    assert paid is not None
+    assert it.meter.projected(clock() + paid) <= committed(ledger, "5") <= 5
+
+
+def test_machines_that_may_still_run_stay_reserved(ledger: Ledger, clock: Clock) -> None:
+    """An unanswered launch keeps its reservation when another launch is requested."""
+    it = opened(ledger, clock, "5")
+    it.limit.commit(1, usd("36"))
+    with pytest.raises(BudgetExceeded):
+        it.limit.commit(1, usd("36"))
+    assert reserved(ledger) == Decimal("3.6")
+
+
+def test_a_launch_at_the_end_of_the_paid_time_renews_first(ledger: Ledger, clock: Clock) -> None:
+    """A machine that would end just after its start is not requested: more money is reserved for all, or the launch is
+    refused.
+    """
+    it = opened(ledger, clock, "1000")
+    it.launch(1, usd("36"))
+    clock.seconds += 355
+    it.launch(1, usd("36"))
+    assert it.limit.paid_seconds() == 2 * LEASE_SECONDS
+    poor = opened(ledger, clock, "1000", "sky-2")
+    poor.launch(1, usd("36"))
+    ledger.set_account(Account(TEAM, Decimal("1"), Period.MONTH))
+    clock.seconds += 365  # the paid time is over
+    with pytest.raises(BudgetExceeded):
+        poor.limit.commit(1, usd("36"))
+
+
+class Failing:
+    """Accounts whose methods raise errors while `is_out`."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.is_out = False
+        self.asked = 0
+        self.meanwhile = lambda: None
+
+    def reserve(self, account: str, pool_id: str, usd: Decimal) -> Reservation:
+        return self.ledger.reserve(account, pool_id, usd)
+
+    def roll(self, account: str, pool_id: str, spent_usd: Decimal, next_usd: Decimal) -> Reservation:
+        self.asked += 1
+        self.meanwhile()
+        if self.is_out:
+            raise LedgerError("the disk is full")
+        return self.ledger.roll(account, pool_id, spent_usd, next_usd)
+
+
+def with_outage(ledger: Ledger, clock: Clock) -> tuple[Pool, Failing]:
+    it, accounts = opened(ledger, clock, "1000"), Failing(ledger)
+    it.limit = SpendingLimit("sky-1", it.meter, account=TEAM, accounts=accounts, lease_seconds=LEASE_SECONDS)
+    it.launch(1, usd("36"))
+    return it, accounts
+
+
+def test_an_outage_of_the_ledger_does_not_end_a_pool_whose_time_is_paid(ledger: Ledger, clock: Clock) -> None:
+    """Reserved money stays usable. Until a margin before its end nothing changes, and each second the reservation is
+    retried. After the outage the pool continues.
+    """
+    it, accounts = with_outage(ledger, clock)
+    accounts.is_out = True
+    for _ in range(360 - 31):
+        assert it.limit.check() == (Fill.FULL, "")
+        clock.seconds += 1.0
+    assert 140 <= accounts.asked <= 160
+    accounts.is_out = False
+    assert it.limit.check() == (Fill.FULL, "")
+    assert it.limit.paid_seconds() == 2 * LEASE_SECONDS
+
+
+def test_an_outage_longer_than_the_paid_time_ends_the_pool_in_time(ledger: Ledger, clock: Clock) -> None:
+    """The reason says that nothing more could be reserved."""
+    it, accounts = with_outage(ledger, clock)
+    accounts.is_out = True
+    assert it.go_until(Fill.USED_UP) == [Fill.FULL, Fill.DRAINED, Fill.USED_UP]
+    assert clock() < 1000 + 360 - 10
+    assert f"nothing more could be reserved from account '{TEAM}'" in it.limit.check()[1]
+
+
+def test_a_refused_renewal_is_repeated_after_a_second(ledger: Ledger, clock: Clock) -> None:
+    """Not with each check, because each asks the ledger."""
+    it, accounts = with_outage(ledger, clock)
+    ledger.set_account(Account(TEAM, Decimal(1), Period.MONTH))
+    clock.seconds += 200
+    asked = []
+    for _ in range(3):
+        assert it.limit.check()[0] is Fill.WARNED
+        asked.append(accounts.asked)
+        clock.seconds += 0.5
+    assert asked == [1, 1, 2]
+
+
+def test_a_pool_may_pay_for_exactly_so_many_seconds(ledger: Ledger, clock: Clock) -> None:
+    """More or less than it had. If the account has too little, nothing changes."""
+    it = opened(ledger, clock, "20")
+    it.limit.pay_for(1000)
+    assert it.limit.paid_seconds() is None, "there is no machine yet"
+    it.launch(1, usd("36"))
+    clock.seconds += 100
+    for seconds in (1000, 60):
+        it.limit.pay_for(seconds)
+        assert it.limit.paid_seconds() == seconds
+        assert committed(ledger, "20") == 1 + seconds * Decimal("0.01")
+    with pytest.raises(BudgetExceeded):
+        it.limit.pay_for(1901)
+    assert (it.limit.paid_seconds(), committed(ledger, "20")) == (60, Decimal("1.6"))
+    without_account = pool(10.0)
+    without_account.launch(1, usd("10"))
+    without_account.limit.pay_for(60)
+    assert without_account.limit.paid_seconds() == HOUR
+
+
+def test_a_condemned_pool_reserves_nothing_more(ledger: Ledger, clock: Clock) -> None:
+    """`check` and `commit` raise LeaseLost."""
+    it = opened(ledger, clock, "1000")
+    it.launch(1, usd("36"))
+    assert ledger.condemn("sky-1", seen=START)
+    clock.seconds += 200
+    with pytest.raises(LeaseLost):
+        it.limit.check()
+    with pytest.raises(LeaseLost):
+        it.limit.commit(1, usd("36"))
+
+
+def test_max_cost_and_an_account_hold_together(ledger: Ledger, clock: Clock) -> None:
+    """The one with less money decides, and the paid time is the shorter of the two."""
+    it = opened(ledger, clock, "1000", max_cost=5.0)
+    it.launch(1, usd("36"))  # 500 s
+    assert it.limit.paid_seconds() == 360
+    assert it.go_until(Fill.USED_UP)[-1] is Fill.USED_UP
+    assert "max_cost" in it.limit.check()[1]
+    assert it.meter.total() < 5

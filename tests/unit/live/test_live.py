@@ -1,0 +1,176 @@
+"""A look at a live pool: logs, metrics, stacks, logins and Dask's pages, with a real pool of this machine."""
+
+import shlex
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from skyward_core import cli
+from skyward_core.cli.views import live as view
+from skyward_core.cli.views import top as top_view
+from skyward_core.errors import Unreachable
+from skyward_core.ledger.ledger import Ledger
+from skyward_core.live import metrics
+from skyward_core.live.login import login_command
+from skyward_core.live.metrics import NodeUse, PoolUses
+from skyward_core.live.observer import Observer
+from skyward_core.live.pool_nodes import PoolNodes
+from skyward_core.machines.instances import Endpoint, Instance, InstanceState
+from skyward_core.machines.owner import Owner
+
+
+@pytest.fixture(autouse=True)
+def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The ledger of commands and of pools."""
+    found = f"sqlite:///{tmp_path / 'ledger.db'}"
+    monkeypatch.setenv("SKYWARD_LEDGER", found)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return found
+
+
+@pytest.fixture
+def skyward(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    def run(line: str, code: int = 0) -> str:
+        assert cli.main(shlex.split(line)) == code
+        output = capsys.readouterr()
+        return output.err if code else output.out
+
+    return run
+
+
+def machine(rank: int = 0, **more: Any) -> Instance:
+    fields = {"provider": "hosts", "state": InstanceState.RUNNING, "region": "", "instance_type": "", **more}
+    return Instance(id=f"i-{rank}", pool_id="sky-1", rank=rank, **fields)
+
+
+# ── which nodes ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def ledger(url: str) -> Iterator[Ledger]:
+    with Ledger(url) as opened:
+        opened.open_pool(
+            "sky-1",
+            owner=Owner.here(),
+            provider={"name": "local"},
+            spec_json="{}",
+            lease_expires_at=datetime.now(UTC) + timedelta(seconds=60),
+        )
+        yield opened
+
+
+def test_a_pool_that_cannot_be_looked_at_says_why(ledger: Ledger, skyward: Callable[..., str]) -> None:
+    """An unknown one, one without nodes here, and one that has ended: then the message says what is kept."""
+    for command in ("logs", "metrics", "stacks", "ssh", "dashboard"):
+        assert "the ledger has no pool 'nonesuch'" in skyward(f"{command} nonesuch", code=1)
+        assert "local lists no node of pool sky-1" in skyward(f"{command} sky-1", code=1)
+    ledger.end_pool("sky-1")
+    for command in ("logs", "metrics", "stacks", "ssh", "dashboard"):
+        complaint = skyward(f"{command} sky-1", code=1)
+        assert "its nodes are gone with their logs. What is kept: `skyward receipt`" in complaint
+
+
+def test_a_node_that_a_pool_has_not_is_refused() -> None:
+    nodes = PoolNodes("sky-1", (machine(0), machine(3)))
+    assert nodes.instance(3).id == "i-3"
+    with pytest.raises(sky.BadRequest, match="has no node 1; its nodes are 0, 3"):
+        nodes.instance(1)
+
+
+def test_a_machine_without_an_address_has_not_started() -> None:
+    """A cloud lists a machine before it has an address."""
+    with Observer(PoolNodes("sky-1", (machine(),))) as observer:
+        with pytest.raises(sky.NodeLost, match="i-0 has no address yet"):
+            observer.reach(observer.instances[0])
+        with pytest.raises(sky.NodeLost, match="sky-1 has no head yet"):
+            observer.client()
+
+
+# ── logins ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_login_trusts_the_host_key_of_the_pool_only(tmp_path: Path) -> None:
+    """The key's file, the port, the user and a proxy command are those of the pool."""
+    key = tmp_path / "key"
+    key.write_text("")
+    endpoint = Endpoint(
+        host="10.0.0.7",
+        port=2222,
+        user="ada",
+        key=str(key),
+        host_key="ssh-ed25519 AAAA",
+        proxy_command=("aws", "ssm", "start-session", "--target", "i-0"),
+    )
+    words = login_command(PoolNodes("sky-1", (machine(endpoint=endpoint),)), 0)
+    assert words[:5] == ["ssh", "-i", str(key), "-o", "IdentitiesOnly=yes"]
+    assert words[-1] == "ada@10.0.0.7"
+    assert words[words.index("-p") + 1] == "2222"
+    assert "ProxyCommand=aws ssm start-session --target i-0" in words
+    assert "StrictHostKeyChecking=yes" in words
+    (place,) = [word.partition("=")[2] for word in words if word.startswith("UserKnownHostsFile=")]
+    assert Path(place).read_text() == "i-0 ssh-ed25519 AAAA\n"
+
+
+def test_a_login_without_the_pools_key_is_refused(tmp_path: Path) -> None:
+    endpoint = Endpoint(host="10.0.0.7", key=str(tmp_path / "nowhere"))
+    with pytest.raises(sky.BadRequest, match="is not on this machine: run the command where the pool was opened"):
+        login_command(PoolNodes("sky-1", (machine(endpoint=endpoint),)), 0)
+
+
+def test_a_node_of_this_machine_has_a_shell_in_its_folder() -> None:
+    words = login_command(PoolNodes("sky-1", (machine(directory="/tmp/a node"),)), 0)
+    assert words == ["sh", "-c", """cd '/tmp/a node' && exec "${SHELL:-sh}\""""]
+
+
+# ── tables ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def sample(percent: float, **more: Any) -> sky.Metrics:
+    return sky.Metrics("i-0", 0, percent, 50.0, 1.0, 2.0, **more)
+
+
+def test_sparks_have_a_character_for_each_value() -> None:
+    """Of the last twenty; without Unicode they are digits."""
+    assert view.sparks([0, 50, 100, None, 250, -1], is_unicode=True) == "▁▅█ █▁"
+    assert view.sparks([0, 50, 100], is_unicode=False) == "158"
+    assert view.sparks([0.0] * 30 + [100.0], is_unicode=True) == "▁" * 19 + "█"
+
+
+def test_a_table_of_nodes_leaves_out_what_is_not_known() -> None:
+    gpu = sample(40, gpu_utilization=90.0, gpu_memory_used_mb=10.0, gpu_memory_total_mb=40.0)
+    uses = [NodeUse(0, "i-0", (sample(20), gpu), 1, 4), NodeUse(1, "i-1", (), 0, 4)]
+    _, rows = view.table_of_uses(uses, is_unicode=True)
+    assert rows == [
+        ["0", "1/4", "40", "▂▄", "50", "90", " █", "25", "i-0"],
+        ["1", "0/4", "", "", "", "", "", "", "i-1"],
+    ]
+
+
+def test_top_has_a_row_for_each_node_and_the_trouble_of_a_pool() -> None:
+    pool = {"pool": "sky-1", "name": None, "state": "live", "age_seconds": 60, "usd_per_hour": 2.0, "cost_usd": 1.0}
+    heads, rows = top_view.table([(pool, [NodeUse(0, "i-0", (), 1, 4), NodeUse(1, "i-1", (), 0, 4)])], is_unicode=True)
+    assert [row[:6] for row in rows] == [["sky-1", "live", "60 s", "2.0000", "1.0000", "0"], ["", "", "", "", "", "1"]]
+    ((*_, trouble), *_) = [row[:6] for row in top_view.table([(pool, "no contact")], is_unicode=True)[1]]
+    assert trouble == "not known: no contact"
+    assert {len(row) for row in rows} == {len(heads)}
+
+
+def test_a_pool_out_of_reach_is_tried_again_later(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not at each picture: a login that hangs would stop them."""
+    tried: list[str] = []
+
+    def fail(_: Ledger, pool_id: str) -> PoolNodes:
+        tried.append(pool_id)
+        raise Unreachable("no route\nto it")
+
+    monkeypatch.setattr(metrics, "find_nodes", fail)
+    with PoolUses(ledger) as uses:
+        assert [uses.of("sky-1"), uses.of("sky-1")] == ["no route", "no route"]
+        assert tried == ["sky-1"]
+        monkeypatch.setattr(metrics, "AGAIN_SECONDS", 0.0)
+        uses.of("sky-1")
+    assert tried == ["sky-1", "sky-1"]

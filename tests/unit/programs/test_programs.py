@@ -1,0 +1,202 @@
+"""`skyward run`: what is to run, what is printed, signals, and programs on a real pool of this machine."""
+
+import io
+import logging
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+from skyward_core import cli
+from skyward_core.programs.interruption import Interrupted, interruptible
+from skyward_core.programs.output import ProgramOutput
+from skyward_core.programs.run import spec_of
+from skyward_core.programs.target import read_target
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The working directory, with its own path of modules and without settings."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("SKYWARD_PROVIDER", "SKYWARD_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
+    before = set(sys.modules)
+    yield folder
+    for name in set(sys.modules) - before:
+        if str(folder) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+# ── what is to run ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_script_brings_the_modules_that_it_imports(project: Path) -> None:
+    """Also those that its modules import in function bodies; packages too; no other files."""
+    (project / "tool").mkdir()
+    (project / "tool/__init__.py").write_text("from tool import part\n")
+    (project / "tool/part.py").write_text("def f():\n    import deep\n")
+    (project / "deep.py").write_text("X = 1\n")
+    (project / "other.py").write_text("")
+    (project / "train.py").write_text("import os, tool\n")
+    program = read_target("train.py", ["--epochs", "3"])
+    (script,) = program.call.args
+    assert (program.name, program.is_script, script.args) == ("train.py", True, ("--epochs", "3"))
+    assert script.files.keys() == {"train.py", "tool/__init__.py", "tool/part.py", "deep.py"}
+
+
+def test_a_function_is_found_in_the_working_directory(project: Path) -> None:
+    """One with `@sky.compute` keeps it; a nested name is found too."""
+    (project / "work.py").write_text(
+        "import skyward_core as sky\n@sky.compute\ndef f(x): return x\nclass C:\n    g = staticmethod(lambda x: x)\n"
+    )
+    program = read_target("work:f", ["1"])
+    assert (program.name, program.is_script, program.call.args) == ("work:f", False, ("1",))
+    assert read_target("work:C.g", []).call.args == ()
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("nonesuch.py", "cannot be read"),
+        ("nonesuch", "is no file here"),
+        ("nonesuch:f", "cannot be imported from"),
+        ("work:", "names no function"),
+        ("work:g", "has no 'g'"),
+        ("work:X", "is no function: it is int"),
+        ("broken:f", "SyntaxError"),
+        ("broken.py", "is no Python program"),
+        ("failing:f", "ZeroDivisionError: division by zero"),
+        ("bytes.py", "is no Python program"),
+    ],
+)
+def test_a_wrong_target_is_refused_before_anything_is_rented(project: Path, target: str, words: str) -> None:
+    (project / "work.py").write_text("X = 1\ndef f(): pass\n")
+    (project / "broken.py").write_text("def\n")
+    (project / "failing.py").write_text("1 / 0\n")
+    (project / "bytes.py").write_bytes(b"\xff\xfe")
+    with pytest.raises(sky.BadRequest, match=words):
+        read_target(target, [])
+
+
+def test_a_spec_has_the_settings_below_the_options(project: Path) -> None:
+    (project / "skyward.toml").write_text(
+        "provider = 'local'\nnodes = 2\ntimeout = 50\n[profiles.large]\nnodes = 8\n[pools.nightly]\nconcurrency = 3\n"
+    )
+    spec = spec_of({"name": "nightly", "timeout": 60}, profile="large")
+    assert (spec.name, spec.nodes, spec.concurrency, spec.timeout, spec.display) == ("nightly", 8, 3, 60, "quiet")
+    with pytest.raises(sky.BadRequest, match="did you mean 'nodes'"):
+        spec_of({"node": 3})
+
+
+# ── what is printed ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def line(text: str, **more: Any) -> sky.LogLine:
+    return sky.LogLine(1, "i-1", text, 0.0, **{"call_id": "c", **more})
+
+
+@pytest.mark.parametrize(("has_ranks", "first"), [(False, "result"), (True, "[node 1] result")])
+def test_lines_of_the_program_go_to_their_streams(has_ranks: bool, first: str) -> None:
+    out, err = io.StringIO(), io.StringIO()
+    output = ProgramOutput(out, err, has_ranks=has_ranks, least_level=logging.WARNING)
+    output(line("result"))
+    output(line("complaint", stream="stderr"))
+    output(line("a log record", level=logging.INFO))
+    output(sky.BootstrapCompleted("i-1"))
+    output(sky.InstanceLost("i-1", 1, "reclaimed"))
+    mark = "[node 1] " if has_ranks else ""
+    assert out.getvalue() == f"{first}\n"
+    assert err.getvalue().splitlines() == [
+        f"{mark}complaint",
+        f"{mark}a log record",
+        "skyward: node 1 is lost: reclaimed",
+    ]
+
+
+def test_a_closed_pipe_stops_no_program() -> None:
+    """The other stream goes on."""
+    read, write = os.pipe()
+    os.close(read)
+    err = io.StringIO()
+    with open(write, "w") as out:
+        output = ProgramOutput(out, err, has_ranks=False)
+        output(line("lost"))
+        output(line("kept", stream="stderr"))
+        assert output.is_broken
+        with pytest.raises(BrokenPipeError):
+            out.close()
+    assert err.getvalue() == "kept\n"
+
+
+# ── signals ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_stops_and_the_next_does_not_wait(number: signal.Signals) -> None:
+    """Each says what it does; afterwards the handlers are those of before."""
+    messages: list[str] = []
+    left: list[str] = []
+    before = signal.getsignal(number)
+    with (
+        pytest.raises(Interrupted) as again,
+        interruptible(messages.append, lambda: left.append("left"), "its machines end"),
+    ):
+        try:
+            signal.raise_signal(number)
+        except Interrupted as first:
+            assert (first.exit_code, left) == (128 + number, [])
+            signal.raise_signal(number)
+    assert (again.value.exit_code, left) == (128 + number, ["left"])
+    assert messages[0].startswith(f"{number.name}: stopping; the program is cancelled, and its machines end")
+    assert messages[1].startswith(f"{number.name} again: nothing is waited for")
+    assert signal.getsignal(number) is before
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    """As of a program that was started with nohup, or in the background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interruptible(print, print, ""):
+            signal.raise_signal(signal.SIGINT)
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_options_become_settings(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with a field that has no option; a wrong one is refused before anything is rented."""
+    (project / "a.py").write_text("")
+    found: list[sky.PoolSpec] = []
+    monkeypatch.setattr(
+        "skyward_core.programs.run.run_program", lambda program, spec, output, everywhere: found.append(spec) or 0
+    )
+    line = [
+        "run",
+        "--provider",
+        "local",
+        "--pip",
+        "numpy",
+        "--env",
+        "A=b=c",
+        "--secret",
+        "HOME",
+        "--set",
+        "nodes=[1, 3]",
+    ]
+    assert cli.main([*line, "--set", 'image={"apt": ["git"]}', "--max-cost", "2", "a.py"]) == 0
+    (spec,) = found
+    assert (spec.nodes, spec.image.pip, spec.image.apt, spec.max_cost) == ((1, 3), ("numpy",), ("git",), 2.0)
+    assert (dict(spec.env or {}), [*(spec.secrets or ())], spec.provider) == ({"A": "b=c"}, ["HOME"], sky.Local())
+    for wrong in (["--set", "node=1"], ["--set", "image=x", "--pip", "y"], ["--set", "nodes=many"]):
+        assert cli.main(["run", *wrong, "a.py"]) == cli.FAILED
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--env", "no assignment", "a.py"])

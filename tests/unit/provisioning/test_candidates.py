@@ -1,0 +1,459 @@
+"""Candidates for a pool's machines: their order, those that are delayed, and the error if all refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from typing import Any, ClassVar
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.errors import (
+    BudgetExceeded,
+    CredentialsError,
+    NoCapacity,
+    OfferGone,
+    ProviderFailed,
+    QuotaExceeded,
+    RateLimited,
+    Refusal,
+    SkywardError,
+)
+from skyward_core.ledger.rows import Attempt
+from skyward_core.machines.offers import Extra, Offer, Requirements, matches, rank, select_instance
+from skyward_core.provisioning import candidates as placing
+from skyward_core.provisioning.candidates import (
+    ProviderOffers,
+    candidates,
+    is_sold_as_spot,
+    key_of,
+    may_come,
+    none_left,
+    order,
+    own_mistake,
+    refusal,
+    resting,
+)
+from tests.offers import offer
+
+NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
+CHEAP, DEAR = sky.Local(price_per_hour=1.0), sky.Local(price_per_hour=2.0)
+
+
+def both(kind: str, price: float, spot_price: float, **fields: Any) -> tuple[Offer, Offer]:
+    return offer(kind, price, **fields), offer(kind, spot_price, is_spot=True, on_demand_price_per_hour=price, **fields)
+
+
+def in_short(found: Sequence[placing.Candidate]) -> list[list[tuple[str, bool, int, int]]]:
+    return [
+        [(part.offer.instance_type, part.offer.is_spot, part.count, part.first_rank) for part in one.parts]
+        for one in found
+    ]
+
+
+# ── candidates ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("spot", "expected"),
+    [
+        (
+            None,
+            [
+                [("b", True, 2, 0)],
+                [("a", True, 2, 0)],
+                [("c", False, 2, 0)],
+                [("a", False, 2, 0)],
+                [("b", False, 2, 0)],
+            ],
+        ),
+        (
+            "if-available",
+            [
+                [("b", True, 2, 0)],
+                [("a", True, 2, 0)],
+                [("c", False, 2, 0)],
+                [("a", False, 2, 0)],
+                [("b", False, 2, 0)],
+            ],
+        ),
+        ("always", [[("b", True, 2, 0)], [("a", True, 2, 0)]]),
+        ("never", [[("c", False, 2, 0)], [("a", False, 2, 0)], [("b", False, 2, 0)]]),
+        (0.5, [[("b", False, 1, 0), ("b", True, 1, 1)], [("a", False, 1, 0), ("a", True, 1, 1)]]),
+    ],
+)
+def test_the_spot_strategy_determines_the_candidates(spot: Any, expected: list[Any]) -> None:
+    """The cheapest is first. In a mixed pool the on-demand part has the lower ranks, and its price counts."""
+    options = {} if spot is None else {"spot": spot}
+    offers = (*both("a", 3.0, 1.0), *both("b", 3.1, 0.5), offer("c", 2.0))
+    found, refusals = candidates(sky.PoolSpec.of(nodes=2, **options), [ProviderOffers(CHEAP, offers, "acc")])
+    assert in_short(found) == expected
+    assert refusals == []
+    assert {one.account for one in found} == {"acc"}
+    assert [one.price_per_hour for one in found] == sorted(one.price_per_hour for one in found)
+
+
+def test_all_providers_and_regions_are_ranked_together() -> None:
+    """The order is by the price of all machines. At equal prices the smaller machine is first."""
+    spec = sky.PoolSpec.of(nodes=1, cpu=4)
+    found, _ = candidates(
+        spec,
+        [
+            ProviderOffers(CHEAP, (offer("x", 2.0, vcpus=8), offer("small", 0.1, vcpus=2))),
+            ProviderOffers(DEAR, (offer("y", 2.0), offer("z", 1.5, region="r-2"), offer("z", 1.4, region="r-2"))),
+        ],
+    )
+    assert [(one.provider, one.region, one.parts[0].offer.instance_type, one.price_per_hour) for one in found] == [
+        (DEAR, "r-2", "z", 1.4),
+        (DEAR, "r-2", "z", 1.5),
+        (DEAR, "r-1", "y", 2.0),
+        (CHEAP, "r-1", "x", 2.0),
+    ]
+
+
+BESIDE = (Extra(name="disk", usd_per_hour=0.625, source="a page", checked="2026-11-22"),)
+
+
+def test_extra_costs_of_a_machine_count() -> None:
+    """They count in the order, in the limit, and in the choice between two prices of a type."""
+    offers = (offer("a", 1.125, extras_per_hour=BESIDE), offer("b", 1.5), offer("b", 1.25, extras_per_hour=BESIDE))
+    found, _ = candidates(sky.PoolSpec.of(nodes=2), [ProviderOffers(CHEAP, offers)])
+    assert [(one.parts[0].offer.instance_type, one.price_per_hour) for one in found] == [
+        ("b", 3.0),
+        ("a", 3.5),
+        ("b", 3.75),
+    ]
+    assert [one.instance_type for one in rank(offers, Requirements(max_price_per_hour=1.5))] == ["b"]
+    assert (
+        matches(offers[0], Requirements(max_price_per_hour=1.5))
+        == "costs $1.75 an hour with all that is billed beside it"
+    )
+    assert select_instance(offers).total_per_hour == 1.5
+
+
+def test_a_provider_without_candidates_is_reported_with_the_reason() -> None:
+    """One provider fails, one has no offer that fits, and one has no spot. The others are candidates."""
+    failed = ProviderFailed("down").coded("503")
+    sold = [
+        ProviderOffers(CHEAP, error=failed, seconds=2.0),
+        ProviderOffers(DEAR, (offer("tiny", vcpus=1),), seconds=1.0),
+        ProviderOffers(CHEAP, (offer("od", 1.0),)),
+        ProviderOffers(DEAR, both("s", 3, 1)),
+    ]
+    found, refusals = candidates(sky.PoolSpec.of(cpu=2, spot="always"), sold)
+    assert in_short(found) == [[("s", True, 1, 0)]]
+    assert refusals[0] == Refusal("local", "", "", False, "ProviderFailed", "503", "down", 2.0)  # noqa: FBT003 - spot
+    assert "tiny has 1 CPUs" in refusals[1].message
+    assert "no spot machine" in refusals[2].message
+
+
+def test_a_region_that_fails_is_reported_beside_the_offers_of_the_others() -> None:
+    """The region may sell what the pool requires. A provider that fails is treated in the same way."""
+    part = ProviderOffers(
+        CHEAP, (offer("a"),), seconds=2.0, unasked={"far": CredentialsError("not enabled").coded("AuthFailure")}
+    )
+    found, refusals = candidates(sky.PoolSpec.of(), [part])
+    assert in_short(found) == [[("a", False, 1, 0)]]
+    assert refusals == [Refusal("local", "far", "", False, "CredentialsError", "AuthFailure", "not enabled", 2.0)]  # noqa: FBT003 - spot
+    assert [str(error) for error in part.errors] == ["not enabled"]
+    assert candidates(sky.PoolSpec.of(spot="always"), [part])[0] == []
+
+
+def test_spot_that_no_provider_sells_is_a_bad_request() -> None:
+    """The pool requires spot, offers fit, and none of them is spot."""
+    with pytest.raises(sky.BadRequest, match="if-available"):
+        candidates(sky.PoolSpec.of(spot=0.5, nodes=2), [ProviderOffers(CHEAP, (offer(),))])
+    assert candidates(sky.PoolSpec.of(spot="always", cpu=99), [ProviderOffers(CHEAP, (offer(),))])[0] == []
+
+
+class Market(sky.Local):
+    """A provider that lists spot machines only while one is available."""
+
+    name: ClassVar[str] = "market"
+
+    def may_sell_spot(self, want: Requirements) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (ProviderOffers(DEAR, error=ProviderFailed("down").coded("503")), "down"),
+        (ProviderOffers(DEAR, error=CredentialsError("who")), "who"),
+        (ProviderOffers(Market(), (offer(),)), "no spot machine free"),
+        (ProviderOffers(Market()), "there are no offers at all"),
+    ],
+    ids=["outage", "credentials", "none free", "nothing now"],
+)
+def test_spot_that_a_provider_may_sell_is_no_bad_request(other: ProviderOffers, words: str) -> None:
+    """One provider has not answered, or sells spot when a machine is available. A later try may succeed."""
+    found, refusals = candidates(sky.PoolSpec.of(spot="always"), [ProviderOffers(CHEAP, (offer(),)), other])
+    assert found == []
+    assert "sells no spot machine" in refusals[0].message
+    assert words in refusals[1].message
+
+
+@pytest.mark.parametrize(
+    ("cloud", "requested", "expected"),
+    [
+        (sky.RunPod(), {"accelerator": sky.Accelerator.NVIDIA.H100()}, False),
+        (sky.AWS(), {"accelerator": sky.Accelerator.NVIDIA.H100()}, False),
+        (sky.Verda(), {"accelerator": sky.Accelerator.NVIDIA.H100()}, True),
+        (sky.VastAI(), {"accelerator": sky.Accelerator.NVIDIA.H100()}, True),
+        (sky.DigitalOcean(), {"accelerator": sky.Accelerator.NVIDIA.H100()}, False),
+        (sky.DigitalOcean(), {"accelerator": sky.Accelerator.NVIDIA.B300()}, True),
+        (sky.DigitalOcean(), {"instance_type": "gpu-mi350x1-288gb"}, True),
+        (sky.DigitalOcean(), {}, False),
+    ],
+    ids=str,
+)
+def test_providers_that_list_spot_only_while_it_is_available(
+    cloud: sky.Provider, requested: dict[str, Any], expected: bool
+) -> None:
+    """AWS always lists a spot price. RunPod sells no spot, DigitalOcean sells three chips as spot (fact sheet)."""
+    assert cloud.may_sell_spot(Requirements(**requested)) is expected
+
+
+def gpus(kind: str, price: float, chips: int, **fields: Any) -> Offer:
+    return offer(kind, price, accelerator="H100", accelerators=chips, accelerator_memory_gb=80, **fields)
+
+
+def test_offers_with_more_chips_than_required() -> None:
+    """They are used if they cost no more than those with the fewest chips. They are not used if those are sold out."""
+    aws, market = sky.Local(price_per_hour=3.0), sky.Local(price_per_hour=4.0)
+    sold = [
+        ProviderOffers(
+            aws,
+            (
+                gpus("one", 4.0, 1),
+                gpus("eight", 31.0, 8),
+                gpus("two", 3.5, 2),
+                gpus("one", 1.5, 1, is_spot=True),
+                gpus("eight", 9.0, 8, is_spot=True),
+            ),
+        ),
+        ProviderOffers(market, (gpus("only-eight", 16.0, 8), gpus("only-eight", 17.0, 8, region="r-2"))),
+    ]
+
+    def types(**options: Any) -> list[str]:
+        found, _ = candidates(sky.PoolSpec.of(**options), sold)
+        return [one.parts[0].offer.instance_type for one in found]
+
+    assert types(accelerator="H100") == ["one", "two", "one", "only-eight", "only-eight"]
+    assert types(accelerator="H100", spot="always") == ["one"]
+    assert types(accelerator="H100", spot=0.5, nodes=2) == ["one"]
+    assert types(accelerator=sky.Accelerator.NVIDIA.H100(count=4)) == ["eight", "only-eight", "only-eight", "eight"]
+    assert types(machine="eight") == ["eight", "eight"]
+    assert types(accelerator="H100", machine="eight") == ["eight", "eight"]
+    assert "eight" in types()
+
+
+def test_additional_chips_without_a_price_are_used() -> None:
+    """It applies to the user's own hosts."""
+    found, _ = candidates(
+        sky.PoolSpec.of(accelerator="H100"), [ProviderOffers(CHEAP, (gpus("one", 0.0, 1), gpus("eight", 0.0, 8)))]
+    )
+    assert len(found) == 2
+
+
+# ── earlier failures ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def attempt(seconds_ago: float, error: str = "NoCapacity", kind: str = "a", pool: str = "", nodes: int = 1) -> Attempt:
+    """Return an attempt. Without a pool id it belongs to a new pool."""
+    at = NOW - timedelta(seconds=seconds_ago)
+    return Attempt(
+        pool or f"p{seconds_ago}", at, "local", "r-1", kind, is_spot=False, seconds=1.0, error=error, nodes=nodes
+    )
+
+
+@pytest.mark.parametrize(
+    ("attempts", "rest_seconds"),
+    [
+        ([], None),
+        ([attempt(3), attempt(2)], None),
+        ([attempt(3), attempt(2), attempt(1)], 59),
+        ([attempt(1), attempt(3), attempt(2), attempt(4)], 119),
+        ([attempt(4), attempt(3), attempt(2), attempt(1, error="")], None),
+        ([attempt(9, error=""), attempt(3), attempt(2), attempt(1)], 59),
+        ([attempt(100 + n) for n in range(3)], None),
+        ([attempt(100 + n) for n in range(40)], 1700),
+        ([attempt(n, pool="p") for n in range(40)], None),
+        ([*(attempt(10 + n, pool="p") for n in range(9)), attempt(8), attempt(5)], 55),
+        ([attempt(n, error) for n, error in enumerate(("ProviderFailed", "RateLimited", "QuotaExceeded"))], 60),
+        (
+            [
+                attempt(n, error)
+                for error in ("BadRequest", "CredentialsError", "OfferGone", "BudgetExceeded", "NotYetSupported")
+                for n in range(3)
+            ],
+            None,
+        ),
+        ([attempt(3), attempt(2, "BadRequest"), attempt(1), attempt(0)], 60),
+        ([attempt(n, nodes=3) for n in range(9)], None),
+        ([attempt(n, nodes=2) for n in range(3)], 60),
+        ([*(attempt(n, nodes=2) for n in (4, 3, 2)), attempt(1, error="", nodes=64)], None),
+    ],
+)
+def test_a_candidate_that_fails_repeatedly_is_delayed(attempts: list[Attempt], rest_seconds: float | None) -> None:
+    """The delay begins at the third failure in a row. It doubles each time, up to half an hour. A success ends it.
+
+    Each pool counts once. Only pools that needed at most as many machines count, and only errors that have another
+    cause than the pool.
+    """
+    found = resting(attempts, NOW, 2)
+    assert found == ({} if rest_seconds is None else {key_of(attempts[0]): NOW + timedelta(seconds=rest_seconds)})
+
+
+def test_a_delayed_candidate_follows_those_that_cost_little_more() -> None:
+    """It stays in the list, before candidates that cost much more."""
+    found, _ = candidates(
+        sky.PoolSpec.of(nodes=1),
+        [ProviderOffers(CHEAP, (offer("a", 1.0), offer("b", 1.2), offer("c", 1.5), offer("d", 1.6), offer("e", 9.0)))],
+    )
+    rest = resting([attempt(n, kind=kind) for n in (1, 2, 3) for kind in ("a", "d")], NOW)
+    assert [one.parts[0].offer.instance_type for one in order(found, rest)] == ["b", "c", "a", "d", "e"]
+    assert order(found, {}) == found
+
+
+# ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("errors", "kind"),
+    [
+        ([CredentialsError("no"), CredentialsError("neither")], CredentialsError),
+        ([QuotaExceeded("no"), QuotaExceeded("neither")], QuotaExceeded),
+        ([QuotaExceeded("no"), NoCapacity("neither")], NoCapacity),
+        ([CredentialsError("no"), ProviderFailed("neither")], NoCapacity),
+        ([BudgetExceeded("no"), BudgetExceeded("neither")], BudgetExceeded),
+        ([BudgetExceeded("no"), NoCapacity("neither")], NoCapacity),
+        ([sky.BadRequest("no"), sky.NotYetSupported("neither")], sky.BadRequest),
+        ([sky.BadRequest("no"), RateLimited("neither")], NoCapacity),
+    ],
+)
+def test_the_error_has_all_reasons(errors: list[SkywardError], kind: type[SkywardError]) -> None:
+    """If all reasons have one type, the error has that type, else it is NoCapacity. Each candidate has its reason."""
+    refusals = [refusal(CHEAP, offer(), error.coded("x7"), 1.5) for error in errors]
+    error = none_left(Requirements(), 2, refusals, errors)
+    assert type(error) is kind
+    assert "local/r-1 a: " in str(error)
+    assert "no" in str(error)
+    assert "neither" in str(error)
+    assert error.code == "x7"
+    if isinstance(error, NoCapacity):
+        assert error.refusals == tuple(refusals)
+
+
+def test_the_error_of_a_single_candidate_is_raised_itself() -> None:
+    """The same error object is raised, with its refusal."""
+    alone = QuotaExceeded("too many")
+    assert none_left(Requirements(), 1, [refusal(CHEAP, offer(), alone, 0.1)], [alone]) is alone
+    assert len(alone.refusals) == 1
+
+
+def test_missing_money_is_reported_as_such() -> None:
+    """All offers that fit cost too much, and other providers sell nothing. The error has the account and its balance."""
+    errors = [BudgetExceeded("no", "team", Decimal(3)), BudgetExceeded("neither", "team", Decimal(2))]
+    nothing = refusal(DEAR, None, NoCapacity("nothing fits"), 0.1)
+    error = none_left(Requirements(), 1, [nothing, *(refusal(CHEAP, offer(), one, 0.1) for one in errors)], errors)
+    assert isinstance(error, BudgetExceeded)
+    assert (error.account, error.left_usd) == ("team", Decimal(2))
+    assert "nothing fits" in str(error)
+    assert "BudgetExceeded" in str(error)
+
+
+def mistaken(words: str, code: str = "") -> NoCapacity:
+    error = NoCapacity("no").coded(code)
+    error.mistake = words
+    return error
+
+
+def test_equal_refusals_that_may_be_about_the_request_are_an_error_of_the_request() -> None:
+    """Only the last ones count. Another error among them, or another message, says that it may be capacity."""
+    same, other = mistaken("no such disk", "500"), mistaken("no such zone")
+    error = own_mistake([other, same, same, same])
+    assert type(error) is sky.BadRequest
+    assert (error.code, "3 offers" in str(error)) == ("500", True)
+    assert own_mistake([same], 1) is not None
+    for errors in ([], [same, same], [same, other, same], [same, NoCapacity("no"), same], [same, ProviderFailed("x")]):
+        assert own_mistake(errors) is None
+        assert own_mistake(errors, len(errors)) is None or errors == [same, same]
+
+
+def test_a_type_is_sold_as_spot_if_the_same_provider_has_it_there() -> None:
+    """In the same region. A spot machine of another type, region or provider is none of its kind."""
+    offers = (*both("a", 3, 1), offer("b"), *both("b", 3, 1, region="r-2"))
+    found, _ = candidates(sky.PoolSpec.of(), [ProviderOffers(CHEAP, offers), ProviderOffers(DEAR, both("b", 3, 1))])
+    sold = {
+        (one.parts[0].offer.instance_type, one.region, one.parts[0].offer.is_spot): is_sold_as_spot(one, found)
+        for one in found
+        if one.provider is CHEAP
+    }
+    assert sold == {
+        ("a", "r-1", True): True,
+        ("a", "r-1", False): True,
+        ("b", "r-1", False): False,
+        ("b", "r-2", True): True,
+        ("b", "r-2", False): True,
+    }
+
+
+def test_another_round_may_succeed_after_errors_that_pass() -> None:
+    """Or with a provider that has no spot machine just now. It may not after errors that stay."""
+    want, market = Requirements(), Market()
+    for error in (NoCapacity("none"), ProviderFailed("down"), OfferGone("gone")):
+        assert may_come([CHEAP], [], want, [CredentialsError("who"), error])
+    assert not may_come([CHEAP], [], want, [CredentialsError("who")])
+    assert may_come([CHEAP, market], [], want, [])
+    found, _ = candidates(sky.PoolSpec.of(), [ProviderOffers(market, (offer(),))])
+    assert not may_come([CHEAP, market], found, want, [])
+
+
+# ── several providers in a spec ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_several_providers_are_part_of_the_spec() -> None:
+    """They survive JSON.
+
+    A list of one provider equals that provider. An empty list and a repeated provider are refused.
+    """
+    spec = sky.PoolSpec.of(provider=["local", {"name": "local", "price_per_hour": 2.0}])
+    assert spec.providers == (sky.Local(), sky.Local(price_per_hour=2.0))
+    assert sky.PoolSpec.model_validate_json(spec.model_dump_json(exclude_unset=True)) == spec
+    assert sky.PoolSpec.of(provider=[sky.Local()]).provider == sky.Local()
+    assert sky.PoolSpec.of().providers == ()
+    for wrong, words in (
+        ([], "an empty list"),
+        (["local", "local"], "named twice"),
+        (["local", "locale"], "did you mean 'local'"),
+    ):
+        with pytest.raises(sky.BadRequest, match=words):
+            sky.PoolSpec.of(provider=wrong)
+
+
+def test_the_smallest_instance_is_selected() -> None:
+    """The order is accelerators, CPUs, memory, and not the price. NoCapacity has the reasons if no offer fits."""
+    offers = [
+        offer("big", 1.0, vcpus=64, memory_gb=256, accelerator="H100", accelerators=8, accelerator_memory_gb=80),
+        offer("right", 9.0, vcpus=48, memory_gb=128, accelerator="H100", accelerators=1, accelerator_memory_gb=80),
+        offer("small", 0.5, vcpus=16, memory_gb=128, accelerator="H100", accelerators=1, accelerator_memory_gb=80),
+        offer("none", 0.1, vcpus=64, memory_gb=256),
+    ]
+    assert sky.select_instance(offers, accelerator="H100", cpu=32, memory="128GB").instance_type == "right"
+    assert sky.select_instance(offers, cpu=50).instance_type == "none"
+    with pytest.raises(NoCapacity, match="small has 16 CPUs"):
+        sky.select_instance(offers, accelerator="H100", cpu=100)
+
+
+def test_a_required_form_factor_matches_only_offers_that_have_it() -> None:
+    """An offer without a form factor does not match."""
+    wanted = Requirements(accelerator=sky.Accelerator.NVIDIA.H100(form_factor="SXM"))
+    chip = {"accelerator": "H100", "accelerators": 1, "accelerator_memory_gb": 80}
+    assert [matches(offer(**chip, form_factor=form), wanted) for form in ("SXM", "PCIe", None)] == [
+        None,
+        "has them as PCIe",
+        "does not report their form factor",
+    ]

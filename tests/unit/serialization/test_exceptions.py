@@ -1,0 +1,483 @@
+"""Exceptions on their way from a node to their caller: with their own class, and with everything that can travel."""
+
+import asyncio
+import dataclasses
+import os
+import pickle
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from typing import Any, ClassVar, cast
+
+import botocore.exceptions
+import httpx
+import numpy as np
+import pydantic
+import pytest
+import tenacity
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from tblib import pickling_support  # type: ignore[import-untyped]
+
+import skyward_core as sky
+from skyward_core.serialization import exceptions, pickling
+
+
+class OwnInit(Exception):
+    def __init__(self, code: int, extra: str) -> None:
+        super().__init__(f"x {code}")
+        self.code, self.extra = code, extra
+
+
+class KeywordOnly(ValueError):
+    def __init__(self, *, reason: str) -> None:
+        super().__init__(f"because {reason}")
+        self.reason = reason
+
+
+class Doubling(Exception):
+    """Python's own pickling makes "x x 1" of it, without an error."""
+
+    def __init__(self, code: object) -> None:
+        super().__init__(f"x {code}")
+
+
+class Slotted(KeyError):
+    __slots__ = ("__hidden", "empty", "key")
+
+    def __init__(self, key: str, hidden: int) -> None:
+        super().__init__()
+        self.key, self.__hidden = key, hidden
+
+    @property
+    def hidden(self) -> int:
+        return self.__hidden
+
+
+class NoDisk(OSError):
+    def __init__(self, code: int, where: str, free_bytes: int) -> None:
+        super().__init__(code, "no room", where)
+        self.free_bytes = free_bytes
+
+
+@dataclasses.dataclass
+class Data(Exception):
+    code: int
+    names: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Frozen(Exception):
+    code: int
+
+
+class BadReduce(Exception):
+    def __reduce__(self) -> Any:
+        raise RuntimeError("no")
+
+
+class Registered(Exception):
+    """Defines its own pickling."""
+
+    made: ClassVar[int] = 0
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code, self.lock = code, threading.Lock()
+        type(self).made += 1
+
+    def __reduce__(self) -> Any:
+        return Registered, (self.code,)
+
+
+class Bomb(Exception):
+    """Can be loaded on its node, and not by the caller."""
+
+    here: ClassVar[int] = os.getpid()
+    is_armed: ClassVar[bool] = False
+
+    def __reduce__(self) -> Any:
+        return _explode, (self.args,)
+
+
+def _explode(args: tuple[Any, ...]) -> Exception:
+    if Bomb.is_armed:
+        raise ZeroDivisionError("not here")
+    return Bomb(*args)
+
+
+class Silent(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class Holder(Exception):
+    def __init__(self, **held: Any) -> None:
+        super().__init__("held")
+        vars(self).update(held)
+
+    def __str__(self) -> str:
+        return f"held {self.lock!r}" if hasattr(self, "lock") else "nothing held"
+
+
+class OwnGroup(ExceptionGroup[Exception]):
+    def __new__(cls, code: int, errors: list[Exception]) -> "OwnGroup":
+        self = super().__new__(cls, f"group {code}", errors)
+        self.code = code
+        return self
+
+    code: int
+
+
+class Row(pydantic.BaseModel):
+    size: int
+
+
+pickling_support.install()  # as Dask does, for every class of exceptions: it loses slots
+
+
+def over[E: BaseException](error: E) -> E:
+    """Return an exception that is raised on a node, as the caller gets it."""
+    pickled = exceptions.pack(error)
+    return cast("E", exceptions.unpack(pickled.data, pickled.buffers, 3, "remote text"))
+
+
+def raised(error: BaseException) -> BaseException:
+    """Raise it, as a call does, so that it has a traceback."""
+    try:
+        raise error
+    except BaseException as caught:
+        return caught
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OwnInit(7, "more"),
+        KeywordOnly(reason="so"),
+        Doubling(1),
+        NoDisk(28, "/data", 12),
+        Data(3, ["a"]),
+        Frozen(code=4),
+        BadReduce(1, "two"),
+        Registered(9),
+        FileNotFoundError(2, "no", "/x"),
+        UnicodeDecodeError("utf-8", b"\xff", 0, 1, "bad"),
+        SyntaxError("odd", ("f.py", 3, 1, "x x")),
+        ImportError("no", name="torch", path="/p"),
+        NameError("no", name="y"),
+        StopIteration(5),
+        botocore.exceptions.ClientError({"Error": {"Code": "Busy", "Message": "wait"}}, "RunInstances"),
+        sky.CallCrashed("gone", 1, 7, ["last"]),
+        sky.NotPicklable("no", "args[0]"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_an_exception_arrives_unchanged(error: BaseException) -> None:
+    """Class, args, message, attributes and fields of C are the same; its __init__ runs again only if the class
+    defines that.
+    """
+    assert_arrives_unchanged(error)
+
+
+def assert_arrives_unchanged(error: BaseException) -> None:
+    there = over(raised(error))
+    assert type(there) is type(error)
+    assert there.args == error.args
+    assert str(there) == str(error)
+    plain = {name: value for name, value in vars(error).items() if name not in ("__notes__", "lock")}
+    assert {name: value for name, value in vars(there).items() if name not in ("__notes__", "lock")} == plain
+    for name in ("errno", "filename", "name", "path", "start", "object", "lineno", "value"):
+        assert getattr(there, name, None) == getattr(error, name, None)
+    assert str(there.__cause__) == "\nremote text"
+    assert there.__notes__ == ["raised on node 3 of the pool; its traceback there is the cause shown above"]
+
+
+def test_slots_travel_also_private_and_empty_ones() -> None:
+    """Values in __slots__ arrive; an empty slot stays empty."""
+    there = over(Slotted("k", 5))
+    assert (there.key, there.hidden, there.args) == ("k", 5, ())
+    assert not hasattr(there, "empty")
+
+
+def test_none_in_a_slot_stays_none() -> None:
+    """NumPy's AxisError keeps None in a slot, and its message needs it."""
+    there = over(Slotted("k", cast(int, None)))
+    assert (there.key, there.hidden) == ("k", None)
+    with pytest.raises(np.exceptions.AxisError) as caught:
+        np.zeros((2, 2)).sum(axis=5)
+    assert str(over(caught.value)) == str(caught.value)
+
+
+def test_exceptions_of_libraries_arrive_with_their_attributes() -> None:
+    """Callers read them: a response, the errors of a validation."""
+    response = httpx.Response(404, request=httpx.Request("GET", "http://x"), text="gone")
+    there = over(httpx.HTTPStatusError("404", request=response.request, response=response))
+    assert (type(there), there.response.status_code, there.response.text, there.request.method) == (
+        httpx.HTTPStatusError,
+        404,
+        "gone",
+        "GET",
+    )
+    with pytest.raises(pydantic.ValidationError) as caught:
+        Row.model_validate({"size": "many"})
+    invalid = over(caught.value)
+    assert type(invalid) is pydantic.ValidationError
+    assert invalid.errors() == caught.value.errors()
+    attempt = tenacity.Future(1)
+    attempt.set_exception(OwnInit(1, "e"))
+    given_up = over(tenacity.RetryError(attempt))
+    assert type(given_up) is tenacity.RetryError
+    assert any("last_attempt" in note for note in given_up.__notes__)
+
+
+def test_values_that_cannot_travel_are_omitted_and_named() -> None:
+    """A lock stays on its node; the other attributes arrive. One note names the lock, and another has the
+    exception's message there.
+    """
+    there = over(
+        Holder(
+            lock=threading.Lock(),
+            size=3,
+            inner=OwnInit(1, "deep"),
+            many=[OwnInit(2, "a"), Doubling(5)],
+            mixed=[1, OwnInit(3, "b")],
+        )
+    )
+    assert (there.size, there.inner.extra, there.many[0].code, str(there.many[1]), there.mixed[1].extra) == (
+        3,
+        "deep",
+        2,
+        "x 5",
+        "b",
+    )
+    assert not hasattr(there, "lock")
+    assert any(note.startswith("it has come without lock (TypeError: cannot pickle") for note in there.__notes__)
+    assert any(note.startswith("on its node it says: held <unlocked") for note in there.__notes__)
+    without = over(ValueError("open", threading.Lock()))
+    assert without.args[0] == "open"
+    assert without.args[1].startswith("<unlocked _thread.lock")
+
+
+def test_notes_causes_and_contexts_arrive() -> None:
+    """The chain is the one that the call has raised; the remote traceback is at its end."""
+    try:
+        try:
+            try:
+                raise OwnInit(1, "root")
+            except OwnInit as error:
+                raise KeywordOnly(reason="middle") from error
+        except KeywordOnly:
+            raise Doubling("top")
+    except Doubling as error:
+        error.add_note("mind this")
+        there = over(error)
+    assert there.__notes__[0] == "mind this"
+    middle = there.__context__
+    assert isinstance(middle, KeywordOnly)
+    assert isinstance(middle.__cause__, OwnInit)
+    assert middle.__cause__.extra == "root"
+    assert isinstance(there.__cause__, exceptions.RemoteTraceback)
+    explicit = KeywordOnly(reason="explicit")
+    explicit.__cause__ = OwnInit(2, "cause")
+    there_too = over(explicit)
+    assert isinstance(there_too.__cause__, OwnInit)
+    assert isinstance(there_too.__cause__.__cause__, exceptions.RemoteTraceback)
+
+
+def test_groups_arrive_with_their_members() -> None:
+    """Nested groups, groups with their own __new__, members of any kind: `except*` catches the raised exceptions."""
+    lock = Holder(lock=threading.Lock())
+    there = over(
+        ExceptionGroup(
+            "outer",
+            [
+                OwnInit(1, "a"),
+                ExceptionGroup("inner", [KeywordOnly(reason="b"), lock]),
+                OwnGroup(4, [OSError(2, "no")]),
+            ],
+        )
+    )
+    assert str(there) == "outer (3 sub-exceptions)"
+    found = there.subgroup(KeywordOnly)
+    assert found is not None
+    assert isinstance(there.exceptions[2], OwnGroup)
+    assert there.exceptions[2].code == 4
+    own, rest = there.split(OwnInit)
+    assert own is not None
+    assert cast(OwnInit, own.exceptions[0]).extra == "a"
+    assert rest is not None
+
+
+def test_circular_and_endless_chains_end() -> None:
+    """An exception that refers to itself arrives so; an endless chain is cut."""
+    error = Holder()
+    error.me = error  # type: ignore[attr-defined]
+    error.__context__ = other = OwnInit(1, "x")
+    other.__cause__ = error
+    there = over(error)
+    assert there.me is there  # type: ignore[attr-defined]
+    assert there.__context__ is not None
+    assert there.__context__.__cause__ is not None
+    first = last = ValueError("0")
+    for number in range(500):
+        last.__cause__ = ValueError(str(number))
+        last = last.__cause__
+    assert type(over(first)) is ValueError
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[types.ModuleType]:
+    """A library that exists only on the node."""
+    module = types.ModuleType("far_library")
+    module.__file__ = "/opt/python/site-packages/far_library.py"
+    source = "class FarError(RuntimeError):\n    pass\nclass Tensor:\n    pass\n"
+    exec(source, vars(module))
+    sys.modules["far_library"] = module
+    yield module
+    sys.modules.pop("far_library", None)
+
+
+def test_a_class_that_does_not_exist_here_is_named_first(elsewhere: types.ModuleType) -> None:
+    """RemoteError begins with type and message, and says why. In a group and in a chain it replaces only that
+    exception.
+    """
+    alone = exceptions.pack(elsewhere.FarError("out of\nmemory"))
+    group = exceptions.pack(ExceptionGroup("some", [elsewhere.FarError("far"), OwnInit(1, "near")]))
+    with_tensor = Holder(size=3)
+    with_tensor.tensor = elsewhere.Tensor()  # type: ignore[attr-defined]
+    partly = exceptions.pack(with_tensor)
+    del sys.modules["far_library"]
+    error = exceptions.unpack(alone.data, alone.buffers, 2, "Traceback ...\nfar_library.FarError: out of\nmemory")
+    assert isinstance(error, sky.RemoteError)
+    assert error.type_name == "far_library.FarError"
+    assert str(error).splitlines()[0] == (
+        "far_library.FarError: out of (raised on node 2; its class cannot be loaded here: ModuleNotFoundError: No module named 'far_library')"
+    )
+    assert "Traceback ..." in str(error)
+    assert pickle.loads(pickle.dumps(error)).type_name == error.type_name
+    both = exceptions.unpack(group.data, group.buffers, 2, "text")
+    assert isinstance(both, ExceptionGroup)
+    far, near = cast("tuple[Exception, Exception]", both.exceptions)
+    assert isinstance(far, sky.RemoteError)
+    assert str(far).startswith("far_library.FarError: far")
+    assert isinstance(near, OwnInit)
+    held = exceptions.unpack(partly.data, partly.buffers, 2, "text")
+    assert isinstance(held, Holder)
+    assert any("without tensor (ModuleNotFoundError: No module named 'far_library')" in note for note in held.__notes__)
+
+
+def test_code_that_raises_while_it_is_loaded_is_omitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If an exception's own unpickling fails at the caller, the exception still arrives, by its parts."""
+    pickled = exceptions.pack(Bomb("a", 1))
+    monkeypatch.setattr(Bomb, "is_armed", True)
+    there = exceptions.unpack(pickled.data, pickled.buffers, 0, "text")
+    assert (type(there), there.args) == (Bomb, ("a", 1))
+
+
+def test_an_exception_without_a_message_arrives() -> None:
+    """An error in __str__ is not an error of the transport."""
+    assert type(over(Silent("a"))) is Silent
+
+
+@pytest.mark.parametrize(
+    "error",
+    [KeyboardInterrupt(), SystemExit(3), GeneratorExit(), asyncio.CancelledError("stop")],
+    ids=lambda error: type(error).__name__,
+)
+def test_exceptions_that_would_end_the_caller_are_replaced(error: BaseException) -> None:
+    """They are not raised here, because the caller was neither interrupted nor cancelled."""
+    there = over(error)
+    assert isinstance(there, sky.RemoteError)
+    assert str(there).startswith(exceptions.name_of(type(error)))
+
+
+VALUES = st.one_of(
+    st.integers(),
+    st.text(max_size=5),
+    st.lists(st.integers(), max_size=2),
+    st.builds(threading.Lock),
+    st.builds(object),
+    st.just(exceptions),
+)
+LEAVES = st.one_of(
+    st.builds(OwnInit, st.integers(), st.text(max_size=5)),
+    st.builds(KeywordOnly, reason=st.text(max_size=5)),
+    st.builds(Slotted, st.text(max_size=5), st.integers()),
+    st.builds(NoDisk, st.integers(1, 40), st.text(max_size=5), st.integers()),
+    st.builds(Data, st.integers(), st.lists(st.text(max_size=3), max_size=2)),
+    st.builds(Frozen, code=st.integers()),
+    st.builds(BadReduce, st.integers()),
+    st.builds(Holder, lock=VALUES, other=VALUES),
+    st.builds(ValueError, VALUES, VALUES),
+)
+ERRORS = st.recursive(
+    LEAVES,
+    lambda inner: st.builds(ExceptionGroup[Exception], st.text(max_size=5), st.lists(inner, min_size=1, max_size=3)),
+    max_leaves=6,
+)
+
+
+@hypothesis_settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(ERRORS, st.booleans(), st.lists(st.text(max_size=5), max_size=2)), min_size=1, max_size=4))
+def test_any_raised_exception_arrives(chain: list[tuple[Exception, bool, list[str]]]) -> None:
+    """Any tree of exceptions, with any attributes, notes and causes: classes, members, notes and all values that can
+    travel are unchanged.
+    """
+    errors = [error for error, _, _ in chain]
+    for error, _, notes in chain:
+        exceptions.exception_state.state_of(error)
+        for note in notes:
+            exceptions.exception_state.add_note(error, note)
+    for (error, is_cause, _), following in zip(chain, errors[1:], strict=False):
+        BaseException.__setattr__(error, "__cause__" if is_cause else "__context__", following)
+    _compare(over(errors[0]), errors[0], set())
+
+
+def _compare(there: BaseException, here: BaseException, seen: set[int]) -> None:
+    assert type(there) is type(here)
+    if id(here) in seen:
+        return
+    seen.add(id(here))
+    before, after = exceptions.exception_state.state_of(here), exceptions.exception_state.state_of(there)
+    assert after.notes[: len(set(before.notes))] == tuple(dict.fromkeys(before.notes))
+    if isinstance(here, BaseExceptionGroup) and isinstance(there, BaseExceptionGroup):
+        assert there.message == here.message
+        for one, other in zip(there.exceptions, here.exceptions, strict=True):
+            _compare(one, other, seen)
+    else:
+        for one, other in zip(after.args, before.args, strict=True):
+            assert one == other or not _travels(other) or type(other) is object
+        for name, value in {**before.attributes, **before.fields}.items():
+            if _travels(value) and type(value) is not object:
+                assert {**after.attributes, **after.fields}[name] == value
+    for name in ("__cause__", "__context__"):
+        if (linked := getattr(here, name)) is not None:
+            _compare(getattr(there, name), linked, seen)
+
+
+def _travels(value: Any) -> bool:
+    try:
+        pickling.dumps(value)
+    except sky.NotPicklable:
+        return False
+    return True
+
+
+def test_exceptions_inside_results_are_unchanged() -> None:
+    """A result may contain exceptions: they are loaded without their __init__, and nothing of them is omitted."""
+    back = pickling.loads(
+        pickling.dumps([OwnInit(1, "a"), Doubling(2), Slotted("k", 3), OwnGroup(4, [KeywordOnly(reason="r")]), Data(5)])
+    )
+    assert [str(error) for error in back[:2]] == ["x 1", "x 2"]
+    assert (back[0].extra, back[2].hidden, back[3].code, back[3].exceptions[0].reason, back[4].code) == (
+        "a",
+        3,
+        4,
+        "r",
+        5,
+    )
+    with pytest.raises(sky.NotPicklable, match="lock"):
+        pickling.dumps([Holder(lock=threading.Lock())])

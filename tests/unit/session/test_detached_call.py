@@ -1,0 +1,127 @@
+"""Calls with an identity: one run for each id, numbered lines, and what is left when a call is forgotten.
+
+Run as a program, this file is another process, which attaches to a pool and starts a call.
+"""
+
+import pickle
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import skyward_core as sky
+from skyward_core.session.detached_call import DetachedCall
+from skyward_core.worker.topic import LineTopic
+from skyward_core.worker.wire import Output, Report
+
+
+@sky.compute
+def notes_and_waits(folder: str) -> str:
+    """Print a line, add a line to a file, wait for another file, print another line."""
+    print("begun", flush=True)
+    with Path(folder, "runs").open("a") as file:
+        file.write("run\n")
+    while not Path(folder, "go").exists():
+        time.sleep(0.01)
+    print("done")
+    return "end"
+
+
+@sky.compute
+def failing() -> None:
+    raise LookupError("nothing here")
+
+
+# ── without a pool ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("call_id", ["", "a b", "é", "x" * 129, "a\n", b"a", "a#1"])
+def test_an_id_of_other_characters_is_refused(call_id: Any) -> None:
+    pool = sky.ComputePool(provider=sky.Local(), display="quiet")
+    with pytest.raises(sky.BadRequest, match="1 to 128 letters, digits"):
+        pool.start_detached(failing(), call_id=call_id)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf"), 1e12])
+def test_a_time_that_is_none_is_refused(seconds: float) -> None:
+    pool = sky.ComputePool(provider=sky.Local(), display="quiet")
+    with pytest.raises(sky.BadRequest, match="result_ttl="):
+        pool.start_detached(failing(), result_ttl=seconds)
+
+
+class Head:
+    """A head with the record of one call."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.topic = LineTopic(limit_bytes)
+
+    def record(self, call_id: str, after: int) -> dict[str, Any]:
+        number, messages = self.topic.after(after)
+        return {
+            "state": "running",
+            "attempts": [("3-0", "i", 0.0, None, "")],
+            "outcome": "",
+            "is_forgotten": False,
+            "number": number,
+            "messages": messages,
+            "first_line": self.topic.line_of(len(messages)),
+            "lines_in_all": self.topic.lines,
+        }
+
+    def reader(self) -> DetachedCall[Any]:
+        return DetachedCall("c", lambda: cast(Any, SimpleNamespace(detached=self)))
+
+
+@given(st.lists(st.one_of(st.integers(0, 4), st.sampled_from(["read", "come back"]))), st.sampled_from([1, 600, 10**6]))
+def test_readers_that_come_back_read_each_line_once(steps: list[int | str], limit_bytes: int) -> None:
+    """A reader goes on from its cursor, in the same object or in a new one. One line has the number of dropped lines."""
+    head = Head(limit_bytes)
+    reader, cursor, written, read = head.reader(), 0, 0, 0
+    for step in [*steps, "read"]:
+        if isinstance(step, int):
+            lines = tuple(str(number) for number in range(written, written + step))
+            head.topic.add(pickle.dumps(Report(0, "i", (Output("c", "stdout", lines, 0.0),))))
+            written += step
+        else:
+            reader = head.reader() if step == "come back" else reader
+            lines, cursor = reader.log_from(cursor)
+            for line in lines:
+                if line.startswith("["):
+                    read += int(line[1:].split()[0])
+                else:
+                    assert line == str(read)
+                    read += 1
+            assert cursor == read == written
+            assert reader.log_from(cursor) == ([], cursor)
+    if limit_bytes == 10**6:
+        assert head.reader().log() == [str(number) for number in range(written)]
+        assert head.reader().log(2) == [str(number) for number in range(2, written)]
+
+
+@pytest.mark.parametrize("limit_bytes", [1, 600, 10**6])
+def test_a_reader_that_follows_keeps_no_lines(limit_bytes: int) -> None:
+    """Each look has the state, the new lines and the node. The lines before its cursor are not in memory any more."""
+    head = Head(limit_bytes)
+    reader, cursor, read = head.reader(), 0, 0
+    for number in range(100):
+        head.topic.add(pickle.dumps(Report(0, "i", (Output("c", "stdout", (str(number),), 0.0),))))
+        news = reader.follow(cursor)
+        assert (news.state, news.has_ended, news.node) == ("running", False, 3)
+        assert news.lines in ([str(number)], ["[1 lines were dropped: there were too many]"])
+        read, cursor = read + len(news.lines), news.cursor
+    assert cursor == read == 100
+    assert reader.log() == ["[99 lines were dropped: there were too many]", "99"] or limit_bytes == 1
+    with pytest.raises(sky.BadRequest, match="cursor=-1"):
+        reader.follow(-1)
+
+
+def start_and_wait(folder: str, lease: str) -> None:
+    """Attach, start a call with an id, say so, and wait to be killed."""
+    with sky.ComputePool.attach(lease) as pool:
+        call = pool.start_detached(notes_and_waits(folder), call_id="dag/run/task:1", owner="dag/run")
+        print("started", call.is_new, flush=True)
+        time.sleep(60)

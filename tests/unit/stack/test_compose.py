@@ -1,0 +1,184 @@
+"""docker-compose.yml is valid and safe, and says of each service how it runs without containers."""
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.stack.compose import DEVELOPMENT, OURS, ROOT, filled, read, read_env, services, variables_of
+
+CONTENT = read()
+SERVICES: Mapping[str, Any] = CONTENT["services"]
+SCHEMA = Path(__file__).parents[2] / "stack" / "compose_spec.json"
+"""The schema of the compose specification, from Debian's package docker-compose 1.29.2-3 (Apache-2.0)."""
+SECRET = re.compile(r"PASSWORD|SECRET|_KEY\b|FERNET|ACCESS_KEY", re.IGNORECASE)
+PINNED = re.compile(r"[\w./-]+:[\w.-]*\d[\w.-]*")
+EXPECTED = {
+    *("postgres", "s3", "aws", "node-1", "node-2", "prefect-server", "prefect-worker"),
+    *("airflow-api-server", "airflow-scheduler", "airflow-dag-processor", "airflow-triggerer"),
+    *("dagster-webserver", "dagster-daemon"),
+}
+"""The services of the stack, without those that run once."""
+
+
+def native(**variables: str) -> Any:
+    return services(CONTENT, read_env() | variables)
+
+
+def test_the_file_is_valid_by_the_specification() -> None:
+    """The schema allows no unknown key, and knows the kinds of all values."""
+    by_schema = jsonschema.Draft201909Validator(json.loads(SCHEMA.read_text()))
+    by_schema.validate(CONTENT)
+    broken = {**CONTENT, "services": {**SERVICES, "postgres": {**SERVICES["postgres"], "health_check": {}}}}
+    with pytest.raises(jsonschema.ValidationError, match="health_check"):
+        by_schema.validate(broken)
+
+
+def test_every_service_is_healthy_or_ends() -> None:
+    """A service has a health check; one that runs once has none, and others wait until it has succeeded."""
+    once = {name for name, body in SERVICES.items() if "healthcheck" not in body}
+    assert SERVICES.keys() - once == EXPECTED
+    assert {SERVICES[name]["restart"] for name in once} == {"no"}
+    assert {SERVICES[name]["restart"] for name in EXPECTED} == {"unless-stopped"}
+    waits = [
+        (other, need["condition"]) for body in SERVICES.values() for other, need in body.get("depends_on", {}).items()
+    ]
+    assert {condition for other, condition in waits if other in once} == {"service_completed_successfully"}
+    assert {condition for other, condition in waits if other not in once} == {"service_healthy"}
+
+
+def test_every_image_is_pinned() -> None:
+    """Each image of the compose file and of the Dockerfile has a tag with a version."""
+    images = {body["image"] for body in SERVICES.values()}
+    bases = re.findall(r"^FROM (\S+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    stages = set(re.findall(r"^FROM \S+ AS (\S+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
+    assert [image for image in (images | set(bases)) - stages if not PINNED.fullmatch(image)] == []
+
+
+def test_moto_is_the_same_here_and_in_its_container() -> None:
+    """Other programs of ours come from uv.lock in both."""
+    locked = re.search(r'^name = "moto"\nversion = "([\d.]+)"', (ROOT / "uv.lock").read_text(), re.MULTILINE)
+    assert locked is not None
+    assert {SERVICES[name]["image"] for name in ("s3", "aws")} == {f"motoserver/moto:{locked[1]}"}
+
+
+def test_the_image_is_built_with_the_locked_uv() -> None:
+    """The Dockerfile names the version of uv.lock."""
+    locked = re.search(r'^name = "uv"\nversion = "([\d.]+)"', (ROOT / "uv.lock").read_text(), re.MULTILINE)
+    assert locked is not None
+    assert f"uv=={locked[1]}\n" in (ROOT / "Dockerfile").read_text()
+
+
+def test_no_image_runs_as_root() -> None:
+    """The last user of each image that is used is not root."""
+    stages = re.split(r"^FROM ", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)[1:]
+    users = {stage.split()[2]: re.findall(r"^USER (\S+)", stage, re.MULTILINE)[-1:] for stage in stages}
+    built = {body["build"]["target"] for body in SERVICES.values() if "build" in body}
+    assert built == {"stack", "node"}
+    assert {target: users[target] for target in built} == {"stack": ["skyward"], "node": ["skyward"]}
+
+
+def test_no_secret_has_a_default_outside_the_development_file() -> None:
+    """Each secret is a variable without a default, and all of them are in the file that is marked."""
+    needed = {name for name, default in variables_of(CONTENT).items() if default is None}
+    assert needed
+    assert [
+        name for name, default in variables_of(CONTENT).items() if SECRET.search(name) and default is not None
+    ] == []
+    texts = [
+        (key, value)
+        for body in SERVICES.values()
+        for key, value in body.get("environment", {}).items()
+        if SECRET.search(key) and key != "HOST_KEY"  # the path of a key
+    ]
+    assert texts
+    assert [key for key, value in texts if not re.fullmatch(r"\$\{\w+:\?\}", value)] == []
+    passwords = re.findall(r"://\w+:([^@/]+)@", (ROOT / "docker-compose.yml").read_text())
+    assert [text for text in passwords if not re.fullmatch(r"\$\{\w+:\?\}", text)] == []
+    assert DEVELOPMENT.read_text().startswith("# DEVELOPMENT ONLY")
+    assert read_env().keys() == needed | {"AIRFLOW_ALL_ADMINS"}
+
+
+def test_without_secrets_nothing_starts() -> None:
+    """A variable without a default and without a value is refused by its name."""
+    with pytest.raises(KeyError, match="POSTGRES_PASSWORD"):
+        services(CONTENT, read_env() | {"POSTGRES_PASSWORD": ""})
+
+
+def test_only_this_machine_reaches_the_services() -> None:
+    """Each published port is one of 127.0.0.1."""
+    ports = [port for body in SERVICES.values() for port in body.get("ports", [])]
+    assert ports
+    assert [port for port in ports if not port.startswith("127.0.0.1:")] == []
+
+
+# ── the same services without containers ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_native_services_are_those_of_the_file() -> None:
+    """Each service is there, with its command, environment and health check. Only its image is replaced."""
+    variables = read_env()
+    found = native()
+    assert found.keys() == SERVICES.keys()
+    for name, body in SERVICES.items():
+        said = filled(body, variables)
+        own = said.get("x-native", {})
+        assert list(found[name].command) == own.get("entrypoint", []) + own.get("command", said["command"])
+        assert found[name].environment == said.get("environment", {})
+        signals = {"stop_signal": "SIGTERM"} | said | own
+        assert found[name].stop_signal == signals["stop_signal"]
+        assert found[name].needs.keys() == said.get("depends_on", {}).keys()
+        assert (found[name].health is None) == ("healthcheck" not in said)
+        if found[name].health:
+            assert list(found[name].health.command) == said["healthcheck"]["test"][1:]
+        if OURS.fullmatch(said["image"]):
+            assert not own, "our image has the programs of this environment: the same command runs here"
+
+
+def test_services_come_after_those_that_they_need() -> None:
+    """The order of the services is one in which they can start."""
+    names = list(native())
+    assert [
+        (name, other) for name, one in native().items() for other in one.needs if names.index(other) > names.index(name)
+    ] == []
+
+
+def test_a_service_of_a_foreign_image_needs_a_native_command() -> None:
+    """A service that could not run here is refused, rather than left out."""
+    foreign = {"image": "redis:8.2", "command": ["redis-server"]}
+    with pytest.raises(ValueError, match=r"cache: redis:8\.2 cannot run here"):
+        services({"services": {**SERVICES, "cache": foreign}}, read_env())
+
+
+def test_a_circle_of_services_is_refused() -> None:
+    """Two services that wait for each other are named."""
+    waiting = {
+        name: {"image": "skyward-stack:1", "command": [], "depends_on": {other: {"condition": "service_healthy"}}}
+        for name, other in (("a", "b"), ("b", "a"))
+    }
+    with pytest.raises(ValueError, match="wait for each other"):
+        services({"services": waiting}, {})
+
+
+def test_addresses_ports_and_folders_are_variables() -> None:
+    """With other variables no address, port or folder of the containers is left in what runs here."""
+    names = variables_of(CONTENT)
+    moved = {name: "127.0.0.1" for name in names if name.endswith("_HOST")}
+    moved |= {name: str(20000 + number) for number, name in enumerate(names) if name.endswith("_PORT")}
+    found = native(**moved, STACK_DATA="/elsewhere", STACK_CODE="/code")
+    texts = [
+        text
+        for one in found.values()
+        for text in (*one.command, *one.environment.values(), *(one.health.command if one.health else ()), one.folder)
+    ]
+    of_containers = re.compile(
+        r"/data\b|/app\b|(?:@|//|\[)(?:postgres|s3|aws|node-\d|prefect-server|airflow-api-server)\]?:\d"
+    )
+    assert [text for text in texts if of_containers.search(text)] == []
+    ports = {default for name, default in names.items() if name.endswith("_PORT")}
+    assert len(ports) == 11
+    assert [text for text in texts if ports & set(re.split(r"\D+", text))] == []

@@ -1,0 +1,197 @@
+"""Settings: the environment has priority over the file, the nearest file is used, and the log names the source."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+import skyward_core as sky
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory."""
+    folder = tmp_path / "project" / "flows"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_nothing_set_means_this_machine(project: Path) -> None:
+    """Without settings a pool that names no provider runs on Local."""
+    assert sky.Settings.read({}, project) == sky.Settings()
+    assert "local" in repr(sky.ComputePool(display="quiet"))
+
+
+def test_the_environment_names_fields(project: Path) -> None:
+    """SKYWARD_* are read as JSON if they are JSON, else as text; other variables are ignored."""
+    environ = {
+        "SKYWARD_PROVIDER": '{"name": "local", "price_per_hour": 2}',
+        "SKYWARD_NODES": "3",
+        "SKYWARD_ACCELERATOR": "A100",
+        "SKYWARD_COLLECT_METRICS": "false",
+        "NODES": "9",
+        "PATH": "/bin",
+    }
+    settings = sky.Settings.read(environ, project)
+    assert settings.fields == {
+        "provider": {"name": "local", "price_per_hour": 2},
+        "nodes": 3,
+        "accelerator": "A100",
+        "collect_metrics": False,
+    }
+    assert "SKYWARD_NODES" in settings.sources["nodes"]
+
+
+def test_the_nearest_file_is_read(project: Path) -> None:
+    """skyward.toml is searched from the working directory upwards; only the nearest is read."""
+    (project.parent / "skyward.toml").write_text('nodes = 2\n[provider]\nname = "local"\nprice_per_hour = 1.2\n')
+    assert sky.Settings.read({}, project).fields == {"nodes": 2, "provider": {"name": "local", "price_per_hour": 1.2}}
+    (project / "skyward.toml").write_text("nodes = 5\n")
+    settings = sky.Settings.read({}, project)
+    assert settings.fields == {"nodes": 5}
+    assert settings.sources["nodes"] == str(project / "skyward.toml")
+
+
+def test_the_users_own_file_is_read_if_no_other_exists(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With no file in the working directory or above it, the one in the user's configuration directory is read."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    (tmp_path / "config" / "skyward").mkdir(parents=True)
+    (tmp_path / "config" / "skyward" / "skyward.toml").write_text("nodes = 7\n")
+    assert sky.Settings.read({}, project).fields == {"nodes": 7}
+
+
+def test_keywords_win_over_the_environment_and_that_over_the_file(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keyword over environment over file."""
+    (project / "skyward.toml").write_text(
+        'nodes = 2\nconcurrency = 3\n[provider]\nname = "local"\nprice_per_hour = 1.2\n'
+    )
+    monkeypatch.setenv("SKYWARD_NODES", "4")
+    spec = sky.ComputePool(display="quiet", concurrency=1).spec
+    assert (spec.nodes, spec.concurrency, spec.provider) == (4, 1, sky.Local(price_per_hour=1.2))
+    assert sky.ComputePool(provider=sky.Local(), nodes=1).spec.nodes == 1
+    assert sky.ComputePool(provider=sky.Local()).spec.provider == sky.Local()
+
+
+def test_provider_none_means_not_given(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`provider=None` is filled from the settings, like a provider that is not given."""
+    monkeypatch.setenv("SKYWARD_PROVIDER", '{"name": "local", "price_per_hour": 3}')
+    assert sky.ComputePool(provider=None).spec.provider == sky.Local(price_per_hour=3)
+
+
+def test_an_unknown_setting_is_refused_with_the_nearest_name(project: Path) -> None:
+    """A misspelt name in a file is BadRequest, with the file and the nearest name."""
+    (project / "skyward.toml").write_text("node = 2\n")
+    with pytest.raises(sky.BadRequest, match=r"skyward\.toml.*'node'.*'nodes'"):
+        sky.Settings.read({}, project)
+
+
+def test_a_file_that_is_no_toml_is_refused(project: Path) -> None:
+    """A syntax error is BadRequest with the file and the line."""
+    (project / "skyward.toml").write_text("nodes = \n")
+    with pytest.raises(sky.BadRequest, match=r"skyward\.toml.*line 1"):
+        sky.Settings.read({}, project)
+
+
+def test_a_wrong_value_in_the_settings_says_where_it_was_found(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bad value from the environment is BadRequest that names the variable, so that the user knows what to change."""
+    monkeypatch.setenv("SKYWARD_NODES", "many")
+    with pytest.raises(sky.BadRequest, match="SKYWARD_NODES"):
+        sky.ComputePool(provider=sky.Local())
+
+
+def test_a_misspelt_variable_is_reported(
+    project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SKYWARD_NODE=2 is refused, or logged with the nearest name."""
+    monkeypatch.setenv("SKYWARD_NODE", "2")
+    with caplog.at_level(logging.WARNING, logger="skyward"):
+        try:
+            sky.ComputePool(provider=sky.Local())
+        except sky.BadRequest as error:
+            assert "SKYWARD_NODES" in str(error)
+            return
+    assert any("SKYWARD_NODES" in record.getMessage() for record in caplog.records)
+
+
+# ── profiles and pools ───────────────────────────────────────────────────────────────────────────────────────────────
+
+FILE = """
+nodes = 2
+concurrency = 3
+[profiles.large]
+nodes = 8
+timeout = 60
+[pools.nightly]
+nodes = 4
+retries = 1
+"""
+
+
+@pytest.mark.parametrize(
+    ("profile", "pool", "nodes", "table"),
+    [
+        (None, None, 2, ""),
+        ("large", None, 8, " [profiles.large]"),
+        (None, "nightly", 4, " [pools.nightly]"),
+        ("large", "nightly", 4, " [pools.nightly]"),
+        ("large", "other", 8, " [profiles.large]"),
+    ],
+)
+def test_a_pool_goes_before_a_profile_and_that_before_the_top(
+    project: Path, profile: str | None, pool: str | None, nodes: int, table: str
+) -> None:
+    """Each value has the table that it comes from; a pool without a table has the profile's values."""
+    (project / "skyward.toml").write_text(FILE)
+    settings = sky.Settings.read({}, project, profile=profile, pool=pool)
+    assert (settings.fields["nodes"], settings.fields["concurrency"]) == (nodes, 3)
+    assert settings.sources["nodes"] == f"{project / 'skyward.toml'}{table}"
+    assert settings.fields.get("name") == ("nightly" if pool == "nightly" else None)
+    assert settings.fields.get("timeout") == (60 if profile else None)
+
+
+def test_the_environment_goes_before_all_tables(project: Path) -> None:
+    (project / "skyward.toml").write_text(FILE)
+    environ = {"SKYWARD_NODES": "1", "SKYWARD_PROFILE": "large", "SKYWARD_NAME": "nightly"}
+    settings = sky.Settings.read(environ, project)
+    assert settings.fields == {"nodes": 1, "concurrency": 3, "timeout": 60, "retries": 1, "name": "nightly"}
+
+
+def test_a_pool_with_a_name_has_the_settings_of_its_table(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keywords have priority over them; a pool without a name, or with another one, does not have them."""
+    (project / "skyward.toml").write_text(FILE)
+    spec = sky.ComputePool(provider=sky.Local(), name="nightly", retries=0).spec
+    assert (spec.nodes, spec.retries, spec.name) == (4, 0, "nightly")
+    assert sky.ComputePool(provider=sky.Local()).spec.nodes == 2
+    monkeypatch.setenv("SKYWARD_PROFILE", "large")
+    assert sky.ComputePool(provider=sky.Local(), name="other").spec.nodes == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[profiles.a]\nnode = 1\n", r"\[profiles\.a\]: there is no setting 'node'; did you mean 'nodes'"),
+        ("[pools.a]\nnode = 1\n", r"\[pools\.a\]: there is no setting 'node'"),
+        ("[pools.a]\nname = 'b'\n", r"\[pools\.a\]: the table's own name is that of the pool"),
+        ("profiles = 3\n", r"write \[profiles\.NAME\]"),
+        ("[pools]\nnodes = 3\n", r"write \[pools\.nodes\]"),
+        ("[profile.a]\nnodes = 3\n", "did you mean 'profiles'"),
+    ],
+)
+def test_a_wrong_table_is_refused_with_its_place(project: Path, text: str, message: str) -> None:
+    (project / "skyward.toml").write_text(text)
+    with pytest.raises(sky.BadRequest, match=message):
+        sky.Settings.read({}, project)
+
+
+def test_an_unknown_profile_is_refused(project: Path) -> None:
+    """With the nearest name of the file, and also if there is no file."""
+    with pytest.raises(sky.BadRequest, match=r"no skyward\.toml"):
+        sky.Settings.read({"SKYWARD_PROFILE": "larg"}, project)
+    (project / "skyward.toml").write_text(FILE)
+    with pytest.raises(sky.BadRequest, match="did you mean 'large'"):
+        sky.Settings.read({"SKYWARD_PROFILE": "larg"}, project)

@@ -1,0 +1,116 @@
+"""`import skyward_core`: every public name exists and has a docstring, and the import is cheap."""
+
+import importlib.metadata
+import inspect
+import sys
+import typing
+from typing import Any
+
+import pytest
+
+import skyward_core as sky
+
+# From the API reference (shared/seeds), as far as the core's first issue goes.
+PROMISED = """
+    compute PendingCompute gather ComputePool MultiPool Image Accelerator NVIDIA Spot SpotLike S3Volume Volume
+    instance_info current_accelerator shard InstanceInfo compose emit use_callback Callback SkywardEvent ProviderName
+    InfraCreating InfraCreated InstanceLaunching InstanceProvisioned BootstrapStarting BootstrapProgress BootstrapCompleted
+    Metrics LogLine InstanceStopping CostUpdate CostFinal Error is_nvidia is_trainium
+    PoolSpec Lease LeaseTampered Requirements Offer Provider Instance InstanceState Node Local Settings accelerators errors
+"""
+
+
+def test_the_promised_names_are_public() -> None:
+    """Every name that the reference and this issue list is public."""
+    assert set(sky.__all__) >= set(PROMISED.split())
+    assert set(sky.__all__) <= set(dir(sky))
+    assert len(sky.__all__) == len(set(sky.__all__))
+
+
+@pytest.mark.parametrize("name", sorted(sky.__all__))
+def test_a_public_name_exists_and_has_a_docstring(name: str) -> None:
+    """The name resolves to the same object each time; classes, functions and modules have a docstring of their own."""
+    value = getattr(sky, name)
+    assert getattr(sky, name) is value
+    if inspect.isclass(value) or inspect.isroutine(value) or inspect.ismodule(value):
+        doc = inspect.getdoc(value) if not inspect.isclass(value) else value.__doc__
+        assert doc and len(doc) > 20
+        assert not doc.startswith(f"{name}("), "the docstring that dataclass writes"
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        sky.ComputePool,
+        sky.MultiPool,
+        sky.PendingCompute,
+        sky.PendingBatch,
+        sky.PoolSpec,
+        sky.Image,
+        sky.Local,
+        sky.Provider,
+    ],
+)
+def test_public_methods_have_docstrings(kind: type) -> None:
+    """Methods and properties that our classes define have docstrings."""
+    ours = {
+        name: value
+        for name, value in vars(kind).items()
+        if not name.startswith("_") and (callable(value) or isinstance(value, property | classmethod))
+    }
+    missing = [name for name, value in ours.items() if not inspect.getdoc(getattr(value, "__func__", value))]
+    assert missing == []
+
+
+def test_type_checkers_see_the_real_names() -> None:
+    """The names in the TYPE_CHECKING block are those of the lazy import, from the same modules."""
+    source = inspect.getsource(sky)
+    block = source[source.index("if TYPE_CHECKING:") : source.index("__version__")]
+    seen = {}
+    for line in block.splitlines()[1:]:
+        words = line.split()
+        if words[:1] == ["from"]:
+            assert words[3] == words[5]
+            seen[words[3]] = words[1]
+    assert set(seen) | {"compute"} == set(sky.__all__)
+    for name, home in seen.items():
+        value = getattr(sky, name)
+        if inspect.isclass(value) or inspect.isroutine(value):
+            assert value.__module__ == home, name
+
+
+def test_the_version_is_that_of_the_installed_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes from the git tag, by the metadata. A copy of the folder without metadata, as nodes have it, is 0.0.0."""
+    assert sky.__version__ == importlib.metadata.version("skyward-core")
+    assert "__version__" in dir(sky)
+
+    def not_found(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", not_found)
+    monkeypatch.delattr(sky, "__version__", raising=False)
+    assert sky.__version__ == "0.0.0"
+    monkeypatch.delattr(sky, "__version__")
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    """A misspelt name fails as in any module."""
+    with pytest.raises(AttributeError, match="ComputePol"):
+        _ = sky.ComputePol  # type: ignore[attr-defined]
+
+
+@pytest.mark.skipif(
+    sys.version_info < (3, 12, 4), reason="before 3.12.4 get_type_hints does not find type parameters (gh-114053)"
+)
+def test_hints_can_be_resolved_at_run_time() -> None:
+    """Type hints of the public functions resolve, because orchestrators read them."""
+    functions: list[Any] = [
+        sky.gather,
+        sky.shard,
+        sky.instance_info,
+        sky.compose,
+        sky.emit,
+        sky.ComputePool.map,
+        sky.ComputePool.submit,
+    ]
+    assert all("return" in typing.get_type_hints(fn) for fn in functions)

@@ -1,0 +1,82 @@
+"""The work of a pool: in the ledger, the receipt, the tags of the machines, and the sums of costs."""
+
+import json
+import pickletools
+from dataclasses import replace
+
+import pytest
+
+import skyward_core as sky
+from skyward_core.engine.packed_functions import ArgumentPacker
+from skyward_core.providers.tagging import work_tags
+from skyward_core.work import WORK_CHARACTERS
+
+TRAIN = sky.Work(
+    system="airflow", workflow="nightly", run="manual__2026-11-22T07:00:00+00:00", task="train", attempt="1"
+)
+
+
+# ── the value ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_work_is_plain_text_of_bounded_length() -> None:
+    """Any text of an orchestrator fits into the ledger's columns; two that differ only at their ends stay different."""
+    assert sky.Work(attempt=2).attempt == "2"  # type: ignore[arg-type]
+    assert sky.Work(run="a\nb\x00c\x1b[0m").run == "a?b?c?[0m"
+    one, other = (sky.Work(asset="a, " * 400 + end).asset for end in "xy")
+    assert len(one) == len(other) == WORK_CHARACTERS
+    assert one != other
+    assert sky.Work(asset=one).asset == one
+
+
+def test_a_work_reads_as_one_line() -> None:
+    """It has the form that `skyward ps` prints."""
+    assert str(TRAIN) == "airflow:nightly/manual__2026-11-22T07:00:00+00:00/train, try 1"
+    assert (
+        str(sky.Work(system="dagster", workflow="j", run="r", task="s", asset="a", partition="p"))
+        == "dagster:j/r/s, asset a, partition p"
+    )
+    assert str(sky.Work()) == ""
+    assert str(sky.Work(task="t", task_run="3")) == "t[3]"
+
+
+def test_tags_have_only_text_that_clouds_accept() -> None:
+    """They have at most 120 characters, none that a service of AWS refuses, and never an empty value. An empty field
+    makes no tag.
+    """
+    tags = work_tags(replace(TRAIN, task_run="[a|b]", asset="x" * 300, partition="  "))
+    assert set(tags) == {
+        f"skyward-work-{name}"
+        for name in ("system", "workflow", "run", "task", "task-run", "attempt", "asset", "partition")
+    }
+    assert tags["skyward-work-run"] == TRAIN.run
+    assert tags["skyward-work-task-run"] == "_a_b_"
+    assert len(tags["skyward-work-asset"]) == 120
+    assert tags["skyward-work-partition"] == "_"
+    assert work_tags(sky.Work()) == {}
+
+
+# ── a pool ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@sky.compute
+def tags() -> dict[str, str]:
+    import os
+
+    return json.loads(os.environ["SKYWARD_TAGS"])
+
+
+def test_a_run_context_travels_as_plain_values() -> None:
+    """Plain arguments stay so beside it: the slow pickler is for functions and for objects of classes."""
+    context = sky.RunContext(system="prefect", run_id="r-1", tags=("b", "a"), parameters={"rate": 0.5}, run_count=2)
+    assert sky.RunContext(*context.plain()) == context
+    with sky.running_for(context):
+        parcel = ArgumentPacker(None, None, is_copied=False).arguments(sky.PendingCompute(len, ([1],)))
+    names = [argument for code, argument, _ in pickletools.genops(parcel.data) if code.name.endswith("GLOBAL")]
+    assert names == []
+
+
+def test_a_pool_that_was_never_opened_has_no_cost_to_share() -> None:
+    """It has no id yet."""
+    with pytest.raises(sky.PoolClosed):
+        sky.ComputePool(provider="local").share_cost({})

@@ -1,0 +1,140 @@
+"""Which messages Dask's streams send at once, which wait to be sent together, and batches without a graph.
+
+Comms are lists, or a real scheduler's; clocks are real.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from distributed.batched import BatchedSend
+from distributed.protocol.pickle import dumps
+
+from skyward_core.worker import streams
+from skyward_core.worker.calls import cancel
+from skyward_core.worker.pool_scheduler import RUN_BATCH
+from skyward_core.worker.streams import ReportedOutcomes, send_at_once
+from tests.unit.worker.test_calls import TOPIC
+from tests.worker.following import Following
+
+URGENT = {"op": "compute-task"}
+IDLE = {"op": "free-keys"}
+ACKNOWLEDGEMENT = Following(TOPIC, print).acknowledge()
+
+
+class Comm:
+    """Records what is written."""
+
+    def __init__(self) -> None:
+        self.written: list[list[dict[str, Any]]] = []
+        self.allow_offload = True
+        self.wrote = asyncio.Event()
+
+    def closed(self) -> bool:
+        return False
+
+    async def write(self, payload: list[dict[str, Any]], **_: Any) -> int:
+        self.written.append(payload)
+        self.wrote.set()
+        return 1
+
+    async def close(self) -> None:
+        pass
+
+
+def on_stream(story: Callable[[BatchedSend, Comm], Awaitable[None]]) -> None:
+    async def main() -> None:
+        stream, comm = BatchedSend(interval="10 s"), Comm()
+        stream.start(comm)
+        send_at_once(stream)
+        await story(stream, comm)
+        await stream.close()
+
+    asyncio.run(main())
+
+
+def test_urgent_messages_are_sent_at_once_with_any_interval_of_the_stream():
+    async def story(stream: BatchedSend, comm: Comm) -> None:
+        for number in range(3):
+            comm.wrote.clear()
+            stream.send({**URGENT, "number": number})
+            await asyncio.wait_for(comm.wrote.wait(), 30)
+        assert [message["number"] for payload in comm.written for message in payload] == [0, 1, 2]
+        assert not comm.allow_offload
+
+    on_stream(story)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        IDLE,
+        {"op": "client-releases-keys"},
+        {"op": "release-worker-data"},
+        {"op": "key-in-memory", "type": dumps(ReportedOutcomes)},
+        ACKNOWLEDGEMENT,
+    ],
+    ids=lambda message: message["op"],
+)
+def test_messages_without_a_waiting_receiver_are_sent_with_the_next_one(
+    message: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(streams, "CAN_WAIT_SECONDS", 1000)
+
+    async def story(stream: BatchedSend, comm: Comm) -> None:
+        stream.send(message)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not comm.written
+        stream.send(URGENT)
+        await asyncio.wait_for(comm.wrote.wait(), 30)
+        assert comm.written == [[message, URGENT]]
+
+    on_stream(story)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"op": "key-in-memory", "type": dumps(dict)},
+        cancel(["c"]),
+        Following(TOPIC, print).resume("client"),
+        {"op": RUN_BATCH},
+    ],
+    ids=lambda message: message["op"],
+)
+def test_messages_with_a_waiting_receiver_are_sent_at_once(message: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    """A large result to be fetched, a call to be stopped, a connection to be resumed, a batch."""
+    monkeypatch.setattr(streams, "CAN_WAIT_SECONDS", 1000)
+
+    async def story(stream: BatchedSend, comm: Comm) -> None:
+        stream.send(message)
+        await asyncio.wait_for(comm.wrote.wait(), 30)
+
+    on_stream(story)
+
+
+def test_a_single_message_is_sent_after_a_while(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(streams, "CAN_WAIT_SECONDS", 0.001)
+
+    async def story(stream: BatchedSend, comm: Comm) -> None:
+        for _ in range(2):  # the second message needs a new timer
+            comm.wrote.clear()
+            stream.send(IDLE, IDLE)
+            await asyncio.wait_for(comm.wrote.wait(), 30)
+        assert comm.written == [[IDLE, IDLE]] * 2
+
+    on_stream(story)
+
+
+def test_waiting_messages_are_sent_before_the_stream_closes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(streams, "CAN_WAIT_SECONDS", 1000)
+    comms: list[Comm] = []
+
+    async def story(stream: BatchedSend, comm: Comm) -> None:
+        comms.append(comm)
+        stream.send(IDLE)
+
+    on_stream(story)
+    assert comms[0].written == [[IDLE]]
