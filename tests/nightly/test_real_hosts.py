@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,12 +60,6 @@ FIRST_CALL_SECONDS = 15
 UNUSED_ADDRESS = "02:77:ff:00:00:00"
 
 pytestmark = [pytest.mark.timeout(300)]
-
-
-@sky.compute
-def forever() -> None:
-    """A call that does not end before its node."""
-    time.sleep(3600)
 
 
 @pytest.fixture
@@ -395,39 +388,3 @@ def test_a_second_process_attaches(hosts, owned, timings, tmp_path):
         assert detached.result() == 144
         assert square(13) >> pool == 169
     executions(hosts)
-
-
-def open_and_wait(*arguments: str) -> None:
-    """Open a pool on hosts, give every node a call, print a line, and wait to be killed."""
-    lease_seconds, *addresses, key, known_hosts = arguments
-    provider = sky.Hosts(*addresses, user="root", key=key, known_hosts=known_hosts, config="/dev/null")
-    with pool_on(provider, lambda event: None, lease_seconds=float(lease_seconds)) as pool:
-        pool.submit_all([forever() for _ in range(3)])
-        print("ready", flush=True)
-        time.sleep(60)
-
-
-def leave(*arguments: str) -> sky.ComputePool:
-    """Open a pool on hosts, use it, and do not close it."""
-    *addresses, key, known_hosts = arguments
-    pool = pool_on(
-        sky.Hosts(*addresses, user="root", key=key, known_hosts=known_hosts, config="/dev/null"), lambda event: None
-    ).open()
-    print(pool.map(square, [1, 2]), flush=True)
-    return pool
-
-
-def attach(lease: str, key: str, call_id: str) -> None:
-    """Use a pool of another process, and print the results."""
-    started = time.monotonic()
-    with sky.ComputePool.attach(Path(lease).read_text(), key=key) as pool:
-        seconds = time.monotonic() - started
-        call = pool.detached_call(call_id)
-        found = {
-            "seconds": seconds,
-            "squares": pool.map(square, range(20)),
-            "hosts": where() @ pool,
-            "result": call.result(30),
-            "log": call.log(),
-        }
-    print(json.dumps(found))

@@ -5,6 +5,7 @@ measurements at the end. Run as a program it is a client: one that opens a pool 
 attaches to a pool of another process.
 """
 
+import json
 import platform
 import signal
 import subprocess
@@ -265,10 +266,60 @@ def test_a_host_with_a_wrong_key_is_refused(hosts, owned):
 def client(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
     """Run this file as a program; it does not outlive the block."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.test_real_hosts", *arguments], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-m", "tests.system.test_real_hosts", *arguments],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     try:
         yield process
     finally:
         process.kill()
         process.communicate(timeout=60)
+
+
+@sky.compute
+def forever() -> None:
+    """A call that does not end before its node."""
+    time.sleep(3600)
+
+
+def open_and_wait(*arguments: str) -> None:
+    """Open a pool on hosts, give every node a call, print a line, and wait to be killed."""
+    lease_seconds, *addresses, key, known_hosts = arguments
+    provider = sky.Hosts(*addresses, user="root", key=key, known_hosts=known_hosts, config="/dev/null")
+    with pool_on(provider, lambda event: None, lease_seconds=float(lease_seconds)) as pool:
+        pool.submit_all([forever() for _ in range(3)])
+        print("ready", flush=True)
+        time.sleep(60)
+
+
+def leave(*arguments: str) -> sky.ComputePool:
+    """Open a pool on hosts, use it, and do not close it."""
+    *addresses, key, known_hosts = arguments
+    pool = pool_on(
+        sky.Hosts(*addresses, user="root", key=key, known_hosts=known_hosts, config="/dev/null"), lambda event: None
+    ).open()
+    print(pool.map(square, [1, 2]), flush=True)
+    return pool
+
+
+def attach(lease: str, key: str, call_id: str) -> None:
+    """Use a pool of another process, and print the results."""
+    started = time.monotonic()
+    with sky.ComputePool.attach(Path(lease).read_text(), key=key) as pool:
+        seconds = time.monotonic() - started
+        call = pool.detached_call(call_id)
+        found = {
+            "seconds": seconds,
+            "squares": pool.map(square, range(20)),
+            "hosts": where() @ pool,
+            "result": call.result(30),
+            "log": call.log(),
+        }
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    # until the interpreter ends
+    left = {"open": open_and_wait, "leave": leave, "attach": attach}[sys.argv[1]](*sys.argv[2:])

@@ -37,7 +37,7 @@ import json, pathlib, platform, threading
 import dagster as dg
 from dagster_skyward import skyward_executor
 
-HERE = pathlib.Path(__file__).parents[2] / "integrations"
+HERE = pathlib.Path(__file__).parent
 
 def meet(name, other):
     """Wait until the other step runs too."""

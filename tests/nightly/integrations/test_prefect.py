@@ -34,6 +34,7 @@ import skyward_core as sky
 from prefect_skyward import SkywardTaskRunner
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.rows import CostBy
+from tests.integrations import prefect_server
 from tests.integrations.prefect_server import (
     database_text,
     is_alive,
@@ -42,6 +43,9 @@ from tests.integrations.prefect_server import (
     runner,
     wait_for,
 )
+
+api = pytest.fixture(scope="module", autouse=True)(prefect_server.served)
+
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # Prefect's own warnings are not our faults

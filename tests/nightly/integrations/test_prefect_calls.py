@@ -17,7 +17,11 @@ pytest.importorskip("prefect")
 from prefect import task
 from prefect.tasks import task_input_hash
 
+from tests.integrations import prefect_server
 from tests.integrations.prefect_server import InFlow
+
+api = pytest.fixture(scope="module", autouse=True)(prefect_server.served)
+
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # Prefect's own warnings are not our faults

@@ -96,7 +96,7 @@ def elsewhere(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
             "SKYWARD_LEDGER": default_url(),
             "SKYWARD_SECRET_KEY": SECRET,
         }
-        argv = [sys.executable, "-m", "tests.pool.test_named_hosts", json.dumps(settings)]
+        argv = [sys.executable, "-m", "tests.nightly.pool.test_named_hosts", json.dumps(settings)]
         pipe = subprocess.PIPE
         started.append(subprocess.Popen(argv, cwd=REPOSITORY, env=environ, stdin=pipe, stdout=pipe, text=True))
         return started[-1]
@@ -167,3 +167,7 @@ def main(hosts: dict[str, Any]) -> None:
         seconds = time.monotonic() - began
         print(json.dumps({"id": pool.id, "machines": sorted(machines_of(pool)), "seconds": seconds}), flush=True)
         sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

@@ -7,6 +7,7 @@ import contextlib
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -130,10 +131,22 @@ def held_bytes(pool: sky.ComputePool) -> int:
 @contextlib.contextmanager
 def another_process(folder: str, lease: str) -> Iterator["subprocess.Popen[str]"]:
     """Run this file as a program; it does not outlive the block."""
-    argv = [sys.executable, "-m", "tests.session.test_detached_call", folder, lease]
+    argv = [sys.executable, "-m", "tests.nightly.session.test_detached_call", folder, lease]
     process = subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
     try:
         yield process
     finally:
         process.kill()
         process.communicate(timeout=60)
+
+
+def start_and_wait(folder: str, lease: str) -> None:
+    """Attach, start a call with an id, say so, and wait to be killed."""
+    with sky.ComputePool.attach(lease) as pool:
+        call = pool.start_detached(notes_and_waits(folder), call_id="dag/run/task:1", owner="dag/run")
+        print("started", call.is_new, flush=True)
+        time.sleep(60)
+
+
+if __name__ == "__main__":
+    start_and_wait(*sys.argv[1:])

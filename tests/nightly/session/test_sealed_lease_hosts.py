@@ -35,7 +35,7 @@ def on_another_machine(home: Path, pool_id: str, **variables: str) -> "subproces
     """Run this file with an empty home and these variables."""
     home.mkdir()
     environ = {"PATH": os.environ["PATH"], "HOME": str(home), "DO_NOT_TRACK": "1", **variables}
-    argv = [sys.executable, "-m", "tests.session.test_sealed_lease_hosts", pool_id]
+    argv = [sys.executable, "-m", "tests.nightly.session.test_sealed_lease_hosts", pool_id]
     return subprocess.run(argv, cwd=REPOSITORY, env=environ, capture_output=True, text=True, timeout=200)
 
 
@@ -83,3 +83,7 @@ def main(pool_id: str) -> None:
         assert node.instance.endpoint is not None
         where = "in memory" if os.readlink(str(node.instance.endpoint.key)).startswith("/memfd:") else "on disk"
         print(json.dumps({"doubled": doubled(21) >> pool, "key": where, "head": node.instance.id}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -25,7 +25,7 @@ import os, pathlib, threading
 import dagster as dg
 from dagster_skyward import skyward_executor
 
-HERE = pathlib.Path(__file__).parents[2] / "integrations"
+HERE = pathlib.Path(__file__).parent
 
 def note(context):
     print(f"printed by {context.op.name}")

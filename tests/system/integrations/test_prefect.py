@@ -363,12 +363,12 @@ def test_a_cancelled_run_leaves_nothing(api: str, tmp_path: Path) -> None:
         get_client(sync_client=True) as client,
     ):
         try:
-            deployment = wait_for(lambda: deployment_named("patient"), 60)
+            deployment = wait_for(lambda: deployment_named("patient"), 120)
             run = client.create_flow_run_from_deployment(deployment.id, parameters={"path": str(marker)})
-            wait_for(lambda: marker.exists() and marker.read_text(), 90)
+            wait_for(lambda: marker.exists() and marker.read_text(), 120)
             began = json.loads(marker.read_text())
             client.set_flow_run_state(run.id, Cancelling())
-            wait_for(lambda: client.read_flow_run(run.id).state.name == "Cancelled", 60)
+            wait_for(lambda: client.read_flow_run(run.id).state.name == "Cancelled", 120)
             wait_for(lambda: processes_of({began["pool"]}) == [])
             assert not is_alive(began["pid"])
             records = wait_for(lambda: [r["message"] for r in logs(run.id) if "done: " in r["message"]])

@@ -7,6 +7,10 @@ pytest.importorskip("prefect")
 
 import skyward_core as sky
 from prefect_skyward.automations import deploy_crash_guard
+from tests.integrations import prefect_server
+
+api = pytest.fixture(scope="module", autouse=True)(prefect_server.served)
+
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # Prefect's own warnings are not our faults

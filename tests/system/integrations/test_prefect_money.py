@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("prefect")
+from tests.integrations import prefect_server
 from tests.integrations.prefect_server import events_of, messages, wait_for
 
 from prefect import flow, task  # isort: skip
@@ -30,6 +31,9 @@ from prefect_skyward.automations import (
 )
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.rows import Account, Period
+
+api = pytest.fixture(scope="module", autouse=True)(prefect_server.served)
+
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # Prefect's own warnings are not our faults

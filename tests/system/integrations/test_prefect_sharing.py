@@ -26,6 +26,9 @@ from skyward_core.distributed.group import places as places_of_call
 from skyward_core.ledger.ledger import Ledger, default_url
 from skyward_core.ledger.users import users_of
 
+api = pytest.fixture(scope="module", autouse=True)(prefect_server.served)
+
+
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # Prefect's own warnings are not our faults
 ]

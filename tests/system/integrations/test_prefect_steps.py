@@ -17,6 +17,9 @@ from prefect.cache_policies import NO_CACHE
 import skyward_core as sky
 from prefect_skyward import cost_so_far, on_skyward, skyward_options
 
+api = pytest.fixture(scope="module", autouse=True)(prefect_server.served)
+
+
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # Prefect's own warnings are not our faults
 ]

@@ -175,7 +175,7 @@ def test_the_guard_ends_a_machine_after_its_client_was_killed(fleet, mirror):
     """
     host = fleet.create()
     mirror.configure(host)
-    argv = [sys.executable, "-m", "tests.provisioning.test_bootstrap_hosts", *_particulars(host)]
+    argv = [sys.executable, "-m", "tests.system.provisioning.test_bootstrap_hosts", *_particulars(host)]
     client = subprocess.Popen(argv, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True)
     assert client.stdout is not None
     try:
@@ -328,3 +328,7 @@ def main() -> None:
 
     with pool_on(_Lent(host=tuple(sys.argv[1:])), tell, lease_seconds=LEASE_SECONDS):
         time.sleep(60)
+
+
+if __name__ == "__main__":
+    main()

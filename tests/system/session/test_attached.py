@@ -431,7 +431,7 @@ def held_bytes(pool: sky.ComputePool) -> int:
 @contextlib.contextmanager
 def other_process(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
     """Run this file as a program; it does not outlive the block."""
-    argv = [sys.executable, "-m", "tests.session.test_attached", *arguments]
+    argv = [sys.executable, "-m", "tests.system.session.test_attached", *arguments]
     process = subprocess.Popen(argv, cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield process
@@ -472,3 +472,7 @@ def attach(call_id: str) -> None:
             "log": call.log(8),
         }
     print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    {"open": open_and_wait, "attach": attach, "attach-and-wait": attach_and_wait}[sys.argv[1]](*sys.argv[2:])

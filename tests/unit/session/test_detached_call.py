@@ -117,11 +117,3 @@ def test_a_reader_that_follows_keeps_no_lines(limit_bytes: int) -> None:
     assert reader.log() == ["[99 lines were dropped: there were too many]", "99"] or limit_bytes == 1
     with pytest.raises(sky.BadRequest, match="cursor=-1"):
         reader.follow(-1)
-
-
-def start_and_wait(folder: str, lease: str) -> None:
-    """Attach, start a call with an id, say so, and wait to be killed."""
-    with sky.ComputePool.attach(lease) as pool:
-        call = pool.start_detached(notes_and_waits(folder), call_id="dag/run/task:1", owner="dag/run")
-        print("started", call.is_new, flush=True)
-        time.sleep(60)
