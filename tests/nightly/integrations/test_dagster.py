@@ -427,6 +427,9 @@ def forever():
 @dg.asset
 def endless(context: dg.AssetExecutionContext, compute: SkywardResource):
     compute.run(context, forever)
+
+if __name__ == "__main__":
+    dg.materialize([endless], resources={"compute": SkywardResource(provider=sky.Local(price_per_hour=1.0))})
 """
 
 

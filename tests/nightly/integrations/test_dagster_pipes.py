@@ -20,6 +20,10 @@ from dagster_skyward import PipesSkywardClient, SkywardResource
 @dg.asset
 def endless(context: dg.AssetExecutionContext, pipes: PipesSkywardClient):
     return pipes.run(context=context, script="sleep.py").get_materialize_result()
+
+if __name__ == "__main__":
+    compute = SkywardResource(provider=sky.Local(price_per_hour=1.0))
+    dg.materialize([endless], resources={"pipes": PipesSkywardClient(compute=compute)})
 """
 SLEEP = """
 import importlib.util, os, time

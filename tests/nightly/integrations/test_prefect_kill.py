@@ -81,6 +81,13 @@ def bootstrap(folder: str, asks: float = 600.0) -> None:
 @flow(name="kill-running", task_runner=SkywardTaskRunner(provider=sky.Local(price_per_hour=36.0)))
 def running(folder: str, asks: float = 600.0) -> None:
     two_shapes(folder, asks, hang)
+
+if __name__ == "__main__":
+    serve(
+        *(one.to_deployment(f"kill-served-{one.fn.__name__}") for one in (provisioning, bootstrap, running)),
+        print_starting_message=False,
+        pause_on_shutdown=False,
+    )
 """
 
 

@@ -99,6 +99,9 @@ def hang() -> None:
 @flow(name="guarded", task_runner=SkywardTaskRunner(provider=sky.Local(price_per_hour=3600.0), max_cost=40))
 def guarded() -> None:
     hang.submit().result()
+
+if __name__ == "__main__":
+    guarded.serve("guarded", print_starting_message=False, limit=1, pause_on_shutdown=False)
 """
 
 

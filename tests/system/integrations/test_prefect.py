@@ -350,6 +350,9 @@ def hang(path: str) -> None:
 @flow(task_runner=SkywardTaskRunner(provider=sky.Local()))
 def patient(path: str) -> None:
     hang.submit(path).result()
+
+if __name__ == "__main__":
+    patient.serve("patient", print_starting_message=False, limit=1, pause_on_shutdown=False)
 """
 
 
