@@ -244,9 +244,8 @@ class FakeFleets:
     # ── every launch ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def refusal_of(self, parameters: Words, region: str) -> str | None:
-        """Return the error code for a RunInstances; None if it is accepted.
-
-        The reason may be its network interfaces, its CPU credits or its placement.
+        """Return the error code for a RunInstances; None if it is accepted. The reason may be its network interfaces,
+        its CPU credits or its placement.
         """
         if (
             "CreditSpecification.CpuCredits" in parameters

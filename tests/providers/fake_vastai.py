@@ -22,9 +22,8 @@ STEPS: tuple[dict[str, Any], ...] = (
 
 
 def ask(number: int, gpu_name: str = "RTX 4090", gpus: int = 1, price: float = 0.35, **others: Any) -> dict[str, Any]:
-    """Return an offer of the market, which Vast.ai calls an ask.
-
-    Memory is in MB. `cpu_ram` is that of the whole machine. Each GPU has an eighth of its CPUs.
+    """Return an offer of the market, which Vast.ai calls an ask. Memory is in MB. `cpu_ram` is that of the whole
+    machine. Each GPU has an eighth of its CPUs.
     """
     row = {
         "id": number,
@@ -118,9 +117,8 @@ class FakeVast(FakeCloud):
         return Reply(200, {"offers": found[: min(limit, 64)]})
 
     def _fits(self, row: dict[str, Any], field: str, conditions: dict[str, Any]) -> bool:
-        """Return whether an ask matches a query.
-
-        Names are compared literally, and places by country only. Another spelling finds nothing and is no error.
+        """Return whether an ask matches a query. Names are compared literally, and places by country only. Another
+        spelling finds nothing and is no error.
         """
         actual = {
             "verified": row["verification"] == "verified",

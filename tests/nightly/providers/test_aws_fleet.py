@@ -145,9 +145,8 @@ STEPS = ["CreateLaunchTemplate", "CreateFleet", "DescribeInstances", "CreateTags
 def test_all_resources_of_a_killed_client_can_be_found(
     cloud: FakeAWS, account: AwsAccount, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The client is killed at any step. Machines are found by their tags, with unique ranks and no price too low.
-
-    The other resources are deleted when they are old.
+    """The client is killed at any step. Machines are found by their tags, with unique ranks and no price too low. The
+    other resources are deleted when they are old.
     """
     spot(cloud, a=0.2, b=0.15)
     cloud.fleets.is_split = True

@@ -5,15 +5,11 @@ They are found by tag and base image, created once, used, and deleted when they 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-import skyward_core as sky
-from skyward_core.machines.offers import Offer
 from skyward_core.providers.aws import images
 from skyward_core.providers.base import CREATED_TAG, EXPIRES_TAG, IMAGE_TAG, OWNER_TAG, STARTED_FROM_TAG
-from tests.providers.fake_aws import IMAGES, FakeAWS
+from tests.providers.fake_aws import FakeAWS
 from tests.providers.fake_images import Image, Snapshot
 from tests.system.providers.test_aws_images import (  # noqa: F401 - fixtures
     CPU,
@@ -38,9 +34,8 @@ def tags_of(image: Image | Snapshot) -> dict[str, str]:
 
 
 def test_an_image_of_a_machine_is_created_and_the_next_machine_starts_from_it(cloud: FakeAWS) -> None:
-    """Image and snapshot are tagged in the creating call, without a reboot.
-
-    A machine started from it is not captured again.
+    """Image and snapshot are tagged in the creating call, without a reboot. A machine started from it is not captured
+    again.
     """
     cloud.images.hidden_listings = 2
     first = launch(make())
@@ -86,21 +81,6 @@ def test_an_image_that_does_not_fit_is_not_used(
     assert started_from(cloud) == [UBUNTU]
 
 
-@pytest.mark.parametrize(
-    "offer",
-    [
-        CPU.model_copy(update={"instance_type": "c7g.xlarge"}),
-        CPU.model_copy(update={"instance_type": "g4dn.xlarge", "accelerator": "T4", "accelerators": 1}),
-    ],
-    ids=["arm64", "NVIDIA"],
-)
-def test_machines_with_another_base_image_do_not_use_it(cloud: FakeAWS, offer: Offer) -> None:
-    """AWS's image for them is not its base image."""
-    cloud.images.add(OURS)
-    launch(make(), offer)
-    assert started_from(cloud)[0] in set(IMAGES.values()) - {UBUNTU}
-
-
 @pytest.mark.parametrize("state", ["pending", "available"])
 def test_an_existing_or_pending_image_is_not_created_again(cloud: FakeAWS, state: str) -> None:
     """Another pool has begun earlier."""
@@ -108,24 +88,3 @@ def test_an_existing_or_pending_image_is_not_created_again(cloud: FakeAWS, state
     cloud.images.add(OURS, state=state)
     assert make().keep_image(machine, HASH) is None
     assert cloud.parameters("CreateImage") == []
-
-
-# ── the sweep ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_sweep_deletes_useless_images(cloud: FakeAWS, tmp_path: Path) -> None:
-    """The report lists them. In a dry run it lists what would be deleted. A failure is part of the report."""
-    cloud.images.add(OURS | {EXPIRES_TAG: "1"})
-    url = f"sqlite:///{tmp_path / 'ledger.db'}"
-    assert len(cloud.images.images) == 1
-    planned = sky.sweep([make()], ledger_url=url)
-    assert len(planned.pruned) == 1
-    assert planned.pruned[0].startswith("aws: image ami-")
-    cloud.fail("DeregisterImage", "UnauthorizedOperation", 403)
-    failed = sky.sweep([make()], ledger_url=url, is_dry_run=False)
-    assert [failure.provider for failure in failed.failures] == ["aws"]
-    assert failed.pruned == ()
-    done = sky.sweep([make(), make(disk_gb=50)], ledger_url=url, is_dry_run=False)
-    assert set(done.pruned) == set(planned.pruned)
-    assert len(done.pruned) == 1
-    assert cloud.images.images == {}

@@ -83,9 +83,8 @@ def cloud(
 
 
 def test_a_preemption_notice_loses_no_call(cloud: tuple[HostedAWS, Hosting]) -> None:
-    """With retries=0 no call may be lost. Running calls end on the machine, and new calls run on other machines.
-
-    The machine is terminated before AWS preempts it.
+    """With retries=0 no call may be lost. Running calls end on the machine, and new calls run on other machines. The
+    machine is terminated before AWS preempts it.
     """
     aws, hosting = cloud
     recorded = RecordedEvents()

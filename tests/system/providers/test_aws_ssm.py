@@ -249,33 +249,12 @@ def test_an_agent_that_registers_late_is_waited_for(
     assert len(plugin.notes) == 1
 
 
-def test_without_credentials_a_connection_is_refused(
-    endpoint: Endpoint, cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process that attaches needs its own credentials."""
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    with SSHConnection(endpoint) as connection, pytest.raises(CredentialsError, match="AWS_PROFILE"):
-        connection.connect(60)
-
-
 def test_a_process_without_the_plugin_cannot_attach(endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin) -> None:
     """No session is requested."""
     plugin.remove()
     with SSHConnection(endpoint) as connection, pytest.raises(BadRequest, match="on PATH"):
         connection.connect(60)
     assert cloud.parameters("StartSession") == []
-
-
-def test_a_session_without_a_plugin_process_is_terminated(
-    endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin, tmp_path: Path
-) -> None:
-    """The plugin prints its version, and is deleted before it is run."""
-    place = tmp_path / "plugin" / session_manager.PLUGIN
-    place.write_text(f"#!/bin/sh\nrm -f {place}\necho 1.2.707.0\n")
-    with SSHConnection(endpoint) as connection, pytest.raises(BadRequest, match="cannot be run"):
-        connection.connect(60)
-    assert cloud.parameters("TerminateSession") == [{"SessionId": "ann-i-0a"}]
 
 
 # ── proxy commands of any kind ───────────────────────────────────────────────────────────────────────────────────────
@@ -324,32 +303,6 @@ def test_a_proxy_that_fails_is_tried_again(server: Server, key: str, tmp_path: P
     ):
         connection.connect(1)
     assert (tmp_path / "tries").read_text().count("x") > 1
-
-
-def test_the_last_reason_of_a_proxy_is_kept(server: Server, key: str, tmp_path: Path) -> None:
-    """A last try that is interrupted has no reason."""
-    text = f"[ -e {tmp_path}/tried ] || {{ touch {tmp_path}/tried; echo no agent yet >&2; exit 1; }}; exec sleep 600"
-    with (
-        SSHConnection(reached_by(server, key, shell(text))) as connection,
-        pytest.raises(Unreachable, match="no agent yet"),
-    ):
-        connection.connect(1)
-
-
-def test_the_error_names_a_proxy_without_output(server: Server, key: str) -> None:
-    with (
-        SSHConnection(reached_by(server, key, shell("exit 0"))) as connection,
-        pytest.raises(Unreachable, match="said nothing"),
-    ):
-        connection.connect(0.5)
-
-
-def test_a_proxy_that_cannot_be_started_is_not_tried_again(server: Server, key: str) -> None:
-    with (
-        SSHConnection(reached_by(server, key, ("/no/such/command",))) as connection,
-        pytest.raises(BadRequest, match="/no/such/command"),
-    ):
-        connection.connect(60)
 
 
 def test_a_machine_with_a_wrong_host_key_is_refused(server: Server, key: str) -> None:

@@ -51,7 +51,7 @@ from skyward_core.providers.digitalocean.boot import MACHINE_ID
 from skyward_core.providers.digitalocean.instances import state_of
 from skyward_core.providers.digitalocean.offers import image_of, to_offers
 from skyward_core.providers.digitalocean.provider import DigitalOcean
-from skyward_core.providers.digitalocean.tags import from_tags, name_of, tags_of, to_tags
+from skyward_core.providers.digitalocean.tags import from_tags, name_of, to_tags
 from skyward_core.providers.ssh_keys import host_key, our_key
 from skyward_core.providers.tagging import launch_word
 from tests.providers.contract import POOL, STARTUP, Hands, RestContract, tags
@@ -166,7 +166,6 @@ class TestDigitalOcean(RestContract):
             stop=stop,
             preempt=lambda machine_id: cloud.droplets.__delitem__(int(machine_id)),
             strangers=lambda: strangers(cloud),
-            lag=lambda: setattr(cloud.mood, "hidden", 2),
         )
 
 
@@ -270,12 +269,6 @@ def test_the_minimum_charge_is_the_greater_of_a_minute_and_a_cent(make: Callable
     assert large == price_of(offers["gpu-h100x8-640gb"], make()).cost(60) > Decimal("0.3")
 
 
-def test_all_pages_of_sizes_are_read(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
-    cloud.sizes = [size(f"s-{index}", 4096, 1, 0.01, ["nyc1"]) for index in range(450)]
-    assert len(make().offers(Requirements())) == 450
-    assert [request.query["page"] for request in cloud.asked("GET", "/v2/sizes")] == ["1", "2", "3"]
-
-
 @pytest.mark.parametrize(
     ("accelerator", "count", "image"),
     [
@@ -315,22 +308,6 @@ def test_one_call_creates_up_to_ten_machines(cloud: FakeDigitalOcean, make: Call
     assert {droplet.id: droplet.name for droplet in cloud.droplets.values()} == {
         int(instance.id): f"{POOL}-{instance.rank}-{launch_word(tags())}" for instance in launched
     }
-
-
-def test_sixty_four_machines_need_little_time(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
-    """They need less than ten seconds at 300 ms a call, pauses included.
-
-    The test counts calls, because the time on a busy machine varies.
-    """
-    provider = make()
-    offer = an_offer(provider, GPU)
-    before = len(cloud.requests)
-    assert len(provider.launch(offer, 64, tags(), STARTUP)) == 64
-    asked = [request.path.rpartition("/")[2] for request in cloud.requests[before:]]
-    one_after_the_other, side_by_side = len(asked) - asked.count("actions"), asked.count("actions")
-    polls = one_after_the_other - 1 - 7
-    assert polls <= 2
-    assert 0.3 * (one_after_the_other + side_by_side / 8) + sum((1.0, 1.5)[:polls]) < 7
 
 
 def test_the_machine_gets_its_host_key_our_key_and_the_startup_script(
@@ -380,9 +357,8 @@ def test_image_and_network_can_be_chosen(cloud: FakeDigitalOcean, make: Callable
 def test_our_key_is_registered_once_and_named_by_its_fingerprint(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
-    """Otherwise DigitalOcean would send a root password by e-mail.
-
-    The second launch finds that the key exists. Keys are never listed.
+    """Otherwise DigitalOcean would send a root password by e-mail. The second launch finds that the key exists. Keys
+    are never listed.
     """
     provider = make()
     for token in ("L1", "L2"):
@@ -396,23 +372,6 @@ def test_our_key_is_registered_once_and_named_by_its_fingerprint(
         ["ssh-keygen", "-l", "-E", "md5", "-f", str(our_key().path)], capture_output=True, text=True, check=False
     )
     assert result.returncode or f"MD5:{fingerprint}" in result.stdout
-
-
-def test_a_registered_key_is_recognized_by_the_other_message_too(
-    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
-) -> None:
-    provider = make()
-    provider.launch(an_offer(provider), 1, tags(launch="L1"), STARTUP)
-    cloud.fail("POST", "/v2/account/keys", unprocessable("Public key has already been taken"))
-    assert len(provider.launch(an_offer(provider), 1, tags(launch="L2"), STARTUP)) == 1
-
-
-def test_a_refused_key_is_an_error(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
-    cloud.fail("POST", "/v2/account/keys", unprocessable("Key invalid"))
-    provider = make()
-    with pytest.raises(BadRequest, match="Key invalid"):
-        provider.launch(an_offer(provider), 1, tags(), STARTUP)
-    assert cloud.asked("POST", "/v2/droplets") == []
 
 
 def test_a_new_key_may_be_unknown_for_a_while(
@@ -476,10 +435,7 @@ def test_an_incomplete_tag_is_ignored() -> None:
 def test_a_machine_without_tags_is_found_by_its_name(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
-    """Only its own pool finds it. A pool with a similar name does not.
-
-    It has no endpoint until it has an address.
-    """
+    """Only its own pool finds it. A pool with a similar name does not. It has no endpoint until it has an address."""
     provider = make()
     cloud.mood.slow = 3
     found = cloud.add(name_of(tags(), 4), SIZES[1], {"region": "nyc1", "image": 42, "tags": to_tags(tags())})
@@ -492,19 +448,6 @@ def test_a_machine_without_tags_is_found_by_its_name(
         {POOL_TAG: POOL, RANK_TAG: "4"},
     )
     assert provider.instances(POOL[:-1]) == provider.instances() == []
-
-
-def test_a_name_is_compared_completely() -> None:
-    """A pool's name may be another one's with a number.
-
-    A machine that a user has renamed still belongs to its pool.
-    """
-    row = {"name": "sky-a-1-0-abcdef12", "tags": []}
-    assert tags_of(row, "sky-a") == {}
-    assert tags_of(row, "sky-a-1") == {POOL_TAG: "sky-a-1", RANK_TAG: "0"}
-    given = {POOL_TAG: "sky-a", LAUNCH_TAG: "abcdef1234", RANK_TAG: "3"}
-    assert tags_of({"name": f"sky-a-5-{launch_word(given)}", "tags": to_tags(given)})[RANK_TAG] == "5"
-    assert tags_of({"name": "renamed", "tags": to_tags(given)}) == given
 
 
 # ── states ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -537,9 +480,8 @@ def test_both_listings_are_read_without_a_filter(cloud: FakeDigitalOcean, make: 
 def test_a_listing_that_changes_between_pages_loses_no_machine(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
-    """If a row of the first page is deleted, a row of the second moves to a page that was already read.
-
-    A listing that changes again and again is an error.
+    """If a row of the first page is deleted, a row of the second moves to a page that was already read. A listing that
+    changes again and again is an error.
     """
     provider = make()
     for _ in range(200):
@@ -575,16 +517,6 @@ def test_machines_with_an_errored_creation_are_destroyed(
     assert {int(instance.id) for instance in launched} == set(cloud.droplets)
 
 
-def test_if_all_machines_fail_it_is_no_capacity(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
-    """The error has the cloud's own code, and no machine is left."""
-    provider = make()
-    cloud.mood.errored = 12
-    with pytest.raises(NoCapacity, match="errored") as caught:
-        provider.launch(an_offer(provider), 12, tags(), STARTUP)
-    assert caught.value.code == "errored"
-    assert not cloud.droplets
-
-
 def test_errored_machines_that_cannot_be_destroyed_are_not_reported_as_no_capacity(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], patience: None
 ) -> None:
@@ -599,19 +531,6 @@ def test_errored_machines_that_cannot_be_destroyed_are_not_reported_as_no_capaci
     (launched,) = provider.launch(offer, 2, tags(launch="L2"), STARTUP)
     assert launched.rank == 1
     assert len(provider.instances(POOL)) == len(cloud.droplets) == 3
-
-
-def test_a_machine_that_disappears_during_the_wait_is_left_out(
-    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
-) -> None:
-    """Another user has deleted it, or it was preempted: the list lacks it, and its URL answers 404."""
-    provider = make()
-    cloud.mood.slow = 4
-    cloud.mood.vanishing = 1
-    assert [instance.rank for instance in provider.launch(an_offer(provider), 2, tags(), STARTUP)] == [1]
-    cloud.mood.vanishing = 1
-    with pytest.raises(NoCapacity, match="it is gone"):
-        provider.launch(an_offer(provider), 1, tags(launch="L2"), STARTUP)
 
 
 def test_a_machine_that_is_off_before_it_has_an_address_is_destroyed(
@@ -636,21 +555,6 @@ def test_a_machine_without_an_address_is_destroyed_after_the_limit(
     with pytest.raises(NoCapacity, match="no address within"):
         provider.launch(an_offer(provider), 2, tags(), STARTUP)
     assert not cloud.droplets
-
-
-def test_one_poll_reads_few_actions(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
-    """They are read in turns, so that each machine is read. The limit is 250 requests a minute."""
-    provider = make()
-    cloud.mood.slow = 5
-    provider.launch(an_offer(provider), 25, tags(), STARTUP)
-    polls: list[list[str]] = []
-    for request in cloud.requests:
-        if request.method == "GET" and request.path == "/v2/droplets":
-            polls.append([])
-        elif request.path.endswith("/actions"):
-            polls[-1].append(request.path)
-    assert max(len(poll) for poll in polls) == 10
-    assert len({path for poll in polls[:3] for path in poll}) == 25
 
 
 # ── errors and lost answers ──────────────────────────────────────────────────────────────────────────────────────────
@@ -683,29 +587,6 @@ def test_the_message_distinguishes_capacity_quota_and_validation(
     assert len(cloud.asked("POST", "/v2/droplets")) == 1
 
 
-def test_machines_created_before_a_refusal_are_returned(
-    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
-) -> None:
-    """The second call of two is refused: ten machines exist, and no further call is made."""
-    provider = make()
-    offer = an_offer(provider)
-    cloud.mood.stock = 15
-    assert len(provider.launch(offer, 25, tags(), STARTUP)) == 10
-    assert len(cloud.asked("POST", "/v2/droplets")) == 2
-
-
-def test_machines_of_a_lost_answer_are_looked_up_and_not_requested_again(
-    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
-) -> None:
-    """Machines with the requested names belong to the launch."""
-    provider = make()
-    offer = an_offer(provider, GPU)
-    cloud.fail("POST", "/v2/droplets", is_done=True)
-    assert [instance.rank for instance in provider.launch(offer, 3, tags(), STARTUP)] == [0, 1, 2]
-    assert len(cloud.asked("POST", "/v2/droplets")) == 1
-    assert len(cloud.droplets) == 3
-
-
 def test_a_lost_answer_without_a_listing_is_an_unknown_outcome(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
@@ -720,29 +601,6 @@ def test_a_lost_answer_without_a_listing_is_an_unknown_outcome(
     found = [provider.instances(POOL) for _ in range(3)]
     assert [len(each) for each in found] == [0, 1, 1]
     assert provider.listing_lag_seconds > 0
-
-
-def test_machines_that_are_listed_late_are_waited_for(
-    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
-) -> None:
-    provider = make()
-    cloud.mood.hidden = 3
-    assert len(provider.launch(an_offer(provider), 2, tags(), STARTUP)) == 2
-
-
-def test_throttled_creating_calls_are_no_unknown_outcome(
-    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], patience: None
-) -> None:
-    """429 is waited out. If it lasts, no machine was created and none is looked up."""
-    provider = make()
-    offer = an_offer(provider)
-    cloud.fail("POST", "/v2/droplets", TOO_MANY)
-    assert len(provider.launch(offer, 1, tags(), STARTUP)) == 1
-    cloud.fail("POST", "/v2/droplets", TOO_MANY, times=10**6)
-    before = len(cloud.asked("GET", "/v2/droplets"))
-    with pytest.raises(RateLimited):
-        provider.launch(offer, 1, tags(launch="L2"), STARTUP)
-    assert len(cloud.asked("GET", "/v2/droplets")) == before
 
 
 @pytest.mark.parametrize(
@@ -795,26 +653,6 @@ def test_a_machine_that_cannot_be_destroyed_does_not_keep_others(
     assert set(cloud.droplets) == {int(ids[1])}
 
 
-def test_ids_of_other_clouds_are_not_used_in_a_path(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
-    make().terminate(["host-0123456789ab", "1/../2", "", "-1", "1?x=1"])
-    assert cloud.requests == []
-
-
-def test_a_single_refused_deletion_is_no_credentials_error(
-    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
-) -> None:
-    provider = make()
-    ids = [instance.id for instance in provider.launch(an_offer(provider), 2, tags(), STARTUP)]
-    cloud.fail(
-        "DELETE",
-        f"/v2/droplets/{ids[0]}",
-        Reply(403, {"id": "forbidden", "message": "You are not authorized to perform this operation"}),
-    )
-    with pytest.raises(InstancesLeft, match="not authorized"):
-        provider.terminate(ids)
-    assert set(cloud.droplets) == {int(ids[0])}
-
-
 def test_an_outage_delays_terminate_only_for_a_limited_time(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean], patience: None
 ) -> None:
@@ -839,9 +677,8 @@ TOOLS = {
 
 
 def run_end_script(script: str, folder: Path, fails: int = 0, tries: int = 0, pauses: int = 100) -> list[str]:
-    """Run the end script with tools that record their arguments.
-
-    The machine has the id 4711. It is gone within 60 s of its deletion, and after so many pauses.
+    """Run the end script with tools that record their arguments. The machine has the id 4711. It is gone within 60 s of
+    its deletion, and after so many pauses.
     """
     for name, text in TOOLS.items():
         tool = folder / name
@@ -977,12 +814,6 @@ def test_doctls_current_context_is_used() -> None:
     assert doctl_token('access-token: ""\n') == doctl_token("") == ""
 
 
-def test_the_account_is_the_team_or_the_user(cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]) -> None:
-    assert make().account() == TEAM
-    cloud.is_of_a_team = False
-    assert make().account() == "b6fr89dbf6d9156c"
-
-
 def test_the_url_can_come_from_the_variable_of_digitaloceans_tools(
     cloud: FakeDigitalOcean, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -995,9 +826,3 @@ def test_the_python_blocks_of_the_docs_run() -> None:
     page = Path(__file__).parents[3] / "docs/clouds/digitalocean.md"
     for example in Sybil(parsers=[PythonCodeBlockParser()]).parse(page).examples():
         example.evaluate()
-
-
-def test_the_account_tells_how_many_droplets_it_may_have(
-    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
-) -> None:
-    assert make().quotas() == {"droplets at once": 25}

@@ -1,10 +1,8 @@
 """The client of REST APIs, against a real server: retries, meanings of errors, and masking of secrets."""
 
-import gzip
 import logging
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -177,22 +175,9 @@ def test_the_code_is_the_clouds_own_or_the_status(api: Api, cloud: FakeThings, b
     assert refused(api).code == code
 
 
-def test_a_quoted_answer_is_one_short_line(api: Api, cloud: FakeThings) -> None:
-    """Line breaks become spaces, a page of HTML is cut, and an empty body is not quoted."""
-    cloud.reply = Reply(400, "<html>\n\n  <p>\tno " + "x" * 9999, is_text=True)
-    error = refused(api)
-    assert str(error).startswith("Acme answered GET /things with 400: <html> <p> no xxx")
-    assert len(str(error)) < _http.QUOTED_CHARACTERS + 100
-    cloud.reply = Reply(400, {"error": "x" * 9999})
-    assert len(refused(api).code) == _http.QUOTED_CHARACTERS
-    cloud.reply = Reply(400)
-    assert str(refused(api)) == "Acme answered GET /things with 400"
-
-
 def test_a_cloud_may_classify_errors_itself(cloud: FakeThings, clock: Clock) -> None:
-    """The result of `classify` has precedence, with the code.
-
-    It gets status, body and message; the body is empty if it is no JSON object.
+    """The result of `classify` has precedence, with the code. It gets status, body and message; the body is empty if it
+    is no JSON object.
     """
     seen: list[tuple[int, Mapping[str, Any], str]] = []
 
@@ -208,19 +193,6 @@ def test_a_cloud_may_classify_errors_itself(cloud: FakeThings, clock: Clock) -> 
         assert type(refused(api)) is BadRequest
     assert seen[0] == (500, {"code": "none_left"}, str(error))
     assert seen[1][:2] == (400, {})
-
-
-def test_a_cloud_may_mark_other_errors_as_throttling(cloud: FakeThings, clock: Clock) -> None:
-    """The request is repeated, also with another status and for a creating call.
-
-    RateLimited means that the request had no effect.
-    """
-    with Api(
-        "Acme", cloud.url, classify=lambda status, body, message: RateLimited(message) if body.get("slow") else None
-    ) as api:
-        cloud.fail("POST", "/things", Reply(400, {"slow": "down"}))
-        api.request("POST", "/things")
-    assert clock.pauses == [_http.PAUSE_SECONDS]
 
 
 # ── retries ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -252,19 +224,10 @@ def test_a_creating_call_is_not_repeated(api: Api, cloud: FakeThings, clock: Clo
     assert clock.pauses == [0.5]
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 422])
-def test_a_refused_request_is_not_repeated(api: Api, cloud: FakeThings, clock: Clock, status: int) -> None:
-    """The answer would be the same."""
-    cloud.fail("GET", "/things", Reply(status))
-    refused(api)
-    assert clock.pauses == []
-
-
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_a_refused_connection_is_tried_again(clock: Clock, method: str) -> None:
-    """No process listened, so the request had no effect.
-
-    It is repeated until the time limit, also if it creates something.
+    """No process listened, so the request had no effect. It is repeated until the time limit, also if it creates
+    something.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -297,54 +260,6 @@ def test_the_variable_for_certificates_may_change_between_clients(
         Api("Acme", cloud.url)
 
 
-def test_a_server_that_starts_late_gets_the_request(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next try after the server has begun to listen succeeds, also for a creating call."""
-    server = socket.socket()
-    server.bind(("127.0.0.1", 0))  # no other process gets the port; connections are refused until the server listens
-    port = server.getsockname()[1]
-    accepted: list[bytes] = []
-
-    def serve() -> None:
-        with server:
-            server.listen()
-            ready.set()
-            wire, _ = server.accept()
-            with wire:
-                accepted.append(wire.recv(65536))
-                wire.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
-
-    ready, thread = threading.Event(), threading.Thread(target=serve)
-
-    def pause(seconds: float) -> None:
-        clock.pauses.append(seconds)
-        if len(clock.pauses) == 2:
-            thread.start()
-            ready.wait(30)
-
-    monkeypatch.setattr(clock, "sleep", pause)
-    with Api("Acme", f"http://127.0.0.1:{port}") as api:
-        assert api.request("POST", "/things") == {}
-    thread.join(30)
-    assert len(accepted) == 1
-
-
-def test_without_a_free_connection_no_answer_is_lost(
-    api: Api, cloud: FakeThings, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A creating call that got no connection of the client was not sent."""
-    ask, calls = api._client.request, []
-
-    def request(*words: Any, **settings: Any) -> httpx.Response:
-        calls.append(words)
-        if len(calls) == 1:
-            raise httpx.PoolTimeout("")
-        return ask(*words, **settings)
-
-    monkeypatch.setattr(api._client, "request", request)
-    api.request("POST", "/things")
-    assert len(calls) == 2
-
-
 @pytest.mark.parametrize(("method", "tries"), [("GET", 3), ("POST", 1)])
 def test_a_timeout_is_a_failure(
     cloud: FakeThings, clock: Clock, monkeypatch: pytest.MonkeyPatch, method: str, tries: int
@@ -358,12 +273,6 @@ def test_a_timeout_is_a_failure(
     assert type(error) is ProviderFailed
     assert str(error) == f"Acme did not answer {method} /things: timed out"
     assert len(cloud.asked(method)) == tries
-
-
-def test_an_unreadable_answer_is_a_failure(api: Api, cloud: FakeThings) -> None:
-    """It is a failure of the cloud, with an unknown outcome."""
-    cloud.reply = Reply(200, gzip.compress(b"{}").decode("latin-1"), {"Content-Encoding": "gzip"}, is_text=True)
-    assert type(refused(api, "POST")) is ProviderFailed
 
 
 # ── throttling ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -407,11 +316,8 @@ def test_throttling_is_waited_out_for_the_time_that_the_cloud_names(
     pause: float,
     method: str,
 ) -> None:
-    """Retry-After is a number of seconds or a date.
-
-    Other values are ignored, and "at once" causes no storm of requests.
-
-    A creating call waits too.
+    """Retry-After is a number of seconds or a date. Other values are ignored, and "at once" causes no storm of
+    requests. A creating call waits too.
     """
     monkeypatch.setenv("TZ", "Pacific/Auckland")
     time.tzset()
@@ -476,21 +382,6 @@ def test_a_cloud_may_name_the_end_of_throttling_in_its_own_header(
     with Api("Acme", cloud.url, reset=reset) as api:
         api.request("GET", "/things")
     assert clock.pauses == pytest.approx(pauses)
-
-
-def test_throttling_that_ends_too_late_is_not_waited_out(cloud: FakeThings, clock: Clock) -> None:
-    """An hour is beyond the limit: RateLimited is raised at once, without further requests."""
-    cloud.reply = Reply(429)
-    with Api("Acme", cloud.url, reset=lambda _: clock.time() + 3000) as api:
-        assert type(refused(api)) is RateLimited
-    assert (clock.pauses, len(cloud.asked("GET"))) == ([], 1)
-
-
-def test_retry_after_is_used_after_a_failure_too(api: Api, cloud: FakeThings, clock: Clock) -> None:
-    """The answer is a 503 with Retry-After."""
-    cloud.fail("GET", "/things", Reply(503, None, {"Retry-After": "11"}))
-    api.request("GET", "/things")
-    assert clock.pauses == [11.0]
 
 
 # ── secrets ──────────────────────────────────────────────────────────────────────────────────────────────────────────

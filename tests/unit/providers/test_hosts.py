@@ -190,9 +190,8 @@ def test_a_secret_in_the_wrong_field_is_not_repeated(make: Callable[[], object])
 
 
 def test_an_id_determines_its_possible_hosts(fakes: FakeHosts) -> None:
-    """An id with a host's mark is looked for only there; one with an unknown mark, on all hosts.
-
-    The mark does not depend on the user.
+    """An id with a host's mark is looked for only there; one with an unknown mark, on all hosts. The mark does not
+    depend on the user.
     """
 
     def launched(provider: sky.Hosts) -> str:
@@ -228,10 +227,7 @@ def test_foreign_ids_cause_no_connection() -> None:
 
 
 def test_the_drivers_output_becomes_accelerators(fakes: FakeHosts) -> None:
-    """Names become the catalogue's, MiB become GB.
-
-    A second kind of GPU does not count. Memory or name may be unknown.
-    """
+    """Names become the catalogue's, MiB become GB. A second kind of GPU does not count. Memory or name may be unknown."""
 
     def host(*gpus: str) -> sky.Offer:
         fakes.gpus = list(gpus)
