@@ -107,7 +107,6 @@ class Droplet:
     hidden: int = 0
     """Number of listings that omit the droplet."""
     is_errored: bool = False
-    is_vanishing: bool = False
     status: str | None = None
     """A status that overrides the one of its reads."""
     has_no_address: bool = False
@@ -163,10 +162,6 @@ class Mood:
     """The next creating calls, this number of them, do not know a registered key."""
     budget: int | None = None
     """The number of further droplets. Then creating calls fail with a 5xx in the middle."""
-    stock: int | None = None
-    """The number of further droplets. A call for more is refused as a whole."""
-    vanishing: int = 0
-    """The next creating calls create this number of droplets that are gone after a read."""
     shrinking: int = 0
     """How often a droplet of the first page is deleted after that page was read."""
     is_refusing: bool = False
@@ -184,7 +179,6 @@ class FakeDigitalOcean(FakeCloud):
         self.keys: dict[str, str] = {}
         self.mails: list[str] = []
         self.mood = Mood()
-        self.is_of_a_team = True
         self._next = 420_001_001
         self._left = 5000
 
@@ -208,7 +202,6 @@ class FakeDigitalOcean(FakeCloud):
 
     @route("GET", "/v2/account")
     def account(self, request: Request) -> Reply:
-        team = {"team": {"uuid": TEAM, "name": "My Team"}} if self.is_of_a_team else {}
         return Reply(
             200,
             {
@@ -217,7 +210,7 @@ class FakeDigitalOcean(FakeCloud):
                     "email": "jo@example.org",
                     "uuid": "b6fr89dbf6d9156c",
                     "status": "active",
-                    **team,
+                    "team": {"uuid": TEAM, "name": "My Team"},
                 }
             },
         )
@@ -265,9 +258,7 @@ class FakeDigitalOcean(FakeCloud):
         for droplet in list(self.droplets.values()):
             if ("gpu_info" in droplet.size) == is_gpu:
                 droplet.looks += 1
-                if droplet.is_vanishing and droplet.looks > 1:
-                    del self.droplets[droplet.id]
-                elif droplet.looks > droplet.hidden:
+                if droplet.looks > droplet.hidden:
                     listed.append(droplet.row())
         return self._paged(
             request, "droplets", [row for row in listed if request.query.get("tag_name") in (None, *row["tags"])]
@@ -290,8 +281,6 @@ class FakeDigitalOcean(FakeCloud):
                 if not self.mood.budget:
                     return OUTAGE
                 self.mood.budget -= 1
-            if self.mood.stock is not None:
-                self.mood.stock -= 1
             created.append(self.add(name, found, request.body))
         rows = [droplet.row() for droplet in created]
         actions = [
@@ -324,8 +313,6 @@ class FakeDigitalOcean(FakeCloud):
             return unprocessable("Tag names may have letters, numbers, colons, dashes and underscores, and 255 of them")
         if len(body.get("user_data") or "") > 65536:
             return unprocessable("User data is too long (maximum is 64 KiB)")
-        if self.mood.stock is not None and len(names) > self.mood.stock:
-            return SOLD_OUT
         if missing := [key for key in body.get("ssh_keys") or () if key not in self.keys]:
             return unprocessable(f"{missing[0]} are invalid key identifiers for Droplet creation.")
         return None
@@ -344,9 +331,6 @@ class FakeDigitalOcean(FakeCloud):
         if self.mood.off:
             self.mood.off -= 1
             droplet.has_no_address, droplet.status = True, "off"
-        if self.mood.vanishing:
-            self.mood.vanishing -= 1
-            droplet.is_vanishing = True
         self.droplets[droplet.id] = droplet
         return droplet
 

@@ -62,7 +62,7 @@ class FakeVast(FakeCloud):
     `asks` by number, `containers` by contract. `broken`: asks with hosts that fail, with the fields of the failed
     container. `refused`: asks that answer with an error and still with a contract. `creates_left`: after this number,
     creating calls fail. `hidden`: this number of listings omits each new container. `is_sloppy`: the market ignores
-    filters on numbers. `ghosts`: if a dict, destroyed containers stay in the listing. `undying`: containers that cannot
+    filters on numbers. `undying`: containers that cannot
     be destroyed. `is_strict_about_bulk`: no call may destroy several.
     """
 
@@ -75,7 +75,6 @@ class FakeVast(FakeCloud):
         self.broken: dict[int, dict[str, Any]] = {}
         self.refused: dict[int, Reply] = {}
         self.undying: set[int] = set()
-        self.ghosts: dict[int, dict[str, Any]] | None = None
         self.is_refusing = self.is_down = self.is_sloppy = self.is_strict_about_bulk = False
         self.creates_left: int | None = None
         self.hidden = 0
@@ -245,14 +244,13 @@ class FakeVast(FakeCloud):
             return Reply(400, {"success": False, "error": "invalid_args", "msg": "limit must be between 1 and 25"})
         token = request.query.get("after_token")
         after = json.loads(base64.b64decode(token))["values"]["id"] if token else 0
-        containers = {**self.containers, **(self.ghosts or {})}
-        shown = sorted(contract for contract in containers if not self.lags[contract])
+        shown = sorted(contract for contract in self.containers if not self.lags[contract])
         if not token:
             self._go_on()
         page = [contract for contract in shown if contract > after][:limit]
         more = bool(page) and page[-1] != shown[-1]
         next_token = base64.b64encode(json.dumps({"values": {"id": page[-1]}}).encode()).decode() if more else None
-        rows = [containers[contract] for contract in page]
+        rows = [self.containers[contract] for contract in page]
         return Reply(
             200,
             {

@@ -18,15 +18,13 @@ from skyward_core.errors import BadRequest, ConnectionLost, CredentialsError, Un
 from skyward_core.machines.instances import Endpoint
 from skyward_core.transport.ssh_connection import SSHConnection
 from tests.conftest import RecordedEvents
+from tests.providers.aws import OFFER, SECRET, SPOT, T4, as_us, at_once, every_type, make, of_type  # noqa: F401 - fixtures
 from tests.providers.contract import STARTUP, tags
 from tests.providers.fake_aws import SESSION_TOKEN, FakeAWS
 from tests.providers.hosted import Hosting
-from tests.system.providers.test_aws import OFFER
 from tests.system.providers.test_aws_ssm import (  # noqa: F401 - fixtures
-    SECRET,
     Plugin,
     arguments,
-    as_us,
     cloud,
     endpoint,
     group,
@@ -158,11 +156,7 @@ class ManagedAWS(HostedAWS):
 
 @pytest.mark.timeout(180)
 def test_a_pool_runs_through_session_manager(
-    fleet: Fleet,
-    mirror: Mirror,
-    plugin: Plugin,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    fleet: Fleet, mirror: Mirror, plugin: Plugin, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Bare machines are prepared and used only through sessions. No machine, session or open port is left."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

@@ -17,15 +17,14 @@ from skyward_core.errors import CredentialsError, NoCapacity, ProviderFailed
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.offers import Offer, Requirements
 from skyward_core.providers.aws import cluster, offers
-from skyward_core.providers.aws import instances as aws_instances
 from skyward_core.providers.aws import launch as aws_launch
 from skyward_core.providers.aws.account import AwsAccount
-from skyward_core.providers.base import CREATED_TAG, POOL_TAG, RANK_TAG
+from skyward_core.providers.base import CREATED_TAG, POOL_TAG
+from tests.providers.aws import OFFER, SECRET, SPOT, T4, as_us, at_once, cloud, every_type, make, of_type  # noqa: F401 - fixtures
 from tests.providers.contract import POOL, STARTUP, tags
 from tests.providers.fake_aws import FakeAWS
 from tests.providers.fake_fleet import Group
 from tests.providers.hosted import Hosting
-from tests.system.providers.test_aws import SECRET, SPOT, T4, every_type, make, of_type
 from tests.system.providers.test_end_to_end import HostedAWS, where
 from tests.testbed import Fleet
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
@@ -35,34 +34,6 @@ A, B, C = "us-east-1a", "us-east-1b", "us-east-1c"
 NONE_LEFT = ("InsufficientInstanceCapacity", "There is no Spot capacity available that matches your request.")
 TOGETHER = of_type("g6.8xlarge", accelerator="L4", price_per_hour=2.0, on_demand_price_per_hour=2.014, nodes=2)
 """A type with one EFA."""
-
-
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from botocore.retries import standard
-
-    monkeypatch.setattr(standard.ExponentialBackoff, "delay_amount", lambda *_: 0)
-    monkeypatch.setattr(aws_launch, "AGAIN_SECONDS", (0.0, 0.0))
-    monkeypatch.setattr(aws_instances, "FIRST_LOOK_SECONDS", 0.0)
-
-
-@pytest.fixture
-def cloud(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAWS]:
-    with FakeAWS() as fake:
-        for name in (
-            "AWS_SESSION_TOKEN",
-            "AWS_PROFILE",
-            "AWS_REGION",
-            "AWS_DEFAULT_REGION",
-            "AWS_CONFIG_FILE",
-            "AWS_SHARED_CREDENTIALS_FILE",
-        ):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        monkeypatch.setenv("AWS_ENDPOINT_URL", fake.url)
-        yield fake
 
 
 @pytest.fixture
@@ -227,19 +198,6 @@ def test_burstable_spot_types_get_standard_credits(cloud: FakeAWS) -> None:
     )
 
 
-def test_spot_machines_are_listed_with_their_type_and_price(cloud: FakeAWS) -> None:
-    """They have the tags of the creating call; a listing returns the same."""
-    cloud.spot = {("g4dn.xlarge", A): 0.2, ("g4dn.2xlarge", C): 0.15}
-    launched = make(cloud).launch(SPOT.model_copy(update={"or_types": ("g4dn.2xlarge",)}), 2, tags(), STARTUP)
-    listed = sorted(make(cloud).instances(POOL), key=lambda instance: instance.rank)
-    assert listed == launched
-    for instance in launched:
-        assert (instance.instance_type, instance.is_spot) == ("g4dn.2xlarge", True)
-        assert (instance.price_per_hour, instance.on_demand_price_per_hour) == (0.15, 0.526)
-        assert {name: instance.tags.get(name) for name in tags()} == {**tags(), RANK_TAG: str(instance.rank)}
-        assert instance.endpoint is not None
-
-
 def test_zones_above_the_offered_price_are_not_requested(cloud: FakeAWS) -> None:
     """If all zones have become dearer, the error is NoCapacity. No request is sent and nothing is left."""
     spot(cloud, a=0.21, b=0.3)
@@ -266,20 +224,6 @@ def test_templates_are_deleted_after_every_launch(cloud: FakeAWS) -> None:
         make(cloud).launch(SPOT, 1, tags(launch="L2"), STARTUP)
     assert cloud.fleets.templates == {}
     assert len({parameters["LaunchTemplateName"] for parameters in cloud.parameters("CreateLaunchTemplate")}) == 3
-
-
-def test_a_template_that_cannot_be_deleted_does_not_fail_the_launch(
-    cloud: FakeAWS, account: AwsAccount, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The machines are returned; the template is deleted later."""
-    spot(cloud, a=0.2)
-    cloud.fail("DeleteLaunchTemplate", "UnauthorizedOperation", 403)
-    assert len(make(cloud).launch(SPOT, 1, tags(), STARTUP)) == 1
-    assert "deleted later" in caplog.text
-    ((_, name),) = cloud.fleets.templates
-    assert name.startswith("skyward-")
-    assert aws_launch.prune_launches(account, "us-east-1", now()) == [f"launch template {name} in us-east-1"]
-    assert cloud.fleets.templates == {}
 
 
 # ── answers of EC2 ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -357,21 +301,6 @@ def test_the_real_price_is_written_as_a_tag(cloud: FakeAWS) -> None:
     assert len(cloud.parameters("CreateTags")) == 1  # the real price is the offered one
 
 
-def test_machines_of_several_calls_have_different_ranks(cloud: FakeAWS) -> None:
-    """EC2 counts within one call, and a fleet may make several. The places are tags, and stay when a machine is gone."""
-    spot(cloud, a=0.2)
-    cloud.fleets.is_split = True
-    launched = make(cloud).launch(SPOT, 4, tags(first_rank=3), STARTUP)
-    assert [instance.rank for instance in launched] == [3, 4, 5, 6]
-    listed = {instance.id: instance.rank for instance in make(cloud).instances(POOL)}
-    assert listed == {instance.id: instance.rank for instance in launched}
-    assert all(instance.tags[RANK_TAG] == str(instance.rank) for instance in launched)
-    del cloud.backend().reservations[next(iter(cloud.backend().reservations))]
-    left = {instance.id: instance.rank for instance in make(cloud).instances(POOL)}
-    assert len(left) == 3
-    assert left.items() <= listed.items()
-
-
 def test_ranks_differ_before_they_are_written_as_tags(cloud: FakeAWS) -> None:
     """The client was killed after the fleet came, or may not write tags. Each reader of the listing finds the same
     ranks.
@@ -409,27 +338,6 @@ def test_cards_with_efa_come_from_awss_descriptions(name: str, cards: list[int])
     """The input is AWS's own descriptions of its types."""
     assert cluster.efa_cards(every_type()[name]) == cards
     assert cluster.has_efa(every_type()[name]) == bool(cards)
-
-
-def test_machines_without_a_public_address_get_all_efa_interfaces() -> None:
-    """The first card also carries IP, the others only EFA. A first card without EFA is a normal interface. The
-    parameter for public addresses is left out.
-    """
-    first, *others = cluster.interfaces("sg-1", [0, 1, 2], is_public=False)
-    assert first == {
-        "DeviceIndex": 0,
-        "NetworkCardIndex": 0,
-        "InterfaceType": "efa",
-        "Groups": ["sg-1"],
-        "DeleteOnTermination": True,
-    }
-    assert [(one["NetworkCardIndex"], one["InterfaceType"], one["DeviceIndex"], one["Groups"]) for one in others] == [
-        (1, "efa-only", 1, ["sg-1"]),
-        (2, "efa-only", 1, ["sg-1"]),
-    ]
-    first, *others = cluster.interfaces("sg-1", [1, 2], is_public=False)
-    assert first == {"DeviceIndex": 0, "Groups": ["sg-1"], "DeleteOnTermination": True}
-    assert [one["NetworkCardIndex"] for one in others] == [1, 2]
 
 
 def test_machines_with_a_public_address_have_one_interface() -> None:

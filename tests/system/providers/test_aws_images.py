@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,9 @@ from skyward_core.errors import ProviderFailed
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.offers import Offer
 from skyward_core.providers.aws import images
-from skyward_core.providers.aws import instances as aws_instances
-from skyward_core.providers.aws import launch as aws_launch
 from skyward_core.providers.base import EXPIRES_TAG, IMAGE_TAG, STARTED_FROM_TAG
 from skyward_core.providers.userdata import FORGET
+from tests.providers.aws import OFFER, SECRET, SPOT, T4, as_us, at_once, cloud, every_type, of_type  # noqa: F401 - fixtures
 from tests.providers.contract import STARTUP, tags
 from tests.providers.fake_aws import IMAGES, FakeAWS
 from tests.providers.fake_images import NOW, Image, Snapshot
@@ -34,36 +32,6 @@ CPU = Offer(
     provider="aws", instance_type="c7i.xlarge", region="us-east-1", price_per_hour=0.1785, vcpus=4, memory_gb=8.6
 )
 OURS = {IMAGE_TAG: HASH, images.BASE_TAG: UBUNTU}
-
-
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from botocore.retries import standard
-
-    monkeypatch.setattr(standard.ExponentialBackoff, "delay_amount", lambda *_: 0)
-    monkeypatch.setattr(aws_launch, "AGAIN_SECONDS", (0.0,))
-    monkeypatch.setattr(images, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(aws_instances, "FIRST_LOOK_SECONDS", 0.0)
-
-
-@pytest.fixture
-def cloud(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeAWS]:
-    with FakeAWS() as fake:
-        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-        for name in (
-            "AWS_SESSION_TOKEN",
-            "AWS_PROFILE",
-            "AWS_REGION",
-            "AWS_DEFAULT_REGION",
-            "AWS_CONFIG_FILE",
-            "AWS_SHARED_CREDENTIALS_FILE",
-        ):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY")
-        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        monkeypatch.setenv("AWS_ENDPOINT_URL", fake.url)
-        yield fake
 
 
 def make(**fields: Any) -> sky.AWS:

@@ -20,21 +20,17 @@ import pytest
 import skyward_core as sky
 from skyward_core.errors import BadRequest, ConnectionLost, CredentialsError, Unreachable
 from skyward_core.machines.instances import Endpoint, InstanceState
-from skyward_core.providers.aws import instances as aws_instances
-from skyward_core.providers.aws import launch, session_manager
+from skyward_core.providers.aws import session_manager
 from skyward_core.providers.base import LAUNCH_TAG, load
 from skyward_core.providers.ssh_keys import host_key, our_key
 from skyward_core.transport.proxy_command import PYTHON
 from skyward_core.transport.ssh_connection import SSHConnection
 from tests.conftest import processes_by_tag, wait_until
+from tests.providers.aws import OFFER, SECRET, SPOT, T4, as_us, at_once, every_type, make, of_type  # noqa: F401 - fixtures
 from tests.providers.contract import STARTUP, tags
 from tests.providers.fake_aws import FakeAWS
-from tests.system.providers.test_aws import OFFER, T4
 from tests.system.transport.test_ssh_connection import Echo, Server, echo, key, own_home, say, server  # noqa: F401 - fixtures
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
-
-SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
-
 
 PLUGIN = """\
 #!{python}
@@ -131,25 +127,6 @@ def cloud(monkeypatch: pytest.MonkeyPatch, plugin: Plugin) -> Iterator[FakeAWS]:
     with FakeAWS() as fake:
         as_us(fake, monkeypatch)
         yield fake
-
-
-def as_us(fake: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use the fake as AWS, with only the test's credentials."""
-    for name in (
-        "AWS_SESSION_TOKEN",
-        "AWS_PROFILE",
-        "AWS_REGION",
-        "AWS_DEFAULT_REGION",
-        "AWS_CONFIG_FILE",
-        "AWS_SHARED_CREDENTIALS_FILE",
-    ):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", fake.url)
-    monkeypatch.setattr(aws_instances, "FIRST_LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(launch, "AGAIN_SECONDS", (0.0, 0.0))
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ from skyward_core.providers.digitalocean.boot import MACHINE_ID
 from skyward_core.providers.digitalocean.instances import state_of
 from skyward_core.providers.digitalocean.offers import image_of, to_offers
 from skyward_core.providers.digitalocean.provider import DigitalOcean
-from skyward_core.providers.digitalocean.tags import from_tags, name_of, to_tags
+from skyward_core.providers.digitalocean.tags import name_of, to_tags
 from skyward_core.providers.ssh_keys import host_key, our_key
 from skyward_core.providers.tagging import launch_word
 from tests.providers.contract import POOL, STARTUP, Hands, RestContract, tags
@@ -202,10 +202,7 @@ def test_a_spot_size_becomes_a_spot_offer() -> None:
     spot = [offer for offer in to_offers(SIZES) if offer.is_spot]
     assert [
         (offer.instance_type, offer.region, offer.price_per_hour, offer.on_demand_price_per_hour) for offer in spot
-    ] == [
-        ("gpu-mi350x1-288gb", "ric1", 2.46, 5.75),
-        ("gpu-mi355x8-2304gb", "mem1", 23.76, 52.0),
-    ]
+    ] == [("gpu-mi350x1-288gb", "ric1", 2.46, 5.75), ("gpu-mi355x8-2304gb", "mem1", 23.76, 52.0)]
     alone = to_offers([size("gpu-b300x1-288gb-lc-spot", 1, 1, 11.19, ["nyc1"], (1, "nvidia_b300", 288))])
     assert [(offer.instance_type, offer.is_spot, offer.on_demand_price_per_hour) for offer in alone] == [
         ("gpu-b300x1-288gb-lc", True, None)
@@ -423,15 +420,6 @@ def test_other_capitals_in_a_listed_tag_do_not_matter(
     assert all(tag == tag.lower() for tag in to_tags(ODD))
 
 
-def test_an_incomplete_tag_is_ignored() -> None:
-    """Tags are added one after the other, in any order. A user's own tags are ignored."""
-    parts = to_tags(ODD)
-    assert len(parts) > 2
-    assert from_tags([*reversed(parts), "web", "skyward:demo"]) == ODD
-    assert from_tags(parts[:-1]) == from_tags(parts[2:]) == from_tags([]) == from_tags(["skyward"]) == {}
-    assert from_tags(["skyward:1-1:a:b"]) == {}
-
-
 def test_a_machine_without_tags_is_found_by_its_name(
     cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
 ) -> None:
@@ -564,13 +552,9 @@ def test_a_machine_without_an_address_is_destroyed_after_the_limit(
     ("reply", "kind"),
     [
         (SOLD_OUT, NoCapacity),
-        (unprocessable("Region is not available"), NoCapacity),
         (unprocessable("Droplets of this size are temporarily unavailable due to capacity"), NoCapacity),
-        (unprocessable("This size is not currently available"), NoCapacity),
-        (unprocessable("This size is unavailable"), NoCapacity),
         (unprocessable("Something new", error_attributes={"available_regions": ["tor1"]}), NoCapacity),
         (OVER_LIMIT, QuotaExceeded),
-        (unprocessable("You specified an invalid image for Droplet creation."), BadRequest),
         (unprocessable("Something new"), BadRequest),
     ],
 )
@@ -607,12 +591,9 @@ def test_a_lost_answer_without_a_listing_is_an_unknown_outcome(
     ("headers", "at"),
     [
         ({"ratelimit-remaining": "0", "ratelimit-reset": "1790000030"}, 1790000030.0),
-        ({"ratelimit-reset": " 1790000030 "}, 1790000030.0),
         ({"ratelimit-remaining": "4711", "ratelimit-reset": "1790000030"}, None),
         ({"ratelimit-remaining": "0"}, None),
-        ({"ratelimit-reset": "soon"}, None),
         ({"ratelimit-reset": "9" * 400}, None),
-        ({}, None),
     ],
 )
 def test_the_time_at_which_the_hourly_limit_ends(headers: dict[str, str], at: float | None) -> None:

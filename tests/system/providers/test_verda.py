@@ -533,19 +533,6 @@ def test_a_failed_sweep_of_disks_is_reported_after_the_machines(
     assert fake.alive() == {busy.id}
 
 
-@pytest.mark.parametrize("is_known", [True, False])
-def test_a_machine_that_ends_during_the_call_is_gone(mine: Verda, fake: FakeVerda, is_known: bool) -> None:
-    """It ends after our listing: "Can't discontinue a discontinued instance", or "Invalid instance id"."""
-    (launched,) = mine.launch(offer_of(mine), 1, tags(), STARTUP)
-    before = dict(fake.machines[launched.id])
-    fake.machines[launched.id]["status"] = "discontinued"
-    if not is_known:
-        del fake.machines[launched.id]
-    fake.fail("GET", "/v1/instances$", Reply(200, [before]))
-    mine.terminate([launched.id])
-    assert len(fake.asked("PUT")) == 1
-
-
 # ── credentials ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -15,9 +15,18 @@ from skyward_core.providers.tagging import (
     launch_word,
     of_machine,
     to_codes,
+    to_word,
 )
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+
+
+@given(st.dictionaries(TEXT, TEXT, max_size=5))
+def test_tags_are_encoded_as_one_ascii_word(tags: dict[str, str]) -> None:
+    """The word is printable ASCII without spaces, for any tags. Pool and rank are those that are given with it."""
+    word = to_word(tags)
+    assert all("!" <= letter <= "~" for letter in word)
+    assert from_word(word, "sky-one", 3) == {**tags, "skyward-pool": "sky-one", "skyward-rank": "3"}
 
 
 @pytest.mark.parametrize("word", ["", "{", "null", "[1]", '{"odd": 1}', '"text"'])
