@@ -90,9 +90,7 @@ TAGS = {
 
 
 def test_all_pools_are_listed_with_their_tags(machines) -> None:
-    """A process that knows only the provider lists all pools. Each machine has its complete tags, with its own rank, so
-    the machines can be ended.
-    """
+    """A process that knows only the provider lists all pools."""
     trio = machines(3)
     provider = provider_of(trio)
     (offer,) = provider.offers(ANY)
@@ -147,9 +145,7 @@ def test_terminate_works_without_a_guard(machines) -> None:
 
 
 def test_a_host_carries_one_node(machines) -> None:
-    """Hosts with another pool's node are skipped. If all are in use, NoCapacity names the hosts and the pools. When a
-    guard was killed, its host becomes free again.
-    """
+    """Hosts with another pool's node are skipped. If all are in use, NoCapacity names the hosts and the pools."""
     first, second = pair = machines(2)
     provider = provider_of(pair)
     (mine,) = launch(provider, 1)
@@ -165,9 +161,7 @@ def test_a_host_carries_one_node(machines) -> None:
 
 
 def test_another_user_cannot_block_a_host(machines) -> None:
-    """A file, pipe or link with the lock's former name has no effect. A held lock without a pool has no effect either.
-    Our own pools still exclude each other.
-    """
+    """A file, pipe or link with the lock's former name has no effect."""
     (host,) = machines(1)
     nobody = "setpriv --reuid=nobody --clear-groups"
     said(
@@ -195,9 +189,7 @@ def test_an_expired_lease_ends_the_node(machines) -> None:
 
 
 def test_a_key_is_pinned_for_the_life_of_a_pool(machines) -> None:
-    """No file has the key. A pool keeps the first key that it sees for all methods, also of hosts that it does not use.
-    The next pool pins again.
-    """
+    """No file has the key."""
     used, spare = pair = machines(2)
     plain = provider_of(pair)
     provider = plain.for_pool()
@@ -235,9 +227,7 @@ def test_a_full_disk_starts_nothing(machines) -> None:
     ["-o nobody -m 755 /shared/home", "-o nobody -m 755 /shared/home /shared/home/instances", "-m 777 /shared/home"],
 )
 def test_a_home_that_another_user_could_replace_is_refused(machines, squatted: str) -> None:
-    """Its programs would be the other user's: nothing is started, and the error has advice. A private folder of our own
-    is accepted.
-    """
+    """Its programs would be the other user's: nothing is started, and the error has advice."""
     (host,) = machines(1)
     said(host, f"mkdir -m 1777 /shared; install -d {squatted}")
     (host.root / "root/.bashrc").write_text("export SKYWARD_HOME=/shared/home\n")

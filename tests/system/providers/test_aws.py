@@ -108,9 +108,6 @@ def cidrs(cloud: FakeAWS) -> set[str]:
     }
 
 
-# ── offers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize(
     ("name", "chips"),
     [
@@ -273,9 +270,7 @@ def test_a_region_that_refuses_the_credentials_does_not_count_as_empty(cloud: Fa
 
 
 def test_a_recent_machine_that_aws_does_not_know_is_not_gone(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`InvalidInstanceID.NotFound` occurs for seconds after RunInstances. A minute later, and for another client's
-    machine, it means that the machine is gone.
-    """
+    """`InvalidInstanceID.NotFound` occurs for seconds after RunInstances."""
     provider = make(cloud)
     (machine,) = provider.launch(provider.offers(T4)[0], 1, tags(), STARTUP)
     cloud.fail("TerminateInstances", "InvalidInstanceID.NotFound", times=1)
@@ -306,13 +301,8 @@ def test_without_the_right_to_read_spot_prices_only_on_demand_is_offered(
         make(cloud).offers(T4)
 
 
-# ── the creating call ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_the_creating_call_has_all_parameters(cloud: FakeAWS) -> None:
-    """All machines or none are created. They are tagged in the call, and are terminated at power off, with their disks.
-    There is no EC2 key pair.
-    """
+    """All machines or none are created."""
     make(cloud, instance_profile="trainer").offers(T4)
     cloud.fail("RunInstances", "InvalidParameterValue", times=1)
     with pytest.raises(sky.BadRequest):
@@ -395,9 +385,6 @@ def test_after_lost_answers_the_machines_are_looked_for(cloud: FakeAWS) -> None:
     assert sorted(instance.rank for instance in launched) == [0, 1]
 
 
-# ── key, user data, image and disk ───────────────────────────────────────────────────────────────────────────────────
-
-
 def test_the_user_data_has_the_host_key_and_our_key(cloud: FakeAWS) -> None:
     """A client with our key can derive the machine's host key."""
     (machine,) = make(cloud).launch(OFFER, 1, tags(), STARTUP)
@@ -453,9 +440,6 @@ def test_the_users_own_image_is_used(cloud: FakeAWS) -> None:
     assert cloud.parameters("RunInstances")[0]["ImageId"] == "ami-0b0700000000000x8"
     with pytest.raises(sky.BadRequest, match="InvalidAMIID"):
         make(cloud, ami="ami-none").launch(OFFER, 1, tags(launch="L1"), STARTUP)
-
-
-# ── network ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_machines_accept_connections_only_from_this_client_and_each_other(cloud: FakeAWS) -> None:
@@ -522,9 +506,6 @@ def test_a_region_without_a_default_vpc_is_refused_with_advice(cloud: FakeAWS) -
     with pytest.raises(NoCapacity, match="subnet_ids=") as caught:  # another region may have one
         make(cloud, region=("us-east-1", "us-west-2")).launch(OFFER, 1, tags(), STARTUP)
     assert caught.value.code == "VPCIdNotSpecified"
-
-
-# ── the wait for an address ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_launch_waits_until_a_machine_has_an_address(cloud: FakeAWS) -> None:
@@ -596,9 +577,6 @@ def test_a_region_with_an_outage_reports_its_machines_as_left(cloud: FakeAWS) ->
         both.instances(POOL)
 
 
-# ── errors and credentials ───────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize(
     ("code", "status", "kind"),
     [
@@ -648,9 +626,6 @@ def test_credentials_come_from_the_profile(cloud: FakeAWS, monkeypatch: pytest.M
     assert make(cloud, profile="lab").account() == ACCOUNT
     with pytest.raises(CredentialsError):
         make(cloud, profile="other").account()
-
-
-# ── as a value ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(

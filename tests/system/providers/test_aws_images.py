@@ -149,9 +149,6 @@ def test_a_machine_removes_the_identity_of_the_captured_machine(cloud: FakeAWS) 
     assert config["bootcmd"] == [["cloud-init-per", "instance", "skyward-forget", "sh", "-c", FORGET]]
 
 
-# ── failures during the creation ─────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_lost_answer_does_not_matter_if_the_snapshot_is_begun(cloud: FakeAWS) -> None:
     """The creating call is sent once: it has no token."""
     machine = launch(make())
@@ -168,9 +165,6 @@ def test_an_image_without_a_snapshot_in_time_is_deregistered(cloud: FakeAWS, mon
     with pytest.raises(ProviderFailed, match=r"no snapshot of vol-\w+ was begun within 0.05 s"):
         make().keep_image(machine, HASH)
     assert (cloud.images.images, cloud.images.snapshots) == ({}, {})
-
-
-# ── expiry and deletion ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def expires(image: Image) -> float:
@@ -256,13 +250,6 @@ def test_a_snapshot_that_another_image_uses_stays(cloud: FakeAWS) -> None:
     assert image.id not in cloud.images.images
     assert image.snapshots[0] in cloud.images.snapshots
     assert prune() == []
-
-
-def test_images_of_all_regions_are_pruned(cloud: FakeAWS) -> None:
-    """An image belongs to one region."""
-    here, there = cloud.images.add(until(-1)), cloud.images.add(until(-1), region="us-west-2")
-    cloud.images.add(until(-1), region="eu-west-1")
-    assert [line.split()[1] for line in prune(region=("us-east-1", "us-west-2"))] == [here.id, there.id]
 
 
 def test_an_outage_is_not_an_empty_list_of_images(cloud: FakeAWS) -> None:

@@ -171,16 +171,6 @@ def test_a_login_uses_the_id_of_the_machine(cloud: FakeAWS) -> None:
     assert load(provider.to_json()).instances(machine.pool_id) == [machine]
 
 
-def test_a_machine_needs_only_a_private_address(cloud: FakeAWS) -> None:
-    """The client needs no route to its network."""
-    cloud.pending_listings = 2
-    (machine,) = sky.AWS(use_ssm=True, use_private_ip=True).launch(OFFER, 1, tags(), STARTUP)
-    assert cloud.parameters("RunInstances")[0]["NetworkInterface.1.AssociatePublicIpAddress"] == "false"
-    assert len(cloud.parameters("DescribeInstances")) == 3
-    assert machine.endpoint is not None
-    assert machine.endpoint.host == machine.id
-
-
 @pytest.mark.parametrize(
     ("version", "reason"),
     [(None, "needs AWS's session-manager-plugin on PATH"), ("1.2.497.0", "after 1.2.497.0"), ("what?", "after")],
@@ -233,8 +223,6 @@ def test_a_process_without_the_plugin_cannot_attach(endpoint: Endpoint, cloud: F
         connection.connect(60)
     assert cloud.parameters("StartSession") == []
 
-
-# ── proxy commands of any kind ───────────────────────────────────────────────────────────────────────────────────────
 
 RELAY = """\
 import os, socket, sys, threading

@@ -377,9 +377,7 @@ def test_a_pool_runs_on_a_cloud(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is launched, prepared over SSH with a known host key, and used. A preempted machine is replaced during calls.
-    No machine is left. No file has a secret of the cloud or of calls, or a likely secret in `env`.
-    """
+    """It is launched, prepared over SSH with a known host key, and used."""
     caplog.set_level(logging.DEBUG)
     token, password, recorded = f"tok-{uuid.uuid4().hex}", f"pw-{uuid.uuid4().hex}", RecordedEvents()
     monkeypatch.setenv("HF_TOKEN", token)

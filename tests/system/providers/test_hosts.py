@@ -122,9 +122,7 @@ def test_hosts_with_two_architectures_are_one_offer_unless_one_is_required(machi
 
 
 def test_terminate_restores_the_host(machines, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that ignore signals, folders in memory and the directory are gone when terminate returns. Caches stay.
-    A second call is no error.
-    """
+    """Processes that ignore signals, folders in memory and the directory are gone when terminate returns."""
     (host,) = machines(1)
     provider = provider_of([host])
     (instance,) = launch(provider)
@@ -199,9 +197,7 @@ def test_pools_that_launch_at_the_same_time_share_no_host(machines) -> None:
 
 
 def test_a_different_host_key_is_refused(machines) -> None:
-    """With a known key, every method raises HostKeyChanged for a different one. So does a connection to an instance
-    with its pinned key.
-    """
+    """With a known key, every method raises HostKeyChanged for a different one."""
     good, bad = pair = machines(2)
     known = bad.directory / "both"
     known.write_text(f"{good.known_hosts_line}\n{bad.known_hosts_line}\n")

@@ -85,9 +85,6 @@ def refused(api: Api, method: str = "GET", path: str = "/things", **settings: An
     return caught.value
 
 
-# ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_requests_and_answers_are_transferred(api: Api) -> None:
     """Query, body and headers arrive. A None in a query is left out."""
     echo = api.request(
@@ -128,9 +125,6 @@ def test_a_missing_object_may_be_none(api: Api, cloud: FakeThings) -> None:
         cloud.fail("GET", "/things", Reply(status, {"code": "not_found"}), times=2)
         assert api.request("GET", "/things", missing_is_none=True) is None
         assert isinstance(refused(api), BadRequest)
-
-
-# ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -174,9 +168,7 @@ def test_the_code_is_the_clouds_own_or_the_status(api: Api, cloud: FakeThings, b
 
 
 def test_a_cloud_may_classify_errors_itself(cloud: FakeThings, clock: Clock) -> None:
-    """The result of `classify` has precedence, with the code. It gets status, body and message; the body is empty if it
-    is no JSON object.
-    """
+    """The result of `classify` has precedence, with the code."""
     seen: list[tuple[int, Mapping[str, Any], str]] = []
 
     def classify(status: int, body: Mapping[str, Any], message: str) -> SkywardError | None:
@@ -191,9 +183,6 @@ def test_a_cloud_may_classify_errors_itself(cloud: FakeThings, clock: Clock) -> 
         assert type(refused(api)) is BadRequest
     assert seen[0] == (500, {"code": "none_left"}, str(error))
     assert seen[1][:2] == (400, {})
-
-
-# ── retries ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("fault", [Reply(500), Reply(503, "try later", is_text=True), Reply(408), None])
@@ -224,9 +213,7 @@ def test_a_creating_call_is_not_repeated(api: Api, cloud: FakeThings, clock: Clo
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_a_refused_connection_is_tried_again(clock: Clock, method: str) -> None:
-    """No process listened, so the request had no effect. It is repeated until the time limit, also if it creates
-    something.
-    """
+    """No process listened, so the request had no effect."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     with Api("Acme", url) as api:
@@ -273,9 +260,6 @@ def test_a_timeout_is_a_failure(
     assert len(cloud.asked(method)) == tries
 
 
-# ── throttling ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def _date(seconds: float, **changes: Any) -> str:
     return format_datetime(datetime(2026, 11, 21, tzinfo=UTC) + timedelta(seconds=seconds), **changes)
 
@@ -304,9 +288,7 @@ def test_throttling_is_waited_out_for_the_time_that_the_cloud_names(
     pause: float,
     method: str,
 ) -> None:
-    """Retry-After is a number of seconds or a date. Other values are ignored, and "at once" causes no storm of
-    requests. A creating call waits too.
-    """
+    """Retry-After is a number of seconds or a date."""
     monkeypatch.setenv("TZ", "Pacific/Auckland")
     time.tzset()
     try:
@@ -336,16 +318,13 @@ def test_retries_have_a_time_limit(api: Api, cloud: FakeThings, clock: Clock, he
     ("status", "headers", "pauses"),
     [
         (429, {"acme-reset": "+25"}, [25.0]),
-        (429, {"ACME-Reset": "+59"}, [59.0]),
         (429, {"acme-reset": "+25", "Retry-After": "3"}, [3.0]),
-        (429, {"acme-reset": "+0.1"}, [0.5]),
         (
             429,
             {"acme-reset": "-5"},
             [0.5, 1.0],
         ),  # the time is in the past and the errors continue: the header is ignored
         (503, {"acme-reset": "+25"}, [0.5]),
-        (429, {}, [0.5]),
     ],
 )
 def test_a_cloud_may_name_the_end_of_throttling_in_its_own_header(
@@ -360,9 +339,6 @@ def test_a_cloud_may_name_the_end_of_throttling_in_its_own_header(
     with Api("Acme", cloud.url, reset=reset) as api:
         api.request("GET", "/things")
     assert clock.pauses == pytest.approx(pauses)
-
-
-# ── secrets ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -422,9 +398,6 @@ def test_an_invalid_url_is_refused_at_once(clock: Clock, url: str) -> None:
     with pytest.raises(BadRequest, match="Acme cannot be"), Api("Acme", url) as api:
         api.request("GET", "/things")
     assert clock.pauses == []
-
-
-# ── close ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_threads_share_a_client_and_it_closes_all_connections(cloud: FakeThings, clock: Clock) -> None:

@@ -132,9 +132,7 @@ def test_without_a_pool_the_instances_of_all_pools_are_listed(pool_id: str) -> N
 
 
 def test_each_instance_has_a_session_a_directory_and_a_log(pool_id: str) -> None:
-    """Instances share no process groups (one for keepers, one for the script) and no files. The log has the output; the
-    directory is private.
-    """
+    """Instances share no process groups (one for keepers, one for the script) and no files."""
     instances = launch(pool_id, 2, script=f"echo hello from $SKYWARD_RANK; {SCRIPT}")
     groups = [groups_of(instance.id) for instance in instances]
     assert all(len(group) == 2 for group in groups)
@@ -155,9 +153,7 @@ def test_a_process_that_cannot_be_seen_for_a_moment_is_not_gone(pool_id: str, mo
 
 
 def test_terminate_ends_every_process_and_removes_the_directory(pool_id: str) -> None:
-    """Children with their own session, and processes that ignore SIGTERM, are gone when terminate returns. Other
-    instances still run.
-    """
+    """Children with their own session, and processes that ignore SIGTERM, are gone when terminate returns."""
     stubborn = "trap '' TERM; setsid bash -c 'trap \"\" TERM; touch away; sleep 300 & wait; sleep 300' & while [ ! -e away ]; do sleep 0.01; done; touch started; sleep 300; sleep 300"
     (hard,) = launch(pool_id, script=stubborn)
     (other,) = launch(pool_id)
@@ -208,9 +204,7 @@ def test_an_id_is_compared_completely(pool_id: str, tmp_path: Path, monkeypatch:
 
 
 def test_a_node_sees_paths_and_proxies_but_no_secrets(pool_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node inherits variables that every machine has. It does not inherit credentials, or settings of Python or an
-    orchestrator.
-    """
+    """A node inherits variables that every machine has."""
     kept = {
         "LC_ALL": "C.UTF-8",
         "https_proxy": "http://proxy:3128",
@@ -238,8 +232,6 @@ def test_a_node_sees_paths_and_proxies_but_no_secrets(pool_id: str, monkeypatch:
     assert not set(dropped) & set(seen)
     assert "/secret" not in seen.values()
 
-
-# ── the end of a client ──────────────────────────────────────────────────────────────────────────────────────────────
 
 CLIENT = """
 import sys, time, os

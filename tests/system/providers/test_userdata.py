@@ -92,9 +92,6 @@ def booted(tmp_path: Path, script: str) -> Path:
     return next(tmp_path.glob("root/.cache/skyward/instances/*/up")).parent
 
 
-# ── the texts ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize("kind", ["boot", "script", "container"])
 @pytest.mark.parametrize("startup", [GUARD, NASTY])
 def test_the_scripts_are_plain_sh(key: Key, host: HostKey, kind: str, startup: str) -> None:
@@ -125,9 +122,7 @@ def test_a_startup_script_is_kept_exactly(tmp_path: Path, startup: str) -> None:
 
 
 def test_a_startup_script_has_its_identity_in_the_environment(tmp_path: Path) -> None:
-    """They are id, directory, pool, rank and all tags. The script reads no input, writes to `log`, and leads its own
-    session.
-    """
+    """They are id, directory, pool, rank and all tags."""
     startup = 'env -0 >"$SKYWARD_INSTANCE_DIRECTORY/environ"; read -r x || echo "no $x input"; echo error >&2\n'
     startup += 'cut -d" " -f1,6 /proc/$$/stat; touch "$SKYWARD_INSTANCE_DIRECTORY/up"\n'
     directory = booted(tmp_path, userdata.boot_script(startup, TAGS, "echo m-1"))
@@ -156,9 +151,7 @@ def test_a_startup_script_has_its_identity_in_the_environment(tmp_path: Path) ->
     ],
 )
 def test_a_machine_without_a_readable_id_is_named_by_its_launch(tmp_path: Path, answer: str) -> None:
-    """The metadata service gives no answer, an error page, or an invalid file name. The lease still holds, in a
-    directory at the usual path.
-    """
+    """The metadata service gives no answer, an error page, or an invalid file name."""
     startup = 'touch "$SKYWARD_INSTANCE_DIRECTORY/up"\n'
     assert booted(tmp_path, userdata.boot_script(startup, TAGS, answer)).name == LAUNCH
 
@@ -191,8 +184,6 @@ def test_a_failed_end_of_a_machine_is_repeated(tmp_path: Path, monkeypatch: pyte
     assert (done.returncode, done.stderr) == (-15, "")
     assert (tmp_path / "tries").read_text() == "tried\n" * 3
 
-
-# ── restart ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 QUIET = 'touch "$SKYWARD_INSTANCE_DIRECTORY/up"\n'
 BOOT_ID = Path(userdata.BOOT_ID).read_text().strip()
@@ -230,9 +221,7 @@ def restarted(tmp_path: Path, *, is_another_boot: bool = True) -> bool:
     ],
 )
 def test_a_machine_that_restarts_ends_itself(tmp_path: Path, known: str, again: str, ends: bool) -> None:
-    """It ends in every boot but the first, for any lease. Only the rented machine ends. Its log has the reason, in the
-    guard's format.
-    """
+    """It ends in every boot but the first, for any lease. Only the rented machine ends."""
     units(tmp_path)
     who = tmp_path / "who"
     who.write_text(known)
@@ -245,9 +234,7 @@ def test_a_machine_that_restarts_ends_itself(tmp_path: Path, known: str, again: 
 
 
 def test_systemd_runs_the_check_at_each_boot(tmp_path: Path) -> None:
-    """The boot target wants the unit, and all users may read it. It is plain sh, and does nothing when the disk has
-    lost its identity.
-    """
+    """The boot target wants the unit, and all users may read it."""
     place = units(tmp_path)
     booted(tmp_path, userdata.boot_script(QUIET, TAGS, "cat /var/lib/cloud/data/instance-id 2>/dev/null || echo m-1"))
     script = tmp_path / "root/.cache/skyward/rebooted"
@@ -263,9 +250,6 @@ def test_systemd_runs_the_check_at_each_boot(tmp_path: Path) -> None:
     assert result.stdout == ""
     assert run(moved(userdata.FORGET, tmp_path).replace("/home/", f"{tmp_path}/home/")).returncode == 0
     assert not script.exists()
-
-
-# ── restart of a container ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Container:
@@ -352,9 +336,7 @@ def container(tmp_path: Path) -> Iterator[Callable[..., Container]]:
 
 
 def test_a_container_that_restarts_requests_its_end_and_does_nothing_else(container: Callable[..., Container]) -> None:
-    """It has no new lease and no new `paid`, and logs the reason. The end is requested repeatedly, and the first
-    process lives on.
-    """
+    """It has no new lease and no new `paid`, and logs the reason."""
     one = container()
     one.guard()
     assert not one.has_asked_for_its_end()
@@ -372,9 +354,7 @@ def test_a_container_that_restarts_requests_its_end_and_does_nothing_else(contai
 def test_a_container_that_restarts_on_another_disk_gets_no_second_lease(
     container: Callable[..., Container], tmp_path: Path
 ) -> None:
-    """The time of its request is in the script, which is in the environment. An hour later every start counts as a
-    restart.
-    """
+    """The time of its request is in the script, which is in the environment."""
     one = container(**{CREATED_TAG: str(int(time.time()) - userdata.START_SECONDS - 5)})
     wait_until(one.has_asked_for_its_end, "the end")
     one.crash(wipe=True)
@@ -405,9 +385,6 @@ def test_the_first_process_ends_a_container_at_its_hard_end(
     wait_until(one.has_asked_for_its_end, "the end")
 
 
-# ── cloud-config ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_cloud_config_is_the_same_as_yaml_and_json(key: Key, host: HostKey) -> None:
     """PyYAML, which cloud-init uses, and JSON agree. The keys are those that cloud-init documents."""
     boot = userdata.boot_script(NASTY, TAGS, "echo m-1")
@@ -436,9 +413,6 @@ def test_repeated_creating_calls_have_the_same_user_data(key: Key) -> None:
     assert userdata.packed(text()) == userdata.packed(text())
 
 
-# ── packed scripts ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_packed_script_runs_from_the_environment(tmp_path: Path) -> None:
     """It is one word of base64. Unpacked it is the original, in a file that only root can read."""
     script = f"#!/bin/sh\nstat -c %a {tmp_path}/run/skyward-boot\n: {NASTY}"
@@ -458,27 +432,8 @@ def test_a_packed_script_runs_from_the_environment(tmp_path: Path) -> None:
         assert (tmp_path / "run/skyward-boot").read_text() == script
 
 
-@pytest.mark.parametrize("word", ["", "no base64!", userdata.packed("echo ran\n" * 100)[:40]])
-def test_an_incomplete_packed_script_is_not_run(tmp_path: Path, word: str) -> None:
-    """It holds for an empty, an invalid and a truncated word."""
-    done = subprocess.run(
-        ["sh", "-c", moved(userdata.UNPACKED, tmp_path)],
-        env=os.environ | {"SKYWARD_BOOT": word},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=30,
-    )
-    assert (done.returncode != 0, done.stdout) == (True, "")
-
-
-# ── login ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_existing_authorized_keys_stay(tmp_path: Path, key: Key, host: HostKey) -> None:
-    """It holds also if the last line has no line break. Our key has its own line, other users cannot read the files,
-    and no old host key is left.
-    """
+    """It holds also if the last line has no line break."""
     (tmp_path / "root/.ssh").mkdir(parents=True)
     (tmp_path / "root/.ssh/authorized_keys").write_text("ssh-ed25519 AAAAtheirs them@there")
     (tmp_path / "root/.ssh/authorized_keys").chmod(0o666)
@@ -506,9 +461,7 @@ def test_existing_authorized_keys_stay(tmp_path: Path, key: Key, host: HostKey) 
 
 
 def test_sshd_is_installed_if_it_is_missing(tmp_path: Path, key: Key, host: HostKey) -> None:
-    """The umask keeps files readable for others. It is tried again if another process is installing, and only after the
-    guard was started.
-    """
+    """The umask keeps files readable for others."""
     place = tmp_path / "bin"
     place.mkdir()
     sshd = tmp_path / "sshd"
@@ -534,9 +487,6 @@ def test_sshd_is_installed_if_it_is_missing(tmp_path: Path, key: Key, host: Host
         install,
     ]
     assert (tmp_path / "etc/ssh/ssh_host_ed25519_key").stat().st_mode & 0o777 == 0o600
-
-
-# ── on hosts ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -572,9 +522,7 @@ def inside(machine: Host, path: str) -> Path:
 
 
 def test_a_machine_gets_the_expected_host_key(machine: Host, key: Key, host: HostKey) -> None:
-    """Before its script has run its host key is wrong. A client that waits can log in afterwards, with our key and the
-    derived host key.
-    """
+    """Before its script has run its host key is wrong."""
     stranger = SSHConnection(endpoint(machine, key))
     with pytest.raises(HostKeyChanged):
         stranger.connect(30)
@@ -613,9 +561,7 @@ def test_a_machine_ends_itself_when_its_lease_expires(machine: Host, key: Key, h
 
 
 def test_a_machine_that_restarts_powers_itself_off(machine: Host) -> None:
-    """All of its processes are gone, and the unit ends it, although its lease is long. In the first boot the unit does
-    nothing.
-    """
+    """All of its processes are gone, and the unit ends it, although its lease is long."""
     machine.run("mkdir -p /run/systemd/system")
     bring_up(machine, userdata.boot_script(guard_script(3600, None, userdata.END_COMMAND), TAGS, "echo m-1"))
     guard = inside(machine, userdata.directory_of("m-1")) / "guard"
@@ -633,9 +579,7 @@ def test_a_machine_that_restarts_powers_itself_off(machine: Host) -> None:
 
 
 def test_a_container_accepts_our_login_and_stays(machine: Host, key: Key, host: HostKey) -> None:
-    """Its main script stays. It is packed as for a cloud that allows little space. It reaps orphaned processes, and
-    ends on SIGTERM.
-    """
+    """Its main script stays. It is packed as for a cloud that allows little space."""
     boot = userdata.boot_script(GUARD, TAGS, "echo m-1")
     word = userdata.packed(userdata.container_script(boot, key, host))
     bring_up(machine, f"SKYWARD_BOOT={shlex.quote(word)}; export SKYWARD_BOOT\n{userdata.UNPACKED}\n")
@@ -665,9 +609,7 @@ def test_a_container_accepts_our_login_and_stays(machine: Host, key: Key, host: 
 
 
 def test_sshd_is_started_if_it_is_not_running(machine: Host, key: Key, host: HostKey) -> None:
-    """In a container no other process starts it. A running sshd gets our keys; this one has its own network and
-    processes.
-    """
+    """In a container no other process starts it."""
     script = userdata.container_script(userdata.boot_script(":\n", TAGS, "echo m-1"), key, host)
     alone = "ip link set lo up; sh /root/script & for try in $(seq 100); do ssh-keyscan -t ed25519 127.0.0.1 2>/dev/null >/root/seen; [ -s /root/seen ] && break; sleep 0.2; done"
     machine.run("cat >/root/script", text=script)

@@ -135,13 +135,8 @@ def rented(fake: FakeVast) -> list[int]:
     return [int(request.path.split("/")[4]) for request in fake.asked("PUT", "/api/v0/asks/")]
 
 
-# ── offers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_traffic_and_disk_are_counted_at_the_hosts_prices(fake: FakeVast) -> None:
-    """Traffic is an estimate. A class has the highest extra costs of its machines. No host with dearer traffic is
-    rented for the offer's price.
-    """
+    """Traffic is an estimate. A class has the highest extra costs of its machines."""
     there = {"geolocation": "Quebec, CA"}
     costs = {"inet_down_cost": 0.002, "inet_up_cost": 0.01, "storage_cost": 0.18, **there}
     fake.sell(
@@ -164,9 +159,7 @@ def test_traffic_and_disk_are_counted_at_the_hosts_prices(fake: FakeVast) -> Non
 
 
 def test_a_country_has_one_name(fake: FakeVast) -> None:
-    """A listing may have "California, United States", and an offer "Texas, US". Both are one region with the code as
-    its name.
-    """
+    """A listing may have "California, United States", and an offer "Texas, US"."""
     there = {"price": 0.1, "gpu_name": "RTX A5000"}
     fake.sell(
         ask(71, geolocation="California, United States", **there),
@@ -209,9 +202,7 @@ def test_cuda_has_the_version_that_the_image_needs(
 
 
 def test_an_offer_is_a_class_of_machines_with_its_share_of_the_host(fake: FakeVast) -> None:
-    """The market lists memory for the whole machine, and CPUs for the share. GPU memory, as the driver sees it, is
-    rounded up to the vendor's figure.
-    """
+    """The market lists memory for the whole machine, and CPUs for the share."""
     (offer,) = [
         offer
         for offer in VastAI().offers(Requirements(accelerator=sky.accelerators.parse("8xH100-SXM")))
@@ -302,9 +293,7 @@ def test_an_unknown_chip_or_a_missing_price_is_not_offered(fake: FakeVast) -> No
 
 
 def test_a_bid_is_a_separate_offer(fake: FakeVast) -> None:
-    """It is slightly above the lowest bid, with the price on demand if that is known. A bid above that price is no
-    offer.
-    """
+    """It is slightly above the lowest bid, with the price on demand if that is known."""
     fake.asks.clear()
     fake.sell(
         ask(1, price=0.4, min_bid=0.15),
@@ -321,9 +310,7 @@ def test_a_bid_is_a_separate_offer(fake: FakeVast) -> None:
 
 
 def test_all_pages_of_a_search_are_read(fake: FakeVast) -> None:
-    """One search returns at most 64 rows. Pages are read until one is not full, or until the limit that saves the daily
-    quota.
-    """
+    """One search returns at most 64 rows."""
     fake.asks.clear()
     fake.sell(*(ask(number, price=0.2 + number / 1000) for number in range(1, 151)))
     prices = {offer.price_per_hour for offer in VastAI().offers(RTX_4090) if not offer.is_spot}
@@ -365,9 +352,6 @@ def test_the_quota_of_searches_is_not_waited_out(fake: FakeVast) -> None:
         VastAI().offers(RTX_4090)
     assert caught.value.code == "search_quota_exceeded"
     assert len(fake.asked("POST")) == 1
-
-
-# ── the creating call ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_parameters_of_the_creating_call(fake: FakeVast) -> None:
@@ -433,9 +417,7 @@ def test_the_number_of_tried_offers_is_limited(fake: FakeVast) -> None:
 
 
 def test_no_machine_above_the_offers_price_is_rented(fake: FakeVast) -> None:
-    """The limit is the offer's price, which is used for the cost, plus a tolerance. Machines with fewer CPUs, less
-    memory, another region or another class are not rented. Fewer machines are no error.
-    """
+    """The limit is the offer's price, which is used for the cost, plus a tolerance."""
     offer = cheapest()
     fake.asks.clear()
     fake.sell(
@@ -472,9 +454,7 @@ def test_several_machines_come_from_one_cluster_if_possible(fake: FakeVast) -> N
 
 
 def test_a_spot_machine_is_a_bid_at_the_offers_price(fake: FakeVast) -> None:
-    """Without a price it would be on demand. An offer is skipped if its lowest bid is above the price. If that bid
-    rises during the call, the error is NoCapacity.
-    """
+    """Without a price it would be on demand. An offer is skipped if its lowest bid is above the price."""
     offer = cheapest(is_spot=True)
     bid = offer.price_per_hour
     assert bid == pytest.approx(0.175 * 1.1)
@@ -505,8 +485,6 @@ def test_a_container_of_a_refused_call_is_destroyed(fake: FakeVast, status: int)
     ("status", "body", "kind"),
     [
         (400, {"error": "invalid_args", "msg": "You don't have enough credit to rent this"}, sky.QuotaExceeded),
-        (403, {"error": "forbidden", "msg": "Balance too low"}, sky.QuotaExceeded),
-        (402, {"msg": "Payment required"}, sky.QuotaExceeded),
         (400, {"error": "invalid_args", "msg": "invalid env arguments, total length > 32KB"}, BadRequest),
         (403, {"error": "forbidden", "msg": "This key may not write instances"}, CredentialsError),
     ],
@@ -538,9 +516,6 @@ def test_creating_calls_have_a_minimum_distance(fake: FakeVast, monkeypatch: pyt
     assert slept[:3] == [0.0, 4.5, 4.5]
 
 
-# ── the wait for an address ──────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -562,9 +537,7 @@ def test_a_failed_container_is_destroyed_and_the_next_host_is_tried(fake: FakeVa
 
 
 def test_an_unknown_outcome_is_not_reported_as_no_capacity(fake: FakeVast) -> None:
-    """NoCapacity means that no machine was created. So it is not raised after an unknown outcome, nor if a failed
-    container cannot be destroyed.
-    """
+    """NoCapacity means that no machine was created."""
     fake.broken[101] = {"actual_status": "exited"}
     fake.refused[102] = Reply(503, "upstream", is_text=True)
     with pytest.raises(ProviderFailed, match="503"):
@@ -596,9 +569,7 @@ def test_a_container_that_loads_for_too_long_is_destroyed(fake: FakeVast, monkey
 def test_a_machine_that_disappears_during_the_wait_ends_the_launch(
     fake: FakeVast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two listings lack it after one that had it. A teardown may be in progress, and would not find another container.
-    A container that is not listed yet is waited for.
-    """
+    """Two listings lack it after one that had it."""
     fake.hidden = 2
     listings: list[int] = []
     listing = launch.all_containers
@@ -618,37 +589,28 @@ def test_a_machine_that_disappears_during_the_wait_ends_the_launch(
     assert fake.containers == {}
 
 
-# ── listing and terminating ──────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    ("fields", "state"),
-    [
-        ({"actual_status": None}, InstanceState.PENDING),
-        ({"actual_status": "created", "cur_state": "stopped"}, InstanceState.PENDING),
-        ({"actual_status": "loading", "status_msg": "Pulling"}, InstanceState.PENDING),
-        ({"actual_status": "rebooting"}, InstanceState.PENDING),
-        ({"actual_status": "a word of tomorrow"}, InstanceState.PENDING),
-        ({"actual_status": "created", "status_msg": "Error: no space left"}, InstanceState.STOPPING),
-        ({"actual_status": "running"}, InstanceState.RUNNING),
-        ({"actual_status": "running", "status_msg": "Error in the user's own log"}, InstanceState.RUNNING),
-        ({"actual_status": "running", "intended_status": "stopped"}, InstanceState.STOPPING),
-        ({"actual_status": "running", "cur_state": "unloaded"}, InstanceState.STOPPING),
-        *(
-            ({"actual_status": word}, InstanceState.STOPPING)
-            for word in ("stopped", "exited", "offline", "unknown", "frozen")
-        ),
-        (
-            {"actual_status": None, "intended_status": "stopped", "cur_state": "stopped", "next_state": "stopped"},
-            InstanceState.STOPPING,
-        ),
-    ],
-)
-def test_each_status_has_a_state(fake: FakeVast, fields: dict[str, Any], state: InstanceState) -> None:
+def test_each_status_has_a_state(fake: FakeVast) -> None:
     """Outbid, stopped and broken containers are STOPPING; an unknown status is PENDING."""
     (machine,) = VastAI().launch(cheapest(), 1, tags(), STARTUP)
-    fake.containers[int(machine.id)] |= fields
-    assert [found.state for found in VastAI().instances(POOL)] == [state]
+    launched = fake.containers[int(machine.id)]
+    error, outbid = {"status_msg": "Error: no space left"}, {"intended_status": "stopped"}
+    for state, rows in {
+        InstanceState.PENDING: [
+            *({"actual_status": word} for word in (None, "loading", "rebooting", "a word of tomorrow")),
+            {"actual_status": "created", "cur_state": "stopped"},
+        ],
+        InstanceState.RUNNING: [{"actual_status": "running"}, {"actual_status": "running", **error}],
+        InstanceState.STOPPING: [
+            *({"actual_status": word} for word in ("stopped", "exited", "offline", "unknown", "frozen")),
+            {"actual_status": "created", **error},
+            {"actual_status": "running", **outbid},
+            {"actual_status": "running", "cur_state": "unloaded"},
+            {"actual_status": None, "cur_state": "stopped", "next_state": "stopped", **outbid},
+        ],
+    }.items():
+        for fields in rows:
+            fake.containers[int(machine.id)] = {**launched, **fields}
+            assert [found.state for found in VastAI().instances(POOL)] == [state], fields
 
 
 def test_many_are_destroyed_in_one_call(fake: FakeVast) -> None:
@@ -668,13 +630,8 @@ def test_if_a_common_deletion_is_refused_each_container_is_tried(fake: FakeVast)
     assert {str(contract) for contract in fake.containers} == {second.id}
 
 
-# ── in the container ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_killed_main_script_is_started_again(tmp_path: Path) -> None:
-    """The first process starts it, and no process inside can kill the first process. The script finds that the
-    container was restarted.
-    """
+    """The first process starts it, and no process inside can kill the first process."""
     starts = tmp_path / "starts"
     starts.touch()
     script = f'echo up >>{starts}; echo "$PPID" "$(cut -d" " -f1 </proc/self/stat)"; exec sleep 1000'
@@ -712,9 +669,7 @@ STOP = 'PUT -d {"state": "stopped"} https://console.vast.ai/api/v0/instances/123
 def test_a_container_requests_its_end_until_it_succeeds(
     tmp_path: Path, accepted: str, ways: list[str], is_inherited: bool
 ) -> None:
-    """The request has the container's own key, which is in no command line. If destroying is refused the container
-    requests a stop. Nothing ends the first process.
-    """
+    """The request has the container's own key, which is in no command line."""
 
     def command(name: str, text: str) -> None:
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -745,9 +700,6 @@ def test_a_container_requests_its_end_until_it_succeeds(
     assert made == [line for pause in (5, 10, 20, 40, 80) for line in (*ways, f"sleep {pause}")]
     assert (tmp_path / "header").read_text() == "Authorization: Bearer its-own-key"
     assert "kill" not in END
-
-
-# ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def write_to(home: Path, place: str) -> None:
