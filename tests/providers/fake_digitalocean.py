@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tests.providers.http_fake import FakeCloud, Fault, Reply, Request, route
@@ -109,14 +109,13 @@ class Droplet:
     is_errored: bool = False
     status: str | None = None
     """A status that overrides the one of its reads."""
-    has_no_address: bool = False
     looks: int = 0
     ip: str | None = None
     """The address of its host, "" while the host starts."""
 
     def row(self) -> dict[str, Any]:
         """Return it in the API's format."""
-        is_up = self.looks > self.slow and not (self.is_errored or self.has_no_address) and self.ip != ""
+        is_up = self.looks > self.slow and not self.is_errored and self.ip != ""
         place = f"{self.id >> 8 & 255}.{self.id & 255}"
         networks = [
             {"ip_address": self.ip or f"10.116.{place}", "netmask": "255.255.240.0", "gateway": "", "type": "private"},
@@ -156,8 +155,6 @@ class Mood:
     hidden: int = 0
     errored: int = 0
     """The next creating calls create this number of droplets that are errored after a read."""
-    off: int = 0
-    """The next creating calls create this number of droplets that are off and never have an address."""
     unknown_key: int = 0
     """The next creating calls, this number of them, do not know a registered key."""
     budget: int | None = None
@@ -165,8 +162,6 @@ class Mood:
     shrinking: int = 0
     """How often a droplet of the first page is deleted after that page was read."""
     is_refusing: bool = False
-    capitals: dict[str, str] = field(default_factory=dict)
-    """Tags that the account has used before, by their lowercase form. Listings have this form."""
 
 
 class FakeDigitalOcean(FakeCloud):
@@ -321,16 +316,17 @@ class FakeDigitalOcean(FakeCloud):
         """Create a droplet."""
         assert found is not None
         self._next += 7
-        tags = [self.mood.capitals.get(tag.lower(), tag) for tag in order.get("tags") or ()]
         droplet = Droplet(
-            self._next, {**order, "tags": tags}, name, found, slow=self.mood.slow, hidden=self.mood.hidden
+            self._next,
+            {**order, "tags": list(order.get("tags") or ())},
+            name,
+            found,
+            slow=self.mood.slow,
+            hidden=self.mood.hidden,
         )
         if self.mood.errored:
             self.mood.errored -= 1
             droplet.is_errored = True
-        if self.mood.off:
-            self.mood.off -= 1
-            droplet.has_no_address, droplet.status = True, "off"
         self.droplets[droplet.id] = droplet
         return droplet
 

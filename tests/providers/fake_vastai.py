@@ -310,9 +310,7 @@ class FakeVast(FakeCloud):
         return Reply(200, {"success": True, "msg": "Instance destroyed successfully"})
 
     def _destroy(self, contract: int) -> None:
-        row = self.containers.pop(contract, None)
-        if row is not None and self.ghosts is not None:
-            self.ghosts[contract] = {**row, "cur_state": "unloaded"}
+        self.containers.pop(contract, None)
 
     def halt(self, contract: int) -> None:
         """Stop a container, as a user or a higher bid does. Its disk is kept and billed."""

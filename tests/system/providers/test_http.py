@@ -4,8 +4,7 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
@@ -16,7 +15,7 @@ import httpx
 import pytest
 
 from skyward_core.engine.certificates import make_certificate
-from skyward_core.errors import BadRequest, CredentialsError, NoCapacity, ProviderFailed, RateLimited, SkywardError
+from skyward_core.errors import BadRequest, CredentialsError, ProviderFailed, RateLimited, SkywardError
 from skyward_core.providers import _http
 from skyward_core.providers._http import Api
 from tests.providers.http_fake import FakeCloud, Reply, Request, route
@@ -85,48 +84,6 @@ def refused(api: Api, method: str = "GET", path: str = "/things", **settings: An
     return caught.value
 
 
-def test_requests_and_answers_are_transferred(api: Api) -> None:
-    """Query, body and headers arrive. A None in a query is left out."""
-    echo = api.request(
-        "POST",
-        "/things",
-        query={"page": 2, "tag": None, "is_spot": True},
-        body={"name": "é"},
-        headers={"X-More": "yes"},
-    )
-    assert (echo["query"], echo["body"]) == ({"page": "2", "is_spot": "true"}, {"name": "é"})
-    assert (echo["headers"]["authorization"], echo["headers"]["x-more"]) == (f"Bearer {TOKEN}", "yes")
-
-
-@pytest.mark.parametrize(
-    ("reply", "expected"),
-    [
-        (Reply(204), None),
-        (Reply(200), None),
-        (Reply(201, "a-plain-id\n", is_text=True), "a-plain-id\n"),
-        (Reply(200, '"a quoted id"', is_text=True), "a quoted id"),
-        (Reply(200, "[" * 100_000, is_text=True), "[" * 100_000),
-        (Reply(202, []), []),
-    ],
-)
-def test_an_answer_may_be_text_or_empty(api: Api, cloud: FakeThings, reply: Reply, expected: object) -> None:
-    """Text that is no JSON is returned unchanged, also endless brackets. An empty answer is None."""
-    cloud.reply = reply
-    assert api.request("GET", "/things") == expected
-
-
-def test_a_missing_object_may_be_none(api: Api, cloud: FakeThings) -> None:
-    """With `missing_is_none` a 404 or a 410 is None. Without it both are BadRequest."""
-    for status in (404, 410):
-        cloud.fail("GET", "/things", Reply(status, "<html>Not Found</html>", is_text=True), times=100)
-        with pytest.raises(ProviderFailed, match="no answer of"):
-            api.request("GET", "/things", missing_is_none=True)
-        cloud.faults.clear()
-        cloud.fail("GET", "/things", Reply(status, {"code": "not_found"}), times=2)
-        assert api.request("GET", "/things", missing_is_none=True) is None
-        assert isinstance(refused(api), BadRequest)
-
-
 @pytest.mark.parametrize(
     ("status", "kind"),
     [
@@ -148,41 +105,6 @@ def test_a_status_determines_the_error(api: Api, cloud: FakeThings, status: int,
     assert type(error) is kind
     assert error.code == "its_word"
     assert str(error) == f'Acme answered POST /things with {status}: {{"code": "its_word", "message": "because"}}'
-
-
-@pytest.mark.parametrize(
-    ("body", "code"),
-    [
-        ({"id": "unprocessable_entity", "message": "m"}, "unprocessable_entity"),
-        ({"success": False, "error": "no_such_ask"}, "no_such_ask"),
-        ({"title": "Bad Request", "status": 400}, "Bad Request"),
-        ({"code": "", "id": "second"}, "second"),
-        ({"code": 17, "error": {"message": "nested"}}, "400"),
-        ("no JSON", "400"),
-    ],
-)
-def test_the_code_is_the_clouds_own_or_the_status(api: Api, cloud: FakeThings, body: object, code: str) -> None:
-    """There is always a code."""
-    cloud.reply = Reply(400, body, is_text=isinstance(body, str))
-    assert refused(api).code == code
-
-
-def test_a_cloud_may_classify_errors_itself(cloud: FakeThings, clock: Clock) -> None:
-    """The result of `classify` has precedence, with the code."""
-    seen: list[tuple[int, Mapping[str, Any], str]] = []
-
-    def classify(status: int, body: Mapping[str, Any], message: str) -> SkywardError | None:
-        seen.append((status, body, message))
-        return NoCapacity(message) if body.get("code") == "none_left" else None
-
-    with Api("Acme", cloud.url, classify=classify) as api:
-        cloud.reply = Reply(500, {"code": "none_left"})
-        error = refused(api)
-        assert (type(error), error.code, clock.pauses) == (NoCapacity, "none_left", [])
-        cloud.reply = Reply(400, "text", is_text=True)
-        assert type(refused(api)) is BadRequest
-    assert seen[0] == (500, {"code": "none_left"}, str(error))
-    assert seen[1][:2] == (400, {})
 
 
 @pytest.mark.parametrize("fault", [Reply(500), Reply(503, "try later", is_text=True), Reply(408), None])
@@ -315,33 +237,6 @@ def test_retries_have_a_time_limit(api: Api, cloud: FakeThings, clock: Clock, he
 
 
 @pytest.mark.parametrize(
-    ("status", "headers", "pauses"),
-    [
-        (429, {"acme-reset": "+25"}, [25.0]),
-        (429, {"acme-reset": "+25", "Retry-After": "3"}, [3.0]),
-        (
-            429,
-            {"acme-reset": "-5"},
-            [0.5, 1.0],
-        ),  # the time is in the past and the errors continue: the header is ignored
-        (503, {"acme-reset": "+25"}, [0.5]),
-    ],
-)
-def test_a_cloud_may_name_the_end_of_throttling_in_its_own_header(
-    cloud: FakeThings, clock: Clock, status: int, headers: dict[str, str], pauses: list[float]
-) -> None:
-    """The header has a time. Retry-After has priority, and other errors ignore the header."""
-
-    def reset(headers: Mapping[str, str]) -> float | None:
-        return clock.time() + float(headers["acme-reset"]) if "acme-reset" in headers else None
-
-    cloud.fail("GET", "/things", Reply(status, None, headers), times=len(pauses))
-    with Api("Acme", cloud.url, reset=reset) as api:
-        api.request("GET", "/things")
-    assert clock.pauses == pytest.approx(pauses)
-
-
-@pytest.mark.parametrize(
     "echo",
     [
         lambda secret: {"message": f"Authorization: Bearer {secret}"},
@@ -398,14 +293,3 @@ def test_an_invalid_url_is_refused_at_once(clock: Clock, url: str) -> None:
     with pytest.raises(BadRequest, match="Acme cannot be"), Api("Acme", url) as api:
         api.request("GET", "/things")
     assert clock.pauses == []
-
-
-def test_threads_share_a_client_and_it_closes_all_connections(cloud: FakeThings, clock: Clock) -> None:
-    """The suite counts descriptors."""
-    with Api("Acme", cloud.url) as api, ThreadPoolExecutor(8) as threads:
-        answers = list(
-            threads.map(lambda number: api.request("GET", "/things", query={"n": number})["query"]["n"], range(40))
-        )
-    assert answers == [str(number) for number in range(40)]
-    with pytest.raises(RuntimeError, match="closed"):
-        api.request("GET", "/things")

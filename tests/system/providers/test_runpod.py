@@ -495,7 +495,6 @@ def test_pods_that_cannot_be_deleted_are_named(fake: FakeRunPod) -> None:
         ({}, None, "12.8"),
         ({}, 13.0, "13.0"),
         ({"image": "ubuntu:24.04"}, None, None),
-        ({"image": "ubuntu:24.04"}, 12.6, "12.6"),
         ({"min_cuda": "12.1"}, 13.0, "12.1"),
     ],
 )

@@ -12,14 +12,13 @@ import pytest
 from pydantic import SecretStr
 
 import skyward_core as sky
-from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, QuotaExceeded
+from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed
 from skyward_core.machines.instances import InstanceState
 from skyward_core.machines.offers import Offer, Requirements, matches, rank
 from skyward_core.providers import _http
 from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, load
 from skyward_core.providers.tagging import launch_word
 from skyward_core.providers.verda import launch, termination
-from skyward_core.providers.verda.offers import image_of
 from skyward_core.providers.verda.provider import Verda
 from tests.providers.contract import POOL, STARTUP, Hands, RestContract, tags
 from tests.providers.fake_verda import CLIENT_ID, CLIENT_SECRET, STRANGE_SCRIPT, FakeVerda, error
@@ -217,25 +216,6 @@ def test_a_launch_without_machines_leaves_no_script(mine: Verda, fake: FakeVerda
         assert fake.scripts == {}
 
 
-@pytest.mark.parametrize(
-    ("refusal", "kind"),
-    [
-        (error(503, "service_unavailable", "nothing free"), NoCapacity),
-        (error(400, "invalid_request", "Instance type is currently not available at FIN-01"), NoCapacity),
-        (error(400, "invalid_request", "You have no quota for GPUs"), QuotaExceeded),
-        (error(402, "insufficient_funds", "Balance too low"), QuotaExceeded),
-        (error(403, "forbidden_action", "No"), CredentialsError),
-        (error(400, "invalid_request", "Operating system is not valid for this instance type"), BadRequest),
-    ],
-)
-def test_a_refusal_determines_the_error(mine: Verda, fake: FakeVerda, refusal: Reply, kind: type[Exception]) -> None:
-    fake.create_failures = [refusal]
-    with pytest.raises(kind) as caught:
-        mine.launch(offer_of(mine), 1, tags(), STARTUP)
-    assert type(caught.value) is kind
-    assert caught.value.code == refusal.body["code"]  # type: ignore[attr-defined,index]
-
-
 @pytest.mark.parametrize("word", ["no_capacity", "error", "discontinued"])
 def test_a_machine_that_fails_is_deleted(mine: Verda, fake: FakeVerda, word: str) -> None:
     """The error has the cloud's own code. Disk and script are deleted too."""
@@ -311,22 +291,6 @@ def test_the_image_fits_the_machine(mine: Verda, fake: FakeVerda, name: str, slu
     assert fake.asked("POST", "/v1/instances$")[0].body["image"] == slug
 
 
-def test_blackwell_gets_the_open_kernel_module() -> None:
-    """It holds with older CUDA too, but never with CUDA below 12.8."""
-    images = [
-        {"image_type": slug}
-        for slug in (
-            "ubuntu-24.04-cuda-13.0-docker",
-            "ubuntu-22.04-cuda-12.8-open",
-            "ubuntu-24.04-cuda-12.4-open-docker",
-        )
-    ]
-    assert image_of(images, "B200") == "ubuntu-22.04-cuda-12.8-open"
-    assert image_of(images, "H100") == "ubuntu-24.04-cuda-13.0-docker"
-    with pytest.raises(BadRequest, match="image="):
-        image_of([{"image_type": "x", "is_cluster": True}], None)
-
-
 def test_a_configured_image_is_used(mine: Verda, fake: FakeVerda) -> None:
     own = Verda(endpoint_url=mine.endpoint_url, image="24.04.cuda12.9.docker", os_volume_gb=250)
     own.launch(offer_of(mine), 1, tags(), STARTUP)
@@ -374,16 +338,6 @@ def test_a_listing_needs_no_key(mine: Verda, tmp_path: Path) -> None:
     other = Verda(endpoint_url=mine.endpoint_url, ssh_key=str(tmp_path / "none"))
     (instance,) = other.instances(POOL)
     assert (instance.id, instance.endpoint) == (launched.id, None)
-
-
-@pytest.mark.parametrize(("is_spot", "contract"), [(False, "PAY_AS_YOU_GO"), (True, "SPOT")])
-def test_contract_and_pricing_are_in_the_creating_call(
-    mine: Verda, fake: FakeVerda, is_spot: bool, contract: str
-) -> None:
-    """The parameters are those of Verda's own command line."""
-    mine.launch(offer_of(mine, spot=is_spot), 1, tags(), STARTUP)
-    (order,) = fake.asked("POST", "/v1/instances")
-    assert (order.body["is_spot"], order.body["contract"], order.body["pricing"]) == (is_spot, contract, "FIXED_PRICE")
 
 
 def test_the_disk_is_deleted_with_the_machine(mine: Verda, fake: FakeVerda) -> None:
