@@ -155,8 +155,6 @@ class Mood:
     hidden: int = 0
     errored: int = 0
     """The next creating calls create this number of droplets that are errored after a read."""
-    unknown_key: int = 0
-    """The next creating calls, this number of them, do not know a registered key."""
     budget: int | None = None
     """The number of further droplets. Then creating calls fail with a 5xx in the middle."""
     shrinking: int = 0
@@ -265,9 +263,6 @@ class FakeDigitalOcean(FakeCloud):
         found = {row["slug"]: row for row in self.sizes}.get(request.body.get("size"))
         if problem := self._problem(request.body, names, found):
             return problem
-        if self.mood.unknown_key:
-            self.mood.unknown_key -= 1
-            return unprocessable(f"{request.body['ssh_keys'][0]} are invalid key identifiers for Droplet creation.")
         if not request.body["ssh_keys"]:
             self.mails.append("jo@example.org")
         created = []

@@ -293,19 +293,6 @@ def test_our_key_is_registered_once_and_named_by_its_fingerprint(cloud: FakeDigi
     assert result.returncode or f"MD5:{fingerprint}" in result.stdout
 
 
-def test_a_new_key_may_be_unknown_for_a_while(
-    cloud: FakeDigitalOcean, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Creating calls refuse it for some seconds. They are repeated for a limited time."""
-    provider = make()
-    cloud.mood.unknown_key = 3
-    assert len(provider.launch(an_offer(provider), 2, tags(), STARTUP)) == 2
-    cloud.mood.unknown_key = 10**6
-    monkeypatch.setattr(launch, "KEY_SECONDS", 0.05)
-    with pytest.raises(BadRequest, match="invalid key identifiers"):
-        provider.launch(an_offer(provider), 1, tags(launch="L2"), STARTUP)
-
-
 ODD = {
     POOL_TAG: "sky-0123456789ab",
     RANK_TAG: "0",

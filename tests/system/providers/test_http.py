@@ -214,11 +214,7 @@ def test_throttling_is_waited_out_for_the_time_that_the_cloud_names(
     monkeypatch.setenv("TZ", "Pacific/Auckland")
     time.tzset()
     try:
-        cloud.fail(
-            method,
-            "/things",
-            Reply(429, {"code": "slow"}, {} if header is None else {"Retry-After": header}),
-        )
+        cloud.fail(method, "/things", Reply(429, {"code": "slow"}, {} if header is None else {"Retry-After": header}))
         api.request(method, "/things")
         assert clock.pauses == [pause]
     finally:

@@ -5,9 +5,7 @@ Images with cloud-init, systemd and a network for installations are not availabl
 that sshd starts before the host key is set on a cloud's image, and `systemctl restart` and `apt-get`.
 """
 
-import base64
 import contextlib
-import gzip
 import json
 import os
 import shlex
@@ -18,7 +16,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from configparser import ConfigParser
 from pathlib import Path
 from typing import TextIO
 
@@ -140,16 +137,7 @@ def test_a_startup_script_has_its_identity_in_the_environment(tmp_path: Path) ->
     } == {"m-1": 0o700, "startup.sh": 0o600, "log": 0o600}
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "",
-        "false",
-        "echo '<html>'",
-        "echo ..",
-        "echo '../../tmp/x'",
-    ],
-)
+@pytest.mark.parametrize("answer", ["", "false", "echo '<html>'", "echo ..", "echo '../../tmp/x'"])
 def test_a_machine_without_a_readable_id_is_named_by_its_launch(tmp_path: Path, answer: str) -> None:
     """The metadata service gives no answer, an error page, or an invalid file name."""
     startup = 'touch "$SKYWARD_INSTANCE_DIRECTORY/up"\n'
@@ -231,25 +219,6 @@ def test_a_machine_that_restarts_ends_itself(tmp_path: Path, known: str, again: 
     who.write_text(again)
     assert restarted(tmp_path) == ends
     assert (directory / "log").read_text() == (f"{GUARD_ENDS}its machine was restarted\n" if ends else "")
-
-
-def test_systemd_runs_the_check_at_each_boot(tmp_path: Path) -> None:
-    """The boot target wants the unit, and all users may read it."""
-    place = units(tmp_path)
-    booted(tmp_path, userdata.boot_script(QUIET, TAGS, "cat /var/lib/cloud/data/instance-id 2>/dev/null || echo m-1"))
-    script = tmp_path / "root/.cache/skyward/rebooted"
-    unit = ConfigParser(delimiters="=", interpolation=None)
-    unit.optionxform = str  # type: ignore[assignment,method-assign]
-    unit.read_string((place / "skyward-guard.service").read_text())
-    assert unit["Service"]["ExecStart"] == f"/bin/sh {script}"
-    assert unit["Unit"]["ConditionPathExists"] == str(script)
-    wanted = place / f"{unit['Install']['WantedBy']}.wants/skyward-guard.service"
-    assert (wanted.read_text(), wanted.stat().st_mode & 0o777) == ((place / "skyward-guard.service").read_text(), 0o644)
-    assert script.stat().st_mode & 0o777 == 0o600
-    result = subprocess.run([SHELLCHECK, "--shell=sh", script], capture_output=True, text=True, check=False)
-    assert result.stdout == ""
-    assert run(moved(userdata.FORGET, tmp_path).replace("/home/", f"{tmp_path}/home/")).returncode == 0
-    assert not script.exists()
 
 
 class Container:
@@ -413,25 +382,6 @@ def test_repeated_creating_calls_have_the_same_user_data(key: Key) -> None:
     assert userdata.packed(text()) == userdata.packed(text())
 
 
-def test_a_packed_script_runs_from_the_environment(tmp_path: Path) -> None:
-    """It is one word of base64. Unpacked it is the original, in a file that only root can read."""
-    script = f"#!/bin/sh\nstat -c %a {tmp_path}/run/skyward-boot\n: {NASTY}"
-    word = userdata.packed(script)
-    assert set(word) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=")
-    assert gzip.decompress(base64.b64decode(word)).decode() == script
-    for shell in ("dash", "bash"):
-        done = subprocess.run(
-            [shell, "-c", moved(userdata.UNPACKED, tmp_path)],
-            env=os.environ | {"SKYWARD_BOOT": word},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=30,
-        )
-        assert done.stdout.startswith("600\n")
-        assert (tmp_path / "run/skyward-boot").read_text() == script
-
-
 def test_existing_authorized_keys_stay(tmp_path: Path, key: Key, host: HostKey) -> None:
     """It holds also if the last line has no line break."""
     (tmp_path / "root/.ssh").mkdir(parents=True)
@@ -576,36 +526,6 @@ def test_a_machine_that_restarts_powers_itself_off(machine: Host) -> None:
     )
     machine.run(f"setsid {unit} >/dev/null 2>&1 &")
     wait_until(lambda: not machine.is_up, "the machine to power itself off")
-
-
-def test_a_container_accepts_our_login_and_stays(machine: Host, key: Key, host: HostKey) -> None:
-    """Its main script stays. It is packed as for a cloud that allows little space."""
-    boot = userdata.boot_script(GUARD, TAGS, "echo m-1")
-    word = userdata.packed(userdata.container_script(boot, key, host))
-    bring_up(machine, f"SKYWARD_BOOT={shlex.quote(word)}; export SKYWARD_BOOT\n{userdata.UNPACKED}\n")
-    connection = SSHConnection(endpoint(machine, key))
-    try:
-        connection.connect(60, auth_grace_seconds=60)
-        wait_until(lambda: connection.run(f"cat {userdata.directory_of('m-1')}/guard").exit_code == 0, "the guard")
-        assert connection.run("pgrep -f /run/skyward-boot").exit_code == 0
-        assert connection.run("stat -c %a /run/skyward-boot").output.strip() == "600"
-        first = "unshare --pid --fork --mount-proc sh -c {script} </dev/null >/root/first.log 2>&1 &"
-        orphan = "sh -c 'sleep 0.3 & :'\n(sleep 1.5; cat /proc/[0-9]*/stat >/root/stat; mv /root/stat /root/first) &\n"
-        orphan += "(until [ -e /root/enough ]; do sleep 0.1; done; kill 1) &\n"
-        guard = "skyward_until=''\nsleep 1000 &\nskyward_guard_pid=$!\n"
-        connection.run(first.format(script=shlex.quote(userdata.OBEY + orphan + guard + userdata.WATCH)))
-        wait_until(
-            lambda: connection.run("cat /root/first").exit_code == 0, "the first process of a container to be looked at"
-        )
-        output = connection.run("cat /root/first /root/first.log").output
-        assert "1 (sh) S" in output
-        assert ") Z " not in output
-        connection.run("touch /root/enough")
-        wait_until(
-            lambda: connection.run("pgrep -f '^unshare --pid'").exit_code == 1, "it to end on SIGTERM from inside"
-        )
-    finally:
-        connection.close()
 
 
 def test_sshd_is_started_if_it_is_not_running(machine: Host, key: Key, host: HostKey) -> None:
