@@ -226,18 +226,6 @@ class ProviderContract:
         assert caught.value.code
         assert hands.alive() == set()
 
-    def test_the_machine_of_a_lost_answer_is_found(self, hands: Hands, offer: Offer) -> None:
-        """The answer to a creating call is lost, so the call is not simply repeated. At most one machine exists, and
-        the listing finds it by its tags.
-        """
-        hands.lose_create_answer()
-        try:
-            hands.provider().launch(offer, 1, tags(), STARTUP)
-        except SkywardError as error:
-            assert isinstance(error, ProviderFailed)
-        assert len(hands.alive()) == 1
-        assert {instance.id for instance in hands.provider().instances(POOL)} == hands.alive()
-
     def test_another_launch_of_a_rank_is_another_machine(self, hands: Hands, offer: Offer) -> None:
         """The tokens of a pool have a common prefix. If the answer to a replacement is lost, the earlier machine is not
         mistaken for it.
@@ -495,6 +483,8 @@ class RestContract(ProviderContract):
         for page in (
             Reply(status, "<html>Not Found</html>", is_text=True),
             Reply(status, {"message": "no Route matched with those values"}),
+            NO_ANSWERS["a page"],
+            NO_ANSWERS["an empty object"],
         ):
             wire.fail(*self.ending, page, times=10**6)
             with pytest.raises((ProviderFailed, InstancesLeft)):
@@ -514,17 +504,6 @@ class RestContract(ProviderContract):
         with pytest.raises(ProviderFailed):
             provider.launch(offer, 1, tags(launch=f"{POOL}-2"), STARTUP)
         assert len(hands.alive()) == 1
-
-    @pytest.mark.parametrize("what", ["a page", "an empty object"])
-    def test_an_unconfirmed_termination_is_an_error(
-        self, hands: Hands, wire: FakeCloud, offer: Offer, what: str
-    ) -> None:
-        """All other requests succeed."""
-        provider = hands.provider()
-        (machine,) = provider.launch(offer, 1, tags(), STARTUP)
-        wire.fail(*self.ending, NO_ANSWERS[what], times=99)
-        with pytest.raises((ProviderFailed, InstancesLeft)):
-            provider.terminate([machine.id])
 
     @pytest.mark.parametrize("status", [200, 400, 500])
     def test_a_secret_in_an_answer_is_in_no_message(

@@ -18,7 +18,7 @@ from skyward_core.errors import ConnectionLost, Unreachable
 from skyward_core.machines.instances import Endpoint
 from skyward_core.transport.ssh_connection import SSHConnection
 from tests.conftest import RecordedEvents
-from tests.providers.aws import OFFER, SECRET, SPOT, T4, as_us, at_once, every_type, make, of_type  # noqa: F401 - fixtures
+from tests.providers.aws import SECRET, as_us, at_once  # noqa: F401 - fixtures
 from tests.providers.fake_aws import SESSION_TOKEN, FakeAWS
 from tests.providers.hosted import Hosting
 from tests.system.providers.test_aws_ssm import (  # noqa: F401 - fixtures

@@ -188,26 +188,6 @@ def test_an_expired_lease_ends_the_node(machines) -> None:
     assert sorted(left_on(host)) == CACHE_ONLY
 
 
-def test_a_key_is_pinned_for_the_life_of_a_pool(machines) -> None:
-    """No file has the key."""
-    used, spare = pair = machines(2)
-    plain = provider_of(pair)
-    provider = plain.for_pool()
-    (instance,) = launch(provider)
-    (offer,) = provider.offers(ANY)
-    spare.change_host_key()
-    with pytest.raises(sky.HostKeyChanged):
-        provider.launch(offer, 1, {"skyward-pool": POOL, "skyward-rank": "1"}, guard_script(300, None))
-    used.change_host_key()
-    with pytest.raises(sky.HostKeyChanged):
-        provider.instances(POOL)
-    with pytest.raises(sky.InstancesLeft) as caught:
-        provider.terminate([instance.id])
-    assert isinstance(caught.value.__cause__, sky.HostKeyChanged)
-    assert [found.id for found in plain.for_pool().instances(POOL)] == [instance.id]
-    plain.terminate([instance.id])
-
-
 def test_a_full_disk_starts_nothing(machines) -> None:
     """NoCapacity names the host's reason. The host keeps no files and its lock is free; a pool uses the next host."""
     full, good = pair = machines(2)

@@ -33,7 +33,7 @@ from skyward_core.providers.aws import instances as aws_instances
 from skyward_core.providers.aws import launch as aws_launch
 from skyward_core.providers.base import LAUNCH_TAG, RANK_TAG, Provider, Sale, load
 from skyward_core.providers.ssh_keys import host_key, our_key
-from tests.providers.aws import OFFER, SECRET, SPOT, T4, as_us, at_once, cloud, every_type, make, of_type  # noqa: F401 - fixtures
+from tests.providers.aws import OFFER, SECRET, T4, at_once, cloud, every_type, make, of_type  # noqa: F401 - fixtures
 from tests.providers.contract import POOL, STARTUP, Hands, ProviderContract, tags
 from tests.providers.fake_aws import ACCOUNT, OUR_ADDRESS, FakeAWS
 

@@ -18,11 +18,10 @@ from skyward_core.providers.aws import cluster, offers
 from skyward_core.providers.aws import launch as aws_launch
 from skyward_core.providers.aws.account import AwsAccount
 from skyward_core.providers.base import CREATED_TAG, POOL_TAG
-from tests.providers.aws import OFFER, SECRET, SPOT, T4, as_us, at_once, cloud, every_type, make, of_type  # noqa: F401 - fixtures
+from tests.providers.aws import SPOT, T4, at_once, cloud, make, of_type  # noqa: F401 - fixtures
 from tests.providers.contract import POOL, STARTUP, tags
 from tests.providers.fake_aws import FakeAWS
 from tests.providers.fake_fleet import Group
-from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 
 A, B, C = "us-east-1a", "us-east-1b", "us-east-1c"
 NONE_LEFT = ("InsufficientInstanceCapacity", "There is no Spot capacity available that matches your request.")
@@ -286,29 +285,6 @@ def test_ranks_differ_before_they_are_written_as_tags(cloud: FakeAWS) -> None:
     )
     cloud.put(launched[0].id, "terminated")
     assert {instance.id: instance.rank for instance in make(cloud).instances(POOL)}.items() < listed.items()
-
-
-@pytest.mark.parametrize(
-    ("name", "cards"),
-    [
-        ("g4dn.xlarge", []),
-        ("g6.8xlarge", [0]),
-        ("p4d.24xlarge", [0, 1, 2, 3]),
-        ("p6-b300.48xlarge", list(range(1, 17))),
-    ],
-)
-def test_cards_with_efa_come_from_awss_descriptions(name: str, cards: list[int]) -> None:
-    """The input is AWS's own descriptions of its types."""
-    assert cluster.efa_cards(every_type()[name]) == cards
-    assert cluster.has_efa(every_type()[name]) == bool(cards)
-
-
-def test_machines_with_a_public_address_have_one_interface() -> None:
-    """AWS gives no public address otherwise. If the first card has no EFA, the machine has none."""
-    (one,) = cluster.interfaces("sg-1", [0, 1, 2], is_public=True)
-    assert (one["InterfaceType"], one["AssociatePublicIpAddress"]) == ("efa", True)
-    (one,) = cluster.interfaces("sg-1", [1, 2], is_public=True)
-    assert ("InterfaceType" in one, one["AssociatePublicIpAddress"]) == (False, True)
 
 
 def offers_of_both_markets(cloud: FakeAWS, offer: Offer) -> list[Offer]:

@@ -21,7 +21,7 @@ from skyward_core.machines.offers import Offer
 from skyward_core.providers.aws import images
 from skyward_core.providers.base import EXPIRES_TAG, IMAGE_TAG, STARTED_FROM_TAG
 from skyward_core.providers.userdata import FORGET
-from tests.providers.aws import OFFER, SECRET, SPOT, T4, as_us, at_once, cloud, every_type, of_type  # noqa: F401 - fixtures
+from tests.providers.aws import at_once, cloud  # noqa: F401 - fixtures
 from tests.providers.contract import STARTUP, tags
 from tests.providers.fake_aws import IMAGES, FakeAWS
 from tests.providers.fake_images import NOW, Image, Snapshot

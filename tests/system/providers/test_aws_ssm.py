@@ -26,7 +26,7 @@ from skyward_core.providers.ssh_keys import host_key, our_key
 from skyward_core.transport.proxy_command import PYTHON
 from skyward_core.transport.ssh_connection import SSHConnection
 from tests.conftest import processes_by_tag, wait_until
-from tests.providers.aws import OFFER, SECRET, SPOT, T4, as_us, at_once, every_type, make, of_type  # noqa: F401 - fixtures
+from tests.providers.aws import OFFER, SECRET, T4, as_us, at_once  # noqa: F401 - fixtures
 from tests.providers.contract import STARTUP, tags
 from tests.providers.fake_aws import FakeAWS
 from tests.system.transport.test_ssh_connection import Echo, Server, echo, key, own_home, say, server  # noqa: F401 - fixtures
@@ -286,29 +286,6 @@ def test_a_machine_with_a_wrong_host_key_is_refused(server: Server, key: str) ->
         pytest.raises(CredentialsError, match="refuses our keys"),
     ):
         connection.connect(60)
-
-
-class NewServerUsers(list[str]):
-    """The users of a server that has no authorized key at the first login."""
-
-    def __init__(self, server: Server) -> None:
-        super().__init__()
-        self._server = server
-        asyncssh.generate_private_key("ssh-ed25519").write_public_key(server.folder / "strangers")
-
-    def append(self, user: str) -> None:
-        if not self:
-            self._server.connections[-1].set_authorized_keys(str(self._server.folder / "strangers"))
-        super().append(user)
-
-
-def test_the_grace_of_a_machine_begins_when_it_answers(server: Server, key: str, tmp_path: Path) -> None:
-    """Its agent may start later than the whole grace period. Without that period an error is final."""
-    late = f"[ -e {tmp_path}/late ] || {{ touch {tmp_path}/late; sleep 1.5; }}; exec {sys.executable} -c '{RELAY}' {server.port}"
-    server.users = NewServerUsers(server)
-    with SSHConnection(reached_by(server, key, shell(late))).connect(60, auth_grace_seconds=1.4) as connection:
-        assert connection.run("true").exit_code == 0
-    assert len(server.users) == 2
 
 
 def test_closing_during_a_login_leaves_no_process(server: Server, key: str, tmp_path: Path) -> None:
