@@ -54,7 +54,6 @@ def back():
 threading.Thread(target=back, daemon=True).start()
 while piece := os.read(0, 65536):
     peer.sendall(piece)
-{last}
 """
 
 
@@ -72,10 +71,10 @@ class Plugin:
         """Return the value for PATH."""
         return f"{self._folder}{os.pathsep}{os.environ['PATH']}"
 
-    def install(self, version: str = "1.2.707.0", last: str = "") -> None:
-        """Install the script. It runs the command `last` when its input has ended."""
+    def install(self, version: str = "1.2.707.0") -> None:
+        """Install the script."""
         part = self._folder / "part"
-        part.write_text(PLUGIN.format(python=sys.executable, version=version, last=last))
+        part.write_text(PLUGIN.format(python=sys.executable, version=version))
         part.chmod(0o755)
         part.rename(self._folder / session_manager.PLUGIN)
 
