@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tests.providers.http_fake import FakeCloud, Fault, Reply, Request, route
@@ -107,17 +107,15 @@ class Droplet:
     hidden: int = 0
     """Number of listings that omit the droplet."""
     is_errored: bool = False
-    is_vanishing: bool = False
     status: str | None = None
     """A status that overrides the one of its reads."""
-    has_no_address: bool = False
     looks: int = 0
     ip: str | None = None
     """The address of its host, "" while the host starts."""
 
     def row(self) -> dict[str, Any]:
         """Return it in the API's format."""
-        is_up = self.looks > self.slow and not (self.is_errored or self.has_no_address) and self.ip != ""
+        is_up = self.looks > self.slow and not self.is_errored and self.ip != ""
         place = f"{self.id >> 8 & 255}.{self.id & 255}"
         networks = [
             {"ip_address": self.ip or f"10.116.{place}", "netmask": "255.255.240.0", "gateway": "", "type": "private"},
@@ -157,21 +155,11 @@ class Mood:
     hidden: int = 0
     errored: int = 0
     """The next creating calls create this number of droplets that are errored after a read."""
-    off: int = 0
-    """The next creating calls create this number of droplets that are off and never have an address."""
-    unknown_key: int = 0
-    """The next creating calls, this number of them, do not know a registered key."""
     budget: int | None = None
     """The number of further droplets. Then creating calls fail with a 5xx in the middle."""
-    stock: int | None = None
-    """The number of further droplets. A call for more is refused as a whole."""
-    vanishing: int = 0
-    """The next creating calls create this number of droplets that are gone after a read."""
     shrinking: int = 0
     """How often a droplet of the first page is deleted after that page was read."""
     is_refusing: bool = False
-    capitals: dict[str, str] = field(default_factory=dict)
-    """Tags that the account has used before, by their lowercase form. Listings have this form."""
 
 
 class FakeDigitalOcean(FakeCloud):
@@ -184,7 +172,6 @@ class FakeDigitalOcean(FakeCloud):
         self.keys: dict[str, str] = {}
         self.mails: list[str] = []
         self.mood = Mood()
-        self.is_of_a_team = True
         self._next = 420_001_001
         self._left = 5000
 
@@ -208,7 +195,6 @@ class FakeDigitalOcean(FakeCloud):
 
     @route("GET", "/v2/account")
     def account(self, request: Request) -> Reply:
-        team = {"team": {"uuid": TEAM, "name": "My Team"}} if self.is_of_a_team else {}
         return Reply(
             200,
             {
@@ -217,7 +203,7 @@ class FakeDigitalOcean(FakeCloud):
                     "email": "jo@example.org",
                     "uuid": "b6fr89dbf6d9156c",
                     "status": "active",
-                    **team,
+                    "team": {"uuid": TEAM, "name": "My Team"},
                 }
             },
         )
@@ -265,9 +251,7 @@ class FakeDigitalOcean(FakeCloud):
         for droplet in list(self.droplets.values()):
             if ("gpu_info" in droplet.size) == is_gpu:
                 droplet.looks += 1
-                if droplet.is_vanishing and droplet.looks > 1:
-                    del self.droplets[droplet.id]
-                elif droplet.looks > droplet.hidden:
+                if droplet.looks > droplet.hidden:
                     listed.append(droplet.row())
         return self._paged(
             request, "droplets", [row for row in listed if request.query.get("tag_name") in (None, *row["tags"])]
@@ -279,9 +263,6 @@ class FakeDigitalOcean(FakeCloud):
         found = {row["slug"]: row for row in self.sizes}.get(request.body.get("size"))
         if problem := self._problem(request.body, names, found):
             return problem
-        if self.mood.unknown_key:
-            self.mood.unknown_key -= 1
-            return unprocessable(f"{request.body['ssh_keys'][0]} are invalid key identifiers for Droplet creation.")
         if not request.body["ssh_keys"]:
             self.mails.append("jo@example.org")
         created = []
@@ -290,8 +271,6 @@ class FakeDigitalOcean(FakeCloud):
                 if not self.mood.budget:
                     return OUTAGE
                 self.mood.budget -= 1
-            if self.mood.stock is not None:
-                self.mood.stock -= 1
             created.append(self.add(name, found, request.body))
         rows = [droplet.row() for droplet in created]
         actions = [
@@ -324,8 +303,6 @@ class FakeDigitalOcean(FakeCloud):
             return unprocessable("Tag names may have letters, numbers, colons, dashes and underscores, and 255 of them")
         if len(body.get("user_data") or "") > 65536:
             return unprocessable("User data is too long (maximum is 64 KiB)")
-        if self.mood.stock is not None and len(names) > self.mood.stock:
-            return SOLD_OUT
         if missing := [key for key in body.get("ssh_keys") or () if key not in self.keys]:
             return unprocessable(f"{missing[0]} are invalid key identifiers for Droplet creation.")
         return None
@@ -334,19 +311,17 @@ class FakeDigitalOcean(FakeCloud):
         """Create a droplet."""
         assert found is not None
         self._next += 7
-        tags = [self.mood.capitals.get(tag.lower(), tag) for tag in order.get("tags") or ()]
         droplet = Droplet(
-            self._next, {**order, "tags": tags}, name, found, slow=self.mood.slow, hidden=self.mood.hidden
+            self._next,
+            {**order, "tags": list(order.get("tags") or ())},
+            name,
+            found,
+            slow=self.mood.slow,
+            hidden=self.mood.hidden,
         )
         if self.mood.errored:
             self.mood.errored -= 1
             droplet.is_errored = True
-        if self.mood.off:
-            self.mood.off -= 1
-            droplet.has_no_address, droplet.status = True, "off"
-        if self.mood.vanishing:
-            self.mood.vanishing -= 1
-            droplet.is_vanishing = True
         self.droplets[droplet.id] = droplet
         return droplet
 

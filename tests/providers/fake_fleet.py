@@ -45,7 +45,6 @@ class FakeFleets:
         self.untried: set[tuple[str, str]] = set()
         self.short_of = 0
         self.is_split = False
-        self.says_no_zone = False
         self.templates: dict[tuple[str, str], Words] = {}
         self.groups: dict[tuple[str, str], Group] = {}
         self._answers: dict[str, tuple[Words, str]] = {}
@@ -161,8 +160,7 @@ class FakeFleets:
         return {**call, **tags, "InstanceType": name, "InstanceMarketOptions.MarketType": "spot"}
 
     def _overrides(self, name: str, subnet: str) -> str:
-        where = "" if self.says_no_zone else f"<subnetId>{subnet}</subnetId>"
-        return f"<launchTemplateAndOverrides><overrides><instanceType>{name}</instanceType>{where}</overrides></launchTemplateAndOverrides>"
+        return f"<launchTemplateAndOverrides><overrides><instanceType>{name}</instanceType><subnetId>{subnet}</subnetId></overrides></launchTemplateAndOverrides>"
 
     def _error(self, refusal: tuple[str, str], name: str, subnet: str) -> str:
         code, message = refusal
@@ -244,9 +242,8 @@ class FakeFleets:
     # ── every launch ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def refusal_of(self, parameters: Words, region: str) -> str | None:
-        """Return the error code for a RunInstances; None if it is accepted.
-
-        The reason may be its network interfaces, its CPU credits or its placement.
+        """Return the error code for a RunInstances; None if it is accepted. The reason may be its network interfaces,
+        its CPU credits or its placement.
         """
         if (
             "CreditSpecification.CpuCredits" in parameters

@@ -386,9 +386,8 @@ class FakeRunPod(FakeCloud):
 
 
 def _in_cloud(row: dict[str, Any], request: Request) -> dict[str, Any]:
-    """Return the stock in the requested cloud.
-
-    Community machines are in no data centre, and some numbers of GPUs are sold out.
+    """Return the stock in the requested cloud. Community machines are in no data centre, and some numbers of GPUs are
+    sold out.
     """
     sold_out = row.get("sold_out_from", 100) <= int(request.query.get("count", 1))
     listed = {name: value for name, value in row.items() if name != "sold_out_from"} | (

@@ -22,9 +22,8 @@ STEPS: tuple[dict[str, Any], ...] = (
 
 
 def ask(number: int, gpu_name: str = "RTX 4090", gpus: int = 1, price: float = 0.35, **others: Any) -> dict[str, Any]:
-    """Return an offer of the market, which Vast.ai calls an ask.
-
-    Memory is in MB. `cpu_ram` is that of the whole machine. Each GPU has an eighth of its CPUs.
+    """Return an offer of the market, which Vast.ai calls an ask. Memory is in MB. `cpu_ram` is that of the whole
+    machine. Each GPU has an eighth of its CPUs.
     """
     row = {
         "id": number,
@@ -63,7 +62,7 @@ class FakeVast(FakeCloud):
     `asks` by number, `containers` by contract. `broken`: asks with hosts that fail, with the fields of the failed
     container. `refused`: asks that answer with an error and still with a contract. `creates_left`: after this number,
     creating calls fail. `hidden`: this number of listings omits each new container. `is_sloppy`: the market ignores
-    filters on numbers. `ghosts`: if a dict, destroyed containers stay in the listing. `undying`: containers that cannot
+    filters on numbers. `undying`: containers that cannot
     be destroyed. `is_strict_about_bulk`: no call may destroy several.
     """
 
@@ -76,7 +75,6 @@ class FakeVast(FakeCloud):
         self.broken: dict[int, dict[str, Any]] = {}
         self.refused: dict[int, Reply] = {}
         self.undying: set[int] = set()
-        self.ghosts: dict[int, dict[str, Any]] | None = None
         self.is_refusing = self.is_down = self.is_sloppy = self.is_strict_about_bulk = False
         self.creates_left: int | None = None
         self.hidden = 0
@@ -118,9 +116,8 @@ class FakeVast(FakeCloud):
         return Reply(200, {"offers": found[: min(limit, 64)]})
 
     def _fits(self, row: dict[str, Any], field: str, conditions: dict[str, Any]) -> bool:
-        """Return whether an ask matches a query.
-
-        Names are compared literally, and places by country only. Another spelling finds nothing and is no error.
+        """Return whether an ask matches a query. Names are compared literally, and places by country only. Another
+        spelling finds nothing and is no error.
         """
         actual = {
             "verified": row["verification"] == "verified",
@@ -247,14 +244,13 @@ class FakeVast(FakeCloud):
             return Reply(400, {"success": False, "error": "invalid_args", "msg": "limit must be between 1 and 25"})
         token = request.query.get("after_token")
         after = json.loads(base64.b64decode(token))["values"]["id"] if token else 0
-        containers = {**self.containers, **(self.ghosts or {})}
-        shown = sorted(contract for contract in containers if not self.lags[contract])
+        shown = sorted(contract for contract in self.containers if not self.lags[contract])
         if not token:
             self._go_on()
         page = [contract for contract in shown if contract > after][:limit]
         more = bool(page) and page[-1] != shown[-1]
         next_token = base64.b64encode(json.dumps({"values": {"id": page[-1]}}).encode()).decode() if more else None
-        rows = [containers[contract] for contract in page]
+        rows = [self.containers[contract] for contract in page]
         return Reply(
             200,
             {
@@ -314,9 +310,7 @@ class FakeVast(FakeCloud):
         return Reply(200, {"success": True, "msg": "Instance destroyed successfully"})
 
     def _destroy(self, contract: int) -> None:
-        row = self.containers.pop(contract, None)
-        if row is not None and self.ghosts is not None:
-            self.ghosts[contract] = {**row, "cur_state": "unloaded"}
+        self.containers.pop(contract, None)
 
     def halt(self, contract: int) -> None:
         """Stop a container, as a user or a higher bid does. Its disk is kept and billed."""

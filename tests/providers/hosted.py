@@ -96,9 +96,8 @@ class Hosting:
 
 
 def cloud_init(host: Host, instance_id: str, user_data: str) -> None:
-    """Do what cloud-init does with our user data.
-
-    It sets id, host key and keys before logins are possible, and runs commands at the end in the environment of a boot.
+    """Do what cloud-init does with our user data. It sets id, host key and keys before logins are possible, and runs
+    commands at the end in the environment of a boot.
     """
     head, _, text = user_data.partition("\n")
     assert head == "#cloud-config"

@@ -73,8 +73,7 @@ class FakeCloud:
     """A server on a free port with a thread for each request. One handler runs at a time. It is a context manager.
 
     `refuse` answers before any route does, for instance requests without credentials. `requests` are all that came,
-    faults included. `delay_seconds` is the latency of each answer, outside of the lock; `most_at_once` is the largest
-    number of answers delayed at the same time. `address` is its host and port. With `tls` it is an HTTPS server.
+    faults included. `delay_seconds` is the latency of each answer, outside of the lock. `address` is its host and port. With `tls` it is an HTTPS server.
     """
 
     address = "127.0.0.1"
@@ -83,9 +82,7 @@ class FakeCloud:
         self.requests: list[Request] = []
         self.faults: list[Fault] = []
         self.delay_seconds = 0.0
-        self.most_at_once = 0
         self.lock = threading.RLock()
-        self._under_way = 0
         self._routes = [
             (*handle.route, handle)
             for kind in reversed(type(self).__mro__)
@@ -188,12 +185,8 @@ class FakeCloud:
                 reply = fault.reply
             # under the lock, because it may contain rows that the next request changes
             content = b"" if reply is None else _content(reply)
-            self._under_way += 1
-            self.most_at_once = max(self.most_at_once, self._under_way)
         if self.delay_seconds:
             time.sleep(self.delay_seconds)
-        with self.lock:
-            self._under_way -= 1
         if reply is None:
             handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             handler.close_connection = True

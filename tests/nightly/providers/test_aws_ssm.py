@@ -14,19 +14,16 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core.errors import BadRequest, ConnectionLost, CredentialsError, Unreachable
+from skyward_core.errors import ConnectionLost, Unreachable
 from skyward_core.machines.instances import Endpoint
 from skyward_core.transport.ssh_connection import SSHConnection
 from tests.conftest import RecordedEvents
-from tests.providers.contract import STARTUP, tags
+from tests.providers.aws import SECRET, as_us, at_once  # noqa: F401 - fixtures
 from tests.providers.fake_aws import SESSION_TOKEN, FakeAWS
 from tests.providers.hosted import Hosting
-from tests.system.providers.test_aws import OFFER
 from tests.system.providers.test_aws_ssm import (  # noqa: F401 - fixtures
-    SECRET,
     Plugin,
     arguments,
-    as_us,
     cloud,
     endpoint,
     group,
@@ -43,26 +40,6 @@ from tests.testbed.mirror import Mirror
 def group_of(cloud: FakeAWS, machine_id: str) -> Any:
     (name,) = cloud.machine(machine_id).nics[0].group_set
     return name
-
-
-# ── launches ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_no_port_is_opened_and_no_public_address_is_looked_up(cloud: FakeAWS) -> None:
-    """The machine's group allows only traffic inside; the group of other pools does not change."""
-    sky.AWS(ssh_cidr="198.51.100.0/24").launch(OFFER, 1, tags(launch="another"), STARTUP)
-    (machine,) = sky.AWS(use_ssm=True).launch(OFFER, 1, tags(), STARTUP)
-    group = group_of(cloud, machine.id)
-    assert group.name == "skyward-ssm"
-    assert [
-        (rule.ip_protocol, rule.ip_range, rule.prefix_list_id, rule.source_group["GroupId"])
-        for rule in group.ingress_rules
-    ] == [("-1", {}, None, group.id)]
-    assert {word["GroupName"] for word in cloud.parameters("CreateSecurityGroup")} == {"skyward-ssh", "skyward-ssm"}
-    assert cloud.parameters("checkip") == []
-
-
-# ── connections ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_commands_files_and_ports_go_through_the_plugin(
@@ -107,23 +84,6 @@ def test_an_agent_that_never_registers_is_an_error(endpoint: Endpoint, cloud: Fa
     assert plugin.living == set()
 
 
-@pytest.mark.parametrize(
-    ("code", "kind"), [("AccessDeniedException", CredentialsError), ("InvalidDocument", BadRequest)]
-)
-def test_a_permanent_refusal_is_raised_at_once(
-    endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin, code: str, kind: type[Exception]
-) -> None:
-    """The message is AWS's."""
-    cloud.fail("StartSession", code, message="User ann may not do ssm:StartSession", times=99)
-    with (
-        SSHConnection(endpoint) as connection,
-        pytest.raises(kind, match=f"{code}: User ann may not do ssm:StartSession"),
-    ):
-        connection.connect(60)
-    assert len(cloud.parameters("StartSession")) == 1
-    assert plugin.living == set()
-
-
 def test_a_broken_session_is_replaced(endpoint: Endpoint, plugin: Plugin) -> None:
     """Another process carries the new one."""
     lost = threading.Event()
@@ -138,9 +98,6 @@ def test_a_broken_session_is_replaced(endpoint: Endpoint, plugin: Plugin) -> Non
         assert len(plugin.living) == 1
         assert plugin.living != {first}
     assert plugin.living == set()
-
-
-# ── a whole pool ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class ManagedAWS(HostedAWS):
@@ -158,11 +115,7 @@ class ManagedAWS(HostedAWS):
 
 @pytest.mark.timeout(180)
 def test_a_pool_runs_through_session_manager(
-    fleet: Fleet,
-    mirror: Mirror,
-    plugin: Plugin,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    fleet: Fleet, mirror: Mirror, plugin: Plugin, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Bare machines are prepared and used only through sessions. No machine, session or open port is left."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

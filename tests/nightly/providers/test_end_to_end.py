@@ -29,10 +29,7 @@ pytestmark = [pytest.mark.timeout(400)]  # a minute on an idle machine
 
 
 def test_a_machine_ends_itself_without_its_client(rented: Rented, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its lease expires and its guard runs the end command.
-
-    Then the cloud reports its end, or lists it as stopped, to be terminated.
-    """
+    """Its lease expires and its guard runs the end command."""
     provider = rented.provider
     offer = rank(provider.offers(REQUIREMENTS), REQUIREMENTS)[0]
     (instance,) = provider.launch(

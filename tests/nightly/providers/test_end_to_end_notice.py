@@ -83,10 +83,7 @@ def cloud(
 
 
 def test_a_preemption_notice_loses_no_call(cloud: tuple[HostedAWS, Hosting]) -> None:
-    """With retries=0 no call may be lost. Running calls end on the machine, and new calls run on other machines.
-
-    The machine is terminated before AWS preempts it.
-    """
+    """With retries=0 no call may be lost. Running calls end on the machine, and new calls run on other machines."""
     aws, hosting = cloud
     recorded = RecordedEvents()
     provider = sky.AWS(ssh_cidr="203.0.113.0/24")

@@ -78,41 +78,6 @@ def test_hosts_with_equal_gpus_are_one_offer(machines) -> None:
     assert len(provider.offers(ANY)) == 1
 
 
-def test_instances_are_found_by_tag_from_another_process(machines) -> None:
-    """Another process finds the instances, complete and in the order of ranks, and can terminate them."""
-    pair = machines(2)
-    provider = provider_of(pair, price_per_hour=2.5)
-    launched = launch(provider, 2, first=3)
-    assert [(i.rank, i.ip, i.private_ip, i.price_per_hour) for i in launched] == [
-        (3, pair[0].ip, pair[0].ip, 2.5),
-        (4, pair[1].ip, pair[1].ip, 2.5),
-    ]
-    for host, instance in zip(pair, launched, strict=True):
-        assert instance.directory == f"/root/.cache/skyward/instances/{instance.id}"
-        assert f"{host.ip} {instance.endpoint.host_key}" == host.known_hosts_line
-        assert guard_of(host, instance)
-    code = f"""
-        from skyward_core.providers import base
-        provider = base.load({provider.to_json()!r})
-        found = provider.instances({POOL!r})
-        print("[" + ",".join(instance.model_dump_json() for instance in found) + "]")
-        assert provider.instances({POOL[:-1]!r}) == []
-        provider.terminate([instance.id for instance in found])
-        assert provider.instances({POOL!r}) == []
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-        cwd=REPOSITORY,
-    )
-    assert done.returncode == 0, done.stderr
-    assert [sky.Instance.model_validate(fields) for fields in json.loads(done.stdout)] == launched
-    assert provider.instances(POOL) == []
-
-
 TAGS = {
     "skyward-launch": "token-1",
     "skyward-owner": "Jo Doe@box",
@@ -125,10 +90,7 @@ TAGS = {
 
 
 def test_all_pools_are_listed_with_their_tags(machines) -> None:
-    """A process that knows only the provider lists all pools.
-
-    Each machine has its complete tags, with its own rank, so the machines can be ended.
-    """
+    """A process that knows only the provider lists all pools."""
     trio = machines(3)
     provider = provider_of(trio)
     (offer,) = provider.offers(ANY)
@@ -166,10 +128,7 @@ def test_all_pools_are_listed_with_their_tags(machines) -> None:
 
 
 def test_terminate_works_without_a_guard(machines) -> None:
-    """If the guard was killed or stopped, the provider ends the node.
-
-    Another pool's node on another host still runs.
-    """
+    """If the guard was killed or stopped, the provider ends the node. Another pool's node on another host still runs."""
     dead, still, _ = trio = machines(3)
     provider = provider_of(trio)
     launched = launch(provider, 2)
@@ -186,10 +145,7 @@ def test_terminate_works_without_a_guard(machines) -> None:
 
 
 def test_a_host_carries_one_node(machines) -> None:
-    """Hosts with another pool's node are skipped. If all are in use, NoCapacity names the hosts and the pools.
-
-    When a guard was killed, its host becomes free again.
-    """
+    """Hosts with another pool's node are skipped. If all are in use, NoCapacity names the hosts and the pools."""
     first, second = pair = machines(2)
     provider = provider_of(pair)
     (mine,) = launch(provider, 1)
@@ -205,10 +161,7 @@ def test_a_host_carries_one_node(machines) -> None:
 
 
 def test_another_user_cannot_block_a_host(machines) -> None:
-    """A file, pipe or link with the lock's former name has no effect. A held lock without a pool has no effect either.
-
-    Our own pools still exclude each other.
-    """
+    """A file, pipe or link with the lock's former name has no effect."""
     (host,) = machines(1)
     nobody = "setpriv --reuid=nobody --clear-groups"
     said(
@@ -235,29 +188,6 @@ def test_an_expired_lease_ends_the_node(machines) -> None:
     assert sorted(left_on(host)) == CACHE_ONLY
 
 
-def test_a_key_is_pinned_for_the_life_of_a_pool(machines) -> None:
-    """No file has the key. A pool keeps the first key that it sees for all methods, also of hosts that it does not use.
-
-    The next pool pins again.
-    """
-    used, spare = pair = machines(2)
-    plain = provider_of(pair)
-    provider = plain.for_pool()
-    (instance,) = launch(provider)
-    (offer,) = provider.offers(ANY)
-    spare.change_host_key()
-    with pytest.raises(sky.HostKeyChanged):
-        provider.launch(offer, 1, {"skyward-pool": POOL, "skyward-rank": "1"}, guard_script(300, None))
-    used.change_host_key()
-    with pytest.raises(sky.HostKeyChanged):
-        provider.instances(POOL)
-    with pytest.raises(sky.InstancesLeft) as caught:
-        provider.terminate([instance.id])
-    assert isinstance(caught.value.__cause__, sky.HostKeyChanged)
-    assert [found.id for found in plain.for_pool().instances(POOL)] == [instance.id]
-    plain.terminate([instance.id])
-
-
 def test_a_full_disk_starts_nothing(machines) -> None:
     """NoCapacity names the host's reason. The host keeps no files and its lock is free; a pool uses the next host."""
     full, good = pair = machines(2)
@@ -277,10 +207,7 @@ def test_a_full_disk_starts_nothing(machines) -> None:
     ["-o nobody -m 755 /shared/home", "-o nobody -m 755 /shared/home /shared/home/instances", "-m 777 /shared/home"],
 )
 def test_a_home_that_another_user_could_replace_is_refused(machines, squatted: str) -> None:
-    """Its programs would be the other user's: nothing is started, and the error has advice.
-
-    A private folder of our own is accepted.
-    """
+    """Its programs would be the other user's: nothing is started, and the error has advice."""
     (host,) = machines(1)
     said(host, f"mkdir -m 1777 /shared; install -d {squatted}")
     (host.root / "root/.bashrc").write_text("export SKYWARD_HOME=/shared/home\n")

@@ -43,10 +43,7 @@ def test_an_instance_that_has_lost_its_tags_is_still_found(word: str, pool_id: s
 
 
 def test_a_pool_uses_no_files_in_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dask's folders, also the scheduler's, are in the node's own folder, and are removed with it.
-
-    So no other user can put modules there first.
-    """
+    """Dask's folders, also the scheduler's, are in the node's own folder, and are removed with it."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # the variable is also for the nodes
     with sky.ComputePool(provider=sky.Local(), display="quiet") as pool:
         assert pool.run(sky.compute(tempfile.gettempdir)()) == str(tmp_path)

@@ -134,10 +134,7 @@ def test_digitaloceans_sdk_rents_a_droplet_of_the_fake(drive: Drive, ocean: Fake
 
 
 def test_verdas_sdk_rents_a_machine_of_the_fake(drive: Drive, verda: FakeVerda) -> None:
-    """It reads types, availability, images, keys, scripts, volumes and machines into its own classes.
-
-    These classes require all fields.
-    """
+    """It reads types, availability, images, keys, scripts, volumes and machines into its own classes."""
     answer = drive(
         """
         import verda

@@ -83,10 +83,7 @@ def transport(key: Key) -> Iterator[Callable[..., Any]]:
 def test_a_machine_with_another_id_than_the_clouds_starts_and_ends(
     machine: Host, key: Key, host: HostKey, transport: Callable[..., Any]
 ) -> None:
-    """The node has the id of its guard, not the cloud's, and its tags.
-
-    When the lease expires the guard ends the node, and then the machine by its end script.
-    """
+    """The node has the id of its guard, not the cloud's, and its tags."""
     end = "for place in /proc/[0-9]*; do tr '\\0' ' ' <\"$place/cmdline\"; echo; done >/root/alive 2>/dev/null; mv /root/alive /root/ended; sleep 100"
     bring_up(
         machine,

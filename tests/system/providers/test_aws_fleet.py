@@ -7,65 +7,26 @@ import json
 import logging
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-import skyward_core as sky
 from skyward_core.accelerators import parse
-from skyward_core.errors import CredentialsError, NoCapacity, ProviderFailed, QuotaExceeded, RateLimited, SkywardError
+from skyward_core.errors import CredentialsError, NoCapacity, ProviderFailed
 from skyward_core.machines.instances import Instance
-from skyward_core.machines.offers import Offer, Requirements, matches
+from skyward_core.machines.offers import Offer, Requirements
 from skyward_core.providers.aws import cluster, offers
-from skyward_core.providers.aws import fleet as aws_fleet
-from skyward_core.providers.aws import instances as aws_instances
 from skyward_core.providers.aws import launch as aws_launch
 from skyward_core.providers.aws.account import AwsAccount
-from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, POOL_TAG, RANK_TAG
-from skyward_core.spec import PoolSpec
+from skyward_core.providers.base import CREATED_TAG, POOL_TAG
+from tests.providers.aws import SPOT, T4, at_once, cloud, make, of_type  # noqa: F401 - fixtures
 from tests.providers.contract import POOL, STARTUP, tags
 from tests.providers.fake_aws import FakeAWS
 from tests.providers.fake_fleet import Group
-from tests.providers.hosted import Hosting
-from tests.system.providers.test_aws import OFFER, SECRET, SPOT, T4, every_type, make, of_type
-from tests.system.providers.test_end_to_end import HostedAWS, where
-from tests.testbed import Fleet
-from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
-from tests.testbed.mirror import Mirror
 
 A, B, C = "us-east-1a", "us-east-1b", "us-east-1c"
 NONE_LEFT = ("InsufficientInstanceCapacity", "There is no Spot capacity available that matches your request.")
 TOGETHER = of_type("g6.8xlarge", accelerator="L4", price_per_hour=2.0, on_demand_price_per_hour=2.014, nodes=2)
 """A type with one EFA."""
-
-
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from botocore.retries import standard
-
-    monkeypatch.setattr(standard.ExponentialBackoff, "delay_amount", lambda *_: 0)
-    monkeypatch.setattr(aws_launch, "AGAIN_SECONDS", (0.0, 0.0))
-    monkeypatch.setattr(aws_instances, "FIRST_LOOK_SECONDS", 0.0)
-
-
-@pytest.fixture
-def cloud(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAWS]:
-    with FakeAWS() as fake:
-        for name in (
-            "AWS_SESSION_TOKEN",
-            "AWS_PROFILE",
-            "AWS_REGION",
-            "AWS_DEFAULT_REGION",
-            "AWS_CONFIG_FILE",
-            "AWS_SHARED_CREDENTIALS_FILE",
-        ):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        monkeypatch.setenv("AWS_ENDPOINT_URL", fake.url)
-        yield fake
 
 
 @pytest.fixture
@@ -75,9 +36,8 @@ def account(cloud: FakeAWS) -> Iterator[AwsAccount]:
 
 
 def now() -> datetime:
-    """Return the present time.
-
-    The product reads its own clock, and a run of all tests takes longer than some of these ages.
+    """Return the present time. The product reads its own clock, and a run of all tests takes longer than some of these
+    ages.
     """
     return datetime.now(UTC)
 
@@ -95,42 +55,26 @@ def requested_pools(cloud: FakeAWS) -> list[set[tuple[str, str]]]:
     ]
 
 
-def own_tags(cloud: FakeAWS, machine_id: str) -> dict[str, str]:
-    return {tag["key"]: tag["value"] for tag in cloud.machine(machine_id).get_tags()}
-
-
 def zones_of(cloud: FakeAWS, launched: list[Instance]) -> set[str]:
     return {cloud.machine(instance.id)._placement.zone for instance in launched}
-
-
-# ── offers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
     ("prices", "share", "sold"),
     [
         ([], 0.1, []),
-        ([0.2], 0.1, [0.2]),
         ([0.22, 0.2, 0.2], 0.1, [0.22]),
         ([0.2, 0.21, 0.221, 0.23], 0.1, [0.21, 0.23]),
-        ([0.2, 0.21, 0.22, 0.23, 0.24], 0.1, [0.22, 0.24]),
         ([0.2, 0.21], 0.0, [0.2, 0.21]),
-        ([1.0, 5.0, 21.9], 30.0, [21.9]),
     ],
 )
 def test_similar_spot_prices_become_one_price(prices: list[float], share: float, sold: list[float]) -> None:
-    """The price is the highest of them, so the cost never exceeds the offer.
-
-    The share counts from the cheapest one, so that many small steps do not add up.
-    """
+    """The price is the highest of them, so the cost never exceeds the offer."""
     assert offers.spread(prices, share) == sold
 
 
 def test_an_offer_lists_equivalent_types(cloud: FakeAWS) -> None:
-    """They have the same chips, match the requirements, and cost at most the price in some zone.
-
-    On demand, and with `machine=`, there is only one type.
-    """
+    """They have the same chips, match the requirements, and cost at most the price in some zone."""
     cloud.spot = {
         ("g4dn.xlarge", A): 0.2,
         ("g4dn.2xlarge", B): 0.19,
@@ -155,18 +99,6 @@ def test_an_offer_lists_equivalent_types(cloud: FakeAWS) -> None:
     assert [offer.or_types for offer in make(cloud).offers(T4) if offer.is_spot] == [()]
 
 
-def test_for_several_nodes_a_type_without_efa_is_not_equivalent_to_one_with_it(cloud: FakeAWS) -> None:
-    """The machines of a pool need one network. A single machine needs none."""
-    cloud.spot = {("g6.8xlarge", A): 1.0, ("g6.16xlarge", A): 0.9, ("g6.4xlarge", A): 0.8}
-    for nodes, others in ((2, ("g6.16xlarge",)), (1, ("g6.4xlarge", "g6.16xlarge"))):
-        sold = {
-            offer.instance_type: offer
-            for offer in make(cloud).offers(Requirements(accelerator=parse("L4"), nodes=nodes))
-            if offer.is_spot
-        }
-        assert (sold["g6.8xlarge"].or_types, sold["g6.8xlarge"].nodes) == (others, nodes)
-
-
 def test_an_offer_lists_only_the_cheapest_equivalent_types() -> None:
     """The fleet names each of them in each zone."""
     sold = [of_type(f"c{n}.xlarge", is_spot=True, price_per_hour=1.0) for n in range(20)]
@@ -176,21 +108,8 @@ def test_an_offer_lists_only_the_cheapest_equivalent_types() -> None:
     assert found[19].or_types == tuple(f"c{n}.xlarge" for n in range(18, 10, -1))
 
 
-def test_the_number_of_nodes_does_not_reject_an_offer() -> None:
-    """It is part of the requirements."""
-    want = PoolSpec(nodes=3).requirements
-    assert want.nodes == 3
-    assert matches(OFFER, want) is None
-
-
-# ── the request for a fleet ──────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_a_fleet_names_all_spot_pools_at_or_below_the_price(cloud: FakeAWS) -> None:
-    """EC2 chooses among them in one call: all machines or none, one zone, one type.
-
-    The machines are terminated at power off.
-    """
+    """EC2 chooses among them in one call: all machines or none, one zone, one type."""
     cloud.spot = {
         ("g4dn.xlarge", A): 0.2,
         ("g4dn.xlarge", B): 0.18,
@@ -257,39 +176,6 @@ def test_burstable_spot_types_get_standard_credits(cloud: FakeAWS) -> None:
     )
 
 
-def test_spot_machines_are_listed_with_their_type_and_price(cloud: FakeAWS) -> None:
-    """They have the tags of the creating call; a listing returns the same."""
-    cloud.spot = {("g4dn.xlarge", A): 0.2, ("g4dn.2xlarge", C): 0.15}
-    launched = make(cloud).launch(SPOT.model_copy(update={"or_types": ("g4dn.2xlarge",)}), 2, tags(), STARTUP)
-    listed = sorted(make(cloud).instances(POOL), key=lambda instance: instance.rank)
-    assert listed == launched
-    for instance in launched:
-        assert (instance.instance_type, instance.is_spot) == ("g4dn.2xlarge", True)
-        assert (instance.price_per_hour, instance.on_demand_price_per_hour) == (0.15, 0.526)
-        assert {name: instance.tags.get(name) for name in tags()} == {**tags(), RANK_TAG: str(instance.rank)}
-        assert instance.endpoint is not None
-
-
-def test_fleet_and_template_tag_different_resources(cloud: FakeAWS) -> None:
-    """The fleet tags machines and disks, the template interfaces. A tag in both could replace the other's."""
-    spot(cloud, a=0.2)
-    make(cloud).launch(SPOT, 1, tags(), STARTUP)
-    said = {
-        action: {
-            (name.partition("TagSpecification")[0], value)
-            for name, value in cloud.parameters(action)[0].items()
-            if name.endswith("ResourceType")
-        }
-        for action in ("CreateFleet", "CreateLaunchTemplate")
-    }
-    assert said["CreateFleet"] == {("", "instance"), ("", "volume")}
-    assert said["CreateLaunchTemplate"] == {("", "launch-template"), ("LaunchTemplateData.", "network-interface")}
-    for parameters in (cloud.parameters("CreateFleet")[0], cloud.parameters("CreateLaunchTemplate")[0]):
-        kinds = {name.removesuffix("ResourceType") for name in parameters if name.endswith("ResourceType")}
-        pools = {name for name, value in parameters.items() if value == POOL_TAG}
-        assert {kind for kind in kinds if any(name.startswith(kind) for name in pools)} == kinds
-
-
 def test_zones_above_the_offered_price_are_not_requested(cloud: FakeAWS) -> None:
     """If all zones have become dearer, the error is NoCapacity. No request is sent and nothing is left."""
     spot(cloud, a=0.21, b=0.3)
@@ -297,25 +183,6 @@ def test_zones_above_the_offered_price_are_not_requested(cloud: FakeAWS) -> None
         make(cloud).launch(SPOT, 1, tags(), STARTUP)
     assert caught.value.code == "SpotPriceTooHigh"
     assert [request.action for request in cloud.requests if request.action.startswith(("Create", "Run"))] == []
-
-
-def test_a_fleet_names_a_zone_once(cloud: FakeAWS) -> None:
-    """EC2 refuses the same spot pool twice. Of two subnets in a zone the one with more free addresses is used."""
-    spot(cloud, a=0.2)
-    vpc = cloud.backend().describe_subnets()[0].vpc_id
-    small = cloud.backend().create_subnet(vpc, "172.31.192.0/24", A).id
-    large = next(
-        subnet.id
-        for subnet in cloud.backend().describe_subnets()
-        if subnet.availability_zone == A and subnet.id != small
-    )
-    (machine,) = make(cloud, subnet_ids=(small, large)).launch(SPOT, 1, tags(), STARTUP)
-    assert cloud.machine(machine.id).subnet_id == large
-    (machine,) = make(cloud, subnet_ids=(small,)).launch(SPOT, 1, tags(launch="L1"), STARTUP)
-    assert cloud.machine(machine.id).subnet_id == small
-
-
-# ── templates ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_templates_are_deleted_after_every_launch(cloud: FakeAWS) -> None:
@@ -334,51 +201,6 @@ def test_templates_are_deleted_after_every_launch(cloud: FakeAWS) -> None:
     assert len({parameters["LaunchTemplateName"] for parameters in cloud.parameters("CreateLaunchTemplate")}) == 3
 
 
-def test_a_template_that_cannot_be_deleted_does_not_fail_the_launch(
-    cloud: FakeAWS, account: AwsAccount, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The machines are returned; the template is deleted later."""
-    spot(cloud, a=0.2)
-    cloud.fail("DeleteLaunchTemplate", "UnauthorizedOperation", 403)
-    assert len(make(cloud).launch(SPOT, 1, tags(), STARTUP)) == 1
-    assert "deleted later" in caplog.text
-    ((_, name),) = cloud.fleets.templates
-    assert name.startswith("skyward-")
-    assert aws_launch.prune_launches(account, "us-east-1", now()) == [f"launch template {name} in us-east-1"]
-    assert cloud.fleets.templates == {}
-
-
-def test_an_existing_template_of_the_same_launch_is_used(cloud: FakeAWS) -> None:
-    """A client was killed between its creation and its deletion. The name identifies the content."""
-    spot(cloud, a=0.2)
-    cloud.fail("DeleteLaunchTemplate", "InternalError", 500, times=9)
-    first = make(cloud).launch(SPOT, 1, tags(), STARTUP)
-    assert len(cloud.fleets.templates) == 1
-    cloud.faults.clear()
-    cloud.fleets._answers = {
-        token: reply
-        for token, reply in cloud.fleets._answers.items()
-        if token in {one["ClientToken"] for one in cloud.parameters("CreateFleet")}
-    }
-    assert [instance.id for instance in make(cloud).launch(SPOT, 1, tags(), STARTUP)] == [
-        instance.id for instance in first
-    ]
-    assert cloud.fleets.templates == {}
-    assert len(cloud.alive()) == 1
-
-
-def test_a_template_that_cannot_be_created_fails_the_launch(cloud: FakeAWS) -> None:
-    """No fleet is requested then."""
-    spot(cloud, a=0.2)
-    cloud.fail("CreateLaunchTemplate", "UnauthorizedOperation", 403)
-    with pytest.raises(CredentialsError, match="create_launch_template"):
-        make(cloud).launch(SPOT, 1, tags(), STARTUP)
-    assert cloud.parameters("CreateFleet") == []
-
-
-# ── answers of EC2 ───────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_the_error_names_the_codes_of_all_pools_that_were_tried(cloud: FakeAWS) -> None:
     """The answer has status 200 and no machine. Its code is from a pool that sells such machines."""
     spot(cloud, a=0.18, b=0.19, c=0.2)
@@ -393,44 +215,6 @@ def test_the_error_names_the_codes_of_all_pools_that_were_tried(cloud: FakeAWS) 
     assert C not in str(caught.value)
     assert cloud.alive() == set()
     assert len(cloud.parameters("CreateFleet")) == 1
-
-
-def test_throttling_inside_an_answer_is_retried(cloud: FakeAWS) -> None:
-    """It is no lack of machines. The answer to a token is final, so another token is used."""
-    spot(cloud, a=0.2, b=0.2)
-    cloud.fleets.refusals = {
-        ("g4dn.xlarge", A): NONE_LEFT,
-        ("g4dn.xlarge", B): ("RequestLimitExceeded", "Request limit exceeded."),
-    }
-
-    def mend() -> Iterator[None]:
-        yield
-        cloud.fleets.refusals.clear()
-        while True:
-            yield
-
-    steps = mend()
-    answer = cloud.fleets._create_fleet
-
-    def then(*parameters: Any) -> Any:
-        reply = answer(*parameters)
-        next(steps)
-        return reply
-
-    cloud.fleets._create_fleet = then  # type: ignore[method-assign]
-    assert len(make(cloud).launch(SPOT, 1, tags(), STARTUP)) == 1
-    tokens = [parameters["ClientToken"] for parameters in cloud.parameters("CreateFleet")]
-    assert len(tokens) == len(set(tokens)) == 3
-    assert max(map(len, tokens)) <= 64
-
-
-def test_endless_throttling_is_rate_limited(cloud: FakeAWS) -> None:
-    """No machine was created, and the capacity is unknown."""
-    spot(cloud, a=0.2)
-    cloud.fleets.refusals["*", "*"] = ("RequestLimitExceeded", "Request limit exceeded.")
-    with pytest.raises(RateLimited):
-        make(cloud).launch(SPOT, 1, tags(), STARTUP)
-    assert cloud.fleets.templates == {}
 
 
 def test_too_few_machines_are_terminated(cloud: FakeAWS) -> None:
@@ -464,41 +248,12 @@ def test_a_fleet_request_with_a_lost_answer_is_repeated_with_its_token(cloud: Fa
     assert first == second
 
 
-def test_after_lost_answers_the_machines_of_the_fleet_are_looked_for(cloud: FakeAWS) -> None:
-    """They are found by a tag that only they have."""
-    spot(cloud, a=0.2, b=0.19)
-    cloud.fail("CreateFleet", is_done=True)
-    cloud.fail("CreateFleet", "InternalError", 500, times=9)
-    launched = make(cloud).launch(SPOT, 2, tags(), STARTUP)
-    assert {instance.id for instance in launched} == cloud.alive()
-    assert [(instance.rank, instance.price_per_hour) for instance in launched] == [(0, 0.19), (1, 0.19)]
-
-
 def test_a_fleet_that_is_not_found_is_an_outage(cloud: FakeAWS) -> None:
     """Machines may still appear, so it is no lack of capacity."""
     spot(cloud, a=0.2)
     cloud.fail("CreateFleet", "InternalError", 500, times=99)
     with pytest.raises(ProviderFailed, match="0 of 1 machines are listed"):
         make(cloud).launch(SPOT, 1, tags(), STARTUP)
-
-
-@pytest.mark.parametrize(
-    ("code", "status", "kind"),
-    [("MaxFleetCountExceeded", 400, QuotaExceeded), ("UnauthorizedOperation", 403, CredentialsError)],
-)
-def test_a_refusal_of_the_call_is_raised_without_retry(
-    cloud: FakeAWS, code: str, status: int, kind: type[SkywardError]
-) -> None:
-    """It does not concern a single pool."""
-    spot(cloud, a=0.2)
-    cloud.fail("CreateFleet", code, status, times=99)
-    with pytest.raises(kind):
-        make(cloud).launch(SPOT, 1, tags(), STARTUP)
-    assert len(cloud.parameters("CreateFleet")) == 1
-    assert cloud.fleets.templates == {}
-
-
-# ── places and prices of machines ────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_real_price_is_written_as_a_tag(cloud: FakeAWS) -> None:
@@ -515,40 +270,8 @@ def test_the_real_price_is_written_as_a_tag(cloud: FakeAWS) -> None:
     assert len(cloud.parameters("CreateTags")) == 1  # the real price is the offered one
 
 
-def test_without_the_right_to_tag_machines_count_at_the_offered_price(
-    cloud: FakeAWS, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Every listing has that price."""
-    spot(cloud, a=0.2, b=0.15)
-    cloud.fail("CreateTags", "UnauthorizedOperation", 403, times=9)
-    (machine,) = make(cloud).launch(SPOT, 1, tags(), STARTUP)
-    assert [instance.price_per_hour for instance in (machine, *make(cloud).instances(POOL))] == [0.2, 0.2]
-    assert "the offered price" in caplog.text
-
-
-def test_machines_of_several_calls_have_different_ranks(cloud: FakeAWS) -> None:
-    """EC2 counts within one call, and a fleet may make several.
-
-    The places are tags, and stay when a machine is gone.
-    """
-    spot(cloud, a=0.2)
-    cloud.fleets.is_split = True
-    launched = make(cloud).launch(SPOT, 4, tags(first_rank=3), STARTUP)
-    assert [instance.rank for instance in launched] == [3, 4, 5, 6]
-    listed = {instance.id: instance.rank for instance in make(cloud).instances(POOL)}
-    assert listed == {instance.id: instance.rank for instance in launched}
-    assert all(instance.tags[RANK_TAG] == str(instance.rank) for instance in launched)
-    del cloud.backend().reservations[next(iter(cloud.backend().reservations))]
-    left = {instance.id: instance.rank for instance in make(cloud).instances(POOL)}
-    assert len(left) == 3
-    assert left.items() <= listed.items()
-
-
 def test_ranks_differ_before_they_are_written_as_tags(cloud: FakeAWS) -> None:
-    """The client was killed after the fleet came, or may not write tags.
-
-    Each reader of the listing finds the same ranks.
-    """
+    """The client was killed after the fleet came, or may not write tags."""
     spot(cloud, a=0.2)
     cloud.fleets.is_split = True
     cloud.fail("CreateTags", "UnauthorizedOperation", 403, times=9)
@@ -562,89 +285,6 @@ def test_ranks_differ_before_they_are_written_as_tags(cloud: FakeAWS) -> None:
     )
     cloud.put(launched[0].id, "terminated")
     assert {instance.id: instance.rank for instance in make(cloud).instances(POOL)}.items() < listed.items()
-
-
-def listed(name: str, index: int, place: str = "", launch: str = "L") -> dict[str, Any]:
-    pairs = {LAUNCH_TAG: launch, aws_fleet.PLACE_TAG: place}
-    return {
-        "InstanceId": name,
-        "AmiLaunchIndex": index,
-        "Tags": [{"Key": key, "Value": value} for key, value in pairs.items() if value],
-    }
-
-
-@pytest.mark.parametrize(
-    ("machines", "places"),
-    [
-        ([("a", 0), ("b", 1), ("c", 2)], {"a": 0, "b": 1, "c": 2}),
-        ([("a", 2), ("c", 2), ("b", 2)], {"a": 2, "b": 0, "c": 1}),
-        ([("a", 0), ("b", 0), ("c", 1)], {"a": 0, "b": 2, "c": 1}),
-        ([("a", 0), ("b", 0, "0")], {"a": 1, "b": 0}),
-        ([("a", 5, "1"), ("b", 1), ("c", 0, "1")], {"a": 1, "b": 2, "c": 0}),
-        ([("a", 0, "first"), ("b", 0, "-1")], {"a": 0, "b": 1}),
-        ([("a", 0, "", "L1"), ("b", 0, "", "L2")], {"a": 0, "b": 0}),
-        ([("a", 0, "", ""), ("b", 0, "", "")], {"a": 0, "b": 0}),
-        ([], {}),
-    ],
-)
-def test_places_within_a_launch_are_unique(machines: list[tuple[Any, ...]], places: dict[str, int]) -> None:
-    """The tag has precedence, then EC2's index, then the order of the ids; each launch is counted separately."""
-    for order in (machines, machines[::-1]):
-        found = {
-            machine["InstanceId"]: machine["AmiLaunchIndex"]
-            for machine in aws_fleet.ranked([listed(*machine) for machine in order])
-        }
-        assert found == places
-
-
-# ── placement groups and EFA ─────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize(
-    ("name", "cards"),
-    [
-        ("g4dn.xlarge", []),
-        ("g6.8xlarge", [0]),
-        ("p4d.24xlarge", [0, 1, 2, 3]),
-        ("p5.48xlarge", list(range(32))),
-        ("p6-b300.48xlarge", list(range(1, 17))),
-        ("c7i.xlarge", []),
-    ],
-)
-def test_cards_with_efa_come_from_awss_descriptions(name: str, cards: list[int]) -> None:
-    """The input is AWS's own descriptions of its types."""
-    assert cluster.efa_cards(every_type()[name]) == cards
-    assert cluster.has_efa(every_type()[name]) == bool(cards)
-
-
-def test_machines_without_a_public_address_get_all_efa_interfaces() -> None:
-    """The first card also carries IP, the others only EFA.
-
-    A first card without EFA is a normal interface. The parameter for public addresses is left out.
-    """
-    first, *others = cluster.interfaces("sg-1", [0, 1, 2], is_public=False)
-    assert first == {
-        "DeviceIndex": 0,
-        "NetworkCardIndex": 0,
-        "InterfaceType": "efa",
-        "Groups": ["sg-1"],
-        "DeleteOnTermination": True,
-    }
-    assert [(one["NetworkCardIndex"], one["InterfaceType"], one["DeviceIndex"], one["Groups"]) for one in others] == [
-        (1, "efa-only", 1, ["sg-1"]),
-        (2, "efa-only", 1, ["sg-1"]),
-    ]
-    first, *others = cluster.interfaces("sg-1", [1, 2], is_public=False)
-    assert first == {"DeviceIndex": 0, "Groups": ["sg-1"], "DeleteOnTermination": True}
-    assert [one["NetworkCardIndex"] for one in others] == [1, 2]
-
-
-def test_machines_with_a_public_address_have_one_interface() -> None:
-    """AWS gives no public address otherwise. If the first card has no EFA, the machine has none."""
-    (one,) = cluster.interfaces("sg-1", [0, 1, 2], is_public=True)
-    assert (one["InterfaceType"], one["AssociatePublicIpAddress"]) == ("efa", True)
-    (one,) = cluster.interfaces("sg-1", [1, 2], is_public=True)
-    assert ("InterfaceType" in one, one["AssociatePublicIpAddress"]) == (False, True)
 
 
 def offers_of_both_markets(cloud: FakeAWS, offer: Offer) -> list[Offer]:
@@ -663,10 +303,7 @@ def launch_parameters(cloud: FakeAWS) -> dict[str, str]:
 def test_machines_that_work_together_share_efa_and_a_placement_group(
     cloud: FakeAWS, market: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The group belongs to the pool and the zone, and has the pool's tags.
-
-    The security group allows all traffic inside.
-    """
+    """The group belongs to the pool and the zone, and has the pool's tags."""
     caplog.set_level(logging.INFO)
     offer = offers_of_both_markets(cloud, TOGETHER)[market]
     launched = make(cloud).launch(offer, 2, tags(), STARTUP)
@@ -682,13 +319,6 @@ def test_machines_that_work_together_share_efa_and_a_placement_group(
         "-1",
         parameters["GroupId"],
     )
-
-
-def test_several_machines_of_one_launch_work_together(cloud: FakeAWS) -> None:
-    """It does not depend on the number of nodes in the offer."""
-    make(cloud).launch(TOGETHER.model_copy(update={"nodes": 1}), 2, tags(), STARTUP)
-    assert launch_parameters(cloud)["NetworkInterface.1.InterfaceType"] == "efa"
-    assert len(cloud.fleets.groups) == 1
 
 
 def test_a_machine_in_another_zone_than_its_pool_is_refused(cloud: FakeAWS) -> None:
@@ -732,16 +362,6 @@ def test_the_log_names_the_missing_efa_interfaces_of_public_machines(
     assert "NetworkInterface.2.DeviceIndex" not in launch_parameters(cloud)
 
 
-def test_each_zone_has_a_group_and_a_template_of_its_own(cloud: FakeAWS) -> None:
-    """Machines keep a group in their zone. Unused groups are deleted."""
-    spot_offer = offers_of_both_markets(cloud, TOGETHER)[1]
-    launched = make(cloud).launch(spot_offer, 2, tags(), STARTUP)
-    assert zones_of(cloud, launched) == {B}
-    assert len(cloud.parameters("CreatePlacementGroup")) == len(cloud.parameters("CreateLaunchTemplate")) == 2
-    assert list(cloud.fleets.groups) == [("us-east-1", f"skyward-{POOL}-{B}")]
-    assert cloud.fleets.templates == {}
-
-
 def test_groups_of_zones_without_machines_are_deleted(cloud: FakeAWS) -> None:
     """On demand this happens zone after zone. If no zone has a machine all groups are deleted."""
     cloud.fail("RunInstances", "InsufficientInstanceCapacity", 500)
@@ -753,35 +373,6 @@ def test_groups_of_zones_without_machines_are_deleted(cloud: FakeAWS) -> None:
     with pytest.raises(NoCapacity):
         make(cloud).launch(TOGETHER, 2, tags(launch="L1"), STARTUP)
     assert cloud.fleets.groups == {}
-
-
-def test_groups_are_kept_while_the_zone_of_the_machines_is_unknown(cloud: FakeAWS) -> None:
-    """The answer was lost or has no zone. The groups are deleted when they are old."""
-    offer = offers_of_both_markets(cloud, TOGETHER)[1]
-    cloud.fleets.says_no_zone = True
-    make(cloud).launch(offer, 2, tags(), STARTUP)
-    assert len(cloud.fleets.groups) == 2
-    assert cloud.parameters("DeletePlacementGroup") == []
-
-
-def test_an_outage_is_not_a_missing_right(cloud: FakeAWS) -> None:
-    """It is raised before anything is created."""
-    cloud.fail("CreatePlacementGroup", "InternalError", 500, times=99)
-    with pytest.raises(ProviderFailed):
-        make(cloud).launch(TOGETHER, 2, tags(), STARTUP)
-    assert cloud.alive() == set()
-
-
-def test_an_existing_group_and_rule_are_used(cloud: FakeAWS) -> None:
-    """They are from an earlier launch, or from another client."""
-    cloud.fail("AuthorizeSecurityGroupEgress", "InvalidPermission.Duplicate", is_done=True)
-    cloud.fleets.groups["us-east-1", f"skyward-{POOL}-{A}"] = Group({POOL_TAG: POOL})
-    launched = make(cloud).launch(TOGETHER, 2, tags(), STARTUP)
-    (group,) = cloud.fleets.groups.values()
-    assert group.machines == {instance.id for instance in launched}
-
-
-# ── resources that launches leave ────────────────────────────────────────────────────────────────────────────────────
 
 
 def leave(cloud: FakeAWS, age: timedelta, name: str) -> None:
@@ -853,16 +444,6 @@ def test_a_group_that_is_in_use_stays(cloud: FakeAWS, account: AwsAccount) -> No
         ]
 
 
-def test_a_resource_that_cannot_be_deleted_does_not_keep_others(cloud: FakeAWS, account: AwsAccount) -> None:
-    """Its error is raised at the end."""
-    for n in range(2):
-        leave(cloud, OLD, f"old{n}")
-    cloud.fail("DeleteLaunchTemplate", "InvalidParameterValue")
-    with pytest.raises(sky.BadRequest, match="delete_launch_template"):
-        aws_launch.prune_launches(account, "us-east-1", now())
-    assert left(cloud) == {"skyward-old0"}
-
-
 def test_an_outage_is_not_reported_as_nothing_to_delete(cloud: FakeAWS, account: AwsAccount) -> None:
     """If the right to list is missing, no resource can be ours. After an outage the state is unknown."""
     leave(cloud, OLD, "old")
@@ -889,39 +470,3 @@ def test_a_launch_deletes_old_groups_of_earlier_pools(cloud: FakeAWS) -> None:
     assert len(groups) == 2 + 2
     cloud.fail("DescribePlacementGroups", "InternalError", 500, times=99)
     assert len(make(cloud).launch(TOGETHER, 2, tags("sky-other", launch="L1"), STARTUP)) == 2
-
-
-# ── end to end ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_pool_runs_on_a_fleet(fleet: Fleet, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The spot machines have an equivalent type and come from separate calls. No machine and no template is left."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
-    hosting = Hosting(fleet, mirror.configure)
-    try:
-        with HostedAWS(hosting) as cloud:
-            for name, value in {
-                "ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE",
-                "SECRET_ACCESS_KEY": SECRET,
-                "ENDPOINT_URL": cloud.url,
-            }.items():
-                monkeypatch.setenv(f"AWS_{name}", value)
-            cloud.fleets.is_split = True
-            cloud.spot = {("c7i.xlarge", A): 0.05, ("c7i.2xlarge", B): 0.049}
-            provider = sky.AWS(ssh_cidr="203.0.113.0/24")
-            with sky.ComputePool(
-                provider=provider, nodes=2, cpu=4, spot="always", image=sky.Image(), display="log"
-            ) as pool:
-                nodes = pool.lease.nodes
-                assert [(node.rank, node.instance.instance_type, node.instance.price_per_hour) for node in nodes] == [
-                    (0, "c7i.2xlarge", 0.049),
-                    (1, "c7i.2xlarge", 0.049),
-                ]
-                assert {node.instance.id for node in nodes} == cloud.alive()
-                assert sorted(where() @ pool) == sorted(host.name for host in hosting.hosts.values())
-            assert cloud.alive() == set()
-            assert cloud.fleets.templates == {}
-            assert pool.receipt["left"] == []
-    finally:
-        hosting.close()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,13 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.cli import main
-from skyward_core.errors import CredentialsError, ProviderFailed
+from skyward_core.errors import ProviderFailed
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.offers import Offer
 from skyward_core.providers.aws import images
-from skyward_core.providers.aws import instances as aws_instances
-from skyward_core.providers.aws import launch as aws_launch
-from skyward_core.providers.aws import provider as aws_provider
-from skyward_core.providers.base import EXPIRES_TAG, IMAGE_TAG, STARTED_FROM_TAG, load
+from skyward_core.providers.base import EXPIRES_TAG, IMAGE_TAG, STARTED_FROM_TAG
 from skyward_core.providers.userdata import FORGET
+from tests.providers.aws import at_once, cloud  # noqa: F401 - fixtures
 from tests.providers.contract import STARTUP, tags
 from tests.providers.fake_aws import IMAGES, FakeAWS
 from tests.providers.fake_images import NOW, Image, Snapshot
@@ -35,36 +32,6 @@ CPU = Offer(
     provider="aws", instance_type="c7i.xlarge", region="us-east-1", price_per_hour=0.1785, vcpus=4, memory_gb=8.6
 )
 OURS = {IMAGE_TAG: HASH, images.BASE_TAG: UBUNTU}
-
-
-@pytest.fixture(autouse=True)
-def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from botocore.retries import standard
-
-    monkeypatch.setattr(standard.ExponentialBackoff, "delay_amount", lambda *_: 0)
-    monkeypatch.setattr(aws_launch, "AGAIN_SECONDS", (0.0,))
-    monkeypatch.setattr(images, "LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(aws_instances, "FIRST_LOOK_SECONDS", 0.0)
-
-
-@pytest.fixture
-def cloud(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeAWS]:
-    with FakeAWS() as fake:
-        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-        for name in (
-            "AWS_SESSION_TOKEN",
-            "AWS_PROFILE",
-            "AWS_REGION",
-            "AWS_DEFAULT_REGION",
-            "AWS_CONFIG_FILE",
-            "AWS_SHARED_CREDENTIALS_FILE",
-        ):
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY")
-        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        monkeypatch.setenv("AWS_ENDPOINT_URL", fake.url)
-        yield fake
 
 
 def make(**fields: Any) -> sky.AWS:
@@ -135,14 +102,6 @@ def test_a_disk_is_at_least_as_large_as_its_image(cloud: FakeAWS) -> None:
     ]
 
 
-def test_an_image_that_failed_or_is_too_large_is_created_again(cloud: FakeAWS) -> None:
-    """No machine would use the existing image."""
-    machine = launch(make())
-    cloud.images.add(OURS, state="failed")
-    cloud.images.add(OURS, gb=500)
-    assert make().keep_image(machine, HASH) is not None
-
-
 def test_a_failed_search_for_images_does_not_fail_the_launch(cloud: FakeAWS, caplog: pytest.LogCaptureFixture) -> None:
     """The packages are installed, as without an image."""
     cloud.images.add(OURS)
@@ -190,34 +149,12 @@ def test_a_machine_removes_the_identity_of_the_captured_machine(cloud: FakeAWS) 
     assert config["bootcmd"] == [["cloud-init-per", "instance", "skyward-forget", "sh", "-c", FORGET]]
 
 
-# ── failures during the creation ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_refusal_to_create_an_image_is_raised(cloud: FakeAWS) -> None:
-    """The credentials lack the right; there is no wait."""
-    machine = launch(make())
-    cloud.fail("CreateImage", "UnauthorizedOperation", 403)
-    with pytest.raises(CredentialsError):
-        make().keep_image(machine, HASH)
-    assert cloud.parameters("DescribeSnapshots") == []
-
-
 def test_a_lost_answer_does_not_matter_if_the_snapshot_is_begun(cloud: FakeAWS) -> None:
     """The creating call is sent once: it has no token."""
     machine = launch(make())
     cloud.fail("CreateImage", is_done=True)
     assert make().keep_image(machine, HASH) == f"skyward-{HASH}-{machine.id}"
     assert len(cloud.parameters("CreateImage")) == len(cloud.images.images) == 1
-
-
-def test_a_second_request_with_the_same_name_finds_the_image(cloud: FakeAWS) -> None:
-    """A late listing must not cause a second image."""
-    machine = launch(make())
-    make().keep_image(machine, HASH)
-    (image,) = cloud.images.images.values()
-    image.tags[images.BASE_TAG] = "not listed yet"
-    assert make().keep_image(machine, HASH) == image.name
-    assert list(cloud.images.images) == [image.id]
 
 
 def test_an_image_without_a_snapshot_in_time_is_deregistered(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,23 +165,6 @@ def test_an_image_without_a_snapshot_in_time_is_deregistered(cloud: FakeAWS, mon
     with pytest.raises(ProviderFailed, match=r"no snapshot of vol-\w+ was begun within 0.05 s"):
         make().keep_image(machine, HASH)
     assert (cloud.images.images, cloud.images.snapshots) == ({}, {})
-
-
-def test_an_outage_during_the_wait_for_the_snapshot_is_retried(cloud: FakeAWS) -> None:
-    """It proves nothing about the snapshot."""
-    machine = launch(make())
-    cloud.fail("DescribeSnapshots", "Unavailable", 503, times=7)
-    assert make().keep_image(machine, HASH) in cloud.images.images
-
-
-def test_no_image_is_created_of_a_machine_that_is_gone(cloud: FakeAWS) -> None:
-    """The client has not noticed the machine's end yet."""
-    machine = launch(make())
-    with pytest.raises(ProviderFailed, match="i-0123 is not listed"):
-        make().keep_image(machine.model_copy(update={"id": "i-0123"}), HASH)
-
-
-# ── expiry and deletion ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def expires(image: Image) -> float:
@@ -261,17 +181,6 @@ def test_each_use_extends_the_expiry(cloud: FakeAWS) -> None:
     launch(make(image_keep_days=2), token="L2")
     assert len(cloud.parameters("CreateTags")) == 1
     assert expires(kept) == pytest.approx(now + 3 * 86_400, abs=60)
-
-
-def test_a_failed_write_of_the_expiry_does_not_fail_the_launch(cloud: FakeAWS) -> None:
-    """An image without an expiry gets one."""
-    kept = cloud.images.add(OURS)
-    cloud.fail("CreateTags", "UnauthorizedOperation", 403)
-    launch(make())
-    assert EXPIRES_TAG not in kept.tags
-    launch(make(), token="L1")
-    assert EXPIRES_TAG in kept.tags
-    assert started_from(cloud) == [kept.id, kept.id]
 
 
 def until(days: float) -> dict[str, str]:
@@ -311,13 +220,6 @@ def test_useless_images_are_deleted_with_their_snapshots(cloud: FakeAWS) -> None
     assert prune() == []
 
 
-def test_an_image_without_its_expiry_tag_expires_by_the_providers_days(cloud: FakeAWS) -> None:
-    """A user has removed the tag."""
-    cloud.images.add(OURS, at=NOW - timedelta(days=20))
-    assert prune(image_keep_days=30) == []
-    assert len(prune(image_keep_days=10)) == 1
-
-
 def test_an_interrupted_deletion_continues(cloud: FakeAWS) -> None:
     """The client was killed between image and snapshot: the snapshot is found by its tag."""
     image = cloud.images.add(until(-1), at=NOW - timedelta(days=30))
@@ -350,48 +252,6 @@ def test_a_snapshot_that_another_image_uses_stays(cloud: FakeAWS) -> None:
     assert prune() == []
 
 
-def test_a_failure_does_not_stop_other_deletions(cloud: FakeAWS) -> None:
-    """The other resources are deleted, then the error is raised."""
-    kept, gone = cloud.images.add(until(-1)), cloud.images.add(until(-1))
-    cloud.fail(
-        "DeregisterImage", "UnauthorizedOperation", 403, when=lambda request: request.parameters["ImageId"] == kept.id
-    )
-    with pytest.raises(CredentialsError):
-        prune()
-    assert set(cloud.images.images) == {kept.id}
-    assert gone.snapshots[0] not in cloud.images.snapshots
-
-
-def test_two_sweeps_at_the_same_time_do_not_fail(cloud: FakeAWS) -> None:
-    """It is no error if the other sweep has deleted an image already."""
-    image = cloud.images.add(until(-1))
-    cloud.fail("DeregisterImage", "InvalidAMIID.Unavailable", is_done=True)
-    cloud.fail("DeleteSnapshot", "InvalidSnapshot.NotFound", is_done=True)
-    assert [line.split()[1] for line in prune()] == [image.id]
-    assert (cloud.images.images, cloud.images.snapshots) == ({}, {})
-
-
-def test_images_of_all_regions_are_pruned(cloud: FakeAWS) -> None:
-    """An image belongs to one region."""
-    here, there = cloud.images.add(until(-1)), cloud.images.add(until(-1), region="us-west-2")
-    cloud.images.add(until(-1), region="eu-west-1")
-    assert [line.split()[1] for line in prune(region=("us-east-1", "us-west-2"))] == [here.id, there.id]
-
-
-def test_a_region_that_is_not_enabled_has_no_images(cloud: FakeAWS, caplog: pytest.LogCaptureFixture) -> None:
-    """The log names it, and the others are pruned. If no region reports it as not enabled, its refusal is raised."""
-    cloud.not_enabled = {"us-west-2"}
-    here = cloud.images.add(until(-1))
-    assert [line.split()[1] for line in prune(region=("us-east-1", "us-west-2"))] == [here.id]
-    assert [
-        record.getMessage().split(" is not enabled")[0]
-        for record in caplog.records
-        if "not enabled" in record.getMessage()
-    ] == ["us-west-2"]
-    with pytest.raises(CredentialsError):
-        prune(region="us-west-2")
-
-
 def test_an_outage_is_not_an_empty_list_of_images(cloud: FakeAWS) -> None:
     """If it counted as an empty list, every snapshot would look like an orphan."""
     image = cloud.images.add(until(9), at=NOW - timedelta(days=9))
@@ -399,40 +259,6 @@ def test_an_outage_is_not_an_empty_list_of_images(cloud: FakeAWS) -> None:
     with pytest.raises(ProviderFailed):
         prune()
     assert image.snapshots[0] in cloud.images.snapshots
-
-
-def test_without_the_right_to_list_snapshots_none_are_deleted(cloud: FakeAWS) -> None:
-    """Such credentials cannot have created any. An outage, or invalid credentials, is an error."""
-    cloud.images.add(until(-1))
-    for code, kind in (("Unavailable", ProviderFailed), ("AuthFailure", CredentialsError)):
-        fault = {"code": code, "status": 503 if kind is ProviderFailed else 401}
-        cloud.fail("DescribeSnapshots", **fault, times=5 if kind is ProviderFailed else 1)
-        with pytest.raises(kind):
-            prune()
-    cloud.fail("DescribeSnapshots", "UnauthorizedOperation", 403)
-    assert len(prune()) == 1
-
-
-def test_prune_also_deletes_resources_of_launches(cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are templates and groups of `prune_launches`; a failure of one part does not stop the other."""
-    monkeypatch.setattr(
-        aws_provider,
-        "prune_launches",
-        lambda _, region, now, *, is_dry_run: [f"template in {region} at {now:%H:%M}, {is_dry_run}"],
-    )
-    image = cloud.images.add(until(-1))
-    assert [line.split(",")[0] for line in prune(is_dry_run=True)] == [
-        f"image {image.id} in us-east-1",
-        "template in us-east-1 at 12:00",
-    ]
-
-    def fail(*_: object, **__: object) -> list[str]:
-        raise ProviderFailed("out")
-
-    monkeypatch.setattr(aws_provider, "prune_launches", fail)
-    with pytest.raises(ProviderFailed):
-        prune()
-    assert cloud.images.images == {}
 
 
 def test_the_command_lists_what_it_would_delete(
@@ -451,10 +277,3 @@ def test_the_command_lists_what_it_would_delete(
     assert capsys.readouterr().out == f"taken away: {line}\n1 thing of no use taken away\n"
     assert main(parameters) == 0
     assert capsys.readouterr().out == "nothing is to be done\n"
-
-
-def test_the_days_until_an_image_expires_are_plain_data() -> None:
-    """The minimum is one day, so that an image in daily use is not created daily."""
-    assert load(json.loads(json.dumps(sky.AWS(image_keep_days=30).to_json()))) == sky.AWS(image_keep_days=30)
-    with pytest.raises(ValueError, match="greater than or equal to 1"):
-        sky.AWS(image_keep_days=0)

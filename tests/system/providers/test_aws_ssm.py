@@ -20,21 +20,17 @@ import pytest
 import skyward_core as sky
 from skyward_core.errors import BadRequest, ConnectionLost, CredentialsError, Unreachable
 from skyward_core.machines.instances import Endpoint, InstanceState
-from skyward_core.providers.aws import instances as aws_instances
-from skyward_core.providers.aws import launch, session_manager
+from skyward_core.providers.aws import session_manager
 from skyward_core.providers.base import LAUNCH_TAG, load
 from skyward_core.providers.ssh_keys import host_key, our_key
 from skyward_core.transport.proxy_command import PYTHON
 from skyward_core.transport.ssh_connection import SSHConnection
 from tests.conftest import processes_by_tag, wait_until
+from tests.providers.aws import OFFER, SECRET, T4, as_us, at_once  # noqa: F401 - fixtures
 from tests.providers.contract import STARTUP, tags
 from tests.providers.fake_aws import FakeAWS
-from tests.system.providers.test_aws import OFFER, T4
 from tests.system.transport.test_ssh_connection import Echo, Server, echo, key, own_home, say, server  # noqa: F401 - fixtures
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
-
-SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
-
 
 PLUGIN = """\
 #!{python}
@@ -58,7 +54,6 @@ def back():
 threading.Thread(target=back, daemon=True).start()
 while piece := os.read(0, 65536):
     peer.sendall(piece)
-{last}
 """
 
 
@@ -76,10 +71,10 @@ class Plugin:
         """Return the value for PATH."""
         return f"{self._folder}{os.pathsep}{os.environ['PATH']}"
 
-    def install(self, version: str = "1.2.707.0", last: str = "") -> None:
-        """Install the script. It runs the command `last` when its input has ended."""
+    def install(self, version: str = "1.2.707.0") -> None:
+        """Install the script."""
         part = self._folder / "part"
-        part.write_text(PLUGIN.format(python=sys.executable, version=version, last=last))
+        part.write_text(PLUGIN.format(python=sys.executable, version=version))
         part.chmod(0o755)
         part.rename(self._folder / session_manager.PLUGIN)
 
@@ -133,25 +128,6 @@ def cloud(monkeypatch: pytest.MonkeyPatch, plugin: Plugin) -> Iterator[FakeAWS]:
         yield fake
 
 
-def as_us(fake: FakeAWS, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use the fake as AWS, with only the test's credentials."""
-    for name in (
-        "AWS_SESSION_TOKEN",
-        "AWS_PROFILE",
-        "AWS_REGION",
-        "AWS_DEFAULT_REGION",
-        "AWS_CONFIG_FILE",
-        "AWS_SHARED_CREDENTIALS_FILE",
-    ):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", fake.url)
-    monkeypatch.setattr(aws_instances, "FIRST_LOOK_SECONDS", 0.0)
-    monkeypatch.setattr(launch, "AGAIN_SECONDS", (0.0, 0.0))
-
-
 @pytest.fixture
 def endpoint(server: Server, key: str, cloud: FakeAWS) -> Endpoint:
     """Return the server as a machine with a registered agent."""
@@ -192,16 +168,6 @@ def test_a_login_uses_the_id_of_the_machine(cloud: FakeAWS) -> None:
     assert SECRET not in machine.model_dump_json()
     assert Endpoint.model_validate_json(machine.endpoint.model_dump_json()) == machine.endpoint
     assert load(provider.to_json()).instances(machine.pool_id) == [machine]
-
-
-def test_a_machine_needs_only_a_private_address(cloud: FakeAWS) -> None:
-    """The client needs no route to its network."""
-    cloud.pending_listings = 2
-    (machine,) = sky.AWS(use_ssm=True, use_private_ip=True).launch(OFFER, 1, tags(), STARTUP)
-    assert cloud.parameters("RunInstances")[0]["NetworkInterface.1.AssociatePublicIpAddress"] == "false"
-    assert len(cloud.parameters("DescribeInstances")) == 3
-    assert machine.endpoint is not None
-    assert machine.endpoint.host == machine.id
 
 
 @pytest.mark.parametrize(
@@ -249,16 +215,6 @@ def test_an_agent_that_registers_late_is_waited_for(
     assert len(plugin.notes) == 1
 
 
-def test_without_credentials_a_connection_is_refused(
-    endpoint: Endpoint, cloud: FakeAWS, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process that attaches needs its own credentials."""
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    with SSHConnection(endpoint) as connection, pytest.raises(CredentialsError, match="AWS_PROFILE"):
-        connection.connect(60)
-
-
 def test_a_process_without_the_plugin_cannot_attach(endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin) -> None:
     """No session is requested."""
     plugin.remove()
@@ -266,19 +222,6 @@ def test_a_process_without_the_plugin_cannot_attach(endpoint: Endpoint, cloud: F
         connection.connect(60)
     assert cloud.parameters("StartSession") == []
 
-
-def test_a_session_without_a_plugin_process_is_terminated(
-    endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin, tmp_path: Path
-) -> None:
-    """The plugin prints its version, and is deleted before it is run."""
-    place = tmp_path / "plugin" / session_manager.PLUGIN
-    place.write_text(f"#!/bin/sh\nrm -f {place}\necho 1.2.707.0\n")
-    with SSHConnection(endpoint) as connection, pytest.raises(BadRequest, match="cannot be run"):
-        connection.connect(60)
-    assert cloud.parameters("TerminateSession") == [{"SessionId": "ann-i-0a"}]
-
-
-# ── proxy commands of any kind ───────────────────────────────────────────────────────────────────────────────────────
 
 RELAY = """\
 import os, socket, sys, threading
@@ -326,32 +269,6 @@ def test_a_proxy_that_fails_is_tried_again(server: Server, key: str, tmp_path: P
     assert (tmp_path / "tries").read_text().count("x") > 1
 
 
-def test_the_last_reason_of_a_proxy_is_kept(server: Server, key: str, tmp_path: Path) -> None:
-    """A last try that is interrupted has no reason."""
-    text = f"[ -e {tmp_path}/tried ] || {{ touch {tmp_path}/tried; echo no agent yet >&2; exit 1; }}; exec sleep 600"
-    with (
-        SSHConnection(reached_by(server, key, shell(text))) as connection,
-        pytest.raises(Unreachable, match="no agent yet"),
-    ):
-        connection.connect(1)
-
-
-def test_the_error_names_a_proxy_without_output(server: Server, key: str) -> None:
-    with (
-        SSHConnection(reached_by(server, key, shell("exit 0"))) as connection,
-        pytest.raises(Unreachable, match="said nothing"),
-    ):
-        connection.connect(0.5)
-
-
-def test_a_proxy_that_cannot_be_started_is_not_tried_again(server: Server, key: str) -> None:
-    with (
-        SSHConnection(reached_by(server, key, ("/no/such/command",))) as connection,
-        pytest.raises(BadRequest, match="/no/such/command"),
-    ):
-        connection.connect(60)
-
-
 def test_a_machine_with_a_wrong_host_key_is_refused(server: Server, key: str) -> None:
     """A proxy does not change the check of host keys, or of our key."""
     command = (PYTHON, "-c", RELAY, str(server.port))
@@ -368,29 +285,6 @@ def test_a_machine_with_a_wrong_host_key_is_refused(server: Server, key: str) ->
         pytest.raises(CredentialsError, match="refuses our keys"),
     ):
         connection.connect(60)
-
-
-class NewServerUsers(list[str]):
-    """The users of a server that has no authorized key at the first login."""
-
-    def __init__(self, server: Server) -> None:
-        super().__init__()
-        self._server = server
-        asyncssh.generate_private_key("ssh-ed25519").write_public_key(server.folder / "strangers")
-
-    def append(self, user: str) -> None:
-        if not self:
-            self._server.connections[-1].set_authorized_keys(str(self._server.folder / "strangers"))
-        super().append(user)
-
-
-def test_the_grace_of_a_machine_begins_when_it_answers(server: Server, key: str, tmp_path: Path) -> None:
-    """Its agent may start later than the whole grace period. Without that period an error is final."""
-    late = f"[ -e {tmp_path}/late ] || {{ touch {tmp_path}/late; sleep 1.5; }}; exec {sys.executable} -c '{RELAY}' {server.port}"
-    server.users = NewServerUsers(server)
-    with SSHConnection(reached_by(server, key, shell(late))).connect(60, auth_grace_seconds=1.4) as connection:
-        assert connection.run("true").exit_code == 0
-    assert len(server.users) == 2
 
 
 def test_closing_during_a_login_leaves_no_process(server: Server, key: str, tmp_path: Path) -> None:

@@ -356,9 +356,8 @@ def contents(folder: Path) -> Iterator[str]:
 
 
 def places_of(value: str, rented: Rented) -> list[str]:
-    """Return the places that contain a value, on the running machines.
-
-    The places are files of nodes, on disk and in memory, and start environments and arguments of all processes.
+    """Return the places that contain a value, on the running machines. The places are files of nodes, on disk and in
+    memory, and start environments and arguments of all processes.
     """
     look = "cat /proc/[0-9]*/environ /proc/[0-9]*/cmdline 2>/dev/null | grep -c -a -f /dev/shm/look.$$; grep -rl -f /dev/shm/look.$$"
     command = f"umask 077; cat >/dev/shm/look.$$; {look} ~/.cache /tmp /var/lib /var/log /dev/shm 2>/dev/null | grep -v /look; rm /dev/shm/look.$$"
@@ -378,10 +377,7 @@ def test_a_pool_runs_on_a_cloud(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is launched, prepared over SSH with a known host key, and used. A preempted machine is replaced during calls.
-
-    No machine is left. No file has a secret of the cloud or of calls, or a likely secret in `env`.
-    """
+    """It is launched, prepared over SSH with a known host key, and used."""
     caplog.set_level(logging.DEBUG)
     token, password, recorded = f"tok-{uuid.uuid4().hex}", f"pw-{uuid.uuid4().hex}", RecordedEvents()
     monkeypatch.setenv("HF_TOKEN", token)

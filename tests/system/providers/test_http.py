@@ -1,13 +1,10 @@
 """The client of REST APIs, against a real server: retries, meanings of errors, and masking of secrets."""
 
-import gzip
 import logging
 import socket
 import ssl
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from pathlib import Path
@@ -18,7 +15,7 @@ import httpx
 import pytest
 
 from skyward_core.engine.certificates import make_certificate
-from skyward_core.errors import BadRequest, CredentialsError, NoCapacity, ProviderFailed, RateLimited, SkywardError
+from skyward_core.errors import BadRequest, CredentialsError, ProviderFailed, RateLimited, SkywardError
 from skyward_core.providers import _http
 from skyward_core.providers._http import Api
 from tests.providers.http_fake import FakeCloud, Reply, Request, route
@@ -87,54 +84,6 @@ def refused(api: Api, method: str = "GET", path: str = "/things", **settings: An
     return caught.value
 
 
-# ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_requests_and_answers_are_transferred(api: Api) -> None:
-    """Query, body and headers arrive. A None in a query is left out."""
-    echo = api.request(
-        "POST",
-        "/things",
-        query={"page": 2, "tag": None, "is_spot": True},
-        body={"name": "é"},
-        headers={"X-More": "yes"},
-    )
-    assert (echo["query"], echo["body"]) == ({"page": "2", "is_spot": "true"}, {"name": "é"})
-    assert (echo["headers"]["authorization"], echo["headers"]["x-more"]) == (f"Bearer {TOKEN}", "yes")
-
-
-@pytest.mark.parametrize(
-    ("reply", "expected"),
-    [
-        (Reply(204), None),
-        (Reply(200), None),
-        (Reply(201, "a-plain-id\n", is_text=True), "a-plain-id\n"),
-        (Reply(200, '"a quoted id"', is_text=True), "a quoted id"),
-        (Reply(200, "[" * 100_000, is_text=True), "[" * 100_000),
-        (Reply(202, []), []),
-    ],
-)
-def test_an_answer_may_be_text_or_empty(api: Api, cloud: FakeThings, reply: Reply, expected: object) -> None:
-    """Text that is no JSON is returned unchanged, also endless brackets. An empty answer is None."""
-    cloud.reply = reply
-    assert api.request("GET", "/things") == expected
-
-
-def test_a_missing_object_may_be_none(api: Api, cloud: FakeThings) -> None:
-    """With `missing_is_none` a 404 or a 410 is None. Without it both are BadRequest."""
-    for status in (404, 410):
-        cloud.fail("GET", "/things", Reply(status, "<html>Not Found</html>", is_text=True), times=100)
-        with pytest.raises(ProviderFailed, match="no answer of"):
-            api.request("GET", "/things", missing_is_none=True)
-        cloud.faults.clear()
-        cloud.fail("GET", "/things", Reply(status, {"code": "not_found"}), times=2)
-        assert api.request("GET", "/things", missing_is_none=True) is None
-        assert isinstance(refused(api), BadRequest)
-
-
-# ── errors ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize(
     ("status", "kind"),
     [
@@ -156,74 +105,6 @@ def test_a_status_determines_the_error(api: Api, cloud: FakeThings, status: int,
     assert type(error) is kind
     assert error.code == "its_word"
     assert str(error) == f'Acme answered POST /things with {status}: {{"code": "its_word", "message": "because"}}'
-
-
-@pytest.mark.parametrize(
-    ("body", "code"),
-    [
-        ({"id": "unprocessable_entity", "message": "m"}, "unprocessable_entity"),
-        ({"success": False, "error": "no_such_ask"}, "no_such_ask"),
-        ({"title": "Bad Request", "status": 400}, "Bad Request"),
-        ({"code": "", "id": "second"}, "second"),
-        ({"code": 17, "error": {"message": "nested"}}, "400"),
-        (["a list"], "400"),
-        ("no JSON", "400"),
-        (None, "400"),
-    ],
-)
-def test_the_code_is_the_clouds_own_or_the_status(api: Api, cloud: FakeThings, body: object, code: str) -> None:
-    """There is always a code."""
-    cloud.reply = Reply(400, body, is_text=isinstance(body, str))
-    assert refused(api).code == code
-
-
-def test_a_quoted_answer_is_one_short_line(api: Api, cloud: FakeThings) -> None:
-    """Line breaks become spaces, a page of HTML is cut, and an empty body is not quoted."""
-    cloud.reply = Reply(400, "<html>\n\n  <p>\tno " + "x" * 9999, is_text=True)
-    error = refused(api)
-    assert str(error).startswith("Acme answered GET /things with 400: <html> <p> no xxx")
-    assert len(str(error)) < _http.QUOTED_CHARACTERS + 100
-    cloud.reply = Reply(400, {"error": "x" * 9999})
-    assert len(refused(api).code) == _http.QUOTED_CHARACTERS
-    cloud.reply = Reply(400)
-    assert str(refused(api)) == "Acme answered GET /things with 400"
-
-
-def test_a_cloud_may_classify_errors_itself(cloud: FakeThings, clock: Clock) -> None:
-    """The result of `classify` has precedence, with the code.
-
-    It gets status, body and message; the body is empty if it is no JSON object.
-    """
-    seen: list[tuple[int, Mapping[str, Any], str]] = []
-
-    def classify(status: int, body: Mapping[str, Any], message: str) -> SkywardError | None:
-        seen.append((status, body, message))
-        return NoCapacity(message) if body.get("code") == "none_left" else None
-
-    with Api("Acme", cloud.url, classify=classify) as api:
-        cloud.reply = Reply(500, {"code": "none_left"})
-        error = refused(api)
-        assert (type(error), error.code, clock.pauses) == (NoCapacity, "none_left", [])
-        cloud.reply = Reply(400, "text", is_text=True)
-        assert type(refused(api)) is BadRequest
-    assert seen[0] == (500, {"code": "none_left"}, str(error))
-    assert seen[1][:2] == (400, {})
-
-
-def test_a_cloud_may_mark_other_errors_as_throttling(cloud: FakeThings, clock: Clock) -> None:
-    """The request is repeated, also with another status and for a creating call.
-
-    RateLimited means that the request had no effect.
-    """
-    with Api(
-        "Acme", cloud.url, classify=lambda status, body, message: RateLimited(message) if body.get("slow") else None
-    ) as api:
-        cloud.fail("POST", "/things", Reply(400, {"slow": "down"}))
-        api.request("POST", "/things")
-    assert clock.pauses == [_http.PAUSE_SECONDS]
-
-
-# ── retries ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("fault", [Reply(500), Reply(503, "try later", is_text=True), Reply(408), None])
@@ -252,20 +133,9 @@ def test_a_creating_call_is_not_repeated(api: Api, cloud: FakeThings, clock: Clo
     assert clock.pauses == [0.5]
 
 
-@pytest.mark.parametrize("status", [400, 401, 404, 422])
-def test_a_refused_request_is_not_repeated(api: Api, cloud: FakeThings, clock: Clock, status: int) -> None:
-    """The answer would be the same."""
-    cloud.fail("GET", "/things", Reply(status))
-    refused(api)
-    assert clock.pauses == []
-
-
 @pytest.mark.parametrize("method", ["GET", "POST"])
 def test_a_refused_connection_is_tried_again(clock: Clock, method: str) -> None:
-    """No process listened, so the request had no effect.
-
-    It is repeated until the time limit, also if it creates something.
-    """
+    """No process listened, so the request had no effect."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
     with Api("Acme", url) as api:
@@ -297,54 +167,6 @@ def test_the_variable_for_certificates_may_change_between_clients(
         Api("Acme", cloud.url)
 
 
-def test_a_server_that_starts_late_gets_the_request(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next try after the server has begun to listen succeeds, also for a creating call."""
-    server = socket.socket()
-    server.bind(("127.0.0.1", 0))  # no other process gets the port; connections are refused until the server listens
-    port = server.getsockname()[1]
-    accepted: list[bytes] = []
-
-    def serve() -> None:
-        with server:
-            server.listen()
-            ready.set()
-            wire, _ = server.accept()
-            with wire:
-                accepted.append(wire.recv(65536))
-                wire.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
-
-    ready, thread = threading.Event(), threading.Thread(target=serve)
-
-    def pause(seconds: float) -> None:
-        clock.pauses.append(seconds)
-        if len(clock.pauses) == 2:
-            thread.start()
-            ready.wait(30)
-
-    monkeypatch.setattr(clock, "sleep", pause)
-    with Api("Acme", f"http://127.0.0.1:{port}") as api:
-        assert api.request("POST", "/things") == {}
-    thread.join(30)
-    assert len(accepted) == 1
-
-
-def test_without_a_free_connection_no_answer_is_lost(
-    api: Api, cloud: FakeThings, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A creating call that got no connection of the client was not sent."""
-    ask, calls = api._client.request, []
-
-    def request(*words: Any, **settings: Any) -> httpx.Response:
-        calls.append(words)
-        if len(calls) == 1:
-            raise httpx.PoolTimeout("")
-        return ask(*words, **settings)
-
-    monkeypatch.setattr(api._client, "request", request)
-    api.request("POST", "/things")
-    assert len(calls) == 2
-
-
 @pytest.mark.parametrize(("method", "tries"), [("GET", 3), ("POST", 1)])
 def test_a_timeout_is_a_failure(
     cloud: FakeThings, clock: Clock, monkeypatch: pytest.MonkeyPatch, method: str, tries: int
@@ -360,15 +182,6 @@ def test_a_timeout_is_a_failure(
     assert len(cloud.asked(method)) == tries
 
 
-def test_an_unreadable_answer_is_a_failure(api: Api, cloud: FakeThings) -> None:
-    """It is a failure of the cloud, with an unknown outcome."""
-    cloud.reply = Reply(200, gzip.compress(b"{}").decode("latin-1"), {"Content-Encoding": "gzip"}, is_text=True)
-    assert type(refused(api, "POST")) is ProviderFailed
-
-
-# ── throttling ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def _date(seconds: float, **changes: Any) -> str:
     return format_datetime(datetime(2026, 11, 21, tzinfo=UTC) + timedelta(seconds=seconds), **changes)
 
@@ -380,21 +193,11 @@ def _date(seconds: float, **changes: Any) -> str:
         ("7", 7.0),
         ("1.5", 1.5),
         ("0", 0.5),
-        ("0.001", 0.5),
         (_date(9, usegmt=True), 9.0),
-        (_date(9), 9.0),
-        ("Sat, 21 Nov 2026 00:00:09 -0000", 9.0),
         ("Saturday, 21-Nov-26 00:00:09 GMT", 9.0),
         (_date(-3600, usegmt=True), 0.5),
         ("soon", 0.5),
-        ("-5", 0.5),
-        ("1e3", 0.5),
-        ("²", 0.5),
-        ("٣", 0.5),
-        ("nan", 0.5),
-        ("Mon, 01 Jan 99999 00:00:00 GMT", 0.5),
         ("Mon, 99 Foo 2026 99:00:00 GMT", 0.5),
-        ("", 0.5),
     ],
 )
 @pytest.mark.parametrize("method", ["GET", "POST"])
@@ -407,30 +210,11 @@ def test_throttling_is_waited_out_for_the_time_that_the_cloud_names(
     pause: float,
     method: str,
 ) -> None:
-    """Retry-After is a number of seconds or a date.
-
-    Other values are ignored, and "at once" causes no storm of requests.
-
-    A creating call waits too.
-    """
+    """Retry-After is a number of seconds or a date."""
     monkeypatch.setenv("TZ", "Pacific/Auckland")
     time.tzset()
     try:
-        if header is not None and not header.isascii():
-            ask = api._client.request  # Python's own server cannot send this
-
-            def request(*words: Any, **settings: Any) -> httpx.Response:
-                answer = ask(*words, **settings)
-                if answer.status_code == 429:
-                    answer.headers = httpx.Headers({"Retry-After": header}, encoding="utf-8")
-                return answer
-
-            monkeypatch.setattr(api._client, "request", request)
-        cloud.fail(
-            method,
-            "/things",
-            Reply(429, {"code": "slow"}, {"Retry-After": header} if header is not None and header.isascii() else {}),
-        )
+        cloud.fail(method, "/things", Reply(429, {"code": "slow"}, {} if header is None else {"Retry-After": header}))
         api.request(method, "/things")
         assert clock.pauses == [pause]
     finally:
@@ -446,54 +230,6 @@ def test_retries_have_a_time_limit(api: Api, cloud: FakeThings, clock: Clock, he
     assert (type(error), error.code) == (RateLimited, "slow")
     assert len(cloud.asked("POST")) == tries
     assert sum(clock.pauses) <= _http.PATIENCE_SECONDS
-
-
-@pytest.mark.parametrize(
-    ("status", "headers", "pauses"),
-    [
-        (429, {"acme-reset": "+25"}, [25.0]),
-        (429, {"ACME-Reset": "+59"}, [59.0]),
-        (429, {"acme-reset": "+25", "Retry-After": "3"}, [3.0]),
-        (429, {"acme-reset": "+0.1"}, [0.5]),
-        (
-            429,
-            {"acme-reset": "-5"},
-            [0.5, 1.0],
-        ),  # the time is in the past and the errors continue: the header is ignored
-        (503, {"acme-reset": "+25"}, [0.5]),
-        (429, {}, [0.5]),
-    ],
-)
-def test_a_cloud_may_name_the_end_of_throttling_in_its_own_header(
-    cloud: FakeThings, clock: Clock, status: int, headers: dict[str, str], pauses: list[float]
-) -> None:
-    """The header has a time. Retry-After has priority, and other errors ignore the header."""
-
-    def reset(headers: Mapping[str, str]) -> float | None:
-        return clock.time() + float(headers["acme-reset"]) if "acme-reset" in headers else None
-
-    cloud.fail("GET", "/things", Reply(status, None, headers), times=len(pauses))
-    with Api("Acme", cloud.url, reset=reset) as api:
-        api.request("GET", "/things")
-    assert clock.pauses == pytest.approx(pauses)
-
-
-def test_throttling_that_ends_too_late_is_not_waited_out(cloud: FakeThings, clock: Clock) -> None:
-    """An hour is beyond the limit: RateLimited is raised at once, without further requests."""
-    cloud.reply = Reply(429)
-    with Api("Acme", cloud.url, reset=lambda _: clock.time() + 3000) as api:
-        assert type(refused(api)) is RateLimited
-    assert (clock.pauses, len(cloud.asked("GET"))) == ([], 1)
-
-
-def test_retry_after_is_used_after_a_failure_too(api: Api, cloud: FakeThings, clock: Clock) -> None:
-    """The answer is a 503 with Retry-After."""
-    cloud.fail("GET", "/things", Reply(503, None, {"Retry-After": "11"}))
-    api.request("GET", "/things")
-    assert clock.pauses == [11.0]
-
-
-# ── secrets ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -553,17 +289,3 @@ def test_an_invalid_url_is_refused_at_once(clock: Clock, url: str) -> None:
     with pytest.raises(BadRequest, match="Acme cannot be"), Api("Acme", url) as api:
         api.request("GET", "/things")
     assert clock.pauses == []
-
-
-# ── close ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_threads_share_a_client_and_it_closes_all_connections(cloud: FakeThings, clock: Clock) -> None:
-    """The suite counts descriptors."""
-    with Api("Acme", cloud.url) as api, ThreadPoolExecutor(8) as threads:
-        answers = list(
-            threads.map(lambda number: api.request("GET", "/things", query={"n": number})["query"]["n"], range(40))
-        )
-    assert answers == [str(number) for number in range(40)]
-    with pytest.raises(RuntimeError, match="closed"):
-        api.request("GET", "/things")

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,27 +69,6 @@ def test_the_one_offer_is_this_machine() -> None:
     assert base.load({"name": "local", "price_per_hour": 1.5}) == sky.Local(price_per_hour=1.5)
 
 
-def test_instances_are_found_by_tag_from_another_process(pool_id: str) -> None:
-    """Another process finds the instances, complete and in the order of ranks, and can terminate them."""
-    launched = launch(pool_id, 2, sky.Local(price_per_hour=2.5))
-    code = f"""
-        import skyward_core as sky
-        provider = sky.Local()
-        found = provider.instances({pool_id!r})
-        print("[" + ",".join(instance.model_dump_json() for instance in found) + "]")
-        assert provider.instances({pool_id[:-1]!r}) == []
-        provider.terminate([instance.id for instance in found])
-        assert provider.instances({pool_id!r}) == []
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert [sky.Instance.model_validate(fields) for fields in json.loads(done.stdout)] == launched
-    assert [(instance.rank, instance.price_per_hour) for instance in launched] == [(0, 2.5), (1, 2.5)]
-    assert sky.Local().instances(pool_id) == []
-
-
 TAGS = {
     "skyward-launch": "token-1",
     "skyward-owner": "Jo Doe@box",
@@ -103,10 +81,7 @@ TAGS = {
 
 
 def test_another_process_finds_complete_tags(pool_id: str) -> None:
-    """The tags exist from the creating call on. Each machine has its own rank.
-
-    The process knows only the provider.
-    """
+    """The tags exist from the creating call on. Each machine has its own rank. The process knows only the provider."""
     (offer,) = sky.Local().offers(sky.Requirements())
     launched = sky.Local().launch(offer, 2, {"skyward-pool": pool_id, "skyward-rank": "3", **TAGS}, "sleep 300")
     wanted = [{"skyward-pool": pool_id, "skyward-rank": rank, **TAGS} for rank in ("3", "4")]
@@ -118,9 +93,8 @@ def test_another_process_finds_complete_tags(pool_id: str) -> None:
 
 
 def test_a_script_is_run_without_a_path(pool_id: str) -> None:
-    """A file with a path could be replaced between check and start.
-
-    bash reads an unnamed file, and no file of the node contains the script.
+    """A file with a path could be replaced between check and start. bash reads an unnamed file, and no file of the node
+    contains the script.
     """
     (instance,) = launch(
         pool_id,
@@ -158,10 +132,7 @@ def test_without_a_pool_the_instances_of_all_pools_are_listed(pool_id: str) -> N
 
 
 def test_each_instance_has_a_session_a_directory_and_a_log(pool_id: str) -> None:
-    """Instances share no process groups (one for keepers, one for the script) and no files.
-
-    The log has the output; the directory is private.
-    """
+    """Instances share no process groups (one for keepers, one for the script) and no files."""
     instances = launch(pool_id, 2, script=f"echo hello from $SKYWARD_RANK; {SCRIPT}")
     groups = [groups_of(instance.id) for instance in instances]
     assert all(len(group) == 2 for group in groups)
@@ -182,10 +153,7 @@ def test_a_process_that_cannot_be_seen_for_a_moment_is_not_gone(pool_id: str, mo
 
 
 def test_terminate_ends_every_process_and_removes_the_directory(pool_id: str) -> None:
-    """Children with their own session, and processes that ignore SIGTERM, are gone when terminate returns.
-
-    Other instances still run.
-    """
+    """Children with their own session, and processes that ignore SIGTERM, are gone when terminate returns."""
     stubborn = "trap '' TERM; setsid bash -c 'trap \"\" TERM; touch away; sleep 300 & wait; sleep 300' & while [ ! -e away ]; do sleep 0.01; done; touch started; sleep 300; sleep 300"
     (hard,) = launch(pool_id, script=stubborn)
     (other,) = launch(pool_id)
@@ -236,10 +204,7 @@ def test_an_id_is_compared_completely(pool_id: str, tmp_path: Path, monkeypatch:
 
 
 def test_a_node_sees_paths_and_proxies_but_no_secrets(pool_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node inherits variables that every machine has.
-
-    It does not inherit credentials, or settings of Python or an orchestrator.
-    """
+    """A node inherits variables that every machine has."""
     kept = {
         "LC_ALL": "C.UTF-8",
         "https_proxy": "http://proxy:3128",
@@ -267,8 +232,6 @@ def test_a_node_sees_paths_and_proxies_but_no_secrets(pool_id: str, monkeypatch:
     assert not set(dropped) & set(seen)
     assert "/secret" not in seen.values()
 
-
-# ── the end of a client ──────────────────────────────────────────────────────────────────────────────────────────────
 
 CLIENT = """
 import sys, time, os

@@ -71,9 +71,6 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> FakeHosts:
     return FakeHosts(monkeypatch)
 
 
-# ── as a value ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_the_provider_survives_json() -> None:
     """The fields come back equal; copies and the text contain no more than them."""
     provider = sky.Hosts("10.0.0.5", "ubuntu@gpu-box:2222", key="~/.ssh/id", price_per_hour=1.5)
@@ -146,21 +143,13 @@ def test_an_address_sets_host_user_and_port(fakes: FakeHosts, address: str, fiel
         (("a", "b", "a"), {}),
         (("gpu-box", "you@GPU-box"), {}),
         (("gpu-box", "gpu-box:2222"), {"port": 2222}),
-        (("gpu-box:0",), {}),
         (("gpu-box:65536",), {}),
-        (("gpu-box:ssh",), {}),
-        (("gpu-box:",), {}),
         (("fd00::5",), {}),
         (("",), {}),
-        (("@gpu-box",), {}),
         (("gpu box",), {}),
-        (("ssh://gpu-box",), {}),
         (("gpu-box",), {"port": 0}),
         (("gpu-box",), {"price_per_hour": -1}),
-        (("gpu-box",), {"key": ""}),
         (("gpu-box",), {"adresses": ["b"]}),
-        (("gpu-box",), {"addresses": ["b"]}),
-        ((), {"addresses": "gpu-box"}),
     ],
 )
 def test_invalid_fields_are_refused(addresses: tuple[str, ...], fields: dict) -> None:
@@ -190,10 +179,7 @@ def test_a_secret_in_the_wrong_field_is_not_repeated(make: Callable[[], object])
 
 
 def test_an_id_determines_its_possible_hosts(fakes: FakeHosts) -> None:
-    """An id with a host's mark is looked for only there; one with an unknown mark, on all hosts.
-
-    The mark does not depend on the user.
-    """
+    """An id with a host's mark is looked for only there; one with an unknown mark, on all hosts."""
 
     def launched(provider: sky.Hosts) -> str:
         (offer,) = provider.offers(ANY)
@@ -228,10 +214,7 @@ def test_foreign_ids_cause_no_connection() -> None:
 
 
 def test_the_drivers_output_becomes_accelerators(fakes: FakeHosts) -> None:
-    """Names become the catalogue's, MiB become GB.
-
-    A second kind of GPU does not count. Memory or name may be unknown.
-    """
+    """Names become the catalogue's, MiB become GB. A second kind of GPU does not count. Memory or name may be unknown."""
 
     def host(*gpus: str) -> sky.Offer:
         fakes.gpus = list(gpus)
@@ -247,9 +230,6 @@ def test_the_drivers_output_becomes_accelerators(fakes: FakeHosts) -> None:
     assert (shared.accelerators, shared.accelerator_memory_gb) == (1, None)
     assert host("Quadro Nobody Knows, 1000").accelerator == "Quadro Nobody Knows"
     assert (host().accelerator, host().accelerators) == (None, 0)
-
-
-# ── on the test bed ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture(scope="module")

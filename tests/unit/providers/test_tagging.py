@@ -15,9 +15,18 @@ from skyward_core.providers.tagging import (
     launch_word,
     of_machine,
     to_codes,
+    to_word,
 )
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+
+
+@given(st.dictionaries(TEXT, TEXT, max_size=5))
+def test_tags_are_encoded_as_one_ascii_word(tags: dict[str, str]) -> None:
+    """The word is printable ASCII without spaces, for any tags. Pool and rank are those that are given with it."""
+    word = to_word(tags)
+    assert all("!" <= letter <= "~" for letter in word)
+    assert from_word(word, "sky-one", 3) == {**tags, "skyward-pool": "sky-one", "skyward-rank": "3"}
 
 
 @pytest.mark.parametrize("word", ["", "{", "null", "[1]", '{"odd": 1}', '"text"'])
@@ -36,10 +45,7 @@ def test_each_machine_of_a_launch_has_its_own_rank() -> None:
 
 
 def test_launches_of_a_pool_have_different_words() -> None:
-    """Their tokens have a common prefix.
-
-    The word is the same in each process and release, because machines are found by it.
-    """
+    """Their tokens have a common prefix."""
     assert launch_word({"skyward-launch": "sky-a-1"}) == "62af3659"
     assert launch_word({"skyward-launch": "sky-a-2"}) == "dd3baef7"
 
@@ -57,10 +63,7 @@ TAGGED = {"skyward-pool": "pool.1", "skyward-rank": "2", "skyward-launch": "pool
 )
 @pytest.mark.parametrize("names", NAMES)
 def test_tags_are_read_from_a_name_and_an_environment(names: TagName, others: dict[str, str], pool: str) -> None:
-    """The environment has the tags that do not fit into the name.
-
-    Any content is kept. The name never exceeds its limit.
-    """
+    """The environment has the tags that do not fit into the name. Any content is kept."""
     tags = {**others, **TAGGED, "skyward-pool": pool}
     try:
         name, environment = names.pack(tags)

@@ -107,13 +107,10 @@ def test_the_page_quotes_these_files() -> None:
     The page also shows how to register a provider.
     """
     page = (ROOT / "docs/clouds/another-cloud.md").read_text()
-    excerpts = re.findall(
-        r"^`(tests/(?:system/)?providers/[\w/]+\.py)`[^\n]*\n\n```py\n(.*?)```$", page, re.DOTALL | re.MULTILINE
-    )
+    excerpts = re.findall(r"^`(tests/[\w/]+\.py)`[^\n]*\n\n```py\n(.*?)```$", page, re.DOTALL | re.MULTILINE)
     assert len(excerpts) == page.count("```py\n") >= 6
     for path, text in excerpts:
         assert text in (ROOT / path).read_text(), f"{path} has no longer:\n{text}"
-    assert {path for path, _ in excerpts} == {
-        *(f"tests/providers/example_acme/{name}.py" for name in ("acme", "fake_acme")),
-        "tests/system/providers/example_acme/test_acme.py",
-    }
+    folder = "providers/example_acme"
+    names = (f"tests/{folder}/acme.py", f"tests/{folder}/fake_acme.py", f"tests/system/{folder}/test_acme.py")
+    assert {path for path, _ in excerpts} == set(names)
