@@ -10,11 +10,9 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import Any
+from contextlib import suppress
 
 import pytest
 
@@ -31,14 +29,19 @@ from skyward_core.events.events import (
 from skyward_core.providers import host_connections
 from skyward_core.provisioning import rental
 from tests.conftest import RecordedEvents, slowness, wait_until
-from tests.system.test_real_hosts import (  # noqa: F401 - fixtures
+from tests.real_hosts import (  # noqa: F401 - fixtures
     CALLS,
     GUARD_SECONDS,
     LEASE_SECONDS,
     RAN,
+    Clocked,
+    attach,
     client,
     executions,
+    from_everybody,
+    from_the_client,
     hosts,
+    index_of,
     names_of,
     owned,
     owned_by,
@@ -49,7 +52,6 @@ from tests.system.test_real_hosts import (  # noqa: F401 - fixtures
     where,
 )
 from tests.testbed import Fleet, Host
-from tests.testbed.command import run
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
 from tests.testbed.rental import Cloud
@@ -58,15 +60,8 @@ FEWER_CALLS = 90
 NOTICE_SECONDS = 20
 NOTICE_OF_DEATH_SECONDS = 3
 FIRST_CALL_SECONDS = 15
-UNUSED_ADDRESS = "02:77:ff:00:00:00"
 
 pytestmark = [pytest.mark.timeout(300)]
-
-
-@sky.compute
-def forever() -> None:
-    """A call that does not end before its node."""
-    time.sleep(3600)
 
 
 @pytest.fixture
@@ -75,68 +70,6 @@ def cloud(fleet: Fleet, mirror: Mirror) -> Iterator[Cloud]:
     cloud = Cloud(fleet, prepare=mirror.configure)
     yield cloud
     cloud.close()
-
-
-@contextmanager
-def from_everybody(hosts: Sequence[Host]) -> Iterator[None]:
-    """Cut hosts off from the client and from each other."""
-    for host in hosts:
-        host.partition()
-    yield
-    for host in hosts:
-        host.heal()
-
-
-@contextmanager
-def from_the_client(hosts: Sequence[Host]) -> Iterator[None]:
-    """Cut the client off, while the hosts see each other: packets in both directions go to a hardware address that does
-    not exist.
-    """
-
-    def address(host: Host, client: str, there: str) -> None:
-        network = host.network
-        run("ip", "neigh", "replace", host.ip, "lladdr", there, "dev", network.bridge, "nud", "permanent")
-        run(
-            "nsenter",
-            f"--net=/proc/{host.pid}/ns/net",
-            "ip",
-            "neigh",
-            "replace",
-            network.gateway,
-            "lladdr",
-            client,
-            "dev",
-            "eth0",
-            "nud",
-            "permanent",
-        )
-
-    for host in hosts:
-        address(host, UNUSED_ADDRESS, UNUSED_ADDRESS)
-    yield
-    for host in hosts:
-        address(host, host.network._mac(1), host.network._mac(host.index))
-
-
-def index_of(events: Sequence[Any], condition: Callable[[Any], bool]) -> int:
-    return next(index for index, event in enumerate(events) if condition(event))
-
-
-class Clocked(RecordedEvents):
-    """The events of a pool, with their times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.times: list[float] = []
-
-    def __call__(self, event: Any) -> None:
-        self.times.append(time.monotonic())
-        super().__call__(event)
-
-    def when(self, condition: Callable[[Any], bool]) -> float:
-        """Wait for an event; return its time, on the clock of time.monotonic."""
-        wait_until(lambda: any(condition(event) for event in list(self.events)), "the pool to tell it", seconds=90)
-        return self.times[index_of(self.events, condition)]
 
 
 def test_a_host_is_preempted_under_a_running_map(cloud, timings):
@@ -363,17 +296,6 @@ def test_the_client_is_killed_and_its_reaper_ends_the_nodes(hosts, timings, tmp_
         timings.rows.append(("client killed, until its reaper has ended the nodes", time.monotonic() - killed_at))
 
 
-def test_a_script_that_ends_without_closing_its_pool_frees_the_hosts(hosts, owned):
-    """The teardown runs while the interpreter ends, when much of Python does not work any more. No reaper and no lease
-    is needed.
-    """
-    with client("leave", *owned.addresses, owned.key, owned.known_hosts) as process:
-        output, _ = process.communicate(timeout=120)
-    assert (process.returncode, output) == (0, "[1, 4]\n")
-    assert [names_of(tagged(host)) for host in hosts] == [[]] * 4
-    executions(hosts)
-
-
 def test_a_second_process_attaches(hosts, owned, timings, tmp_path):
     """Another process uses the pool with the lease and a copy of the key, and reads the result of a detached call; the
     pool stays open.
@@ -395,39 +317,3 @@ def test_a_second_process_attaches(hosts, owned, timings, tmp_path):
         assert detached.result() == 144
         assert square(13) >> pool == 169
     executions(hosts)
-
-
-def open_and_wait(*arguments: str) -> None:
-    """Open a pool on hosts, give every node a call, print a line, and wait to be killed."""
-    lease_seconds, *addresses, key, known_hosts = arguments
-    provider = sky.Hosts(*addresses, user="root", key=key, known_hosts=known_hosts, config="/dev/null")
-    with pool_on(provider, lambda event: None, lease_seconds=float(lease_seconds)) as pool:
-        pool.submit_all([forever() for _ in range(3)])
-        print("ready", flush=True)
-        time.sleep(60)
-
-
-def leave(*arguments: str) -> sky.ComputePool:
-    """Open a pool on hosts, use it, and do not close it."""
-    *addresses, key, known_hosts = arguments
-    pool = pool_on(
-        sky.Hosts(*addresses, user="root", key=key, known_hosts=known_hosts, config="/dev/null"), lambda event: None
-    ).open()
-    print(pool.map(square, [1, 2]), flush=True)
-    return pool
-
-
-def attach(lease: str, key: str, call_id: str) -> None:
-    """Use a pool of another process, and print the results."""
-    started = time.monotonic()
-    with sky.ComputePool.attach(Path(lease).read_text(), key=key) as pool:
-        seconds = time.monotonic() - started
-        call = pool.detached_call(call_id)
-        found = {
-            "seconds": seconds,
-            "squares": pool.map(square, range(20)),
-            "hosts": where() @ pool,
-            "result": call.result(30),
-            "log": call.log(),
-        }
-    print(json.dumps(found))

@@ -126,9 +126,3 @@ def test_a_function_in_place_of_its_call_is_explained() -> None:
         sky.gather(42)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="parentheses"):
         double(1) & 42  # type: ignore[operator]
-
-
-def test_a_lazy_function_is_not_sent_to_a_pool() -> None:
-    """`fn >> pool` without a call is a TypeError."""
-    with pytest.raises(TypeError):
-        double >> sky.ComputePool(provider=sky.Local())  # type: ignore[operator]

@@ -44,11 +44,6 @@ def test_a_call_does_not_run() -> None:
     assert repr(pending) == "<pending add(1, b=2)>"
 
 
-def test_local_runs_here_and_now() -> None:
-    """`.local` is the function itself."""
-    assert add.local(20, 22) == 42
-
-
 def test_the_operators_call_the_runner() -> None:
     """`>>` runs, `@` broadcasts, `&` and gather make a batch, whose `>>` runs it."""
     pool, a, b, c = Notebook(), add(1), add(2), add(3)
@@ -76,11 +71,6 @@ def test_a_lazy_function_looks_like_its_function() -> None:
     assert (add.__name__, add.__doc__, add.__module__) == ("add", "Add.", __name__)
     assert str(inspect.signature(add)) == "(a: int, b: int = 0) -> int"
     assert repr(add) == "<compute add>"
-
-
-def test_decorating_twice_changes_nothing() -> None:
-    """compute(compute(f)) is compute(f)."""
-    assert sky.compute(add) is add
 
 
 class Model:
@@ -114,22 +104,6 @@ def test_methods_are_bound() -> None:
     assert pending.fn(*pending.args, **pending.kwargs) == 7
 
 
-@pytest.mark.parametrize(
-    ("fn", "args", "result"),
-    [
-        (functools.partial(pow, 2), (10,), 1024),
-        (lambda x: -x, (1,), -1),
-        (len, ("four",), 4),
-        (Model(2).predict.local, (4,), 8),
-    ],
-)
-def test_any_callable_can_be_lazy(fn: Any, args: tuple[Any, ...], result: Any) -> None:
-    """partials, lambdas, builtins and bound methods work like functions."""
-    pending = sky.compute(fn)(*args)
-    assert pending.fn(*pending.args) == result
-    assert "pending" in repr(pending)
-
-
 def test_async_functions_stay_async_locally() -> None:
     """`.local` of a lazy async function is awaited as before."""
 
@@ -140,11 +114,6 @@ def test_async_functions_stay_async_locally() -> None:
     assert asyncio.run(work.local(1)) == 2
     assert isinstance(work(1), PendingCompute)
     assert isinstance(work, ComputeFunction)
-
-
-def test_long_arguments_are_shortened_in_the_repr() -> None:
-    """A pending call of a large argument prints on one short line."""
-    assert len(repr(add(list(range(10_000))))) < 80  # type: ignore[arg-type]
 
 
 class Network:
@@ -231,13 +200,6 @@ def test_right_arguments_are_accepted(fn: Callable[..., Any], args: tuple[Any, .
     accepted, and nothing runs.
     """
     assert isinstance(sky.compute(fn)(*args, **kwargs), PendingCompute)
-
-
-@pytest.mark.parametrize(("fn", "args"), [(Network, ()), (Callee(), ()), (functools.lru_cache(add.local), ())])
-def test_arguments_of_classes_and_callable_objects_are_checked(fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """The signature of a callable that is no function is checked too, and the message begins with its name."""
-    with pytest.raises(TypeError, match=r"\w+\(\): missing a required argument"):
-        sky.compute(fn)(*args)
 
 
 def test_methods_are_checked_with_their_object_and_changed_defaults_count() -> None:

@@ -93,12 +93,6 @@ def test_the_version_is_that_of_the_installed_distribution(monkeypatch: pytest.M
     monkeypatch.delattr(sky, "__version__")
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    """A misspelt name fails as in any module."""
-    with pytest.raises(AttributeError, match="ComputePol"):
-        _ = sky.ComputePol  # type: ignore[attr-defined]
-
-
 @pytest.mark.skipif(
     sys.version_info < (3, 12, 4), reason="before 3.12.4 get_type_hints does not find type parameters (gh-114053)"
 )

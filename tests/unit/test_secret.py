@@ -24,7 +24,7 @@ from skyward_core.secret import LARGEST_BYTES, looks_secret, read_values
 from skyward_core.serialization.exceptions import MESSAGE_CHARACTERS, unpack
 from skyward_core.worker import secret_values
 from skyward_core.worker.masking import MASK, Mask, SecretValues
-from skyward_core.worker.runner import Packet, _failed
+from skyward_core.worker.runner import _failed
 from skyward_core.worker.runner_factory import RunnerFactory
 from skyward_core.worker.runner_output import Stream
 from skyward_core.worker.secret_values import SecretStore, ask_for
@@ -363,19 +363,6 @@ def test_a_value_is_masked_as_programs_quote_it(quoted: str) -> None:
     assert left.replace("\0", "") == f"<{MASK}>"
 
 
-@pytest.mark.parametrize("value", ["caf\udce9-au-lait", "caf\udcff\udcfe12"])
-def test_a_value_that_is_not_utf_8_is_masked(value: str) -> None:
-    """An environment variable may hold any bytes. Python prints those of a runner escaped, and those of a child are
-    escaped when they are read.
-    """
-    texts = [
-        value.encode(errors="backslashreplace").decode(),
-        os.fsencode(value).decode(errors="backslashreplace"),
-        repr(value),
-    ]
-    assert [Mask([value]).text(text) for text in texts] == [MASK, MASK, f"'{MASK}'"]
-
-
 @pytest.mark.parametrize("separator", ["\r", "\r\n", "\n", "\n\n"])
 def test_each_line_is_masked_wherever_output_is_cut_into_lines(separator: str) -> None:
     """A carriage return ends a line of output; a form feed does not."""
@@ -386,14 +373,9 @@ def test_each_line_is_masked_wherever_output_is_cut_into_lines(separator: str) -
     assert {Mask([value]).text(line) for line in lines} <= {MASK, ""}
 
 
-def test_white_space_around_a_value_is_not_part_of_it() -> None:
-    """A value of one letter stays too short with white space around it."""
-    assert Mask(["   a"]).text("a cat\n") == "a cat\n"
-
-
 def test_text_without_values_does_not_change() -> None:
     """A short value, which may be part of many words, is not masked."""
-    for mask in (Mask(), Mask(["", "abc"])):
+    for mask in (Mask(), Mask(["", "abc"]), Mask(["   a"])):
         assert mask.text("abc and an ***") == "abc and an ***"
 
 
@@ -414,14 +396,6 @@ def test_all_parts_of_an_exception_are_masked() -> None:
     assert error.kept is kept_list
     assert inner.__notes__ == ["with ***"]
     assert "hf_0123456789" not in repr(vars(error)) + repr(error.__cause__.args) + repr(inner)
-
-
-def test_a_pickle_keeps_its_lengths() -> None:
-    """Values inside the exception's own objects become as many stars; the rest does not change."""
-    mask = Mask(["hf_0123456789", "shorter"])
-    value = {"header": b"Bearer hf_0123456789", "text": "hf_0123456789", "shorter": 1}
-    masked = pickle.loads(mask.pickle(pickle.dumps(value)))
-    assert masked == {"header": b"Bearer *************", "text": "*************", "shorter": 1}
 
 
 def test_bytes_of_an_exception_are_masked() -> None:
@@ -537,14 +511,6 @@ def test_a_worker_waits_for_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(secret_values, "PATIENCE_SECONDS", 0.0)
     asyncio.run(asks_in_vain())
-
-
-def test_packets_do_not_show_values() -> None:
-    """Nor do the objects that have them."""
-    values = SecretValues(HF_TOKEN="hf_0123456789")
-    packet = Packet(None, None, secrets=values)  # type: ignore[arg-type]
-    assert "hf_0" not in f"{values} {values!r} {packet} {Mask(values.values())!r}"
-    assert pickle.loads(pickle.dumps(packet)).secrets == values
 
 
 class NoRunner(RunnerFactory):

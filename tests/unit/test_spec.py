@@ -12,8 +12,6 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 import skyward_core as sky
-from skyward_core.errors import BadRequest
-from skyward_core.providers import base
 from skyward_core.spec import memory_gb
 
 FULL: dict[str, Any] = {
@@ -164,12 +162,6 @@ def test_other_text_is_no_amount_of_memory(text: str) -> None:
         assert "32GB" in str(error)
 
 
-def test_the_environment_of_the_pool_wins_over_the_image() -> None:
-    """node_environment is the image's, then the pool's."""
-    spec = sky.PoolSpec.of(image=sky.Image(env={"A": "1", "B": "1"}), env={"B": "2"})
-    assert spec.node_environment == {"A": "1", "B": "2"}
-
-
 def test_a_pool_takes_the_fields_of_a_spec() -> None:
     """ComputePool(**fields) and ComputePool.from_spec(spec) have the same spec."""
     fields = {"provider": sky.Local(), "nodes": 2, "display": "quiet"}
@@ -178,36 +170,6 @@ def test_a_pool_takes_the_fields_of_a_spec() -> None:
         == sky.ComputePool.from_spec(sky.PoolSpec.of(**fields)).spec
         == sky.PoolSpec.of(**fields)
     )
-
-
-def test_every_field_has_a_description() -> None:
-    """Integrations show the descriptions to their users."""
-    assert [name for name, field in sky.PoolSpec.model_fields.items() if not field.description] == []
-
-
-def test_entry_points_are_read_once_and_only_for_other_providers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading the entry points opens a file of each distribution. An Airflow that parses hundreds of operators cannot
-    wait for that each time.
-
-    Looks inside: its cache is cleared, as another process has none.
-    """
-    scans: list[str] = []
-    monkeypatch.setattr(base, "entry_points", lambda group: scans.append(group) or ())
-    base._entry_points.cache_clear()
-    try:
-        for name in ("local", "aws", "verda"):
-            assert sky.PoolSpec.of(provider=[name]).providers[0].name == name
-        assert scans == []
-        for _ in range(3):
-            with pytest.raises(BadRequest, match="no provider is called 'lokal'; did you mean 'local'"):
-                base.load("lokal")
-        assert scans == ["skyward.providers"]
-        monkeypatch.syspath_prepend("/nonesuch")  # a distribution may have been installed since
-        with pytest.raises(BadRequest):
-            base.load("lokal")
-        assert len(scans) == 2
-    finally:
-        base._entry_points.cache_clear()
 
 
 @pytest.mark.parametrize(

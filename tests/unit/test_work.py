@@ -4,8 +4,6 @@ import json
 import pickletools
 from dataclasses import replace
 
-import pytest
-
 import skyward_core as sky
 from skyward_core.engine.packed_functions import ArgumentPacker
 from skyward_core.providers.tagging import work_tags
@@ -74,9 +72,3 @@ def test_a_run_context_travels_as_plain_values() -> None:
         parcel = ArgumentPacker(None, None, is_copied=False).arguments(sky.PendingCompute(len, ([1],)))
     names = [argument for code, argument, _ in pickletools.genops(parcel.data) if code.name.endswith("GLOBAL")]
     assert names == []
-
-
-def test_a_pool_that_was_never_opened_has_no_cost_to_share() -> None:
-    """It has no id yet."""
-    with pytest.raises(sky.PoolClosed):
-        sky.ComputePool(provider="local").share_cost({})
