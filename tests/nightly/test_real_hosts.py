@@ -29,7 +29,7 @@ from skyward_core.events.events import (
 from skyward_core.providers import host_connections
 from skyward_core.provisioning import rental
 from tests.conftest import RecordedEvents, slowness, wait_until
-from tests.real_hosts import (  # noqa: F401 - fixtures
+from tests.real_hosts import (  # noqa: F401 - fixtures  # noqa: F401 - fixtures
     CALLS,
     GUARD_SECONDS,
     LEASE_SECONDS,

@@ -18,18 +18,22 @@ from skyward_core.events.events import (
     BootstrapProgress,
 )
 from tests.conftest import RecordedEvents, slowness, wait_until
-from tests.real_hosts import (
+from tests.real_hosts import (  # noqa: F401 - fixtures
     CALLS,
     GUARD_SECONDS,
     LEASE_SECONDS,
     client,
     executions,
+    hosts,
     names_of,
+    owned,
     pool_on,
     square,
     tagged,
+    timings,
     where,
 )
+from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 
 pytestmark = [pytest.mark.timeout(300)]
 

@@ -3,8 +3,13 @@ traceback.
 """
 
 import json
+import re
+import signal
 import string
+import subprocess
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,30 +24,7 @@ from skyward_core.ledger.ledger import Ledger
 from skyward_core.providers import base
 from skyward_core.providers.base import BUILT_IN
 from tests.cleanup.pools import FolderProvider
-from tests.system.cli.test_mistakes import (
-    shell,
-)
-from tests.unit.cli.test_commands import (  # noqa: F401 - fixtures
-    DEAD,
-    HERE,
-    ROOT,
-    Clock,
-    Skyward,
-    clock,
-    folder,
-    ledger,
-    open_pool,
-    skyward,
-    url,
-)
-from tests.unit.cli.test_mistakes import (  # noqa: F401 - fixtures
-    COMMANDS,
-    RESOURCE_DAMAGES,
-    Damage,
-    damage,
-    run,
-    three,
-)
+from tests.cli.ledger import COMMANDS, RESOURCE_DAMAGES, Damage, Page, shell
 
 
 @pytest.mark.parametrize("what", RESOURCE_DAMAGES)
@@ -191,3 +173,26 @@ def test_no_command_line_is_a_traceback(
             assert cli.main(line) in (0, 1, 3)
         except SystemExit as end:
             assert end.code in (0, 2)
+
+
+def test_ctrl_c_ends_the_page(url: str, ledger: Ledger) -> None:
+    """It prints the URL with a random token, and no request; the exit code is 0."""
+    program = [sys.executable, "-m", "skyward_core.cli", "ui"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            printed = process.stdout.readline().strip()
+            found = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/\?token=([\w-]{32})", printed)
+            assert found
+            server: Any = SimpleNamespace(server_port=int(found[1]))
+            assert Page(server).get("/api/pools", token=found[2]).json["pools"] == []
+            assert Page(server).get("/api/pools").status == 403
+            process.send_signal(signal.SIGINT)
+            rest = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    assert rest == (
+        "",
+        "skyward: Ctrl-C ends the page; with this URL, every user of this machine can read it\nskyward: the page has ended; the pools go on\n",
+    )
