@@ -17,17 +17,6 @@ def test_the_pages_load_nothing_from_another_machine(site: Path) -> None:
     assert sorted(address for address in loaded if re.match(r"(https?:)?//", address)) == []
 
 
-def test_the_links_between_pages_lead_to_files(site: Path) -> None:
-    """This is checked in the built pages, because mkdocs does not know the links that themes and hooks write."""
-    broken = [
-        f"{page.relative_to(site)}: {address}"
-        for page in pages(site)
-        for address in addresses(page, loads=False)
-        if is_inner(address) and not leads_to_file(site, page, address)
-    ]
-    assert broken == []
-
-
 def pages(site: Path) -> Iterator[Path]:
     return site.rglob("*.html")
 
@@ -52,13 +41,3 @@ def addresses(page: Path, *, loads: bool) -> list[str]:
     parser = Addresses()
     parser.feed(page.read_text())
     return parser.loaded if loads else parser.linked
-
-
-def is_inner(address: str) -> bool:
-    return re.match(r"(\w+:|//|#)", address) is None
-
-
-def leads_to_file(site: Path, page: Path, address: str) -> bool:
-    path = address.partition("#")[0].partition("?")[0]
-    target = site / path.lstrip("/") if path.startswith("/") else page.parent / path
-    return target.is_file() or (target / "index.html").is_file()

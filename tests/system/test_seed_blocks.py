@@ -16,7 +16,6 @@ import pytest
 import skyward_core as sky
 from tests.unit.test_seed_blocks import (  # noqa: F401 - fixtures
     ON_POOLS,
-    name,
     run,
     skyward,
 )

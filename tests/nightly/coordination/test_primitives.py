@@ -3,17 +3,9 @@
 import signal
 import subprocess
 import sys
-import threading
-
-import pytest
 
 import skyward_core as sky
-from tests.conftest import wait_until
-from tests.system.coordination.test_primitives import (  # noqa: F401 - fixtures
-    SOON_SECONDS,
-    own_pool,
-    raises,
-)
+from tests.system.coordination.test_primitives import SOON_SECONDS, own_pool  # noqa: F401 - fixtures
 
 
 def test_the_lock_of_a_program_that_is_killed_is_free(own_pool: sky.ComputePool) -> None:
@@ -29,23 +21,3 @@ def test_the_lock_of_a_program_that_is_killed_is_free(own_pool: sky.ComputePool)
     assert done.returncode == -signal.SIGKILL
     assert lock.acquire(timeout=SOON_SECONDS)
     lock.release()
-
-
-def test_a_wait_in_the_program_ends_with_the_pool_object(own_pool: sky.ComputePool) -> None:
-    """It raises, and nothing is left of it."""
-    with sky.ComputePool.attach(own_pool.lease) as pool:
-        event, errors = sky.Event("never", pool=pool), list[BaseException]()
-
-        def wait() -> None:
-            try:
-                event.wait()
-            except sky.PoolClosed as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=wait)
-        thread.start()
-        wait_until(lambda: pool.coordination().number() > 1, "the request")
-    thread.join(60)
-    assert len(errors) == 1
-    with pytest.raises(sky.PoolClosed):
-        event.is_set()

@@ -10,7 +10,6 @@ import tarfile
 import tomllib
 import zipfile
 from dataclasses import dataclass
-from email.parser import Parser
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +82,6 @@ def built(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_the_recipe_is_the_command_that_is_tested() -> None:
-    """`make release` runs what these tests run."""
-    recipe = (ROOT / "Makefile").read_text().partition("\nrelease:")[2].split("\n")[1]
-    assert recipe.endswith(f" $(UV) {' '.join(IN_RELEASE)} tests.release")
-
-
 def test_a_release_has_seven_files_and_their_sums(built: Path) -> None:
     """Wheel, sdist, bill of materials, constraints; SHA256SUMS has the SHA-256 of each."""
     constraints = ["constraints-3.12.txt", "constraints-3.13.txt"]
@@ -113,15 +106,6 @@ def test_two_builds_of_a_commit_are_the_same_bytes(place: Place, built: Path, tm
     assert {path.name: path.read_bytes() for path in out.iterdir()} == {
         path.name: path.read_bytes() for path in built.iterdir()
     }
-
-
-def test_the_version_is_that_of_the_tag(built: Path) -> None:
-    """In the names of the files, and in the metadata of wheel and sdist."""
-    with zipfile.ZipFile(built / f"{STEM}-py3-none-any.whl") as wheel:
-        of_wheel = wheel.read(f"{STEM}.dist-info/METADATA").decode()
-    with tarfile.open(built / f"{STEM}.tar.gz") as sdist:
-        of_sdist = sdist.extractfile(f"{STEM}/PKG-INFO").read().decode()
-    assert [Parser().parsestr(text)["Version"] for text in (of_wheel, of_sdist)] == ["1.2.3", "1.2.3"]
 
 
 def test_a_version_without_a_tag(place: Place, built: Path, tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -89,36 +88,6 @@ def call(node: Node, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.usefixtures("call")
-def test_threads_of_a_call_exclude_each_other() -> None:
-    """They share one connection; each waits for its own answers."""
-    lock, counted = sky.Lock("counter"), [0]
-
-    def count(_: int) -> None:
-        for _ in range(20):
-            with lock:
-                before = counted[0]
-                lock.locked()  # another thread may run meanwhile
-                counted[0] = before + 1
-
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(count, range(8)))
-    assert counted == [160]
-    assert not lock.locked()
-
-
-@pytest.mark.usefixtures("call")
-def test_a_thread_that_waits_keeps_no_other_from_asking() -> None:
-    """One thread waits for an event, and reads for all; another one sets it."""
-    event = sky.Event("go")
-    with ThreadPoolExecutor(2) as threads:
-        waiting = [threads.submit(event.wait, 30) for _ in range(2)]
-        assert not event.is_set()
-        event.set()
-        assert [one.result(30) for one in waiting] == [True, True]
-    event.clear()
-
-
-@pytest.mark.usefixtures("call")
 def test_waits_end_in_time() -> None:
     """`acquire` and `wait` return whether they succeeded; `get` and `put` raise, as Dask's do."""
     lock, other = sky.Lock("l"), sky.Lock("l")
@@ -136,14 +105,6 @@ def test_waits_end_in_time() -> None:
         variable.get(timeout=0)
     assert (queue.get(timeout=0), queue.qsize()) == (1, 0)
     lock.release()
-
-
-@pytest.mark.parametrize("timeout", [-1, float("inf"), float("nan")])
-@pytest.mark.usefixtures("call")
-def test_a_timeout_that_is_none_is_refused(timeout: float) -> None:
-    """None is how to wait for any time."""
-    with pytest.raises(sky.BadRequest, match="None to wait"):
-        sky.Lock("l").acquire(timeout=timeout)
 
 
 @pytest.mark.usefixtures("call")
@@ -214,27 +175,6 @@ def test_a_call_that_outlives_the_scheduler_connects_again(node: Node) -> None:
 
 
 @pytest.mark.usefixtures("call")
-def test_an_error_in_a_with_block_is_not_hidden_by_a_lost_lock(node: Node) -> None:
-    """The loss is a note of it."""
-    with pytest.raises(ZeroDivisionError) as caught, sky.Lock("l"):
-        node.do(node.connections.detach)
-        _ = 1 / 0
-    assert "out of reach" in caught.value.__notes__[0]
-
-
-@pytest.mark.usefixtures("call")
-def test_values_are_the_same_on_the_other_side() -> None:
-    """Any value that a call may return."""
-    queue, variable = sky.Queue[object]("q"), sky.Variable[object]("v")
-    for value in (None, {"a": [1, 2.5]}, b"", lambda x: x + 1):
-        queue.put(value)
-        variable.set(value)
-        got = [queue.get(), variable.get()]
-        assert [one(1) for one in got] == [2, 2] if callable(value) else got == [value, value]
-    variable.delete()
-
-
-@pytest.mark.usefixtures("call")
 def test_a_large_value_is_refused_with_advice() -> None:
     """Before it is sent."""
     with pytest.raises(sky.NotPicklable, match=r"at most 65,536: write it to a volume.*sky.scatter"):
@@ -245,24 +185,6 @@ def test_a_large_value_is_refused_with_advice() -> None:
 def test_a_name_that_cannot_be_sent_is_refused(name: Any) -> None:
     with pytest.raises(sky.BadRequest, match="1 to 200 characters"):
         sky.Event(name)
-
-
-def test_numbers_that_make_no_sense_are_refused() -> None:
-    """Before any request."""
-    with pytest.raises(sky.BadRequest, match="max_leases=0"):
-        sky.Semaphore(0, "s")
-    with pytest.raises(sky.BadRequest, match="maxsize=-1"):
-        sky.Queue("q", maxsize=-1)
-
-
-@pytest.mark.usefixtures("call")
-def test_another_number_of_leases_is_refused_while_the_semaphore_is_in_use() -> None:
-    with sky.Semaphore(2, "s") as semaphore:
-        assert semaphore.get_value() == 1
-        with pytest.raises(sky.BadRequest, match="in use with max_leases=2, not 3"):
-            sky.Semaphore(3, "s").acquire()
-    with sky.Semaphore(3, "s"):
-        pass
 
 
 def test_outside_of_a_call_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import pytest
 
 import skyward_core as sky
-from skyward_core.distributed.group import Group, decorator, interface_of, members_of, reserved_port
+from skyward_core.distributed.group import Group, decorator, members_of
 from skyward_core.distributed.group import places as places_of_call
 from skyward_core.distributed.member import Member, Place, find_hub, open_hub
 from skyward_core.worker.watchdog import kill_instance
@@ -58,13 +58,6 @@ def test_the_error_names_the_ranks_that_did_not_come() -> None:
         with pytest.raises(sky.GroupNotFormed, match="ranks 1, 3 did not come") as raised:
             one.result()
         assert raised.value.absent == (1, 3)
-
-
-def test_the_error_names_rank_0_if_it_did_not_come() -> None:
-    """Then there is no hub."""
-    (one,) = on_all(places(2)[1:], lambda _: None, seconds=0.2)
-    with pytest.raises(sky.GroupNotFormed, match=r"rank 0 did not come .*127\.0\.0\.1"):
-        one.result()
 
 
 def test_a_taken_port_is_skipped_by_all_ranks() -> None:
@@ -140,19 +133,6 @@ def test_the_first_error_is_kept_and_the_other_rank_is_held() -> None:
     assert stops == []
 
 
-def test_the_end_of_the_hub_before_the_group_is_formed_is_the_failure_of_rank_0() -> None:
-    """Rank 0 may have crashed in its function already: its crash is the cause, and no absent rank."""
-    ranks = places(2)
-    hub = open_hub(ranks[0], time.monotonic() + 30)
-    one = Member(ranks[1], *find_hub(ranks[1], time.monotonic() + 30))
-    try:
-        hub.close()
-        with pytest.raises(sky.RankFailed, match="rank 0 of 2 failed first: its process ended"):
-            one.wait_until_formed()
-    finally:
-        one.close()
-
-
 def test_a_rank_that_hangs_after_a_failure_is_stopped() -> None:
     """Nothing else has stopped it: it is in its function, and the other rank's process has ended."""
     stops: list[str] = []
@@ -171,23 +151,6 @@ def wait_until(condition: Callable[[], object], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.01)
-
-
-def test_a_reserved_port_is_free_for_this_users_server_only() -> None:
-    """A server with SO_REUSEPORT gets it; another one does not."""
-    with reserved_port("127.0.0.1") as port, socket.socket() as server:
-        with pytest.raises(OSError):
-            socket.create_server(("127.0.0.1", port))
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        server.bind(("127.0.0.1", port))
-        server.listen()
-        assert _listens(port)
-
-
-def test_the_interface_of_an_address() -> None:
-    """Loopback has an interface; an address of another machine has none."""
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("192.0.2.1") is None
 
 
 # ── on a pool ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -263,18 +226,6 @@ def test_the_error_of_the_rank_that_failed_first_is_raised(
     assert ranks_of() @ pool == ((0, 2, "0", "inside"), (1, 2, "1", "inside"))
 
 
-def test_an_error_at_the_start_of_the_framework_is_the_first_one(pool: sky.ComputePool) -> None:
-    """Rank 0 may run its function; its error is not the one that is raised."""
-
-    @sky.compute
-    @fake(fails_on=1)
-    def waits() -> None:
-        threading.Event().wait()
-
-    with pytest.raises(OSError, match="no device"):
-        waits() @ pool
-
-
 @sky.compute
 @fake()
 def count_to(steps: int, folder: str) -> tuple[int, int]:
@@ -314,24 +265,6 @@ def test_after_the_loss_of_a_node_the_training_goes_on_from_its_checkpoint(tmp_p
     assert len({event.call_id for event in retrying}) == len(retrying) <= 2
 
 
-@sky.compute
-@fake()
-async def of_coroutine() -> str | None:
-    return os.environ.get("FAKE_RANK")
-
-
-@sky.compute
-@fake()
-def of_generator() -> Generator[str | None]:
-    yield os.environ.get("FAKE_RANK")
-
-
-def test_coroutines_and_generators_run_inside_the_group() -> None:
-    """They are run to their ends before the group is torn down."""
-    assert of_coroutine.local() == "0"
-    assert of_generator.local() == ["0"]
-
-
 def test_wrong_uses_are_refused_with_what_to_write() -> None:
     """The order of the decorators, arguments, and a deadline that is none."""
     with pytest.raises(TypeError, match=r"write @sky.compute above"):
@@ -343,21 +276,3 @@ def test_wrong_uses_are_refused_with_what_to_write() -> None:
     with pytest.raises(TypeError, match="argument"):
         fail_on(1)  # type: ignore[call-arg]
     assert fail_on(1, "hang").fn.__name__ == "fail_on"
-
-
-@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), "10", None, True])
-def test_a_deadline_that_is_none_is_refused(seconds: Any) -> None:
-    """With what to write."""
-    with pytest.raises(sky.BadRequest, match=r"rendezvous_seconds=.*: write how many seconds"):
-        sky.distributed.torch(rendezvous_seconds=seconds)
-
-
-@pytest.mark.parametrize("backend", [3, "", b"gloo", ["gloo"]])
-@pytest.mark.parametrize(
-    "decorator", [sky.distributed.torch, sky.distributed.transformers], ids=lambda one: one.__name__
-)
-def test_a_backend_that_is_none_is_refused(decorator: Any, backend: Any) -> None:
-    """Before any machine is used. PyTorch knows other names than these two."""
-    with pytest.raises(sky.BadRequest, match=r'^backend=.*: write "nccl", "gloo" or another backend of PyTorch'):
-        decorator(backend=backend)
-    assert callable(decorator(backend="cpu:gloo,cuda:nccl"))

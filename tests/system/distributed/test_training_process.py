@@ -120,19 +120,6 @@ def test_a_process_that_ends_by_itself(code: int, text: str) -> None:
     assert raised.value.may_be_consequence == (code == -6)
 
 
-def test_sys_exit_is_raised_as_such() -> None:
-    """The runner reports it as for any call."""
-    with pytest.raises(SystemExit) as raised:
-        run(sys.exit, 4)
-    assert raised.value.code == 4
-
-
-def test_a_result_that_cannot_travel_is_an_error_of_the_function() -> None:
-    """The message names the part."""
-    with pytest.raises(TypeError, match="result"):
-        run(lambda: {"lock": sys._getframe()})
-
-
 def test_the_process_is_killed_with_all_that_it_has_started() -> None:
     """Also if a child of it has a session of its own, and keeps the connection open."""
 
@@ -163,27 +150,6 @@ def test_the_end_of_a_process_is_seen_although_its_child_holds_the_connection(tm
             run(crash)
     finally:
         os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
-
-
-def test_a_forked_process_that_returns_sends_no_value() -> None:
-    """Its parent does, which waits for it."""
-
-    def fork() -> str:
-        if child := os.fork():
-            os.waitpid(child, 0)
-            return "parent"
-        return "child"
-
-    assert run(fork) == "parent"
-
-
-def test_a_teardown_that_hangs_is_cut_short() -> None:
-    """The value is there already."""
-    with TrainingProcess({}) as process:
-        value = process.run(job(os.getpid, framework=Plain(hangs=True)), lambda value: [value])
-        process.end(seconds=0.0)
-        assert pickling.loads(value) == process.pid
-        assert not start_of(process.pid)
 
 
 RUNNER = """

@@ -46,19 +46,6 @@ def test_a_check_that_hangs_has_failed(place: Path, monkeypatch: pytest.MonkeyPa
     assert (found["network"], found["versions"]) == ("failed", "ok")
 
 
-@pytest.mark.parametrize(
-    ("error", "words"), [(RuntimeError("odd"), "RuntimeError: odd"), (TimeoutError("slow"), "slow")]
-)
-def test_a_check_that_raises_has_failed(monkeypatch: pytest.MonkeyPatch, error: Exception, words: str) -> None:
-    def fail() -> list[Check]:
-        raise error
-
-    monkeypatch.setattr(this_machine, "check_network", fail)
-    (found,) = [check for check in diagnose(providers=[]) if check.subject == "network"]
-    assert found.state is CheckState.FAILED
-    assert words in found.message
-
-
 def test_settings_that_no_pool_can_have(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The provider of such settings is not checked."""
     (place / "skyward.toml").write_text("provider = 'nonesuch'\n")

@@ -1,7 +1,6 @@
 """The displays get the events of a pool's life, and the tests check their text."""
 
 import io
-import subprocess
 import sys
 import threading
 from typing import override
@@ -21,17 +20,11 @@ from skyward_core.events.events import (
     Error,
     InfraCreated,
     InfraCreating,
-    InstanceLaunching,
     InstanceLost,
     LogLine,
     SkywardEvent,
 )
-from tests.unit.events.test_console import (  # noqa: F401 - fixtures
-    CLOSING,
-    OPENING,
-    _written,
-    unconfigured,
-)
+from tests.unit.events.test_console import OPENING, _written, unconfigured  # noqa: F401 - fixtures
 
 
 class Terminal(io.StringIO):
@@ -64,20 +57,6 @@ def test_spinner_draws_phases_calls_and_cost(terminal: Terminal):
     assert "$0.0500 at $36.00/h" in terminal.getvalue()
     assert "12 of 40 calls, 1 failed" in screen
     assert terminal.getvalue().count("\x1b[?25l") == terminal.getvalue().count("\x1b[?25h") == 1
-
-
-def test_spinner_drops_the_row_of_a_machine_that_is_ready(terminal: Terminal):
-    """When all machines are ready their rows are removed, and the pool's row is the last."""
-    last_picture = _written("spinner", OPENING, terminal).rsplit("ready after 3.2 s: 2 nodes, 4 slots", 1)
-    assert len(last_picture) == 2
-    assert "node" not in last_picture[1]
-
-
-def test_spinner_leaves_the_bill_on_the_screen(terminal: Terminal):
-    """The bill stays at the end, even of a pool that never became ready, and no machine's row."""
-    last_picture = _written("spinner", OPENING[:8] + CLOSING, terminal).rsplit("done: 12.3 s, $0.0123 (2 on demand)", 1)
-    assert len(last_picture) == 2
-    assert "node" not in last_picture[1]
 
 
 def test_spinner_prints_node_output_above_the_rows_as_it_is(terminal: Terminal):
@@ -131,22 +110,6 @@ def test_spinner_restores_the_terminal_and_ends_its_thread(terminal: Terminal):
     assert (set(threading.enumerate()), sys.stdout, sys.stderr) == before
 
 
-def test_a_second_spinner_on_the_same_terminal_prints_lines(terminal: Terminal, monkeypatch: pytest.MonkeyPatch):
-    """Of two pools at once only the first draws; the other's lines are printed above its rows."""
-    monkeypatch.setattr(sys, "stderr", terminal)
-    first, second = display("spinner"), None
-    try:
-        first(InfraCreating())
-        second = display("spinner")
-        second(InstanceLaunching(3, "t4", "aws"))
-    finally:
-        first.close()
-        if second:
-            second.close()
-    assert "skyward  launching 3 x t4 on aws\n" in terminal.getvalue().replace("\r", "")
-    assert terminal.getvalue().count("\x1b[?25l") == 1
-
-
 @pytest.mark.usefixtures("unconfigured")
 @pytest.mark.parametrize("kind", ["log", "spinner"])
 def test_events_and_close_may_come_from_different_threads(kind: str, terminal: Terminal):
@@ -171,10 +134,3 @@ def test_events_and_close_may_come_from_different_threads(kind: str, terminal: T
     if kind == "log":
         lines = file.getvalue().splitlines()
         assert lines == [f"[node 0] line {number}" for number in range(len(lines))]
-
-
-def test_only_the_spinner_needs_rich():
-    """Creating the other two does not import rich."""
-    code = "import sys; from skyward_core.events.console import display; display('log').close(); display('quiet'); print('rich' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "False\n"

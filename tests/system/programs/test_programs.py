@@ -28,16 +28,6 @@ def test_a_script_has_its_exit_code(text: str, code: int, capfd: pytest.CaptureF
     assert on_node.run_script(on_node.Script("a.py", {"a.py": text}, ())) == code
 
 
-def test_a_script_sees_its_arguments_its_modules_and_its_rank(capfd: pytest.CaptureFixture[str]) -> None:
-    """The folder is gone afterwards."""
-    text = "import sys, os, tool.part\nprint(sys.argv[1:], os.environ['RANK'], os.environ['WORLD_SIZE'], __file__)\n"
-    files = {"a.py": text, "tool/part.py": "", "tool/__init__.py": ""}
-    assert on_node.run_script(on_node.Script("a.py", files, ("x", "--y"))) == 0
-    *shown, file = capfd.readouterr().out.split()
-    assert shown == ["['x',", "'--y']", "0", "1"]
-    assert not Path(file).parent.exists()
-
-
 # ── on a pool ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -3,7 +3,6 @@
 import pytest
 
 import skyward_core as sky
-from skyward_core.serialization.exception_notes import note_for
 
 
 def _notes(pending: sky.PendingCompute, pool: sky.ComputePool, kind: type[BaseException]) -> str:
@@ -39,19 +38,3 @@ def test_a_relative_path_belongs_to_the_node(pool):
     assert "the working directory of a call is the node's own" in _notes(read("data.csv"), pool, FileNotFoundError)
     assert "working directory" not in _notes(read("/no/such/file"), pool, FileNotFoundError)
     assert "working directory" not in _notes(read("."), pool, IsADirectoryError)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        ModuleNotFoundError(name="tkinter"),
-        ModuleNotFoundError("no name"),
-        FileNotFoundError("no path"),
-        FileNotFoundError(2, "x", 3),
-        ValueError(),
-    ],
-    ids=["a part of Python", "no module", "no path", "a descriptor", "another"],
-)
-def test_there_is_no_note_without_a_cure(error):
-    """Other exceptions stay without a note."""
-    assert note_for(error) is None

@@ -1,6 +1,5 @@
 """Objects of the user's project reach a bare interpreter with only installed packages, and come back as themselves."""
 
-import functools
 import io
 import pickle
 import subprocess
@@ -14,7 +13,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from skyward_core.serialization.pickling import dumps, loads
+from skyward_core.serialization.pickling import dumps
 from tests.serialization.bare_interpreter import Write
 from tests.unit.serialization.test_pickling import (  # noqa: F401 - fixtures
     call,
@@ -23,29 +22,6 @@ from tests.unit.serialization.test_pickling import (  # noqa: F401 - fixtures
 )
 
 # ── by value ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_function_travels_with_its_helpers(project: Write) -> None:
-    """Functions of the module and of helper modules work on the node, in whatever way they were imported."""
-    own = project(
-        own="""
-            import math
-            import own_helpers
-            import own_helpers as alias
-            from own_helpers import double, LIMIT
-
-            def inner(x): return x + 1
-            def run(x): return inner(x), own_helpers.double(x), alias.OFFSET, double(x), LIMIT, math.floor(2.5)
-            """,
-        own_helpers="""
-            import threading
-            LIMIT, OFFSET = 10, 7
-            lock = threading.Lock()
-            def half(x): return x / 2
-            def double(x): return 4 * half(x)
-            """,
-    )
-    assert call(own.run, 3) == (4, 6.0, 7, 6.0, 10, 2)
 
 
 def test_nested_packages(project: Write) -> None:
@@ -93,26 +69,6 @@ def test_a_module_used_as_a_value_travels_as_far_as_possible(project: Write) -> 
     assert call(own.given, sys.modules["own_helpers"]) == 7
     with pytest.raises(AttributeError, match=r"'lock' here: it could not travel .*_thread.lock"):
         call(own.locked)
-
-
-def test_globals_are_shared_within_a_module(project: Write) -> None:
-    """If a helper rebinds a global of its module, its neighbours and the module see it, as on the client."""
-    own = project(
-        own="""
-            import own_state
-            def run():
-                own_state.set_mode("fast")
-                return own_state.get_mode(), own_state.MODE
-            """,
-        own_state="""
-            MODE = "slow"
-            def set_mode(mode):
-                global MODE
-                MODE = mode
-            def get_mode(): return MODE
-            """,
-    )
-    assert call(own.run) == ("fast", "fast")
 
 
 def test_classes_travel_with_their_methods_and_come_back_as_themselves(
@@ -169,42 +125,6 @@ def test_classes_travel_with_their_methods_and_come_back_as_themselves(
     assert color is own.Color.BLUE
     assert mode is own.Mode.A | own.Mode.B
     assert own.Point.moved is move, "a result replaced a method of the client's class"
-
-
-def test_an_exception_of_the_user_comes_back_as_itself(project: Write) -> None:
-    """`except Divergence` on the client catches the node's exception."""
-    own = project(
-        own="""
-            class Divergence(ValueError):
-                def __init__(self, step): super().__init__(f"diverged at {step}"); self.step = step
-                def __reduce__(self): return Divergence, (self.step,)
-            def run(): raise Divergence(7)
-            """
-    )
-    with pytest.raises(own.Divergence, match="diverged at 7") as caught:
-        call(own.run)
-    assert caught.value.step == 7
-
-
-@pytest.mark.parametrize(
-    "expression",
-    ["functools.partial(own.add, 1)", "own.Adder(1).add", "lambda y: own.add(1, y)", "own.Adder(1)", "own.make(1)"],
-)
-def test_every_kind_of_callable(project: Write, expression: str) -> None:
-    """Partials, bound methods, lambdas, callable objects and closures travel."""
-    own = project(
-        own="""
-            class Adder:
-                def __init__(self, x): self.x = x
-                def add(self, y): return add(self.x, y)
-                __call__ = add
-            def add(x, y): return x + y
-            def make(x):
-                def added(y): return add(x, y)
-                return added
-            """
-    )
-    assert call(eval(expression, {"own": own, "functools": functools}), 2) == 3
 
 
 def test_objects_that_python_pickles_only_by_name(project: Write) -> None:
@@ -359,29 +279,3 @@ def test_replace_replaces_an_object(project: Write) -> None:
     )
     replaced = dumps((own.run, (5,), {}), replace=lambda obj: obj.fn if isinstance(obj, own.Task) else NotImplemented)
     assert on_node(replaced) == [5]
-
-
-def test_plain_values_use_the_fast_path_and_stay_themselves() -> None:
-    """Builtin values come back equal; a subclass of a builtin does not count as one."""
-
-    class Name(str):
-        __slots__ = ()
-
-    values = [
-        None,
-        True,
-        3,
-        2.5,
-        "s",
-        b"b",
-        1j,
-        (1, [2, {"k": (3,)}]),
-        [[[[[[7]]]]]],
-        list(range(500)),
-        {(1, 2): 3},
-        {1, 2},
-    ]
-    assert loads(dumps(values)) == values
-    name = loads(dumps([Name("x")]))[0]
-    assert type(name) is Name
-    assert call(lambda names: type(names[0]).__name__, [Name("x")]) == "Name"

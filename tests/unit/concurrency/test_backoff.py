@@ -20,8 +20,3 @@ def test_pauses_grow_up_to_the_longest(backoff: Backoff, pauses: list[float]) ->
     """By the factor, from the first pause on; the longest is the limit also for the first."""
     assert list(islice(backoff.pauses(), len(pauses))) == pytest.approx(pauses)
     assert [backoff.seconds(failures) for failures in range(1, len(pauses) + 1)] == pytest.approx(pauses)
-
-
-def test_any_number_of_failures_has_a_pause() -> None:
-    """2 to the power of the number of failures is too large for a float."""
-    assert Backoff(0.5, 15.0).seconds(1_000_000) == 15.0

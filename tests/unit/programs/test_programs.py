@@ -161,17 +161,6 @@ def test_the_first_signal_stops_and_the_next_does_not_wait(number: signal.Signal
     assert signal.getsignal(number) is before
 
 
-def test_an_ignored_signal_stays_ignored() -> None:
-    """As of a program that was started with nohup, or in the background."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with interruptible(print, print, ""):
-            signal.raise_signal(signal.SIGINT)
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def test_options_become_settings(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with a field that has no option; a wrong one is refused before anything is rented."""
     (project / "a.py").write_text("")

@@ -70,23 +70,6 @@ def test_which_modules_are_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not belongs_to_user(part_of_numpy)
 
 
-def test_installed_objects_travel_by_reference() -> None:
-    """A function of NumPy travels by name, without its code."""
-    assert loads(dumps(np.linalg.norm)) is np.linalg.norm
-    assert dumps(np.linalg.norm).nbytes < 300
-
-
-def test_a_registration_of_the_user_is_kept(project: Write) -> None:
-    """A module that the user registered with cloudpickle is still registered after a call, and no other is."""
-    own = project(own="def run(): return 1")
-    cloudpickle.register_pickle_by_value(own)
-    try:
-        dumps(own.run)
-        assert cloudpickle.list_registry_pickle_by_value() == {"own"}
-    finally:
-        cloudpickle.unregister_pickle_by_value(own)
-
-
 # ── buffers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

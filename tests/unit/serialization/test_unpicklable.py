@@ -104,13 +104,6 @@ def test_globals_are_named(project: Write) -> None:
     }
 
 
-def test_a_tuple_of_labels_names_its_items() -> None:
-    """`label=("args", "kwargs")` for the pair of both gives `kwargs['db']`."""
-    with pytest.raises(NotPicklable) as caught:
-        dumps(((1,), {"db": threading.Lock()}), label=("args", "kwargs"))
-    assert caught.value.path == "kwargs['db']"
-
-
 def test_a_large_value_is_diagnosed_in_bounded_time() -> None:
     """An unpicklable value deep inside something large or circular ends in an error, not in an endless search."""
     deep: list[Any] = [threading.Lock()]
