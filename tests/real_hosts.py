@@ -1,10 +1,8 @@
 """Pools on real hosts of the test bed: hosts, calls and measurements for `test_real_hosts.py`.
 
-Run as a program it is a client: one that opens a pool and waits to be killed, or one that attaches to a pool of another
-process.
+Run as a program it is a client that opens a pool and waits to be killed.
 """
 
-import json
 import platform
 import subprocess
 import sys
@@ -103,22 +101,6 @@ def open_and_wait(*arguments: str) -> None:
         pool.submit_all([forever() for _ in range(3)])
         print("ready", flush=True)
         time.sleep(60)
-
-
-def attach(lease: str, key: str, call_id: str) -> None:
-    """Use a pool of another process, and print the results."""
-    started = time.monotonic()
-    with sky.ComputePool.attach(Path(lease).read_text(), key=key) as pool:
-        seconds = time.monotonic() - started
-        call = pool.detached_call(call_id)
-        found = {
-            "seconds": seconds,
-            "squares": pool.map(square, range(20)),
-            "hosts": where() @ pool,
-            "result": call.result(30),
-            "log": call.log(),
-        }
-    print(json.dumps(found))
 
 
 CALLS = 200
@@ -267,4 +249,4 @@ def client(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
 
 
 if __name__ == "__main__":
-    {"open": open_and_wait, "attach": attach}[sys.argv[1]](*sys.argv[2:])
+    open_and_wait(*sys.argv[1:])

@@ -5,7 +5,6 @@ measurements at the end. Run as a program it is a client: one that opens a pool 
 attaches to a pool of another process.
 """
 
-import json
 import os
 import signal
 import time
@@ -29,13 +28,12 @@ from skyward_core.events.events import (
 from skyward_core.providers import host_connections
 from skyward_core.provisioning import rental
 from tests.conftest import RecordedEvents, slowness, wait_until
-from tests.real_hosts import (  # noqa: F401 - fixtures  # noqa: F401 - fixtures
+from tests.real_hosts import (  # noqa: F401 - fixtures
     CALLS,
     GUARD_SECONDS,
     LEASE_SECONDS,
     RAN,
     Clocked,
-    attach,
     client,
     executions,
     from_everybody,
@@ -284,9 +282,7 @@ def test_the_client_is_killed_and_its_reaper_ends_the_nodes(hosts, timings, tmp_
     """After kill -9 of the client its reaper ends the nodes at once. With a lease of ten minutes no other safeguard
     could have.
     """
-    with client(
-        "open", "600", *(host.ip for host in hosts), str(hosts[0].key_path), str(tmp_path / "known_hosts")
-    ) as process:
+    with client("600", *(host.ip for host in hosts), str(hosts[0].key_path), str(tmp_path / "known_hosts")) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         assert all(tagged(host) for host in hosts[:3])
@@ -294,26 +290,3 @@ def test_the_client_is_killed_and_its_reaper_ends_the_nodes(hosts, timings, tmp_
         killed_at = time.monotonic()
         wait_until(lambda: not any(tagged(host) for host in hosts), "the reaper to end the nodes", 60)
         timings.rows.append(("client killed, until its reaper has ended the nodes", time.monotonic() - killed_at))
-
-
-def test_a_second_process_attaches(hosts, owned, timings, tmp_path):
-    """Another process uses the pool with the lease and a copy of the key, and reads the result of a detached call; the
-    pool stays open.
-    """
-    key = tmp_path / "copied-key"
-    key.write_bytes(hosts[0].key_path.read_bytes())
-    key.chmod(0o600)
-    with pool_on(owned, RecordedEvents()) as pool:
-        detached = pool.start_detached(square(12))
-        lease = tmp_path / "lease.json"
-        lease.write_text(pool.lease.with_key("/nonexistent").model_dump_json())
-        with client("attach", str(lease), str(key), detached.call_id) as process:
-            output, _ = process.communicate(timeout=60)
-        found = json.loads(output)
-        assert found["squares"] == [number * number for number in range(20)]
-        assert [tuple(item) for item in found["hosts"]] == [(host.name, rank) for rank, host in enumerate(hosts[:3])]
-        assert (found["result"], found["log"]) == (144, ["square of 12"])
-        timings.rows.append(("attach from a second process", found["seconds"]))
-        assert detached.result() == 144
-        assert square(13) >> pool == 169
-    executions(hosts)

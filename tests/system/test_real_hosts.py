@@ -108,7 +108,7 @@ def test_the_client_and_its_reaper_are_killed_and_the_hosts_end_by_themselves(ho
     another pool.
     """
     with client(
-        "open", str(LEASE_SECONDS), *(host.ip for host in hosts), str(hosts[0].key_path), str(tmp_path / "known_hosts")
+        str(LEASE_SECONDS), *(host.ip for host in hosts), str(hosts[0].key_path), str(tmp_path / "known_hosts")
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"

@@ -1,15 +1,13 @@
 """The operators alone, with a runner that records what it receives."""
 
-import asyncio
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 import skyward_core as sky
-from skyward_core.compute import ComputeFunction, PendingBatch, PendingCompute
+from skyward_core.compute import PendingBatch, PendingCompute
 
 
 class Notebook:
@@ -54,25 +52,6 @@ def test_the_operators_call_the_runner() -> None:
     assert len(a & b) == 2
 
 
-def test_pending_calls_cannot_be_changed() -> None:
-    """A pending call and a batch are values; the caller's own dict of keywords is not shared."""
-    keywords = {"b": 2}
-    pending = PendingCompute(add.local, (1,), keywords)
-    keywords["b"] = 3
-    assert pending.kwargs == {"b": 2}
-    with pytest.raises(AttributeError):
-        pending.args = ()  # type: ignore[misc]
-    with pytest.raises(AttributeError):
-        (pending & pending).calls = ()  # type: ignore[misc]
-
-
-def test_a_lazy_function_looks_like_its_function() -> None:
-    """Name, docstring, module and signature are those of the function."""
-    assert (add.__name__, add.__doc__, add.__module__) == ("add", "Add.", __name__)
-    assert str(inspect.signature(add)) == "(a: int, b: int = 0) -> int"
-    assert repr(add) == "<compute add>"
-
-
 class Model:
     def __init__(self, weight: int) -> None:
         self.weight = weight
@@ -102,18 +81,6 @@ def test_methods_are_bound() -> None:
     assert Model.scale.local(2) == model.scale.local(2) == 20
     pending = Model.make(7)
     assert pending.fn(*pending.args, **pending.kwargs) == 7
-
-
-def test_async_functions_stay_async_locally() -> None:
-    """`.local` of a lazy async function is awaited as before."""
-
-    @sky.compute
-    async def work(x: int) -> int:
-        return x + 1
-
-    assert asyncio.run(work.local(1)) == 2
-    assert isinstance(work(1), PendingCompute)
-    assert isinstance(work, ComputeFunction)
 
 
 class Network:

@@ -2,9 +2,6 @@
 
 import importlib.metadata
 import inspect
-import sys
-import typing
-from typing import Any
 
 import pytest
 
@@ -91,20 +88,3 @@ def test_the_version_is_that_of_the_installed_distribution(monkeypatch: pytest.M
     monkeypatch.delattr(sky, "__version__", raising=False)
     assert sky.__version__ == "0.0.0"
     monkeypatch.delattr(sky, "__version__")
-
-
-@pytest.mark.skipif(
-    sys.version_info < (3, 12, 4), reason="before 3.12.4 get_type_hints does not find type parameters (gh-114053)"
-)
-def test_hints_can_be_resolved_at_run_time() -> None:
-    """Type hints of the public functions resolve, because orchestrators read them."""
-    functions: list[Any] = [
-        sky.gather,
-        sky.shard,
-        sky.instance_info,
-        sky.compose,
-        sky.emit,
-        sky.ComputePool.map,
-        sky.ComputePool.submit,
-    ]
-    assert all("return" in typing.get_type_hints(fn) for fn in functions)

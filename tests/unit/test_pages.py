@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import mutation
+
 ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",
@@ -94,3 +96,10 @@ def rows_below(heading: str) -> list[list[str]]:
         [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")
     ]
     return [row for row in rows if not set(row[0]) <= set("-: ")]
+
+
+def test_the_modules_and_files_of_the_mutation_table_exist() -> None:
+    """A renamed one would be skipped without a message."""
+    named = [f"skyward_core/{module}.py" for module in mutation.OTHERS]
+    named += [f"tests/{file.partition('::')[0]}" for files in mutation.OTHERS.values() for file in files]
+    assert [name for name in named if not (ROOT / name).exists()] == []

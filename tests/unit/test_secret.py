@@ -2,7 +2,6 @@
 has them.
 """
 
-import asyncio
 import html
 import json
 import logging
@@ -22,15 +21,10 @@ import pytest
 import skyward_core as sky
 from skyward_core.secret import LARGEST_BYTES, looks_secret, read_values
 from skyward_core.serialization.exceptions import MESSAGE_CHARACTERS, unpack
-from skyward_core.worker import secret_values
-from skyward_core.worker.masking import MASK, Mask, SecretValues
+from skyward_core.worker.masking import MASK, Mask
 from skyward_core.worker.runner import _failed
-from skyward_core.worker.runner_factory import RunnerFactory
 from skyward_core.worker.runner_output import Stream
-from skyward_core.worker.secret_values import SecretStore, ask_for
 from skyward_core.worker.settings import NodeSettings
-from skyward_core.worker.slot import Slot, _BatchRun
-from skyward_core.worker.wire import Batch, Call, Parcel
 from tests.fakes import FakeProvider
 
 # ── references ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -313,8 +307,6 @@ def test_a_masked_spec_cannot_be_used(tmp_path: Path) -> None:
 
 # ── masks in text ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-PEM = "-----BEGIN PRIVATE KEY-----\nMIGHAgEAMBMGByqGSM49AgEGCCqGSM49\nAwEHBG0wawIBAQQg\n-----END PRIVATE KEY-----\n"
-
 
 @pytest.mark.parametrize("user", ["", "a:", "me:", "you:"])
 @pytest.mark.parametrize("encode", [b64encode, urlsafe_b64encode])
@@ -329,13 +321,6 @@ def test_base64_of_a_value_is_masked_alone_and_behind_a_user(user: str, encode: 
     assert left.count(MASK) == 2
     for offset in range(3):
         assert encode(b"." * offset + value.encode())[4:12].decode() not in left
-
-
-def test_each_line_of_a_key_is_masked() -> None:
-    """Lines are emitted one by one."""
-    mask = Mask([PEM])
-    assert {mask.text(line) for line in PEM.splitlines()} == {MASK}
-    assert mask.text(repr(PEM)) == f"'{MASK}'"
 
 
 AWKWARD = 'p@ss\'w\u00f6rd!$&=+/ "x"'
@@ -476,75 +461,3 @@ def test_settings_have_the_names_of_secrets_and_no_value() -> None:
         **fields, rank=0, total_nodes=1, slots=1, head_port=1, value_directories=("/x",), secret_names=("HF_TOKEN",)
     )
     assert NodeSettings.from_json(settings.to_json()) == settings
-
-
-def test_a_worker_waits_for_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request for the values waits for the pool's opener. If the opener does not come, the error has the names."""
-
-    class Scheduler:
-        def __init__(self) -> None:
-            self.stream_handlers: dict[str, Any] = {}
-            self.handlers: dict[str, Any] = {}
-
-        def __getattr__(self, name: str) -> Any:
-            return self.handlers[name]
-
-    async def asks() -> SecretValues:
-        keeping, scheduler = SecretStore(), Scheduler()
-        await keeping.start(scheduler)  # type: ignore[arg-type]
-        asked = asyncio.create_task(ask_for(scheduler, ("A",)))
-        await asyncio.sleep(0)
-        assert not asked.done()
-        scheduler.stream_handlers[secret_values.PUT_SECRETS](client="c", secrets=SecretValues(A="1"))
-        assert await ask_for(scheduler, ("A",)) == {"A": "1"}
-        with pytest.raises(LookupError, match="B"):
-            await ask_for(scheduler, ("A", "B"))
-        return await asked
-
-    assert asyncio.run(asks()) == {"A": "1"}
-
-    async def asks_in_vain() -> None:
-        keeping, scheduler = SecretStore(), Scheduler()
-        await keeping.start(scheduler)  # type: ignore[arg-type]
-        with pytest.raises(LookupError, match="A"):
-            await ask_for(scheduler, ("A",))
-
-    monkeypatch.setattr(secret_values, "PATIENCE_SECONDS", 0.0)
-    asyncio.run(asks_in_vain())
-
-
-class NoRunner(RunnerFactory):
-    """Forks nothing: packets stay in its queue."""
-
-    def __init__(self) -> None:
-        pass
-
-    def watch(self, pid: int, on_exit: object) -> None:
-        pass
-
-    def fork(self, descriptors: list[int], mark: bytes) -> int:
-        """Return an invalid pid."""
-        return 0
-
-
-def test_the_values_are_sent_again_after_their_packet_was_taken_back(tmp_path: Path) -> None:
-    """A call is cancelled before its runner has begun it. The runner does not have the values yet, and the next packet
-    has them.
-
-    Looks inside: the packet is taken back at one moment.
-    """
-    slot = Slot(NoRunner(), (str(tmp_path),))
-    try:
-        slot.furnish(SecretValues(HF_TOKEN="hf_0123456789"))
-        calls = tuple(Call(name, "f", Parcel(b""), "job") for name in "ab")
-        run: Any = _BatchRun(slot, Batch("topic", calls, {"f": Parcel(b"")}), lambda _: None)
-        run._send()
-        packets = [pickle.loads(slot.take.recv(1 << 20)) for _ in calls]
-        assert [packet.secrets for packet in packets] == [{"HF_TOKEN": "hf_0123456789"}, None]
-        for packet in packets:
-            slot.send.send(pickle.dumps(packet))
-        run._waiting.extend(run._take_back())
-        run._send()
-        assert pickle.loads(slot.take.recv(1 << 20)).secrets == {"HF_TOKEN": "hf_0123456789"}
-    finally:
-        slot.close()

@@ -286,62 +286,6 @@ def test_cpu_and_memory_are_those_of_a_worker() -> None:
     assert (want.vcpus, want.memory_gb) == (16, 64.0)
 
 
-# ── images ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-# 003:181-185: parameter, default, what is written for it
-IMAGES = [
-    # 003:181; without it the version of this interpreter, for functions travel between equal ones
-    ("python", "3.13", "3.13"),
-    ("pip", [], ["torch", "numpy"]),  # 003:182
-    ("pip_extra_index_url", None, "https://download.pytorch.org/whl/cu128"),  # 003:183
-    ("apt", [], ["ffmpeg"]),  # 003:184
-    ("env", {}, {"CUDA_VISIBLE_DEVICES": "0"}),  # 003:185
-]
-
-
-@pytest.mark.parametrize(("name", "default", "written"), IMAGES, ids=[row[0] for row in IMAGES])
-def test_a_parameter_of_an_image(name: str, default: Any, written: Any) -> None:
-    """By its name and with its default; all but `env` determine what is installed, and so the hash."""
-    plain, image = sky.Image(python="3.13"), sky.Image(**{"python": "3.13", name: written})
-    found, given = getattr(plain, name), getattr(image, name)
-    assert (list(found) if isinstance(default, list) else found) == default
-    assert (list(given) if isinstance(written, list) else given) == written
-    installs_more = name in ("pip", "apt") or name == "pip_extra_index_url"
-    assert (image.content_hash() != plain.content_hash()) == installs_more
-    assert sky.Image(python="3.12").content_hash() != plain.content_hash()
-
-
-# ── volumes ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-# 003:681-684: parameter, default, what is written for it
-VOLUMES = [
-    ("mount_path", None, "/data"),
-    ("bucket", None, "my-bucket"),
-    ("prefix", "", "datasets/"),
-    ("read_only", True, False),
-]
-
-
-@pytest.mark.parametrize(("name", "default", "written"), VOLUMES, ids=[row[0] for row in VOLUMES])
-def test_a_parameter_of_a_volume(name: str, default: object, written: Any) -> None:
-    """By its name and with its default; the two without a default are required.
-
-    A pool accepts the volume (003:98), a container refuses it with the alternative.
-    """
-    needed = {"mount_path": "/data", "bucket": "my-bucket"}
-    volume = sky.S3Volume(**{**needed, name: written})
-    assert getattr(volume, name) == written
-    assert sky.PoolSpec.of(volume=[volume]).volume == sky.PoolSpec.of(volume=volume).volume == (volume,)
-    if default is None:
-        with pytest.raises(ValueError, match=name):
-            sky.S3Volume(**{key: value for key, value in needed.items() if key != name})
-    else:
-        assert getattr(sky.S3Volume(**needed), name) == default
-    for provider in (sky.VastAI(), sky.RunPod()):
-        with pytest.raises(sky.NotYetSupported, match="from your functions"):
-            sky.ComputePool(provider=provider, volume=[volume])
-
-
 # ── spot ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 # 003:694-705: what is written, the strategy, and (on demand, spot) of ten machines where spot is sold and where it is

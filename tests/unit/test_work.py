@@ -27,17 +27,6 @@ def test_a_work_is_plain_text_of_bounded_length() -> None:
     assert sky.Work(asset=one).asset == one
 
 
-def test_a_work_reads_as_one_line() -> None:
-    """It has the form that `skyward ps` prints."""
-    assert str(TRAIN) == "airflow:nightly/manual__2026-11-22T07:00:00+00:00/train, try 1"
-    assert (
-        str(sky.Work(system="dagster", workflow="j", run="r", task="s", asset="a", partition="p"))
-        == "dagster:j/r/s, asset a, partition p"
-    )
-    assert str(sky.Work()) == ""
-    assert str(sky.Work(task="t", task_run="3")) == "t[3]"
-
-
 def test_tags_have_only_text_that_clouds_accept() -> None:
     """They have at most 120 characters, none that a service of AWS refuses, and never an empty value. An empty field
     makes no tag.

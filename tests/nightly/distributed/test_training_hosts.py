@@ -4,9 +4,6 @@ import contextlib
 import json
 import os
 import platform
-import signal
-import sys
-import threading
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,36 +87,3 @@ def test_ranks_of_three_hosts_are_one_group(
         assert set(addresses) == {host.ip for host in hosts}
         assert all(one[2] == addresses for one in found)
         assert addresses[0::2] == addresses[1::2]
-
-
-@pytest.mark.parametrize(
-    ("rank", "how", "error"), [(0, "raise", ValueError), (3, "kill", sky.CallCrashed), (5, "exit", sky.CallCrashed)]
-)
-def test_the_rank_that_failed_first_is_raised(
-    host_pool: sky.ComputePool, rank: int, how: str, error: type[Exception]
-) -> None:
-    """The others hang on other hosts, and are stopped; the next training works."""
-
-    @sky.compute
-    @by_two()
-    def fails() -> None:
-        if sky.instance_info().rank == rank:
-            match how:
-                case "raise":
-                    raise ValueError(f"rank {rank}")
-                case "kill":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                case _:
-                    sys.exit(3)
-        threading.Event().wait()
-
-    @sky.compute
-    @by_two()
-    def count() -> int:
-        return sky.instance_info().world_size
-
-    with pytest.raises(error) as raised:
-        fails() @ host_pool
-    if isinstance(raised.value, sky.CallCrashed):
-        assert raised.value.node == rank // 2
-    assert count() @ host_pool == ([6, 6],) * 3

@@ -122,16 +122,3 @@ def test_a_callback_may_close_the_pool() -> None:
         future.exception(60)
     assert isinstance(recorded.events[-1], sky.CostFinal)
     assert len(recorded.of(sky.CostFinal)) == 1
-
-
-def test_a_callback_may_use_the_pool() -> None:
-    """The callback waits for its call, and the events of that call wait for the callback."""
-    results: list[int] = []
-
-    def uses(event: Any) -> None:
-        if isinstance(event, sky.PoolReady):
-            results.append(prints(21) >> pool)
-
-    pool = sky.ComputePool(provider=sky.Local(), display="quiet", on_event=uses)
-    with pool:
-        assert results == [42]

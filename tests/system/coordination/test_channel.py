@@ -4,7 +4,6 @@
 
 import asyncio
 import os
-import pickle
 import signal
 import socket
 import struct
@@ -137,31 +136,6 @@ def test_a_wait_that_is_interrupted_is_withdrawn(node: Node) -> None:
 
 
 @pytest.mark.usefixtures("call")
-def test_a_lease_is_released_once() -> None:
-    """By the object that has got it."""
-    lock = sky.Lock("l")
-    lock.acquire()
-    with pytest.raises(RuntimeError, match="not held"):
-        sky.Lock("l").release()
-    lock.release()
-    with pytest.raises(RuntimeError, match="not held"):
-        lock.release()
-
-
-def test_the_end_of_a_call_ends_its_connections(node: Node, call: str) -> None:
-    """Also that of a process that the call has left behind: it can make no other one."""
-    lock = sky.Lock("l")
-    lock.acquire()
-    node.connections.end(call)
-    wait_until(lambda: node.state.is_empty, "the end of the lease")
-    for _ in range(2):
-        with pytest.raises(sky.NodeLost, match="out of reach"):
-            sky.Lock("m").locked()
-    with pytest.raises(sky.NodeLost):
-        lock.release()
-
-
-@pytest.mark.usefixtures("call")
 def test_a_call_that_outlives_the_scheduler_connects_again(node: Node) -> None:
     """Its first request says what it has lost; those after it go to the next scheduler."""
     lock = sky.Lock("l")
@@ -192,27 +166,6 @@ def test_outside_of_a_call_the_error_says_what_to_do(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv(channel.ENV, raising=False)
     with pytest.raises(sky.BadRequest, match=r"pass the pool, as in `sky.Semaphore\(2, 's', pool=pool\)`"):
         sky.Semaphore(2, "s").acquire()
-
-
-@pytest.mark.usefixtures("call")
-@pytest.mark.parametrize(
-    "shared",
-    [sky.Lock("x"), sky.Semaphore(2, "x"), sky.Event("x"), sky.Queue[int]("x", 3), sky.Variable[int]("x")],
-    ids=repr,
-)
-def test_only_the_name_travels(shared: Any) -> None:
-    """A copy is the same object of the pool, without its leases."""
-    if isinstance(shared, sky.Semaphore):
-        shared.acquire()
-    copy = pickle.loads(pickle.dumps(shared))
-    assert repr(copy) == repr(shared)
-    if isinstance(shared, sky.Queue):
-        assert copy.maxsize == 3
-    if isinstance(shared, sky.Semaphore):
-        assert copy.get_value() == 1
-        with pytest.raises(RuntimeError):
-            copy.release()
-        shared.release()
 
 
 @pytest.mark.parametrize(

@@ -38,19 +38,6 @@ def on_all[R](ranks: list[Place], work: Callable[[Member], R], seconds: float = 
         return [threads.submit(run, place) for place in ranks]
 
 
-def test_ranks_find_each_other_and_exchange_values() -> None:
-    """Each rank gets the values of all, in the order of the ranks; several groups in a row work."""
-    for world in (1, 3):
-        for _ in range(2):
-
-            def work(member: Member) -> list[Any]:
-                values = member.exchange(member.place.rank * 10)
-                member.finish()
-                return values
-
-            assert [one.result() for one in on_all(places(world), work)] == [[10 * r for r in range(world)]] * world
-
-
 def test_the_error_names_the_ranks_that_did_not_come() -> None:
     """All that have come get the same error."""
     ranks = places(4)
@@ -106,44 +93,6 @@ def _listens(port: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def pair(stops: list[str], hold_seconds: float = 0.1) -> tuple[Any, list[Member]]:
-    ranks = places(2)
-    hub = open_hub(ranks[0], time.monotonic() + 30)
-    members = [Member(place, *find_hub(place, time.monotonic() + 30), hold_seconds, stops.append) for place in ranks]
-    for member in members:
-        member.wait_until_formed()
-    return hub, members
-
-
-def test_the_first_error_is_kept_and_the_other_rank_is_held() -> None:
-    """Rank 1 fails; the error of rank 0 that follows becomes RankFailed, which names rank 1."""
-    stops: list[str] = []
-    hub, (zero, one) = pair(stops, hold_seconds=1.0)
-    try:
-        one.fail(ValueError("no"))
-        one.close()
-        with pytest.raises(sky.RankFailed, match="rank 1 of 2 failed first: ValueError: no") as raised:
-            zero.fail(RuntimeError("connection closed by peer"))
-        assert isinstance(raised.value.__cause__, RuntimeError)
-        zero.close()
-    finally:
-        hub.close()
-    assert stops == []
-
-
-def test_a_rank_that_hangs_after_a_failure_is_stopped() -> None:
-    """Nothing else has stopped it: it is in its function, and the other rank's process has ended."""
-    stops: list[str] = []
-    hub, (zero, one) = pair(stops, hold_seconds=0.01)
-    try:
-        one.close()
-        wait_until(lambda: stops, "the end of rank 0")
-        zero.close()
-    finally:
-        hub.close()
-    assert stops == ["rank 0 is stopped, because rank 1 failed: its process ended, or its node is out of reach"]
 
 
 def wait_until(condition: Callable[[], object], what: str) -> None:

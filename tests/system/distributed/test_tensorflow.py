@@ -2,10 +2,9 @@
 
 import json
 import os
-import socket
 
 import skyward_core as sky
-from skyward_core.distributed.group import Group, reserved_port
+from skyward_core.distributed.group import Group
 from skyward_core.distributed.member import Place
 
 
@@ -22,9 +21,3 @@ def test_tf_config_names_all_workers_and_this_one() -> None:
         assert os.environ["no_grpc_proxy"] == "10.0.0.1,10.0.0.2"  # noqa: SIM112 - gRPC's own spelling
     group.restore_environment()
     assert "TF_CONFIG" not in os.environ
-
-
-def test_the_reserved_port_is_free_for_a_server_that_reuses_addresses() -> None:
-    """As TensorFlow's does, at all addresses of the node."""
-    with reserved_port("0.0.0.0", socket.SO_REUSEADDR) as port, socket.create_server(("0.0.0.0", port)):
-        socket.create_connection(("127.0.0.1", port)).close()

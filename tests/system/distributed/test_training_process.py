@@ -103,23 +103,6 @@ def test_output_records_and_metrics_are_those_of_the_runner(capfd: pytest.Captur
     assert err == 'secret:30 "WARNING:root:a\\nrecord"\n'
 
 
-@pytest.mark.parametrize(
-    ("code", "text"), [(3, "ended with exit code 3"), (-9, "ended by SIGKILL"), (-6, "ended by SIGABRT")]
-)
-def test_a_process_that_ends_by_itself(code: int, text: str) -> None:
-    """Its exit code is that of `subprocess`; only an abort may follow from another rank's failure."""
-
-    def end() -> None:
-        if code < 0:
-            os.kill(os.getpid(), -code)
-        os._exit(code)
-
-    with pytest.raises(ProcessEnded, match=text) as raised:
-        run(end)
-    assert raised.value.exit_code == code
-    assert raised.value.may_be_consequence == (code == -6)
-
-
 def test_the_process_is_killed_with_all_that_it_has_started() -> None:
     """Also if a child of it has a session of its own, and keeps the connection open."""
 

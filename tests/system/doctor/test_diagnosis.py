@@ -19,17 +19,6 @@ from tests.unit.doctor.test_diagnosis import (  # noqa: F401 - fixtures
 )
 
 
-def test_all_is_well(place: Path) -> None:
-    """Nothing is rented, no key is made, and the folders are left as they were."""
-    checks = diagnose(providers=[FolderProvider(folder=str(place))])
-    assert states(checks) == dict.fromkeys(
-        ["versions", "settings", "network", "state folder", "ledger", "secret key", "provider folder"], "ok"
-    )
-    assert FolderProvider(folder=str(place)).instances() == []
-    assert list((place / "state/skyward").iterdir()) == []
-    assert all(not check.cure for check in checks)
-
-
 def test_a_check_that_hangs_has_failed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others have their results; the process does not wait for it."""
     forever = threading.Event()

@@ -1,7 +1,6 @@
 """The displays get the events of a pool's life, and the tests check their text."""
 
 import io
-import sys
 import threading
 from typing import override
 
@@ -18,8 +17,6 @@ from skyward_core.events.events import (
     ContactRegained,
     CostUpdate,
     Error,
-    InfraCreated,
-    InfraCreating,
     InstanceLost,
     LogLine,
     SkywardEvent,
@@ -95,19 +92,6 @@ def test_spinner_prints_node_output_above_the_rows_as_it_is(terminal: Terminal):
 def test_spinner_prints_each_problem_above_the_rows(event: SkywardEvent, line: str, terminal: Terminal):
     """What the log calls a warning or an error is printed by the spinner too, and the end of a silence."""
     assert line in _written("spinner", [event], terminal)
-
-
-def test_spinner_restores_the_terminal_and_ends_its_thread(terminal: Terminal):
-    """After close no thread is left, stdout and stderr are restored, and later events are not shown."""
-    before = (set(threading.enumerate()), sys.stdout, sys.stderr)
-    shown = display("spinner", file=terminal)
-    shown(InfraCreating())
-    shown.close()
-    length = len(terminal.getvalue())
-    shown.close()
-    shown(InfraCreated("here"))
-    assert len(terminal.getvalue()) == length
-    assert (set(threading.enumerate()), sys.stdout, sys.stderr) == before
 
 
 @pytest.mark.usefixtures("unconfigured")

@@ -52,23 +52,6 @@ def test_many_events_are_few_outputs() -> None:
     assert set(shown.threads[1:]) == {"skyward-notebook"}
 
 
-def test_a_slow_notebook_delays_no_event_and_gets_the_last_state() -> None:
-    """While an output is being shown events are taken; the display closes after the last state."""
-    shown = Shown()
-    pool = NotebookDisplay(shown)
-    pool(InfraCreating())
-    shown.may_return.clear()
-    pool(CallProgress(2, 1, 0))
-    wait_until(lambda: len(shown.outputs) == 2, "the second output")
-    pool(CallProgress(2, 2, 0))
-    closing = threading.Thread(target=pool.close)
-    closing.start()
-    shown.may_return.set()
-    closing.join(60)
-    assert not closing.is_alive()
-    assert shown.outputs[2:] == [("looking for machines\n2 of 2 calls", True)]
-
-
 def test_a_notebook_that_is_gone_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     """An error of the notebook ends the display's thread; events and `close` go on."""
 

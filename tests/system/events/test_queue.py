@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import skyward_core as sky
 from skyward_core.events.queue import EventQueue
-from tests.conftest import RecordedEvents, wait_until
+from tests.conftest import RecordedEvents
 
 BILL = sky.CostFinal(1.0, 1.0, 1.0, 0, 1, 0.0)
 PATIENCE_SECONDS = 0.05
@@ -94,26 +94,6 @@ def test_a_flush_ends_when_a_callback_blocks_and_the_rest_is_delivered_later(blo
     assert queue.flush()
     assert is_closed.is_set()
     assert blocked.recorded.events == [line(0)]
-
-
-def test_a_callback_may_close_the_queue_and_waits_for_nothing() -> None:
-    """As `pool.close()` in a callback does: later events are delivered when the callback has returned."""
-    seen: list[Any] = []
-    waited: list[bool] = []
-
-    def closes(event: Any) -> None:
-        seen.append(event)
-        if event == line(0):
-            queue.put(BILL)
-            waited.append(queue.flush(60))
-            queue.close()
-
-    queue = EventQueue(closes, lambda: seen.append("closed"))
-    queue.put(line(0))
-    wait_until(lambda: seen[-1:] == ["closed"], "the end")
-    assert seen == [line(0), BILL, "closed"]
-    assert waited == [False]
-    queue.flush()
 
 
 def test_nothing_comes_after_the_bill() -> None:

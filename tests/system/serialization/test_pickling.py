@@ -6,7 +6,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import types
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +21,6 @@ from tests.unit.serialization.test_pickling import (  # noqa: F401 - fixtures
 )
 
 # ── by value ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_nested_packages(project: Write) -> None:
-    """`pkg.sub.f` and relative imports between the modules of a package work, also circular ones."""
-    own = project(
-        own="""
-            import own_pkg.sub.deep
-            import own_pkg.other as other
-            def run(x): return own_pkg.sub.deep.f(x), other.g(x), own_pkg.NAME
-            """,
-        own_pkg__in____init__="NAME = 'pkg'",
-        own_pkg__in__other="""
-            from own_pkg.sub import deep
-            def g(x): return deep.f(x) + 1
-            def base(): return 100
-            """,
-        own_pkg__in__sub__in____init__="",
-        own_pkg__in__sub__in__deep="""
-            from .. import other
-            def f(x): return other.base() + x
-            """,
-    )
-    assert call(own.run, 1) == (101, 102, "pkg")
 
 
 def test_a_module_used_as_a_value_travels_as_far_as_possible(project: Write) -> None:
@@ -183,34 +159,6 @@ def test_a_global_travels_with_its_present_value(project: Write) -> None:
     first = dumps((own.run, (), {}))
     own.RATE = sys.modules["own_config"].SIZE = own.Settings.depth = 2
     assert on_node(first, dumps((own.run, (), {}))) == [(1, 1, 1), (2, 2, 2)]
-
-
-def test_annotations_force_no_import(project: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function with a type annotation of a distribution that the node lacks runs there all the same."""
-    installed = tmp_path / "elsewhere" / "site-packages"
-    installed.mkdir(parents=True)
-    (installed / "frames_lib.py").write_text("class Frame: pass\n")
-    monkeypatch.syspath_prepend(str(installed))
-    own = project(
-        own="import frames_lib\ndef run(frame: frames_lib.Frame | None, n: int) -> frames_lib.Frame: return run.__annotations__"
-    )
-    try:
-        annotations = call(own.run, None, 1)
-    finally:
-        sys.modules.pop("frames_lib", None)
-    assert annotations == {"frame": "frames_lib.Frame | None", "n": int, "return": "frames_lib.Frame"}
-
-
-def test_modules_made_by_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An Airflow DAG module, which has an artificial name and may have no file, travels by value, with its helpers."""
-    dag = types.ModuleType("unusual_prefix_5ed1a9_dag")
-    monkeypatch.setitem(sys.modules, dag.__name__, dag)
-    exec(
-        "STEP = 3\ndef helper(x): return x + STEP\ndef run(x): return helper(x)\nclass Item: pass\ndef item(): return Item()",
-        dag.__dict__,
-    )
-    assert call(dag.run, 1) == 4
-    assert isinstance(call(dag.item), dag.Item)
 
 
 def test_main_travels_by_value(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 client's classes come back.
 """
 
-import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -148,27 +147,6 @@ def test_every_function_by_value_is_searched(project: Write) -> None:
     assert call(own.run, own.Model(), own.by_name) == (1, (2, 3), 4)
 
 
-def test_a_missing_module_is_named(project: Write) -> None:
-    """A module that the client lacks too raises ModuleNotFoundError on the node; when it exists, the next call finds
-    it.
-    """
-    own = project(
-        own="""
-            def top():
-                import own_nowhere
-                return own_nowhere.X
-            def part(): import own_pkg.nothing
-            """,
-        own_pkg__in____init__="",
-    )
-    for fn, name in ((own.top, "own_nowhere"), (own.part, "own_pkg.nothing")):
-        with pytest.raises(ModuleNotFoundError, match=f"'{name}'") as caught:
-            call(fn)
-        assert caught.value.name == name
-    project(own_nowhere="X = 1")
-    assert call(own.top) == 1
-
-
 # ── modules on the node ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -248,18 +226,6 @@ def test_classes_are_the_same_on_both_sides(project: Write) -> None:
     assert given
     with pytest.raises(sys.modules["own_config"].Divergence, match="at 7"):
         call(own.fail)
-
-
-def test_a_call_without_the_source_gets_the_present_class(project: Write) -> None:
-    """A class by value is not replaced by the class of an earlier call's text: it has the method written since."""
-    own = project(
-        own="def first():\n    import own_thing\n    return own_thing.Thing().name()\ndef second(thing): return thing.name()"
-    )
-    project(own_thing="class Thing:\n    def name(self): return 'old'")
-    first = packed(own.first)
-    project(own_thing="class Thing:\n    def name(self): return 'quite new'")
-    thing = importlib.import_module("own_thing").Thing()
-    assert on_node(first, packed(own.second, thing)) == ["old", "quite new"]
 
 
 def test_a_class_of_a_module_that_the_node_cannot_import_travels_by_value(project: Write) -> None:

@@ -15,10 +15,8 @@ import skyward_core as sky
 from skyward_core import cli
 from skyward_core.cli.app import command_tree
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.names_policy import Usage
 from skyward_core.ledger.rows import BILLING_ROUNDING, Account, Attempt, Bucket, CallState, Period, SlotUse
 from skyward_core.machines.offers import Offer
-from skyward_core.machines.owner import Owner
 from skyward_core.providers.base import POOL_TAG, RANK_TAG
 from skyward_core.work import Work
 from tests.cleanup.pools import FolderProvider
@@ -48,23 +46,6 @@ def test_ps_lists_open_pools(skyward: Skyward, ledger: Ledger, clock: Clock, fol
     assert output[2][1] == "dead: its owner is dead"
     assert [row[0] for row in lines(skyward("ps --all"))[1:]] == ["sky-live", "sky-over", "sky-dead"]
     assert "the newest 2" in skyward("ps --all --limit 2")
-
-
-def test_ps_shows_the_calls_of_a_pool_with_a_name_and_for_how_long_there_are_none(
-    skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
-) -> None:
-    open_pool(ledger, clock, folder, "sky-named", owner=HERE)
-    ledger.names.claim("nightly", "sky-named", "a", owner=HERE, terms={}, keep_warm_seconds=0.0, lease_seconds=900.0)
-    ledger.names.opened("nightly", 1)
-    ledger.names.renew("a", 900.0, Usage(7.0, calls=3, idle_seconds=0.0))
-    (pool,) = json.loads(skyward("ps --json"))
-    assert (pool["calls"], pool["idle_since"], pool["idle_seconds"]) == (3, None, None)
-    assert lines(skyward("ps"))[1][-1] == "3"
-    clock.now += timedelta(seconds=300)
-    ledger.names.renew("a", 900.0, Usage(9.0, idle_seconds=240.0))
-    (pool,) = json.loads(skyward("ps --json"))
-    assert pool["calls"] == 0
-    assert datetime.fromisoformat(pool["idle_since"]) == (clock.now - timedelta(seconds=240)).replace(microsecond=0)
 
 
 def test_ps_shows_the_name_of_a_pool_and_how_many_use_it(
@@ -131,20 +112,6 @@ def test_the_total_is_the_same_by_each_key(
     assert sum(row["cost_usd"] for row in bill["rows"]) == pytest.approx(203.0)
 
 
-def test_the_cheapest_lines_of_a_bill_are_added_up(
-    skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
-) -> None:
-    """Of many lines the most expensive are shown, and the rest in one; the total is that of all."""
-    for number in range(4):
-        open_pool(ledger, clock, folder, f"sky-{number}", owner=HERE, age_seconds=3600 * (number + 1))
-    assert [(row[0], row[3]) for row in lines(skyward("cost --by pool --limit 2"))[1:]] == [
-        ("sky-2", "6.0000"),
-        ("sky-3", "8.0000"),
-        ("(2 others)", "6.0000"),
-        ("total", "20.0000"),
-    ]
-
-
 # ── sweep and stop ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -168,27 +135,6 @@ def test_a_sweep_is_dry_without_yes(skyward: Skyward, ledger: Ledger, clock: Clo
     assert skyward("sweep --yes").splitlines()[-1] == "machines of 1 pool ended"
     assert [instance.pool_id for instance in folder.instances()] == ["sky-live"]
     assert "nothing is to be done" in skyward("sweep")
-
-
-def test_a_sweep_reports_what_it_has_done(
-    skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
-) -> None:
-    """Ended, closed and adopted are separate, in text and in JSON."""
-    for number in range(2):
-        open_pool(ledger, clock, folder, f"sky-gone-{number}", owner=DEAD)
-        folder.terminate([instance.id for instance in folder.instances()])
-    open_pool(ledger, clock, folder, "sky-dead", owner=DEAD)
-    output = skyward("sweep --yes")
-    assert output.splitlines()[-1] == "machines of 1 pool ended; entries of 2 pools closed, nothing of which was there"
-    open_pool(ledger, clock, folder, "sky-gone-2", owner=DEAD)
-    folder.terminate([instance.id for instance in folder.instances()])
-    report = json.loads(skyward("sweep --yes --json"))
-    assert ([finding["pool"] for finding in report["closed"]], report["ended"], report["adopted"]) == (
-        ["sky-gone-2"],
-        [],
-        [],
-    )
-    assert ledger.pools() == []
 
 
 def test_a_sweep_lists_the_providers_of_its_options(
@@ -325,21 +271,6 @@ def test_users_of_a_pool_are_shown_by_its_name(
     assert rows[2][-1] == "cron:2"
     assert rows[-1][-1] == "2.0000"
     assert lines(skyward("users sky-named")) == rows
-
-
-def test_the_state_of_a_user(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """It lives, has left, or is silent: it was killed, or is cut off."""
-    open_named(ledger, clock, folder)
-    ledger.names.leave("nightly", "b")
-    states = [user["state"] for user in json.loads(skyward("users nightly --json"))["users"]]
-    assert states == ["live", "ended", "live"]
-    other = Owner("bob", "server", "boot", "1", 4712, "1")
-    long_ago = clock.now - timedelta(hours=1)
-    clock.now, now = long_ago, clock.now
-    ledger.names.claim("nightly", "x", "c", owner=other, terms={}, keep_warm_seconds=60.0, lease_seconds=100.0)
-    clock.now = now
-    states = {user["state"] for user in json.loads(skyward("users nightly --json"))["users"]}
-    assert states == {"live", "ended", "silent"}
 
 
 def test_a_pool_in_use_is_kept_warm_when_it_is_left(
@@ -508,22 +439,6 @@ def test_each_task_has_its_candidates_its_price_and_its_ceiling(
     assert [one["ceiling_usd"] for one in found["workflows"]] == [12.0, 1.0, None]
 
 
-def test_what_the_definitions_print_is_not_among_the_json(
-    skyward: Skyward, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from skyward_core import cli
-
-    def loud(_: str) -> sky.Plan:
-        print("a DAG says hello")
-        return sky.Plan()
-
-    install(monkeypatch, cron=loud)
-    assert cli.main(["quote", "jobs/", "--json"]) == 0
-    output = capsys.readouterr()
-    assert json.loads(output.out)["tasks"] == []
-    assert "hello" in output.err
-
-
 def test_a_pool_that_could_not_be_opened_is_a_fault(
     skyward: Skyward, monkeypatch: pytest.MonkeyPatch, asked: list[object]
 ) -> None:
@@ -537,23 +452,3 @@ def test_a_pool_that_could_not_be_opened_is_a_fault(
     assert "cron:w/huge: nothing to rent" in errors
     assert "cron:w/old: the image wants Python 3.9" in errors
     assert "cron: jobs/bad.py: SyntaxError" in errors
-
-
-@pytest.mark.parametrize(
-    ("planners", "words"),
-    [
-        ({}, ["none is installed"]),
-        (
-            {"cron": lambda _: None, "airflow": ImportError("No module named 'airflow'")},
-            ["cron does not know it", "airflow cannot be imported"],
-        ),
-        ({"cron": lambda _: 1 / 0}, ["cron cannot read", "ZeroDivisionError"]),
-    ],
-)
-def test_a_target_that_no_orchestrator_reads_is_an_error(
-    planners: dict[str, Any], words: list[str], skyward: Skyward, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install(monkeypatch, **planners)
-    errors = skyward("quote jobs/", code=1)
-    for word in words:
-        assert word in errors

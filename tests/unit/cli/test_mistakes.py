@@ -6,19 +6,16 @@ import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from skyward_core import cli
 from skyward_core.cli.commands import ui as command
-from skyward_core.cli.ui.utilisation import curves
 from skyward_core.errors import LedgerError
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.live import metrics
 from tests.cleanup.pools import FolderProvider
-from tests.cli.ledger import DEAD, HERE, RESOURCE_DAMAGES, ROOT, Clock, Damage, Skyward, open_named, open_pool, sample
+from tests.cli.ledger import DEAD, HERE, RESOURCE_DAMAGES, ROOT, Clock, Damage, Skyward, open_named, open_pool
 from tests.unit.cli.test_commands import FolderProvider
 
 # ── damaged rows ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -161,18 +158,6 @@ def test_a_meaningless_argument_is_an_error_with_a_message(
     assert max(map(len, output.splitlines())) < 400
 
 
-@pytest.mark.parametrize(
-    ("line", "suggestion"),
-    [("swep", "Did you mean 'sweep'?"), ("budget liste", "Did you mean 'list'?"), ("ps --al", "--all")],
-)
-def test_a_near_miss_gets_a_suggestion(line: str, suggestion: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The error names the nearest command or option."""
-    with pytest.raises(SystemExit) as caught:
-        cli.main(line.split())
-    assert caught.value.code == 2
-    assert suggestion in capsys.readouterr().err
-
-
 def test_the_command_prints_its_version(skyward: Skyward, capsys: pytest.CaptureFixture[str]) -> None:
     """Another option prints the path of the file with the tested versions."""
     for line, expected in (("--version", "skyward 0."), ("--constraints", str(ROOT / "skyward_core/constraints-3."))):
@@ -209,35 +194,6 @@ def test_escape_sequences_of_a_row_do_not_reach_the_terminal(
     _, out, errors = run("ps --all")
     assert "\x1b" not in out + errors
     assert "x\\x1b[2J" in out
-
-
-def test_curves_have_sixty_points_at_most() -> None:
-    """Each is the mean of those that it stands for; what no node has is None."""
-    found = curves([sample(float(number)) for number in range(900)])
-    assert len(found["cpu_percent"]) == 60
-    assert found["cpu_percent"][:2] == [7.0, 22.0]
-    assert set(found["gpu_percent"]) == {None}
-    assert curves([])["cpu_percent"] == []
-
-
-def test_connections_to_pools_that_have_ended_are_closed(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed: list[str] = []
-
-    class FakeObserver:
-        def __init__(self, pool_id: str) -> None:
-            self.pool_id = pool_id
-
-        def __exit__(self, *_: object) -> None:
-            closed.append(self.pool_id)
-
-    monkeypatch.setattr(metrics, "find_nodes", lambda _, pool_id: pool_id)
-    monkeypatch.setattr(metrics, "Observer", FakeObserver)
-    monkeypatch.setattr(metrics, "SampleFeed", lambda *_: SimpleNamespace(uses=list))
-    with metrics.PoolUses(ledger) as uses:
-        assert [uses.of("sky-1"), uses.of("sky-2")] == [[], []]
-        uses.keep(["sky-2"])
-        assert closed == ["sky-1"]
-    assert closed == ["sky-1", "sky-2"]
 
 
 # ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -360,17 +316,6 @@ def test_values_of_secrets_are_masked(
         output = capsys.readouterr()
         assert variable in output.out
         assert "hidden-value" not in output.out + output.err
-
-
-def test_a_wrong_value_is_shown_with_its_fault(
-    url: str, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Exit code 1; the list has it as it was written."""
-    monkeypatch.setenv("SKYWARD_NODES", "many")
-    assert cli.main(["config", "show"]) == cli.FAILED
-    output = capsys.readouterr()
-    assert ["nodes", "many", "SKYWARD_NODES"] in [line.split() for line in output.out.splitlines()]
-    assert "nodes is from SKYWARD_NODES in the environment" in output.err
 
 
 def test_a_key_of_this_user_is_named_by_its_file(skyward: Skyward, project: Path, tmp_path: Path) -> None:

@@ -30,19 +30,6 @@ def plain(letters: list[Letter]) -> list[tuple[object, ...]]:
     ]
 
 
-def test_a_lock_goes_to_those_who_wait_in_their_order() -> None:
-    """One at a time; nothing is left when all have released it."""
-    state = State()
-    assert state.acquire(A, 1) == [(A, 1, "done")]
-    assert state.acquire(B, 1) == state.acquire(C, 1) == []
-    assert state.release(A, 2, target=1) == [(A, 2, "done"), (B, 1, "done")]
-    assert state.release(B, 2, target=1) == [(B, 2, "done"), (C, 1, "done")]
-    assert state.release(C, 2, target=1) == [(C, 2, "done")]
-    for holder in (A, B, C):
-        state.drop(holder)
-    assert state.is_empty
-
-
 def test_what_a_holder_has_goes_to_the_next_when_it_is_dropped() -> None:
     """Its requests that wait are forgotten."""
     state = State()
@@ -78,20 +65,6 @@ def test_a_withdrawn_request_leaves_nothing(is_granted: bool) -> None:
     after = state.ask(B, 2, Kind.LOCK, "withdraw", target=1)
     assert after == ([(C, 1, "done")] if is_granted else [])
     assert state.ask(A, 9, Kind.LOCK, "count") == [(A, 9, "done", 1)]
-
-
-def test_all_who_wait_for_an_event_go_on_when_it_is_set() -> None:
-    """It stays set, until it is cleared."""
-    state = State()
-    assert state.ask(A, 1, Kind.EVENT, "wait", seconds=None) == []
-    assert state.ask(B, 1, Kind.EVENT, "wait", seconds=None) == []
-    assert state.ask(C, 1, Kind.EVENT, "set") == [(C, 1, "done"), (A, 1, "done"), (B, 1, "done")]
-    assert state.ask(A, 2, Kind.EVENT, "wait", seconds=None) == [(A, 2, "done")]
-    assert state.ask(A, 3, Kind.EVENT, "is_set") == [(A, 3, "done", 1)]
-    state.ask(C, 2, Kind.EVENT, "clear")
-    assert state.ask(A, 4, Kind.EVENT, "is_set") == [(A, 4, "done")]
-    state.drop(A, B, C)
-    assert state.is_empty
 
 
 def test_a_queue_is_first_in_first_out_and_waits_when_it_is_full_or_empty() -> None:

@@ -28,15 +28,7 @@ from skyward_core.events.events import (
     SkywardEvent,
 )
 from skyward_core.events.narrator import Narrator
-from skyward_core.events.notebook import (
-    MOST_CHARACTERS,
-    MOST_PROBLEMS,
-    Summary,
-    after,
-    as_html,
-    as_text,
-    rendered,
-)
+from skyward_core.events.notebook import Summary, after, as_html, as_text, rendered
 
 OPENING: list[SkywardEvent] = [
     InfraCreating(),
@@ -98,14 +90,6 @@ def test_the_html_has_the_same_and_escapes_it() -> None:
     assert html.count("&lt;script&gt;alert(&#x27;&amp;&#x27;)&lt;/script&gt;") == 3
     assert '<progress value="15" max="40"></progress> 12 of 40 calls, 3 cancelled' in html
     assert rendered(summary) == {"text/plain": as_text(summary), "text/html": html}
-
-
-def test_only_the_last_problems_are_shown() -> None:
-    """An output stays small, however much goes wrong; it says how many problems are left out."""
-    lines = as_text(summed(*(Error(f"problem {number}") for number in range(100)))).splitlines()
-    assert lines[1] == f"… {100 - MOST_PROBLEMS} earlier problems"
-    assert lines[2:] == [f"problem {number}" for number in range(100 - MOST_PROBLEMS, 100)]
-    assert len(as_text(summed(Error("x" * 10**6)))) < 2 * MOST_CHARACTERS
 
 
 class InteractiveShell:

@@ -110,11 +110,6 @@ def test_a_login_without_the_pools_key_is_refused(tmp_path: Path) -> None:
         login_command(PoolNodes("sky-1", (machine(endpoint=endpoint),)), 0)
 
 
-def test_a_node_of_this_machine_has_a_shell_in_its_folder() -> None:
-    words = login_command(PoolNodes("sky-1", (machine(directory="/tmp/a node"),)), 0)
-    assert words == ["sh", "-c", """cd '/tmp/a node' && exec "${SHELL:-sh}\""""]
-
-
 # ── tables ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

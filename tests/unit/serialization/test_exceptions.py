@@ -18,7 +18,8 @@ import tenacity
 from tblib import pickling_support  # type: ignore[import-untyped]
 
 import skyward_core as sky
-from skyward_core.serialization import exceptions, pickling
+from skyward_core.serialization import exceptions
+from skyward_core.serialization.exception_notes import note_for
 
 
 class OwnInit(Exception):
@@ -38,18 +39,6 @@ class Doubling(Exception):
 
     def __init__(self, code: object) -> None:
         super().__init__(f"x {code}")
-
-
-class Slotted(KeyError):
-    __slots__ = ("__hidden", "empty", "key")
-
-    def __init__(self, key: str, hidden: int) -> None:
-        super().__init__()
-        self.key, self.__hidden = key, hidden
-
-    @property
-    def hidden(self) -> int:
-        return self.__hidden
 
 
 class NoDisk(OSError):
@@ -356,18 +345,22 @@ def test_exceptions_that_would_end_the_caller_are_replaced(error: BaseException)
     assert str(there).startswith(exceptions.name_of(type(error)))
 
 
-def test_exceptions_inside_results_are_unchanged() -> None:
-    """A result may contain exceptions: they are loaded without their __init__, and nothing of them is omitted."""
-    back = pickling.loads(
-        pickling.dumps([OwnInit(1, "a"), Doubling(2), Slotted("k", 3), OwnGroup(4, [KeywordOnly(reason="r")]), Data(5)])
+def test_a_missing_part_of_an_installed_package_is_a_question_of_versions():
+    """If the package is there and its module is not, another version is needed."""
+    assert note_for(ModuleNotFoundError(name="sklearn.nothing")) == (
+        "the node has 'sklearn', but no 'sklearn.nothing' in it: name the version that you use here in Image(pip=[...]), for \"scikit-learn\""
     )
-    assert [str(error) for error in back[:2]] == ["x 1", "x 2"]
-    assert (back[0].extra, back[2].hidden, back[3].code, back[3].exceptions[0].reason, back[4].code) == (
-        "a",
-        3,
-        4,
-        "r",
-        5,
-    )
-    with pytest.raises(sky.NotPicklable, match="lock"):
-        pickling.dumps([Holder(lock=threading.Lock())])
+
+
+@pytest.mark.parametrize(
+    ("file", "advice"),
+    [
+        ("own_note.py", "travels if an `import` statement names it"),
+        ("own_note.abi3.so", "machine code does not travel"),
+    ],
+)
+def test_a_module_of_the_project_is_in_no_index(tmp_path, monkeypatch, file, advice):
+    """A file of the project cannot be installed: the note says that it is to be imported, or built."""
+    (tmp_path / file).write_bytes(b"")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert advice in str(note_for(ModuleNotFoundError(name="own_note")))
