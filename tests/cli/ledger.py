@@ -224,11 +224,7 @@ def run(url: str, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int
 
 RESOURCE_DAMAGES = {
     "price is nan": "UPDATE skyward_resources SET price_micro_usd_per_hour = 'nan' WHERE pool_id = 'sky-odd'",
-    "price is infinite": "UPDATE skyward_resources SET price_micro_usd_per_hour = 9e999 WHERE pool_id = 'sky-odd'",
     "tags are no JSON": "UPDATE skyward_resources SET tags_json = 'x' WHERE pool_id = 'sky-odd'",
-    "kind is unknown": "UPDATE skyward_resources SET kind = 'dream' WHERE pool_id = 'sky-odd'",
-    "minimum is infinite": "UPDATE skyward_resources SET minimum_micro_usd = 9e999 WHERE pool_id = 'sky-odd'",
-    "minimum is text": "UPDATE skyward_resources SET minimum_micro_usd = 'x' WHERE pool_id = 'sky-odd'",
     "region is bytes": "UPDATE skyward_resources SET region = x'ff00' WHERE pool_id = 'sky-odd'",
     "time is text": "UPDATE skyward_resources SET intended_microseconds = 'then' WHERE pool_id = 'sky-odd'",
     "seconds are infinite": "UPDATE skyward_resources SET idle_milliseconds = 9e999 WHERE pool_id = 'sky-odd'",

@@ -14,9 +14,7 @@ import psutil
 import pytest
 
 import skyward_core as sky
-from skyward_core.events.events import (
-    BootstrapProgress,
-)
+from skyward_core.events.events import BootstrapProgress
 from tests.conftest import RecordedEvents, slowness, wait_until
 from tests.real_hosts import (  # noqa: F401 - fixtures
     CALLS,

@@ -48,12 +48,6 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     assert sorted(set(sky.__all__) - modules - anchors) == []
 
 
-def test_llms_txt_lists_pages_that_exist(site: Path) -> None:
-    listed = re.findall(r"^- \[[^\]]+\]\(([^)]*)\)", (site / "llms.txt").read_text(), re.M)
-    assert len(listed) > 40
-    assert [address for address in listed if not (site / address / "index.html").exists()] == []
-
-
 @pytest.mark.nightly
 def test_the_pages_load_nothing_from_another_machine(site: Path) -> None:
     """No script, style, font or image has an address outside of the site. Links may have one."""

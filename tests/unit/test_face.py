@@ -1,6 +1,5 @@
 """`import skyward_core`: every public name exists and has a docstring, and the import is cheap."""
 
-import importlib.metadata
 import inspect
 
 import pytest
@@ -74,17 +73,3 @@ def test_type_checkers_see_the_real_names() -> None:
         value = getattr(sky, name)
         if inspect.isclass(value) or inspect.isroutine(value):
             assert value.__module__ == home, name
-
-
-def test_the_version_is_that_of_the_installed_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes from the git tag, by the metadata. A copy of the folder without metadata, as nodes have it, is 0.0.0."""
-    assert sky.__version__ == importlib.metadata.version("skyward-core")
-    assert "__version__" in dir(sky)
-
-    def not_found(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", not_found)
-    monkeypatch.delattr(sky, "__version__", raising=False)
-    assert sky.__version__ == "0.0.0"
-    monkeypatch.delattr(sky, "__version__")

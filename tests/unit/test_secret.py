@@ -274,17 +274,6 @@ def test_a_pool_warns_of_values_that_it_cannot_mask(caplog: pytest.LogCaptureFix
         assert value not in caplog.text
 
 
-@pytest.mark.parametrize(
-    "make", [lambda env: sky.PoolSpec.of(env=env), lambda env: sky.Image(env=env), lambda env: sky.PoolSpec(env=env)]
-)
-def test_a_message_about_env_holds_no_value(make: Any) -> None:
-    """Another variable of env may have any error."""
-    with pytest.raises(ValueError) as caught:
-        make({"HF_TOKEN": "hf_0123456789", "1X": "2"})
-    assert "1X" in str(caught.value)
-    assert "hf_0123456789" not in str(caught.value)
-
-
 def test_a_masked_spec_cannot_be_used(tmp_path: Path) -> None:
     """A spec that comes back from JSON can be read, compared and shown. A pool, a script and an environment of it are
     refused, with the name and what to do.

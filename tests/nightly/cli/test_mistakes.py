@@ -79,44 +79,12 @@ def test_a_full_disk_and_a_closed_pipe(three: None, monkeypatch: pytest.MonkeyPa
     assert "Traceback" not in shell("skyward ps >&- 2>&1").stdout
 
 
+NUMBERS = (
+    "nan inf -inf -1 0 1 1e400 1e-400 ² 2026-11-21 0001-01-01T00:00:00+14:00 9999-12-31T23:59:59-14:00 90d 1d {} []"
+)
+NAMES = "sky-live sky-odd nope team day A100 H100:8 64GB"
 WORDS = st.one_of(
-    st.sampled_from(
-        [
-            "",
-            " ",
-            "nan",
-            "inf",
-            "-inf",
-            "-1",
-            "0",
-            "1",
-            "1e400",
-            "1e-400",
-            "²",
-            "sky-live",
-            "sky-odd",
-            "nope",
-            "team",
-            "day",
-            "A100",
-            "H100:8",
-            "64GB",
-        ]
-    ),
-    st.sampled_from(
-        [
-            "2026-11-21",
-            "0001-01-01T00:00:00+14:00",
-            "9999-12-31T23:59:59-14:00",
-            "90d",
-            "1d",
-            "9" * 400 + "d",
-            "{}",
-            "[]",
-            '{"name": 1}',
-            "x" * 300,
-        ]
-    ),
+    st.sampled_from(["", " ", *NUMBERS.split(), *NAMES.split(), "9" * 400 + "d", '{"name": 1}', "x" * 300]),
     st.text(max_size=20),
     st.floats().map(str),
     st.integers().map(str),
@@ -149,11 +117,7 @@ def command_lines(draw: st.DrawFn) -> list[str]:
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 def test_no_command_line_is_a_traceback(
-    three: None,
-    url: str,
-    folder: FolderProvider,
-    tmp_path_factory: pytest.TempPathFactory,
-    line: list[str],
+    three: None, url: str, folder: FolderProvider, tmp_path_factory: pytest.TempPathFactory, line: list[str]
 ) -> None:
     """Any command line has an exit code and a message."""
     load = base.load

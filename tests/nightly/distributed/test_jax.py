@@ -45,12 +45,6 @@ def gathered() -> tuple[int, int, int, list[float]]:
     return gather()
 
 
-@sky.compute
-@sky.distributed.jax(nproc_per_node=2)
-def gathered_by_four() -> tuple[int, int, int, list[float]]:
-    return gather()
-
-
 def gather() -> tuple[int, int, int, list[float]]:
     import jax
     import jax.numpy as jnp
@@ -75,15 +69,6 @@ def test_each_training_is_one_runtime_over_all_workers(pool_of_two: sky.ComputeP
     assert (gathered() >> pool_of_two)[1:] == (1, 1, [1.0])
     assert alone() @ pool_of_two == ((1, []), (1, []))
     assert [one[1] for one in gathered() @ pool_of_two] == [2, 2]
-
-
-@frameworks
-def test_two_processes_a_node(pool_of_two: sky.ComputePool) -> None:
-    """Each has a device of its own; a node returns the values of both."""
-    values = [1.0, 11.0, 21.0, 31.0]
-    assert gathered_by_four() @ pool_of_two == tuple(
-        [(2 * node + number, 4, 4, values) for number in range(2)] for node in range(2)
-    )
 
 
 @sky.compute

@@ -148,27 +148,6 @@ def test_two_processes_a_node_are_four_ranks(pool_of_two: sky.ComputePool) -> No
 
 @sky.compute
 @sky.distributed.torch(backend="gloo")
-def initialised_again() -> tuple[list[str], float]:
-    import torch
-    import torch.distributed as dist
-
-    store, _, _ = next(dist.rendezvous("env://"))
-    left = [key for key in store.list_keys() if "default_pg" in key and "skyward" not in key]
-    dist.barrier()
-    dist.destroy_process_group()
-    dist.init_process_group("gloo")
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    return left, total.item()
-
-
-def test_a_library_can_initialise_the_group_from_the_environment(pool_of_two: sky.ComputePool) -> None:
-    """The store of MASTER_ADDR and MASTER_PORT runs, and has no keys that such a group would take for its own."""
-    assert initialised_again() @ pool_of_two == (([], 2.0), ([], 2.0))
-
-
-@sky.compute
-@sky.distributed.torch(backend="gloo")
 def sampled() -> list[Any]:
     """Return the arguments with which our sampler and PyTorch's differ."""
     from torch.utils.data import DistributedSampler
@@ -188,16 +167,6 @@ def sampled() -> list[Any]:
 def test_the_sampler_has_pytorchs_order(pool_of_two: sky.ComputePool) -> None:
     """For even and uneven lengths, in each epoch."""
     assert sampled() @ pool_of_two == ([], [])
-
-
-def test_without_a_group_the_sampler_takes_the_workers_rank(pool_of_two: sky.ComputePool) -> None:
-    """A broadcast without a decorator needs no process group for it."""
-
-    @sky.compute
-    def rows() -> list[int]:
-        return list(sky.DistributedSampler(range(7), shuffle=False))
-
-    assert rows() @ pool_of_two == ([0, 2, 4, 6], [1, 3, 5, 0])
 
 
 def test_the_example_of_the_page_runs(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import tarfile
@@ -106,25 +105,6 @@ def test_two_builds_of_a_commit_are_the_same_bytes(place: Place, built: Path, tm
     assert {path.name: path.read_bytes() for path in out.iterdir()} == {
         path.name: path.read_bytes() for path in built.iterdir()
     }
-
-
-def test_a_version_without_a_tag(place: Place, built: Path, tmp_path: Path) -> None:
-    """A later commit is a development version of the next release. An unpacked sdist has its version without git. A
-    folder with neither has 0.0.0, and can be built.
-    """
-    later = Place(tmp_path / "later", place.environment)
-    shutil.copytree(place.tree, later.tree, symlinks=True)
-    later.git("commit", "--quiet", "--allow-empty", "--message=Later")
-    found = later.run("hatchling", "version", folder=later.tree).strip()
-    assert re.fullmatch(r"1\.2\.4\.dev1\+g[0-9a-f]+", found), found
-    later.git("tag", "--delete", "v1.2.3")
-    found = later.run("hatchling", "version", folder=later.tree).strip()
-    assert re.fullmatch(r"0\.0\.1\.dev2\+g[0-9a-f]+", found), found
-    shutil.rmtree(later.tree / ".git")
-    assert later.run("hatchling", "version", folder=later.tree) == "0.0.0\n"
-    with tarfile.open(built / f"{STEM}.tar.gz") as sdist:
-        sdist.extractall(tmp_path, filter="data")
-    assert place.run("hatchling", "version", folder=tmp_path / STEM) == "1.2.3\n"
 
 
 # ── the bill of materials ────────────────────────────────────────────────────────────────────────────────────────────

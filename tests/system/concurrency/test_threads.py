@@ -9,35 +9,6 @@ import pytest
 from skyward_core.concurrency.threads import Threads, side_by_side
 
 
-def test_the_results_are_in_the_order_of_the_arguments() -> None:
-    """In whatever order they are done."""
-    second_is_done = threading.Event()
-
-    def work(thing: int) -> int:
-        assert thing == 2 or second_is_done.wait(30)
-        second_is_done.set()
-        return thing * 10
-
-    assert side_by_side(work, [1, 2], "test") == [10, 20]
-    assert side_by_side(work, [], "test") == []
-    assert side_by_side(lambda _: threading.current_thread(), [1], "test") == [threading.current_thread()]
-
-
-def test_the_limit_of_tasks_at_once_is_kept_and_reached() -> None:
-    """Not more, and not fewer."""
-    at_once, most, gate = set[int](), list[int](), threading.Barrier(3)
-
-    def work(thing: int) -> None:
-        at_once.add(thing)
-        most.append(len(at_once))
-        gate.wait(30)
-        at_once.discard(thing)
-        gate.wait(30)
-
-    side_by_side(work, range(6), "test", 3)
-    assert max(most) == 3
-
-
 def test_the_first_argument_with_an_error_decides_when_all_are_done() -> None:
     """Its error is raised, not the first error in time."""
     done: list[int] = []

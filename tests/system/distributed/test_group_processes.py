@@ -46,17 +46,6 @@ def on_node(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
     monkeypatch.setenv(ENV, to_env(info))
 
 
-def test_places_of_several_processes_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks go node by node, as torchrun numbers them; a single call is a group of its own processes."""
-    on_node(monkeypatch)
-    found = places(2)
-    assert [(one.rank, one.local_rank) for one in found] == [(2, 0), (3, 1)]
-    assert {(one.world_size, one.local_world_size, one.node, one.nodes) for one in found} == {(6, 2, 1, 3)}
-    assert {(one.head_address, one.key) for one in found} == {("10.0.0.9", "j")}
-    on_node(monkeypatch, is_broadcast=False)
-    assert [(one.rank, one.world_size, one.node) for one in places(2)] == [(0, 2, 0), (1, 2, 0)]
-
-
 def test_a_process_counts_as_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """So each has its own share of the data. Processes of one node get one thread each, unless the user says more."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,7 +18,7 @@ import skyward_core as sky
 from skyward_core.distributed.group import Group
 from skyward_core.distributed.member import Place
 from skyward_core.distributed.training_channel import TrainingJob
-from skyward_core.distributed.training_process import ProcessEnded, TrainingProcess
+from skyward_core.distributed.training_process import TrainingProcess
 from skyward_core.serialization import exceptions, pickling
 from skyward_core.worker.keeper import start_of
 
@@ -116,23 +115,6 @@ def test_the_process_is_killed_with_all_that_it_has_started() -> None:
 
     child = run(start)
     wait_until(lambda: not start_of(child), "the end of its child")
-
-
-def test_the_end_of_a_process_is_seen_although_its_child_holds_the_connection(tmp_path: Path) -> None:
-    """The child would keep the runner waiting for ever. On a node the runner's group ends, and the child with it."""
-
-    def crash() -> None:
-        if child := os.fork():
-            (tmp_path / "child").write_text(str(child))
-            os._exit(5)
-        while True:
-            signal.pause()
-
-    try:
-        with pytest.raises(ProcessEnded, match="exit code 5"):
-            run(crash)
-    finally:
-        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
 
 
 RUNNER = """

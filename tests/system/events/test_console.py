@@ -8,7 +8,6 @@ import pytest
 
 from skyward_core.events.console import display
 from skyward_core.events.events import (
-    BudgetWarning,
     CallProgress,
     CallReported,
     CallRetrying,
@@ -17,7 +16,6 @@ from skyward_core.events.events import (
     ContactRegained,
     CostUpdate,
     Error,
-    InstanceLost,
     LogLine,
     SkywardEvent,
 )
@@ -54,21 +52,6 @@ def test_spinner_draws_phases_calls_and_cost(terminal: Terminal):
     assert "$0.0500 at $36.00/h" in terminal.getvalue()
     assert "12 of 40 calls, 1 failed" in screen
     assert terminal.getvalue().count("\x1b[?25l") == terminal.getvalue().count("\x1b[?25h") == 1
-
-
-def test_spinner_prints_node_output_above_the_rows_as_it_is(terminal: Terminal):
-    """A node's line is printed unchanged, including markup and emoji names. A lost machine and a low budget are printed
-    too.
-    """
-    events: list[SkywardEvent] = [
-        LogLine(0, "i-a", "loss [bold]:smile:[/bold]", 0.0),
-        InstanceLost("i-b", 1, "preempted"),
-        BudgetWarning(8.0, 10.0, None),
-    ]
-    text = _written("spinner", events, terminal)
-    assert "[node 0] loss [bold]:smile:[/bold]" in text
-    assert "node 1 is lost: preempted" in text
-    assert "$8.00 of $10.00 are spent" in text
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from tests.unit.events.test_events import (
-    LINE,
-)
+from tests.unit.events.test_events import LINE
 
 
 def test_a_callback_belongs_to_its_context() -> None:

@@ -6,10 +6,7 @@ import pytest
 
 from skyward_core.events.console import display
 from skyward_core.events.events import CallProgress, InfraCreating
-from skyward_core.events.notebook import (
-    MimeBundle,
-    NotebookDisplay,
-)
+from skyward_core.events.notebook import MimeBundle, NotebookDisplay
 from tests.conftest import wait_until
 from tests.unit.events.test_notebook import (  # noqa: F401 - fixtures
     BILL,

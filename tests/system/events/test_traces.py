@@ -101,17 +101,6 @@ def test_all_spans_end_with_the_bill_wherever_it_fails(reached: int, recorded: R
     assert recorded.spans["skyward.pool"].status.description == "no machine"
 
 
-def test_a_node_that_is_replaced_has_a_span_below_the_calls(recorded: Recorded) -> None:
-    begun = [sky.InfraCreating("sky-1"), sky.PoolReady("sky-1", 1, 1, 1.0)]
-    send(sky.Traces(recorded.provider), [*begun, sky.InstanceLost("i-9", 0, "gone"), *ON_A_NODE, BILL])
-    assert recorded.tree()["skyward.node"] == "skyward.calls"
-
-
-def test_events_before_a_pool_begins_are_ignored(recorded: Recorded) -> None:
-    send(sky.Traces(recorded.provider), [*ON_A_NODE, sky.PoolReady("", 1, 1, 1.0), sky.Error("late"), BILL])
-    assert recorded.spans == {}
-
-
 def test_without_opentelemetry_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", None)
     with pytest.raises(ImportError, match=r"pip install 'skyward-core\[otel\]'"):

@@ -7,10 +7,7 @@ import pytest
 from tblib import pickling_support  # type: ignore[import-untyped]
 
 import skyward_core as sky
-from tests.unit.serialization.test_exceptions import (
-    Holder,
-    OwnInit,
-)
+from tests.unit.serialization.test_exceptions import Holder, OwnInit
 
 pickling_support.install()  # as Dask does, for every class of exceptions: it loses slots
 

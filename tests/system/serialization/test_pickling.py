@@ -47,9 +47,7 @@ def test_a_module_used_as_a_value_travels_as_far_as_possible(project: Write) -> 
         call(own.locked)
 
 
-def test_classes_travel_with_their_methods_and_come_back_as_themselves(
-    project: Write,
-) -> None:
+def test_classes_travel_with_their_methods_and_come_back_as_themselves(project: Write) -> None:
     """Dataclasses, slots, subclasses, enums and properties work on the node, and results are instances of the client's
     own classes.
     """

@@ -366,28 +366,6 @@ def test_offers_are_listed_with_their_age(skyward: Skyward, monkeypatch: pytest.
     assert "has 1 of them" in skyward("offers --accelerator L4 --count 8", code=1)
 
 
-def test_a_price_below_a_hundredth_of_a_cent_is_not_zero(
-    skyward: Skyward,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    ledger: Ledger,
-    clock: Clock,
-    folder: FolderProvider,
-) -> None:
-    """No price above zero is shown as 0.0000; JSON has the exact number."""
-    cheap = Offer(
-        provider="folder", instance_type="t", region="here", price_per_hour=0.00001234567, vcpus=1, memory_gb=8
-    )
-    monkeypatch.setattr(FolderProvider, "offers", lambda self, want: [cheap])
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert lines(skyward("offers"))[1][4] == "0.00001235"
-    assert json.loads(skyward("offers --json"))["offers"][0]["price_per_hour"] == 0.00001234567
-    assert "costs $0.00001235 an hour" in skyward("offers --max-price 0.000001", code=1)
-    open_pool(ledger, clock, folder, "sky-short", owner=HERE, age_seconds=0.5)  # a begun second is billed in full
-    assert lines(skyward("ps"))[1][-2:] == ["2.00", "0.000556"]
-    assert lines(skyward("cost"))[-1][-3:] == ["0.000556", "0.002223", "0.001667"]
-
-
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Sell one type at 2 USD per hour; return the requests for offers."""

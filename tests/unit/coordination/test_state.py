@@ -79,15 +79,6 @@ def test_a_queue_is_first_in_first_out_and_waits_when_it_is_full_or_empty() -> N
     assert state.ask(A, 3, Kind.QUEUE, "get") == [(A, 3, "done", b"3")]
 
 
-def test_a_value_does_not_overtake_one_that_waits() -> None:
-    """Although its producer allows a longer queue."""
-    state = State()
-    assert state.ask(A, 1, Kind.QUEUE, "put", value=b"1", limit=1) == [(A, 1, "done")]
-    assert state.ask(A, 2, Kind.QUEUE, "put", value=b"2", limit=1) == []
-    assert state.ask(B, 1, Kind.QUEUE, "put", value=b"3", limit=9) == []
-    assert state.ask(C, 1, Kind.QUEUE, "get") == [(C, 1, "done", b"1"), (A, 2, "done"), (B, 1, "done")]
-
-
 def test_a_value_is_kept_after_the_end_of_its_producer_and_its_wait_is_not() -> None:
     """What is in the queue belongs to the pool."""
     state = State()

@@ -35,14 +35,6 @@ def test_at_the_deadline_those_present_learn_who_is_absent() -> None:
     assert hub.refusal()
 
 
-def test_no_values_are_sent_after_a_rank_has_failed() -> None:
-    """A value may be on its way when a rank is lost; the others must get the failure only."""
-    hub = formed(2)
-    assert hub.receive(1, {"value": "b"}, now=1.0) == []
-    assert [rank for rank, _ in hub.leave(1)] == [0]
-    assert hub.receive(0, {"value": "a"}, now=2.0) == []
-
-
 def test_values_are_exchanged_round_by_round() -> None:
     """A fast rank may send the value of the next round already."""
     hub = formed(2)
@@ -80,16 +72,6 @@ def test_all_ranks_end_together() -> None:
     assert hub.receive(1, {"done": True}, 0.0) == [(1, {"ended": True}), (0, {"ended": True})]
     assert [hub.leave(1), hub.leave(0)] == [[], []]
     assert hub.state is HubState.ENDED
-
-
-def test_a_crash_is_first_although_an_error_was_reported_before() -> None:
-    """The runner tells of the crash of its training's process. Its rank is not asked again."""
-    hub = formed(3)
-    assert hub.receive(2, {"failed": "connection closed"}, now=10.0) == []
-    verdict = {"first": 0, "text": "SIGKILL"}
-    assert hub.receive(0, {"crashed": "SIGKILL"}, now=10.1) == [(2, verdict), (1, verdict), (0, verdict)]
-    assert hub.receive(1, {"crashed": "SIGABRT"}, now=10.2) == []
-    assert hub.leave(0) == []
 
 
 # ── what is read of a connection that has not proved itself ──────────────────────────────────────────────────────────

@@ -176,17 +176,6 @@ def test_log_marks_problems_and_node_output(event: SkywardEvent, line: str):
     assert _written("log", [event]) == line + "\n"
 
 
-def test_log_sends_lines_to_configured_logging_only_once(unconfigured: logging.Logger):
-    """If the user configured logging, before or after the pool opened, lines go there and not to stderr too."""
-    file, heard = io.StringIO(), io.StringIO()
-    shown = display("log", file=file)
-    handler = logging.StreamHandler(heard)
-    unconfigured.addHandler(handler)
-    shown(InfraCreating())
-    shown.close()
-    assert (heard.getvalue(), file.getvalue()) == ("looking for machines\n", "")
-
-
 def test_log_records_have_pool_node_and_call_as_fields(unconfigured: logging.Logger):
     """Also where the event names a machine and not its node. A field that an event has not is None, and none is missing."""
     heard: list[logging.LogRecord] = []

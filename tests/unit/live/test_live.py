@@ -10,12 +10,11 @@ import pytest
 
 import skyward_core as sky
 from skyward_core import cli
-from skyward_core.cli.views import live as view
 from skyward_core.errors import Unreachable
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.live import metrics
 from skyward_core.live.login import login_command
-from skyward_core.live.metrics import NodeUse, PoolUses
+from skyward_core.live.metrics import PoolUses
 from skyward_core.live.pool_nodes import PoolNodes
 from skyward_core.machines.instances import Endpoint, Instance, InstanceState
 from skyward_core.machines.owner import Owner
@@ -111,20 +110,6 @@ def test_a_login_without_the_pools_key_is_refused(tmp_path: Path) -> None:
 
 
 # ── tables ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def sample(percent: float, **more: Any) -> sky.Metrics:
-    return sky.Metrics("i-0", 0, percent, 50.0, 1.0, 2.0, **more)
-
-
-def test_a_table_of_nodes_leaves_out_what_is_not_known() -> None:
-    gpu = sample(40, gpu_utilization=90.0, gpu_memory_used_mb=10.0, gpu_memory_total_mb=40.0)
-    uses = [NodeUse(0, "i-0", (sample(20), gpu), 1, 4), NodeUse(1, "i-1", (), 0, 4)]
-    _, rows = view.table_of_uses(uses, is_unicode=True)
-    assert rows == [
-        ["0", "1/4", "40", "▂▄", "50", "90", " █", "25", "i-0"],
-        ["1", "0/4", "", "", "", "", "", "", "i-1"],
-    ]
 
 
 def test_a_pool_out_of_reach_is_tried_again_later(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -275,23 +275,6 @@ def test_groups_arrive_with_their_members() -> None:
     assert rest is not None
 
 
-def test_circular_and_endless_chains_end() -> None:
-    """An exception that refers to itself arrives so; an endless chain is cut."""
-    error = Holder()
-    error.me = error  # type: ignore[attr-defined]
-    error.__context__ = other = OwnInit(1, "x")
-    other.__cause__ = error
-    there = over(error)
-    assert there.me is there  # type: ignore[attr-defined]
-    assert there.__context__ is not None
-    assert there.__context__.__cause__ is not None
-    first = last = ValueError("0")
-    for number in range(500):
-        last.__cause__ = ValueError(str(number))
-        last = last.__cause__
-    assert type(over(first)) is ValueError
-
-
 @pytest.fixture
 def elsewhere() -> Iterator[types.ModuleType]:
     """A library that exists only on the node."""
@@ -343,13 +326,6 @@ def test_exceptions_that_would_end_the_caller_are_replaced(error: BaseException)
     there = over(error)
     assert isinstance(there, sky.RemoteError)
     assert str(there).startswith(exceptions.name_of(type(error)))
-
-
-def test_a_missing_part_of_an_installed_package_is_a_question_of_versions():
-    """If the package is there and its module is not, another version is needed."""
-    assert note_for(ModuleNotFoundError(name="sklearn.nothing")) == (
-        "the node has 'sklearn', but no 'sklearn.nothing' in it: name the version that you use here in Image(pip=[...]), for \"scikit-learn\""
-    )
 
 
 @pytest.mark.parametrize(

@@ -119,26 +119,6 @@ def test_the_native_services_are_those_of_the_file() -> None:
             assert not own, "our image has the programs of this environment: the same command runs here"
 
 
-def test_addresses_ports_and_folders_are_variables() -> None:
-    """With other variables no address, port or folder of the containers is left in what runs here."""
-    names = variables_of(CONTENT)
-    moved = {name: "127.0.0.1" for name in names if name.endswith("_HOST")}
-    moved |= {name: str(20000 + number) for number, name in enumerate(names) if name.endswith("_PORT")}
-    found = native(**moved, STACK_DATA="/elsewhere", STACK_CODE="/code")
-    texts = [
-        text
-        for one in found.values()
-        for text in (*one.command, *one.environment.values(), *(one.health.command if one.health else ()), one.folder)
-    ]
-    of_containers = re.compile(
-        r"/data\b|/app\b|(?:@|//|\[)(?:postgres|s3|aws|node-\d|prefect-server|airflow-api-server)\]?:\d"
-    )
-    assert [text for text in texts if of_containers.search(text)] == []
-    ports = {default for name, default in names.items() if name.endswith("_PORT")}
-    assert len(ports) == 11
-    assert [text for text in texts if ports & set(re.split(r"\D+", text))] == []
-
-
 def test_without_secrets_nothing_starts() -> None:
     """A variable without a default and without a value is refused by its name."""
     with pytest.raises(KeyError, match="POSTGRES_PASSWORD"):
