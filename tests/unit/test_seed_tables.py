@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
-from skyward_core.accelerators import partitions
-from skyward_core.accelerators.mig import TABLES, profiles
+from skyward_core.accelerators.mig import TABLES
 from skyward_core.machines.offers import matches
 from skyward_core.machines.spot import Strategy, parse, split
 from skyward_core.providers.aws import offers as aws_offers
@@ -131,39 +130,6 @@ def test_a_factory_method(
     if refused is not None:
         with pytest.raises(sky.BadRequest, match=refused[1]):
             factory(memory=refused[0])
-
-
-# 001:101-119, 003:306-324: profile, workers, memory; of 001 "Compute", 1/4 of 1g.20gb being of the memory: it has one
-# compute slice of seven
-PROFILES_80 = [
-    ("1g.10gb", 7, 10, 1),
-    ("1g.20gb", 4, 20, 1),
-    ("2g.20gb", 3, 20, 2),
-    ("3g.40gb", 2, 40, 3),
-    ("4g.40gb", 1, 40, 4),
-    ("7g.80gb", 1, 80, 7),
-]
-PROFILES_40 = [("1g.5gb", 7, 5, 1), ("2g.10gb", 3, 10, 2), ("3g.20gb", 2, 20, 3), ("4g.20gb", 1, 20, 4)]
-
-
-@pytest.mark.parametrize(
-    ("chip", "gb", "row"),
-    [
-        *(("H100", 80, row) for row in PROFILES_80),
-        *(("A100", 80, row) for row in PROFILES_80),
-        *(("A100", 40, row) for row in PROFILES_40),
-    ],
-)
-def test_a_profile(chip: str, gb: int, row: tuple[str, int, int, int]) -> None:
-    """One GPU has this many workers with this memory and this many of its seven compute slices; `@` returns one result
-    for each (001:133).
-    """
-    name, workers, memory, slices = row
-    accelerator = getattr(sky.Accelerator.NVIDIA, chip)(memory=f"{gb}GB", mig=name)
-    assert partitions(accelerator) == (name,) * workers
-    assert sky.PoolSpec.of(accelerator=accelerator).workers_per_node == workers
-    profile = next(each for each in profiles(chip, gb) if each.name == name)
-    assert (profile.memory_gb, profile.slices) == (memory, slices)
 
 
 # ── what the clouds have ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,6 +1,7 @@
 """Groups of ranks in threads and on pools, with a framework of the test."""
 
 import contextlib
+import json
 import os
 import secrets
 import socket
@@ -17,9 +18,13 @@ import pytest
 import skyward_core as sky
 from skyward_core.distributed.group import Group, decorator, members_of
 from skyward_core.distributed.group import places as places_of_call
+from skyward_core.distributed.hub import UNPROVED_BYTES
 from skyward_core.distributed.member import Member, Place, find_hub, open_hub
 from skyward_core.worker.watchdog import kill_instance
 from tests.conftest import RecordedEvents
+from tests.unit.distributed.test_hub import (  # noqa: F401 - fixtures
+    connection,
+)
 
 
 def places(world: int) -> list[Place]:
@@ -225,3 +230,31 @@ def test_wrong_uses_are_refused_with_what_to_write() -> None:
     with pytest.raises(TypeError, match="argument"):
         fail_on(1)  # type: ignore[call-arg]
     assert fail_on(1, "hang").fn.__name__ == "fail_on"
+
+
+def test_tf_config_names_all_workers_and_this_one() -> None:
+    """In the form of TensorFlow's guide "Distributed training", with the addresses that the ranks have exchanged."""
+    framework = sky.distributed.tensorflow()(print).framework
+    group = Group(Place(1, 2, 0, 1, 1, 2, "10.0.0.1", "key"), "10.0.0.2", lambda mine: ["10.0.0.1:4000", mine])
+    with framework.running(group):
+        config = json.loads(os.environ["TF_CONFIG"])
+        first, second = config["cluster"]["worker"]
+        assert config["task"] == {"type": "worker", "index": 1}
+        assert first == "10.0.0.1:4000"
+        assert second.startswith("10.0.0.2:")
+        assert os.environ["no_grpc_proxy"] == "10.0.0.1,10.0.0.2"  # noqa: SIM112 - gRPC's own spelling
+    group.restore_environment()
+    assert "TF_CONFIG" not in os.environ
+
+
+def read_line(connection: socket.socket) -> dict[str, str]:
+    with connection.makefile("rb") as file:
+        return json.loads(file.readline())
+
+
+def test_a_connection_without_a_proof_is_closed_after_four_kilobytes(connection: socket.socket) -> None:
+    """It sends no end of a line: the hub neither waits for one, nor keeps what comes."""
+    assert "nonce" in read_line(connection)
+    connection.sendall(b"x" * UNPROVED_BYTES)
+    assert connection.recv(1) == b""
+    assert UNPROVED_BYTES == 4096

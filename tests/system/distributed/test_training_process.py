@@ -11,7 +11,6 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 
 import skyward_core as sky
@@ -19,7 +18,7 @@ from skyward_core.distributed.group import Group
 from skyward_core.distributed.member import Place
 from skyward_core.distributed.training_channel import TrainingJob
 from skyward_core.distributed.training_process import TrainingProcess
-from skyward_core.serialization import exceptions, pickling
+from skyward_core.serialization import pickling
 from skyward_core.worker.keeper import start_of
 
 
@@ -49,41 +48,6 @@ def run(fn: Callable[..., Any], *args: Any, mark: bytes = b"") -> Any:
         value = process.run(job(fn, *args, mark=mark), lambda value: [value, "other"])
         process.end()
     return pickling.loads(value)
-
-
-def test_the_value_comes_back_and_large_arrays_can_be_written_to() -> None:
-    """In both directions they travel beside the messages. The framework's variable is set."""
-
-    def doubled(array: Any) -> Any:
-        array *= 2
-        return os.environ["PLAIN"], os.getpid(), array
-
-    variable, pid, array = run(doubled, np.ones(300_000))
-    array += 1
-    assert (variable, array.sum()) == ("[3, 'other']", 900_000.0)
-    assert pid != os.getpid()
-
-
-class Refused(Exception):
-    def __init__(self, number: int) -> None:
-        super().__init__(f"refused {number}")
-        self.number = number
-
-
-def test_an_error_comes_back_with_its_class_and_the_traceback_of_the_function() -> None:
-    """Our own frames are not in it, and it is taken out before the error travels to the client."""
-
-    def refuse() -> None:
-        raise Refused(7) from ValueError("cause")
-
-    with pytest.raises(Refused, match="refused 7") as raised:
-        run(refuse)
-    assert raised.value.number == 7
-    text = exceptions.take_process_text(raised.value)
-    assert "raise Refused(7) from" in text
-    assert "training_main" not in text
-    assert isinstance(raised.value.__cause__, ValueError)
-    assert exceptions.take_process_text(raised.value) == ""
 
 
 def test_output_records_and_metrics_are_those_of_the_runner(capfd: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import skyward_core as sky
 from skyward_core.events.queue import EventQueue
 from tests.conftest import RecordedEvents
+from tests.unit.events.test_events import LINE
 
 BILL = sky.CostFinal(1.0, 1.0, 1.0, 0, 1, 0.0)
 PATIENCE_SECONDS = 0.05
@@ -217,3 +218,15 @@ def test_a_signal_handler_may_put_during_a_put() -> None:
         signal.signal(signal.SIGUSR1, before)
     assert ended(queue)
     assert seen == [line(1), line(2)]
+
+
+def test_a_callback_belongs_to_its_context() -> None:
+    """Another thread does not see the callback of this one, and an error in the block removes it."""
+    seen: list[Any] = []
+    with pytest.raises(ZeroDivisionError), sky.use_callback(lambda event: seen.append(event)):
+        thread = threading.Thread(target=sky.emit, args=(LINE,))
+        thread.start()
+        thread.join()
+        raise ZeroDivisionError
+    sky.emit(LINE)
+    assert seen == []

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
-import pytest
 
 from skyward_core.serialization.pickling import dumps
 from tests.serialization.bare_interpreter import Write
@@ -21,30 +20,6 @@ from tests.unit.serialization.test_pickling import (  # noqa: F401 - fixtures
 )
 
 # ── by value ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_module_used_as_a_value_travels_as_far_as_possible(project: Write) -> None:
-    """`getattr(module, name)` and a module as an argument work; reading a value that could not travel says why."""
-    own = project(
-        own="""
-            import own_helpers
-            def by_name(name): return getattr(own_helpers, name)(1)
-            def given(module): return module.f(2)
-            def locked(): return getattr(own_helpers, "".join(["lo", "ck"]))
-            """,
-        own_helpers="""
-            import threading
-            lock = threading.Lock()
-            def f(x): return x + STEP
-            def needs_lock(x):
-                with lock: return x
-            STEP = 5
-            """,
-    )
-    assert call(own.by_name, "f") == 6
-    assert call(own.given, sys.modules["own_helpers"]) == 7
-    with pytest.raises(AttributeError, match=r"'lock' here: it could not travel .*_thread.lock"):
-        call(own.locked)
 
 
 def test_classes_travel_with_their_methods_and_come_back_as_themselves(project: Write) -> None:

@@ -117,36 +117,6 @@ def test_modules_of_packages(project: Write, body: str) -> None:
     assert call(own.run) == (2, "pkg")
 
 
-def test_every_function_by_value_is_searched(project: Write) -> None:
-    """Imports in helpers, inner functions, class bodies, methods of an argument and functions as arguments are
-    found.
-    """
-    own = project(
-        own="""
-            class Model:
-                def predict(self):
-                    from own_a import A
-                    return A
-            def helper():
-                from own_b import B
-                class Inner:
-                    from own_c import C
-                return B, Inner.C
-            def by_name():
-                def inner():
-                    from own_d import D
-                    return D
-                return inner()
-            def run(model, fn): return model.predict(), helper(), fn()
-            """,
-        own_a="A = 1",
-        own_b="B = 2",
-        own_c="C = 3",
-        own_d="D = 4",
-    )
-    assert call(own.run, own.Model(), own.by_name) == (1, (2, 3), 4)
-
-
 # ── modules on the node ──────────────────────────────────────────────────────────────────────────────────────────────
 
 

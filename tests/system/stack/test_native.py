@@ -99,3 +99,9 @@ def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
     assert process.returncode == 1
     assert f"error: port {port} is in use: set ONE_PORT to another one" in output
     assert not (tmp_path / "data/started").exists()
+
+
+def test_the_scripts_of_the_stack_are_valid() -> None:
+    """bash reads the script of a node without an error."""
+    done = subprocess.run(["bash", "-n", ROOT / "stack/node.sh"], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

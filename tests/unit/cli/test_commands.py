@@ -206,15 +206,6 @@ def test_a_budget_is_set_and_listed(skyward: Skyward, ledger: Ledger, clock: Clo
 # ── errors and exit codes ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_ledger_that_cannot_be_used_is_one_line(skyward: Skyward, tmp_path: Path) -> None:
-    """It names the problem and what to try."""
-    (tmp_path / "text").write_text("no ledger at all, and longer than the header of one\n" * 20)
-    output = skyward(f"--ledger sqlite:///{tmp_path}/text ps", code=1)
-    assert output.startswith("skyward: ")
-    assert output.count("\n") == 1
-    assert "damaged" in output
-
-
 def test_the_parser_accepts_the_commands_of_the_page() -> None:
     """The parser accepts each command line of docs/commands.md.
 
