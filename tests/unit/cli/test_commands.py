@@ -421,3 +421,28 @@ def test_a_pool_that_could_not_be_opened_is_a_fault(
     assert "cron:w/huge: nothing to rent" in errors
     assert "cron:w/old: the image wants Python 3.9" in errors
     assert "cron: jobs/bad.py: SyntaxError" in errors
+
+
+def test_the_bill_of_some_days(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
+    """The options select from one day on, and until before another."""
+    clock.now = datetime(2026, 11, 21, 12, tzinfo=UTC)
+    open_pool(ledger, clock, folder, "sky-a", owner=HERE, age_seconds=3600)
+    open_pool(ledger, clock, folder, "sky-b", owner=HERE, age_seconds=86_400 + 3600)
+    assert [row[0] for row in lines(skyward("cost"))] == ["DAY", "2026-11-20", "2026-11-21", "total"]
+    assert [row[0] for row in lines(skyward("cost --by pool --since 2026-11-21"))] == ["POOL", "sky-a", "total"]
+    assert [row[0] for row in lines(skyward("cost --by pool --until 2026-11-21"))] == ["POOL", "sky-b", "total"]
+
+
+def test_a_stop_reports_whether_it_has_ended_machines(
+    skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
+) -> None:
+    """For an unknown pool, and for one without machines, it does not report an end."""
+    where = shlex.quote(json.dumps({"name": "folder", "folder": folder.folder}))
+    assert skyward(f"stop nope --provider {where}").startswith(
+        "nothing was ended: the ledger has no pool 'nope', and folder lists no machine of it"
+    )
+    open_pool(ledger, clock, folder, "sky-gone", owner=DEAD)
+    folder.terminate([instance.id for instance in folder.instances()])
+    assert skyward("stop sky-gone") == "sky-gone has ended; there was no machine of it to end\n"
+    folder.launch(None, 1, {POOL_TAG: "sky-stranger", RANK_TAG: "0"}, "")
+    assert "1 machine ended" in skyward(f"stop sky-stranger --provider {where}")
