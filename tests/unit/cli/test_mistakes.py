@@ -16,7 +16,6 @@ from skyward_core.errors import LedgerError
 from skyward_core.ledger.ledger import Ledger
 from tests.cleanup.pools import FolderProvider
 from tests.cli.ledger import DEAD, HERE, RESOURCE_DAMAGES, ROOT, Clock, Damage, Skyward, open_named, open_pool
-from tests.unit.cli.test_commands import FolderProvider
 
 # ── damaged rows ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
