@@ -85,7 +85,7 @@ LONGEST_FIRST = (
     "test_docs.py",
     "transport/test_ssh_transport.py",
     "worker/test_supervisor.py",
-    "test_extras.py",
+    "test_packaging.py",
     "accelerators/test_mig_hosts.py",
     "distributed/test_frameworks_hosts.py",
     "test_example_programs.py",

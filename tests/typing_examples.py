@@ -160,3 +160,19 @@ def coroutines_and_generators(pool: sky.ComputePool) -> None:
     assert_type(count(3) @ pool, tuple[list[int], ...])
     assert_type(pool.stream(count(3), ahead=4), sky.ItemStream[int])
     assert_type(sky.scatter([1]), list[int])
+
+
+def wrong_uses_are_refused(pool: sky.ComputePool) -> None:
+    """Arguments, operands and results of wrong types."""
+    _ = train("1") >> pool  # pyright: ignore[reportArgumentType]
+    _ = train() >> pool  # pyright: ignore[reportCallIssue]
+    text: str = train(1) >> pool  # pyright: ignore[reportAssignmentType]
+    _ = train(1) >> 3  # pyright: ignore[reportOperatorIssue]
+    _ = train >> pool  # pyright: ignore[reportOperatorIssue]
+    first: int = (label(0.1) & train(1)) >> pool  # pyright: ignore[reportAssignmentType]
+    both: tuple[float, str] = (label(0.1) & train(1)) >> pool  # pyright: ignore[reportAssignmentType]
+    _ = train(1) & 5  # pyright: ignore[reportOperatorIssue]
+    everywhere: list[float] = train(1) @ pool  # pyright: ignore[reportAssignmentType]
+    words: str = pool.submit(train(1)).result()  # pyright: ignore[reportAssignmentType]
+    assert_type(pool.map(train, [1]), list[str])  # pyright: ignore[reportAssertTypeFailure]
+    print(text, first, both, everywhere, words)

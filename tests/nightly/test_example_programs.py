@@ -7,12 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.system.test_example_programs import (
-    IN_STEPS,
-    WITH_FRAMEWORKS,
-    assert_printed,
-    printed_by,
-)
+from tests.system.test_example_programs import IN_STEPS, WITH_FRAMEWORKS, assert_printed, printed_by
 
 
 @pytest.mark.frameworks

@@ -37,13 +37,7 @@ def test_there_is_a_command_for_every_example() -> None:
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "example",
-    [
-        "flows/dagster_definitions.py",
-        "dags/digits_sweep.py",
-    ],
-)
+@pytest.mark.parametrize("example", ["flows/dagster_definitions.py", "dags/digits_sweep.py"])
 def test_the_example_finds_a_good_classifier_and_prints_its_cost(example: str, tmp_path: Path) -> None:
     """The sweep has at least 12 candidates, its winner is right on more than 97 % of unseen digits, and there is a
     bill.

@@ -5,15 +5,13 @@ measurements at the end. Run as a program it is a client: one that opens a pool 
 attaches to a pool of another process.
 """
 
-import json
 import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from typing import Any
+from contextlib import suppress
 
 import pytest
 
@@ -30,14 +28,18 @@ from skyward_core.events.events import (
 from skyward_core.providers import host_connections
 from skyward_core.provisioning import rental
 from tests.conftest import RecordedEvents, slowness, wait_until
-from tests.system.test_real_hosts import (  # noqa: F401 - fixtures
+from tests.real_hosts import (  # noqa: F401 - fixtures
     CALLS,
     GUARD_SECONDS,
     LEASE_SECONDS,
     RAN,
+    Clocked,
     client,
     executions,
+    from_everybody,
+    from_the_client,
     hosts,
+    index_of,
     names_of,
     owned,
     owned_by,
@@ -48,7 +50,6 @@ from tests.system.test_real_hosts import (  # noqa: F401 - fixtures
     where,
 )
 from tests.testbed import Fleet, Host
-from tests.testbed.command import run
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
 from tests.testbed.rental import Cloud
@@ -57,7 +58,6 @@ FEWER_CALLS = 90
 NOTICE_SECONDS = 20
 NOTICE_OF_DEATH_SECONDS = 3
 FIRST_CALL_SECONDS = 15
-UNUSED_ADDRESS = "02:77:ff:00:00:00"
 
 pytestmark = [pytest.mark.timeout(300)]
 
@@ -68,68 +68,6 @@ def cloud(fleet: Fleet, mirror: Mirror) -> Iterator[Cloud]:
     cloud = Cloud(fleet, prepare=mirror.configure)
     yield cloud
     cloud.close()
-
-
-@contextmanager
-def from_everybody(hosts: Sequence[Host]) -> Iterator[None]:
-    """Cut hosts off from the client and from each other."""
-    for host in hosts:
-        host.partition()
-    yield
-    for host in hosts:
-        host.heal()
-
-
-@contextmanager
-def from_the_client(hosts: Sequence[Host]) -> Iterator[None]:
-    """Cut the client off, while the hosts see each other: packets in both directions go to a hardware address that does
-    not exist.
-    """
-
-    def address(host: Host, client: str, there: str) -> None:
-        network = host.network
-        run("ip", "neigh", "replace", host.ip, "lladdr", there, "dev", network.bridge, "nud", "permanent")
-        run(
-            "nsenter",
-            f"--net=/proc/{host.pid}/ns/net",
-            "ip",
-            "neigh",
-            "replace",
-            network.gateway,
-            "lladdr",
-            client,
-            "dev",
-            "eth0",
-            "nud",
-            "permanent",
-        )
-
-    for host in hosts:
-        address(host, UNUSED_ADDRESS, UNUSED_ADDRESS)
-    yield
-    for host in hosts:
-        address(host, host.network._mac(1), host.network._mac(host.index))
-
-
-def index_of(events: Sequence[Any], condition: Callable[[Any], bool]) -> int:
-    return next(index for index, event in enumerate(events) if condition(event))
-
-
-class Clocked(RecordedEvents):
-    """The events of a pool, with their times."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.times: list[float] = []
-
-    def __call__(self, event: Any) -> None:
-        self.times.append(time.monotonic())
-        super().__call__(event)
-
-    def when(self, condition: Callable[[Any], bool]) -> float:
-        """Wait for an event; return its time, on the clock of time.monotonic."""
-        wait_until(lambda: any(condition(event) for event in list(self.events)), "the pool to tell it", seconds=90)
-        return self.times[index_of(self.events, condition)]
 
 
 def test_a_host_is_preempted_under_a_running_map(cloud, timings):
@@ -344,9 +282,7 @@ def test_the_client_is_killed_and_its_reaper_ends_the_nodes(hosts, timings, tmp_
     """After kill -9 of the client its reaper ends the nodes at once. With a lease of ten minutes no other safeguard
     could have.
     """
-    with client(
-        "open", "600", *(host.ip for host in hosts), str(hosts[0].key_path), str(tmp_path / "known_hosts")
-    ) as process:
+    with client("600", *(host.ip for host in hosts), str(hosts[0].key_path), str(tmp_path / "known_hosts")) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         assert all(tagged(host) for host in hosts[:3])
@@ -354,37 +290,3 @@ def test_the_client_is_killed_and_its_reaper_ends_the_nodes(hosts, timings, tmp_
         killed_at = time.monotonic()
         wait_until(lambda: not any(tagged(host) for host in hosts), "the reaper to end the nodes", 60)
         timings.rows.append(("client killed, until its reaper has ended the nodes", time.monotonic() - killed_at))
-
-
-def test_a_script_that_ends_without_closing_its_pool_frees_the_hosts(hosts, owned):
-    """The teardown runs while the interpreter ends, when much of Python does not work any more. No reaper and no lease
-    is needed.
-    """
-    with client("leave", *owned.addresses, owned.key, owned.known_hosts) as process:
-        output, _ = process.communicate(timeout=120)
-    assert (process.returncode, output) == (0, "[1, 4]\n")
-    assert [names_of(tagged(host)) for host in hosts] == [[]] * 4
-    executions(hosts)
-
-
-def test_a_second_process_attaches(hosts, owned, timings, tmp_path):
-    """Another process uses the pool with the lease and a copy of the key, and reads the result of a detached call; the
-    pool stays open.
-    """
-    key = tmp_path / "copied-key"
-    key.write_bytes(hosts[0].key_path.read_bytes())
-    key.chmod(0o600)
-    with pool_on(owned, RecordedEvents()) as pool:
-        detached = pool.start_detached(square(12))
-        lease = tmp_path / "lease.json"
-        lease.write_text(pool.lease.with_key("/nonexistent").model_dump_json())
-        with client("attach", str(lease), str(key), detached.call_id) as process:
-            output, _ = process.communicate(timeout=60)
-        found = json.loads(output)
-        assert found["squares"] == [number * number for number in range(20)]
-        assert [tuple(item) for item in found["hosts"]] == [(host.name, rank) for rank, host in enumerate(hosts[:3])]
-        assert (found["result"], found["log"]) == (144, ["square of 12"])
-        timings.rows.append(("attach from a second process", found["seconds"]))
-        assert detached.result() == 144
-        assert square(13) >> pool == 169
-    executions(hosts)

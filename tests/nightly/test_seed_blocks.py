@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.system.test_seed_blocks import (
-    on_this_machine,
-)
+from tests.system.test_seed_blocks import on_this_machine
 from tests.unit.test_seed_blocks import (  # noqa: F401 - fixtures
     WITH_TORCH,
     run,

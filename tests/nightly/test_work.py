@@ -8,10 +8,7 @@ import pytest
 import skyward_core as sky
 from skyward_core import cli
 from skyward_core.providers.tagging import work_tags
-from tests.unit.test_work import (
-    TRAIN,
-    tags,
-)
+from tests.unit.test_work import TRAIN, tags
 
 
 def test_a_pool_records_its_work_before_anything_is_rented(capsys: pytest.CaptureFixture[str]) -> None:

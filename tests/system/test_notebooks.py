@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -169,3 +170,20 @@ def test_nothing_is_left_of_a_kernel_that_was_killed(ran: Ran) -> None:
 
     wait_until(lambda: not left(), "the end of the pool's processes")
     assert not Path("/proc", (ran.folder / "pid").read_text()).exists()
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_a_pool_is_one_output_below_the_cell_that_opened_it(ran: Ran) -> None:
+    """It ends with the calls and the cost, although other cells have run since; other cells have no output of it."""
+    (final,) = ran.displayed("open")
+    assert re.search(r"^done: .* s, \$0\.\d+ \(1 on demand\)", final["text/plain"])
+    assert f"{CALLS + 4} of {CALLS + 7} calls, 3 cancelled" in final["text/plain"]
+    assert final["text/html"].startswith("<div><b>skyward</b> done: ")
+    assert [cell for cell in CELLS if ran.displayed(cell)] == [
+        "open",
+        "interrupted with",
+        "interrupted opening",
+        "async with",
+        "open the last",
+    ]

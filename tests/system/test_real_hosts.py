@@ -5,53 +5,35 @@ measurements at the end. Run as a program it is a client: one that opens a pool 
 attaches to a pool of another process.
 """
 
-import json
-import platform
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
 import skyward_core as sky
-from skyward_core.events.events import (
-    BootstrapProgress,
+from skyward_core.events.events import BootstrapProgress
+from tests.conftest import RecordedEvents, slowness, wait_until
+from tests.real_hosts import (  # noqa: F401 - fixtures
+    CALLS,
+    GUARD_SECONDS,
+    LEASE_SECONDS,
+    client,
+    executions,
+    hosts,
+    names_of,
+    owned,
+    pool_on,
+    square,
+    tagged,
+    timings,
+    where,
 )
-from tests.conftest import RecordedEvents, processes_by_tag, slowness, wait_until
-from tests.testbed import Fleet, Host
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
-from tests.testbed.mirror import Mirror
-
-CALLS = 200
-RAN = "root/ran"
-LEASE_SECONDS = 8
-GUARD_SECONDS = 10
-REPOSITORY = Path(__file__).parents[2]
 
 pytestmark = [pytest.mark.timeout(300)]
-
-
-@sky.compute
-def where() -> tuple[str, int]:
-    """Return the name of the host, and the rank of the node."""
-    return platform.node(), sky.instance_info().node
-
-
-@sky.compute
-def square(number: int) -> int:
-    """Take a moment, write a line to a file on the host, and return."""
-    with open(f"/{RAN}", "a") as ran:
-        ran.write(f"{number}\n")
-    print("square of", number)
-    time.sleep(0.1)
-    return number * number
 
 
 @sky.compute
@@ -63,107 +45,6 @@ def solved(matrix: Any, vector: Any) -> Any:
 
 
 # ── hosts, cloud and measurements ────────────────────────────────────────────────────────────────────────────────────
-
-
-class Timings:
-    """The measurements, in seconds."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[str, float]] = []
-
-    @contextmanager
-    def of(self, what: str) -> Iterator[None]:
-        """Measure a block."""
-        started = time.monotonic()
-        yield
-        self.rows.append((what, time.monotonic() - started))
-
-    def __str__(self) -> str:
-        return "\n".join(f"{what:<70}{seconds:>8.1f} s" for what, seconds in self.rows)
-
-
-@pytest.fixture(scope="module")
-def timings() -> Iterator[Timings]:
-    """The measurements of all tests of this file."""
-    timings = Timings()
-    yield timings
-    print(f"\n\n{timings}")
-
-
-@pytest.fixture(scope="module")
-def hosts(fleet: Fleet, mirror: Mirror) -> Iterator[list[Host]]:
-    """Four hosts: three to work on, and a spare one. They are bare, except for the configuration of the mirror."""
-    hosts = [fleet.create() for _ in range(4)]
-    for host in hosts:
-        mirror.configure(host)
-    yield hosts
-    for host in hosts:
-        host.crash()
-
-
-@pytest.fixture
-def owned(hosts: list[Host], tmp_path: Path) -> Iterator[sky.Hosts]:
-    """Their provider, which has their host keys.
-
-    After each test no process of a node is left on them.
-    """
-    yield owned_by(hosts, tmp_path / "known_hosts")
-    assert [name for host in hosts for name in names_of(tagged(host))] == []
-
-
-def owned_by(hosts: Sequence[Host], known_hosts: Path) -> sky.Hosts:
-    known_hosts.write_text("".join(f"{host.known_hosts_line}\n" for host in hosts))
-    return sky.Hosts(
-        *(host.ip for host in hosts),
-        user="root",
-        key=str(hosts[0].key_path),
-        known_hosts=str(known_hosts),
-        config="/dev/null",
-    )
-
-
-def pool_on(provider: sky.Provider, recorded: Callable[[Any], Any], **options: Any) -> sky.ComputePool:
-    image = sky.Image(pip=["numpy"])
-    return sky.ComputePool(
-        **{
-            "provider": provider,
-            "nodes": 3,
-            "image": image,
-            "on_event": recorded,
-            "display": "quiet",
-            "provision_timeout": 150,
-            **options,
-        }
-    )
-
-
-def tagged(host: Host) -> list[int]:
-    """Return the living processes of nodes on a host, seen from outside, because it may be unreachable."""
-    there = set(host._processes())
-    return [pid for pid, _ in processes_by_tag("SKYWARD_INSTANCE_ID") if pid in there]
-
-
-def names_of(pids: Iterable[int]) -> list[str]:
-    names = []
-    for pid in pids:
-        try:
-            name = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if name:  # else it has ended meanwhile, and waits for its parent
-            names.append(name)
-    return names
-
-
-def executions(hosts: Iterable[Host]) -> Counter[int]:
-    """Return how often each call has begun, on all of these hosts together; then delete the record."""
-    found = Counter[int]()
-    for host in hosts:
-        path = host.root / RAN
-        if path.exists():
-            found.update(int(line) for line in path.read_text().split())
-            path.unlink()
-    return found
 
 
 def is_reaper(process: psutil.Process) -> bool:
@@ -225,7 +106,7 @@ def test_the_client_and_its_reaper_are_killed_and_the_hosts_end_by_themselves(ho
     another pool.
     """
     with client(
-        "open", str(LEASE_SECONDS), *(host.ip for host in hosts), str(hosts[0].key_path), str(tmp_path / "known_hosts")
+        str(LEASE_SECONDS), *(host.ip for host in hosts), str(hosts[0].key_path), str(tmp_path / "known_hosts")
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
@@ -257,69 +138,3 @@ def test_a_host_with_a_wrong_key_is_refused(hosts, owned):
         pass
     assert recorded.of(sky.InstanceProvisioned) == []
     assert [names_of(tagged(host)) for host in hosts] == [[]] * 4
-
-
-# ── other processes ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@contextmanager
-def client(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
-    """Run this file as a program; it does not outlive the block."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.system.test_real_hosts", *arguments],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate(timeout=60)
-
-
-@sky.compute
-def forever() -> None:
-    """A call that does not end before its node."""
-    time.sleep(3600)
-
-
-def open_and_wait(*arguments: str) -> None:
-    """Open a pool on hosts, give every node a call, print a line, and wait to be killed."""
-    lease_seconds, *addresses, key, known_hosts = arguments
-    provider = sky.Hosts(*addresses, user="root", key=key, known_hosts=known_hosts, config="/dev/null")
-    with pool_on(provider, lambda event: None, lease_seconds=float(lease_seconds)) as pool:
-        pool.submit_all([forever() for _ in range(3)])
-        print("ready", flush=True)
-        time.sleep(60)
-
-
-def leave(*arguments: str) -> sky.ComputePool:
-    """Open a pool on hosts, use it, and do not close it."""
-    *addresses, key, known_hosts = arguments
-    pool = pool_on(
-        sky.Hosts(*addresses, user="root", key=key, known_hosts=known_hosts, config="/dev/null"), lambda event: None
-    ).open()
-    print(pool.map(square, [1, 2]), flush=True)
-    return pool
-
-
-def attach(lease: str, key: str, call_id: str) -> None:
-    """Use a pool of another process, and print the results."""
-    started = time.monotonic()
-    with sky.ComputePool.attach(Path(lease).read_text(), key=key) as pool:
-        seconds = time.monotonic() - started
-        call = pool.detached_call(call_id)
-        found = {
-            "seconds": seconds,
-            "squares": pool.map(square, range(20)),
-            "hosts": where() @ pool,
-            "result": call.result(30),
-            "log": call.log(),
-        }
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    # until the interpreter ends
-    left = {"open": open_and_wait, "leave": leave, "attach": attach}[sys.argv[1]](*sys.argv[2:])

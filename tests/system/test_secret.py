@@ -5,6 +5,7 @@ has them.
 import io
 import logging
 import os
+import signal
 import subprocess
 import time
 import traceback
@@ -19,31 +20,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import skyward_core as sky
-from skyward_core.ledger.journal import Journal
-from skyward_core.ledger.ledger import Ledger, default_url
-from skyward_core.ledger.metering import Meter
-from skyward_core.ledger.receipt import receipt
+from skyward_core.ledger.ledger import default_url
 from skyward_core.worker.masking import MASK, Mask, spellings
-from tests.conftest import RecordedEvents, content_of, processes_by_tag, shared
-from tests.fakes import FakeProvider
-from tests.unit.test_secret import (
-    both_envs,
-)
-
-
-def test_the_ledgers_file_holds_no_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither values of `secrets` nor values that only look like secrets; the file has their names."""
-    monkeypatch.setenv("WORD", "tok-0123456789")
-    spec = sky.PoolSpec.of(**{"secrets": ("WORD",), **both_envs().model_dump(exclude_unset=True)})
-    with Ledger(f"sqlite:///{tmp_path}/ledger.db") as ledger:
-        Journal(ledger, "sky-1", spec, FakeProvider(folder=str(tmp_path)), Meter(time.monotonic), lambda _: None).open()
-        bill = receipt(ledger, "sky-1")
-        written = b"".join(content_of(path) for path in tmp_path.glob("ledger.db*"))
-    for value in ("tok-0123456789", "opensesame1", "hf_0123456789"):
-        assert value.encode() not in written
-        assert value not in str(bill)
-    for name in ("WORD", "DB_PASSWORD", "HF_TOKEN"):
-        assert name.encode() in written
+from tests.conftest import RecordedEvents, content_of, processes_by_tag, shared, wait_until
 
 
 @given(st.text(min_size=4, max_size=30), st.text(max_size=20), st.text(max_size=20))
@@ -269,3 +248,52 @@ def test_nothing_that_is_written_holds_a_value(
             ]
     assert [text[:200] for text in texts if value in text] == []
     assert any("HF_TOKEN" in text for text in texts)
+
+
+LOSS_SECONDS = 60.0
+
+
+@sky.compute
+def supervisor() -> int:
+    """The first process of the node."""
+    return os.getppid()
+
+
+@sky.compute
+def prints(name: str) -> int:
+    """Print the value; return its length."""
+    print(os.environ[name])
+    return len(os.environ[name])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(240)
+def test_replacements_have_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A restarted worker process, a replaced node, a new head, and the calls of an attached client that has no values
+    itself.
+    """
+    value, recorded = f"tok-{uuid.uuid4().hex}", RecordedEvents()
+    monkeypatch.setenv("HF_TOKEN", value)
+    with sky.ComputePool(
+        provider=sky.Local(), nodes=2, secrets=("HF_TOKEN",), display="quiet", on_event=recorded, collect_metrics=False
+    ) as pool:
+        monkeypatch.delenv("HF_TOKEN")
+        workers: Any = pool.dask_client().run(os.getpid)
+        for pid in workers.values():
+            os.kill(pid, signal.SIGKILL)
+        assert list(spelled("HF_TOKEN") @ pool) == [value[::-1]] * 2
+        for lost in (1, 0):
+            os.kill((supervisor() @ pool)[lost], signal.SIGKILL)
+            wait_until(
+                lambda lost=lost: lost in [event.node for event in recorded.of(sky.InstanceLost)],
+                "the loss",
+                LOSS_SECONDS,
+            )
+            assert list(spelled("HF_TOKEN") @ pool) == [value[::-1]] * 2
+            assert pool.map(spelled, ["HF_TOKEN"] * 10) == [value[::-1]] * 10
+        with sky.ComputePool.attach(pool.lease) as attached:
+            assert list(spelled("HF_TOKEN") @ attached) == [value[::-1]] * 2
+            call = attached.start_detached(prints("HF_TOKEN"))
+            assert call.result(60) == len(value)
+            assert call.log() == [MASK]
+            call.forget()

@@ -3,6 +3,8 @@
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -46,7 +48,35 @@ def test_the_reference_has_every_public_name(site: Path) -> None:
     assert sorted(set(sky.__all__) - modules - anchors) == []
 
 
-def test_llms_txt_lists_pages_that_exist(site: Path) -> None:
-    listed = re.findall(r"^- \[[^\]]+\]\(([^)]*)\)", (site / "llms.txt").read_text(), re.M)
-    assert len(listed) > 40
-    assert [address for address in listed if not (site / address / "index.html").exists()] == []
+@pytest.mark.nightly
+def test_the_pages_load_nothing_from_another_machine(site: Path) -> None:
+    """No script, style, font or image has an address outside of the site. Links may have one."""
+    loaded = {address for page in pages(site) for address in addresses(page, loads=True)}
+    assert loaded
+    assert sorted(address for address in loaded if re.match(r"(https?:)?//", address)) == []
+
+
+def pages(site: Path) -> Iterator[Path]:
+    return site.rglob("*.html")
+
+
+class Addresses(HTMLParser):
+    """Collects the addresses of a page: what it loads, and what it links to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.linked: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        if source := found.get("src"):
+            self.loaded.append(source)
+        if target := found.get("href"):
+            (self.linked if tag == "a" else self.loaded).append(target)
+
+
+def addresses(page: Path, *, loads: bool) -> list[str]:
+    parser = Addresses()
+    parser.feed(page.read_text())
+    return parser.loaded if loads else parser.linked

@@ -22,35 +22,21 @@ def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ({"node": 2}, "'nodes'"),
         ({"acelerator": "A100"}, "'accelerator'"),
-        ({"max_costs": 1}, "'max_cost'"),
-        ({"xyzzy": 1}, "nodes"),
         ({"nodes": 0}, "nodes=0"),
-        ({"nodes": -1}, "nodes=-1"),
         ({"nodes": "many"}, "nodes='many'"),
-        ({"nodes": 1.5}, "nodes=1.5"),
         ({"nodes": (8, 1)}, "nodes=(8, 1): the least number comes first, so write nodes=(1, 8)"),
         ({"nodes": (0, 3)}, "so write nodes=(1, 3)"),
-        ({"nodes": (1, 2, 3)}, "the least and the most number"),
-        ({"nodes": ("1", "8")}, "the least and the most number"),
         ({"nodes": 2, "scale_up_after": 5}, "scale_up_after is for a pool that grows"),
         ({"nodes": (1, 2), "scale_down_after": -1}, "scale_down_after=-1"),
         ({"concurrency": 0}, "concurrency=0"),
-        ({"cpu": 0}, "cpu=0"),
         ({"timeout": 0}, "timeout=0"),
-        ({"provision_timeout": -1}, "provision_timeout=-1"),
         ({"accelerator": "H1000"}, "H100"),
-        ({"accelerator": "A100-30GB"}, "A100"),
         ({"memory": "32 gigs"}, "32GB"),
-        ({"memory": "32"}, "32GB"),
-        ({"memory": "0GB"}, "32GB"),
-        ({"memory": "-1GB"}, "32GB"),
         ({"spot": "allways"}, "always"),
         ({"spot": 2.0}, "0.02"),
         ({"display": "loud"}, "quiet"),
         ({"provider": "locl"}, "'local'"),
         ({"provider": {"name": "local", "price": 1}}, "price"),
-        ({"env": {"A": 1}}, "env"),
-        ({"image": "torch"}, "image"),
         ({"volume": "/data"}, "volume"),
     ],
     ids=str,
@@ -126,9 +112,3 @@ def test_a_function_in_place_of_its_call_is_explained() -> None:
         sky.gather(42)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="parentheses"):
         double(1) & 42  # type: ignore[operator]
-
-
-def test_a_lazy_function_is_not_sent_to_a_pool() -> None:
-    """`fn >> pool` without a call is a TypeError."""
-    with pytest.raises(TypeError):
-        double >> sky.ComputePool(provider=sky.Local())  # type: ignore[operator]

@@ -1,11 +1,14 @@
 """Settings: the environment has priority over the file, the nearest file is used, and the log names the source."""
 
-import logging
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+from jsonschema import Draft202012Validator
 
 import skyward_core as sky
+from skyward_core.config.schema import settings_schema
 
 
 @pytest.fixture
@@ -15,12 +18,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(parents=True)
     monkeypatch.chdir(folder)
     return folder
-
-
-def test_nothing_set_means_this_machine(project: Path) -> None:
-    """Without settings a pool that names no provider runs on Local."""
-    assert sky.Settings.read({}, project) == sky.Settings()
-    assert "local" in repr(sky.ComputePool(display="quiet"))
 
 
 def test_the_environment_names_fields(project: Path) -> None:
@@ -77,19 +74,6 @@ def test_keywords_win_over_the_environment_and_that_over_the_file(
     assert sky.ComputePool(provider=sky.Local()).spec.provider == sky.Local()
 
 
-def test_provider_none_means_not_given(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`provider=None` is filled from the settings, like a provider that is not given."""
-    monkeypatch.setenv("SKYWARD_PROVIDER", '{"name": "local", "price_per_hour": 3}')
-    assert sky.ComputePool(provider=None).spec.provider == sky.Local(price_per_hour=3)
-
-
-def test_an_unknown_setting_is_refused_with_the_nearest_name(project: Path) -> None:
-    """A misspelt name in a file is BadRequest, with the file and the nearest name."""
-    (project / "skyward.toml").write_text("node = 2\n")
-    with pytest.raises(sky.BadRequest, match=r"skyward\.toml.*'node'.*'nodes'"):
-        sky.Settings.read({}, project)
-
-
 def test_a_file_that_is_no_toml_is_refused(project: Path) -> None:
     """A syntax error is BadRequest with the file and the line."""
     (project / "skyward.toml").write_text("nodes = \n")
@@ -102,20 +86,6 @@ def test_a_wrong_value_in_the_settings_says_where_it_was_found(project: Path, mo
     monkeypatch.setenv("SKYWARD_NODES", "many")
     with pytest.raises(sky.BadRequest, match="SKYWARD_NODES"):
         sky.ComputePool(provider=sky.Local())
-
-
-def test_a_misspelt_variable_is_reported(
-    project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """SKYWARD_NODE=2 is refused, or logged with the nearest name."""
-    monkeypatch.setenv("SKYWARD_NODE", "2")
-    with caplog.at_level(logging.WARNING, logger="skyward"):
-        try:
-            sky.ComputePool(provider=sky.Local())
-        except sky.BadRequest as error:
-            assert "SKYWARD_NODES" in str(error)
-            return
-    assert any("SKYWARD_NODES" in record.getMessage() for record in caplog.records)
 
 
 # ── profiles and pools ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -154,13 +124,6 @@ def test_a_pool_goes_before_a_profile_and_that_before_the_top(
     assert settings.fields.get("timeout") == (60 if profile else None)
 
 
-def test_the_environment_goes_before_all_tables(project: Path) -> None:
-    (project / "skyward.toml").write_text(FILE)
-    environ = {"SKYWARD_NODES": "1", "SKYWARD_PROFILE": "large", "SKYWARD_NAME": "nightly"}
-    settings = sky.Settings.read(environ, project)
-    assert settings.fields == {"nodes": 1, "concurrency": 3, "timeout": 60, "retries": 1, "name": "nightly"}
-
-
 def test_a_pool_with_a_name_has_the_settings_of_its_table(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keywords have priority over them; a pool without a name, or with another one, does not have them."""
     (project / "skyward.toml").write_text(FILE)
@@ -195,3 +158,77 @@ def test_an_unknown_profile_is_refused(project: Path) -> None:
     (project / "skyward.toml").write_text(FILE)
     with pytest.raises(sky.BadRequest, match="did you mean 'large'"):
         sky.Settings.read({"SKYWARD_PROFILE": "larg"}, project)
+
+
+@pytest.fixture(scope="module")
+def schema() -> dict[str, Any]:
+    return settings_schema()
+
+
+@pytest.fixture(scope="module")
+def validator(schema: dict[str, Any]) -> Draft202012Validator:
+    Draft202012Validator.check_schema(schema)
+    return Draft202012Validator(schema)
+
+
+def test_the_schema_has_each_field_of_a_pool(schema: dict[str, Any]) -> None:
+    """With the description and the default of `PoolSpec`, at the top, in profiles and in pools."""
+    fields = sky.PoolSpec.model_fields
+    assert schema["properties"].keys() == {*fields, "profiles", "pools"}
+    assert schema["properties"]["profiles"]["additionalProperties"]["properties"].keys() == fields.keys()
+    assert schema["properties"]["pools"]["additionalProperties"]["properties"].keys() == fields.keys() - {"name"}
+    for name, field in fields.items():
+        assert schema["properties"][name]["description"] == field.description
+    assert schema["properties"]["lease_seconds"]["default"] == 120
+
+
+ACCEPTED = [
+    "",
+    "nodes = [1, 8]",
+    "nodes = 2",
+    "provider = 'local'",
+    "provider = ['aws', {name = 'local', price_per_hour = 1.2}]",
+    "accelerator = '4xA100'",
+    "accelerator = {name = 'A100', count = 2}",
+    "spot = 0.8",
+    "spot = 'always'",
+    "spot = {kind = 'always', retries = 2}",
+    "spot = {kind = 'never'}",
+    "secrets = ['HF_TOKEN']",
+    "secrets = 'HF_TOKEN'",
+    "secrets = {HF_TOKEN = {source = 'env', key = 'OTHER'}}",
+    "env = {A = 'b'}",
+    "image = {pip = ['numpy'], env = {A = '1'}}",
+    "volume = [{mount_path = '/data', bucket = 'weather'}]",
+    "[profiles.a]\nnodes = 3\n[pools.b]\nkeep_warm = 60",
+]
+
+
+@pytest.mark.parametrize("text", ACCEPTED)
+def test_what_the_reader_accepts_the_schema_accepts(validator: Draft202012Validator, text: str, tmp_path: Path) -> None:
+    found = tomllib.loads(text)
+    assert list(validator.iter_errors(found)) == []
+    (tmp_path / "skyward.toml").write_text(text)
+    sky.PoolSpec.of(**sky.Settings.read({}, tmp_path).fields)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "node = 2",
+        "nodes = 'many'",
+        "provider = {name = 'local', price = 3}",
+        "provider = {price_per_hour = 3}",
+        "image = {pips = ['numpy']}",
+        "spot = {kind = 'sometimes'}",
+        "display = 'loud'",
+        "lease_seconds = 1",
+        "[pools.a]\nname = 'b'",
+        "[profiles.a]\nnode = 2",
+    ],
+)
+def test_what_the_schema_refuses_the_reader_refuses(validator: Draft202012Validator, text: str, tmp_path: Path) -> None:
+    assert list(validator.iter_errors(tomllib.loads(text)))
+    (tmp_path / "skyward.toml").write_text(text)
+    with pytest.raises(sky.BadRequest):
+        sky.PoolSpec.of(**sky.Settings.read({}, tmp_path).fields)

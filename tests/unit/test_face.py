@@ -1,10 +1,6 @@
 """`import skyward_core`: every public name exists and has a docstring, and the import is cheap."""
 
-import importlib.metadata
 import inspect
-import sys
-import typing
-from typing import Any
 
 import pytest
 
@@ -77,40 +73,3 @@ def test_type_checkers_see_the_real_names() -> None:
         value = getattr(sky, name)
         if inspect.isclass(value) or inspect.isroutine(value):
             assert value.__module__ == home, name
-
-
-def test_the_version_is_that_of_the_installed_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes from the git tag, by the metadata. A copy of the folder without metadata, as nodes have it, is 0.0.0."""
-    assert sky.__version__ == importlib.metadata.version("skyward-core")
-    assert "__version__" in dir(sky)
-
-    def not_found(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", not_found)
-    monkeypatch.delattr(sky, "__version__", raising=False)
-    assert sky.__version__ == "0.0.0"
-    monkeypatch.delattr(sky, "__version__")
-
-
-def test_an_unknown_name_is_an_attribute_error() -> None:
-    """A misspelt name fails as in any module."""
-    with pytest.raises(AttributeError, match="ComputePol"):
-        _ = sky.ComputePol  # type: ignore[attr-defined]
-
-
-@pytest.mark.skipif(
-    sys.version_info < (3, 12, 4), reason="before 3.12.4 get_type_hints does not find type parameters (gh-114053)"
-)
-def test_hints_can_be_resolved_at_run_time() -> None:
-    """Type hints of the public functions resolve, because orchestrators read them."""
-    functions: list[Any] = [
-        sky.gather,
-        sky.shard,
-        sky.instance_info,
-        sky.compose,
-        sky.emit,
-        sky.ComputePool.map,
-        sky.ComputePool.submit,
-    ]
-    assert all("return" in typing.get_type_hints(fn) for fn in functions)

@@ -44,25 +44,12 @@ def test_a_sweep_uses_the_providers_of_the_settings(asked: list[Any], monkeypatc
     assert asked == [TWO, TWO]
 
 
-def test_a_file_is_a_setting_too(asked: list[Any], tmp_path: Path) -> None:
-    """The file is that of the working directory."""
-    (tmp_path / "skyward.toml").write_text('provider = "runpod"\n')
-    sky.sweep()
-    assert asked == [[{"name": "runpod"}]]
-
-
 def test_given_providers_replace_those_of_the_settings(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty list does too: then only the ledger's providers are used."""
     monkeypatch.setenv("SKYWARD_PROVIDER", json.dumps(TWO))
     sky.sweep([sky.Local()])
     sky.sweep(providers=())
     assert asked == [[{"name": "local"}], []]
-
-
-def test_without_settings_a_sweep_uses_local(asked: list[Any]) -> None:
-    """A pool without settings uses it too."""
-    sky.sweep()
-    assert asked == [[{"name": "local"}]]
 
 
 def test_settings_without_a_known_provider_are_an_error(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:

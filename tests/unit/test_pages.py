@@ -3,11 +3,12 @@
 import ast
 import re
 import tomllib
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests import mutation
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -60,33 +61,9 @@ def functions_of(file: str) -> frozenset[str]:
     )
 
 
-# ── every thread and lock of the core is in the tables of docs/architecture.md ───────────────────────────────────────
+# ── docs/architecture.md ─────────────────────────────────────────────────────────────────────────────────────────────
 
-NAMING = {
-    "Thread": ("name", None),
-    "ThreadPoolExecutor": ("thread_name_prefix", 1),
-    "PlainExecutor": ("name", 0),
-    "Threads": ("name", 0),
-    "PeriodicThread": ("name", 0),
-    "side_by_side": ("name", 2),
-    "end_in_thread": ("name", 2),
-    "_in_thread": ("name", 0),
-    "_begin": ("name", 0),
-    "begin": ("name", 0),
-}
-"""Calls that start threads, and where the thread's name is among their arguments: by keyword and by position."""
 
-NAMED_BY_THEIR_CALLERS = {
-    "concurrency.Threads.submit",
-    "concurrency.PlainExecutor.__init__",
-    "concurrency.side_by_side",
-    "concurrency.PeriodicThread.__init__",
-    "engine._ThreadStarter.__call__",
-    "provisioning.Terminations.end_in_thread",
-    "session.Attached.__init__",
-    "session.Renewal.begin",
-}
-"""Functions whose callers pass the name, which `NAMING` finds."""
 CORE = ROOT / "skyward_core"
 ARCHITECTURE = ROOT / "docs/architecture.md"
 
@@ -112,40 +89,6 @@ def test_the_architecture_has_the_packages_in_the_order_of_the_layers() -> None:
     assert [(row[0].strip("`"), row[1]) for row in rows_below("Packages")[1:]] == expected
 
 
-def test_the_architecture_names_each_thread() -> None:
-    """A thread is identified by its name; one without a name, or with a caller's name, by the function that
-    starts it.
-    """
-    listed = set(re.findall(r"`([^`]+)`", " ".join(row[0] for row in rows_below("Threads"))))
-    there = set(threads_of_the_core())
-    assert there == listed, (
-        f"not on the page: {sorted(there - listed)}; on the page and not in the code: {sorted(listed - there)}"
-    )
-
-
-def test_the_paths_and_methods_of_the_architecture_exist() -> None:
-    """A path such as `engine/owner.py` is a file of the core, and `EngineThread._do` is a method of it."""
-    text = ARCHITECTURE.read_text()
-    files = re.findall(r"`(\w+/[\w/]+\.py|compute\.py|pool\.py)`", text)
-    methods = re.findall(r"`([A-Z]\w+\.\w+)`", text)
-    assert files
-    assert methods
-    defined = {
-        f"{kind.name}.{one.name}"
-        for path in CORE.rglob("*.py")
-        for kind, one in methods_of(ast.parse(path.read_text()))
-    }
-    missing = [file for file in files if not file.startswith("tests/") and not (CORE / file).exists()] + [
-        name for name in methods if name not in defined
-    ]
-    assert missing == []
-
-
-def methods_of(tree: ast.Module) -> Iterator[tuple[ast.ClassDef, ast.FunctionDef]]:
-    kinds = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    yield from ((kind, one) for kind in kinds for one in kind.body if isinstance(one, ast.FunctionDef))
-
-
 def rows_below(heading: str) -> list[list[str]]:
     """The rows of all tables between this heading and the next."""
     section = ARCHITECTURE.read_text().partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
@@ -155,80 +98,8 @@ def rows_below(heading: str) -> list[list[str]]:
     return [row for row in rows if not set(row[0]) <= set("-: ")]
 
 
-def threads_of_the_core() -> Iterator[str]:
-    for place, call, constants, _ in calls_of_the_core():
-        keyword, position = NAMING.get(called(call), (None, None))
-        if keyword is None:
-            continue
-        given = next((word.value for word in call.keywords if word.arg == keyword), None)
-        if given is None and position is not None and len(call.args) > position:
-            given = call.args[position]
-        if (name := text_of(given, constants)) is not None:
-            if name.startswith("skyward"):
-                yield name
-        elif (
-            called(call) in {"Thread", "ThreadPoolExecutor"}
-            and (given is None or isinstance(given, ast.JoinedStr))
-            and place not in NAMED_BY_THEIR_CALLERS
-        ):
-            yield place
-        elif (
-            called(call) in {"Thread", "ThreadPoolExecutor", "PlainExecutor", "Threads", "PeriodicThread"}
-            and place not in NAMED_BY_THEIR_CALLERS
-        ):
-            yield f"{place}: its threads are named by its callers. Add it to NAMING and NAMED_BY_THEIR_CALLERS"
-
-
-def called(call: ast.Call) -> str:
-    return (
-        call.func.attr
-        if isinstance(call.func, ast.Attribute)
-        else call.func.id
-        if isinstance(call.func, ast.Name)
-        else ""
-    )
-
-
-def text_of(node: ast.expr | None, constants: dict[str, str]) -> str | None:
-    """Return the name in the argument, with N in place of parts that are known only at run time."""
-    match node:
-        case ast.Constant(value=str(text)):
-            return text
-        case ast.Name(id=name):
-            return constants.get(name)
-        case ast.JoinedStr(values=[ast.Constant(value=str(start)), *_]) if (
-            start.startswith("skyward-") and start != "skyward-"
-        ):
-            return f"{start}N"
-        case _:
-            return None
-
-
-def calls_of_the_core() -> Iterator[tuple[str, ast.Call, dict[str, str], str]]:
-    """Every call, with "package.Class.function" around it, its module's constants, and the attribute or name to which
-    it is assigned.
-    """
-    for path in sorted(CORE.rglob("*.py")):
-        package = path.relative_to(CORE).parts[0].removesuffix(".py")
-        tree = ast.parse(path.read_text())
-        pairs = [(one.targets[0], one.value) for one in tree.body if isinstance(one, ast.Assign)]
-        constants = {
-            target.id: value.value
-            for target, value in pairs
-            if isinstance(target, ast.Name) and isinstance(value, ast.Constant) and isinstance(value.value, str)
-        }
-        yield from calls_below(tree, package, constants, "")
-
-
-def calls_below(
-    node: ast.AST, place: str, constants: dict[str, str], target: str
-) -> Iterator[tuple[str, ast.Call, dict[str, str], str]]:
-    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        place = f"{place}.{node.name}"
-    elif isinstance(node, ast.Assign | ast.AnnAssign):
-        first = node.targets[0] if isinstance(node, ast.Assign) else node.target
-        target = first.attr if isinstance(first, ast.Attribute) else first.id if isinstance(first, ast.Name) else ""
-    elif isinstance(node, ast.Call):
-        yield place, node, constants, target
-    for child in ast.iter_child_nodes(node):
-        yield from calls_below(child, place, constants, target)
+def test_the_modules_and_files_of_the_mutation_table_exist() -> None:
+    """A renamed one would be skipped without a message."""
+    named = [f"skyward_core/{module}.py" for module in mutation.OTHERS]
+    named += [f"tests/{file.partition('::')[0]}" for files in mutation.OTHERS.values() for file in files]
+    assert [name for name in named if not (ROOT / name).exists()] == []

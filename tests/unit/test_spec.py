@@ -2,18 +2,12 @@
 
 import inspect
 import json
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from pydantic import ValidationError
 
 import skyward_core as sky
-from skyward_core.errors import BadRequest
-from skyward_core.providers import base
 from skyward_core.spec import memory_gb
 
 FULL: dict[str, Any] = {
@@ -86,16 +80,6 @@ def test_fields_that_were_not_set_are_not_set_after_json() -> None:
     assert again.model_fields_set == {"nodes"}
 
 
-def test_a_spec_is_a_value() -> None:
-    """Specs compare by value, survive pickle, and cannot be changed."""
-    assert sky.PoolSpec.of(**FULL) == sky.PoolSpec.of(**FULL)
-    assert sky.PoolSpec.of(**FULL) != sky.PoolSpec.of(**FULL | {"nodes": (3, 6)})
-    spec = sky.PoolSpec.of(**FULL)
-    assert pickle.loads(pickle.dumps(spec)) == spec
-    with pytest.raises(ValidationError):
-        spec.nodes = 4  # pyright: ignore[reportAttributeAccessIssue]
-
-
 @pytest.mark.parametrize("seconds", [4.9, 1e12, float("inf"), float("nan")])
 def test_a_lease_has_a_minimum_and_a_maximum(seconds: float) -> None:
     """Neither shorter than one renewal may take, nor longer than any machine lives. A time beyond the last date is
@@ -114,19 +98,6 @@ def test_with_returns_a_new_spec() -> None:
     assert spec.nodes == 2
     with pytest.raises(sky.BadRequest, match="nodes"):
         spec.with_(nodes="many")
-
-
-def test_strings_and_numbers_are_converted_to_values() -> None:
-    """Short forms are equal to the values that they mean."""
-    assert sky.PoolSpec.of(accelerator="A100", spot="always", provider="local") == sky.PoolSpec.of(
-        accelerator=sky.Accelerator.NVIDIA.A100(), spot=sky.Spot.Always(), provider=sky.Local()
-    )
-    volume = sky.S3Volume(mount_path="/data", bucket="weather")
-    assert sky.PoolSpec.of(volume=volume) == sky.PoolSpec.of(volume=[volume])
-    assert sky.PoolSpec.of(volume=None) == sky.PoolSpec.of()
-    assert sky.PoolSpec.of(provider={"name": "local", "price_per_hour": 2}) == sky.PoolSpec.of(
-        provider=sky.Local(price_per_hour=2)
-    )
 
 
 def test_the_requirements_are_the_hardware_part() -> None:
@@ -154,22 +125,6 @@ def test_amounts_of_memory(text: str, gb: float) -> None:
     assert memory_gb(text) == pytest.approx(gb, rel=1e-12)
 
 
-@given(st.text(max_size=12))
-@settings(max_examples=200, deadline=None, database=None)
-def test_other_text_is_no_amount_of_memory(text: str) -> None:
-    """For any text, the result is a positive number or BadRequest."""
-    try:
-        assert memory_gb(text) > 0
-    except sky.BadRequest as error:
-        assert "32GB" in str(error)
-
-
-def test_the_environment_of_the_pool_wins_over_the_image() -> None:
-    """node_environment is the image's, then the pool's."""
-    spec = sky.PoolSpec.of(image=sky.Image(env={"A": "1", "B": "1"}), env={"B": "2"})
-    assert spec.node_environment == {"A": "1", "B": "2"}
-
-
 def test_a_pool_takes_the_fields_of_a_spec() -> None:
     """ComputePool(**fields) and ComputePool.from_spec(spec) have the same spec."""
     fields = {"provider": sky.Local(), "nodes": 2, "display": "quiet"}
@@ -178,36 +133,6 @@ def test_a_pool_takes_the_fields_of_a_spec() -> None:
         == sky.ComputePool.from_spec(sky.PoolSpec.of(**fields)).spec
         == sky.PoolSpec.of(**fields)
     )
-
-
-def test_every_field_has_a_description() -> None:
-    """Integrations show the descriptions to their users."""
-    assert [name for name, field in sky.PoolSpec.model_fields.items() if not field.description] == []
-
-
-def test_entry_points_are_read_once_and_only_for_other_providers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading the entry points opens a file of each distribution. An Airflow that parses hundreds of operators cannot
-    wait for that each time.
-
-    Looks inside: its cache is cleared, as another process has none.
-    """
-    scans: list[str] = []
-    monkeypatch.setattr(base, "entry_points", lambda group: scans.append(group) or ())
-    base._entry_points.cache_clear()
-    try:
-        for name in ("local", "aws", "verda"):
-            assert sky.PoolSpec.of(provider=[name]).providers[0].name == name
-        assert scans == []
-        for _ in range(3):
-            with pytest.raises(BadRequest, match="no provider is called 'lokal'; did you mean 'local'"):
-                base.load("lokal")
-        assert scans == ["skyward.providers"]
-        monkeypatch.syspath_prepend("/nonesuch")  # a distribution may have been installed since
-        with pytest.raises(BadRequest):
-            base.load("lokal")
-        assert len(scans) == 2
-    finally:
-        base._entry_points.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ import json
 import pickletools
 from dataclasses import replace
 
-import pytest
-
 import skyward_core as sky
 from skyward_core.engine.packed_functions import ArgumentPacker
 from skyward_core.providers.tagging import work_tags
@@ -27,17 +25,6 @@ def test_a_work_is_plain_text_of_bounded_length() -> None:
     assert len(one) == len(other) == WORK_CHARACTERS
     assert one != other
     assert sky.Work(asset=one).asset == one
-
-
-def test_a_work_reads_as_one_line() -> None:
-    """It has the form that `skyward ps` prints."""
-    assert str(TRAIN) == "airflow:nightly/manual__2026-11-22T07:00:00+00:00/train, try 1"
-    assert (
-        str(sky.Work(system="dagster", workflow="j", run="r", task="s", asset="a", partition="p"))
-        == "dagster:j/r/s, asset a, partition p"
-    )
-    assert str(sky.Work()) == ""
-    assert str(sky.Work(task="t", task_run="3")) == "t[3]"
 
 
 def test_tags_have_only_text_that_clouds_accept() -> None:
@@ -74,9 +61,3 @@ def test_a_run_context_travels_as_plain_values() -> None:
         parcel = ArgumentPacker(None, None, is_copied=False).arguments(sky.PendingCompute(len, ([1],)))
     names = [argument for code, argument, _ in pickletools.genops(parcel.data) if code.name.endswith("GLOBAL")]
     assert names == []
-
-
-def test_a_pool_that_was_never_opened_has_no_cost_to_share() -> None:
-    """It has no id yet."""
-    with pytest.raises(sky.PoolClosed):
-        sky.ComputePool(provider="local").share_cost({})

@@ -24,7 +24,6 @@ from pathlib import Path
 
 import uv
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
 PARTS = {"core": ["aws", "otel", "postgres"], "prefect": ["prefect"], "airflow": ["airflow"], "dagster": ["dagster"]}
@@ -132,7 +131,7 @@ def tried(trial: Trial, wheel: Path) -> str:
     if code == 0:
         return ""
     text = log.read_text(errors="replace")
-    return f"{'it took too long' if code is None else f'exit code {code}'}; {blamed(text, versions(trial), locked, _needs(trial))}\n{_tail(text)}"
+    return f"{'it took too long' if code is None else f'exit code {code}'}; {blamed(text, versions(trial), locked)}\n{_tail(text)}"
 
 
 def _installed(trial: Trial, wheel: Path, locked: Mapping[str, str]) -> str:
@@ -237,50 +236,20 @@ def _locked() -> dict[str, str]:
 # ── which package is the cause ───────────────────────────────────────────────────────────────────────────────────────
 
 
-def _needs(trial: Trial) -> dict[str, set[str]]:
-    """Return the requirements of each package of a trial's environment, on the trial's Python."""
-    found: dict[str, set[str]] = {}
-    for metadata in (trial.folder / "venv").glob("lib/python*/site-packages/*.dist-info/METADATA"):
-        minor = metadata.parents[2].name.removeprefix("python")
-        here = {"python_version": minor, "python_full_version": f"{minor}.0", "extra": ""}
-        lines = metadata.read_text(errors="replace").splitlines()
-        name = next(line.removeprefix("Name: ") for line in lines if line.startswith("Name: "))
-        asked = (
-            Requirement(line.removeprefix("Requires-Dist: ")) for line in lines if line.startswith("Requires-Dist: ")
-        )
-        found[canonicalize_name(name)] = {
-            canonicalize_name(one.name) for one in asked if one.marker is None or one.marker.evaluate(here)
-        }
-    return found
-
-
-def blamed(
-    log: str, installed: Mapping[str, str], locked: Mapping[str, str], needs: Mapping[str, set[str]] | None = None
-) -> str:
+def blamed(log: str, installed: Mapping[str, str], locked: Mapping[str, str]) -> str:
     """Name the packages in the last traceback of a library, the innermost first, each with its version and the locked
     one.
-
-    The innermost may have called a changed package that it `needs` and that is not in the traceback.
     """
     names = {name.lower().replace("-", "_"): name for name in installed}
-    frames = [match for match in re.findall(r"site-packages/([A-Za-z0-9_]+)", log)]
     missing = re.findall(r"No module named '([A-Za-z0-9_]+)", log)
-    innermost = list(dict.fromkeys([*reversed(missing), *reversed(frames)]))
+    frames = re.findall(r"site-packages/([A-Za-z0-9_]+)", log)
     suspects = [
         f"{name} {installed.get(name, 'missing')}{f' (locked: {locked[name]})' if locked.get(name) not in (None, installed.get(name)) else ''}"
-        for module in innermost
+        for module in dict.fromkeys([*reversed(missing), *reversed(frames)])
         if not module.startswith("skyward")
         if (name := names.get(module.lower(), module.replace("_", "-") if module in missing else ""))
     ]
-    if not suspects:
-        return "no package stands in a traceback"
-    others = sorted((needs or {}).get(suspects[0].split()[0], ()))
-    changed = [
-        f"{name} {its} (locked: {locked[name]})"
-        for name in others
-        if name in locked and (its := installed.get(name, "missing")) != locked[name]
-    ]
-    return f"look at {', '.join(suspects[:4])}{f'; changed below {suspects[0].split()[0]}: {", ".join(changed)}' if changed else ''}"
+    return f"look at {', '.join(suspects[:4])}" if suspects else "no package stands in a traceback"
 
 
 def _tail(text: str, lines: int = 25) -> str:

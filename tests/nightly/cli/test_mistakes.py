@@ -3,8 +3,13 @@ traceback.
 """
 
 import json
+import re
+import signal
 import string
+import subprocess
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,30 +24,7 @@ from skyward_core.ledger.ledger import Ledger
 from skyward_core.providers import base
 from skyward_core.providers.base import BUILT_IN
 from tests.cleanup.pools import FolderProvider
-from tests.system.cli.test_mistakes import (
-    shell,
-)
-from tests.unit.cli.test_commands import (  # noqa: F401 - fixtures
-    DEAD,
-    HERE,
-    ROOT,
-    Clock,
-    Skyward,
-    clock,
-    folder,
-    ledger,
-    open_pool,
-    skyward,
-    url,
-)
-from tests.unit.cli.test_mistakes import (  # noqa: F401 - fixtures
-    COMMANDS,
-    RESOURCE_DAMAGES,
-    Damage,
-    damage,
-    run,
-    three,
-)
+from tests.cli.ledger import COMMANDS, RESOURCE_DAMAGES, Damage, Page, shell
 
 
 @pytest.mark.parametrize("what", RESOURCE_DAMAGES)
@@ -97,44 +79,12 @@ def test_a_full_disk_and_a_closed_pipe(three: None, monkeypatch: pytest.MonkeyPa
     assert "Traceback" not in shell("skyward ps >&- 2>&1").stdout
 
 
+NUMBERS = (
+    "nan inf -inf -1 0 1 1e400 1e-400 ² 2026-11-21 0001-01-01T00:00:00+14:00 9999-12-31T23:59:59-14:00 90d 1d {} []"
+)
+NAMES = "sky-live sky-odd nope team day A100 H100:8 64GB"
 WORDS = st.one_of(
-    st.sampled_from(
-        [
-            "",
-            " ",
-            "nan",
-            "inf",
-            "-inf",
-            "-1",
-            "0",
-            "1",
-            "1e400",
-            "1e-400",
-            "²",
-            "sky-live",
-            "sky-odd",
-            "nope",
-            "team",
-            "day",
-            "A100",
-            "H100:8",
-            "64GB",
-        ]
-    ),
-    st.sampled_from(
-        [
-            "2026-11-21",
-            "0001-01-01T00:00:00+14:00",
-            "9999-12-31T23:59:59-14:00",
-            "90d",
-            "1d",
-            "9" * 400 + "d",
-            "{}",
-            "[]",
-            '{"name": 1}',
-            "x" * 300,
-        ]
-    ),
+    st.sampled_from(["", " ", *NUMBERS.split(), *NAMES.split(), "9" * 400 + "d", '{"name": 1}', "x" * 300]),
     st.text(max_size=20),
     st.floats().map(str),
     st.integers().map(str),
@@ -167,11 +117,7 @@ def command_lines(draw: st.DrawFn) -> list[str]:
     max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
 def test_no_command_line_is_a_traceback(
-    three: None,
-    url: str,
-    folder: FolderProvider,
-    tmp_path_factory: pytest.TempPathFactory,
-    line: list[str],
+    three: None, url: str, folder: FolderProvider, tmp_path_factory: pytest.TempPathFactory, line: list[str]
 ) -> None:
     """Any command line has an exit code and a message."""
     load = base.load
@@ -191,3 +137,26 @@ def test_no_command_line_is_a_traceback(
             assert cli.main(line) in (0, 1, 3)
         except SystemExit as end:
             assert end.code in (0, 2)
+
+
+def test_ctrl_c_ends_the_page(url: str, ledger: Ledger) -> None:
+    """It prints the URL with a random token, and no request; the exit code is 0."""
+    program = [sys.executable, "-m", "skyward_core.cli", "ui"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            printed = process.stdout.readline().strip()
+            found = re.fullmatch(r"http://127\.0\.0\.1:(\d+)/\?token=([\w-]{32})", printed)
+            assert found
+            server: Any = SimpleNamespace(server_port=int(found[1]))
+            assert Page(server).get("/api/pools", token=found[2]).json["pools"] == []
+            assert Page(server).get("/api/pools").status == 403
+            process.send_signal(signal.SIGINT)
+            rest = process.communicate(timeout=30)
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    assert rest == (
+        "",
+        "skyward: Ctrl-C ends the page; with this URL, every user of this machine can read it\nskyward: the page has ended; the pools go on\n",
+    )

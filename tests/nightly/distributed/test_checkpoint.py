@@ -6,9 +6,7 @@ import sys
 from pathlib import Path
 
 import skyward_core as sky
-from tests.unit.distributed.test_checkpoint import (
-    names,
-)
+from tests.unit.distributed.test_checkpoint import names
 
 SAVES = """
 import os, sys

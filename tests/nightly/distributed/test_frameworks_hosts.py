@@ -4,13 +4,11 @@ The hosts install what every node needs. The frameworks are those of this enviro
 the checkpoints are shared with the hosts, as on a network file system.
 """
 
-import platform
 import sysconfig
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -142,43 +140,3 @@ def trained_with_a_loss(
         finally:  # also after a failure: until then the training does not end
             cloud.preempt(pool.lease.nodes[lost].instance.id)
         return training.result(200)
-
-
-@sky.compute
-@sky.distributed.jax()
-def gradient() -> tuple[str, int, int, list[float]]:
-    """Return host, rank and number of ranks, and the gradient over the rows of all of them."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.experimental.multihost_utils import host_local_array_to_global_array
-    from jax.sharding import Mesh, PartitionSpec
-
-    mesh = Mesh(np.array(jax.devices()), ("rows",))
-    x, y = (host_local_array_to_global_array(one, mesh, PartitionSpec("rows")) for one in sky.shard(*data()))
-    weights = host_local_array_to_global_array(np.zeros(3, "float32"), mesh, PartitionSpec())
-
-    def loss(w: Any, x: Any, y: Any) -> Any:
-        return jnp.mean((x @ w - y) ** 2)
-
-    found = np.asarray(jax.jit(jax.grad(loss))(weights, x, y).addressable_data(0)).tolist()
-    return platform.node(), jax.process_index(), jax.process_count(), found
-
-
-def data() -> tuple[Any, Any]:
-    import numpy as np
-
-    generator = np.random.RandomState(0)
-    return generator.randn(24, 3).astype("float32"), generator.randn(24).astype("float32")
-
-
-def test_jax_computes_over_two_hosts(cloud: Cloud, folder: Path) -> None:
-    """NumPy computes the same gradient on all rows: 2 xᵀ(xw - y) / n at w = 0."""
-    x, y = data()
-    expected = (-2 * x.T @ y / len(x)).tolist()
-    with pool_on(cloud, folder, 2, RecordedEvents()) as pool:
-        found = gradient() @ pool
-        names = [cloud.host(node.instance.id).name for node in pool.lease.nodes]
-    assert [one[:3] for one in found] == [(name, rank, 2) for rank, name in enumerate(names)]
-    for one in found:
-        assert one[3] == pytest.approx(expected, rel=1e-4, abs=1e-6)

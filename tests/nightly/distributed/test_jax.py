@@ -1,7 +1,6 @@
 """The arguments of JAX, and JAX itself on the processors of two local nodes (`make frameworks`)."""
 
 import os
-import socket
 import sys
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,7 +9,6 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.distributed.group import Group
-from skyward_core.distributed.jax import coordinator
 from skyward_core.distributed.member import Place
 
 
@@ -36,16 +34,6 @@ def test_jax_is_initialised_with_the_place_of_the_rank(monkeypatch: pytest.Monke
     group.restore_environment()
 
 
-def test_the_coordinators_port_is_reserved_and_told_to_all() -> None:
-    """By rank 0, for a server that sets SO_REUSEPORT; no other server gets it."""
-    ports = list[int]()
-    group = Group(Place(0, 2, 0, 1, 0, 2, "127.0.0.1", "key"), "127.0.0.1", lambda port: ports.append(port) or [port])
-    with coordinator(group) as address:
-        assert address == f"127.0.0.1:{ports[0]}"
-        with pytest.raises(OSError):
-            socket.create_server(("127.0.0.1", ports[0]))
-
-
 def frameworks[F: Any](test: F) -> F:
     """Mark a test that needs JAX."""
     return pytest.mark.frameworks(pytest.mark.timeout(900)(test))
@@ -54,12 +42,6 @@ def frameworks[F: Any](test: F) -> F:
 @sky.compute
 @sky.distributed.jax()
 def gathered() -> tuple[int, int, int, list[float]]:
-    return gather()
-
-
-@sky.compute
-@sky.distributed.jax(nproc_per_node=2)
-def gathered_by_four() -> tuple[int, int, int, list[float]]:
     return gather()
 
 
@@ -87,57 +69,6 @@ def test_each_training_is_one_runtime_over_all_workers(pool_of_two: sky.ComputeP
     assert (gathered() >> pool_of_two)[1:] == (1, 1, [1.0])
     assert alone() @ pool_of_two == ((1, []), (1, []))
     assert [one[1] for one in gathered() @ pool_of_two] == [2, 2]
-
-
-@frameworks
-def test_two_processes_a_node(pool_of_two: sky.ComputePool) -> None:
-    """Each has a device of its own; a node returns the values of both."""
-    values = [1.0, 11.0, 21.0, 31.0]
-    assert gathered_by_four() @ pool_of_two == tuple(
-        [(2 * node + number, 4, 4, values) for number in range(2)] for node in range(2)
-    )
-
-
-@sky.compute
-@sky.distributed.jax()
-def fails(rank: int) -> None:
-    import jax
-    from jax.experimental.multihost_utils import sync_global_devices
-
-    sync_global_devices("begun")
-    if jax.process_index() == rank:
-        raise ValueError(f"rank {rank} has failed")
-    sync_global_devices("never")
-
-
-@frameworks
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_error_of_the_first_rank_is_raised(pool_of_two: sky.ComputePool, rank: int) -> None:
-    """The other one is in a collective operation, and aborts when rank 0 is gone; the next training works."""
-    with pytest.raises(ValueError, match=f"rank {rank} has failed"):
-        fails(rank) @ pool_of_two
-    assert [one[1] for one in gathered() @ pool_of_two] == [2, 2]
-
-
-@sky.compute
-@sky.distributed.jax()
-def crashes(rank: int) -> None:
-    import jax
-    from jax.experimental.multihost_utils import sync_global_devices
-
-    sync_global_devices("begun")
-    if jax.process_index() == rank:
-        os._exit(7)
-    sync_global_devices("never")
-
-
-@frameworks
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_crash_of_the_first_rank_is_raised(pool_of_two: sky.ComputePool, rank: int) -> None:
-    """Not the abort of the other one."""
-    with pytest.raises(sky.CallCrashed) as raised:
-        crashes(rank) @ pool_of_two
-    assert (raised.value.node, raised.value.exit_code) == (rank, 7)
 
 
 @sky.compute

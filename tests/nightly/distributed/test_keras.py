@@ -51,24 +51,6 @@ def test_with_jax_fit_trains_one_model_on_the_rows_of_all_ranks(pool_of_two: sky
 
 
 @sky.compute
-@sky.distributed.keras(backend="jax")
-def first_weights() -> list[float]:
-    import keras
-
-    model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(2)])
-    return [float(value) for value in model.get_weights()[0].flatten()]
-
-
-@pytest.mark.frameworks
-@pytest.mark.timeout(900)
-def test_with_jax_all_ranks_begin_with_the_same_weights(pool_of_two: sky.ComputePool) -> None:
-    """Which are random: a replicated variable must not differ."""
-    zero, one = first_weights() @ pool_of_two
-    assert zero == one
-    assert len(set(zero)) == 6
-
-
-@sky.compute
 @sky.distributed.keras(backend="torch")
 def averaged() -> tuple[str, int, list[float]]:
     """Keras's model is a module of PyTorch, so DistributedDataParallel takes it."""

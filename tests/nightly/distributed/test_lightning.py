@@ -53,21 +53,8 @@ def by_nodes(folder: str) -> tuple[int, int, int, list[float]]:
     return fit(folder, nodes=2, devices=1)
 
 
-@sky.compute
-@sky.distributed.torch(backend="gloo", nproc_per_node=2)
-def by_processes(folder: str) -> tuple[int, int, int, list[float]]:
-    return fit(folder, nodes=1, devices=2)
-
-
 def test_the_trainer_finds_the_group_of_two_nodes(pool_of_two: sky.ComputePool, tmp_path: Path) -> None:
     """Both ranks have the same weights after the same steps: 32 rows, 4 a step on each of 2 ranks, 2 epochs."""
     zero, one = by_nodes(str(tmp_path)) @ pool_of_two
-    assert (zero[:3], one[:3]) == ((0, 2, 8), (1, 2, 8))
-    assert zero[3] == pytest.approx(one[3])
-
-
-def test_the_trainer_finds_the_group_of_two_processes(pool_of_two: sky.ComputePool, tmp_path: Path) -> None:
-    """On one node, with `nproc_per_node=2`."""
-    zero, one = by_processes(str(tmp_path)) >> pool_of_two
     assert (zero[:3], one[:3]) == ((0, 2, 8), (1, 2, 8))
     assert zero[3] == pytest.approx(one[3])

@@ -39,19 +39,6 @@ def test_each_training_has_a_process_group_of_its_own(pool_of_two: sky.ComputePo
 
 
 @sky.compute
-def left() -> tuple[bool, list[str]]:
-    import torch.distributed as dist
-
-    return dist.is_initialized(), [name for name in os.environ if name.startswith(("MASTER", "RANK", "TORCHELASTIC"))]
-
-
-def test_nothing_is_left_after_a_training(pool_of_two: sky.ComputePool) -> None:
-    """The processes have run one, and go on to other calls."""
-    summed() @ pool_of_two
-    assert left() @ pool_of_two == ((False, []), (False, []))
-
-
-@sky.compute
 def names_of_groups() -> list[str]:
     """Return the name of the first group of four trainings, of which two cannot initialise a group."""
     import contextlib
@@ -159,60 +146,6 @@ def test_two_processes_a_node_are_four_ranks(pool_of_two: sky.ComputePool) -> No
     assert found == [[str(rank), str(rank % 2), "4", "2", str(rank // 2), "2", "1"] for rank in range(4)]
 
 
-def accuracy(is_parallel: bool) -> float:
-    """Train a classifier of handwritten digits on 1,400 of them, and return its accuracy on the other 397."""
-    import torch
-    from sklearn.datasets import load_digits
-    from torch.nn.parallel import DistributedDataParallel
-
-    torch.manual_seed(0)
-    digits = load_digits()
-    x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
-    network = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 10))
-    model: Any = DistributedDataParallel(network) if is_parallel else network
-    rows, classes = sky.shard(x[:1400], y[:1400]) if is_parallel else (x[:1400], y[:1400])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for _ in range(150):
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(rows), classes).backward()
-        optimizer.step()
-    return (network(x[1400:]).argmax(1) == y[1400:]).float().mean().item()
-
-
-@sky.compute
-@sky.distributed.torch(backend="gloo")
-def accuracy_of_two() -> float:
-    return accuracy(is_parallel=True)
-
-
-def test_two_ranks_learn_digits_as_well_as_one_process(pool_of_two: sky.ComputePool) -> None:
-    """The same network with the same start, on two halves of the data."""
-    alone = accuracy(is_parallel=False)
-    assert alone > 0.85
-    assert accuracy_of_two() @ pool_of_two == (pytest.approx(alone, abs=0.01),) * 2
-
-
-@sky.compute
-@sky.distributed.torch(backend="gloo")
-def initialised_again() -> tuple[list[str], float]:
-    import torch
-    import torch.distributed as dist
-
-    store, _, _ = next(dist.rendezvous("env://"))
-    left = [key for key in store.list_keys() if "default_pg" in key and "skyward" not in key]
-    dist.barrier()
-    dist.destroy_process_group()
-    dist.init_process_group("gloo")
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    return left, total.item()
-
-
-def test_a_library_can_initialise_the_group_from_the_environment(pool_of_two: sky.ComputePool) -> None:
-    """The store of MASTER_ADDR and MASTER_PORT runs, and has no keys that such a group would take for its own."""
-    assert initialised_again() @ pool_of_two == (([], 2.0), ([], 2.0))
-
-
 @sky.compute
 @sky.distributed.torch(backend="gloo")
 def sampled() -> list[Any]:
@@ -234,16 +167,6 @@ def sampled() -> list[Any]:
 def test_the_sampler_has_pytorchs_order(pool_of_two: sky.ComputePool) -> None:
     """For even and uneven lengths, in each epoch."""
     assert sampled() @ pool_of_two == ([], [])
-
-
-def test_without_a_group_the_sampler_takes_the_workers_rank(pool_of_two: sky.ComputePool) -> None:
-    """A broadcast without a decorator needs no process group for it."""
-
-    @sky.compute
-    def rows() -> list[int]:
-        return list(sky.DistributedSampler(range(7), shuffle=False))
-
-    assert rows() @ pool_of_two == ([0, 2, 4, 6], [1, 3, 5, 0])
 
 
 def test_the_example_of_the_page_runs(tmp_path: Path) -> None:

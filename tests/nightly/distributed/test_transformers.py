@@ -55,10 +55,3 @@ def test_the_trainer_detects_the_group(pool_of_two: sky.ComputePool, tmp_path: A
     assert zero[2] == one[2] == "ParallelMode.DISTRIBUTED"
     assert (zero[3], one[3]) == (8, 8)
     assert zero[4] == pytest.approx(one[4])
-
-
-def test_a_single_rank_follows_on_the_same_process(pool_of_two: sky.ComputePool, tmp_path: Any) -> None:
-    """Accelerate's state of the earlier training, with two ranks, is gone; then two ranks again."""
-    train(str(tmp_path)) @ pool_of_two
-    assert (train(str(tmp_path)) >> pool_of_two)[:2] == (0, 1)
-    assert [one[1] for one in train(str(tmp_path)) @ pool_of_two] == [2, 2]

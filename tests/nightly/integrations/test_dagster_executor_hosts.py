@@ -21,7 +21,7 @@ import skyward_core as sky  # noqa: E402
 from dagster_skyward.configuration import plain  # noqa: E402
 from skyward_core.ledger.ledger import Ledger, default_url  # noqa: E402
 from tests.conftest import processes_by_tag  # noqa: E402
-from tests.system.test_real_hosts import owned_by  # noqa: E402
+from tests.real_hosts import owned_by  # noqa: E402
 from tests.testbed import Fleet, Host  # noqa: E402
 from tests.testbed.fixtures import fleet, mirror  # noqa: E402, F401 - fixtures
 from tests.testbed.mirror import Mirror  # noqa: E402

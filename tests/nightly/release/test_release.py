@@ -3,14 +3,12 @@
 import hashlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import tarfile
 import tomllib
 import zipfile
 from dataclasses import dataclass
-from email.parser import Parser
 from pathlib import Path
 from typing import Any
 
@@ -83,12 +81,6 @@ def built(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_the_recipe_is_the_command_that_is_tested() -> None:
-    """`make release` runs what these tests run."""
-    recipe = (ROOT / "Makefile").read_text().partition("\nrelease:")[2].split("\n")[1]
-    assert recipe.endswith(f" $(UV) {' '.join(IN_RELEASE)} tests.release")
-
-
 def test_a_release_has_seven_files_and_their_sums(built: Path) -> None:
     """Wheel, sdist, bill of materials, constraints; SHA256SUMS has the SHA-256 of each."""
     constraints = ["constraints-3.12.txt", "constraints-3.13.txt"]
@@ -113,34 +105,6 @@ def test_two_builds_of_a_commit_are_the_same_bytes(place: Place, built: Path, tm
     assert {path.name: path.read_bytes() for path in out.iterdir()} == {
         path.name: path.read_bytes() for path in built.iterdir()
     }
-
-
-def test_the_version_is_that_of_the_tag(built: Path) -> None:
-    """In the names of the files, and in the metadata of wheel and sdist."""
-    with zipfile.ZipFile(built / f"{STEM}-py3-none-any.whl") as wheel:
-        of_wheel = wheel.read(f"{STEM}.dist-info/METADATA").decode()
-    with tarfile.open(built / f"{STEM}.tar.gz") as sdist:
-        of_sdist = sdist.extractfile(f"{STEM}/PKG-INFO").read().decode()
-    assert [Parser().parsestr(text)["Version"] for text in (of_wheel, of_sdist)] == ["1.2.3", "1.2.3"]
-
-
-def test_a_version_without_a_tag(place: Place, built: Path, tmp_path: Path) -> None:
-    """A later commit is a development version of the next release. An unpacked sdist has its version without git. A
-    folder with neither has 0.0.0, and can be built.
-    """
-    later = Place(tmp_path / "later", place.environment)
-    shutil.copytree(place.tree, later.tree, symlinks=True)
-    later.git("commit", "--quiet", "--allow-empty", "--message=Later")
-    found = later.run("hatchling", "version", folder=later.tree).strip()
-    assert re.fullmatch(r"1\.2\.4\.dev1\+g[0-9a-f]+", found), found
-    later.git("tag", "--delete", "v1.2.3")
-    found = later.run("hatchling", "version", folder=later.tree).strip()
-    assert re.fullmatch(r"0\.0\.1\.dev2\+g[0-9a-f]+", found), found
-    shutil.rmtree(later.tree / ".git")
-    assert later.run("hatchling", "version", folder=later.tree) == "0.0.0\n"
-    with tarfile.open(built / f"{STEM}.tar.gz") as sdist:
-        sdist.extractall(tmp_path, filter="data")
-    assert place.run("hatchling", "version", folder=tmp_path / STEM) == "1.2.3\n"
 
 
 # ── the bill of materials ────────────────────────────────────────────────────────────────────────────────────────────

@@ -5,91 +5,18 @@
 import json
 import re
 import sqlite3
-import threading
-from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
-from datetime import timedelta
-from http.client import HTTPConnection
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from prometheus_client import Metric as MetricFamily
 from prometheus_client.parser import text_string_to_metric_families as families_from
 
-import skyward_core as sky
-from skyward_core.cli.ui.pages import answers
-from skyward_core.cli.ui.server import PageServer
-from skyward_core.cli.ui.utilisation import Utilisation
-from skyward_core.errors import LedgerError
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.live.metrics import NodeUse
 from tests.cleanup.pools import FolderProvider
-from tests.conftest import wait_until
-from tests.system.cli.test_json import record_pools
-from tests.unit.cli.test_commands import HERE, ROOT, Clock, Skyward, clock, folder, ledger, skyward, url  # noqa: F401 - fixtures
-from tests.unit.cli.test_ui import (
-    TOKEN,
-    sample,
-)
+from tests.cli.ledger import ROOT, TOKEN, Clock, FakeUtilisation, Page, Skyward, record_pools, sample
 
 PATHS = ["/api/pools", "/api/nodes", "/api/calls", "/api/cost", "/api/receipt?pool=sky-live", "/api/refusals"]
-
-
-@dataclass(frozen=True)
-class Reply:
-    status: int
-    headers: dict[str, str]
-    text: str
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.text)
-
-
-class Page:
-    """A client of a running page."""
-
-    def __init__(self, server: PageServer) -> None:
-        self.server = server
-
-    def get(self, path: str, *, token: str | None = TOKEN, method: str = "GET", **headers: str) -> Reply:
-        connection = HTTPConnection("127.0.0.1", self.server.server_port, timeout=20)
-        try:
-            sent = {"Authorization": f"Bearer {token}"} if token is not None else {}
-            connection.request(method, path, headers=sent | headers)
-            reply = connection.getresponse()
-            return Reply(reply.status, dict(reply.headers), reply.read().decode())
-        finally:
-            connection.close()
-
-
-class FakeUtilisation:
-    """What was seen of pools, by id."""
-
-    def __init__(self) -> None:
-        self.uses: dict[str, Sequence[NodeUse] | str] = {}
-
-    def of(self, pool_id: str) -> Sequence[NodeUse] | str | None:
-        return self.uses.get(pool_id)
-
-
-@pytest.fixture
-def utilisation() -> FakeUtilisation:
-    return FakeUtilisation()
-
-
-@pytest.fixture
-def page(ledger: Ledger, utilisation: FakeUtilisation) -> Iterator[Page]:
-    with PageServer(0, TOKEN, answers(ledger, utilisation)) as server:  # type: ignore[arg-type]
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield Page(server)
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 def change(url: str, *statements: str) -> None:
@@ -133,11 +60,6 @@ def test_it_listens_on_the_loopback_and_only_answers_get(page: Page) -> None:
     ] * 4
     assert page.get("/nonesuch").status == 404
     assert page.get("http://evil.example/api/pools").status == 403
-
-
-def test_a_port_that_is_taken_is_a_mistake_with_a_hint(page: Page) -> None:
-    with pytest.raises(sky.BadRequest, match="choose another with --port"):
-        PageServer(page.server.server_port, TOKEN, {})
 
 
 # ── the page ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -195,23 +117,6 @@ def test_the_data_are_those_of_the_commands(
     assert refused
 
 
-def test_an_empty_ledger_has_empty_lists(page: Page) -> None:
-    assert page.get("/api/pools").json == {"pools": [], "ended": [], "warnings": []}
-    assert page.get("/api/nodes").json == {"pools": [], "warnings": []}
-    assert page.get("/api/calls").json == {"calls": [], "all": 0, "days": 30, "warnings": []}
-    assert page.get("/api/refusals").json == {"refusals": [], "all": 0, "days": 30, "warnings": []}
-    assert page.get("/api/cost").json["rows"] == []
-    assert page.get("/api/cost").json["total"]["cost_usd"] == 0
-
-
-def test_a_mistake_in_a_request_is_named(page: Page) -> None:
-    assert page.get("/api/cost?by=colour").status == 400
-    assert "given by='colour'" in page.get("/api/cost?by=colour").json["error"]
-    assert page.get("/api/receipt").status == 400
-    unknown = page.get("/api/receipt?pool=sky-none")
-    assert (unknown.status, "has no pool 'sky-none'" in unknown.json["error"]) == (404, True)
-
-
 def test_a_ledger_that_cannot_be_read_is_an_error_and_no_empty_list(
     page: Page, skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider, url: str
 ) -> None:
@@ -225,16 +130,6 @@ def test_a_ledger_that_cannot_be_read_is_an_error_and_no_empty_list(
         reply = page.get(path)
         assert (path, reply.status, reply.json.keys()) == (path, 503, {"error"})
         assert "ledger" in reply.json["error"].lower()
-
-
-def test_a_row_that_cannot_be_read_is_named_and_the_others_are_shown(
-    page: Page, skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider, url: str
-) -> None:
-    record_pools(skyward, ledger, clock, folder)
-    change(url, "UPDATE skyward_pools SET created_microseconds = 'soon' WHERE id = 'sky-dead'")
-    pools = page.get("/api/pools").json
-    assert {"sky-live", "sky-named"} <= {one["pool"] for one in pools["pools"]}
-    assert [line for line in pools["warnings"] if "sky-dead" in line]
 
 
 # ── nodes ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -263,60 +158,6 @@ def test_nodes_have_curves_or_the_reason_why_not(
     assert (found["sky-dead"]["trouble"], found["sky-dead"]["is_awaited"]) == ("no route to it", False)
     assert (found["sky-gone"]["trouble"], found["sky-gone"]["is_awaited"]) == (None, True)
     assert "sky-ended" not in found
-
-
-class FakeUses:
-    """Uses of pools; it notes which connections were kept."""
-
-    def __init__(self) -> None:
-        self.kept: list[list[str]] = []
-
-    def __call__(self, *_: object, **__: object) -> "FakeUses":
-        return self
-
-    def __enter__(self) -> "FakeUses":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kept.append([])
-
-    def keep(self, pool_ids: Sequence[str]) -> None:
-        self.kept.append(list(pool_ids))
-
-    def of(self, pool_id: str) -> str:
-        return f"{pool_id} is far away"
-
-
-def test_utilisation_follows_open_pools_and_tells_when_the_ledger_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    uses, pools = FakeUses(), ["sky-1", "sky-2"]
-    trouble: list[LedgerError] = []
-
-    def listed(**_: object) -> list[SimpleNamespace]:
-        if trouble:
-            raise trouble[0]
-        return [SimpleNamespace(id=pool_id) for pool_id in pools]
-
-    monkeypatch.setattr("skyward_core.cli.ui.utilisation.PoolUses", uses)
-    monkeypatch.setattr("skyward_core.cli.ui.utilisation.EVERY_SECONDS", 0.01)
-    with Utilisation(SimpleNamespace(pools=listed)) as utilisation:  # type: ignore[arg-type]
-        wait_until(lambda: utilisation.of("sky-2") == "sky-2 is far away", "the first look")
-        pools.remove("sky-2")
-        wait_until(lambda: utilisation.of("sky-2") is None, "an end")
-        trouble.append(LedgerError("the disk is gone"))
-        wait_until(lambda: _is_away(utilisation), "a ledger that is away")
-        trouble.clear()
-        wait_until(lambda: not _is_away(utilisation), "a ledger that is back")
-    assert uses.kept[0] == ["sky-1", "sky-2"]
-    assert uses.kept[-2:] == [["sky-1"], []]
-
-
-def _is_away(utilisation: Utilisation) -> bool:
-    try:
-        utilisation.of("sky-1")
-    except LedgerError as error:
-        assert str(error) == "the disk is gone"
-        return True
-    return False
 
 
 # ── Prometheus ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -367,24 +208,6 @@ def test_metrics_are_those_of_the_ledger_and_of_the_nodes(
     assert {one.labels["owner"]: one.value for one in found["skyward_cost_usd_total"].samples} == owners
     assert value_of(found["skyward_refusals_total"], provider="folder", error="NoCapacity") == 1
     assert value_of(found["skyward_ledger_unreadable_rows"]) == 0
-
-
-def test_metrics_of_an_empty_ledger_and_of_odd_names(page: Page, ledger: Ledger, clock: Clock) -> None:
-    """Without pools there are zeros where a sum is known. A label may have any text."""
-    found = families_of(page)
-    assert value_of(found["skyward_pools"], state="live") == 0
-    assert found["skyward_pool_nodes"].samples == []
-    odd = 'a "quoted" \\ name\nof two lines'
-    soon = clock.now + timedelta(seconds=60)
-    ledger.open_pool("sky-1", owner=HERE, provider={"name": odd}, spec_json="{}", lease_expires_at=soon)
-    assert value_of(families_of(page)["skyward_pool_nodes"], provider=odd) == 0
-
-
-def test_metrics_need_the_token_and_a_ledger(page: Page, url: str) -> None:
-    """Prometheus then has no sample, and no 0."""
-    assert page.get("/metrics", token=None).status == 401
-    change(url, "ALTER TABLE skyward_attempts RENAME TO away")
-    assert page.get("/metrics").status == 503
 
 
 def test_the_dashboard_and_the_page_of_commands_have_the_metrics_that_exist(page: Page) -> None:

@@ -1,43 +1,12 @@
 """Several tasks at once, in plain threads: in order, to the end, and also when the interpreter ends."""
 
-import asyncio
 import subprocess
 import sys
 import threading
-from concurrent.futures import Future
 
 import pytest
 
-from skyward_core.concurrency.threads import PlainExecutor, Threads, side_by_side
-
-
-def test_the_results_are_in_the_order_of_the_arguments() -> None:
-    """In whatever order they are done."""
-    second_is_done = threading.Event()
-
-    def work(thing: int) -> int:
-        assert thing == 2 or second_is_done.wait(30)
-        second_is_done.set()
-        return thing * 10
-
-    assert side_by_side(work, [1, 2], "test") == [10, 20]
-    assert side_by_side(work, [], "test") == []
-    assert side_by_side(lambda _: threading.current_thread(), [1], "test") == [threading.current_thread()]
-
-
-def test_the_limit_of_tasks_at_once_is_kept_and_reached() -> None:
-    """Not more, and not fewer."""
-    at_once, most, gate = set[int](), list[int](), threading.Barrier(3)
-
-    def work(thing: int) -> None:
-        at_once.add(thing)
-        most.append(len(at_once))
-        gate.wait(30)
-        at_once.discard(thing)
-        gate.wait(30)
-
-    side_by_side(work, range(6), "test", 3)
-    assert max(most) == 3
+from skyward_core.concurrency.threads import Threads, side_by_side
 
 
 def test_the_first_argument_with_an_error_decides_when_all_are_done() -> None:
@@ -83,71 +52,6 @@ def test_an_interrupt_begins_no_more_tasks_and_waits_for_the_others(monkeypatch:
     with pytest.raises(KeyboardInterrupt):
         side_by_side(work, [1, 2, 3], "test", 1)
     assert begun == ended == [1]
-
-
-def test_if_no_thread_can_be_started_the_task_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some Pythons start no thread while they end."""
-
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    threads = Threads("test")
-    outcome: Future[threading.Thread] = threads.submit(threading.current_thread)
-    threads.join()
-    assert outcome.result() is threading.current_thread()
-    assert side_by_side(lambda thing: -thing, [1, 2, 3], "test") == [-1, -2, -3]
-
-
-def test_a_library_that_needs_an_executor_gets_plain_threads() -> None:
-    """Asyncio's loops need one; it ends with the tasks that it was given."""
-    may_end, ended = threading.Event(), threading.Event()
-
-    def work() -> str:
-        assert may_end.wait(30)
-        ended.set()
-        return threading.current_thread().name
-
-    executor = PlainExecutor("plain")
-    outcome = executor.submit(work)
-    assert not outcome.done()
-    may_end.set()
-    executor.shutdown()
-    assert ended.is_set()
-    assert outcome.result() == "plain-0"
-
-
-def test_a_running_task_cannot_be_cancelled() -> None:
-    """Asyncio tries to cancel it together with its own task; the thread goes on, and its result must be accepted."""
-    may_end = threading.Event()
-    threads = Threads("test")
-    outcome = threads.submit(may_end.wait, 30)
-    assert not outcome.cancel()
-    may_end.set()
-    threads.join()
-    assert outcome.result()
-
-
-def test_a_cancelled_task_leaves_no_error() -> None:
-    """The outcome of its thread has no receiver any more."""
-    may_end = threading.Event()
-
-    async def cancelled() -> None:
-        loop, begun = asyncio.get_running_loop(), asyncio.Event()
-        loop.set_default_executor(PlainExecutor("plain"))
-
-        def work() -> None:
-            loop.call_soon_threadsafe(begun.set)
-            assert may_end.wait(30)
-
-        task = asyncio.ensure_future(loop.run_in_executor(None, work))
-        await begun.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        may_end.set()
-
-    asyncio.run(cancelled())  # an error in a thread would fail this test
 
 
 def test_it_works_while_the_interpreter_ends() -> None:

@@ -4,13 +4,11 @@
 
 import asyncio
 import os
-import pickle
 import signal
 import socket
 import struct
 import threading
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -89,36 +87,6 @@ def call(node: Node, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.usefixtures("call")
-def test_threads_of_a_call_exclude_each_other() -> None:
-    """They share one connection; each waits for its own answers."""
-    lock, counted = sky.Lock("counter"), [0]
-
-    def count(_: int) -> None:
-        for _ in range(20):
-            with lock:
-                before = counted[0]
-                lock.locked()  # another thread may run meanwhile
-                counted[0] = before + 1
-
-    with ThreadPoolExecutor(8) as threads:
-        list(threads.map(count, range(8)))
-    assert counted == [160]
-    assert not lock.locked()
-
-
-@pytest.mark.usefixtures("call")
-def test_a_thread_that_waits_keeps_no_other_from_asking() -> None:
-    """One thread waits for an event, and reads for all; another one sets it."""
-    event = sky.Event("go")
-    with ThreadPoolExecutor(2) as threads:
-        waiting = [threads.submit(event.wait, 30) for _ in range(2)]
-        assert not event.is_set()
-        event.set()
-        assert [one.result(30) for one in waiting] == [True, True]
-    event.clear()
-
-
-@pytest.mark.usefixtures("call")
 def test_waits_end_in_time() -> None:
     """`acquire` and `wait` return whether they succeeded; `get` and `put` raise, as Dask's do."""
     lock, other = sky.Lock("l"), sky.Lock("l")
@@ -136,14 +104,6 @@ def test_waits_end_in_time() -> None:
         variable.get(timeout=0)
     assert (queue.get(timeout=0), queue.qsize()) == (1, 0)
     lock.release()
-
-
-@pytest.mark.parametrize("timeout", [-1, float("inf"), float("nan")])
-@pytest.mark.usefixtures("call")
-def test_a_timeout_that_is_none_is_refused(timeout: float) -> None:
-    """None is how to wait for any time."""
-    with pytest.raises(sky.BadRequest, match="None to wait"):
-        sky.Lock("l").acquire(timeout=timeout)
 
 
 @pytest.mark.usefixtures("call")
@@ -176,31 +136,6 @@ def test_a_wait_that_is_interrupted_is_withdrawn(node: Node) -> None:
 
 
 @pytest.mark.usefixtures("call")
-def test_a_lease_is_released_once() -> None:
-    """By the object that has got it."""
-    lock = sky.Lock("l")
-    lock.acquire()
-    with pytest.raises(RuntimeError, match="not held"):
-        sky.Lock("l").release()
-    lock.release()
-    with pytest.raises(RuntimeError, match="not held"):
-        lock.release()
-
-
-def test_the_end_of_a_call_ends_its_connections(node: Node, call: str) -> None:
-    """Also that of a process that the call has left behind: it can make no other one."""
-    lock = sky.Lock("l")
-    lock.acquire()
-    node.connections.end(call)
-    wait_until(lambda: node.state.is_empty, "the end of the lease")
-    for _ in range(2):
-        with pytest.raises(sky.NodeLost, match="out of reach"):
-            sky.Lock("m").locked()
-    with pytest.raises(sky.NodeLost):
-        lock.release()
-
-
-@pytest.mark.usefixtures("call")
 def test_a_call_that_outlives_the_scheduler_connects_again(node: Node) -> None:
     """Its first request says what it has lost; those after it go to the next scheduler."""
     lock = sky.Lock("l")
@@ -211,27 +146,6 @@ def test_a_call_that_outlives_the_scheduler_connects_again(node: Node) -> None:
     assert not lock.locked()
     with pytest.raises(sky.NodeLost):
         lock.release()
-
-
-@pytest.mark.usefixtures("call")
-def test_an_error_in_a_with_block_is_not_hidden_by_a_lost_lock(node: Node) -> None:
-    """The loss is a note of it."""
-    with pytest.raises(ZeroDivisionError) as caught, sky.Lock("l"):
-        node.do(node.connections.detach)
-        _ = 1 / 0
-    assert "out of reach" in caught.value.__notes__[0]
-
-
-@pytest.mark.usefixtures("call")
-def test_values_are_the_same_on_the_other_side() -> None:
-    """Any value that a call may return."""
-    queue, variable = sky.Queue[object]("q"), sky.Variable[object]("v")
-    for value in (None, {"a": [1, 2.5]}, b"", lambda x: x + 1):
-        queue.put(value)
-        variable.set(value)
-        got = [queue.get(), variable.get()]
-        assert [one(1) for one in got] == [2, 2] if callable(value) else got == [value, value]
-    variable.delete()
 
 
 @pytest.mark.usefixtures("call")
@@ -247,50 +161,11 @@ def test_a_name_that_cannot_be_sent_is_refused(name: Any) -> None:
         sky.Event(name)
 
 
-def test_numbers_that_make_no_sense_are_refused() -> None:
-    """Before any request."""
-    with pytest.raises(sky.BadRequest, match="max_leases=0"):
-        sky.Semaphore(0, "s")
-    with pytest.raises(sky.BadRequest, match="maxsize=-1"):
-        sky.Queue("q", maxsize=-1)
-
-
-@pytest.mark.usefixtures("call")
-def test_another_number_of_leases_is_refused_while_the_semaphore_is_in_use() -> None:
-    with sky.Semaphore(2, "s") as semaphore:
-        assert semaphore.get_value() == 1
-        with pytest.raises(sky.BadRequest, match="in use with max_leases=2, not 3"):
-            sky.Semaphore(3, "s").acquire()
-    with sky.Semaphore(3, "s"):
-        pass
-
-
 def test_outside_of_a_call_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     """The object may be made there: a function may read it as a variable."""
     monkeypatch.delenv(channel.ENV, raising=False)
     with pytest.raises(sky.BadRequest, match=r"pass the pool, as in `sky.Semaphore\(2, 's', pool=pool\)`"):
         sky.Semaphore(2, "s").acquire()
-
-
-@pytest.mark.usefixtures("call")
-@pytest.mark.parametrize(
-    "shared",
-    [sky.Lock("x"), sky.Semaphore(2, "x"), sky.Event("x"), sky.Queue[int]("x", 3), sky.Variable[int]("x")],
-    ids=repr,
-)
-def test_only_the_name_travels(shared: Any) -> None:
-    """A copy is the same object of the pool, without its leases."""
-    if isinstance(shared, sky.Semaphore):
-        shared.acquire()
-    copy = pickle.loads(pickle.dumps(shared))
-    assert repr(copy) == repr(shared)
-    if isinstance(shared, sky.Queue):
-        assert copy.maxsize == 3
-    if isinstance(shared, sky.Semaphore):
-        assert copy.get_value() == 1
-        with pytest.raises(RuntimeError):
-            copy.release()
-        shared.release()
 
 
 @pytest.mark.parametrize(

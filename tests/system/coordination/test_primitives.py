@@ -287,20 +287,6 @@ def test_a_fork_does_not_have_the_lock_of_its_parent(pool: sky.ComputePool) -> N
     assert work() >> pool == (3, True)
 
 
-def test_the_program_excludes_calls(pool: sky.ComputePool) -> None:
-    """Its threads too. What it holds is free when it releases it."""
-    lock = sky.Lock("program", pool=pool)
-
-    @sky.compute
-    def take() -> bool:
-        return sky.Lock("program").acquire(timeout=0)
-
-    with lock:
-        assert not take() >> pool
-        assert not sky.Lock("program", pool=pool).acquire(timeout=0.05)
-    assert take() >> pool
-
-
 @pytest.fixture(scope="module")
 def own_pool() -> Iterator[sky.ComputePool]:
     """A pool whose nodes may be lost, and that may be attached to."""
@@ -363,7 +349,17 @@ def test_the_lock_of_a_silent_node_is_free(own_pool: sky.ComputePool) -> None:
     lock.release()
 
 
-def test_names_belong_to_a_pool(pool: sky.ComputePool, own_pool: sky.ComputePool) -> None:
-    """The same name in another pool is another lock."""
-    with sky.Lock("name", pool=pool), sky.Lock("name", pool=own_pool):
-        assert sky.Lock("name", pool=pool).locked()
+@pytest.mark.nightly
+def test_the_lock_of_a_program_that_is_killed_is_free(own_pool: sky.ComputePool) -> None:
+    """Another program attaches to the pool, takes the lock, and dies."""
+    code = (
+        "import os, signal, sys, skyward_core as sky\n"
+        "pool = sky.ComputePool.attach(sys.argv[1])\n"
+        "sky.Lock('attached', pool=pool).acquire()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    lock = sky.Lock("attached", pool=own_pool)
+    done = subprocess.run([sys.executable, "-c", code, own_pool.lease.model_dump_json()], timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert lock.acquire(timeout=SOON_SECONDS)
+    lock.release()

@@ -1,6 +1,7 @@
 """Groups of ranks in threads and on pools, with a framework of the test."""
 
 import contextlib
+import json
 import os
 import secrets
 import socket
@@ -15,11 +16,15 @@ from typing import Any, ClassVar
 import pytest
 
 import skyward_core as sky
-from skyward_core.distributed.group import Group, decorator, interface_of, members_of, reserved_port
+from skyward_core.distributed.group import Group, decorator, members_of
 from skyward_core.distributed.group import places as places_of_call
+from skyward_core.distributed.hub import UNPROVED_BYTES
 from skyward_core.distributed.member import Member, Place, find_hub, open_hub
 from skyward_core.worker.watchdog import kill_instance
 from tests.conftest import RecordedEvents
+from tests.unit.distributed.test_hub import (  # noqa: F401 - fixtures
+    connection,
+)
 
 
 def places(world: int) -> list[Place]:
@@ -38,19 +43,6 @@ def on_all[R](ranks: list[Place], work: Callable[[Member], R], seconds: float = 
         return [threads.submit(run, place) for place in ranks]
 
 
-def test_ranks_find_each_other_and_exchange_values() -> None:
-    """Each rank gets the values of all, in the order of the ranks; several groups in a row work."""
-    for world in (1, 3):
-        for _ in range(2):
-
-            def work(member: Member) -> list[Any]:
-                values = member.exchange(member.place.rank * 10)
-                member.finish()
-                return values
-
-            assert [one.result() for one in on_all(places(world), work)] == [[10 * r for r in range(world)]] * world
-
-
 def test_the_error_names_the_ranks_that_did_not_come() -> None:
     """All that have come get the same error."""
     ranks = places(4)
@@ -58,13 +50,6 @@ def test_the_error_names_the_ranks_that_did_not_come() -> None:
         with pytest.raises(sky.GroupNotFormed, match="ranks 1, 3 did not come") as raised:
             one.result()
         assert raised.value.absent == (1, 3)
-
-
-def test_the_error_names_rank_0_if_it_did_not_come() -> None:
-    """Then there is no hub."""
-    (one,) = on_all(places(2)[1:], lambda _: None, seconds=0.2)
-    with pytest.raises(sky.GroupNotFormed, match=r"rank 0 did not come .*127\.0\.0\.1"):
-        one.result()
 
 
 def test_a_taken_port_is_skipped_by_all_ranks() -> None:
@@ -115,79 +100,11 @@ def _listens(port: int) -> bool:
     return True
 
 
-def pair(stops: list[str], hold_seconds: float = 0.1) -> tuple[Any, list[Member]]:
-    ranks = places(2)
-    hub = open_hub(ranks[0], time.monotonic() + 30)
-    members = [Member(place, *find_hub(place, time.monotonic() + 30), hold_seconds, stops.append) for place in ranks]
-    for member in members:
-        member.wait_until_formed()
-    return hub, members
-
-
-def test_the_first_error_is_kept_and_the_other_rank_is_held() -> None:
-    """Rank 1 fails; the error of rank 0 that follows becomes RankFailed, which names rank 1."""
-    stops: list[str] = []
-    hub, (zero, one) = pair(stops, hold_seconds=1.0)
-    try:
-        one.fail(ValueError("no"))
-        one.close()
-        with pytest.raises(sky.RankFailed, match="rank 1 of 2 failed first: ValueError: no") as raised:
-            zero.fail(RuntimeError("connection closed by peer"))
-        assert isinstance(raised.value.__cause__, RuntimeError)
-        zero.close()
-    finally:
-        hub.close()
-    assert stops == []
-
-
-def test_the_end_of_the_hub_before_the_group_is_formed_is_the_failure_of_rank_0() -> None:
-    """Rank 0 may have crashed in its function already: its crash is the cause, and no absent rank."""
-    ranks = places(2)
-    hub = open_hub(ranks[0], time.monotonic() + 30)
-    one = Member(ranks[1], *find_hub(ranks[1], time.monotonic() + 30))
-    try:
-        hub.close()
-        with pytest.raises(sky.RankFailed, match="rank 0 of 2 failed first: its process ended"):
-            one.wait_until_formed()
-    finally:
-        one.close()
-
-
-def test_a_rank_that_hangs_after_a_failure_is_stopped() -> None:
-    """Nothing else has stopped it: it is in its function, and the other rank's process has ended."""
-    stops: list[str] = []
-    hub, (zero, one) = pair(stops, hold_seconds=0.01)
-    try:
-        one.close()
-        wait_until(lambda: stops, "the end of rank 0")
-        zero.close()
-    finally:
-        hub.close()
-    assert stops == ["rank 0 is stopped, because rank 1 failed: its process ended, or its node is out of reach"]
-
-
 def wait_until(condition: Callable[[], object], what: str) -> None:
     deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, what
         time.sleep(0.01)
-
-
-def test_a_reserved_port_is_free_for_this_users_server_only() -> None:
-    """A server with SO_REUSEPORT gets it; another one does not."""
-    with reserved_port("127.0.0.1") as port, socket.socket() as server:
-        with pytest.raises(OSError):
-            socket.create_server(("127.0.0.1", port))
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        server.bind(("127.0.0.1", port))
-        server.listen()
-        assert _listens(port)
-
-
-def test_the_interface_of_an_address() -> None:
-    """Loopback has an interface; an address of another machine has none."""
-    assert interface_of("127.0.0.1") == "lo"
-    assert interface_of("192.0.2.1") is None
 
 
 # ── on a pool ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -263,18 +180,6 @@ def test_the_error_of_the_rank_that_failed_first_is_raised(
     assert ranks_of() @ pool == ((0, 2, "0", "inside"), (1, 2, "1", "inside"))
 
 
-def test_an_error_at_the_start_of_the_framework_is_the_first_one(pool: sky.ComputePool) -> None:
-    """Rank 0 may run its function; its error is not the one that is raised."""
-
-    @sky.compute
-    @fake(fails_on=1)
-    def waits() -> None:
-        threading.Event().wait()
-
-    with pytest.raises(OSError, match="no device"):
-        waits() @ pool
-
-
 @sky.compute
 @fake()
 def count_to(steps: int, folder: str) -> tuple[int, int]:
@@ -314,24 +219,6 @@ def test_after_the_loss_of_a_node_the_training_goes_on_from_its_checkpoint(tmp_p
     assert len({event.call_id for event in retrying}) == len(retrying) <= 2
 
 
-@sky.compute
-@fake()
-async def of_coroutine() -> str | None:
-    return os.environ.get("FAKE_RANK")
-
-
-@sky.compute
-@fake()
-def of_generator() -> Generator[str | None]:
-    yield os.environ.get("FAKE_RANK")
-
-
-def test_coroutines_and_generators_run_inside_the_group() -> None:
-    """They are run to their ends before the group is torn down."""
-    assert of_coroutine.local() == "0"
-    assert of_generator.local() == ["0"]
-
-
 def test_wrong_uses_are_refused_with_what_to_write() -> None:
     """The order of the decorators, arguments, and a deadline that is none."""
     with pytest.raises(TypeError, match=r"write @sky.compute above"):
@@ -345,19 +232,29 @@ def test_wrong_uses_are_refused_with_what_to_write() -> None:
     assert fail_on(1, "hang").fn.__name__ == "fail_on"
 
 
-@pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), "10", None, True])
-def test_a_deadline_that_is_none_is_refused(seconds: Any) -> None:
-    """With what to write."""
-    with pytest.raises(sky.BadRequest, match=r"rendezvous_seconds=.*: write how many seconds"):
-        sky.distributed.torch(rendezvous_seconds=seconds)
+def test_tf_config_names_all_workers_and_this_one() -> None:
+    """In the form of TensorFlow's guide "Distributed training", with the addresses that the ranks have exchanged."""
+    framework = sky.distributed.tensorflow()(print).framework
+    group = Group(Place(1, 2, 0, 1, 1, 2, "10.0.0.1", "key"), "10.0.0.2", lambda mine: ["10.0.0.1:4000", mine])
+    with framework.running(group):
+        config = json.loads(os.environ["TF_CONFIG"])
+        first, second = config["cluster"]["worker"]
+        assert config["task"] == {"type": "worker", "index": 1}
+        assert first == "10.0.0.1:4000"
+        assert second.startswith("10.0.0.2:")
+        assert os.environ["no_grpc_proxy"] == "10.0.0.1,10.0.0.2"  # noqa: SIM112 - gRPC's own spelling
+    group.restore_environment()
+    assert "TF_CONFIG" not in os.environ
 
 
-@pytest.mark.parametrize("backend", [3, "", b"gloo", ["gloo"]])
-@pytest.mark.parametrize(
-    "decorator", [sky.distributed.torch, sky.distributed.transformers], ids=lambda one: one.__name__
-)
-def test_a_backend_that_is_none_is_refused(decorator: Any, backend: Any) -> None:
-    """Before any machine is used. PyTorch knows other names than these two."""
-    with pytest.raises(sky.BadRequest, match=r'^backend=.*: write "nccl", "gloo" or another backend of PyTorch'):
-        decorator(backend=backend)
-    assert callable(decorator(backend="cpu:gloo,cuda:nccl"))
+def read_line(connection: socket.socket) -> dict[str, str]:
+    with connection.makefile("rb") as file:
+        return json.loads(file.readline())
+
+
+def test_a_connection_without_a_proof_is_closed_after_four_kilobytes(connection: socket.socket) -> None:
+    """It sends no end of a line: the hub neither waits for one, nor keeps what comes."""
+    assert "nonce" in read_line(connection)
+    connection.sendall(b"x" * UNPROVED_BYTES)
+    assert connection.recv(1) == b""
+    assert UNPROVED_BYTES == 4096

@@ -46,23 +46,6 @@ def on_node(monkeypatch: pytest.MonkeyPatch, **changed: Any) -> None:
     monkeypatch.setenv(ENV, to_env(info))
 
 
-def test_places_of_several_processes_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks go node by node, as torchrun numbers them; a single call is a group of its own processes."""
-    on_node(monkeypatch)
-    found = places(2)
-    assert [(one.rank, one.local_rank) for one in found] == [(2, 0), (3, 1)]
-    assert {(one.world_size, one.local_world_size, one.node, one.nodes) for one in found} == {(6, 2, 1, 3)}
-    assert {(one.head_address, one.key) for one in found} == {("10.0.0.9", "j")}
-    on_node(monkeypatch, is_broadcast=False)
-    assert [(one.rank, one.world_size, one.node) for one in places(2)] == [(0, 2, 0), (1, 2, 0)]
-
-
-def test_places_on_partitions_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each worker starts as many processes, and local ranks count all of the node."""
-    on_node(monkeypatch, worker=1, workers_per_node=2)
-    assert [(one.rank, one.local_rank, one.world_size) for one in places(2)] == [(6, 2, 12), (7, 3, 12)]
-
-
 def test_a_process_counts_as_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """So each has its own share of the data. Processes of one node get one thread each, unless the user says more."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -77,37 +60,10 @@ def test_a_process_counts_as_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "OMP_NUM_THREADS" not in variables_of(places(2)[0])
 
 
-@pytest.mark.parametrize("number", [0, -1, True, 2.0, "gpu"])
-def test_a_number_of_processes_that_is_none_is_refused(number: Any) -> None:
-    """With what to write."""
-    with pytest.raises(sky.BadRequest, match="nproc_per_node"):
-        sky.distributed.torch(nproc_per_node=number)
-
-
 class Coloured(Exception):
     def __init__(self, colour: str) -> None:
         super().__init__(colour)
         self.colour = colour
-
-
-@fake()
-def alone(what: str) -> Any:
-    if what == "raise":
-        raise Coloured("red")
-    if what == "crash":
-        os.abort()
-    return os.environ["FAKE_RANKS"], sky.instance_info().rank
-
-
-def test_in_the_users_own_process() -> None:
-    """A group of one; a crash takes the process of the training alone."""
-    assert sky.compute(alone).local("run") == ("[0]", 0)
-    with pytest.raises(Coloured) as raised:
-        alone("raise")
-    assert raised.value.colour == "red"
-    with pytest.raises(sky.CallCrashed, match="SIGABRT") as crashed:
-        alone("crash")
-    assert crashed.value.exit_code == -signal.SIGABRT
 
 
 # ── on a pool ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -235,18 +191,3 @@ def test_the_rank_that_failed_first_is_raised(
     while any(map(start_of, pids)):
         assert time.monotonic() < deadline, "a process of the training lives"
         time.sleep(0.01)
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_process_that_is_killed_before_the_framework_has_started(pool: sky.ComputePool, rank: int) -> None:
-    """The other rank waits for its value."""
-
-    @sky.compute
-    @fake(kills=rank)
-    def never() -> None:
-        raise AssertionError
-
-    with pytest.raises(sky.CallCrashed, match="SIGKILL") as raised:
-        never() @ pool
-    assert raised.value.node == rank
-    assert len(one_each(Coloured("")) @ pool) == 2

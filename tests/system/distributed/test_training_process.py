@@ -9,18 +9,16 @@ import sys
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 
 import skyward_core as sky
 from skyward_core.distributed.group import Group
 from skyward_core.distributed.member import Place
 from skyward_core.distributed.training_channel import TrainingJob
-from skyward_core.distributed.training_process import ProcessEnded, TrainingProcess
-from skyward_core.serialization import exceptions, pickling
+from skyward_core.distributed.training_process import TrainingProcess
+from skyward_core.serialization import pickling
 from skyward_core.worker.keeper import start_of
 
 
@@ -52,41 +50,6 @@ def run(fn: Callable[..., Any], *args: Any, mark: bytes = b"") -> Any:
     return pickling.loads(value)
 
 
-def test_the_value_comes_back_and_large_arrays_can_be_written_to() -> None:
-    """In both directions they travel beside the messages. The framework's variable is set."""
-
-    def doubled(array: Any) -> Any:
-        array *= 2
-        return os.environ["PLAIN"], os.getpid(), array
-
-    variable, pid, array = run(doubled, np.ones(300_000))
-    array += 1
-    assert (variable, array.sum()) == ("[3, 'other']", 900_000.0)
-    assert pid != os.getpid()
-
-
-class Refused(Exception):
-    def __init__(self, number: int) -> None:
-        super().__init__(f"refused {number}")
-        self.number = number
-
-
-def test_an_error_comes_back_with_its_class_and_the_traceback_of_the_function() -> None:
-    """Our own frames are not in it, and it is taken out before the error travels to the client."""
-
-    def refuse() -> None:
-        raise Refused(7) from ValueError("cause")
-
-    with pytest.raises(Refused, match="refused 7") as raised:
-        run(refuse)
-    assert raised.value.number == 7
-    text = exceptions.take_process_text(raised.value)
-    assert "raise Refused(7) from" in text
-    assert "training_main" not in text
-    assert isinstance(raised.value.__cause__, ValueError)
-    assert exceptions.take_process_text(raised.value) == ""
-
-
 def test_output_records_and_metrics_are_those_of_the_runner(capfd: pytest.CaptureFixture[str]) -> None:
     """They go to the same descriptors. Records and metrics have the runner's mark; the last metrics are not lost."""
 
@@ -103,36 +66,6 @@ def test_output_records_and_metrics_are_those_of_the_runner(capfd: pytest.Captur
     assert err == 'secret:30 "WARNING:root:a\\nrecord"\n'
 
 
-@pytest.mark.parametrize(
-    ("code", "text"), [(3, "ended with exit code 3"), (-9, "ended by SIGKILL"), (-6, "ended by SIGABRT")]
-)
-def test_a_process_that_ends_by_itself(code: int, text: str) -> None:
-    """Its exit code is that of `subprocess`; only an abort may follow from another rank's failure."""
-
-    def end() -> None:
-        if code < 0:
-            os.kill(os.getpid(), -code)
-        os._exit(code)
-
-    with pytest.raises(ProcessEnded, match=text) as raised:
-        run(end)
-    assert raised.value.exit_code == code
-    assert raised.value.may_be_consequence == (code == -6)
-
-
-def test_sys_exit_is_raised_as_such() -> None:
-    """The runner reports it as for any call."""
-    with pytest.raises(SystemExit) as raised:
-        run(sys.exit, 4)
-    assert raised.value.code == 4
-
-
-def test_a_result_that_cannot_travel_is_an_error_of_the_function() -> None:
-    """The message names the part."""
-    with pytest.raises(TypeError, match="result"):
-        run(lambda: {"lock": sys._getframe()})
-
-
 def test_the_process_is_killed_with_all_that_it_has_started() -> None:
     """Also if a child of it has a session of its own, and keeps the connection open."""
 
@@ -146,44 +79,6 @@ def test_the_process_is_killed_with_all_that_it_has_started() -> None:
 
     child = run(start)
     wait_until(lambda: not start_of(child), "the end of its child")
-
-
-def test_the_end_of_a_process_is_seen_although_its_child_holds_the_connection(tmp_path: Path) -> None:
-    """The child would keep the runner waiting for ever. On a node the runner's group ends, and the child with it."""
-
-    def crash() -> None:
-        if child := os.fork():
-            (tmp_path / "child").write_text(str(child))
-            os._exit(5)
-        while True:
-            signal.pause()
-
-    try:
-        with pytest.raises(ProcessEnded, match="exit code 5"):
-            run(crash)
-    finally:
-        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
-
-
-def test_a_forked_process_that_returns_sends_no_value() -> None:
-    """Its parent does, which waits for it."""
-
-    def fork() -> str:
-        if child := os.fork():
-            os.waitpid(child, 0)
-            return "parent"
-        return "child"
-
-    assert run(fork) == "parent"
-
-
-def test_a_teardown_that_hangs_is_cut_short() -> None:
-    """The value is there already."""
-    with TrainingProcess({}) as process:
-        value = process.run(job(os.getpid, framework=Plain(hangs=True)), lambda value: [value])
-        process.end(seconds=0.0)
-        assert pickling.loads(value) == process.pid
-        assert not start_of(process.pid)
 
 
 RUNNER = """

@@ -19,17 +19,6 @@ from tests.unit.doctor.test_diagnosis import (  # noqa: F401 - fixtures
 )
 
 
-def test_all_is_well(place: Path) -> None:
-    """Nothing is rented, no key is made, and the folders are left as they were."""
-    checks = diagnose(providers=[FolderProvider(folder=str(place))])
-    assert states(checks) == dict.fromkeys(
-        ["versions", "settings", "network", "state folder", "ledger", "secret key", "provider folder"], "ok"
-    )
-    assert FolderProvider(folder=str(place)).instances() == []
-    assert list((place / "state/skyward").iterdir()) == []
-    assert all(not check.cure for check in checks)
-
-
 def test_a_check_that_hangs_has_failed(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others have their results; the process does not wait for it."""
     forever = threading.Event()
@@ -44,19 +33,6 @@ def test_a_check_that_hangs_has_failed(place: Path, monkeypatch: pytest.MonkeyPa
     finally:
         forever.set()
     assert (found["network"], found["versions"]) == ("failed", "ok")
-
-
-@pytest.mark.parametrize(
-    ("error", "words"), [(RuntimeError("odd"), "RuntimeError: odd"), (TimeoutError("slow"), "slow")]
-)
-def test_a_check_that_raises_has_failed(monkeypatch: pytest.MonkeyPatch, error: Exception, words: str) -> None:
-    def fail() -> list[Check]:
-        raise error
-
-    monkeypatch.setattr(this_machine, "check_network", fail)
-    (found,) = [check for check in diagnose(providers=[]) if check.subject == "network"]
-    assert found.state is CheckState.FAILED
-    assert words in found.message
 
 
 def test_settings_that_no_pool_can_have(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

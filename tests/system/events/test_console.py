@@ -1,8 +1,6 @@
 """The displays get the events of a pool's life, and the tests check their text."""
 
 import io
-import subprocess
-import sys
 import threading
 from typing import override
 
@@ -10,7 +8,6 @@ import pytest
 
 from skyward_core.events.console import display
 from skyward_core.events.events import (
-    BudgetWarning,
     CallProgress,
     CallReported,
     CallRetrying,
@@ -19,19 +16,10 @@ from skyward_core.events.events import (
     ContactRegained,
     CostUpdate,
     Error,
-    InfraCreated,
-    InfraCreating,
-    InstanceLaunching,
-    InstanceLost,
     LogLine,
     SkywardEvent,
 )
-from tests.unit.events.test_console import (  # noqa: F401 - fixtures
-    CLOSING,
-    OPENING,
-    _written,
-    unconfigured,
-)
+from tests.unit.events.test_console import OPENING, _written, unconfigured  # noqa: F401 - fixtures
 
 
 class Terminal(io.StringIO):
@@ -66,35 +54,6 @@ def test_spinner_draws_phases_calls_and_cost(terminal: Terminal):
     assert terminal.getvalue().count("\x1b[?25l") == terminal.getvalue().count("\x1b[?25h") == 1
 
 
-def test_spinner_drops_the_row_of_a_machine_that_is_ready(terminal: Terminal):
-    """When all machines are ready their rows are removed, and the pool's row is the last."""
-    last_picture = _written("spinner", OPENING, terminal).rsplit("ready after 3.2 s: 2 nodes, 4 slots", 1)
-    assert len(last_picture) == 2
-    assert "node" not in last_picture[1]
-
-
-def test_spinner_leaves_the_bill_on_the_screen(terminal: Terminal):
-    """The bill stays at the end, even of a pool that never became ready, and no machine's row."""
-    last_picture = _written("spinner", OPENING[:8] + CLOSING, terminal).rsplit("done: 12.3 s, $0.0123 (2 on demand)", 1)
-    assert len(last_picture) == 2
-    assert "node" not in last_picture[1]
-
-
-def test_spinner_prints_node_output_above_the_rows_as_it_is(terminal: Terminal):
-    """A node's line is printed unchanged, including markup and emoji names. A lost machine and a low budget are printed
-    too.
-    """
-    events: list[SkywardEvent] = [
-        LogLine(0, "i-a", "loss [bold]:smile:[/bold]", 0.0),
-        InstanceLost("i-b", 1, "preempted"),
-        BudgetWarning(8.0, 10.0, None),
-    ]
-    text = _written("spinner", events, terminal)
-    assert "[node 0] loss [bold]:smile:[/bold]" in text
-    assert "node 1 is lost: preempted" in text
-    assert "$8.00 of $10.00 are spent" in text
-
-
 @pytest.mark.parametrize(
     ("event", "line"),
     [
@@ -116,35 +75,6 @@ def test_spinner_prints_node_output_above_the_rows_as_it_is(terminal: Terminal):
 def test_spinner_prints_each_problem_above_the_rows(event: SkywardEvent, line: str, terminal: Terminal):
     """What the log calls a warning or an error is printed by the spinner too, and the end of a silence."""
     assert line in _written("spinner", [event], terminal)
-
-
-def test_spinner_restores_the_terminal_and_ends_its_thread(terminal: Terminal):
-    """After close no thread is left, stdout and stderr are restored, and later events are not shown."""
-    before = (set(threading.enumerate()), sys.stdout, sys.stderr)
-    shown = display("spinner", file=terminal)
-    shown(InfraCreating())
-    shown.close()
-    length = len(terminal.getvalue())
-    shown.close()
-    shown(InfraCreated("here"))
-    assert len(terminal.getvalue()) == length
-    assert (set(threading.enumerate()), sys.stdout, sys.stderr) == before
-
-
-def test_a_second_spinner_on_the_same_terminal_prints_lines(terminal: Terminal, monkeypatch: pytest.MonkeyPatch):
-    """Of two pools at once only the first draws; the other's lines are printed above its rows."""
-    monkeypatch.setattr(sys, "stderr", terminal)
-    first, second = display("spinner"), None
-    try:
-        first(InfraCreating())
-        second = display("spinner")
-        second(InstanceLaunching(3, "t4", "aws"))
-    finally:
-        first.close()
-        if second:
-            second.close()
-    assert "skyward  launching 3 x t4 on aws\n" in terminal.getvalue().replace("\r", "")
-    assert terminal.getvalue().count("\x1b[?25l") == 1
 
 
 @pytest.mark.usefixtures("unconfigured")
@@ -171,10 +101,3 @@ def test_events_and_close_may_come_from_different_threads(kind: str, terminal: T
     if kind == "log":
         lines = file.getvalue().splitlines()
         assert lines == [f"[node 0] line {number}" for number in range(len(lines))]
-
-
-def test_only_the_spinner_needs_rich():
-    """Creating the other two does not import rich."""
-    code = "import sys; from skyward_core.events.console import display; display('log').close(); display('quiet'); print('rich' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "False\n"

@@ -1,24 +1,12 @@
 """The display of a notebook: its summary as a value, and when it is shown. `tests/system/test_notebooks.py` has real kernels."""
 
-import contextvars
-import subprocess
-import sys
 import threading
-from types import SimpleNamespace
 
 import pytest
 
 from skyward_core.events.console import display
-from skyward_core.events.events import (
-    CallProgress,
-    CallReported,
-    InfraCreating,
-    LogLine,
-)
-from skyward_core.events.notebook import (
-    MimeBundle,
-    NotebookDisplay,
-)
+from skyward_core.events.events import CallProgress, InfraCreating
+from skyward_core.events.notebook import MimeBundle, NotebookDisplay
 from tests.conftest import wait_until
 from tests.unit.events.test_notebook import (  # noqa: F401 - fixtures
     BILL,
@@ -61,34 +49,6 @@ def test_many_events_are_few_outputs() -> None:
     assert set(shown.threads[1:]) == {"skyward-notebook"}
 
 
-def test_a_state_is_shown_although_no_event_follows() -> None:
-    """The last event before a silence is shown too, when its turn has come."""
-    shown = Shown()
-    pool = NotebookDisplay(shown)
-    pool(InfraCreating())
-    pool(CallProgress(2, 1, 0))
-    wait_until(lambda: len(shown.outputs) == 2, "the second output")
-    pool.close()
-    assert shown.outputs[1] == ("looking for machines\n1 of 2 calls", True)
-
-
-def test_a_slow_notebook_delays_no_event_and_gets_the_last_state() -> None:
-    """While an output is being shown events are taken; the display closes after the last state."""
-    shown = Shown()
-    pool = NotebookDisplay(shown)
-    pool(InfraCreating())
-    shown.may_return.clear()
-    pool(CallProgress(2, 1, 0))
-    wait_until(lambda: len(shown.outputs) == 2, "the second output")
-    pool(CallProgress(2, 2, 0))
-    closing = threading.Thread(target=pool.close)
-    closing.start()
-    shown.may_return.set()
-    closing.join(60)
-    assert not closing.is_alive()
-    assert shown.outputs[2:] == [("looking for machines\n2 of 2 calls", True)]
-
-
 def test_a_notebook_that_is_gone_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     """An error of the notebook ends the display's thread; events and `close` go on."""
 
@@ -120,42 +80,3 @@ def test_a_pool_is_one_output_in_a_kernel(
     assert updates == (False, True) * 2
     assert len(set(ids)) == 2
     assert capsys.readouterr() == ("", "")
-
-
-def test_lines_of_nodes_are_printed_for_the_cell_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each on its own stream, and in the empty context: kernels keep the cell of a thread as a context variable."""
-    cell = contextvars.ContextVar("cell", default="the one that runs")
-    cell.set("the one that opened the pool")
-    printed: dict[str, list[tuple[str, str]]] = {"stdout": [], "stderr": []}
-    for stream, lines in printed.items():
-        write = lambda text, lines=lines: lines.append((text, cell.get())) if text.strip() else None
-        monkeypatch.setattr(sys, stream, SimpleNamespace(write=write, flush=lambda: None))
-    shown = Shown()
-    pool = NotebookDisplay(shown)
-    for event in (
-        InfraCreating(),
-        LogLine(0, "i-a", "hello", 0.0),
-        LogLine(0, "i-a", "oops", 0.0, stream="stderr"),
-        CallReported(1, "i-b", "call", 7, {"loss": 0.25}, 0.0),
-    ):
-        pool(event)
-    pool.close()
-    assert printed == {
-        "stdout": [("[node 0] hello", "the one that runs"), ("[node 1] step 7: loss 0.25", "the one that runs")],
-        "stderr": [("[node 0] oops", "the one that runs")],
-    }
-    assert [text for text, _ in shown.outputs] == ["looking for machines"]
-
-
-def test_the_event_loop_of_the_kernel_is_woken(shell: ZMQInteractiveShell) -> None:
-    """ipykernel's own handler of SIGINT does not do it, when a cell awaits a call."""
-    pool = display("spinner")
-    pool(InfraCreating())
-    assert shell.woken.wait(60)
-    pool.close()
-
-
-def test_ipython_is_never_imported() -> None:
-    """A script that has IPython installed does not load it."""
-    code = "import sys; from skyward_core.events.console import display; display('spinner').close(); print('IPython' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -19,7 +18,8 @@ from hypothesis import strategies as st
 
 import skyward_core as sky
 from skyward_core.events.queue import EventQueue
-from tests.conftest import RecordedEvents, wait_until
+from tests.conftest import RecordedEvents
+from tests.unit.events.test_events import LINE
 
 BILL = sky.CostFinal(1.0, 1.0, 1.0, 0, 1, 0.0)
 PATIENCE_SECONDS = 0.05
@@ -82,21 +82,6 @@ def test_events_are_delivered_in_order_and_each_once() -> None:
     assert queue.delivered == queue.number == 2000
 
 
-def test_putting_an_event_does_not_wait(blocked: Blocked) -> None:
-    """A callback that blocks delays the thread of the events, and no other."""
-    queue = EventQueue(blocked)
-    began = time.monotonic()
-    for number in range(1000):
-        queue.put(line(number))
-    queue.log(logging.INFO, "for a terminal that takes nothing")
-    queue.close()
-    assert time.monotonic() - began < 10
-    assert blocked.recorded.events == []
-    blocked.may_go_on.set()
-    assert queue.flush()
-    assert len(blocked.recorded.events) == 1000
-
-
 def test_a_flush_ends_when_a_callback_blocks_and_the_rest_is_delivered_later(blocked: Blocked) -> None:
     """No thread waits without end for a callback, and no event is lost."""
     is_closed = threading.Event()
@@ -110,63 +95,6 @@ def test_a_flush_ends_when_a_callback_blocks_and_the_rest_is_delivered_later(blo
     assert queue.flush()
     assert is_closed.is_set()
     assert blocked.recorded.events == [line(0)]
-
-
-def test_a_flush_waits_as_long_as_there_is_progress() -> None:
-    """The time limit is for one event, not for all.
-
-    Sleeps: events have to take longer than the time limit, all in all.
-    """
-
-    def slow(event: Any) -> None:
-        time.sleep(PATIENCE_SECONDS)
-
-    queue = EventQueue(slow)
-    for number in range(20):
-        queue.put(line(number))
-    assert queue.flush(20 * PATIENCE_SECONDS, 60)
-    for number in range(20):
-        queue.put(line(number))
-    assert not queue.flush(60, 2 * PATIENCE_SECONDS)
-    queue.close()
-    queue.flush()
-
-
-def test_a_flush_counts_the_time_that_the_current_event_has_taken(blocked: Blocked) -> None:
-    """The timeout counts from when the callback got the event.
-
-    Looks inside: half a minute passes by changing when it began.
-    """
-    queue = EventQueue(blocked)
-    number = queue.put(line(0))
-    assert blocked.is_in.wait(60)
-    queue._began -= 30.0
-    began = time.monotonic()
-    assert not queue.flush(patience_seconds=30.0)
-    assert time.monotonic() - began < 20.0
-    blocked.may_go_on.set()
-    wait_until(lambda: queue.delivered == number, "the delivery of the event")
-    assert ended(queue)
-
-
-def test_a_callback_may_close_the_queue_and_waits_for_nothing() -> None:
-    """As `pool.close()` in a callback does: later events are delivered when the callback has returned."""
-    seen: list[Any] = []
-    waited: list[bool] = []
-
-    def closes(event: Any) -> None:
-        seen.append(event)
-        if event == line(0):
-            queue.put(BILL)
-            waited.append(queue.flush(60))
-            queue.close()
-
-    queue = EventQueue(closes, lambda: seen.append("closed"))
-    queue.put(line(0))
-    wait_until(lambda: seen[-1:] == ["closed"], "the end")
-    assert seen == [line(0), BILL, "closed"]
-    assert waited == [False]
-    queue.flush()
 
 
 def test_nothing_comes_after_the_bill() -> None:
@@ -256,19 +184,6 @@ def test_a_callback_that_exits_ends_the_program_and_not_the_thread(caplog: pytes
     assert [str(record.exc_info[1]) for record in caplog.records if record.exc_info] == ["trouble"]
 
 
-def test_records_keep_their_place_among_the_events(caplog: pytest.LogCaptureFixture) -> None:
-    """`log` waits for no handler; after the end the record is written at once."""
-    caplog.set_level(logging.INFO, logger="skyward")
-    queue = EventQueue(lambda event: logging.getLogger("skyward").info("event %s", event.line))
-    queue.put(line(0))
-    queue.log(logging.WARNING, "between %d and %d", 0, 1, error=ValueError("trouble"))
-    queue.put(line(1))
-    assert ended(queue)
-    queue.log(logging.INFO, "late")
-    assert [record.getMessage() for record in caplog.records] == ["event 0", "between 0 and 1", "event 1", "late"]
-    assert "trouble" in caplog.text
-
-
 def test_a_fork_delivers_no_events() -> None:
     """A forked process has no thread that delivers, and the lock may have been held at the fork."""
     seen: list[Any] = []
@@ -305,18 +220,13 @@ def test_a_signal_handler_may_put_during_a_put() -> None:
     assert seen == [line(1), line(2)]
 
 
-def test_without_a_thread_events_are_delivered_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the system has no thread left, events have no thread of their own, and no error is raised."""
+def test_a_callback_belongs_to_its_context() -> None:
+    """Another thread does not see the callback of this one, and an error in the block removes it."""
     seen: list[Any] = []
-    queue = EventQueue(seen.append, lambda: seen.append("closed"))
-
-    def fails(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", fails)
-        queue.put(line(0))
-        assert not queue.flush()
-        queue.close()
-    assert queue.flush()
-    assert seen == [line(0), "closed"]
+    with pytest.raises(ZeroDivisionError), sky.use_callback(lambda event: seen.append(event)):
+        thread = threading.Thread(target=sky.emit, args=(LINE,))
+        thread.start()
+        thread.join()
+        raise ZeroDivisionError
+    sky.emit(LINE)
+    assert seen == []

@@ -101,18 +101,23 @@ def test_all_spans_end_with_the_bill_wherever_it_fails(reached: int, recorded: R
     assert recorded.spans["skyward.pool"].status.description == "no machine"
 
 
-def test_a_node_that_is_replaced_has_a_span_below_the_calls(recorded: Recorded) -> None:
-    begun = [sky.InfraCreating("sky-1"), sky.PoolReady("sky-1", 1, 1, 1.0)]
-    send(sky.Traces(recorded.provider), [*begun, sky.InstanceLost("i-9", 0, "gone"), *ON_A_NODE, BILL])
-    assert recorded.tree()["skyward.node"] == "skyward.calls"
-
-
-def test_events_before_a_pool_begins_are_ignored(recorded: Recorded) -> None:
-    send(sky.Traces(recorded.provider), [*ON_A_NODE, sky.PoolReady("", 1, 1, 1.0), sky.Error("late"), BILL])
-    assert recorded.spans == {}
-
-
 def test_without_opentelemetry_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.trace", None)
     with pytest.raises(ImportError, match=r"pip install 'skyward-core\[otel\]'"):
         sky.Traces()
+
+
+@pytest.mark.nightly
+def test_a_pool_is_below_the_span_in_which_it_is_opened(recorded: Recorded) -> None:
+    """The events have a thread; spans find the caller's span all the same."""
+    with (
+        recorded.provider.get_tracer("test").start_as_current_span("task"),
+        sky.ComputePool(
+            provider=sky.Local(price_per_hour=3.6), display="quiet", on_event=sky.Traces(recorded.provider)
+        ) as pool,
+    ):
+        assert pool.map(lambda x: 2 * x, [1, 2]) == [2, 4]
+    assert recorded.tree()["skyward.pool"] == "task"
+    attributes = recorded.spans["skyward.pool"].attributes or {}
+    assert attributes["skyward.total_cost"] == pool.cost > 0
+    assert (recorded.spans["skyward.calls"].attributes or {})["skyward.calls.done"] == 2

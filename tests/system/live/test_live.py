@@ -19,7 +19,7 @@ from skyward_core.cli.commands import live as commands
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.live.pool_nodes import find_nodes
 from skyward_core.worker import stacks
-from tests.system.cli.test_json import check_fields, documented
+from tests.cli.ledger import check_fields, documented
 from tests.unit.live.test_live import (  # noqa: F401 - fixtures
     ledger,
     skyward,

@@ -1,5 +1,6 @@
 """`skyward run`: what is to run, what is printed, signals, and programs on a real pool of this machine."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -10,8 +11,11 @@ import pytest
 
 import skyward_core as sky
 from skyward_core import cli
+from skyward_core.programs.output import ProgramOutput
+from skyward_core.programs.run import run_program, spec_of
+from skyward_core.programs.target import read_target
 from skyward_core.worker import script as on_node
-from tests.unit.programs.test_programs import (  # noqa: F401 - fixtures
+from tests.unit.programs.test_programs import (  # noqa: F401 - fixtures  # noqa: F401 - fixtures
     project,
 )
 
@@ -26,16 +30,6 @@ ROOT = Path(__file__).parents[3]
 )
 def test_a_script_has_its_exit_code(text: str, code: int, capfd: pytest.CaptureFixture[str]) -> None:
     assert on_node.run_script(on_node.Script("a.py", {"a.py": text}, ())) == code
-
-
-def test_a_script_sees_its_arguments_its_modules_and_its_rank(capfd: pytest.CaptureFixture[str]) -> None:
-    """The folder is gone afterwards."""
-    text = "import sys, os, tool.part\nprint(sys.argv[1:], os.environ['RANK'], os.environ['WORLD_SIZE'], __file__)\n"
-    files = {"a.py": text, "tool/part.py": "", "tool/__init__.py": ""}
-    assert on_node.run_script(on_node.Script("a.py", files, ("x", "--y"))) == 0
-    *shown, file = capfd.readouterr().out.split()
-    assert shown == ["['x',", "'--y']", "0", "1"]
-    assert not Path(file).parent.exists()
 
 
 # ── on a pool ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -79,3 +73,27 @@ def test_ctrl_c_ends_the_machines(project: Path) -> None:
     assert "Traceback" not in complaint
     (receipt,) = sky.receipts_of(sky.Work(system="skyward", workflow="wait.py"))
     assert receipt["left"] == []
+
+
+@pytest.mark.nightly
+def test_functions_run_on_a_pool_with_a_name(project: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its result is printed; its exception with the remote traceback gives the exit code 1; the pool is left warm."""
+    (project / "work.py").write_text(
+        "import sys\n"
+        "def half(x):\n    print('halving')\n    return int(x) / 2\n"
+        "def fail(x):\n    raise ValueError(f'not {x}')\n"
+        "def leave(code):\n    sys.exit(int(code))\n"
+    )
+    spec = spec_of({"provider": "local", "name": "nightly", "keep_warm": 120})
+    codes = list[int]()
+    for target, arg in (("work:half", "9"), ("work:fail", "me"), ("work:leave", "3"), ("work:leave", "0")):
+        output = ProgramOutput(sys.stdout, sys.stderr, has_ranks=False, least_level=logging.WARNING)
+        codes.append(run_program(read_target(target, [arg]), spec, output))
+    printed = capfd.readouterr()
+    try:
+        assert codes == [0, 1, 3, 0]
+        assert printed.out.splitlines() == ["halving", "4.5"]
+        assert "ValueError: not me" in printed.err
+        assert "in fail" in printed.err
+    finally:
+        sky.release("nightly")

@@ -2,18 +2,16 @@
 client's classes come back.
 """
 
-import importlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import skyward_core as sky
 from skyward_core.serialization import sources
-from skyward_core.serialization.pickling import OUT_OF_BAND_BYTES, Pickled, dumps
+from skyward_core.serialization.pickling import Pickled
 from tests.serialization.bare_interpreter import Write, results_of, user_project
 
 NODE = """
@@ -119,108 +117,6 @@ def test_modules_of_packages(project: Write, body: str) -> None:
     assert call(own.run) == (2, "pkg")
 
 
-def test_relative_imports_in_the_body_of_the_function_that_travels(project: Write) -> None:
-    """`from . import data` means the package of the function's module; folders without `__init__.py` are packages
-    too.
-    """
-    own = project(
-        own="from own_pkg.steps.train import run",
-        own_pkg__in__steps__in____init__="",
-        own_pkg__in__steps__in__train="""
-            def run():
-                from . import data
-                from ..shared.numbers import TWO
-                return data.ONE, TWO
-            """,
-        own_pkg__in__steps__in__data="ONE = 1",
-        own_pkg__in__shared__in__numbers="TWO = 2",
-    )
-    assert call(own.run) == (1, 2)
-
-
-def test_every_function_by_value_is_searched(project: Write) -> None:
-    """Imports in helpers, inner functions, class bodies, methods of an argument and functions as arguments are
-    found.
-    """
-    own = project(
-        own="""
-            class Model:
-                def predict(self):
-                    from own_a import A
-                    return A
-            def helper():
-                from own_b import B
-                class Inner:
-                    from own_c import C
-                return B, Inner.C
-            def by_name():
-                def inner():
-                    from own_d import D
-                    return D
-                return inner()
-            def run(model, fn): return model.predict(), helper(), fn()
-            """,
-        own_a="A = 1",
-        own_b="B = 2",
-        own_c="C = 3",
-        own_d="D = 4",
-    )
-    assert call(own.run, own.Model(), own.by_name) == (1, (2, 3), 4)
-
-
-def test_installed_modules_travel_by_name(project: Write) -> None:
-    """The standard library, installed distributions and skyward itself travel without source, and so do unknown
-    names.
-    """
-    own = project(
-        own="""
-            def run():
-                import json, numpy.linalg, xml.etree.ElementTree as et
-                from hypothesis import strategies
-                import skyward_core as sky
-                return json.dumps(numpy.linalg.norm([3.0, 4.0]))
-            def missing():
-                import own_nowhere.part
-            """
-    )
-    assert sources.collect([own.run, own.missing]) == ()
-    assert sources.pack(own.run).data == dumps(own.run).data
-    assert call(own.run) == "5.0"
-
-
-def test_a_missing_module_is_named(project: Write) -> None:
-    """A module that the client lacks too raises ModuleNotFoundError on the node; when it exists, the next call finds
-    it.
-    """
-    own = project(
-        own="""
-            def top():
-                import own_nowhere
-                return own_nowhere.X
-            def part(): import own_pkg.nothing
-            """,
-        own_pkg__in____init__="",
-    )
-    for fn, name in ((own.top, "own_nowhere"), (own.part, "own_pkg.nothing")):
-        with pytest.raises(ModuleNotFoundError, match=f"'{name}'") as caught:
-            call(fn)
-        assert caught.value.name == name
-    project(own_nowhere="X = 1")
-    assert call(own.top) == 1
-
-
-def test_large_arrays_stay_out_of_band(project: Write) -> None:
-    """A function with sources still passes its large arrays on as views."""
-    own = project(
-        own="import numpy as np\nDATA = np.arange(20_000.0)\ndef run():\n    import own_a\n    return DATA.sum() + own_a.A",
-        own_a="A = 1",
-    )
-    pickled = sources.pack(own.run)
-    assert [np.shares_memory(np.frombuffer(buffer), own.DATA) for buffer in pickled.buffers] == [True]
-    assert len(pickled.data) < OUT_OF_BAND_BYTES
-    assert call(own.run) == own.DATA.sum() + 1
-
-
 # ── modules on the node ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -302,27 +198,6 @@ def test_classes_are_the_same_on_both_sides(project: Write) -> None:
         call(own.fail)
 
 
-def test_a_class_that_the_client_has_not_imported(project: Write) -> None:
-    """The client imports the module when the result arrives."""
-    own = project(own="def run():\n    from own_config import Config\n    return Config(3)", own_config=CONFIG)
-    calls = packed(own.run)
-    assert "own_config" not in sys.modules
-    (result,) = on_node(calls)
-    assert type(result) is importlib.import_module("own_config").Config
-
-
-def test_a_call_without_the_source_gets_the_present_class(project: Write) -> None:
-    """A class by value is not replaced by the class of an earlier call's text: it has the method written since."""
-    own = project(
-        own="def first():\n    import own_thing\n    return own_thing.Thing().name()\ndef second(thing): return thing.name()"
-    )
-    project(own_thing="class Thing:\n    def name(self): return 'old'")
-    first = packed(own.first)
-    project(own_thing="class Thing:\n    def name(self): return 'quite new'")
-    thing = importlib.import_module("own_thing").Thing()
-    assert on_node(first, packed(own.second, thing)) == ["old", "quite new"]
-
-
 def test_a_class_of_a_module_that_the_node_cannot_import_travels_by_value(project: Write) -> None:
     """If a body never runs the import, a module that needs a package that the node lacks does no harm."""
     own = project(
@@ -369,14 +244,6 @@ def test_the_nodes_own_modules_have_precedence(project: Write, tmp_path: Path) -
     (node / "own_b").mkdir(parents=True)
     (node / "own_a.py").write_text("A = 'installed'")
     assert on_node(packed(own.run), path=(node,)) == [("installed", "sent")]
-
-
-def test_a_broken_module_says_where(project: Write) -> None:
-    """A text that does not compile travels, and raises its SyntaxError from the import."""
-    own = project(own="def run(): import own_broken", own_broken="x = 1\ny = (")
-    with pytest.raises(SyntaxError) as caught:
-        call(own.run)
-    assert (Path(caught.value.filename or "").name, caught.value.lineno) == ("own_broken.py", 2)
 
 
 # ── the real thing ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import processes_by_tag, wait_until
+from tests.conftest import processes_by_tag
 from tests.stack.__main__ import READY
 from tests.stack.compose import ROOT
 
@@ -89,31 +89,6 @@ def test_ctrl_c_ends_every_process_of_every_service(tmp_path: Path) -> None:
     assert living(tmp_path) == []
 
 
-def test_services_end_when_the_program_is_killed(tmp_path: Path) -> None:
-    """The kernel sends each service its signal to end, so that no port stays in use."""
-    services = {"one": shell("exec sleep 1000", health="true")}
-    with running(tmp_path, services) as process:
-        lines_until_ready(process)
-        assert living(tmp_path)
-        process.kill()
-        wait_until(lambda: not living(tmp_path), "the end of the services")
-    assert process.returncode == -signal.SIGKILL
-
-
-def test_a_service_that_ends_is_named_and_ends_the_others(tmp_path: Path) -> None:
-    """The error has the exit code and the last lines of its log."""
-    services = {
-        "other": shell("exec sleep 1000", health="true"),
-        "broken": shell("echo no database; exit 3", health="true", needs={"other": HEALTHY}),
-    }
-    with running(tmp_path, services) as process:
-        output = process.communicate(timeout=60)[0]
-    assert process.returncode == 1
-    assert "error: broken has ended with code 3" in output
-    assert "no database" in output
-    assert living(tmp_path) == []
-
-
 def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
     """The error names the variable that moves the service to another port."""
     services = {"one": shell("touch $PLACE/started; exec sleep ${ONE_PORT:-1}", health="true")}
@@ -124,3 +99,9 @@ def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
     assert process.returncode == 1
     assert f"error: port {port} is in use: set ONE_PORT to another one" in output
     assert not (tmp_path / "data/started").exists()
+
+
+def test_the_scripts_of_the_stack_are_valid() -> None:
+    """bash reads the script of a node without an error."""
+    done = subprocess.run(["bash", "-n", ROOT / "stack/node.sh"], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -3,8 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -12,170 +11,16 @@ from typing import Any
 
 import pytest
 
+import skyward_core as sky
 from skyward_core import cli
-from skyward_core.cleanup import release as releasing
-from skyward_core.cleanup import survey
 from skyward_core.cli.app import command_tree
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.names_policy import Usage
-from skyward_core.ledger.rows import (
-    BILLING_ROUNDING,
-    Account,
-    Bucket,
-    CallState,
-    Period,
-    Price,
-    ResourceKind,
-    ResourceRequest,
-    SlotUse,
-)
-from skyward_core.machines.owner import Owner
-from skyward_core.providers import base
-from skyward_core.providers.base import LAUNCH_TAG, POOL_TAG, RANK_TAG
-from skyward_core.work import NO_WORK, Work
+from skyward_core.ledger.rows import BILLING_ROUNDING, Account, Attempt, Bucket, CallState, Period, SlotUse
+from skyward_core.machines.offers import Offer
+from skyward_core.providers.base import POOL_TAG, RANK_TAG
+from skyward_core.work import Work
 from tests.cleanup.pools import FolderProvider
-
-ROOT = Path(__file__).parents[3]
-HERE = replace(Owner.here(), user="ada", host="laptop")
-DEAD = replace(Owner.here(), started="1")
-
-type Skyward = Callable[..., str]
-
-
-class Clock:
-    """The ledger's clock; it does not advance."""
-
-    def __init__(self, now: datetime) -> None:
-        self.now = now
-
-    def __call__(self) -> datetime:
-        return self.now
-
-
-@pytest.fixture
-def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the URL of the ledger that commands use by default.
-
-    No command finds the machines of other tests, which are processes of this host.
-    """
-    found = f"sqlite:///{tmp_path / 'ledger.db'}"
-    monkeypatch.setenv("SKYWARD_LEDGER", found)
-    load = base.load
-
-    def loading(requested: Any) -> Any:
-        fields = dict(requested) if isinstance(requested, Mapping) else {"name": requested}
-        assert fields.get("name") != "local", "a test must not sweep this host"
-        return FolderProvider(folder=fields["folder"]) if fields.get("name") == "folder" else load(requested)
-
-    monkeypatch.setattr(base, "load", loading)
-    monkeypatch.setattr(releasing, "load", loading)
-    monkeypatch.setattr(survey, "load", loading)
-    monkeypatch.setenv("SKYWARD_PROVIDER", json.dumps({"name": "folder", "folder": str(tmp_path)}))
-    return found
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock(datetime.now(UTC))
-
-
-@pytest.fixture
-def ledger(url: str, clock: Clock) -> Iterator[Ledger]:
-    with Ledger(url, clock=clock) as opened:
-        yield opened
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> FolderProvider:
-    return FolderProvider(folder=str(tmp_path))
-
-
-@pytest.fixture
-def skyward(capsys: pytest.CaptureFixture[str], url: str) -> Skyward:
-    """Run a command line; return its stdout, or its stderr if it must fail."""
-
-    def run(line: str, code: int = 0) -> str:
-        assert cli.main(shlex.split(line)) == code
-        output = capsys.readouterr()
-        if code == cli.FAILED:
-            assert "Traceback" not in output.err
-            return output.err
-        assert output.err == ""
-        return output.out
-
-    return run
-
-
-def open_pool(
-    ledger: Ledger,
-    clock: Clock,
-    provider: FolderProvider,
-    pool_id: str,
-    *,
-    owner: Owner,
-    age_seconds: float = 3600,
-    machines: int = 1,
-    **more: Any,
-) -> None:
-    """Open a pool with machines at 2 USD an hour each (8 USD on demand), which have run calls since it was opened."""
-    began = clock.now - timedelta(seconds=age_seconds)
-    now, clock.now = clock.now, began
-    try:
-        ledger.open_pool(
-            pool_id,
-            owner=owner,
-            provider=provider.to_json(),
-            spec_json="{}",
-            lease_expires_at=now + timedelta(seconds=100),
-            **more,
-        )
-        tags = {POOL_TAG: pool_id, LAUNCH_TAG: f"{pool_id}-1", RANK_TAG: "0"}
-        price = Price(Decimal(2), Decimal(8), is_spot=True)
-        requests = [
-            ResourceRequest(
-                ResourceKind.INSTANCE,
-                "folder",
-                "here",
-                f"{pool_id}-{rank}",
-                f"{pool_id}-1-{rank}",
-                tags | {RANK_TAG: str(rank)},
-                now,
-                price,
-            )
-            for rank in range(machines)
-        ]
-        intents = ledger.intend_all(pool_id, requests)
-        instances = provider.launch(None, machines, tags, "")
-        ledger.bind_all({its.id: instance.id for its, instance in zip(intents, instances, strict=True)})
-        ledger.note_all({its.id: {Bucket.RUNNING_CALLS: age_seconds} for its in intents})
-    finally:
-        clock.now = now
-
-
-def open_named(ledger: Ledger, clock: Clock, provider: FolderProvider, work: Work = NO_WORK) -> None:
-    """Open the pool `sky-named` with the name "nightly", which two processes and the owner of a detached call use."""
-    open_pool(ledger, clock, provider, "sky-named", owner=HERE)
-    for client, its_work, seconds in (("a", NO_WORK, 30.0), ("b", work, 10.0)):
-        ledger.names.claim(
-            "nightly",
-            "sky-named",
-            client,
-            owner=HERE,
-            terms={},
-            keep_warm_seconds=60.0,
-            lease_seconds=100.0,
-            work=its_work,
-        )
-        ledger.names.opened("nightly", 1)
-        ledger.names.renew(client, 100.0, Usage(seconds))
-    used = (SlotUse("i", 1, 5.0),)
-    ledger.note_calls("sky-named", [CallState("c", "train", "dag", 1, "running", clock.now, None, used)])
-
-
-def lines(output: str) -> list[list[str]]:
-    """The text of a table, by lines and columns."""
-    return [re.split(r" {2,}", line.strip()) for line in output.splitlines()]
-
+from tests.cli.ledger import DEAD, HERE, ROOT, Clock, Skyward, install, lines, open_named, open_pool
 
 # ── ps ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -203,23 +48,6 @@ def test_ps_lists_open_pools(skyward: Skyward, ledger: Ledger, clock: Clock, fol
     assert "the newest 2" in skyward("ps --all --limit 2")
 
 
-def test_ps_shows_the_calls_of_a_pool_with_a_name_and_for_how_long_there_are_none(
-    skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
-) -> None:
-    open_pool(ledger, clock, folder, "sky-named", owner=HERE)
-    ledger.names.claim("nightly", "sky-named", "a", owner=HERE, terms={}, keep_warm_seconds=0.0, lease_seconds=900.0)
-    ledger.names.opened("nightly", 1)
-    ledger.names.renew("a", 900.0, Usage(7.0, calls=3, idle_seconds=0.0))
-    (pool,) = json.loads(skyward("ps --json"))
-    assert (pool["calls"], pool["idle_since"], pool["idle_seconds"]) == (3, None, None)
-    assert lines(skyward("ps"))[1][-1] == "3"
-    clock.now += timedelta(seconds=300)
-    ledger.names.renew("a", 900.0, Usage(9.0, idle_seconds=240.0))
-    (pool,) = json.loads(skyward("ps --json"))
-    assert pool["calls"] == 0
-    assert datetime.fromisoformat(pool["idle_since"]) == (clock.now - timedelta(seconds=240)).replace(microsecond=0)
-
-
 def test_ps_shows_the_name_of_a_pool_and_how_many_use_it(
     skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
 ) -> None:
@@ -244,38 +72,6 @@ def test_ps_shows_the_name_of_a_pool_and_how_many_use_it(
     assert "warm until" in skyward("ps")
     skyward("stop nightly")
     assert [row["pool"] for row in json.loads(skyward("ps --json"))] == ["sky-plain"]
-
-
-def test_ps_as_json_has_the_same_pools(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """As JSON, with units in the names and times in ISO 8601."""
-    open_pool(ledger, clock, folder, "sky-live", owner=HERE, age_seconds=7200, machines=2)
-    (pool,) = json.loads(skyward("ps --json"))
-    assert (
-        pool["pool"],
-        pool["state"],
-        pool["open_resources"],
-        pool["cost_usd"],
-        pool["saved_usd"],
-        pool["usd_per_hour"],
-    ) == (
-        "sky-live",
-        "live",
-        2,
-        8.0,
-        24.0,
-        4.0,
-    )
-    assert datetime.fromisoformat(pool["created_at"]) == (clock.now - timedelta(hours=2)).replace(microsecond=0)
-    assert pool["ended_at"] is None
-
-
-def test_listings_of_an_empty_ledger_are_one_line(skyward: Skyward) -> None:
-    """Each listing says that it is empty, and how to add an entry."""
-    assert "no open pools" in skyward("ps")
-    assert "skyward budget set" in skyward("budget list")
-    assert lines(skyward("cost"))[-1][0] == "total"
-    assert skyward("sweep") == "nothing is to be done\n"
-    assert json.loads(skyward("ps --json")) == []
 
 
 # ── cost ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -316,30 +112,6 @@ def test_the_total_is_the_same_by_each_key(
     assert sum(row["cost_usd"] for row in bill["rows"]) == pytest.approx(203.0)
 
 
-def test_the_bill_of_some_days(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """The options select from one day on, and until before another."""
-    clock.now = datetime(2026, 11, 21, 12, tzinfo=UTC)
-    open_pool(ledger, clock, folder, "sky-a", owner=HERE, age_seconds=3600)
-    open_pool(ledger, clock, folder, "sky-b", owner=HERE, age_seconds=86_400 + 3600)
-    assert [row[0] for row in lines(skyward("cost"))] == ["DAY", "2026-11-20", "2026-11-21", "total"]
-    assert [row[0] for row in lines(skyward("cost --by pool --since 2026-11-21"))] == ["POOL", "sky-a", "total"]
-    assert [row[0] for row in lines(skyward("cost --by pool --until 2026-11-21"))] == ["POOL", "sky-b", "total"]
-
-
-def test_the_cheapest_lines_of_a_bill_are_added_up(
-    skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
-) -> None:
-    """Of many lines the most expensive are shown, and the rest in one; the total is that of all."""
-    for number in range(4):
-        open_pool(ledger, clock, folder, f"sky-{number}", owner=HERE, age_seconds=3600 * (number + 1))
-    assert [(row[0], row[3]) for row in lines(skyward("cost --by pool --limit 2"))[1:]] == [
-        ("sky-2", "6.0000"),
-        ("sky-3", "8.0000"),
-        ("(2 others)", "6.0000"),
-        ("total", "20.0000"),
-    ]
-
-
 # ── sweep and stop ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -363,27 +135,6 @@ def test_a_sweep_is_dry_without_yes(skyward: Skyward, ledger: Ledger, clock: Clo
     assert skyward("sweep --yes").splitlines()[-1] == "machines of 1 pool ended"
     assert [instance.pool_id for instance in folder.instances()] == ["sky-live"]
     assert "nothing is to be done" in skyward("sweep")
-
-
-def test_a_sweep_reports_what_it_has_done(
-    skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
-) -> None:
-    """Ended, closed and adopted are separate, in text and in JSON."""
-    for number in range(2):
-        open_pool(ledger, clock, folder, f"sky-gone-{number}", owner=DEAD)
-        folder.terminate([instance.id for instance in folder.instances()])
-    open_pool(ledger, clock, folder, "sky-dead", owner=DEAD)
-    output = skyward("sweep --yes")
-    assert output.splitlines()[-1] == "machines of 1 pool ended; entries of 2 pools closed, nothing of which was there"
-    open_pool(ledger, clock, folder, "sky-gone-2", owner=DEAD)
-    folder.terminate([instance.id for instance in folder.instances()])
-    report = json.loads(skyward("sweep --yes --json"))
-    assert ([finding["pool"] for finding in report["closed"]], report["ended"], report["adopted"]) == (
-        ["sky-gone-2"],
-        [],
-        [],
-    )
-    assert ledger.pools() == []
 
 
 def test_a_sweep_lists_the_providers_of_its_options(
@@ -416,21 +167,6 @@ def test_a_pool_is_stopped_by_its_id(skyward: Skyward, ledger: Ledger, clock: Cl
     assert folder.instances() == []
     assert ledger.open_intents() == []
     assert "skyward ps --all" in skyward("stop sky-nowhere", code=1)
-
-
-def test_a_stop_reports_whether_it_has_ended_machines(
-    skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
-) -> None:
-    """For an unknown pool, and for one without machines, it does not report an end."""
-    where = shlex.quote(json.dumps({"name": "folder", "folder": folder.folder}))
-    assert skyward(f"stop nope --provider {where}").startswith(
-        "nothing was ended: the ledger has no pool 'nope', and folder lists no machine of it"
-    )
-    open_pool(ledger, clock, folder, "sky-gone", owner=DEAD)
-    folder.terminate([instance.id for instance in folder.instances()])
-    assert skyward("stop sky-gone") == "sky-gone has ended; there was no machine of it to end\n"
-    folder.launch(None, 1, {POOL_TAG: "sky-stranger", RANK_TAG: "0"}, "")
-    assert "1 machine ended" in skyward(f"stop sky-stranger --provider {where}")
 
 
 def test_a_receipt_is_json(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
@@ -470,37 +206,6 @@ def test_a_budget_is_set_and_listed(skyward: Skyward, ledger: Ledger, clock: Clo
 # ── errors and exit codes ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "",
-        "nonesuch",
-        "cost --by colour",
-        "cost --since yesterday",
-        "ps --limit 0",
-        "budget set a --limit -1 --per day",
-        "budget set a --limit nan --per day",
-        "budget set a --limit 1 --per hour",
-        "stop",
-    ],
-)
-def test_a_wrong_command_line_is_no_traceback(line: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2, with the valid choices."""
-    with pytest.raises(SystemExit) as caught:
-        cli.main(shlex.split(line))
-    assert caught.value.code == 2
-    assert "Usage: skyward" in capsys.readouterr().err
-
-
-def test_a_ledger_that_cannot_be_used_is_one_line(skyward: Skyward, tmp_path: Path) -> None:
-    """It names the problem and what to try."""
-    (tmp_path / "text").write_text("no ledger at all, and longer than the header of one\n" * 20)
-    output = skyward(f"--ledger sqlite:///{tmp_path}/text ps", code=1)
-    assert output.startswith("skyward: ")
-    assert output.count("\n") == 1
-    assert "damaged" in output
-
-
 def test_the_parser_accepts_the_commands_of_the_page() -> None:
     """The parser accepts each command line of docs/commands.md.
 
@@ -518,3 +223,226 @@ def understood(command: Any, words: list[str], parent: Any = None) -> None:
         if hasattr(command, "commands"):
             _, found, rest = command.resolve_command(context, [*context._protected_args, *context.args])
             understood(found, rest, context)
+
+
+def test_the_table_has_states_costs_and_their_sum(
+    skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
+) -> None:
+    """A call whose end no process has seen says when its pool has ended. Filters narrow the list and the sum."""
+    assert "no such detached calls" in skyward("calls")
+    open_pool(ledger, clock, folder, "sky-1", owner=HERE)
+    (machine,) = folder.instances()
+    price = float(ledger.intents(pool_id="sky-1")[0].price.per_hour)
+    hour = SlotUse(machine.id, 1, 3600.0)
+    started = clock.now - timedelta(days=2)
+    ledger.note_calls("sky-1", [CallState("a", "train", "dag/run", 2, "ended", clock.now, clock.now, (hour, hour))])
+    ledger.note_calls("sky-1", [CallState("b", "score", "other", 1, "running", started, used=(hour,))])
+    skyward("stop sky-1")
+    oldest, newest, total = (line.split() for line in skyward("calls").splitlines()[1:])
+    assert [oldest[0], newest[0], total[:2]] == ["b", "a", ["2", "calls"]]
+    assert "unknown end (pool ended " in skyward("calls --owner other")
+    assert [float(line[-1]) for line in (oldest, newest, total)] == [price, 2 * price, 3 * price]
+    found = json.loads(skyward("calls --json --owner dag"))
+    assert ([call["call"] for call in found["calls"]], found["cost_usd"]) == (["a"], 2 * price)
+    assert json.loads(skyward("calls --json --pool sky-2")) == {"calls": [], "cost_usd": 0.0}
+    since = (clock.now - timedelta(days=1)).date()
+    assert [call["call"] for call in json.loads(skyward(f"calls --json --since {since}"))["calls"]] == ["a"]
+    assert len(skyward("calls --limit 1").splitlines()) == 3
+
+
+def test_users_of_a_pool_are_shown_by_its_name(
+    skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
+) -> None:
+    """Two USD were spent while calls ran: three quarters for one process, a quarter for the other."""
+    open_named(ledger, clock, folder, Work(system="cron", run="2"))
+    rows = lines(skyward("users nightly"))
+    assert rows[0] == ["USER", "STATE", "SINCE", "SLOT SECONDS", "SHARE", "COST USD", "WORK"]
+    assert [row[0] for row in rows[1:]] == [HERE.name, HERE.name, "detached calls of dag", "(no calls)", "total"]
+    assert [row[3:6] for row in rows[1:3]] == [["30.0", "66.7%", "1.3333"], ["10.0", "22.2%", "0.4444"]]
+    assert rows[2][-1] == "cron:2"
+    assert rows[-1][-1] == "2.0000"
+    assert lines(skyward("users sky-named")) == rows
+
+
+def test_a_pool_in_use_is_kept_warm_when_it_is_left(
+    skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
+) -> None:
+    open_named(ledger, clock, folder)
+    words = "nightly (sky-named) is in use; it stays warm for 2.0 h when the last process has left it\n"
+    assert skyward("warm nightly --for 2h") == words
+    found: Mapping[str, Any] = json.loads(skyward("warm nightly --for 90m --json"))
+    assert found == {
+        "name": "nightly",
+        "pool": "sky-named",
+        "state": "in use",
+        "warm_until": None,
+        "keep_warm_seconds": 5400,
+    }
+
+
+def test_a_name_without_a_pool_is_an_error(skyward: Skyward, ledger: Ledger) -> None:
+    assert "no pool with the name 'nonesuch'" in skyward("warm nonesuch --for 2h", code=cli.FAILED)
+
+
+@pytest.mark.parametrize("time", ["2", "0h", "-1h", "2 weeks", "h", "nan h", "nanh", "1e99d"])
+def test_what_is_no_duration_is_refused(time: str, url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["warm", "nightly", "--for", time])
+    assert caught.value.code == 2
+    assert "duration such as" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_why_lists_every_attempt(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
+    """They are in order, with the provider's own messages. A pool without attempts is reported, an unknown one is an
+    error.
+    """
+    open_pool(ledger, clock, folder, "sky-1", owner=HERE)
+    assert "sky-1 has not tried" in skyward("why sky-1")
+    refused = Attempt(
+        "sky-1",
+        clock.now,
+        "aws",
+        "us-east-1",
+        "p5.48xlarge",
+        is_spot=True,
+        seconds=2.13,
+        error="NoCapacity",
+        code="Insufficient",
+        message="none\nat all",
+    )
+    rented = Attempt("sky-1", clock.now, "runpod", "any", "H100 x8", is_spot=False, seconds=9.0)
+    ledger.note_attempts([refused, rented])
+    head, first, second = lines(skyward("why sky-1"))
+    assert head == ["AT", "PROVIDER", "REGION", "TYPE", "MARKET", "SECONDS", "OUTCOME", "CODE", "REASON"]
+    assert first[1:] == ["aws", "us-east-1", "p5.48xlarge", "spot", "2.1", "NoCapacity", "Insufficient", "none at all"]
+    assert second[1:] == ["runpod", "any", "H100 x8", "on demand", "9.0", "rented"]
+    output = json.loads(skyward("why sky-1 --json"))
+    assert [(one["error"], one["code"], one["seconds"]) for one in output] == [
+        ("NoCapacity", "Insufficient", 2.13),
+        (None, None, 9.0),
+    ]
+    assert "sky-nowhere" in skyward("why sky-nowhere", code=1)
+
+
+def test_offers_are_listed_with_their_age(skyward: Skyward, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The cheapest is first. A search without offers fails, and the error has the reason."""
+    sold = [
+        Offer(
+            provider="folder",
+            instance_type=f"t{n}",
+            region="here",
+            price_per_hour=float(n),
+            vcpus=n,
+            memory_gb=8,
+            accelerator="L4",
+            accelerators=1,
+            accelerator_memory_gb=24,
+        )
+        for n in (3, 1, 2)
+    ]
+    monkeypatch.setattr(FolderProvider, "offers", lambda self, want: sold)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    head, *offers, age = lines(skyward("offers --accelerator L4 --max-price 2.5"))
+    assert head[:5] == ["PROVIDER", "REGION", "TYPE", "MARKET", "USD/H"]
+    assert [(offer[2], offer[3], offer[4], offer[7]) for offer in offers] == [
+        ("t1", "on demand", "1.0000", "1 x L4 24GB"),
+        ("t2", "on demand", "2.0000", "1 x L4 24GB"),
+    ]
+    assert age[0].startswith("2 in all; queried ")
+    output = json.loads(skyward("offers --json --limit 1"))
+    assert output["age_seconds"] < 300
+    assert [offer["instance_type"] for offer in output["offers"]] == ["t1"]
+    assert "the cheapest 1 of 3" in skyward("offers --limit 1")
+    assert "does not report its architecture" in skyward("offers --architecture arm64", code=1)
+    assert "has 1 of them" in skyward("offers --accelerator L4 --count 8", code=1)
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Sell one type at 2 USD per hour; return the requests for offers."""
+    requests: list[object] = []
+    sold = [Offer(provider="folder", instance_type="t", region="here", price_per_hour=2.0, vcpus=4, memory_gb=8)]
+
+    def offers(_: FolderProvider, want: object) -> list[Offer]:
+        requests.append(want)
+        return sold
+
+    monkeypatch.setattr(FolderProvider, "offers", offers)
+    return requests
+
+
+def test_each_task_has_its_candidates_its_price_and_its_ceiling(
+    skyward: Skyward, monkeypatch: pytest.MonkeyPatch, asked: list[object]
+) -> None:
+    """The ceiling comes from `max_cost`, `max_lifetime` and the task's timeout, the lowest of them. That of a run
+    counts tries and mapped tasks. Tasks with equal hardware share the providers' answers; nothing is rented.
+    """
+    tasks = (
+        sky.PlannedTask("nightly", "train", sky.PoolSpec.of(nodes=2, max_cost=3.0), tries=2),
+        sky.PlannedTask("nightly", "score", sky.PoolSpec.of(nodes=2), timeout_seconds=1800, instances=3),
+        sky.PlannedTask("other", "embed", sky.PoolSpec.of(nodes=2, max_lifetime=900, max_cost=3.0)),
+        sky.PlannedTask("free", "play", sky.PoolSpec.of(nodes=2)),
+        sky.PlannedTask("free", "guess", None, reason="accelerator is a template"),
+    )
+    install(monkeypatch, cron=lambda target: sky.Plan(tasks) if target == "jobs/" else None)
+    monkeypatch.setattr(FolderProvider, "launch", lambda *_: pytest.fail("rented"))
+    head, *rows = lines(skyward("quote jobs/"))
+    assert head[:5] == ["WORKFLOW", "TASK", "TASKS", "TRIES", "ASKS FOR"]
+    assert rows[0][:3] == ["cron:nightly", "train", "1"]
+    assert rows[0][-2:] == ["4.0000", "6.0000"]
+    assert rows[1][-2:] == ["4.0000", "6.0000"]
+    assert rows[2][-2:] == ["4.0000", "1.0000"]
+    assert "not known: accelerator is a template" in " ".join(rows[4])
+    shown = skyward("quote jobs/")
+    assert "cron:nightly: a run costs at most 12.0000 USD" in shown
+    assert "cron:free: the cost of a run is not limited, or not known, in 2 tasks: play, guess" in shown
+    assert len(asked) == 2, "once for each command"
+    found = json.loads(skyward("quote jobs/ --json"))
+    assert [(one["ceiling_usd"], one["run_ceiling_usd"]) for one in found["tasks"]] == [
+        (3.0, 6.0),
+        (2.0, 6.0),
+        (1.0, 1.0),
+        (None, None),
+        (None, None),
+    ]
+    assert [one["ceiling_usd"] for one in found["workflows"]] == [12.0, 1.0, None]
+
+
+def test_a_pool_that_could_not_be_opened_is_a_fault(
+    skyward: Skyward, monkeypatch: pytest.MonkeyPatch, asked: list[object]
+) -> None:
+    """So is a definition that cannot be read. All other tasks are shown."""
+    tasks = (
+        sky.PlannedTask("w", "huge", sky.PoolSpec.of(cpu=1000)),
+        sky.PlannedTask("w", "old", sky.PoolSpec.of(image=sky.Image(python="3.9"))),
+    )
+    install(monkeypatch, cron=lambda _: sky.Plan(tasks, ("jobs/bad.py: SyntaxError",)))
+    errors = skyward("quote jobs/", code=1)
+    assert "cron:w/huge: nothing to rent" in errors
+    assert "cron:w/old: the image wants Python 3.9" in errors
+    assert "cron: jobs/bad.py: SyntaxError" in errors
+
+
+def test_the_bill_of_some_days(skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
+    """The options select from one day on, and until before another."""
+    clock.now = datetime(2026, 11, 21, 12, tzinfo=UTC)
+    open_pool(ledger, clock, folder, "sky-a", owner=HERE, age_seconds=3600)
+    open_pool(ledger, clock, folder, "sky-b", owner=HERE, age_seconds=86_400 + 3600)
+    assert [row[0] for row in lines(skyward("cost"))] == ["DAY", "2026-11-20", "2026-11-21", "total"]
+    assert [row[0] for row in lines(skyward("cost --by pool --since 2026-11-21"))] == ["POOL", "sky-a", "total"]
+    assert [row[0] for row in lines(skyward("cost --by pool --until 2026-11-21"))] == ["POOL", "sky-b", "total"]
+
+
+def test_a_stop_reports_whether_it_has_ended_machines(
+    skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
+) -> None:
+    """For an unknown pool, and for one without machines, it does not report an end."""
+    where = shlex.quote(json.dumps({"name": "folder", "folder": folder.folder}))
+    assert skyward(f"stop nope --provider {where}").startswith(
+        "nothing was ended: the ledger has no pool 'nope', and folder lists no machine of it"
+    )
+    open_pool(ledger, clock, folder, "sky-gone", owner=DEAD)
+    folder.terminate([instance.id for instance in folder.instances()])
+    assert skyward("stop sky-gone") == "sky-gone has ended; there was no machine of it to end\n"
+    folder.launch(None, 1, {POOL_TAG: "sky-stranger", RANK_TAG: "0"}, "")
+    assert "1 machine ended" in skyward(f"stop sky-stranger --provider {where}")

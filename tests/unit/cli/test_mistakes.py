@@ -4,90 +4,27 @@ traceback.
 
 import json
 import shlex
-from collections.abc import Callable, Iterator
-from decimal import Decimal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import create_engine, text
 
 from skyward_core import cli
-from skyward_core.cli.app import command_tree
+from skyward_core.cli.commands import ui as command
 from skyward_core.errors import LedgerError
 from skyward_core.ledger.ledger import Ledger
-from skyward_core.ledger.rows import Account, Attempt, Period
 from tests.cleanup.pools import FolderProvider
-from tests.unit.cli.test_commands import (  # noqa: F401 - fixtures
-    DEAD,
-    HERE,
-    ROOT,
-    Clock,
-    Skyward,
-    clock,
-    folder,
-    ledger,
-    open_pool,
-    skyward,
-    url,
-)
-
-type Damage = Callable[[str], None]
-
-
-@pytest.fixture
-def damage(url: str) -> Damage:
-    """Run a statement on the ledger's database, without the ledger's methods."""
-
-    def run(statement: str) -> None:
-        engine = create_engine(url)
-        with engine.begin() as connection:
-            connection.execute(text(statement))
-        engine.dispose()
-
-    return run
-
-
-@pytest.fixture
-def run(url: str, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run a command line; return its exit code, stdout and stderr."""
-
-    def go(line: str) -> tuple[int, str, str]:
-        code = cli.main(shlex.split(line))
-        return code, *capsys.readouterr()
-
-    return go
-
+from tests.cli.ledger import DEAD, HERE, RESOURCE_DAMAGES, ROOT, Clock, Damage, Skyward, open_named, open_pool
 
 # ── damaged rows ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 POOL_DAMAGES = {
     "provider is no JSON": "UPDATE skyward_pools SET provider_json = '{' WHERE id = 'sky-odd'",
-    "provider is a list": "UPDATE skyward_pools SET provider_json = '[1]' WHERE id = 'sky-odd'",
     "lease is text": "UPDATE skyward_pools SET lease_expires_microseconds = 'soon' WHERE id = 'sky-odd'",
-    "lease is beyond the calendar": "UPDATE skyward_pools SET lease_expires_microseconds = 9000000000000000000 WHERE id = 'sky-odd'",
     "account is bytes": "UPDATE skyward_pools SET account = x'ff00' WHERE id = 'sky-odd'",
     "lease is infinite": "UPDATE skyward_pools SET lease_expires_microseconds = 9e999 WHERE id = 'sky-odd'",
 }
-RESOURCE_DAMAGES = {
-    "price is nan": "UPDATE skyward_resources SET price_micro_usd_per_hour = 'nan' WHERE pool_id = 'sky-odd'",
-    "price is infinite": "UPDATE skyward_resources SET price_micro_usd_per_hour = 9e999 WHERE pool_id = 'sky-odd'",
-    "tags are no JSON": "UPDATE skyward_resources SET tags_json = 'x' WHERE pool_id = 'sky-odd'",
-    "kind is unknown": "UPDATE skyward_resources SET kind = 'dream' WHERE pool_id = 'sky-odd'",
-    "minimum is infinite": "UPDATE skyward_resources SET minimum_micro_usd = 9e999 WHERE pool_id = 'sky-odd'",
-    "minimum is text": "UPDATE skyward_resources SET minimum_micro_usd = 'x' WHERE pool_id = 'sky-odd'",
-    "region is bytes": "UPDATE skyward_resources SET region = x'ff00' WHERE pool_id = 'sky-odd'",
-    "time is text": "UPDATE skyward_resources SET intended_microseconds = 'then' WHERE pool_id = 'sky-odd'",
-    "seconds are infinite": "UPDATE skyward_resources SET idle_milliseconds = 9e999 WHERE pool_id = 'sky-odd'",
-}
-
-
-@pytest.fixture
-def three(ledger: Ledger, clock: Clock, folder: FolderProvider) -> None:
-    """A live pool, a dead one, and a live one with rows that a test damages."""
-    open_pool(ledger, clock, folder, "sky-live", owner=HERE)
-    open_pool(ledger, clock, folder, "sky-dead", owner=DEAD)
-    open_pool(ledger, clock, folder, "sky-odd", owner=HERE)
 
 
 @pytest.mark.parametrize("what", POOL_DAMAGES)
@@ -125,11 +62,7 @@ def test_a_pool_that_cannot_be_read_stops_nothing(
 
 
 def test_a_pool_whose_owner_cannot_be_read_lives_by_its_lease(
-    three: None,
-    run: Callable[..., tuple[int, str, str]],
-    damage: Damage,
-    folder: FolderProvider,
-    clock: Clock,
+    three: None, run: Callable[..., tuple[int, str, str]], damage: Damage, folder: FolderProvider, clock: Clock
 ) -> None:
     """It is listed, has a receipt, is reported, and ends when its lease has expired. An unreadable owner does not keep
     machines alive.
@@ -159,32 +92,6 @@ def test_a_bill_omits_and_names_rows_without_a_number(
     assert "a price or a time is no number" in complaint
 
 
-def test_other_rows_that_cannot_be_read(
-    three: None,
-    run: Callable[..., tuple[int, str, str]],
-    damage: Damage,
-    ledger: Ledger,
-    clock: Clock,
-) -> None:
-    """Attempts, accounts and reservations, and text that is not UTF-8: each affects only its own line."""
-    ledger.set_account(Account("team", Decimal(5), Period.DAY))
-    ledger.set_account(Account("odd", Decimal(5), Period.DAY))
-    tried = [
-        Attempt("sky-live", clock.now, "folder", region, "t", is_spot=False, seconds=1.0)
-        for region in ("here", "there")
-    ]
-    ledger.note_attempts(tried)
-    damage("UPDATE skyward_accounts SET period = 'fortnight' WHERE name = 'odd'")
-    damage("UPDATE skyward_attempts SET at_microseconds = 'x' WHERE region = 'there'")
-    damage("UPDATE skyward_pools SET owner_user = CAST(x'ff41' AS TEXT) WHERE id = 'sky-odd'")
-    code, output, complaint = run("budget list")
-    assert (code, "team" in output, "'odd' of skyward_accounts" in complaint) == (1, True, True)
-    code, output, complaint = run("why sky-live")
-    assert (code, "here" in output, "skyward_attempts" in complaint) == (1, True, True)
-    code, output, complaint = run("ps")
-    assert (code, "\ufffdA@laptop" in output, complaint) == (0, True, "")
-
-
 @pytest.mark.parametrize("version", ["abc", "-1", "", "2.5", "²"])
 def test_a_database_without_a_known_version_is_refused(
     version: str, ledger: Ledger, skyward: Skyward, damage: Damage, url: str
@@ -204,25 +111,17 @@ def test_a_database_without_a_known_version_is_refused(
     "line",
     [
         "offers --max-price nan",
-        "offers --max-price inf",
-        "offers --max-price -1",
         "offers --max-price 0",
-        "offers --max-age nan",
-        "offers --max-age -1",
         "offers --count 0",
         "offers --cpu 1e9",
         "sweep --min-age nan",
-        "sweep --min-age -5",
         "sweep --min-age 1e300",
-        "ps --limit 99999999999999999999",
         "ps --limit ²",
         "budget set team --limit 1e400 --per day",
-        "budget set team --limit 99999999999999 --per day",
         "budget set '' --limit 1 --per day",
         "budget set $'\\x1b[2J' --limit 1 --per day",
         f"budget set {'x' * 300} --limit 1 --per day",
         "stop ''",
-        "stop '  '",
         f"stop {'x' * 5000}",
         "why 'sky\x07'",
         "receipt 'sky\x00'",
@@ -244,25 +143,6 @@ def test_a_meaningless_argument_is_an_error_with_a_message(
     assert max(map(len, output.splitlines())) < 400
 
 
-@pytest.mark.parametrize(
-    ("line", "suggestion"),
-    [("swep", "Did you mean 'sweep'?"), ("budget liste", "Did you mean 'list'?"), ("ps --al", "--all")],
-)
-def test_a_near_miss_gets_a_suggestion(line: str, suggestion: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The error names the nearest command or option."""
-    with pytest.raises(SystemExit) as caught:
-        cli.main(line.split())
-    assert caught.value.code == 2
-    assert suggestion in capsys.readouterr().err
-
-
-def test_a_choice_that_does_not_exist_is_refused_with_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
-    """The error has the choices, and no text of the library that parses them."""
-    with pytest.raises(SystemExit):
-        cli.main(["cost", "--by", "colour"])
-    assert "error: Invalid value for '--by': 'colour' is not one of 'day', 'pool'," in capsys.readouterr().err
-
-
 def test_the_command_prints_its_version(skyward: Skyward, capsys: pytest.CaptureFixture[str]) -> None:
     """Another option prints the path of the file with the tested versions."""
     for line, expected in (("--version", "skyward 0."), ("--constraints", str(ROOT / "skyward_core/constraints-3."))):
@@ -274,58 +154,6 @@ def test_the_command_prints_its_version(skyward: Skyward, capsys: pytest.Capture
     assert Path(output.strip()).is_file()
 
 
-def test_tables_are_readable_on_a_narrow_terminal(
-    three: None, skyward: Skyward, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With 20 columns each value has its own line, complete; with 200 it is a table."""
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("COLUMNS", "20")
-    output = skyward("ps")
-    assert "POOL: sky-live\nSTATE: live\nOWNER: ada@laptop\nPROVIDER: folder\nOPEN: 1/1\n" in output
-    assert "COST USD: 2.0000" in output
-    assert "USD: 6.0000" in skyward("cost --by pool")
-    monkeypatch.setenv("COLUMNS", "200")
-    assert skyward("ps").splitlines()[0].startswith("POOL  ")
-
-
-# ── generated command lines ──────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _options(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], list[Any]]]:
-    """Each command with its options and arguments, as typer has them."""
-    for name, sub in getattr(command, "commands", {}).items():
-        yield from _options(sub, (*path, name))
-    if not hasattr(command, "commands"):
-        yield path, command.params
-
-
-COMMANDS = list(_options(command_tree()))
-
-
-@pytest.mark.parametrize("path", [(), ("budget",), ("ledger",), *(path for path, _ in COMMANDS)], ids=" ".join)
-def test_help_fits_a_narrow_terminal_without_unicode(
-    path: tuple[str, ...], skyward: Skyward, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On 60 columns no line is wider, and every character is ASCII."""
-    monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    shown = skyward(shlex.join([*path, "--help"]))
-    assert shown.startswith("Usage: skyward")
-    assert shown.isascii()
-    assert max(map(len, shown.splitlines())) <= 60
-
-
-def test_a_bill_by_work_is_complete_without_a_pools_row(
-    three: None, run: Callable[..., tuple[int, str, str]], damage: Damage
-) -> None:
-    """Its resources belong to no work, and are in the total."""
-    whole = json.loads(run("cost --by run --json")[1])["total"]
-    damage("UPDATE skyward_pools SET id = 'sky-lost' WHERE id = 'sky-odd'")
-    code, out, _ = run("cost --by run --json")
-    assert code == 0
-    assert json.loads(out)["total"] == whole
-
-
 def test_escape_sequences_of_a_row_do_not_reach_the_terminal(
     three: None, run: Callable[..., tuple[int, str, str]], damage: Damage
 ) -> None:
@@ -334,3 +162,134 @@ def test_escape_sequences_of_a_row_do_not_reach_the_terminal(
     _, out, errors = run("ps --all")
     assert "\x1b" not in out + errors
     assert "x\\x1b[2J" in out
+
+
+# ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("token", ["", "short", "with a blank in the middle of it", "t\xf6ken-of-enough-letters"])
+def test_a_weak_token_of_the_environment_is_refused(
+    token: str, monkeypatch: pytest.MonkeyPatch, skyward: Skyward
+) -> None:
+    monkeypatch.setenv(command.TOKEN, token)
+    assert "SKYWARD_UI_TOKEN needs at least 20" in skyward("ui", code=cli.FAILED)
+
+
+type Complete = Callable[[str], list[str]]
+
+
+@pytest.fixture
+def complete(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], url: str) -> Complete:
+    """Return what bash is offered for the last word of a command line."""
+
+    def run(line: str) -> list[str]:
+        monkeypatch.setenv("_SKYWARD_COMPLETE", "complete_bash")
+        monkeypatch.setenv("COMP_WORDS", line)
+        monkeypatch.setenv("COMP_CWORD", str(len(line.split(" ")) - 1))
+        with pytest.raises(SystemExit):
+            cli.main([])
+        output = capsys.readouterr()
+        assert output.err == ""
+        return output.out.split()
+
+    return run
+
+
+def test_commands_are_completed(complete: Complete) -> None:
+    assert complete("skyward lo") == ["logs"]
+    assert complete("skyward config s") == ["show", "schema"]
+
+
+@pytest.mark.parametrize("command", ["logs", "stop", "users", "warm", "receipt", "ssh"])
+def test_pools_are_completed_from_the_ledger(
+    complete: Complete, ledger: Ledger, clock: Clock, folder: FolderProvider, command: str
+) -> None:
+    """Those that have not ended, by id and by name."""
+    open_pool(ledger, clock, folder, "sky-a", owner=HERE)
+    open_pool(ledger, clock, folder, "sky-b", owner=DEAD)
+    open_pool(ledger, clock, folder, "sky-ended", owner=HERE)
+    ledger.end_pools(["sky-ended"])
+    open_named(ledger, clock, folder)
+    assert sorted(complete(f"skyward {command} sky-")) == ["sky-a", "sky-b", "sky-named"]
+    assert complete(f"skyward {command} night") == ["nightly"]
+
+
+def test_a_ledger_that_cannot_be_read_completes_nothing(complete: Complete, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message would be in the middle of what the user types."""
+    monkeypatch.setenv("SKYWARD_LEDGER", "sqlite:////nonesuch/folder/ledger.db")
+    assert complete("skyward logs sky-") == []
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, without settings in the environment but the test's provider."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    for name in ("SKYWARD_SECRET_KEY", "SKYWARD_LEASE_KEY", "SKYWARD_PROFILE", "SKYWARD_PROVIDER"):
+        monkeypatch.delenv(name, raising=False)
+    return folder
+
+
+def shown(skyward: Skyward, line: str = "config show --json", code: int = 0) -> dict[str, tuple[Any, str, str | None]]:
+    found = json.loads(skyward(line, code))
+    return {one["name"]: (one["value"], one["source"], one["where"]) for one in found["settings"] + found["others"]}
+
+
+def test_each_value_has_its_source(skyward: Skyward, url: str, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = project / "skyward.toml"
+    file.write_text("nodes = 2\nretries = 1\n[profiles.large]\nnodes = 8\n[pools.nightly]\nkeep_warm = 60\n")
+    monkeypatch.setenv("SKYWARD_RETRIES", "5")
+    found = shown(skyward, "config show --json --profile large --pool nightly")
+    assert found["nodes"] == (8, "file", f"{file} [profiles.large]")
+    assert found["keep_warm"] == (60.0, "file", f"{file} [pools.nightly]")
+    assert found["retries"] == (5, "environment", "SKYWARD_RETRIES")
+    assert found["timeout"] == (3600.0, "default", None)
+    assert found["profile"] == ("large", "option", "--profile")
+    assert found["ledger"] == (url, "environment", "SKYWARD_LEDGER")
+    assert shown(skyward)["nodes"] == (2, "file", str(file))
+    table = [line.split() for line in skyward("config show").splitlines()]
+    assert ["retries", "5", "SKYWARD_RETRIES"] in table
+    assert ["timeout", "3600.0", "default"] in table
+    assert skyward("config show").splitlines()[-1] == f"read: {file}; profiles: large; pools: nightly"
+
+
+SECRETS = [
+    ("SKYWARD_ENV", '{"API_TOKEN": "hidden-value"}'),
+    ("SKYWARD_PROVIDER", '{"name": "vastai", "api_key": "hidden-value"}'),
+    ("SKYWARD_PROVIDER", '{"name": "vastai", "api_key": "hidden-value", "nonesuch": 1}'),
+    ("SKYWARD_ENV", '{"API_TOKEN": "hidden-value", "A": 1}'),
+    ("SKYWARD_IMAGE", '{"env": {"API_TOKEN": "hidden-value"}}'),
+    ("SKYWARD_LEDGER", "postgresql+psycopg://ada:hidden-value@host/ledger"),
+    ("SKYWARD_LEDGER", "hidden-value://ada"),
+    ("SKYWARD_SECRET_KEY", "hidden-value"),
+    ("SKYWARD_LEASE_KEY", "hidden-value"),
+]
+
+
+@pytest.mark.parametrize(("variable", "value"), SECRETS)
+def test_values_of_secrets_are_masked(
+    variable: str,
+    value: str,
+    url: str,
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also where the settings are not valid, and in messages."""
+    monkeypatch.setenv(variable, value)
+    for line in (["config", "show"], ["config", "show", "--json"]):
+        cli.main(line)
+        output = capsys.readouterr()
+        assert variable in output.out
+        assert "hidden-value" not in output.out + output.err
+
+
+def test_a_key_of_this_user_is_named_by_its_file(skyward: Skyward, project: Path, tmp_path: Path) -> None:
+    """The key is not read."""
+    assert shown(skyward)["secret_key"] == (None, "default", None)
+    place = tmp_path / "state" / "skyward" / "secret.key"
+    place.parent.mkdir(parents=True)
+    place.write_bytes(b"x" * 32)
+    assert shown(skyward)["secret_key"] == ("***", "file", str(place))

@@ -35,24 +35,6 @@ def test_at_the_deadline_those_present_learn_who_is_absent() -> None:
     assert hub.refusal()
 
 
-def test_a_rank_may_come_again_while_the_group_is_gathering() -> None:
-    """A node that is replaced before all have come joins under its rank."""
-    hub = Hub(2, deadline=100.0)
-    hub.join(1)
-    hub.leave(1)
-    assert not hub.refusal()
-    hub.join(1)
-    assert hub.join(0) == [(1, {"formed": True}), (0, {"formed": True})]
-
-
-def test_no_values_are_sent_after_a_rank_has_failed() -> None:
-    """A value may be on its way when a rank is lost; the others must get the failure only."""
-    hub = formed(2)
-    assert hub.receive(1, {"value": "b"}, now=1.0) == []
-    assert [rank for rank, _ in hub.leave(1)] == [0]
-    assert hub.receive(0, {"value": "a"}, now=2.0) == []
-
-
 def test_values_are_exchanged_round_by_round() -> None:
     """A fast rank may send the value of the next round already."""
     hub = formed(2)
@@ -83,14 +65,6 @@ def test_a_crash_precedes_the_errors_that_it_causes() -> None:
     assert hub.expire(20.0) == []
 
 
-def test_the_end_of_a_rank_that_has_failed_is_no_crash() -> None:
-    """Its own error stays the first one."""
-    hub = formed(2)
-    hub.receive(1, {"failed": "ValueError: no"}, 10.0)
-    assert hub.leave(1) == []
-    assert hub.expire(11.0) == [(0, {"first": 1, "text": "ValueError: no"})]
-
-
 def test_all_ranks_end_together() -> None:
     """Rank 0 must not end its hub, and the framework's store, while others still work."""
     hub = formed(2)
@@ -98,31 +72,6 @@ def test_all_ranks_end_together() -> None:
     assert hub.receive(1, {"done": True}, 0.0) == [(1, {"ended": True}), (0, {"ended": True})]
     assert [hub.leave(1), hub.leave(0)] == [[], []]
     assert hub.state is HubState.ENDED
-
-
-def test_a_rank_that_waits_for_the_others_learns_of_a_failure() -> None:
-    """It has returned, and another one fails."""
-    hub = formed(2)
-    hub.receive(0, {"done": True}, 0.0)
-    assert [(rank, message["first"]) for rank, message in hub.leave(1)] == [(0, 1)]
-
-
-@pytest.mark.parametrize("message", [{}, {"unknown": 1}, {"failed": 3}])
-def test_an_unknown_message_changes_nothing(message: dict[str, object]) -> None:
-    """A hub of another version may send more."""
-    hub = formed(1)
-    assert hub.receive(0, message, 0.0) == []
-    assert hub.state is HubState.FORMED
-
-
-def test_a_crash_is_first_although_an_error_was_reported_before() -> None:
-    """The runner tells of the crash of its training's process. Its rank is not asked again."""
-    hub = formed(3)
-    assert hub.receive(2, {"failed": "connection closed"}, now=10.0) == []
-    verdict = {"first": 0, "text": "SIGKILL"}
-    assert hub.receive(0, {"crashed": "SIGKILL"}, now=10.1) == [(2, verdict), (1, verdict), (0, verdict)]
-    assert hub.receive(1, {"crashed": "SIGABRT"}, now=10.2) == []
-    assert hub.leave(0) == []
 
 
 # ── what is read of a connection that has not proved itself ──────────────────────────────────────────────────────────

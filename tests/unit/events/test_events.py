@@ -38,25 +38,6 @@ def test_events_are_values(kind: type) -> None:
     assert kind.__doc__ and not kind.__doc__.startswith(kind.__name__)
 
 
-@pytest.mark.parametrize(
-    ("kind", "fields"),
-    [
-        (sky.LogLine, ["node", "instance_id", "line", "timestamp"]),
-        (sky.CostUpdate, ["elapsed_seconds", "accumulated_cost", "hourly_rate", "spot_count", "ondemand_count"]),
-        (
-            sky.CostFinal,
-            ["total_cost", "total_seconds", "hourly_rate", "spot_count", "ondemand_count", "savings_vs_ondemand"],
-        ),
-        (sky.BudgetWarning, ["spent_usd", "limit_usd", "account"]),
-        (sky.InstanceLaunching, ["count", "instance_type", "provider"]),
-        (sky.BootstrapProgress, ["instance_id", "step"]),
-    ],
-)
-def test_events_have_the_fields_of_the_reference(kind: type, fields: list[str]) -> None:
-    """Fields begin with those of the API reference, in its order."""
-    assert [field.name for field in dataclasses.fields(kind)][: len(fields)] == fields
-
-
 def test_composed_callbacks_are_called_in_order() -> None:
     """`compose` calls each callback with the result of the one before; None passes the event on unchanged."""
     seen: list[Any] = []
@@ -101,13 +82,3 @@ def test_emit_reaches_the_registered_callback_only() -> None:
         sky.emit(LINE)
     sky.emit(LINE)
     assert seen == [LINE]
-
-
-def test_nested_callbacks_are_both_called_outer_first() -> None:
-    """An inner `use_callback` adds to the outer one."""
-    seen: list[str] = []
-    with sky.use_callback(lambda _: seen.append("outer")):
-        with sky.use_callback(lambda _: seen.append("inner")):
-            sky.emit(LINE)
-        sky.emit(LINE)
-    assert seen == ["outer", "inner", "outer"]

@@ -28,16 +28,7 @@ from skyward_core.events.events import (
     SkywardEvent,
 )
 from skyward_core.events.narrator import Narrator
-from skyward_core.events.notebook import (
-    MOST_CHARACTERS,
-    MOST_PROBLEMS,
-    Summary,
-    after,
-    as_html,
-    as_text,
-    kernel,
-    rendered,
-)
+from skyward_core.events.notebook import Summary, after, as_html, as_text, rendered
 
 OPENING: list[SkywardEvent] = [
     InfraCreating(),
@@ -101,19 +92,6 @@ def test_the_html_has_the_same_and_escapes_it() -> None:
     assert rendered(summary) == {"text/plain": as_text(summary), "text/html": html}
 
 
-def test_a_bar_of_no_calls_is_valid_html() -> None:
-    """`max` of a progress element must be above 0."""
-    assert '<progress value="0" max="1">' in as_html(summed(CallProgress(0, 0, 0)))
-
-
-def test_only_the_last_problems_are_shown() -> None:
-    """An output stays small, however much goes wrong; it says how many problems are left out."""
-    lines = as_text(summed(*(Error(f"problem {number}") for number in range(100)))).splitlines()
-    assert lines[1] == f"… {100 - MOST_PROBLEMS} earlier problems"
-    assert lines[2:] == [f"problem {number}" for number in range(100 - MOST_PROBLEMS, 100)]
-    assert len(as_text(summed(Error("x" * 10**6)))) < 2 * MOST_CHARACTERS
-
-
 class InteractiveShell:
     """Stands in for IPython's shell; a terminal's is no kernel."""
 
@@ -132,20 +110,6 @@ class ZMQInteractiveShell(InteractiveShell):
     def add_callback(self, callback) -> None:
         callback()
         self.woken.set()
-
-
-class ColabShell(ZMQInteractiveShell):
-    """Other hosts of kernels subclass it."""
-
-
-@pytest.mark.parametrize(
-    ("shell", "is_kernel"),
-    [(None, False), (InteractiveShell(), False), (ZMQInteractiveShell(), True), (ColabShell(), True)],
-)
-def test_a_kernel_is_recognized_by_its_shell(shell: object, is_kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """IPython in a terminal is no notebook."""
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    assert (kernel() is shell) == (is_kernel or shell is None)
 
 
 @pytest.fixture

@@ -10,14 +10,11 @@ import pytest
 
 import skyward_core as sky
 from skyward_core import cli
-from skyward_core.cli.views import live as view
-from skyward_core.cli.views import top as top_view
 from skyward_core.errors import Unreachable
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.live import metrics
 from skyward_core.live.login import login_command
-from skyward_core.live.metrics import NodeUse, PoolUses
-from skyward_core.live.observer import Observer
+from skyward_core.live.metrics import PoolUses
 from skyward_core.live.pool_nodes import PoolNodes
 from skyward_core.machines.instances import Endpoint, Instance, InstanceState
 from skyward_core.machines.owner import Owner
@@ -81,15 +78,6 @@ def test_a_node_that_a_pool_has_not_is_refused() -> None:
         nodes.instance(1)
 
 
-def test_a_machine_without_an_address_has_not_started() -> None:
-    """A cloud lists a machine before it has an address."""
-    with Observer(PoolNodes("sky-1", (machine(),))) as observer:
-        with pytest.raises(sky.NodeLost, match="i-0 has no address yet"):
-            observer.reach(observer.instances[0])
-        with pytest.raises(sky.NodeLost, match="sky-1 has no head yet"):
-            observer.client()
-
-
 # ── logins ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -121,42 +109,7 @@ def test_a_login_without_the_pools_key_is_refused(tmp_path: Path) -> None:
         login_command(PoolNodes("sky-1", (machine(endpoint=endpoint),)), 0)
 
 
-def test_a_node_of_this_machine_has_a_shell_in_its_folder() -> None:
-    words = login_command(PoolNodes("sky-1", (machine(directory="/tmp/a node"),)), 0)
-    assert words == ["sh", "-c", """cd '/tmp/a node' && exec "${SHELL:-sh}\""""]
-
-
 # ── tables ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def sample(percent: float, **more: Any) -> sky.Metrics:
-    return sky.Metrics("i-0", 0, percent, 50.0, 1.0, 2.0, **more)
-
-
-def test_sparks_have_a_character_for_each_value() -> None:
-    """Of the last twenty; without Unicode they are digits."""
-    assert view.sparks([0, 50, 100, None, 250, -1], is_unicode=True) == "▁▅█ █▁"
-    assert view.sparks([0, 50, 100], is_unicode=False) == "158"
-    assert view.sparks([0.0] * 30 + [100.0], is_unicode=True) == "▁" * 19 + "█"
-
-
-def test_a_table_of_nodes_leaves_out_what_is_not_known() -> None:
-    gpu = sample(40, gpu_utilization=90.0, gpu_memory_used_mb=10.0, gpu_memory_total_mb=40.0)
-    uses = [NodeUse(0, "i-0", (sample(20), gpu), 1, 4), NodeUse(1, "i-1", (), 0, 4)]
-    _, rows = view.table_of_uses(uses, is_unicode=True)
-    assert rows == [
-        ["0", "1/4", "40", "▂▄", "50", "90", " █", "25", "i-0"],
-        ["1", "0/4", "", "", "", "", "", "", "i-1"],
-    ]
-
-
-def test_top_has_a_row_for_each_node_and_the_trouble_of_a_pool() -> None:
-    pool = {"pool": "sky-1", "name": None, "state": "live", "age_seconds": 60, "usd_per_hour": 2.0, "cost_usd": 1.0}
-    heads, rows = top_view.table([(pool, [NodeUse(0, "i-0", (), 1, 4), NodeUse(1, "i-1", (), 0, 4)])], is_unicode=True)
-    assert [row[:6] for row in rows] == [["sky-1", "live", "60 s", "2.0000", "1.0000", "0"], ["", "", "", "", "", "1"]]
-    ((*_, trouble), *_) = [row[:6] for row in top_view.table([(pool, "no contact")], is_unicode=True)[1]]
-    assert trouble == "not known: no contact"
-    assert {len(row) for row in rows} == {len(heads)}
 
 
 def test_a_pool_out_of_reach_is_tried_again_later(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 import io
 import logging
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -122,21 +121,6 @@ def test_lines_of_the_program_go_to_their_streams(has_ranks: bool, first: str) -
     ]
 
 
-def test_a_closed_pipe_stops_no_program() -> None:
-    """The other stream goes on."""
-    read, write = os.pipe()
-    os.close(read)
-    err = io.StringIO()
-    with open(write, "w") as out:
-        output = ProgramOutput(out, err, has_ranks=False)
-        output(line("lost"))
-        output(line("kept", stream="stderr"))
-        assert output.is_broken
-        with pytest.raises(BrokenPipeError):
-            out.close()
-    assert err.getvalue() == "kept\n"
-
-
 # ── signals ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -159,17 +143,6 @@ def test_the_first_signal_stops_and_the_next_does_not_wait(number: signal.Signal
     assert messages[0].startswith(f"{number.name}: stopping; the program is cancelled, and its machines end")
     assert messages[1].startswith(f"{number.name} again: nothing is waited for")
     assert signal.getsignal(number) is before
-
-
-def test_an_ignored_signal_stays_ignored() -> None:
-    """As of a program that was started with nohup, or in the background."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with interruptible(print, print, ""):
-            signal.raise_signal(signal.SIGINT)
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_options_become_settings(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

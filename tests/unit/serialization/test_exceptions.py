@@ -12,17 +12,14 @@ from typing import Any, ClassVar, cast
 
 import botocore.exceptions
 import httpx
-import numpy as np
 import pydantic
 import pytest
 import tenacity
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
 from tblib import pickling_support  # type: ignore[import-untyped]
 
 import skyward_core as sky
-from skyward_core.serialization import exceptions, pickling
+from skyward_core.serialization import exceptions
+from skyward_core.serialization.exception_notes import note_for
 
 
 class OwnInit(Exception):
@@ -42,18 +39,6 @@ class Doubling(Exception):
 
     def __init__(self, code: object) -> None:
         super().__init__(f"x {code}")
-
-
-class Slotted(KeyError):
-    __slots__ = ("__hidden", "empty", "key")
-
-    def __init__(self, key: str, hidden: int) -> None:
-        super().__init__()
-        self.key, self.__hidden = key, hidden
-
-    @property
-    def hidden(self) -> int:
-        return self.__hidden
 
 
 class NoDisk(OSError):
@@ -106,11 +91,6 @@ def _explode(args: tuple[Any, ...]) -> Exception:
     if Bomb.is_armed:
         raise ZeroDivisionError("not here")
     return Bomb(*args)
-
-
-class Silent(Exception):
-    def __str__(self) -> str:
-        raise RuntimeError("no words")
 
 
 class Holder(Exception):
@@ -193,22 +173,6 @@ def assert_arrives_unchanged(error: BaseException) -> None:
         assert getattr(there, name, None) == getattr(error, name, None)
     assert str(there.__cause__) == "\nremote text"
     assert there.__notes__ == ["raised on node 3 of the pool; its traceback there is the cause shown above"]
-
-
-def test_slots_travel_also_private_and_empty_ones() -> None:
-    """Values in __slots__ arrive; an empty slot stays empty."""
-    there = over(Slotted("k", 5))
-    assert (there.key, there.hidden, there.args) == ("k", 5, ())
-    assert not hasattr(there, "empty")
-
-
-def test_none_in_a_slot_stays_none() -> None:
-    """NumPy's AxisError keeps None in a slot, and its message needs it."""
-    there = over(Slotted("k", cast(int, None)))
-    assert (there.key, there.hidden) == ("k", None)
-    with pytest.raises(np.exceptions.AxisError) as caught:
-        np.zeros((2, 2)).sum(axis=5)
-    assert str(over(caught.value)) == str(caught.value)
 
 
 def test_exceptions_of_libraries_arrive_with_their_attributes() -> None:
@@ -311,23 +275,6 @@ def test_groups_arrive_with_their_members() -> None:
     assert rest is not None
 
 
-def test_circular_and_endless_chains_end() -> None:
-    """An exception that refers to itself arrives so; an endless chain is cut."""
-    error = Holder()
-    error.me = error  # type: ignore[attr-defined]
-    error.__context__ = other = OwnInit(1, "x")
-    other.__cause__ = error
-    there = over(error)
-    assert there.me is there  # type: ignore[attr-defined]
-    assert there.__context__ is not None
-    assert there.__context__.__cause__ is not None
-    first = last = ValueError("0")
-    for number in range(500):
-        last.__cause__ = ValueError(str(number))
-        last = last.__cause__
-    assert type(over(first)) is ValueError
-
-
 @pytest.fixture
 def elsewhere() -> Iterator[types.ModuleType]:
     """A library that exists only on the node."""
@@ -369,19 +316,6 @@ def test_a_class_that_does_not_exist_here_is_named_first(elsewhere: types.Module
     assert any("without tensor (ModuleNotFoundError: No module named 'far_library')" in note for note in held.__notes__)
 
 
-def test_code_that_raises_while_it_is_loaded_is_omitted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If an exception's own unpickling fails at the caller, the exception still arrives, by its parts."""
-    pickled = exceptions.pack(Bomb("a", 1))
-    monkeypatch.setattr(Bomb, "is_armed", True)
-    there = exceptions.unpack(pickled.data, pickled.buffers, 0, "text")
-    assert (type(there), there.args) == (Bomb, ("a", 1))
-
-
-def test_an_exception_without_a_message_arrives() -> None:
-    """An error in __str__ is not an error of the transport."""
-    assert type(over(Silent("a"))) is Silent
-
-
 @pytest.mark.parametrize(
     "error",
     [KeyboardInterrupt(), SystemExit(3), GeneratorExit(), asyncio.CancelledError("stop")],
@@ -394,90 +328,15 @@ def test_exceptions_that_would_end_the_caller_are_replaced(error: BaseException)
     assert str(there).startswith(exceptions.name_of(type(error)))
 
 
-VALUES = st.one_of(
-    st.integers(),
-    st.text(max_size=5),
-    st.lists(st.integers(), max_size=2),
-    st.builds(threading.Lock),
-    st.builds(object),
-    st.just(exceptions),
+@pytest.mark.parametrize(
+    ("file", "advice"),
+    [
+        ("own_note.py", "travels if an `import` statement names it"),
+        ("own_note.abi3.so", "machine code does not travel"),
+    ],
 )
-LEAVES = st.one_of(
-    st.builds(OwnInit, st.integers(), st.text(max_size=5)),
-    st.builds(KeywordOnly, reason=st.text(max_size=5)),
-    st.builds(Slotted, st.text(max_size=5), st.integers()),
-    st.builds(NoDisk, st.integers(1, 40), st.text(max_size=5), st.integers()),
-    st.builds(Data, st.integers(), st.lists(st.text(max_size=3), max_size=2)),
-    st.builds(Frozen, code=st.integers()),
-    st.builds(BadReduce, st.integers()),
-    st.builds(Holder, lock=VALUES, other=VALUES),
-    st.builds(ValueError, VALUES, VALUES),
-)
-ERRORS = st.recursive(
-    LEAVES,
-    lambda inner: st.builds(ExceptionGroup[Exception], st.text(max_size=5), st.lists(inner, min_size=1, max_size=3)),
-    max_leaves=6,
-)
-
-
-@hypothesis_settings(max_examples=40, deadline=None)
-@given(st.lists(st.tuples(ERRORS, st.booleans(), st.lists(st.text(max_size=5), max_size=2)), min_size=1, max_size=4))
-def test_any_raised_exception_arrives(chain: list[tuple[Exception, bool, list[str]]]) -> None:
-    """Any tree of exceptions, with any attributes, notes and causes: classes, members, notes and all values that can
-    travel are unchanged.
-    """
-    errors = [error for error, _, _ in chain]
-    for error, _, notes in chain:
-        exceptions.exception_state.state_of(error)
-        for note in notes:
-            exceptions.exception_state.add_note(error, note)
-    for (error, is_cause, _), following in zip(chain, errors[1:], strict=False):
-        BaseException.__setattr__(error, "__cause__" if is_cause else "__context__", following)
-    _compare(over(errors[0]), errors[0], set())
-
-
-def _compare(there: BaseException, here: BaseException, seen: set[int]) -> None:
-    assert type(there) is type(here)
-    if id(here) in seen:
-        return
-    seen.add(id(here))
-    before, after = exceptions.exception_state.state_of(here), exceptions.exception_state.state_of(there)
-    assert after.notes[: len(set(before.notes))] == tuple(dict.fromkeys(before.notes))
-    if isinstance(here, BaseExceptionGroup) and isinstance(there, BaseExceptionGroup):
-        assert there.message == here.message
-        for one, other in zip(there.exceptions, here.exceptions, strict=True):
-            _compare(one, other, seen)
-    else:
-        for one, other in zip(after.args, before.args, strict=True):
-            assert one == other or not _travels(other) or type(other) is object
-        for name, value in {**before.attributes, **before.fields}.items():
-            if _travels(value) and type(value) is not object:
-                assert {**after.attributes, **after.fields}[name] == value
-    for name in ("__cause__", "__context__"):
-        if (linked := getattr(here, name)) is not None:
-            _compare(getattr(there, name), linked, seen)
-
-
-def _travels(value: Any) -> bool:
-    try:
-        pickling.dumps(value)
-    except sky.NotPicklable:
-        return False
-    return True
-
-
-def test_exceptions_inside_results_are_unchanged() -> None:
-    """A result may contain exceptions: they are loaded without their __init__, and nothing of them is omitted."""
-    back = pickling.loads(
-        pickling.dumps([OwnInit(1, "a"), Doubling(2), Slotted("k", 3), OwnGroup(4, [KeywordOnly(reason="r")]), Data(5)])
-    )
-    assert [str(error) for error in back[:2]] == ["x 1", "x 2"]
-    assert (back[0].extra, back[2].hidden, back[3].code, back[3].exceptions[0].reason, back[4].code) == (
-        "a",
-        3,
-        4,
-        "r",
-        5,
-    )
-    with pytest.raises(sky.NotPicklable, match="lock"):
-        pickling.dumps([Holder(lock=threading.Lock())])
+def test_a_module_of_the_project_is_in_no_index(tmp_path, monkeypatch, file, advice):
+    """A file of the project cannot be installed: the note says that it is to be imported, or built."""
+    (tmp_path / file).write_bytes(b"")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert advice in str(note_for(ModuleNotFoundError(name="own_note")))

@@ -1,7 +1,8 @@
 """Objects of the user's project reach a bare interpreter with only installed packages, and come back as themselves."""
 
-import pickle
+import functools
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import skyward_core
+from skyward_core.errors import NotPicklable
 from skyward_core.serialization.ownership import belongs_to_user
 from skyward_core.serialization.pickling import OUT_OF_BAND_BYTES, Pickled, dumps, loads
 from tests.serialization.bare_interpreter import Write, results_of, user_project
@@ -70,23 +72,6 @@ def test_which_modules_are_the_users(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not belongs_to_user(part_of_numpy)
 
 
-def test_installed_objects_travel_by_reference() -> None:
-    """A function of NumPy travels by name, without its code."""
-    assert loads(dumps(np.linalg.norm)) is np.linalg.norm
-    assert dumps(np.linalg.norm).nbytes < 300
-
-
-def test_a_registration_of_the_user_is_kept(project: Write) -> None:
-    """A module that the user registered with cloudpickle is still registered after a call, and no other is."""
-    own = project(own="def run(): return 1")
-    cloudpickle.register_pickle_by_value(own)
-    try:
-        dumps(own.run)
-        assert cloudpickle.list_registry_pickle_by_value() == {"own"}
-    finally:
-        cloudpickle.unregister_pickle_by_value(own)
-
-
 # ── buffers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -126,13 +111,91 @@ def test_arrays_that_are_not_contiguous_travel_too() -> None:
         assert back.dtype == array.dtype
 
 
-def test_a_pickled_passes_its_buffers_on() -> None:
-    """A transport with protocol 5 carries the buffers of a `Pickled` out of band; any other one carries it as a
-    whole.
+class Client:
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+class Slotted:
+    __slots__ = ("hook",)
+
+    def __init__(self) -> None:
+        self.hook = threading.Lock()
+
+
+class Careful:
+    """Has a lock, and does not pickle it."""
+
+    def __init__(self, other: object) -> None:
+        self.lock, self.other = threading.Lock(), other
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"other": self.other}
+
+
+class Parent:
+    """A circle: the child is not the cause."""
+
+    def __init__(self) -> None:
+        self.children = [types.SimpleNamespace(parent=self)]
+        self.file = threading.Lock()
+
+
+def _closure(db: object) -> Callable[[], object]:
+    def train() -> object:
+        return db
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("make", "label", "path"),
+    [
+        (lambda: (types.SimpleNamespace(client=Client()),), "args", "args[0].client.lock"),
+        (lambda: {"model": Slotted()}, "result", "result['model'].hook"),
+        (lambda: _closure(threading.Lock()), "value", "train.<closure>.db"),
+        (lambda: _closure(Client()), "value", "train.<closure>.db.lock"),
+        (lambda: [1, {"a": {(1, threading.Lock())}}], "args", "args[1]['a']{tuple}[1]"),
+        (lambda: functools.partial(print, 1, sep=threading.Lock()), "value", "value.keywords['sep']"),
+        (lambda: Client().__init__, "value", "value.__self__.lock"),
+        (lambda: Careful(Client()), "value", "value.other.lock"),
+        (lambda: Parent(), "value", "value.file"),
+        (lambda: threading.Lock(), "value", "value"),
+        (lambda: (x for x in ()), "result", "result"),
+    ],
+)
+def test_the_path_leads_to_the_unpicklable_value(make: Callable[[], Any], label: str, path: str) -> None:
+    """The error names the smallest part that cannot travel, as a Python expression."""
+    with pytest.raises(NotPicklable) as caught:
+        dumps(make(), label=label)
+    assert caught.value.path == path
+    assert str(caught.value).startswith(f"{caught.value.path} cannot travel: it is a ")
+    assert caught.value.__cause__ is not None
+
+
+def test_globals_are_named(project: Write) -> None:
+    """A global is named with the function that uses it, through helpers and modules, and the message says what to
+    do.
     """
-    pickled = dumps(np.arange(100_000))
-    seen: list[pickle.PickleBuffer] = []
-    data = pickle.dumps(pickled, protocol=5, buffer_callback=seen.append)
-    assert len(data) < 1000
-    for again in (pickle.loads(data, buffers=seen), pickle.loads(pickle.dumps(pickled, protocol=4))):
-        assert np.array_equal(loads(again), np.arange(100_000))
+    own = project(
+        own="""
+            import threading, own_helpers
+            CONNECTION = threading.Lock()
+            def train(): return CONNECTION
+            def indirect(): return train()
+            def through_module(): return own_helpers.db
+            def default(x=CONNECTION): return x
+            """,
+        own_helpers="import threading\ndb = threading.Lock()",
+    )
+    paths: dict[str, str] = {}
+    for name in ("train", "indirect", "through_module", "default"):
+        with pytest.raises(NotPicklable, match=r"[Cc]reate it inside the function") as caught:
+            dumps(getattr(own, name))
+        paths[name] = caught.value.path
+    assert paths == {
+        "train": "train.<global> CONNECTION",
+        "indirect": "indirect.<global> train.<global> CONNECTION",
+        "through_module": "through_module.<global> own_helpers.db",
+        "default": "default.<default> x",
+    }

@@ -59,20 +59,6 @@ def test_every_image_is_pinned() -> None:
     assert [image for image in (images | set(bases)) - stages if not PINNED.fullmatch(image)] == []
 
 
-def test_moto_is_the_same_here_and_in_its_container() -> None:
-    """Other programs of ours come from uv.lock in both."""
-    locked = re.search(r'^name = "moto"\nversion = "([\d.]+)"', (ROOT / "uv.lock").read_text(), re.MULTILINE)
-    assert locked is not None
-    assert {SERVICES[name]["image"] for name in ("s3", "aws")} == {f"motoserver/moto:{locked[1]}"}
-
-
-def test_the_image_is_built_with_the_locked_uv() -> None:
-    """The Dockerfile names the version of uv.lock."""
-    locked = re.search(r'^name = "uv"\nversion = "([\d.]+)"', (ROOT / "uv.lock").read_text(), re.MULTILINE)
-    assert locked is not None
-    assert f"uv=={locked[1]}\n" in (ROOT / "Dockerfile").read_text()
-
-
 def test_no_image_runs_as_root() -> None:
     """The last user of each image that is used is not root."""
     stages = re.split(r"^FROM ", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)[1:]
@@ -101,12 +87,6 @@ def test_no_secret_has_a_default_outside_the_development_file() -> None:
     assert [text for text in passwords if not re.fullmatch(r"\$\{\w+:\?\}", text)] == []
     assert DEVELOPMENT.read_text().startswith("# DEVELOPMENT ONLY")
     assert read_env().keys() == needed | {"AIRFLOW_ALL_ADMINS"}
-
-
-def test_without_secrets_nothing_starts() -> None:
-    """A variable without a default and without a value is refused by its name."""
-    with pytest.raises(KeyError, match="POSTGRES_PASSWORD"):
-        services(CONTENT, read_env() | {"POSTGRES_PASSWORD": ""})
 
 
 def test_only_this_machine_reaches_the_services() -> None:
@@ -139,46 +119,7 @@ def test_the_native_services_are_those_of_the_file() -> None:
             assert not own, "our image has the programs of this environment: the same command runs here"
 
 
-def test_services_come_after_those_that_they_need() -> None:
-    """The order of the services is one in which they can start."""
-    names = list(native())
-    assert [
-        (name, other) for name, one in native().items() for other in one.needs if names.index(other) > names.index(name)
-    ] == []
-
-
-def test_a_service_of_a_foreign_image_needs_a_native_command() -> None:
-    """A service that could not run here is refused, rather than left out."""
-    foreign = {"image": "redis:8.2", "command": ["redis-server"]}
-    with pytest.raises(ValueError, match=r"cache: redis:8\.2 cannot run here"):
-        services({"services": {**SERVICES, "cache": foreign}}, read_env())
-
-
-def test_a_circle_of_services_is_refused() -> None:
-    """Two services that wait for each other are named."""
-    waiting = {
-        name: {"image": "skyward-stack:1", "command": [], "depends_on": {other: {"condition": "service_healthy"}}}
-        for name, other in (("a", "b"), ("b", "a"))
-    }
-    with pytest.raises(ValueError, match="wait for each other"):
-        services({"services": waiting}, {})
-
-
-def test_addresses_ports_and_folders_are_variables() -> None:
-    """With other variables no address, port or folder of the containers is left in what runs here."""
-    names = variables_of(CONTENT)
-    moved = {name: "127.0.0.1" for name in names if name.endswith("_HOST")}
-    moved |= {name: str(20000 + number) for number, name in enumerate(names) if name.endswith("_PORT")}
-    found = native(**moved, STACK_DATA="/elsewhere", STACK_CODE="/code")
-    texts = [
-        text
-        for one in found.values()
-        for text in (*one.command, *one.environment.values(), *(one.health.command if one.health else ()), one.folder)
-    ]
-    of_containers = re.compile(
-        r"/data\b|/app\b|(?:@|//|\[)(?:postgres|s3|aws|node-\d|prefect-server|airflow-api-server)\]?:\d"
-    )
-    assert [text for text in texts if of_containers.search(text)] == []
-    ports = {default for name, default in names.items() if name.endswith("_PORT")}
-    assert len(ports) == 11
-    assert [text for text in texts if ports & set(re.split(r"\D+", text))] == []
+def test_without_secrets_nothing_starts() -> None:
+    """A variable without a default and without a value is refused by its name."""
+    with pytest.raises(KeyError, match="POSTGRES_PASSWORD"):
+        services(CONTENT, read_env() | {"POSTGRES_PASSWORD": ""})
