@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.system.integrations.test_airflow import ROOT, airflow  # noqa: F401 - fixtures
+from tests.system.integrations.test_airflow_durable import read_until
 from tests.system.integrations.test_airflow_pools import (
-    ROOT,
     Airflow,
     Run,
     pools_of,
-    read_until,
 )
 
 if importlib.util.find_spec("airflow") is None:

@@ -14,7 +14,6 @@ from tests.system.integrations.test_sweeps import (  # noqa: F401 - fixtures
     ORCHESTRATORS,
     environ,
     forgotten,
-    name,
     run,
     server,
 )
