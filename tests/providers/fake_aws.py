@@ -74,7 +74,7 @@ class AwsRequest:
 
 @dataclass
 class Fault:
-    """A failure of the next requests of an action. Without a code the connection breaks.
+    """A failure of the next requests of an action. Without a code and a body the connection breaks.
 
     With `is_done` the request takes effect before it fails.
     """
@@ -85,6 +85,7 @@ class Fault:
     message: str = "injected"
     is_done: bool = False
     times: int = 1
+    body: str = ""
     when: Callable[[AwsRequest], bool] = field(default=lambda _: True)
 
 
@@ -258,6 +259,8 @@ class FakeAWS:
         if fault is not None:
             fault.times -= 1
         answer = self._do(environ, request) if fault is None or fault.is_done else None
+        if fault is not None and fault.body:
+            return fault.status, "text/html", fault.body.encode()
         if fault is not None:
             return _refusal(request.service, fault.code, fault.status, fault.message) if fault.code else None
         return answer

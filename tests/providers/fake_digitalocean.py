@@ -157,6 +157,8 @@ class Mood:
     """The next creating calls create this number of droplets that are errored after a read."""
     budget: int | None = None
     """The number of further droplets. Then creating calls fail with a 5xx in the middle."""
+    stock: int | None = None
+    """The number of further droplets. A call for more is refused as a whole."""
     shrinking: int = 0
     """How often a droplet of the first page is deleted after that page was read."""
     is_refusing: bool = False
@@ -271,6 +273,8 @@ class FakeDigitalOcean(FakeCloud):
                 if not self.mood.budget:
                     return OUTAGE
                 self.mood.budget -= 1
+            if self.mood.stock is not None:
+                self.mood.stock -= 1
             created.append(self.add(name, found, request.body))
         rows = [droplet.row() for droplet in created]
         actions = [
@@ -295,6 +299,8 @@ class FakeDigitalOcean(FakeCloud):
             return unprocessable("You specified an invalid size for Droplet creation.")
         if not found["available"]:
             return unprocessable("This size is unavailable")
+        if self.mood.stock is not None and len(names) > self.mood.stock:
+            return SOLD_OUT
         if body["region"] not in found["regions"]:
             return SOLD_OUT
         if body.get("image") not in IMAGES:

@@ -30,3 +30,13 @@ def test_it_reads_and_spends_nothing() -> None:
         assert "machines   0 of ours" in done.stdout
         assert {request.method for request in fake.requests} == {"GET"}
         assert TOKEN not in done.stdout
+
+
+def test_refused_credentials_are_one_line() -> None:
+    """The name of the error, and exit code 1."""
+    with FakeDigitalOcean() as fake:
+        done = live(fake, "dop_v1_wrong")
+    assert done.returncode == 1
+    assert done.stderr.startswith("CredentialsError: ")
+    assert "Traceback" not in done.stderr
+    assert "dop_v1_wrong" not in done.stderr

@@ -3,6 +3,7 @@
 import ast
 import configparser
 import importlib
+import os
 import subprocess
 import sys
 import zipfile
@@ -150,3 +151,27 @@ def test_each_extra_alone_installs_only_its_orchestrator(wheel_file: Path, orche
     run(python, "-c", f"import skyward_core; {IMPORTS[orchestrator]}", cwd=tmp_path)
     for other in set(ORCHESTRATORS) - {orchestrator}:
         run(python, "-c", f"import importlib.util; assert importlib.util.find_spec({other!r}) is None", cwd=tmp_path)
+
+
+def test_the_wheel_works_without_its_tree(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    """Unpacked elsewhere, the core imports and runs a call in a real local pool."""
+    wheel.extractall(tmp_path / "site")
+    code = """
+        import skyward_core as sky, sys
+        assert sky.__file__.startswith(sys.argv[1]), sky.__file__
+        if __name__ == "__main__":
+            with sky.ComputePool(provider=sky.Local(), display="quiet") as pool:
+                print(sky.compute(lambda x: 2 * x)(21) >> pool)
+    """
+    script = tmp_path / "use.py"
+    script.write_text("\n".join(line[8:] for line in code.splitlines()))
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "site")],
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert (done.returncode, done.stdout) == (0, "42\n"), done.stderr

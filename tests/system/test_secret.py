@@ -20,9 +20,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import skyward_core as sky
-from skyward_core.ledger.ledger import default_url
+from skyward_core.ledger.journal import Journal
+from skyward_core.ledger.ledger import Ledger, default_url
+from skyward_core.ledger.metering import Meter
+from skyward_core.ledger.receipt import receipt
 from skyward_core.worker.masking import MASK, Mask, spellings
 from tests.conftest import RecordedEvents, content_of, processes_by_tag, shared, wait_until
+from tests.fakes import FakeProvider
+from tests.unit.test_secret import both_envs
 
 
 @given(st.text(min_size=4, max_size=30), st.text(max_size=20), st.text(max_size=20))
@@ -297,3 +302,18 @@ def test_replacements_have_the_values(monkeypatch: pytest.MonkeyPatch) -> None:
             assert call.result(60) == len(value)
             assert call.log() == [MASK]
             call.forget()
+
+
+def test_the_ledgers_file_holds_no_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither values of `secrets` nor values that only look like secrets; the file has their names."""
+    monkeypatch.setenv("WORD", "tok-0123456789")
+    spec = sky.PoolSpec.of(**{"secrets": ("WORD",), **both_envs().model_dump(exclude_unset=True)})
+    with Ledger(f"sqlite:///{tmp_path}/ledger.db") as ledger:
+        Journal(ledger, "sky-1", spec, FakeProvider(folder=str(tmp_path)), Meter(time.monotonic), lambda _: None).open()
+        bill = receipt(ledger, "sky-1")
+        written = b"".join(content_of(path) for path in tmp_path.glob("ledger.db*"))
+    for value in ("tok-0123456789", "opensesame1", "hf_0123456789"):
+        assert value.encode() not in written
+        assert value not in str(bill)
+    for name in ("WORD", "DB_PASSWORD", "HF_TOKEN"):
+        assert name.encode() in written

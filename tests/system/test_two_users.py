@@ -321,3 +321,31 @@ def test_the_ledger_of_another_user_is_refused(users: Users, beside: str) -> Non
         f"{path} belongs to user {ALICE}: a ledger that several users share is kept in PostgreSQL"
         in errors.splitlines()[-1]
     )
+
+
+BOB_POOL = """
+import numpy, pathlib, sys
+import skyward_core as sky
+
+with sky.ComputePool(provider=sky.Local(), display="quiet") as pool:
+    print(int(pool.submit(sky.compute(lambda values: values.sum())(numpy.ones(1_000_000))).result()))
+    (instance,) = [node.instance for node in pool.lease.nodes]
+    print(instance.directory)
+"""
+
+
+def test_a_pool_works_beside_an_attacker(users: Users) -> None:
+    """With large values, from opening to end: it works, none of its files is ever open to others, and none is left."""
+    squatted = alice_squats(users, 0o777)
+    proof = users.tmp / "proof"
+    users.start(ALICE, ALICE_RENAMES, squatted, proof)
+    out, errors = users.run(BOB, BOB_POOL)
+    total, directory = out.split()
+    assert total == "1000000", errors
+    assert directory.startswith(f"{users.home(BOB)}/.local/state/skyward/nodes/")
+    assert not Path(directory).exists()
+    assert not proof.exists()
+    assert [name for name in os.listdir("/dev/shm") if name.startswith(f"skyward-{BOB}-")] == []
+    for path in users.home(BOB).rglob("*"):
+        if path.parent.name in ("skyward", "state") or path.name == "skyward":
+            assert path.stat().st_mode & 0o022 == 0, path

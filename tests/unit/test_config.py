@@ -1,5 +1,6 @@
 """Settings: the environment has priority over the file, the nearest file is used, and the log names the source."""
 
+import logging
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -232,3 +233,17 @@ def test_what_the_schema_refuses_the_reader_refuses(validator: Draft202012Valida
     (tmp_path / "skyward.toml").write_text(text)
     with pytest.raises(sky.BadRequest):
         sky.PoolSpec.of(**sky.Settings.read({}, tmp_path).fields)
+
+
+def test_a_misspelt_variable_is_reported(
+    project: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SKYWARD_NODE=2 is refused, or logged with the nearest name."""
+    monkeypatch.setenv("SKYWARD_NODE", "2")
+    with caplog.at_level(logging.WARNING, logger="skyward"):
+        try:
+            sky.ComputePool(provider=sky.Local())
+        except sky.BadRequest as error:
+            assert "SKYWARD_NODES" in str(error)
+            return
+    assert any("SKYWARD_NODES" in record.getMessage() for record in caplog.records)

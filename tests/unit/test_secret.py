@@ -21,11 +21,31 @@ import pytest
 import skyward_core as sky
 from skyward_core.secret import LARGEST_BYTES, looks_secret, read_values
 from skyward_core.serialization.exceptions import MESSAGE_CHARACTERS, unpack
-from skyward_core.worker.masking import MASK, Mask
-from skyward_core.worker.runner import _failed
+from skyward_core.worker.masking import MASK, Mask, SecretValues
+from skyward_core.worker.runner import Packet, _failed
+from skyward_core.worker.runner_factory import RunnerFactory
 from skyward_core.worker.runner_output import Stream
 from skyward_core.worker.settings import NodeSettings
+from skyward_core.worker.slot import Slot, _BatchRun
+from skyward_core.worker.wire import Batch, Call, Parcel
 from tests.fakes import FakeProvider
+
+PEM = "-----BEGIN PRIVATE KEY-----\nMIGHAgEAMBMGByqGSM49AgEGCCqGSM49\nAwEHBG0wawIBAQQg\n-----END PRIVATE KEY-----\n"
+
+
+class NoRunner(RunnerFactory):
+    """Forks nothing: packets stay in its queue."""
+
+    def __init__(self) -> None:
+        pass
+
+    def watch(self, pid: int, on_exit: object) -> None:
+        pass
+
+    def fork(self, descriptors: list[int], mark: bytes) -> int:
+        """Return an invalid pid."""
+        return 0
+
 
 # ── references ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -450,3 +470,65 @@ def test_settings_have_the_names_of_secrets_and_no_value() -> None:
         **fields, rank=0, total_nodes=1, slots=1, head_port=1, value_directories=("/x",), secret_names=("HF_TOKEN",)
     )
     assert NodeSettings.from_json(settings.to_json()) == settings
+
+
+def test_packets_do_not_show_values() -> None:
+    """Nor do the objects that have them."""
+    values = SecretValues(HF_TOKEN="hf_0123456789")
+    packet = Packet(None, None, secrets=values)  # type: ignore[arg-type]
+    assert "hf_0" not in f"{values} {values!r} {packet} {Mask(values.values())!r}"
+    assert pickle.loads(pickle.dumps(packet)).secrets == values
+
+
+def test_each_line_of_a_key_is_masked() -> None:
+    """Lines are emitted one by one."""
+    mask = Mask([PEM])
+    assert {mask.text(line) for line in PEM.splitlines()} == {MASK}
+    assert mask.text(repr(PEM)) == f"'{MASK}'"
+
+
+@pytest.mark.parametrize("value", ["caf\udce9-au-lait", "caf\udcff\udcfe12"])
+def test_a_value_that_is_not_utf_8_is_masked(value: str) -> None:
+    """An environment variable may hold any bytes. Python prints those of a runner escaped, and those of a child are
+    escaped when they are read.
+    """
+    texts = [
+        value.encode(errors="backslashreplace").decode(),
+        os.fsencode(value).decode(errors="backslashreplace"),
+        repr(value),
+    ]
+    assert [Mask([value]).text(text) for text in texts] == [MASK, MASK, f"'{MASK}'"]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda env: sky.PoolSpec.of(env=env), lambda env: sky.Image(env=env), lambda env: sky.PoolSpec(env=env)]
+)
+def test_a_message_about_env_holds_no_value(make: Any) -> None:
+    """Another variable of env may have any error."""
+    with pytest.raises(ValueError) as caught:
+        make({"HF_TOKEN": "hf_0123456789", "1X": "2"})
+    assert "1X" in str(caught.value)
+    assert "hf_0123456789" not in str(caught.value)
+
+
+def test_the_values_are_sent_again_after_their_packet_was_taken_back(tmp_path: Path) -> None:
+    """A call is cancelled before its runner has begun it. The runner does not have the values yet, and the next packet
+    has them.
+
+    Looks inside: the packet is taken back at one moment.
+    """
+    slot = Slot(NoRunner(), (str(tmp_path),))
+    try:
+        slot.furnish(SecretValues(HF_TOKEN="hf_0123456789"))
+        calls = tuple(Call(name, "f", Parcel(b""), "job") for name in "ab")
+        run: Any = _BatchRun(slot, Batch("topic", calls, {"f": Parcel(b"")}), lambda _: None)
+        run._send()
+        packets = [pickle.loads(slot.take.recv(1 << 20)) for _ in calls]
+        assert [packet.secrets for packet in packets] == [{"HF_TOKEN": "hf_0123456789"}, None]
+        for packet in packets:
+            slot.send.send(pickle.dumps(packet))
+        run._waiting.extend(run._take_back())
+        run._send()
+        assert pickle.loads(slot.take.recv(1 << 20)).secrets == {"HF_TOKEN": "hf_0123456789"}
+    finally:
+        slot.close()

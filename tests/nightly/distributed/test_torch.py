@@ -12,6 +12,14 @@ import pytest
 
 import skyward_core as sky
 
+
+@sky.compute
+def left() -> tuple[bool, list[str]]:
+    import torch.distributed as dist
+
+    return dist.is_initialized(), [name for name in os.environ if name.startswith(("MASTER", "RANK", "TORCHELASTIC"))]
+
+
 pytestmark = [pytest.mark.frameworks, pytest.mark.timeout(900)]
 
 
@@ -177,3 +185,9 @@ def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
         [sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_nothing_is_left_after_a_training(pool_of_two: sky.ComputePool) -> None:
+    """The processes have run one, and go on to other calls."""
+    summed() @ pool_of_two
+    assert left() @ pool_of_two == ((False, []), (False, []))

@@ -235,3 +235,26 @@ def test_environments_are_swept_on_hosts_without_nodes(machines) -> None:
     provider.terminate([instance.id])
     assert provider.sweep_environments() == []
     assert said(busy, "ls ~/.cache/skyward").split() == ["mine"]
+
+
+def test_a_key_is_pinned_for_the_life_of_a_pool(machines) -> None:
+    """No file has the key. A pool keeps the first key that it sees for all methods, also of hosts that it does not use.
+
+    The next pool pins again.
+    """
+    used, spare = pair = machines(2)
+    plain = provider_of(pair)
+    provider = plain.for_pool()
+    (instance,) = launch(provider)
+    (offer,) = provider.offers(ANY)
+    spare.change_host_key()
+    with pytest.raises(sky.HostKeyChanged):
+        provider.launch(offer, 1, {"skyward-pool": POOL, "skyward-rank": "1"}, guard_script(300, None))
+    used.change_host_key()
+    with pytest.raises(sky.HostKeyChanged):
+        provider.instances(POOL)
+    with pytest.raises(sky.InstancesLeft) as caught:
+        provider.terminate([instance.id])
+    assert isinstance(caught.value.__cause__, sky.HostKeyChanged)
+    assert [found.id for found in plain.for_pool().instances(POOL)] == [instance.id]
+    plain.terminate([instance.id])

@@ -131,3 +131,13 @@ def test_json_has_the_fields_of_the_page(
             cli.main(shlex.split(line))
             seen |= check_fields(line, capsys.readouterr().out, fields)
         assert seen == fields.keys(), f"{command} does not print {fields.keys() - seen}"
+
+
+def test_a_sweep_that_fails_in_part_names_each_failure(
+    skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider
+) -> None:
+    """Exit code 1, one line for each failure; the rest was done."""
+    open_pool(ledger, clock, folder, "sky-dead", owner=DEAD)
+    ledger.open_pool("sky-odd", owner=DEAD, provider={"name": "nonesuch"}, spec_json="{}", lease_expires_at=clock.now)
+    assert skyward("sweep --yes", code=1).startswith("skyward: nonesuch: no provider is called 'nonesuch'")
+    assert folder.instances() == []

@@ -5,16 +5,53 @@
 import json
 import re
 import sqlite3
+from collections.abc import Sequence
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client import Metric as MetricFamily
 from prometheus_client.parser import text_string_to_metric_families as families_from
 
+from skyward_core.cli.ui.utilisation import Utilisation
+from skyward_core.errors import LedgerError
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.live.metrics import NodeUse
 from tests.cleanup.pools import FolderProvider
 from tests.cli.ledger import ROOT, TOKEN, Clock, FakeUtilisation, Page, Skyward, record_pools, sample
+from tests.conftest import wait_until
+
+
+def _is_away(utilisation: Utilisation) -> bool:
+    try:
+        utilisation.of("sky-1")
+    except LedgerError as error:
+        assert str(error) == "the disk is gone"
+        return True
+    return False
+
+
+class FakeUses:
+    """Uses of pools; it notes which connections were kept."""
+
+    def __init__(self) -> None:
+        self.kept: list[list[str]] = []
+
+    def __call__(self, *_: object, **__: object) -> "FakeUses":
+        return self
+
+    def __enter__(self) -> "FakeUses":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kept.append([])
+
+    def keep(self, pool_ids: Sequence[str]) -> None:
+        self.kept.append(list(pool_ids))
+
+    def of(self, pool_id: str) -> str:
+        return f"{pool_id} is far away"
+
 
 PATHS = ["/api/pools", "/api/nodes", "/api/calls", "/api/cost", "/api/receipt?pool=sky-live", "/api/refusals"]
 
@@ -219,3 +256,36 @@ def test_the_dashboard_and_the_page_of_commands_have_the_metrics_that_exist(page
     assert set(re.findall(r"skyward_\w+", " ".join(shown))) == names
     explained = re.findall(r"^\| `(skyward_\w+)` \|", (ROOT / "docs/commands.md").read_text(), re.MULTILINE)
     assert sorted(explained) == sorted(names)
+
+
+def test_a_row_that_cannot_be_read_is_named_and_the_others_are_shown(
+    page: Page, skyward: Skyward, ledger: Ledger, clock: Clock, folder: FolderProvider, url: str
+) -> None:
+    record_pools(skyward, ledger, clock, folder)
+    change(url, "UPDATE skyward_pools SET created_microseconds = 'soon' WHERE id = 'sky-dead'")
+    pools = page.get("/api/pools").json
+    assert {"sky-live", "sky-named"} <= {one["pool"] for one in pools["pools"]}
+    assert [line for line in pools["warnings"] if "sky-dead" in line]
+
+
+def test_utilisation_follows_open_pools_and_tells_when_the_ledger_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    uses, pools = FakeUses(), ["sky-1", "sky-2"]
+    trouble: list[LedgerError] = []
+
+    def listed(**_: object) -> list[SimpleNamespace]:
+        if trouble:
+            raise trouble[0]
+        return [SimpleNamespace(id=pool_id) for pool_id in pools]
+
+    monkeypatch.setattr("skyward_core.cli.ui.utilisation.PoolUses", uses)
+    monkeypatch.setattr("skyward_core.cli.ui.utilisation.EVERY_SECONDS", 0.01)
+    with Utilisation(SimpleNamespace(pools=listed)) as utilisation:  # type: ignore[arg-type]
+        wait_until(lambda: utilisation.of("sky-2") == "sky-2 is far away", "the first look")
+        pools.remove("sky-2")
+        wait_until(lambda: utilisation.of("sky-2") is None, "an end")
+        trouble.append(LedgerError("the disk is gone"))
+        wait_until(lambda: _is_away(utilisation), "a ledger that is away")
+        trouble.clear()
+        wait_until(lambda: not _is_away(utilisation), "a ledger that is back")
+    assert uses.kept[0] == ["sky-1", "sky-2"]
+    assert uses.kept[-2:] == [["sky-1"], []]

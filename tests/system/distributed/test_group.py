@@ -258,3 +258,15 @@ def test_a_connection_without_a_proof_is_closed_after_four_kilobytes(connection:
     connection.sendall(b"x" * UNPROVED_BYTES)
     assert connection.recv(1) == b""
     assert UNPROVED_BYTES == 4096
+
+
+def test_an_error_at_the_start_of_the_framework_is_the_first_one(pool: sky.ComputePool) -> None:
+    """Rank 0 may run its function; its error is not the one that is raised."""
+
+    @sky.compute
+    @fake(fails_on=1)
+    def waits() -> None:
+        threading.Event().wait()
+
+    with pytest.raises(OSError, match="no device"):
+        waits() @ pool

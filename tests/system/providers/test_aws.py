@@ -37,6 +37,8 @@ from tests.providers.aws import OFFER, SECRET, T4, at_once, cloud, every_type, m
 from tests.providers.contract import POOL, STARTUP, Hands, ProviderContract, tags
 from tests.providers.fake_aws import ACCOUNT, OUR_ADDRESS, FakeAWS
 
+SPOT = OFFER.model_copy(update={"is_spot": True, "price_per_hour": 0.2})
+
 
 class TestAWS(ProviderContract):
     variables = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE")
@@ -645,3 +647,34 @@ def test_contradictory_fields_are_refused(fields: dict[str, Any]) -> None:
     """They are refused at construction."""
     with pytest.raises(sky.BadRequest):
         load({"name": "aws", **fields})
+
+
+def test_launch_returns_the_others_if_one_machine_ends(cloud: FakeAWS) -> None:
+    """Fewer machines than requested are no error."""
+    cloud.pending_listings = 2
+
+    def end_one() -> None:
+        cloud.put(min(cloud.alive()), "terminated", "Server.InternalError")
+        cloud.on_listing = lambda: None
+
+    cloud.on_listing = end_one
+    launched = make(cloud).launch(OFFER, 3, tags(), STARTUP)
+    assert len(launched) == 2
+    assert {instance.id for instance in launched} == cloud.alive()
+
+
+def test_machines_of_another_call_are_not_taken_for_those_of_a_lost_one(cloud: FakeAWS) -> None:
+    """The same launch is tried on demand, then as spot: only machines of the lost call count."""
+    cloud.spot = {("g4dn.xlarge", "us-east-1a"): 0.2}
+    (there,) = make(cloud).launch(OFFER, 1, tags(), STARTUP)
+    cloud.fail("CreateFleet", "InternalError", 500, times=99)
+    with pytest.raises(ProviderFailed, match="0 of 1 machines are listed"):
+        make(cloud).launch(SPOT, 1, tags(), STARTUP)
+    assert cloud.alive() == {there.id}
+
+
+def test_an_unreadable_answer_is_an_outage(cloud: FakeAWS) -> None:
+    """It may be a page of a proxy, or of a broken server."""
+    cloud.fail("DescribeInstances", body="<html>502 Bad Gateway", status=502, times=99)
+    with pytest.raises(ProviderFailed):
+        make(cloud).instances(POOL)

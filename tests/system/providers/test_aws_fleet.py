@@ -7,9 +7,11 @@ import json
 import logging
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
+import skyward_core as sky
 from skyward_core.accelerators import parse
 from skyward_core.errors import CredentialsError, NoCapacity, ProviderFailed
 from skyward_core.machines.instances import Instance
@@ -22,6 +24,12 @@ from tests.providers.aws import SPOT, T4, at_once, cloud, make, of_type  # noqa:
 from tests.providers.contract import POOL, STARTUP, tags
 from tests.providers.fake_aws import FakeAWS
 from tests.providers.fake_fleet import Group
+from tests.providers.hosted import Hosting
+from tests.system.providers.test_aws import SECRET
+from tests.system.providers.test_end_to_end import HostedAWS, where
+from tests.testbed import Fleet
+from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
+from tests.testbed.mirror import Mirror
 
 A, B, C = "us-east-1a", "us-east-1b", "us-east-1c"
 NONE_LEFT = ("InsufficientInstanceCapacity", "There is no Spot capacity available that matches your request.")
@@ -470,3 +478,64 @@ def test_a_launch_deletes_old_groups_of_earlier_pools(cloud: FakeAWS) -> None:
     assert len(groups) == 2 + 2
     cloud.fail("DescribePlacementGroups", "InternalError", 500, times=99)
     assert len(make(cloud).launch(TOGETHER, 2, tags("sky-other", launch="L1"), STARTUP)) == 2
+
+
+def test_a_resource_that_cannot_be_deleted_does_not_keep_others(cloud: FakeAWS, account: AwsAccount) -> None:
+    """Its error is raised at the end."""
+    for n in range(2):
+        leave(cloud, OLD, f"old{n}")
+    cloud.fail("DeleteLaunchTemplate", "InvalidParameterValue")
+    with pytest.raises(sky.BadRequest, match="delete_launch_template"):
+        aws_launch.prune_launches(account, "us-east-1", now())
+    assert left(cloud) == {"skyward-old0"}
+
+
+def test_an_outage_is_not_a_missing_right(cloud: FakeAWS) -> None:
+    """It is raised before anything is created."""
+    cloud.fail("CreatePlacementGroup", "InternalError", 500, times=99)
+    with pytest.raises(ProviderFailed):
+        make(cloud).launch(TOGETHER, 2, tags(), STARTUP)
+    assert cloud.alive() == set()
+
+
+def test_after_lost_answers_the_machines_of_the_fleet_are_looked_for(cloud: FakeAWS) -> None:
+    """They are found by a tag that only they have."""
+    spot(cloud, a=0.2, b=0.19)
+    cloud.fail("CreateFleet", is_done=True)
+    cloud.fail("CreateFleet", "InternalError", 500, times=9)
+    launched = make(cloud).launch(SPOT, 2, tags(), STARTUP)
+    assert {instance.id for instance in launched} == cloud.alive()
+    assert [(instance.rank, instance.price_per_hour) for instance in launched] == [(0, 0.19), (1, 0.19)]
+
+
+def test_a_pool_runs_on_a_fleet(fleet: Fleet, mirror: Mirror, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The spot machines have an equivalent type and come from separate calls. No machine and no template is left."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
+    hosting = Hosting(fleet, mirror.configure)
+    try:
+        with HostedAWS(hosting) as cloud:
+            for name, value in {
+                "ACCESS_KEY_ID": "AKIAIOSFODNN7EXAMPLE",
+                "SECRET_ACCESS_KEY": SECRET,
+                "ENDPOINT_URL": cloud.url,
+            }.items():
+                monkeypatch.setenv(f"AWS_{name}", value)
+            cloud.fleets.is_split = True
+            cloud.spot = {("c7i.xlarge", A): 0.05, ("c7i.2xlarge", B): 0.049}
+            provider = sky.AWS(ssh_cidr="203.0.113.0/24")
+            with sky.ComputePool(
+                provider=provider, nodes=2, cpu=4, spot="always", image=sky.Image(), display="log"
+            ) as pool:
+                nodes = pool.lease.nodes
+                assert [(node.rank, node.instance.instance_type, node.instance.price_per_hour) for node in nodes] == [
+                    (0, "c7i.2xlarge", 0.049),
+                    (1, "c7i.2xlarge", 0.049),
+                ]
+                assert {node.instance.id for node in nodes} == cloud.alive()
+                assert sorted(where() @ pool) == sorted(host.name for host in hosting.hosts.values())
+            assert cloud.alive() == set()
+            assert cloud.fleets.templates == {}
+            assert pool.receipt["left"] == []
+    finally:
+        hosting.close()

@@ -15,7 +15,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.cli import main
-from skyward_core.errors import ProviderFailed
+from skyward_core.errors import CredentialsError, ProviderFailed
 from skyward_core.machines.instances import Instance
 from skyward_core.machines.offers import Offer
 from skyward_core.providers.aws import images
@@ -277,3 +277,24 @@ def test_the_command_lists_what_it_would_delete(
     assert capsys.readouterr().out == f"taken away: {line}\n1 thing of no use taken away\n"
     assert main(parameters) == 0
     assert capsys.readouterr().out == "nothing is to be done\n"
+
+
+def test_a_failure_does_not_stop_other_deletions(cloud: FakeAWS) -> None:
+    """The other resources are deleted, then the error is raised."""
+    kept, gone = cloud.images.add(until(-1)), cloud.images.add(until(-1))
+    cloud.fail(
+        "DeregisterImage", "UnauthorizedOperation", 403, when=lambda request: request.parameters["ImageId"] == kept.id
+    )
+    with pytest.raises(CredentialsError):
+        prune()
+    assert set(cloud.images.images) == {kept.id}
+    assert gone.snapshots[0] not in cloud.images.snapshots
+
+
+def test_two_sweeps_at_the_same_time_do_not_fail(cloud: FakeAWS) -> None:
+    """It is no error if the other sweep has deleted an image already."""
+    image = cloud.images.add(until(-1))
+    cloud.fail("DeregisterImage", "InvalidAMIID.Unavailable", is_done=True)
+    cloud.fail("DeleteSnapshot", "InvalidSnapshot.NotFound", is_done=True)
+    assert [line.split()[1] for line in prune()] == [image.id]
+    assert (cloud.images.images, cloud.images.snapshots) == ({}, {})

@@ -642,3 +642,41 @@ def test_the_python_blocks_of_the_docs_run() -> None:
     page = Path(__file__).parents[3] / "docs/clouds/digitalocean.md"
     for example in Sybil(parsers=[PythonCodeBlockParser()]).parse(page).examples():
         example.evaluate()
+
+
+def test_machines_of_a_lost_answer_are_looked_up_and_not_requested_again(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
+) -> None:
+    """Machines with the requested names belong to the launch."""
+    provider = make()
+    offer = an_offer(provider, GPU)
+    cloud.fail("POST", "/v2/droplets", is_done=True)
+    assert [instance.rank for instance in provider.launch(offer, 3, tags(), STARTUP)] == [0, 1, 2]
+    assert len(cloud.asked("POST", "/v2/droplets")) == 1
+    assert len(cloud.droplets) == 3
+
+
+def test_machines_created_before_a_refusal_are_returned(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
+) -> None:
+    """The second call of two is refused: ten machines exist, and no further call is made."""
+    provider = make()
+    offer = an_offer(provider)
+    cloud.mood.stock = 15
+    assert len(provider.launch(offer, 25, tags(), STARTUP)) == 10
+    assert len(cloud.asked("POST", "/v2/droplets")) == 2
+
+
+def test_a_single_refused_deletion_is_no_credentials_error(
+    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
+) -> None:
+    provider = make()
+    ids = [instance.id for instance in provider.launch(an_offer(provider), 2, tags(), STARTUP)]
+    cloud.fail(
+        "DELETE",
+        f"/v2/droplets/{ids[0]}",
+        Reply(403, {"id": "forbidden", "message": "You are not authorized to perform this operation"}),
+    )
+    with pytest.raises(InstancesLeft, match="not authorized"):
+        provider.terminate(ids)
+    assert set(cloud.droplets) == {int(ids[0])}

@@ -289,3 +289,10 @@ def test_an_invalid_url_is_refused_at_once(clock: Clock, url: str) -> None:
     with pytest.raises(BadRequest, match="Acme cannot be"), Api("Acme", url) as api:
         api.request("GET", "/things")
     assert clock.pauses == []
+
+
+def test_retry_after_is_used_after_a_failure_too(api: Api, cloud: FakeThings, clock: Clock) -> None:
+    """The answer is a 503 with Retry-After."""
+    cloud.fail("GET", "/things", Reply(503, None, {"Retry-After": "11"}))
+    api.request("GET", "/things")
+    assert clock.pauses == [11.0]

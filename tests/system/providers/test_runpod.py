@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import shlex
 import signal
@@ -22,14 +23,14 @@ from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoC
 from skyward_core.machines.instances import InstanceState
 from skyward_core.machines.offers import Offer, Requirements, matches
 from skyward_core.providers import ssh_keys, userdata
-from skyward_core.providers.base import LAUNCH_TAG, load
+from skyward_core.providers.base import LAUNCH_TAG, RANK_TAG, load
 from skyward_core.providers.runpod import launch
 from skyward_core.providers.runpod.boot import END
 from skyward_core.providers.runpod.instances import STATES
 from skyward_core.providers.runpod.provider import RunPod
 from tests.providers.contract import POOL, STARTUP, Hands, RestContract, tags
 from tests.providers.fake_runpod import HOST, KEY, NO_CAPACITY, FakeRunPod, cpu, gpu, problem
-from tests.providers.http_fake import FakeCloud
+from tests.providers.http_fake import FakeCloud, Reply
 
 RTX_4090 = Requirements(accelerator=sky.accelerators.parse("RTX 4090"))
 CPUS = Requirements(instance_type="cpu3c-2-4")
@@ -699,3 +700,51 @@ def test_requests_and_the_fakes_answers_match_runpods_specification(
         check("ErrorResponse", problem(status, "no").body)
     with pytest.raises(jsonschema.ValidationError):
         check("CreatePodRequest", {**order.body, "labels": {}})
+
+
+def test_an_incomplete_launch_returns_its_machines(fake: FakeRunPod, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "skyward_core.providers.runpod")
+    offer = cheapest()
+    fake.fail("POST", "/v2/pods", problem(400, NO_CAPACITY))
+    fake.delay_seconds = 0.3  # both calls are in flight when one is refused
+    machines = RunPod().launch(offer, 2, tags(), STARTUP)
+    assert {machine.id for machine in machines} == fake.alive()
+    assert len(machines) == 1
+    assert "no longer any instances" in caplog.text
+
+
+def test_an_answer_without_a_list_is_not_an_empty_list(fake: FakeRunPod) -> None:
+    fake.fail("GET", "/v2/catalog/gpus", Reply(200, {"types": []}))
+    with pytest.raises(ProviderFailed, match="gpus"):
+        RunPod().offers(RTX_4090)
+    fake.fail("GET", "/v2/pods", Reply(200, []))
+    with pytest.raises(ProviderFailed, match="pods"):
+        RunPod().instances()
+
+
+def test_a_pod_of_a_lost_answer_is_found_by_name_and_not_requested_again(fake: FakeRunPod) -> None:
+    """The list may be some seconds late, and the pod may be on its second page."""
+    offer = cheapest()
+    for number in range(25):
+        fake.stranger(f"pod-{number}")
+    fake.hidden = 2
+    fake.fail("POST", "/v2/pods", problem(502, "bad gateway"), is_done=True)
+    (machine,) = RunPod().launch(offer, 1, tags(), STARTUP)
+    assert len(fake.asked("POST")) == 1
+    assert machine.tags[RANK_TAG] == "0"
+
+
+@pytest.mark.parametrize(
+    "pages", [{"hasNextPage": True, "nextCursor": "after:"}, {"hasNextPage": True, "nextCursor": None}]
+)
+def test_a_list_with_repeated_pages_is_a_failure(fake: FakeRunPod, pages: dict[str, Any]) -> None:
+    fake.fail("GET", "/v2/pods", Reply(200, {"pods": [], "pagination": pages}), times=5)
+    with pytest.raises(ProviderFailed, match="repeat"):
+        RunPod().instances()
+
+
+def test_pools_with_a_common_prefix_are_distinguished(fake: FakeRunPod) -> None:
+    RunPod().launch(cheapest(), 1, tags("a-1"), STARTUP)
+    RunPod().launch(cheapest(), 1, tags("a"), STARTUP)
+    (found,) = RunPod().instances("a")
+    assert (found.pool_id, found.rank) == ("a", 0)

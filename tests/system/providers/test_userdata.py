@@ -537,3 +537,10 @@ def test_sshd_is_started_if_it_is_not_running(machine: Host, key: Key, host: Hos
         f"unshare --net --pid --fork --mount-proc sh -c {shlex.quote(alone)} </dev/null 2>&1; cat /root/seen"
     )
     assert done.stdout.split()[-2:] == host.public.split(), done.stdout
+
+
+def test_a_machine_with_an_ended_node_ends_again_when_it_is_switched_on(tmp_path: Path) -> None:
+    """The guard has removed the node's directory, and a user has switched the machine on."""
+    units(tmp_path)
+    shutil.rmtree(booted(tmp_path, userdata.boot_script(QUIET, TAGS, "echo m-1", 'kill "$TEST"')))
+    assert restarted(tmp_path)

@@ -703,3 +703,48 @@ def test_volumes_are_refused_with_an_alternative(fake: FakeVast) -> None:
     assert set(VastAI.refuses) == {"volume", "mig", "private network"}
     assert VastAI().console_url(machine) == "https://cloud.vast.ai/instances/"
     assert json.loads(json.dumps(VastAI(region="SE").to_json())) == {"name": "vastai", "region": "SE"}
+
+
+def test_a_launch_creates_nothing_after_its_pool_was_torn_down(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process has torn it down. Containers with an address are returned. Other containers are not replaced."""
+    fake.broken |= {102: {"actual_status": "loading"}, 103: {"actual_status": "loading"}}
+    fake.broken[104] = {"actual_status": "exited"}
+    offer = cheapest()
+
+    def given_back(seconds: float) -> None:
+        for contract in [
+            contract
+            for contract, row in fake.containers.items()
+            if row["actual_status"] == "loading" and fake.steps[contract] > 4
+        ]:
+            VastAI().terminate([str(contract)])
+
+    monkeypatch.setattr(launch, "time", SimpleNamespace(sleep=given_back, monotonic=time.monotonic))
+    machines = VastAI().launch(offer, 4, tags(), STARTUP)
+    assert rented(fake) == [101, 102, 103, 104]
+    assert {str(contract) for contract in fake.containers} == {machine.id for machine in machines}
+    assert len(machines) == 1
+
+
+def test_a_container_of_a_lost_answer_is_found_by_its_label(fake: FakeVast) -> None:
+    """The listing is late. The same rank of another launch of the pool does not match."""
+    (older,) = VastAI().launch(cheapest(), 1, tags(launch="sky-contract-1"), STARTUP)
+    fake.hidden = 2
+    fake.fail("PUT", "/api/v0/asks/", None, is_done=True)
+    first, second = VastAI().launch(cheapest(), 2, tags(launch="sky-contract-2"), STARTUP)
+    assert len({older.id, first.id, second.id}) == 3 == len(fake.containers)
+    assert (first.rank, second.rank) == (0, 1)
+
+
+def test_a_listing_with_repeated_pages_is_a_failure(fake: FakeVast) -> None:
+    fake.fail("GET", "/api/v1/instances/", Reply(200, {"instances": [], "next_token": "again"}), times=100)
+    with pytest.raises(ProviderFailed, match="repeat"):
+        VastAI().instances()
+
+
+def test_an_empty_answer_is_an_unknown_outcome(fake: FakeVast) -> None:
+    """It has neither an id nor an error: the container is looked up, and the call is not repeated."""
+    fake.refused[101] = Reply(200, {"success": True})
+    with pytest.raises(ProviderFailed):
+        VastAI().launch(cheapest(), 1, tags(), STARTUP)
+    assert rented(fake) == [101]

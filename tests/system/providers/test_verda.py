@@ -7,6 +7,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import SecretStr
@@ -554,3 +555,37 @@ def end_script(script: str) -> str:
     return script.partition("cat >/root/.cache/skyward/end <<'SKYWARD_END_OF_FILE'\nwhile :; do\n(\n")[2].partition(
         "\n)\nsleep "
     )[0]
+
+
+def test_a_machine_of_a_lost_answer_is_found_by_its_name(mine: Verda, fake: FakeVerda) -> None:
+    """It is one of the returned machines."""
+    fake.fail("POST", "/v1/instances$", is_done=True)
+    launched = mine.launch(offer_of(mine), 3, tags(), STARTUP)
+    assert [instance.rank for instance in launched] == [0, 1, 2]
+    assert len(fake.asked("POST", "/v1/instances$")) == 3
+
+
+def test_the_other_machines_of_a_launch_are_returned_if_one_fails(
+    mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add = FakeVerda._add
+
+    def unlucky(self: FakeVerda, body: dict[str, Any], gb: int) -> dict[str, Any]:
+        machine = add(self, body, gb)
+        if "-1-" in body["hostname"]:
+            self.path_of[machine["id"]] = ["provisioning", "no_capacity"]
+        return machine
+
+    monkeypatch.setattr(FakeVerda, "_add", unlucky)
+    launched = mine.launch(offer_of(mine), 3, tags(), STARTUP)
+    assert [instance.rank for instance in launched] == [0, 2]
+    assert fake.alive() == {instance.id for instance in launched}
+    assert len(fake.scripts) == 1
+
+
+def test_too_many_or_too_long_tags_are_refused_before_any_creating_call(mine: Verda, fake: FakeVerda) -> None:
+    for more in ({OWNER_TAG: "j" * 128}, {f"tag-{number}": "x" for number in range(4)}):
+        with pytest.raises(BadRequest, match="127"):
+            mine.launch(offer_of(mine), 1, tags() | more, STARTUP)
+    assert fake.alive() == set()
+    assert fake.scripts == {}

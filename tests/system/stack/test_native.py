@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.conftest import processes_by_tag
+from tests.conftest import processes_by_tag, wait_until
 from tests.stack.__main__ import READY
 from tests.stack.compose import ROOT
 
@@ -105,3 +105,14 @@ def test_the_scripts_of_the_stack_are_valid() -> None:
     """bash reads the script of a node without an error."""
     done = subprocess.run(["bash", "-n", ROOT / "stack/node.sh"], check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_services_end_when_the_program_is_killed(tmp_path: Path) -> None:
+    """The kernel sends each service its signal to end, so that no port stays in use."""
+    services = {"one": shell("exec sleep 1000", health="true")}
+    with running(tmp_path, services) as process:
+        lines_until_ready(process)
+        assert living(tmp_path)
+        process.kill()
+        wait_until(lambda: not living(tmp_path), "the end of the services")
+    assert process.returncode == -signal.SIGKILL

@@ -5,6 +5,7 @@ traceback.
 import json
 import shlex
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from skyward_core import cli
 from skyward_core.cli.commands import ui as command
 from skyward_core.errors import LedgerError
 from skyward_core.ledger.ledger import Ledger
+from skyward_core.ledger.rows import Account, Attempt, Period
 from tests.cleanup.pools import FolderProvider
 from tests.cli.ledger import DEAD, HERE, RESOURCE_DAMAGES, ROOT, Clock, Damage, Skyward, open_named, open_pool
 
@@ -293,3 +295,29 @@ def test_a_key_of_this_user_is_named_by_its_file(skyward: Skyward, project: Path
     place.parent.mkdir(parents=True)
     place.write_bytes(b"x" * 32)
     assert shown(skyward)["secret_key"] == ("***", "file", str(place))
+
+
+def test_other_rows_that_cannot_be_read(
+    three: None,
+    run: Callable[..., tuple[int, str, str]],
+    damage: Damage,
+    ledger: Ledger,
+    clock: Clock,
+) -> None:
+    """Attempts, accounts and reservations, and text that is not UTF-8: each affects only its own line."""
+    ledger.set_account(Account("team", Decimal(5), Period.DAY))
+    ledger.set_account(Account("odd", Decimal(5), Period.DAY))
+    tried = [
+        Attempt("sky-live", clock.now, "folder", region, "t", is_spot=False, seconds=1.0)
+        for region in ("here", "there")
+    ]
+    ledger.note_attempts(tried)
+    damage("UPDATE skyward_accounts SET period = 'fortnight' WHERE name = 'odd'")
+    damage("UPDATE skyward_attempts SET at_microseconds = 'x' WHERE region = 'there'")
+    damage("UPDATE skyward_pools SET owner_user = CAST(x'ff41' AS TEXT) WHERE id = 'sky-odd'")
+    code, output, complaint = run("budget list")
+    assert (code, "team" in output, "'odd' of skyward_accounts" in complaint) == (1, True, True)
+    code, output, complaint = run("why sky-live")
+    assert (code, "here" in output, "skyward_attempts" in complaint) == (1, True, True)
+    code, output, complaint = run("ps")
+    assert (code, "\ufffdA@laptop" in output, complaint) == (0, True, "")

@@ -84,3 +84,9 @@ def test_wrong_numbers_are_refused(tmp_path: Path, keep: Any, step: Any, wrong: 
     with pytest.raises(sky.BadRequest, match=wrong):
         sky.checkpoint(tmp_path, keep=keep).save(step, "value")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unreadable_directory_is_no_absence(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        sky.checkpoint(tmp_path / "file").latest()
