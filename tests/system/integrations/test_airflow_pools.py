@@ -149,24 +149,6 @@ def test_an_altered_xcom_is_refused_and_a_pool_that_is_gone_is_rented_anew(airfl
     """A user who edits the XCom of the setup sends no function to another pool, and keeps no machine from its end. A pool
     that is gone is rented anew while the teardown is to come, and not after it.
     """
-    answer = {
-        "own": use(handle),
-        "no value": use(None),
-        "name": use(handle | {"name": "airflow-other-1"}),
-        "foreign": use(handle | {"pool_id": foreign.id}),
-        "unknown": use(handle | {"pool_id": "sky-000000000000"}),
-        "more": use(handle | {"lease": "x"}),
-    }
-rented = len(sky.receipts_of(sky.Work(workflow="tampered")))
-sky.release(handle["pool_id"])
-answer["gone"] = use(handle)
-answer["after"] = use(handle, "success")
-answer["forgotten"] = use(handle, task_id="forgotten")
-released = tasks["release"].execute({"ti": TaskInstance()})
-left = sum(len(sky.Local().instances(one["pool_id"])) for one in sky.receipts_of(sky.Work(workflow="tampered")))
-answer |= {"handle": handle, "rented": rented, "released": sorted(released["pools"]), "left": left}
-"""
-    )
     answer = airflow.evaluate(TAMPERED, POOLS_HEAD)
     handle = answer["handle"]
     assert answer["own"] == [3, handle["pool_id"]]
