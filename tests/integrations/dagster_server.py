@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dagster_skyward.metadata import COST_USD, OTHER_COST_USD
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.worker.watchdog import INSTANCE_TAG, POOL_TAG, tagged_processes
 
@@ -199,3 +200,23 @@ def _is_ready(server: DagsterServer) -> bool:
         error = entry["locationOrLoadError"]
         assert not (error and error["__typename"] == "PythonError"), error
     return bool(entries) and all(entry["loadStatus"] == "LOADED" for entry in entries)
+
+
+def metadata_of(event: dict[str, Any]) -> dict[str, Any]:
+    return {entry["label"]: entry for entry in event["metadataEntries"]}
+
+
+def costs_in_events(instance: Any, run_id: str) -> dict[str, int]:
+    """Return the micro-dollars in the materializations and observations of a run, by step."""
+    costs: dict[str, int] = {}
+    for record in instance.get_records_for_run(run_id).records:
+        event = record.event_log_entry.dagster_event
+        if event is None or event.event_type_value not in ("ASSET_MATERIALIZATION", "ASSET_OBSERVATION"):
+            continue
+        if event.event_type_value == "ASSET_MATERIALIZATION":
+            usd = event.step_materialization_data.materialization.metadata.get(COST_USD)
+        else:
+            usd = event.asset_observation_data.asset_observation.metadata.get(OTHER_COST_USD)
+        if usd is not None:
+            costs[event.step_key] = costs.get(event.step_key, 0) + round(usd.value * 1_000_000)
+    return costs

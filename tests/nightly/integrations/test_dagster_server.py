@@ -19,10 +19,10 @@ from dagster_skyward.settlement import REPORTED, STATE_TAG  # noqa: E402
 from dagster_skyward.step_report import BOOTSTRAP, NODES_TABLE, PROVISION, RUN  # noqa: E402
 from skyward_core.ledger.ledger import Ledger  # noqa: E402
 from tests.conftest import signal_members  # noqa: E402
-from tests.integrations.dagster_server import DagsterServer, Run, served, wait_for  # noqa: E402
-from tests.nightly.integrations.test_dagster_sharing import costs_in_events  # noqa: E402
+from tests.integrations.dagster_server import DagsterServer, Run, costs_in_events, metadata_of, served, wait_for  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.filterwarnings("default::DeprecationWarning")]
+
 
 DEFINITIONS = '''
 import logging, os, time
@@ -141,10 +141,6 @@ def assert_all_is_ended_and_reported(server: DagsterServer, run: Run, monkeypatc
     assert sum(parts.values()) > 0
     with dg.DagsterInstance.from_config(str(server.folder)) as instance:
         assert costs_in_events(instance, run.id) == parts
-
-
-def metadata_of(event: dict[str, Any]) -> dict[str, Any]:
-    return {entry["label"]: entry for entry in event["metadataEntries"]}
 
 
 def test_a_run_that_is_terminated_while_its_pool_opens(

@@ -12,12 +12,6 @@ from uuid import UUID
 
 import pytest
 
-from tests.unit.integrations.test_prefect_context import (
-    KEY,
-    double,
-    parent,
-)
-
 pytest.importorskip("prefect")
 
 from tests.integrations import prefect_server  # noqa: I001 - before Prefect
@@ -29,12 +23,17 @@ from prefect.settings import (
     temporary_settings,
 )
 
+from prefect.artifacts import create_markdown_artifact
+from prefect.concurrency.sync import concurrency
+from prefect.variables import Variable
 import skyward_core as sky
 from prefect_skyward import on_skyward, skyward_options
 from skyward_core.ledger.ledger import default_url
 from tests.conftest import content_of
 
+
 pytestmark = [pytest.mark.filterwarnings("default")]  # Prefect's own warnings are not our faults
+KEY = "pnu_0123456789abcdef_of_a_test"
 
 
 api = pytest.fixture(scope="module")(prefect_server.served)
@@ -43,6 +42,38 @@ api = pytest.fixture(scope="module")(prefect_server.served)
 @pytest.fixture
 def events(api: str) -> Iterator[list[Any]]:
     yield from prefect_server.recorded()
+
+
+@task
+def double(x: int) -> int:
+    get_run_logger().warning("doubling %s", x)
+    return 2 * x
+
+
+@task(log_prints=True)
+def says(word: str) -> str:
+    print("it says", word)
+    return word
+
+
+@task(tags=["of-parent"])
+def parent(x: int) -> dict[str, Any]:
+    get_run_logger().info("an info\nof two lines")
+    get_run_logger().error("an error")
+    print("a print with", os.environ["PREFECT_API_KEY"])
+    Variable.set("answer", x, overwrite=True)
+    with concurrency("limit-of-context", occupy=1):
+        create_markdown_artifact("hello", key="from-a-node")
+    nested = [double.submit(number) for number in range(3)]
+    return {
+        "flow run": (runtime.flow_run.id, runtime.flow_run.name, runtime.flow_run.flow_name),
+        "flow parameters": runtime.flow_run.parameters,
+        "task run": (runtime.task_run.id, runtime.task_run.name, runtime.task_run.tags, runtime.task_run.run_count),
+        "parameters": runtime.task_run.parameters,
+        "variable": Variable.get("answer"),
+        "nested": [future.result() for future in nested] + [says("hey")] + double.map([4, 5]).result(),
+        "key": os.environ["PREFECT_API_KEY"][::-1],
+    }
 
 
 @task
@@ -237,16 +268,10 @@ def submits() -> None:
     double.submit(1)
 
 
-@task
-def reads_runtime() -> str:
-    return runtime.flow_run.id
-
-
-@pytest.mark.parametrize("use", [submits, reads_runtime], ids=lambda use: use.name)
-def test_without_the_context_each_fails_at_once_and_says_so(use: Any, events: list[Any]) -> None:
+def test_without_the_context_a_submit_in_a_task_fails_at_once_and_says_so(events: list[Any]) -> None:
     @flow(task_runner=runner(events))
     def asks() -> None:
-        use.submit().result()
+        submits.submit().result()
 
     with pytest.raises(sky.BadRequest, match="prefect_context=True"):
         asks()

@@ -183,6 +183,18 @@ def events(log: list[Any], kind: Any) -> list[str]:
     return [entry.step_key for entry in log if entry.is_dagster_event and entry.dagster_event.event_type is kind]
 
 
+def printed(project: Path, run: Any, log: list[Any]) -> dict[str, str]:
+    """What each step has printed, as its node has stored it in Dagster's own log."""
+    found: dict[str, str] = {}
+    with dg.DagsterInstance.from_config(str(project)) as instance:
+        for entry in log:
+            if entry.is_dagster_event and entry.dagster_event.event_type is dg.DagsterEventType.LOGS_CAPTURED:
+                data = entry.dagster_event.logs_captured_data
+                text = instance.compute_log_manager.get_log_data([run.run_id, "compute_logs", data.file_key]).stdout
+                found[data.step_keys[0]] = found.get(data.step_keys[0], "") + text.decode()
+    return found
+
+
 def test_the_steps_of_a_run_are_calls_on_one_pool(project: Path) -> None:
     """Two steps run at once, on two nodes of one rental; the third gets their values, fails, and is tried again by its
     policy. What a step prints is in its own log of Dagster's. When the run has ended, nothing is left.
@@ -198,17 +210,8 @@ def test_the_steps_of_a_run_are_calls_on_one_pool(project: Path) -> None:
     kind = dg.DagsterEventType
     assert events(log, kind.STEP_UP_FOR_RETRY) == ["total"]
     assert sorted(events(log, kind.STEP_SUCCESS)) == ["left", "right", "total"]
-    captured = [
-        entry.dagster_event.logs_captured_data
-        for entry in log
-        if entry.is_dagster_event and entry.dagster_event.event_type is kind.LOGS_CAPTURED
-    ]
-    with dg.DagsterInstance.from_config(str(project)) as instance:
-        for data in captured:
-            (step,) = data.step_keys
-            key = [run.run_id, "compute_logs", data.file_key]
-            text = instance.compute_log_manager.get_log_data(key).stdout
-            assert f"printed by {step}".encode() in text
+    for step, text in printed(project, run, log).items():
+        assert f"printed by {step}" in text
     assert any("the pool is ready" in entry.user_message for entry in log)
     parts = sky.cost_parts(sky.Work(system="dagster", run=run.run_id))
     assert {"left", "right", "total"} <= {part.work.task for part in parts if part.cost_usd > 0}
