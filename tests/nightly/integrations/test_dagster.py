@@ -20,9 +20,7 @@ import skyward_core as sky  # noqa: E402
 from dagster_skyward import AWSCredentials, Lifecycle, PoolResult, RunPodCredentials, SkywardResource  # noqa: E402
 from dagster_skyward.backfills import BACKFILL_TAG  # noqa: E402
 from dagster_skyward.metadata import COST_USD, NODES, OTHER_COST_USD, POOL_ID, SECONDS  # noqa: E402
-from dagster_skyward.run_steps import pools_of, steps_to_come  # noqa: E402
 from dagster_skyward.settlement import settle  # noqa: E402
-from dagster_skyward.upkeep import release_after  # noqa: E402
 from skyward_core.ledger.budgets import LONGEST_BOOT_SECONDS  # noqa: E402
 from skyward_core.ledger.ledger import Ledger, default_url  # noqa: E402
 from skyward_core.ledger.rows import Account, Period  # noqa: E402
@@ -528,68 +526,6 @@ def test_each_step_has_its_hardware_and_the_life_of_its_pools() -> None:
     assert all(is_ended(pool) for pool in seen.values())
 
 
-SHARED = '''
-import os, sys, time
-import dagster as dg
-import skyward_core as sky
-from dagster_skyward import SkywardResource
-
-def where():
-    time.sleep(1.5)  # the cost of a bucket is by whole seconds
-    return os.environ["SKYWARD_POOL_ID"]
-
-def note(context, compute):
-    pool = compute.run(context, where).value
-    with open("pools.txt", "a") as file:
-        file.write(f"{context.asset_key.to_user_string()} {pool} {os.getpid()}\\n")
-
-@dg.asset
-def first(context: dg.AssetExecutionContext, compute: SkywardResource) -> None:
-    note(context, compute)
-
-@dg.asset(deps=[first])
-def left(context: dg.AssetExecutionContext, compute: SkywardResource) -> None:
-    note(context, compute)
-
-@dg.asset(deps=[first])
-def right(context: dg.AssetExecutionContext, compute: SkywardResource) -> None:
-    note(context, compute)
-    if os.environ.get("FAILS"):
-        raise LookupError("after its call")
-
-@dg.asset(deps=[left, right])
-def report() -> None:
-    """It uses no pool: the machines do not wait for it."""
-
-compute = SkywardResource(provider=sky.Local(price_per_hour=36.0), sharing="run", lease_seconds=20)
-defs = dg.Definitions(assets=[first, left, right, report], jobs=[dg.define_asset_job("shared")], resources={"compute": compute})
-'''
-
-
-def executed(folder: Path, **environ: str) -> tuple[list[list[str]], Any]:
-    """Run the job with Dagster's default executor; return what its steps have noted, and the instance's run."""
-    (folder / "dagster.yaml").write_text("telemetry: {enabled: false}\n")
-    (folder / "shared.py").write_text(SHARED)
-    (folder / "pools.txt").unlink(missing_ok=True)
-    done = subprocess.run(
-        [sys.executable, "-m", "dagster", "job", "execute", "-f", "shared.py", "-j", "shared"],
-        cwd=folder,
-        env={**os.environ, "DAGSTER_HOME": str(folder), **environ},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert (done.returncode != 0) == bool(environ), done.stderr[-5000:]
-    notes = [line.split() for line in (folder / "pools.txt").read_text().splitlines()]
-    with dg.DagsterInstance.from_config(str(folder)) as instance:
-        (record,) = instance.get_run_records(limit=1)
-        run = record.dagster_run
-        assert steps_to_come(instance, run.run_id) == set()
-        costs = costs_in_events(instance, run.run_id)
-    return notes, (run, costs)
-
-
 tries: dict[str, list[str]] = {"first": [], "second": []}
 """The pools of all tries of two steps."""
 
@@ -633,20 +569,3 @@ def test_a_run_that_is_tried_again_from_its_failure_uses_the_pool_of_the_first_o
             settle(instance, instance.get_run_by_id(run_id))
             assert sum(costs_in_events(instance, run_id).values()) == sum(parts_of(run_id).values())
         assert sum(sum(parts_of(run).values()) for run in (first.run_id, second.run_id)) == micro_usd_of(pool)
-
-
-def test_the_steps_of_a_run_share_a_pool_which_the_last_one_releases(tmp_path: Path) -> None:
-    """Under the multiprocess executor the first step opens, the others attach, and the last one that needs the pool
-    releases it. After a failure too; a sensor's function may release once more.
-    """
-    for environ in ({}, {"FAILS": "yes"}):
-        notes, (run, costs) = executed(tmp_path, **environ)
-        assert sorted(name for name, _, _ in notes) == ["first", "left", "right"]
-        (pool,) = {pool for _, pool, _ in notes}
-        assert len({pid for _, _, pid in notes}) == 3
-        assert pools_of(run) == [pool]
-        assert is_ended(pool)
-        assert costs == parts_of(run.run_id)
-        assert set(costs) == {"first", "left", "right"}
-        assert sum(costs.values()) == micro_usd_of(pool)
-        assert release_after(run) == f"released: {pool}"

@@ -14,19 +14,17 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-import httpx
 import pytest
 
 pytest.importorskip("prefect")
 
-from tests.integrations import prefect_server, session_server  # noqa: I001 - before Prefect
+from tests.integrations import prefect_server  # noqa: I001 - before Prefect
 from tests.integrations.prefect_server import (
     artifacts,
     database_text,
     deployment_named,
     events_of,
     logs,
-    messages,
     processes_of,
     runner,
     wait_for,
@@ -199,30 +197,6 @@ def test_on_unfinished_and_max_workers(events: list[Any], tmp_path: Path) -> Non
             runner(events, **wrong)
 
 
-def test_a_flow_that_is_interrupted_ends_all_its_pools(
-    events: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The reapers have the machines of all pools before the first one is closed."""
-    order: list[str] = []
-    terminate_now, close = sky.ComputePool.terminate_now, sky.ComputePool.close
-    monkeypatch.setattr(sky.ComputePool, "terminate_now", lambda pool: (order.append("now"), terminate_now(pool))[1])
-    monkeypatch.setattr(sky.ComputePool, "close", lambda pool: (order.append("close"), close(pool))[1])
-
-    @flow(task_runner=runner(events))
-    def broken() -> None:
-        markers = [tmp_path / "one", tmp_path / "two"]
-        hang.submit(markers[0])
-        with skyward_options(nodes=2):
-            hang.submit(markers[1])
-        for marker in markers:
-            wait_for(marker.exists)
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        broken()
-    assert order == ["now", "now", "close", "close"]
-
-
 def test_the_end_of_a_flow_does_not_wait_long_for_a_slow_api(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -323,21 +297,6 @@ def test_every_log_line_of_300_tasks_on_two_nodes_is_in_the_api_once_at_its_leve
 
 
 @task
-def set_variable() -> None:
-    from prefect.variables import Variable
-
-    Variable.set("mine", "1", overwrite=True)
-
-
-@task
-async def limit() -> None:
-    from prefect.concurrency.asyncio import concurrency
-
-    async with concurrency("mine", occupy=1):
-        pass
-
-
-@task
 def publish() -> None:
     from prefect.artifacts import create_markdown_artifact
 
@@ -349,9 +308,8 @@ def test_prefect_s_api_in_a_task_fails_at_once_and_starts_no_server(events: list
 
     @flow(task_runner=runner(events, env={"HOME": str(tmp_path)}))
     def asks() -> None:
-        for use in (set_variable, limit, publish):
-            with pytest.raises(sky.BadRequest, match="which nodes have no way to"):
-                use.submit().result()
+        with pytest.raises(sky.BadRequest, match="which nodes have no way to"):
+            publish.submit().result()
 
     asks()
     assert not [path for path in tmp_path.rglob("*") if path.suffix == ".db"]
@@ -402,69 +360,6 @@ def test_secrets_come_from_blocks_when_the_pool_opens(
         str([record["message"] for record in logs(flow_run_id)]),
     ]
     assert [text[:100] for text in spoken for value in values if value in text] == []
-
-
-LOGIN = "someone:open-sesame"
-
-
-LOGIN_FLOW = """
-from prefect import flow, get_run_logger, runtime, task
-from prefect.artifacts import create_markdown_artifact
-from prefect_skyward import SkywardTaskRunner
-import skyward_core as sky
-
-@task
-def inside() -> str:
-    create_markdown_artifact("made on a node", key="from-a-node")
-    get_run_logger().warning("said on a node")
-    return runtime.flow_run.id
-
-@flow(task_runner=SkywardTaskRunner(provider=sky.Local(price_per_hour=36.0), prefect_context=True))
-def whole() -> None:
-    assert inside.submit().result() == runtime.flow_run.id
-    print("flow run", runtime.flow_run.id)
-
-whole()
-"""
-
-
-@pytest.fixture
-def address_with_login(tmp_path: Path) -> Iterator[str]:
-    """The API of a server of this test."""
-    port = session_server.free_port()
-    with session_server.server_at(tmp_path, port, PREFECT_SERVER_API_AUTH_STRING=LOGIN) as server:
-        try:
-            wait_for(lambda: session_server.is_healthy(port))
-            yield f"http://127.0.0.1:{port}/api"
-        finally:
-            server.kill()
-
-
-def test_a_server_with_a_login_gets_logs_and_artifacts_of_flow_and_nodes(
-    address_with_login: str, tmp_path: Path
-) -> None:
-    """The flow's process and, with `prefect_context=True`, the nodes log in. The login is in no output or log."""
-    address = address_with_login
-    (tmp_path / "login_flow.py").write_text(LOGIN_FLOW)
-    environ = os.environ | {"PREFECT_API_URL": address, "PREFECT_API_AUTH_STRING": LOGIN}
-    done = subprocess.run(
-        [sys.executable, "login_flow.py"], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    flow_run_id = done.stdout.split("flow run ")[1].split()[0]
-    wanted = {"flow_run_id": {"any_": [flow_run_id]}}
-    name, _, password = LOGIN.partition(":")
-    assert httpx.post(f"{address}/logs/filter", json={"logs": wanted}).status_code == 401
-    with httpx.Client(base_url=address, auth=(name, password)) as client:
-
-        def read(what: str) -> Any:
-            return client.post(f"/{what}/filter", json={what: wanted}).raise_for_status().json()
-
-        assert client.get(f"/flow_runs/{flow_run_id}").json()["state"]["type"] == "COMPLETED"
-        records = wait_for(lambda: [one for one in read("logs") if one["message"] == "[node 0] said on a node"])
-        assert [(one["level"], one["task_run_id"] is not None) for one in records] == [(30, True)]
-        assert {one["key"] for one in read("artifacts")} >= {"from-a-node", "skyward-cost", "skyward-nodes"}
-        assert password not in f"{done.stdout}{done.stderr}{read('logs')}{read('artifacts')}"
 
 
 # ── pools beside another runner, and of subflows ─────────────────────────────────────────────────────────────────────
@@ -571,39 +466,6 @@ def test_without_a_flow_the_pool_lives_for_one_call() -> None:
     pools = [beside()[0], helper()[0], asyncio.run(beside_coroutine())[0]]
     assert len(set(pools)) == 3
     assert processes_of(set(pools)) == []
-
-
-def test_a_subflow_inherits_the_pool_around_it(events: list[Any]) -> None:
-    """With `inherit=True` it uses the pool of the flow around it, with keywords another one of the same set; its end
-    leaves them open. Alone it is a runner like others.
-    """
-
-    @flow(task_runner=SkywardTaskRunner(inherit=True, provider=sky.Local()))
-    def inner() -> tuple[str, str]:
-        return where.submit().result()
-
-    @flow(task_runner=SkywardTaskRunner(inherit=True))
-    def failing() -> None:
-        where.submit().result()
-        raise LookupError("the subflow is wrong")
-
-    @flow(task_runner=SkywardTaskRunner(inherit=True, nodes=2))
-    def larger() -> tuple[str, str]:
-        return where.submit().result()
-
-    @flow(task_runner=runner(events, env={"STEP": "outer"}))
-    def outer() -> list[Any]:
-        with pytest.raises(LookupError):
-            failing()
-        places = [larger(), where.submit().result(), larger()]
-        assert not any(isinstance(event, sky.CostFinal) for event in events)
-        return places
-
-    places = outer()
-    assert places[0] == places[2] != places[1]
-    assert {name for _, name in places} == {"outer"}
-    assert sorted(ready(events)) == [1, 2]
-    assert inner()[1] == ""
 
 
 # ── shared pools, and the run on the node ────────────────────────────────────────────────────────────────────────────
@@ -789,29 +651,6 @@ def test_a_pool_without_calls_reports_that_its_money_is_used_up(monkeypatch: pyt
     (event,) = events_of(ids[0], "skyward.budget.exceeded")
     assert event["payload"]["limit_usd"] == 20
     assert "max_cost" in event["payload"]["reason"]
-
-
-def test_the_log_begins_with_the_price_and_its_limit_and_a_quote_has_them_too() -> None:
-    """Before anything is rented."""
-    runner = SkywardTaskRunner(provider=sky.Local(price_per_hour=36.0), nodes=2, max_cost=5.0)
-    quoted = runner.quote()
-    assert (quoted.price_per_hour, quoted.ceiling_usd, len(quoted.ways)) == (72.0, 5.0, 1)
-    ids: list[str] = []
-
-    @flow(task_runner=runner)
-    def quick() -> int:
-        ids.append(current_run.id)
-        return add.submit(1, 1).result()
-
-    assert quick() == 2
-    expected = "found what you asked for in local: $72.00 per hour, of 1 candidate; at most $5.00 (max_cost)"
-
-    def lines() -> list[str]:
-        return [text for _, text in messages(ids[0]) if text.startswith(("found", "launching"))]
-
-    found = wait_for(lambda: lines() if len(lines()) == 2 else None)
-    assert found[0].replace(found[0].split(" in ")[1].split(":")[0], "local") == expected
-    assert found[1].startswith("launching 2 x local")
 
 
 SERVED = """

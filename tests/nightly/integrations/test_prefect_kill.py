@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("prefect")
 
 from tests.integrations import prefect_server  # noqa: I001 - before Prefect
-from tests.integrations.prefect_server import asked, deployment_named, is_alive, processes_of, runner, wait_for
+from tests.integrations.prefect_server import asked, deployment_named, is_alive, processes_of, wait_for
 
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
@@ -32,10 +32,7 @@ from prefect.exceptions import CancelledRun, PrefectHTTPStatusError
 from prefect.states import Cancelling, Running
 
 import skyward_core as sky
-from types import SimpleNamespace
 from prefect_skyward import cancellation, on_skyward
-from prefect_skyward.cancellation import Cancellation
-from prefect_skyward.ui import RunLog
 from prefect_skyward.automations import CRASH_GUARD_NAME, HEARTBEAT, deploy_crash_guard
 from tests.kill.console import REPOSITORY, RunningService
 from tests.kill.provider import PromptRental
@@ -359,69 +356,38 @@ def test_a_run_whose_worker_is_killed_can_be_cancelled(stopped: Hosts) -> None:
 
 
 @task(cache_policy=NO_CACHE)
-def hang(path: Path) -> None:
-    wait_for_ever(path)
-
-
-@task(cache_policy=NO_CACHE)
 @on_skyward(provider=sky.Local(price_per_hour=36.0))
 def hang_beside(path: Path) -> None:
-    wait_for_ever(path)
-
-
-def wait_for_ever(path: Path) -> None:
     path.with_suffix(".new").write_text(os.environ["SKYWARD_POOL_ID"])
     path.with_suffix(".new").rename(path)
     time.sleep(600)
 
 
-@pytest.fixture
-def cancelling(tmp_path: Path) -> Iterator[Callable[[UUID], None]]:
-    """Cancel a flow run as the UI does, once its call runs."""
-    threads: list[threading.Thread] = []
+def test_a_run_that_no_process_stops_ends_its_calls_and_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beside another runner. The flow run is Cancelled; a task that comes later does not run."""
+    monkeypatch.setattr(cancellation, "ASK_SECONDS", 0.2)
+    ids: list[UUID] = []
 
-    def cancel(run: UUID) -> None:
+    def cancel() -> None:
         wait_for((tmp_path / "began").exists)
         with get_client(sync_client=True) as client:
-            client.set_flow_run_state(run, Cancelling())
+            client.set_flow_run_state(ids[0], Cancelling())
 
-    def begin(run: UUID) -> None:
-        # the address of the server is a context variable
-        threads.append(threading.Thread(target=contextvars.copy_context().run, args=(cancel, run)))
-        threads[-1].start()
-
-    yield begin
-    for thread in threads:
-        thread.join()
-
-
-@pytest.mark.parametrize("task_runner", ["ours", "another"])
-def test_a_run_that_no_process_stops_ends_its_calls_and_machines(
-    task_runner: str, cancelling: Callable[[UUID], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also with `on_unfinished="wait"`, and beside another runner. The flow run is Cancelled, and so are its task runs; a
-    task that comes later does not run.
-    """
-    monkeypatch.setattr(cancellation, "ASK_SECONDS", 0.2)
-    options = {"task_runner": runner([], on_unfinished="wait")} if task_runner == "ours" else {}
-    ids: list[UUID] = []
-    later: list[BaseException] = []
-
-    @flow(**options)
+    @flow
     def patient() -> None:
         ids.append(UUID(current_run.id))
-        cancelling(ids[0])
-        one = hang if task_runner == "ours" else hang_beside
+        # the address of the server is a context variable
+        threading.Thread(target=contextvars.copy_context().run, args=(cancel,)).start()
         try:
-            one.submit(tmp_path / "began").result()
+            hang_beside.submit(tmp_path / "began").result()
         finally:
-            with pytest.raises((sky.PoolClosed, CancelledRun)) as caught:
-                one.submit(tmp_path / "later").result()
-            later.append(caught.value)
+            with pytest.raises((sky.PoolClosed, CancelledRun)):
+                hang_beside.submit(tmp_path / "later").result()
 
     with pytest.raises(CancelledRun):
         patient()
-    assert later
     assert not (tmp_path / "later").exists()
     pool = (tmp_path / "began").read_text()
     wait_for(lambda: processes_of({pool}) == [])
@@ -429,92 +395,6 @@ def test_a_run_that_no_process_stops_ends_its_calls_and_machines(
         wait_for(lambda: client.read_flow_run(ids[0]).state.name == "Cancelled")
     receipts = wait_for(lambda: [one for one in sky.receipts_of(sky.Work(run=str(ids[0]))) if one["ended_at"]])
     assert [(one["pool_id"], one["left"]) for one in receipts] == [(pool, [])]
-
-
-def test_a_subflow_ends_with_the_flow_run_around_it_and_an_api_that_does_not_answer_cancels_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Nor does another state; the next answer is read."""
-    inner, outer, between = UUID(int=1), UUID(int=2), UUID(int=3)
-    answers: list[Any] = [ConnectionError("503"), [Running(), Running()], [Running(), Cancelling()]]
-    asked: list[set[UUID]] = []
-    acted = threading.Event()
-    final: list[Any] = []
-
-    class Client:
-        def read_flow_run(self, run: UUID) -> Any:
-            return SimpleNamespace(id=run, state=Running(), parent_task_run_id=between if run == inner else None)
-
-        def read_task_run(self, run: UUID) -> Any:
-            assert run == between
-            return SimpleNamespace(flow_run_id=outer)
-
-        def read_flow_runs(self, *, flow_run_filter: Any) -> Any:
-            asked.append(set(flow_run_filter.id.any_))
-            answer = answers[min(len(asked), len(answers)) - 1]
-            if isinstance(answer, Exception):
-                raise answer
-            return [SimpleNamespace(state=state) for state in answer]
-
-        def set_flow_run_state(self, run: UUID, state: Any, force: bool) -> None:
-            final.append((run, state.name, force))
-
-    class Context:
-        client = Client()
-
-        def __enter__(self) -> Any:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            """Close nothing."""
-
-    monkeypatch.setattr(cancellation, "ASK_SECONDS", 0.01)
-    monkeypatch.setattr(cancellation, "SyncClientContext", SimpleNamespace(get_or_create=Context))
-    watch = Cancellation(inner, RunLog.of_flow(), acted.set)
-    assert acted.wait(60)
-    assert asked == [{inner, outer}] * 3
-    watch.settle()
-    assert final == [(inner, "Cancelled", True)]
-
-
-KILLED_FLOW = """
-import os, sys, time
-from pathlib import Path
-from prefect import flow, runtime, task
-from prefect_skyward import SkywardTaskRunner
-import skyward_core as sky
-
-@task
-def hang(folder: str) -> None:
-    Path(folder, "new").write_text(os.environ["SKYWARD_POOL_ID"])
-    Path(folder, "new").rename(Path(folder, "pool"))
-    time.sleep(600)
-
-@flow(name="killed", task_runner=SkywardTaskRunner(provider=sky.Local(price_per_hour=36.0)))
-def killed(folder: str) -> None:
-    Path(folder, "run").write_text(runtime.flow_run.id)
-    hang.submit(folder).result()
-
-killed(sys.argv[1])
-"""
-
-
-def test_a_killed_run_without_a_worker_leaves_no_machine_and_stays_running(api: str, tmp_path: Path) -> None:
-    """No process is left that could set its state. The machines end by themselves, and the ledger has the bill."""
-    environ = os.environ | {"PREFECT_API_URL": api}
-    with subprocess.Popen([sys.executable, "-c", KILLED_FLOW, str(tmp_path)], env=environ) as process:
-        try:
-            wait_for((tmp_path / "pool").exists)
-        finally:
-            process.kill()
-    run, pool = ((tmp_path / name).read_text() for name in ("run", "pool"))
-    wait_for(lambda: processes_of({pool}) == [])
-    work = sky.Work(system="prefect", workflow="killed", run=run)
-    (receipt,) = wait_for(lambda: all(one["ended_at"] for one in sky.receipts_of(work)) and sky.receipts_of(work))
-    assert (receipt["pool_id"], receipt["left"]) == (pool, [])
-    assert sum(sky.cost_of(work).values()) == pytest.approx(receipt["total_cost_usd"]) != 0
-    with get_client(sync_client=True) as client:
-        assert client.read_flow_run(UUID(run)).state.name == "Running"
 
 
 @flow

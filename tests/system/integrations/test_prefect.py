@@ -247,43 +247,6 @@ def test_a_lost_node_fails_its_call_which_prefect_tries_again(tmp_path: Path) ->
 # ── logs, secrets, blocks ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@task
-def chatter(name: str, lines: int) -> None:
-    for i in range(lines):
-        print(f"{name} {i}")
-
-
-def test_every_line_of_a_task_is_in_its_log(events: list[Any]) -> None:
-    """Each of 200 lines of each of three tasks arrives, once and in order, in the log of its own task run; the flow
-    run's log has the events of the machines.
-    """
-    names = {}
-
-    @flow(task_runner=runner(events, nodes=2))
-    def talk() -> None:
-        for name in "abc":
-            names[str(chatter.submit(name, 200).task_run_id)] = name
-
-    flow_run_id = talk(return_state=True).state_details.flow_run_id
-
-    def lines() -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
-        for record in logs(flow_run_id):
-            if record["task_run_id"] in names and "[node" in record["message"]:
-                assert record["level"] == 20
-                found.setdefault(names[record["task_run_id"]], []).append(record["message"].partition("] ")[2])
-        return found
-
-    def news() -> str:
-        return "\n".join(record["message"] for record in logs(flow_run_id) if record["task_run_id"] is None)
-
-    # Prefect sends logs in batches: the calls' lines and the pool's last line may come in different ones
-    wait_for(lambda: sum(map(len, lines().values())) >= 600 and "done: " in news())
-    assert lines() == {name: [f"{name} {i}" for i in range(200)] for name in "abc"}
-    assert all(words in news() for words in ("launching 2 x local on local", "is ready after", "done: "))
-    assert "[node" not in news()
-
-
 def test_a_missing_block_is_named() -> None:
     """A block that was not saved when the runner is made, or that does not exist when its pool opens; nothing is
     rented.
@@ -423,6 +386,10 @@ def test_each_step_has_its_hardware_and_equal_steps_share_a_pool(events: list[An
     pools, of which each opens when it is needed first.
     """
 
+    @flow(task_runner=SkywardTaskRunner(inherit=True, nodes=2, env={"STEP": "marked"}))
+    def inheriting() -> tuple[str, str]:
+        return where.submit().result()
+
     @flow(task_runner=runner(events))
     def steps() -> dict[str, Any]:
         found: dict[str, Any] = {"plain": [where.submit().result()]}
@@ -444,6 +411,7 @@ def test_each_step_has_its_hardware_and_equal_steps_share_a_pool(events: list[An
             found["inner"] = [marked.submit().result(), marked()]
         with pytest.raises(sky.BadRequest, match="did you mean 'nodes'"), skyward_options(node=2):
             pass
+        found["decorator"].append(inheriting())
         found["cost"] = cost_so_far()
         return found
 

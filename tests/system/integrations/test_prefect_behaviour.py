@@ -69,19 +69,8 @@ def add(a: Any, b: Any = 0) -> Any:
 
 
 @task(cache_policy=NO_CACHE)
-async def add_async(a: int, b: int = 0) -> int:
-    await asyncio.sleep(0)
-    return a + b
-
-
-@task(cache_policy=NO_CACHE)
 def fail(message: str = "on purpose") -> None:
     raise ValueError(message)
-
-
-@task(cache_policy=NO_CACHE)
-async def fail_async() -> None:
-    raise ValueError("on purpose")
 
 
 @task(cache_policy=NO_CACHE)
@@ -116,31 +105,20 @@ def wait_for_file(path: Path) -> str:
     return "done"
 
 
-def test_submit_returns_a_future_with_the_id_of_a_task_run_and_its_result(in_flow: InFlow) -> None:
-    def body() -> tuple[PrefectFuture[Any], Any]:
-        future = add.submit(1, b=2)
-        return future, future.result()
+def test_submit_returns_a_future_at_once_or_the_final_state(in_flow: InFlow, tmp_path: Path) -> None:
+    """The future has the id of a task run, and its result."""
 
-    future, result = in_flow(body)
-    assert (result, future.state.type.value) == (3, "COMPLETED")
-    (run,) = wait_for(lambda: asked("/task_runs/filter", {"task_runs": {"id": {"any_": [str(future.task_run_id)]}}}))
-    assert run["name"].startswith("add-")
-
-
-def test_submit_does_not_wait_for_the_task(in_flow: InFlow, tmp_path: Path) -> None:
-    def body() -> tuple[bool, str]:
+    def body() -> tuple[PrefectFuture[Any], bool, Any, State[Any]]:
         future = wait_for_file.submit(tmp_path / "go")
         is_final = future.state.is_final()
         (tmp_path / "go").touch()
-        return is_final, future.result()
+        return future, is_final, future.result(), add.submit(1, b=2, return_state=True)
 
-    assert in_flow(body) == (False, "done")
-
-
-def test_return_state_gives_the_final_state(in_flow: InFlow) -> None:
-    state = in_flow(lambda: add.submit(1, 2, return_state=True))
-    assert isinstance(state, State)
+    future, is_final, result, state = in_flow(body)
+    assert (is_final, result, future.state.type.value) == (False, "done", "COMPLETED")
     assert (state.is_completed(), state.result()) == (True, 3)
+    (run,) = wait_for(lambda: asked("/task_runs/filter", {"task_runs": {"id": {"any_": [str(future.task_run_id)]}}}))
+    assert run["name"].startswith("wait_for_file-")
 
 
 @task
@@ -168,7 +146,6 @@ def test_each_kind_of_function_runs_on_a_node_without_prefect(in_flow: InFlow) -
     """The engine is in the flow's process. The items of a generator come as a list."""
     pid, has_prefect, node, has_no_context = in_flow(lambda: where.submit().result())
     assert (pid != os.getpid(), has_prefect, node, has_no_context) == (True, False, 0, True)
-    assert in_flow(lambda: (add_async.submit(1, 2).result(), add_async.map([1, 2], [3, 4]).result())) == (3, [4, 6])
     assert in_flow(lambda: (squares.submit(4).result(), slow_squares.submit(3).result())) == ([0, 1, 4, 9], [0, 1, 4])
 
 
@@ -252,16 +229,16 @@ def test_objects_that_the_function_uses_travel_too(in_flow: InFlow) -> None:
 # ── inputs ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_futures_among_the_inputs_are_resolved_also_within_collections(in_flow: InFlow) -> None:
+def test_inputs(in_flow: InFlow) -> None:
+    """Futures are resolved, also within collections and as the list that is mapped; a quoted input is passed as it is."""
+
     def body() -> Any:
         one, two = add.submit(1), add.submit(2)
-        return identity.submit({"list": [one, {"two": two}], "tuple": (one,)}).result()
+        nested = identity.submit({"list": [one, {"two": two}], "tuple": (one,)}).result()
+        mapped = add.map(identity.submit([1, 2, 3]), 10).result()
+        return nested, mapped, identity.submit(quote([1, 2])).result()
 
-    assert in_flow(body) == {"list": [1, {"two": 2}], "tuple": (1,)}
-
-
-def test_a_quoted_input_is_passed_as_it_is(in_flow: InFlow) -> None:
-    assert in_flow(lambda: identity.submit(quote([1, 2])).result()) == [1, 2]
+    assert in_flow(body) == ({"list": [1, {"two": 2}], "tuple": (1,)}, [11, 12, 13], [1, 2])
 
 
 def test_wait_for_orders_tasks_without_data(in_flow: InFlow, tmp_path: Path) -> None:
@@ -304,22 +281,17 @@ def test_map_repeats_constants_and_refuses_what_cannot_be_mapped(in_flow: InFlow
     assert all(isinstance(one, TypeError) for one in in_flow(body))
 
 
-def test_map_over_a_future_of_a_list(in_flow: InFlow) -> None:
-    assert in_flow(lambda: add.map(identity.submit([1, 2, 3]), 10).result()) == [11, 12, 13]
-
-
 # ── ends ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("one", [fail, fail_async], ids=["sync", "async"])
-def test_an_exception_of_the_task_is_the_failure_of_its_run(in_flow: InFlow, one: Any) -> None:
+def test_an_exception_of_the_task_is_the_failure_of_its_run(in_flow: InFlow) -> None:
     """It arrives as itself; its cause is the traceback on the node."""
 
     def body() -> State[Any]:
-        future = one.submit()
+        future = fail.submit()
         with pytest.raises(ValueError, match="on purpose") as caught:
             future.result()
-        assert one.name in str(caught.value.__cause__)
+        assert "in fail" in str(caught.value.__cause__)
         assert isinstance(future.result(raise_on_failure=False), ValueError)
         return future.state
 
@@ -348,38 +320,20 @@ def test_a_task_may_return_a_state(in_flow: InFlow) -> None:
     assert (state.name, state.is_completed()) == ("Fine", True)
 
 
-def test_wait_and_as_completed_work_with_our_futures(in_flow: InFlow, tmp_path: Path) -> None:
-    def body() -> tuple[list[int], int, int]:
-        slow = wait_for_file.submit(tmp_path / "go")
-        quick = add.map([1, 2, 3])
+def test_wait_as_completed_timeouts_and_callbacks_work_with_our_futures(in_flow: InFlow, tmp_path: Path) -> None:
+    def body() -> tuple[list[int], int, int, bool]:
+        seen = threading.Event()
+        slow, quick = wait_for_file.submit(tmp_path / "go"), add.map([1, 2, 3])
+        slow.add_done_callback(lambda done: seen.set() if done is slow else None)
         ended = [future.result() for future in as_completed(list(quick), timeout=60)]
         done, pending = wait([*quick, slow], timeout=0.1)
+        with pytest.raises((TimeoutError, UnfinishedRun)):
+            slow.result(timeout=0.1)
         (tmp_path / "go").touch()
         slow.wait()
-        return sorted(ended), len(done), len(pending)
+        return sorted(ended), len(done), len(pending), seen.wait(60)
 
-    assert in_flow(body) == ([1, 2, 3], 3, 1)
-
-
-def test_a_result_that_is_not_there_in_time_is_a_timeout(in_flow: InFlow, tmp_path: Path) -> None:
-    def body() -> str:
-        future = wait_for_file.submit(tmp_path / "go")
-        with pytest.raises((TimeoutError, UnfinishedRun)):
-            future.result(timeout=0.1)
-        (tmp_path / "go").touch()
-        return future.result()
-
-    assert in_flow(body) == "done"
-
-
-def test_done_callbacks_get_the_future(in_flow: InFlow) -> None:
-    def body() -> bool:
-        seen = threading.Event()
-        future = add.submit(1)
-        future.add_done_callback(lambda done: seen.set() if done is future else None)
-        return seen.wait(60)
-
-    assert in_flow(body)
+    assert in_flow(body) == ([1, 2, 3], 3, 1, True)
 
 
 @task(retries=2, cache_policy=NO_CACHE)
@@ -521,15 +475,25 @@ def test_a_timeout_stops_the_work_on_the_node(in_flow: InFlow, tmp_path: Path) -
 # ── what the engine does ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_hooks_run_in_the_flow_s_process(in_flow: InFlow) -> None:
+def test_hooks_and_rollbacks_run_in_the_flow_s_process(in_flow: InFlow) -> None:
     ran: list[tuple[str, int]] = []
 
     def note(one: Any, run: Any, state: Any) -> None:
         ran.append((state.name, os.getpid()))
 
     good, bad = add.with_options(on_completion=[note]), fail.with_options(on_failure=[note])
-    in_flow(lambda: (good.submit(1).wait(), bad.submit().wait()))
-    assert sorted(ran) == [("Completed", os.getpid()), ("Failed", os.getpid())]
+    staged = add.with_options(cache_policy=NO_CACHE)
+    staged.on_rollback(lambda _: ran.append(("rolled back", os.getpid())))
+
+    def body() -> None:
+        good.submit(1).wait()
+        bad.submit().wait()
+        with pytest.raises(LookupError), transaction():
+            staged.submit(1).result()
+            raise LookupError
+
+    in_flow(body)
+    assert ran == [(name, os.getpid()) for name in ("Completed", "Failed", "rolled back")]
 
 
 @task(cache_key_fn=task_input_hash, cache_expiration=timedelta(minutes=5), persist_result=True)
@@ -552,20 +516,6 @@ def test_a_cached_result_is_not_computed_again(in_flow: InFlow, tmp_path: Path) 
         return [*values, counted.submit(tmp_path / "n", return_state=True).name]
 
     assert in_flow(body) == [1, 1, -2, "Cached"]
-
-
-def test_a_transaction_that_fails_rolls_its_tasks_back(in_flow: InFlow) -> None:
-    rolled: list[int] = []
-    staged = add.with_options(cache_policy=NO_CACHE)
-    staged.on_rollback(lambda _: rolled.append(os.getpid()))
-
-    def body() -> None:
-        with pytest.raises(LookupError), transaction():
-            staged.submit(1).result()
-            raise LookupError
-
-    in_flow(body)
-    assert rolled == [os.getpid()]
 
 
 def test_tags_of_the_flow_s_body_are_those_of_the_task_run(in_flow: InFlow) -> None:

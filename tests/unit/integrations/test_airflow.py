@@ -65,12 +65,6 @@ def test_each_name_of_the_provider_info_is_one_of_ours() -> None:
         assert re.search(rf"^(class|def) {name}\b", source, re.MULTILINE), path
 
 
-def test_names_that_airflow_may_move_are_in_one_module() -> None:
-    """`airflow.sdk.execution_time` is not public: one module imports from it, with a fallback."""
-    users = [path.name for path in PACKAGE.glob("*.py") if "airflow.sdk.execution_time" in path.read_text()]
-    assert users == ["airflow_compat.py"]
-
-
 # ── generations ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -1,16 +1,9 @@
 """The Prefect plugin without a server: the runner as a value, blocks, `prefect_context=True`, and the report's pages."""
 
-import json
-import logging
 import math
 import pickle
 import sys
-from concurrent.futures import Future
-from contextvars import copy_context
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
-from uuid import UUID, uuid4
+from typing import Any
 
 import cloudpickle
 import pytest
@@ -24,7 +17,6 @@ from prefect.settings import (
     PREFECT_API_AUTH_STRING,
     PREFECT_API_KEY,
     PREFECT_API_URL,
-    PREFECT_LOGGING_TO_API_ENABLED,
     temporary_settings,
 )
 from prefect.task_runners import ThreadPoolTaskRunner
@@ -32,7 +24,6 @@ from prefect.testing.standard_test_suites import BlockStandardTestSuite
 
 import skyward_core as sky
 from prefect_skyward import SkywardTaskRunner, blocks, on_skyward, refuse_old_prefect
-from prefect_skyward.nested_runs import has_died, left_by
 from prefect_skyward.node_objects import NO_API, packing, portable, without_prefect_s_api
 from prefect_skyward.prefect_context import (
     in_prefect_s_context,
@@ -43,8 +34,6 @@ from prefect_skyward.prefect_context import (
 from prefect_skyward.report import notices, pages
 from prefect_skyward.report.pages import RunState
 from prefect_skyward.report.pool_state import PoolState, SharedPool
-from prefect_skyward.report.task_costs import TaskCosts
-from prefect_skyward.ui import RunLog
 from skyward_core.events.series import MOST_POINTS, Series
 from skyward_core.serialization import sources
 
@@ -307,14 +296,6 @@ def test_a_node_with_another_prefect_says_what_to_install(monkeypatch: pytest.Mo
         sources.unpack(data).value("{}", (), {})
 
 
-def test_a_function_of_a_group_stays_one() -> None:
-    def train() -> None: ...
-
-    train.forms_group = True
-    wrapped = cast(Any, in_prefect_s_context(train))
-    assert (wrapped.forms_group, wrapped.__name__) == (True, "train")
-
-
 def test_prefect_s_objects_travel_as_themselves_in_its_context_only() -> None:
     @task
     @on_skyward(nodes=2)
@@ -332,54 +313,6 @@ def test_prefect_s_objects_travel_as_themselves_in_its_context_only() -> None:
         assert type(portable(SkywardTaskRunner(provider=sky.Local()))) is ThreadPoolTaskRunner
     with pytest.raises(sky.BadRequest, match="prefect_context=True"):
         portable(runtime).flow_run
-
-
-def test_a_line_goes_to_the_log_of_the_run_that_it_names(caplog: pytest.LogCaptureFixture) -> None:
-    """A line that only begins so is left as it is, and so is one of a call that has no such runs."""
-    names = {"task_run_id": "t-1", "flow_run_id": "f-1", "task_run_name": "child-0"}
-    lines = [f"[task run {json.dumps(names)}] two\nlines", "[task run {no json}] text", "text"]
-    plain = RunLog(logging.getLogger("of the call"), copy_context())
-    with caplog.at_level(logging.INFO), temporary_settings({PREFECT_LOGGING_TO_API_ENABLED: False}):
-        for line in lines:
-            replace(plain, has_nested_runs=True).say_line(
-                sky.LogLine(0, "local-0", line, 0.0, "call-1", level=logging.WARNING)
-            )
-        plain.say_line(sky.LogLine(0, "local-0", lines[0], 0.0, "call-1"))
-    assert [(one.name, one.levelname, one.message) for one in caplog.records] == [
-        ("prefect.task_runs", "WARNING", "[node 0] two\nlines"),
-        ("of the call", "WARNING", "[node 0] [task run {no json}] text"),
-        ("of the call", "WARNING", "[node 0] text"),
-        ("of the call", "INFO", f"[node 0] {lines[0]}"),
-    ]
-    assert {name: getattr(caplog.records[0], name) for name in names} == names
-
-
-def test_task_runs_below_a_dead_call_are_found() -> None:
-    """Also those below them; those of other calls are left alone."""
-
-    def run(parent: UUID) -> Any:
-        return SimpleNamespace(id=uuid4(), task_inputs={"__parents__": [SimpleNamespace(id=parent)]})
-
-    dead, stopped, other = uuid4(), uuid4(), uuid4()
-    child = run(dead)
-    grandchild, of_stopped = run(child.id), run(stopped)
-    runs = [grandchild, child, of_stopped, run(other), SimpleNamespace(id=uuid4(), task_inputs={})]
-    assert left_by({str(dead): False, str(stopped): True}, runs) == {
-        child.id: False,
-        grandchild.id: False,
-        of_stopped.id: True,
-    }
-
-
-@pytest.mark.parametrize(
-    ("error", "died"),
-    [(None, False), (ValueError("x"), False), (sky.CallCrashed("x"), True), (sky.NodeLost("x"), True)],
-    ids=["returned", "raised", "crashed", "lost"],
-)
-def test_a_call_has_died_if_its_process_has(error: Exception | None, died: bool) -> None:
-    future = Future[Any]()
-    future.set_exception(error) if error is not None else future.set_result(1)
-    assert has_died(future) == died
 
 
 # ── the report ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -488,19 +421,6 @@ def test_the_share_of_a_pool_that_was_found_warm_is_the_cost_of_the_run() -> Non
     assert notices.share_final(joined).payload == {
         "usd": 0.25, "seconds": 60.0, "hardware": "1 x T4", "share_of": "team-gpu", "has_opened": False,
     }  # fmt: skip
-
-
-def test_a_report_that_is_faster_than_the_submit_is_kept() -> None:
-    """It belongs to the task run once that is known."""
-    tasks = TaskCosts()
-    tasks.report(sky.CallReported(0, "i-0", "call-1", 3, {"loss": 0.5}, 0.0))
-    assert tasks.runs == {}
-    tasks.know_call("call-1", "run-1", "train")
-    tasks.add("run-1", 0.25)
-    assert pages.task_rows(tasks.costliest()) == [
-        {"task": "train", "task run": "run-1", "USD": 0.25, "calls": 1, "loss": 0.5}
-    ]
-    assert pages.task_summary(tasks.runs["run-1"]) == "$0.2500 · loss 0.5"
 
 
 @pytest.mark.parametrize(
