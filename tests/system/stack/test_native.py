@@ -101,12 +101,6 @@ def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
     assert not (tmp_path / "data/started").exists()
 
 
-def test_the_scripts_of_the_stack_are_valid() -> None:
-    """bash reads the script of a node without an error."""
-    done = subprocess.run(["bash", "-n", ROOT / "stack/node.sh"], check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 def test_services_end_when_the_program_is_killed(tmp_path: Path) -> None:
     """The kernel sends each service its signal to end, so that no port stays in use."""
     services = {"one": shell("exec sleep 1000", health="true")}
