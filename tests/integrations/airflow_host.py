@@ -305,23 +305,12 @@ class _Store:
         return json.loads(self._path.read_text()) if self._path.exists() else default
 
     def set(self, key: str, value: Any) -> None:
-        if "AWAY" in os.environ and any(value.get("cursors", ())):
-            del os.environ["AWAY"]
-            raise _away()
         new = self._path.with_suffix(".new")
         new.write_text(json.dumps(value))
         new.replace(self._path)
         if value["phase"] == os.environ.get("HOLD_AT"):
             print("holding at", value["phase"], flush=True)
             time.sleep(600)
-
-
-def _away() -> Exception:
-    """The error of a request while the api-server is restarted."""
-    from airflow.sdk.exceptions import AirflowRuntimeError, ErrorType
-    from airflow.sdk.execution_time.comms import ErrorResponse
-
-    return AirflowRuntimeError(ErrorResponse(error=ErrorType.API_SERVER_ERROR, detail={"status_code": None}))
 
 
 def _operator(role: str, folder: Path, name: str) -> Any:
@@ -336,9 +325,6 @@ def _operator(role: str, folder: Path, name: str) -> Any:
         options["nodes"] = 2
     if "KEEP_WARM" in os.environ:
         options["keep_warm"] = float(os.environ["KEEP_WARM"])
-    if "MAP" in os.environ:
-        call["op_args"] = [str(folder), ["a", "b", "c"]]
-        options |= {"map_over": "mark", "concurrency": 3}
     return SkywardOperator(task_id="work", **call, **options)
 
 

@@ -1,6 +1,5 @@
 """Airflow's tasks that are killed, below a supervisor that is a test: phases, random moments, shared pools, triggers."""
 
-import asyncio
 import importlib.util
 import os
 import random
@@ -8,7 +7,6 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,11 +14,9 @@ if importlib.util.find_spec("airflow") is None:
     pytest.skip("Airflow is not installed", allow_module_level=True)
 
 import skyward_core as sky
-from airflow_provider_skyward import triggers
 from tests.conftest import slowness, wait_until
 from tests.integrations import airflow_host
 from tests.integrations.airflow_host import ROOT, Airflow, Workers, left_by, pushed, read_until, returned
-from tests.unit.integrations.test_airflow import Pool, pool  # noqa: F401 - a fixture
 
 airflow = pytest.fixture(scope="module")(airflow_host.served)
 pytestmark = pytest.mark.timeout(400)
@@ -53,17 +49,6 @@ def test_a_killed_task_leaves_its_machines_to_the_reaper_if_the_provider_does_no
     read_until(process, "the provider does not answer")
     wait_until(lambda: left_by(process.pid) == [], "the end of the machines")
     assert process.poll() is None, "the task should still hang"
-
-
-@in_role("plain")
-def test_a_task_that_is_killed_while_machines_start_ends_them_in_time(workers: Workers) -> None:
-    process = workers.start(1)
-    read_until(process, "launching 2 x local")
-    os.killpg(process.pid, signal.SIGTERM)
-    killed = time.monotonic()
-    process.communicate(timeout=60)
-    assert time.monotonic() - killed < KILL_SECONDS * slowness()
-    assert left_by(process.pid) == []
 
 
 @in_role("plain")
@@ -119,36 +104,20 @@ def test_unconfirmed_machines_fail_no_task(airflow: Airflow) -> None:
 # ── durable tasks ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_call_goes_on_while_the_api_server_is_away(workers: Workers) -> None:
-    """The state cannot be stored for a moment. The task neither fails nor ends its call, and stores it later."""
-    first = workers.start(1, AWAY="1")
-    read_until(first, "api-server is away; the call goes on: API_SERVER_ERROR")
-    (workers.folder / "go").touch()
-    assert returned(first.communicate(timeout=60)[0]) == "1"
-    assert (workers.runs, workers.state["phase"]) == (["1"], "ended")
-
-
-@pytest.mark.parametrize(
-    ("environ", "moment", "result", "runs"),
-    [
-        ({"MAP": "1"}, "[node 0] line 1", ["a", "b", "c"], ["a", "b", "c"]),
-        ({"DEFERRED": "1", "HOLD_AT": "started"}, "holding at started", "1", ["1"]),
-    ],
-    ids=["mapped", "before its deferral"],
-)
-def test_the_next_try_adopts_each_call(
-    environ: dict[str, str], moment: str, result: Any, runs: list[str], workers: Workers
+def test_the_next_try_adopts_the_call_of_a_deferrable_task_that_was_killed_before_its_deferral(
+    workers: Workers,
 ) -> None:
-    """Of a mapped function each item is a call of the generation. The worker of a deferrable task has begun the call, and
-    is killed before Airflow knows of the deferral. Each function has run once, in one pool.
+    """The worker has begun the call, and is killed before Airflow knows of the deferral. The function has run once, in
+    one pool.
     """
-    first = workers.start(1, **environ)
-    read_until(first, moment)
+    first = workers.start(1, DEFERRED="1", HOLD_AT="started")
+    read_until(first, "holding at started")
     os.killpg(first.pid, signal.SIGKILL)
     first.communicate()
-    after = workers.finish(2, **{name: value for name, value in environ.items() if name != "HOLD_AT"})
+    after = workers.finish(2, DEFERRED="1")
     assert "adopted the call that try 1 has begun" in after
-    assert (returned(after), sorted(workers.runs)) == (result, runs)
+    assert "the trigger has seen the end" in after
+    assert (returned(after), workers.runs) == ("1", ["1"])
     (pool,) = workers.pools()
     assert pool["ended_at"]
     assert (pushed(after)["is_final"], pushed(after)["pools"]) == (True, [pool["pool"]])
@@ -242,25 +211,3 @@ def test_a_setup_that_is_asked_to_end_ends_its_pool(workers: Workers) -> None:
     os.killpg(setup.pid, signal.SIGTERM)
     assert "raised AirflowException: the task was asked to stop" in setup.communicate(timeout=60)[0]
     wait_until(lambda: all(pool["ended_at"] for pool in workers.pools()), "the end of the pool", 120)
-
-
-# ── a crowd of triggers ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_many_triggers_whose_pools_are_busy_each_have_one_event(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All calls have ended when the schedulers answer again. Each is followed once, and its connection is closed."""
-    for name in ("FIRST_PAUSE_SECONDS", "LONGEST_PAUSE_SECONDS"):
-        monkeypatch.setattr(triggers, name, 0.0)
-    count, pool.looks = 50, 1
-    pool.why_not_attached = [sky.Unreachable("busy"), OSError(24, "Too many open files")] * count
-    made = [triggers.SkywardTrigger("sky-a", [f"c/{number}"], [0]) for number in range(count)]
-
-    async def events(trigger: triggers.SkywardTrigger) -> list[Any]:
-        return [event async for event in trigger.run()]
-
-    async def all_events() -> list[list[Any]]:
-        return await asyncio.gather(*map(events, made))
-
-    assert [len(its) for its in asyncio.run(all_events())] == [1] * count
-    assert sorted(pool.followed) == sorted(f"c/{number}" for number in range(count))
-    assert (pool.attached, pool.closed, pool.why_not_attached) == (count, count, [])

@@ -173,63 +173,43 @@ def test_the_first_example_of_the_page_runs_on_a_machine_without_a_gpu(instance,
 
 
 SCRIPT = """
-import os, sys, time
 import dagster as dg
 import skyward_core as sky
 from dagster_skyward import PipesSkywardClient, SkywardResource
 
-def forever():
-    print("the payload runs in", os.getpid(), flush=True)
-    time.sleep(600)
-
 @dg.asset
 def endless(context: dg.AssetExecutionContext, pipes: PipesSkywardClient):
-    if len(sys.argv) > 1:
-        return pipes.run(context=context, script=sys.argv[1]).get_materialize_result()
-    pipes.run(context=context, fn=forever)
+    return pipes.run(context=context, script="sleep.py").get_materialize_result()
 
 if __name__ == "__main__":
     compute = SkywardResource(provider=sky.Local(price_per_hour=1.0))
     dg.materialize([endless], resources={"pipes": PipesSkywardClient(compute=compute)})
 """
-SLEEP = """
-import os, time
-from dagster_pipes import open_dagster_pipes
-
-with open_dagster_pipes() as pipes:
-    pipes.log.info(f"the payload runs in {os.getpid()}")
-    time.sleep(600)
-"""
 
 
-@pytest.mark.parametrize("moment", ["launching 1 x local", "the payload runs in", "a script of Pipes"])
-def test_a_signal_during_provisioning_or_a_call_leaves_nothing(tmp_path, moment):
-    """Dagster's terminate sends SIGINT. It ends the run at once: the call is stopped, also a script of Pipes, the pool
-    closed, the bill reported.
-    """
+def test_a_terminated_script_of_pipes_ends_on_its_node(tmp_path):
+    """Dagster sends SIGINT. Run, call and the process of the script end, the pool is closed, the bill reported."""
     (tmp_path / "endless.py").write_text(SCRIPT)
-    (tmp_path / "sleep.py").write_text(SLEEP)
-    is_script = moment == "a script of Pipes"
-    process = subprocess.Popen(
-        [sys.executable, "endless.py", *(["sleep.py"] if is_script else [])],
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "DAGSTER_HOME": ""},
+    (tmp_path / "sleep.py").write_text(
+        "import os, time\n"
+        "from dagster_pipes import open_dagster_pipes\n"
+        "with open_dagster_pipes() as pipes:\n"
+        "    pipes.log.info(f'the script runs in {os.getpid()}')\n"
+        "    time.sleep(600)\n"
     )
-    try:
-        line = next(line for line in process.stderr if ("the payload runs in" if is_script else moment) in line)
-        process.send_signal(signal.SIGINT)
-        rest = process.communicate(timeout=60)[1]
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
+    environ = {**os.environ, "DAGSTER_HOME": ""}
+    command = [sys.executable, "endless.py"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environ) as process:
+        try:
+            line = next(line for line in process.stderr if "the script runs in" in line)
+            process.send_signal(signal.SIGINT)
+            rest = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
     assert "DagsterExecutionInterruptedError" in rest
     assert "done: " in rest
     assert owned_processes(process.pid) == []
-    if "runs in" in line:
-        assert not os.path.exists(f"/proc/{line.split('runs in')[1].split()[0]}")
+    assert not os.path.exists(f"/proc/{line.split('runs in')[1].split()[0]}")
 
 
 def backwards():
@@ -419,10 +399,7 @@ def test_pool_run_job_step_asset_and_partition_are_in_metadata_ledger_and_tags(i
     tags = result.output_for_node("daily")
     assert {
         name.removeprefix("skyward-work-"): value for name, value in tags.items() if name.startswith("skyward-work-")
-    } == {
-        **{name: value for name, value in work.labels().items() if name != "partition"},
-        "partition": "tue_sday",
-    }
+    } == {**{name: value for name, value in work.labels().items() if name != "partition"}, "partition": "tue_sday"}
 
 
 @pytest.mark.parametrize("sharing", ["step", "backfill"])

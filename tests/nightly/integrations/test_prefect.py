@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -388,13 +388,6 @@ def counted(n: int) -> Iterator[tuple[int, str]]:
         yield i, here()[1]
 
 
-@task
-@on_skyward(**BESIDE)
-async def counted_coroutine(n: int) -> AsyncIterator[tuple[int, str]]:
-    for i in range(n):
-        yield i, here()[1]
-
-
 @task(timeout_seconds=4, cache_policy=NO_CACHE)
 @on_skyward(**BESIDE)
 def sleeper(path: Path) -> None:
@@ -407,12 +400,6 @@ def helper() -> tuple[str, str]:
     return here()
 
 
-@task(cache_policy=NO_CACHE)
-@on_skyward(**BESIDE)
-def nested() -> tuple[tuple[str, str], tuple[str, str]]:
-    return helper(), beside.fn()
-
-
 def test_beside_another_runner_a_pool_is_kept_for_the_flow_run(tmp_path: Path) -> None:
     """Direct calls, submits to Prefect's own runner, items one by one, a function that is no task: all on one pool,
     which ends with the flow run. Their lines are in the run's log.
@@ -422,11 +409,10 @@ def test_beside_another_runner_a_pool_is_kept_for_the_flow_run(tmp_path: Path) -
     async def plain() -> tuple[list[Any], UUID]:
         from prefect.runtime import flow_run
 
-        places = [beside(), beside.submit().result(), *beside.map([1, 2]).result(), helper(), *nested()]
+        places = [beside(), beside.submit().result(), *beside.map([1, 2]).result(), helper()]
         places.append(await beside_coroutine())
         assert list(counted(3)) == [(0, "beside"), (1, "beside"), (2, "beside")]
         assert counted.submit(2).result() == [(0, "beside"), (1, "beside")]
-        assert [item async for item in counted_coroutine(2)] == [(0, "beside"), (1, "beside")]
         for state in (
             sleeper(tmp_path / "here", return_state=True),
             sleeper.submit(tmp_path / "there", return_state=True),
@@ -441,7 +427,7 @@ def test_beside_another_runner_a_pool_is_kept_for_the_flow_run(tmp_path: Path) -
     found = wait_for(lambda: [r for r in logs(flow_run_id) if "done: " in r["message"]])
     assert found
     lines = [r for r in logs(flow_run_id) if r["message"] == "[node 0] beside"]
-    assert len({r["task_run_id"] for r in lines}) == len(lines) == 5
+    assert len({r["task_run_id"] for r in lines}) == len(lines) == 4
 
 
 def test_a_failing_flow_beside_another_runner_ends_its_pool(tmp_path: Path) -> None:

@@ -400,8 +400,7 @@ def test_what_cannot_be_is_refused_when_the_resource_is_made(options, message):
 
 
 @pytest.mark.parametrize(
-    "config",
-    [{"env": {"HF_TOKEN": "hf_plaintext1"}}, {"image": {"env": {"HF_TOKEN": "hf_plaintext1"}}, "nodes": 2}],
+    "config", [{"env": {"HF_TOKEN": "hf_plaintext1"}}, {"image": {"env": {"HF_TOKEN": "hf_plaintext1"}}, "nodes": 2}]
 )
 def test_a_secret_in_the_tag_of_a_step_is_refused_before_anything_is_rented(config: dict[str, Any]) -> None:
     """Dagster stores and shows tags. The message says what to write, and does not repeat the value."""

@@ -371,11 +371,7 @@ def test_the_runs_of_a_backfill_use_one_pool_which_the_last_one_releases(instanc
     ended = []
     for day in DAYS:
         dg.materialize(
-            [days],
-            resources={"compute": compute},
-            instance=instance,
-            partition_key=day,
-            tags={BACKFILL_TAG: "abcd"},
+            [days], resources={"compute": compute}, instance=instance, partition_key=day, tags={BACKFILL_TAG: "abcd"}
         )
         ended.append(is_ended(made[day]))
     assert len(set(made.values())) == 1

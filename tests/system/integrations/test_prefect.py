@@ -269,8 +269,7 @@ def test_a_runner_is_made_from_a_saved_block_and_its_pickle_names_the_block_only
     assert "Successfully registered 6 blocks" in registered
     types = {one["slug"]: one for one in asked("/block_types/filter", {})}
     schemas = asked(
-        "/block_schemas/filter",
-        {"block_schemas": {"block_type_id": {"any_": [types["skyward-pool"]["id"]]}}},
+        "/block_schemas/filter", {"block_schemas": {"block_type_id": {"any_": [types["skyward-pool"]["id"]]}}}
     )
     form = schemas[0]["fields"]["properties"]
     assert set(form) == set(blocks.SkywardPool.model_fields)

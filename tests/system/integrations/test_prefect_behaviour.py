@@ -36,7 +36,7 @@ import skyward_core as sky
 from prefect_skyward import SkywardTaskRunner
 
 pytestmark = [
-    pytest.mark.filterwarnings("default"),  # Prefect's own warnings are not our faults
+    pytest.mark.filterwarnings("default")  # Prefect's own warnings are not our faults
 ]
 SLOTS = 4
 

@@ -293,10 +293,7 @@ def test_a_subflow_that_uses_the_pools_around_it_is_not_tried_again_either() -> 
         begun.append(name)
         add.submit(1, 1).result()
 
-    @flow(
-        retries=2,
-        task_runner=SkywardTaskRunner(provider=sky.Local(price_per_hour=36.0), max_cost=0.0001),
-    )
+    @flow(retries=2, task_runner=SkywardTaskRunner(provider=sky.Local(price_per_hour=36.0), max_cost=0.0001))
     def outer() -> None:
         add.submit(1, 1).wait()
         inner("first", return_state=True)

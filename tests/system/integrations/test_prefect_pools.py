@@ -1,17 +1,13 @@
 """The pools of a flow run, on pools that rent nothing: what happens between the threads, without a server."""
 
 import asyncio
-import contextlib
 import contextvars
 import logging
-import os
-import sys
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
@@ -22,7 +18,6 @@ pytest.importorskip("prefect")
 import pickle
 
 from prefect.context import TaskRunContext
-from prefect.logging.handlers import PrefectConsoleHandler
 
 import skyward_core as sky
 from prefect_skyward import SkywardTaskRunner, on_skyward, ui
@@ -104,16 +99,6 @@ def plain() -> int:
 
 
 @on_skyward()
-async def coroutine() -> int:
-    return 1
-
-
-@on_skyward()
-def items() -> Iterator[int]:
-    yield 1
-
-
-@on_skyward()
 async def asynchronous_items() -> AsyncIterator[int]:
     yield 1
 
@@ -124,8 +109,6 @@ async def _drain(values: AsyncIterator[int]) -> list[int]:
 
 DIRECT_CALLS = [
     lambda: plain(),
-    lambda: asyncio.run(coroutine()),
-    lambda: list(items()),
     lambda: asyncio.run(_drain(asynchronous_items())),
 ]
 
@@ -189,43 +172,6 @@ def test_money_that_is_used_up_names_its_pool_and_its_limit(rented: list[Pool]) 
         state_of(calls, sky.BudgetExceeded("used up"), limited)
     flow_pools.end()
     assert report.ends == [(1, rented[0].id)]
-
-
-def test_a_console_whose_reader_was_killed_ends_no_thread_of_ours(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The reader of a flow's output is its worker. At the first line after that rich raises SystemExit: a thread that
-    watches the flow run would end, and the flow run could not be cancelled.
-    """
-    reader, writer = os.pipe()
-    os.close(reader)
-    output = (tmp_path / "output").open("w")
-    monkeypatch.setattr(sys, "stdout", output)  # rich directs it to /dev/null
-    broken = os.fdopen(writer, "w")
-    logger = logging.Logger("a flow run")
-    recorded: list[str] = []
-    logger.addHandler(Recorder(recorded))
-    logger.addHandler(PrefectConsoleHandler(stream=broken))
-    log = RunLog(logger, contextvars.copy_context())
-    try:
-        log.say(logging.INFO, "one")
-        log.say(logging.INFO, "two")
-    finally:
-        output.close()
-        with contextlib.suppress(BrokenPipeError):
-            broken.close()
-    assert recorded == ["one", "two"]
-
-
-class Recorder(logging.Handler):
-    """Stands for the handler that sends records to Prefect's API."""
-
-    def __init__(self, texts: list[str]) -> None:
-        super().__init__()
-        self.texts = texts
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 def test_a_line_is_in_the_log_of_its_task_run_however_early_or_late_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,7 @@ pytest.importorskip("prefect")
 
 from prefect import flow, get_run_logger, runtime, task
 from prefect.blocks.core import Block
-from prefect.settings import (
-    PREFECT_API_AUTH_STRING,
-    PREFECT_API_KEY,
-    PREFECT_API_URL,
-    temporary_settings,
-)
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_KEY, PREFECT_API_URL, temporary_settings
 from prefect.task_runners import ThreadPoolTaskRunner
 from prefect.testing.standard_test_suites import BlockStandardTestSuite
 
@@ -436,8 +431,7 @@ def test_notices_carry_the_money_and_are_few() -> None:
     pool = pool_of(provisioned(0))
     warning = notices.notice_of(sky.BudgetWarning(8.0, 10.0, None, "80 %"), pool)
     assert warning == notices.Notice(
-        "skyward.budget.warning",
-        {"spent_usd": 8.0, "limit_usd": 10.0, "share": 0.8, "account": None, "reason": "80 %"},
+        "skyward.budget.warning", {"spent_usd": 8.0, "limit_usd": 10.0, "share": 0.8, "account": None, "reason": "80 %"}
     )
     assert notices.notice_of(sky.PoolStopping(), pool) is None
     sieve = notices.Sieve()
