@@ -29,9 +29,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AirflowServer]:
 
 
 def test_the_pages_of_a_task_and_of_its_run(page: Page, server: AirflowServer, tmp_path: Path) -> None:
-    """While the task runs, its page has the links, and the tab the present rate. Afterwards the log is folded, and both
-    tabs have the cost of the bill.
-    """
+    """While the task runs, its page has the links, and the tab the present rate."""
     run = server.trigger("attended", folder=str(tmp_path))
     wait_for(lambda: run.links()["Receipt"], "links of the running task")
     address = f"{server.url}/dags/attended/runs/{run.run_id}"
@@ -57,11 +55,7 @@ def test_the_pages_of_a_task_and_of_its_run(page: Page, server: AirflowServer, t
 
 
 def test_the_form_of_a_connection_has_masked_fields_and_a_test(page: Page, server: AirflowServer) -> None:
-    """Neither the ledger's URL nor the secret key is readable on the page. A test reads the ledger.
-
-    The button of Airflow 3.3.2 sends port 0 where a connection has none, which its server refuses: the test sends the
-    rest of the button's request.
-    """
+    """Neither the ledger's URL nor the secret key is readable on the page. A test reads the ledger."""
     page.goto(f"{server.url}/connections")
     page.get_by_role("button", name="Add Connection").first.click()
     page.locator("input[name=connection_id]").fill("skyward_default")

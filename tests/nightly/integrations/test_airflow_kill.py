@@ -107,9 +107,7 @@ def test_unconfirmed_machines_fail_no_task(airflow: Airflow) -> None:
 def test_the_next_try_adopts_the_call_of_a_deferrable_task_that_was_killed_before_its_deferral(
     workers: Workers,
 ) -> None:
-    """The worker has begun the call, and is killed before Airflow knows of the deferral. The function has run once, in
-    one pool.
-    """
+    """The worker has begun the call, and is killed before Airflow knows of the deferral."""
     first = workers.start(1, DEFERRED="1", HOLD_AT="started")
     read_until(first, "holding at started")
     os.killpg(first.pid, signal.SIGKILL)
@@ -137,9 +135,6 @@ def test_a_retry_finds_the_machines_warm_and_the_last_failure_releases_them(work
 
 @pytest.mark.timeout(300 + 30 * KILLS)
 def test_no_generation_runs_twice_after_kills(workers: Workers) -> None:
-    """Before and after machines are rented, right before the call begins, and at random moments (sleeps: the moment is
-    what is tested). With SIGKILL five seconds after SIGTERM, as Airflow does. The next try has the result.
-    """
     chance = random.Random(16)
     moments = [("Provisioning", signal.SIGKILL), ("launching", signal.SIGTERM), ("the pool is ready", signal.SIGKILL)]
     moments += [("", chance.choice([signal.SIGKILL, signal.SIGTERM])) for _ in range(KILLS)]
@@ -177,9 +172,7 @@ def test_the_example_shares_its_machines(airflow: Airflow) -> None:
 
 @in_role("shared")
 def test_a_killed_task_leaves_the_pool_to_the_others(workers: Workers) -> None:
-    """One task is killed, one is told to end, and a third goes on; a later one finds the same machines. The teardown
-    ends them, and the bill has the part of each.
-    """
+    """One task is killed, one is told to end, and a third goes on; a later one finds the same machines."""
     handle = returned(workers.finish("create"))
     killed, asked, going_on = (workers.start(task) for task in ("killed", "asked", "going_on"))
     for process in (killed, asked, going_on):

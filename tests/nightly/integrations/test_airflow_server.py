@@ -100,9 +100,7 @@ def parent_of(pid: int) -> int:
 
 
 def test_a_task_runs_and_a_deferred_one_too(start: Any) -> None:
-    """Both return the function's result; the log has each of its lines once; the bill is the ledger's. The links are
-    there while they run, and stay; the live metrics end with the bill.
-    """
+    """Both return the function's result; the log has each of its lines once; the bill is the ledger's."""
     attended, deferred = start("attended"), start("deferred")
     for job in (attended, deferred):
         job.begun()
@@ -155,9 +153,6 @@ def test_a_deferred_task_that_a_user_marks_or_clears_leaves_nothing(start: Any) 
 
 @pytest.mark.parametrize("who", ["task", "supervisor"])
 def test_the_next_try_adopts_the_call_of_a_worker_that_was_killed(start: Any, who: str) -> None:
-    """SIGKILL to the process of the task, or to its supervisor: the function runs once, and the next try has its result
-    in the same pool.
-    """
     job = start("durable")
     job.begun()
     wait_for(lambda: "[node 0] line 1" in job.run.log(), "the log")
@@ -200,12 +195,7 @@ def test_a_deferral_that_takes_too_long_ends_its_pool(start: Any) -> None:
 def test_the_example_trains_without_a_worker_and_goes_on_from_its_checkpoint(
     server: AirflowServer, tmp_path: Path
 ) -> None:
-    """The process of the first run is killed at step 123; the second one begins at step 120. The bill has both.
-
-    If a trigger fires soon, Airflow's scheduler may read the success of the deferring worker after it has queued the task
-    again. It then counts that try as failed ("finished with state success, but ... queued"). The next try adopts the
-    call that has ended.
-    """
+    """The process of the first run is killed at step 123; the second one begins at step 120. The bill has both."""
     run = server.trigger("deferrable_training", folder=str(tmp_path / "checkpoints"))
     run.wait(FINAL, "report")
     assert run.xcom("return_value", "train") == {"begun_at": 120, "slope": pytest.approx(3.0, abs=0.01)}
@@ -217,9 +207,7 @@ def test_the_example_trains_without_a_worker_and_goes_on_from_its_checkpoint(
 
 
 def test_a_running_and_a_deferred_task_outlive_the_api_server(tmp_path: Path) -> None:
-    """SIGKILL to it while both calls run, with Airflow's own limit for silent workers. Supervisor and triggerer reach the
-    next one: each function runs once, and its task has its result and its whole bill.
-    """
+    """SIGKILL to it while both calls run, with Airflow's own limit for silent workers."""
     limits = {"SCHEDULER__TASK_INSTANCE_HEARTBEAT_TIMEOUT": "300", "WORKERS__MIN_HEARTBEAT_INTERVAL": "5"}
     server = AirflowServer(tmp_path / "home", DAGS, **{f"AIRFLOW__{name}": value for name, value in limits.items()})
     try:

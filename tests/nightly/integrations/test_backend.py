@@ -65,9 +65,7 @@ def test_n_jobs_limits_what_runs_at_once(tmp_path: Path) -> None:
 
 
 def test_a_pool_of_one_slot_runs_the_tasks(tmp_path: Path) -> None:
-    """joblib itself would run them in this process if there was only one job. The pool is joblib's backend within its
-    block only.
-    """
+    """joblib itself would run them in this process if there was only one job."""
     outside = active()
     with sky.ScikitLearnPool(provider=sky.Local(), display="quiet"):
         assert os.getpid() not in Parallel(n_jobs=-1)(delayed(os.getpid)() for _ in range(3))

@@ -74,9 +74,6 @@ def alone(context: dg.AssetExecutionContext, compute: SkywardResource):
 
 
 def test_unconfirmed_machines_fail_no_step(instance, monkeypatch):
-    """The work is done: the run succeeds, its log has an error that names the machine, and the pool's reaper ends
-    it.
-    """
     monkeypatch.setattr("skyward_core.provisioning.teardown.DEADLINE_SECONDS", 0.3)
     monkeypatch.setattr(sky.Local, "terminate", lambda *_: {})
     result = materialize([alone], resource(), instance)
@@ -134,9 +131,6 @@ def test_an_op_has_its_cost_on_its_output(instance):
 
 
 def test_outside_of_a_run(new_processes):
-    """With a context of its own an asset has a pool for as long as the context, and metadata may be added in any order. A
-    script has no context: a pool lives for one call.
-    """
     with dg.build_asset_context() as context:
         context.add_output_metadata({"loss": 1.0})
         places, squares, five = spread(context, compute=resource())
@@ -218,9 +212,6 @@ def backwards():
 
 
 def test_secrets_are_read_from_the_environment_when_the_step_opens_the_pool(instance, monkeypatch):
-    """EnvVar among `secrets`, and names; no value is in the definition, in the run's events and configuration, or in
-    its metadata.
-    """
     compute = resource(secrets={"HF_TOKEN": dg.EnvVar("TEST_SECRET"), "B_TOKEN": sky.Secret.from_env("TEST_OTHER")})
     assert compute == resource(secrets={"HF_TOKEN": {"env": "TEST_SECRET"}, "B_TOKEN": dg.EnvVar("TEST_OTHER")})
     assert resource(secrets=[dg.EnvVar("TEST_SECRET")]).spec == resource(secrets=("TEST_SECRET",)).spec
@@ -334,9 +325,6 @@ def after_pause(context: dg.AssetExecutionContext, compute: SkywardResource):
 
 @pytest.mark.parametrize("sharing", ["step", "run"])
 def test_the_shares_add_up_to_the_bill_whatever_the_steps_are(instance, sharing):
-    """Graphs of ops, generators, checks, missing outputs, failed steps and their tries, a pool that no step uses for a
-    while: materializations and observations add up to the bill, and the ledger agrees.
-    """
     assets = [graphic, both, checked, optional, failing_late, pause, after_pause]
     result = materialize(assets, resource(sharing=sharing), instance, raise_on_error=False)
     assert not result.success
@@ -404,9 +392,6 @@ def test_pool_run_job_step_asset_and_partition_are_in_metadata_ledger_and_tags(i
 
 @pytest.mark.parametrize("sharing", ["step", "backfill"])
 def test_a_backfill_rents_nothing_more_when_its_budget_is_spent(sharing: str, instance: Any, days: Any) -> None:
-    """The account has a third of a cent more than a pool of one cent a second reserves, and the first run costs at
-    least a cent. The later runs fail before anything is rented, whoever made the pool. The bill is within the limit.
-    """
     lease_seconds, account = 10, f"backfills by {sharing}"
     limit = Decimal("0.01") * (int(LONGEST_BOOT_SECONDS) + 2 * lease_seconds) + Decimal("0.003")
     with Ledger(default_url()) as ledger:
@@ -436,9 +421,7 @@ def test_a_backfill_rents_nothing_more_when_its_budget_is_spent(sharing: str, in
 
 
 def test_a_range_of_partitions_is_one_pool_and_each_partition_has_its_share(instance: Any, days: Any) -> None:
-    """A backfill of one run makes all partitions in one step. The costs of its partitions, and the observations, add
-    up to the bill.
-    """
+    """A backfill of one run makes all partitions in one step."""
     compute = SkywardResource(provider=sky.Local(price_per_hour=36.0))
     result = dg.materialize(
         [days],
@@ -466,9 +449,7 @@ def test_a_range_of_partitions_is_one_pool_and_each_partition_has_its_share(inst
 
 
 def test_each_step_has_its_hardware_and_the_life_of_its_pools() -> None:
-    """One resource opens a pool before the first step, and another one for the step with a tag. Both stay after a step
-    has failed, until they are released.
-    """
+    """One resource opens a pool before the first step, and another one for the step with a tag."""
     lifecycle = Lifecycle(create="eager", keep_on_failure=300)
     seen: dict[str, str] = {}
 
@@ -528,9 +509,7 @@ def fails_once_job() -> Any:
 
 
 def test_a_run_that_is_tried_again_from_its_failure_uses_the_pool_of_the_first_one() -> None:
-    """The step that has succeeded runs once, nothing more is rented, and the second run releases the pool. The events
-    of both runs add up to the bill.
-    """
+    """The step that has succeeded runs once, nothing more is rented, and the second run releases the pool."""
     job = dg.reconstructable(fails_once_job)
     with dg.DagsterInstance.ephemeral() as instance:
         first = dg.execute_job(job, instance, raise_on_error=False)

@@ -153,9 +153,7 @@ def hosts(fleet: Fleet, mirror: Mirror, tmp_path: Path) -> Iterator[list[Host]]:
 
 
 def test_the_steps_of_a_run_are_calls_on_hosts(hosts: list[Host], tmp_path: Path) -> None:
-    """Two steps run at once on two hosts, and the third gets their values. What they print is in the stored logs. When
-    the run has ended, no process of a node lives.
-    """
+    """Two steps run at once on two hosts, and the third gets their values. What they print is in the stored logs."""
     wheel = wheel_that_shows([PACKAGES, REPOSITORY / "integrations"], tmp_path)
     image = sky.Image(pip=[f"packages-of-the-tests @ {wheel.as_uri()}"])
     provider = owned_by(hosts, tmp_path / "known_hosts")

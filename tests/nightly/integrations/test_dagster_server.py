@@ -128,9 +128,7 @@ def processes(server: DagsterServer, name: str, run: Run) -> tuple[int, int]:
 
 
 def assert_all_is_ended_and_reported(server: DagsterServer, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No machine lives, and the run's events have the same costs as the ledger, by step. The daemon's sensor may have to
-    report the rest first.
-    """
+    """No machine lives, and the run's events have the same costs as the ledger, by step."""
     wait_for(lambda: not server.machines(run), f"the machines of {run.id} to end: {server.machines(run)}")
     wait_for(lambda: run.tags.get(STATE_TAG) == REPORTED, f"the costs of {run.id} to be reported; {run.last()}")
     monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{server.folder}/ledger.db")

@@ -59,10 +59,7 @@ api = pytest.fixture(scope="module", autouse=True)(prefect_server.served)
 
 
 def test_the_first_submit_does_not_wait_for_machines(events: list[Any]) -> None:
-    """The flow goes on while they are rented, also its event loop; a task's timeout begins when they are ready.
-
-    Sleeps: the call has to take longer than the task's limit.
-    """
+    """Sleeps: the call has to take longer than the task's limit."""
     provider = Gated()
 
     @task(timeout_seconds=2)
@@ -117,9 +114,6 @@ class Clinging(sky.Local):
 
 
 def test_unconfirmed_machines_are_reported(events: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """If closing cannot confirm that the machines are gone, the flow still succeeds; its log and its artifact name
-    them.
-    """
     monkeypatch.setattr("skyward_core.provisioning.teardown.DEADLINE_SECONDS", 0.5)
     ids = []
 
@@ -152,9 +146,6 @@ def cost_page(flow_run_id: UUID | str) -> tuple[str, str]:
 
 
 def test_on_unfinished_and_max_workers(events: list[Any], tmp_path: Path) -> None:
-    """A flow that returns waits for its calls, with "cancel" it stops them; with "wait" one that fails waits for them. Of
-    a runner with one worker the second task run begins after the first.
-    """
     futures: list[Any] = []
     go = tmp_path / "go"
 
@@ -325,9 +316,6 @@ def reads_secrets() -> list[str]:
 def test_secrets_come_from_blocks_when_the_pool_opens(
     events: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """By name, by the block itself or from the environment; the run's log masks them, and the server's database has
-    none in plain text.
-    """
     Secret(value="block-0123456789").save("hf-token", overwrite=True)
     Secret(value={"token": "part-0123456789"}).save("user", overwrite=True)
     monkeypatch.setenv("OF_THE_WORKER", "env-0123456789")
@@ -401,10 +389,6 @@ def helper() -> tuple[str, str]:
 
 
 def test_beside_another_runner_a_pool_is_kept_for_the_flow_run(tmp_path: Path) -> None:
-    """Direct calls, submits to Prefect's own runner, items one by one, a function that is no task: all on one pool,
-    which ends with the flow run. Their lines are in the run's log.
-    """
-
     @flow
     async def plain() -> tuple[list[Any], UUID]:
         from prefect.runtime import flow_run
@@ -464,9 +448,6 @@ def busy() -> str:
 
 
 def test_a_flow_run_that_finds_a_pool_warm_has_its_share_of_the_cost() -> None:
-    """Its artifacts, its final event and its labels say so, and the bill by run has a row for each run, that add up to the
-    bill of the pool.
-    """
     found: list[tuple[str, str]] = []
 
     @flow(name="sharing", task_runner=runner([], name="warm-gpu", keep_warm=60, lease_seconds=10))
@@ -548,10 +529,6 @@ async def long_nap(seconds: float) -> float:
 
 
 def test_the_ledger_has_the_flow_run_and_the_cost_of_each_task(events: list[Any]) -> None:
-    """The pool belongs to the flow run before anything is rented; each task run has its share, and the rest belongs
-    to the flow run.
-    """
-
     @flow(name="naps", task_runner=runner(events))
     def naps() -> str:
         assert nap.map([0.5, 0.5]).result() == [0.5, 0.5]
@@ -666,9 +643,6 @@ if __name__ == "__main__":
 def test_the_budget_guard_cancels_a_run_at_80_percent_of_its_budget(
     api: str, tmp_path: Path, received: list[dict[str, Any]]
 ) -> None:
-    """It is deployed by one call, which may be repeated; the run is Cancelled before its money is used up, the ledger
-    has its cost, and a notification was sent. (Here the core warns at 30 %: else the test waits for a minute.)
-    """
     deploy_budget_guard(flows=["other"])
     guard = deploy_budget_guard(flows=["guarded"])
     deploy_budget_notification("custom-webhook/alerts")

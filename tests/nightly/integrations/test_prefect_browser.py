@@ -107,9 +107,6 @@ def asked(server: SimpleNamespace, path: str, body: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("name", FLOWS)
 def test_the_flow_reports_its_result(name: str, reports: dict[str, dict[str, Any]]) -> None:
-    """Each step has its hardware; the second run finds the machines of the first; training goes on after a kill; the
-    sweep's winner is right on more than 97 % of unseen digits.
-    """
     report = reports[name]
     assert FLOWS[name].items() <= report.items()
     assert 0 < report.get("cost_usd", 0.01) < 0.1

@@ -95,9 +95,7 @@ def has_lines(records: list[Any]) -> bool:
 
 
 def test_prefect_works_in_a_function_on_a_node(events: list[Any], tmp_path: Path, capfd: Any) -> None:
-    """With one slot: the parent waits for its nested task runs. Each log record is there once, at its level, in the log
-    of its run. The key is nowhere; no thread or connection of Prefect is left.
-    """
+    """With one slot: the parent waits for its nested task runs."""
     asked("/v2/concurrency_limits/", {"name": "limit-of-context", "limit": 1})
 
     @flow(task_runner=runner(events, prefect_context=True))
@@ -176,9 +174,7 @@ def waits_for_its_child(mark: str) -> None:
 
 
 def test_nested_task_runs_end_with_their_parent(events: list[Any], tmp_path: Path) -> None:
-    """If it fails they are interrupted, and its exception is the flow's. If its process is stopped they end with that,
-    and the flow's process gives them a final state.
-    """
+    """If it fails they are interrupted, and its exception is the flow's."""
     ids: list[str] = []
 
     @flow(task_runner=runner(events, prefect_context=True, nodes=2, on_unfinished="cancel"))

@@ -276,9 +276,6 @@ def begun(host: str, case: str, run: Run) -> Run:
 
 
 def assert_all_is_ended_and_billed(run: Run) -> None:
-    """Two pools or more, with all their machines, are in the ledger under the run's name, and have ended; the calls'
-    processes too.
-    """
     wait_for(lambda: all(receipt["ended_at"] for receipt in run.receipts))
     receipts = run.receipts
     pools = {receipt["pool_id"] for receipt in receipts}

@@ -38,9 +38,6 @@ def folder() -> Iterator[Path]:
 
 
 def test_a_dag_a_flow_and_an_asset_use_the_nodes_and_nothing_is_left(folder: Path) -> None:
-    """All services become healthy, each orchestrator runs calls on both nodes and shows the cost that the ledger in
-    PostgreSQL has, and after Ctrl-C no process and no port is left.
-    """
     if os.getuid() != 0:
         pytest.skip("nodes with their own processes need root")
     ports = dict(zip(PORTS, map(str, free_ports(len(PORTS))), strict=True))

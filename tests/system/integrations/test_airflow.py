@@ -47,9 +47,6 @@ CALL_RETRIES = "call_retries=1"
 
 
 def test_every_keyword_survives_the_serialization_of_the_dag(airflow: Airflow) -> None:
-    """A task's keywords are plain data: they are in the serialized DAG as JSON that makes the same PoolSpec again,
-    the same at every parse.
-    """
     answer = airflow.evaluate(f"""
         from airflow.serialization.serialized_objects import DagSerialization
         def serialized():
@@ -111,9 +108,7 @@ def test_no_keyword_of_the_pool_has_a_name_of_airflows(airflow: Airflow) -> None
 
 
 def test_keywords_may_be_templates_results_and_defaults(airflow: Airflow) -> None:
-    """A template means the same as the literal, and a wrong value is refused after rendering. The result of another task
-    makes that task run first. `default_args` reach the pool, and keywords override `spec`.
-    """
+    """A template means the same as the literal, and a wrong value is refused after rendering."""
     code = """
         op = SkywardOperator(task_id="t", python_callable=len, op_args=["{{ ds }}"], accelerator="{{ params.gpu }}", nodes="{{ params.nodes }}",
                              spot="{{ params.spot }}", image={"pip": ["torch=={{ params.torch }}"]}, env={"DAY": "{{ ds }}"}, provider=LOCAL)
@@ -197,9 +192,6 @@ def test_a_wrong_task_is_refused_while_the_dag_is_parsed(airflow: Airflow, task:
 
 
 def test_parsing_a_dag_uses_no_network_and_no_engine(airflow: Airflow) -> None:
-    """Equal keywords are checked once, and no task can change the data of another, or gets those of one with other
-    secrets.
-    """
     code = """
         import sys
         dag("first", schedule=None)(lambda: None)()  # Airflow itself starts a process when its first DAG is made
@@ -237,9 +229,6 @@ def test_parsing_a_dag_uses_no_network_and_no_engine(airflow: Airflow) -> None:
 
 
 def test_a_task_runs_on_a_pool_of_its_own_and_reports_its_cost(airflow: Airflow) -> None:
-    """The result and the bill are XComs, the nodes' lines are in the task log, and functions of the DAG file travel
-    too.
-    """
     ran = airflow.run(
         "single",
         """
@@ -286,9 +275,6 @@ def test_a_task_runs_on_a_pool_of_its_own_and_reports_its_cost(airflow: Airflow)
 
 
 def test_mapped_tasks_have_a_pool_each_and_map_over_shares_one(airflow: Airflow) -> None:
-    """`expand` makes a pool for each item, `map_over` one for all; results of mapped tasks arrive on a node as
-    values.
-    """
     ran = airflow.run(
         "mapped",
         """
@@ -322,9 +308,7 @@ def test_mapped_tasks_have_a_pool_each_and_map_over_shares_one(airflow: Airflow)
 
 
 def test_a_task_that_fails_has_closed_its_pool_and_reports_its_cost(airflow: Airflow) -> None:
-    """After a function's exception, a crash, a wrong argument and the task's time limit. A retry policy sees the
-    function's own exception, also one that pickle alone cannot rebuild.
-    """
+    """After a function's exception, a crash, a wrong argument and the task's time limit."""
     ran = airflow.run(
         "failing",
         """
@@ -377,9 +361,6 @@ def test_a_task_that_fails_has_closed_its_pool_and_reports_its_cost(airflow: Air
 
 
 def test_large_results(airflow: Airflow, tmp_path: Path) -> None:
-    """One that is too large for the database, or is no data, fails the task without a retry, and the error says what to
-    do. With a path any size is in a file, one for each mapped task. A wrong place is refused before a pool is opened.
-    """
     ran = airflow.run(
         "large",
         f"""
@@ -422,9 +403,7 @@ def test_large_results(airflow: Airflow, tmp_path: Path) -> None:
 
 
 def test_a_task_that_is_tried_again_adds_up_its_cost(airflow: Airflow) -> None:
-    """Each try has its own pool. Log and XCom have the cost of this try and of all of them; a mapped task is
-    identified by its index.
-    """
+    """Each try has its own pool."""
     ran = airflow.run(
         "tried",
         """
@@ -461,9 +440,7 @@ def test_a_task_that_is_tried_again_adds_up_its_cost(airflow: Airflow) -> None:
 
 
 def test_a_task_without_money_fails_without_another_try(airflow: Airflow) -> None:
-    """If the first minute costs more than allowed, the task is refused. It is not tried again, says why, and nothing
-    was rented.
-    """
+    """If the first minute costs more than allowed, the task is refused."""
     ran = airflow.run(
         "poor",
         """
@@ -624,9 +601,7 @@ def known(url, task):
 
 
 def test_a_task_uses_the_ledger_and_the_credentials_of_its_connections(airflow: Airflow) -> None:
-    """Its pool is in the connection's ledger and has the price of the connection's provider. The environment is as
-    before afterwards. The names may be templates, and no connection is read while the file is parsed.
-    """
+    """Its pool is in the connection's ledger and has the price of the connection's provider."""
     url = f"sqlite:///{airflow.home}/connected.sqlite"
     ran = airflow.run(
         "connected",
@@ -693,9 +668,7 @@ def test_connections_that_do_not_fit_say_so(airflow: Airflow) -> None:
 
 
 def test_serialized_tasks_and_triggers_carry_the_names_of_connections_and_no_secret(airflow: Airflow) -> None:
-    """Parsing reads none: these do not exist. A trigger reads them when it ends a pool, of any ledger, also if the
-    triggerer has another one.
-    """
+    """Parsing reads none: these do not exist."""
     code = """
         import asyncio
         from airflow.serialization.serialized_objects import DagSerialization
@@ -851,9 +824,6 @@ def test_the_test_of_a_connection_answers_with_a_reason(hooks: dict[str, Any]) -
 
 
 def test_the_retry_policy_decides_by_the_error(hooks: dict[str, Any]) -> None:
-    """After Airflow has stored the policy and read it again: wait for capacity, replace a lost node at once, and fail
-    where another try cannot help.
-    """
     assert hooks["retries"] == {
         "NoCapacity": ["retry", 600.0],
         "QuotaExceeded": ["retry", 600.0],

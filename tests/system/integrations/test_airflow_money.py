@@ -177,9 +177,7 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_the_links_are_there_from_renting_on(answer: dict[str, Any]) -> None:
-    """The tab and the bill have their links before a machine is known, the cloud's page when it is. At the end Airflow
-    writes the same ones.
-    """
+    """The tab and the bill have their links before a machine is known, the cloud's page when it is."""
     pushed, order = answer["train"]["pushed"], answer["train"]["order"]
     page = "https://airflow.example/team/dags/nightly%20dag/runs/manual__2026-11-22T01:00:00+00:00/tasks/train/mapped/3"
     assert pushed["skyward_page"] == f"{page}/plugin/skyward"
@@ -218,9 +216,7 @@ def test_log_groups_gauges_and_spans_show_the_phases(answer: dict[str, Any]) -> 
 
 
 def test_the_state_store_has_live_metrics(answer: dict[str, Any]) -> None:
-    """They are written while the call runs, and at the end with the bill and without nodes. After a failed request a
-    minute passes before the next one.
-    """
+    """They are written while the call runs, and at the end with the bill and without nodes."""
     during, last = answer["metrics"][:-1], answer["metrics"][-1]
     assert any(one["nodes"] == 1 and one["usd_per_hour"] == 36.0 for one in during)
     assert last["reported"] == {"loss": 0.5}
@@ -233,9 +229,7 @@ def test_the_state_store_has_live_metrics(answer: dict[str, Any]) -> None:
 
 
 def test_asset_events_have_the_cost_and_what_the_function_has_written(answer: dict[str, Any]) -> None:
-    """`outlet_events` is recorded on the node, and written by the worker. The result is the function's own. An event of
-    no outlet is an error of the function.
-    """
+    """`outlet_events` is recorded on the node, and written by the worker. The result is the function's own."""
     train, bill = answer["train"], answer["train"]["pushed"]["skyward_cost"]
     cost = {name: bill[name] for name in ("cost_usd", "pool_id", "seconds")}
     assert (train["result"], train["error"]) == (22, None)
@@ -308,9 +302,7 @@ answer = json.loads(json.dumps({
 
 
 def test_the_tabs_have_the_bills_of_the_ledger_for_who_may_read_them(airflow: Airflow) -> None:
-    """Without a login each route answers 401, with an invalid one 403; so do the bills to a user without rights. A run
-    and a task have the cost that the ledger has, and nothing of another DAG.
-    """
+    """Without a login each route answers 401, with an invalid one 403; so do the bills to a user without rights."""
     answer = airflow.evaluate(TABS)
     bills = ["/dags/tabs/run", "/dags/tabs/task"]
     assert answer["paths"] == ["/dags/{dag_id}/run", "/dags/{dag_id}/task", "/tabs.js"]
@@ -396,9 +388,7 @@ def rows(found: dict[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def test_each_task_of_the_dags_is_quoted(found: dict[str, Any]) -> None:
-    """Price, tries and ceiling: of `max_cost` for both tries, or of `execution_timeout`. For a deferred task that holds
-    twice: until its call has ended, and for the worker that comes back.
-    """
+    """Price, tries and ceiling: of `max_cost` for both tries, or of `execution_timeout`."""
     (train,), (slow,), (deferred,) = (rows(found, name) for name in ("train", "slow", "deferred"))
     assert (train["workflow"], train["price_per_hour"], train["tries"]) == ("nightly", 4.0, 2)
     assert (train["ceiling_usd"], train["run_ceiling_usd"]) == (3.0, 6.0)
@@ -416,9 +406,6 @@ def test_a_shared_pool_is_quoted_once_in_its_setup(found: dict[str, Any]) -> Non
 
 
 def test_what_only_a_run_knows_is_named(found: dict[str, Any]) -> None:
-    """Templates, results of other tasks and mapped keywords that decide on the price are the reason; others do not
-    matter.
-    """
     (templated,), (tagged,), (later,) = (rows(found, name) for name in ("templated", "tagged", "later"))
     assert (templated["asks_for"], templated["price_per_hour"]) == (None, None)
     assert "nodes, cpu are known only in a run" in templated["reason"]

@@ -39,9 +39,7 @@ shared()
 
 
 def test_tasks_of_a_run_share_one_rental_and_its_cost(airflow: Airflow) -> None:
-    """Mapped tasks and a durable one use one pool, and the teardown ends it. The shares of all tasks add up to the
-    ledger's bill; the setup pays for what no call has used.
-    """
+    """Mapped tasks and a durable one use one pool, and the teardown ends it."""
     ran = airflow.run("shared", SHARED, POOLS_HEAD)
     assert ran.state == "success", ran.log
     assert ran.result("gpu.total") == 14
@@ -146,9 +144,7 @@ answer |= {"handle": handle, "rented": rented, "released": sorted(released["pool
 
 
 def test_an_altered_xcom_is_refused_and_a_pool_that_is_gone_is_rented_anew(airflow: Airflow) -> None:
-    """A user who edits the XCom of the setup sends no function to another pool, and keeps no machine from its end. A pool
-    that is gone is rented anew while the teardown is to come, and not after it.
-    """
+    """A user who edits the XCom of the setup sends no function to another pool, and keeps no machine from its end."""
     answer = airflow.evaluate(TAMPERED, POOLS_HEAD)
     handle = answer["handle"]
     assert answer["own"] == [3, handle["pool_id"]]
@@ -204,9 +200,7 @@ def test_a_setup_that_does_not_succeed_leaves_no_pool(airflow: Airflow) -> None:
 
 
 def test_the_group_wires_each_task_between_setup_and_teardown(airflow: Airflow) -> None:
-    """Plain, mapped and partial tasks, and one before a task outside. The serialized DAG has neither lease nor key, and
-    the tasks have the settings of the setup.
-    """
+    """Plain, mapped and partial tasks, and one before a task outside."""
     answer = airflow.evaluate(
         """
 import json
@@ -275,9 +269,7 @@ def test_a_killed_task_ends_its_pool(workers: Workers) -> None:
 
 @pytest.mark.parametrize("workers", ["durable"], indirect=True)
 def test_the_next_try_adopts_the_call_of_a_killed_worker(workers: Workers) -> None:
-    """After SIGKILL the function goes on, and the next try has its result and its later lines. It has run once, and the
-    machines are gone.
-    """
+    """After SIGKILL the function goes on, and the next try has its result and its later lines."""
     first = workers.start(1)
     before = read_until(first, "[node 0] line 1")
     assert "pushed skyward_cost" in before.partition("launching")[0], before

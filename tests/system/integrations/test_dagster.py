@@ -46,10 +46,7 @@ def owned_processes(pid=None):
 
 @pytest.fixture(autouse=True)
 def new_processes():
-    """Processes of the local nodes of this test; after the test none of them is left, and no thread of ours.
-
-    A pool that tests share may be open at the same time.
-    """
+    """Processes of the local nodes of this test; after the test none of them is left, and no thread of ours."""
     nodes, threads = set(owned_processes()), set(threading.enumerate())
 
     def new():
@@ -128,9 +125,6 @@ def spread(context: dg.AssetExecutionContext, compute: SkywardResource):
 
 
 def test_two_assets_share_one_pool_and_each_has_its_lines_cost_and_time(instance):
-    """In one process two assets use one pool; values, all printed lines, and the shares of the bill are in the right
-    place.
-    """
     result = materialize([talkative, spread], resource(nodes=2, display="quiet"), instance)
 
     assert result.output_for_node("talkative")[0] in {0, 1}
@@ -185,9 +179,7 @@ def interrupted(context: dg.AssetExecutionContext, compute: SkywardResource):
 
 
 def test_an_interrupt_in_the_step_closes_the_pool(instance, new_processes):
-    """Dagster's exception for a terminated run is no Exception. The pool is closed all the same, and the exception
-    is raised again.
-    """
+    """Dagster's exception for a terminated run is no Exception."""
     with pytest.raises(dg.DagsterExecutionInterruptedError):
         materialize([interrupted], resource(), instance)
     assert new_processes() == []
@@ -227,9 +219,7 @@ defs = dg.Definitions(assets=[endless], jobs=[dg.define_asset_job("orphan")], re
 
 @pytest.mark.parametrize("how", ["the run's process is killed", "the run is marked as canceled"])
 def test_a_step_without_its_run_ends_its_pool(tmp_path, how):
-    """Under the multiprocess executor a killed run process leaves its step processes running. They would cost money
-    until the function ends: here for ten minutes.
-    """
+    """Under the multiprocess executor a killed run process leaves its step processes running."""
     (tmp_path / "dagster.yaml").write_text("telemetry: {enabled: false}\n")
     script = tmp_path / "orphan.py"
     script.write_text(ORPHAN)
@@ -389,9 +379,7 @@ def test_each_setting_is_a_config_field_with_its_description():
     ],
 )
 def test_what_cannot_be_is_refused_when_the_resource_is_made(options, message):
-    """Before Dagster runs anything; also for values that are left to the launch. The error says what to write, and does
-    not repeat a secret, which Dagster would store and show.
-    """
+    """Before Dagster runs anything; also for values that are left to the launch."""
     for make in (resource, SkywardResource.configure_at_launch):
         with pytest.raises(sky.BadRequest) as caught:
             make(**options)
@@ -461,9 +449,7 @@ def test_environment_variables_are_read_when_the_run_starts(seen, monkeypatch):
 
 
 def test_the_run_config_decides_before_the_keywords_and_these_before_the_settings(seen, monkeypatch):
-    """`configure_at_launch` keeps its arguments as defaults. A setting replaces no given field, even one with the core's
-    default.
-    """
+    """`configure_at_launch` keeps its arguments as defaults."""
     compute = SkywardResource.configure_at_launch(provider=sky.Local(price_per_hour=PRICE), nodes=3)
     config = {"nodes": 2, "spot": "never", "image": {"pip": ["torch"]}, "timeout": 90}
     assert seen(compute, config) == sky.PoolSpec.of(
@@ -519,9 +505,6 @@ sys.exit(int(sys.argv[2]))
 
 
 def test_functions_and_scripts_report_with_pipes(tmp_path: Path) -> None:
-    """Several calls on one pool: logs, checks, materializations with the cost, custom messages of any size, one writer
-    for each node, and errors.
-    """
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
     seen: dict[str, Any] = {}
@@ -601,9 +584,6 @@ attributes:
 
 
 def test_assets_of_yaml_files_are_made_on_pools(project: Path) -> None:
-    """A function of the project gets its arguments and the partition; a script with Dagster Pipes uses the project's
-    own resource with the hardware of its file. Both have their costs.
-    """
     write(project, "model", YAML_FUNCTION)
     folder = write(project, "report", YAML_SCRIPT)
     (folder / "report.py").write_text(

@@ -196,9 +196,6 @@ def printed(project: Path, run: Any, log: list[Any]) -> dict[str, str]:
 
 
 def test_the_steps_of_a_run_are_calls_on_one_pool(project: Path) -> None:
-    """Two steps run at once, on two nodes of one rental; the third gets their values, fails, and is tried again by its
-    policy. What a step prints is in its own log of Dagster's. When the run has ended, nothing is left.
-    """
     output = executed(project, "adds")
     run, log = run_of(project)
     assert run.status is dg.DagsterRunStatus.SUCCESS, output[-5000:]

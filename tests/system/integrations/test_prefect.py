@@ -131,9 +131,6 @@ def test_a_flow_that_fails_while_its_pool_opens_ends_the_opening() -> None:
 
 
 def test_machines_are_terminated_before_a_flow_is_tried_again(events: list[Any], tmp_path: Path) -> None:
-    """Prefect sleeps for `retry_delay_seconds` before it leaves the runner: nothing is billed meanwhile, and calls
-    of the failed attempt are stopped.
-    """
     bodies: list[float] = []
     finals: list[float] = []
     ids = []
@@ -248,9 +245,6 @@ def test_a_lost_node_fails_its_call_which_prefect_tries_again(tmp_path: Path) ->
 
 
 def test_a_missing_block_is_named() -> None:
-    """A block that was not saved when the runner is made, or that does not exist when its pool opens; nothing is
-    rented.
-    """
     with pytest.raises(sky.BadRequest, match="HF_TOKEN"):
         SkywardTaskRunner(secrets={"HF_TOKEN": Secret(value="block-0123456789")})
     with pytest.raises(sky.BadRequest, match="the secret HF_TOKEN is to be Prefect's Secret block 'no-such-block'"):
@@ -260,9 +254,6 @@ def test_a_missing_block_is_named() -> None:
 def test_a_runner_is_made_from_a_saved_block_and_its_pickle_names_the_block_only(
     api: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """The block is registered with its form, the flow runs on its pool, and no secret is in the database's plain text
-    or in the pickle of the flow.
-    """
     command = [sys.executable, "-m", "prefect", "block", "register", "-m", "prefect_skyward"]
     environ = {**os.environ, "PREFECT_API_URL": api}
     registered = subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout
@@ -305,9 +296,7 @@ def pool_id() -> str:
 
 
 def test_flow_runs_share_a_pool_with_a_name_and_a_retry_finds_it_warm(tmp_path: Path) -> None:
-    """While the flow run waits for its retry the pool has no users. A flow run beside it, and one after it, use the same
-    machines; other hardware is a pool without the name. Shares of a cost that other flow runs have written stay.
-    """
+    """While the flow run waits for its retry the pool has no users."""
     events: list[Any] = []
     shared = runner(events, name="team-gpu", keep_warm=600, lease_seconds=10)
     pools: list[str] = []
@@ -381,10 +370,6 @@ def ready(events: list[Any]) -> list[int]:
 
 
 def test_each_step_has_its_hardware_and_equal_steps_share_a_pool(events: list[Any]) -> None:
-    """By options around submit and map, which nest, and by a decorator, for all ways to call; one flow run, three
-    pools, of which each opens when it is needed first.
-    """
-
     @flow(task_runner=SkywardTaskRunner(inherit=True, nodes=2, env={"STEP": "marked"}))
     def inheriting() -> tuple[str, str]:
         return where.submit().result()
@@ -437,10 +422,6 @@ class SoldOut(sky.Local):
 
 
 def test_a_pool_that_is_idle_ends_and_the_next_call_opens_another(events: list[Any]) -> None:
-    """The limit of the money counts for both; a task run whose input has failed opens none; a pool that cannot open
-    fails only its own task runs.
-    """
-
     def gone() -> bool:
         return any(isinstance(event, sky.CostFinal) for event in events)
 
@@ -527,9 +508,7 @@ def interrupted() -> None:
 
 
 def test_a_broadcast_gives_a_tuple_with_a_result_of_each_node(events: list[Any]) -> None:
-    """By options and by the decorator, submitted and called; the lines of all nodes are in the log of the task run. A
-    group trains. The first error, and the timeout, stop the others.
-    """
+    """By options and by the decorator, submitted and called; the lines of all nodes are in the log of the task run."""
 
     @flow(task_runner=runner(events))
     def everywhere() -> Any:

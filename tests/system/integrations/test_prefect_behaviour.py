@@ -206,10 +206,6 @@ def halved(x: float) -> float:
 
 
 def test_objects_that_the_function_uses_travel_too(in_flow: InFlow) -> None:
-    """Helpers, dataclasses, globals, other tasks (as functions), methods, `@sky.compute` functions and `get_run_logger`
-    work on a bare node.
-    """
-
     def travel() -> tuple[Any, ...]:
         moved = shift_twice.submit(Point(1, 2)).result()
         return current_run.id, moved, Scale(3).of.submit(5).result(), halved.submit(3.0).result()
@@ -388,10 +384,6 @@ def busy(path: Path) -> None:
 
 
 def test_a_retry_condition_sees_the_function_s_own_exception(in_flow: InFlow, tmp_path: Path) -> None:
-    """An exception that pickle alone cannot rebuild keeps its class and its attributes: the task is tried again
-    twice, and then no more.
-    """
-
     with pytest.raises(Busy) as caught:
         in_flow(lambda: busy.submit(tmp_path / "n").result())
     assert caught.value.wait == "for ever"
@@ -424,10 +416,7 @@ async def async_weights(folder: Path) -> Any:
 
 
 def test_work_is_not_repeated_if_its_result_cannot_be_loaded_here(in_flow: InFlow, tmp_path: Path) -> None:
-    """The function has succeeded and is paid for; another try would fail here again.
-
-    The error keeps the result, and the run's log says why.
-    """
+    """The function has succeeded and is paid for; another try would fail here again."""
 
     def weighing() -> UUID:
         for future in [each.submit(tmp_path) for each in (plain_weights, async_weights)]:
@@ -456,10 +445,6 @@ async def async_sleeper(path: Path) -> None:
 
 
 def test_a_timeout_stops_the_work_on_the_node(in_flow: InFlow, tmp_path: Path) -> None:
-    """`timeout_seconds` ends the task run and the remote process, for plain and asynchronous tasks; the slot then
-    takes other calls.
-    """
-
     def impatient() -> int:
         for sleep in (sleeper, async_sleeper):
             path = tmp_path / sleep.name
@@ -531,10 +516,7 @@ def test_tags_of_the_flow_s_body_are_those_of_the_task_run(in_flow: InFlow) -> N
 
 
 def test_a_limit_of_a_tag_lets_one_task_run_at_a_time(in_flow: InFlow, tmp_path: Path) -> None:
-    """The engine takes the slot in the flow's process, before the function travels.
-
-    Sleeps: without the limit the second task would run meanwhile.
-    """
+    """Sleeps: without the limit the second task would run meanwhile."""
 
     @task(tags=["one at a time"], cache_policy=NO_CACHE)
     def alone(folder: Path, name: str) -> int:

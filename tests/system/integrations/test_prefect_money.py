@@ -116,9 +116,6 @@ def test_the_cost_of_a_retried_run_is_one_artifact_that_sums_its_attempts(run: S
 
 
 def test_the_page_of_the_cost_adds_up(run: SimpleNamespace) -> None:
-    """Machines, buckets and tasks each add up to the bill of this attempt, and a machine's price times its seconds is
-    its cost but for the rounding of the provider.
-    """
     page = run.of_run["skyward-cost"]["data"]
     bill = run.finals[1].total_cost
     *machines, earlier, whole = section(page, "How it adds up")

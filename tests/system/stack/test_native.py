@@ -66,9 +66,7 @@ def living(tmp_path: Path) -> list[int]:
 
 
 def test_ctrl_c_ends_every_process_of_every_service(tmp_path: Path) -> None:
-    """Services start in the order of their needs. A process that has left its service, and one that ignores the
-    signal to end, do not outlive the stack.
-    """
+    """Services start in the order of their needs."""
     orphan = 'setsid sh -c "trap \\"\\" TERM INT HUP; sleep 1000" & sleep 0.2; touch $PLACE/first; exec sleep 1000'
     services = {
         "last": shell(

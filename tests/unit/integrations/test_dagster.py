@@ -62,9 +62,6 @@ def loaded(project: Path) -> Any:
 
 
 def test_dg_finds_the_component_and_shows_its_fields() -> None:
-    """The registered module has one component; each field has a description in the schema, those of a pool the one of
-    `PoolSpec`.
-    """
     assert dict(get_package_objects_in_module(dagster_skyward)) == {"SkywardComponent": SkywardComponent}
     fields = SkywardComponent.model().model_json_schema()["properties"]
     assert {name for name, field in fields.items() if "description" not in field} == {"asset"}  # it has its own fields
@@ -241,9 +238,7 @@ def quoted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["defs", "lazy"])
 def test_each_pool_of_each_job_and_asset_is_planned(quoted: Path, name: str) -> None:
-    """Steps that share a pool are one task. Tries are those of the step's policy and of the run; what only a run knows
-    has a reason.
-    """
+    """Steps that share a pool are one task."""
     plan = planned_tasks(f"{quoted}:{name}")
     assert plan is not None
     found = {(task.workflow, task.task): task for task in plan.tasks}
