@@ -47,7 +47,6 @@ SETTINGS = {
     "LOGGING__LOGGING_LEVEL": "INFO",
 }
 
-
 TRIES = 5
 LONGEST_SECONDS = 240.0
 """How long a test waits for one thing; only a fault, or a machine with ten other test processes, takes so long."""

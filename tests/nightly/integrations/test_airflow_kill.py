@@ -101,9 +101,6 @@ def test_unconfirmed_machines_fail_no_task(airflow: Airflow) -> None:
     assert airflow.evaluate(LEFT) == [2, 1]
 
 
-# ── durable tasks ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def test_the_next_try_adopts_the_call_of_a_deferrable_task_that_was_killed_before_its_deferral(
     workers: Workers,
 ) -> None:
@@ -155,9 +152,6 @@ def test_no_generation_runs_twice_after_kills(workers: Workers) -> None:
         assert len(workers.runs) == len(set(workers.runs)), workers.runs
         assert [pool for pool in workers.pools() if not pool["ended_at"]] == []
     assert len(workers.runs) >= len(moments)
-
-
-# ── shared pools ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_example_shares_its_machines(airflow: Airflow) -> None:

@@ -19,10 +19,7 @@ from tests.integrations.dagster_server import DagsterServer, Run, metadata_of, s
 from tests.integrations.pictures import page, take  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.timeout(400)]
-
-
 SECRETS = {"HF_TOKEN": "hf_kept_by_nodes", "TEAM_AWS_ID": "AKIA_kept_by_aws", "TEAM_AWS_KEY": "key_kept_by_aws"}
-
 
 DEFINITIONS = '''
 import time
@@ -61,7 +58,6 @@ defs = dg.Definitions(
     },
 )
 '''
-
 
 POINTS = """canvas => {
     let part = canvas[Object.keys(canvas).find(key => key.startsWith("__reactFiber"))];

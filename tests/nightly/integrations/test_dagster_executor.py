@@ -106,9 +106,6 @@ def test_a_pool_that_cannot_open_fails_the_run_with_the_reason(project: Path) ->
     assert notes(project) == []
 
 
-# ── real hosts ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 ON_HOSTS = """
 import json, pathlib, platform, threading
 import dagster as dg

@@ -23,7 +23,6 @@ from tests.integrations.dagster_server import DagsterServer, Run, costs_in_event
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.filterwarnings("default::DeprecationWarning")]
 
-
 DEFINITIONS = '''
 import logging, os, time
 from pathlib import Path

@@ -26,8 +26,6 @@ from tests.integrations.pictures import page, shown, take  # noqa: F401 - a fixt
 pytestmark = [pytest.mark.timeout(400)]
 ROOT = Path(__file__).parents[3]
 BIN = Path(sys.executable).parent
-
-
 FLOWS = {
     "hardware_per_step": {"nodes": 2, "accelerator": "T4"},
     "shared_warm_pool": {"is_shared": True},
@@ -35,8 +33,6 @@ FLOWS = {
     "digits_sweep": {"calls": 61},
 }
 """The flows in the order in which they run, and a part of what each reports."""
-
-
 PREPARE = """
 from prefect_skyward.automations import deploy_budget_guard
 deploy_budget_guard(flows=["digits-sweep"])

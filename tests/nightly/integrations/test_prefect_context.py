@@ -31,8 +31,6 @@ from tests.conftest import content_of
 
 pytestmark = [pytest.mark.filterwarnings("default")]  # Prefect's own warnings are not our faults
 KEY = "pnu_0123456789abcdef_of_a_test"
-
-
 api = pytest.fixture(scope="module")(prefect_server.served)
 
 

@@ -41,8 +41,6 @@ EVERY_KEYWORD = (
     'memory="32GB", volume=[sky.S3Volume(mount_path="/data", bucket="my-bucket")], spot=sky.Spot.Percent(0.8), timeout=600, max_lifetime=7200, max_cost=10, budget="team-a", lease_seconds=60, '
     'architecture="x86_64", env={"C": "d"}, secrets={"E": sky.Secret.from_env("F")}, concurrency=2, provision_timeout=300, display="quiet", collect_metrics=False, name="nightly", keep_warm=600, scale_up_after=20, scale_down_after=90'
 )
-
-
 CALL_RETRIES = "call_retries=1"
 
 
@@ -705,7 +703,6 @@ def test_serialized_tasks_and_triggers_carry_the_names_of_connections_and_no_sec
 
 SECRET = "secret-of-a-connection"
 
-
 CONNECTIONS = {
     "skyward_default": {
         "conn_type": "skyward",
@@ -725,7 +722,6 @@ CONNECTIONS = {
     "skyward_verda_default": {"conn_type": "skyward_verda", "login": "id", "password": SECRET},
     "skyward_digitalocean_default": {"conn_type": "skyward_digitalocean", "password": SECRET},
 }
-
 
 HOOKS = """
 import json, os

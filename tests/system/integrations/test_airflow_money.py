@@ -360,7 +360,6 @@ def nightly():
 nightly()
 """
 
-
 QUOTE = """
 import sys
 from skyward_core import cli

@@ -571,7 +571,6 @@ attributes:
   compute: {env: {COLOR: red}}
 """
 
-
 YAML_SCRIPT = """
 type: dagster_skyward.SkywardComponent
 attributes:

@@ -34,8 +34,6 @@ from skyward_core.ledger.rows import Bucket, Price, ResourceKind, ResourceReques
 from skyward_core.machines.owner import Owner  # noqa: E402
 
 POOL = "sky-bill"
-
-
 SECONDS = 1000
 """For how long its one machine was rented, at 3.6 USD per hour: it costs 1 USD."""
 
@@ -280,7 +278,6 @@ MACHINE = sky.Instance(
     price_per_hour=1.0,
     on_demand_price_per_hour=3.0,
 )
-
 
 OPENING = [
     sky.InfraCreating("sky-1"),
