@@ -325,6 +325,9 @@ def _operator(role: str, folder: Path, name: str) -> Any:
         options["nodes"] = 2
     if "KEEP_WARM" in os.environ:
         options["keep_warm"] = float(os.environ["KEEP_WARM"])
+    if "MAP" in os.environ:
+        call["op_args"] = [str(folder), ["a", "b", "c"]]
+        options |= {"map_over": "mark", "concurrency": 3}
     return SkywardOperator(task_id="work", **call, **options)
 
 

@@ -101,18 +101,20 @@ def test_unconfirmed_machines_fail_no_task(airflow: Airflow) -> None:
     assert airflow.evaluate(LEFT) == [2, 1]
 
 
-def test_the_next_try_adopts_the_call_of_a_deferrable_task_that_was_killed_before_its_deferral(
-    workers: Workers,
-) -> None:
-    """The worker has begun the call, and is killed before Airflow knows of the deferral."""
-    first = workers.start(1, DEFERRED="1", HOLD_AT="started")
-    read_until(first, "holding at started")
+@pytest.mark.parametrize(
+    ("environ", "moment", "result"),
+    [({"MAP": "1"}, "[node 0] line 1", ["a", "b", "c"]), ({"DEFERRED": "1"}, "holding at started", "1")],
+    ids=["mapped", "before its deferral"],
+)
+def test_the_next_try_adopts_each_call(environ: dict[str, str], moment: str, result: Any, workers: Workers) -> None:
+    """Each item of a mapped function, and the call of a worker that dies before Airflow knows of its deferral."""
+    first = workers.start(1, **environ | ({"HOLD_AT": "started"} if "holding" in moment else {}))
+    read_until(first, moment)
     os.killpg(first.pid, signal.SIGKILL)
     first.communicate()
-    after = workers.finish(2, DEFERRED="1")
+    after = workers.finish(2, **environ)
     assert "adopted the call that try 1 has begun" in after
-    assert "the trigger has seen the end" in after
-    assert (returned(after), workers.runs) == ("1", ["1"])
+    assert (returned(after), sorted(workers.runs)) == (result, list(result))
     (pool,) = workers.pools()
     assert pool["ended_at"]
     assert (pushed(after)["is_final"], pushed(after)["pools"]) == (True, [pool["pool"]])

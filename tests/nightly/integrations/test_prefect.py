@@ -29,7 +29,8 @@ from tests.integrations.prefect_server import (
     runner,
     wait_for,
 )
-from tests.system.integrations.test_prefect import Gated, add, events, hang, here, ready, where  # noqa: F401 - a fixture
+from tests.system.integrations.test_prefect import Gated, add, events, hang  # noqa: F401 - a fixture
+from tests.system.integrations.test_prefect_steps import here, where
 from tests.system.integrations.test_prefect_money import received  # noqa: F401 - a fixture
 
 from prefect import flow, get_run_logger, task
