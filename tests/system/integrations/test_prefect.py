@@ -94,10 +94,12 @@ def test_importing_the_package_is_light() -> None:
 class Gated(sky.Local):
     """Launches only after a signal of the test."""
 
+    _asked: threading.Event = PrivateAttr(default_factory=threading.Event)
     _may: threading.Event = PrivateAttr(default_factory=threading.Event)
 
     def launch(self, *args: Any) -> Any:
-        assert self._may.wait(60), "nothing let it launch"
+        self._asked.set()
+        assert self._may.wait(120), "nothing let it launch"
         return super().launch(*args)
 
 
@@ -108,6 +110,7 @@ def test_a_flow_that_fails_while_its_pool_opens_ends_the_opening() -> None:
     @flow(task_runner=runner(recorded, provider=provider))
     def broken() -> None:
         futures.append(add.submit(1, 1))
+        assert provider._asked.wait(120)
         threading.Timer(1.0, provider._may.set).start()
         raise LookupError("the flow itself is wrong")
 
