@@ -1,6 +1,5 @@
 """Dagster: variants of steps, signals, money of steps and backfills, pools that several processes share."""
 
-import importlib.util
 import json
 import logging
 import os
@@ -9,7 +8,6 @@ import subprocess
 import sys
 import time
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,22 +146,6 @@ def test_outside_of_a_run(new_processes):
     assert (len(result.value), set(result.value)) == (2, {result.metadata[POOL_ID]})
     assert result.cost == result.metadata[COST_USD] >= 2 * PRICE / 3600
     assert new_processes() == []
-
-
-def test_the_first_example_of_the_page_runs_on_a_machine_without_a_gpu(instance, tmp_path, monkeypatch, caplog):
-    """As it is written, with its accelerator: this machine simulates it, with one warning."""
-    monkeypatch.setattr("skyward_core.providers.local.gpus_here", lambda: ())
-    page = (Path(__file__).parents[3] / "docs" / "dagster.md").read_text()
-    (tmp_path / "page.py").write_text(page.partition("```python\n")[2].partition("```")[0])
-    spec = importlib.util.spec_from_file_location("page", tmp_path / "page.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "page", module)
-    spec.loader.exec_module(module)
-    assert module.defs.resources["compute"].accelerator is not None
-    with caplog.at_level("WARNING", "skyward"):
-        result = dg.materialize([module.model], resources=module.defs.resources, instance=instance)
-    assert result.output_for_node("model") == 0.98
-    assert [record.getMessage() for record in caplog.records if "stands in for A100" in record.getMessage()] != []
 
 
 SCRIPT = """
