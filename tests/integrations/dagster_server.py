@@ -36,9 +36,6 @@ RUNS = """query { runsOrError { ... on Runs { results { runId jobName status par
 EVENTS = """query ($run: ID!, $cursor: String) { logsForRun(runId: $run, afterCursor: $cursor) { ... on EventConnection {
   cursor hasMore events {
     __typename ... on MessageEvent { message stepKey level eventType }
-    ... on MarkerEvent { markerStart markerEnd }
-    ... on ErrorEvent { error { message className } }
-    ... on LogsCapturedEvent { fileKey stepKeys }
     ... on MaterializationEvent { assetKey { path } metadataEntries { ...Entry } }
     ... on ObservationEvent { assetKey { path } metadataEntries { ...Entry } }
     ... on EngineEvent { metadataEntries { ...Entry } } } } } }
@@ -46,7 +43,6 @@ fragment Entry on MetadataEntry { __typename label
   ... on FloatMetadataEntry { floatValue } ... on IntMetadataEntry { intValue } ... on TextMetadataEntry { text }
   ... on MarkdownMetadataEntry { mdStr } ... on JsonMetadataEntry { jsonString } ... on UrlMetadataEntry { url }
   ... on TableMetadataEntry { table { records } } }"""
-CAPTURED = """query ($key: [String!]!) { capturedLogs(logKey: $key) { stdout stderr } }"""
 LOCATIONS = """query { workspaceOrError { ... on Workspace { locationEntries { name loadStatus locationOrLoadError {
   __typename ... on PythonError { message } } } } } }"""
 
@@ -86,14 +82,6 @@ class Run:
             self._cursor, has_more = found["cursor"], found["hasMore"]
         return self._events
 
-    def await_message(self, text: str, seconds: float = 120.0) -> dict[str, Any]:
-        """Return the first event with this text."""
-        return wait_for(
-            lambda: next((event for event in self.events() if text in (event["message"] or "")), None),
-            f"{text!r} in the log of {self.id}; it ends in {self.last()}",
-            seconds,
-        )
-
     def await_end(self, seconds: float = 180.0) -> str:
         wait_for(lambda: self.status in ENDED, f"the end of {self.id}; its log ends in {self.last()}", seconds)
         return self.status
@@ -109,12 +97,6 @@ class Run:
             return answer["__typename"] == "TerminateRunSuccess"
 
         wait_for(accepted, f"the server to terminate {self.id}")
-
-    def stdout(self) -> str:
-        """What the processes of the steps have printed."""
-        keys = {event["fileKey"] for event in self.events() if event["__typename"] == "LogsCapturedEvent"}
-        found = [self.server.ask(CAPTURED, key=[self.id, "compute_logs", key])["capturedLogs"] for key in keys]
-        return "".join(one["stdout"] or "" for one in found)
 
 
 @dataclass
