@@ -259,7 +259,7 @@ def test_a_step_without_its_run_ends_its_pool(tmp_path, how):
 # ── retries ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize(("error", "tries"), [(kind("no"), 1) for kind in FINAL] + [(sky.NodeLost("gone"), 2)])
+@pytest.mark.parametrize(("error", "tries"), [(sky.BudgetExceeded("no"), 1), (sky.NodeLost("gone"), 2)])
 def test_a_step_is_tried_again_only_if_that_may_help(error: Exception, tries: int) -> None:
     """The step itself can catch the error by its class."""
     caught: list[tuple[type[BaseException], str]] = []
@@ -315,6 +315,10 @@ def test_the_error_keeps_what_it_has() -> None:
     assert isinstance(found, sky.BudgetExceeded)
     assert (found.account, found.__notes__, found.allow_retries) == ("team", ["try later"], False)
     assert isinstance(found.__cause__, KeyError)
+    for kind in FINAL:
+        final: Any = kind("no")
+        refuse_retries(final)
+        assert (isinstance(final, kind), str(final), final.allow_retries) == (True, "no", False)
     other = ValueError("x")
     refuse_retries(other)
     assert type(other) is ValueError
@@ -374,8 +378,8 @@ def test_each_setting_is_a_config_field_with_its_description():
         ({"env": {"HF_TOKEN": "hf_plaintext1", "A": dg.EnvVar("A")}}, "EnvVar"),
         ({"image": sky.Image(env={"HF_TOKEN": "hf_plaintext1"})}, "EnvVar"),
         ({"image": {"env": {"HF_TOKEN": "hf_plaintext1"}}}, "EnvVar"),
-        ({"secrets": {"HF_TOKEN": "hf_plaintext1"}}, "EnvVar"),
-        ({"secrets": {"HF_TOKEN": sky.Secret.from_store("hf_plaintext1")}}, "from_env"),
+        ({"secrets": {"HF_TOKEN": "hf_plaintext1"}}, "from_env"),
+        ({"secrets": {"HF_TOKEN": sky.Secret.from_store("hf_plaintext1")}}, "EnvVar"),
     ],
 )
 def test_what_cannot_be_is_refused_when_the_resource_is_made(options, message):
