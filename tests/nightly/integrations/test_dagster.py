@@ -32,7 +32,6 @@ from tests.system.integrations.test_dagster import (  # noqa: E402, F401 - fixtu
     new_processes,
     owned_processes,
     resource,
-    spread,
     square,
     where,
 )
@@ -129,13 +128,17 @@ def test_an_op_has_its_cost_on_its_output(instance):
 
 
 def test_outside_of_a_run(new_processes):
-    with dg.build_asset_context() as context:
+    @dg.asset
+    def model(context: dg.AssetExecutionContext, compute: SkywardResource):
         context.add_output_metadata({"loss": 1.0})
-        places, squares, five = spread(context, compute=resource())
-        assert (len(places), squares, five) == (8, (9, 16), 25)
-        assert len({pool for _, _, pool in places}) == 1
+        first = compute.run(context, pool_id).value
         context.add_output_metadata({"loss": 0.5}, output_name="result")
+        return first, compute.run(context, pool_id).value
+
+    with dg.build_asset_context() as context:
+        first, second = model(context, compute=resource())
         metadata = context.get_output_metadata("result")
+    assert first == second
     assert metadata["loss"] == 0.5
     assert metadata[COST_USD] > 0
     compute = resource(nodes=2)
