@@ -51,19 +51,3 @@ one_task("attended")
 one_task("durable", retries=2)
 one_task("deferred", deferrable=True, retries=2)
 one_task("timed", deferrable=True, execution_timeout=timedelta(seconds=12))
-
-
-@dag(schedule=None)
-def mapped() -> None:
-    """Three task instances, each deferred with a pool of its own.
-
-    With `retries`, because Airflow counts a try as failed if its trigger fires before the scheduler has read that the
-    worker has deferred. The next try adopts the call that has ended.
-    """
-    rest = {name: value for name, value in CALL.items() if name != "op_args"}
-    SkywardOperator.partial(task_id="work", python_callable=work, deferrable=True, retries=2, **rest).expand(
-        op_args=[["{{ dag_run.conf['folder'] }}", mark] for mark in "abc"]
-    )
-
-
-mapped()

@@ -20,6 +20,10 @@ import httpx
 
 HEARTBEAT_SECONDS = 20
 """After which the scheduler counts a silent worker as dead; Airflow's default is 300."""
+DAGS = {
+    path.name: path.read_text()
+    for path in (Path(__file__).parent / "airflow_dags.py", Path(__file__).parents[2] / "dags/deferrable_training.py")
+}
 COMPONENTS = {"api-server": "api-server --workers 1", "scheduler": "", "dag-processor": "", "triggerer": ""}
 # Shorter limits would count components as dead on a machine with ten other test processes, and tasks would be tried again.
 SETTINGS = {
@@ -42,7 +46,6 @@ SETTINGS = {
     "USAGE_DATA_COLLECTION__ENABLED": "False",
     "LOGGING__LOGGING_LEVEL": "INFO",
 }
-
 
 TRIES = 5
 LONGEST_SECONDS = 240.0
@@ -253,10 +256,6 @@ class DagRun:
     def xcom(self, key: str, task_id: str = "work", map_index: int = -1) -> Any:
         query = {"map_index": map_index, "deserialize": False, "stringify": False}
         return self.server.ask("GET", f"{self.path}/taskInstances/{task_id}/xcomEntries/{key}", params=query)["value"]
-
-    def has_xcom(self, key: str, task_id: str = "work") -> bool:
-        found = self.server.ask("GET", f"{self.path}/taskInstances/{task_id}/xcomEntries")["xcom_entries"]
-        return any(entry["key"] == key for entry in found)
 
     def log(self, task_id: str = "work", map_index: int = -1, attempt: int | None = None) -> str:
         """Return the text of the log of one try; the last one by default."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dagster_skyward.metadata import COST_USD, OTHER_COST_USD
 from skyward_core.ledger.ledger import Ledger
 from skyward_core.worker.watchdog import INSTANCE_TAG, POOL_TAG, tagged_processes
 
@@ -35,9 +36,6 @@ RUNS = """query { runsOrError { ... on Runs { results { runId jobName status par
 EVENTS = """query ($run: ID!, $cursor: String) { logsForRun(runId: $run, afterCursor: $cursor) { ... on EventConnection {
   cursor hasMore events {
     __typename ... on MessageEvent { message stepKey level eventType }
-    ... on MarkerEvent { markerStart markerEnd }
-    ... on ErrorEvent { error { message className } }
-    ... on LogsCapturedEvent { fileKey stepKeys }
     ... on MaterializationEvent { assetKey { path } metadataEntries { ...Entry } }
     ... on ObservationEvent { assetKey { path } metadataEntries { ...Entry } }
     ... on EngineEvent { metadataEntries { ...Entry } } } } } }
@@ -45,7 +43,6 @@ fragment Entry on MetadataEntry { __typename label
   ... on FloatMetadataEntry { floatValue } ... on IntMetadataEntry { intValue } ... on TextMetadataEntry { text }
   ... on MarkdownMetadataEntry { mdStr } ... on JsonMetadataEntry { jsonString } ... on UrlMetadataEntry { url }
   ... on TableMetadataEntry { table { records } } }"""
-CAPTURED = """query ($key: [String!]!) { capturedLogs(logKey: $key) { stdout stderr } }"""
 LOCATIONS = """query { workspaceOrError { ... on Workspace { locationEntries { name loadStatus locationOrLoadError {
   __typename ... on PythonError { message } } } } } }"""
 
@@ -85,14 +82,6 @@ class Run:
             self._cursor, has_more = found["cursor"], found["hasMore"]
         return self._events
 
-    def await_message(self, text: str, seconds: float = 120.0) -> dict[str, Any]:
-        """Return the first event with this text."""
-        return wait_for(
-            lambda: next((event for event in self.events() if text in (event["message"] or "")), None),
-            f"{text!r} in the log of {self.id}; it ends in {self.last()}",
-            seconds,
-        )
-
     def await_end(self, seconds: float = 180.0) -> str:
         wait_for(lambda: self.status in ENDED, f"the end of {self.id}; its log ends in {self.last()}", seconds)
         return self.status
@@ -108,12 +97,6 @@ class Run:
             return answer["__typename"] == "TerminateRunSuccess"
 
         wait_for(accepted, f"the server to terminate {self.id}")
-
-    def stdout(self) -> str:
-        """What the processes of the steps have printed."""
-        keys = {event["fileKey"] for event in self.events() if event["__typename"] == "LogsCapturedEvent"}
-        found = [self.server.ask(CAPTURED, key=[self.id, "compute_logs", key])["capturedLogs"] for key in keys]
-        return "".join(one["stdout"] or "" for one in found)
 
 
 @dataclass
@@ -199,3 +182,23 @@ def _is_ready(server: DagsterServer) -> bool:
         error = entry["locationOrLoadError"]
         assert not (error and error["__typename"] == "PythonError"), error
     return bool(entries) and all(entry["loadStatus"] == "LOADED" for entry in entries)
+
+
+def metadata_of(event: dict[str, Any]) -> dict[str, Any]:
+    return {entry["label"]: entry for entry in event["metadataEntries"]}
+
+
+def costs_in_events(instance: Any, run_id: str) -> dict[str, int]:
+    """Return the micro-dollars in the materializations and observations of a run, by step."""
+    costs: dict[str, int] = {}
+    for record in instance.get_records_for_run(run_id).records:
+        event = record.event_log_entry.dagster_event
+        if event is None or event.event_type_value not in ("ASSET_MATERIALIZATION", "ASSET_OBSERVATION"):
+            continue
+        if event.event_type_value == "ASSET_MATERIALIZATION":
+            usd = event.step_materialization_data.materialization.metadata.get(COST_USD)
+        else:
+            usd = event.asset_observation_data.asset_observation.metadata.get(OTHER_COST_USD)
+        if usd is not None:
+            costs[event.step_key] = costs.get(event.step_key, 0) + round(usd.value * 1_000_000)
+    return costs

@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.request import urlopen
 
 if TYPE_CHECKING:  # the guardian has only the standard library
@@ -95,7 +95,7 @@ def main(folder: Path, controller: int) -> None:
     end_of_session = os.pidfd_open(controller)
     for _ in range(TRIES):
         port = free_port()
-        server = _server(folder, port)
+        server = server_at(folder, port, preexec_fn=_die_with_parent)  # this process has one thread
         try:
             if any(is_healthy(port) for _ in _moments(server, end_of_session)):
                 partial = folder / "address.new"
@@ -110,7 +110,7 @@ def main(folder: Path, controller: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _server(folder: Path, port: int) -> subprocess.Popen[bytes]:
+def server_at(folder: Path, port: int, preexec_fn: Any = None, **settings: str) -> subprocess.Popen[bytes]:
     """Start a server with all its services (automations too), and without a UI."""
     environ = os.environ | {
         "PREFECT_HOME": str(folder),
@@ -121,13 +121,14 @@ def _server(folder: Path, port: int) -> subprocess.Popen[bytes]:
         "PREFECT_UI_ENABLED": "0",
         "PREFECT__SERVER_FINAL": "1",
         "DO_NOT_TRACK": "1",
+        **settings,
     }
     command = [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
     return subprocess.Popen(
         [*command, "--host", "127.0.0.1", "--port", str(port), "--log-level", "error"],
         env=environ,
         stdin=subprocess.DEVNULL,
-        preexec_fn=_die_with_parent,  # this process has one thread
+        preexec_fn=preexec_fn,
     )
 
 

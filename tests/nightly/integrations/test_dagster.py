@@ -1,63 +1,76 @@
-"""Dagster for real: ephemeral instances, real pools of one or two local nodes."""
+"""Dagster: variants of steps, signals, money of steps and backfills, pools that several processes share."""
 
-import importlib.util
 import json
 import logging
 import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
-from pathlib import Path
+from decimal import Decimal
+from typing import Any
 
 import pytest
 
-import skyward_core as sky
-from dagster_skyward import SkywardResource
-from dagster_skyward.metadata import COST_USD, NODES, OTHER_COST_USD, POOL_ID, SECONDS
-from skyward_core.ledger.ledger import Ledger, default_url
-from skyward_core.ledger.rows import CostBy
-from tests.system.integrations.test_dagster import (  # noqa: F401 - fixtures
-    dg,
+dg = pytest.importorskip("dagster")
+
+import skyward_core as sky  # noqa: E402
+from dagster_skyward import AWSCredentials, Lifecycle, PoolResult, RunPodCredentials, SkywardResource  # noqa: E402
+from dagster_skyward.backfills import BACKFILL_TAG  # noqa: E402
+from dagster_skyward.metadata import COST_USD, NODES, OTHER_COST_USD, POOL_ID, SECONDS  # noqa: E402
+from dagster_skyward.settlement import settle  # noqa: E402
+from skyward_core.ledger.budgets import LONGEST_BOOT_SECONDS  # noqa: E402
+from skyward_core.ledger.ledger import Ledger, default_url  # noqa: E402
+from skyward_core.ledger.rows import Account, Period  # noqa: E402
+from tests.integrations.dagster_server import costs_in_events  # noqa: E402
+from tests.system.integrations.test_dagster import (  # noqa: E402, F401 - fixtures
+    PRICE,
     instance,
     materialize,
     messages,
     metadata_of,
     new_processes,
-    optional,
     owned_processes,
     resource,
-    slow_square,
-    spread,
     square,
     where,
 )
+from tests.system.integrations.test_dagster_executor import DAYS, days, is_ended, made  # noqa: E402, F401 - fixtures
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("default::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*backfill_policy"),
+]
+
+
+def pool_id():
+    return os.environ["SKYWARD_POOL_ID"]
 
 
 def fail():
     raise LookupError("the payload's own error")
 
 
+def busy():
+    time.sleep(1.2)  # the cost of a bucket is by whole seconds
+    return pool_id()
+
+
+def micro_usd_of(pool):
+    with Ledger(default_url()) as ledger:
+        return int(sum(row.cost_usd for row in ledger.cost_rows(pool_id=pool)) * 1_000_000)
+
+
+# ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 @dg.asset
-def failing(context: dg.AssetExecutionContext, compute: SkywardResource):
-    compute.run(context, fail)
-
-
-def test_a_failing_asset_raises_its_own_error_and_closes_the_pool(instance, new_processes):
-    """The function's exception arrives as itself, and nothing is left running."""
-    result = materialize([failing], resource(), instance, raise_on_error=False)
-
-    assert not result.success
-    error = result.failure_data_for_node("failing").error
-    assert "LookupError: the payload's own error" in error.to_string()
-    assert new_processes() == []
+def alone(context: dg.AssetExecutionContext, compute: SkywardResource):
+    return compute.run(context, where, 1).value
 
 
 def test_unconfirmed_machines_fail_no_step(instance, monkeypatch):
-    """The work is done: the run succeeds, its log has an error that names the machine, and the pool's reaper ends
-    it.
-    """
     monkeypatch.setattr("skyward_core.provisioning.teardown.DEADLINE_SECONDS", 0.3)
     monkeypatch.setattr(sky.Local, "terminate", lambda *_: {})
     result = materialize([alone], resource(), instance)
@@ -75,56 +88,29 @@ def test_unconfirmed_machines_fail_no_step(instance, monkeypatch):
         time.sleep(0.05)
 
 
-@dg.asset
-def alone(context: dg.AssetExecutionContext, compute: SkywardResource):
-    return compute.run(context, where, 1).value
-
-
-@pytest.mark.parametrize("error", [dg.DagsterExecutionInterruptedError, LookupError])
-def test_a_step_that_is_stopped_hands_its_machines_to_the_reaper_first(error, instance, monkeypatch):
-    """A terminated step hands the machines to the reaper before any step that may hang. A step that fails does not,
-    because other steps may use the pool after it.
-    """
-    order = []
-    terminate_now, close = sky.ComputePool.terminate_now, sky.ComputePool.close
-    monkeypatch.setattr(
-        sky.ComputePool, "terminate_now", lambda pool: (order.append("handed over"), terminate_now(pool))[1]
-    )
-    monkeypatch.setattr(
-        sky.ComputePool, "close", lambda pool: (order.append("closed") if pool.is_active else None, close(pool))[1]
-    )
-
-    @dg.asset
-    def stopped(context: dg.AssetExecutionContext, compute: SkywardResource):
-        with compute.pool(context):
-            raise error
-
-    with pytest.raises(error):
-        materialize([stopped], resource(), instance)
-    assert order == (["handed over", "closed"] if error is dg.DagsterExecutionInterruptedError else ["closed"])
-
-
-@dg.op
-def work(context: dg.OpExecutionContext, compute: SkywardResource):
-    return compute.run(context, square, 6).value
-
-
-@dg.op(out=dg.DynamicOut())
-def spread_out(context: dg.OpExecutionContext, compute: SkywardResource):
-    for number in compute.map(context, square, [1, 2]):
-        yield dg.DynamicOutput(number, mapping_key=str(number))
-
-
-@dg.job
-def two_ops():
-    work()
-    spread_out()
-
-
 def test_an_op_has_its_cost_on_its_output(instance):
-    """Ops work as assets do; the output has the metadata, and an op with dynamic outputs has none."""
-    result = two_ops.execute_in_process(resources={"compute": resource()}, instance=instance)
+    """An op with dynamic outputs has none. A captured context fails with an error that names it and says what to write."""
 
+    @dg.op
+    def work(context: dg.OpExecutionContext, compute: SkywardResource):
+        return compute.run(context, square, 6).value
+
+    @dg.op(out=dg.DynamicOut())
+    def spread_out(context: dg.OpExecutionContext, compute: SkywardResource):
+        for number in compute.map(context, square, [1, 2]):
+            yield dg.DynamicOutput(number, mapping_key=str(number))
+
+    @dg.op
+    def captures(context: dg.OpExecutionContext, compute: SkywardResource):
+        compute.run(context, lambda: context.log.info("on a node"))
+
+    @dg.job(resource_defs={"compute": resource()})
+    def ops():
+        work()
+        spread_out()
+        captures()
+
+    result = ops.execute_in_process(instance=instance, raise_on_error=False)
     assert result.output_for_node("work") == 36
     assert result.output_for_node("spread_out") == {"1": 1, "4": 4}
     outputs = {
@@ -133,9 +119,143 @@ def test_an_op_has_its_cost_on_its_output(instance):
         if event.event_type_value == "STEP_OUTPUT"
     }
     assert outputs["work"][COST_USD].value >= 0  # the bill grows by whole seconds, and the step may have taken less
-    assert outputs["work"][SECONDS].value > 0
-    assert outputs["work"][NODES] == dg.IntMetadataValue(1)
+    assert (outputs["work"][SECONDS].value > 0, outputs["work"][NODES]) == (True, dg.IntMetadataValue(1))
     assert COST_USD not in outputs["spread_out"]
+    (failed,) = [event for event in result.all_events if event.is_step_failure]
+    error = failed.step_failure_data.error.to_string()
+    assert "the step's `context` (a Dagster OpExecutionContext), which cannot travel to a node" in error
+    assert "compute.run(context, train, context.partition_key)" in error
+
+
+def test_outside_of_a_run(new_processes):
+    @dg.asset
+    def model(context: dg.AssetExecutionContext, compute: SkywardResource):
+        context.add_output_metadata({"loss": 1.0})
+        first = compute.run(context, pool_id).value
+        context.add_output_metadata({"loss": 0.5}, output_name="result")
+        return first, compute.run(context, pool_id).value
+
+    with dg.build_asset_context() as context:
+        first, second = model(context, compute=resource())
+        metadata = context.get_output_metadata("result")
+    assert first == second
+    assert metadata["loss"] == 0.5
+    assert metadata[COST_USD] > 0
+    compute = resource(nodes=2)
+    with pytest.raises(LookupError):
+        compute.run(None, fail)
+    result = compute.broadcast(None, pool_id)
+    assert isinstance(result, PoolResult)
+    assert (len(result.value), set(result.value)) == (2, {result.metadata[POOL_ID]})
+    assert result.cost == result.metadata[COST_USD] >= 2 * PRICE / 3600
+    assert new_processes() == []
+
+
+SCRIPT = """
+import dagster as dg
+import skyward_core as sky
+from dagster_skyward import PipesSkywardClient, SkywardResource
+
+@dg.asset
+def endless(context: dg.AssetExecutionContext, pipes: PipesSkywardClient):
+    return pipes.run(context=context, script="sleep.py").get_materialize_result()
+
+if __name__ == "__main__":
+    compute = SkywardResource(provider=sky.Local(price_per_hour=1.0))
+    dg.materialize([endless], resources={"pipes": PipesSkywardClient(compute=compute)})
+"""
+
+
+def test_a_terminated_script_of_pipes_ends_on_its_node(tmp_path):
+    """Dagster sends SIGINT. Run, call and the process of the script end, the pool is closed, the bill reported."""
+    (tmp_path / "endless.py").write_text(SCRIPT)
+    (tmp_path / "sleep.py").write_text(
+        "import os, time\n"
+        "from dagster_pipes import open_dagster_pipes\n"
+        "with open_dagster_pipes() as pipes:\n"
+        "    pipes.log.info(f'the script runs in {os.getpid()}')\n"
+        "    time.sleep(600)\n"
+    )
+    environ = {**os.environ, "DAGSTER_HOME": ""}
+    command = [sys.executable, "endless.py"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=environ) as process:
+        try:
+            line = next(line for line in process.stderr if "the script runs in" in line)
+            process.send_signal(signal.SIGINT)
+            rest = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
+    assert "DagsterExecutionInterruptedError" in rest
+    assert "done: " in rest
+    assert owned_processes(process.pid) == []
+    assert not os.path.exists(f"/proc/{line.split('runs in')[1].split()[0]}")
+
+
+def backwards():
+    print("they are", os.environ["HF_TOKEN"], os.environ["B_TOKEN"])
+    return [os.environ[name][::-1] for name in ("HF_TOKEN", "B_TOKEN")]
+
+
+def test_secrets_are_read_from_the_environment_when_the_step_opens_the_pool(instance, monkeypatch):
+    compute = resource(secrets={"HF_TOKEN": dg.EnvVar("TEST_SECRET"), "B_TOKEN": sky.Secret.from_env("TEST_OTHER")})
+    assert compute == resource(secrets={"HF_TOKEN": {"env": "TEST_SECRET"}, "B_TOKEN": dg.EnvVar("TEST_OTHER")})
+    assert resource(secrets=[dg.EnvVar("TEST_SECRET")]).spec == resource(secrets=("TEST_SECRET",)).spec
+    monkeypatch.setenv("TEST_SECRET", "env-0123456789")
+    monkeypatch.setenv("TEST_OTHER", "other-0123456789")
+
+    @dg.asset
+    def read(context: dg.AssetExecutionContext, compute: SkywardResource):
+        return compute.run(context, backwards).value
+
+    result = materialize([read], compute, instance)
+    assert result.output_for_node("read") == ["9876543210-vne", "9876543210-rehto"]
+    lines = messages(instance, result, "read")
+    assert any("they are *** ***" in line for line in lines)
+    written = [
+        json.dumps(compute.model_dump()),
+        repr(compute),
+        str(instance.all_logs(result.run_id)),
+        str(instance.get_run_by_id(result.run_id)),
+    ]
+    job = dg.Definitions(assets=[read], resources={"compute": compute}).resolve_implicit_global_asset_job_def()
+    written.append(str(job.get_job_snapshot() if hasattr(job, "get_job_snapshot") else job.job_snapshot))
+    assert [text[:100] for text in written if "0123456789" in text] == []
+
+
+def test_credentials_reach_the_provider_and_no_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values come from the environment when the run starts. The definition, its snapshot and the run have the name."""
+    monkeypatch.setenv("TEST_ID", "id-0123456789")
+    monkeypatch.setenv("TEST_KEY", "key-0123456789")
+    given: list[Any] = []
+    from_spec = sky.ComputePool.from_spec
+
+    def noted(spec: sky.PoolSpec, *, credentials: Any, **options: Any) -> sky.ComputePool:
+        given.append((spec, credentials))
+        return from_spec(spec.with_(provider=sky.Local()), **options)
+
+    monkeypatch.setattr(sky.ComputePool, "from_spec", noted)
+    credentials = AWSCredentials(access_key_id=dg.EnvVar("TEST_ID"), secret_access_key=dg.EnvVar("TEST_KEY"))
+    compute = resource(provider={"name": "aws", "region": "eu-west-1"}, credentials=credentials)
+
+    @dg.asset
+    def one(context: dg.AssetExecutionContext, compute: SkywardResource) -> str:
+        return compute.run(context, pool_id).value
+
+    with dg.DagsterInstance.ephemeral() as instance:
+        result = dg.materialize([one], resources={"compute": compute}, instance=instance)
+        written = [repr(compute), str(instance.all_logs(result.run_id)), str(instance.get_run_by_id(result.run_id))]
+    job = dg.Definitions(assets=[one], resources={"compute": compute}).resolve_implicit_global_asset_job_def()
+    written.append(str(job.get_job_snapshot() if hasattr(job, "get_job_snapshot") else job.job_snapshot))
+    ((spec, provider),) = given
+    assert (provider.access_key_id.get_secret_value(), provider.region) == ("id-0123456789", "eu-west-1")
+    written += [repr(provider), spec.model_dump_json()]
+    assert [text[:100] for text in written if "0123456789" in text] == []
+    wrong = resource(credentials=RunPodCredentials(api_key="x"))  # it has provider=sky.Local()
+    with pytest.raises(sky.BadRequest, match="credentials of runpod: choose one cloud"):
+        wrong.run(None, pool_id)
+
+
+# ── money ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dg.multi_asset(specs=[dg.AssetSpec("left"), dg.AssetSpec(["deep", "right"])])
@@ -151,125 +271,26 @@ def checked(context: dg.AssetCheckExecutionContext, compute: SkywardResource) ->
     return dg.AssetCheckResult(passed=compute.run(context, square, 2).value == 4)
 
 
-def test_assets_made_together_share_the_cost_and_a_check_runs_too(instance):
-    """Each of two assets of a step has half of the cost known when it was yielded, beside its own metadata; a check
-    cannot have metadata.
-    """
-    result = materialize([both, checked], resource(), instance)
-
-    left, right = metadata_of(result, "left"), metadata_of(result, ["deep", "right"])
-    assert left["own"] == dg.FloatMetadataValue(1.0)
-    assert 0 < left[COST_USD].value <= right[COST_USD].value
-    assert result.get_asset_check_evaluations()[0].passed
+@dg.multi_asset(outs={"made": dg.AssetOut(is_required=False), "unmade": dg.AssetOut(is_required=False)})
+def optional(context: dg.AssetExecutionContext, compute: SkywardResource):
+    compute.run(context, busy)
+    yield dg.Output(1, output_name="made")
 
 
-def test_an_asset_can_be_invoked_directly(new_processes):
-    """A test may call an asset with a context of its own: the pool lives as long as the context, and the metadata
-    can be read there.
-    """
-    with dg.build_asset_context() as context:
-        places, squares, five = spread(context, compute=resource())
-
-        assert (len(places), squares, five) == (8, (9, 16), 25)
-        assert len({pool for _, _, pool in places}) == 1
-        assert context.get_output_metadata("result")[COST_USD] > 0
-    assert new_processes() == []
-
-
-def test_outside_of_a_run_a_pool_lives_for_the_call(new_processes):
-    """A resource that Dagster has not set up opens a pool for one call, and closes it."""
-    for build in (dg.build_op_context, dg.build_asset_context):
-        with build() as context:  # it has an instance with two databases in memory
-            assert resource().run(context, square, 7).value == 49
-    assert new_processes() == []
-
-
-def test_helpers_of_an_asset_module_travel(tmp_path, instance):
-    """Functions, dataclasses and globals of a module that the nodes cannot import exist when the function runs; the
-    result has the module's own class.
-    """
-    path = tmp_path / "asset_module.py"
-    path.write_text(
-        textwrap.dedent("""
-            from dataclasses import dataclass
-            import dagster as dg
-            from dagster_skyward import SkywardResource
-
-            FACTOR = 3
-
-            @dataclass(frozen=True)
-            class Point:
-                x: int
-
-            def scaled(point):
-                return Point(point.x * FACTOR)
-
-            @dg.asset
-            def point(context: dg.AssetExecutionContext, compute: SkywardResource):
-                return compute.run(context, scaled, Point(14)).value
-        """)
-    )
-    specification = importlib.util.spec_from_file_location("asset_module", path)
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["asset_module"] = module
-    try:
-        specification.loader.exec_module(module)
-        result = materialize([module.point], resource(), instance)
-        assert result.output_for_node("point") == module.Point(42)
-    finally:
-        del sys.modules["asset_module"]
-
-
-# ── money ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def bill_of(pool_id):
-    with Ledger(default_url()) as ledger:
-        return float(sum(row.cost_usd for row in ledger.cost_rows(CostBy.POOL, pool_id=pool_id)))
-
-
-def costs_by_asset(pool_id):
-    with Ledger(default_url()) as ledger:
-        return {row.key: float(row.cost_usd) for row in ledger.cost_rows(CostBy.ASSET, pool_id=pool_id)}
-
-
-def reported_costs(instance, run_id):
-    """The costs in the run's events, by asset; and the pools' ids."""
-    costs, pools = {}, set()
-    for kind in (dg.DagsterEventType.ASSET_MATERIALIZATION, dg.DagsterEventType.ASSET_OBSERVATION):
-        for entry in instance.all_logs(run_id, of_type=kind):
-            event = entry.dagster_event
-            data = (
-                event.step_materialization_data.materialization
-                if kind.value == "ASSET_MATERIALIZATION"
-                else event.asset_observation_data.asset_observation
-            )
-            key = COST_USD if kind.value == "ASSET_MATERIALIZATION" else OTHER_COST_USD
-            if key in data.metadata:
-                name = event.asset_key.to_user_string()
-                costs[name] = costs.get(name, 0.0) + data.metadata[key].value
-                pools |= set(data.metadata[POOL_ID].value.split(", "))
-    return costs, pools
-
-
-def slow_fail():
-    time.sleep(1.1)
-    raise LookupError("the payload's own error")
-
-
-@dg.asset
+@dg.asset(retry_policy=dg.RetryPolicy(max_retries=1))
 def failing_late(context: dg.AssetExecutionContext, compute: SkywardResource):
-    compute.run(context, slow_fail)
+    compute.run(context, busy)
+    compute.run(context, fail)
 
 
 @dg.op
 def first_op(context: dg.OpExecutionContext, compute: SkywardResource):
-    return compute.run(context, slow_square, 2).value
+    return compute.run(context, busy).value
 
 
 @dg.op
-def second_op(context: dg.OpExecutionContext, compute: SkywardResource, number):
-    return compute.run(context, square, number).value
+def second_op(context: dg.OpExecutionContext, compute: SkywardResource, given):
+    return compute.run(context, square, len(given)).value
 
 
 @dg.graph_asset
@@ -284,52 +305,40 @@ def pause():
 
 @dg.asset(deps=["pause"])
 def after_pause(context: dg.AssetExecutionContext, compute: SkywardResource):
-    compute.run(context, slow_square, 2)
+    compute.run(context, busy)
 
 
-def test_the_shares_add_up_to_the_bill_whatever_the_steps_are(instance):
-    """Graphs of ops, generators, checks, missing outputs and failed steps: materializations and observations add up to
-    the bill, and the ledger agrees.
-
-    The same holds for a pool that no step uses for a while.
-    """
-    result = materialize(
-        [graphic, both, checked, optional, failing_late, pause, after_pause], resource(), instance, raise_on_error=False
-    )
-
+@pytest.mark.parametrize("sharing", ["step", "run"])
+def test_the_shares_add_up_to_the_bill_whatever_the_steps_are(instance, sharing):
+    assets = [graphic, both, checked, optional, failing_late, pause, after_pause]
+    result = materialize(assets, resource(sharing=sharing), instance, raise_on_error=False)
     assert not result.success
-    costs, (pool,) = reported_costs(instance, result.run_id)
-    bill = bill_of(pool)
-    assert set(costs) == {"graphic", "left", "deep/right", "made", "failing_late", "after_pause"}
-    assert all(cost > 0 for cost in costs.values())
-    assert sum(costs.values()) == pytest.approx(bill, abs=1e-5)
-    assert {name: cost for name, cost in costs_by_asset(pool).items() if cost > 1e-5} == {
-        name: pytest.approx(cost, abs=1e-5) for name, cost in costs.items()
-    }
-    assert "the shares of the bill could not" not in "".join(
-        entry.user_message for entry in instance.all_logs(result.run_id)
-    )
+    assert result.get_asset_check_evaluations()[0].passed
+    left = metadata_of(result, "left")
+    assert left["own"] == dg.FloatMetadataValue(1.0)
+    assert left[COST_USD].value > 0
+    costs, parts = costs_in_events(instance, result.run_id), parts_of(result.run_id)
+    pools = {part.pool_id for part in sky.cost_parts(sky.Work(system="dagster", run=result.run_id))}
+    assert len(pools) == 1
+    assert {"both", "optional", "failing_late", "after_pause"} <= set(costs)
+    assert sum(costs.values()) == sum(parts.values()) == micro_usd_of(*pools)
+    assert "could not" not in "".join(entry.user_message for entry in instance.all_logs(result.run_id))
 
 
-@dg.asset(retry_policy=dg.RetryPolicy(max_retries=1))
-def second_try(context: dg.AssetExecutionContext, compute: SkywardResource):
-    compute.run(context, slow_square, 2)
-    if context.retry_number == 0:
-        raise LookupError("the first try's error")
+def parts_of(run_id: str) -> dict[str, int]:
+    """Return the parts of the ledger's bill for a run, in micro-dollars, by step; all are final."""
+    parts = sky.cost_parts(sky.Work(system="dagster", run=run_id))
+    assert all(part.is_final for part in parts)
+    found: dict[str, int] = {}
+    for part in parts:  # each try of a step has one
+        found[part.work.task] = found.get(part.work.task, 0) + int(part.cost_usd * 1_000_000)
+    return found
 
 
-def test_tries_of_a_step_in_one_process_add_up_to_the_bill(instance):
-    """The cost in the second try's materialization is not subtracted from the first try's cost too."""
-    result = materialize([second_try], resource(), instance)
-
-    costs, (pool,) = reported_costs(instance, result.run_id)
-    assert costs == {"second_try": pytest.approx(bill_of(pool), abs=1e-5)}
+days_with_signs = dg.StaticPartitionsDefinition(["monday", "tue|sday"])
 
 
-days = dg.StaticPartitionsDefinition(["monday", "tue|sday"])
-
-
-@dg.asset(partitions_def=days)
+@dg.asset(partitions_def=days_with_signs)
 def daily(context: dg.AssetExecutionContext, compute: SkywardResource):
     return compute.run(context, tags_of_the_node).value
 
@@ -366,150 +375,141 @@ def test_pool_run_job_step_asset_and_partition_are_in_metadata_ledger_and_tags(i
     tags = result.output_for_node("daily")
     assert {
         name.removeprefix("skyward-work-"): value for name, value in tags.items() if name.startswith("skyward-work-")
-    } == {
-        **{name: value for name, value in work.labels().items() if name != "partition"},
-        "partition": "tue_sday",
-    }
+    } == {**{name: value for name, value in work.labels().items() if name != "partition"}, "partition": "tue_sday"}
 
 
-# ── what cannot travel, and what comes in any order ──────────────────────────────────────────────────────────────────
-
-
-@dg.asset
-def captures(context: dg.AssetExecutionContext, compute: SkywardResource):
-    def payload():
-        context.log.info("on a node")
-
-    compute.run(context, payload)
-
-
-def test_a_captured_context_is_named_with_the_cure(instance):
-    """A function that uses the step's context fails with an error that names the context and says what to write, not
-    with the first lock in it.
-    """
-    result = materialize([captures], resource(), instance, raise_on_error=False)
-
-    error = result.failure_data_for_node("captures").error.to_string()
-    assert "the step's `context` (a Dagster AssetExecutionContext), which cannot travel to a node" in error
-    assert "compute.run(context, train, context.partition_key)" in error
-
-
-@pytest.mark.parametrize("order", ["before", "after", "both"])
-def test_metadata_may_be_added_in_any_order_if_an_asset_is_invoked_directly(order):
-    """A valid asset is valid under `build_asset_context`, where Dagster itself takes an output's metadata only once."""
-
-    @dg.asset
-    def model(context: dg.AssetExecutionContext, compute: SkywardResource):
-        if order in {"before", "both"}:
-            context.add_output_metadata({"loss": 1.0})
-        compute.run(context, square, 2)
-        if order in {"after", "both"}:
-            context.add_output_metadata({"loss": 0.5}, output_name="result")
-        return compute.run(context, square, 3).value
-
-    with dg.build_asset_context() as context:
-        assert model(context, compute=resource()) == 9
-        metadata = context.get_output_metadata("result")
-    assert metadata["loss"] == (1.0 if order == "before" else 0.5)
-    assert metadata[COST_USD] > 0
-
-
-SCRIPT = """
-import sys, time
-import dagster as dg
-import skyward_core as sky
-from dagster_skyward import SkywardResource
-
-def forever():
-    print("the payload runs", flush=True)
-    time.sleep(600)
-
-@dg.asset
-def endless(context: dg.AssetExecutionContext, compute: SkywardResource):
-    compute.run(context, forever)
-
-if __name__ == "__main__":
-    dg.materialize([endless], resources={"compute": SkywardResource(provider=sky.Local(price_per_hour=1.0))})
-"""
-
-
-@pytest.mark.parametrize("moment", ["launching 1 x local", "[node 0] the payload runs"])
-def test_a_signal_during_provisioning_or_a_call_leaves_nothing(tmp_path, moment):
-    """Dagster's terminate sends SIGINT. It ends the run at once: the call is stopped, the pool closed, the bill
-    reported.
-    """
-    script = tmp_path / "endless.py"
-    script.write_text(SCRIPT)
-    process = subprocess.Popen(
-        [sys.executable, str(script)],
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        env={**os.environ, "DAGSTER_HOME": ""},
+@pytest.mark.parametrize("sharing", ["step", "backfill"])
+def test_a_backfill_rents_nothing_more_when_its_budget_is_spent(sharing: str, instance: Any, days: Any) -> None:
+    lease_seconds, account = 10, f"backfills by {sharing}"
+    limit = Decimal("0.01") * (int(LONGEST_BOOT_SECONDS) + 2 * lease_seconds) + Decimal("0.003")
+    with Ledger(default_url()) as ledger:
+        ledger.set_account(Account(account, limit, Period.MONTH))
+    compute = SkywardResource(
+        provider=sky.Local(price_per_hour=36.0), sharing=sharing, lease_seconds=lease_seconds, budget=account
     )
-    try:
-        lines = []
-        for line in process.stderr:
-            lines.append(line)
-            if moment in line:
-                break
-        assert moment in lines[-1], "".join(lines)
-        process.send_signal(signal.SIGINT)
-        rest = process.communicate(timeout=60)[1]
-    finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
-    assert "DagsterExecutionInterruptedError" in rest
-    assert "done: " in rest
-    assert owned_processes(process.pid) == []
+    results = [
+        dg.materialize(
+            [days],
+            resources={"compute": compute},
+            instance=instance,
+            partition_key=day,
+            tags={BACKFILL_TAG: sharing},
+            raise_on_error=False,
+        )
+        for day in DAYS
+    ]
+    assert [result.success for result in results] == [True, False, False, False]
+    assert list(made) == DAYS[:1]
+    for result in results[1:]:
+        assert "BudgetExceeded" in result.failure_data_for_node("days").error.to_string()
+        messages = [entry.user_message for entry in instance.all_logs(result.run_id)]
+        assert not any("launching" in message for message in messages)
+    with Ledger(default_url()) as ledger:
+        assert Decimal("0.01") <= limit - ledger.left_usd(account, "") <= limit
 
 
-def backwards():
-    print("they are", os.environ["HF_TOKEN"], os.environ["B_TOKEN"])
-    return [os.environ[name][::-1] for name in ("HF_TOKEN", "B_TOKEN")]
+def test_a_range_of_partitions_is_one_pool_and_each_partition_has_its_share(instance: Any, days: Any) -> None:
+    """A backfill of one run makes all partitions in one step."""
+    compute = SkywardResource(provider=sky.Local(price_per_hour=36.0))
+    result = dg.materialize(
+        [days],
+        resources={"compute": compute},
+        instance=instance,
+        tags={"dagster/asset_partition_range_start": "mon", "dagster/asset_partition_range_end": "thu"},
+    )
+    assert len(set(made.values())) == 1
+    events = [event.materialization for event in result.get_asset_materialization_events()]
+    assert sorted(event.partition for event in events) == sorted(DAYS)
+    assert {event.metadata[POOL_ID].value for event in events} == set(made.values())
+    costs = [event.metadata[COST_USD].value for event in events]
+    observed = [
+        entry.asset_observation.metadata
+        for entry in instance.all_logs(result.run_id, of_type=dg.DagsterEventType.ASSET_OBSERVATION)
+    ]
+    others = [metadata[OTHER_COST_USD].value for metadata in observed if OTHER_COST_USD in metadata]
+    bill = sum(sky.cost_of(sky.Work(system="dagster", run=result.run_id)).values())
+    assert min(costs) > 0
+    assert all(other >= 0 for other in others)  # none if the machine ended within a second that was billed before
+    assert sum(costs) + sum(others) == pytest.approx(bill, abs=1e-6)
 
 
-def test_secrets_are_read_from_the_environment_when_the_step_opens_the_pool(instance, monkeypatch):
-    """EnvVar among `secrets`, and names; no value is in the definition, in the run's events and configuration, or in
-    its metadata.
-    """
-    compute = resource(secrets={"HF_TOKEN": dg.EnvVar("TEST_SECRET"), "B_TOKEN": sky.Secret.from_env("TEST_OTHER")})
-    assert compute == resource(secrets={"HF_TOKEN": {"env": "TEST_SECRET"}, "B_TOKEN": dg.EnvVar("TEST_OTHER")})
-    assert resource(secrets=[dg.EnvVar("TEST_SECRET")]).spec == resource(secrets=("TEST_SECRET",)).spec
-    monkeypatch.setenv("TEST_SECRET", "env-0123456789")
-    monkeypatch.setenv("TEST_OTHER", "other-0123456789")
+# ── pools that several steps and runs use ────────────────────────────────────────────────────────────────────────────
+
+
+def test_each_step_has_its_hardware_and_the_life_of_its_pools() -> None:
+    """One resource opens a pool before the first step, and another one for the step with a tag."""
+    lifecycle = Lifecycle(create="eager", keep_on_failure=300)
+    seen: dict[str, str] = {}
 
     @dg.asset
-    def read(context: dg.AssetExecutionContext, compute: SkywardResource):
-        return compute.run(context, backwards).value
+    def one(context: dg.AssetExecutionContext, compute: SkywardResource) -> None:
+        seen["one"] = compute.run(context, pool_id).value
 
-    result = materialize([read], compute, instance)
-    assert result.output_for_node("read") == ["9876543210-vne", "9876543210-rehto"]
-    lines = messages(instance, result, "read")
-    assert any("they are *** ***" in line for line in lines)
-    written = [
-        json.dumps(compute.model_dump()),
-        repr(compute),
-        str(instance.all_logs(result.run_id)),
-        str(instance.get_run_by_id(result.run_id)),
-    ]
-    job = dg.Definitions(assets=[read], resources={"compute": compute}).resolve_implicit_global_asset_job_def()
-    written.append(str(job.get_job_snapshot() if hasattr(job, "get_job_snapshot") else job.job_snapshot))
-    assert [text[:100] for text in written if "0123456789" in text] == []
+    @dg.asset(deps=[one], op_tags={"skyward/config": {"nodes": 2}})
+    def two(context: dg.AssetExecutionContext, compute: SkywardResource) -> None:
+        seen["two"], again = compute.broadcast(context, pool_id).value
+        assert seen["two"] == again
+        compute.run(context, fail)
+
+    try:
+        with dg.DagsterInstance.ephemeral() as instance:
+            result = dg.materialize(
+                [one, two],
+                resources={"compute": resource(lifecycle=lifecycle)},
+                instance=instance,
+                raise_on_error=False,
+            )
+            first = next(
+                entry.step_key for entry in instance.all_logs(result.run_id) if "launching" in entry.user_message
+            )
+        assert not result.success
+        assert first is None or "one" in first  # the resource's own log: no step has begun
+        assert seen["one"] != seen["two"]
+        assert [is_ended(pool) for pool in seen.values()] == [False, False]
+    finally:
+        for pool in seen.values():
+            sky.release(pool)
+    assert all(is_ended(pool) for pool in seen.values())
 
 
-def test_the_first_example_of_the_page_runs_on_a_machine_without_a_gpu(instance, tmp_path, monkeypatch, caplog):
-    """As it is written, with its accelerator: this machine simulates it, with one warning."""
-    monkeypatch.setattr("skyward_core.providers.local.gpus_here", lambda: ())
-    page = (Path(__file__).parents[3] / "docs" / "dagster.md").read_text()
-    (tmp_path / "page.py").write_text(page.partition("```python\n")[2].partition("```")[0])
-    spec = importlib.util.spec_from_file_location("page", tmp_path / "page.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "page", module)
-    spec.loader.exec_module(module)
-    assert module.defs.resources["compute"].accelerator is not None
-    with caplog.at_level("WARNING", "skyward"):
-        result = dg.materialize([module.model], resources=module.defs.resources, instance=instance)
-    assert result.output_for_node("model") == 0.98
-    assert [record.getMessage() for record in caplog.records if "stands in for A100" in record.getMessage()] != []
+tries: dict[str, list[str]] = {"first": [], "second": []}
+"""The pools of all tries of two steps."""
+
+
+def fails_once_job() -> Any:
+    """A job whose second step fails at its first try, after its call. Its pool stays then."""
+
+    @dg.asset
+    def first(context: dg.AssetExecutionContext, compute: SkywardResource) -> None:
+        tries["first"].append(compute.run(context, pool_id).value)
+
+    @dg.asset(deps=[first])
+    def second(context: dg.AssetExecutionContext, compute: SkywardResource) -> None:
+        tries["second"].append(compute.run(context, pool_id).value)
+        if len(tries["second"]) == 1:
+            raise LookupError("only the second try succeeds")
+
+    compute = resource(sharing="run", lifecycle=Lifecycle(keep_on_failure=300))
+    job = dg.define_asset_job("fails_once", executor_def=dg.in_process_executor)
+    return dg.Definitions(assets=[first, second], jobs=[job], resources={"compute": compute}).resolve_job_def(
+        "fails_once"
+    )
+
+
+def test_a_run_that_is_tried_again_from_its_failure_uses_the_pool_of_the_first_one() -> None:
+    """The step that has succeeded runs once, nothing more is rented, and the second run releases the pool."""
+    job = dg.reconstructable(fails_once_job)
+    with dg.DagsterInstance.ephemeral() as instance:
+        first = dg.execute_job(job, instance, raise_on_error=False)
+        assert not first.success
+        assert not is_ended(tries["first"][0])
+        again = dg.ReexecutionOptions.from_failure(first.run_id, instance)
+        second = dg.execute_job(job, instance, reexecution_options=again)
+        assert second.success
+        assert [len(pools) for pools in tries.values()] == [1, 2]
+        (pool,) = {pool for pools in tries.values() for pool in pools}
+        assert is_ended(pool)
+        for run_id in (first.run_id, second.run_id):
+            settle(instance, instance.get_run_by_id(run_id))
+            assert sum(costs_in_events(instance, run_id).values()) == sum(parts_of(run_id).values())
+        assert sum(sum(parts_of(run).values()) for run in (first.run_id, second.run_id)) == micro_usd_of(pool)

@@ -1,13 +1,11 @@
 """The pages of a real `dagster dev` in a real browser: plots of the cost, Gantt chart, metadata, resources.
 
-Chromium is Debian's, and Playwright drives it. Without them the tests fail. Each page is kept as a PNG as in
-test_prefect_browser.py; `make screenshots` makes those of the docs. The browser reaches no other server.
+Chromium is Debian's, and Playwright drives it. Without them the tests fail. `make screenshots` makes the pictures of
+the docs. The browser reaches no other server.
 """
 
-import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,15 +15,12 @@ pytest.importorskip("dagster")
 
 from dagster_skyward.metadata import COST_USD, OTHER_COST_USD, POOL_ID
 from dagster_skyward.step_report import BOOTSTRAP, NODES_TABLE, PROVISION, RUN
-from tests.integrations.dagster_server import DagsterServer, Run, served
-from tests.nightly.integrations.test_dagster_server import metadata_of
-from tests.testbed.browser import chromium_page
+from tests.integrations.dagster_server import DagsterServer, Run, metadata_of, served
+from tests.integrations.pictures import page, take  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.timeout(400)]
-ROOT = Path(__file__).parents[3]
-MOST_BYTES = 150_000
-"""Of one picture."""
 SECRETS = {"HF_TOKEN": "hf_kept_by_nodes", "TEAM_AWS_ID": "AKIA_kept_by_aws", "TEAM_AWS_KEY": "key_kept_by_aws"}
+
 DEFINITIONS = '''
 import time
 import dagster as dg
@@ -63,6 +58,7 @@ defs = dg.Definitions(
     },
 )
 '''
+
 POINTS = """canvas => {
     let part = canvas[Object.keys(canvas).find(key => key.startsWith("__reactFiber"))];
     while (!part.memoizedProps?.data?.datasets) part = part.return;
@@ -83,21 +79,6 @@ def runs(server: DagsterServer) -> list[Run]:
     launched = [server.launch("training", epochs=epochs) for epochs in ("2", "4", "7")]
     assert [run.await_end() for run in launched] == ["SUCCESS"] * 3
     return launched
-
-
-@pytest.fixture(scope="module")
-def page() -> Iterator[Page]:
-    """A page of Chromium, which finds no other machine than this one."""
-    with chromium_page() as page:
-        yield page
-
-
-def keep(page: Page, name: str) -> int:
-    """Write the page as a PNG; return its size."""
-    kept = os.environ.get("CI_ARTIFACTS", str(ROOT / "build"))
-    folder = ROOT / os.environ.get("SCREENSHOTS", f"{kept}/screenshots")
-    folder.mkdir(parents=True, exist_ok=True)
-    return len(page.screenshot(path=folder / f"{name}.png", animations="disabled"))
 
 
 def move_up(page: Page, words: str) -> None:
@@ -127,7 +108,7 @@ def test_the_plots_have_a_point_of_cost_for_each_materialization(
     assert sorted(plots.get(OTHER_COST_USD, [])) == pytest.approx(sorted(others))
     move_up(page, "accuracy")
     page.wait_for_timeout(1000)  # the plots are drawn with an animation
-    assert keep(page, "cost-plot") < MOST_BYTES
+    take(page, "cost-plot")
 
 
 def test_the_metadata_are_a_table_with_the_machines(page: Page, server: DagsterServer, runs: list[Run]) -> None:
@@ -141,7 +122,7 @@ def test_the_metadata_are_a_table_with_the_machines(page: Page, server: DagsterS
     assert len(machines) == 2
     assert all(machine in text for machine in machines)
     move_up(page, "accuracy")
-    assert keep(page, "metadata") < MOST_BYTES
+    take(page, "metadata")
 
 
 def test_the_gantt_chart_has_the_spans_of_the_steps(page: Page, server: DagsterServer, runs: list[Run]) -> None:
@@ -152,7 +133,7 @@ def test_the_gantt_chart_has_the_spans_of_the_steps(page: Page, server: DagsterS
     for name in expected:  # the chart grows while the page reads the run's log
         page.locator(f'[data-tooltip="{name}"]').first.wait_for(state="attached")
     assert {span.get_attribute("data-tooltip") for span in spans.all()} == expected
-    assert keep(page, "gantt") < MOST_BYTES
+    take(page, "gantt")
 
 
 def test_the_pages_of_the_resources_show_names_and_no_secrets(
@@ -182,4 +163,4 @@ def test_the_pages_of_the_resources_show_names_and_no_secrets(
     assert not any(secret in text for secret in SECRETS.values() for text in texts)
     page.set_viewport_size({"width": 1600, "height": 800})
     move_up(page, "secrets")
-    assert keep(page, "resource") < MOST_BYTES
+    take(page, "resource")

@@ -16,11 +16,10 @@ dg = pytest.importorskip("dagster")
 import skyward_core as sky  # noqa: E402
 from dagster_skyward.metadata import COST_USD, RUNNING_COST_USD  # noqa: E402
 from dagster_skyward.settlement import REPORTED, STATE_TAG  # noqa: E402
-from dagster_skyward.step_report import BOOTSTRAP, NODES_TABLE, PROVISION, RUN  # noqa: E402
+from dagster_skyward.step_report import NODES_TABLE  # noqa: E402
 from skyward_core.ledger.ledger import Ledger  # noqa: E402
 from tests.conftest import signal_members  # noqa: E402
-from tests.integrations.dagster_server import DagsterServer, Run, served, wait_for  # noqa: E402
-from tests.nightly.integrations.test_dagster_sharing import costs_in_events  # noqa: E402
+from tests.integrations.dagster_server import DagsterServer, Run, costs_in_events, metadata_of, served, wait_for  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.filterwarnings("default::DeprecationWarning")]
 
@@ -128,9 +127,7 @@ def processes(server: DagsterServer, name: str, run: Run) -> tuple[int, int]:
 
 
 def assert_all_is_ended_and_reported(server: DagsterServer, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No machine lives, and the run's events have the same costs as the ledger, by step. The daemon's sensor may have to
-    report the rest first.
-    """
+    """No machine lives, and the run's events have the same costs as the ledger, by step."""
     wait_for(lambda: not server.machines(run), f"the machines of {run.id} to end: {server.machines(run)}")
     wait_for(lambda: run.tags.get(STATE_TAG) == REPORTED, f"the costs of {run.id} to be reported; {run.last()}")
     monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{server.folder}/ledger.db")
@@ -141,10 +138,6 @@ def assert_all_is_ended_and_reported(server: DagsterServer, run: Run, monkeypatc
     assert sum(parts.values()) > 0
     with dg.DagsterInstance.from_config(str(server.folder)) as instance:
         assert costs_in_events(instance, run.id) == parts
-
-
-def metadata_of(event: dict[str, Any]) -> dict[str, Any]:
-    return {entry["label"]: entry for entry in event["metadataEntries"]}
 
 
 def test_a_run_that_is_terminated_while_its_pool_opens(
@@ -236,11 +229,3 @@ def test_five_steps_share_a_pool_and_show_what_they_do(
     assert set(made) == {"one", "two", "three", "four", "five"}
     assert all(metadata[COST_USD]["floatValue"] >= 0 for metadata in made.values())
     assert all(len(metadata[NODES_TABLE]["table"]["records"]) == 1 for metadata in made.values())
-    spans = {
-        mark: [event["stepKey"] for event in events if event.get(mark) in (PROVISION, BOOTSTRAP, RUN)]
-        for mark in ("markerStart", "markerEnd")
-    }
-    assert sorted(spans["markerStart"]) == sorted(spans["markerEnd"]) == sorted(["one"] * 2 + list(made))
-    assert "[node 0] plain words of four\n" in run.stdout()
-    warned = run.await_message("a warning of four")
-    assert (warned["level"], warned["stepKey"]) == ("WARNING", "four")

@@ -1,9 +1,13 @@
-"""`SkywardTaskRunner` with a real Prefect API (in a separate server process) and real pools on this machine."""
+"""Prefect: openings, unconfirmed machines, a crowd of log lines, secrets, pools beside another runner, shared pools, money."""
 
 import asyncio
 import logging
 import os
 import pickle
+import signal
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,122 +16,51 @@ from uuid import UUID
 
 import pytest
 
-from tests.system.integrations.test_prefect import (  # noqa: F401 - fixtures
-    Gated,
-    add,
-    events,
-    hang,
-    pid,
-)
-
 pytest.importorskip("prefect")
 
-from prefect import flow, get_run_logger, task
-from prefect.blocks.system import Secret
-from prefect.cache_policies import NO_CACHE
-from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRunId, ArtifactFilterKey
-from prefect.context import FlowRunContext
-from pydantic import PrivateAttr
-
-import skyward_core as sky
-from prefect_skyward import SkywardTaskRunner
-from skyward_core.ledger.ledger import Ledger, default_url
-from skyward_core.ledger.rows import CostBy
-from tests.integrations import prefect_server
+from tests.integrations import prefect_server  # noqa: I001 - before Prefect
 from tests.integrations.prefect_server import (
+    artifacts,
     database_text,
-    is_alive,
+    deployment_named,
+    events_of,
     logs,
     processes_of,
     runner,
     wait_for,
 )
+from tests.system.integrations.test_prefect import Gated, add, events, hang  # noqa: F401 - a fixture
+from tests.system.integrations.test_prefect_steps import here, where
+from tests.system.integrations.test_prefect_money import received  # noqa: F401 - a fixture
 
+from prefect import flow, get_run_logger, task
+from prefect.blocks.system import Secret
+from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
+from prefect.context import FlowRunContext
+from prefect.runtime import flow_run as current_run
+from pydantic import PrivateAttr
+
+import skyward_core as sky
+from prefect_skyward import SkywardTaskRunner, on_skyward, skyward_options
+from prefect_skyward.automations import GUARD_NAME, deploy_budget_guard, deploy_budget_notification
+from prefect_skyward.report import run_report
+from prefect_skyward.report.pages import usd
+from prefect_skyward.report.run_report import RunReport
+from prefect_skyward.ui import RunLog
+from skyward_core.ledger.ledger import Ledger, default_url
+from skyward_core.ledger.rows import CostBy
+from tests.conftest import wait_until
+
+pytestmark = [pytest.mark.filterwarnings("default")]  # Prefect's own warnings are not our faults
 api = pytest.fixture(scope="module", autouse=True)(prefect_server.served)
 
 
-pytestmark = [
-    pytest.mark.filterwarnings("default"),  # Prefect's own warnings are not our faults
-]
-
-
-@task
-async def slow_double(x: int) -> int:
-    await asyncio.sleep(0.01)
-    return 2 * x
-
-
-@task
-def nap(seconds: float) -> float:
-    time.sleep(seconds)
-    return seconds
-
-
-@task(name="doze")
-async def long_nap(seconds: float) -> float:
-    await asyncio.sleep(seconds)
-    return seconds
-
-
-def test_the_ledger_has_the_flow_run_and_the_cost_of_each_task(events: list[Any]) -> None:
-    """The pool belongs to the flow run before anything is rented; each task run has its share, and the rest belongs
-    to the flow run.
-    """
-
-    @flow(name="naps", task_runner=runner(events))
-    def naps() -> str:
-        assert nap.map([0.5, 0.5]).result() == [0.5, 0.5]
-        assert long_nap.submit(1.0).result() == 1.0
-        return str(FlowRunContext.get().flow_run.id)
-
-    run = naps()
-    (started,) = (event for event in events if isinstance(event, sky.InfraCreating))
-    assert started.work == sky.Work(system="prefect", workflow="naps", run=run)
-    with Ledger(default_url()) as ledger:
-        shares = ledger.shares(started.pool_id)
-        by_task = {row.key: float(row.cost_usd) for row in ledger.cost_rows(CostBy.TASK, work=started.work)}
-        ((by_run, bill),) = ((row.key, float(row.cost_usd)) for row in ledger.cost_rows(CostBy.RUN, work=started.work))
-    assert sorted((work.task, work.attempt) for work in shares) == [("doze", "1"), ("nap", "1"), ("nap", "1")]
-    assert len({work.task_run for work in shares}) == 3
-    assert by_run == f"prefect:naps/{run}"
-    assert set(by_task) == {"prefect:naps/nap", "prefect:naps/doze", "(no task)"}
-    assert all(by_task[key] >= 1.0 * 36 / 3600 for key in by_task if key != "(no task)")
-    assert sum(by_task.values()) == pytest.approx(bill)
-    assert bill == pytest.approx(
-        next(event.total_cost for event in events if isinstance(event, sky.CostFinal)), abs=1e-5
-    )
-
-
-def test_a_failing_flow_stops_its_calls_and_closes_its_pool(events: list[Any], tmp_path: Path) -> None:
-    """When the flow's body raises, calls in flight are stopped rather than waited for, their runs are cancelled, and
-    the machines are gone.
-    """
-    futures = []
-
-    @flow(task_runner=runner(events))
-    def broken() -> None:
-        futures.append(hang.submit(tmp_path / "pid"))
-        wait_for((tmp_path / "pid").exists)
-        raise LookupError("the flow itself is wrong")
-
-    started = time.monotonic()
-    with pytest.raises(LookupError, match="the flow itself"):
-        broken()
-    # the call sleeps for 600 s; Prefect would swallow a test's own timeout here
-    assert time.monotonic() - started < 60
-    # it has ended; a run that was not waited for asks the server, with a client that it never closes
-    futures[0].wait()
-    assert futures[0].state.name == "Cancelled"
-    assert not is_alive(int((tmp_path / "pid").read_text()))
-    assert processes_of({event.pool_id for event in events if isinstance(event, sky.PoolReady)}) == []
+# ── openings and ends ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_first_submit_does_not_wait_for_machines(events: list[Any]) -> None:
-    """The flow goes on while they are rented; a task's timeout begins when they are ready.
-
-    Sleeps: the call has to take longer than the task's limit.
-    """
+    """Sleeps: the call has to take longer than the task's limit."""
     provider = Gated()
 
     @task(timeout_seconds=2)
@@ -135,27 +68,14 @@ def test_the_first_submit_does_not_wait_for_machines(events: list[Any]) -> None:
         return "done"
 
     @flow(task_runner=runner(events, provider=provider))
-    def goes_on() -> str:
-        future = quick.submit()
+    async def goes_on() -> list[Any]:
+        futures = [quick.submit(), add.submit(1, 1)]
         assert not any(isinstance(event, sky.PoolReady) for event in events)
-        time.sleep(2.5)  # longer than the task's own limit
-        provider._may.set()
-        return future.result()
-
-    assert goes_on() == "done"
-
-
-def test_an_asynchronous_flow_s_event_loop_is_not_blocked_by_the_first_submit(events: list[Any]) -> None:
-    provider = Gated()
-
-    @flow(task_runner=runner(events, provider=provider))
-    async def goes_on() -> list[int]:
-        futures = [slow_double.submit(4), add.submit(1, 1)]
-        await asyncio.sleep(0)
+        await asyncio.sleep(2.5)  # longer than the task's own limit
         provider._may.set()
         return [await asyncio.to_thread(future.result) for future in futures]
 
-    assert asyncio.run(goes_on()) == [8, 2]
+    assert asyncio.run(goes_on()) == ["done", 2]
 
 
 class SoldOutAtFirst(sky.Local):
@@ -184,49 +104,6 @@ def test_if_a_pool_cannot_open_the_task_runs_fail_and_their_retries_try_again() 
     assert "NoCapacity" in state.message
 
 
-def test_a_flow_that_is_tried_again_at_once_stops_the_calls_of_the_first_attempt(
-    events: list[Any], tmp_path: Path
-) -> None:
-    bodies: list[int] = []
-
-    @flow(task_runner=runner(events), retries=1)
-    def second_time_lucky() -> bool:
-        bodies.append(1)
-        if len(bodies) == 1:
-            hang.submit(tmp_path / "pid")
-            wait_for((tmp_path / "pid").exists)
-            raise LookupError("the first attempt")
-        return is_alive(int((tmp_path / "pid").read_text()))
-
-    assert second_time_lucky() is False
-
-
-def test_a_flow_that_ends_well_finishes_its_calls(events: list[Any], tmp_path: Path) -> None:
-    """A call that runs when the flow returns is waited for, as with Prefect's own runner.
-
-    Sleeps: the call has to go on after the flow has returned.
-    """
-    go, began = tmp_path / "go", tmp_path / "began"
-    futures = []
-
-    @task(cache_policy=NO_CACHE)
-    def wait_a_little() -> str:
-        began.touch()
-        while not go.exists():
-            time.sleep(0.01)
-        time.sleep(0.5)
-        return "done"
-
-    @flow(task_runner=runner(events))
-    def hasty() -> None:
-        futures.append(wait_a_little.submit())
-        wait_for(began.exists)
-        go.touch()
-
-    hasty()
-    assert futures[0].result() == "done"
-
-
 class Clinging(sky.Local):
     """Terminates its machines, and goes on listing them."""
 
@@ -238,9 +115,6 @@ class Clinging(sky.Local):
 
 
 def test_unconfirmed_machines_are_reported(events: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """If closing cannot confirm that the machines are gone, the flow still succeeds; its log and its artifact name
-    them.
-    """
     monkeypatch.setattr("skyward_core.provisioning.teardown.DEADLINE_SECONDS", 0.5)
     ids = []
 
@@ -248,10 +122,7 @@ def test_unconfirmed_machines_are_reported(events: list[Any], monkeypatch: pytes
 
     @flow(task_runner=runner(events, provider=Clinging()))
     def left() -> int:
-        from prefect.context import FlowRunContext
-        from prefect.runtime import flow_run
-
-        ids.append(UUID(flow_run.id))
+        ids.append(UUID(current_run.id))
         result = add.submit(1, 1).result()
         context = FlowRunContext.get()
         assert isinstance(context.task_runner, SkywardTaskRunner)
@@ -262,14 +133,101 @@ def test_unconfirmed_machines_are_reported(events: list[Any], monkeypatch: pytes
     assert pools[0].unconfirmed is not None
     assert wait_for(lambda: [r for r in logs(ids[0]) if r["level"] == 40 and "NOT CONFIRMED GONE" in r["message"]])
     (machine,) = pools[0].unconfirmed.ids
-    with get_client(sync_client=True) as client:
-        (artifact,) = client.read_artifacts(
-            artifact_filter=ArtifactFilter(
-                flow_run_id=ArtifactFilterFlowRunId(any_=ids), key=ArtifactFilterKey(any_=["skyward-cost"])
-            )
-        )
-    assert f"| **Not confirmed gone** | {machine}" in artifact.data
-    assert artifact.description.endswith("NOT CONFIRMED GONE")
+    words, page = cost_page(ids[0])
+    assert f"| **Not confirmed gone** | {machine}" in page
+    assert words.endswith("NOT CONFIRMED GONE")
+
+
+def cost_page(flow_run_id: UUID | str) -> tuple[str, str]:
+    """Description and text of the cost artifact of a flow run."""
+    ((words, page),) = [
+        (one["description"], one["data"]) for one in artifacts(flow_run_id) if one["key"] == "skyward-cost"
+    ]
+    return words, page
+
+
+def test_on_unfinished_and_max_workers(events: list[Any], tmp_path: Path) -> None:
+    futures: list[Any] = []
+    go = tmp_path / "go"
+
+    @task(cache_policy=NO_CACHE)
+    def wait_for_go(began: Path) -> str:
+        began.touch()
+        while not go.exists():
+            time.sleep(0.02)
+        return "done"
+
+    @flow(task_runner=runner(events, on_unfinished="cancel"))
+    def hasty() -> None:
+        futures.append(hang.submit(tmp_path / "hasty"))
+        wait_for((tmp_path / "hasty").exists)
+
+    @flow(task_runner=runner(events, on_unfinished="wait", max_workers=1, nodes=2))
+    def failing() -> None:
+        futures.extend(wait_for_go.submit(tmp_path / name) for name in ("one", "two"))
+        wait_for((tmp_path / "one").exists)
+        assert not (tmp_path / "two").exists()
+        threading.Timer(0.5, go.touch).start()
+        raise LookupError("the flow is wrong")
+
+    @flow(task_runner=runner(events))
+    def patient() -> None:
+        go.unlink()
+        futures.append(wait_for_go.submit(tmp_path / "three"))
+        wait_for((tmp_path / "three").exists)
+        threading.Timer(0.5, go.touch).start()
+
+    hasty()
+    with pytest.raises(LookupError):
+        failing()
+    patient()
+    for future in futures:
+        future.wait()
+    assert [future.state.name for future in futures] == ["Cancelled"] + ["Completed"] * 3
+    for wrong in ({"max_workers": 0}, {"on_unfinished": "hope"}, {"idle_timeout": 0}):
+        with pytest.raises(sky.BadRequest, match=next(iter(wrong))):
+            runner(events, **wrong)
+
+
+def test_the_end_of_a_flow_does_not_wait_long_for_a_slow_api(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says where the bill is, also after an earlier warning. What the API takes later is not lost."""
+    answers, writes, labels = threading.Event(), list[object](), list[object]()
+
+    class Api:
+        def __init__(self, _: UUID) -> None:
+            pass
+
+        def write(self, *_: object, **__: object) -> None:
+            if not writes:
+                writes.append(1)
+                raise OSError("the API answers 503")
+            assert answers.wait(60)
+
+        def label(self, values: object) -> None:
+            labels.append(values)
+
+        def emit(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(run_report, "RunApi", Api)
+    monkeypatch.setattr(run_report, "CLOSE_SECONDS", 0.0)
+    report = RunReport(UUID(int=1), RunLog.of_flow(), sky.Work())
+    take = report.sink()
+    take(sky.InfraCreating("p-1"))
+    wait_until(lambda: "incomplete" in caplog.text, "the warning about the first request")
+    labels.clear()
+    take(sky.PoolReady("p-1", 1, 1, 2.0))
+    report.close()
+    report.close()  # it does not wait again
+    assert caplog.text.count("within 0 s") == 1
+    assert "skyward receipt" in caplog.text
+    answers.set()
+    wait_until(lambda: labels, "the last request")
+
+
+# ── logs and secrets ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @task(cache_policy=NO_CACHE)
@@ -301,14 +259,14 @@ def debug_records_of_nodes() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("debug_records_of_nodes")
-def test_every_log_line_of_200_tasks_on_two_nodes_is_in_the_api_once_at_its_level(events: list[Any]) -> None:
+def test_every_log_line_of_300_tasks_on_two_nodes_is_in_the_api_once_at_its_level(events: list[Any]) -> None:
     """Of the run's logger at each level, of another logger, and printed: in the log of the task run, with its node."""
     nodes: dict[str, tuple[int, int]] = {}
     levels = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50, "print": 20}
 
     @flow(task_runner=runner(events, nodes=2))
     def talk() -> None:
-        futures = log_at_each_level.map(range(200))
+        futures = log_at_each_level.map(range(300))
         nodes.update((str(one.task_run_id), (number, one.result())) for number, one in enumerate(futures))
 
     flow_run_id = talk(return_state=True).state_details.flow_run_id
@@ -326,23 +284,8 @@ def test_every_log_line_of_200_tasks_on_two_nodes_is_in_the_api_once_at_its_leve
         for name, level in levels.items()
     ]
     assert {node for _, node in nodes.values()} == {0, 1}
-    assert len(expected) == 1200
+    assert len(expected) == 1800
     assert sorted(wait_for(lambda: len(lines := found()) >= len(expected) and lines)) == sorted(expected)
-
-
-@task
-def set_variable() -> None:
-    from prefect.variables import Variable
-
-    Variable.set("mine", "1", overwrite=True)
-
-
-@task
-async def limit() -> None:
-    from prefect.concurrency.asyncio import concurrency
-
-    async with concurrency("mine", occupy=1):
-        pass
 
 
 @task
@@ -357,15 +300,11 @@ def test_prefect_s_api_in_a_task_fails_at_once_and_starts_no_server(events: list
 
     @flow(task_runner=runner(events, env={"HOME": str(tmp_path)}))
     def asks() -> None:
-        for use in (set_variable, limit, publish):
-            with pytest.raises(sky.BadRequest, match="which nodes have no way to"):
-                use.submit().result()
+        with pytest.raises(sky.BadRequest, match="which nodes have no way to"):
+            publish.submit().result()
 
     asks()
     assert not [path for path in tmp_path.rglob("*") if path.suffix == ".db"]
-
-
-# ── secrets ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @task
@@ -378,9 +317,6 @@ def reads_secrets() -> list[str]:
 def test_secrets_come_from_blocks_when_the_pool_opens(
     events: list[Any], monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """By name, by the block itself or from the environment; the run's log masks them, and the server's database has
-    none in plain text.
-    """
     Secret(value="block-0123456789").save("hf-token", overwrite=True)
     Secret(value={"token": "part-0123456789"}).save("user", overwrite=True)
     monkeypatch.setenv("OF_THE_WORKER", "env-0123456789")
@@ -413,3 +349,325 @@ def test_secrets_come_from_blocks_when_the_pool_opens(
         str([record["message"] for record in logs(flow_run_id)]),
     ]
     assert [text[:100] for text in spoken for value in values if value in text] == []
+
+
+# ── pools beside another runner, and of subflows ─────────────────────────────────────────────────────────────────────
+
+
+BESIDE: dict[str, Any] = {"provider": sky.Local(price_per_hour=36.0), "env": {"STEP": "beside"}}
+
+
+@task(cache_policy=NO_CACHE)
+@on_skyward(**BESIDE)
+def beside(_number: int = 0) -> tuple[str, str]:
+    print("beside")
+    return here()
+
+
+@task(cache_policy=NO_CACHE)
+@on_skyward(**BESIDE)
+async def beside_coroutine() -> tuple[str, str]:
+    return here()
+
+
+@task
+@on_skyward(**BESIDE)
+def counted(n: int) -> Iterator[tuple[int, str]]:
+    for i in range(n):
+        yield i, here()[1]
+
+
+@task(timeout_seconds=4, cache_policy=NO_CACHE)
+@on_skyward(**BESIDE)
+def sleeper(path: Path) -> None:
+    path.write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+@on_skyward(**BESIDE)
+def helper() -> tuple[str, str]:
+    return here()
+
+
+def test_beside_another_runner_a_pool_is_kept_for_the_flow_run(tmp_path: Path) -> None:
+    @flow
+    async def plain() -> tuple[list[Any], UUID]:
+        from prefect.runtime import flow_run
+
+        places = [beside(), beside.submit().result(), *beside.map([1, 2]).result(), helper()]
+        places.append(await beside_coroutine())
+        assert list(counted(3)) == [(0, "beside"), (1, "beside"), (2, "beside")]
+        assert counted.submit(2).result() == [(0, "beside"), (1, "beside")]
+        for state in (
+            sleeper(tmp_path / "here", return_state=True),
+            sleeper.submit(tmp_path / "there", return_state=True),
+        ):
+            assert state.name == "TimedOut"
+        return places, UUID(flow_run.id)
+
+    places, flow_run_id = asyncio.run(plain())
+    ((pool, name),) = set(places)
+    assert name == "beside"
+    wait_for(lambda: processes_of({pool}) == [])
+    found = wait_for(lambda: [r for r in logs(flow_run_id) if "done: " in r["message"]])
+    assert found
+    lines = [r for r in logs(flow_run_id) if r["message"] == "[node 0] beside"]
+    assert len({r["task_run_id"] for r in lines}) == len(lines) == 4
+
+
+def test_a_failing_flow_beside_another_runner_ends_its_pool(tmp_path: Path) -> None:
+    """Also before its retry; each attempt has a pool."""
+    pools: list[str] = []
+
+    @flow(retries=1)
+    def broken() -> None:
+        if pools:
+            wait_for(lambda: processes_of(set(pools)) == [])
+        pools.append(beside()[0])
+        raise LookupError("the flow itself is wrong")
+
+    with pytest.raises(LookupError):
+        broken()
+    assert len(set(pools)) == 2
+    wait_for(lambda: processes_of(set(pools)) == [])
+
+
+def test_without_a_flow_the_pool_lives_for_one_call() -> None:
+    """A task that is called outside of a flow, and a plain function."""
+    pools = [beside()[0], helper()[0], asyncio.run(beside_coroutine())[0]]
+    assert len(set(pools)) == 3
+    assert processes_of(set(pools)) == []
+
+
+# ── shared pools, and the run on the node ────────────────────────────────────────────────────────────────────────────
+
+
+@task(cache_policy=NO_CACHE)
+def busy() -> str:
+    time.sleep(1.5)  # the cost of buckets is by whole seconds
+    return os.environ["SKYWARD_POOL_ID"]
+
+
+def test_a_flow_run_that_finds_a_pool_warm_has_its_share_of_the_cost() -> None:
+    found: list[tuple[str, str]] = []
+
+    @flow(name="sharing", task_runner=runner([], name="warm-gpu", keep_warm=60, lease_seconds=10))
+    def sharing() -> None:
+        found.append((current_run.id, busy.submit().result()))
+
+    sharing()
+    sharing()
+    (first, pool), (second, other) = found
+    sky.release(pool)
+    assert pool == other
+    for run in (first, second):
+        words, page = cost_page(run)
+        assert "share of pool warm-gpu" in words
+        assert "share of pool `warm-gpu`" in page
+        assert {"skyward-machines", "skyward-nodes"} <= {one["key"] for one in artifacts(run)}
+        (final,) = wait_for(lambda: [one for one in events_of(run) if one["event"] == "skyward.cost.final"])
+        assert final["payload"]["share_of"] == "warm-gpu"
+        assert final["payload"]["has_opened"] is (run == first)
+        with get_client(sync_client=True) as client:
+            labels = client.read_flow_run(UUID(run)).labels
+        assert labels["skyward.cost_usd"] == final["payload"]["usd"] > 0
+        assert words.startswith(usd(final["payload"]["usd"]))
+        assert (labels["skyward.pool_id"], labels["skyward.nodes"], labels["skyward.is_final"]) == (pool, 1, True)
+    with Ledger(default_url()) as ledger:
+        rows = {row.key: row.cost_usd for row in ledger.cost_rows(CostBy.RUN, pool_id=pool)}
+        assert set(rows) == {f"prefect:sharing/{first}", f"prefect:sharing/{second}"}
+        assert 0 < rows[f"prefect:sharing/{second}"] < rows[f"prefect:sharing/{first}"]
+        assert sum(rows.values()) == sum(row.cost_usd for row in ledger.cost_rows(pool_id=pool))
+
+
+@task(cache_policy=NO_CACHE, tags=["gpu"], retries=1)
+def context() -> sky.RunContext | None:
+    found = sky.run_context()
+    if found is not None and found.run_count == 1:
+        raise ValueError("the first attempt")
+    return found
+
+
+@task
+@on_skyward()
+def contexts() -> Any:
+    yield sky.run_context()
+
+
+def test_a_call_knows_its_run(events: list[Any]) -> None:
+    """On the node: ids and names of flow run and task run, tags, attempt, and the parameters as Prefect has them, unless they are long."""
+
+    @flow(name="knowing", task_runner=runner(events))
+    def knowing(rate: float, path: Path, long: str) -> tuple[Any, ...]:
+        from prefect.runtime import flow_run
+
+        assert sky.run_context() is None
+        future = context.submit()
+        return flow_run.id, flow_run.name, future.task_run_id, future.result(), next(contexts())
+
+    run_id, run_name, task_run_id, found, streamed = knowing(0.5, Path("here"), "x" * 10_000)
+    assert (found.system, found.workflow, found.run_id, found.run_name) == ("prefect", "knowing", run_id, run_name)
+    assert (found.task, found.task_run_id, found.run_count) == ("context", str(task_run_id), 2)
+    assert found.task_run_name.startswith("context-")
+    assert (found.tags, dict(found.parameters), found.deployment) == (("gpu",), {"rate": 0.5, "path": "here"}, "")
+    assert (streamed.run_id, streamed.task) == (run_id, "contexts")
+    assert sky.run_context() is None
+
+
+# ── money ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@task
+def nap(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
+@task(name="doze")
+async def long_nap(seconds: float) -> float:
+    await asyncio.sleep(seconds)
+    return seconds
+
+
+def test_the_ledger_has_the_flow_run_and_the_cost_of_each_task(events: list[Any]) -> None:
+    @flow(name="naps", task_runner=runner(events))
+    def naps() -> str:
+        assert nap.map([0.5, 0.5]).result() == [0.5, 0.5]
+        assert long_nap.submit(1.0).result() == 1.0
+        return str(FlowRunContext.get().flow_run.id)
+
+    run = naps()
+    (started,) = (event for event in events if isinstance(event, sky.InfraCreating))
+    assert started.work == sky.Work(system="prefect", workflow="naps", run=run)
+    with Ledger(default_url()) as ledger:
+        shares = ledger.shares(started.pool_id)
+        by_task = {row.key: float(row.cost_usd) for row in ledger.cost_rows(CostBy.TASK, work=started.work)}
+        ((by_run, bill),) = ((row.key, float(row.cost_usd)) for row in ledger.cost_rows(CostBy.RUN, work=started.work))
+    assert sorted((work.task, work.attempt) for work in shares) == [("doze", "1"), ("nap", "1"), ("nap", "1")]
+    assert len({work.task_run for work in shares}) == 3
+    assert by_run == f"prefect:naps/{run}"
+    assert set(by_task) == {"prefect:naps/nap", "prefect:naps/doze", "(no task)"}
+    assert all(by_task[key] >= 1.0 * 36 / 3600 for key in by_task if key != "(no task)")
+    assert sum(by_task.values()) == pytest.approx(bill)
+    assert bill == pytest.approx(
+        next(event.total_cost for event in events if isinstance(event, sky.CostFinal)), abs=1e-5
+    )
+
+
+def test_the_limit_of_the_money_is_for_all_attempts_and_all_specs_of_a_flow_run(events: list[Any]) -> None:
+    """The second attempt asks for other hardware, and the first one has left too little for a minute of it."""
+    attempts: list[int] = []
+
+    @flow(retries=3, task_runner=runner(events, max_cost=0.615))
+    def poor() -> None:
+        attempts.append(len(attempts))
+        with skyward_options(env={"STEP": str(len(attempts))}):
+            where.submit().result()
+        raise LookupError
+
+    state = poor(return_state=True)
+    assert state.is_failed()
+    assert "BudgetExceeded" in state.message
+    assert "max_cost=0.615 is for all pools of the run" in state.message
+    assert attempts == [0, 1]
+
+
+def test_two_pools_at_once_spend_the_limit_of_their_flow_run_once(
+    events: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nodes of both end when that is used up; the flow run fails with the reason, and is not tried again."""
+    # a machine costs a dollar a second: the first pool reserves 20 s, the second one gets what is left
+    monkeypatch.setattr("skyward_core.ledger.budgets.FIRST_MINUTE_SECONDS", 1.0)
+    monkeypatch.setattr("skyward_core.ledger.budgets.LONGEST_BOOT_SECONDS", 0.0)
+    attempts: list[int] = []
+    provider = sky.Local(price_per_hour=3600.0)
+
+    @flow(retries=3, task_runner=runner(events, max_cost=30, provider=provider, lease_seconds=10))
+    def costly() -> None:
+        attempts.append(len(attempts))
+        with skyward_options(env={"STEP": "other"}):
+            other = hang.submit(tmp_path / "other")
+        hang.submit(tmp_path / "first").wait()
+        other.result()
+
+    state = costly(return_state=True)
+    assert state.is_failed()
+    assert "BudgetExceeded" in state.message
+    assert attempts == [0]
+    costs = [event.total_cost for event in events if isinstance(event, sky.CostFinal)]
+    assert len(costs) == 2
+    assert all(costs), "one was refused at its start"
+    assert sum(costs) < 45, "both have spent the whole limit"
+
+
+def test_a_pool_without_calls_reports_that_its_money_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end raises nothing in the flow, which goes on."""
+    monkeypatch.setattr("skyward_core.ledger.budgets.FIRST_MINUTE_SECONDS", 1.0)
+    ids: list[str] = []
+
+    @flow(task_runner=SkywardTaskRunner(provider=sky.Local(price_per_hour=3600.0), max_cost=20))
+    def idle() -> None:
+        ids.append(current_run.id)
+        add.submit(1, 1).result()
+        wait_for(lambda: events_of(ids[0], "skyward.budget.exceeded"))
+
+    idle()
+    (event,) = events_of(ids[0], "skyward.budget.exceeded")
+    assert event["payload"]["limit_usd"] == 20
+    assert "max_cost" in event["payload"]["reason"]
+
+
+SERVED = """
+import time
+from decimal import Decimal
+from prefect import flow, task
+from prefect_skyward import SkywardTaskRunner
+import skyward_core as sky
+import skyward_core.ledger.budgets as budgets
+
+# a short test: it begins at once, and is warned long before the end
+budgets.FIRST_MINUTE_SECONDS, budgets.WARNING_SHARE = 1.0, Decimal("0.3")
+
+@task
+def hang() -> None:
+    time.sleep(600)
+
+@flow(name="guarded", task_runner=SkywardTaskRunner(provider=sky.Local(price_per_hour=3600.0), max_cost=40))
+def guarded() -> None:
+    hang.submit().result()
+
+if __name__ == "__main__":
+    guarded.serve("guarded", print_starting_message=False, limit=1, pause_on_shutdown=False)
+"""
+
+
+def test_the_budget_guard_cancels_a_run_at_80_percent_of_its_budget(
+    api: str, tmp_path: Path, received: list[dict[str, Any]]
+) -> None:
+    deploy_budget_guard(flows=["other"])
+    guard = deploy_budget_guard(flows=["guarded"])
+    deploy_budget_notification("custom-webhook/alerts")
+    with get_client(sync_client=True) as client:
+        assert [one.id for one in client.read_automations_by_name(GUARD_NAME)] == [guard.id]
+    (tmp_path / "served.py").write_text(SERVED)
+    environ = {**os.environ, "PREFECT_API_URL": api}
+    with (
+        subprocess.Popen([sys.executable, "served.py"], cwd=tmp_path, env=environ) as server,
+        get_client(sync_client=True) as client,
+    ):
+        try:
+            deployment = wait_for(lambda: deployment_named("guarded"), 60)
+            run = client.create_flow_run_from_deployment(deployment.id)
+            wait_for(lambda: client.read_flow_run(run.id).state.name == "Cancelled", 120)
+            states = client.read_flow_run_states(run.id)
+        finally:
+            server.send_signal(signal.SIGINT)
+            server.wait(timeout=60)
+    assert any(f"Cancelled by Automation {guard.id}" in (state.message or "") for state in states)
+    (warning,) = wait_for(lambda: events_of(run.id, "skyward.budget.warning"))
+    assert warning["payload"]["limit_usd"] == 40
+    assert 0.3 <= warning["payload"]["share"] < 1
+    assert {related["prefect.resource.role"] for related in warning["related"]} >= {"flow-run", "flow", "deployment"}
+    assert wait_for(lambda: [one for one in received if "skyward.budget.warning" in one["subject"]])
+    costs = sky.cost_of(sky.Work(system="prefect", workflow="guarded", run=str(run.id)))
+    assert 12 <= sum(costs.values()) < 40

@@ -1,15 +1,13 @@
 """The flows of flows/ on one real Prefect server, and its pages in a real browser: amounts, graph, forms.
 
-Chromium is Debian's, and Playwright drives it. Without them the tests fail. Each page is kept as a PNG in the folder
-`$SCREENSHOTS`, else in `$CI_ARTIFACTS/screenshots`, else in build/screenshots: `make screenshots` makes those of the
-docs. The browser reaches no other server.
+Chromium is Debian's, and Playwright drives it. Without them the tests fail. `make screenshots` makes the pictures of
+the docs. The browser reaches no other server.
 """
 
 import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,7 +20,8 @@ import pytest
 from playwright.sync_api import Page
 
 from tests.conftest import wait_until
-from tests.testbed.browser import chromium_page
+from tests.integrations import session_server
+from tests.integrations.pictures import page, shown, take  # noqa: F401 - a fixture
 
 pytestmark = [pytest.mark.timeout(400)]
 ROOT = Path(__file__).parents[3]
@@ -34,8 +33,6 @@ FLOWS = {
     "digits_sweep": {"calls": 61},
 }
 """The flows in the order in which they run, and a part of what each reports."""
-MOST_BYTES = 150_000
-"""Of one picture."""
 PREPARE = """
 from prefect_skyward.automations import deploy_budget_guard
 deploy_budget_guard(flows=["digits-sweep"])
@@ -46,8 +43,7 @@ deploy_budget_guard(flows=["digits-sweep"])
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     """A server with its UI: its address, and the environment of its programs."""
     home = tmp_path_factory.mktemp("prefect")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = session_server.free_port()
     address = f"http://127.0.0.1:{port}"
     environ = os.environ | {
         "PREFECT_HOME": str(home),
@@ -60,19 +56,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace
     command = [BIN / "prefect", "server", "start", "--port", str(port)]
     with subprocess.Popen(command, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:
-            wait_until(lambda: is_healthy(address), "a server that is ready", 120)
+            wait_until(lambda: session_server.is_healthy(port), "a server that is ready", 120)
             yield SimpleNamespace(address=address, environ=environ)
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(60)
-
-
-def is_healthy(address: str) -> bool:
-    try:
-        with urlopen(f"{address}/api/health", timeout=5) as answer:
-            return answer.status == 200
-    except OSError:
-        return False
 
 
 @pytest.fixture(scope="module")
@@ -113,34 +101,8 @@ def asked(server: SimpleNamespace, path: str, body: dict[str, Any]) -> Any:
         return json.load(answer)
 
 
-@pytest.fixture(scope="module")
-def page() -> Iterator[Page]:
-    """A page of Chromium, which finds no other machine than this one."""
-    with chromium_page() as page:
-        yield page
-
-
-def shown(page: Page, *expected: str) -> str:
-    """Return the text of the page once it has all that is expected."""
-    for words in expected:
-        page.get_by_text(words).first.wait_for(timeout=60_000)
-    page.wait_for_load_state("networkidle")
-    return page.inner_text("body")
-
-
-def keep(page: Page, name: str) -> int:
-    """Write the page as a PNG; return its size."""
-    kept = os.environ.get("CI_ARTIFACTS", str(ROOT / "build"))
-    folder = ROOT / os.environ.get("SCREENSHOTS", f"{kept}/screenshots")
-    folder.mkdir(parents=True, exist_ok=True)
-    return len(page.screenshot(path=folder / f"{name}.png", animations="disabled"))
-
-
 @pytest.mark.parametrize("name", FLOWS)
 def test_the_flow_reports_its_result(name: str, reports: dict[str, dict[str, Any]]) -> None:
-    """Each step has its hardware; the second run finds the machines of the first; training goes on after a kill; the
-    sweep's winner is right on more than 97 % of unseen digits.
-    """
     report = reports[name]
     assert FLOWS[name].items() <= report.items()
     assert 0 < report.get("cost_usd", 0.01) < 0.1
@@ -157,13 +119,13 @@ def test_the_page_of_a_flow_run_has_its_graph_tasks_progress_and_cost(
     assert "found what you asked for in local: $1.20 per hour" in text
     page.locator("canvas").first.wait_for(timeout=60_000)
     page.wait_for_function("document.querySelector('canvas').width > 0")
-    assert keep(page, "flow-run") < MOST_BYTES
+    take(page, "flow-run")
     page.get_by_role("tab", name="Artifacts").or_(page.get_by_text("Artifacts", exact=True).last).first.click()
     text = shown(page, "skyward-cost", "skyward-machines")
     assert cost["description"] in text
     assert re.search(r"ready after [0-9.]+ s", text)
     page.get_by_text(cost["description"]).last.scroll_into_view_if_needed()
-    assert keep(page, "flow-run-artifacts") < MOST_BYTES
+    take(page, "flow-run-artifacts")
 
 
 def test_the_page_of_the_cost_shows_the_amounts_of_the_artifact(
@@ -180,7 +142,7 @@ def test_the_page_of_the_cost_shows_the_amounts_of_the_artifact(
     }
     assert "| " not in text
     assert "**" not in text
-    assert keep(page, "cost") < MOST_BYTES
+    take(page, "cost")
 
 
 def test_the_list_of_artifacts_shows_the_newest_amount_and_the_page_of_the_key_all_runs(
@@ -189,24 +151,22 @@ def test_the_list_of_artifacts_shows_the_newest_amount_and_the_page_of_the_key_a
     """Prefect shows one amount there, that of the newest run."""
     page.goto(f"{server.address}/artifacts")
     assert costs["digits-sweep"]["description"] in shown(page, "skyward-cost", "skyward-nodes")
-    assert keep(page, "artifacts") < MOST_BYTES
+    take(page, "artifacts")
     page.goto(f"{server.address}/artifacts/key/skyward-cost")
     text = shown(page, costs["digits-sweep"]["id"][:8], costs["hardware-per-step"]["id"][:8])
     assert all(cost["id"][:8] in text for cost in costs.values())
     assert costs["digits-sweep"]["description"] in text
 
 
-def test_the_form_of_a_pool_has_its_fields(page: Page, server: SimpleNamespace, reports: dict[str, Any]) -> None:
+def test_the_form_of_a_pool_and_the_page_of_automations(
+    page: Page, server: SimpleNamespace, reports: dict[str, Any]
+) -> None:
     assert reports
     page.goto(f"{server.address}/blocks/catalog/skyward-pool/create")
     text = shown(page, "Who rents the machines", "Hard limit of the flow run's cost, in USD.")
     fields = {"Provider", "Credentials", "Accelerator", "Nodes (Optional)", "Max Cost", "Budget", "Spot", "Name"}
     assert fields <= {line.strip() for line in text.splitlines()}
-    assert keep(page, "pool-block") < MOST_BYTES
-
-
-def test_the_page_of_automations_shows_the_guard(page: Page, server: SimpleNamespace, reports: dict[str, Any]) -> None:
-    assert reports
+    take(page, "pool-block")
     page.goto(f"{server.address}/automations")
     assert "Cancel flow run inferred from the triggering event" in shown(page, "cancel a run at 80 % of its budget")
-    assert keep(page, "automation") < MOST_BYTES
+    take(page, "automation")

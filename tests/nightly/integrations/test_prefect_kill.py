@@ -1,10 +1,13 @@
 """Flow runs that are cancelled or killed, of a worker and of `serve()`: no machine lives, and the ledger has the bill."""
 
+import contextvars
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,22 +22,27 @@ pytest.importorskip("prefect")
 from tests.integrations import prefect_server  # noqa: I001 - before Prefect
 from tests.integrations.prefect_server import asked, deployment_named, is_alive, processes_of, wait_for
 
-from prefect.client.orchestration import get_client
+from prefect import flow, task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.events import emit_event
+from prefect.runtime import flow_run as current_run
 from prefect.client.schemas.actions import WorkPoolCreate
-from prefect.exceptions import PrefectHTTPStatusError
-from prefect.states import Cancelling
+from prefect.exceptions import CancelledRun, PrefectHTTPStatusError
+from prefect.states import Cancelling, Running
 
 import skyward_core as sky
+from prefect_skyward import cancellation, on_skyward
+from prefect_skyward.automations import CRASH_GUARD_NAME, HEARTBEAT, deploy_crash_guard
 from tests.kill.console import REPOSITORY, RunningService
 from tests.kill.provider import PromptRental
+
 
 pytestmark = [
     pytest.mark.timeout(600),  # the first test waits for servers, the worker and END_SECONDS
     pytest.mark.filterwarnings("default"),  # Prefect's own warnings are not our faults
 ]
-
 api = pytest.fixture(scope="module", autouse=True)(prefect_server.served)
-
 END_SECONDS = 180.0
 """For a state that Prefect sets: 78 s were seen on a busy machine."""
 WORK_POOL = "kill-processes"
@@ -257,9 +265,6 @@ def begun(host: str, case: str, run: Run) -> Run:
 
 
 def assert_all_is_ended_and_billed(run: Run) -> None:
-    """Two pools or more, with all their machines, are in the ledger under the run's name, and have ended; the calls'
-    processes too.
-    """
     wait_for(lambda: all(receipt["ended_at"] for receipt in run.receipts))
     receipts = run.receipts
     pools = {receipt["pool_id"] for receipt in receipts}
@@ -331,3 +336,82 @@ def test_a_run_whose_worker_is_killed_can_be_cancelled(stopped: Hosts) -> None:
     run.cancel()
     run.await_end("Cancelled")
     assert_all_is_ended_and_billed(run)
+
+
+# ── without a worker ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@task(cache_policy=NO_CACHE)
+@on_skyward(provider=sky.Local(price_per_hour=36.0))
+def hang_beside(path: Path) -> None:
+    path.with_suffix(".new").write_text(os.environ["SKYWARD_POOL_ID"])
+    path.with_suffix(".new").rename(path)
+    time.sleep(600)
+
+
+def test_a_run_that_no_process_stops_ends_its_calls_and_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also beside another runner. The flow run is Cancelled; a task that comes later does not run."""
+    monkeypatch.setattr(cancellation, "ASK_SECONDS", 0.2)
+    ids: list[UUID] = []
+
+    def cancel() -> None:
+        wait_for((tmp_path / "began").exists)
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(ids[0], Cancelling())
+
+    @flow
+    def patient() -> None:
+        ids.append(UUID(current_run.id))
+        # the address of the server is a context variable
+        threading.Thread(target=contextvars.copy_context().run, args=(cancel,)).start()
+        try:
+            hang_beside.submit(tmp_path / "began").result()
+        finally:
+            with pytest.raises((sky.PoolClosed, CancelledRun)):
+                hang_beside.submit(tmp_path / "later").result()
+
+    with pytest.raises(CancelledRun):
+        patient()
+    assert not (tmp_path / "later").exists()
+    pool = (tmp_path / "began").read_text()
+    wait_for(lambda: processes_of({pool}) == [])
+    with get_client(sync_client=True) as client:
+        wait_for(lambda: client.read_flow_run(ids[0]).state.name == "Cancelled")
+    receipts = wait_for(lambda: [one for one in sky.receipts_of(sky.Work(run=str(ids[0]))) if one["ended_at"]])
+    assert [(one["pool_id"], one["left"]) for one in receipts] == [(pool, [])]
+
+
+@flow
+def abandoned() -> None:
+    """Its run is only created."""
+
+
+@flow
+def unwatched() -> None:
+    """As `abandoned`; no automation is for it."""
+
+
+def silent_run(client: SyncPrefectClient, of: Any) -> UUID:
+    """Create a run that is Running and has sent one heartbeat."""
+    run = client.create_flow_run(of, state=Running())
+    names = {"prefect.resource.id": f"prefect.flow.{run.flow_id}", "prefect.resource.role": "flow"}
+    emit_event(
+        HEARTBEAT,
+        resource={"prefect.resource.id": f"prefect.flow-run.{run.id}"},
+        related=[names | {"prefect.resource.name": of.name}],
+    )
+    return run.id
+
+
+def test_the_crash_guard_ends_a_silent_run_of_the_named_flows() -> None:
+    """It is deployed by one call, which may be repeated. A run of another flow stays Running."""
+    deploy_crash_guard(600, flows=["other"])
+    guard = deploy_crash_guard(10, flows=["abandoned"])
+    with get_client(sync_client=True) as client:
+        assert [one.id for one in client.read_automations_by_name(CRASH_GUARD_NAME)] == [guard.id]
+        other, run = silent_run(client, unwatched), silent_run(client, abandoned)
+        wait_for(lambda: client.read_flow_run(run).state.name == "Crashed")
+        assert "no heartbeat for 10 s" in client.read_flow_run(run).state.message
+        assert client.read_flow_run(other).state.name == "Running"

@@ -4,26 +4,24 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.integrations.airflow_server import free_ports, wait_for
 from tests.stack.__main__ import READY
 from tests.stack.compose import ROOT, read, read_env, variables_of
+from tests.stack.native import check_ports
 
 pytestmark = [pytest.mark.timeout(900)]
 
 PORTS = [name for name in variables_of(read()) if name.endswith("_PORT")]
-LONGEST_SECONDS = 240.0
-"""How long the test waits for one run; on an idle machine each takes less than twenty seconds."""
 LAUNCH = """mutation ($params: ExecutionParams!) { launchRun(executionParams: $params) {
   __typename ... on LaunchRunSuccess { run { runId } } ... on PythonError { message } } }"""
 STATUS = """query ($run: ID!) { runOrError(runId: $run) { ... on Run { status } } }"""
@@ -40,9 +38,6 @@ def folder() -> Iterator[Path]:
 
 
 def test_a_dag_a_flow_and_an_asset_use_the_nodes_and_nothing_is_left(folder: Path) -> None:
-    """All services become healthy, each orchestrator runs calls on both nodes and shows the cost that the ledger in
-    PostgreSQL has, and after Ctrl-C no process and no port is left.
-    """
     if os.getuid() != 0:
         pytest.skip("nodes with their own processes need root")
     ports = dict(zip(PORTS, map(str, free_ports(len(PORTS))), strict=True))
@@ -66,7 +61,7 @@ def test_a_dag_a_flow_and_an_asset_use_the_nodes_and_nothing_is_left(folder: Pat
     # the end of the machines is not in the metadata of the step
     assert 0 < shown["dagster"] <= pools["dagster"][1]
     assert processes_of(folder) == []
-    assert [name for name, port in ports.items() if is_open(port)] == []
+    check_ports(ports)
 
 
 def started(folder: Path, ports: dict[str, str]) -> subprocess.Popen[str]:
@@ -90,15 +85,6 @@ def wait_until_ready(process: subprocess.Popen[str]) -> None:
         if line.strip() == READY:
             return
     pytest.fail("the stack has ended:\n" + "".join(lines))
-
-
-def wait_for[T](what: Callable[[], T], words: str) -> T:
-    """Return what the function returns, once that is true."""
-    deadline = time.monotonic() + LONGEST_SECONDS
-    while not (found := what()):
-        assert time.monotonic() < deadline, f"waited {LONGEST_SECONDS} s for {words}"
-        time.sleep(0.5)
-    return found
 
 
 # ── the three orchestrators, through the APIs of their UIs ───────────────────────────────────────────────────────────
@@ -194,16 +180,3 @@ def processes_of(folder: Path) -> list[str]:
         if any(str(folder).encode() in text for text in texts):
             found.append(texts[1].replace(b"\0", b" ").decode())
     return found
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
-def is_open(port: str) -> bool:
-    with socket.socket() as one:
-        return one.connect_ex(("127.0.0.1", int(port))) == 0

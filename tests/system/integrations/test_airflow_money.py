@@ -1,13 +1,10 @@
-"""What Airflow shows of a running pool: links, live metrics, gauges, spans, folded phases, asset events, warnings.
-
-Two tasks run in one separate process, on real local pools, with a task instance that only keeps what it is given.
-"""
+"""What Airflow shows of money: links, live metrics, gauges, spans, asset events, warnings, tabs, quotes."""
 
 import importlib.util
 import json
-import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +12,34 @@ import pytest
 if importlib.util.find_spec("airflow") is None:
     pytest.skip("Airflow is not installed", allow_module_level=True)
 
-pytestmark = [pytest.mark.timeout(400)]
+from airflow_provider_skyward.quotes import planned_tasks
+from tests.integrations import airflow_host
+from tests.integrations.airflow_host import Airflow, environ_of
+
+airflow = pytest.fixture(scope="session")(airflow_host.served)
+
+
+def answer_of(home: Path, code: str, *arguments: str, code_of_exit: int = 0, **environ: str) -> Any:
+    """Run a program that prints JSON as its last line; return that."""
+    ran = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=environ_of(home) | environ,
+        cwd=home,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert ran.returncode == code_of_exit, ran.stdout + ran.stderr
+    return json.loads(ran.stdout[ran.stdout.index("\nANSWER ") + 8 :] if "\nANSWER " in ran.stdout else ran.stdout)
+
+
+# ── a running pool; the task instance only keeps what it is given ────────────────────────────────────────────────────
+
 
 PROGRAM = """
-import json, logging, os, sys
+import json, logging, os
 from types import SimpleNamespace
-from airflow.providers.standard.operators.python import PythonOperator
 from airflow.sdk import Asset, AssetAlias, dag
 from airflow.sdk.execution_time.context import OutletEventAccessors
 from opentelemetry import trace
@@ -143,43 +162,22 @@ def d():
     SkywardOperator(task_id="t", python_callable=len, op_args=["ab"], provider="local")
 from airflow.serialization.serialized_objects import DagSerialization
 answer["serialized"] = DagSerialization.to_dict(d())["dag"]["tasks"][0]["__var"]["_operator_extra_links"]
-
-def size_of(make):
-    @dag(schedule=None)
-    def sized():
-        for number in range(50):
-            make(f"t{number}")
-    return len(json.dumps(DagSerialization.to_dict(sized())))
-
-answer["sizes"] = [
-    size_of(lambda name: PythonOperator(task_id=name, python_callable=len, op_args=["ab"])),
-    size_of(lambda name: SkywardOperator(task_id=name, python_callable=len, op_args=["ab"], provider="local")),
-]
-print("ANSWER", json.dumps(answer))
+print("\\nANSWER", json.dumps(answer))
 """
 
 
 @pytest.fixture(scope="module")
 def answer(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     home = tmp_path_factory.mktemp("airflow")
-    environ = {
-        **os.environ,
-        "AIRFLOW_HOME": str(home),
+    url = {
         "AIRFLOW__API__BASE_URL": "https://airflow.example/team",
         "SKYWARD_LEDGER": f"sqlite:///{home}/ledger.sqlite",
     }
-    program = home / "program.py"
-    program.write_text(PROGRAM)
-    ran = subprocess.run([sys.executable, program], env=environ, capture_output=True, text=True, timeout=300)
-    lines = [line for line in ran.stdout.splitlines() if line.startswith("ANSWER ")]
-    assert lines, ran.stdout + ran.stderr
-    return json.loads(lines[0].removeprefix("ANSWER "))
+    return answer_of(home, PROGRAM, **url)
 
 
 def test_the_links_are_there_from_renting_on(answer: dict[str, Any]) -> None:
-    """The tab and the bill have their links before a machine is known, the cloud's page when it is. At the end Airflow
-    writes the same ones.
-    """
+    """The tab and the bill have their links before a machine is known, the cloud's page when it is."""
     pushed, order = answer["train"]["pushed"], answer["train"]["order"]
     page = "https://airflow.example/team/dags/nightly%20dag/runs/manual__2026-11-22T01:00:00+00:00/tasks/train/mapped/3"
     assert pushed["skyward_page"] == f"{page}/plugin/skyward"
@@ -199,12 +197,22 @@ def test_the_links_are_there_from_renting_on(answer: dict[str, Any]) -> None:
     }
 
 
-def test_each_phase_is_a_group_of_the_log(answer: dict[str, Any]) -> None:
-    """Provisioning, bootstrap and release are folded; what the function prints is not."""
+def test_log_groups_gauges_and_spans_show_the_phases(answer: dict[str, Any]) -> None:
+    """Provisioning, bootstrap and release are folded in the log; what the function prints is not."""
     marks = [line for line in answer["lines"] if line.startswith("::")]
     assert marks == [
         part for title in ("Provisioning", "Bootstrap", "Release") for part in (f"::group::{title}", "::endgroup::")
     ]
+    tags = {"dag_id": "nightly dag", "task_id": "train", "provider": "local"}
+    ours = [one for one in answer["gauges"] if one[2] == tags]
+    assert {name for name, _, _ in ours} == {"skyward.cost_usd", "skyward.usd_per_hour", "skyward.nodes"}
+    assert [value for name, value, _ in ours if name == "skyward.nodes"][-1] == 0
+    spans = answer["spans"][:4]
+    assert [name for name, _, _ in spans] == [
+        f"skyward.{phase}" for phase in ("provision", "bootstrap", "call", "release")
+    ]
+    assert all(is_below for _, is_below, _ in spans)
+    assert spans[2][2]["skyward.pool_id"] == answer["train"]["pushed"]["skyward_pool"]["pool_id"]
 
 
 def test_the_state_store_has_live_metrics(answer: dict[str, Any]) -> None:
@@ -215,29 +223,9 @@ def test_the_state_store_has_live_metrics(answer: dict[str, Any]) -> None:
     bill = answer["train"]["pushed"]["skyward_cost"]
     assert (last["cost_usd"], last["pool_id"], last["nodes"]) == (bill["cost_usd"], bill["pool_id"], 0)
     assert answer["train"]["store"]["skyward_metrics"] == last
-
-
-def test_live_metrics_go_on_after_the_api_server_was_away(answer: dict[str, Any]) -> None:
-    """Each failed request takes the main thread some seconds, so that a minute passes before the next one."""
     attempts, warnings = answer["away"]
     assert attempts == [15.0, 75.0, 90.0]
     assert warnings == ["the live metrics could not be stored; the next try is in a minute: the api-server is away"]
-
-
-def test_gauges_show_cost_rate_and_nodes(answer: dict[str, Any]) -> None:
-    tags = {"dag_id": "nightly dag", "task_id": "train", "provider": "local"}
-    ours = [one for one in answer["gauges"] if one[2] == tags]
-    assert {name for name, _, _ in ours} == {"skyward.cost_usd", "skyward.usd_per_hour", "skyward.nodes"}
-    assert [value for name, value, _ in ours if name == "skyward.nodes"][-1] == 0
-
-
-def test_spans_of_the_phases_are_below_the_tasks_span(answer: dict[str, Any]) -> None:
-    train = answer["spans"][:4]
-    assert [name for name, _, _ in train] == [
-        f"skyward.{phase}" for phase in ("provision", "bootstrap", "call", "release")
-    ]
-    assert all(is_below for _, is_below, _ in train)
-    assert train[2][2]["skyward.pool_id"] == answer["train"]["pushed"]["skyward_pool"]["pool_id"]
 
 
 def test_asset_events_have_the_cost_and_what_the_function_has_written(answer: dict[str, Any]) -> None:
@@ -247,9 +235,6 @@ def test_asset_events_have_the_cost_and_what_the_function_has_written(answer: di
     assert (train["result"], train["error"]) == (22, None)
     assert train["extra"] == {**cost, "rows": 40}
     assert train["added"] == [{"uri": "s3://bucket/table", "extra": {**cost, "part": 1}}]
-
-
-def test_an_event_of_no_outlet_is_an_error_of_the_function(answer: dict[str, Any]) -> None:
     assert "'nonesuch' is no outlet of this task; they are model, s3://bucket/model" in answer["wrong"]["error"]
 
 
@@ -267,7 +252,177 @@ def test_an_older_airflow_is_refused_with_the_version_that_is_needed(answer: dic
     assert others == [None] * 4
 
 
-def test_a_task_takes_little_more_of_airflows_database_than_a_plain_one(answer: dict[str, Any]) -> None:
-    """Links and renderers are in the serialized form of each task."""
-    plain, ours = answer["sizes"]
-    assert ours <= 1.3 * plain
+# ── the tabs: their routes, who may read them, and the bills from the ledger ─────────────────────────────────────────
+
+
+TABS = """
+import json
+from airflow.api_fastapi.app import init_auth_manager
+from airflow.api_fastapi.auth.managers.simple.user import SimpleAuthManagerUser
+from fastapi.testclient import TestClient
+from airflow_provider_skyward.plugin import SkywardPlugin
+
+def nothing():
+    return 1
+
+def rent(**work):
+    pool = sky.ComputePool.from_spec(
+        sky.PoolSpec(provider=sky.Local(price_per_hour=36.0), display="quiet"),
+        work=sky.Work(system="airflow", **work))
+    with pool:
+        sky.compute(nothing)() >> pool
+    return pool.id
+
+pools = {
+    "try 1": rent(workflow="tabs", run="run 1/a", task="train", attempt="1"),
+    "other dag": rent(workflow="secret", run="run 1/a", task="train", attempt="1"),
+}
+manager = init_auth_manager()
+client = TestClient(SkywardPlugin.fastapi_apps[0]["app"])
+roles = {"viewer": "VIEWER", "no rights": None}
+logins = {"nobody": {}, "bad token": {"Authorization": "Bearer wrong"}} | {
+    name: {"Authorization": "Bearer " + manager.generate_jwt(SimpleAuthManagerUser(username=name, role=role))}
+    for name, role in roles.items()}
+run, task = {"run_id": "run 1/a"}, {"run_id": "run 1/a", "task_id": "train"}
+routes = {"/tabs.js": {}, "/dags/tabs/run": run, "/dags/tabs/task": task}
+answer = json.loads(json.dumps({
+    "pools": pools,
+    "paths": sorted(route.path for route in client.app.routes),
+    "tabs": SkywardPlugin.react_apps,
+    "status": {login: {path: client.get(path, params=params, headers=headers).status_code
+        for path, params in routes.items()} for login, headers in logins.items()},
+    "run": client.get("/dags/tabs/run", params=run, headers=logins["viewer"]).json(),
+    "task": client.get("/dags/tabs/task", params=task, headers=logins["viewer"]).json(),
+    "no run": client.get("/dags/tabs/run", params={"run_id": ""}, headers=logins["viewer"]).status_code,
+    "unknown": client.get("/dags/tabs/run", params={"run_id": "none"}, headers=logins["viewer"]).json(),
+    "bundle": client.get("/tabs.js", headers=logins["viewer"]).text,
+    "cost": sky.cost_of(sky.Work(workflow="tabs")),
+}))
+"""
+
+
+def test_the_tabs_have_the_bills_of_the_ledger_for_who_may_read_them(airflow: Airflow) -> None:
+    """Without a login each route answers 401, with an invalid one 403; so do the bills to a user without rights."""
+    answer = airflow.evaluate(TABS)
+    bills = ["/dags/tabs/run", "/dags/tabs/task"]
+    assert answer["paths"] == ["/dags/{dag_id}/run", "/dags/{dag_id}/task", "/tabs.js"]
+    assert set(answer["status"]["nobody"].values()) == {401}
+    assert set(answer["status"]["bad token"].values()) == {403}
+    assert [answer["status"]["no rights"][path] for path in bills] == [403, 403]
+    assert set(answer["status"]["viewer"].values()) == {200}
+    assert answer["run"] == answer["task"]
+    assert [pool["pool_id"] for pool in answer["run"]["pools"]] == [answer["pools"]["try 1"]]
+    assert answer["run"]["cost_usd"] == pytest.approx(sum(answer["cost"].values())) != 0
+    assert answer["no run"] == 422
+    assert (answer["unknown"]["cost_usd"], answer["unknown"]["pools"]) == (0, [])
+    assert {tab["name"] for tab in answer["tabs"]} == {"Skyward", "Cost"}
+    assert all(f"globalThis.{tab['name']} = " in answer["bundle"] for tab in answer["tabs"])
+
+
+# ── `skyward quote dags/`: what the tasks of DAGs would rent, from their files alone ─────────────────────────────────
+
+
+DAGS = """
+from datetime import timedelta
+from airflow.sdk import dag, task, task_group
+import skyward_core as sky
+from airflow_provider_skyward.operators import SkywardOperator
+from airflow_provider_skyward.pools import skyward_pool
+from neighbour import LOCAL
+
+print("this file prints")
+
+@task
+def pick(): return [1, 2]
+
+@dag(schedule=None, default_args={"retries": 1})
+def nightly():
+    @task.skyward(provider=LOCAL, nodes=2, max_cost=3.0)
+    def train(x=1): return x
+    train()
+    train.override(task_id="slow", retries=0, execution_timeout=timedelta(minutes=30), max_cost=None)()
+    train.override(task_id="deferred", deferrable=True, execution_timeout=timedelta(minutes=30), max_cost=None)()
+    train.override(task_id="templated", nodes="{{ params.nodes }}", cpu=pick())()
+    train.override(task_id="tagged", env={"DAY": "{{ ds }}"}, budget="{{ params.team }}")()
+    with skyward_pool("gpu", provider=LOCAL, max_cost=3.0) as pool:
+        task.skyward(skyward_pool=pool)(lambda x: x).override(task_id="mapped").expand(x=[1, 2])
+    train.override(task_id="three").expand(x=[1, 2, 3])
+    train.override(task_id="many").expand(x=pick())
+    SkywardOperator.partial(task_id="sizes", python_callable=len, op_args=["ab"], spec=sky.PoolSpec.of(provider=LOCAL)
+        ).expand(nodes=[1, 2])
+    SkywardOperator.partial(task_id="dicts", python_callable=len, op_args=["ab"], provider=LOCAL
+        ).expand_kwargs([{"nodes": 2, "op_args": ["a"]}, {"nodes": 2, "op_args": ["b"]}, {"nodes": 1}])
+    SkywardOperator.partial(task_id="later", python_callable=len, op_args=["ab"], provider=LOCAL).expand_kwargs(pick())
+    @task_group
+    def group(x):
+        SkywardOperator(task_id="inner", python_callable=len, op_args=["ab"], provider=LOCAL)
+    group.expand(x=[1, 2])
+nightly()
+"""
+
+QUOTE = """
+import sys
+from skyward_core import cli
+sys.addaudithook(lambda event, args: sys.exit(f"{event} {args}") if event == "socket.connect" else None)
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Quote a folder of DAGs, without a database and without a network."""
+    home = tmp_path_factory.mktemp("airflow")
+    dags = home / "dags"
+    dags.mkdir()
+    (dags / "nightly.py").write_text(DAGS)
+    (dags / "neighbour.py").write_text("import skyward_core as sky\nLOCAL = sky.Local(price_per_hour=2.0)\n")
+    (dags / "bad.py").write_text("from airflow.sdk import dag\nraise LookupError('no such table')\n")
+    away = f"sqlite:///{home}/no/such/folder"
+    databases = {"AIRFLOW__DATABASE__SQL_ALCHEMY_CONN": f"{away}/airflow.db", "SKYWARD_LEDGER": f"{away}/ledger.db"}
+    return answer_of(home, QUOTE, "quote", str(dags), "--json", code_of_exit=1, **databases)
+
+
+def rows(found: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    return [one for one in found["tasks"] if one["task"] == name]
+
+
+def test_each_task_of_the_dags_is_quoted(found: dict[str, Any]) -> None:
+    """Price, tries and ceiling: of `max_cost` for both tries, or of `execution_timeout`."""
+    (train,), (slow,), (deferred,) = (rows(found, name) for name in ("train", "slow", "deferred"))
+    assert (train["workflow"], train["price_per_hour"], train["tries"]) == ("nightly", 4.0, 2)
+    assert (train["ceiling_usd"], train["run_ceiling_usd"]) == (3.0, 6.0)
+    assert (slow["timeout_seconds"], slow["tries"], slow["run_ceiling_usd"]) == (1800, 1, 2.0)
+    assert (deferred["timeout_seconds"], deferred["ceiling_usd"]) == (3600, 4.0)
+
+
+def test_a_shared_pool_is_quoted_once_in_its_setup(found: dict[str, Any]) -> None:
+    """Its tasks rent nothing. A file with a fault does not hide the others."""
+    (setup,) = rows(found, "gpu.create_pool")
+    assert (setup["price_per_hour"], setup["timeout_seconds"], setup["ceiling_usd"]) == (2.0, None, 3.0)
+    assert rows(found, "gpu.mapped") == []
+    (warning,) = found["warnings"]
+    assert "bad.py: LookupError: no such table" in warning
+
+
+def test_what_only_a_run_knows_is_named(found: dict[str, Any]) -> None:
+    (templated,), (tagged,), (later,) = (rows(found, name) for name in ("templated", "tagged", "later"))
+    assert (templated["asks_for"], templated["price_per_hour"]) == (None, None)
+    assert "nodes, cpu are known only in a run" in templated["reason"]
+    assert tagged["price_per_hour"] == 4.0
+    assert later["instances"] is None
+    assert later["reason"]
+
+
+def test_mapped_tasks_are_counted(found: dict[str, Any]) -> None:
+    """Lists in the file are counted, and keywords of the pool among them are rows of their own."""
+    (three,), (many,), (inner,) = (rows(found, name) for name in ("three", "many", "group.inner"))
+    assert (three["instances"], three["run_ceiling_usd"]) == (3, 18.0)
+    assert (many["instances"], many["run_ceiling_usd"], inner["instances"]) == (None, None, None)
+    assert [(one["instances"], one["price_per_hour"]) for one in rows(found, "sizes")] == [(1, 2.0), (1, 4.0)]
+    assert [(one["instances"], one["price_per_hour"]) for one in rows(found, "dicts")] == [(2, 4.0), (1, 2.0)]
+
+
+@pytest.mark.parametrize("target", ["project.definitions:defs", "jobs.crontab", "no/such/folder"])
+def test_another_target_is_left_to_other_orchestrators(target: str, tmp_path: Path) -> None:
+    (tmp_path / "jobs.crontab").touch()
+    assert planned_tasks(str(tmp_path / target)) is None

@@ -1,16 +1,9 @@
-"""One pool for several tasks of a DAG run: setup, mapped tasks, teardown, and what happens when one of them fails.
-
-This file is also the program of a worker: `python test_airflow_pools.py FOLDER TASK` runs one task of such a DAG.
-"""
+"""Airflow: one pool for several tasks of a DAG run, and tasks that are killed."""
 
 import importlib.util
-import json
 import os
 import signal
-import subprocess
-import sys
-import textwrap
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +12,13 @@ import pytest
 if importlib.util.find_spec("airflow") is None:
     pytest.skip("Airflow is not installed", allow_module_level=True)
 
-import skyward_core as sky
+from tests.integrations import airflow_host
+from tests.integrations.airflow_host import POOLS_HEAD, Airflow, Workers, left_by, pushed, read_until, returned
 
-if __name__ != "__main__":
-    from tests.system.integrations.test_airflow import HEAD, Airflow, Ran, airflow
-
-    POOLS_HEAD = (
-        f"{HEAD}from airflow_provider_skyward.pools import SkywardCreatePool, SkywardReleasePool, skyward_pool\n"
-    )
-
-__all__ = ["airflow"]
-
-pytestmark = pytest.mark.timeout(400)  # the first test also makes Airflow's database
+airflow = pytest.fixture(scope="session")(airflow_host.served)
 
 
-def run(airflow: "Airflow", name: str, source: str) -> "Ran":
-    return airflow.run(name, source, head=POOLS_HEAD)
-
-
-def evaluate(airflow: "Airflow", code: str) -> Any:
-    return airflow.evaluate("from airflow_provider_skyward.pools import *\n" + textwrap.dedent(code))
-
-
-def pools_of(airflow: "Airflow", dag_id: str) -> list[dict[str, Any]]:
+def pools_of(airflow: Airflow, dag_id: str) -> list[dict[str, Any]]:
     """The receipts of all pools of a DAG, oldest first, by the ledger."""
     return airflow.evaluate(f"answer = sky.receipts_of(sky.Work(system='airflow', workflow={dag_id!r}))")
 
@@ -61,21 +38,19 @@ shared()
 """
 
 
-def test_tasks_of_a_run_share_one_rental_and_its_cost(airflow: "Airflow") -> None:
-    """Mapped tasks and a durable one use one pool, and the teardown ends it. The shares of all tasks add up to the
-    ledger's bill; the setup pays for what no call has used.
-    """
-    ran = run(airflow, "shared", SHARED)
+def test_tasks_of_a_run_share_one_rental_and_its_cost(airflow: Airflow) -> None:
+    """Mapped tasks and a durable one use one pool, and the teardown ends it."""
+    ran = airflow.run("shared", SHARED, POOLS_HEAD)
     assert ran.state == "success", ran.log
-    assert ran.xcoms["gpu.total", -1, "return_value"] == 14
+    assert ran.result("gpu.total") == 14
     (pool,) = pools_of(airflow, "shared")
     assert len(pool["resources"]) == 1
     assert (pool["left"], bool(pool["ended_at"])) == ([], True)
-    handle = ran.xcoms["gpu.create_pool", -1, "return_value"]
+    handle = ran.result("gpu.create_pool")
     assert handle.keys() == {"name", "pool_id"}
     assert handle["pool_id"] == pool["pool_id"]
 
-    bill = ran.xcoms["gpu.release_pool", -1, "return_value"]
+    bill = ran.result("gpu.release_pool")
     assert bill["pools"] == {pool["pool_id"]: pool["total_cost_usd"]}
     assert bill["cost_usd"] == pool["total_cost_usd"] > 0
     assert set(bill["shares"]) == {"gpu.create_pool", "gpu.square", "gpu.total"}
@@ -87,10 +62,9 @@ def test_tasks_of_a_run_share_one_rental_and_its_cost(airflow: "Airflow") -> Non
     assert bill["shares"]["gpu.create_pool"] >= pool["buckets"]["warm"]["cost_usd"]
 
 
-def test_the_teardown_ends_the_pool_after_a_task_has_failed(airflow: "Airflow") -> None:
+def test_the_teardown_ends_the_pool_after_a_task_has_failed(airflow: Airflow) -> None:
     """The function fails, the task behind it does not run, the teardown does. The run has failed, and nothing lives."""
-    ran = run(
-        airflow,
+    ran = airflow.run(
         "fails",
         """
         @dag(schedule=None)
@@ -105,13 +79,14 @@ def test_the_teardown_ends_the_pool_after_a_task_has_failed(airflow: "Airflow") 
             work >> release
         fails()
         """,
+        POOLS_HEAD,
     )
     assert ran.state == "failed"
     assert "LookupError: it fails" in ran.log
     assert ("behind", -1, "return_value") not in ran.xcoms
     (pool,) = pools_of(airflow, "fails")
     assert (len(pool["resources"]), pool["left"], bool(pool["ended_at"])) == (1, [], True)
-    assert ran.xcoms["release", -1, "return_value"]["pools"] == {pool["pool_id"]: pool["total_cost_usd"]}
+    assert ran.result("release")["pools"] == {pool["pool_id"]: pool["total_cost_usd"]}
 
 
 TAMPERED = """
@@ -146,20 +121,8 @@ def use(given, state=None, task_id="use"):
     except sky.SkywardError as error:
         return type(error).__name__, str(error)
 
-foreign = sky.ComputePool(provider=LOCAL, display="quiet", work=sky.Work(system="airflow", workflow="other", run="r"))
-"""
-
-
-def test_an_altered_xcom_is_refused_and_a_pool_that_is_gone_is_rented_anew(airflow: "Airflow") -> None:
-    """A user who edits the XCom of the setup sends no function to another pool, and keeps no machine from its end. A pool
-    that is gone is rented anew while the teardown is to come, and not after it.
-    """
-    code = (
-        TAMPERED.replace(
-            'foreign = sky.ComputePool(provider=LOCAL, display="quiet", work=',
-            "foreign = sky.ComputePool.from_spec(sky.PoolSpec.of(provider=LOCAL, display='quiet'), work=",
-        )
-        + """
+foreign = sky.ComputePool.from_spec(
+    sky.PoolSpec.of(provider=LOCAL, display="quiet"), work=sky.Work(system="airflow", workflow="other", run="r"))
 with foreign:
     answer = {
         "own": use(handle),
@@ -178,8 +141,11 @@ released = tasks["release"].execute({"ti": TaskInstance()})
 left = sum(len(sky.Local().instances(one["pool_id"])) for one in sky.receipts_of(sky.Work(workflow="tampered")))
 answer |= {"handle": handle, "rented": rented, "released": sorted(released["pools"]), "left": left}
 """
-    )
-    answer = evaluate(airflow, code)
+
+
+def test_an_altered_xcom_is_refused_and_a_pool_that_is_gone_is_rented_anew(airflow: Airflow) -> None:
+    """A user who edits the XCom of the setup sends no function to another pool, and keeps no machine from its end."""
+    answer = airflow.evaluate(TAMPERED, POOLS_HEAD)
     handle = answer["handle"]
     assert answer["own"] == [3, handle["pool_id"]]
     for case in ("no value", "name", "foreign", "unknown", "more"):
@@ -195,7 +161,7 @@ answer |= {"handle": handle, "rented": rented, "released": sorted(released["pool
     assert answer["left"] == 0
 
 
-def test_a_setup_that_does_not_succeed_leaves_no_pool(airflow: "Airflow") -> None:
+def test_a_setup_that_does_not_succeed_leaves_no_pool(airflow: Airflow) -> None:
     """Airflow runs no teardown then. An error after the opening, and money that does not pay for `hold`, end the pool."""
     code = """
         from airflow.sdk.exceptions import AirflowFailException
@@ -227,18 +193,15 @@ def test_a_setup_that_does_not_succeed_leaves_no_pool(airflow: "Airflow") -> Non
             said.append(str(error))
         answer = [said, left("breaks"), left("poor")]
     """
-    said, broken, poor = evaluate(airflow, code)
+    said, broken, poor = airflow.evaluate(code, POOLS_HEAD)
     assert said[0] == "a full disk"
     assert "does not pay for 3600 s of warm time (hold)" in said[1]
     assert (broken, poor) == ([1, 0], [1, 0])
 
 
-def test_the_group_wires_each_task_between_setup_and_teardown(airflow: "Airflow") -> None:
-    """Plain, mapped and partial tasks, and one before a task outside. The serialized DAG has neither lease nor key, and
-    the tasks have the settings of the setup.
-    """
-    answer = evaluate(
-        airflow,
+def test_the_group_wires_each_task_between_setup_and_teardown(airflow: Airflow) -> None:
+    """Plain, mapped and partial tasks, and one before a task outside."""
+    answer = airflow.evaluate(
         """
 import json
 from airflow.serialization.serialized_objects import DagSerialization
@@ -265,6 +228,7 @@ answer = {
     "secret": "hf_plaintext1" in json.dumps(data),
 }
 """,
+        POOLS_HEAD,
     )
     create, release = "gpu.create_pool", "gpu.release_pool"
     assert answer["up"] == {
@@ -280,165 +244,47 @@ answer = {
     assert not answer["secret"]
 
 
-QUOTED = """
-from airflow.sdk import dag, task
-from airflow_provider_skyward.pools import skyward_pool
-
-@dag(schedule=None)
-def quoted():
-    with skyward_pool("gpu", provider="local", max_cost=3.0) as pool:
-        task.skyward(skyward_pool=pool)(lambda x: x).override(task_id="mapped").expand(x=[1, 2])
-        task.skyward(skyward_pool=pool)(lambda: 1).override(task_id="plain")()
-quoted()
-"""
+# ── tasks that are killed ────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_quote_has_the_shared_pool_once(airflow: "Airflow", tmp_path: Path) -> None:
-    """As that of the setup: its tasks rent nothing."""
-    (tmp_path / "quoted.py").write_text(QUOTED)
-    code = f"""
-        from pathlib import Path
-        from airflow_provider_skyward.dag_plans import plan_of
-        answer = [(one.task, one.spec.max_cost, one.timeout_seconds) for one in plan_of(Path({str(tmp_path)!r})).tasks]
-    """
-    assert airflow.evaluate(code) == [["gpu.create_pool", 3.0, None]]
+@pytest.fixture
+def workers(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Workers]:
+    found = Workers(tmp_path, request.param)
+    yield found
+    found.end()
 
 
-@pytest.mark.parametrize(
-    ("task", "words"),
-    [
-        ("SkywardCreatePool(task_id='c', name='x')", "name='x': the pool of a setup is that of one DAG run"),
-        ("SkywardCreatePool(task_id='c', keep_warm=60)", "keep_warm=60: the teardown ends the pool"),
-        ("SkywardCreatePool(task_id='c', hold=0)", "hold=0: write for how many seconds"),
-        ("SkywardCreatePool(task_id='c', hold=900, timeout=600)", "timeout=600 ends idle machines before hold=900"),
-        ("SkywardCreatePool(task_id='c', acelerator='A100')", "no keyword 'acelerator'; did you mean 'accelerator'?"),
-        ("use(skyward_pool='default_pool')", "skyward_pool=str: give what"),
-        ("use(skyward_pool=create.output, nodes=2)", "nodes: the pool of 'create' has its settings from there"),
-        ("use(skyward_pool=create.output, deferrable=True)", "leave out one of deferrable and skyward_pool"),
-        ("use(skyward_pool=create.output, provider='local', lease_seconds=60)", ""),
-    ],
-)
-def test_a_wrong_pool_is_refused_while_the_dag_is_parsed(airflow: "Airflow", task: str, words: str) -> None:
-    """Nothing is opened for it, and the message says what to write."""
-    code = f"""
-from contextlib import suppress
-said = ""
-@dag(schedule=None)
-def d():
-    create = SkywardCreatePool(task_id="create", provider="local")
-    def use(**keywords): return SkywardOperator(task_id="use", python_callable=len, **keywords)
-    {task}
-try:
-    d()
-except sky.BadRequest as error:
-    said = str(error)
-answer = said
-"""
-    assert words in (said := evaluate(airflow, code))
-    assert bool(said) == bool(words)
+@pytest.mark.parametrize("workers", ["plain"], indirect=True)
+def test_a_killed_task_ends_its_pool(workers: Workers) -> None:
+    """SIGTERM to the task's process group while the function runs: `execute` raises, and all nodes are gone."""
+    process = workers.start(1)
+    read_until(process, "] line 1")
+    os.killpg(process.pid, signal.SIGTERM)
+    said, _ = process.communicate(timeout=120)
+    assert left_by(process.pid) == []
+    assert "raised AirflowException: the task was asked to stop" in said
+    assert pushed(said)["cost_usd"] > 0
+    assert process.returncode == 0
 
 
-# ── workers in processes of their own ────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("workers", ["durable"], indirect=True)
+def test_the_next_try_adopts_the_call_of_a_killed_worker(workers: Workers) -> None:
+    """After SIGKILL the function goes on, and the next try has its result and its later lines."""
+    first = workers.start(1)
+    before = read_until(first, "[node 0] line 1")
+    assert "pushed skyward_cost" in before.partition("launching")[0], before
+    os.killpg(first.pid, signal.SIGKILL)
+    first.communicate()
+    assert workers.state["phase"] == "started"
 
-
-class Run:
-    """A DAG run whose tasks are processes: a folder with the ledger, what they have begun, and what lets them end."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.environ = {**os.environ, "SKYWARD_LEDGER": f"sqlite:///{folder}/ledger.db", "PYTHONUNBUFFERED": "1"}
-        self.processes: list[subprocess.Popen[str]] = []
-
-    def start(self, task: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, __file__, str(self.folder), task],
-            env=self.environ,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        self.processes.append(process)
-        return process
-
-    def finish(self, task: str) -> Any:
-        """Run a task to its end; return its result, and its output in `said`."""
-        (self.folder / f"go-{task}").touch()
-        self.said, _ = self.start(task).communicate(timeout=240)
-        return self.result()
-
-    def result(self) -> Any:
-        assert "\nreturned " in self.said, self.said
-        return json.loads(self.said.rpartition("\nreturned ")[2].splitlines()[0])
-
-    def wait_for_share(self, task: str) -> None:
-        """Wait until the ledger has a cost of the task's calls."""
-        work = sky.Work(system="airflow", workflow="killed", run="run", task=task)
-        deadline = time.monotonic() + 120
-        while not sum(sky.cost_of(work, ledger_url=self.environ["SKYWARD_LEDGER"]).values()):
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-
-    def pools(self) -> list[dict[str, Any]]:
-        command = [sys.executable, "-m", "skyward_core.cli", "ps", "--all", "--json"]
-        return json.loads(subprocess.run(command, env=self.environ, check=True, capture_output=True).stdout)
-
-    def end(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
-        for pool in self.pools():
-            if not pool["ended_at"]:
-                command = [sys.executable, "-m", "skyward_core.cli", "stop", pool["pool"]]
-                subprocess.run(command, env=self.environ, check=True)
-
-
-def _payload(folder: str, name: str) -> str:
-    print("working", flush=True)
-    while not (Path(folder) / f"go-{name}").exists():
-        time.sleep(0.1)
-    return name
-
-
-def _work(folder: Path, name: str) -> None:
-    """Run one task, with the handler of SIGTERM that Airflow's task runner has."""
-    from airflow.sdk import DAG
-
-    from airflow_provider_skyward.operators import SkywardOperator
-    from airflow_provider_skyward.pools import SkywardCreatePool, SkywardReleasePool
-
-    class TaskInstance:
-        dag_id, run_id, task_id, map_index, try_number = "killed", "run", name, -1, 1
-
-        def xcom_push(self, key: str, value: Any) -> None:
-            print("pushed", key, json.dumps(value), flush=True)
-
-    with DAG("killed", schedule=None):
-        create = SkywardCreatePool(task_id="create", provider=sky.Local(price_per_hour=36.0), concurrency=3)
-        release = SkywardReleasePool(task_id="release", skyward_pool=create.output)
-        tasks: dict[str, Any] = {"create": create, "release": release}
-        for task_id in ("killed", "asked", "going_on", "later"):
-            tasks[task_id] = task = SkywardOperator(
-                task_id=task_id, python_callable=_payload, op_args=[str(folder), task_id], skyward_pool=create.output
-            )
-            task >> release
-    task, handle = tasks[name], folder / "handle.json"
-    if handle.exists() and name != "release":
-        task.skyward_pool = json.loads(handle.read_text())
-    signal.signal(signal.SIGTERM, lambda number, frame: task.on_kill())
-    try:
-        result = task.execute({"ti": TaskInstance()})
-    except Exception as error:
-        print(f"raised {type(error).__name__}: {error}")
-        return
-    if name == "create":
-        handle.write_text(json.dumps(result))
-    print("\nreturned", json.dumps(result))
-
-
-if __name__ == "__main__":
-    os.environ["AIRFLOW_HOME"] = sys.argv[1]
-    _work(Path(sys.argv[1]), sys.argv[2])
+    after = workers.finish(2)
+    assert "adopted the call that try 1 has begun" in after
+    assert returned(after) == "1"
+    assert "[node 0] the end" in after
+    assert workers.runs == ["1"]
+    assert workers.state["phase"] == "ended"
+    (pool,) = workers.pools()
+    assert (pool["pool"], bool(pool["ended_at"])) == (workers.state["pool_id"], True)
+    bill = pushed(after)
+    assert (bill["is_final"], bill["pools"]) == (True, [pool["pool"]])
+    assert bill["all_tries_usd"] == pytest.approx(pool["cost_usd"], rel=0.05)

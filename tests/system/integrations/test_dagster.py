@@ -6,20 +6,33 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
 
 import pytest
 
 import skyward_core as sky
 from skyward_core.worker.watchdog import tagged_processes
+from tests.conftest import wait_until
 
 dg = pytest.importorskip("dagster")
-from dagster_skyward import SkywardResource  # noqa: E402
-from dagster_skyward.metadata import ACCELERATOR, COST_USD, NODES, SECONDS  # noqa: E402
-from skyward_core.ledger.ledger import Ledger  # noqa: E402
+from dagster_pipes import PipesContext  # noqa: E402
 
+from dagster_skyward import PipesSkywardClient, SkywardResource  # noqa: E402
+from dagster_skyward.final_errors import FINAL, refuse_retries  # noqa: E402
+from dagster_skyward.lifecycle import CONFIG_TAG, spec_of_step  # noqa: E402
+from dagster_skyward.metadata import ACCELERATOR, COST_USD, NODES, POOL_ID, SECONDS  # noqa: E402
+from skyward_core.ledger.ledger import Ledger  # noqa: E402
+from tests.unit.integrations.test_dagster import loaded, project, write  # noqa: E402, F401 - a fixture
+
+# Dagster's own: it uses its deprecated names for nested resources
+pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 PRICE = 36.0
+DEADLINE_SECONDS = 120.0
 
 
 def owned_processes(pid=None):
@@ -33,10 +46,7 @@ def owned_processes(pid=None):
 
 @pytest.fixture(autouse=True)
 def new_processes():
-    """Processes of the local nodes of this test; after the test none of them is left, and no thread of ours.
-
-    A pool that tests share may be open at the same time.
-    """
+    """Processes of the local nodes of this test; after the test none of them is left, and no thread of ours."""
     nodes, threads = set(owned_processes()), set(threading.enumerate())
 
     def new():
@@ -115,9 +125,6 @@ def spread(context: dg.AssetExecutionContext, compute: SkywardResource):
 
 
 def test_two_assets_share_one_pool_and_each_has_its_lines_cost_and_time(instance):
-    """In one process two assets use one pool; values, all printed lines, and the shares of the bill are in the right
-    place.
-    """
     result = materialize([talkative, spread], resource(nodes=2, display="quiet"), instance)
 
     assert result.output_for_node("talkative")[0] in {0, 1}
@@ -172,62 +179,23 @@ def interrupted(context: dg.AssetExecutionContext, compute: SkywardResource):
 
 
 def test_an_interrupt_in_the_step_closes_the_pool(instance, new_processes):
-    """Dagster's exception for a terminated run is no Exception. The pool is closed all the same, and the exception
-    is raised again.
-    """
+    """Dagster's exception for a terminated run is no Exception."""
     with pytest.raises(dg.DagsterExecutionInterruptedError):
         materialize([interrupted], resource(), instance)
     assert new_processes() == []
 
 
-def test_max_cost_is_a_field_like_others_and_exceeding_it_fails_with_advice(instance):
-    """`max_cost` and `budget` reach the spec, also from the run's config. If the first minute alone costs more, the
-    step fails, and the error says what to do.
-    """
-    assert resource(max_cost=2.5, budget="team-a").spec == sky.PoolSpec.of(
-        provider=sky.Local(price_per_hour=PRICE), max_cost=2.5, budget="team-a", display="quiet"
-    )
-    result = materialize([talkative], resource(max_cost=0.0001), instance, raise_on_error=False)
-    error = result.failure_data_for_node("talkative").error.to_string()
-    assert "BudgetExceeded" in error
-    assert "max_cost" in error
-    assert not any(line.startswith("launching") for line in messages(instance, result, "talkative"))
-
-
-def slow_square(number):
-    time.sleep(1.1)  # longer than one second, the least that is billed
-    return number * number
-
-
-@dg.multi_asset(outs={"made": dg.AssetOut(is_required=False), "unmade": dg.AssetOut(is_required=False)})
-def optional(context: dg.AssetExecutionContext, compute: SkywardResource):
-    compute.run(context, slow_square, 2)
-    yield dg.Output(1, output_name="made")
-
-
-def test_a_variable_called_env_is_not_a_reference_to_the_environment(instance, monkeypatch):
-    """`Image(env={"env": "prod"})` and `env={"env": "prod"}` set a variable called env; values of these mappings may
-    still come from the environment.
-    """
-    monkeypatch.delenv("prod", raising=False)
-    monkeypatch.setenv("TEST_STAGE", "staging")
-    seen = {}
+def test_a_step_that_does_not_use_its_pool_opens_none(instance, new_processes):
+    """A pool that is only listed costs nothing: no machine, no log line, no metadata."""
 
     @dg.asset
-    def look(context: dg.AssetExecutionContext, compute: SkywardResource):
-        seen["spec"] = compute.spec
+    def idle(context: dg.AssetExecutionContext, compute: SkywardResource):
+        return len(new_processes())
 
-    for image in (sky.Image(env={"env": "prod"}), {"env": {"env": "prod"}}):
-        assert materialize([look], resource(image=image, env={"env": "test"}), instance).success
-        assert (seen["spec"].image.env, seen["spec"].env) == ({"env": "prod"}, {"env": "test"})
-    assert materialize([look], resource(image={"env": {"STAGE": dg.EnvVar("TEST_STAGE")}}), instance).success
-    assert seen["spec"].image.env == {"STAGE": "staging"}
-    config = {"resources": {"compute": {"config": {"image": {"env": {"env": "prod"}}}}}}
-    assert materialize([look], SkywardResource.configure_at_launch(), instance, run_config=config).success
-    assert seen["spec"].image.env == {"env": "prod"}
+    result = materialize([idle], resource(), instance)
+    assert result.output_for_node("idle") == 0
+    assert COST_USD not in metadata_of(result, "idle")
 
-
-# ── kills ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 ORPHAN = """
 import os, sys, time
@@ -251,9 +219,7 @@ defs = dg.Definitions(assets=[endless], jobs=[dg.define_asset_job("orphan")], re
 
 @pytest.mark.parametrize("how", ["the run's process is killed", "the run is marked as canceled"])
 def test_a_step_without_its_run_ends_its_pool(tmp_path, how):
-    """Under the multiprocess executor a killed run process leaves its step processes running. They would cost money
-    until the function ends: here for ten minutes.
-    """
+    """Under the multiprocess executor a killed run process leaves its step processes running."""
     (tmp_path / "dagster.yaml").write_text("telemetry: {enabled: false}\n")
     script = tmp_path / "orphan.py"
     script.write_text(ORPHAN)
@@ -277,16 +243,10 @@ def test_a_step_without_its_run_ends_its_pool(tmp_path, how):
         else:
             with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
                 instance.report_run_canceled(instance.get_run_by_id(run_id))
-        began = time.monotonic()
-        while owned_processes(step) and time.monotonic() - began < 60:
-            time.sleep(0.1)
-        assert owned_processes(step) == []
-        assert time.monotonic() - began < 30
-        while not pools() or pools()[0].entry.ended_at is None:
-            time.sleep(0.1)
-        run.wait(timeout=60)
-        while os.path.exists(f"/proc/{step}"):
-            time.sleep(0.1)
+        wait_until(lambda: owned_processes(step) == [], "the end of the machines", DEADLINE_SECONDS)
+        wait_until(lambda: pools() and pools()[0].entry.ended_at, "the end in the ledger", DEADLINE_SECONDS)
+        run.wait(timeout=DEADLINE_SECONDS)
+        wait_until(lambda: not os.path.exists(f"/proc/{step}"), "the end of the step", DEADLINE_SECONDS)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(run.pid, signal.SIGKILL)
@@ -296,35 +256,92 @@ def test_a_step_without_its_run_ends_its_pool(tmp_path, how):
     assert row.cost_usd > 0
 
 
+# ── retries ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("error", "tries"), [(sky.BudgetExceeded("no"), 1), (sky.NodeLost("gone"), 2)])
+def test_a_step_is_tried_again_only_if_that_may_help(error: Exception, tries: int) -> None:
+    """The step itself can catch the error by its class."""
+    caught: list[tuple[type[BaseException], str]] = []
+
+    @dg.op(retry_policy=dg.RetryPolicy(max_retries=1))
+    def work(context: dg.OpExecutionContext, compute: SkywardResource) -> None:
+        try:
+            with compute.pool(context):
+                raise error
+        except type(error) as found:
+            caught.append((type(found).__mro__[1], str(found)))
+            raise
+
+    @dg.job(resource_defs={"compute": SkywardResource(provider=sky.Local(), display="quiet")})
+    def job() -> None:
+        work()
+
+    result = job.execute_in_process(raise_on_error=False)
+    assert not result.success
+    assert [text for _, text in caught] == [str(error)] * tries
+    (failed,) = [event for event in result.all_events if event.is_step_failure]
+    assert type(error).__name__ in failed.step_failure_data.error.to_string()
+
+
+def test_a_pool_that_may_not_cost_enough_fails_its_step_once() -> None:
+    """Nothing is rented, nothing waits for the next try, and the error says what to do."""
+    tries: list[int] = []
+
+    @dg.op(retry_policy=dg.RetryPolicy(max_retries=3, delay=600))
+    def work(context: dg.OpExecutionContext, compute: SkywardResource) -> None:
+        tries.append(1)
+        compute.run(context, abs, -1)
+
+    @dg.job(resource_defs={"compute": resource(max_cost=0.0001)})
+    def job() -> None:
+        work()
+
+    result = job.execute_in_process(raise_on_error=False)
+    assert tries == [1]
+    (failed,) = [event for event in result.all_events if event.is_step_failure]
+    assert "BudgetExceeded" in failed.step_failure_data.error.to_string()
+    assert "max_cost" in failed.step_failure_data.error.to_string()
+    assert not any("launching" in (event.message or "") for event in result.all_events)
+
+
+def test_the_error_keeps_what_it_has() -> None:
+    """Attributes, cause and notes. An error that is no such error stays as it is."""
+    error = sky.BudgetExceeded("the money of team is used up", "team")
+    error.add_note("try later")
+    error.__cause__ = KeyError("x")
+    refuse_retries(error)
+    found: Any = error
+    assert isinstance(found, sky.BudgetExceeded)
+    assert (found.account, found.__notes__, found.allow_retries) == ("team", ["try later"], False)
+    assert isinstance(found.__cause__, KeyError)
+    for kind in FINAL:
+        final: Any = kind("no")
+        refuse_retries(final)
+        assert (isinstance(final, kind), str(final), final.allow_retries) == (True, "no", False)
+    other = ValueError("x")
+    refuse_retries(other)
+    assert type(other) is ValueError
+
+
 # ── configuration ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_the_keywords_become_plain_data_and_the_same_spec():
     """Values as objects and in their plain forms make equal resources, with the JSON and the spec of the core."""
-    objects = resource(
-        nodes=2, image=sky.Image(pip=["torch"]), accelerator="A100", spot=0.8, env={"A": "1"}, timeout=60
-    )
+    options = {"nodes": 2, "accelerator": "A100", "spot": 0.8, "env": {"A": "1"}, "timeout": 60, "max_cost": 2.5}
+    objects = resource(image=sky.Image(pip=["torch"]), budget="team-a", **options)
     plain = SkywardResource(
-        provider={"name": "local", "price_per_hour": PRICE},
-        nodes=2,
-        image={"pip": ["torch"]},
-        accelerator="A100",
-        spot=0.8,
-        env={"A": "1"},
-        timeout=60,
+        provider={"name": "local", "price_per_hour": PRICE}, image={"pip": ["torch"]}, budget="team-a", **options
     )
-
     assert objects == plain
     json.dumps(objects.model_dump())
     assert objects.spec == sky.PoolSpec.of(
         provider=sky.Local(price_per_hour=PRICE),
-        nodes=2,
         image=sky.Image(pip=["torch"]),
-        accelerator="A100",
-        spot=0.8,
-        env={"A": "1"},
-        timeout=60,
+        budget="team-a",
         display="quiet",
+        **options,
     )
 
 
@@ -350,20 +367,77 @@ def test_each_setting_is_a_config_field_with_its_description():
         ({"image": sky.Image(python="3.9")}, "Python 3.9"),
         ({"concurrency": dg.EnvVar("SLOTS")}, 'EnvVar.int("SLOTS")'),
         ({"timeout": dg.EnvVar.int("SECONDS")}, "SKYWARD_TIMEOUT"),
+        ({"sharing": "job"}, "'step', 'run', 'backfill', 'deployment'"),
+        ({"sharing": "deployment"}, "needs a name"),
+        ({"sharing": "run", "name": "team"}, "leave out one of the two"),
+        ({"sharing": "backfill", "name": "team"}, "leave out one of the two"),
+        ({"sharing": "run", "keep_warm": -1}, "keep_warm"),
+        ({"lifecycle": {"cleanup": "sometimes"}}, "'on_exception'"),
+        ({"lifecycle": {"keep_on_failure": -1}}, "at least 0"),
+        ({"env": {"HF_TOKEN": "hf_plaintext1"}}, "EnvVar"),
+        ({"env": {"HF_TOKEN": "hf_plaintext1", "A": dg.EnvVar("A")}}, "EnvVar"),
+        ({"image": sky.Image(env={"HF_TOKEN": "hf_plaintext1"})}, "EnvVar"),
+        ({"image": {"env": {"HF_TOKEN": "hf_plaintext1"}}}, "EnvVar"),
+        ({"secrets": {"HF_TOKEN": "hf_plaintext1"}}, "from_env"),
+        ({"secrets": {"HF_TOKEN": sky.Secret.from_store("hf_plaintext1")}}, "EnvVar"),
     ],
 )
-def test_a_wrong_keyword_is_refused_when_the_resource_is_made(options, message):
-    """The error is the core's, and says what to do, before Dagster runs anything; also for values that are left to
-    the launch.
-    """
-    with pytest.raises(sky.BadRequest) as error:
-        SkywardResource(**options)
-    assert message in str(error.value)
-    with pytest.raises(sky.BadRequest):
-        SkywardResource.configure_at_launch(**options)
+def test_what_cannot_be_is_refused_when_the_resource_is_made(options, message):
+    """Before Dagster runs anything; also for values that are left to the launch."""
+    for make in (resource, SkywardResource.configure_at_launch):
+        with pytest.raises(sky.BadRequest) as caught:
+            make(**options)
+        assert message in str(caught.value)
+        assert "hf_plaintext1" not in str(caught.value)
 
 
-def test_environment_variables_are_read_when_the_run_starts(instance, monkeypatch):
+@pytest.mark.parametrize(
+    "config", [{"env": {"HF_TOKEN": "hf_plaintext1"}}, {"image": {"env": {"HF_TOKEN": "hf_plaintext1"}}, "nodes": 2}]
+)
+def test_a_secret_in_the_tag_of_a_step_is_refused_before_anything_is_rented(config: dict[str, Any]) -> None:
+    """Dagster stores and shows tags. The message says what to write, and does not repeat the value."""
+    with pytest.raises(sky.BadRequest) as caught:
+        spec_of_step(resource().spec, {CONFIG_TAG: json.dumps(config)})
+    assert '"secrets": {"NAME": {"env": "NAME"}}' in str(caught.value)
+    assert "hf_plaintext1" not in str(caught.value)
+    written = {"secrets": {"HF_TOKEN": {"env": "TEST_SECRET"}}, "env": {"STAGE": "test"}}
+    spec = spec_of_step(resource().spec, {CONFIG_TAG: json.dumps(written)})
+    assert spec.secrets == resource(secrets={"HF_TOKEN": dg.EnvVar("TEST_SECRET")}).spec.secrets
+    assert spec.env == {"STAGE": "test"}
+
+
+@pytest.fixture
+def seen(instance):
+    """What a resource has become in a run: `seen(compute, run_config)` is its spec."""
+
+    def spec_in_run(compute, config=None):
+        specs = []
+
+        @dg.asset
+        def look(context: dg.AssetExecutionContext, compute: SkywardResource):
+            specs.append(compute.spec)
+
+        run_config = {"resources": {"compute": {"config": config}}} if config else None
+        assert materialize([look], compute, instance, run_config=run_config).success
+        return specs[0]
+
+    return spec_in_run
+
+
+def test_a_variable_called_env_is_not_a_reference_to_the_environment(seen, monkeypatch):
+    """In `env` and `Image(env=...)`; values of these mappings may still come from the environment."""
+    monkeypatch.delenv("prod", raising=False)
+    monkeypatch.setenv("TEST_STAGE", "staging")
+    for image in (sky.Image(env={"env": "prod"}), {"env": {"env": "prod"}}):
+        spec = seen(resource(image=image, env={"env": "test"}))
+        assert (spec.image.env, spec.env) == ({"env": "prod"}, {"env": "test"})
+    spec = seen(resource(image={"env": {"STAGE": dg.EnvVar("TEST_STAGE")}}))
+    assert spec.image.env == {"STAGE": "staging"}
+    spec = seen(SkywardResource.configure_at_launch(), {"image": {"env": {"env": "prod"}}})
+    assert spec.image.env == {"env": "prod"}
+
+
+def test_environment_variables_are_read_when_the_run_starts(seen, monkeypatch):
     """EnvVar works for text and whole numbers and inside plain data; the definition has the name, not the value."""
     compute = SkywardResource(
         provider={"name": "local", "price_per_hour": dg.EnvVar("TEST_PRICE")},
@@ -372,88 +446,23 @@ def test_environment_variables_are_read_when_the_run_starts(instance, monkeypatc
     )
     with pytest.raises(sky.BadRequest, match="TEST_"):
         _ = compute.spec
-    monkeypatch.setenv("TEST_PRICE", "7.5")
-    monkeypatch.setenv("TEST_NODES", "2")
-    monkeypatch.setenv("TEST_GREETING", "hello")
-    seen = {}
-
-    @dg.asset
-    def look(context: dg.AssetExecutionContext, compute: SkywardResource):
-        seen["spec"] = compute.spec
-
-    assert materialize([look], compute, instance).success
-    assert seen["spec"].provider == sky.Local(price_per_hour=7.5)
-    assert seen["spec"].nodes == 2
-    assert seen["spec"].env == {"GREETING": "hello"}
+    for name, value in {"TEST_PRICE": "7.5", "TEST_NODES": "2", "TEST_GREETING": "hello"}.items():
+        monkeypatch.setenv(name, value)
+    spec = seen(compute)
+    assert (spec.provider, spec.nodes, spec.env) == (sky.Local(price_per_hour=7.5), 2, {"GREETING": "hello"})
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"env": {"HF_TOKEN": "hf_plaintext1"}},
-        {"env": {"HF_TOKEN": "hf_plaintext1", "A": dg.EnvVar("A")}},
-        {"image": sky.Image(env={"HF_TOKEN": "hf_plaintext1"})},
-        {"image": {"env": {"HF_TOKEN": "hf_plaintext1"}}},
-        {"secrets": {"HF_TOKEN": "hf_plaintext1"}},
-        {"secrets": {"HF_TOKEN": sky.Secret.from_store("hf_plaintext1")}},
-    ],
-)
-def test_a_secret_in_plain_text_is_refused(options):
-    """Dagster would store it and show it; the message says what to write and does not repeat it."""
-    for make in (SkywardResource, SkywardResource.configure_at_launch):
-        with pytest.raises(sky.BadRequest) as caught:
-            make(**options)
-        assert "EnvVar" in str(caught.value) or "from_env" in str(caught.value)
-        assert "hf_plaintext1" not in str(caught.value)
-
-
-def test_the_run_config_decides_values_that_were_left_to_the_launch(instance):
-    """configure_at_launch keeps its arguments as defaults; the run's config, in plain words, overrides them."""
-    seen = {}
-
-    @dg.asset
-    def look(context: dg.AssetExecutionContext, compute: SkywardResource):
-        seen["spec"] = compute.spec
-
+def test_the_run_config_decides_before_the_keywords_and_these_before_the_settings(seen, monkeypatch):
+    """`configure_at_launch` keeps its arguments as defaults."""
     compute = SkywardResource.configure_at_launch(provider=sky.Local(price_per_hour=PRICE), nodes=3)
-    config = {
-        "resources": {"compute": {"config": {"nodes": 2, "spot": "never", "image": {"pip": ["torch"]}, "timeout": 90}}}
-    }
-    assert materialize([look], compute, instance, run_config=config).success
-    assert seen["spec"] == sky.PoolSpec.of(
-        provider=sky.Local(price_per_hour=PRICE),
-        nodes=2,
-        spot="never",
-        image=sky.Image(pip=["torch"]),
-        timeout=90,
-        display="quiet",
+    config = {"nodes": 2, "spot": "never", "image": {"pip": ["torch"]}, "timeout": 90}
+    assert seen(compute, config) == sky.PoolSpec.of(
+        provider=sky.Local(price_per_hour=PRICE), display="quiet", **config | {"image": sky.Image(pip=["torch"])}
     )
-
-
-def test_given_values_have_precedence_over_the_settings(monkeypatch, instance):
-    """A setting does not replace a given field, even one with the core's default; it replaces the others."""
     monkeypatch.setenv("SKYWARD_NODES", "5")
     monkeypatch.setenv("SKYWARD_CONCURRENCY", "2")
-    seen = {}
-
-    @dg.asset
-    def look(context: dg.AssetExecutionContext, compute: SkywardResource):
-        seen["spec"] = sky.ComputePool.from_spec(compute.spec).spec
-
-    assert materialize([look], resource(nodes=1), instance).success
-    assert (seen["spec"].nodes, seen["spec"].concurrency) == (1, 2)
-
-
-def test_a_step_that_does_not_use_its_pool_opens_none(instance, new_processes):
-    """A pool that is only listed costs nothing: no machine, no log line, no metadata."""
-
-    @dg.asset
-    def idle(context: dg.AssetExecutionContext, compute: SkywardResource):
-        return len(new_processes())
-
-    result = materialize([idle], resource(), instance)
-    assert result.output_for_node("idle") == 0
-    assert COST_USD not in metadata_of(result, "idle")
+    spec = sky.ComputePool.from_spec(seen(resource(nodes=1))).spec
+    assert (spec.nodes, spec.concurrency) == (1, 2)
 
 
 def test_the_library_is_known_to_dagster():
@@ -461,3 +470,150 @@ def test_the_library_is_known_to_dagster():
     from dagster_shared.libraries import DagsterLibraryRegistry
 
     assert DagsterLibraryRegistry.get()["dagster-skyward"] == sky.__version__
+
+
+# ── Pipes, and assets in YAML ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def train(step: int, large: int = 0) -> None:
+    pipes = PipesContext.get()
+    print("a progress bar", end="")
+    pipes.log.info(f"step {step} of {pipes.asset_key} with {pipes.get_extra('rate')}")
+    print("printed")
+    pipes.report_custom_message({"node": pipes.get_extra("rate"), "large": "x" * large})
+    pipes.report_asset_check("sound", passed=True)
+    pipes.report_asset_materialization(metadata={"loss": 0.5})
+
+
+def rank() -> None:
+    info = sky.instance_info()
+    assert info is not None
+    PipesContext.get().report_custom_message(info.node)
+
+
+def fail() -> None:
+    PipesContext.get().log.info("before the error")
+    raise LookupError("the payload's own error")
+
+
+SCRIPT = """
+import os, sys
+from dagster_pipes import open_dagster_pipes
+
+with open_dagster_pipes() as pipes:
+    print("from the script")
+    pipes.report_custom_message([sys.argv[1], os.environ["MODE"]])
+    pipes.report_asset_materialization(metadata={"loss": 0.25})
+sys.exit(int(sys.argv[2]))
+"""
+
+
+def test_functions_and_scripts_report_with_pipes(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    seen: dict[str, Any] = {}
+
+    @dg.asset(check_specs=[dg.AssetCheckSpec("sound", asset="model")])
+    def model(context: dg.AssetExecutionContext, pipes: PipesSkywardClient) -> dg.MaterializeResult:
+        done = pipes.run(context=context, fn=train, args=[1], kwargs={"large": 20_000}, extras={"rate": 3})
+        seen["model"] = done.get_custom_messages()
+        return done.get_materialize_result()
+
+    @dg.asset(deps=[model])
+    def scripted(context: dg.AssetExecutionContext, pipes: PipesSkywardClient) -> dg.MaterializeResult:
+        done = pipes.run(context=context, script=script, args=["one", 0], env={"MODE": "test"})
+        seen["scripted"] = done.get_custom_messages()
+        with pytest.raises(RuntimeError, match=r"train\.py ended with exit code 3"):
+            pipes.run(context=context, script=script, args=["two", 3], env={"MODE": "test"})
+        return done.get_materialize_result()
+
+    @dg.asset(deps=[scripted])
+    def everywhere(context: dg.AssetExecutionContext, pipes: PipesSkywardClient) -> dg.MaterializeResult:
+        done = pipes.run(context=context, fn=rank, broadcast=True)
+        seen["everywhere"] = sorted(done.get_custom_messages())
+        with pytest.raises(LookupError, match="the payload's own error"):
+            pipes.run(context=context, fn=fail)
+        with pytest.raises(sky.BadRequest, match="either"):
+            pipes.run(context=context)
+        return done.get_materialize_result()
+
+    client = PipesSkywardClient(compute=SkywardResource(provider=sky.Local(price_per_hour=36.0), nodes=2))
+    with dg.DagsterInstance.ephemeral() as instance:
+        result = dg.materialize([model, scripted, everywhere], resources={"pipes": client}, instance=instance)
+        assert seen == {
+            "model": ({"node": 3, "large": "x" * 20_000},),
+            "scripted": (["one", "test"],),
+            "everywhere": [0, 1],
+        }
+        logged = {step: messages(instance, result, step) for step in ("model", "scripted", "everywhere")}
+    assert "step 1 of model with 3" in logged["model"]
+    assert any(line.endswith("printed") and line.startswith("[node ") for line in logged["model"])
+    assert any(line.endswith("] from the script") for line in logged["scripted"])
+    assert "before the error" in logged["everywhere"]
+    assert not [line for step in logged.values() for line in step if "skyward-pipes" in line]
+    assert not [line for step in logged.values() for line in step if "did not receive" in line or "unexpected" in line]
+    made = {
+        event.asset_key.to_user_string(): event.materialization.metadata
+        for event in result.get_asset_materialization_events()
+    }
+    assert (made["model"]["loss"].value, made["scripted"]["loss"].value) == (0.5, 0.25)
+    assert all(metadata[COST_USD].value >= 0 for metadata in made.values())
+    assert len({metadata[POOL_ID].value for metadata in made.values()}) == 1
+    assert [check.check_name for check in result.get_asset_check_evaluations()] == ["sound"]
+    assert "dagster_pipes" in sys.modules
+
+
+YAML_FUNCTION = """
+type: dagster_skyward.SkywardComponent
+attributes:
+  asset: {key: team/model, partitions_def: {type: static, partition_keys: [mon, tue]}, group_name: training}
+  function: yaml_project.training:train
+  args: [21]
+  partition: day
+  provider: {name: local, price_per_hour: 36.0}
+  max_cost: 5
+  compute: {env: {COLOR: red}}
+"""
+
+YAML_SCRIPT = """
+type: dagster_skyward.SkywardComponent
+attributes:
+  asset: {key: report, deps: [other]}
+  script: report.py
+  args: [3]
+  resource: compute
+  nodes: 2
+"""
+
+
+def test_assets_of_yaml_files_are_made_on_pools(project: Path) -> None:
+    write(project, "model", YAML_FUNCTION)
+    folder = write(project, "report", YAML_SCRIPT)
+    (folder / "report.py").write_text(
+        dedent("""
+        import sys
+        from dagster_pipes import open_dagster_pipes
+        with open_dagster_pipes() as pipes:
+            pipes.report_asset_materialization(metadata={"rows": int(sys.argv[1])})
+        """)
+    )
+    compute = resource()
+    defs = dg.Definitions.merge(
+        loaded(project),
+        dg.Definitions(resources={"compute": compute}, jobs=[dg.define_asset_job("report_job", ["report"])]),
+    )
+    assert defs.resolve_asset_graph().get(dg.AssetKey(["team", "model"])).group_name == "training"
+    with dg.DagsterInstance.ephemeral() as instance:
+        made = defs.resolve_implicit_global_asset_job_def().execute_in_process(
+            instance=instance, partition_key="tue", asset_selection=[dg.AssetKey(["team", "model"])]
+        )
+        assert made.output_for_node("skyward_team__model") == "tue42"
+        reported = defs.resolve_job_def("report_job").execute_in_process(instance=instance)
+    (of_model,) = made.get_asset_materialization_events()
+    (of_report,) = reported.get_asset_materialization_events()
+    assert of_model.materialization.metadata[COST_USD].value > 0
+    assert of_report.materialization.metadata["rows"].value == 3
+    assert of_report.materialization.metadata[NODES].value == 2
+    assert of_report.materialization.metadata[COST_USD].value > 0
+    assert of_report.materialization.metadata[POOL_ID].value != of_model.materialization.metadata[POOL_ID].value
+    assert "yaml_project" not in os.environ.get("PYTHONPATH", "")  # the module has travelled by value

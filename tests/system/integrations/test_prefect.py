@@ -8,8 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -20,8 +18,12 @@ import pytest
 pytest.importorskip("prefect")
 
 from tests.integrations import prefect_server  # noqa: I001 - before Prefect
+from tests.conftest import signal_members
 from tests.integrations.prefect_server import (
+    asked,
+    database_text,
     deployment_named,
+    events_of,
     is_alive,
     logs,
     processes_of,
@@ -33,58 +35,23 @@ from prefect import flow, task
 from prefect.blocks.system import Secret
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
+from prefect.runtime import flow_run as current_run
 from prefect.states import Cancelling
 from pydantic import PrivateAttr
 
 import skyward_core as sky
-from prefect_skyward import SkywardTaskRunner, cost_so_far
+from prefect_skyward import SkywardTaskRunner, blocks, cost_so_far
 from prefect_skyward.secrets import values_of
-from prefect_skyward.ui import RunLog, RunLogs
 
-pytestmark = [
-    pytest.mark.filterwarnings("default"),  # Prefect's own warnings are not our faults
-]
-
+pytestmark = [pytest.mark.filterwarnings("default")]  # Prefect's own warnings are not our faults
 api = pytest.fixture(scope="module", autouse=True)(prefect_server.served)
-
-
-@pytest.fixture
-def events() -> Iterator[list[Any]]:
-    """The events of a test's pools; after the test none of their processes is left."""
-    recorded: list[Any] = []
-    yield recorded
-    pools = {event.pool_id for event in recorded if isinstance(event, sky.PoolReady)}
-    assert sum(isinstance(event, sky.CostFinal) for event in recorded) == len(pools)
-    assert processes_of(pools) == []
-
-
-# ── calls ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@task
-def pid() -> int:
-    return os.getpid()
+events = pytest.fixture(prefect_server.recorded)
+SECRET = "s3cr3t-0123456789"
 
 
 @task
 def add(a: int, b: int) -> int:
     return a + b
-
-
-def test_a_direct_call_runs_here_and_opens_no_pool(events: list[Any]) -> None:
-    """`task(x)` never reaches a task runner: it runs in the flow's process, and a flow without a submit rents
-    nothing.
-    """
-
-    @flow(task_runner=runner(events))
-    def direct() -> tuple[int, float]:
-        return pid(), cost_so_far()
-
-    assert direct() == (os.getpid(), 0.0)
-    assert events == []
-
-
-# ── failures ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @task(cache_policy=NO_CACHE)
@@ -94,31 +61,45 @@ def hang(path: Path) -> None:
     time.sleep(600)
 
 
-def test_max_cost_is_a_keyword_like_others_and_exceeding_it_fails_with_advice() -> None:
-    """`max_cost` and `budget` reach the pool. If the first minute alone costs more, the flow fails, the error says
-    what to do, and nothing is rented.
-    """
-    events: list[Any] = []
-    assert SkywardTaskRunner(max_cost=2.5, budget="team-a").spec == sky.PoolSpec.of(max_cost=2.5, budget="team-a")
+def test_a_direct_call_runs_here_and_opens_no_pool(events: list[Any]) -> None:
+    """`task(x)` never reaches a task runner, and a flow without a submit rents nothing."""
 
-    @flow(task_runner=runner(events, max_cost=0.0001))
-    def poor() -> None:
-        add.submit(1, 1).result()
+    @task
+    def pid() -> int:
+        return os.getpid()
 
-    state = poor(return_state=True)
-    assert state.is_failed()
-    assert "BudgetExceeded" in state.message
-    assert "max_cost" in state.message
-    assert not any(isinstance(event, sky.InstanceLaunching) for event in events)
+    @flow(task_runner=runner(events))
+    def direct() -> tuple[int, float]:
+        return pid(), cost_so_far()
+
+    assert direct() == (os.getpid(), 0.0)
+    assert events == []
+
+
+def test_importing_the_package_is_light() -> None:
+    """Prefect's server imports each collection, and the module of its blocks."""
+    heavy = {
+        "prefect_skyward": ("prefect", "pydantic", "distributed"),
+        "prefect_skyward.blocks": ("distributed", "asyncssh", "skyward_core.pool.pool", "skyward_core.spec"),
+    }
+    for module, names in heavy.items():
+        code = f"import sys, {module}; print([m for m in {names!r} if m in sys.modules])"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == "[]"
+
+
+# ── how a flow ends ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Gated(sky.Local):
     """Launches only after a signal of the test."""
 
+    _asked: threading.Event = PrivateAttr(default_factory=threading.Event)
     _may: threading.Event = PrivateAttr(default_factory=threading.Event)
 
     def launch(self, *args: Any) -> Any:
-        assert self._may.wait(60), "nothing let it launch"
+        self._asked.set()
+        assert self._may.wait(120), "nothing let it launch"
         return super().launch(*args)
 
 
@@ -129,6 +110,7 @@ def test_a_flow_that_fails_while_its_pool_opens_ends_the_opening() -> None:
     @flow(task_runner=runner(recorded, provider=provider))
     def broken() -> None:
         futures.append(add.submit(1, 1))
+        assert provider._asked.wait(120)
         threading.Timer(1.0, provider._may.set).start()
         raise LookupError("the flow itself is wrong")
 
@@ -142,9 +124,6 @@ def test_a_flow_that_fails_while_its_pool_opens_ends_the_opening() -> None:
 
 
 def test_machines_are_terminated_before_a_flow_is_tried_again(events: list[Any], tmp_path: Path) -> None:
-    """Prefect sleeps for `retry_delay_seconds` before it leaves the runner: nothing is billed meanwhile, and calls
-    of the failed attempt are stopped.
-    """
     bodies: list[float] = []
     finals: list[float] = []
     ids = []
@@ -172,168 +151,6 @@ def test_machines_are_terminated_before_a_flow_is_tried_again(events: list[Any],
     assert finals[0] < bodies[1] - 1, "the machines were kept through the delay"
     assert wait_for(lambda: [r for r in logs(ids[0]) if "machines of this attempt are given back" in r["message"]])
 
-
-# ── what the UI shows ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@task
-def chatter(name: str, lines: int) -> None:
-    for i in range(lines):
-        print(f"{name} {i}")
-
-
-def test_every_line_of_a_task_is_in_its_log(events: list[Any]) -> None:
-    """Each of 200 lines of each of three tasks arrives, once and in order, in the log of its own task run; the flow
-    run's log has the events of the machines.
-    """
-    names = {}
-
-    @flow(task_runner=runner(events, nodes=2))
-    def talk() -> None:
-        for name in "abc":
-            future = chatter.submit(name, 200)
-            names[str(future.task_run_id)] = name
-        for future in chatter.map(["short"] * 3, [1, 1, 1]):
-            future.wait()
-
-    flow_run_id = talk(return_state=True).state_details.flow_run_id
-
-    def lines() -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
-        for record in logs(flow_run_id):
-            if record["task_run_id"] in names and "[node" in record["message"]:
-                assert record["level"] == 20
-                found.setdefault(names[record["task_run_id"]], []).append(record["message"].partition("] ")[2])
-        return found
-
-    def news() -> list[str]:
-        return [record["message"] for record in logs(flow_run_id) if record["task_run_id"] is None]
-
-    # Prefect sends logs in batches from a thread of its own: the calls' lines and the pool's last line may come in
-    # different ones.
-    wait_for(lambda: sum(map(len, lines().values())) >= 600 and any("done: " in message for message in news()))
-    assert lines() == {name: [f"{name} {i}" for i in range(200)] for name in "abc"}
-    of_flow = news()
-    assert any("launching 2 x local on local" in message for message in of_flow)
-    assert any("is ready after" in message for message in of_flow)
-    assert any("done: " in message for message in of_flow)
-    assert not any("[node" in message for message in of_flow)
-
-
-def test_a_line_that_comes_before_its_call_is_registered_is_not_lost() -> None:
-    """A node may be faster than `submit`: such a line waits, and goes to the task run; a line of no call goes to the
-    flow run.
-    """
-
-    @task
-    def quick() -> str:
-        from prefect.runtime import task_run
-
-        logs, future = RunLogs(RunLog.of_flow()), Future()
-        future.call_id = "call-1"
-
-        def submit() -> Future[Any]:
-            for call_id in ("call-1", "call-2", None):
-                logs(sky.LogLine(0, "local-0", f"early line of {call_id}", 0.0, call_id))
-            return future
-
-        logs.follow_all(lambda: [submit()])
-        logs(sky.LogLine(0, "local-0", "later line", 0.0, "call-1"))
-        return task_run.id
-
-    @flow
-    def waiting() -> str:
-        return quick()
-
-    state = waiting(return_state=True)
-    found = wait_for(
-        lambda: (
-            len(lines := [r for r in logs(state.state_details.flow_run_id) if "[node 0]" in r["message"]]) == 4
-            and lines
-        )
-    )
-    assert {(record["message"], record["task_run_id"]) for record in found} == {
-        ("[node 0] early line of call-1", state.result()),
-        ("[node 0] later line", state.result()),
-        ("[node 0] early line of call-2", None),
-        ("[node 0] early line of None", None),
-    }
-
-
-def test_a_missing_block_is_named() -> None:
-    """A block that was not saved when the runner is made, or that does not exist when its pool opens; nothing is
-    rented.
-    """
-    with pytest.raises(sky.BadRequest, match="HF_TOKEN"):
-        SkywardTaskRunner(secrets={"HF_TOKEN": Secret(value="block-0123456789")})
-    with pytest.raises(sky.BadRequest, match="the secret HF_TOKEN is to be Prefect's Secret block 'no-such-block'"):
-        values_of(sky.PoolSpec.of(secrets={"HF_TOKEN": sky.Secret.from_store("no-such-block")}))
-
-
-# ── the runner as a value ────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_runners_compare_by_their_spec() -> None:
-    """Equality, `duplicate` and pickling use only the spec."""
-    one = SkywardTaskRunner(nodes=2, provider=sky.Local(price_per_hour=1.2))
-    assert one == SkywardTaskRunner(spec=sky.PoolSpec.of(nodes=2, provider=sky.Local(price_per_hour=1.2)))
-    assert one != SkywardTaskRunner(nodes=3, provider=sky.Local(price_per_hour=1.2))
-    assert one != "something else"
-    assert one.duplicate() == one
-    assert one.duplicate() is not one
-    assert pickle.loads(pickle.dumps(one)) == one
-    assert cloudpickle.loads(cloudpickle.dumps(one)).spec == one.spec
-    assert one.name == "skyward"
-
-
-def test_a_started_runner_can_be_compared_and_pickled() -> None:
-    """Threads and pool of a runner do not travel with it, and do not count when it is compared."""
-    with SkywardTaskRunner(nodes=2).duplicate() as live:
-        assert live == SkywardTaskRunner(nodes=2)
-        assert pickle.loads(pickle.dumps(live)) == live
-
-
-def test_the_class_without_arguments_is_a_runner() -> None:
-    """`@flow(task_runner=SkywardTaskRunner)` is a pool of one node at the provider of the settings."""
-
-    @flow(task_runner=SkywardTaskRunner)
-    def nothing() -> None: ...
-
-    assert nothing.task_runner == SkywardTaskRunner()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"node": 2}, "did you mean 'nodes'"),
-        ({"nodes": 0}, "nodes=0"),
-        ({"memory": "32 gigs"}, "memory"),
-        ({"image": sky.Image(python="3.1")}, "same minor version"),
-        ({"provider": sky.Local(), "image": sky.Image(apt=["ffmpeg"])}, "apt"),
-        ({"spec": sky.PoolSpec.of(nodes=2), "nodes": 3}, "not both"),
-    ],
-)
-def test_wrong_keywords_are_refused_at_construction(options: dict[str, Any], message: str) -> None:
-    """A flow file with a wrong keyword fails when it is imported, and the error says what to write instead."""
-    with pytest.raises(sky.BadRequest, match=message):
-        SkywardTaskRunner(**options)
-
-
-def test_submitting_to_a_runner_that_is_not_started_is_an_error() -> None:
-    """Outside a flow and a `with` block it has no pool."""
-    with pytest.raises(RuntimeError, match="not started"):
-        SkywardTaskRunner().submit(add, {"a": 1, "b": 2})
-
-
-def test_importing_the_package_is_light() -> None:
-    """Prefect's server imports each collection: ours loads neither Prefect nor pydantic until a name is used."""
-    code = "import sys, prefect_skyward; print([m for m in ('prefect', 'pydantic', 'distributed') if m in sys.modules])"
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
-    )
-
-
-# ── a run that is cancelled ──────────────────────────────────────────────────────────────────────────────────────────
 
 SERVED = """
 import json, os, sys, time
@@ -379,3 +196,85 @@ def test_a_cancelled_run_leaves_nothing(api: str, tmp_path: Path) -> None:
         finally:
             server.send_signal(signal.SIGINT)
             server.wait(timeout=60)
+
+
+def test_a_lost_node_fails_its_call_which_prefect_tries_again(tmp_path: Path) -> None:
+    """With `NodeLost` in the engine, so that the task's own condition sees it; an event of Prefect names the machine."""
+    ids: list[str] = []
+    failures: list[Any] = []
+
+    def only_if_a_node_is_lost(_task: Any, _run: Any, state: Any) -> bool:
+        failures.append(state.data)
+        return isinstance(state.data, sky.NodeLost)
+
+    @task(retries=1, retry_condition_fn=only_if_a_node_is_lost, cache_policy=NO_CACHE)
+    def wait_for_go(number: int) -> int:
+        info = sky.instance_info()
+        assert info is not None
+        (tmp_path / f"{info.node}.new").write_text(os.environ["SKYWARD_INSTANCE_ID"])
+        (tmp_path / f"{info.node}.new").rename(tmp_path / str(info.node))
+        while not (tmp_path / "go").exists():
+            time.sleep(0.02)
+        return number
+
+    @flow(task_runner=runner([], nodes=2, retries=0))
+    def losing() -> list[int]:
+        ids.append(current_run.id)
+        futures = wait_for_go.map([0, 1])
+        wait_for(lambda: all((tmp_path / name).exists() for name in "01"))
+        instance = (tmp_path / "1").read_text()
+        signal_members(instance, signal.SIGKILL)
+        wait_for(lambda: failures)
+        (tmp_path / "go").touch()
+        (lost,) = wait_for(lambda: events_of(ids[0], "skyward.instance.lost"))
+        assert lost["payload"]["instance_id"] == instance
+        return futures.result()
+
+    assert losing() == [0, 1]
+    assert [type(failure) for failure in failures] == [sky.NodeLost]
+
+
+# ── logs, secrets, blocks ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_missing_block_is_named() -> None:
+    with pytest.raises(sky.BadRequest, match="HF_TOKEN"):
+        SkywardTaskRunner(secrets={"HF_TOKEN": Secret(value="block-0123456789")})
+    with pytest.raises(sky.BadRequest, match="the secret HF_TOKEN is to be Prefect's Secret block 'no-such-block'"):
+        values_of(sky.PoolSpec.of(secrets={"HF_TOKEN": sky.Secret.from_store("no-such-block")}))
+
+
+def test_a_runner_is_made_from_a_saved_block_and_its_pickle_names_the_block_only(
+    api: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    command = [sys.executable, "-m", "prefect", "block", "register", "-m", "prefect_skyward"]
+    environ = {**os.environ, "PREFECT_API_URL": api}
+    registered = subprocess.run(command, capture_output=True, text=True, check=True, env=environ).stdout
+    assert "Successfully registered 6 blocks" in registered
+    types = {one["slug"]: one for one in asked("/block_types/filter", {})}
+    schemas = asked(
+        "/block_schemas/filter", {"block_schemas": {"block_type_id": {"any_": [types["skyward-pool"]["id"]]}}}
+    )
+    form = schemas[0]["fields"]["properties"]
+    assert set(form) == set(blocks.SkywardPool.model_fields)
+    assert form["accelerator"]["description"].startswith("The accelerators of one machine")
+    credentials = blocks.SkywardAWSCredentials(access_key_id="AKIA-of-test", secret_access_key=SECRET)
+    credentials.save("team", overwrite=True)
+    blocks.SkywardPool(credentials=credentials, accelerator="A100").save("cloud", overwrite=True)
+    blocks.SkywardPool(provider="local", provider_options={"price_per_hour": 1.0}, nodes=2).save("gpu", overwrite=True)
+
+    rented = SkywardTaskRunner.from_block("cloud")
+    assert rented.spec.providers[0].secret_access_key.get_secret_value() == SECRET
+    texts = [cloudpickle.dumps(rented), pickle.dumps(rented.duplicate()), rented.spec.model_dump_json().encode()]
+    assert not any(SECRET.encode() in text for text in texts)
+    assert pickle.loads(texts[0]).spec.providers[0].secret_access_key.get_secret_value() == SECRET
+    assert SECRET not in database_text(tmp_path_factory)
+
+    @flow(task_runner=SkywardTaskRunner.from_block("gpu"))
+    def doubled() -> list[int]:
+        return add.map([1, 2, 3], [1, 2, 3]).result()
+
+    assert doubled() == [2, 4, 6]
+    with pytest.raises(sky.BadRequest, match="there is no SkywardPool block 'no-such'"):
+        SkywardTaskRunner.from_block("no-such")
+    assert form["nodes"]["default"] == 1

@@ -5,25 +5,28 @@ One flow run holds one pool for the whole file: a test hands it a function, whic
 
 import asyncio
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import pytest
 
 pytest.importorskip("prefect")
 from tests.integrations import prefect_server  # isort: skip
-from tests.integrations.prefect_server import InFlow, asked, wait_for  # isort: skip
+from tests.integrations.prefect_server import InFlow, asked, is_alive, logs, wait_for  # isort: skip
 
-from prefect import allow_failure, flow, tags, task, unmapped  # isort: skip
+from prefect import allow_failure, flow, get_run_logger, tags, task, unmapped  # isort: skip
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
-from prefect.context import FlowRunContext
-from prefect.exceptions import MappingLengthMismatch, MappingMissingIterable, UnfinishedRun
+from prefect.exceptions import MappingLengthMismatch, MappingMissingIterable, ObjectNotFound, UnfinishedRun
 from prefect.futures import PrefectFuture, as_completed, wait
+from prefect.runtime import flow_run as current_run
 from prefect.states import Completed, State
 from prefect.tasks import task_input_hash
 from prefect.transactions import transaction
@@ -33,7 +36,7 @@ import skyward_core as sky
 from prefect_skyward import SkywardTaskRunner
 
 pytestmark = [
-    pytest.mark.filterwarnings("default"),  # Prefect's own warnings are not our faults
+    pytest.mark.filterwarnings("default")  # Prefect's own warnings are not our faults
 ]
 SLOTS = 4
 
@@ -66,19 +69,8 @@ def add(a: Any, b: Any = 0) -> Any:
 
 
 @task(cache_policy=NO_CACHE)
-async def add_async(a: int, b: int = 0) -> int:
-    await asyncio.sleep(0)
-    return a + b
-
-
-@task(cache_policy=NO_CACHE)
 def fail(message: str = "on purpose") -> None:
     raise ValueError(message)
-
-
-@task(cache_policy=NO_CACHE)
-async def fail_async() -> None:
-    raise ValueError("on purpose")
 
 
 @task(cache_policy=NO_CACHE)
@@ -113,38 +105,48 @@ def wait_for_file(path: Path) -> str:
     return "done"
 
 
-# ── submit ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_submit_returns_a_future_at_once_or_the_final_state(in_flow: InFlow, tmp_path: Path) -> None:
+    """The future has the id of a task run, and its result."""
 
-
-def test_submit_returns_a_future_with_the_id_of_a_task_run_and_its_result(in_flow: InFlow) -> None:
-    def body() -> tuple[PrefectFuture[Any], Any]:
-        future = add.submit(1, b=2)
-        return future, future.result()
-
-    future, result = in_flow(body)
-    assert (result, future.state.type.value) == (3, "COMPLETED")
-    (run,) = wait_for(lambda: asked("/task_runs/filter", {"task_runs": {"id": {"any_": [str(future.task_run_id)]}}}))
-    assert run["name"].startswith("add-")
-
-
-def test_submit_does_not_wait_for_the_task(in_flow: InFlow, tmp_path: Path) -> None:
-    def body() -> tuple[bool, str]:
+    def body() -> tuple[PrefectFuture[Any], bool, Any, State[Any]]:
         future = wait_for_file.submit(tmp_path / "go")
         is_final = future.state.is_final()
         (tmp_path / "go").touch()
-        return is_final, future.result()
+        return future, is_final, future.result(), add.submit(1, b=2, return_state=True)
 
-    assert in_flow(body) == (False, "done")
-
-
-def test_asynchronous_tasks_can_be_submitted_and_mapped(in_flow: InFlow) -> None:
-    assert in_flow(lambda: (add_async.submit(1, 2).result(), add_async.map([1, 2], [3, 4]).result())) == (3, [4, 6])
-
-
-def test_return_state_gives_the_final_state(in_flow: InFlow) -> None:
-    state = in_flow(lambda: add.submit(1, 2, return_state=True))
-    assert isinstance(state, State)
+    future, is_final, result, state = in_flow(body)
+    assert (is_final, result, future.state.type.value) == (False, "done", "COMPLETED")
     assert (state.is_completed(), state.result()) == (True, 3)
+    (run,) = wait_for(lambda: asked("/task_runs/filter", {"task_runs": {"id": {"any_": [str(future.task_run_id)]}}}))
+    assert run["name"].startswith("wait_for_file-")
+
+
+@task
+def where() -> tuple[int, bool, int | None, bool]:
+    info, pid = sky.instance_info(), os.getpid()
+    has_prefect = "prefect" in sys.modules
+    from prefect.context import FlowRunContext  # this node has Prefect, because it is this machine
+
+    return pid, has_prefect, info.node if info else None, FlowRunContext.get() is None
+
+
+@task
+def squares(n: int) -> Iterator[int]:
+    for i in range(n):
+        yield i * i
+
+
+@task
+async def slow_squares(n: int) -> Any:
+    for i in range(n):
+        yield i * i
+
+
+def test_each_kind_of_function_runs_on_a_node_without_prefect(in_flow: InFlow) -> None:
+    """The engine is in the flow's process. The items of a generator come as a list."""
+    pid, has_prefect, node, has_no_context = in_flow(lambda: where.submit().result())
+    assert (pid != os.getpid(), has_prefect, node, has_no_context) == (True, False, 0, True)
+    assert in_flow(lambda: (squares.submit(4).result(), slow_squares.submit(3).result())) == ([0, 1, 4, 9], [0, 1, 4])
 
 
 @pytest.mark.parametrize("one", [meet, meet_async], ids=["sync", "async"])
@@ -155,12 +157,7 @@ def test_tasks_run_at_the_same_time(in_flow: InFlow, tmp_path: Path, one: Any) -
     assert found == [SLOTS] * SLOTS
 
 
-def test_tasks_run_in_other_processes(in_flow: InFlow) -> None:
-    @task(cache_policy=NO_CACHE)
-    def pid() -> int:
-        return os.getpid()
-
-    assert os.getpid() not in in_flow(lambda: [future.result() for future in (pid.submit(), pid.submit())])
+# ── what travels ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_values_that_only_cloudpickle_can_carry_go_both_ways(in_flow: InFlow) -> None:
@@ -169,19 +166,75 @@ def test_values_that_only_cloudpickle_can_carry_go_both_ways(in_flow: InFlow) ->
     assert returned(2) == 6
 
 
+@dataclass(frozen=True)
+class Point:
+    x: int
+    y: int
+
+
+OFFSET = Point(10, 20)
+
+
+def shifted(point: Point) -> Point:
+    return Point(point.x + OFFSET.x, point.y + OFFSET.y)
+
+
+@task
+def shift(point: Point) -> Point:
+    return shifted(point)
+
+
+@task
+def shift_twice(point: Point) -> Point:
+    get_run_logger().warning("shifting %s twice", point)
+    return shift.fn(shift(point))
+
+
+class Scale:
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    @task
+    def of(self, x: int) -> int:
+        return self.factor * x
+
+
+@task
+@sky.compute
+def halved(x: float) -> float:
+    return x / 2
+
+
+def test_objects_that_the_function_uses_travel_too(in_flow: InFlow) -> None:
+    def travel() -> tuple[Any, ...]:
+        moved = shift_twice.submit(Point(1, 2)).result()
+        return current_run.id, moved, Scale(3).of.submit(5).result(), halved.submit(3.0).result()
+
+    flow_run_id, moved, *numbers = in_flow(travel)
+    assert (moved, numbers) == (Point(21, 42), [15, 1.5])
+    assert type(moved) is Point
+    wait_for(
+        lambda: [
+            record
+            for record in logs(UUID(flow_run_id))
+            if (record["level"], record["message"]) == (30, "[node 0] shifting Point(x=1, y=2) twice")
+        ]
+    )
+
+
 # ── inputs ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_futures_among_the_inputs_are_resolved_also_within_collections(in_flow: InFlow) -> None:
+def test_inputs(in_flow: InFlow) -> None:
+    """Futures are resolved, also within collections and as the list that is mapped; a quoted input is passed as it is."""
+
     def body() -> Any:
         one, two = add.submit(1), add.submit(2)
-        return identity.submit({"list": [one, {"two": two}], "tuple": (one,)}).result()
+        nested = identity.submit({"list": [one, {"two": two}], "tuple": (one,)}).result()
+        mapped = add.map(identity.submit([1, 2, 3]), 10).result()
+        return nested, mapped, identity.submit(quote([1, 2])).result()
 
-    assert in_flow(body) == {"list": [1, {"two": 2}], "tuple": (1,)}
-
-
-def test_a_quoted_input_is_passed_as_it_is(in_flow: InFlow) -> None:
-    assert in_flow(lambda: identity.submit(quote([1, 2])).result()) == [1, 2]
+    assert in_flow(body) == ({"list": [1, {"two": 2}], "tuple": (1,)}, [11, 12, 13], [1, 2])
 
 
 def test_wait_for_orders_tasks_without_data(in_flow: InFlow, tmp_path: Path) -> None:
@@ -224,19 +277,17 @@ def test_map_repeats_constants_and_refuses_what_cannot_be_mapped(in_flow: InFlow
     assert all(isinstance(one, TypeError) for one in in_flow(body))
 
 
-def test_map_over_a_future_of_a_list(in_flow: InFlow) -> None:
-    assert in_flow(lambda: add.map(identity.submit([1, 2, 3]), 10).result()) == [11, 12, 13]
-
-
 # ── ends ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("one", [fail, fail_async], ids=["sync", "async"])
-def test_an_exception_of_the_task_is_the_failure_of_its_run(in_flow: InFlow, one: Any) -> None:
+def test_an_exception_of_the_task_is_the_failure_of_its_run(in_flow: InFlow) -> None:
+    """It arrives as itself; its cause is the traceback on the node."""
+
     def body() -> State[Any]:
-        future = one.submit()
-        with pytest.raises(ValueError, match="on purpose"):
+        future = fail.submit()
+        with pytest.raises(ValueError, match="on purpose") as caught:
             future.result()
+        assert "in fail" in str(caught.value.__cause__)
         assert isinstance(future.result(raise_on_failure=False), ValueError)
         return future.state
 
@@ -265,81 +316,191 @@ def test_a_task_may_return_a_state(in_flow: InFlow) -> None:
     assert (state.name, state.is_completed()) == ("Fine", True)
 
 
-def test_wait_and_as_completed_work_with_our_futures(in_flow: InFlow, tmp_path: Path) -> None:
-    def body() -> tuple[list[int], int, int]:
-        slow = wait_for_file.submit(tmp_path / "go")
-        quick = add.map([1, 2, 3])
+def test_wait_as_completed_timeouts_and_callbacks_work_with_our_futures(in_flow: InFlow, tmp_path: Path) -> None:
+    def body() -> tuple[list[int], int, int, bool]:
+        seen = threading.Event()
+        slow, quick = wait_for_file.submit(tmp_path / "go"), add.map([1, 2, 3])
+        slow.add_done_callback(lambda done: seen.set() if done is slow else None)
         ended = [future.result() for future in as_completed(list(quick), timeout=60)]
         done, pending = wait([*quick, slow], timeout=0.1)
+        with pytest.raises((TimeoutError, UnfinishedRun)):
+            slow.result(timeout=0.1)
         (tmp_path / "go").touch()
         slow.wait()
-        return sorted(ended), len(done), len(pending)
+        return sorted(ended), len(done), len(pending), seen.wait(60)
 
-    assert in_flow(body) == ([1, 2, 3], 3, 1)
-
-
-def test_a_result_that_is_not_there_in_time_is_a_timeout(in_flow: InFlow, tmp_path: Path) -> None:
-    def body() -> str:
-        future = wait_for_file.submit(tmp_path / "go")
-        with pytest.raises((TimeoutError, UnfinishedRun)):
-            future.result(timeout=0.1)
-        (tmp_path / "go").touch()
-        return future.result()
-
-    assert in_flow(body) == "done"
+    assert in_flow(body) == ([1, 2, 3], 3, 1, True)
 
 
-def test_done_callbacks_get_the_future(in_flow: InFlow) -> None:
-    def body() -> bool:
-        seen = threading.Event()
-        future = add.submit(1)
-        future.add_done_callback(lambda done: seen.set() if done is future else None)
-        return seen.wait(60)
+@task(retries=2, cache_policy=NO_CACHE)
+def third_time_lucky(path: Path, how: str) -> int:
+    attempts = int(path.read_text()) + 1 if path.exists() else 1
+    path.write_text(str(attempts))
+    if attempts == 1:
+        if how == "crash":
+            os._exit(3)
+        raise ValueError("not yet")
+    return attempts
 
-    assert in_flow(body)
+
+def runs_of(client: Any, task_run_id: UUID) -> int:
+    """How often a task run has begun, by the server, which gets task runs as events, with a delay."""
+    try:
+        return client.read_task_run(task_run_id).run_count
+    except ObjectNotFound:
+        return 0
+
+
+def test_retries_are_new_calls(in_flow: InFlow, tmp_path: Path) -> None:
+    """Prefect's retries run the function again, after its own exception and after the death of its process."""
+
+    def stubborn() -> list[int]:
+        futures = [third_time_lucky.submit(tmp_path / how, how) for how in ("raise", "crash")]
+        values = [future.result() for future in futures]
+        with get_client(sync_client=True) as client:
+            wait_for(lambda: [runs_of(client, future.task_run_id) for future in futures] == [2, 2])
+        return values
+
+    assert in_flow(stubborn) == [2, 2]
+
+
+class Busy(Exception):
+    """Cannot be rebuilt by pickle's default."""
+
+    def __init__(self, code: int, wait: str) -> None:
+        super().__init__(f"busy {code}")
+        self.wait = wait
+
+
+def only_if_it_passes(_task: Any, _run: Any, state: Any) -> bool:
+    return isinstance(state.data, Busy) and state.data.wait == "a moment"
+
+
+@task(retries=3, retry_condition_fn=only_if_it_passes, cache_policy=NO_CACHE)
+def busy(path: Path) -> None:
+    attempts = int(path.read_text()) + 1 if path.exists() else 1
+    path.write_text(str(attempts))
+    raise Busy(503, "a moment" if attempts < 3 else "for ever")
+
+
+def test_a_retry_condition_sees_the_function_s_own_exception(in_flow: InFlow, tmp_path: Path) -> None:
+    with pytest.raises(Busy) as caught:
+        in_flow(lambda: busy.submit(tmp_path / "n").result())
+    assert caught.value.wait == "for ever"
+    assert (tmp_path / "n").read_text() == "3"
+
+
+def far_tensor(folder: Path, name: str) -> Any:
+    """Note the run; return an object of a library that this process does not have."""
+    import types
+
+    (folder / f"{name}-{time.monotonic_ns()}").touch()
+    module = sys.modules["far_library"] = types.ModuleType("far_library")
+    module.__file__ = "/opt/python/site-packages/far_library.py"
+    exec("class Tensor: pass", vars(module))
+    return module.Tensor()
+
+
+async def always(_task: Any, _run: Any, _state: Any) -> bool:
+    return True
+
+
+@task(retries=2, cache_policy=NO_CACHE)
+def plain_weights(folder: Path) -> Any:
+    return far_tensor(folder, "plain")
+
+
+@task(retries=2, retry_condition_fn=always, cache_policy=NO_CACHE)
+async def async_weights(folder: Path) -> Any:
+    return far_tensor(folder, "async")
+
+
+def test_work_is_not_repeated_if_its_result_cannot_be_loaded_here(in_flow: InFlow, tmp_path: Path) -> None:
+    """The function has succeeded and is paid for; another try would fail here again."""
+
+    def weighing() -> UUID:
+        for future in [each.submit(tmp_path) for each in (plain_weights, async_weights)]:
+            with pytest.raises(sky.ResultNotLoaded, match="the call succeeded on node 0") as caught:
+                future.result()
+            assert caught.value.missing == "far_library"
+        return UUID(current_run.id)
+
+    flow_run_id = in_flow(weighing)
+    assert sorted(path.name.partition("-")[0] for path in tmp_path.iterdir()) == ["async", "plain"]
+    wait_for(
+        lambda: len([r for r in logs(flow_run_id) if r["level"] == 40 and "is not tried again" in r["message"]]) == 2
+    )
+
+
+@task(timeout_seconds=4, cache_policy=NO_CACHE)  # the time in which it has to begin
+def sleeper(path: Path) -> None:
+    path.write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+@task(timeout_seconds=4, cache_policy=NO_CACHE)  # the time in which it has to begin
+async def async_sleeper(path: Path) -> None:
+    path.write_text(str(os.getpid()))  # noqa: ASYNC240
+    await asyncio.sleep(600)
+
+
+def test_a_timeout_stops_the_work_on_the_node(in_flow: InFlow, tmp_path: Path) -> None:
+    def impatient() -> int:
+        for sleep in (sleeper, async_sleeper):
+            path = tmp_path / sleep.name
+            future = sleep.submit(path)
+            future.wait()
+            assert future.state.name == "TimedOut"
+            wait_for(lambda path=path: not is_alive(int(path.read_text())))
+        return add.submit(1, 1).result()
+
+    assert in_flow(impatient) == 2
 
 
 # ── what the engine does ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_hooks_run_in_the_flow_s_process(in_flow: InFlow) -> None:
+def test_hooks_and_rollbacks_run_in_the_flow_s_process(in_flow: InFlow) -> None:
     ran: list[tuple[str, int]] = []
 
     def note(one: Any, run: Any, state: Any) -> None:
         ran.append((state.name, os.getpid()))
 
     good, bad = add.with_options(on_completion=[note]), fail.with_options(on_failure=[note])
-    in_flow(lambda: (good.submit(1).wait(), bad.submit().wait()))
-    assert sorted(ran) == [("Completed", os.getpid()), ("Failed", os.getpid())]
-
-
-def test_a_cached_result_is_not_computed_again(in_flow: InFlow, tmp_path: Path) -> None:
-    @task(cache_key_fn=task_input_hash, cache_expiration=timedelta(minutes=5), persist_result=True)
-    def count(path: Path) -> int:
-        path.write_text(path.read_text() + "x" if path.exists() else "x")
-        return len(path.read_text())
-
-    def body() -> tuple[Any, ...]:
-        first, second = count.submit(tmp_path / "n"), None
-        first.wait()
-        second = count.submit(tmp_path / "n")
-        return first.result(), second.result(), second.state.name
-
-    assert in_flow(body) == (1, 1, "Cached")
-
-
-def test_a_transaction_that_fails_rolls_its_tasks_back(in_flow: InFlow) -> None:
-    rolled: list[int] = []
     staged = add.with_options(cache_policy=NO_CACHE)
-    staged.on_rollback(lambda _: rolled.append(os.getpid()))
+    staged.on_rollback(lambda _: ran.append(("rolled back", os.getpid())))
 
     def body() -> None:
+        good.submit(1).wait()
+        bad.submit().wait()
         with pytest.raises(LookupError), transaction():
             staged.submit(1).result()
             raise LookupError
 
     in_flow(body)
-    assert rolled == [os.getpid()]
+    assert ran == [(name, os.getpid()) for name in ("Completed", "Failed", "rolled back")]
+
+
+@task(cache_key_fn=task_input_hash, cache_expiration=timedelta(minutes=5), persist_result=True)
+def counted(path: Path) -> int:
+    path.write_text(path.read_text() + "x" if path.exists() else "x")
+    return len(path.read_text())
+
+
+def test_a_cached_result_is_not_computed_again(in_flow: InFlow, tmp_path: Path) -> None:
+    """The key contains the user's code: another function of the same name is another entry."""
+
+    def renamed(path: Path) -> int:
+        return -counted.fn(path)
+
+    renamed.__name__ = renamed.__qualname__ = counted.fn.__qualname__
+    other = task(renamed, cache_key_fn=task_input_hash, cache_expiration=timedelta(minutes=5), persist_result=True)
+
+    def body() -> list[Any]:
+        values = [one.submit(tmp_path / "n").result() for one in (counted, counted, other)]
+        return [*values, counted.submit(tmp_path / "n", return_state=True).name]
+
+    assert in_flow(body) == [1, 1, -2, "Cached"]
 
 
 def test_tags_of_the_flow_s_body_are_those_of_the_task_run(in_flow: InFlow) -> None:
@@ -355,10 +516,7 @@ def test_tags_of_the_flow_s_body_are_those_of_the_task_run(in_flow: InFlow) -> N
 
 
 def test_a_limit_of_a_tag_lets_one_task_run_at_a_time(in_flow: InFlow, tmp_path: Path) -> None:
-    """The engine takes the slot in the flow's process, before the function travels.
-
-    Sleeps: without the limit the second task would run meanwhile.
-    """
+    """Sleeps: without the limit the second task would run meanwhile."""
 
     @task(tags=["one at a time"], cache_policy=NO_CACHE)
     def alone(folder: Path, name: str) -> int:
@@ -371,17 +529,6 @@ def test_a_limit_of_a_tag_lets_one_task_run_at_a_time(in_flow: InFlow, tmp_path:
     with get_client(sync_client=True) as client:
         client.create_concurrency_limit(tag="one at a time", concurrency_limit=1)
     assert in_flow(lambda: alone.map(unmapped(tmp_path), ["a", "b"]).result()) == [1, 1]
-
-
-def test_retries_with_a_condition_and_a_delay(in_flow: InFlow, tmp_path: Path) -> None:
-    @task(retries=2, retry_delay_seconds=[0, 0], retry_condition_fn=lambda *_: True, cache_policy=NO_CACHE)
-    def third_time(path: Path) -> int:
-        path.write_text(path.read_text() + "x" if path.exists() else "x")
-        if len(path.read_text()) < 3:
-            raise ValueError("not yet")
-        return len(path.read_text())
-
-    assert in_flow(lambda: third_time.submit(tmp_path / "n").result()) == 3
 
 
 def test_a_subflow_runs_its_tasks_on_the_pool_around_it_and_its_failure_ends_nothing_else(in_flow: InFlow) -> None:
@@ -399,17 +546,44 @@ def test_a_subflow_runs_its_tasks_on_the_pool_around_it_and_its_failure_ends_not
     assert in_flow(body) == ([2, 3], True, 2)
 
 
-def test_a_task_sees_no_context_of_prefect_on_its_node(in_flow: InFlow) -> None:
-    """It cannot: the engine is in the flow's process. `sky.instance_info` says where the call runs."""
+@task
+def log_all() -> None:
+    import logging
 
-    @task(cache_policy=NO_CACHE)
-    def look() -> tuple[bool, bool]:
-        from prefect.context import FlowRunContext  # this node has Prefect, because it is this machine
+    log = logging.getLogger("mine")
+    log.warning("careful")
+    try:
+        raise ValueError("boom")
+    except ValueError:
+        log.exception("it failed")
+    get_run_logger().error("by the run's logger")
+    get_run_logger().debug("not kept: the run's level is INFO")
+    print("only printed")
 
-        return sky.instance_info() is not None, FlowRunContext.get() is None
 
-    assert in_flow(lambda: look.submit().result()) == (True, True)
-    assert in_flow(lambda: FlowRunContext.get() is not None)
+def test_log_records_of_a_node_keep_their_level_and_their_traceback(in_flow: InFlow) -> None:
+    def talk() -> tuple[UUID, str]:
+        future = log_all.submit()
+        future.result()
+        return UUID(current_run.id), str(future.task_run_id)
+
+    flow_run_id, task_run_id = in_flow(talk)
+
+    def from_the_node() -> list[tuple[int, str]]:
+        return [
+            (record["level"], record["message"])
+            for record in logs(flow_run_id)
+            if record["task_run_id"] == task_run_id and record["message"].startswith("[node 0] ")
+        ]
+
+    found = wait_for(lambda: found if len(found := from_the_node()) >= 4 else None)
+    assert sorted(found)[0] == (20, "[node 0] only printed")
+    assert (30, "[node 0] careful") in found
+    assert (40, "[node 0] by the run's logger") in found
+    (failure,) = [message for level, message in found if level == 40 and "it failed" in message]
+    assert "\nTraceback (most recent call last):\n" in failure
+    assert failure.endswith("ValueError: boom")
+    assert len(found) == 4
 
 
 def test_one_pool_has_run_them_all(in_flow: InFlow, pools: list[sky.PoolReady]) -> None:

@@ -1,16 +1,13 @@
 """The pools of a flow run, on pools that rent nothing: what happens between the threads, without a server."""
 
 import asyncio
-import contextlib
 import contextvars
 import logging
-import os
-import sys
 import threading
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
@@ -18,16 +15,17 @@ from uuid import UUID
 import pytest
 
 pytest.importorskip("prefect")
+import pickle
+
 from prefect.context import TaskRunContext
-from prefect.logging.handlers import PrefectConsoleHandler
-from prefect.states import Cancelling, Running
 
 import skyward_core as sky
-from prefect_skyward import cancellation, on_skyward, ui
-from prefect_skyward.cancellation import Cancellation
+from prefect_skyward import SkywardTaskRunner, on_skyward, ui
 from prefect_skyward.flow_pools import FlowPools
 from prefect_skyward.money import MoneyEnd
 from prefect_skyward.remote_call import state_of
+from prefect_skyward.report import run_report
+from prefect_skyward.report.run_report import RunReport
 from prefect_skyward.run_calls import RunCalls, facts_of
 from prefect_skyward.ui import RunLog
 
@@ -79,19 +77,6 @@ def pools(rented: list[Pool]) -> Iterator[FlowPools]:
     assert all(pool.ends == 1 for pool in rented)
 
 
-def test_a_pool_that_was_long_in_opening_is_not_idle_when_it_is_open(
-    pools: FlowPools, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate = threading.Event()
-    monkeypatch.setattr(Pool, "open", lambda _pool: gate.wait(60))
-    life = pools.request(SPEC)
-    life.idle_since -= 1000
-    gate.set()
-    life.opened.result(60)
-    pools.end_idle()
-    assert pools.request(SPEC) is life
-
-
 def test_a_flow_that_ends_while_an_idle_end_begins_ends_its_pools(
     pools: FlowPools, rented: list[Pool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,32 +93,9 @@ def test_a_flow_that_ends_while_an_idle_end_begins_ends_its_pools(
     assert [pool.ends for pool in rented] == [1]
 
 
-def test_an_opening_whose_thread_cannot_start_does_not_hold_up_the_end(
-    pools: FlowPools, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def start(_self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", start)
-        with pytest.raises(RuntimeError, match="start new thread"):
-            pools.request(SPEC)
-    assert pools.request(SPEC).opened.result(60)
-
-
 @on_skyward()
 def plain() -> int:
     return 1
-
-
-@on_skyward()
-async def coroutine() -> int:
-    return 1
-
-
-@on_skyward()
-def items() -> Iterator[int]:
-    yield 1
 
 
 @on_skyward()
@@ -147,8 +109,6 @@ async def _drain(values: AsyncIterator[int]) -> list[int]:
 
 DIRECT_CALLS = [
     lambda: plain(),
-    lambda: asyncio.run(coroutine()),
-    lambda: list(items()),
     lambda: asyncio.run(_drain(asynchronous_items())),
 ]
 
@@ -214,93 +174,8 @@ def test_money_that_is_used_up_names_its_pool_and_its_limit(rented: list[Pool]) 
     assert report.ends == [(1, rented[0].id)]
 
 
-def test_a_subflow_ends_with_the_flow_run_around_it_and_an_api_that_does_not_answer_cancels_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Nor does another state; the next answer is read."""
-    inner, outer, between = UUID(int=1), UUID(int=2), UUID(int=3)
-    answers: list[Any] = [ConnectionError("503"), [Running(), Running()], [Running(), Cancelling()]]
-    asked: list[set[UUID]] = []
-    acted = threading.Event()
-    final: list[Any] = []
-
-    class Client:
-        def read_flow_run(self, run: UUID) -> Any:
-            return SimpleNamespace(id=run, state=Running(), parent_task_run_id=between if run == inner else None)
-
-        def read_task_run(self, run: UUID) -> Any:
-            assert run == between
-            return SimpleNamespace(flow_run_id=outer)
-
-        def read_flow_runs(self, *, flow_run_filter: Any) -> Any:
-            asked.append(set(flow_run_filter.id.any_))
-            answer = answers[min(len(asked), len(answers)) - 1]
-            if isinstance(answer, Exception):
-                raise answer
-            return [SimpleNamespace(state=state) for state in answer]
-
-        def set_flow_run_state(self, run: UUID, state: Any, force: bool) -> None:
-            final.append((run, state.name, force))
-
-    class Context:
-        client = Client()
-
-        def __enter__(self) -> Any:
-            return self
-
-        def __exit__(self, *_: object) -> None:
-            """Close nothing."""
-
-    monkeypatch.setattr(cancellation, "ASK_SECONDS", 0.01)
-    monkeypatch.setattr(cancellation, "SyncClientContext", SimpleNamespace(get_or_create=Context))
-    watch = Cancellation(inner, RunLog.of_flow(), acted.set)
-    assert acted.wait(60)
-    assert asked == [{inner, outer}] * 3
-    watch.settle()
-    assert final == [(inner, "Cancelled", True)]
-
-
-def test_a_console_whose_reader_was_killed_ends_no_thread_of_ours(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The reader of a flow's output is its worker. At the first line after that rich raises SystemExit: a thread that
-    watches the flow run would end, and the flow run could not be cancelled.
-    """
-    reader, writer = os.pipe()
-    os.close(reader)
-    output = (tmp_path / "output").open("w")
-    monkeypatch.setattr(sys, "stdout", output)  # rich directs it to /dev/null
-    broken = os.fdopen(writer, "w")
-    logger = logging.Logger("a flow run")
-    recorded: list[str] = []
-    logger.addHandler(Recorder(recorded))
-    logger.addHandler(PrefectConsoleHandler(stream=broken))
-    log = RunLog(logger, contextvars.copy_context())
-    try:
-        log.say(logging.INFO, "one")
-        log.say(logging.INFO, "two")
-    finally:
-        output.close()
-        with contextlib.suppress(BrokenPipeError):
-            broken.close()
-    assert recorded == ["one", "two"]
-
-
-class Recorder(logging.Handler):
-    """Stands for the handler that sends records to Prefect's API."""
-
-    def __init__(self, texts: list[str]) -> None:
-        super().__init__()
-        self.texts = texts
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
-def test_a_line_that_comes_after_the_result_of_its_call_is_in_the_log_of_its_task_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Events have their own thread; a call is forgotten after many others have ended."""
+def test_a_line_is_in_the_log_of_its_task_run_however_early_or_late_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node may be faster than `submit`, and events have their own thread. A line of no call is the flow run's."""
 
     class Log(RunLog):
         def say_line(self, line: sky.LogLine) -> None:
@@ -309,17 +184,64 @@ def test_a_line_that_comes_after_the_result_of_its_call_is_in_the_log_of_its_tas
     said: list[tuple[str, str]] = []
     flow, task = (Log(logging.getLogger(name), contextvars.copy_context()) for name in ("flow", "task"))
     monkeypatch.setattr(RunLog, "of_task", lambda: task)
-    monkeypatch.setattr(ui, "MOST_ENDED", 1)
-    run_logs = ui.RunLogs(flow)
+    run_logs, future = ui.RunLogs(flow), Future[Any]()
+    future.call_id = "call-1"  # type: ignore[attr-defined]
 
-    def ended(call_id: str) -> Any:
-        future: Any = Future()
-        future.call_id = call_id
-        run_logs.follow_all(lambda: [future])
-        future.set_result(None)
+    def submit() -> list[Any]:
+        for call_id in ("call-1", "call-2", None):
+            run_logs(sky.LogLine(0, "local-0", f"early line of {call_id}", 0.0, call_id))
+        return [future]
 
-    for call_id in ("call-1", "call-2"):
-        ended(call_id)
-        run_logs(sky.LogLine(0, "local-0", "late", 0.0, call_id))
-    run_logs(sky.LogLine(0, "local-0", "very late", 0.0, "call-1"))
-    assert said == [("task", "late"), ("task", "late"), ("flow", "very late")]
+    run_logs.follow_all(submit)
+    run_logs(sky.LogLine(0, "local-0", "a line", 0.0, "call-1"))
+    future.set_result(None)
+    run_logs(sky.LogLine(0, "local-0", "a late line", 0.0, "call-1"))
+    own = [("task", "early line of call-1"), ("task", "a line"), ("task", "a late line")]
+    assert [one for one in said if one[0] == "task"] == own
+    assert {line for name, line in said if name == "flow"} == {"early line of call-2", "early line of None"}
+
+
+def test_a_started_runner_can_be_compared_and_pickled() -> None:
+    """Threads and pool of a runner do not travel with it, and do not count when it is compared."""
+    with SkywardTaskRunner(nodes=2).duplicate() as live:
+        assert live == SkywardTaskRunner(nodes=2)
+        assert pickle.loads(pickle.dumps(live)) == live
+
+
+def provisioned() -> sky.InstanceProvisioned:
+    return sky.InstanceProvisioned("i-0", 0, spot=False, provider="aws", instance_type="p4d", price_on_demand=3.6)
+
+
+def test_a_page_is_written_at_once_at_a_change_of_the_pool_and_else_every_15_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many costs and reports come. Here the 15 seconds do not pass."""
+    written: list[str] = []
+
+    class Api:
+        def __init__(self, _: UUID) -> None:
+            """Nothing to keep."""
+
+        def write(self, key: str, *_: object, **__: object) -> None:
+            written.append(key)
+
+        def label(self, _: object) -> None:
+            written.append("labels")
+
+        def emit(self, *_: object) -> None:
+            """Events are few by the sieve."""
+
+    monkeypatch.setattr(run_report, "RunApi", Api)
+    assert run_report.WRITE_SECONDS == 15.0
+    report = RunReport(UUID(int=1), RunLog.of_flow(), sky.Work())
+    take = report.sink()
+    take(sky.InfraCreating("p-1"))
+    take(provisioned())
+    take(sky.PoolReady("p-1", 1, 1, 2.0))
+    for second in range(1000):
+        take(sky.CostUpdate(float(second), second / 1000, 3.6, 0, 1))
+    take(sky.CostFinal(1.0, 1000.0, 3.6, 0, 1, 0.0))
+    report.close()
+    counts = Counter(written)
+    assert counts["skyward-machines"] == 4, "at the request, when it is ready, with its bill, at the end"
+    assert counts["skyward-cost"] == counts["labels"] - 1 == 3

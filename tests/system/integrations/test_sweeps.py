@@ -18,68 +18,43 @@ import pytest
 import skyward_core as sky
 from tests.conftest import wait_until
 from tests.integrations import session_server
+from tests.integrations.airflow_host import ROOT, environ_of, new_database
 
-ROOT = Path(__file__).parents[3]
-BIN = Path(sys.executable).parent
 DAY_SECONDS = 86_400
-
-ORCHESTRATORS = {
-    "airflow": [str(BIN / "airflow"), "dags", "test", "skyward_sweep"],
+FAILURE = "some machines could not be listed or ended; the next sweep tries again"
+PYTHON = [sys.executable, "-c"]
+DAGSTER = "from dagster_definitions import defs; defs.resolve_job_def('skyward_sweep').execute_in_process(run_config={'ops': {'skyward_sweep_op': {'config': {'is_dry_run': True}}}})"
+SWEEP = {
+    "airflow": [sys.executable, "-m", "airflow", "dags", "test", "skyward_sweep"],
     "prefect": [sys.executable, "flows/sweep.py"],
-    "dagster": [
-        sys.executable,
-        "-m",
-        "dagster",
-        "job",
-        "execute",
-        "-f",
-        "flows/dagster_definitions.py",
-        "-j",
-        "skyward_sweep",
-    ],
+    "dagster": [*f"{sys.executable} -m dagster job execute -f flows/dagster_definitions.py -j skyward_sweep".split()],
 }
 DRY = {
-    "airflow": [*ORCHESTRATORS["airflow"], "-c", '{"dry_run": true}'],
-    "prefect": [
-        sys.executable,
-        "-c",
-        "import sys; sys.path.insert(0, 'flows'); import sweep; sweep.skyward_sweep(is_dry_run=True)",
-    ],
-    "dagster": [
-        sys.executable,
-        "-c",
-        "import sys; sys.path.insert(0, 'flows'); from dagster_definitions import defs\ndefs.resolve_job_def('skyward_sweep').execute_in_process(run_config={'ops': {'skyward_sweep_op': {'config': {'is_dry_run': True}}}})",
-    ],
+    "airflow": [*SWEEP["airflow"], "-c", '{"dry_run": true}'],
+    "prefect": [*PYTHON, "import sys; sys.path.insert(0, 'flows'); import sweep; sweep.skyward_sweep(is_dry_run=True)"],
+    "dagster": [*PYTHON, f"import sys; sys.path.insert(0, 'flows'); {DAGSTER}"],
 }
-
-ONE_AND_LONG = [pytest.param(name, marks=[] if name == "dagster" else [pytest.mark.nightly]) for name in ORCHESTRATORS]
+ONE_AND_LONG = [pytest.param(name, marks=[] if name == "dagster" else [pytest.mark.nightly]) for name in SWEEP]
 """Their servers take a minute of processor time; `make test` runs the sweep of one."""
 
-
-@pytest.fixture(scope="module")
-def environ(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Homes of all three and a ledger, separate from all others."""
-    home = tmp_path_factory.mktemp("sweeps")
-    (home / "dagster").mkdir()
-    environ = os.environ | {
-        "PREFECT_HOME": str(home / "prefect"),
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "AIRFLOW_HOME": str(home / "airflow"),
-        "AIRFLOW__CORE__DAGS_FOLDER": str(ROOT / "dags"),
-        "AIRFLOW__CORE__LOAD_EXAMPLES": "False",
-        "AIRFLOW__USAGE_DATA_COLLECTION__ENABLED": "False",
-        "DAGSTER_HOME": str(home / "dagster"),
-        "SKYWARD_LEDGER": f"sqlite:///{home / 'ledger.db'}",
-    }
-    run([str(BIN / "airflow"), "db", "migrate"], environ)
-    return environ
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture
-def server(orchestrator: str, environ: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Prefect's server, if the test needs it."""
+def environ(orchestrator: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A home of the orchestrator and a ledger, separate from all others."""
+    environ = environ_of(tmp_path) | {
+        "AIRFLOW__CORE__DAGS_FOLDER": str(ROOT / "dags"),
+        "PREFECT_HOME": str(tmp_path),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DAGSTER_HOME": str(tmp_path),
+        "SKYWARD_LEDGER": f"sqlite:///{tmp_path / 'ledger.db'}",
+    }
     if orchestrator == "prefect":
         environ["PREFECT_API_URL"] = session_server.address(tmp_path_factory)
+    if orchestrator == "airflow":
+        (tmp_path / "airflow.db").write_bytes(new_database(tmp_path_factory).read_bytes())
+    return environ
 
 
 @pytest.fixture
@@ -119,8 +94,6 @@ def run(command: list[str], environ: dict[str, str]) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.usefixtures("server")
 @pytest.mark.parametrize("orchestrator", ONE_AND_LONG)
 def test_a_forgotten_machine_ends(orchestrator: str, environ: dict[str, str], forgotten: sky.Instance) -> None:
     """A dry run names the machine and the reason, and leaves it; the sweep ends it and succeeds."""
@@ -128,7 +101,7 @@ def test_a_forgotten_machine_ends(orchestrator: str, environ: dict[str, str], fo
     assert code == 0, said
     assert forgotten.id in said
     assert sky.Local().instances(forgotten.pool_id) == [forgotten]
-    code, said = run(ORCHESTRATORS[orchestrator], environ)
+    code, said = run(SWEEP[orchestrator], environ)
     assert code == 0, said
     assert forgotten.id in said
     assert sky.Local().instances(forgotten.pool_id) == []
@@ -137,3 +110,32 @@ def test_a_forgotten_machine_ends(orchestrator: str, environ: dict[str, str], fo
             events = [json.loads(extra) for (extra,) in database.execute("SELECT extra FROM asset_event ORDER BY id")]
         assert [(one["is_dry_run"], one["machines"]) for one in events] == [(True, 1), (False, 1)]
         assert all(forgotten.id in one["found"][0] for one in events)
+
+
+BLIND = """
+import skyward_core as sky
+
+def blind(provider, pool_id=None):
+    raise ConnectionError("503 from the listing")
+
+sky.Local.instances = blind
+"""
+"""Simulates a provider that does not answer; imported by every Python process that has it on its path."""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("orchestrator", SWEEP)
+def test_a_sweep_fails_if_a_provider_does_not_answer(
+    orchestrator: str, environ: dict[str, str], forgotten: sky.Instance, tmp_path: Path
+) -> None:
+    """The run fails with its error, and none of its machines was ended. The sweep asks all providers of the settings."""
+    environ = {name: value for name, value in environ.items() if not name.startswith("DIGITALOCEAN")}
+    (tmp_path / "sitecustomize.py").write_text(BLIND)
+    path = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    settings = {"SKYWARD_PROVIDER": '["local", "digitalocean"]', "XDG_CONFIG_HOME": str(tmp_path), "PYTHONPATH": path}
+    code, said = run(SWEEP[orchestrator], environ | settings)
+    for words in (FAILURE, "503 from the listing", "DIGITALOCEAN_TOKEN"):  # there is no token
+        assert words in said
+    assert code != 0 or orchestrator == "airflow", said  # `airflow dags test` reports the state only as text
+    assert "state=failed" in said or "DagRunState.FAILED" in said or orchestrator != "airflow", said
+    assert sky.Local().instances(forgotten.pool_id) == [forgotten]

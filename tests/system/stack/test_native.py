@@ -66,9 +66,7 @@ def living(tmp_path: Path) -> list[int]:
 
 
 def test_ctrl_c_ends_every_process_of_every_service(tmp_path: Path) -> None:
-    """Services start in the order of their needs. A process that has left its service, and one that ignores the
-    signal to end, do not outlive the stack.
-    """
+    """Services start in the order of their needs."""
     orphan = 'setsid sh -c "trap \\"\\" TERM INT HUP; sleep 1000" & sleep 0.2; touch $PLACE/first; exec sleep 1000'
     services = {
         "last": shell(
@@ -99,12 +97,6 @@ def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path) -> None:
     assert process.returncode == 1
     assert f"error: port {port} is in use: set ONE_PORT to another one" in output
     assert not (tmp_path / "data/started").exists()
-
-
-def test_the_scripts_of_the_stack_are_valid() -> None:
-    """bash reads the script of a node without an error."""
-    done = subprocess.run(["bash", "-n", ROOT / "stack/node.sh"], check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_services_end_when_the_program_is_killed(tmp_path: Path) -> None:

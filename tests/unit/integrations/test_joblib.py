@@ -1,8 +1,10 @@
-"""What runs on a node for joblib, and the large arrays of its tasks, without a pool."""
+"""joblib without a pool: what runs on a node, the large arrays of its tasks, and the packages of an image."""
 
+import inspect
 import os
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from skyward_core.integrations.tasks import MOST_PROCESSORS, THREAD_VARIABLES, S
 
 LARGE = np.arange(SHARED_BYTES // 8, dtype=np.float64)
 MANY_SLOTS = Share(slots=10_000)
+OURS = f"scikit-learn=={version('scikit-learn')}"
 
 
 @pytest.fixture(autouse=True)
@@ -34,26 +37,17 @@ def facts(array: Any) -> tuple[float, bool]:
     return float(array.sum()), bool(array.flags.writeable)
 
 
-def test_an_array_of_many_tasks_is_sent_once(sent: list[Any]) -> None:
-    packer = TaskPacker(0)
-    for _ in range(3):
-        assert run(packer, (np.sum, (LARGE,)), (np.max, ([LARGE],))) == [LARGE.sum(), LARGE.max()]
-    assert [array.nbytes for array in sent] == [LARGE.nbytes]
-
-
-def test_views_of_the_same_values_are_sent_once(sent: list[Any]) -> None:
+def test_equal_arrays_of_many_tasks_are_sent_once(sent: list[Any]) -> None:
+    """Also views of the same values, but no array that takes the place of another."""
     packer, table = TaskPacker(0), np.vstack([LARGE, LARGE])
     for _ in range(3):
+        assert run(packer, (np.sum, (LARGE,)), (np.max, ([LARGE],))) == [LARGE.sum(), LARGE.max()]
         assert run(packer, (np.sum, (table[1],))) == [LARGE.sum()]
     assert run(packer, (np.sum, (table[0],))) == [LARGE.sum()]
-    assert len(sent) == 2
-
-
-def test_an_array_that_takes_the_place_of_another_is_sent(sent: list[Any]) -> None:
-    packer = TaskPacker(0)
+    assert len(sent) == 3
     for value in range(20):
         assert run(packer, (np.max, (np.full(SHARED_BYTES, value, dtype=np.uint8),))) == [value]
-    assert len(sent) == 20
+    assert len(sent) == 23
 
 
 @pytest.mark.parametrize(
@@ -76,14 +70,6 @@ def test_a_task_changes_its_own_copy_only() -> None:
     kept = LARGE.copy()
     assert run(TaskPacker(), (clear, (kept,))) == [0]
     assert kept.sum() == LARGE.sum()
-
-
-@pytest.mark.parametrize(
-    "array", [LARGE[:10], np.array(["x" * 1000] * SHARED_BYTES, dtype=object)], ids=["small", "of objects"]
-)
-def test_other_arrays_travel_with_their_task(array: Any, sent: list[Any]) -> None:
-    assert run(TaskPacker(0), (len, (array,))) == [len(array)]
-    assert [one for one in sent if isinstance(one, np.ndarray)] == []
 
 
 def grow(values: list[Any], buffer: Any) -> int:
@@ -154,3 +140,53 @@ def test_joblib_inside_a_task_stays_in_its_share() -> None:
         packed, arrays = TaskPacker().pack([(inner, (2,), {})])
         assert run_tasks(packed, arrays, share) == [expected]
     assert type(joblib.parallel.get_active_backend()[0]) is type(before)
+
+
+@pytest.mark.parametrize(
+    ("image", "keywords", "expected"),
+    [
+        (sky.Image(), {}, (OURS,)),
+        (sky.Image(pip=["numpy"]), {}, ("numpy", OURS)),
+        (sky.Image(pip=["Scikit_Learn>=1.5"]), {}, ("Scikit_Learn>=1.5",)),
+        (sky.Image(), {"sklearn_version": "1.6.1"}, ("scikit-learn==1.6.1",)),
+        (sky.Image(lock="numpy==2.0.0 --hash=sha256:" + 64 * "0"), {}, ()),
+    ],
+)
+def test_the_image_of_a_remote_pool_has_scikit_learn(
+    image: sky.Image, keywords: dict[str, Any], expected: tuple[str, ...]
+) -> None:
+    """In the version that was asked for, else as the image says, else in the version of this process."""
+    pool = sky.ScikitLearnPool(provider=sky.DigitalOcean(), image=image.model_copy(), **keywords)
+    assert pool.spec.image.pip == expected
+    assert pool.spec.image.lock == image.lock
+
+
+@pytest.mark.parametrize(
+    ("keywords", "expected"),
+    [
+        ({}, ()),
+        ({"joblib_version": "1.5.3"}, ("joblib==1.5.3",)),
+        ({"image": sky.Image(pip=["requests"])}, ("requests", f"joblib=={version('joblib')}")),
+    ],
+)
+def test_local_nodes_have_the_packages_of_this_process(keywords: dict[str, Any], expected: tuple[str, ...]) -> None:
+    """As long as the image is bare."""
+    assert sky.JoblibPool(provider=sky.Local(), **keywords).spec.image.pip == expected
+
+
+def test_a_version_in_two_places_is_refused() -> None:
+    with pytest.raises(sky.BadRequest, match=r"'joblib<2' already.*'1\.5\.3'"):
+        sky.JoblibPool(provider=sky.Local(), image=sky.Image(pip=["joblib<2"]), joblib_version="1.5.3")
+
+
+def test_other_fields_of_the_image_stay() -> None:
+    image = sky.Image(env={"A": "1"}, apt=["git"], preload=["sklearn.tree"], cache=True)
+    changed = sky.ScikitLearnPool(provider=sky.DigitalOcean(), image=image).spec.image
+    assert changed == image.model_copy(update={"pip": (OURS,)})
+
+
+@pytest.mark.parametrize(
+    ("kind", "own"), [(sky.JoblibPool, "joblib_version"), (sky.ScikitLearnPool, "sklearn_version")]
+)
+def test_the_parameters_are_those_of_a_pool_and_one_more(kind: type, own: str) -> None:
+    assert set(inspect.signature(kind).parameters) == {*inspect.signature(sky.ComputePool).parameters, own}

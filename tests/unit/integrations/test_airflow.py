@@ -1,0 +1,461 @@
+"""The Airflow provider without pools: its package, generations, deferred tasks whose pools misbehave, and a kill's order."""
+
+import importlib.util
+import io
+import json
+import logging
+import re
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jsonschema
+import pytest
+
+if (AIRFLOW := importlib.util.find_spec("airflow")) is None:
+    pytest.skip("Airflow is not installed", allow_module_level=True)
+
+import skyward_core as sky
+from airflow_provider_skyward import deferred_attempt, durable_attempt, get_provider_info, stop_order
+from airflow_provider_skyward.call_follower import LEASE_SECONDS, CallFollower
+from airflow_provider_skyward.deferred_attempt import DeferredAttempt
+from airflow_provider_skyward.generations import STATE_KEY, Generation, Phase, begun, may_adopt, pool_name_of
+from airflow_provider_skyward.task_attempt import Killed
+
+ROOT = Path(__file__).parents[3]
+PACKAGE = ROOT / "integrations/airflow_provider_skyward"
+WORK = sky.Work(system="airflow", workflow="d", run="r", task="t", attempt="1")
+
+
+# ── the package ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_provider_info_is_valid_by_airflows_schema() -> None:
+    """Airflow itself only logs a fault, and then leaves the provider, or a key that it does not know, out."""
+    assert AIRFLOW.submodule_search_locations
+    file = Path(next(iter(AIRFLOW.submodule_search_locations))) / "provider_info.schema.json"
+    schema = json.loads(file.read_text())
+    jsonschema.validate(get_provider_info(), schema)
+    assert set(get_provider_info()) <= set(schema["properties"])
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["name"] == get_provider_info()["package-name"]
+    assert {"Framework :: Apache Airflow", "Framework :: Apache Airflow :: Provider"} <= set(project["classifiers"])
+
+
+def test_each_name_of_the_provider_info_is_one_of_ours() -> None:
+    """The modules exist, and define the named classes; looks at the source, because an import takes seconds."""
+    info: dict[str, Any] = get_provider_info()
+    modules = [
+        module for kind in ("operators", "triggers", "hooks") for one in info[kind] for module in one["python-modules"]
+    ]
+    classes = [
+        *info["extra-links"],
+        *info["notifications"],
+        *(one["hook-class-name"] for one in info["connection-types"]),
+        *(one["class-name"] for one in info["task-decorators"]),
+    ]
+    for module in modules:
+        assert (PACKAGE.parent / f"{module.replace('.', '/')}.py").is_file()
+    for path in classes:
+        module, _, name = path.rpartition(".")
+        source = (PACKAGE.parent / f"{module.replace('.', '/')}.py").read_text()
+        assert re.search(rf"^(class|def) {name}\b", source, re.MULTILINE), path
+
+
+# ── generations ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_name_is_that_of_one_task_instance_in_all_tries() -> None:
+    """DAG, run, task and map index make the name; the try does not, and no text of a user breaks it."""
+    tries = {pool_name_of(sky.Work(workflow="d", run="r", task="t", attempt=str(number))) for number in (1, 2)}
+    others = {
+        pool_name_of(sky.Work(workflow="d", run="r", task="t", task_run="3")),
+        pool_name_of(sky.Work(workflow="d", run="r2", task="t")),
+        pool_name_of(sky.Work(workflow="d/r", run="", task="t")),
+        pool_name_of(sky.Work(workflow="é ü" * 100, run="r", task="t")),
+    }
+    assert len(tries | others) == 5
+    assert all(sky.PoolSpec.of(name=name).name == name for name in tries | others)
+
+
+def test_a_generation_survives_the_store_and_a_wrong_value_is_none() -> None:
+    """What is written is read again. A user may edit the store: a wrong value begins a new generation."""
+    generation = Generation(2, Phase.STARTED, "pool", "call", "sky-1", (3, 0))
+    stored = json.loads(json.dumps(generation.to_json()))
+    assert Generation.of(stored) == generation
+    wrong = [None, 7, {}, stored | {"phase": "x"}, stored | {"number": "x"}, stored | {"cursors": 1}]
+    assert [Generation.of(value) for value in wrong] == [None] * 6
+
+
+@pytest.mark.parametrize(("phase", "is_adopted"), list(zip(Phase, (False, True, True, False), strict=True)))
+def test_only_a_call_that_may_have_begun_is_adopted(phase: Phase, is_adopted: bool) -> None:
+    """A generation that has ended, that has rented only, or that is another task's is not adopted."""
+    first = begun(WORK, 1, name := pool_name_of(WORK))
+    before = Generation(1, phase, name, first.call_id, "sky-1", (0,))
+    assert may_adopt(before, WORK, name) is is_adopted
+    assert not may_adopt(before, WORK, "other")
+    assert not may_adopt(before, sky.Work(workflow="d", run="r", task="other"), name)
+    assert not may_adopt(Generation(1, phase, name, first.call_id), WORK, name)
+    assert begun(WORK, 2, name).call_id != first.call_id
+
+
+# ── the trigger: outages, cuts, ends, and a user who is quicker ──────────────────────────────────────────────────────
+
+
+class Pool:
+    """A pool whose calls write one line for each look, and end after `looks` of them. `failure` is raised instead."""
+
+    def __init__(self, looks: int = 3) -> None:
+        self.looks = looks
+        self.failure: Exception | None = None
+        self.attached = 0
+        self.closed = 0
+        self.followed: list[str] = []
+        self.on_event: Callable[[Any], object] = lambda _: None
+        self.why_not_attached: list[Exception] = []
+
+    def attach(self, pool_id: str, **options: Any) -> Any:
+        assert (pool_id, options["pays"]) == ("sky-a", True)
+        if self.why_not_attached:
+            raise self.why_not_attached.pop(0)
+        self.attached += 1
+        self.on_event = options["on_event"]
+        return SimpleNamespace(detached_call=self.call, close=self.close)
+
+    def call(self, call_id: str) -> Any:
+        return SimpleNamespace(follow=lambda cursor: self.follow(call_id, cursor))
+
+    def follow(self, call_id: str, cursor: int) -> sky.CallNews:
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+        self.followed.append(call_id)
+        state = "ended" if cursor + 1 >= self.looks else "running"
+        return sky.CallNews(state, [f"{call_id} {cursor}"], cursor + 1, 1)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
+    pool = Pool()
+    monkeypatch.setattr(sky.ComputePool, "attach", pool.attach)
+    return pool
+
+
+def follower(*cursors: int, clock: Callable[[], float] = lambda: 0.0) -> CallFollower:
+    return CallFollower("sky-a", [f"c/{number}" for number in range(len(cursors))], cursors, clock)
+
+
+def test_each_line_comes_once_and_a_call_that_has_ended_is_not_looked_at_again(pool: Pool) -> None:
+    """The second call begins with two lines in the log."""
+    it = follower(0, 2)
+    assert it.look() == (["[node 1] c/0 0", "[node 1] c/1 2"], False)
+    assert it.look() == (["[node 1] c/0 1"], False)
+    assert it.look() == (["[node 1] c/0 2"], True)
+    assert (pool.followed, it.cursors, pool.attached) == (["c/0", "c/1", "c/0", "c/0"], [3, 3], 1)
+
+
+SHORTAGES = [OSError(24, "Too many open files"), RuntimeError("can't start new thread"), AssertionError()]
+OUTAGES = [sky.Unreachable("away"), sky.LedgerError("locked")]
+
+
+@pytest.mark.parametrize("outage", [*OUTAGES, *SHORTAGES])
+def test_an_outage_of_network_ledger_or_resources_is_no_end(pool: Pool, outage: Exception) -> None:
+    """Nodes out of reach are looked for again; lines before the outage are not lost."""
+    pool.why_not_attached = [outage] * 20
+    it = follower(0)
+    assert [it.look() for _ in range(20)] == [([], False)] * 20
+    assert it.look() == (["[node 1] c/0 0"], False)
+    pool.failure = outage
+    assert it.look() == ([], False)
+    assert it.look() == (["[node 1] c/0 1"], False)
+    assert (pool.attached, pool.closed) == (2, 1)
+
+
+def test_an_outage_that_is_longer_than_the_lease_is_an_end(pool: Pool) -> None:
+    """No process has renewed the lease of the nodes: a task must not be deferred forever."""
+    now = [0.0]
+    it = follower(0, clock=lambda: now[0])
+    it.look()
+    pool.failure = sky.Unreachable("away")
+    now[0] += LEASE_SECONDS
+    assert it.look() == ([], False)
+    pool.why_not_attached = [sky.LedgerError("locked")] * 2
+    assert it.look() == ([], False)
+    now[0] += 1
+    with pytest.raises(sky.NodeLost, match="could not be reached for 601 s"):
+        it.look()
+
+
+def test_a_cut_connection_is_made_again_unless_the_pool_is_gone(pool: Pool) -> None:
+    """It is gone if a new attachment says so."""
+    it = follower(0)
+    it.look()
+    pool.failure = sky.NodeLost("cut")
+    assert it.look() == ([], False)
+    assert it.look() == (["[node 1] c/0 1"], False)
+    pool.failure = sky.NodeLost("cut")
+    it.look()
+    pool.why_not_attached = [sky.NodeLost("gone")]
+    with pytest.raises(sky.NodeLost, match="gone"):
+        it.look()
+    assert pool.closed == pool.attached == 2
+
+
+@pytest.mark.parametrize("error", [sky.NodeLost("no answer in time"), sky.PoolClosed("cut"), *SHORTAGES])
+def test_attachments_that_break_are_no_end_within_a_lease(pool: Pool, error: Exception) -> None:
+    """Each new attachment has found the pool, so it lives: its machine is overloaded."""
+    now = [0.0]
+    it = follower(0, clock=lambda: now[0])
+    call = pool.call
+
+    def broken(call_id: str) -> Any:
+        raise error
+
+    pool.call = broken  # type: ignore[method-assign]
+    assert [it.look() for _ in range(20)] == [([], False)] * 20
+    assert pool.closed == pool.attached == 20
+    now[0] = LEASE_SECONDS + 1
+    with pytest.raises(sky.NodeLost, match="could not be reached for 601 s"):
+        it.look()
+    pool.call = call  # type: ignore[method-assign]
+    assert it.look() == (["[node 1] c/0 0"], False)
+
+
+@pytest.mark.parametrize("error", [sky.BadRequest("no such call"), sky.CredentialsError("no key"), sky.LeaseLost("x")])
+def test_an_error_that_stays_is_raised_at_once(pool: Pool, error: Exception) -> None:
+    pool.why_not_attached = [error]
+    with pytest.raises(type(error)):
+        follower(0).look()
+
+
+def test_an_attachment_that_comes_after_the_end_of_the_trigger_is_closed(pool: Pool) -> None:
+    """A user ends the task while a look waits for the pool: the connection must not keep the nodes alive."""
+    it = follower(0)
+    call = pool.call
+
+    def left_meanwhile(call_id: str) -> Any:
+        it.leave()
+        return call(call_id)
+
+    pool.call = left_meanwhile
+    assert it.look() == ([], False)
+    assert (pool.attached, pool.closed, pool.followed) == (1, 1, [])
+
+
+def test_the_reason_why_the_money_ends_is_kept(pool: Pool) -> None:
+    it = follower(0)
+    it.look()
+    assert it.last_warning == ""
+    pool.on_event(sky.BudgetWarning(1.0, None, "team", "nothing is left: the machines end in 20 s"))
+    assert it.last_warning == "nothing is left: the machines end in 20 s"
+
+
+# ── the next try: what it ends, what it rents, and what it says ──────────────────────────────────────────────────────
+
+NAME = pool_name_of(WORK)
+OLD = Generation(1, Phase.STARTED, NAME, begun(WORK, 1, NAME).call_id, "sky-old", (0,))
+
+
+@sky.compute
+def nothing() -> None:
+    return None
+
+
+class World:
+    """What the second try finds, and what it does, in order."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.states: dict[str, Any] = {STATE_KEY: OLD.to_json()}
+        self.pushed: dict[str, Any] = {}
+        self.why_not_attached: list[Exception] = []
+        self.why_not_released: Exception | None = None
+        self.costs = {"sky-old": 1.0}
+
+    def attempt(self) -> DeferredAttempt:
+        instance = SimpleNamespace(
+            dag_id="d", run_id="r", task_id="t", map_index=-1, try_number=2, xcom_push=self.push, max_tries=3
+        )
+        states = SimpleNamespace(get=self.states.get, set=self.states.__setitem__)
+        context: Any = {"ti": instance, "task_state_store": states}
+        return DeferredAttempt(logging.getLogger("test"), context, None)
+
+    def start(self) -> Generation:
+        return self.attempt().start(sky.PoolSpec.of(provider="local"), [nothing()])
+
+    def push(self, key: str, value: Any) -> None:
+        self.pushed[key] = value
+
+    def attach(self, pool_id: str, **_: Any) -> Any:
+        if self.why_not_attached:
+            raise self.why_not_attached.pop(0)
+        self.done.append(f"attach {pool_id}")
+        return self.pool(pool_id)
+
+    def rent(self, *_: Any, **__: Any) -> Any:
+        self.done.append("rent")
+        return self.pool("sky-new")
+
+    def pool(self, pool_id: str) -> Any:
+        def start_detached(call: Any, *, call_id: str, owner: str) -> Any:
+            self.done.append(f"start {call_id}")
+            return SimpleNamespace(is_new=True)
+
+        pool = SimpleNamespace(id=pool_id, open=lambda: None, start_detached=start_detached, spec=sky.PoolSpec.of())
+        for name in ("detach", "close", "hand_over", "terminate_now"):
+            setattr(pool, name, lambda *_, name=name: self.done.append(f"{name} {pool_id}"))
+        pool.detached_call = lambda call_id: SimpleNamespace()
+        return pool
+
+    def release(self, pool_id: str, **_: Any) -> None:
+        self.done.append(f"release {pool_id}")
+        if self.why_not_released is not None:
+            raise self.why_not_released
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> World:
+    world = World()
+    monkeypatch.setattr(sky.ComputePool, "attach", world.attach)
+    monkeypatch.setattr(sky.ComputePool, "from_spec", world.rent)
+    monkeypatch.setattr(sky, "release", world.release)
+    monkeypatch.setattr(sky, "cost_of", lambda work: world.costs)
+    monkeypatch.setattr(durable_attempt, "LOOK_SECONDS", 0.0)
+    return world
+
+
+def test_a_pool_that_cannot_be_adopted_is_ended_before_another_is_rented(world: World) -> None:
+    """The head is lost; other machines of the pool may live, and the call may run on one of them."""
+    world.why_not_attached = [sky.NodeLost("its head has ended")]
+    generation = world.start()
+    assert world.done == ["release sky-old", "rent", f"start {NAME}/2/0", "detach sky-new"]
+    assert (generation.number, generation.pool_id) == (2, "sky-new")
+
+
+def test_a_pool_out_of_reach_is_waited_for_and_then_ended_first(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its call runs, perhaps: it must not run beside the next one."""
+    world.why_not_attached = [sky.Unreachable("away")] * 5
+    generation = world.start()
+    assert world.done == ["attach sky-old", "close sky-old"]
+    assert (generation.number, generation.pool_id) == (1, "sky-old")
+    monkeypatch.setattr(deferred_attempt, "REACH_SECONDS", -1.0)
+    world.why_not_attached, world.done = [sky.Unreachable("away")], []
+    assert world.start().pool_id == "sky-new"
+    assert world.done[:2] == ["release sky-old", "rent"]
+
+
+def test_nothing_is_rented_while_the_old_pool_cannot_be_ended(world: World) -> None:
+    """The state still names it: the next try does the same again."""
+    world.why_not_attached = [sky.NodeLost("its head has ended")]
+    world.why_not_released = sky.InstancesLeft("still there", ())
+    with pytest.raises(sky.InstancesLeft):
+        world.start()
+    assert "rent" not in world.done
+    assert Generation.of(world.states[STATE_KEY]) == OLD
+
+
+def test_nothing_is_rented_while_the_ledger_is_away(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not known whether the old pool lives. An outage that ends in time does no harm."""
+    world.why_not_attached = [sky.LedgerError("locked")] * 3
+    assert world.start().pool_id == "sky-old"
+    monkeypatch.setattr(deferred_attempt, "REACH_SECONDS", -1.0)
+    world.why_not_attached = [sky.LedgerError("locked")]
+    with pytest.raises(sky.LedgerError):
+        world.start()
+    assert "rent" not in world.done
+
+
+@pytest.mark.parametrize(("costs", "is_rented"), [({}, True), ({"sky-old": 1.0}, False)])
+def test_a_pool_that_no_ledger_knows_is_nothing_to_end(world: World, costs: dict[str, float], is_rented: bool) -> None:
+    """But a pool that the ledger has, and that cannot be ended from here, is."""
+    world.why_not_attached = [sky.BadRequest("no such pool")]
+    world.why_not_released = sky.BadRequest("no such pool, or processes of another computer")
+    world.costs = costs
+    if is_rented:
+        assert world.start().pool_id == "sky-new"
+    else:
+        with pytest.raises(sky.BadRequest):
+            world.start()
+    assert ("rent" in world.done) is is_rented
+
+
+@pytest.mark.parametrize(
+    ("max_cost", "why_unpaid", "error"),
+    [
+        (1.05, "", sky.BudgetExceeded),
+        (None, "account 'team' has 0 USD left", sky.BudgetExceeded),
+        (2.0, "", sky.NodeLost),
+        (None, "", sky.NodeLost),
+    ],
+)
+def test_a_pool_that_is_gone_says_whether_the_money_has_ended_it(
+    world: World, max_cost: float | None, why_unpaid: str, error: type[Exception]
+) -> None:
+    """Another try would cost again, so it must be known. The bill is pushed in any case."""
+    world.why_not_attached = [sky.NodeLost("its head has ended")]
+    attempt = world.attempt()
+    with pytest.raises(error):
+        attempt.finish(1, max_cost, why_unpaid)
+    attempt.push_bill()
+    assert world.done == ["release sky-old"]
+    bill = world.pushed["skyward_cost"]
+    assert (bill["is_final"], bill["pool_id"], bill["all_tries_usd"]) == (True, "sky-old", 1.0)
+
+
+def test_a_task_that_is_not_followed_any_more_ends_its_pool_and_pushes_its_bill(world: World) -> None:
+    """The deferral has timed out, or the trigger has failed."""
+    world.attempt().give_up()
+    assert world.done == ["release sky-old"]
+    assert world.pushed["skyward_cost"]["is_final"]
+    assert world.states[STATE_KEY]["phase"] == Phase.ENDED
+
+
+def test_a_kill_before_the_pool_is_reached_orders_its_end(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker that comes back is killed while it waits for the pool."""
+    ordered: list[str] = []
+    monkeypatch.setattr(durable_attempt, "order_stop", lambda pool, _: ordered.append(pool))
+    attempt = world.attempt()
+
+    def killed(*_: Any, **__: Any) -> Any:
+        attempt.kill()
+
+    monkeypatch.setattr(sky.ComputePool, "attach", killed)
+    with pytest.raises(Killed):
+        attempt.finish(1, None, "")
+    assert ordered == ["sky-old"]
+    assert world.done == ["release sky-old"]
+
+
+def test_the_order_goes_through_stdin_and_no_argument_has_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other users see the arguments and the environment of a process."""
+    started: list[tuple[list[str], dict[str, Any], bytes]] = []
+    ended: list[tuple[str, Any]] = []
+
+    class Pipe(io.BytesIO):
+        def close(self) -> None:
+            started[-1] = (*started[-1][:2], self.getvalue())
+
+    def start(command: list[str], **options: Any) -> SimpleNamespace:
+        started.append((command, options, b""))
+        return SimpleNamespace(stdin=Pipe())
+
+    monkeypatch.setattr(stop_order, "subprocess", SimpleNamespace(Popen=start, PIPE=-1, DEVNULL=-3))
+    stop_order.order_stop("nightly", sky.RunPod(api_key="a-secret", region="EU-RO-1"))
+    ((command, options, order),) = started
+    assert command == [sys.executable, "-m", "airflow_provider_skyward.stop_order"]
+    assert "env" not in options
+    assert options["start_new_session"], "SIGKILL to the task's process group must not end it"
+
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(order)))
+    monkeypatch.setattr(sky, "release", lambda pool, credentials: ended.append((pool, credentials)))
+    stop_order.main()
+    ((pool, credentials),) = ended
+    assert pool == "nightly"
+    assert credentials.api_key.get_secret_value() == "a-secret"
+    assert credentials.region == "EU-RO-1"

@@ -1,0 +1,476 @@
+"""The Prefect plugin without a server: the runner as a value, blocks, `prefect_context=True`, and the report's pages."""
+
+import math
+import pickle
+import sys
+from typing import Any
+
+import cloudpickle
+import pytest
+
+pytest.importorskip("prefect")
+
+
+from prefect import flow, get_run_logger, runtime, task
+from prefect.blocks.core import Block
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_KEY, PREFECT_API_URL, temporary_settings
+from prefect.task_runners import ThreadPoolTaskRunner
+from prefect.testing.standard_test_suites import BlockStandardTestSuite
+
+import skyward_core as sky
+from prefect_skyward import SkywardTaskRunner, blocks, on_skyward, refuse_old_prefect
+from prefect_skyward.node_objects import NO_API, packing, portable, without_prefect_s_api
+from prefect_skyward.prefect_context import (
+    in_prefect_s_context,
+    keys_of_prefect,
+    refuse_without_prefect,
+    with_prefect_s_api,
+)
+from prefect_skyward.report import notices, pages
+from prefect_skyward.report.pages import RunState
+from prefect_skyward.report.pool_state import PoolState, SharedPool
+from skyward_core.events.series import MOST_POINTS, Series
+from skyward_core.serialization import sources
+
+pytestmark = [pytest.mark.filterwarnings("default")]  # Prefect's own warnings are not our faults
+
+KEY = "pnu_0123456789abcdef_of_a_test"
+HERE = "http://127.0.0.1:4200/api"
+SECRET = "s3cr3t-0123456789"
+
+
+def local(**keywords: Any) -> sky.PoolSpec:
+    return sky.PoolSpec.of(provider=sky.Local(), **keywords)
+
+
+# ── the runner as a value ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_runners_compare_by_their_spec() -> None:
+    """Equality, `duplicate` and pickling use only the spec."""
+    one = SkywardTaskRunner(nodes=2, provider=sky.Local(price_per_hour=1.2))
+    assert one == SkywardTaskRunner(spec=sky.PoolSpec.of(nodes=2, provider=sky.Local(price_per_hour=1.2)))
+    assert one != SkywardTaskRunner(nodes=3, provider=sky.Local(price_per_hour=1.2))
+    assert one != "something else"
+    assert one.duplicate() == one
+    assert one.duplicate() is not one
+    assert pickle.loads(pickle.dumps(one)) == one
+    assert cloudpickle.loads(cloudpickle.dumps(one)).spec == one.spec
+    assert one.name == "skyward"
+    assert flow(task_runner=SkywardTaskRunner)(lambda: None).task_runner == SkywardTaskRunner()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"node": 2}, "did you mean 'nodes'"),
+        ({"nodes": 0}, "nodes=0"),
+        ({"memory": "32 gigs"}, "memory"),
+        ({"image": sky.Image(python="3.1")}, "same minor version"),
+        ({"provider": sky.Local(), "image": sky.Image(apt=["ffmpeg"])}, "apt"),
+        ({"spec": sky.PoolSpec.of(nodes=2), "nodes": 3}, "not both"),
+    ],
+)
+def test_wrong_keywords_are_refused_at_construction(options: dict[str, Any], message: str) -> None:
+    """A flow file with a wrong keyword fails when it is imported, and the error says what to write instead."""
+    with pytest.raises(sky.BadRequest, match=message):
+        SkywardTaskRunner(**options)
+
+
+@pytest.mark.parametrize(("found", "is_refused"), [("3.5.9", True), ("2.20", True), ("3.6.0", False), ("4.0", False)])
+def test_an_old_prefect_is_refused(found: str, is_refused: bool) -> None:
+    if is_refused:
+        with pytest.raises(ImportError, match=r"needs Prefect 3\.6 or newer"):
+            refuse_old_prefect(found)
+    else:
+        assert refuse_old_prefect(found) is None
+
+
+@task
+def one() -> int:
+    return 1
+
+
+def test_a_runner_that_is_not_started_has_no_pool() -> None:
+    """Outside a flow and a `with` block."""
+    with pytest.raises(RuntimeError, match="not started"):
+        SkywardTaskRunner().submit(one, {})
+
+
+def test_on_skyward_beneath_task_only() -> None:
+    with pytest.raises(TypeError, match="write @task above @on_skyward"):
+        on_skyward(nodes=2)(one)
+    with pytest.raises(sky.BadRequest, match="did you mean 'nodes'"):
+        on_skyward(node=2)
+
+
+# ── blocks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+BLOCKS = [
+    blocks.SkywardPool,
+    blocks.SkywardAWSCredentials,
+    blocks.SkywardDigitalOceanCredentials,
+    blocks.SkywardRunPodCredentials,
+    blocks.SkywardVastAICredentials,
+    blocks.SkywardVerdaCredentials,
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+class TestStandardSuite(BlockStandardTestSuite):
+    """Prefect's own suite for blocks. There is no logo, because the project has no address for one."""
+
+    @pytest.fixture
+    def block(self, block: type[Block]) -> type[Block]:
+        return block
+
+    test_has_a_valid_image = None
+
+
+@pytest.mark.parametrize("kind", BLOCKS[1:])
+def test_credentials_become_the_provider_and_are_shown_nowhere(kind: Any) -> None:
+    """Every field is the provider's own, and a secret; repr and JSON of the provider have none."""
+    credentials = kind(**dict.fromkeys(kind.model_fields, SECRET))
+    provider = credentials.get_client()
+    assert provider.name == credentials.cloud
+    for name in kind.model_fields:
+        assert getattr(provider, name).get_secret_value() == SECRET
+    spec = blocks.SkywardPool(credentials=credentials).get_spec()
+    assert spec.providers == (provider,)
+    assert SECRET not in repr(credentials) + repr(provider) + spec.model_dump_json() + repr(spec)
+
+
+def test_a_pool_s_fields_become_its_spec() -> None:
+    block = blocks.SkywardPool(
+        provider="local",
+        provider_options={"price_per_hour": 1.5},
+        accelerator="2 x A100",
+        nodes=1,
+        most_nodes=4,
+        pip=["numpy"],
+        env={"A": "b"},
+        secrets={"HF_TOKEN": "hf-token"},
+        max_cost=5,
+        spot="never",
+        name="team-gpu",
+        keep_warm=60,
+        more={"concurrency": 2},
+    )
+    assert block.get_spec() == sky.PoolSpec.of(
+        provider=sky.Local(price_per_hour=1.5),
+        accelerator="2 x A100",
+        nodes=(1, 4),
+        image=sky.Image(pip=("numpy",)),
+        env={"A": "b"},
+        secrets={"HF_TOKEN": sky.Secret.from_store("hf-token")},
+        max_cost=5,
+        spot="never",
+        name="team-gpu",
+        keep_warm=60,
+        concurrency=2,
+    )
+    assert blocks.SkywardPool().get_spec() == sky.PoolSpec.of()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"more": {"node": 2}}, "did you mean 'nodes'"),
+        ({"accelerator": "A1000"}, "A1000"),
+        ({"provider": "aws", "credentials": blocks.SkywardRunPodCredentials(api_key=SECRET)}, "choose one cloud"),
+        ({"provider": "aws", "provider_options": {"regoin": "x"}}, "region"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_with_the_field_s_name(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(sky.BadRequest, match=message):
+        blocks.SkywardPool(**fields).get_spec()
+
+
+# ── prefect_context: what a pool gets, and what is refused before money is spent ─────────────────────────────────────
+
+
+def test_the_spec_has_the_address_and_the_names_of_the_keys_and_no_value() -> None:
+    """The values are read when the pool opens."""
+    login = "me:open-sesame"
+    with temporary_settings({PREFECT_API_URL: HERE, PREFECT_API_KEY: KEY, PREFECT_API_AUTH_STRING: login}):
+        spec = with_prefect_s_api(local(env={"A": "b"}, secrets=("HF_TOKEN",)))
+        assert keys_of_prefect(spec) == {"PREFECT_API_KEY": KEY, "PREFECT_API_AUTH_STRING": login}
+    assert spec.env == {"A": "b", "PREFECT_API_URL": HERE}
+    assert set(spec.secrets or {}) == {"HF_TOKEN", "PREFECT_API_KEY", "PREFECT_API_AUTH_STRING"}
+    shown = f"{spec!r}{spec.model_dump_json()}{pickle.dumps(spec)!r}"
+    assert KEY not in shown
+    assert login not in shown
+
+
+@pytest.mark.parametrize("in_context", [False, True])
+def test_variables_of_the_settings_reach_the_nodes(in_context: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address of Prefect's API is added to them, and does not replace them. Those of a spec are instead of them."""
+    monkeypatch.setenv("SKYWARD_ENV", '{"GREETING": "hello"}')
+    with temporary_settings({PREFECT_API_URL: HERE}):
+        specs = [local(), local(env={"A": "b"})]
+        changed = [with_prefect_s_api(spec) if in_context else without_prefect_s_api(spec) for spec in specs]
+    address = HERE if in_context else NO_API
+    assert [spec.env for spec in changed] == [
+        {"GREETING": "hello", "PREFECT_API_URL": address},
+        {"A": "b", "PREFECT_API_URL": address},
+    ]
+
+
+def test_an_address_with_a_login_is_a_secret() -> None:
+    with temporary_settings({PREFECT_API_URL: "https://me:word-of-mine@prefect.example/api"}):
+        spec = with_prefect_s_api(local())
+        assert keys_of_prefect(spec) == {"PREFECT_API_URL": "https://me:word-of-mine@prefect.example/api"}
+    assert "word-of-mine" not in f"{spec!r}{spec.model_dump_json()}{pickle.dumps(spec)!r}"
+
+
+def test_what_the_user_gives_has_precedence() -> None:
+    """An address that only the nodes see, a key of their own."""
+    with temporary_settings({PREFECT_API_URL: HERE, PREFECT_API_KEY: KEY}):
+        given = local(
+            env={"PREFECT_API_URL": "http://10.0.0.5/api"}, secrets={"PREFECT_API_KEY": sky.Secret.from_env("X")}
+        )
+        spec = with_prefect_s_api(given)
+        assert keys_of_prefect(spec) == {}
+    assert spec.env == {"PREFECT_API_URL": "http://10.0.0.5/api"}
+    assert spec.secrets == given.secrets
+
+
+@pytest.mark.parametrize(
+    ("image", "is_refused"),
+    [
+        (sky.Image(), True),
+        (sky.Image(pip=["torch", "prefectish"]), True),
+        (sky.Image(pip=["torch", "Prefect>=3.6"]), False),
+        (sky.Image(pip=["prefect-dask"]), False),
+        (sky.Image(lock=f"prefect==3.7.7 --hash=sha256:{'0' * 64}\n"), False),
+    ],
+    ids=["bare", "others", "prefect", "collection", "lock"],
+)
+def test_nodes_without_prefect_are_refused_where_the_runner_is_made(image: sky.Image, is_refused: bool) -> None:
+    """On this machine a bare image has the interpreter of the flow, and so its Prefect."""
+    keywords: dict[str, Any] = {"provider": sky.AWS(region="us-east-1"), "image": image, "prefect_context": True}
+    if is_refused:
+        with pytest.raises(sky.BadRequest, match=r'Image\(pip=\["prefect==3'):
+            SkywardTaskRunner(**keywords)
+    else:
+        SkywardTaskRunner(**keywords)
+    refuse_without_prefect(local())
+
+
+def test_an_api_that_nodes_cannot_reach_is_refused_before_money_is_spent() -> None:
+    far = sky.PoolSpec.of(provider=sky.AWS(region="us-east-1"), image=sky.Image(pip=["prefect"]))
+    with temporary_settings({PREFECT_API_URL: HERE}):
+        with pytest.raises(sky.BadRequest, match="an address of this machine only"):
+            with_prefect_s_api(far)
+        assert with_prefect_s_api(far.with_(env={"PREFECT_API_URL": HERE})).env == {"PREFECT_API_URL": HERE}
+    with temporary_settings({PREFECT_API_URL: "https://prefect.example/api"}):
+        assert with_prefect_s_api(far).env == {"PREFECT_API_URL": "https://prefect.example/api"}
+    with (
+        temporary_settings(restore_defaults={PREFECT_API_URL}),
+        pytest.raises(sky.BadRequest, match="outside of a flow"),
+    ):
+        with_prefect_s_api(local())
+
+
+def test_a_runner_keeps_the_keyword_and_holds_no_key() -> None:
+    with temporary_settings({PREFECT_API_URL: HERE, PREFECT_API_KEY: KEY}):
+        one = SkywardTaskRunner(provider=sky.Local(), prefect_context=True)
+        assert one.duplicate() == one != SkywardTaskRunner(provider=sky.Local())
+        assert pickle.loads(pickle.dumps(one)) == one
+        assert KEY.encode() not in pickle.dumps(one)
+
+
+def test_a_node_with_another_prefect_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function travels by value: nodes have no `prefect_skyward`."""
+    monkeypatch.setattr("prefect_skyward.prefect_context.version", lambda _: "99.1.0")
+    data = sources.pack(in_prefect_s_context(len)).data
+    for name in [name for name in sys.modules if name.startswith("prefect_skyward")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(sky.BadRequest, match=r'has Prefect 99.1.0, and the node has 3.*pip=\["prefect==99.1.0"'):
+        sources.unpack(data).value("{}", (), {})
+
+
+def test_prefect_s_objects_travel_as_themselves_in_its_context_only() -> None:
+    @task
+    @on_skyward(nodes=2)
+    def child() -> int:
+        return 1
+
+    plain = portable(child)
+    assert plain() == 1
+    assert portable(get_run_logger) is not NotImplemented
+    with packing(in_prefect_s_context=True):
+        assert portable(child) is NotImplemented
+        assert portable(child.fn) is plain
+        assert portable(get_run_logger) is NotImplemented
+        assert portable(runtime) is NotImplemented
+        assert type(portable(SkywardTaskRunner(provider=sky.Local()))) is ThreadPoolTaskRunner
+    with pytest.raises(sky.BadRequest, match="prefect_context=True"):
+        portable(runtime).flow_run
+
+
+# ── the report ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def provisioned(node: int, price: float = 3.6, **more: object) -> sky.InstanceProvisioned:
+    return sky.InstanceProvisioned(
+        f"i-{node}", node, spot=False, provider="aws", instance_type="p4d", price_on_demand=price, **more
+    )
+
+
+def pool_of(*events: sky.SkywardEvent, at: float = 0.0) -> PoolState:
+    pool = PoolState("")
+    for event in events:
+        pool.after(event, at)
+    return pool
+
+
+def test_a_series_of_any_length_has_few_points_and_exact_extremes() -> None:
+    series = Series()
+    for value in range(10_000):
+        series.add(float(value))
+    series.add(math.nan)
+    line = series.sparkline()
+    assert (series.count, series.last, series.least, series.greatest) == (10_000, 9_999, 0, 9_999)
+    assert series.mean == pytest.approx(4999.5)
+    assert MOST_POINTS / 2 <= len(line) <= MOST_POINTS + 1
+    assert list(line) == sorted(line)
+    assert (line[0], line[-1]) == ("▁", "█")
+
+
+def test_progress_rises_from_nothing_to_a_pool_that_is_ready() -> None:
+    """It never falls on the way, and names what it has reached."""
+    pool = PoolState("")
+    opening = [sky.InfraCreating("p-1"), sky.InfraCreated("here"), sky.InstanceLaunching(2, "p4d", "aws")]
+    machines = [provisioned(0), provisioned(1), sky.BootstrapProgress("i-0", "uv")]
+    seen = [pool.progress]
+    for event in (*opening, *machines, sky.BootstrapCompleted("i-0"), sky.BootstrapCompleted("i-1")):
+        pool.after(event, 0.0)
+        seen.append(pool.progress)
+    assert seen == sorted(seen)
+    assert seen[1] == 0.0
+    assert 85 < seen[-1] < 100
+    assert pages.progress_words(pool) == "2 of 2 machines rented, 2 prepared"
+    pool.after(sky.PoolReady("p-1", 2, 2, 61.4), 0.0)
+    assert pool.progress == 100.0
+    assert pages.progress_words(pool) == "2 x p4d ready after 1 min 1 s"
+
+
+def test_the_rows_of_machines() -> None:
+    """An estimate until the receipt has the cost. A lost machine costs nothing more. A console is a link."""
+    pool = pool_of(sky.InstanceLaunching(1, "p4d", "aws"), provisioned(0), at=100.0)
+    machine = pool.machines["i-0"]
+    assert (machine.seconds_at(1100.0), machine.cost_at(1100.0)) == (1000.0, pytest.approx(1.0))
+    resource = {"cloud_id": "i-0", "seconds": {"idle": 990.0}, "cost_usd": 1.25, "price_per_hour_usd": 4.5}
+    pool.settle({"resources": [resource, {**resource, "cloud_id": "i-other"}]})
+    assert (machine.seconds_at(9999.0), machine.cost_at(9999.0), machine.price_per_hour) == (990.0, 1.25, 4.5)
+    lost = pool_of(provisioned(0))
+    lost.after(sky.InstanceLost("i-0", 0, "gone"), 36.0)
+    (row,) = pages.node_rows(RunState([lost]), 1000.0)
+    assert (row["seconds"], row["state"]) == (36.0, "lost")
+    linked = pool_of(provisioned(0, console_url="https://console.example/i-0", accelerator="A100 40GB"))
+    assert "[i-0](https://console.example/i-0) (A100 40GB)" in pages.cost_page(RunState([linked]), 0.0)
+    three = [pool_of(provisioned(0)), pool_of(provisioned(1), provisioned(2)), pool_of(provisioned(3))]
+    assert RunState(three).hardware == "4 x p4d"
+
+
+def test_the_cost_page_so_far_adds_up_with_a_line_for_the_difference() -> None:
+    """The bill is that of the pool; what the estimates of the machines leave is named."""
+    pool = pool_of(
+        sky.InfraCreating("p-1"), provisioned(0), sky.CostUpdate(1000.0, 1.5, 3.6, 0, 1), at=0.0
+    )  # the machine: 1.0
+    page = pages.cost_page(RunState([pool], earlier={"p-0": 0.25}), 1000.0)
+    assert "| Total so far | **$1.75** |" in page
+    assert f"| {pages.BILLING_ROUNDING} |  |  | $0.5000 |" in page
+    assert "| earlier attempts |  |  | $0.2500 |" in page
+    assert page.endswith("`skyward receipt p-0`, `skyward receipt p-1`")
+    assert pages.summary(RunState([pool])) == "$1.50 so far, $3.60 per hour · 1 x p4d · 16 min 40 s"
+
+
+def test_the_share_of_a_pool_that_was_found_warm_is_the_cost_of_the_run() -> None:
+    """Also beside a pool of its own; the pool's costs, buckets and final event are of all its users."""
+    joined = PoolState("pool 2")
+    instance = sky.Instance(
+        id="i-9", provider="aws", pool_id="p-9", rank=0, state=sky.InstanceState.RUNNING, region="r",
+        instance_type="g4", price_per_hour=3.6,
+    )  # fmt: skip
+    joined.share(SharedPool("team-gpu", "p-9", "T4", (sky.Node(instance=instance, rank=0),)), 10.0)
+    final = sky.CostFinal(9.0, 100.0, 3.6, 0, 1, 0.0, {"idle": 9.0})
+    joined.after(final, 20.0)
+    assert notices.notice_of(final, joined) is None
+    assert RunState([joined]).usd == 0
+    joined.share_usd = 0.25
+    joined.leave(70.0)
+    state = RunState([pool_of(sky.CostUpdate(10.0, 1.0, 3.6, 0, 1)), joined], is_final=True)
+    page = pages.cost_page(state, 100.0)
+    assert (
+        "share of pool `team-gpu` (1 x T4): the calls of this run, by the seconds of their slots |  |  | $0.2500"
+        in page
+    )
+    assert "| **Total** |  |  | **$1.25** |" in page
+    assert "What it went to" not in page
+    assert pages.summary(RunState([joined], is_final=True)) == "$0.2500 · share of pool team-gpu · 1 x T4 · 1 min 0 s"
+    assert pages.progress_words(joined) == "1 x T4 found warm, or in use: pool team-gpu"
+    assert [row["USD"] for row in pages.node_rows(state, 100.0)] == [""]
+    assert notices.share_final(joined).payload == {
+        "usd": 0.25, "seconds": 60.0, "hardware": "1 x T4", "share_of": "team-gpu", "has_opened": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("amount", "words"),
+    [(0, "$0"), (1234.5, "$1,234.50"), (0.5, "$0.5000"), (0.001234, "$0.001234"), (0.00000012, "$0.00000012")],
+)
+def test_no_cost_is_shown_as_zero(amount: float, words: str) -> None:
+    assert pages.usd(amount) == words
+
+
+def test_notices_carry_the_money_and_are_few() -> None:
+    """A budget warning has the share that is spent; of many losses the first ones are emitted, and each bill."""
+    pool = pool_of(provisioned(0))
+    warning = notices.notice_of(sky.BudgetWarning(8.0, 10.0, None, "80 %"), pool)
+    assert warning == notices.Notice(
+        "skyward.budget.warning", {"spent_usd": 8.0, "limit_usd": 10.0, "share": 0.8, "account": None, "reason": "80 %"}
+    )
+    assert notices.notice_of(sky.PoolStopping(), pool) is None
+    sieve = notices.Sieve()
+    lost = notices.notice_of(sky.InstanceLost("i-0", 0, "gone"), pool)
+    final = notices.notice_of(sky.CostFinal(1.0, 2.0, 3.0, 0, 1, 0.0), pool)
+    assert lost is not None
+    assert final is not None
+    assert [sieve.lets(lost) for _ in range(7)] == [True] * 5 + [False] * 2
+    assert all(sieve.lets(final) for _ in range(7))
+
+
+def test_a_flow_run_warns_once_of_its_limit() -> None:
+    """At 80 % of the sum of its pools, or when a pool warns of the same limit; a step's own limit is another one."""
+
+    def of_pool(limit_usd: float | None, account: str | None = None) -> notices.Notice:
+        found = notices.notice_of(sky.BudgetWarning(1.0, limit_usd, account, "x"), PoolState(""))
+        assert found is not None
+        return found
+
+    run = notices.RunWarning()
+    assert run.due(100.0) is None, "it has no limit"
+    run.limit_usd = 10.0
+    assert run.due(7.9) is None
+    assert not run.repeats(of_pool(2.0))
+    assert not run.repeats(of_pool(10.0, "team"))
+    warning = run.due(8.0)
+    assert warning is not None
+    assert (warning.event, warning.payload["share"], warning.payload["limit_usd"]) == (notices.WARNING, 0.8, 10.0)
+    assert "max_cost=10" in warning.payload["reason"]
+    assert run.due(9.0) is None
+    assert run.repeats(of_pool(10.0))
+    assert not run.repeats(notices.Notice(notices.LOST, {}))
+    other = notices.RunWarning()
+    other.limit_usd = 10.0
+    assert not other.repeats(of_pool(10.0))
+    assert other.due(9.0) is None
+
+
+def test_a_preemption_notice_has_the_time_that_is_left() -> None:
+    notice = notices.notice_of(sky.PreemptionNoticed("i-0", 0, "terminate", 1000.0, 118.0), PoolState(""))
+    assert notice is not None
+    assert (notice.event, notice.payload["seconds_left"]) == ("skyward.preemption.noticed", 118.0)
