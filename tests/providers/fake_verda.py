@@ -77,12 +77,20 @@ OLD_SLUGS = ("ubuntu-24.04-cuda-12.8", "24.04.cuda12.9.docker", "ubuntu-24.04-cu
 CPU_SLUGS = ("ubuntu-24.04-cuda-13.0-open-docker", "24.04.base", "26.04.base")
 
 
-class FakeVerda(FakeCloud):
-    """The account of one team. Tests may read and change attributes.
+def error(status: int, code: str, message: str) -> Reply:
+    """Return an error in Verda's format."""
+    return Reply(status, {"code": code, "message": message})
 
-    `path`: the statuses of a new machine, a step each time it is read; its address comes with the last. `alive`: the
+
+class FakeVerda(FakeCloud):
+    """The account of one team. `path`: the statuses of a new machine, a step each time it is read; its address comes with the last. `alive`: the
     billed machines.
     """
+
+    creating, listing = ("POST", "/v1/instances$"), ("GET", "/v1/instances$")
+    sold_out = error(503, "service_unavailable", "No such machine is free")
+    over_limit = error(400, "invalid_request", "GPU quota exceeded")
+    too_many = Reply(429, {"code": "too_many", "message": "Too many requests"}, {"Retry-After": "0.01"})
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,10 +109,7 @@ class FakeVerda(FakeCloud):
             ("FIN-01", True): NAMES,
             ("FIN-02", True): NAMES[:1],
         }
-        self.is_refusing = self.is_out = self.is_untagging = False
-        self.leaves_disks = False
-        self.create_failures: list[Reply] = []
-        self.creates_left: int | None = None
+        self.is_untagging = self.leaves_disks = False
         self._ids = 0
 
     # ── methods for tests ────────────────────────────────────────────────────────────────────────────────────────────
@@ -166,8 +171,6 @@ class FakeVerda(FakeCloud):
     # ── the API ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def refuse(self, request: Request) -> Reply | None:
-        if self.is_out:
-            return error(500, "server_error", "Internal server error")
         if request.path in {"/v1/oauth2/token", "/v1/instance-types"}:
             return None
         token = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -305,14 +308,10 @@ class FakeVerda(FakeCloud):
 
     @route("POST", "/v1/instances")
     def create(self, request: Request) -> Reply:
-        if self.create_failures:
-            return self.create_failures.pop(0)
-        if self.creates_left == 0:
-            return error(500, "server_error", "Internal server error")
         if (wrong := self._wrong(request.body)) is not None:
             return error(400, "invalid_request", wrong)
-        if self.creates_left is not None:
-            self.creates_left -= 1
+        if (failure := self.spend_create()) is not None:
+            return failure
         return Reply(202, self._add(request.body, request.body["os_volume"]["size"])["id"], is_text=True)
 
     @route("PUT", "/v1/instances")
@@ -455,8 +454,3 @@ class FakeVerda(FakeCloud):
 
     def _detach(self, volume: dict[str, Any]) -> None:
         volume.update(instance_id=None, instances=[], status="detached")
-
-
-def error(status: int, code: str, message: str) -> Reply:
-    """Return an error in Verda's format."""
-    return Reply(status, {"code": code, "message": message})
