@@ -107,6 +107,7 @@ class Machine:
     state: str = "pending"
     reason: tuple[str, str] = ("", "")
     public_ip: str | None = None
+    private_ip: str = ""
 
     @property
     def image_id(self) -> str:
@@ -142,10 +143,6 @@ class Machine:
         if self.state == "running" and self.public_ip:
             row["PublicIpAddress"] = self.public_ip
         return row | ({"InstanceLifecycle": "spot"} if self.call.get("is_spot") else {})
-
-    @property
-    def private_ip(self) -> str:
-        return self.public_ip if self.call.get("is_hosted") and self.public_ip else f"172.31.0.{self.number % 250 + 1}"
 
     @property
     def volume(self) -> str:
@@ -502,6 +499,7 @@ class FakeAWS:
         machine = Machine(f"i-{number:014x}abc", region, call, zone, index, tags, number)
         machine.hidden, machine.pending = self.hidden_listings, self.pending_listings
         machine.public_ip = None if is_private else f"198.51.100.{number % 250}"
+        machine.private_ip = f"172.31.0.{number % 250 + 1}"
         self.machines[machine.id] = machine
         return machine
 
