@@ -23,27 +23,14 @@ def kind(
 ) -> dict[str, Any]:
     """Return a type as in `GET /instance-types`."""
     return {
-        "id": str(uuid.uuid5(uuid.NAMESPACE_DNS, name)),
         "instance_type": name,
-        "model": gpu.split(" ", maxsplit=1)[0],
         "name": gpu,
-        "manufacturer": "NVIDIA",
         "cpu": {"description": f"{cores} CPU", "number_of_cores": cores},
         "memory": {"description": f"{gb}GB RAM", "size_in_gigabytes": gb},
         "gpu": {"description": f"{chips}x {gpu}" if chips else "", "number_of_gpus": chips},
         "gpu_memory": {"description": f"{gpu_gb}GB GPU RAM", "size_in_gigabytes": gpu_gb},
-        "storage": {"description": "dynamic"},
-        "display_name": name,
-        "description": "Dedicated Hardware Instance",
-        "best_for": [],
-        "p2p": None,
-        "supported_os": [],
         "price_per_hour": price,
         "spot_price": spot or "0.000",
-        "dynamic_price": None,
-        "max_dynamic_price": None,
-        "serverless_price": None,
-        "deploy_warning": None,
         "currency": "usd",
     }
 
@@ -186,13 +173,7 @@ class FakeVerda(FakeCloud):
         self.tokens.add(token)
         return Reply(
             200,
-            {
-                "access_token": token,
-                "refresh_token": "r",
-                "expires_in": 3600,
-                "scope": "cloud-api-v1",
-                "token_type": "Bearer",
-            },
+            {"access_token": token, "refresh_token": "r", "expires_in": 3600, "token_type": "Bearer"},
         )
 
     @route("GET", "/v1/instance-types")
@@ -218,17 +199,7 @@ class FakeVerda(FakeCloud):
         slugs = CPU_SLUGS if of.startswith("CPU") else OLD_SLUGS if "V100" in of or "A6000" in of else GPU_SLUGS
         return Reply(
             200,
-            [
-                {
-                    "id": str(uuid.uuid4()),
-                    "image_type": slug,
-                    "name": slug,
-                    "is_default": False,
-                    "is_cluster": False,
-                    "details": [],
-                }
-                for slug in slugs
-            ],
+            [{"image_type": slug, "name": slug, "is_default": False, "is_cluster": False} for slug in slugs],
         )
 
     @route("GET", "/v1/balance")
@@ -246,10 +217,6 @@ class FakeVerda(FakeCloud):
         key_id = str(uuid.uuid4())
         self.keys[key_id] = {"id": key_id, "name": request.body["name"], "key": request.body["key"] + " added"}
         return Reply(201, key_id, is_text=True)
-
-    @route("POST", "/v1/sshkeys")
-    def add_key_as_its_sdk_does(self, request: Request) -> Reply:
-        return self.add_key(request)
 
     @route("GET", "/v1/scripts")
     def list_scripts(self, request: Request) -> Reply:

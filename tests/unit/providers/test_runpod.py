@@ -453,14 +453,6 @@ def test_the_disk_is_counted(fake: FakeRunPod) -> None:
     assert found.extras_per_hour == offer.extras_per_hour
 
 
-def test_a_name_is_unique_plain_and_always_the_same(fake: FakeRunPod) -> None:
-    RunPod().launch(cheapest(), 2, tags(), STARTUP)
-    names = sorted(row["name"] for row in fake.pods.values())
-    assert names[0] == f"skyward.{POOL}-0.l{tags()[LAUNCH_TAG]}.c1790000000.p4711_3a99_2fboot.ojo_40box.tany"
-    assert len(set(names)) == 2
-    assert all(len(name) <= 191 for name in names)
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -553,15 +545,6 @@ def test_an_incomplete_launch_returns_its_machines(fake: FakeRunPod, caplog: pyt
     assert {machine.id for machine in machines} == fake.alive()
     assert len(machines) == 1
     assert "no longer any instances" in caplog.text
-
-
-def test_an_answer_without_a_list_is_not_an_empty_list(fake: FakeRunPod) -> None:
-    fake.fail("GET", "/v2/catalog/gpus", Reply(200, {"types": []}))
-    with pytest.raises(ProviderFailed, match="gpus"):
-        RunPod().offers(RTX_4090)
-    fake.fail("GET", "/v2/pods", Reply(200, []))
-    with pytest.raises(ProviderFailed, match="pods"):
-        RunPod().instances()
 
 
 def test_a_pod_of_a_lost_answer_is_found_by_name_and_not_requested_again(fake: FakeRunPod) -> None:
