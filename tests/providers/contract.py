@@ -408,15 +408,18 @@ class RestContract(ProviderContract):
             provider.terminate([machine.id])
         assert cloud.alive() == {machine.id}
 
-    @pytest.mark.parametrize("what", NO_ANSWERS)
-    def test_a_creating_call_with_an_invalid_answer_may_have_created_a_machine(
+    @pytest.mark.parametrize("what", [*NO_ANSWERS, "a reset connection"])
+    def test_a_creating_call_with_a_lost_or_invalid_answer_may_have_created_a_machine(
         self, cloud: FakeCloud, make: Make, offer: Offer, what: str
     ) -> None:
-        """The machine is found. If no machine exists, the error is ProviderFailed and never NoCapacity."""
+        """The machines are found, and not requested again. If no machine exists, the error is ProviderFailed and never
+        NoCapacity.
+        """
         provider = make()
-        cloud.fail(*cloud.creating, NO_ANSWERS[what], is_done=True)
+        cloud.fail(*cloud.creating, NO_ANSWERS.get(what), is_done=True)
         assert {machine.id for machine in provider.launch(offer, 1, tags(), STARTUP)} == cloud.alive()
-        cloud.fail(*cloud.creating, NO_ANSWERS[what])
+        assert len(cloud.alive()) == len(cloud.asked(*cloud.creating)) == 1
+        cloud.fail(*cloud.creating, NO_ANSWERS.get(what))
         with pytest.raises(ProviderFailed):
             provider.launch(offer, 1, tags(launch=f"{POOL}-2"), STARTUP)
         assert len(cloud.alive()) == 1

@@ -39,7 +39,9 @@ def test_machines_of_moto_are_launched_listed_and_terminated(moto: None) -> None
     launched = provider.launch(OFFER, 2, tags(first_rank=3), STARTUP)
     assert [machine.rank for machine in launched] == [3, 4]
     assert all(machine.endpoint is not None and machine.endpoint.host == machine.ip for machine in launched)
-    assert [machine.tags for machine in provider.instances(POOL)] == [machine.tags for machine in launched]
+    assert {machine.id: machine.tags for machine in provider.instances(POOL)} == {
+        machine.id: machine.tags for machine in launched
+    }
     provider.terminate([launched[0].id])
     assert [machine.id for machine in provider.instances()] == [launched[1].id]
     provider.terminate([launched[1].id])

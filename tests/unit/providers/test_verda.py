@@ -467,14 +467,6 @@ def end_script(script: str) -> str:
     )[0]
 
 
-def test_a_machine_of_a_lost_answer_is_found_by_its_name(mine: Verda, cloud: FakeVerda) -> None:
-    """It is one of the returned machines."""
-    cloud.fail("POST", "/v1/instances$", is_done=True)
-    launched = mine.launch(offer_of(mine), 3, tags(), STARTUP)
-    assert [instance.rank for instance in launched] == [0, 1, 2]
-    assert len(cloud.asked("POST", "/v1/instances$")) == 3
-
-
 def test_the_other_machines_of_a_launch_are_returned_if_one_fails(
     mine: Verda, cloud: FakeVerda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
