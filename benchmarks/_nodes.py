@@ -114,7 +114,7 @@ def main() -> None:
         nodes = FakeNodes(
             Played(options.install, options.has_uv), before=slowly(options.latency), serve=Cluster(folder).serve
         )
-        cloud = Rented(nodes)
+        cloud = Rented(nodes).serve()
         cloud.delay_seconds = options.latency
         print(json.dumps({"url": cloud.url}), flush=True)
         sys.stdin.read()

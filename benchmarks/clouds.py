@@ -234,8 +234,8 @@ def main() -> None:
 def without_nodes(rounds: int) -> None:
     """Print the lines of the measurements without logins."""
     print("\n".join(ranking(rounds)))
-    fakes = [FakeDigitalOcean() for _ in range(5)]
-    verda = FakeVerda()
+    fakes = [FakeDigitalOcean().serve() for _ in range(5)]
+    verda = FakeVerda().serve()
     for fake in (*fakes, verda):
         fake.delay_seconds = LATENCY_SECONDS
     print(querying(rounds, fakes))

@@ -1,30 +1,27 @@
-"""The contract of all clouds: `ProviderContract`. Each cloud's test file inherits it and says how to change its fake.
+"""The contract of all clouds: `ProviderContract`. The test file of each cloud inherits it, and has two fixtures.
 
 class TestAcme(ProviderContract):
-    @pytest.fixture
-    def hands(self) -> Iterator[Hands]: ...
+    variables, secrets, want = ("ACME_TOKEN",), (TOKEN,), Requirements()
+
+`cloud` is the fake, and `make` creates the provider from fields, with its credentials in the environment.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
-import subprocess
-import sys
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from datetime import date
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import pytest
 
 import skyward_core as sky
-from skyward_core.errors import CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, RateLimited, SkywardError
+from skyward_core.errors import CredentialsError, InstancesLeft, NoCapacity, ProviderFailed, SkywardError
 from skyward_core.machines.instances import Instance, InstanceState
 from skyward_core.machines.offers import Offer, Requirements, matches
-from skyward_core.providers import _http
 from skyward_core.providers.base import (
     CREATED_TAG,
     LAUNCH_TAG,
@@ -44,44 +41,41 @@ from tests.providers.http_fake import FakeCloud, Reply
 POOL = "sky-contract-a1b2c3"
 STARTUP = "#!/bin/sh\necho the guard, with 'quotes' and \"$SKYWARD_INSTANCE_ID\"\n"
 
+type Make = Callable[..., Any]
 
-@dataclass(frozen=True)
-class Hands:
+
+class Cloud(Protocol):
     """What a test can do to any cloud. It affects the requests that follow.
 
     Attributes:
-        provider: creates the provider, with its credentials in the environment.
-        want: what the fake sells, in offers of one machine.
-        secrets: texts that may appear in no output.
-        alive: the ids of all billed machines, whatever the listing says.
-        refuse_credentials: from now on all credentials are refused.
-        no_capacity: the next creating calls find no machine, in the cloud's own words.
-        quota: the next creating calls exceed the account's limit, in the cloud's own words.
-        outage, outage_over: all requests fail with a 5xx, until `outage_over`, which ends `fail_create_after` too.
-        lose_create_answer: the next creating call takes effect, and its answer is lost.
-        fail_create_after: creating calls fail with a 5xx after this number of machines.
-        throttle: the next request is refused with the cloud's way to say "too many".
-        stop: a machine is stopped, powered off or outbid: it exists, may be billed, and is unusable.
-        preempt: a spot machine is preempted.
-        strangers: machines that are not ours appear: same account, other names, tags and labels; enough for a second
-            page of a listing.
+        is_refusing: all credentials are refused.
+        is_out: all requests fail with a 5xx.
+        creates_left: creating calls fail with a 5xx after this number of machines.
     """
 
-    provider: Callable[..., Provider]
-    want: Requirements
-    secrets: tuple[str, ...]
-    alive: Callable[[], set[str]]
-    refuse_credentials: Callable[[], None]
-    no_capacity: Callable[[], None]
-    quota: Callable[[], None]
-    outage: Callable[[], None]
-    outage_over: Callable[[], None]
-    lose_create_answer: Callable[[], None]
-    fail_create_after: Callable[[int], None]
-    throttle: Callable[[], None]
-    stop: Callable[[str], None]
-    preempt: Callable[[str], None]
-    strangers: Callable[[], None]
+    is_refusing: bool
+    is_out: bool
+    creates_left: int | None
+
+    def alive(self) -> set[str]:
+        """Return the ids of all billed machines, whatever the listing says."""
+        ...
+
+    def no_capacity(self) -> None: ...
+    def quota(self) -> None: ...
+    def throttle(self) -> None: ...
+    def lose_create_answer(self) -> None: ...
+    def recover(self) -> None: ...
+
+    def stop(self, machine_id: str) -> None:
+        """Stop a machine, power it off or outbid it: it exists, may be billed, and is unusable."""
+        ...
+
+    def preempt(self, machine_id: str) -> None: ...
+
+    def strangers(self) -> None:
+        """Add machines that are not ours, with other names, tags and labels; enough for a second page of a listing."""
+        ...
 
 
 def tags(pool_id: str = POOL, first_rank: int = 0, launch: str = "") -> dict[str, str]:
@@ -97,41 +91,46 @@ def tags(pool_id: str = POOL, first_rank: int = 0, launch: str = "") -> dict[str
     }
 
 
-class ProviderContract:
-    """The invariants of ARCHITECTURE section 3. A subclass has the fixture `hands`."""
+def cheapest(provider: Provider, want: Requirements = Requirements(), *, is_spot: bool = False) -> Offer:
+    """Return the cheapest machine that fits."""
+    fitting = [offer for offer in provider.offers(want) if matches(offer, want) is None and offer.is_spot == is_spot]
+    return min(fitting, key=lambda offer: offer.price_per_hour)
 
-    @pytest.fixture(autouse=True)
-    def _no_pauses(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_http, "PAUSE_SECONDS", 0.001)
-        monkeypatch.setattr(_http, "PATIENCE_SECONDS", 0.5)
+
+class ProviderContract:
+    """The invariants of ARCHITECTURE section 3.
+
+    Attributes:
+        want: what the fake sells, in offers of one machine.
+        variables: the environment variables with credentials. The usual one is first.
+        secrets: texts that may appear in no output.
+        explicit: the credentials as fields of the provider.
+    """
+
+    want: ClassVar[Requirements]
+    variables: ClassVar[Sequence[str]]
+    secrets: ClassVar[Sequence[str]]
+    explicit: ClassVar[Mapping[str, Any]]
 
     @pytest.fixture(autouse=True)
     def _state_of_its_own(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
     @pytest.fixture
-    def offer(self, hands: Hands) -> Offer:
-        """Return the cheapest on-demand machine that fits."""
-        offers = [
-            offer
-            for offer in hands.provider().offers(hands.want)
-            if matches(offer, hands.want) is None and not offer.is_spot
-        ]
-        return min(offers, key=lambda offer: offer.price_per_hour)
+    def offer(self, cloud: Cloud, make: Make) -> Offer:
+        return cheapest(make(), self.want)
 
     # ── offers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def test_offers_are_valid(self, hands: Hands) -> None:
+    def test_offers_are_valid(self, cloud: Cloud, make: Make) -> None:
         """Prices are positive, memory and CPUs are known. An offer with chips has their name in the catalogue."""
-        provider = hands.provider()
+        provider = make()
         offers = provider.offers(Requirements())
         assert offers
         for offer in offers:
             assert offer.provider == provider.name
-            assert offer.price_per_hour > 0
+            assert min(offer.price_per_hour, offer.vcpus, offer.memory_gb) > 0
             assert offer.region
-            assert offer.vcpus > 0
-            assert offer.memory_gb > 0
             assert offer.architecture in {"x86_64", "arm64"}
             assert all(
                 extra.name and extra.source and (extra.checked == "at launch" or date.fromisoformat(extra.checked))
@@ -145,212 +144,147 @@ class ProviderContract:
         assert len(
             {(offer.instance_type, offer.region, offer.is_spot, offer.price_per_hour) for offer in offers}
         ) == len(offers)
-        assert any(matches(offer, hands.want) is None for offer in offers)
+        assert any(matches(offer, self.want) is None for offer in offers)
 
-    # ── launch ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── launch and listing ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def test_launched_machines_are_listed(self, hands: Hands, offer: Offer) -> None:
-        """The listing has the same ids, ranks, tags, prices, logins and directories as the result of `launch`."""
-        provider = hands.provider()
+    def test_launched_machines_are_listed(self, cloud: Cloud, make: Make, offer: Offer) -> None:
+        """A provider that is read from JSON lists the same ids, ranks, tags and prices as `launch` has returned."""
+        cloud.strangers()
+        strangers = cloud.alive()
+        provider = make()
         launched = provider.launch(offer, 2, tags(first_rank=3), STARTUP)
+        (other,) = make().launch(offer, 1, tags("sky-contract-a1b2c", launch="sky-contract-a1b2c-1"), STARTUP)
         assert [instance.rank for instance in launched] == [3, 4]
-        listed = {instance.id: instance for instance in provider.instances(POOL)}
-        assert sorted(listed) == sorted(instance.id for instance in launched)
-        assert set(listed) == hands.alive()
-        for instance in (*launched, *listed.values()):
+        ours = {instance.id: instance.rank for instance in launched}
+        another = load(json.loads(json.dumps(provider.to_json())))
+        listed = another.instances(POOL)
+        assert {instance.id: instance.rank for instance in listed} == ours
+        assert {instance.id for instance in another.instances()} == {*ours, other.id}
+        assert cloud.alive() == strangers | {*ours, other.id}
+        for instance in (*launched, *listed):
             assert instance.pool_id == POOL
             assert instance.provider == provider.name
             assert instance.state in (InstanceState.PENDING, InstanceState.RUNNING)
-            assert instance.instance_type == offer.instance_type
-            assert instance.region == offer.region
+            assert (instance.instance_type, instance.region) == (offer.instance_type, offer.region)
             assert not instance.is_spot
             assert instance.price_per_hour == pytest.approx(offer.price_per_hour)
             assert {name: instance.tags.get(name) for name in tags()} == {**tags(), RANK_TAG: str(instance.rank)}
-        assert {instance.id: instance.rank for instance in listed.values()} == {
-            instance.id: instance.rank for instance in launched
-        }
 
-    def test_machines_with_unusual_names_of_work_are_found(self, hands: Hands, offer: Offer) -> None:
-        """The names have the greatest length and unusual characters. The machine is listed with its work, and with the
-        tags that identify it.
-        """
+    def test_machines_with_unusual_names_of_work_are_found(self, cloud: Cloud, make: Make, offer: Offer) -> None:
+        """The names have the greatest length and unusual characters. The tags that identify the machine stay."""
         long = Work(*("Ünï/code_run: 2026-11-22T07:00:00+00:00 " * 20 for _ in fields(Work)))
         wanted = work_tags(long) | tags()
-        (launched,) = hands.provider().launch(offer, 1, {**work_tags(long), **tags()}, STARTUP)
-        (listed,) = hands.provider().instances(POOL)
+        (launched,) = make().launch(offer, 1, {**work_tags(long), **tags()}, STARTUP)
+        (listed,) = make().instances(POOL)
         for instance in (launched, listed):
             assert {name: instance.tags.get(name) for name in tags()} == tags()
             labels = {name: value for name, value in instance.tags.items() if name.startswith(WORK_TAG.rstrip("-"))}
             assert labels
             assert all(wanted.get(name, value) == value and "code" in value for name, value in labels.items())
 
-    def test_another_process_finds_machines_by_their_tags(self, hands: Hands, offer: Offer) -> None:
-        """Without a pool id it finds the machines of all pools. It never finds machines of other users."""
-        hands.strangers()
-        strangers = hands.alive()
-        mine = hands.provider().launch(offer, 1, tags(), STARTUP)
-        others = hands.provider().launch(offer, 1, tags("sky-contract-a1b2c", launch="sky-contract-a1b2c-1"), STARTUP)
-        fields = json.dumps(hands.provider().to_json())
-        code = (
-            "import json, sys; from skyward_core.providers.base import load\n"
-            "provider = load(json.loads(sys.argv[1]))\n"
-            "print(json.dumps([[i.id for i in provider.instances(p)] for p in (sys.argv[2], None)]))"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", code, fields, POOL],
-            capture_output=True,
-            text=True,
-            check=False,
-            env=dict(os.environ),
-        )
-        assert done.returncode == 0, done.stderr
-        of_pool, of_all = json.loads(done.stdout)
-        assert of_pool == [mine[0].id]
-        assert sorted(of_all) == sorted([mine[0].id, others[0].id])
-        assert hands.alive() == strangers | {mine[0].id, others[0].id}
-
-    def test_a_lack_of_capacity_is_no_capacity(self, hands: Hands, offer: Offer) -> None:
-        """The error has the provider's own code, and no machine is left."""
-        hands.no_capacity()
-        with pytest.raises(NoCapacity) as caught:
-            hands.provider().launch(offer, 1, tags(), STARTUP)
-        assert not isinstance(caught.value, sky.QuotaExceeded)
+    @pytest.mark.parametrize(("trouble", "kind"), [("no_capacity", NoCapacity), ("quota", sky.QuotaExceeded)])
+    def test_a_refusal_has_the_clouds_code_and_leaves_no_machine(
+        self, cloud: Cloud, make: Make, offer: Offer, trouble: str, kind: type[SkywardError]
+    ) -> None:
+        getattr(cloud, trouble)()
+        with pytest.raises(kind) as caught:
+            make().launch(offer, 1, tags(), STARTUP)
+        assert isinstance(caught.value, sky.QuotaExceeded) == (trouble == "quota")
         assert caught.value.code
-        assert hands.alive() == set()
+        assert cloud.alive() == set()
 
-    def test_a_full_quota_is_quota_exceeded(self, hands: Hands, offer: Offer) -> None:
-        """The error has the provider's own code, and no machine is left."""
-        hands.quota()
-        with pytest.raises(sky.QuotaExceeded) as caught:
-            hands.provider().launch(offer, 1, tags(), STARTUP)
-        assert caught.value.code
-        assert hands.alive() == set()
-
-    def test_another_launch_of_a_rank_is_another_machine(self, hands: Hands, offer: Offer) -> None:
+    def test_another_launch_of_a_rank_is_another_machine(self, cloud: Cloud, make: Make, offer: Offer) -> None:
         """The tokens of a pool have a common prefix. If the answer to a replacement is lost, the earlier machine is not
         mistaken for it.
         """
-        provider = hands.provider()
+        provider = make()
         (first,) = provider.launch(offer, 1, tags(launch=f"{POOL}-1"), STARTUP)
-        hands.lose_create_answer()
+        cloud.lose_create_answer()
         try:
             found = [instance.id for instance in provider.launch(offer, 1, tags(launch=f"{POOL}-2"), STARTUP)]
         except ProviderFailed:
             found = []
         assert first.id not in found
-        assert len(hands.alive()) == 2
+        assert len(cloud.alive()) == 2
         assert {instance.tags[LAUNCH_TAG] for instance in provider.instances(POOL)} == {f"{POOL}-1", f"{POOL}-2"}
 
-    def test_machines_of_a_partial_launch_can_be_found_and_terminated(self, hands: Hands, offer: Offer) -> None:
-        """After a failure behind the first machine, `launch` returns fewer machines or raises an error. In both cases
-        all machines are listed and can be terminated.
-        """
-        hands.fail_create_after(1)
-        provider = hands.provider()
+    def test_machines_of_a_partial_launch_can_be_found_and_terminated(
+        self, cloud: Cloud, make: Make, offer: Offer
+    ) -> None:
+        """After a failure behind the first machine, `launch` returns fewer machines or raises an error."""
+        cloud.creates_left = 1
+        provider = make()
         launched: Sequence[Instance] | None = None
         try:
             launched = provider.launch(offer, 3, tags(), STARTUP)
         except (ProviderFailed, NoCapacity):
             pass
         listed = {instance.id for instance in provider.instances(POOL)}
-        assert listed == hands.alive()
+        assert listed == cloud.alive()
         assert launched is None or {instance.id for instance in launched} == listed
-        hands.outage_over()
+        cloud.recover()
         provider.terminate(sorted(listed))
-        assert hands.alive() == set()
+        assert cloud.alive() == set()
 
-    # ── listing ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def test_an_outage_is_not_an_empty_listing(self, hands: Hands, offer: Offer) -> None:
+    def test_an_outage_is_not_an_empty_listing(self, cloud: Cloud, make: Make, offer: Offer) -> None:
         """No method returns an empty result, and no method assumes that a request took effect."""
-        provider = hands.provider()
+        provider = make()
         (instance,) = provider.launch(offer, 1, tags(), STARTUP)
-        hands.outage()
-        for verb in (
-            lambda: provider.offers(hands.want),
-            lambda: provider.instances(POOL),
-            lambda: provider.instances(),
-        ):
+        cloud.is_out = True
+        for verb in (lambda: provider.offers(self.want), lambda: provider.instances(POOL), provider.instances):
             with pytest.raises(ProviderFailed):
                 verb()
         with pytest.raises((ProviderFailed, InstancesLeft)):
             provider.terminate([instance.id])
-        hands.outage_over()
-        assert hands.alive() == {instance.id}
+        cloud.recover()
+        assert cloud.alive() == {instance.id}
         assert [found.id for found in provider.instances(POOL)] == [instance.id]
 
-    def test_a_preempted_or_stopped_machine_is_not_listed_as_running(self, hands: Hands, offer: Offer) -> None:
+    def test_a_preempted_or_stopped_machine_is_not_listed_as_running(
+        self, cloud: Cloud, make: Make, offer: Offer
+    ) -> None:
         """The pool replaces it. A stopped machine, billed or not, is listed until it is terminated."""
-        provider = hands.provider()
+        provider = make()
         preempted, stopped, runs = provider.launch(offer, 3, tags(), STARTUP)
-        hands.preempt(preempted.id)
-        hands.stop(stopped.id)
+        cloud.preempt(preempted.id)
+        cloud.stop(stopped.id)
         states = {instance.id: instance.state for instance in provider.instances(POOL)}
         assert states.get(preempted.id) in (None, InstanceState.STOPPING)
         assert states.get(stopped.id) is InstanceState.STOPPING
         assert states[runs.id] in (InstanceState.PENDING, InstanceState.RUNNING)
         provider.terminate([preempted.id, stopped.id, runs.id])
-        assert hands.alive() == set()
+        assert cloud.alive() == set()
+
+    def test_throttled_requests_are_repeated(self, cloud: Cloud, make: Make, offer: Offer) -> None:
+        cloud.throttle()
+        assert make().instances(POOL) == []
 
     # ── terminate ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def test_terminating_a_gone_machine_is_no_error(self, hands: Hands, offer: Offer) -> None:
-        """It holds for ids that are gone, for ids that never existed, and for an empty list."""
-        provider = hands.provider()
-        launched = provider.launch(offer, 2, tags(), STARTUP)
-        ids = [instance.id for instance in launched]
-        never = self.never(ids[0])
-        provider.terminate([ids[0], never])
-        provider.terminate([*ids, never])
-        provider.terminate(ids)
+    def test_terminate_ends_only_the_given_machines_and_may_be_repeated(
+        self, cloud: Cloud, make: Make, offer: Offer
+    ) -> None:
+        """Ids that are gone, ids that never existed, and an empty list are no errors."""
+        cloud.strangers()
+        strangers = cloud.alive()
+        provider = make()
+        first, second = (instance.id for instance in provider.launch(offer, 2, tags(), STARTUP))
+        never = first[:-3] + ("999" if first[-3:] != "999" else "111")
+        provider.terminate([first, never])
+        assert cloud.alive() == strangers | {second}
+        provider.terminate([first, second, never])
+        provider.terminate([first, second])
         provider.terminate([])
-        assert hands.alive() == set()
+        assert cloud.alive() == strangers
         assert all(instance.state is InstanceState.STOPPING for instance in provider.instances(POOL))
-
-    def never(self, machine_id: str) -> str:
-        """Return an id with the right format that no machine has."""
-        return machine_id[:-3] + ("000" if machine_id[-3:] != "000" else "111")
-
-    def test_machines_are_terminated_while_the_interpreter_ends(self, hands: Hands, offer: Offer) -> None:
-        """An `atexit` callback tears down an open pool. Executors of concurrent.futures accept no work then."""
-        provider = hands.provider()
-        mine = [
-            provider.launch(offer, 1, tags(first_rank=rank, launch=f"{POOL}-{rank + 1}"), STARTUP)[0].id
-            for rank in range(3)
-        ]
-        code = (
-            "import atexit, json, sys\n"
-            "from concurrent.futures import ThreadPoolExecutor\n"
-            "from skyward_core.providers.base import load\n"
-            "provider = load(json.loads(sys.argv[1]))\n"
-            "atexit.register(lambda: print(len(provider.instances(sys.argv[2])), provider.terminate(sys.argv[3:])))\n"
-        )
-        fields = json.dumps(provider.to_json())
-        done = subprocess.run(
-            [sys.executable, "-c", code, fields, POOL, *mine],
-            capture_output=True,
-            text=True,
-            check=False,
-            env=dict(os.environ),
-        )
-        assert done.stdout == "3 None\n", done.stderr
-        assert hands.alive() == set()
-
-    def test_terminate_does_not_affect_other_machines(self, hands: Hands, offer: Offer) -> None:
-        """Only machines with the given ids end."""
-        hands.strangers()
-        strangers = hands.alive()
-        provider = hands.provider()
-        first, second = provider.launch(offer, 2, tags(), STARTUP)
-        provider.terminate([first.id])
-        assert hands.alive() == strangers | {second.id}
 
     # ── credentials ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def test_refused_credentials_are_credentials_error(self, hands: Hands, offer: Offer) -> None:
+    def test_refused_credentials_are_credentials_error(self, cloud: Cloud, make: Make, offer: Offer) -> None:
         """It holds for every method."""
-        provider = hands.provider()
-        hands.refuse_credentials()
+        provider = make()
+        cloud.is_refusing = True
         for verb in (
             lambda: provider.launch(offer, 1, tags(), STARTUP),
             lambda: provider.instances(POOL),
@@ -359,67 +293,50 @@ class ProviderContract:
         ):
             with pytest.raises(CredentialsError):
                 verb()
-        assert hands.alive() == set()
+        assert cloud.alive() == set()
 
     def test_without_credentials_the_error_names_the_variable(
-        self, hands: Hands, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+        self, cloud: Cloud, make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
     ) -> None:
-        """Neither a variable nor a file has credentials: CredentialsError is raised."""
+        """Neither a variable nor a file has credentials."""
         monkeypatch.setenv("HOME", str(tmp_path))
         monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
-        provider = hands.provider()
         for variable in self.variables:
             monkeypatch.delenv(variable, raising=False)
         with pytest.raises(CredentialsError, match=self.variables[0]):
-            provider.instances(POOL)
-
-    variables: Sequence[str] = ()
-    """The environment variables with its credentials. The usual one is first."""
+            make().instances(POOL)
 
     def test_no_secret_appears_in_any_output(
-        self, hands: Hands, offer: Offer, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+        self,
+        cloud: Cloud,
+        make: Make,
+        offer: Offer,
+        caplog: pytest.LogCaptureFixture,
+        capfd: pytest.CaptureFixture[str],
     ) -> None:
         """It holds for repr, JSON, logs, tracebacks of errors, instances and offers."""
         caplog.set_level(logging.DEBUG)
-        provider = hands.provider()
-        written = [
-            repr(provider),
-            str(provider),
-            json.dumps(provider.to_json()),
-            provider.model_dump_json(),
-            repr(offer),
-        ]
+        provider = make()
+        written = [repr(provider), str(provider), json.dumps(provider.to_json()), repr(offer), provider.account()]
+        written.append(provider.model_dump_json())
         launched = provider.launch(offer, 1, tags(), STARTUP)
         written += [repr(launched), *(instance.model_dump_json() for instance in (*launched, *provider.instances()))]
-        written.append(provider.account())
-        hands.refuse_credentials()
-        try:
+        cloud.is_refusing = True
+        with pytest.raises(CredentialsError) as caught:
             provider.instances(POOL)
-        except CredentialsError as error:
-            written += [str(error), repr(error), repr(error.__cause__)]
-        out, err = capfd.readouterr()
-        written += [out, err, caplog.text]
-        assert hands.secrets
-        for secret in hands.secrets:
-            assert not [text for text in written if secret in text]
+        written += traceback.format_exception(caught.value)
+        written += [*capfd.readouterr(), caplog.text]
+        assert not [text for text in written for secret in self.secrets if secret in text]
 
-    def test_given_credentials_stay_with_the_value(self, hands: Hands) -> None:
+    def test_given_credentials_stay_with_the_value(self, cloud: Cloud, make: Make) -> None:
         """Explicit credentials are used, and are in no JSON. A provider that is read from that JSON takes them from the
         environment.
         """
-        provider = hands.provider(explicit=True)
+        provider = make(**self.explicit)
         assert load(provider.to_json()).to_json() == provider.to_json()
         text = provider.model_dump_json() + repr(provider)
-        assert not [secret for secret in hands.secrets if secret in text]
-        assert provider.account() == hands.provider().account() != ""
-
-    # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def test_throttled_requests_are_repeated(self, hands: Hands, offer: Offer, monkeypatch: pytest.MonkeyPatch) -> None:
-        """A single refusal causes no error. Endless refusals cause RateLimited."""
-        monkeypatch.setattr(_http, "PATIENCE_SECONDS", 60.0)  # the refusal itself takes some time on a busy machine
-        hands.throttle()
-        assert hands.provider().instances(POOL) == []
+        assert not [secret for secret in self.secrets if secret in text]
+        assert provider.account() == make().account() != ""
 
 
 NO_ANSWERS = {
@@ -433,33 +350,28 @@ SECRET = "sk-instance-0a1b2c3d4e5f"
 class RestContract(ProviderContract):
     """Further rules for the clouds behind `_http.Api`.
 
-    A subclass has the fixture `wire`, the fake's server, and names its calls.
-
     Attributes:
-        creating: method and path of the creating call.
-        ending: the same of the call that ends a machine.
+        ending: method and path of the call that ends a machine.
         login: a path that is requested before all others, if there is one.
     """
 
-    creating: tuple[str, str] = ("POST", "")
-    ending: tuple[str, str] = ("DELETE", "")
-    login: str = "(?!)"
+    ending: ClassVar[tuple[str, str]]
+    login: ClassVar[str] = "(?!)"
 
     @pytest.mark.parametrize("what", NO_ANSWERS)
     @pytest.mark.parametrize("is_let_in", [False, True])
     def test_status_200_without_valid_content_is_an_error(
-        self, hands: Hands, wire: FakeCloud, offer: Offer, what: str, is_let_in: bool
+        self, cloud: FakeCloud, make: Make, offer: Offer, what: str, is_let_in: bool
     ) -> None:
         """The content is a proxy's page, an object that lacks the field, or null. It contains nothing about machines,
         so every method raises ProviderFailed.
         """
-        provider = hands.provider()
+        provider = make()
         (machine,) = provider.launch(offer, 1, tags(), STARTUP)
-        pattern = f"(?!{self.login}).*" if is_let_in else ""
         for method in ("GET", "POST", "PUT", "DELETE"):
-            wire.fail(method, pattern, NO_ANSWERS[what], times=10**6)
+            cloud.fail(method, f"(?!{self.login}).*" if is_let_in else "", NO_ANSWERS[what], times=10**6)
         verbs: dict[str, Callable[[], object]] = {
-            "offers": lambda: provider.offers(hands.want),
+            "offers": lambda: provider.offers(self.want),
             "instances": lambda: provider.instances(POOL),
             "launch": lambda: provider.launch(offer, 1, tags(launch=f"{POOL}-2"), STARTUP),
             "account": provider.account,
@@ -470,52 +382,56 @@ class RestContract(ProviderContract):
         if what != "null":  # this cloud answers null on success
             with pytest.raises((ProviderFailed, InstancesLeft)):
                 provider.terminate([machine.id])
-        wire.faults.clear()
-        assert hands.alive() == {machine.id}
+        cloud.faults.clear()
+        assert cloud.alive() == {machine.id}
 
-    @pytest.mark.parametrize("status", [404, 410])
-    def test_only_the_clouds_own_404_means_that_a_machine_is_gone(
-        self, hands: Hands, wire: FakeCloud, offer: Offer, status: int
-    ) -> None:
-        """A proxy's page, or another service's JSON, contains nothing about the machine. The machine exists."""
-        provider = hands.provider()
-        (machine,) = provider.launch(offer, 1, tags(), STARTUP)
-        for page in (
-            Reply(status, "<html>Not Found</html>", is_text=True),
-            Reply(status, {"message": "no Route matched with those values"}),
+    @pytest.mark.parametrize(
+        "page",
+        [
+            *(Reply(status, "<html>Not Found</html>", is_text=True) for status in (404, 410)),
+            *(Reply(status, {"message": "no Route matched with those values"}) for status in (404, 410)),
             NO_ANSWERS["a page"],
             NO_ANSWERS["an empty object"],
-        ):
-            wire.fail(*self.ending, page, times=10**6)
-            with pytest.raises((ProviderFailed, InstancesLeft)):
-                provider.terminate([machine.id])
-            wire.faults.clear()
-        assert hands.alive() == {machine.id}
-
-    @pytest.mark.parametrize("what", NO_ANSWERS)
-    def test_a_creating_call_with_an_invalid_answer_may_have_created_a_machine(
-        self, hands: Hands, wire: FakeCloud, offer: Offer, what: str
+        ],
+        ids=lambda page: f"{page.status} {page.body}",
+    )
+    def test_an_unconfirmed_termination_is_an_error(
+        self, cloud: FakeCloud, make: Make, offer: Offer, page: Reply
     ) -> None:
-        """The machine is found. If no machine exists, the error is ProviderFailed and never NoCapacity."""
-        provider = hands.provider()
-        wire.fail(*self.creating, NO_ANSWERS[what], is_done=True)
-        assert {machine.id for machine in provider.launch(offer, 1, tags(), STARTUP)} == hands.alive()
-        wire.fail(*self.creating, NO_ANSWERS[what])
+        """All other requests succeed. Only the cloud's own 404 means that a machine is gone: a proxy's page, or another
+        service's JSON, contains nothing about it.
+        """
+        provider = make()
+        (machine,) = provider.launch(offer, 1, tags(), STARTUP)
+        cloud.fail(*self.ending, page, times=10**6)
+        with pytest.raises((ProviderFailed, InstancesLeft)):
+            provider.terminate([machine.id])
+        assert cloud.alive() == {machine.id}
+
+    @pytest.mark.parametrize("what", [*NO_ANSWERS, "a reset connection"])
+    def test_a_creating_call_with_a_lost_or_invalid_answer_may_have_created_a_machine(
+        self, cloud: FakeCloud, make: Make, offer: Offer, what: str
+    ) -> None:
+        """The machines are found, and not requested again. If no machine exists, the error is ProviderFailed and never
+        NoCapacity.
+        """
+        provider = make()
+        cloud.fail(*cloud.creating, NO_ANSWERS.get(what), is_done=True)
+        assert {machine.id for machine in provider.launch(offer, 1, tags(), STARTUP)} == cloud.alive()
+        assert len(cloud.alive()) == len(cloud.asked(*cloud.creating)) == 1
+        cloud.fail(*cloud.creating, NO_ANSWERS.get(what))
         with pytest.raises(ProviderFailed):
             provider.launch(offer, 1, tags(launch=f"{POOL}-2"), STARTUP)
-        assert len(hands.alive()) == 1
+        assert len(cloud.alive()) == 1
 
     @pytest.mark.parametrize("status", [200, 400, 500])
     def test_a_secret_in_an_answer_is_in_no_message(
-        self, hands: Hands, wire: FakeCloud, offer: Offer, status: int, caplog: pytest.LogCaptureFixture
+        self, cloud: FakeCloud, make: Make, offer: Offer, status: int, caplog: pytest.LogCaptureFixture
     ) -> None:
         """The answer to a failed creating call may contain a key of the machine."""
         caplog.set_level(logging.DEBUG)
         body = {"success": False, "instance_api_key": SECRET, "machine": [{"root_password": SECRET}]}
-        wire.fail(*self.creating, Reply(status, body), times=99)
+        cloud.fail(*cloud.creating, Reply(status, body), times=99)
         with pytest.raises(SkywardError) as caught:
-            hands.provider().launch(offer, 1, tags(), STARTUP)
+            make().launch(offer, 1, tags(), STARTUP)
         assert SECRET not in "".join(traceback.format_exception(caught.value)) + caplog.text
-
-
-__all__ = ["POOL", "STARTUP", "Hands", "ProviderContract", "RateLimited", "RestContract", "tags"]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.providers.http_fake import FakeCloud, Fault, Reply, Request, route
+from tests.providers.http_fake import FakeCloud, Reply, Request, route
 
 TOKEN = "dop_v1_4f6c0ffee4f6c0ffee4f6c0ffee4f6c0ffee"
 TEAM = "5df3e3004a17e242b7c20ca6c9fc25b701a47ece"
@@ -147,43 +147,60 @@ class Droplet:
         }
 
 
-@dataclass
-class Mood:
-    """The present behaviour of the fake."""
-
-    slow: int = 1
-    hidden: int = 0
-    errored: int = 0
-    """The next creating calls create this number of droplets that are errored after a read."""
-    budget: int | None = None
-    """The number of further droplets. Then creating calls fail with a 5xx in the middle."""
-    stock: int | None = None
-    """The number of further droplets. A call for more is refused as a whole."""
-    shrinking: int = 0
-    """How often a droplet of the first page is deleted after that page was read."""
-    is_refusing: bool = False
-
-
 class FakeDigitalOcean(FakeCloud):
-    """One account. `droplets` are all billed ones; `mails` are the root passwords that were sent."""
+    """`droplets` are all billed ones; `mails` are the root passwords that were sent.
+
+    New droplets get address and tags after `slow` reads, and `hidden` listings omit them; the next `errored` of them
+    fail after a read. A call for more than `stock` droplets is refused as a whole. While the listing is `shrinking`, a
+    droplet of its first page is deleted after that page was read.
+    """
+
+    creating, listing = ("POST", "/v2/droplets"), ("GET", "/v2/droplets")
+    sold_out, over_limit, too_many, outage = SOLD_OUT, OVER_LIMIT, TOO_MANY, OUTAGE
 
     def __init__(self) -> None:
         super().__init__()
+        self.slow, self.hidden, self.errored, self.shrinking = 1, 0, 0, 0
+        self.stock: int | None = None
         self.sizes = list(SIZES)
         self.droplets: dict[int, Droplet] = {}
         self.keys: dict[str, str] = {}
         self.mails: list[str] = []
-        self.mood = Mood()
         self._next = 420_001_001
         self._left = 5000
 
-    def outage(self) -> None:
-        """Answer all requests with a 500."""
-        self.faults += [Fault(method, "", OUTAGE, times=10**6) for method in ("GET", "POST", "DELETE")]
+    def alive(self) -> set[str]:
+        """Return the ids of all billed machines."""
+        return {str(machine_id) for machine_id in list(self.droplets)}
+
+    def stop(self, machine_id: str) -> None:
+        """Power a droplet off. It exists and is billed."""
+        self.droplets[int(machine_id)].status = "off"
+
+    def preempt(self, machine_id: str) -> None:
+        """Preempt a spot droplet: it is destroyed, and no listing has it."""
+        with self.lock:
+            del self.droplets[int(machine_id)]
+
+    def strangers(self) -> None:
+        """Add more than a page of droplets of each kind, with names and tags that resemble ours."""
+        pool = "sky-contract-a1b2c3"
+        looks = [
+            ("web", ["skyward-demo"]),
+            (f"{pool}x-0-l0a1b2c3", []),
+            (f"x-{pool}-0-l0a1b2c3", []),
+            (pool, ["skyward"]),
+            ("worker-0-l0a1b2c3", [f"skyward-pool:{pool}", "skyward:1-2:skyward-pool"]),
+            (f"{pool}-0-l0a1b2c3-clone", [f"skyward:1-9:skyward-pool:{pool}"]),
+        ]
+        for index in range(208):
+            name, its = looks[index % len(looks)]
+            for kind in (SIZES[0], SIZES[5]):
+                self.add(name, kind, {"region": "nyc1", "image": 42, "tags": its}).looks = 9
 
     def refuse(self, request: Request) -> Reply | None:
         """Refuse requests without the token."""
-        if self.mood.is_refusing or request.headers.get("authorization") != f"Bearer {TOKEN}":
+        if self.is_refusing or request.headers.get("authorization") != f"Bearer {TOKEN}":
             return refusal(401, "unauthorized", "Unable to authenticate you")
         return None
 
@@ -269,12 +286,10 @@ class FakeDigitalOcean(FakeCloud):
             self.mails.append("jo@example.org")
         created = []
         for name in names:
-            if self.mood.budget is not None:
-                if not self.mood.budget:
-                    return OUTAGE
-                self.mood.budget -= 1
-            if self.mood.stock is not None:
-                self.mood.stock -= 1
+            if (failure := self.spend_create()) is not None:
+                return failure
+            if self.stock is not None:
+                self.stock -= 1
             created.append(self.add(name, found, request.body))
         rows = [droplet.row() for droplet in created]
         actions = [
@@ -299,7 +314,7 @@ class FakeDigitalOcean(FakeCloud):
             return unprocessable("You specified an invalid size for Droplet creation.")
         if not found["available"]:
             return unprocessable("This size is unavailable")
-        if self.mood.stock is not None and len(names) > self.mood.stock:
+        if self.stock is not None and len(names) > self.stock:
             return SOLD_OUT
         if body["region"] not in found["regions"]:
             return SOLD_OUT
@@ -322,11 +337,11 @@ class FakeDigitalOcean(FakeCloud):
             {**order, "tags": list(order.get("tags") or ())},
             name,
             found,
-            slow=self.mood.slow,
-            hidden=self.mood.hidden,
+            slow=self.slow,
+            hidden=self.hidden,
         )
-        if self.mood.errored:
-            self.mood.errored -= 1
+        if self.errored:
+            self.errored -= 1
             droplet.is_errored = True
         self.droplets[droplet.id] = droplet
         return droplet
@@ -368,8 +383,8 @@ class FakeDigitalOcean(FakeCloud):
         links = (
             {"next": f"{self.url}{request.path}?page={page + 1}&per_page={count}"} if page * count < len(rows) else {}
         )
-        if kind == "droplets" and links and page == 1 and self.mood.shrinking:
-            self.mood.shrinking -= 1
+        if kind == "droplets" and links and page == 1 and self.shrinking:
+            self.shrinking -= 1
             del self.droplets[shown[0]["id"]]
         return Reply(200, {kind: shown, "links": {"pages": links} if links else {}, "meta": {"total": total}})
 

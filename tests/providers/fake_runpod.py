@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 from http import HTTPStatus
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
+
+import jsonschema
 
 from tests.providers.http_fake import FakeCloud, Reply, Request, route
 
@@ -17,31 +20,8 @@ KEY = "rpa_KEY0123456789abcdefOFRUNPOD"
 HOST = "198.51.100.9"
 STEPS = ("PROVISIONING", "STARTING", "RUNNING")
 """Each listing changes a new pod: it runs, then its port is mapped, then it has its private address."""
-KNOWN_FIELDS = frozenset(
-    [
-        "name",
-        "image",
-        "templateId",
-        "args",
-        "cmd",
-        "entrypoint",
-        "disk",
-        "env",
-        "ports",
-        "registry",
-        "cloud",
-        "gpu",
-        "cpu",
-        "dataCenterIds",
-        "mounts",
-        "globalNetworking",
-        "startSsh",
-        "startJupyter",
-    ]
-)
-KNOWN_GPU_FIELDS = frozenset(
-    ["id", "count", "allowedCudaVersions", "minCudaVersion", "minRamPerGpu", "minVcpuCountPerGpu"]
-)
+SPECIFICATION = json.loads(Path(__file__).with_name("runpod_specification.json").read_text())
+"""The part of RunPod's own specification that describes pods, orders and errors."""
 LIMITS = {
     "RateLimit": '"minute";r=42;t=17',
     "RateLimit-Policy": '"minute";q=60;w=60, "hour";q=3000;w=3600, "day";q=50000;w=86400',
@@ -49,6 +29,11 @@ LIMITS = {
 NO_CAPACITY = (
     "There are no longer any instances available with the requested specifications. Please refresh and try again."
 )
+
+
+def validator(what: str) -> jsonschema.Draft202012Validator:
+    """Return the check of a value against RunPod's specification."""
+    return jsonschema.Draft202012Validator({"$ref": f"#/$defs/{what}", "$defs": SPECIFICATION["$defs"]})
 
 
 def problem(status: int, detail: str, errors: list[str] | None = None, headers: dict[str, str] | None = None) -> Reply:
@@ -105,13 +90,16 @@ def cpu(flavor: str, memory: float, price: float | None, most: int = 8) -> dict[
 
 
 class FakeRunPod(FakeCloud):
-    """The catalogue, and the pods of one account.
-
-    `gpus` and `cpus` are sold. `creates_left`: after this number, creating calls fail. `hidden`: this number of
-    listings omits each pod that is created from now on. `becomes`: final status of pods of a rank, in place of RUNNING.
+    """`gpus` and `cpus` are sold. `hidden`: this number of listings omits each pod that is created from now on.
+    `becomes`: final status of pods of a rank, in place of RUNNING.
     `elsewhere`: the place of pods that requested another. `undying`: pods that cannot be deleted. `page`: rows of one
     page of the listing; None: one document without pages, as in the summer of 2026.
     """
+
+    creating, listing = ("POST", "/v2/pods"), ("GET", "/v2/pods")
+    sold_out, over_limit = problem(400, NO_CAPACITY), problem(402, "insufficient balance")
+    too_many = problem(429, "rate limit exceeded for the minute window", headers={"Retry-After": "0"})
+    outage = Reply(503, "upstream connect error", is_text=True)
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,8 +112,6 @@ class FakeRunPod(FakeCloud):
         self.becomes: dict[str, str] = {}
         self.elsewhere: str | None = None
         self.undying: set[str] = set()
-        self.is_refusing = self.is_down = False
-        self.creates_left: int | None = None
         self.hidden = 0
         self.page: int | None = 10
         self.next_pod = 0
@@ -160,9 +146,21 @@ class FakeRunPod(FakeCloud):
             self.steps[pod] = 100
             self.pods[pod] |= {"status": status, "cost": 0.0, "runtime": None, "ssh": {"proxy": None, "direct": None}}
 
+    def stop(self, machine_id: str) -> None:
+        """Stop a pod. Its disk is billed."""
+        self.halt(machine_id)
+
+    def preempt(self, machine_id: str) -> None:
+        """Terminate a pod, as RunPod does with an interruptible one."""
+        self.halt(machine_id, "TERMINATED")
+
+    def strangers(self) -> None:
+        """Add more than a page of other users' pods. Some names resemble ours."""
+        names = ("my-training-pod", "", "skyward", "sky-contract-a1b2c3-0", "skyward.sky-contract-a1b2c3-0")
+        for name in (*names, "skyward.a.lL1", "skywards.a-0.lL1", "skyward.-0.lL", *["other"] * 22):
+            self.stranger(name)
+
     def refuse(self, request: Request) -> Reply | None:
-        if self.is_down:
-            return Reply(503, "upstream connect error", is_text=True)
         if request.headers.get("authorization") != f"Bearer {KEY}" or self.is_refusing:
             return problem(401, "invalid bearer token")
         return None
@@ -217,23 +215,13 @@ class FakeRunPod(FakeCloud):
 
     @route("POST", "/v2/pods")
     def create(self, request: Request) -> Reply:
-        if self.creates_left is not None:
-            if self.creates_left <= 0:
-                return problem(500, "internal error")
-            self.creates_left -= 1
+        if (failure := self.spend_create()) is not None:
+            return failure
         body = request.body
-        unknown = sorted((body.keys() - KNOWN_FIELDS) | (body.get("gpu", {}).keys() - KNOWN_GPU_FIELDS))
-        if (
-            unknown
-            or not body.get("name")
-            or not body.get("image")
-            or not all(isinstance(value, str) for value in body.get("env", {}).values())
-        ):
-            return problem(
-                422,
-                "Request validation failed.",
-                [f"$: additional properties {name!r} not allowed" for name in unknown] or ["$: missing property"],
-            )
+        if errors := [
+            f"{error.json_path}: {error.message}" for error in validator("CreatePodRequest").iter_errors(body)
+        ]:
+            return problem(422, "Request validation failed.", errors)
         if wrong := self._wrong(body):
             return problem(400, wrong)
         return Reply(201, self.pods[self._make(body)], LIMITS)
@@ -303,7 +291,7 @@ class FakeRunPod(FakeCloud):
         return pod
 
     @route("GET", "/v2/pods")
-    def listing(self, request: Request) -> Reply:
+    def list_pods(self, request: Request) -> Reply:
         cursor = request.query.get("cursor")
         shown = sorted(pod for pod in self.pods if not self.lags[pod])
         if cursor is None:

@@ -13,6 +13,15 @@ from typing import Any
 from tests.providers.http_fake import FakeCloud, Reply, Request, route
 
 KEY = "vast-key-0123456789abcdef"
+
+
+def refusal(status: int, code: str, message: str, **others: Any) -> Reply:
+    """Return an error of the API."""
+    return Reply(status, {"success": False, "error": code, "msg": message, **others})
+
+
+GONE = refusal(404, "no_such_ask", "error 404/3603: no_such_ask Instance type by id is not available.")
+POOR = refusal(400, "insufficient_credit", "Your account lacks credit; see the billing page.")
 STEPS: tuple[dict[str, Any], ...] = (
     {"actual_status": None},
     {"actual_status": "created"},
@@ -57,14 +66,18 @@ def ask(number: int, gpu_name: str = "RTX 4090", gpus: int = 1, price: float = 0
 
 
 class FakeVast(FakeCloud):
-    """The market and the containers of one account.
+    """`asks` of the market by number, `containers` of the account by contract.
 
-    `asks` by number, `containers` by contract. `broken`: asks with hosts that fail, with the fields of the failed
-    container. `refused`: asks that answer with an error and still with a contract. `creates_left`: after this number,
-    creating calls fail. `hidden`: this number of listings omits each new container. `is_sloppy`: the market ignores
-    filters on numbers. `undying`: containers that cannot
-    be destroyed. `is_strict_about_bulk`: no call may destroy several.
+    `broken`: asks with hosts that fail, with the fields of the failed container. `refused`: asks that answer with an
+    error and still with a contract. `hidden`: this number of listings omits each new container. `is_sloppy`: the market
+    ignores filters on numbers. `undying`: containers that cannot be destroyed. `is_strict_about_bulk`: no call may
+    destroy several.
     """
+
+    creating, listing = ("PUT", "/api/v0/asks/"), ("GET", "/api/v1/instances/")
+    sold_out, over_limit = GONE, POOR
+    too_many = Reply(429, "API requests too frequent: endpoint threshold=1.0", is_text=True)
+    outage = Reply(502, "<html>Bad Gateway</html>", is_text=True)
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,8 +88,7 @@ class FakeVast(FakeCloud):
         self.broken: dict[int, dict[str, Any]] = {}
         self.refused: dict[int, Reply] = {}
         self.undying: set[int] = set()
-        self.is_refusing = self.is_down = self.is_sloppy = self.is_strict_about_bulk = False
-        self.creates_left: int | None = None
+        self.is_sloppy = self.is_strict_about_bulk = False
         self.hidden = 0
         self.next_contract = 30000000
 
@@ -89,9 +101,26 @@ class FakeVast(FakeCloud):
         contract = self._contract(ask(1), {"label": label, "image": "vllm/vllm-openai:latest", "env": {}})
         self.steps[contract] = len(STEPS)
 
+    def alive(self) -> set[str]:
+        """Return the ids of all billed containers."""
+        return {str(contract) for contract in list(self.containers)}
+
+    def stop(self, machine_id: str) -> None:
+        """Stop a container. Its disk is billed."""
+        self.halt(int(machine_id))
+
+    def preempt(self, machine_id: str) -> None:
+        """Preempt a container: another user bids more, and it is stopped."""
+        with self.lock:
+            self.halt(int(machine_id))
+
+    def strangers(self) -> None:
+        """Add more than a page of other users' containers. Some labels resemble ours."""
+        labels = (None, "", "ML Training Job 2025", "sky-contract-a1b2c3-0", "skyward", "skyward:sky-contract-a1b2c3")
+        for label in (*labels, "skyward:a-0", "skyward:a-x:lL1", *[None] * 22):
+            self.stranger(label)
+
     def refuse(self, request: Request) -> Reply | None:
-        if self.is_down:
-            return Reply(502, "<html>Bad Gateway</html>", is_text=True)
         is_let_in = request.headers.get("authorization") == f"Bearer {KEY}" and not self.is_refusing
         if is_let_in or (request.path == "/api/v0/bundles/" and not self.is_refusing):  # a search needs no credentials
             return None
@@ -142,10 +171,8 @@ class FakeVast(FakeCloud):
     @route("PUT", "/api/v0/asks/{id}/")
     def rent(self, request: Request) -> Reply:
         number, body = int(request.words["id"]), request.body
-        if self.creates_left is not None:
-            if self.creates_left <= 0:
-                return Reply(503, "upstream", is_text=True)
-            self.creates_left -= 1
+        if (failure := self.spend_create()) is not None:
+            return failure
         if number in self.refused:
             reply = self.refused[number]
             if isinstance(reply.body, dict) and "new_contract" in reply.body:
@@ -238,7 +265,7 @@ class FakeVast(FakeCloud):
     # ── containers ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     @route("GET", "/api/v1/instances/")
-    def listing(self, request: Request) -> Reply:
+    def list_containers(self, request: Request) -> Reply:
         limit = int(request.query.get("limit", 25))
         if not 1 <= limit <= 25:
             return Reply(400, {"success": False, "error": "invalid_args", "msg": "limit must be between 1 and 25"})

@@ -23,27 +23,14 @@ def kind(
 ) -> dict[str, Any]:
     """Return a type as in `GET /instance-types`."""
     return {
-        "id": str(uuid.uuid5(uuid.NAMESPACE_DNS, name)),
         "instance_type": name,
-        "model": gpu.split(" ", maxsplit=1)[0],
         "name": gpu,
-        "manufacturer": "NVIDIA",
         "cpu": {"description": f"{cores} CPU", "number_of_cores": cores},
         "memory": {"description": f"{gb}GB RAM", "size_in_gigabytes": gb},
         "gpu": {"description": f"{chips}x {gpu}" if chips else "", "number_of_gpus": chips},
         "gpu_memory": {"description": f"{gpu_gb}GB GPU RAM", "size_in_gigabytes": gpu_gb},
-        "storage": {"description": "dynamic"},
-        "display_name": name,
-        "description": "Dedicated Hardware Instance",
-        "best_for": [],
-        "p2p": None,
-        "supported_os": [],
         "price_per_hour": price,
         "spot_price": spot or "0.000",
-        "dynamic_price": None,
-        "max_dynamic_price": None,
-        "serverless_price": None,
-        "deploy_warning": None,
         "currency": "usd",
     }
 
@@ -77,12 +64,20 @@ OLD_SLUGS = ("ubuntu-24.04-cuda-12.8", "24.04.cuda12.9.docker", "ubuntu-24.04-cu
 CPU_SLUGS = ("ubuntu-24.04-cuda-13.0-open-docker", "24.04.base", "26.04.base")
 
 
-class FakeVerda(FakeCloud):
-    """The account of one team. Tests may read and change attributes.
+def error(status: int, code: str, message: str) -> Reply:
+    """Return an error in Verda's format."""
+    return Reply(status, {"code": code, "message": message})
 
-    `path`: the statuses of a new machine, a step each time it is read; its address comes with the last. `alive`: the
+
+class FakeVerda(FakeCloud):
+    """The account of one team. `path`: the statuses of a new machine, a step each time it is read; its address comes with the last. `alive`: the
     billed machines.
     """
+
+    creating, listing = ("POST", "/v1/instances$"), ("GET", "/v1/instances$")
+    sold_out = error(503, "service_unavailable", "No such machine is free")
+    over_limit = error(400, "invalid_request", "GPU quota exceeded")
+    too_many = Reply(429, {"code": "too_many", "message": "Too many requests"}, {"Retry-After": "0.01"})
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,10 +96,7 @@ class FakeVerda(FakeCloud):
             ("FIN-01", True): NAMES,
             ("FIN-02", True): NAMES[:1],
         }
-        self.is_refusing = self.is_out = self.is_untagging = False
-        self.leaves_disks = False
-        self.create_failures: list[Reply] = []
-        self.creates_left: int | None = None
+        self.is_untagging = self.leaves_disks = False
         self._ids = 0
 
     # ── methods for tests ────────────────────────────────────────────────────────────────────────────────────────────
@@ -166,8 +158,6 @@ class FakeVerda(FakeCloud):
     # ── the API ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def refuse(self, request: Request) -> Reply | None:
-        if self.is_out:
-            return error(500, "server_error", "Internal server error")
         if request.path in {"/v1/oauth2/token", "/v1/instance-types"}:
             return None
         token = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -183,13 +173,7 @@ class FakeVerda(FakeCloud):
         self.tokens.add(token)
         return Reply(
             200,
-            {
-                "access_token": token,
-                "refresh_token": "r",
-                "expires_in": 3600,
-                "scope": "cloud-api-v1",
-                "token_type": "Bearer",
-            },
+            {"access_token": token, "refresh_token": "r", "expires_in": 3600, "token_type": "Bearer"},
         )
 
     @route("GET", "/v1/instance-types")
@@ -215,17 +199,7 @@ class FakeVerda(FakeCloud):
         slugs = CPU_SLUGS if of.startswith("CPU") else OLD_SLUGS if "V100" in of or "A6000" in of else GPU_SLUGS
         return Reply(
             200,
-            [
-                {
-                    "id": str(uuid.uuid4()),
-                    "image_type": slug,
-                    "name": slug,
-                    "is_default": False,
-                    "is_cluster": False,
-                    "details": [],
-                }
-                for slug in slugs
-            ],
+            [{"image_type": slug, "name": slug, "is_default": False, "is_cluster": False} for slug in slugs],
         )
 
     @route("GET", "/v1/balance")
@@ -243,10 +217,6 @@ class FakeVerda(FakeCloud):
         key_id = str(uuid.uuid4())
         self.keys[key_id] = {"id": key_id, "name": request.body["name"], "key": request.body["key"] + " added"}
         return Reply(201, key_id, is_text=True)
-
-    @route("POST", "/v1/sshkeys")
-    def add_key_as_its_sdk_does(self, request: Request) -> Reply:
-        return self.add_key(request)
 
     @route("GET", "/v1/scripts")
     def list_scripts(self, request: Request) -> Reply:
@@ -305,14 +275,10 @@ class FakeVerda(FakeCloud):
 
     @route("POST", "/v1/instances")
     def create(self, request: Request) -> Reply:
-        if self.create_failures:
-            return self.create_failures.pop(0)
-        if self.creates_left == 0:
-            return error(500, "server_error", "Internal server error")
         if (wrong := self._wrong(request.body)) is not None:
             return error(400, "invalid_request", wrong)
-        if self.creates_left is not None:
-            self.creates_left -= 1
+        if (failure := self.spend_create()) is not None:
+            return failure
         return Reply(202, self._add(request.body, request.body["os_volume"]["size"])["id"], is_text=True)
 
     @route("PUT", "/v1/instances")
@@ -455,8 +421,3 @@ class FakeVerda(FakeCloud):
 
     def _detach(self, volume: dict[str, Any]) -> None:
         volume.update(instance_id=None, instances=[], status="detached")
-
-
-def error(status: int, code: str, message: str) -> Reply:
-    """Return an error in Verda's format."""
-    return Reply(status, {"code": code, "message": message})

@@ -9,7 +9,6 @@ import json
 import os
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,10 +17,12 @@ from skyward_core.errors import ConnectionLost, Unreachable
 from skyward_core.machines.instances import Endpoint
 from skyward_core.transport.ssh_connection import SSHConnection
 from tests.conftest import RecordedEvents
-from tests.providers.aws import SECRET, as_us, at_once  # noqa: F401 - fixtures
-from tests.providers.fake_aws import SESSION_TOKEN, FakeAWS
+from tests.providers.aws import SECRET, as_us
 from tests.providers.hosted import Hosting
+from tests.providers.http_fake import Reply, Request, route
 from tests.system.providers.test_aws_ssm import (  # noqa: F401 - fixtures
+    SESSION_TOKEN,
+    FakeSsm,
     Plugin,
     arguments,
     cloud,
@@ -37,13 +38,8 @@ from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 from tests.testbed.mirror import Mirror
 
 
-def group_of(cloud: FakeAWS, machine_id: str) -> Any:
-    (name,) = cloud.machine(machine_id).nics[0].group_set
-    return name
-
-
 def test_commands_files_and_ports_go_through_the_plugin(
-    endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin, echo: Echo, tmp_path: Path
+    endpoint: Endpoint, cloud: FakeSsm, plugin: Plugin, echo: Echo, tmp_path: Path
 ) -> None:
     """The plugin gets the same arguments as from AWS's CLI. No process has a secret in its arguments, and none is left."""
     with SSHConnection(endpoint).connect(30) as connection:
@@ -69,10 +65,10 @@ def test_commands_files_and_ports_go_through_the_plugin(
             if SESSION_TOKEN.encode() in parameters or SECRET.encode() in parameters
         ]
     assert plugin.living == set()
-    assert cloud.parameters("StartSession") == [request]
+    assert cloud.sessions() == [request]
 
 
-def test_an_agent_that_never_registers_is_an_error(endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin) -> None:
+def test_an_agent_that_never_registers_is_an_error(endpoint: Endpoint, cloud: FakeSsm, plugin: Plugin) -> None:
     """The error at the end has the reason. No process is left waiting."""
     cloud.agents.clear()
     with (
@@ -80,7 +76,7 @@ def test_an_agent_that_never_registers_is_an_error(endpoint: Endpoint, cloud: Fa
         pytest.raises(Unreachable, match=r"TargetNotConnected.*AmazonSSMManagedInstanceCore.*internet"),
     ):
         connection.connect(4)
-    assert cloud.parameters("StartSession")
+    assert cloud.sessions()
     assert plugin.living == set()
 
 
@@ -100,17 +96,20 @@ def test_a_broken_session_is_replaced(endpoint: Endpoint, plugin: Plugin) -> Non
     assert plugin.living == set()
 
 
-class ManagedAWS(HostedAWS):
-    """Hosts with agents that register some time after the start: at the second request for a session."""
+class LateSsm(FakeSsm):
+    """Agents of hosts that register some time after the start: at the second request for a session."""
 
-    def _start_session(self, environ: dict[str, Any], request: Any) -> Any:
-        target = request.parameters["Target"]
-        if (
-            len([one for one in self.parameters("StartSession") if one["Target"] == target]) > 1
-            and (ip := self._hosting.ip(target)) is not None
-        ):
+    def __init__(self, hosting: Hosting) -> None:
+        super().__init__()
+        self._hosting = hosting
+
+    @route("POST", "/")
+    def answer(self, request: Request) -> Reply:
+        target = request.body.get("Target", "")
+        ip = self._hosting.ip(target)
+        if len([one for one in self.sessions() if one["Target"] == target]) > 1 and ip is not None:
             self.agents[target] = f"wss://{ip}:22"
-        return super()._start_session(environ, request)
+        return super().answer(request)
 
 
 @pytest.mark.timeout(180)
@@ -122,8 +121,8 @@ def test_a_pool_runs_through_session_manager(
     monkeypatch.setenv("SKYWARD_LEDGER", f"sqlite:///{tmp_path / 'ledger.db'}")
     hosting, recorded = Hosting(fleet, mirror.configure), RecordedEvents()
     try:
-        with ManagedAWS(hosting) as cloud:
-            as_us(cloud, monkeypatch)
+        with HostedAWS(hosting) as cloud, LateSsm(hosting) as ssm:
+            as_us(ssm.url, monkeypatch)
             with sky.ComputePool(
                 provider=sky.AWS(use_ssm=True),
                 nodes=2,
@@ -143,11 +142,8 @@ def test_a_pool_runs_through_session_manager(
                 assert len(plugin.living) == 2
                 assert all(node.instance.endpoint.host == node.instance.id for node in pool.lease.nodes)
                 written = pool.lease.model_dump_json()
-                assert not any(
-                    rule.ip_range for machine in hosting.hosts for rule in group_of(cloud, machine).ingress_rules
-                )
+                assert "IpRanges" not in str(cloud.rules)
             assert cloud.alive() == set()
-            assert cloud.parameters("checkip") == []
             assert plugin.living == set()
     finally:
         hosting.close()

@@ -14,22 +14,20 @@ from skyward_core.machines.offers import rank
 from skyward_core.providers import hosts
 from skyward_core.provisioning.guard import guard_script
 from tests.conftest import wait_until
-from tests.system.providers.test_hosts import (
+from tests.system.providers.test_hosts import (  # noqa: F401 - a fixture
+    ANY,
     CACHE_ONLY,
+    POOL,
     REPOSITORY,
     guard_of,
     launch,
     left_on,
+    machines,
     provider_of,
     said,
     start_in,
 )
-from tests.unit.providers.test_hosts import (  # noqa: F401 - fixtures
-    ANY,
-    POOL,
-    fleet,
-    machines,
-)
+from tests.testbed.fixtures import fleet  # noqa: F401 - a fixture
 
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 
@@ -144,22 +142,6 @@ def test_terminate_works_without_a_guard(machines) -> None:
     assert provider.instances("sky-other") == [neighbour]
 
 
-def test_a_host_carries_one_node(machines) -> None:
-    """Hosts with another pool's node are skipped. If all are in use, NoCapacity names the hosts and the pools."""
-    first, second = pair = machines(2)
-    provider = provider_of(pair)
-    (mine,) = launch(provider, 1)
-    (other,) = launch(provider, 2, "sky-other")
-    assert (mine.ip, other.ip, other.rank) == (first.ip, second.ip, 0)
-    with pytest.raises(
-        sky.NoCapacity, match=rf"{first.ip} is held by pool {POOL}; {second.ip} is held by pool sky-other"
-    ):
-        launch(provider, 1, "sky-third")
-    said(second, f"kill -9 {guard_of(second, other)}")
-    (third,) = launch(provider, 1, "sky-third")
-    assert third.ip == second.ip
-
-
 def test_another_user_cannot_block_a_host(machines) -> None:
     """A file, pipe or link with the lock's former name has no effect."""
     (host,) = machines(1)
@@ -235,26 +217,3 @@ def test_environments_are_swept_on_hosts_without_nodes(machines) -> None:
     provider.terminate([instance.id])
     assert provider.sweep_environments() == []
     assert said(busy, "ls ~/.cache/skyward").split() == ["mine"]
-
-
-def test_a_key_is_pinned_for_the_life_of_a_pool(machines) -> None:
-    """No file has the key. A pool keeps the first key that it sees for all methods, also of hosts that it does not use.
-
-    The next pool pins again.
-    """
-    used, spare = pair = machines(2)
-    plain = provider_of(pair)
-    provider = plain.for_pool()
-    (instance,) = launch(provider)
-    (offer,) = provider.offers(ANY)
-    spare.change_host_key()
-    with pytest.raises(sky.HostKeyChanged):
-        provider.launch(offer, 1, {"skyward-pool": POOL, "skyward-rank": "1"}, guard_script(300, None))
-    used.change_host_key()
-    with pytest.raises(sky.HostKeyChanged):
-        provider.instances(POOL)
-    with pytest.raises(sky.InstancesLeft) as caught:
-        provider.terminate([instance.id])
-    assert isinstance(caught.value.__cause__, sky.HostKeyChanged)
-    assert [found.id for found in plain.for_pool().instances(POOL)] == [instance.id]
-    plain.terminate([instance.id])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 from pydantic import Field, SecretStr
 
 from skyward_core.accelerators.catalog import find
+from skyward_core.concurrency.threads import side_by_side
 from skyward_core.errors import (
     BadRequest,
     CredentialsError,
@@ -70,8 +70,7 @@ class Acme(Provider):
             for rank in ranks
         ]
         with self._api() as api:
-            with ThreadPoolExecutor(min(count, 8)) as threads:
-                outcomes = list(threads.map(lambda order: _created(api, order), orders))
+            outcomes = side_by_side(lambda order: _created(api, order), orders, "skyward-acme")
             if not (made := [row["id"] for row in outcomes if not isinstance(row, SkywardError)]):
                 raise next(error for error in outcomes if isinstance(error, SkywardError))
             rows = _with_addresses(api, made)

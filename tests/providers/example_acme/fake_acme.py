@@ -55,22 +55,32 @@ TYPES = [
 
 
 class FakeAcme(FakeCloud):
-    """`refusal` answers creating calls. After `creates_left` machines they fail.
+    """A machine is active after some reads."""
 
-    A machine is active after some reads.
-    """
+    creating, listing = ("POST", "/v1/machines"), ("GET", "/v1/machines")
+    sold_out = Reply(409, {"code": "sold_out", "message": "not now"})
+    over_limit = Reply(409, {"code": "limit_reached", "message": "not now"})
+    too_many = Reply(429, {"code": "slow"})
 
     def __init__(self) -> None:
-        self.machines: dict[str, dict[str, Any]] = {}
-        self.refusal: Reply | None = None
-        self.creates_left: int | None = None
-        self.is_out = self.is_refusing = False
-        self._numbers = itertools.count(0xA000)
         super().__init__()
+        self.machines: dict[str, dict[str, Any]] = {}
+        self._numbers = itertools.count(0xA000)
+
+    def alive(self) -> set[str]:
+        return set(self.machines)
+
+    def stop(self, machine_id: str) -> None:
+        self.machines[machine_id].update(state="off")
+
+    def preempt(self, machine_id: str) -> None:
+        del self.machines[machine_id]
+
+    def strangers(self) -> None:
+        for number in range(25):
+            self.add(name=f"theirs-{number}", type="cpu.4", region="here", labels={"skyward": "no"})
 
     def refuse(self, request: Request) -> Reply | None:
-        if self.is_out:
-            return Reply(503, {"code": "down", "message": "try later"})
         if self.is_refusing or request.headers.get("authorization") != f"Bearer {TOKEN}":
             return Reply(
                 401, {"code": "unauthorized", "message": f"not let in: {request.headers.get('authorization')}"}
@@ -87,11 +97,8 @@ class FakeAcme(FakeCloud):
 
     @route("POST", "/v1/machines")
     def create(self, request: Request) -> Reply:
-        if self.refusal is not None:
-            return self.refusal
-        if self.creates_left == 0:
-            return Reply(500, {"code": "oops", "message": "something went wrong"})
-        self.creates_left = None if self.creates_left is None else self.creates_left - 1
+        if (failure := self.spend_create()) is not None:
+            return failure
         return Reply(201, self.add(**request.body))
 
     @route("GET", "/v1/machines")

@@ -26,9 +26,10 @@ from skyward_core.providers.ssh_keys import host_key, our_key
 from skyward_core.transport.proxy_command import PYTHON
 from skyward_core.transport.ssh_connection import SSHConnection
 from tests.conftest import processes_by_tag, wait_until
-from tests.providers.aws import OFFER, SECRET, T4, as_us, at_once  # noqa: F401 - fixtures
+from tests.providers.aws import OFFER, SECRET, T4, as_us
 from tests.providers.contract import STARTUP, tags
 from tests.providers.fake_aws import FakeAWS
+from tests.providers.http_fake import FakeCloud, Reply, Request, route
 from tests.system.transport.test_ssh_connection import Echo, Server, echo, key, own_home, say, server  # noqa: F401 - fixtures
 from tests.testbed.fixtures import fleet, mirror  # noqa: F401 - fixtures
 
@@ -121,15 +122,44 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plugin:
     return plugin
 
 
+SESSION_TOKEN = "AAEAAfJ3SESSIONTOKENEXAMPLE"
+
+
+class FakeSsm(FakeCloud):
+    """Sessions of Session Manager. `agents` has the URL of each machine's port 22, once its agent has registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.agents: dict[str, str] = {}
+
+    @route("POST", "/")
+    def answer(self, request: Request) -> Reply:
+        if request.headers["x-amz-target"] != "AmazonSSM.StartSession":
+            return Reply(200, {"SessionId": request.body["SessionId"]})
+        assert request.body["DocumentName"] == "AWS-StartSSHSession"
+        target = request.body["Target"]
+        if (url := self.agents.get(target)) is None:
+            return refusal("TargetNotConnected", message=f"{target} is not connected.")
+        return Reply(200, {"SessionId": f"ann-{target}", "TokenValue": SESSION_TOKEN, "StreamUrl": url})
+
+    def sessions(self) -> list[dict[str, Any]]:
+        """Return the requests for a session."""
+        return [one.body for one in self.asked("POST") if one.headers["x-amz-target"].endswith("StartSession")]
+
+
+def refusal(code: str, status: int = 400, message: str = "") -> Reply:
+    return Reply(status, {"__type": code, "message": message})
+
+
 @pytest.fixture
-def cloud(monkeypatch: pytest.MonkeyPatch, plugin: Plugin) -> Iterator[FakeAWS]:
-    with FakeAWS() as fake:
-        as_us(fake, monkeypatch)
+def cloud(monkeypatch: pytest.MonkeyPatch, plugin: Plugin) -> Iterator[FakeSsm]:
+    with FakeSsm() as fake:
+        as_us(fake.url, monkeypatch)
         yield fake
 
 
 @pytest.fixture
-def endpoint(server: Server, key: str, cloud: FakeAWS) -> Endpoint:
+def endpoint(server: Server, key: str, cloud: FakeSsm) -> Endpoint:
     """Return the server as a machine with a registered agent."""
     cloud.agents["i-0a"] = f"wss://127.0.0.1:{server.port}"
     return reached_by(server, key, session_manager.command("i-0a", "us-east-1", None, None))
@@ -149,10 +179,12 @@ def reached_by(server: Server, key: str, command: tuple[str, ...]) -> Endpoint:
     )
 
 
-def test_a_login_uses_the_id_of_the_machine(cloud: FakeAWS) -> None:
+def test_a_login_uses_the_id_of_the_machine(cloud: FakeSsm) -> None:
     """Its host key is known before. The command has no secrets, and is the same from any process."""
     requested, provider = tags(), sky.AWS(use_ssm=True)
-    (machine,) = provider.launch(OFFER, 1, requested, STARTUP)
+    with FakeAWS():
+        (machine,) = provider.launch(OFFER, 1, requested, STARTUP)
+        assert load(provider.to_json()).instances(machine.pool_id) == [machine]
     ours = our_key()
     assert machine.state is InstanceState.RUNNING
     assert machine.endpoint == Endpoint(
@@ -167,7 +199,6 @@ def test_a_login_uses_the_id_of_the_machine(cloud: FakeAWS) -> None:
     )
     assert SECRET not in machine.model_dump_json()
     assert Endpoint.model_validate_json(machine.endpoint.model_dump_json()) == machine.endpoint
-    assert load(provider.to_json()).instances(machine.pool_id) == [machine]
 
 
 @pytest.mark.parametrize(
@@ -175,52 +206,38 @@ def test_a_login_uses_the_id_of_the_machine(cloud: FakeAWS) -> None:
     [(None, "needs AWS's session-manager-plugin on PATH"), ("1.2.497.0", "after 1.2.497.0"), ("what?", "after")],
 )
 def test_without_a_plugin_that_keeps_tokens_secret_nothing_is_launched(
-    cloud: FakeAWS, plugin: Plugin, version: str | None, reason: str
+    cloud: FakeSsm, plugin: Plugin, version: str | None, reason: str
 ) -> None:
     """The error names its download page."""
     provider = sky.AWS(use_ssm=True)
-    assert provider.offers(T4)
-    cloud.requests.clear()
-    plugin.remove() if version is None else plugin.install(version)
-    with pytest.raises(BadRequest, match=reason) as refused:
-        provider.launch(OFFER, 1, tags(), STARTUP)
-    assert "docs.aws.amazon.com" in str(refused.value)
-    assert cloud.requests == []
-
-
-@pytest.mark.parametrize(
-    ("fields", "reason"),
-    [
-        ({"access_key_id": "AKIAIOSFODNN7EXAMPLE", "secret_access_key": SECRET}, "environment or a profile"),
-        ({"ssh_cidr": "203.0.113.0/24"}, "opens no port"),
-    ],
-)
-def test_contradictory_fields_are_refused(fields: dict[str, Any], reason: str) -> None:
-    """They are refused at construction, and the message has no secret."""
-    with pytest.raises(BadRequest, match=reason) as refused:
-        load({"name": "aws", "use_ssm": True, **fields})
-    assert SECRET not in str(refused.value)
+    with FakeAWS() as aws:
+        assert provider.offers(T4)
+        aws.requests.clear()
+        plugin.remove() if version is None else plugin.install(version)
+        with pytest.raises(BadRequest, match=reason) as refused:
+            provider.launch(OFFER, 1, tags(), STARTUP)
+        assert "docs.aws.amazon.com" in str(refused.value)
+        assert aws.requests == []
 
 
 def test_an_agent_that_registers_late_is_waited_for(
-    endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin, monkeypatch: pytest.MonkeyPatch
+    endpoint: Endpoint, cloud: FakeSsm, plugin: Plugin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One process waits through refusals, throttling and an outage."""
-    cloud.fail("StartSession", "TargetNotConnected", message="i-0a is not connected.")
-    cloud.fail("StartSession", "ThrottlingException")
-    cloud.fail("StartSession", "InternalServerError", 500)
+    for reply in (refusal("TargetNotConnected"), refusal("ThrottlingException"), refusal("InternalServerError", 500)):
+        cloud.fail("POST", "/", reply)
     with SSHConnection(endpoint).connect(60) as connection:
         assert connection.run("true").exit_code == 0
-    assert len(cloud.parameters("StartSession")) == 4
+    assert len(cloud.sessions()) == 4
     assert len(plugin.notes) == 1
 
 
-def test_a_process_without_the_plugin_cannot_attach(endpoint: Endpoint, cloud: FakeAWS, plugin: Plugin) -> None:
+def test_a_process_without_the_plugin_cannot_attach(endpoint: Endpoint, cloud: FakeSsm, plugin: Plugin) -> None:
     """No session is requested."""
     plugin.remove()
     with SSHConnection(endpoint) as connection, pytest.raises(BadRequest, match="on PATH"):
         connection.connect(60)
-    assert cloud.parameters("StartSession") == []
+    assert cloud.sessions() == []
 
 
 RELAY = """\

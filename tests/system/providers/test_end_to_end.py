@@ -15,7 +15,7 @@ import platform
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from skyward_core.ledger.ledger import default_url
 from skyward_core.providers.vastai import api as vastai_api
 from skyward_core.providers.vastai import boot as vastai_boot
 from tests.conftest import RecordedEvents, wait_until
-from tests.providers.fake_aws import AwsRequest, FakeAWS
+from tests.providers.fake_aws import FakeAWS, Machine
 from tests.providers.fake_digitalocean import TOKEN, Droplet, FakeDigitalOcean
 from tests.providers.fake_runpod import KEY as RUNPOD_KEY
 from tests.providers.fake_runpod import FakeRunPod, cpu
@@ -43,7 +43,6 @@ from tests.testbed.mirror import Mirror
 AWS_SECRET = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
 ALWAYS = ("aws", "runpod")
 """The clouds of `make test`: virtual machines and containers. `make long` has all."""
-"""The lease of a machine without a client. On a busy machine the provider needs less time to report it as running."""
 
 pytestmark = [pytest.mark.timeout(400)]  # a minute on an idle machine
 
@@ -103,9 +102,7 @@ class HostedDigitalOcean(FakeDigitalOcean):
         return reply
 
     def preempt(self, machine_id: str) -> None:
-        """Preempt a spot droplet: it is destroyed, and no listing has it."""
-        with self.lock:
-            del self.droplets[int(machine_id)]
+        super().preempt(machine_id)
         self._hosting.end(machine_id)
 
 
@@ -117,7 +114,7 @@ def digitalocean(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         yield Rented(
             sky.DigitalOcean(endpoint_url=fake.url),
             hosting,
-            lambda: {str(machine) for machine in list(fake.droplets)},
+            fake.alive,
             fake.preempt,
             (TOKEN,),
         )
@@ -173,37 +170,26 @@ class HostedAWS(FakeAWS):
         super().__init__()
         self._hosting = hosting
 
-    def _make(self, environ: dict[str, Any], request: AwsRequest) -> Any:
-        before = {machine.id for machine in self._machines()}
-        answer = super()._make(environ, request)
-        data = base64.b64decode(request.parameters["UserData"])
+    def _machine(self, call: Mapping[str, Any], *where: Any) -> Machine:
+        machine = super()._machine(call, *where)
+        machine.pending = 10**6
+        data = base64.b64decode(call["UserData"])
         text = (gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data).decode()
-        for machine in self._machines():
-            if machine.id not in before:
-                self._new_machines[machine.id] = [0, 10**6, ""]
-                self._hosting.rent(machine.id, lambda host, machine_id=machine.id: cloud_init(host, machine_id, text))
-        return answer
+        self._hosting.rent(machine.id, lambda host: cloud_init(host, machine.id, text))
+        return machine
 
-    def _describe_instances(self, environ: dict[str, Any], request: AwsRequest) -> Any:
-        for machine_id in list(self._new_machines):
-            if (ip := self._hosting.ip(machine_id)) is not None:
-                self._new_machines[machine_id] = [0, 0, ip]
-                self.machine(machine_id).nics[0].private_ip_address = ip
-        for machine_id in self.alive():
-            if self._hosting.is_off(machine_id):
-                self.put(machine_id, "terminated", "Client.InstanceInitiatedShutdown")
-        return super()._describe_instances(environ, request)
+    def _DescribeInstances(self, words: Any, region: str) -> dict[str, Any]:
+        for machine in self.machines.values():
+            if (ip := self._hosting.ip(machine.id)) is not None:
+                machine.public_ip, machine.private_ip, machine.pending = ip, ip, 0
+            if self._hosting.is_off(machine.id) and not machine.is_ended:
+                self.put(machine.id, "terminated", "Client.InstanceInitiatedShutdown")
+        return super()._DescribeInstances(words, region)
 
-    def _terminate(self, environ: dict[str, Any], request: AwsRequest) -> Any:
-        for name, machine_id in request.parameters.items():
-            if name.startswith("InstanceId."):
-                self._hosting.end(machine_id)
-        return super()._terminate(environ, request)
-
-    def preempt(self, machine_id: str) -> None:
-        """Preempt a spot instance."""
-        self.put(machine_id, "terminated", "Server.SpotInstanceTermination")
-        self._hosting.end(machine_id)
+    def put(self, machine_id: str, state: str, code: str = "", message: str = "") -> None:
+        super().put(machine_id, state, code, message)
+        if state == "terminated":
+            self._hosting.end(machine_id)
 
 
 @contextmanager
@@ -255,9 +241,7 @@ class HostedVast(FakeVast):
         self._hosting.end(str(contract))
 
     def preempt(self, machine_id: str) -> None:
-        """Preempt a container: another user bids more, and it is stopped."""
-        with self.lock:
-            self.halt(int(machine_id))
+        super().preempt(machine_id)
         self._hosting.end(machine_id)
 
 
@@ -269,9 +253,7 @@ def vastai(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rented
         monkeypatch.setenv("VAST_URL", fake.url)
         monkeypatch.setattr("skyward_core.providers.vastai.boot.END", vastai_boot.END.replace(vastai_api.URL, fake.url))
         monkeypatch.setattr("skyward_core.providers.vastai.launch.POLL_SECONDS", 0.1)
-        yield Rented(
-            sky.VastAI(), hosting, lambda: {str(contract) for contract in list(fake.containers)}, fake.preempt, (KEY,)
-        )
+        yield Rented(sky.VastAI(), hosting, fake.alive, fake.preempt, (KEY,))
 
 
 class HostedRunPod(FakeRunPod):
@@ -322,7 +304,7 @@ def runpod(hosting: Hosting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rented
             sky.RunPod(endpoint_url=fake.url),
             hosting,
             fake.alive,
-            lambda pod: fake.halt(pod, "TERMINATED"),
+            fake.preempt,
             (RUNPOD_KEY,),
         )
 

@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,15 +19,26 @@ from skyward_core.providers import host_connections, hosts
 from skyward_core.provisioning.guard import guard_script
 from skyward_core.transport.ssh_connection import SSHConnection
 from tests.conftest import wait_until
-from tests.testbed import Host
-from tests.unit.providers.test_hosts import (  # noqa: F401 - fixtures
-    ANY,
-    POOL,
-    fleet,
-    machines,
-)
+from tests.testbed import Fleet, Host
+from tests.testbed.fixtures import fleet  # noqa: F401 - a fixture
 
 REPOSITORY = Path(__file__).parents[3]
+ANY = sky.Requirements()
+POOL = "sky-test-hosts"
+
+
+@pytest.fixture
+def machines(fleet: Fleet) -> Iterator[Callable[[int], list[Host]]]:
+    """Create bare hosts for one test."""
+    made: list[Host] = []
+
+    def make(count: int) -> list[Host]:
+        made.extend(fleet.create(disk="48M") for _ in range(count))
+        return made[-count:]
+
+    yield make
+    for host in made:
+        host.crash()
 
 
 def provider_of(machines: list[Host], **fields: object) -> sky.Hosts:
@@ -69,9 +81,6 @@ def start_in(host: Host, instance: sky.Instance, command: str) -> None:
     program = 'touch "$SKYWARD_INSTANCE_DIRECTORY/begun"; ' + command
     said(host, f"{tags} setsid sh -c {shlex.quote(program)} </dev/null >/dev/null 2>&1 &")
     wait_until(mark.exists, "the process to run")
-
-
-REPOSITORY = Path(__file__).parents[3]
 
 
 def left_on(host: Host) -> list[str]:

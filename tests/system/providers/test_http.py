@@ -1,136 +1,26 @@
-"""The client of REST APIs, against a real server: retries, meanings of errors, and masking of secrets."""
+"""The client of REST APIs against real servers: TLS, refused and reset connections, timeouts, and whole clouds."""
 
-import logging
+import json
 import socket
 import ssl
-import time
-from collections.abc import Callable, Iterator
-from datetime import UTC, datetime, timedelta
-from email.utils import format_datetime
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
-from urllib.parse import quote, quote_plus
 
 import httpx
 import pytest
 
+import skyward_core as sky
 from skyward_core.engine.certificates import make_certificate
-from skyward_core.errors import BadRequest, CredentialsError, ProviderFailed, RateLimited, SkywardError
+from skyward_core.errors import BadRequest, NoCapacity, ProviderFailed
 from skyward_core.providers import _http
 from skyward_core.providers._http import Api
-from tests.providers.http_fake import FakeCloud, Reply, Request, route
-
-TOKEN = "dop_v1_0123456789abcdef"
-ODD = "tök/en+w%ith&odd=\"letters\" <of>  'all' kinds\\"
-"""A secret that each cloud quotes in another form."""
-
-
-class FakeThings(FakeCloud):
-    """A server that answers with `reply`, or echoes the request."""
-
-    reply: Reply | None = None
-
-    @route("GET", "/things")
-    def things(self, request: Request) -> Reply:
-        return self.reply or Reply(200, {"query": request.query, "body": request.body, "headers": request.headers})
-
-    @route("POST", "/things")
-    def make(self, request: Request) -> Reply:
-        return self.things(request)
-
-    @route("DELETE", "/things/{id}")
-    def end(self, request: Request) -> Reply:
-        return Reply(204)
-
-
-class Clock:
-    """A clock for `_http` alone. Its pauses take no time."""
-
-    def __init__(self) -> None:
-        self.pauses: list[float] = []
-
-    def sleep(self, seconds: float) -> None:
-        self.pauses.append(seconds)
-
-    def monotonic(self) -> float:
-        return sum(self.pauses)
-
-    def time(self) -> float:
-        return datetime(2026, 11, 21, tzinfo=UTC).timestamp()
-
-
-@pytest.fixture
-def cloud() -> Iterator[FakeThings]:
-    with FakeThings() as cloud:
-        yield cloud
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(_http, "time", clock)
-    return clock
-
-
-@pytest.fixture
-def api(cloud: FakeThings, clock: Clock) -> Iterator[Api]:
-    with Api("Acme", cloud.url, {"Authorization": f"Bearer {TOKEN}"}, secrets=(TOKEN, ODD, "")) as api:
-        yield api
-
-
-def refused(api: Api, method: str = "GET", path: str = "/things", **settings: Any) -> SkywardError:
-    with pytest.raises(SkywardError) as caught:
-        api.request(method, path, **settings)
-    return caught.value
-
-
-@pytest.mark.parametrize(
-    ("status", "kind"),
-    [
-        *(
-            (401, CredentialsError),
-            (403, CredentialsError),
-            (429, RateLimited),
-            (408, ProviderFailed),
-            (500, ProviderFailed),
-            (503, ProviderFailed),
-        ),
-        *((400, BadRequest), (402, BadRequest), (409, BadRequest), (422, BadRequest), (301, BadRequest)),
-    ],
-)
-def test_a_status_determines_the_error(api: Api, cloud: FakeThings, status: int, kind: type[SkywardError]) -> None:
-    """The type of the error depends on the status. Message and code are the cloud's."""
-    cloud.reply = Reply(status, {"code": "its_word", "message": "because"}, {"Location": "/elsewhere"})
-    error = refused(api, "POST")
-    assert type(error) is kind
-    assert error.code == "its_word"
-    assert str(error) == f'Acme answered POST /things with {status}: {{"code": "its_word", "message": "because"}}'
-
-
-@pytest.mark.parametrize("fault", [Reply(500), Reply(503, "try later", is_text=True), Reply(408), None])
-@pytest.mark.parametrize(("method", "path"), [("GET", "/things"), ("DELETE", "/things/7")])
-def test_reads_and_deletions_are_repeated(
-    api: Api, cloud: FakeThings, clock: Clock, fault: Reply | None, method: str, path: str
-) -> None:
-    """They are repeated after a failure of the cloud and after a reset, with growing pauses."""
-    cloud.fail(method, path, fault, times=3)
-    api.request(method, path)
-    assert len(cloud.asked(method, path)) == 4
-    assert clock.pauses == [0.5, 1.0, 2.0]
-
-
-@pytest.mark.parametrize("fault", [Reply(500), Reply(408), None])
-def test_a_creating_call_is_not_repeated(api: Api, cloud: FakeThings, clock: Clock, fault: Reply | None) -> None:
-    """It may have taken effect, so ProviderFailed is raised at once. `is_repeatable` overrides that."""
-    cloud.fail("POST", "/things", fault, is_done=True)
-    error = refused(api, "POST")
-    assert type(error) is ProviderFailed
-    assert len(cloud.asked("POST")) == 1
-    cloud.fail("POST", "/things", fault)
-    api.request("POST", "/things", is_repeatable=True)
-    cloud.fail("GET", "/things", fault)
-    refused(api, "GET", is_repeatable=False)
-    assert clock.pauses == [0.5]
+from tests.providers.contract import POOL, STARTUP, cheapest, tags
+from tests.providers.fake_runpod import KEY as RUNPOD_KEY
+from tests.providers.fake_runpod import NO_CAPACITY, FakeRunPod, gpu, problem
+from tests.providers.fake_verda import CLIENT_ID, CLIENT_SECRET, FakeVerda
+from tests.providers.in_process import Clock, clock  # noqa: F401 - a fixture
+from tests.unit.providers.test_http import FakeThings, refused
 
 
 @pytest.mark.parametrize("method", ["GET", "POST"])
@@ -168,131 +58,69 @@ def test_the_variable_for_certificates_may_change_between_clients(
 
 
 @pytest.mark.parametrize(("method", "tries"), [("GET", 3), ("POST", 1)])
-def test_a_timeout_is_a_failure(
-    cloud: FakeThings, clock: Clock, monkeypatch: pytest.MonkeyPatch, method: str, tries: int
-) -> None:
+def test_a_timeout_is_a_failure(clock: Clock, monkeypatch: pytest.MonkeyPatch, method: str, tries: int) -> None:
     """A creating call that was sent and not answered is not repeated. A read is repeated."""
     monkeypatch.setattr(_http, "TIMEOUT_SECONDS", 0.1)
     monkeypatch.setattr(_http, "PATIENCE_SECONDS", 1.6)
-    cloud.delay_seconds = 0.3
-    with Api("Acme", cloud.url) as api:
+    with FakeThings() as cloud, Api("Acme", cloud.url) as api:
+        cloud.delay_seconds = 0.3
         error = refused(api, method)
     assert type(error) is ProviderFailed
     assert str(error) == f"Acme did not answer {method} /things: timed out"
     assert len(cloud.asked(method)) == tries
 
 
-def _date(seconds: float, **changes: Any) -> str:
-    return format_datetime(datetime(2026, 11, 21, tzinfo=UTC) + timedelta(seconds=seconds), **changes)
+@pytest.mark.parametrize(("method", "tries"), [("GET", 2), ("POST", 1)])
+def test_a_reset_connection_is_a_failure(clock: Clock, method: str, tries: int) -> None:
+    """Only a read is repeated."""
+    with FakeThings() as cloud, Api("Acme", cloud.url) as api:
+        cloud.fail(method, "/things")
+        if method == "GET":
+            api.request(method, "/things")
+        else:
+            assert isinstance(refused(api, method).__cause__, httpx.ReadError | httpx.RemoteProtocolError)
+    assert len(cloud.asked(method)) == tries
 
 
-@pytest.mark.parametrize(
-    ("header", "pause"),
-    [
-        (None, 0.5),
-        ("7", 7.0),
-        ("1.5", 1.5),
-        ("0", 0.5),
-        (_date(9, usegmt=True), 9.0),
-        ("Saturday, 21-Nov-26 00:00:09 GMT", 9.0),
-        (_date(-3600, usegmt=True), 0.5),
-        ("soon", 0.5),
-        ("Mon, 99 Foo 2026 99:00:00 GMT", 0.5),
-    ],
-)
-@pytest.mark.parametrize("method", ["GET", "POST"])
-def test_throttling_is_waited_out_for_the_time_that_the_cloud_names(
-    api: Api,
-    cloud: FakeThings,
-    clock: Clock,
-    monkeypatch: pytest.MonkeyPatch,
-    header: str | None,
-    pause: float,
-    method: str,
+LATE = """\
+import atexit, json, sys
+from skyward_core.providers.base import load
+provider = load(json.loads(sys.argv[1]))
+atexit.register(lambda: print(len(provider.instances(sys.argv[2])), provider.terminate(sys.argv[3:])))
+"""
+
+
+def test_another_process_terminates_machines_while_it_ends(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An `atexit` callback tears down an open pool. Executors of concurrent.futures accept no work then."""
+    monkeypatch.setenv("VERDA_CLIENT_ID", CLIENT_ID)
+    monkeypatch.setenv("VERDA_CLIENT_SECRET", CLIENT_SECRET)
+    with FakeVerda() as cloud:
+        provider = sky.Verda(endpoint_url=f"{cloud.url}/v1")
+        mine = [instance.id for instance in provider.launch(cheapest(provider), 3, tags(), STARTUP)]
+        fields = json.dumps(provider.to_json())
+        done = subprocess.run(
+            [sys.executable, "-c", LATE, fields, POOL, *mine], capture_output=True, text=True, check=False
+        )
+        assert done.stdout == "3 None\n", done.stderr
+        assert cloud.alive() == set()
+
+
+@pytest.mark.parametrize(("places", "detail", "kind", "calls"), [
+    (9, "registry 'nope' does not exist", BadRequest, 3),
+    (2, "registry 'nope' does not exist", BadRequest, 2),
+    (9, NO_CAPACITY, NoCapacity, 9),
+])  # fmt: skip
+def test_an_invalid_request_is_not_tried_for_every_candidate(
+    places: int, detail: str, kind: type[Exception], calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Retry-After is a number of seconds or a date."""
-    monkeypatch.setenv("TZ", "Pacific/Auckland")
-    time.tzset()
-    try:
-        cloud.fail(method, "/things", Reply(429, {"code": "slow"}, {} if header is None else {"Retry-After": header}))
-        api.request(method, "/things")
-        assert clock.pauses == [pause]
-    finally:
-        monkeypatch.undo()
-        time.tzset()
-
-
-@pytest.mark.parametrize(("header", "tries"), [(None, 8), ("25", 3), ("60", 2), ("61", 1), ("9" * 400, 1)])
-def test_retries_have_a_time_limit(api: Api, cloud: FakeThings, clock: Clock, header: str | None, tries: int) -> None:
-    """All tries together take at most PATIENCE_SECONDS. A pause that would take longer is not begun."""
-    cloud.reply = Reply(429, {"code": "slow"}, {"Retry-After": header} if header else {})
-    error = refused(api, "POST")
-    assert (type(error), error.code) == (RateLimited, "slow")
-    assert len(cloud.asked("POST")) == tries
-    assert sum(clock.pauses) <= _http.PATIENCE_SECONDS
-
-
-@pytest.mark.parametrize(
-    "echo",
-    [
-        lambda secret: {"message": f"Authorization: Bearer {secret}"},
-        lambda secret: {"code": secret, "nested": [{"key": secret}]},
-        lambda secret: f"<p>Bearer {secret}</p>",
-        lambda secret: f"?api_key={quote(secret, safe='')}",
-        lambda secret: f"?api_key={quote(secret, safe='').lower()}" if secret == TOKEN else f"?api_key={quote(secret)}",
-        lambda secret: f"?api_key={quote_plus(secret)}&",
-        lambda secret: f"Illegal value {secret!r}",
-        lambda secret: "x" * (_http.QUOTED_CHARACTERS - 8) + secret,
-    ],
-)
-@pytest.mark.parametrize("secret", [TOKEN, ODD])
-def test_no_secret_is_in_a_message(
-    api: Api, cloud: FakeThings, caplog: pytest.LogCaptureFixture, echo: Callable[[str], object], secret: str
-) -> None:
-    """All forms in which a cloud may quote it are masked: in JSON, in text, in a URL, in Python's form, or truncated."""
-    caplog.set_level(logging.DEBUG)
-    body = echo(secret)
-    cloud.reply = Reply(400, body, is_text=isinstance(body, str))
-    error = refused(api, "POST", body={"secret": "of the caller"})
-    written = " ".join((str(error), error.code, repr(error), caplog.text))
-    assert "***" in str(error) or str(error).endswith("x" * 8)
-    for part in (
-        secret,
-        secret[:8],
-        quote(secret),
-        quote_plus(secret),
-        secret.split(maxsplit=1)[0],
-        repr(secret)[1:-1],
-    ):
-        assert part not in written
-
-
-def test_a_longer_secret_with_the_same_beginning_is_masked(cloud: FakeThings, clock: Clock) -> None:
-    """One secret may be the beginning of another."""
-    cloud.reply = Reply(400, {"message": "abc abcdef"})
-    with Api("Acme", cloud.url, secrets=("abc", "abcdef")) as api:
-        assert str(refused(api)).endswith('{"message": "*** ***"}')
-
-
-@pytest.mark.parametrize("key", ["key\n", "k\ney", "key\x00", "käy", "key ", ""])
-def test_a_key_that_no_header_can_carry_is_refused_at_once(cloud: FakeThings, key: str) -> None:
-    """A line break from a file, or an incomplete key: CredentialsError is raised before any request, without the key."""
-    with pytest.raises(CredentialsError, match="Authorization") as caught:
-        Api("Acme", cloud.url, {"Authorization": f"Bearer {key}"}, secrets=(key,))
-    assert not key or key not in str(caught.value)
-    assert cloud.requests == []
-
-
-@pytest.mark.parametrize("url", ["acme.example", "ftp://acme.example", "", "http://[::1"])
-def test_an_invalid_url_is_refused_at_once(clock: Clock, url: str) -> None:
-    """The user sets `endpoint_url`: BadRequest is raised without a pause."""
-    with pytest.raises(BadRequest, match="Acme cannot be"), Api("Acme", url) as api:
-        api.request("GET", "/things")
-    assert clock.pauses == []
-
-
-def test_retry_after_is_used_after_a_failure_too(api: Api, cloud: FakeThings, clock: Clock) -> None:
-    """The answer is a 503 with Retry-After."""
-    cloud.fail("GET", "/things", Reply(503, None, {"Retry-After": "11"}))
-    api.request("GET", "/things")
-    assert clock.pauses == [11.0]
+    """The same refusal of three candidates with stock, or of all, proves an invalid request."""
+    with FakeRunPod() as fake:
+        monkeypatch.setenv("RUNPOD_API_BASE_URL", fake.url)
+        monkeypatch.setenv("RUNPOD_API_KEY", RUNPOD_KEY)
+        fake.sell(gpu("NVIDIA GeForce RTX 4090", 24, 0.69, None, " ".join(f"EU-{place}" for place in range(places))))
+        fake.fail("POST", "/v2/pods", problem(400, detail), times=1000)
+        with pytest.raises(kind) as caught:
+            sky.ComputePool(provider=sky.RunPod(registry="nope"), accelerator="RTX 4090", display="quiet").open()
+        assert type(caught.value) is kind
+        assert detail in str(caught.value)
+        assert len(fake.asked("POST", "/v2/pods")) == calls

@@ -2,9 +2,8 @@
 
 import contextlib
 import json
-import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,6 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.providers import base, host_connections, hosts
-from tests.testbed import Fleet, Host, leftovers, why_not
 
 ANY = sky.Requirements()
 POOL = "sky-test-hosts"
@@ -230,26 +228,3 @@ def test_the_drivers_output_becomes_accelerators(fakes: FakeHosts) -> None:
     assert (shared.accelerators, shared.accelerator_memory_gb) == (1, None)
     assert host("Quadro Nobody Knows, 1000").accelerator == "Quadro Nobody Knows"
     assert (host().accelerator, host().accelerators) == (None, 0)
-
-
-@pytest.fixture(scope="module")
-def fleet() -> Iterator[Fleet]:
-    if reason := why_not():
-        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(reason)
-    with Fleet() as fleet:
-        yield fleet
-    assert leftovers(fleet.number) == []
-
-
-@pytest.fixture
-def machines(fleet: Fleet) -> Iterator[Callable[[int], list[Host]]]:
-    """Create bare hosts for one test."""
-    made: list[Host] = []
-
-    def make(count: int) -> list[Host]:
-        made.extend(fleet.create(disk="48M") for _ in range(count))
-        return made[-count:]
-
-    yield make
-    for host in made:
-        host.crash()

@@ -3,50 +3,46 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import SecretStr
 
 import skyward_core as sky
 from skyward_core.errors import BadRequest, CredentialsError, InstancesLeft, NoCapacity, ProviderFailed
 from skyward_core.machines.instances import InstanceState
 from skyward_core.machines.offers import Offer, Requirements, matches, rank
-from skyward_core.providers import _http
 from skyward_core.providers.base import CREATED_TAG, LAUNCH_TAG, OWNER_TAG, POOL_TAG, PROCESS_TAG, RANK_TAG, load
 from skyward_core.providers.tagging import launch_word
-from skyward_core.providers.verda import launch, termination
 from skyward_core.providers.verda.provider import Verda
-from tests.providers.contract import POOL, STARTUP, Hands, RestContract, tags
+from tests.providers.contract import POOL, STARTUP, Make, RestContract, tags
 from tests.providers.fake_verda import CLIENT_ID, CLIENT_SECRET, STRANGE_SCRIPT, FakeVerda, error
-from tests.providers.http_fake import FakeCloud, Reply
+from tests.providers.in_process import Install
 
 WANT = Requirements(accelerator=sky.accelerators.parse("H100"))
 VARIABLES = ("VERDA_CLIENT_ID", "VERDA_CLIENT_SECRET", "DATACRUNCH_CLIENT_ID", "DATACRUNCH_CLIENT_SECRET")
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeVerda]:
+def cloud(in_process: Install, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeVerda:
     monkeypatch.setenv("VERDA_CLIENT_ID", CLIENT_ID)
     monkeypatch.setenv("VERDA_CLIENT_SECRET", CLIENT_SECRET)
     for variable in (*VARIABLES[2:], "VERDA_PROFILE", "VERDA_HOME", "VERDA_SHARED_CREDENTIALS_FILE"):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setattr(launch, "POLL_SECONDS", 0.001)
-    monkeypatch.setattr(termination, "PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(_http, "PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr(_http, "PATIENCE_SECONDS", 0.5)
-    with FakeVerda() as fake:
-        yield fake
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    in_process(fake := FakeVerda())
+    return fake
 
 
 @pytest.fixture
-def mine(fake: FakeVerda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Verda:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    return Verda(endpoint_url=fake.url + "/v1")
+def make(cloud: FakeVerda) -> Make:
+    return lambda **fields: Verda(endpoint_url=cloud.url + "/v1", **fields)
+
+
+@pytest.fixture
+def mine(make: Make) -> Verda:
+    return make()
 
 
 def offer_of(provider: Verda, name: str = "1H100.80S.30V", *, spot: bool = False) -> Offer:
@@ -58,59 +54,14 @@ def offer_of(provider: Verda, name: str = "1H100.80S.30V", *, spot: bool = False
 
 
 class TestVerda(RestContract):
-    variables = VARIABLES
-    creating = ("POST", "/v1/instances$")
-    ending = ("PUT", "/v1/instances$")
-    login = "/v1/oauth2/"
-
-    @pytest.fixture
-    def wire(self, fake: FakeVerda) -> FakeCloud:
-        return fake
-
-    @pytest.fixture
-    def hands(self, fake: FakeVerda) -> Hands:
-        def provider(*, explicit: bool = False) -> Verda:
-            return Verda(
-                endpoint_url=fake.url + "/v1",
-                **({"client_id": CLIENT_ID, "client_secret": CLIENT_SECRET} if explicit else {}),
-            )
-
-        def over() -> None:
-            fake.is_out, fake.creates_left = False, None
-
-        return Hands(
-            provider=provider,
-            want=WANT,
-            secrets=(CLIENT_ID, CLIENT_SECRET),
-            alive=fake.alive,
-            refuse_credentials=lambda: setattr(fake, "is_refusing", True),
-            no_capacity=lambda: fake.create_failures.extend(
-                [error(503, "service_unavailable", "No such machine is free")] * 9
-            ),
-            quota=lambda: fake.create_failures.extend([error(400, "invalid_request", "GPU quota exceeded")] * 9),
-            outage=lambda: setattr(fake, "is_out", True),
-            outage_over=over,
-            lose_create_answer=lambda: fake.fail("POST", "/v1/instances$", is_done=True),
-            fail_create_after=lambda many: setattr(fake, "creates_left", many),
-            throttle=lambda: fake.fail(
-                "GET",
-                "/v1/instances$",
-                Reply(429, {"code": "too_many", "message": "Too many requests"}, {"Retry-After": "0.01"}),
-            ),
-            stop=fake.stop,
-            preempt=fake.preempt,
-            strangers=fake.strangers,
-        )
+    want, secrets, variables = WANT, (CLIENT_ID, CLIENT_SECRET), VARIABLES
+    explicit = {"client_id": CLIENT_ID, "client_secret": CLIENT_SECRET}
+    ending, login = ("PUT", "/v1/instances$"), "/v1/oauth2/"
 
 
-def test_the_disk_is_counted(fake: FakeVerda) -> None:
+def test_the_disk_is_counted(make: Make) -> None:
     """The price is about $0.20 per GB and month (fact sheet, 3.2), also for a listed machine."""
-    provider = Verda(
-        endpoint_url=fake.url + "/v1",
-        client_id=SecretStr(CLIENT_ID),
-        client_secret=SecretStr(CLIENT_SECRET),
-        os_volume_gb=360,
-    )
+    provider = make(os_volume_gb=360)
     offer = rank(provider.offers(WANT), WANT)[0]
     assert [(extra.name, extra.usd_per_hour) for extra in offer.extras_per_hour] == [("disk", 0.1)]
     (machine,) = provider.launch(offer, 1, tags(), STARTUP)
@@ -145,7 +96,7 @@ def test_chips_have_the_catalogues_names(mine: Verda) -> None:
     assert matches(sold["1B300.30V"], Requirements(accelerator=sky.accelerators.parse("B300"))) is None
 
 
-def test_spot_is_offered_where_spot_is_available(mine: Verda, fake: FakeVerda) -> None:
+def test_spot_is_offered_where_spot_is_available(mine: Verda, cloud: FakeVerda) -> None:
     """The availabilities of spot and on demand are two requests. A type without a spot price is not sold as spot."""
     sold = {(one.region, one.is_spot, one.instance_type): one for one in mine.offers(Requirements())}
     assert ("FIN-02", True, "1H100.80S.30V") in sold
@@ -154,31 +105,30 @@ def test_spot_is_offered_where_spot_is_available(mine: Verda, fake: FakeVerda) -
     assert ("FIN-01", True, "CPU.4V.16G") not in sold
     spot = sold["FIN-01", True, "1H100.80S.30V"]
     assert (spot.price_per_hour, spot.on_demand_price_per_hour) == (1.85, 3.7)
-    assert {request.query["is_spot"] for request in fake.asked("GET", "/v1/instance-availability")} == {"true", "false"}
-    assert fake.asked("GET", "/v1/instance-types")[0].query == {"currency": "usd"}
-
-
-def test_a_region_is_a_filter(mine: Verda, fake: FakeVerda) -> None:
-    assert {one.region for one in mine.offers(Requirements())} == {"FIN-01", "FIN-02", "FIN-03"}
-    assert {one.region for one in Verda(endpoint_url=mine.endpoint_url, region="FIN-03").offers(Requirements())} == {
-        "FIN-03"
+    assert {request.query["is_spot"] for request in cloud.asked("GET", "/v1/instance-availability")} == {
+        "true",
+        "false",
     }
-    assert {
-        one.region for one in Verda(endpoint_url=mine.endpoint_url, region=("FIN-03", "FIN-02")).offers(Requirements())
-    } == {"FIN-02", "FIN-03"}
+    assert cloud.asked("GET", "/v1/instance-types")[0].query == {"currency": "usd"}
 
 
-def test_a_machine_has_its_name_disk_and_script_from_the_creating_call(mine: Verda, fake: FakeVerda) -> None:
+def test_a_region_is_a_filter(mine: Verda, make: Make, cloud: FakeVerda) -> None:
+    assert {one.region for one in mine.offers(Requirements())} == {"FIN-01", "FIN-02", "FIN-03"}
+    assert {one.region for one in make(region="FIN-03").offers(Requirements())} == {"FIN-03"}
+    assert {one.region for one in make(region=("FIN-03", "FIN-02")).offers(Requirements())} == {"FIN-02", "FIN-03"}
+
+
+def test_a_machine_has_its_name_disk_and_script_from_the_creating_call(mine: Verda, cloud: FakeVerda) -> None:
     """Its Instance has the login and the expected host key."""
     (instance,) = mine.launch(offer_of(mine), 1, tags(), STARTUP)
-    (request,) = fake.asked("POST", "/v1/instances$")
+    (request,) = cloud.asked("POST", "/v1/instances$")
     assert request.body["hostname"] == f"{POOL}-0-{launch_word(tags())}"
     assert request.body["os_volume"] == {"name": f"skyward-{POOL}-0-{launch_word(tags())}", "size": 100}
     assert request.body["location_code"] == "FIN-01"
-    assert fake.keys.keys() == set(request.body["ssh_key_ids"])
-    script = fake.scripts[request.body["startup_script_id"]]["script"]
+    assert cloud.keys.keys() == set(request.body["ssh_key_ids"])
+    script = cloud.scripts[request.body["startup_script_id"]]["script"]
     assert instance.endpoint is not None
-    assert instance.endpoint.host == instance.ip == fake.machines[instance.id]["ip"]
+    assert instance.endpoint.host == instance.ip == cloud.machines[instance.id]["ip"]
     assert instance.endpoint.user == "root"
     assert instance.endpoint.host_key in script
     assert "id=$(hostname)" in script
@@ -187,76 +137,73 @@ def test_a_machine_has_its_name_disk_and_script_from_the_creating_call(mine: Ver
     assert mine.instances(POOL)[0].endpoint == instance.endpoint
 
 
-def test_the_key_is_added_once(mine: Verda, fake: FakeVerda) -> None:
+def test_the_key_is_added_once(mine: Verda, cloud: FakeVerda) -> None:
     """It is found by the key itself: Verda adds a comment to it, and a user may have renamed it."""
     for token in ("La", "Lb"):
         mine.launch(offer_of(mine), 1, tags(launch=token), STARTUP)
-    assert len(fake.keys) == len(fake.asked("POST", "/v1/ssh-keys")) == 1
-    next(iter(fake.keys.values()))["name"] = "laptop"
+    assert len(cloud.keys) == len(cloud.asked("POST", "/v1/ssh-keys")) == 1
+    next(iter(cloud.keys.values()))["name"] = "laptop"
     mine.launch(offer_of(mine), 1, tags(launch="Lc"), STARTUP)
-    assert len(fake.keys) == 1
+    assert len(cloud.keys) == 1
 
 
-def test_a_call_that_may_still_take_effect_keeps_its_script(mine: Verda, fake: FakeVerda) -> None:
+def test_a_call_that_may_still_take_effect_keeps_its_script(mine: Verda, cloud: FakeVerda) -> None:
     """The machine may start later, and needs the script for its guard."""
-    fake.fail("POST", "/v1/instances$")
+    cloud.fail("POST", "/v1/instances$")
     with pytest.raises(ProviderFailed):
         mine.launch(offer_of(mine), 1, tags(), STARTUP)
-    assert len(fake.scripts) == 1
+    assert len(cloud.scripts) == 1
 
 
-def test_a_launch_without_machines_leaves_no_script(mine: Verda, fake: FakeVerda) -> None:
+def test_a_launch_without_machines_leaves_no_script(mine: Verda, cloud: FakeVerda) -> None:
     for refusal in (
         error(503, "service_unavailable", "nothing free"),
         error(403, "forbidden_action", "not yours"),
         error(400, "invalid_request", "what?"),
     ):
-        fake.create_failures = [refusal]
+        cloud.fail(*cloud.creating, refusal)
         with pytest.raises((NoCapacity, CredentialsError, BadRequest)):
             mine.launch(offer_of(mine), 1, tags(), STARTUP)
-        assert fake.scripts == {}
+        assert cloud.scripts == {}
 
 
 @pytest.mark.parametrize("word", ["no_capacity", "error", "discontinued"])
-def test_a_machine_that_fails_is_deleted(mine: Verda, fake: FakeVerda, word: str) -> None:
+def test_a_machine_that_fails_is_deleted(mine: Verda, cloud: FakeVerda, word: str) -> None:
     """The error has the cloud's own code. Disk and script are deleted too."""
-    fake.path = ["ordered", word]
+    cloud.path = ["ordered", word]
     with pytest.raises(NoCapacity) as caught:
         mine.launch(offer_of(mine), 2, tags(), STARTUP)
     assert caught.value.code == word
-    assert fake.alive() == set()
-    assert fake.scripts == {}
-    assert word == "discontinued" or fake.volumes == {}
+    assert cloud.alive() == set()
+    assert cloud.scripts == {}
+    assert word == "discontinued" or cloud.volumes == {}
 
 
-def test_the_wait_for_an_address_has_a_limit(mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_for_an_address_has_a_limit(mine: Verda, cloud: FakeVerda, monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine is deleted as soon as Verda allows that, which is not while it is provisioned."""
-    monkeypatch.setattr(launch, "ADDRESS_SECONDS", 0.0)
-    fake.path = ["ordered", "provisioning", "validating", "running"]
+    cloud.path = ["provisioning"] * 140 + ["running"]
     with pytest.raises(NoCapacity, match="no address"):
         mine.launch(offer_of(mine), 1, tags(), STARTUP)
-    assert fake.alive() == set()
-    assert len(fake.asked("PUT")) >= 2
+    assert cloud.alive() == set()
+    assert len(cloud.asked("PUT")) >= 2
 
 
 def test_a_machine_that_can_be_neither_used_nor_deleted_is_an_error(
-    mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch
+    mine: Verda, cloud: FakeVerda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NoCapacity would mean that no machine is left, and InstancesLeft is for `terminate`."""
-    monkeypatch.setattr(launch, "ADDRESS_SECONDS", 0.0)
-    monkeypatch.setattr(termination, "BUSY_SECONDS", 0.0)
-    fake.path = ["provisioning"]
+    cloud.path = ["provisioning"] * 1000
     with pytest.raises(ProviderFailed, match="could not delete") as caught:
         mine.launch(offer_of(mine), 1, tags(), STARTUP)
-    (left,) = fake.alive()
+    (left,) = cloud.alive()
     assert left in str(caught.value)
-    assert len(fake.scripts) == 1
+    assert len(cloud.scripts) == 1
 
 
-def test_node_credentials_are_in_no_message(mine: Verda, fake: FakeVerda) -> None:
+def test_node_credentials_are_in_no_message(mine: Verda, make: Make, cloud: FakeVerda) -> None:
     """Verda may quote the script that it refuses."""
-    own = Verda(endpoint_url=mine.endpoint_url, node_client_id="idofnode", node_client_secret="secretofnode")  # type: ignore[arg-type]
-    fake.fail(
+    own = make(node_client_id="idofnode", node_client_secret="secretofnode")  # type: ignore[arg-type]
+    cloud.fail(
         "POST", "/v1/scripts", error(400, "invalid_request", 'Invalid script: CLIENT_SECRET = "secretofnode"'), times=2
     )
     with pytest.raises(BadRequest) as caught:
@@ -264,17 +211,17 @@ def test_node_credentials_are_in_no_message(mine: Verda, fake: FakeVerda) -> Non
     assert "secretofnode" not in str(caught.value)
 
 
-def test_a_spot_machines_disk_is_deleted_with_it(mine: Verda, fake: FakeVerda) -> None:
+def test_a_spot_machines_disk_is_deleted_with_it(mine: Verda, cloud: FakeVerda) -> None:
     """The default is that it is kept and billed. On demand the field is refused."""
     (instance,) = mine.launch(offer_of(mine, spot=True), 1, tags(), STARTUP)
     assert instance.is_spot
     assert (instance.price_per_hour, instance.on_demand_price_per_hour) == (1.85, 3.7)
     assert [(one.is_spot, one.price_per_hour) for one in mine.instances(POOL)] == [(True, 1.85)]
-    fake.preempt(instance.id)
-    assert fake.volumes == {}
+    cloud.preempt(instance.id)
+    assert cloud.volumes == {}
     assert mine.instances(POOL) == []
     mine.launch(offer_of(mine), 1, tags(launch="Lb"), STARTUP)
-    assert "on_spot_discontinue" not in fake.asked("POST", "/v1/instances$")[-1].body["os_volume"]
+    assert "on_spot_discontinue" not in cloud.asked("POST", "/v1/instances$")[-1].body["os_volume"]
 
 
 @pytest.mark.parametrize(
@@ -287,20 +234,20 @@ def test_a_spot_machines_disk_is_deleted_with_it(mine: Verda, fake: FakeVerda) -
         ("CPU.4V.16G", "24.04.base"),
     ],
 )
-def test_the_image_fits_the_machine(mine: Verda, fake: FakeVerda, name: str, slug: str) -> None:
+def test_the_image_fits_the_machine(mine: Verda, cloud: FakeVerda, name: str, slug: str) -> None:
     mine.launch(offer_of(mine, name), 1, tags(), STARTUP)
-    assert fake.asked("POST", "/v1/instances$")[0].body["image"] == slug
+    assert cloud.asked("POST", "/v1/instances$")[0].body["image"] == slug
 
 
-def test_a_configured_image_is_used(mine: Verda, fake: FakeVerda) -> None:
-    own = Verda(endpoint_url=mine.endpoint_url, image="24.04.cuda12.9.docker", os_volume_gb=250)
+def test_a_configured_image_is_used(mine: Verda, make: Make, cloud: FakeVerda) -> None:
+    own = make(image="24.04.cuda12.9.docker", os_volume_gb=250)
     own.launch(offer_of(mine), 1, tags(), STARTUP)
-    body = fake.asked("POST", "/v1/instances$")[0].body
+    body = cloud.asked("POST", "/v1/instances$")[0].body
     assert body["image"] == "24.04.cuda12.9.docker"
     assert body["os_volume"]["size"] == 250
 
 
-def test_tags_are_preserved(mine: Verda, fake: FakeVerda) -> None:
+def test_tags_are_preserved(mine: Verda, cloud: FakeVerda) -> None:
     """They are encoded in letters, digits, "." and "-". The fake refuses other characters, and Verda may do so."""
     odd = {OWNER_TAG: "jörg_40 20%@büro", PROCESS_TAG: "", "skyward-expires": "1790003600"}
     mine.launch(offer_of(mine), 1, tags() | odd, STARTUP)
@@ -308,18 +255,18 @@ def test_tags_are_preserved(mine: Verda, fake: FakeVerda) -> None:
     assert instance.tags == tags() | odd
 
 
-def test_a_machine_that_verda_has_not_tagged_is_found_by_its_name(mine: Verda, fake: FakeVerda) -> None:
+def test_a_machine_that_verda_has_not_tagged_is_found_by_its_name(mine: Verda, cloud: FakeVerda) -> None:
     """Its description identifies it too. It has no endpoint then, but can be terminated."""
-    fake.strangers()
+    cloud.strangers()
     (launched,) = mine.launch(offer_of(mine), 1, tags(first_rank=7), STARTUP)
-    fake.is_untagging = True
+    cloud.is_untagging = True
     (instance,) = mine.instances()
     assert (instance.id, instance.pool_id, instance.rank, instance.endpoint) == (launched.id, POOL, 7, None)
     assert instance.tags == {POOL_TAG: POOL, RANK_TAG: "7"}
     assert LAUNCH_TAG not in instance.tags
 
 
-def test_each_status_has_a_state(mine: Verda, fake: FakeVerda) -> None:
+def test_each_status_has_a_state(mine: Verda, cloud: FakeVerda) -> None:
     """An unknown one is PENDING."""
     (launched,) = mine.launch(offer_of(mine), 1, tags(), STARTUP)
     for state, words in {
@@ -329,139 +276,137 @@ def test_each_status_has_a_state(mine: Verda, fake: FakeVerda) -> None:
         None: "discontinued",
     }.items():
         for word in words.split():
-            fake.machines[launched.id]["status"] = word
+            cloud.machines[launched.id]["status"] = word
             assert [instance.state for instance in mine.instances(POOL)] == ([state] if state else []), word
 
 
-def test_a_listing_needs_no_key(mine: Verda, tmp_path: Path) -> None:
+def test_a_listing_needs_no_key(mine: Verda, make: Make, tmp_path: Path) -> None:
     """A user without the key can still find and terminate the machines."""
     (launched,) = mine.launch(offer_of(mine), 1, tags(), STARTUP)
-    other = Verda(endpoint_url=mine.endpoint_url, ssh_key=str(tmp_path / "none"))
+    other = make(ssh_key=str(tmp_path / "none"))
     (instance,) = other.instances(POOL)
     assert (instance.id, instance.endpoint) == (launched.id, None)
 
 
-def test_the_disk_is_deleted_with_the_machine(mine: Verda, fake: FakeVerda) -> None:
+def test_the_disk_is_deleted_with_the_machine(mine: Verda, cloud: FakeVerda) -> None:
     """It does not go to the trash."""
     launched = mine.launch(offer_of(mine), 2, tags(), STARTUP)
     mine.terminate([launched[0].id])
-    assert len(fake.volumes) == 1
-    assert len(fake.scripts) == 1  # that of the other machine
+    assert len(cloud.volumes) == 1
+    assert len(cloud.scripts) == 1  # that of the other machine
     mine.terminate([launched[1].id])
-    assert fake.volumes == fake.trash == fake.scripts == {}
+    assert cloud.volumes == cloud.trash == cloud.scripts == {}
 
 
-def test_a_disk_that_verda_leaves_behind_is_swept(mine: Verda, fake: FakeVerda) -> None:
+def test_a_disk_that_verda_leaves_behind_is_swept(mine: Verda, cloud: FakeVerda) -> None:
     """It is deleted when its machine is terminated again, or another one an hour later."""
-    fake.leaves_disks = True
+    cloud.leaves_disks = True
     (launched,) = mine.launch(offer_of(mine), 1, tags(), STARTUP)
     mine.terminate([launched.id])
-    assert len(fake.volumes) == 1  # it is attached until the machine is gone
+    assert len(cloud.volumes) == 1  # it is attached until the machine is gone
     mine.terminate([launched.id])
-    assert fake.volumes == {}
+    assert cloud.volumes == {}
     old, young = (
-        fake.orphan(f"skyward-{POOL}-5-aaaaaaaa", age_seconds=4000),
-        fake.orphan(f"skyward-{POOL}-6-bbbbbbbb", age_seconds=60),
+        cloud.orphan(f"skyward-{POOL}-5-aaaaaaaa", age_seconds=4000),
+        cloud.orphan(f"skyward-{POOL}-6-bbbbbbbb", age_seconds=60),
     )
-    going = fake.orphan(f"skyward-{POOL}-7-cccccccc", age_seconds=4000)
-    fake.volumes[going]["status"] = "deleting"
+    going = cloud.orphan(f"skyward-{POOL}-7-cccccccc", age_seconds=4000)
+    cloud.volumes[going]["status"] = "deleting"
     kept = [
         going,
-        fake.orphan("skyward-data", age_seconds=9999),
-        fake.orphan("job-1-abcdef", age_seconds=9999),
-        fake.orphan("skyward-a-1-b", age_seconds=9999, is_os=False),
+        cloud.orphan("skyward-data", age_seconds=9999),
+        cloud.orphan("job-1-abcdef", age_seconds=9999),
+        cloud.orphan("skyward-a-1-b", age_seconds=9999, is_os=False),
     ]
     mine.terminate([launched.id])
-    assert old not in fake.volumes
-    assert not [request for request in fake.asked("DELETE") if going in request.path]
-    assert fake.volumes.keys() == {young, *kept}
-    assert fake.trash == {}
+    assert old not in cloud.volumes
+    assert not [request for request in cloud.asked("DELETE") if going in request.path]
+    assert cloud.volumes.keys() == {young, *kept}
+    assert cloud.trash == {}
 
 
-def test_an_attached_disk_is_never_swept(mine: Verda, fake: FakeVerda) -> None:
+def test_an_attached_disk_is_never_swept(mine: Verda, cloud: FakeVerda) -> None:
     """Its age does not matter, because it is the disk of a running machine."""
     mine.launch(offer_of(mine), 1, tags(), STARTUP)
-    (volume,) = fake.volumes.values()
+    (volume,) = cloud.volumes.values()
     volume["created_at"] = "2020-01-01T00:00:00Z"
     (other,) = mine.launch(offer_of(mine), 1, tags(launch="Lb"), STARTUP)
     mine.terminate([other.id])
-    assert list(fake.volumes.values()) == [volume]
+    assert list(cloud.volumes.values()) == [volume]
 
 
-def test_old_scripts_without_machines_are_swept(mine: Verda, fake: FakeVerda) -> None:
+def test_old_scripts_without_machines_are_swept(mine: Verda, cloud: FakeVerda) -> None:
     """The next launch or termination deletes them."""
     now = int(time.time())
     old, young = (
-        fake.script(f"skyward-sky-other-aaaaaaaa-{now - 4000}"),
-        fake.script(f"skyward-sky-other-bbbbbbbb-{now - 60}"),
+        cloud.script(f"skyward-sky-other-aaaaaaaa-{now - 4000}"),
+        cloud.script(f"skyward-sky-other-bbbbbbbb-{now - 60}"),
     )
-    strange = fake.script(STRANGE_SCRIPT)
+    strange = cloud.script(STRANGE_SCRIPT)
     (launched,) = mine.launch(offer_of(mine), 1, tags(), STARTUP)
-    assert old not in fake.scripts
-    assert {young, strange} < fake.scripts.keys()
+    assert old not in cloud.scripts
+    assert {young, strange} < cloud.scripts.keys()
     mine.terminate([launched.id])
-    assert fake.scripts.keys() == {young, strange}
+    assert cloud.scripts.keys() == {young, strange}
 
 
-def test_a_preempted_machines_script_is_deleted_with_its_termination(mine: Verda, fake: FakeVerda) -> None:
+def test_a_preempted_machines_script_is_deleted_with_its_termination(mine: Verda, cloud: FakeVerda) -> None:
     """No list has the machine any more, but its id can be queried."""
     now = str(int(time.time()))
     (launched,) = mine.launch(offer_of(mine, spot=True), 1, tags() | {CREATED_TAG: now}, STARTUP)
-    fake.preempt(launched.id)
+    cloud.preempt(launched.id)
     mine.terminate([launched.id])
-    assert fake.scripts == {}
-    assert fake.asked("PUT") == []
+    assert cloud.scripts == {}
+    assert cloud.asked("PUT") == []
 
 
-def test_deleting_a_machine_that_is_being_provisioned_is_tried_again(mine: Verda, fake: FakeVerda) -> None:
+def test_deleting_a_machine_that_is_being_provisioned_is_tried_again(mine: Verda, cloud: FakeVerda) -> None:
     """Verda refuses to delete it until it is up. The error is a row of a 207."""
     (launched,) = mine.launch(offer_of(mine), 1, tags(), STARTUP)
-    fake.machines[launched.id]["status"] = "provisioning"
-    fake.path_of[launched.id] = ["provisioning", "provisioning", "validating", "running"]
+    cloud.machines[launched.id]["status"] = "provisioning"
+    cloud.path_of[launched.id] = ["provisioning", "provisioning", "validating", "running"]
     mine.terminate([launched.id])
-    assert fake.alive() == set()
-    assert len(fake.asked("PUT")) >= 2
+    assert cloud.alive() == set()
+    assert len(cloud.asked("PUT")) >= 2
 
 
-def test_machines_that_stay_busy_are_named(mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_that_stay_busy_are_named(mine: Verda, cloud: FakeVerda, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other machines are deleted first."""
-    monkeypatch.setattr(termination, "BUSY_SECONDS", 0.0)
     busy, other = mine.launch(offer_of(mine), 2, tags(), STARTUP)
-    fake.machines[busy.id]["status"] = "provisioning"
+    cloud.machines[busy.id]["status"] = "provisioning"
     with pytest.raises(InstancesLeft, match="provisioning") as caught:
         mine.terminate([busy.id, other.id])
     assert caught.value.ids == (busy.id,)
-    assert fake.alive() == {busy.id}
-    assert len(fake.scripts) == 1
+    assert cloud.alive() == {busy.id}
+    assert len(cloud.scripts) == 1
 
 
 @pytest.mark.parametrize("is_busy", [True, False])
 def test_a_failed_sweep_of_disks_is_reported_after_the_machines(
-    mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch, is_busy: bool
+    mine: Verda, cloud: FakeVerda, monkeypatch: pytest.MonkeyPatch, is_busy: bool
 ) -> None:
     """A disk that is left is billed, but a machine that is left costs more."""
-    monkeypatch.setattr(termination, "BUSY_SECONDS", 0.0)
     busy, other = mine.launch(offer_of(mine), 2, tags(), STARTUP)
-    fake.machines[busy.id]["status"] = "provisioning"
-    fake.fail("GET", "/v1/volumes", error(500, "server_error", "no"), times=99)
+    cloud.machines[busy.id]["status"] = "provisioning"
+    cloud.fail("GET", "/v1/volumes", error(500, "server_error", "no"), times=99)
     with pytest.raises(InstancesLeft if is_busy else ProviderFailed):
         mine.terminate([busy.id, other.id] if is_busy else [other.id])
-    assert fake.alive() == {busy.id}
+    assert cloud.alive() == {busy.id}
 
 
-def test_an_expired_token_is_fetched_again_once(mine: Verda, fake: FakeVerda) -> None:
-    fake.fail("GET", "/v1/instances$", error(401, "unauthorized_request", "expired"))
+def test_an_expired_token_is_fetched_again_once(mine: Verda, cloud: FakeVerda) -> None:
+    cloud.fail("GET", "/v1/instances$", error(401, "unauthorized_request", "expired"))
     assert mine.instances() == []
-    assert len(fake.asked("POST", "/v1/oauth2/token")) == 2
-    fake.fail("GET", "/v1/instances$", error(401, "unauthorized_request", "expired"), times=2)
+    assert len(cloud.asked("POST", "/v1/oauth2/token")) == 2
+    cloud.fail("GET", "/v1/instances$", error(401, "unauthorized_request", "expired"), times=2)
     with pytest.raises(CredentialsError, match="expired") as caught:
         mine.instances()
     assert caught.value.code == "unauthorized_request"
 
 
-def test_the_error_for_a_wrong_secret_does_not_contain_it(mine: Verda, fake: FakeVerda) -> None:
+def test_the_error_for_a_wrong_secret_does_not_contain_it(mine: Verda, make: Make, cloud: FakeVerda) -> None:
     """Verda answers 400 and quotes the secret, which is masked."""
-    wrong = Verda(endpoint_url=mine.endpoint_url, client_id=CLIENT_ID, client_secret="wrong-secret-0002")  # type: ignore[arg-type]
+    wrong = make(client_id=CLIENT_ID, client_secret="wrong-secret-0002")  # type: ignore[arg-type]
     with pytest.raises(CredentialsError) as caught:
         wrong.instances()
     assert "wrong-secret-0002" not in str(caught.value)
@@ -476,13 +421,13 @@ def test_credentials_with_the_older_name_are_used(mine: Verda, monkeypatch: pyte
 
 
 def test_credentials_come_from_the_file_of_verdas_tools(
-    fake: FakeVerda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    cloud: FakeVerda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The file sets a profile, a URL, and a path."""
     monkeypatch.delenv("VERDA_CLIENT_ID")
     (tmp_path / "credentials").write_text(
         f"[default]\nverda_client_id = x\nverda_client_secret = y\n"
-        f"[work]\nverda_client_id = {CLIENT_ID}\nverda_client_secret = {CLIENT_SECRET}\nverda_base_url = {fake.url}/v1\n"
+        f"[work]\nverda_client_id = {CLIENT_ID}\nverda_client_secret = {CLIENT_SECRET}\nverda_base_url = {cloud.url}/v1\n"
     )
     monkeypatch.setenv("VERDA_PROFILE", "work")
     monkeypatch.setenv("VERDA_HOME", str(tmp_path))
@@ -499,10 +444,10 @@ def test_credentials_come_from_the_file_of_verdas_tools(
     assert "secret-without" not in str(caught.value)
 
 
-def test_without_node_credentials_a_machine_powers_off(mine: Verda, fake: FakeVerda) -> None:
+def test_without_node_credentials_a_machine_powers_off(mine: Verda, cloud: FakeVerda) -> None:
     """It has none of the client's credentials."""
     mine.launch(offer_of(mine), 1, tags(), STARTUP)
-    (script,) = fake.scripts.values()
+    (script,) = cloud.scripts.values()
     assert end_script(script["script"]) == "poweroff"
     assert CLIENT_SECRET not in script["script"]
 
@@ -515,41 +460,6 @@ def test_node_credentials_are_complete_and_in_no_json() -> None:
     assert "ofnode" not in repr(provider)
 
 
-def test_with_node_credentials_a_machine_deletes_itself(mine: Verda, fake: FakeVerda, tmp_path: Path) -> None:
-    """It deletes only itself, with its disk. After a failure it stays on and tries again. The secret is in no output."""
-    own = Verda(endpoint_url=mine.endpoint_url, node_client_id="idofnode", node_client_secret="secret\"of'node")  # type: ignore[arg-type]
-    fake.secrets["idofnode"] = "secret\"of'node"
-    first, second = own.launch(offer_of(mine), 2, tags(), STARTUP)
-    (script,) = fake.scripts.values()
-    stubs = tmp_path / "bin"
-    stubs.mkdir()
-    for name, text in (("hostname", f"echo {POOL}-1-{launch_word(tags())}"), ("poweroff", f"touch {tmp_path}/off")):
-        (stubs / name).write_text(f"#!/bin/sh\n{text}\n")
-        (stubs / name).chmod(0o755)
-
-    def run() -> str:
-        environ = {"PATH": f"{stubs}:{os.environ['PATH']}"}
-        done = subprocess.run(
-            ["sh", "-c", end_script(script["script"])],
-            env=environ,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        )
-        return done.stdout + done.stderr
-
-    fake.is_out = True
-    assert run() == "this machine cannot delete itself yet: HTTPError 500\n"
-    fake.is_out = False
-    assert fake.alive() == {first.id, second.id}
-    assert run() == ""
-    assert fake.alive() == {first.id}
-    assert len(fake.volumes) == 1
-    assert fake.trash == {}
-    assert not (tmp_path / "off").exists()
-
-
 def end_script(script: str) -> str:
     """Return the command that the end script runs repeatedly."""
     return script.partition("cat >/root/.cache/skyward/end <<'SKYWARD_END_OF_FILE'\nwhile :; do\n(\n")[2].partition(
@@ -557,16 +467,8 @@ def end_script(script: str) -> str:
     )[0]
 
 
-def test_a_machine_of_a_lost_answer_is_found_by_its_name(mine: Verda, fake: FakeVerda) -> None:
-    """It is one of the returned machines."""
-    fake.fail("POST", "/v1/instances$", is_done=True)
-    launched = mine.launch(offer_of(mine), 3, tags(), STARTUP)
-    assert [instance.rank for instance in launched] == [0, 1, 2]
-    assert len(fake.asked("POST", "/v1/instances$")) == 3
-
-
 def test_the_other_machines_of_a_launch_are_returned_if_one_fails(
-    mine: Verda, fake: FakeVerda, monkeypatch: pytest.MonkeyPatch
+    mine: Verda, cloud: FakeVerda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add = FakeVerda._add
 
@@ -579,13 +481,13 @@ def test_the_other_machines_of_a_launch_are_returned_if_one_fails(
     monkeypatch.setattr(FakeVerda, "_add", unlucky)
     launched = mine.launch(offer_of(mine), 3, tags(), STARTUP)
     assert [instance.rank for instance in launched] == [0, 2]
-    assert fake.alive() == {instance.id for instance in launched}
-    assert len(fake.scripts) == 1
+    assert cloud.alive() == {instance.id for instance in launched}
+    assert len(cloud.scripts) == 1
 
 
-def test_too_many_or_too_long_tags_are_refused_before_any_creating_call(mine: Verda, fake: FakeVerda) -> None:
+def test_too_many_or_too_long_tags_are_refused_before_any_creating_call(mine: Verda, cloud: FakeVerda) -> None:
     for more in ({OWNER_TAG: "j" * 128}, {f"tag-{number}": "x" for number in range(4)}):
         with pytest.raises(BadRequest, match="127"):
             mine.launch(offer_of(mine), 1, tags() | more, STARTUP)
-    assert fake.alive() == set()
-    assert fake.scripts == {}
+    assert cloud.alive() == set()
+    assert cloud.scripts == {}

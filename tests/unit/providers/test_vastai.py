@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
+import base64
+import gzip
 import json
-import os
-import shlex
-import signal
-import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,115 +14,51 @@ import pytest
 import skyward_core as sky
 from skyward_core.errors import BadRequest, InstancesLeft, NoCapacity, ProviderFailed, RateLimited
 from skyward_core.machines.instances import InstanceState
-from skyward_core.machines.offers import Offer, Requirements, matches
+from skyward_core.machines.offers import Offer, Requirements
 from skyward_core.providers import ssh_keys, userdata
 from skyward_core.providers.base import LAUNCH_TAG, load
 from skyward_core.providers.vastai import launch
-from skyward_core.providers.vastai import provider as provider_module
-from skyward_core.providers.vastai.boot import END, MAIN
+from skyward_core.providers.vastai.boot import MAIN
 from skyward_core.providers.vastai.provider import VastAI
-from tests.conftest import wait_until
-from tests.providers.contract import POOL, STARTUP, Hands, RestContract, tags
-from tests.providers.fake_vastai import KEY, FakeVast, ask
-from tests.providers.http_fake import FakeCloud, Reply
+from tests.providers.contract import POOL, STARTUP, Make, RestContract, tags
+from tests.providers.contract import cheapest as cheapest_of
+from tests.providers.fake_vastai import GONE, KEY, FakeVast, ask
+from tests.providers.http_fake import Reply
+from tests.providers.in_process import Clock, Install
 
 RTX_4090 = Requirements(accelerator=sky.accelerators.parse("RTX 4090"))
-GONE = Reply(
-    404,
-    {
-        "success": False,
-        "error": "no_such_ask",
-        "msg": "error 404/3603: no_such_ask Instance type by id is not available.",
-    },
-)
-POOR = Reply(
-    400, {"success": False, "error": "insufficient_credit", "msg": "Your account lacks credit; see the billing page."}
-)
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeVast]:
-    monkeypatch.setattr(launch, "CREATE_SECONDS", 0.0)
-    monkeypatch.setattr(launch, "POLL_SECONDS", 0.0)
-    monkeypatch.setattr(launch, "LOOK_SECONDS", (0.0, 0.0, 0.0))
-    monkeypatch.setattr("skyward_core.providers._http.PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr("skyward_core.providers._http.PATIENCE_SECONDS", 0.5)
+def fake(in_process: Install, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeVast:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    with FakeVast() as server:
-        monkeypatch.setenv("VAST_URL", server.url)
-        monkeypatch.setenv("VAST_API_KEY", KEY)
-        server.sell(*(ask(number) for number in range(101, 107)))
-        server.sell(
-            ask(201, "H100 SXM", 8, 19.2, gpu_ram=81559, geolocation="Sweden, SE"),
-            ask(202, "GTX 1070", 1, 0.05, gpu_ram=8192),
-        )
-        yield server
+    in_process(fake := FakeVast())
+    monkeypatch.setenv("VAST_URL", fake.url)
+    monkeypatch.setenv("VAST_API_KEY", KEY)
+    fake.sell(*(ask(number) for number in range(101, 107)))
+    fake.sell(
+        ask(201, "H100 SXM", 8, 19.2, gpu_ram=81559, geolocation="Sweden, SE"),
+        ask(202, "GTX 1070", 1, 0.05, gpu_ram=8192),
+    )
+    return fake
 
 
 class TestVastAI(RestContract):
-    variables = ("VAST_API_KEY",)
-    creating = ("PUT", "/api/v0/asks/")
+    want, secrets, variables = RTX_4090, (KEY,), ("VAST_API_KEY",)
+    explicit = {"api_key": KEY}
     ending = ("DELETE", "/api/v0/instances/")
 
     @pytest.fixture
-    def wire(self, fake: FakeVast) -> FakeCloud:
+    def cloud(self, fake: FakeVast) -> FakeVast:
         return fake
 
     @pytest.fixture
-    def hands(self, fake: FakeVast) -> Hands:
-        def provider(*, explicit: bool = False) -> VastAI:
-            return VastAI(api_key=KEY) if explicit else VastAI()
-
-        def outage_over() -> None:
-            fake.is_down, fake.creates_left = False, None
-
-        def fail_create_after(count: int) -> None:
-            fake.creates_left = count
-
-        def strangers() -> None:
-            labels = (
-                None,
-                "",
-                "ML Training Job 2025",
-                "sky-contract-a1b2c3-0",
-                "skyward",
-                "skyward:sky-contract-a1b2c3",
-                "skyward:a-0",
-                "skyward:a-x:lL1",
-            )
-            for label, _ in zip(itertools.cycle(labels), range(30), strict=False):
-                fake.stranger(label)
-
-        return Hands(
-            provider=provider,
-            want=RTX_4090,
-            secrets=(KEY,),
-            alive=lambda: {str(contract) for contract in fake.containers},
-            refuse_credentials=lambda: setattr(fake, "is_refusing", True),
-            no_capacity=lambda: fake.fail("PUT", "/api/v0/asks/", GONE, times=100),
-            quota=lambda: fake.fail("PUT", "/api/v0/asks/", POOR, times=100),
-            outage=lambda: setattr(fake, "is_down", True),
-            outage_over=outage_over,
-            lose_create_answer=lambda: fake.fail("PUT", "/api/v0/asks/", None, is_done=True),
-            fail_create_after=fail_create_after,
-            throttle=lambda: fake.fail(
-                "GET",
-                "/api/v1/instances/",
-                Reply(429, "API requests too frequent: endpoint threshold=1.0", is_text=True),
-            ),
-            stop=lambda machine_id: fake.halt(int(machine_id)),
-            preempt=lambda machine_id: fake.halt(int(machine_id)),
-            strangers=strangers,
-        )
+    def make(self) -> Make:
+        return VastAI
 
 
 def cheapest(want: Requirements = RTX_4090, *, is_spot: bool = False, provider: VastAI | None = None) -> Offer:
-    offers = [
-        offer
-        for offer in (provider or VastAI()).offers(want)
-        if matches(offer, want) is None and offer.is_spot == is_spot
-    ]
-    return min(offers, key=lambda offer: offer.price_per_hour)
+    return cheapest_of(provider or VastAI(), want, is_spot=is_spot)
 
 
 def rented(fake: FakeVast) -> list[int]:
@@ -358,14 +289,7 @@ def test_the_parameters_of_the_creating_call(fake: FakeVast) -> None:
         "cancel_unavail": True,
     }
     assert env["-p 22:22"] == "1"
-    done = subprocess.run(
-        ["sh", "-c", 'printf %s "$SKYWARD_BOOT" | base64 -d | gzip -d'],
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    script = done.stdout
+    script = gzip.decompress(base64.b64decode(env["SKYWARD_BOOT"])).decode()
     assert STARTUP in script
     key = ssh_keys.our_key()
     host = ssh_keys.host_key(tags()[LAUNCH_TAG], key)
@@ -379,7 +303,6 @@ def test_the_parameters_of_the_creating_call(fake: FakeVast) -> None:
     )
     assert machine.directory == f"/root/.cache/skyward/instances/{POOL}-0"
     assert f"id=$(printf %s {POOL}-0)\n" in script  # its id is known before
-    assert subprocess.run(["sh", "-n"], input=script, text=True, check=False).returncode == 0
 
 
 def test_each_machine_uses_another_offer(fake: FakeVast) -> None:
@@ -466,21 +389,11 @@ def test_a_container_of_a_refused_call_is_destroyed(fake: FakeVast, status: int)
     assert len(fake.asked("DELETE")) == 1
 
 
-def test_creating_calls_have_a_minimum_distance(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_creating_calls_have_a_minimum_distance(fake: FakeVast, clock: Clock) -> None:
     """Vast.ai refuses calls that come sooner."""
-    clock, slept = [1000.0], list[float]()
-
-    def sleep(seconds: float) -> None:
-        slept.append(seconds)
-        clock[0] += seconds
-
-    offer = cheapest()
-    monkeypatch.setattr(launch, "CREATE_SECONDS", 4.5)
-    fake_time = SimpleNamespace(sleep=sleep, monotonic=lambda: clock[0])
-    monkeypatch.setattr(launch, "time", fake_time)
-    monkeypatch.setattr(provider_module, "time", fake_time)
-    VastAI().launch(offer, 3, tags(), STARTUP)
-    assert slept[:3] == [0.0, 4.5, 4.5]
+    VastAI().launch(cheapest(), 3, tags(), STARTUP)
+    assert clock.pauses[:3] == [0.0, launch.CREATE_SECONDS, launch.CREATE_SECONDS]
+    assert launch.CREATE_SECONDS > 4
 
 
 @pytest.mark.parametrize(
@@ -519,16 +432,10 @@ def test_an_unknown_outcome_is_not_reported_as_no_capacity(fake: FakeVast) -> No
     assert len(fake.containers) == 1
 
 
-def test_a_container_that_loads_for_too_long_is_destroyed(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_container_that_loads_for_too_long_is_destroyed(fake: FakeVast, clock: Clock) -> None:
     """The other containers are returned."""
     fake.broken[102] = {"actual_status": "loading", "status_msg": "Pulling fs layer"}
-    clock = itertools.count(1000, 10)
-    offer = cheapest()
-    fake_time = SimpleNamespace(sleep=time.sleep, monotonic=lambda: float(next(clock)))
-    monkeypatch.setattr(launch, "time", fake_time)
-    monkeypatch.setattr(provider_module, "time", fake_time)
-    monkeypatch.setattr("skyward_core.providers._http.PATIENCE_SECONDS", 1e9)
-    (machine,) = VastAI().launch(offer, 2, tags(), STARTUP)
+    (machine,) = VastAI().launch(cheapest(), 2, tags(), STARTUP)
     assert machine.rank == 0
     assert {str(contract) for contract in fake.containers} == {machine.id}
 
@@ -597,78 +504,6 @@ def test_if_a_common_deletion_is_refused_each_container_is_tried(fake: FakeVast)
     assert {str(contract) for contract in fake.containers} == {second.id}
 
 
-def test_a_killed_main_script_is_started_again(tmp_path: Path) -> None:
-    """The first process starts it, and no process inside can kill the first process."""
-    starts = tmp_path / "starts"
-    starts.touch()
-    script = f'echo up >>{starts}; echo "$PPID" "$(cut -d" " -f1 </proc/self/stat)"; exec sleep 1000'
-    main = subprocess.Popen(
-        ["sh", "-c", MAIN.format(f"sh -c {shlex.quote(script)}").replace("sleep 5", "sleep 0.1")],
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        wait_until(lambda: starts.read_text() == "up\n", "the script")
-        children = Path(f"/proc/{main.pid}/task/{main.pid}/children")
-        for child in children.read_text().split():
-            os.kill(int(child), signal.SIGKILL)
-        wait_until(lambda: starts.read_text() == "up\nup\n", "the script, again")
-    finally:
-        os.killpg(main.pid, signal.SIGKILL)
-        main.wait()
-
-
-DESTROY = "DELETE -d {} https://console.vast.ai/api/v0/instances/12345/"
-DESTROY_ALL = 'DELETE -d {"instance_ids": [12345]} https://console.vast.ai/api/v0/instances/'
-STOP = 'PUT -d {"state": "stopped"} https://console.vast.ai/api/v0/instances/12345/'
-
-
-@pytest.mark.parametrize(
-    ("accepted", "ways"),
-    [
-        ("*/12345/", [DESTROY]),
-        ("*instance_ids*", [DESTROY, DESTROY_ALL]),
-        ("PUT*", [DESTROY, DESTROY_ALL, STOP]),
-        ("nothing", [DESTROY, DESTROY_ALL, STOP]),
-    ],
-)
-@pytest.mark.parametrize("is_inherited", [False, True])
-def test_a_container_requests_its_end_until_it_succeeds(
-    tmp_path: Path, accepted: str, ways: list[str], is_inherited: bool
-) -> None:
-    """The request has the container's own key, which is in no command line."""
-
-    def command(name: str, text: str) -> None:
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-
-    calls = shlex.quote(str(tmp_path / "calls"))
-    answer = f"""case "$*" in {accepted}) printf '%s' '{{"success": true}} 200' ;; *) printf '%s' '{{"success": false, "error": "no"}} 200' ;; esac"""
-    command("curl", f'shift 6; echo "$*" >>{calls}; cat >{shlex.quote(str(tmp_path / "header"))}; {answer}')
-    command("sleep", f'echo "sleep $*" >>{calls}; [ "$(grep -c ^sleep {calls})" -lt 5 ] || kill "$PPID"')
-    script = END
-    environment = {
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "CONTAINER_ID": "12345",
-        "CONTAINER_API_KEY": "its-own-key",
-    }
-    if not is_inherited:  # a process over SSH reads the environment of the first process
-        (tmp_path / "environ").write_text("A=b\0CONTAINER_API_KEY=its-own-key\0VAST_CONTAINERLABEL=C.12345\0")
-        script = script.replace("/proc/1/environ", str(tmp_path / "environ"))
-        environment = {"PATH": environment["PATH"]}
-    done = subprocess.run(
-        ["sh", "-c", script], env=environment, capture_output=True, text=True, check=False, timeout=30
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "")
-    made = [
-        line.replace(" -H @- -H Content-Type: application/json", "")
-        for line in (tmp_path / "calls").read_text().splitlines()
-    ]
-    assert made == [line for pause in (5, 10, 20, 40, 80) for line in (*ways, f"sleep {pause}")]
-    assert (tmp_path / "header").read_text() == "Authorization: Bearer its-own-key"
-    assert "kill" not in END
-
-
 def write_to(home: Path, place: str) -> None:
     (home / place).parent.mkdir(parents=True, exist_ok=True)
     (home / place).write_text(f"{KEY}\n")
@@ -705,13 +540,13 @@ def test_volumes_are_refused_with_an_alternative(fake: FakeVast) -> None:
     assert json.loads(json.dumps(VastAI(region="SE").to_json())) == {"name": "vastai", "region": "SE"}
 
 
-def test_a_launch_creates_nothing_after_its_pool_was_torn_down(fake: FakeVast, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_creates_nothing_after_its_pool_was_torn_down(fake: FakeVast, clock: Clock) -> None:
     """Another process has torn it down. Containers with an address are returned. Other containers are not replaced."""
     fake.broken |= {102: {"actual_status": "loading"}, 103: {"actual_status": "loading"}}
     fake.broken[104] = {"actual_status": "exited"}
     offer = cheapest()
 
-    def given_back(seconds: float) -> None:
+    def given_back() -> None:
         for contract in [
             contract
             for contract, row in fake.containers.items()
@@ -719,7 +554,7 @@ def test_a_launch_creates_nothing_after_its_pool_was_torn_down(fake: FakeVast, m
         ]:
             VastAI().terminate([str(contract)])
 
-    monkeypatch.setattr(launch, "time", SimpleNamespace(sleep=given_back, monotonic=time.monotonic))
+    clock.on_sleep = given_back
     machines = VastAI().launch(offer, 4, tags(), STARTUP)
     assert rented(fake) == [101, 102, 103, 104]
     assert {str(contract) for contract in fake.containers} == {machine.id for machine in machines}

@@ -6,13 +6,8 @@ The fake is tests/providers/fake_digitalocean.py.
 from __future__ import annotations
 
 import json
-import stat
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat, load_ssh_private_key
@@ -31,8 +26,7 @@ from skyward_core.errors import (
 )
 from skyward_core.ledger.journal import price_of
 from skyward_core.machines.instances import InstanceState
-from skyward_core.machines.offers import Offer, Requirements, matches
-from skyward_core.providers import _http
+from skyward_core.machines.offers import Offer, Requirements
 from skyward_core.providers.base import (
     CREATED_TAG,
     EXPIRES_TAG,
@@ -43,16 +37,14 @@ from skyward_core.providers.base import (
     RANK_TAG,
     load,
 )
-from skyward_core.providers.digitalocean import launch
 from skyward_core.providers.digitalocean.api import doctl_token
-from skyward_core.providers.digitalocean.boot import MACHINE_ID
 from skyward_core.providers.digitalocean.instances import state_of
 from skyward_core.providers.digitalocean.offers import image_of, to_offers
 from skyward_core.providers.digitalocean.provider import DigitalOcean
 from skyward_core.providers.digitalocean.tags import name_of, to_tags
 from skyward_core.providers.ssh_keys import host_key, our_key
 from skyward_core.providers.tagging import launch_word
-from tests.providers.contract import POOL, STARTUP, Hands, RestContract, tags
+from tests.providers.contract import POOL, STARTUP, Make, RestContract, cheapest, tags
 from tests.providers.fake_digitalocean import (
     OVER_LIMIT,
     REGIONS,
@@ -60,113 +52,44 @@ from tests.providers.fake_digitalocean import (
     SOLD_OUT,
     TEAM,
     TOKEN,
-    TOO_MANY,
     FakeDigitalOcean,
     boot_of,
     size,
     unprocessable,
 )
-from tests.providers.http_fake import FakeCloud, Reply
-
-type Make = Callable[..., DigitalOcean]
+from tests.providers.http_fake import Reply
+from tests.providers.in_process import Clock, Install
 
 NODE_TOKEN = "dop_v1_n0den0den0den0den0de"
 CPU = Requirements(instance_type="s-2vcpu-4gb")
 GPU = Requirements(accelerator=sky.accelerators.parse("H100"))
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("POLL_SECONDS", "LONGEST_POLL_SECONDS", "KEY_PAUSE_SECONDS"):
-        monkeypatch.setattr(launch, name, 0.001)
+@pytest.fixture
+def cloud(in_process: Install, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeDigitalOcean:
     for name in ("DIGITALOCEAN_ACCESS_TOKEN", "DIGITALOCEAN_API_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DIGITALOCEAN_TOKEN", TOKEN)
-
-
-@pytest.fixture
-def cloud() -> Iterator[FakeDigitalOcean]:
-    with FakeDigitalOcean() as cloud:
-        yield cloud
-
-
-@pytest.fixture
-def make(cloud: FakeDigitalOcean, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Create the provider of the fake."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    in_process(fake := FakeDigitalOcean())
+    return fake
+
+
+@pytest.fixture
+def make(cloud: FakeDigitalOcean) -> Make:
     return lambda **fields: DigitalOcean(endpoint_url=cloud.url, **fields)
 
 
-@pytest.fixture
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skyward_core.providers._http.PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr("skyward_core.providers._http.PATIENCE_SECONDS", 0.2)
-
-
-def an_offer(provider: DigitalOcean, want: Requirements = CPU) -> Offer:
-    return min(
-        (offer for offer in provider.offers(want) if matches(offer, want) is None),
-        key=lambda offer: offer.price_per_hour,
-    )
-
-
-def strangers(cloud: FakeDigitalOcean) -> None:
-    """Add more than a page of droplets and keys, with names and tags that resemble ours."""
-    cpu, gpu = SIZES[0], SIZES[5]
-    looks = [
-        ("web", ["skyward-demo"]),
-        (f"{POOL}x-0-l0a1b2c3", []),
-        (f"x-{POOL}-0-l0a1b2c3", []),
-        (POOL, ["skyward"]),
-        ("worker-0-l0a1b2c3", [f"skyward-pool:{POOL}", "skyward:1-2:skyward-pool"]),
-        (f"{POOL}-0-l0a1b2c3-clone", [f"skyward:1-9:skyward-pool:{POOL}"]),
-    ]
-    for index in range(208):
-        name, its = looks[index % len(looks)]
-        for kind in (cpu, gpu):
-            cloud.add(name, kind, {"region": "nyc1", "image": 42, "tags": its}).looks = 9
-
-
 class TestDigitalOcean(RestContract):
+    want, secrets, ending = CPU, (TOKEN, NODE_TOKEN), ("DELETE", "/v2/droplets")
     variables = ("DIGITALOCEAN_TOKEN", "DIGITALOCEAN_ACCESS_TOKEN")
-    creating = ("POST", "/v2/droplets")
-    ending = ("DELETE", "/v2/droplets")
+    explicit = {"token": TOKEN, "node_token": NODE_TOKEN}
 
-    @pytest.fixture
-    def wire(self, cloud: FakeDigitalOcean) -> FakeCloud:
-        return cloud
 
-    @pytest.fixture(params=["without GPU", "with GPU"])
-    def hands(self, request: pytest.FixtureRequest, cloud: FakeDigitalOcean) -> Hands:
-        def provider(*, explicit: bool = False) -> DigitalOcean:
-            return DigitalOcean(
-                endpoint_url=cloud.url, **({"token": TOKEN, "node_token": NODE_TOKEN} if explicit else {})
-            )
+class TestDigitalOceanWithGPUs(TestDigitalOcean):
+    """They have a listing of their own."""
 
-        def outage_over() -> None:
-            cloud.faults.clear()
-            cloud.mood.budget = None
-
-        def stop(machine_id: str) -> None:
-            cloud.droplets[int(machine_id)].status = "off"
-
-        return Hands(
-            provider=provider,
-            want=GPU if request.param == "with GPU" else CPU,
-            secrets=(TOKEN, NODE_TOKEN),
-            alive=lambda: {str(machine_id) for machine_id in cloud.droplets},
-            refuse_credentials=lambda: setattr(cloud.mood, "is_refusing", True),
-            no_capacity=lambda: cloud.fail("POST", "/v2/droplets", SOLD_OUT, times=99),
-            quota=lambda: cloud.fail("POST", "/v2/droplets", OVER_LIMIT, times=99),
-            outage=cloud.outage,
-            outage_over=outage_over,
-            lose_create_answer=lambda: cloud.fail("POST", "/v2/droplets", is_done=True),
-            fail_create_after=lambda count: setattr(cloud.mood, "budget", count),
-            throttle=lambda: cloud.fail("GET", "/v2/droplets", TOO_MANY),
-            stop=stop,
-            preempt=lambda machine_id: cloud.droplets.__delitem__(int(machine_id)),
-            strangers=lambda: strangers(cloud),
-        )
+    want = GPU
 
 
 def test_sizes_become_offers(make: Make) -> None:
@@ -228,7 +151,7 @@ def test_the_minimum_charge_is_the_greater_of_a_minute_and_a_cent(make: Make) ->
 def test_one_call_creates_up_to_ten_machines(cloud: FakeDigitalOcean, make: Make) -> None:
     """A single machine is requested by `name`, several by a list."""
     provider = make()
-    launched = provider.launch(an_offer(provider), 21, tags(first_rank=5), STARTUP)
+    launched = provider.launch(cheapest(provider, CPU), 21, tags(first_rank=5), STARTUP)
     bodies = [request.body for request in cloud.asked("POST", "/v2/droplets")]
     assert [len(body.get("names", [])) for body in bodies] == [10, 10, 0]
     assert bodies[2]["name"] == f"{POOL}-25-{launch_word(tags())}"
@@ -241,7 +164,7 @@ def test_one_call_creates_up_to_ten_machines(cloud: FakeDigitalOcean, make: Make
 def test_the_machine_gets_its_host_key_our_key_and_the_startup_script(cloud: FakeDigitalOcean, make: Make) -> None:
     """They are in cloud-init's user data. The endpoint has the same host key. The droplet's id names the directory."""
     provider = make()
-    (launched,) = provider.launch(an_offer(provider), 1, tags(), STARTUP)
+    (launched,) = provider.launch(cheapest(provider, CPU), 1, tags(), STARTUP)
     (droplet,) = cloud.droplets.values()
     key = our_key()
     host = host_key(tags()[LAUNCH_TAG], key)
@@ -269,8 +192,8 @@ def test_image_and_network_can_be_chosen(cloud: FakeDigitalOcean, make: Make) ->
     with pytest.raises(ValueError, match="name that region with region="):
         make(vpc_uuid="760e09ef-dc84-11e8-981e-3cfdfeaae000")
     provider = make(image="42", region="nyc1", vpc_uuid="760e09ef-dc84-11e8-981e-3cfdfeaae000")
-    provider.launch(an_offer(provider), 1, tags(), STARTUP)
-    make().launch(an_offer(provider), 1, tags(launch="L2"), STARTUP)
+    provider.launch(cheapest(provider, CPU), 1, tags(), STARTUP)
+    make().launch(cheapest(provider, CPU), 1, tags(launch="L2"), STARTUP)
     first, second = (droplet.order for droplet in cloud.droplets.values())
     assert (first["image"], first["vpc_uuid"]) == (42, "760e09ef-dc84-11e8-981e-3cfdfeaae000")
     assert second["image"] == "ubuntu-24-04-x64"
@@ -281,16 +204,12 @@ def test_our_key_is_registered_once_and_named_by_its_fingerprint(cloud: FakeDigi
     """Otherwise DigitalOcean would send a root password by e-mail. The second launch finds that the key exists."""
     provider = make()
     for token in ("L1", "L2"):
-        provider.launch(an_offer(provider), 1, tags(launch=token), STARTUP)
+        provider.launch(cheapest(provider, CPU), 1, tags(launch=token), STARTUP)
     (fingerprint,) = cloud.keys
     assert all(droplet.order["ssh_keys"] == [fingerprint] for droplet in cloud.droplets.values())
     assert cloud.keys[fingerprint] == our_key().public
     assert cloud.mails == []
     assert cloud.asked("GET", "/v2/account/keys") == []
-    result = subprocess.run(
-        ["ssh-keygen", "-l", "-E", "md5", "-f", str(our_key().path)], capture_output=True, text=True, check=False
-    )
-    assert result.returncode or f"MD5:{fingerprint}" in result.stdout
 
 
 ODD = {
@@ -309,7 +228,7 @@ def test_tags_are_preserved(cloud: FakeDigitalOcean, make: Make) -> None:
     provider = make()
     for token, owner in (("L1", ODD[OWNER_TAG]), ("L2", "ü" * 300)):
         given = {**ODD, LAUNCH_TAG: token, OWNER_TAG: owner}
-        (launched,) = provider.launch(an_offer(provider), 1, given, STARTUP)
+        (launched,) = provider.launch(cheapest(provider, CPU), 1, given, STARTUP)
         listed = {instance.id: instance.tags for instance in provider.instances(ODD[POOL_TAG])}
         assert listed[launched.id] == given
     assert all("skyward" in droplet.order["tags"] for droplet in cloud.droplets.values())
@@ -318,7 +237,7 @@ def test_tags_are_preserved(cloud: FakeDigitalOcean, make: Make) -> None:
 def test_a_machine_without_tags_is_found_by_its_name(cloud: FakeDigitalOcean, make: Make) -> None:
     """Only its own pool finds it. A pool with a similar name does not. It has no endpoint until it has an address."""
     provider = make()
-    cloud.mood.slow = 3
+    cloud.slow = 3
     found = cloud.add(name_of(tags(), 4), SIZES[1], {"region": "nyc1", "image": 42, "tags": to_tags(tags())})
     (listed,) = provider.instances(POOL)
     assert (listed.id, listed.rank, listed.state, listed.endpoint, listed.tags) == (
@@ -353,8 +272,8 @@ def test_the_image_fits_the_size() -> None:
 def test_both_listings_are_read_without_a_filter(cloud: FakeDigitalOcean, make: Make) -> None:
     """The default listing has no GPU droplets, and it is not documented whether a filter by tag includes them."""
     provider = make()
-    provider.launch(an_offer(provider, GPU), 1, tags(), STARTUP)
-    provider.launch(an_offer(provider), 1, tags(first_rank=1, launch="L2"), STARTUP)
+    provider.launch(cheapest(provider, GPU), 1, tags(), STARTUP)
+    provider.launch(cheapest(provider, CPU), 1, tags(first_rank=1, launch="L2"), STARTUP)
     assert [instance.rank for instance in provider.instances(POOL)] == [0, 1]
     assert not [request for request in cloud.asked("GET", "/v2/droplets$") if "tag_name" in request.query]
 
@@ -364,12 +283,12 @@ def test_a_listing_that_changes_between_pages_loses_no_machine(cloud: FakeDigita
     provider = make()
     for _ in range(200):
         cloud.add("web", SIZES[1], {"region": "nyc1", "image": 42, "tags": []})
-    (launched,) = provider.launch(an_offer(provider), 1, tags(), STARTUP)
-    cloud.mood.shrinking = 1
+    (launched,) = provider.launch(cheapest(provider, CPU), 1, tags(), STARTUP)
+    cloud.shrinking = 1
     assert [instance.id for instance in provider.instances(POOL)] == [launched.id]
     for _ in range(200):
         cloud.add("web", SIZES[1], {"region": "nyc1", "image": 42, "tags": []})
-    cloud.mood.shrinking = 10**6
+    cloud.shrinking = 10**6
     with pytest.raises(ProviderFailed, match="changes while it is read"):
         provider.instances(POOL)
 
@@ -377,43 +296,40 @@ def test_a_listing_that_changes_between_pages_loses_no_machine(cloud: FakeDigita
 def test_machines_of_other_regions_are_listed_too(cloud: FakeDigitalOcean, make: Make) -> None:
     """`region` limits only offers, because a teardown must find all machines."""
     elsewhere = make(region="tor1")
-    elsewhere.launch(an_offer(elsewhere), 1, tags(), STARTUP)
+    elsewhere.launch(cheapest(elsewhere, CPU), 1, tags(), STARTUP)
     assert [instance.region for instance in make(region="ams3").instances(POOL)] == ["tor1"]
 
 
 def test_machines_with_an_errored_creation_are_destroyed(cloud: FakeDigitalOcean, make: Make) -> None:
     """They are not part of the result."""
     provider = make()
-    cloud.mood.errored = 2
-    launched = provider.launch(an_offer(provider, GPU), 5, tags(), STARTUP)
+    cloud.errored = 2
+    launched = provider.launch(cheapest(provider, GPU), 5, tags(), STARTUP)
     assert [instance.rank for instance in launched] == [2, 3, 4]
     assert {int(instance.id) for instance in launched} == set(cloud.droplets)
 
 
 def test_errored_machines_that_cannot_be_destroyed_are_not_reported_as_no_capacity(
-    cloud: FakeDigitalOcean, make: Make, patience: None
+    cloud: FakeDigitalOcean, make: Make
 ) -> None:
     """They may be billed, and NoCapacity would mean that no machine is left."""
     provider = make()
-    offer = an_offer(provider)
-    cloud.mood.errored = 1
+    offer = cheapest(provider, CPU)
+    cloud.errored = 1
     cloud.fail("DELETE", "/v2/droplets", unprocessable("Droplet already has a pending event."), times=10**6)
     with pytest.raises(ProviderFailed, match="pending event"):
         provider.launch(offer, 1, tags(), STARTUP)
-    cloud.mood.errored = 1
+    cloud.errored = 1
     (launched,) = provider.launch(offer, 2, tags(launch="L2"), STARTUP)
     assert launched.rank == 1
     assert len(provider.instances(POOL)) == len(cloud.droplets) == 3
 
 
-def test_a_machine_without_an_address_is_destroyed_after_the_limit(
-    cloud: FakeDigitalOcean, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launch, "ADDRESS_SECONDS", 0.1)
+def test_a_machine_without_an_address_is_destroyed_after_the_limit(cloud: FakeDigitalOcean, make: Make) -> None:
     provider = make()
-    cloud.mood.slow = 10**6
+    cloud.slow = 10**6
     with pytest.raises(NoCapacity, match="no address within"):
-        provider.launch(an_offer(provider), 2, tags(), STARTUP)
+        provider.launch(cheapest(provider, CPU), 2, tags(), STARTUP)
     assert not cloud.droplets
 
 
@@ -431,7 +347,7 @@ def test_the_message_distinguishes_capacity_quota_and_validation(
     cloud: FakeDigitalOcean, make: Make, reply: Reply, kind: type[Exception]
 ) -> None:
     provider = make()
-    offer = an_offer(provider)
+    offer = cheapest(provider, CPU)
     cloud.fail("POST", "/v2/droplets", reply)
     with pytest.raises(kind) as caught:
         provider.launch(offer, 1, tags(), STARTUP)
@@ -443,8 +359,8 @@ def test_the_message_distinguishes_capacity_quota_and_validation(
 def test_a_lost_answer_without_a_listing_is_an_unknown_outcome(cloud: FakeDigitalOcean, make: Make) -> None:
     """A droplet may appear in the listing later, so the error must not deny its existence."""
     provider = make()
-    offer = an_offer(provider)
-    cloud.mood.hidden = 2
+    offer = cheapest(provider, CPU)
+    cloud.hidden = 2
     cloud.fail("POST", "/v2/droplets", is_done=True)
     with pytest.raises(ProviderFailed) as caught:
         provider.launch(offer, 1, tags(), STARTUP)
@@ -454,25 +370,22 @@ def test_a_lost_answer_without_a_listing_is_an_unknown_outcome(cloud: FakeDigita
     assert provider.listing_lag_seconds > 0
 
 
-def test_the_hourly_limit_is_waited_out(cloud: FakeDigitalOcean, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hourly_limit_is_waited_out(cloud: FakeDigitalOcean, make: Make, clock: Clock) -> None:
     """The error has no Retry-After."""
-    pauses: list[float] = []
-    monkeypatch.setattr(
-        _http, "time", SimpleNamespace(sleep=pauses.append, monotonic=lambda: sum(pauses), time=lambda: 1790000000.0)
-    )
+    clock.start = 1790000000.0
     cloud.fail(
         "GET",
         "/v2/account",
         Reply(429, {"id": "too_many_requests"}, {"ratelimit-remaining": "0", "ratelimit-reset": "1790000021"}),
     )
     make().account()
-    assert pauses == [21.0]
+    assert clock.pauses == [21.0]
 
 
 def test_a_machine_that_cannot_be_destroyed_does_not_keep_others(cloud: FakeDigitalOcean, make: Make) -> None:
     """All are tried, and the error names those that are left."""
     provider = make()
-    ids = [instance.id for instance in provider.launch(an_offer(provider), 4, tags(), STARTUP)]
+    ids = [instance.id for instance in provider.launch(cheapest(provider, CPU), 4, tags(), STARTUP)]
     cloud.fail("DELETE", f"/v2/droplets/{ids[1]}", unprocessable("Droplet already has a pending event."))
     with pytest.raises(InstancesLeft) as caught:
         provider.terminate(ids)
@@ -480,11 +393,9 @@ def test_a_machine_that_cannot_be_destroyed_does_not_keep_others(cloud: FakeDigi
     assert set(cloud.droplets) == {int(ids[1])}
 
 
-def test_an_outage_delays_terminate_only_for_a_limited_time(
-    cloud: FakeDigitalOcean, make: Make, patience: None
-) -> None:
+def test_an_outage_delays_terminate_only_for_a_limited_time(cloud: FakeDigitalOcean, make: Make) -> None:
     """After the first deletions have used the time, each of the others is tried once."""
-    cloud.outage()
+    cloud.is_out = True
     ids = [str(number) for number in range(1000, 1064)]
     with pytest.raises(InstancesLeft) as caught:
         make().terminate(ids)
@@ -493,93 +404,14 @@ def test_an_outage_delays_terminate_only_for_a_limited_time(
     assert 1 <= len(often) <= 16
 
 
-TOOLS = {
-    "curl": 'echo "curl $*" >>"$CALLS"\n'
-    'case "$*" in *metadata/v1/id) cat "$METADATA" ;; *DELETE*) cat >>"$CALLS"; [ "$(grep -c DELETE "$CALLS")" -gt "$TRIES" ] || exit "$FAILS" ;; esac\n',
-    "sleep": 'echo "sleep $1" >>"$CALLS"\n[ "$1" != 60 ] && [ "$(grep -c "^sleep" "$CALLS")" -lt "$PAUSES" ] || kill -KILL 0\n',
-    "poweroff": 'echo poweroff >>"$CALLS"\n',
-}
-
-
-def run_end_script(script: str, folder: Path, fails: int = 0, tries: int = 0, pauses: int = 100) -> list[str]:
-    """Run the end script with tools that record their arguments. The machine has the id 4711. It is gone within 60 s of
-    its deletion, and after so many pauses.
-    """
-    for name, text in TOOLS.items():
-        tool = folder / name
-        tool.write_text(f"#!/bin/sh\n{text}")
-        tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
-    calls, metadata = folder / "calls", folder / "metadata"
-    if not metadata.exists():
-        metadata.write_text("4711")
-    environ = {
-        "PATH": f"{folder}:/usr/bin:/bin",
-        "CALLS": str(calls),
-        "FAILS": str(fails),
-        "TRIES": str(tries),
-        "PAUSES": str(pauses),
-        "METADATA": str(metadata),
-    }
-    subprocess.run(["sh", "-c", script], check=False, env=environ, start_new_session=True, timeout=60)
-    return calls.read_text().splitlines()
-
-
-def end_script_of(cloud: FakeDigitalOcean, provider: DigitalOcean) -> str:
-    """Return the end script in the user data of a machine that the provider launches."""
-    provider.launch(an_offer(provider), 1, tags(), STARTUP)
-    (droplet,) = cloud.droplets.values()
-    _, _, text = boot_of(droplet.order).partition("cat >/root/.cache/skyward/end <<'SKYWARD_END_OF_FILE'\n")
-    return text.partition("\nSKYWARD_END_OF_FILE\n")[0]
-
-
 def test_without_a_node_token_a_machine_powers_off(cloud: FakeDigitalOcean, make: Make, tmp_path: Path) -> None:
     """The machine has no other credential."""
     provider = make(token=TOKEN)
-    provider.launch(an_offer(provider), 1, tags(), STARTUP)
+    provider.launch(cheapest(provider, CPU), 1, tags(), STARTUP)
     (droplet,) = cloud.droplets.values()
     assert "\npoweroff\n" in boot_of(droplet.order)
     assert TOKEN not in droplet.order["user_data"]
     assert "api.digitalocean.com" not in droplet.order["user_data"]
-
-
-def test_with_a_node_token_a_machine_deletes_itself(cloud: FakeDigitalOcean, make: Make, tmp_path: Path) -> None:
-    """It uses the id of the metadata service. The token is in no command line."""
-    calls = run_end_script(end_script_of(cloud, make(node_token=NODE_TOKEN)), tmp_path)
-    assert calls[0].endswith("http://169.254.169.254/metadata/v1/id")
-    assert calls[1].endswith(f"-X DELETE -K - {cloud.url}/v2/droplets/4711")
-    assert calls[2] == f'header = "Authorization: Bearer {NODE_TOKEN}"'
-    assert calls[3] == "sleep 60"
-
-
-def test_the_end_script_passes_shellcheck(cloud: FakeDigitalOcean, make: Make) -> None:
-    """The script that prints the machine's id passes too."""
-    script = f'#!/bin/sh\n{end_script_of(cloud, make(node_token=NODE_TOKEN))}\nid=$({MACHINE_ID})\necho "$id"\n'
-    done = subprocess.run(
-        [str(Path(sys.executable).with_name("shellcheck")), "-"],
-        input=script,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout == ""
-
-
-def test_a_failed_deletion_is_repeated_until_the_machine_is_gone(
-    cloud: FakeDigitalOcean, make: Make, tmp_path: Path
-) -> None:
-    """A machine that is off costs the same, and could not try again."""
-    calls = run_end_script(end_script_of(cloud, make(node_token=NODE_TOKEN)), tmp_path, fails=22, tries=20)
-    assert len([line for line in calls if "DELETE" in line]) == 21
-    assert calls.count("sleep 30") == 20
-    assert "poweroff" not in calls
-
-
-def test_without_an_id_nothing_is_deleted(cloud: FakeDigitalOcean, make: Make, tmp_path: Path) -> None:
-    """The URL without an id is that of all droplets. The script looks for the id again."""
-    (tmp_path / "metadata").write_text("<html>")
-    calls = run_end_script(end_script_of(cloud, make(node_token=NODE_TOKEN)), tmp_path, pauses=3)
-    assert len([line for line in calls if line.endswith("metadata/v1/id")]) == 3
-    assert not [line for line in calls if "DELETE" in line]
 
 
 def test_the_node_token_is_in_no_error_message(cloud: FakeDigitalOcean, make: Make) -> None:
@@ -587,7 +419,7 @@ def test_the_node_token_is_in_no_error_message(cloud: FakeDigitalOcean, make: Ma
     provider = make(node_token=NODE_TOKEN)
     cloud.fail("POST", "/v2/droplets", unprocessable(f"what is this: {NODE_TOKEN} of {TOKEN}"))
     with pytest.raises(BadRequest) as caught:
-        provider.launch(an_offer(provider), 1, tags(), STARTUP)
+        provider.launch(cheapest(provider, CPU), 1, tags(), STARTUP)
     assert "dop_v1" not in str(caught.value)
     with pytest.raises(BadRequest) as caught:
         load({"name": "digitalocean", "node_token": [NODE_TOKEN]})
@@ -644,34 +476,28 @@ def test_the_python_blocks_of_the_docs_run() -> None:
         example.evaluate()
 
 
-def test_machines_of_a_lost_answer_are_looked_up_and_not_requested_again(
-    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
-) -> None:
+def test_machines_of_a_lost_answer_are_looked_up_and_not_requested_again(cloud: FakeDigitalOcean, make: Make) -> None:
     """Machines with the requested names belong to the launch."""
     provider = make()
-    offer = an_offer(provider, GPU)
+    offer = cheapest(provider, GPU)
     cloud.fail("POST", "/v2/droplets", is_done=True)
     assert [instance.rank for instance in provider.launch(offer, 3, tags(), STARTUP)] == [0, 1, 2]
     assert len(cloud.asked("POST", "/v2/droplets")) == 1
     assert len(cloud.droplets) == 3
 
 
-def test_machines_created_before_a_refusal_are_returned(
-    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
-) -> None:
+def test_machines_created_before_a_refusal_are_returned(cloud: FakeDigitalOcean, make: Make) -> None:
     """The second call of two is refused: ten machines exist, and no further call is made."""
     provider = make()
-    offer = an_offer(provider)
-    cloud.mood.stock = 15
+    offer = cheapest(provider, CPU)
+    cloud.stock = 15
     assert len(provider.launch(offer, 25, tags(), STARTUP)) == 10
     assert len(cloud.asked("POST", "/v2/droplets")) == 2
 
 
-def test_a_single_refused_deletion_is_no_credentials_error(
-    cloud: FakeDigitalOcean, make: Callable[..., DigitalOcean]
-) -> None:
+def test_a_single_refused_deletion_is_no_credentials_error(cloud: FakeDigitalOcean, make: Make) -> None:
     provider = make()
-    ids = [instance.id for instance in provider.launch(an_offer(provider), 2, tags(), STARTUP)]
+    ids = [instance.id for instance in provider.launch(cheapest(provider, CPU), 2, tags(), STARTUP)]
     cloud.fail(
         "DELETE",
         f"/v2/droplets/{ids[0]}",

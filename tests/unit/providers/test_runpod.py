@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
+import base64
+import gzip
 import json
 import logging
-import os
-import shlex
-import signal
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
-from pydantic import SecretStr
 
 import skyward_core as sky
 from skyward_core.concurrency.threads import MOST_THREADS
@@ -24,99 +18,62 @@ from skyward_core.machines.instances import InstanceState
 from skyward_core.machines.offers import Offer, Requirements, matches
 from skyward_core.providers import ssh_keys, userdata
 from skyward_core.providers.base import LAUNCH_TAG, RANK_TAG, load
-from skyward_core.providers.runpod import launch
-from skyward_core.providers.runpod.boot import END
 from skyward_core.providers.runpod.instances import STATES
 from skyward_core.providers.runpod.provider import RunPod
-from tests.providers.contract import POOL, STARTUP, Hands, RestContract, tags
-from tests.providers.fake_runpod import HOST, KEY, NO_CAPACITY, FakeRunPod, cpu, gpu, problem
-from tests.providers.http_fake import FakeCloud, Reply
+from tests.providers.contract import POOL, STARTUP, Make, RestContract, tags
+from tests.providers.contract import cheapest as cheapest_of
+from tests.providers.fake_runpod import (
+    HOST,
+    KEY,
+    NO_CAPACITY,
+    SPECIFICATION,
+    FakeRunPod,
+    cpu,
+    gpu,
+    problem,
+    validator,
+)
+from tests.providers.http_fake import Reply
+from tests.providers.in_process import Install
 
 RTX_4090 = Requirements(accelerator=sky.accelerators.parse("RTX 4090"))
 CPUS = Requirements(instance_type="cpu3c-2-4")
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FakeRunPod]:
-    monkeypatch.setattr(launch, "POLL_SECONDS", 0.0)
-    monkeypatch.setattr(launch, "LOOK_SECONDS", (0.0, 0.0, 0.0))
-    monkeypatch.setattr("skyward_core.providers._http.PAUSE_SECONDS", 0.001)
-    monkeypatch.setattr("skyward_core.providers._http.PATIENCE_SECONDS", 0.5)
+def fake(in_process: Install, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeRunPod:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    with FakeRunPod() as server:
-        monkeypatch.setenv("RUNPOD_API_BASE_URL", server.url)
-        monkeypatch.setenv("RUNPOD_API_KEY", KEY)
-        server.sell(
-            gpu("NVIDIA GeForce RTX 4090", 24, 0.69, 0.34),
-            gpu("NVIDIA H100 80GB HBM3", 80, 3.99, 2.69),
-            gpu("NVIDIA A100 80GB PCIe", 80, 1.79, 1.19),
-            gpu("AMD Instinct MI300X OAM", 192, 2.49),
-            gpu("NVIDIA RTX PRO 6000 Blackwell Server Edition MIG 1g.24gb", 24, 0.5),
-            gpu("NVIDIA GeForce RTX 3070", 8, None, 0.13),
-            cpu("cpu3c", 2, 0.03),
-        )
-        yield server
+    in_process(fake := FakeRunPod())
+    monkeypatch.setenv("RUNPOD_API_BASE_URL", fake.url)
+    monkeypatch.setenv("RUNPOD_API_KEY", KEY)
+    fake.sell(
+        gpu("NVIDIA GeForce RTX 4090", 24, 0.69, 0.34),
+        gpu("NVIDIA H100 80GB HBM3", 80, 3.99, 2.69),
+        gpu("NVIDIA A100 80GB PCIe", 80, 1.79, 1.19),
+        gpu("AMD Instinct MI300X OAM", 192, 2.49),
+        gpu("NVIDIA RTX PRO 6000 Blackwell Server Edition MIG 1g.24gb", 24, 0.5),
+        gpu("NVIDIA GeForce RTX 3070", 8, None, 0.13),
+        cpu("cpu3c", 2, 0.03),
+    )
+    return fake
 
 
 class TestRunPod(RestContract):
-    variables = ("RUNPOD_API_KEY",)
-    creating = ("POST", "/v2/pods")
+    want, secrets, variables = RTX_4090, (KEY,), ("RUNPOD_API_KEY",)
+    explicit = {"api_key": KEY}
     ending = ("DELETE", "/v2/pods")
 
     @pytest.fixture
-    def wire(self, fake: FakeRunPod) -> FakeCloud:
+    def cloud(self, fake: FakeRunPod) -> FakeRunPod:
         return fake
 
     @pytest.fixture
-    def hands(self, fake: FakeRunPod) -> Hands:
-        def provider(*, explicit: bool = False) -> RunPod:
-            return RunPod(api_key=KEY) if explicit else RunPod()
-
-        def outage_over() -> None:
-            fake.is_down, fake.creates_left = False, None
-
-        def strangers() -> None:
-            names = (
-                "my-training-pod",
-                "",
-                "skyward",
-                "sky-contract-a1b2c3-0",
-                "skyward.sky-contract-a1b2c3-0",
-                "skyward.a.lL1",
-                "skywards.a-0.lL1",
-                "skyward.-0.lL",
-            )
-            for name, _ in zip(itertools.cycle(names), range(30), strict=False):
-                fake.stranger(name)
-
-        return Hands(
-            provider=provider,
-            want=RTX_4090,
-            secrets=(KEY,),
-            alive=fake.alive,
-            refuse_credentials=lambda: setattr(fake, "is_refusing", True),
-            no_capacity=lambda: fake.fail("POST", "/v2/pods", problem(400, NO_CAPACITY), times=100),
-            quota=lambda: fake.fail("POST", "/v2/pods", problem(402, "insufficient balance"), times=100),
-            outage=lambda: setattr(fake, "is_down", True),
-            outage_over=outage_over,
-            lose_create_answer=lambda: fake.fail("POST", "/v2/pods", None, is_done=True),
-            fail_create_after=lambda count: setattr(fake, "creates_left", count),
-            throttle=lambda: fake.fail(
-                "GET",
-                "/v2/pods",
-                problem(429, "rate limit exceeded for the minute window", headers={"Retry-After": "0"}),
-            ),
-            stop=fake.halt,
-            preempt=lambda pod: fake.halt(pod, "TERMINATED"),
-            strangers=strangers,
-        )
+    def make(self) -> Make:
+        return RunPod
 
 
 def cheapest(want: Requirements = RTX_4090, provider: RunPod | None = None) -> Offer:
-    return min(
-        (offer for offer in (provider or RunPod()).offers(want) if matches(offer, want) is None),
-        key=lambda offer: offer.price_per_hour,
-    )
+    return cheapest_of(provider or RunPod(), want)
 
 
 def of(chip: str, provider: RunPod | None = None) -> list[Offer]:
@@ -254,17 +211,13 @@ def test_the_parameters_of_the_creating_call(fake: FakeRunPod) -> None:
         },
     }
     assert list(env) == ["SKYWARD_BOOT"]
-    unpack = userdata.UNPACKED.partition(" >/run")[0].partition("; ")[2]
-    script = subprocess.run(
-        ["sh", "-c", unpack], env={**os.environ, **env}, capture_output=True, text=True, check=True
-    ).stdout
+    script = gzip.decompress(base64.b64decode(env["SKYWARD_BOOT"])).decode()
     key = ssh_keys.our_key()
     host = ssh_keys.host_key(tags()[LAUNCH_TAG], key)
     assert STARTUP in script and key.public in script and host.public in script
     assert 'id=$(printf %s "$RUNPOD_POD_ID")\n' in script
     assert f"{fake.url}/v2/pods/" in script
     assert KEY not in script
-    assert subprocess.run(["sh", "-n"], input=script, text=True, check=False).returncode == 0
     assert machine.directory == f"/root/.cache/skyward/instances/{machine.id}"
     assert machine.endpoint is not None
     assert (machine.endpoint.host, machine.endpoint.port) == (HOST, 30001)
@@ -363,25 +316,6 @@ def test_a_refusal_determines_the_error(fake: FakeRunPod, status: int, error: ty
     assert fake.alive() == set()
 
 
-@pytest.mark.parametrize(("places", "detail", "kind", "calls"), [
-    (9, "registry 'nope' does not exist", BadRequest, 3),
-    (2, "registry 'nope' does not exist", BadRequest, 2),
-    (9, NO_CAPACITY, NoCapacity, 9),
-])  # fmt: skip
-def test_an_invalid_request_is_not_tried_for_every_candidate(
-    fake: FakeRunPod, places: int, detail: str, kind: type[Exception], calls: int
-) -> None:
-    """The same refusal of three candidates with stock, or of all, proves an invalid request."""
-    fake.gpus.clear()
-    fake.sell(gpu("NVIDIA GeForce RTX 4090", 24, 0.69, None, " ".join(f"EU-{place}" for place in range(places))))
-    fake.fail("POST", "/v2/pods", problem(400, detail), times=1000)
-    with pytest.raises(kind) as caught:
-        sky.ComputePool(provider=RunPod(registry="nope"), accelerator="RTX 4090", display="quiet").open()
-    assert type(caught.value) is kind
-    assert detail in str(caught.value)
-    assert len(fake.asked("POST", "/v2/pods")) == calls
-
-
 def test_an_unknown_outcome_is_reported_as_a_failure(fake: FakeRunPod) -> None:
     """Without an answer, and without the pod in the list, the error is not NoCapacity."""
     offer = cheapest()
@@ -427,9 +361,9 @@ def test_a_pod_in_another_data_centre_is_deleted(fake: FakeRunPod) -> None:
     assert fake.alive() == set()
 
 
-def test_the_wait_for_an_address_has_a_limit(fake: FakeRunPod, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_for_an_address_has_a_limit(fake: FakeRunPod) -> None:
     """A machine may have no public address at all."""
-    monkeypatch.setattr(launch, "ADDRESS_SECONDS", 0.0)
+    fake._go_on = lambda: None  # type: ignore[method-assign]
     with pytest.raises(NoCapacity, match="has no address after"):
         RunPod().launch(cheapest(), 1, tags(), STARTUP)
     assert fake.alive() == set()
@@ -519,72 +453,6 @@ def test_the_disk_is_counted(fake: FakeRunPod) -> None:
     assert found.extras_per_hour == offer.extras_per_hour
 
 
-def test_a_name_is_unique_plain_and_always_the_same(fake: FakeRunPod) -> None:
-    RunPod().launch(cheapest(), 2, tags(), STARTUP)
-    names = sorted(row["name"] for row in fake.pods.values())
-    assert names[0] == f"skyward.{POOL}-0.l{tags()[LAUNCH_TAG]}.c1790000000.p4711_3a99_2fboot.ojo_40box.tany"
-    assert len(set(names)) == 2
-    assert all(len(name) <= 191 for name in names)
-
-
-def ending(tmp_path: Path, accepted: str, tool: str = "") -> list[str]:
-    """Run the pod's end script until its fifth pause; return its requests. `accepted` is a text that all successful
-    requests contain.
-    """
-
-    def command(name: str, text: str) -> None:
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-
-    calls = shlex.quote(str(tmp_path / "calls"))
-    refused = '{"errors": [{"message": "not authorized"}]} 200'
-    answer = f"""case "$*" in {accepted}) printf '%s' ' 204' ;; */graphql) printf '%s' '{refused}' ;; *) printf '%s' '{{}} 403' ;; esac"""
-    command("curl", f'echo "curl $*" >>{calls}; cat >{shlex.quote(str(tmp_path / "header"))}; {answer}')
-    command("sleep", f'echo "sleep $*" >>{calls}; [ "$(grep -c ^sleep {calls})" -lt 5 ] || kill "$PPID"')
-    if tool:
-        command("runpodctl", f'echo "runpodctl $*" "$RUNPOD_API_KEY" >>{calls}; {tool}')
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    (tmp_path / "environ").write_text("A=b\0RUNPOD_API_KEY=its-own-key\0RUNPOD_POD_ID=abc123\0")
-    script = RunPod(api_key=SecretStr("k"))._end_script().replace("/proc/1/environ", str(tmp_path / "environ"))
-    done = subprocess.run(
-        ["sh", "-c", script], env=environment, capture_output=True, text=True, check=False, timeout=30
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGTERM, "", "")
-    assert (tmp_path / "header").read_text() == "Authorization: Bearer its-own-key"
-    how = "curl -sS -m 20 -w  %{http_code} -X "
-    return [
-        line.removeprefix(how).replace(" -H @- -H Content-Type: application/json", "")
-        for line in (tmp_path / "calls").read_text().splitlines()
-    ]
-
-
-WAYS = [
-    "DELETE https://api.runpod.io/v2/pods/abc123",
-    'POST -d {"action": "terminate"} https://api.runpod.io/v2/pods/abc123/action',
-    "DELETE https://rest.runpod.io/v1/pods/abc123",
-    'POST -d {"query": "mutation { podTerminate(input: {podId: \\"abc123\\"}) }"} https://api.runpod.io/graphql',
-]
-STOP = 'POST -d {"action": "stop"} https://api.runpod.io/v2/pods/abc123/action'
-
-
-@pytest.mark.parametrize("accepted", ["*/v2/pods/abc123", "*terminate*action", "*/v1/pods/abc123", "*/graphql"])
-def test_a_pod_requests_its_end_by_every_method_until_it_is_gone(
-    tmp_path: Path, accepted: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The request has the pod's own key, which is in no command line."""
-    monkeypatch.delenv("RUNPOD_API_BASE_URL", raising=False)
-    pauses = ["sleep 5", "sleep 10", "sleep 20", "sleep 40", "sleep 80"]
-    assert ending(tmp_path, accepted) == [line for pause in pauses for line in (*WAYS, pause)]
-
-
-def test_a_pod_with_a_refused_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That frees its GPU. The pod still requests its end, also with RunPod's own tool."""
-    monkeypatch.delenv("RUNPOD_API_BASE_URL", raising=False)
-    tool = "runpodctl remove pod abc123 its-own-key"
-    assert ending(tmp_path, "nothing", "exit 1")[: len(WAYS) + 3] == [*WAYS, tool, STOP, "sleep 5"]
-    assert "kill" not in END
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -654,72 +522,29 @@ def test_volumes_are_refused_with_an_alternative(fake: FakeRunPod) -> None:
     assert json.loads(json.dumps(RunPod(region=("EU-RO-1",)).to_json())) == {"name": "runpod", "region": ["EU-RO-1"]}
 
 
-SPECIFICATION = json.loads((Path(__file__).parents[2] / "providers" / "runpod_specification.json").read_text())
-
-
-def check(what: str, value: object) -> None:
-    """Raise if a value does not match the specification of RunPod's API."""
-    jsonschema.Draft202012Validator({"$ref": f"#/$defs/{what}", "$defs": SPECIFICATION["$defs"]}).validate(value)
-
-
-@pytest.mark.parametrize(
-    ("settings", "want"),
-    [
-        ({}, RTX_4090),
-        ({"cloud": "community"}, RTX_4090),
-        ({"global_networking": True, "registry": "r1", "region": "EU-RO-1", "disk_gb": 70}, RTX_4090),
-        ({}, Requirements(vcpus=2)),
-    ],
-)
-def test_requests_and_the_fakes_answers_match_runpods_specification(
-    fake: FakeRunPod, settings: dict[str, Any], want: Requirements
-) -> None:
-    """They are each order, each pod in each of its states, and each refusal."""
-    provider = RunPod(**settings)
-    rows: list[dict[str, Any]] = []
-    made = fake._make
-
-    def make(body: dict[str, Any]) -> str:
-        pod = made(body)
-        rows.append(fake.pods[pod])
-        return pod
-
-    fake._make = make  # type: ignore[method-assign]
-    (machine,) = provider.launch(cheapest(want, provider), 1, tags(), STARTUP)
-    (order,) = fake.asked("POST", "/v2/pods")
-    check("CreatePodRequest", order.body)
-    check("Pod", fake.pods[machine.id])
+def test_the_fakes_answers_match_runpods_specification(fake: FakeRunPod) -> None:
+    """They are a pod in each of its states, and each refusal. The fake itself checks each order."""
+    (machine,) = RunPod(registry="r1").launch(cheapest(), 1, tags(), STARTUP)
+    validator("Pod").validate(row := fake.pods[machine.id])
     for status in SPECIFICATION["$defs"]["PodStatus"]["enum"]:
         assert status in STATES
     fake.halt(machine.id)
-    check("Pod", fake.pods[machine.id])
-    provider.terminate([machine.id])
-    check("Pod", rows[0])
-    assert (rows[0]["status"], rows[0]["cost"]) == ("TERMINATED", 0.0)
+    validator("Pod").validate(row)
+    RunPod().terminate([machine.id])
+    validator("Pod").validate(row)
+    assert (row["status"], row["cost"]) == ("TERMINATED", 0.0)
     for status in (400, 404, 422, 429):
-        check("ErrorResponse", problem(status, "no").body)
-    with pytest.raises(jsonschema.ValidationError):
-        check("CreatePodRequest", {**order.body, "labels": {}})
+        validator("ErrorResponse").validate(problem(status, "no").body)
 
 
 def test_an_incomplete_launch_returns_its_machines(fake: FakeRunPod, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "skyward_core.providers.runpod")
     offer = cheapest()
-    fake.fail("POST", "/v2/pods", problem(400, NO_CAPACITY))
-    fake.delay_seconds = 0.3  # both calls are in flight when one is refused
+    fake.fail("POST", "/v2/pods", problem(400, NO_CAPACITY), after=1)
     machines = RunPod().launch(offer, 2, tags(), STARTUP)
     assert {machine.id for machine in machines} == fake.alive()
     assert len(machines) == 1
     assert "no longer any instances" in caplog.text
-
-
-def test_an_answer_without_a_list_is_not_an_empty_list(fake: FakeRunPod) -> None:
-    fake.fail("GET", "/v2/catalog/gpus", Reply(200, {"types": []}))
-    with pytest.raises(ProviderFailed, match="gpus"):
-        RunPod().offers(RTX_4090)
-    fake.fail("GET", "/v2/pods", Reply(200, []))
-    with pytest.raises(ProviderFailed, match="pods"):
-        RunPod().instances()
 
 
 def test_a_pod_of_a_lost_answer_is_found_by_name_and_not_requested_again(fake: FakeRunPod) -> None:
