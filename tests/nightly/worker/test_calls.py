@@ -31,12 +31,7 @@ from tests.system.worker.test_calls import (  # noqa: F401 - fixtures
     submit,
 )
 from tests.testbed import Fleet, why_not
-from tests.unit.worker.test_calls import (
-    FOR_EVER,
-    TOPIC,
-    FakeScheduler,
-    Wire,
-)
+from tests.worker.fake_scheduler import FOR_EVER, TOPIC, FakeScheduler, Wire
 from tests.worker.following import Following
 
 STEPS = st.lists(

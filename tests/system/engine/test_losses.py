@@ -89,30 +89,6 @@ def await_replacement(recorded: RecordedEvents, count: int = 1) -> None:
 # ── without retries ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_lost_node_loses_only_its_calls(tmp_path: Path) -> None:
-    """With retries=0 the running call of a dead node is lost, calls on other nodes go on, and later calls run on the
-    remaining nodes.
-    """
-    recorded = RecordedEvents()
-    with open_pool(recorded, retries=0) as pool:
-        futures = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
-        supervisors = [supervisor_of(tmp_path, node) for node in range(2)]
-        kill(supervisors[1])
-        wait_until(lambda: any(future.done() for future in futures), "the loss to be noticed", LOSS_SECONDS)
-        (lost,) = [future for future in futures if future.done()]
-        with pytest.raises(sky.NodeLost, match="retries=1"):
-            lost.result()
-        (tmp_path / "go").touch()
-        (kept,) = [future for future in futures if future is not lost]
-        assert kept.result(timeout=LOSS_SECONDS) == 0
-        assert pool.map(double, range(20)) == [2 * x for x in range(20)]
-        await_replacement(recorded)
-        assert [node for node, _ in node_pid() @ pool] == [0, 1]
-        assert [event.node for event in recorded.of(sky.InstanceLost)] == [1]
-    assert recorded.of(sky.CallRetrying) == []
-    assert len(recorded.of(sky.CostFinal)) == 1
-
-
 def test_a_lost_head_loses_only_its_calls(tmp_path: Path) -> None:
     """With retries=0 the call on the head raises NodeLost.
 

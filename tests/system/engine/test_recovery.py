@@ -74,16 +74,6 @@ def test_closing_during_recovery_ends_all_threads(rank: int, others: set[threadi
     assert world.cluster.given_up == []
 
 
-def test_closing_at_rest_is_immediate(others: set[threading.Thread]) -> None:
-    """A recovery with nothing to do ends when it is stopped."""
-    world = World()
-    world.recovery = Recovery(world.machines, world.cluster, NODES, 600.0, world.recorded)
-    world.recovery.start()
-    world.recovery.stop()
-    world.recovery.join()
-    assert threads_of_recovery(others) == []
-
-
 class Held(Blocking):
     """The same, but a turn waits too, until `go`."""
 
@@ -113,19 +103,6 @@ def test_nothing_starts_after_recovery_is_stopped(others: set[threading.Thread])
         assert (threads_of_recovery(others), machines.is_waiting.is_set()) == ([], False)
     finally:
         machines.stopped.set()
-
-
-def test_news_wake_the_thread() -> None:
-    """Recovery's own thread handles the cluster's messages."""
-    world = World()
-    world.recovery = Recovery(world.machines, world.cluster, NODES, 600.0, world.recorded)
-    world.recovery.start()
-    try:
-        world.kill(1, "gone")
-        wait_until(world.all_are_there, "the replacement")
-    finally:
-        world.recovery.stop()
-        world.recovery.join()
 
 
 def test_an_error_in_a_turn_does_not_end_recovery() -> None:

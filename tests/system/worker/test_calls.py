@@ -21,7 +21,7 @@ import pytest
 from skyward_core.engine.certificates import PoolCertificate, make_certificate
 from skyward_core.serialization import sources
 from skyward_core.worker.calls import CallMemory, cancel
-from skyward_core.worker.detached_calls import KEEP, NAME, RETRIES, detached_key
+from skyward_core.worker.detached_calls import NAME, RETRIES, detached_key
 from skyward_core.worker.node import DASK_CONFIG
 from skyward_core.worker.pool_scheduler import (
     RUN_BATCH,
@@ -37,10 +37,7 @@ from skyward_core.worker.watchdog import kill_instance
 from skyward_core.worker.wire import Batch, Call, Outcome, OutcomeKind, Output, Parcel, Sealed
 from tests.conftest import wait_until
 from tests.testbed import Host
-from tests.unit.worker.test_calls import (
-    FOR_EVER,
-    TOPIC,
-)
+from tests.worker.fake_scheduler import FOR_EVER, TOPIC
 from tests.worker.following import Following
 
 # ── a real scheduler ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -61,16 +58,12 @@ class Head:
         client.scheduler_comm.interval = 0.0
         return client
 
+    def new_worker(self, name: str | None = None) -> Any:
+        options: Any = {"dashboard": False, "dashboard_address": "127.0.0.1:0", "memory_limit": 0}
+        return distributed.Worker(self.scheduler.address, name=name, nthreads=1, host="127.0.0.1", **options)
+
     async def worker(self) -> Any:
-        worker = distributed.Worker(
-            self.scheduler.address,
-            nthreads=1,
-            host="127.0.0.1",
-            dashboard=False,
-            dashboard_address="127.0.0.1:0",
-            memory_limit=0,
-        )
-        return await self.stack.enter_async_context(worker)
+        return await self.stack.enter_async_context(self.new_worker())
 
     async def until(self, condition: Callable[[], object], what: str) -> None:
         deadline = time.monotonic() + 50
@@ -257,14 +250,7 @@ def test_a_client_that_comes_back_learns_what_has_arrived(tmp_path: Path) -> Non
         first, second = await head.client(), await head.client()
         follow(first, following)
         await head.until(lambda: answers, "an answer")
-        async with distributed.Worker(
-            head.scheduler.address,
-            nthreads=1,
-            host="127.0.0.1",
-            dashboard=False,
-            dashboard_address=":0",
-            memory_limit=0,
-        ):
+        async with head.new_worker():
             (tmp_path / "go").touch()
             ended = first.submit(note_and_wait, str(tmp_path), key="skyward-1", pure=False)
             assert await ended == 1
@@ -288,68 +274,6 @@ def test_a_client_that_comes_back_learns_what_has_arrived(tmp_path: Path) -> Non
         await head.lose(first)
         assert set(head.scheduler.tasks) == {"skyward-2", "skyward-4"}
         assert not head.calls.is_replaced(first.id)
-
-    with_head(test)
-
-
-def test_a_detached_call_begins_once_however_often_it_is_requested() -> None:
-    """A client that did not get the answer asks again; a client that chooses a worker learns the load of all
-    workers.
-    """
-
-    async def test(head: Head) -> None:
-        client = await head.client()
-        for _ in range(2):
-            await client.scheduler.skyward_start_detached(
-                call_id="d", batch=b"", annotations={RETRIES: 1, NAME: "train"}
-            )
-        (known,) = await client.scheduler.skyward_calls()
-        assert (known["call_id"], known["name"], known["state"]) == ("d", "train", "waiting")
-        assert await client.scheduler.skyward_load() == {}
-        await client.scheduler.skyward_cancel(call_id="d")
-        assert (await client.scheduler.skyward_call(call_id="d"))["state"] == "cancelled"
-        await client.scheduler.skyward_start_detached(call_id="d", batch=b"", annotations={})
-        assert not head.scheduler.tasks
-
-    with_head(test)
-
-
-def test_the_load_of_workers_is_reported(tmp_path: Path) -> None:
-    """By name, with the keys of each worker's tasks."""
-
-    async def test(head: Head) -> None:
-        client = await head.client()
-        worker = await head.worker()
-        future = client.submit(wait_for_file, str(tmp_path / "go"), key="skyward-1", pure=False)
-        await head.until(lambda: "skyward-1" in worker.state.tasks, "the task to be there")
-        assert {name: list(keys) for name, keys in (await client.scheduler.skyward_load()).items()} == {
-            str(worker.name): ["skyward-1"]
-        }
-        (tmp_path / "go").touch()
-        await future
-        assert not any((await client.scheduler.skyward_load()).values())
-        future.release()
-        await head.until(lambda: not head.scheduler.tasks, "nothing to be left")
-
-    with_head(test)
-
-
-def test_released_tasks_are_forgotten_at_once() -> None:
-    """A connected client that releases its tasks leaves nothing in the scheduler: no tasks, requests or records.
-
-    Looks inside: what the scheduler keeps shows nowhere else.
-    """
-
-    async def test(head: Head) -> None:
-        await head.worker()
-        client = await head.client()
-        futures = [client.submit(len, "abc", key=f"skyward-{number}", pure=False) for number in range(5)]
-        assert await client.gather(futures) == [3] * 5
-        for future in futures:
-            future.release()
-        await head.until(lambda: not head.scheduler.tasks, "the tasks to be forgotten")
-        assert not head.calls._keys
-        assert not head.scheduler.clients[KEEP].wants_what
 
     with_head(test)
 
@@ -387,26 +311,6 @@ def test_the_data_of_a_client_that_left_is_dropped(tmp_path: Path) -> None:
     with_head(test, abandoned_seconds=0.05)
 
 
-def test_a_client_that_comes_back_in_time_is_not_abandoned(tmp_path: Path) -> None:
-    """Resuming stops the clock of a client that was away, and no clock outlives the scheduler.
-
-    Looks inside: what the scheduler keeps shows nowhere else.
-    """
-
-    async def test(head: Head) -> None:
-        first = await head.client()
-        following = Following(TOPIC, print)
-        follow(first, following)
-        await head.until(lambda: following._is_live, "an answer")
-        await head.lose(first)
-        assert list(head.calls._absent) == [first.id]
-        follow(await head.client(), following)
-        await head.until(lambda: following._is_live, "an answer")
-        assert not head.calls._absent
-
-    with_head(test)
-
-
 @pytest.mark.parametrize("retries", [0, 1])
 def test_a_call_runs_as_often_as_it_may(tmp_path: Path, retries: int) -> None:
     """A detached call that loses its worker runs again only if it has retries; then it is lost, and every client can
@@ -418,14 +322,7 @@ def test_a_call_runs_as_often_as_it_may(tmp_path: Path, retries: int) -> None:
         with dask.annotate(**({RETRIES: retries} if retries else {})):
             client.submit(note_and_wait, str(tmp_path), key=detached_key("d"), pure=False)
         for run in range(retries + 1):
-            async with distributed.Worker(
-                head.scheduler.address,
-                nthreads=1,
-                host="127.0.0.1",
-                dashboard=False,
-                dashboard_address=":0",
-                memory_limit=0,
-            ) as worker:
+            async with head.new_worker() as worker:
                 await head.until(lambda run=run: runs_noted(tmp_path) == run + 1, "the call to run")
                 await head.scheduler.remove_worker(worker.address, stimulus_id="lost")
                 (tmp_path / "go").touch()  # lets its thread end
@@ -446,14 +343,7 @@ def test_a_call_that_has_ended_does_not_run_again_when_its_result_is_lost(tmp_pa
     async def test(head: Head) -> None:
         client = await head.client()
         (tmp_path / "go").touch()
-        async with distributed.Worker(
-            head.scheduler.address,
-            nthreads=1,
-            host="127.0.0.1",
-            dashboard=False,
-            dashboard_address=":0",
-            memory_limit=0,
-        ):
+        async with head.new_worker():
             regular = client.submit(note_and_wait, str(tmp_path), key="skyward-1", pure=False)
             detached = client.submit(note_and_wait, str(tmp_path), key=detached_key("d"), pure=False)
             assert await client.gather([regular, detached]) == [1, 1]

@@ -16,13 +16,7 @@ import pytest
 import skyward_core as sky
 from skyward_core.provisioning.bootstrap import Preparation
 from skyward_core.provisioning.nodes import Nodes
-from skyward_core.worker.preemption_notice import (
-    NOTICE_SECONDS,
-    Kind,
-    MetadataService,
-    Notice,
-    NoticePoller,
-)
+from skyward_core.worker.preemption_notice import NOTICE_SECONDS, Kind, MetadataService, Notice, NoticePoller
 from tests.conftest import RecordedEvents, wait_until
 from tests.providers.fake_metadata import FakeMetadata, instance_action, stamp
 
@@ -99,6 +93,15 @@ def test_an_expired_token_is_replaced(service: FakeMetadata, tmp_path: Path) -> 
     assert (service.tokens_given, heard.complaints) == (2, [])
 
 
+@pytest.mark.parametrize(("seconds", "left"), [(-600, 0.0), (86_400, NOTICE_SECONDS)])
+def test_a_wrong_clock_is_bounded(service: FakeMetadata, tmp_path: Path, seconds: float, left: float) -> None:
+    """A time is at most two minutes away, because no machine has more, and never in the past."""
+    heard = Heard(service.url)
+    (tmp_path / "instance-action").write_text(instance_action(seconds))
+    heard.look()
+    assert heard.notices[0].seconds_left == left
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -120,36 +123,6 @@ def test_an_unreadable_answer_is_no_notice(service: FakeMetadata, tmp_path: Path
     (tmp_path / "instance-action").write_text(instance_action(60))
     heard.look()
     assert len(heard.notices) == 1
-
-
-def test_a_recommendation_that_cannot_be_read_hides_no_notice(service: FakeMetadata, tmp_path: Path) -> None:
-    """An unreadable notice hides no recommendation either."""
-    heard = Heard(service.url)
-    (tmp_path / "rebalance").write_text("no JSON")
-    (tmp_path / "instance-action").write_text(instance_action(60))
-    heard.look()
-    (tmp_path / "rebalance").write_text('{"noticeTime": "2026-11-21T08:20:00Z"}')
-    (tmp_path / "instance-action").write_text("no JSON")
-    heard.look()
-    assert [notice.kind for notice in heard.notices] == [Kind.INTERRUPTION, Kind.REBALANCE]
-
-
-@pytest.mark.parametrize("time_given", ["soon", None])
-def test_a_notice_without_a_time_counts(service: FakeMetadata, tmp_path: Path, time_given: str | None) -> None:
-    """Then the machine counts as having the longest time that AWS promises."""
-    heard = Heard(service.url)
-    (tmp_path / "instance-action").write_text(json.dumps({"action": "terminate", "time": time_given}))
-    heard.look()
-    assert heard.notices[0].seconds_left == NOTICE_SECONDS
-
-
-@pytest.mark.parametrize(("seconds", "left"), [(-600, 0.0), (86_400, NOTICE_SECONDS)])
-def test_a_wrong_clock_is_bounded(service: FakeMetadata, tmp_path: Path, seconds: float, left: float) -> None:
-    """A time is at most two minutes away, because no machine has more, and never in the past."""
-    heard = Heard(service.url)
-    (tmp_path / "instance-action").write_text(instance_action(seconds))
-    heard.look()
-    assert heard.notices[0].seconds_left == left
 
 
 def test_the_time_left_is_by_the_clock_of_the_service(service: FakeMetadata, tmp_path: Path) -> None:
@@ -187,15 +160,6 @@ def test_a_service_that_hangs_or_does_not_exist_does_no_harm(service: FakeMetada
         heard.look(2)
     assert (heard.notices, len(heard.complaints)) == ([], 1)
     assert not heard.complaints[0].startswith("skyward: "), "that would be taken for the node's last words"
-
-
-def test_no_proxy_is_used(service: FakeMetadata, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The address belongs to the machine itself."""
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
-    heard = Heard(service.url)
-    heard.look()
-    assert heard.complaints == []
 
 
 # ── nodes of this machine ────────────────────────────────────────────────────────────────────────────────────────────

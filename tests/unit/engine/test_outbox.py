@@ -8,15 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, precondition, rule
 
-from skyward_core.engine.outbox import (
-    BATCH_BYTES,
-    BATCH_CALLS,
-    LEAST_SECONDS,
-    TARGET_SECONDS,
-    Entry,
-    Queue,
-    Shipment,
-)
+from skyward_core.engine.outbox import BATCH_BYTES, BATCH_CALLS, LEAST_SECONDS, TARGET_SECONDS, Entry, Queue, Shipment
 from skyward_core.worker.wire import Call, Parcel
 
 FUNCTIONS = {name: Parcel(name.encode()) for name in ("f", "g", "h")}
@@ -78,9 +70,7 @@ def test_a_lost_call_travels_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "count", "sizes"),
-    [(1.0, 100, [1, 1]), (TARGET_SECONDS / 10.5, 1000, [10] * 4)],
-    ids=["long", "short"],
+    ("seconds", "count", "sizes"), [(1.0, 100, [1, 1]), (TARGET_SECONDS / 10.5, 1000, [10] * 4)], ids=["long", "short"]
 )
 def test_short_calls_travel_together(seconds: float, count: int, sizes: list[int]) -> None:
     """In batches of about the target's work, two for each slot. Long ones travel alone."""

@@ -57,12 +57,6 @@ def test_each_clock_names_its_setting() -> None:
     assert "lease_seconds" in reason
 
 
-def test_until_a_clock_has_expired_there_is_no_reason() -> None:
-    """A moment earlier the node lives."""
-    clocks = Clocks(timeout_seconds=100, max_lifetime_seconds=200)
-    assert clocks.verdict(now=199.9, started=0, busy_at=100, lease_until=200) is None
-
-
 @given(
     now=uptimes,
     started=uptimes,
@@ -127,12 +121,6 @@ def test_numbers_that_a_shell_cannot_read_are_no_lease(tmp_path: Path, text: str
     assert read_lease(tmp_path) is None
 
 
-def test_a_folder_in_place_of_the_lease_counts_as_no_lease(tmp_path: Path) -> None:
-    """An unreadable lease is no error."""
-    (tmp_path / "lease").mkdir()
-    assert read_lease(tmp_path) is None
-
-
 @pytest.mark.parametrize("until", [math.inf, math.nan, -1.0])
 def test_a_lease_without_an_end_is_refused(tmp_path: Path, until: float) -> None:
     """Otherwise the machine might never end."""
@@ -165,19 +153,6 @@ def test_a_node_ends_with_its_paid_time_whatever_its_lease(tmp_path: Path) -> No
         assert watch.verdict(limits, [busy]) == "the money is used up (max_cost, budget)"
 
 
-def test_paid_time_is_lowered_and_raised_while_the_node_runs(tmp_path: Path) -> None:
-    """Each check reads the last value."""
-    clock, limits = Clock(1000), settings(owner=this_process())
-    watch = Watch(tmp_path, clock)
-    write_paid(tmp_path, 1500)
-    assert watch.verdict(limits, []) is None
-    write_paid(tmp_path, 3000)
-    clock.now = 2000
-    assert watch.verdict(limits, []) is None
-    write_paid(tmp_path, 1999)
-    assert "budget" in (watch.verdict(limits, []) or "")
-
-
 @pytest.mark.parametrize("text", ["", "soon", "-5", "inf", "1e9", None])
 def test_an_unreadable_file_leaves_the_last_paid_time(tmp_path: Path, text: str | None) -> None:
     """After garbage, or without the file, the paid time is neither longer nor over."""
@@ -193,14 +168,6 @@ def test_an_unreadable_file_leaves_the_last_paid_time(tmp_path: Path, text: str 
     assert watch.verdict(limits, []) is None
     clock.now = 1500
     assert "budget" in (watch.verdict(limits, []) or "")
-
-
-def test_without_a_paid_time_there_is_no_such_end(tmp_path: Path) -> None:
-    """A pool without `max_cost` and account is not limited."""
-    clock, limits = Clock(1000), settings(owner=this_process(), timeout_seconds=1e9)
-    watch = Watch(tmp_path, clock)
-    clock.now = 1e8
-    assert watch.verdict(limits, []) is None
 
 
 # ── the watch ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -236,18 +203,6 @@ def test_calls_between_two_checks_count(tmp_path: Path) -> None:
         mark.begin()
         mark.end()
         assert watch.verdict(limits, marks) is None
-    clock.now += HOUR
-    assert watch.verdict(limits, marks) is not None
-
-
-def test_all_runners_are_checked_each_time(tmp_path: Path) -> None:
-    """Old news of a second runner does not count as new later."""
-    clock, marks, limits = Clock(), [BusyFlag(), BusyFlag()], settings(owner=this_process(), timeout_seconds=HOUR)
-    watch = Watch(tmp_path, clock)
-    for mark in marks:
-        mark.begin()
-        mark.end()
-    assert watch.verdict(limits, marks) is None
     clock.now += HOUR
     assert watch.verdict(limits, marks) is not None
 
