@@ -20,10 +20,6 @@ import distributed
 import distributed.client
 import pytest
 import uvloop
-from tests.unit.engine.test_item_futures import (  # noqa: F401 - fixtures
-    Call,
-    call,
-)
 
 import skyward_core as sky
 from skyward_core.compute import PendingCompute
@@ -43,6 +39,7 @@ from skyward_core.transport.transport import Transports
 from skyward_core.worker.wire import Parcel
 from tests.conftest import wait_until
 from tests.engine.model import SPANS, node_of
+from tests.unit.engine.test_results import Stream, call  # noqa: F401 - fixtures
 
 
 @pytest.fixture
@@ -220,7 +217,7 @@ def test_waiting_for_some_futures_of_many_works() -> None:
     assert not ours[0].cancel()
 
 
-def test_the_end_waits_for_items_that_are_being_fetched(call: Call) -> None:
+def test_the_end_waits_for_items_that_are_being_fetched(call: Stream) -> None:
     """The call has ended, but one of its items is still on its way."""
     call.put(0)
     call.end(2)
@@ -230,17 +227,6 @@ def test_the_end_waits_for_items_that_are_being_fetched(call: Call) -> None:
     call.put(1)
     consumer.join(30)
     assert taken == [0, 1]
-
-
-def test_a_stream_without_references_is_left(call: Call) -> None:
-    """In the engine's thread: garbage may be collected anywhere."""
-    for _ in ItemStream[int](call.future) if call.put(0) is None else ():
-        break
-    gc.collect()
-    assert call.stopped == []
-    (leave,) = call.posted
-    leave()
-    assert call.stopped == ["a"]
 
 
 NODE = node_of(0, 0, 1, 1)

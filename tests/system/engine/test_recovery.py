@@ -1,28 +1,17 @@
-"""What an open pool does about lost nodes and heads: a small model of machines, a manual clock, one turn of recovery at
-a time.
-"""
+"""The thread of recovery: it ends, and outlives its errors."""
 
 import itertools
 import threading
 from collections.abc import Callable, Collection
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 import skyward_core as sky
 from skyward_core.engine.recovery import Recovery
 from skyward_core.errors import PoolClosed
 from skyward_core.machines.instances import Lease
 from tests.conftest import wait_until
-from tests.unit.engine.test_recovery import (  # noqa: F401 - fixtures
-    NODES,
-    AnyOrder,
-    FakeMachines,
-    World,
-    world,
-)
-
-# ── threads ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+from tests.engine.recovery_world import NODES, FakeMachines, World
 
 
 class Blocking(FakeMachines):
@@ -126,12 +115,3 @@ def test_an_error_in_a_turn_does_not_end_recovery() -> None:
         world.recovery.stop()
         world.recovery.join()
     assert len(world.recorded.of(sky.Error)) == 1
-
-
-AnyOrder.TestCase.settings = settings(
-    max_examples=150,
-    stateful_step_count=40,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)

@@ -13,7 +13,13 @@ import pytest
 import skyward_core as sky
 from skyward_core.compute import PendingCompute
 from tests.conftest import RecordedEvents, shared, wait_until
-from tests.unit.engine.test_results import not_loaded
+
+
+def not_loaded(call: Callable[[], Any]) -> sky.ResultNotLoaded:
+    with pytest.raises(sky.ResultNotLoaded) as caught:
+        call()
+    return caught.value
+
 
 SOURCE = """
 class Tensor:
