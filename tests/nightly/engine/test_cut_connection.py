@@ -17,7 +17,6 @@ from skyward_core.engine import fetches
 from skyward_core.engine.connection import SchedulerConnection
 from skyward_core.errors import BudgetExceeded, ConnectionLost
 from skyward_core.session.attached import Attached
-from skyward_core.worker.detached_calls import CANCEL
 from skyward_core.worker.wire import Parcel
 from tests.conftest import members, wait_until
 
@@ -138,17 +137,6 @@ def test_a_call_that_is_cancelled_during_a_cut_is_stopped_after_it(lone: sky.Com
     (tmp_path / "go").touch()
     assert kept.result(60) == "kept"
     assert runs(tmp_path, "kept") == 1
-
-
-def test_a_cancel_that_did_not_reach_the_scheduler_is_repeated(lone: sky.ComputePool, tmp_path: Path) -> None:
-    """The message was sent before the client noticed the cut."""
-    cancelled = [lone.submit(note_and_wait(str(tmp_path), name)) for name in "ab"]
-    wait_until(lambda: runs(tmp_path, "a") and runs(tmp_path, "b"), "both to run")
-    lost = lose_messages(lone)
-    assert all(future.cancel() for future in cancelled)
-    wait_until(lambda: any(message["op"] == CANCEL for message in lost), "the message to be sent")
-    cut(lone)()
-    assert where() >> lone == 0
 
 
 def lose_messages(pool: sky.ComputePool) -> list[Any]:
@@ -347,24 +335,6 @@ def test_connecting_to_a_frozen_scheduler_ends_in_time(lone: sky.ComputePool, mo
             os.kill(scheduler, signal.SIGCONT)
     cluster.resume(address, 60.0)
     assert where() >> lone == 0
-
-
-def test_a_callback_may_close_the_pool(far: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """During the upload of another call's large arguments: that call's future ends too.
-
-    Looks inside: the way to a node is held up, which no caller can do.
-    """
-    going, turns = threading.Event(), iter([True, False])
-    for node in far.lease.nodes:
-        transport = cluster_of(far)._transports.to(node.instance)
-        put = transport.put
-        monkeypatch.setattr(transport, "put", lambda parcel, put=put: (next(turns) or going.wait(60), put(parcel))[1])
-    first, second = [far.submit(where(b"x" * LARGE)) for _ in range(2)]
-    first.add_done_callback(lambda _: far.close())
-    with pytest.raises(sky.PoolClosed):
-        second.result(60)
-    going.set()
-    assert first.result(60) in (0, 1)
 
 
 def test_a_slow_callback_delays_no_result(lone: sky.ComputePool) -> None:

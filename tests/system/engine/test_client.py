@@ -133,7 +133,7 @@ def test_a_connection_that_fails_leaves_nothing_to_be_closed(monkeypatch: pytest
 
 
 @pytest.fixture
-def dask_loop() -> Iterator[DaskLoop]:
+def running_loop() -> Iterator[DaskLoop]:
     it = DaskLoop()
     it.start()
     yield it
@@ -145,9 +145,9 @@ def closed_pool(**_: Any) -> Any:
 
 
 @pytest.mark.parametrize("scheduler", [None, SimpleNamespace(skyward_call=closed_pool)])
-def test_a_question_to_a_client_that_is_closed_meanwhile_has_no_answer(dask_loop: DaskLoop, scheduler: Any) -> None:
+def test_a_question_to_a_client_that_is_closed_meanwhile_has_no_answer(running_loop: DaskLoop, scheduler: Any) -> None:
     """Dask raises AttributeError or RuntimeError, which no caller expects."""
-    client: Any = SimpleNamespace(loop=dask_loop.loop, scheduler=scheduler, status="closing")
+    client: Any = SimpleNamespace(loop=running_loop.loop, scheduler=scheduler, status="closing")
     with pytest.raises(NodeLost, match="does not answer"):
         call_scheduler(client, "skyward_call", lambda: True, {})
     client.status = "running"  # then it is a fault

@@ -132,8 +132,7 @@ def follow(client: Any, following: Following) -> None:
 
 
 def test_messages_outlive_a_connection() -> None:
-    """Messages that come while a client has no connection reach its next connection. Acknowledged messages take no
-    memory.
+    """Messages that come meanwhile reach the client's next connection. Acknowledged messages take no memory.
 
     Looks inside: what the scheduler keeps shows nowhere else.
     """
@@ -154,8 +153,7 @@ def test_messages_outlive_a_connection() -> None:
         await head.lose(first)
         for message in (b"3", b"4"):
             head.scheduler.log_event(TOPIC, message)
-        second = await head.client()
-        follow(second, following)
+        follow(await head.client(), following)
         await head.until(lambda: len(heard) == 4, "what was missed")
         head.scheduler.log_event(TOPIC, b"5")
         await head.until(lambda: len(heard) == 5, "live messages")
@@ -167,97 +165,85 @@ def test_messages_outlive_a_connection() -> None:
 
 @pytest.mark.parametrize("state", ["processing", "memory"])
 def test_tasks_outlive_a_connection_until_their_client_releases_them(tmp_path: Path, state: str) -> None:
-    """A task goes on without its client. The client's next connection learns its state, gets its result, and releases
-    it with its future.
+    """The client's next connection learns the state of a task, gets its result, and releases it with its future.
 
     Looks inside: what the scheduler keeps shows nowhere else.
     """
 
     async def test(head: Head) -> None:
         await head.worker()
-        following = Following(TOPIC, print)
-        first = await head.client()
+        answers = list[Resumed]()
+        following = Following(TOPIC, print, answers.append)
+        first, go = await head.client(), str(tmp_path / "go")
         follow(first, following)
-        go = str(tmp_path / "go")
-        kept = first.submit(wait_for_file, go, key="skyward-1", pure=False)
-        plain = first.submit(wait_for_file, go, key="theirs", pure=False)
+        futures = [first.submit(wait_for_file, go, key=key, pure=False) for key in ("skyward-1", "theirs")]
         await head.until(lambda: {"skyward-1", "theirs"} <= head.scheduler.tasks.keys(), "the tasks")
         await head.lose(first)
         await head.until(lambda: "theirs" not in head.scheduler.tasks, "Dask to forget what is not ours")
-        futures = list[Any]()
         second = await head.client()
-
-        def resumed(answer: Resumed) -> None:
-            assert answer.tasks == {"skyward-1": state}
-            futures.append(distributed.Future("skyward-1", second))
-
         if state == "memory":
             (tmp_path / "go").touch()
             await head.until(lambda: head.scheduler.tasks["skyward-1"].state == state, "the task to end")
-        following._resumed = resumed
+        following._resumed = lambda answer: (
+            answers.append(answer),
+            futures.append(distributed.Future("skyward-1", second)),
+        )
         follow(second, following)
-        await head.until(lambda: futures, "an answer")
+        await head.until(lambda: len(futures) == 3, "an answer")
+        assert answers[-1].tasks == {"skyward-1": state}
         (tmp_path / "go").touch()
-        assert await futures[0] == go
+        assert await futures[2] == go
         futures.pop().release()
         await head.until(lambda: "skyward-1" not in head.scheduler.tasks, "the task to be let go")
         assert not head.calls._keys
-        del kept, plain
 
     with_head(test)
 
 
 def test_a_release_by_dask_after_a_reconnect_releases_nothing(tmp_path: Path) -> None:
-    """Dask's client reconnects by itself and then releases its old futures: tasks that it does not know any more.
-
-    They stay.
+    """Dask's client reconnects by itself and then releases its old futures, of tasks that it does not know any more.
 
     Looks inside: what the scheduler keeps shows nowhere else.
     """
 
     async def test(head: Head) -> None:
+        scheduler, client = head.scheduler, await head.client()
         await head.worker()
-        client = await head.client()
         future = client.submit(wait_for_file, str(tmp_path / "go"), key="skyward-1", pure=False)
-        await head.until(lambda: "skyward-1" in head.scheduler.tasks, "the task")
-        connections = head.scheduler._client_connections_added_total
+        await head.until(lambda: "skyward-1" in scheduler.tasks, "the task")
+        connections = scheduler._client_connections_added_total
         client.scheduler_comm.comm.abort()
-        await head.until(
-            lambda: head.scheduler._client_connections_added_total > connections and client.status == "running",
-            "Dask to reconnect",
-        )
+        await head.until(lambda: scheduler._client_connections_added_total > connections, "Dask to reconnect")
+        await head.until(lambda: client.status == "running", "Dask to reconnect")
         future.release()
-        said = list[Any]()
-        client.subscribe_topic("after", said.append)
+        client.subscribe_topic("after", print)
         await head.until(
-            lambda: client.id in head.scheduler._broker._topics["after"].subscribers, "the release to have come"
+            lambda: client.id in scheduler._broker._topics["after"].subscribers, "the release to have come"
         )
-        assert "skyward-1" in head.scheduler.tasks
+        assert "skyward-1" in scheduler.tasks
         (tmp_path / "go").touch()
-        await head.until(lambda: head.scheduler.tasks["skyward-1"].state == "memory", "the task to end")
+        await head.until(lambda: scheduler.tasks["skyward-1"].state == "memory", "the task to end")
 
     with_head(test)
 
 
 def test_a_client_that_comes_back_learns_what_has_arrived(tmp_path: Path) -> None:
-    """It learns which batches have a task, and which came and have no task any more. The others are not taken any
-    more from its earlier connection.
-    """
+    """Which batches have a task, and which came and have none any more. Others of its earlier connection are refused."""
 
     async def test(head: Head) -> None:
-        answers = list[Resumed]()
+        answers, tasks = list[Resumed](), head.scheduler.tasks
         following = Following(TOPIC, lambda _: None, answers.append)
         first, second = await head.client(), await head.client()
         follow(first, following)
         await head.until(lambda: answers, "an answer")
+        (tmp_path / "go").touch()
         async with head.new_worker():
-            (tmp_path / "go").touch()
             ended = first.submit(note_and_wait, str(tmp_path), key="skyward-1", pure=False)
             assert await ended == 1
-        await head.until(lambda: not head.scheduler.tasks, "Dask to forget what is lost")
+        await head.until(lambda: not tasks, "Dask to forget what is lost")
         batch = {"op": RUN_BATCH, "batch": b"", "annotations": {}}
         first._send_to_scheduler({**batch, "key": "skyward-2"})
-        await head.until(lambda: head.scheduler.tasks, "the batch")
+        await head.until(lambda: tasks, "the batch")
         follow(second, following)
         await head.until(lambda: len(answers) == 2, "an answer")
         assert (set(answers[1].tasks), answers[1].gone, answers[1].is_known) == ({"skyward-2"}, {"skyward-1"}, True)
@@ -272,8 +258,7 @@ def test_a_client_that_comes_back_learns_what_has_arrived(tmp_path: Path) -> Non
         second._send_to_scheduler({**batch, "key": "skyward-4"})
         await head.until(lambda: len(seen) == 2, "both to come")
         await head.lose(first)
-        assert set(head.scheduler.tasks) == {"skyward-2", "skyward-4"}
-        assert not head.calls.is_replaced(first.id)
+        assert (set(tasks), head.calls.is_replaced(first.id)) == ({"skyward-2", "skyward-4"}, False)
 
     with_head(test)
 
@@ -286,13 +271,12 @@ def test_the_data_of_a_client_that_left_is_dropped(tmp_path: Path) -> None:
 
     async def test(head: Head) -> None:
         await head.worker()
+        mine, detached, calls = "skyward-1", detached_key("d"), head.calls
         for leaves in (False, True):
-            client = await head.client()
-            following = Following(TOPIC, print)
+            client, following = await head.client(), Following(TOPIC, print)
             follow(client, following)
             futures = [
-                client.submit(wait_for_file, str(tmp_path / "go"), key=key, pure=False)
-                for key in ("skyward-1", detached_key("d"))
+                client.submit(wait_for_file, str(tmp_path / "go"), key=key, pure=False) for key in (mine, detached)
             ]
             await head.until(lambda: len(head.scheduler.tasks) == 2, "the tasks")
             if leaves:
@@ -300,22 +284,50 @@ def test_the_data_of_a_client_that_left_is_dropped(tmp_path: Path) -> None:
             else:
                 await head.lose(client)
             await head.until(
-                lambda: TOPIC not in head.calls._topics and set(head.scheduler.tasks) == {detached_key("d")},
-                "what was kept to be dropped",
+                lambda: TOPIC not in calls._topics and mine not in head.scheduler.tasks, "it to be dropped"
             )
-            assert not head.calls._keys
-            assert not head.calls._owners
+            assert (set(head.scheduler.tasks), calls._keys, calls._owners) == ({detached}, {}, {})
             del futures
         (tmp_path / "go").touch()
 
     with_head(test, abandoned_seconds=0.05)
 
 
+@pytest.mark.parametrize("key", ["theirs", "skyward-ours"])
+def test_a_task_of_dasks_own_may_block_its_worker(tmp_path: Path, key: str) -> None:
+    """A worker imports modules of such a task in the loop that sends its heartbeats, and gets time for it.
+
+    Looks inside: an hour passes by changing when it was looked at.
+    """
+
+    async def pass_silently(scheduler: Any, seconds: float) -> None:
+        for _ in range(int(seconds / (2 * SILENCE_CHECK_SECONDS))):
+            scheduler._checked_at -= 3600.0
+            await scheduler.check_worker_ttl()
+
+    async def test(head: Head) -> None:
+        scheduler, client, worker = head.scheduler, await head.client(), await head.worker()
+        worker.periodic_callbacks["heartbeat"].stop()
+        task = client.submit(wait_for_file, str(tmp_path / "go"), key=key)
+        await head.until(lambda: scheduler.workers[worker.address].processing, "the task to be there")
+        await pass_silently(scheduler, 2 * SILENT_SECONDS)
+        assert (worker.address in scheduler.workers) == (key == "theirs")
+        (tmp_path / "go").touch()
+        if key == "theirs":
+            await task
+            for seconds, is_there in ((SILENT_SECONDS - 4, True), (SILENT_SECONDS, False)):
+                await pass_silently(scheduler, seconds)
+                assert (worker.address in scheduler.workers) is is_there
+
+    with_head(test)
+
+
+# ── calls that may not run twice ─────────────────────────────────────────────────────────────────────────────────────
+
+
 @pytest.mark.parametrize("retries", [0, 1])
 def test_a_call_runs_as_often_as_it_may(tmp_path: Path, retries: int) -> None:
-    """A detached call that loses its worker runs again only if it has retries; then it is lost, and every client can
-    read why.
-    """
+    """A detached call that loses its worker runs again only if it has retries; then every client can read why."""
 
     async def test(head: Head) -> None:
         client = await head.client()
@@ -338,57 +350,25 @@ def test_a_call_runs_as_often_as_it_may(tmp_path: Path, retries: int) -> None:
 
 
 def test_a_call_that_has_ended_does_not_run_again_when_its_result_is_lost(tmp_path: Path) -> None:
-    """Dask would compute a lost result again, but a call may not run twice. It has ended, and its result is gone."""
+    """Dask would compute a lost result again."""
 
     async def test(head: Head) -> None:
         client = await head.client()
         (tmp_path / "go").touch()
         async with head.new_worker():
-            regular = client.submit(note_and_wait, str(tmp_path), key="skyward-1", pure=False)
-            detached = client.submit(note_and_wait, str(tmp_path), key=detached_key("d"), pure=False)
-            assert await client.gather([regular, detached]) == [1, 1]
+            keys = ("skyward-1", detached_key("d"))
+            futures = [client.submit(note_and_wait, str(tmp_path), key=key, pure=False) for key in keys]
+            assert await client.gather(futures) == [1, 1]
         await head.worker()
         await head.until(lambda: not head.scheduler.tasks, "Dask to forget what is lost")
         known = await client.scheduler.skyward_call(call_id="d")
-        assert (known["state"], known["has_result"]) == ("ended", False)
-        assert runs_noted(tmp_path) == 2
-
-    with_head(test)
-
-
-@pytest.mark.parametrize("key", ["theirs", "skyward-ours"])
-def test_a_task_of_dasks_own_may_block_its_worker(tmp_path: Path, key: str) -> None:
-    """A worker imports modules of such a task in the loop that sends its heartbeats, and gets time for it. After the
-    task has ended its heartbeats are expected again.
-
-    Looks inside: an hour passes by changing when it was looked at.
-    """
-
-    async def pass_silently(scheduler: Any, seconds: float) -> None:
-        for _ in range(int(seconds / (2 * SILENCE_CHECK_SECONDS))):
-            scheduler._checked_at -= 3600.0
-            await scheduler.check_worker_ttl()
-
-    async def test(head: Head) -> None:
-        scheduler, client, worker = head.scheduler, await head.client(), await head.worker()
-        worker.periodic_callbacks["heartbeat"].stop()
-        task = client.submit(wait_for_file, str(tmp_path / "go"), key=key)
-        await head.until(lambda: scheduler.workers[worker.address].processing, "the task to be there")
-        await pass_silently(scheduler, 2 * SILENT_SECONDS)
-        assert (worker.address in scheduler.workers) == (key == "theirs")
-        (tmp_path / "go").touch()
-        if key == "theirs":
-            await task
-            await pass_silently(scheduler, SILENT_SECONDS - 4)
-            assert worker.address in scheduler.workers
-            await pass_silently(scheduler, SILENT_SECONDS)
-            assert worker.address not in scheduler.workers
+        assert (known["state"], known["has_result"], runs_noted(tmp_path)) == ("ended", False, 2)
 
     with_head(test)
 
 
 def test_a_waiting_detached_call_is_cancelled() -> None:
-    """If a call is cancelled while there is no worker, clients that follow it learn that, and it never runs.
+    """Clients that follow it learn that, and it never runs.
 
     Looks inside: what the scheduler keeps shows nowhere else.
     """
@@ -406,10 +386,8 @@ def test_a_waiting_detached_call_is_cancelled() -> None:
         await head.until(lambda: heard, "the news")
         assert [outcome.kind for outcome in pickle.loads(heard[0]).news] == [OutcomeKind.CANCELLED]
         known = await other.scheduler.skyward_call(call_id="d")
-        assert (known["state"], len(known["messages"])) == ("cancelled", 1)
-        assert not head.scheduler.tasks
-        assert await other.scheduler.skyward_forget(call_id="d")
-        assert not await other.scheduler.skyward_forget(call_id="d")
+        assert (known["state"], len(known["messages"]), head.scheduler.tasks) == ("cancelled", 1, {})
+        assert [await other.scheduler.skyward_forget(call_id="d") for _ in range(2)] == [True, False]
         assert await other.scheduler.skyward_call(call_id="d") is None
         assert not head.calls._topics
 

@@ -168,19 +168,6 @@ def test_a_call_that_did_not_use_the_memory_is_spared(
         slot.close()
 
 
-@pytest.mark.parametrize("is_out_of_memory", [True, False])
-def test_a_call_that_the_kernel_has_killed_for_its_memory_raises_that(
-    runners: Runners, slot: Slot, is_out_of_memory: bool
-) -> None:
-    """The supervisor reports a process that was killed for memory; any other dead process has crashed."""
-    runners.is_out_of_memory = is_out_of_memory
-    run = Run(slot, batch_of(large="import os; os.kill(os.getpid(), 9)"))
-    run.endings()
-    (news,) = [item for item in run.news if isinstance(item, Outcome)]
-    expected = (OutcomeKind.OUT_OF_MEMORY, slots.BY_KERNEL) if is_out_of_memory else (OutcomeKind.CRASH, "")
-    assert (news.kind, news.text, news.exit_code) == (*expected, -signal.SIGKILL)
-
-
 # ── calls taken back ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -295,33 +282,6 @@ def test_the_time_of_a_call_begins_when_the_call_before_it_has_ended(
     wait_until(lambda: begun.exists() and run.news, "the second call to begin")
     end.touch()
     assert run.endings() == {"first": OutcomeKind.RESULT, "second": OutcomeKind.RESULT}
-
-
-def test_a_call_that_ends_just_before_its_deadline_spares_the_next_one(
-    slot: Slot, tmp_path: Path, clock: MovedClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """When the slot takes the queue back, the late call has ended, its outcome is unread, and the next one runs.
-
-    Looks inside: the test must act between the deadline and the moment at which the slot takes the queue back.
-    """
-    started, go, begun, end = (tmp_path / name for name in ("started", "go", "begun", "end"))
-    pid, really = slot.pid, slots._BatchRun._take_back
-
-    def take_back(run: Any) -> Any:
-        if not go.exists():
-            go.touch()
-            wait_until(begun.exists, "the next call to begin")
-        return really(run)
-
-    monkeypatch.setattr(slots._BatchRun, "_take_back", take_back)
-    run = Run(slot, limited(batch_of(late=waits_for(go, started), next=waits_for(end, begun)), "late", 300.0))
-    wait_until(started.exists, "the call to begin")
-    clock.moved_seconds = 400.0
-    slot.cancel("unknown")
-    wait_until(lambda: any(isinstance(news, Outcome) for news in run.news), "the outcome of the first call")
-    end.touch()
-    assert run.endings() == {"late": OutcomeKind.RESULT, "next": OutcomeKind.RESULT}
-    assert slot.pid == pid
 
 
 def test_a_slot_counts_the_time_of_each_client(slot: Slot, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import skyward_core as sky
+from skyward_core.providers import control_groups
 from skyward_core.transport import ssh_transport
 from skyward_core.worker.call_metrics import BURST
 from skyward_core.worker.environment_variable import RewrittenVariable
@@ -303,3 +305,28 @@ def test_calls_behind_one_that_broke_its_gpu_run_in_a_new_process(one_node: sky.
     before, *after = [call.result() for number, call in enumerate(calls) if number != 1]
     assert before not in after
     assert len(set(after)) == 1
+
+
+def keeps_limits() -> bool:
+    """Whether the group of a node would have the memory controller here."""
+    made = control_groups.make(f"local-{uuid.uuid4().hex[:12]}", "sky-test-probe", "0")
+    if made is None:
+        return False
+    try:
+        return "memory" in (made.path / "cgroup.controllers").read_text().split()
+    finally:
+        made.remove()
+
+
+@pytest.mark.skipif(not keeps_limits(), reason="no cgroup v2 whose memory controller a node's group would have")
+def test_memory_of_processes_that_a_call_has_started_counts_too() -> None:
+    """The call itself stays small: only the kernel sees the memory of its child."""
+
+    @sky.compute
+    def hoard(mib: int) -> int:
+        return subprocess.run(["python3", "-c", f"x = bytearray({mib} << 20); print(len(x))"], check=False).returncode
+
+    with sky.ComputePool(provider=sky.Local(), memory="400MB", display="quiet") as pool:
+        with pytest.raises(sky.CallOutOfMemory, match="control group"):
+            hoard(800) >> pool
+        assert hoard(10) >> pool == 0

@@ -45,17 +45,6 @@ def bounded() -> CallGroups:
     return groups
 
 
-def test_a_node_that_restarts_is_divided_already(
-    kernel: FakeKernel, group: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its supervisor is then in a group below the node's."""
-    bounded()
-    monkeypatch.setattr(call_groups, "own_group", lambda: group / "node")
-    path = bounded().make()
-    assert path is not None
-    assert path.parent == group
-
-
 def test_processes_forked_while_the_group_is_divided_are_moved_too(
     kernel: FakeKernel, group: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
