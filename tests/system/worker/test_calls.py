@@ -3,14 +3,10 @@
 import asyncio
 import contextlib
 import os
-import pickle
-import shutil
-import subprocess
-import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +14,8 @@ import dask
 import distributed
 import pytest
 
-from skyward_core.engine.certificates import PoolCertificate, make_certificate
-from skyward_core.serialization import sources
-from skyward_core.worker.calls import CallMemory, cancel
-from skyward_core.worker.detached_calls import NAME, RETRIES, detached_key
+from skyward_core.worker.calls import CallMemory
+from skyward_core.worker.detached_calls import RETRIES, detached_key
 from skyward_core.worker.node import DASK_CONFIG
 from skyward_core.worker.pool_scheduler import (
     RUN_BATCH,
@@ -30,13 +24,7 @@ from skyward_core.worker.pool_scheduler import (
     PoolScheduler,
     PromptMessages,
 )
-from skyward_core.worker.pool_worker import run_batch
 from skyward_core.worker.scheduler_messages import Resumed
-from skyward_core.worker.settings import NodeSettings, memory_directory, this_process
-from skyward_core.worker.watchdog import kill_instance
-from skyward_core.worker.wire import Batch, Call, Outcome, OutcomeKind, Output, Parcel, Sealed
-from tests.conftest import wait_until
-from tests.testbed import Host
 from tests.worker.fake_scheduler import FOR_EVER, TOPIC
 from tests.worker.following import Following
 
@@ -365,157 +353,3 @@ def test_a_call_that_has_ended_does_not_run_again_when_its_result_is_lost(tmp_pa
         assert (known["state"], known["has_result"], runs_noted(tmp_path)) == ("ended", False, 2)
 
     with_head(test)
-
-
-def test_a_waiting_detached_call_is_cancelled() -> None:
-    """Clients that follow it learn that, and it never runs.
-
-    Looks inside: what the scheduler keeps shows nowhere else.
-    """
-
-    async def test(head: Head) -> None:
-        client, other = await head.client(), await head.client()
-        with dask.annotate(**{NAME: "train"}):
-            client.submit(wait_for_file, "/", key=detached_key("d"), pure=False)
-        heard = list[bytes]()
-        follow(other, Following(detached_key("d"), heard.append))
-        await head.until(lambda: head.calls.detached.calls(), "the call")
-        (known,) = await other.scheduler.skyward_calls()
-        assert (known["call_id"], known["name"], known["state"]) == ("d", "train", "waiting")
-        other._send_to_scheduler(cancel(["d", "no such call"]))
-        await head.until(lambda: heard, "the news")
-        assert [outcome.kind for outcome in pickle.loads(heard[0]).news] == [OutcomeKind.CANCELLED]
-        known = await other.scheduler.skyward_call(call_id="d")
-        assert (known["state"], len(known["messages"]), head.scheduler.tasks) == ("cancelled", 1, {})
-        assert [await other.scheduler.skyward_forget(call_id="d") for _ in range(2)] == [True, False]
-        assert await other.scheduler.skyward_call(call_id="d") is None
-        assert not head.calls._topics
-
-    with_head(test)
-
-
-# ── real nodes ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass
-class Nodes:
-    """Supervisors of this machine, the first of them the head; no pool and no provider is needed for them."""
-
-    certificate: PoolCertificate
-    scheduler: str
-    processes: list[subprocess.Popen[bytes]]
-
-    def connect(self) -> distributed.Client:
-        pem, key = self.certificate.certificate, self.certificate.key
-        security = distributed.Security(
-            require_encryption=True, tls_ca_file=pem, tls_client_cert=pem, tls_client_key=key
-        )
-        return distributed.Client(self.scheduler, security=security, set_as_default=False, timeout=60)
-
-
-@contextlib.contextmanager
-def _nodes(count: int, folder: Path, hosts: Sequence[Host] = ()) -> Iterator[Nodes]:
-    """Start nodes here, or with the networks of these hosts."""
-    certificate = make_certificate("calls")
-    settings = NodeSettings(
-        pool_id="calls",
-        instance_id="",
-        rank=0,
-        total_nodes=count,
-        slots=1,
-        host="127.0.0.1",
-        head_host="127.0.0.1",
-        head_port=0,
-        tls_certificate=certificate.certificate,
-        tls_key=certificate.key,
-        value_directories=(),
-        metrics_interval_seconds=None,
-        owner=this_process(),
-    )
-    nodes = Nodes(certificate, "", [])
-    ids = [f"calls-{uuid.uuid4().hex[:8]}" for _ in range(count)]
-    try:
-        for rank, instance_id in enumerate(ids):
-            directory = folder / instance_id
-            directory.mkdir()
-            mine = replace(
-                settings,
-                rank=rank,
-                instance_id=instance_id,
-                host=hosts[rank].ip if hosts else "127.0.0.1",
-                scheduler=nodes.scheduler or None,
-                value_directories=(memory_directory(instance_id),),
-            )
-            (directory / "settings.json").write_text(mine.to_json())
-            environ = {**os.environ, "SKYWARD_INSTANCE_ID": instance_id, "SKYWARD_INSTANCE_DIRECTORY": str(directory)}
-            with (directory / "log").open("wb") as log:
-                network = ["nsenter", f"--target={hosts[rank].pid}", "--net"] if hosts else []
-                command = [*network, sys.executable, "-m", "skyward_core.worker.supervisor", str(directory)]
-                nodes.processes.append(
-                    subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
-                )
-            if rank == 0:
-                wait_until((directory / "head.json").exists, "the head")
-                nodes.scheduler = (directory / "head.json").read_text()
-        yield nodes
-    finally:
-        for instance_id, process in zip(ids, nodes.processes, strict=False):
-            process.terminate()
-            process.wait(30)
-            assert not kill_instance(instance_id)
-            shutil.rmtree(folder / instance_id)
-
-
-@pytest.fixture
-def one_node(tmp_path: Path) -> Iterator[Nodes]:
-    with _nodes(1, tmp_path) as nodes:
-        yield nodes
-
-
-def sealed(topic: str, call_id: str, fn: Callable[..., Any], *args: Any) -> Sealed:
-    """A batch of one call, as a client sends it."""
-    function, arguments = sources.pack(fn, label="fn"), sources.pack((args, {}), label="args")
-    call = Call(call_id, call_id, Parcel(arguments.data, arguments.buffers), call_id)
-    return Sealed(pickle.dumps(Batch(topic, (call,), {call_id: Parcel(function.data, function.buffers)}), protocol=5))
-
-
-def submit(client: distributed.Client, call_id: str, fn: Callable[..., Any], *args: Any) -> distributed.Future[Any]:
-    key = detached_key(call_id)
-    with dask.annotate(**{NAME: fn.__name__}):
-        return client.submit(run_batch, sealed(key, call_id, fn, *args), key=key, pure=False)
-
-
-def news(messages: Any) -> list[Outcome | Output]:
-    return [item for message in messages for item in pickle.loads(message).news]
-
-
-def say_and_wait(folder: str) -> str:
-    print("begun")
-    Path(folder, f"run-{os.getpid()}").touch()
-    while not Path(folder, "go").exists():
-        time.sleep(0.01)
-    print("gone on")
-    return "done"
-
-
-def state_of(client: distributed.Client, call_id: str) -> dict[str, Any]:
-    return client.sync(client.scheduler.skyward_call, call_id=call_id)  # type: ignore[no-any-return]
-
-
-def test_a_running_call_is_stopped_through_the_stream(one_node: Nodes, tmp_path: Path) -> None:
-    """A running call is stopped, and a call that waits behind it in the worker never begins. Only the client's
-    connection to the scheduler is used.
-    """
-    with one_node.connect() as client:
-        futures = [submit(client, "d1", say_and_wait, str(tmp_path))]
-        wait_until(lambda: list(tmp_path.glob("run-*")), "the call to run")
-        futures.append(submit(client, "d2", say_and_wait, str(tmp_path)))
-        wait_until(lambda: state_of(client, "d2"), "the second call to be known")
-        client._send_to_scheduler(cancel(["d1", "d2"]))
-        for call_id in ("d1", "d2"):
-            wait_until(lambda call_id=call_id: state_of(client, call_id)["state"] == "ended", "the call to end")
-            outcomes = [item for item in news(state_of(client, call_id)["messages"]) if isinstance(item, Outcome)]
-            assert [outcome.kind for outcome in outcomes] == [OutcomeKind.CANCELLED]
-        assert len(list(tmp_path.glob("run-*"))) == 1
-        for future in futures:
-            future.release()

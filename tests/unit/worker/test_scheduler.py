@@ -2,11 +2,13 @@
 
 import asyncio
 import pickle
+import uuid
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyward_core.coordination.messages import Kind, Request, fields_of
@@ -19,7 +21,9 @@ from skyward_core.worker.pool_scheduler import SILENCE_CHECK_SECONDS, SILENT_SEC
 from skyward_core.worker.scheduler_messages import POOL_TOPIC, PoolRanks, Resumed
 from skyward_core.worker.topic import Topic
 from skyward_core.worker.topic_seconds import MOST_TOPICS, RECENT_SECONDS, TopicSeconds
+from tests.conftest import examples
 from tests.worker.fake_scheduler import FOR_EVER, TOPIC, FakeScheduler, Wire
+from tests.worker.following import Following
 
 # ── numbers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -296,3 +300,74 @@ def test_detached_calls_are_no_clients() -> None:
     times.add(detached_key("train/1"), 1.0)
     times.add("", 1.0)
     assert times.recent(running=detached_key("train/1")) == {}
+
+
+# ── a client that connects again and again ───────────────────────────────────────────────────────────────────────────
+
+STEPS = st.lists(
+    st.sampled_from(["say", "say", "deliver", "cut", "reconnect", "resume", "acknowledge", "deliver late"]), max_size=80
+)
+
+
+@pytest.mark.generated
+@settings(max_examples=examples(400), deadline=None)
+@given(STEPS, st.sampled_from([10**6, 12]))
+def test_a_client_gets_each_message_once_however_it_reconnects(steps: list[str], limit_bytes: int) -> None:
+    """With messages, broken connections, new clients and repeated questions in any order: each message comes once,
+    in order, or is known to be missed.
+    """
+    asyncio.run(_reconnecting(steps, limit_bytes))
+
+
+async def _reconnecting(steps: list[str], limit_bytes: int) -> None:
+    calls = CallMemory(FOR_EVER, limit_bytes)
+    scheduler: Any = FakeScheduler(calls)
+    await calls.start(scheduler)
+    said, heard, missed = list[bytes](), list[bytes](), list[int]()
+
+    def resumed(answer: Resumed) -> None:
+        missed.extend(range(len(heard) + len(missed), answer.number))
+        assert answer.missed == 0 or limit_bytes < 10**6
+
+    following = Following(TOPIC, heard.append, resumed)
+    old: Wire | None = None
+    wire: Wire | None = None
+
+    def connect() -> Wire:
+        client_id = f"client-{uuid.uuid4().hex}"
+        wire = scheduler.wires[client_id] = Wire(client_id, following.handler(client_id))
+        if len(said) % 2:
+            # as client.subscribe_topic does: live messages may come before the answer
+            scheduler.subscribe_topic(TOPIC, client_id)
+        return wire
+
+    def ask(wire: Wire) -> None:
+        scheduler.take(wire.client_id, following.resume(wire.client_id))
+
+    wire = connect()
+    ask(wire)
+    for step in [*steps, "reconnect", "deliver", "say", "deliver"]:
+        if step == "say":
+            said.append(f"{len(said):04}".encode())
+            scheduler.log_event(TOPIC, said[-1])
+        elif step == "cut" and wire is not None:
+            calls.remove_client(scheduler, wire.client_id)
+            old = scheduler.wires.pop(wire.client_id)
+            wire = None
+        elif step == "reconnect":
+            old, wire = wire or old, connect()
+            ask(wire)
+        elif step == "resume" and wire is not None:
+            ask(wire)
+        elif step == "acknowledge" and wire is not None:
+            scheduler.take(wire.client_id, following.acknowledge())
+        elif step == "deliver late" and old is not None and old.sent:
+            old.handler(old.sent.pop(0))
+        elif step == "deliver" and wire is not None:
+            while wire.sent:
+                wire.handler(wire.sent.pop(0))
+    await calls.close()
+    assert sorted([*heard, *(said[number] for number in missed)]) == said
+    assert heard == sorted(heard)
+    if limit_bytes == 10**6:
+        assert heard == said
