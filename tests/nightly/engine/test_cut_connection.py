@@ -1,13 +1,10 @@
-"""Calls, cancels and large values while the connection to the scheduler, or to a node, is cut.
-
-The nodes are processes of this machine.
-"""
+"""Calls, cancels and large values while the connection to the scheduler, or to a node, is cut. The nodes are processes of this machine."""
 
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,22 +12,84 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
+from skyward_core.engine import detached_calls as module
 from skyward_core.engine import fetches
 from skyward_core.engine.connection import SchedulerConnection
-from skyward_core.engine.function_files import FunctionFiles
 from skyward_core.errors import BudgetExceeded, ConnectionLost
 from skyward_core.session.attached import Attached
-from skyward_core.worker.detached_calls import CANCEL
-from skyward_core.worker.settings import memory_directory
 from skyward_core.worker.wire import Parcel
 from tests.conftest import members, wait_until
-from tests.system.engine.test_cut_connection import (  # noqa: F401 - fixtures
-    cluster_of,
-    cut,
-    lone,
-    note_and_wait,
-    runs,
-)
+
+
+@pytest.fixture
+def lone() -> Iterator[sky.ComputePool]:
+    """One node with two slots. No call runs twice."""
+    with sky.ComputePool(
+        provider=sky.Local(), nodes=1, concurrency=2, retries=0, display="quiet", collect_metrics=False
+    ) as pool:
+        yield pool
+
+
+def cluster_of(pool: sky.ComputePool) -> Any:
+    return pool._session.cluster
+
+
+def cut(pool: sky.ComputePool) -> Callable[[], None]:
+    """Cut a pool's client off from its scheduler; return a function that connects it again."""
+    cluster: Any = cluster_of(pool)
+    address = cluster.client.scheduler.address
+    cluster._disconnect()
+    return lambda: cluster.resume(address, 20)
+
+
+@sky.compute
+def note_and_wait(folder: str, name: str) -> str:
+    """Leave a note of this run, wait for the file `go`."""
+    Path(folder, f"{name}-{time.monotonic_ns()}").touch()
+    while not Path(folder, "go").exists():
+        time.sleep(0.01)
+    return name
+
+
+def runs(folder: Path, name: str) -> int:
+    return len(list(folder.glob(f"{name}-*")))
+
+
+@pytest.mark.parametrize("is_healed", [True, False])
+def test_a_detached_call_is_taken_in_once(
+    lone: sky.ComputePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_healed: bool
+) -> None:
+    """The answer is lost with the connection: the request is repeated, and is idempotent.
+
+    If that fails, the error has the call's id.
+
+    Looks inside: the connection is cut between two steps that are private.
+    """
+    ask_on, heals = module.ask_on, list[Callable[[], None]]()
+
+    def interrupted(*args: Any) -> Any:
+        answer = ask_on(*args)
+        if not heals:
+            heals.append(cut(lone))
+            if is_healed:
+                heals[0]()
+            raise sky.NodeLost("cut")
+        return answer
+
+    monkeypatch.setattr(module, "ask_on", interrupted)
+    monkeypatch.setattr(module, "DETACH_SECONDS", 30 if is_healed else 0.1)
+    if is_healed:
+        call = lone.start_detached(note_and_wait(str(tmp_path), "call"))
+    else:
+        with pytest.raises(sky.NodeLost, match=r"call \w{32} may have begun") as caught:
+            lone.start_detached(note_and_wait(str(tmp_path), "call"))
+        heals[0]()
+        call = lone.detached_call(str(caught.value).partition("call ")[2].partition(" ")[0])
+    (tmp_path / "go").touch()
+    assert call.result(60) == "call"
+    assert [known.call_id for known in lone.detached_calls()] == [call.call_id]
+    assert runs(tmp_path, "call") == 1
+
 
 LARGE = 300_000
 
@@ -80,17 +139,6 @@ def test_a_call_that_is_cancelled_during_a_cut_is_stopped_after_it(lone: sky.Com
     assert runs(tmp_path, "kept") == 1
 
 
-def test_a_cancel_that_did_not_reach_the_scheduler_is_repeated(lone: sky.ComputePool, tmp_path: Path) -> None:
-    """The message was sent before the client noticed the cut."""
-    cancelled = [lone.submit(note_and_wait(str(tmp_path), name)) for name in "ab"]
-    wait_until(lambda: runs(tmp_path, "a") and runs(tmp_path, "b"), "both to run")
-    lost = lose_messages(lone)
-    assert all(future.cancel() for future in cancelled)
-    wait_until(lambda: any(message["op"] == CANCEL for message in lost), "the message to be sent")
-    cut(lone)()
-    assert where() >> lone == 0
-
-
 def lose_messages(pool: sky.ComputePool) -> list[Any]:
     """Lose the client's messages from now on, as on a broken connection that is not noticed yet; return them."""
     lost = list[Any]()
@@ -123,28 +171,6 @@ def test_a_call_that_never_reached_the_scheduler_is_sent_again(lone: sky.Compute
     assert future.result(60) == "call"
     assert runs(tmp_path, "call") == 1
     assert "client-releases-keys" not in [message["op"] for message in lost]
-
-
-def test_a_call_that_was_sent_just_before_the_cut_runs_once(
-    lone: sky.ComputePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The connection loses everything after the call was sent: the next connection finds the task, once."""
-    cluster = cluster_of(lone)
-    followed = list[str]()
-    follow = SchedulerConnection.follow
-    monkeypatch.setattr(
-        SchedulerConnection, "follow", lambda self, number, key: (followed.append(key), follow(self, number, key))
-    )
-    first = cluster.owner.connection
-    monkeypatch.setattr(first, "_end", lambda key, post: None)
-    future = lone.submit(note_and_wait(str(tmp_path), "call"))
-    wait_until(lambda: runs(tmp_path, "call"), "the call to run")
-    cut(lone)()
-    (tmp_path / "go").touch()
-    assert future.result(60) == "call"
-    assert len(followed) == 1
-    assert not cluster.dispatcher.entries
-    assert runs(tmp_path, "call") == 1
 
 
 def test_no_detached_call_is_taken_in_when_the_money_is_gone(pool: sky.ComputePool) -> None:
@@ -311,43 +337,6 @@ def test_connecting_to_a_frozen_scheduler_ends_in_time(lone: sky.ComputePool, mo
     assert where() >> lone == 0
 
 
-def test_a_callback_may_close_the_pool(far: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """During the upload of another call's large arguments: that call's future ends too.
-
-    Looks inside: the way to a node is held up, which no caller can do.
-    """
-    going, turns = threading.Event(), iter([True, False])
-    for node in far.lease.nodes:
-        transport = cluster_of(far)._transports.to(node.instance)
-        put = transport.put
-        monkeypatch.setattr(transport, "put", lambda parcel, put=put: (next(turns) or going.wait(60), put(parcel))[1])
-    first, second = [far.submit(where(b"x" * LARGE)) for _ in range(2)]
-    first.add_done_callback(lambda _: far.close())
-    with pytest.raises(sky.PoolClosed):
-        second.result(60)
-    going.set()
-    assert first.result(60) in (0, 1)
-
-
-def test_an_upload_delays_no_other_call(far: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results, lines and later calls go on.
-
-    Looks inside: the way to a node is held up, which no caller can do.
-    """
-    going, began = threading.Event(), threading.Event()
-    for node in far.lease.nodes:
-        transport = cluster_of(far)._transports.to(node.instance)
-        put = transport.put
-        monkeypatch.setattr(transport, "put", lambda parcel, put=put: (began.set(), going.wait(60), put(parcel))[2])
-    large = far.submit(where(b"x" * LARGE))
-    assert began.wait(60)
-    assert where() >> far in (0, 1)
-    assert far.map(abs, range(-100, 0)) == list(range(100, 0, -1))
-    assert not large.done()
-    going.set()
-    assert large.result(60) in (0, 1)
-
-
 def test_a_slow_callback_delays_no_result(lone: sky.ComputePool) -> None:
     """A callback that blocks delays only other callbacks; it may wait for another call of the pool."""
     done = threading.Event()
@@ -380,24 +369,3 @@ def test_a_result_in_transit_keeps_the_pool_busy(far: sky.ComputePool, monkeypat
     going.set()
     assert len(future.result(60)) == LARGE
     assert cluster.is_idle
-
-
-def functions_at(pool: sky.ComputePool) -> int:
-    """Return how many bytes are in the memory of the pool's nodes."""
-    folders = [Path(memory_directory(node.instance.id)) for node in pool.lease.nodes]
-    return sum(path.stat().st_size for folder in folders if folder.exists() for path in folder.iterdir())
-
-
-@pytest.mark.parametrize("place", ["lone", "far"])
-def test_large_functions_do_not_fill_the_nodes_memory(
-    place: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The least recently used ones are evicted, and uploaded again for later calls."""
-    pool: sky.ComputePool = request.getfixturevalue(place)
-    monkeypatch.setattr(FunctionFiles.__init__, "__defaults__", (4 << 20,))
-    functions = [sky.compute(lambda number, data=os.urandom(1 << 20): (number, len(data))) for _ in range(12)]
-    for number, function in enumerate([*functions, functions[0]]):
-        assert pool.run(function(number)) == (number, 1 << 20)
-    nodes = len(pool.lease.nodes)
-    wait_until(lambda: functions_at(pool) <= nodes * (4 << 20), "the functions to go")
-    assert functions_at(pool) >= 2 << 20

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 import skyward_core as sky
@@ -19,22 +18,12 @@ from tests.system.engine.test_losses import (
     LOSS_SECONDS,
     await_replacement,
     double,
-    executions,
     kill,
     node_pid,
     open_pool,
     supervisor_of,
     wait_for_go,
 )
-
-
-@sky.compute
-def add_when_allowed(values: Any, folder: str) -> float:
-    """Note this run, wait for the file `go`, return the sum."""
-    Path(folder, f"node-{sky.instance_info().node}").write_text(str(os.getppid()))
-    while not Path(folder, "go").exists():
-        time.sleep(0.01)
-    return float(values.sum())
 
 
 def signal_all(instance_id: str, number: signal.Signals) -> int:
@@ -47,22 +36,6 @@ def signal_all(instance_id: str, number: signal.Signals) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
     return len(pids)
-
-
-def test_a_call_that_is_lost_too_often_says_how_often(tmp_path: Path) -> None:
-    """With retries=1 a call whose node is lost twice raises NodeLost, and the message says how often."""
-    recorded = RecordedEvents()
-    with open_pool(recorded, nodes=1, retries=1) as pool:
-        future = pool.submit(wait_for_go(str(tmp_path)))
-        for count in (1, 2):
-            kill(supervisor_of(tmp_path, 0))
-            (tmp_path / "node-0").unlink()
-            wait_until(
-                lambda count=count: len(recorded.of(sky.InstanceLost)) == count, "the event of the loss", LOSS_SECONDS
-            )
-        with pytest.raises(sky.NodeLost, match=r"it was lost 2 times .*retries=1"):
-            future.result(timeout=LOSS_SECONDS)
-    assert [(event.attempt, event.attempts) for event in recorded.of(sky.CallRetrying)] == [(2, 2)]
 
 
 def test_the_only_node_of_a_pool_is_replaced(tmp_path: Path) -> None:
@@ -124,68 +97,6 @@ def test_the_only_node_of_a_pool_is_replaced_by_another_type_if_its_own_is_sold_
         (tmp_path / "go").touch()
         assert future.result(timeout=LOSS_SECONDS) == 0
     assert sold == {"rare": 1, "common": 1}
-
-
-def test_large_arguments_are_lost_with_their_machine(tmp_path: Path) -> None:
-    """Large arguments are in the memory of the machine, and lost with their call: it raises NodeLost with any
-    `retries`.
-    """
-    recorded = RecordedEvents()
-    with open_pool(recorded) as pool:
-        futures = [pool.submit(add_when_allowed(np.full(100_000, float(number)), str(tmp_path))) for number in range(2)]
-        supervisors = [supervisor_of(tmp_path, node) for node in range(2)]
-        kill(supervisors[1])
-        wait_until(lambda: any(future.done() for future in futures), "the loss to be noticed", LOSS_SECONDS)
-        (lost,) = [future for future in futures if future.done()]
-        with pytest.raises(sky.NodeLost, match="too large"):
-            lost.result()
-        (tmp_path / "go").touch()
-        (kept,) = [future for future in futures if future is not lost]
-        assert kept.result(timeout=LOSS_SECONDS) in (0.0, 100_000.0)
-
-
-def test_waiting_calls_with_large_arguments_end_when_the_head_is_lost(tmp_path: Path) -> None:
-    """Calls whose large arguments were in the memory of the lost head end, with a result or with NodeLost."""
-    recorded = RecordedEvents()
-    with open_pool(recorded) as pool:
-        out = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
-        supervisors = [supervisor_of(tmp_path, node) for node in range(2)]
-        waiting = [pool.submit(add_when_allowed(np.full(100_000, 1.0), str(tmp_path))) for _ in range(4)]
-        (tmp_path / "node-1").unlink()
-        kill(supervisors[0])
-        wait_until(lambda: len(recorded.of(sky.PoolReady)) == 2, "the cluster to be up", LOSS_SECONDS)
-        (tmp_path / "go").touch()
-        assert [future.result(timeout=LOSS_SECONDS) in (0, 1) for future in out] == [True, True]
-        for future in waiting:
-            error = future.exception(timeout=LOSS_SECONDS)
-            if error is None:
-                assert future.result() == 100_000.0
-            else:
-                assert isinstance(error, sky.NodeLost), error
-
-
-def test_a_large_function_survives_a_loss(tmp_path: Path) -> None:
-    """Functions that are too large for a message are on a worker; after its loss the calls run again with a new
-    copy.
-
-    Sleeps: the calls have to last until the node is killed.
-    """
-    baggage = os.urandom(3 << 20)
-
-    def weigh(number: int) -> tuple[int, int]:
-        Path(tmp_path, f"{number}-{time.monotonic_ns()}").touch()
-        time.sleep(0.1)
-        return number, len(baggage)
-
-    recorded = RecordedEvents()
-    with open_pool(recorded) as pool:
-        pids = dict(node_pid() @ pool)
-        futures = pool.submit_all([sky.compute(weigh)(number) for number in range(40)])
-        wait_until(lambda: len(executions(tmp_path)) > 4, "some calls to run")
-        kill(pids[1])
-        assert [future.result(timeout=LOSS_SECONDS) for future in futures] == [
-            (number, 3 << 20) for number in range(40)
-        ]
 
 
 # ── broadcasts ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -333,38 +244,3 @@ def test_a_replacement_that_dies_before_it_joins_is_replaced(tmp_path: Path) -> 
         wait_until(lambda: len(node_pid() @ pool) == 2, "the node to join", LOSS_SECONDS)
     assert len(recorded.of(sky.Error)) == 1
     assert len(recorded.of(sky.InstanceLost)) == 1
-
-
-def test_a_node_that_ends_itself_says_why(tmp_path: Path) -> None:
-    """The event of its loss has the last lines of the node's log."""
-    recorded = RecordedEvents()
-    with open_pool(recorded) as pool:
-        pids = dict(node_pid() @ pool)
-        directory = pool.lease.nodes[1].instance.directory
-        assert directory is not None
-        with (Path(directory) / "log").open("a") as log:
-            log.write("skyward: the machine is taken back\n")
-        kill(pids[1])
-        wait_until(lambda: recorded.of(sky.InstanceLost), "the event of the loss", LOSS_SECONDS)
-        (lost,) = recorded.of(sky.InstanceLost)
-        assert lost.reason == "its worker has left the pool (the machine is taken back)"
-
-
-def test_a_callback_that_raises_stops_no_recovery(tmp_path: Path) -> None:
-    """Callbacks of the events of loss and recovery may raise: recovery goes on."""
-
-    def raise_on_loss(event: object) -> None:
-        recorded(event)
-        if isinstance(event, sky.InstanceLost | sky.CallRetrying | sky.ClusterRestarting | sky.InstanceStopping):
-            raise RuntimeError(type(event).__name__)
-
-    recorded = RecordedEvents()
-    with sky.ComputePool(
-        provider=sky.Local(), nodes=2, display="quiet", on_event=raise_on_loss, collect_metrics=False
-    ) as pool:
-        futures = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
-        supervisors = [supervisor_of(tmp_path, node) for node in range(2)]
-        kill(supervisors[0])
-        (tmp_path / "go").touch()
-        assert {future.result(timeout=LOSS_SECONDS) for future in futures} <= {0, 1}
-        await_replacement(recorded)

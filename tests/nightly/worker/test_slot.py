@@ -10,7 +10,6 @@ import pytest
 
 from skyward_core.worker import slot as slots
 from skyward_core.worker.slot import Slot
-from skyward_core.worker.wire import OutcomeKind
 from tests.conftest import wait_until
 from tests.system.worker.test_slot import (  # noqa: F401 - fixtures
     MovedClock,
@@ -23,16 +22,17 @@ from tests.system.worker.test_slot import (  # noqa: F401 - fixtures
     waits_for,
 )
 
+CHILD = "subprocess.Popen(['sleep', '1000'])"
 SESSION = "subprocess.Popen(['setsid', 'sleep', '1000'])"
 CHILD_OF_A_SESSION = "subprocess.Popen(['setsid', 'sh', '-c', 'sleep 1000 & wait'])"
 
 
-@pytest.mark.parametrize("start", [SESSION, CHILD_OF_A_SESSION], ids=["own session", "child of a session"])
+@pytest.mark.parametrize("start", [CHILD, SESSION, CHILD_OF_A_SESSION], ids=["child", "session", "child of a session"])
 @pytest.mark.parametrize("how", ["cancelled", "deadline", "deadline, signal ignored"])
-def test_processes_that_have_left_the_group_end_with_a_call_that_is_stopped(
+def test_processes_that_a_call_has_started_end_with_a_call_that_is_stopped(
     slot: Slot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, start: str
 ) -> None:
-    """A server or a launcher that has its own session would keep its memory and its GPU."""
+    """Also a server or a launcher with its own session: it would keep its memory and its GPU."""
     monkeypatch.setattr(slots, "TERM_SECONDS", 0.2)
     begun = tmp_path / "begun"
     ignores = "signal.signal(signal.SIGTERM, signal.SIG_IGN); " if "ignored" in how else ""
@@ -51,19 +51,3 @@ def test_processes_that_have_left_the_group_end_with_a_call_that_is_stopped(
 
 def has_not_ended(process: psutil.Process) -> bool:
     return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-
-
-@pytest.mark.parametrize("answer", ["1 / 0", "raise SystemExit", "returns"])
-def test_a_call_that_handles_the_signal_of_its_deadline_is_late_all_the_same(
-    slot: Slot, tmp_path: Path, clock: MovedClock, answer: str
-) -> None:
-    """What it returns or raises then is dropped, and its runner ends."""
-    started, go, pid = tmp_path / "started", tmp_path / "go", slot.pid
-    handler = f"open({str(go)!r}, 'w').close()" if answer == "returns" else f"exec({answer!r})"
-    text = f"import signal; signal.signal(signal.SIGTERM, lambda *_: {handler})\n{waits_for(go, started)}"
-    run = Run(slot, limited(batch_of(late=text, neighbour="pass"), "late", 300.0))
-    wait_until(started.exists, "the call to begin")
-    clock.moved_seconds = 400.0
-    slot.cancel("unknown")
-    assert run.endings() == {"late": OutcomeKind.TIMED_OUT, "neighbour": OutcomeKind.RESULT}
-    assert slot.pid != pid

@@ -5,19 +5,13 @@ Most nodes here have a clock in a file, and workers without Dask that run the te
 quickly, and hours pass at once.
 """
 
-import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
-from urllib.parse import urlsplit
-
-from distributed import Client, Security
 
 from skyward_core.worker.retained_batches import WorkerFree
 from skyward_core.worker.watchdog import uptime, write_lease
 from skyward_core.worker.wire import OutcomeKind
-from tests.conftest import members, wait_until
+from tests.conftest import wait_until
 from tests.system.worker.test_supervisor import (  # noqa: F401 - fixtures
     DRIVER,
     HOUR,
@@ -74,51 +68,6 @@ def test_a_cancellation_stops_one_call_whenever_it_comes(start: Start) -> None:
 # ── with Dask ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def workers_at(address: str, certificate: Any, names: set[str]) -> None:
-    """Wait until these workers, and no others, are with the scheduler at an address."""
-    pem, key = certificate.certificate, certificate.key
-    security = Security(require_encryption=True, tls_ca_file=pem, tls_client_cert=pem, tls_client_key=key)
-    with Client(address, security=security, set_as_default=False, timeout=60) as client:
-        wait_until(lambda: {worker["name"] for worker in members(client).values()} == names, f"workers {names}")
-
-
-def listens(address: str) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", urlsplit(address).port or 0), timeout=20).close()
-    except ConnectionError:
-        return False
-    return True
-
-
-def test_a_node_becomes_the_head_and_stops_being_it(start: Start, certificate: Any) -> None:
-    """When the head is killed another node takes its place within seconds, and stops being the head with the next
-    settings.
-    """
-    head = start("", rank=0, scheduler=None)
-    first = head.await_file("head.json")
-    other = start("", rank=1, scheduler=first)
-    workers_at(first, certificate, {"0-0", "1-0"})
-    head.process.kill()
-    wait_until(lambda: not listens(first), "the old scheduler to be gone")
-    written_at = time.monotonic()
-    other.tell(rank=0, scheduler=None, total_nodes=1, generation=1)
-    second = other.await_file("head.json")
-    workers_at(second, certificate, {"0-0"})
-    took = time.monotonic() - written_at
-    assert took < 15, f"{took} s"  # a second on an idle machine
-    other.tell(generation=2)
-    wait_until(lambda: other.text("head.json") not in ("", second), "a third scheduler")
-    third = other.text("head.json")
-    workers_at(third, certificate, {"0-0"})
-    assert not listens(second)
-    new = start("", rank=0, scheduler=None)
-    fourth = new.await_file("head.json")
-    other.tell(rank=1, scheduler=fourth, total_nodes=2, generation=3)
-    workers_at(fourth, certificate, {"0-0", "1-0"})
-    assert not listens(third)
-    assert other.text("head.json") == ""
-
-
 def test_a_node_that_becomes_the_head_keeps_its_calls(
     start: Start, listen: Callable[[str], NoticePoller], tmp_path: Path
 ) -> None:
@@ -168,30 +117,6 @@ def test_a_worker_that_its_scheduler_has_dropped_ends_its_calls(
     wait_until(lambda: "worker 0 died with 0" in other.text("log"), "the worker to end")
     first.await_worker("1-0")
     assert first.kept("1-0")[-1] == ()
-
-
-def test_a_call_outlives_one_head_after_the_other(
-    start: Start, listen: Callable[[str], NoticePoller], tmp_path: Path
-) -> None:
-    """Its reports keep their numbers, and the calls from each head are all reported to the next."""
-    head, other, first = two_nodes(start, listen, slots=2)
-    first.run("1-0", long=long_call(tmp_path))
-    first.run("1-0", short="pass")
-    wait_until((tmp_path / "begun").exists, "the call to begin")
-    wait_until(lambda: first.endings() == {"short": OutcomeKind.RESULT}, "the other call to end")
-    for generation in (1, 2):
-        head.process.kill()
-        head = start("", rank=0, scheduler=None, keeps_calls=True)
-        other.tell(scheduler=head.await_file("head.json"), generation=generation)
-        listener = listen(head.text("head.json"))
-        listener.await_worker("1-0", "paused")
-        wait_until(lambda listener=listener: ("long", "short") in listener.kept("1-0"), "what is kept")
-        wait_until(lambda listener=listener: listener.endings() == {"short": OutcomeKind.RESULT}, "what was reported")
-    (tmp_path / "go").touch()
-    wait_until(
-        lambda: listener.endings() == {"short": OutcomeKind.RESULT, "long": OutcomeKind.RESULT}, "the call to end"
-    )
-    assert (tmp_path / "begun").read_text() == "begun\n"
 
 
 def test_a_worker_without_a_new_head_ends_its_calls(

@@ -53,11 +53,6 @@ def files_in_memory() -> int:
     return len(os.listdir(instance["value_directories"][0]))
 
 
-def test_every_worker_gets_the_large_argument(far_pool: sky.ComputePool) -> None:
-    """A broadcast brings the array to each worker."""
-    assert total(np.ones(1_000_000)) @ far_pool == (1e6, 1e6)
-
-
 def test_many_large_values_at_once(far_pool: sky.ComputePool) -> None:
     """Several large arguments and results in flight do not get mixed up."""
     arrays = [np.full(200_000, float(i)) for i in range(12)]
@@ -115,14 +110,6 @@ def test_results_longer_and_shorter_than_the_argument_come_back_whole(pool: sky.
     """The file of the arguments contains exactly the result afterwards."""
     array = np.arange(300_000, dtype=float)
     assert np.array_equal(call(array) >> pool, call.local(array))
-
-
-def test_a_result_partly_new_and_partly_the_argument_comes_back(pool: sky.ComputePool) -> None:
-    """A tuple of the argument and of something computed from it holds both."""
-    array = np.arange(300_000, dtype=float)
-    same, more = twice(array) >> pool
-    assert np.array_equal(same, array)
-    assert np.array_equal(more, array[10:] + 1)
 
 
 @pytest.mark.parametrize("arguments", [wire.KEEPS_NO_DESCRIPTOR, {}], ids=["as here", "as on Python 3.12"])

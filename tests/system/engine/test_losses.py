@@ -14,7 +14,7 @@ import pytest
 import skyward_core as sky
 from tests.conftest import RecordedEvents, wait_until
 
-LOSS_SECONDS = 60.0
+LOSS_SECONDS = 120.0
 """How long the recovery from a loss may take on a busy machine, in tests that do not measure it."""
 
 
@@ -89,30 +89,6 @@ def await_replacement(recorded: RecordedEvents, count: int = 1) -> None:
 # ── without retries ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_lost_node_loses_only_its_calls(tmp_path: Path) -> None:
-    """With retries=0 the running call of a dead node is lost, calls on other nodes go on, and later calls run on the
-    remaining nodes.
-    """
-    recorded = RecordedEvents()
-    with open_pool(recorded, retries=0) as pool:
-        futures = [pool.submit(wait_for_go(str(tmp_path))) for _ in range(2)]
-        supervisors = [supervisor_of(tmp_path, node) for node in range(2)]
-        kill(supervisors[1])
-        wait_until(lambda: any(future.done() for future in futures), "the loss to be noticed", LOSS_SECONDS)
-        (lost,) = [future for future in futures if future.done()]
-        with pytest.raises(sky.NodeLost, match="retries=1"):
-            lost.result()
-        (tmp_path / "go").touch()
-        (kept,) = [future for future in futures if future is not lost]
-        assert kept.result(timeout=LOSS_SECONDS) == 0
-        assert pool.map(double, range(20)) == [2 * x for x in range(20)]
-        await_replacement(recorded)
-        assert [node for node, _ in node_pid() @ pool] == [0, 1]
-        assert [event.node for event in recorded.of(sky.InstanceLost)] == [1]
-    assert recorded.of(sky.CallRetrying) == []
-    assert len(recorded.of(sky.CostFinal)) == 1
-
-
 def test_a_lost_head_loses_only_its_calls(tmp_path: Path) -> None:
     """With retries=0 the call on the head raises NodeLost.
 
@@ -144,22 +120,26 @@ def test_a_lost_head_loses_only_its_calls(tmp_path: Path) -> None:
     assert len(recorded.of(sky.CostFinal)) == 1
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_without_retries_nothing_runs_twice(tmp_path: Path, victim: int) -> None:
-    """With retries=0, for each lost node: calls in flight raise, all others have results, and no call has begun more
-    than once.
+def test_without_retries_nothing_runs_twice(tmp_path: Path) -> None:
+    """Calls in flight on a lost node raise, all others have results, and no call has begun more than once. The node is
+    replaced.
     """
     recorded = RecordedEvents()
     with open_pool(recorded, retries=0) as pool:
         pids = dict(node_pid() @ pool)
         futures = pool.submit_all([note(str(tmp_path), number, 0.02) for number in range(200)])
         wait_until(lambda: len(executions(tmp_path)) > 20, "some calls to run")
-        kill(pids[victim])
+        kill(pids[1])
         errors = [future.exception(timeout=LOSS_SECONDS) for future in futures]
-    assert all(error is None or isinstance(error, sky.NodeLost) for error in errors)
-    assert 0 < sum(error is not None for error in errors) < 20
+        await_replacement(recorded)
+        assert [node for node, _ in node_pid() @ pool] == [0, 1]
+    lost = [error for error in errors if error is not None]
+    assert all(isinstance(error, sky.NodeLost) and "retries=1" in str(error) for error in lost)
+    assert 0 < len(lost) < 20
     assert set(executions(tmp_path).values()) == {1}
     assert all(executions(tmp_path)[number] == 1 for number, error in enumerate(errors) if error is None)
+    assert [event.node for event in recorded.of(sky.InstanceLost)] == [1]
+    assert (recorded.of(sky.CallRetrying), len(recorded.of(sky.CostFinal))) == ([], 1)
 
 
 # ── with retries ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,28 +1,17 @@
-"""What an open pool does about lost nodes and heads: a small model of machines, a manual clock, one turn of recovery at
-a time.
-"""
+"""The thread of recovery: it ends, and outlives its errors."""
 
 import itertools
 import threading
 from collections.abc import Callable, Collection
 
 import pytest
-from hypothesis import HealthCheck, settings
 
 import skyward_core as sky
 from skyward_core.engine.recovery import Recovery
 from skyward_core.errors import PoolClosed
 from skyward_core.machines.instances import Lease
 from tests.conftest import wait_until
-from tests.unit.engine.test_recovery import (  # noqa: F401 - fixtures
-    NODES,
-    AnyOrder,
-    FakeMachines,
-    World,
-    world,
-)
-
-# ── threads ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+from tests.engine.recovery_world import NODES, FakeMachines, World
 
 
 class Blocking(FakeMachines):
@@ -74,16 +63,6 @@ def test_closing_during_recovery_ends_all_threads(rank: int, others: set[threadi
     assert world.cluster.given_up == []
 
 
-def test_closing_at_rest_is_immediate(others: set[threading.Thread]) -> None:
-    """A recovery with nothing to do ends when it is stopped."""
-    world = World()
-    world.recovery = Recovery(world.machines, world.cluster, NODES, 600.0, world.recorded)
-    world.recovery.start()
-    world.recovery.stop()
-    world.recovery.join()
-    assert threads_of_recovery(others) == []
-
-
 class Held(Blocking):
     """The same, but a turn waits too, until `go`."""
 
@@ -115,19 +94,6 @@ def test_nothing_starts_after_recovery_is_stopped(others: set[threading.Thread])
         machines.stopped.set()
 
 
-def test_news_wake_the_thread() -> None:
-    """Recovery's own thread handles the cluster's messages."""
-    world = World()
-    world.recovery = Recovery(world.machines, world.cluster, NODES, 600.0, world.recorded)
-    world.recovery.start()
-    try:
-        world.kill(1, "gone")
-        wait_until(world.all_are_there, "the replacement")
-    finally:
-        world.recovery.stop()
-        world.recovery.join()
-
-
 def test_an_error_in_a_turn_does_not_end_recovery() -> None:
     """A turn that fails is repeated, and its error is emitted once, not four times a second."""
     world = World()
@@ -149,12 +115,3 @@ def test_an_error_in_a_turn_does_not_end_recovery() -> None:
         world.recovery.stop()
         world.recovery.join()
     assert len(world.recorded.of(sky.Error)) == 1
-
-
-AnyOrder.TestCase.settings = settings(
-    max_examples=150,
-    stateful_step_count=40,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
-)

@@ -13,9 +13,13 @@ import pytest
 import skyward_core as sky
 from skyward_core.compute import PendingCompute
 from tests.conftest import RecordedEvents, shared, wait_until
-from tests.unit.engine.test_results import (
-    not_loaded,
-)
+
+
+def not_loaded(call: Callable[[], Any]) -> sky.ResultNotLoaded:
+    with pytest.raises(sky.ResultNotLoaded) as caught:
+        call()
+    return caught.value
+
 
 SOURCE = """
 class Tensor:
@@ -226,13 +230,6 @@ def test_the_error_of_a_nested_pending_call_has_its_path(
     assert caught.value.path == path
 
 
-def test_mapping_a_function_that_calls_a_decorated_one_raises_an_error_with_the_cure(own_pool: sky.ComputePool) -> None:
-    """`pool.map(lambda x: add(x, x), ...)` returns calls and no results."""
-    with pytest.raises(TypeError, match=r"Write add\.local\(\.\.\.\)"):
-        own_pool.map(lambda x: add(x, x), [1, 2])
-    assert own_pool.map(lambda x: add.local(x, x), [1, 2]) == [2, 4]
-
-
 def test_a_map_with_wrong_arguments_sends_nothing(own_pool: sky.ComputePool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A function that takes another number of arguments than there are iterables is refused here.
 
@@ -247,26 +244,3 @@ def test_a_map_with_wrong_arguments_sends_nothing(own_pool: sky.ComputePool, mon
 
 
 # ── cancelled calls ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_cancelled_calls_count_as_cancelled(own_pool: sky.ComputePool, _own: Any, tmp_path: Path) -> None:
-    """Running and waiting calls: none of them is done, and none has failed."""
-    recorded: RecordedEvents = _own[1]
-
-    @sky.compute
-    def wait(folder: Path) -> None:
-        import time
-
-        while not (folder / "go").exists():
-            time.sleep(0.01)
-
-    add(1, 1) >> own_pool
-    before = counted(own_pool, recorded)
-    futures = [own_pool.submit(wait(tmp_path)) for _ in range(4)]
-    for future in futures:
-        assert future.cancel()
-    wait_until(
-        lambda: recorded.of(sky.CallProgress)[-1].cancelled == before.cancelled + 4, "the cancelled calls to be counted"
-    )
-    after = recorded.of(sky.CallProgress)[-1]
-    assert (after.submitted, after.done, after.failed) == (before.submitted + 4, before.done, before.failed)

@@ -3,14 +3,10 @@
 import asyncio
 import contextlib
 import os
-import pickle
-import shutil
-import subprocess
-import sys
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +14,8 @@ import dask
 import distributed
 import pytest
 
-from skyward_core.engine.certificates import PoolCertificate, make_certificate
-from skyward_core.serialization import sources
-from skyward_core.worker.calls import CallMemory, cancel
-from skyward_core.worker.detached_calls import KEEP, NAME, RETRIES, detached_key
+from skyward_core.worker.calls import CallMemory
+from skyward_core.worker.detached_calls import RETRIES, detached_key
 from skyward_core.worker.node import DASK_CONFIG
 from skyward_core.worker.pool_scheduler import (
     RUN_BATCH,
@@ -30,17 +24,8 @@ from skyward_core.worker.pool_scheduler import (
     PoolScheduler,
     PromptMessages,
 )
-from skyward_core.worker.pool_worker import run_batch
 from skyward_core.worker.scheduler_messages import Resumed
-from skyward_core.worker.settings import NodeSettings, memory_directory, this_process
-from skyward_core.worker.watchdog import kill_instance
-from skyward_core.worker.wire import Batch, Call, Outcome, OutcomeKind, Output, Parcel, Sealed
-from tests.conftest import wait_until
-from tests.testbed import Host
-from tests.unit.worker.test_calls import (
-    FOR_EVER,
-    TOPIC,
-)
+from tests.worker.fake_scheduler import FOR_EVER, TOPIC
 from tests.worker.following import Following
 
 # ── a real scheduler ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -61,16 +46,12 @@ class Head:
         client.scheduler_comm.interval = 0.0
         return client
 
+    def new_worker(self, name: str | None = None) -> Any:
+        options: Any = {"dashboard": False, "dashboard_address": "127.0.0.1:0", "memory_limit": 0}
+        return distributed.Worker(self.scheduler.address, name=name, nthreads=1, host="127.0.0.1", **options)
+
     async def worker(self) -> Any:
-        worker = distributed.Worker(
-            self.scheduler.address,
-            nthreads=1,
-            host="127.0.0.1",
-            dashboard=False,
-            dashboard_address="127.0.0.1:0",
-            memory_limit=0,
-        )
-        return await self.stack.enter_async_context(worker)
+        return await self.stack.enter_async_context(self.new_worker())
 
     async def until(self, condition: Callable[[], object], what: str) -> None:
         deadline = time.monotonic() + 50
@@ -139,8 +120,7 @@ def follow(client: Any, following: Following) -> None:
 
 
 def test_messages_outlive_a_connection() -> None:
-    """Messages that come while a client has no connection reach its next connection. Acknowledged messages take no
-    memory.
+    """Messages that come meanwhile reach the client's next connection. Acknowledged messages take no memory.
 
     Looks inside: what the scheduler keeps shows nowhere else.
     """
@@ -161,8 +141,7 @@ def test_messages_outlive_a_connection() -> None:
         await head.lose(first)
         for message in (b"3", b"4"):
             head.scheduler.log_event(TOPIC, message)
-        second = await head.client()
-        follow(second, following)
+        follow(await head.client(), following)
         await head.until(lambda: len(heard) == 4, "what was missed")
         head.scheduler.log_event(TOPIC, b"5")
         await head.until(lambda: len(heard) == 5, "live messages")
@@ -174,104 +153,85 @@ def test_messages_outlive_a_connection() -> None:
 
 @pytest.mark.parametrize("state", ["processing", "memory"])
 def test_tasks_outlive_a_connection_until_their_client_releases_them(tmp_path: Path, state: str) -> None:
-    """A task goes on without its client. The client's next connection learns its state, gets its result, and releases
-    it with its future.
+    """The client's next connection learns the state of a task, gets its result, and releases it with its future.
 
     Looks inside: what the scheduler keeps shows nowhere else.
     """
 
     async def test(head: Head) -> None:
         await head.worker()
-        following = Following(TOPIC, print)
-        first = await head.client()
+        answers = list[Resumed]()
+        following = Following(TOPIC, print, answers.append)
+        first, go = await head.client(), str(tmp_path / "go")
         follow(first, following)
-        go = str(tmp_path / "go")
-        kept = first.submit(wait_for_file, go, key="skyward-1", pure=False)
-        plain = first.submit(wait_for_file, go, key="theirs", pure=False)
+        futures = [first.submit(wait_for_file, go, key=key, pure=False) for key in ("skyward-1", "theirs")]
         await head.until(lambda: {"skyward-1", "theirs"} <= head.scheduler.tasks.keys(), "the tasks")
         await head.lose(first)
         await head.until(lambda: "theirs" not in head.scheduler.tasks, "Dask to forget what is not ours")
-        futures = list[Any]()
         second = await head.client()
-
-        def resumed(answer: Resumed) -> None:
-            assert answer.tasks == {"skyward-1": state}
-            futures.append(distributed.Future("skyward-1", second))
-
         if state == "memory":
             (tmp_path / "go").touch()
             await head.until(lambda: head.scheduler.tasks["skyward-1"].state == state, "the task to end")
-        following._resumed = resumed
+        following._resumed = lambda answer: (
+            answers.append(answer),
+            futures.append(distributed.Future("skyward-1", second)),
+        )
         follow(second, following)
-        await head.until(lambda: futures, "an answer")
+        await head.until(lambda: len(futures) == 3, "an answer")
+        assert answers[-1].tasks == {"skyward-1": state}
         (tmp_path / "go").touch()
-        assert await futures[0] == go
+        assert await futures[2] == go
         futures.pop().release()
         await head.until(lambda: "skyward-1" not in head.scheduler.tasks, "the task to be let go")
         assert not head.calls._keys
-        del kept, plain
 
     with_head(test)
 
 
 def test_a_release_by_dask_after_a_reconnect_releases_nothing(tmp_path: Path) -> None:
-    """Dask's client reconnects by itself and then releases its old futures: tasks that it does not know any more.
-
-    They stay.
+    """Dask's client reconnects by itself and then releases its old futures, of tasks that it does not know any more.
 
     Looks inside: what the scheduler keeps shows nowhere else.
     """
 
     async def test(head: Head) -> None:
+        scheduler, client = head.scheduler, await head.client()
         await head.worker()
-        client = await head.client()
         future = client.submit(wait_for_file, str(tmp_path / "go"), key="skyward-1", pure=False)
-        await head.until(lambda: "skyward-1" in head.scheduler.tasks, "the task")
-        connections = head.scheduler._client_connections_added_total
+        await head.until(lambda: "skyward-1" in scheduler.tasks, "the task")
+        connections = scheduler._client_connections_added_total
         client.scheduler_comm.comm.abort()
-        await head.until(
-            lambda: head.scheduler._client_connections_added_total > connections and client.status == "running",
-            "Dask to reconnect",
-        )
+        await head.until(lambda: scheduler._client_connections_added_total > connections, "Dask to reconnect")
+        await head.until(lambda: client.status == "running", "Dask to reconnect")
         future.release()
-        said = list[Any]()
-        client.subscribe_topic("after", said.append)
+        client.subscribe_topic("after", print)
         await head.until(
-            lambda: client.id in head.scheduler._broker._topics["after"].subscribers, "the release to have come"
+            lambda: client.id in scheduler._broker._topics["after"].subscribers, "the release to have come"
         )
-        assert "skyward-1" in head.scheduler.tasks
+        assert "skyward-1" in scheduler.tasks
         (tmp_path / "go").touch()
-        await head.until(lambda: head.scheduler.tasks["skyward-1"].state == "memory", "the task to end")
+        await head.until(lambda: scheduler.tasks["skyward-1"].state == "memory", "the task to end")
 
     with_head(test)
 
 
 def test_a_client_that_comes_back_learns_what_has_arrived(tmp_path: Path) -> None:
-    """It learns which batches have a task, and which came and have no task any more. The others are not taken any
-    more from its earlier connection.
-    """
+    """Which batches have a task, and which came and have none any more. Others of its earlier connection are refused."""
 
     async def test(head: Head) -> None:
-        answers = list[Resumed]()
+        answers, tasks = list[Resumed](), head.scheduler.tasks
         following = Following(TOPIC, lambda _: None, answers.append)
         first, second = await head.client(), await head.client()
         follow(first, following)
         await head.until(lambda: answers, "an answer")
-        async with distributed.Worker(
-            head.scheduler.address,
-            nthreads=1,
-            host="127.0.0.1",
-            dashboard=False,
-            dashboard_address=":0",
-            memory_limit=0,
-        ):
-            (tmp_path / "go").touch()
+        (tmp_path / "go").touch()
+        async with head.new_worker():
             ended = first.submit(note_and_wait, str(tmp_path), key="skyward-1", pure=False)
             assert await ended == 1
-        await head.until(lambda: not head.scheduler.tasks, "Dask to forget what is lost")
+        await head.until(lambda: not tasks, "Dask to forget what is lost")
         batch = {"op": RUN_BATCH, "batch": b"", "annotations": {}}
         first._send_to_scheduler({**batch, "key": "skyward-2"})
-        await head.until(lambda: head.scheduler.tasks, "the batch")
+        await head.until(lambda: tasks, "the batch")
         follow(second, following)
         await head.until(lambda: len(answers) == 2, "an answer")
         assert (set(answers[1].tasks), answers[1].gone, answers[1].is_known) == ({"skyward-2"}, {"skyward-1"}, True)
@@ -286,70 +246,7 @@ def test_a_client_that_comes_back_learns_what_has_arrived(tmp_path: Path) -> Non
         second._send_to_scheduler({**batch, "key": "skyward-4"})
         await head.until(lambda: len(seen) == 2, "both to come")
         await head.lose(first)
-        assert set(head.scheduler.tasks) == {"skyward-2", "skyward-4"}
-        assert not head.calls.is_replaced(first.id)
-
-    with_head(test)
-
-
-def test_a_detached_call_begins_once_however_often_it_is_requested() -> None:
-    """A client that did not get the answer asks again; a client that chooses a worker learns the load of all
-    workers.
-    """
-
-    async def test(head: Head) -> None:
-        client = await head.client()
-        for _ in range(2):
-            await client.scheduler.skyward_start_detached(
-                call_id="d", batch=b"", annotations={RETRIES: 1, NAME: "train"}
-            )
-        (known,) = await client.scheduler.skyward_calls()
-        assert (known["call_id"], known["name"], known["state"]) == ("d", "train", "waiting")
-        assert await client.scheduler.skyward_load() == {}
-        await client.scheduler.skyward_cancel(call_id="d")
-        assert (await client.scheduler.skyward_call(call_id="d"))["state"] == "cancelled"
-        await client.scheduler.skyward_start_detached(call_id="d", batch=b"", annotations={})
-        assert not head.scheduler.tasks
-
-    with_head(test)
-
-
-def test_the_load_of_workers_is_reported(tmp_path: Path) -> None:
-    """By name, with the keys of each worker's tasks."""
-
-    async def test(head: Head) -> None:
-        client = await head.client()
-        worker = await head.worker()
-        future = client.submit(wait_for_file, str(tmp_path / "go"), key="skyward-1", pure=False)
-        await head.until(lambda: "skyward-1" in worker.state.tasks, "the task to be there")
-        assert {name: list(keys) for name, keys in (await client.scheduler.skyward_load()).items()} == {
-            str(worker.name): ["skyward-1"]
-        }
-        (tmp_path / "go").touch()
-        await future
-        assert not any((await client.scheduler.skyward_load()).values())
-        future.release()
-        await head.until(lambda: not head.scheduler.tasks, "nothing to be left")
-
-    with_head(test)
-
-
-def test_released_tasks_are_forgotten_at_once() -> None:
-    """A connected client that releases its tasks leaves nothing in the scheduler: no tasks, requests or records.
-
-    Looks inside: what the scheduler keeps shows nowhere else.
-    """
-
-    async def test(head: Head) -> None:
-        await head.worker()
-        client = await head.client()
-        futures = [client.submit(len, "abc", key=f"skyward-{number}", pure=False) for number in range(5)]
-        assert await client.gather(futures) == [3] * 5
-        for future in futures:
-            future.release()
-        await head.until(lambda: not head.scheduler.tasks, "the tasks to be forgotten")
-        assert not head.calls._keys
-        assert not head.scheduler.clients[KEEP].wants_what
+        assert (set(tasks), head.calls.is_replaced(first.id)) == ({"skyward-2", "skyward-4"}, False)
 
     with_head(test)
 
@@ -362,13 +259,12 @@ def test_the_data_of_a_client_that_left_is_dropped(tmp_path: Path) -> None:
 
     async def test(head: Head) -> None:
         await head.worker()
+        mine, detached, calls = "skyward-1", detached_key("d"), head.calls
         for leaves in (False, True):
-            client = await head.client()
-            following = Following(TOPIC, print)
+            client, following = await head.client(), Following(TOPIC, print)
             follow(client, following)
             futures = [
-                client.submit(wait_for_file, str(tmp_path / "go"), key=key, pure=False)
-                for key in ("skyward-1", detached_key("d"))
+                client.submit(wait_for_file, str(tmp_path / "go"), key=key, pure=False) for key in (mine, detached)
             ]
             await head.until(lambda: len(head.scheduler.tasks) == 2, "the tasks")
             if leaves:
@@ -376,100 +272,18 @@ def test_the_data_of_a_client_that_left_is_dropped(tmp_path: Path) -> None:
             else:
                 await head.lose(client)
             await head.until(
-                lambda: TOPIC not in head.calls._topics and set(head.scheduler.tasks) == {detached_key("d")},
-                "what was kept to be dropped",
+                lambda: TOPIC not in calls._topics and mine not in head.scheduler.tasks, "it to be dropped"
             )
-            assert not head.calls._keys
-            assert not head.calls._owners
+            assert (set(head.scheduler.tasks), calls._keys, calls._owners) == ({detached}, {}, {})
             del futures
         (tmp_path / "go").touch()
 
     with_head(test, abandoned_seconds=0.05)
 
 
-def test_a_client_that_comes_back_in_time_is_not_abandoned(tmp_path: Path) -> None:
-    """Resuming stops the clock of a client that was away, and no clock outlives the scheduler.
-
-    Looks inside: what the scheduler keeps shows nowhere else.
-    """
-
-    async def test(head: Head) -> None:
-        first = await head.client()
-        following = Following(TOPIC, print)
-        follow(first, following)
-        await head.until(lambda: following._is_live, "an answer")
-        await head.lose(first)
-        assert list(head.calls._absent) == [first.id]
-        follow(await head.client(), following)
-        await head.until(lambda: following._is_live, "an answer")
-        assert not head.calls._absent
-
-    with_head(test)
-
-
-@pytest.mark.parametrize("retries", [0, 1])
-def test_a_call_runs_as_often_as_it_may(tmp_path: Path, retries: int) -> None:
-    """A detached call that loses its worker runs again only if it has retries; then it is lost, and every client can
-    read why.
-    """
-
-    async def test(head: Head) -> None:
-        client = await head.client()
-        with dask.annotate(**({RETRIES: retries} if retries else {})):
-            client.submit(note_and_wait, str(tmp_path), key=detached_key("d"), pure=False)
-        for run in range(retries + 1):
-            async with distributed.Worker(
-                head.scheduler.address,
-                nthreads=1,
-                host="127.0.0.1",
-                dashboard=False,
-                dashboard_address=":0",
-                memory_limit=0,
-            ) as worker:
-                await head.until(lambda run=run: runs_noted(tmp_path) == run + 1, "the call to run")
-                await head.scheduler.remove_worker(worker.address, stimulus_id="lost")
-                (tmp_path / "go").touch()  # lets its thread end
-                await worker.close()
-            (tmp_path / "go").unlink()
-        await head.worker()
-        known = await client.scheduler.skyward_call(call_id="d")
-        assert (known["state"], known["runs"], known["has_result"]) == ("lost", retries + 1, False)
-        assert (known["reason"], known["dask_error"]) == ("the worker that ran it is gone", "")
-        assert runs_noted(tmp_path) == retries + 1
-
-    with_head(test)
-
-
-def test_a_call_that_has_ended_does_not_run_again_when_its_result_is_lost(tmp_path: Path) -> None:
-    """Dask would compute a lost result again, but a call may not run twice. It has ended, and its result is gone."""
-
-    async def test(head: Head) -> None:
-        client = await head.client()
-        (tmp_path / "go").touch()
-        async with distributed.Worker(
-            head.scheduler.address,
-            nthreads=1,
-            host="127.0.0.1",
-            dashboard=False,
-            dashboard_address=":0",
-            memory_limit=0,
-        ):
-            regular = client.submit(note_and_wait, str(tmp_path), key="skyward-1", pure=False)
-            detached = client.submit(note_and_wait, str(tmp_path), key=detached_key("d"), pure=False)
-            assert await client.gather([regular, detached]) == [1, 1]
-        await head.worker()
-        await head.until(lambda: not head.scheduler.tasks, "Dask to forget what is lost")
-        known = await client.scheduler.skyward_call(call_id="d")
-        assert (known["state"], known["has_result"]) == ("ended", False)
-        assert runs_noted(tmp_path) == 2
-
-    with_head(test)
-
-
 @pytest.mark.parametrize("key", ["theirs", "skyward-ours"])
 def test_a_task_of_dasks_own_may_block_its_worker(tmp_path: Path, key: str) -> None:
-    """A worker imports modules of such a task in the loop that sends its heartbeats, and gets time for it. After the
-    task has ended its heartbeats are expected again.
+    """A worker imports modules of such a task in the loop that sends its heartbeats, and gets time for it.
 
     Looks inside: an hour passes by changing when it was looked at.
     """
@@ -489,165 +303,53 @@ def test_a_task_of_dasks_own_may_block_its_worker(tmp_path: Path, key: str) -> N
         (tmp_path / "go").touch()
         if key == "theirs":
             await task
-            await pass_silently(scheduler, SILENT_SECONDS - 4)
-            assert worker.address in scheduler.workers
-            await pass_silently(scheduler, SILENT_SECONDS)
-            assert worker.address not in scheduler.workers
+            for seconds, is_there in ((SILENT_SECONDS - 4, True), (SILENT_SECONDS, False)):
+                await pass_silently(scheduler, seconds)
+                assert (worker.address in scheduler.workers) is is_there
 
     with_head(test)
 
 
-def test_a_waiting_detached_call_is_cancelled() -> None:
-    """If a call is cancelled while there is no worker, clients that follow it learn that, and it never runs.
+# ── calls that may not run twice ─────────────────────────────────────────────────────────────────────────────────────
 
-    Looks inside: what the scheduler keeps shows nowhere else.
-    """
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_a_call_runs_as_often_as_it_may(tmp_path: Path, retries: int) -> None:
+    """A detached call that loses its worker runs again only if it has retries; then every client can read why."""
 
     async def test(head: Head) -> None:
-        client, other = await head.client(), await head.client()
-        with dask.annotate(**{NAME: "train"}):
-            client.submit(wait_for_file, "/", key=detached_key("d"), pure=False)
-        heard = list[bytes]()
-        follow(other, Following(detached_key("d"), heard.append))
-        await head.until(lambda: head.calls.detached.calls(), "the call")
-        (known,) = await other.scheduler.skyward_calls()
-        assert (known["call_id"], known["name"], known["state"]) == ("d", "train", "waiting")
-        other._send_to_scheduler(cancel(["d", "no such call"]))
-        await head.until(lambda: heard, "the news")
-        assert [outcome.kind for outcome in pickle.loads(heard[0]).news] == [OutcomeKind.CANCELLED]
-        known = await other.scheduler.skyward_call(call_id="d")
-        assert (known["state"], len(known["messages"])) == ("cancelled", 1)
-        assert not head.scheduler.tasks
-        assert await other.scheduler.skyward_forget(call_id="d")
-        assert not await other.scheduler.skyward_forget(call_id="d")
-        assert await other.scheduler.skyward_call(call_id="d") is None
-        assert not head.calls._topics
+        client = await head.client()
+        with dask.annotate(**({RETRIES: retries} if retries else {})):
+            client.submit(note_and_wait, str(tmp_path), key=detached_key("d"), pure=False)
+        for run in range(retries + 1):
+            async with head.new_worker() as worker:
+                await head.until(lambda run=run: runs_noted(tmp_path) == run + 1, "the call to run")
+                await head.scheduler.remove_worker(worker.address, stimulus_id="lost")
+                (tmp_path / "go").touch()  # lets its thread end
+                await worker.close()
+            (tmp_path / "go").unlink()
+        await head.worker()
+        known = await client.scheduler.skyward_call(call_id="d")
+        assert (known["state"], known["runs"], known["has_result"]) == ("lost", retries + 1, False)
+        assert (known["reason"], known["dask_error"]) == ("the worker that ran it is gone", "")
+        assert runs_noted(tmp_path) == retries + 1
 
     with_head(test)
 
 
-# ── real nodes ───────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_a_call_that_has_ended_does_not_run_again_when_its_result_is_lost(tmp_path: Path) -> None:
+    """Dask would compute a lost result again."""
 
+    async def test(head: Head) -> None:
+        client = await head.client()
+        (tmp_path / "go").touch()
+        async with head.new_worker():
+            keys = ("skyward-1", detached_key("d"))
+            futures = [client.submit(note_and_wait, str(tmp_path), key=key, pure=False) for key in keys]
+            assert await client.gather(futures) == [1, 1]
+        await head.worker()
+        await head.until(lambda: not head.scheduler.tasks, "Dask to forget what is lost")
+        known = await client.scheduler.skyward_call(call_id="d")
+        assert (known["state"], known["has_result"], runs_noted(tmp_path)) == ("ended", False, 2)
 
-@dataclass
-class Nodes:
-    """Supervisors of this machine, the first of them the head; no pool and no provider is needed for them."""
-
-    certificate: PoolCertificate
-    scheduler: str
-    processes: list[subprocess.Popen[bytes]]
-
-    def connect(self) -> distributed.Client:
-        pem, key = self.certificate.certificate, self.certificate.key
-        security = distributed.Security(
-            require_encryption=True, tls_ca_file=pem, tls_client_cert=pem, tls_client_key=key
-        )
-        return distributed.Client(self.scheduler, security=security, set_as_default=False, timeout=60)
-
-
-@contextlib.contextmanager
-def _nodes(count: int, folder: Path, hosts: Sequence[Host] = ()) -> Iterator[Nodes]:
-    """Start nodes here, or with the networks of these hosts."""
-    certificate = make_certificate("calls")
-    settings = NodeSettings(
-        pool_id="calls",
-        instance_id="",
-        rank=0,
-        total_nodes=count,
-        slots=1,
-        host="127.0.0.1",
-        head_host="127.0.0.1",
-        head_port=0,
-        tls_certificate=certificate.certificate,
-        tls_key=certificate.key,
-        value_directories=(),
-        metrics_interval_seconds=None,
-        owner=this_process(),
-    )
-    nodes = Nodes(certificate, "", [])
-    ids = [f"calls-{uuid.uuid4().hex[:8]}" for _ in range(count)]
-    try:
-        for rank, instance_id in enumerate(ids):
-            directory = folder / instance_id
-            directory.mkdir()
-            mine = replace(
-                settings,
-                rank=rank,
-                instance_id=instance_id,
-                host=hosts[rank].ip if hosts else "127.0.0.1",
-                scheduler=nodes.scheduler or None,
-                value_directories=(memory_directory(instance_id),),
-            )
-            (directory / "settings.json").write_text(mine.to_json())
-            environ = {**os.environ, "SKYWARD_INSTANCE_ID": instance_id, "SKYWARD_INSTANCE_DIRECTORY": str(directory)}
-            with (directory / "log").open("wb") as log:
-                network = ["nsenter", f"--target={hosts[rank].pid}", "--net"] if hosts else []
-                command = [*network, sys.executable, "-m", "skyward_core.worker.supervisor", str(directory)]
-                nodes.processes.append(
-                    subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
-                )
-            if rank == 0:
-                wait_until((directory / "head.json").exists, "the head")
-                nodes.scheduler = (directory / "head.json").read_text()
-        yield nodes
-    finally:
-        for instance_id, process in zip(ids, nodes.processes, strict=False):
-            process.terminate()
-            process.wait(30)
-            assert not kill_instance(instance_id)
-            shutil.rmtree(folder / instance_id)
-
-
-@pytest.fixture
-def one_node(tmp_path: Path) -> Iterator[Nodes]:
-    with _nodes(1, tmp_path) as nodes:
-        yield nodes
-
-
-def sealed(topic: str, call_id: str, fn: Callable[..., Any], *args: Any) -> Sealed:
-    """A batch of one call, as a client sends it."""
-    function, arguments = sources.pack(fn, label="fn"), sources.pack((args, {}), label="args")
-    call = Call(call_id, call_id, Parcel(arguments.data, arguments.buffers), call_id)
-    return Sealed(pickle.dumps(Batch(topic, (call,), {call_id: Parcel(function.data, function.buffers)}), protocol=5))
-
-
-def submit(client: distributed.Client, call_id: str, fn: Callable[..., Any], *args: Any) -> distributed.Future[Any]:
-    key = detached_key(call_id)
-    with dask.annotate(**{NAME: fn.__name__}):
-        return client.submit(run_batch, sealed(key, call_id, fn, *args), key=key, pure=False)
-
-
-def news(messages: Any) -> list[Outcome | Output]:
-    return [item for message in messages for item in pickle.loads(message).news]
-
-
-def say_and_wait(folder: str) -> str:
-    print("begun")
-    Path(folder, f"run-{os.getpid()}").touch()
-    while not Path(folder, "go").exists():
-        time.sleep(0.01)
-    print("gone on")
-    return "done"
-
-
-def state_of(client: distributed.Client, call_id: str) -> dict[str, Any]:
-    return client.sync(client.scheduler.skyward_call, call_id=call_id)  # type: ignore[no-any-return]
-
-
-def test_a_running_call_is_stopped_through_the_stream(one_node: Nodes, tmp_path: Path) -> None:
-    """A running call is stopped, and a call that waits behind it in the worker never begins. Only the client's
-    connection to the scheduler is used.
-    """
-    with one_node.connect() as client:
-        futures = [submit(client, "d1", say_and_wait, str(tmp_path))]
-        wait_until(lambda: list(tmp_path.glob("run-*")), "the call to run")
-        futures.append(submit(client, "d2", say_and_wait, str(tmp_path)))
-        wait_until(lambda: state_of(client, "d2"), "the second call to be known")
-        client._send_to_scheduler(cancel(["d1", "d2"]))
-        for call_id in ("d1", "d2"):
-            wait_until(lambda call_id=call_id: state_of(client, call_id)["state"] == "ended", "the call to end")
-            outcomes = [item for item in news(state_of(client, call_id)["messages"]) if isinstance(item, Outcome)]
-            assert [outcome.kind for outcome in outcomes] == [OutcomeKind.CANCELLED]
-        assert len(list(tmp_path.glob("run-*"))) == 1
-        for future in futures:
-            future.release()
+    with_head(test)

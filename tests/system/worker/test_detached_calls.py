@@ -1,7 +1,9 @@
-"""The scheduler's records of detached calls: ids, attempts, lines and what is left when a call is forgotten."""
+"""The scheduler's records of detached calls, batches without a graph, and held nodes, in a real scheduler."""
 
 import asyncio
 import pickle
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,16 @@ import dask
 import distributed
 import pytest
 
-from skyward_core.worker.detached_calls import IS_NAMED, NAME, RESULT_TTL, RETRIES, RUN_ID, detached_key
+import skyward_core as sky
+from skyward_core.worker.detached_calls import IS_NAMED, KEEP, NAME, RESULT_TTL, RETRIES, RUN_ID, detached_key
+from skyward_core.worker.draining import NodeHolding
+from skyward_core.worker.pool_scheduler import RUN_BATCH
+from skyward_core.worker.scheduler_messages import Resumed
 from skyward_core.worker.topic import LineTopic
-from skyward_core.worker.wire import Output, Report
-from tests.system.worker.test_calls import Head, note_and_wait, runs_noted, with_head
+from skyward_core.worker.wire import Output, Report, Sealed
+from tests.system.worker.test_calls import Head, follow, note_and_wait, runs_noted, with_head
+from tests.worker.fake_scheduler import TOPIC
+from tests.worker.following import Following
 
 
 def start(client: Any, call_id: str, run_id: str, **annotations: Any) -> Any:
@@ -103,9 +111,7 @@ def test_each_attempt_is_in_the_record(tmp_path: Path) -> None:
         with dask.annotate(**{RETRIES: 2}):
             client.submit(note_and_wait, str(tmp_path), key=detached_key("d"), pure=False)
         for run, stimulus in enumerate(("lost", "skyward-silent-1")):
-            async with distributed.Worker(
-                head.scheduler.address, name=f"{run}-0", nthreads=1, host="127.0.0.1", dashboard_address=":0"
-            ) as worker:
+            async with head.new_worker(f"{run}-0") as worker:
                 await head.until(lambda run=run: runs_noted(tmp_path) == run + 1, "the call to run")
                 await head.scheduler.remove_worker(worker.address, stimulus_id=stimulus)
                 (tmp_path / "go").touch()  # lets its thread end
@@ -133,3 +139,127 @@ def test_a_topic_knows_the_number_of_its_first_line() -> None:
     assert (topic.lines, topic.number) == (5, 4)
     assert topic.line_of(len(messages)) == 5 - sum({1: 2, 2: 2, 3: 1, 4: 0}[one] for one in range(number + 1, 5))
     assert [topic.line_of(count) for count in range(len(messages) + 1)][:2] == [5, 5]
+
+
+CALLS = 40
+KEY = "skyward-1-0123"
+
+
+@sky.compute
+def square(number: int) -> int:
+    return number * number
+
+
+# ── batches ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def send_batch(client: Any, key: str, annotations: dict[str, Any], batch: bytes = b"sealed") -> Any:
+    """Send a batch as the pool does; return its future."""
+    future = distributed.Future(key, client)
+    client._send_to_scheduler({"op": RUN_BATCH, "key": key, "batch": batch, "annotations": annotations})
+    return future
+
+
+def test_a_batch_outlives_a_broken_connection_until_it_is_released() -> None:
+    """A batch is a task that KEEP wants too: the client's next connection finds it, for its worker, and releases it.
+
+    Looks inside: what the scheduler keeps shows nowhere else.
+    """
+
+    async def test(head: Head) -> None:
+        following, answers = Following(TOPIC, print), list[Resumed]()
+        first = await head.client()
+        follow(first, following)
+        kept = send_batch(first, KEY, {"workers": ["tcp://127.0.0.1:1"]})
+        await head.until(lambda: KEY in head.scheduler.tasks, "the task")
+        task = head.scheduler.tasks[KEY]
+        assert {client.client_key for client in task.who_wants} == {first.id, KEEP}
+        assert task.worker_restrictions == {"tcp://127.0.0.1:1"}
+        assert task.run_spec.args == (Sealed(b"sealed"),)
+        await head.lose(first)
+        following._resumed = answers.append
+        second = await head.client()
+        follow(second, following)
+        await head.until(lambda: answers, "an answer")
+        assert answers[0].tasks == {KEY: "no-worker"}
+        futures = [distributed.Future(KEY, second)]
+        await head.until(
+            lambda: second.id in {client.client_key for client in task.who_wants}, "the new client's request"
+        )
+        futures.pop().release()
+        await head.until(lambda: not head.scheduler.tasks, "the task to be let go")
+        assert not head.calls._keys
+        del kept
+
+    with_head(test)
+
+
+def test_a_batch_that_cannot_become_a_task_fails_alone() -> None:
+    """Its future has the error; its stream goes on, and the scheduler keeps nothing of it.
+
+    Looks inside: what the scheduler keeps shows nowhere else.
+    """
+
+    async def test(head: Head) -> None:
+        client = await head.client()
+        connections = head.scheduler._client_connections_added_total
+        bad = send_batch(client, "skyward-bad", {"workers": [1.5]})
+        with pytest.raises(TypeError, match="string"):
+            await bad
+        good = send_batch(client, KEY, {})
+        await head.until(lambda: KEY in head.scheduler.tasks, "the next batch")
+        assert head.scheduler._client_connections_added_total == connections
+        bad.release()
+        good.release()
+        await head.until(lambda: not head.scheduler.tasks, "both to be forgotten")
+        assert not head.calls._keys
+
+    with_head(test)
+
+
+@asynccontextmanager
+async def cluster() -> AsyncGenerator[tuple[Any, NodeHolding, Any]]:
+    """A scheduler with two workers, "0-0" and "1-0"; its holding, and a client."""
+    holding = NodeHolding("skyward-pool")
+    async with (
+        distributed.Scheduler(host="127.0.0.1", port=0, dashboard=False) as scheduler,
+        distributed.Worker(scheduler.address, name="0-0", nthreads=1, host="127.0.0.1", dashboard=False),
+        distributed.Worker(scheduler.address, name="1-0", nthreads=1, host="127.0.0.1", dashboard=False),
+        distributed.Client(scheduler.address, asynchronous=True, set_as_default=False) as client,
+    ):
+        await holding.start(scheduler)
+        yield scheduler, holding, client
+
+
+async def sent_to(client: Any, scheduler: Any, name: str, key: str, state: str) -> Any:
+    """Send a task that only this worker may run; it waits for an event of its key. Return its future."""
+    future = client.submit(_wait, key, key=key, workers=[name], pure=False)
+    while (task := scheduler.tasks.get(key)) is None or task.state != state:  # noqa: ASYNC110 - Dask sends no event
+        await asyncio.sleep(0.005)
+    return future
+
+
+async def _wait(key: str) -> str:
+    await distributed.Event(key)
+    return key
+
+
+def test_a_task_that_comes_for_a_held_node_alone_is_let_in_and_counts() -> None:
+    """It was on its way when the node was held: a large value went to that node first. All other tasks stay out."""
+
+    async def main() -> None:
+        async with cluster() as (scheduler, holding, client):
+            assert [holding.hold(rank) for rank in (0, 1)] == [0, 0]
+            bound = await sent_to(client, scheduler, "1-0", "bound", "no-worker")
+            other = await sent_to(client, scheduler, "0-0", "other", "no-worker")
+            assert [holding.hold(1) for _ in range(2)] == [1, 1]
+            assert {worker.status for worker in scheduler.workers.values()} == {distributed.Status.paused}
+            assert scheduler.tasks["other"].state == "no-worker"
+            await distributed.Event("bound", client=client).set()
+            assert await bound == "bound"
+            assert holding.hold(1) == 0
+            holding.free(0)
+            await distributed.Event("other", client=client).set()
+            assert await other == "other"
+
+    asyncio.run(main())

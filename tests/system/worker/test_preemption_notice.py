@@ -16,13 +16,7 @@ import pytest
 import skyward_core as sky
 from skyward_core.provisioning.bootstrap import Preparation
 from skyward_core.provisioning.nodes import Nodes
-from skyward_core.worker.preemption_notice import (
-    NOTICE_SECONDS,
-    Kind,
-    MetadataService,
-    Notice,
-    NoticePoller,
-)
+from skyward_core.worker.preemption_notice import NOTICE_SECONDS, Kind, MetadataService, Notice, NoticePoller
 from tests.conftest import RecordedEvents, wait_until
 from tests.providers.fake_metadata import FakeMetadata, instance_action, stamp
 
@@ -52,135 +46,61 @@ def service(tmp_path: Path) -> Iterator[FakeMetadata]:
 
 # ── on the machine ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-
-def test_without_a_notice_nothing_is_reported(service: FakeMetadata) -> None:
-    """404 means that nothing is announced: no notice, and no error. One token serves all requests."""
-    heard = Heard(service.url)
-    heard.look(3)
-    assert (heard.notices, heard.complaints) == ([], [])
-    assert service.tokens_given == 1
-    assert len(service.asked) == 1 + 3 * 2
+RECOMMENDATION = '{"noticeTime": "2026-11-21T08:20:00Z"}'
 
 
 def test_a_notice_is_reported_once(service: FakeMetadata, tmp_path: Path) -> None:
-    """However often it is served; the remaining time is by the service's clock."""
+    """However often it is served. 404 means that nothing is announced. One token serves all requests until it expires.
+
+    No proxy is used: the address belongs to the machine itself.
+    """
     heard = Heard(service.url)
-    heard.look()
+    heard.look(3)
+    assert (heard.notices, heard.complaints, service.tokens_given, len(service.asked)) == ([], [], 1, 1 + 3 * 2)
+    service.tokens.clear()
     (tmp_path / "instance-action").write_text(instance_action(110))
     heard.look(3)
     (notice,) = heard.notices
     assert (notice.kind, notice.action) == (Kind.INTERRUPTION, "terminate")
     assert 100 < notice.seconds_left <= 110
     assert notice.at == pytest.approx(time.time() + 110, abs=10)
-
-
-def test_a_recommendation_is_separate_from_the_notice(service: FakeMetadata, tmp_path: Path) -> None:
-    """It may come before the notice."""
-    heard = Heard(service.url)
-    (tmp_path / "rebalance").write_text('{"noticeTime": "2026-11-21T08:20:00Z"}')
-    heard.look(2)
-    (tmp_path / "instance-action").write_text(instance_action(60, "stop"))
-    heard.look(2)
-    assert [(notice.kind, notice.action) for notice in heard.notices] == [
-        (Kind.REBALANCE, ""),
-        (Kind.INTERRUPTION, "stop"),
-    ]
-    assert heard.notices[0].at == 1795249200.0
-
-
-def test_an_expired_token_is_replaced(service: FakeMetadata, tmp_path: Path) -> None:
-    """401 does not count as an answer: with a new token the notice is there."""
-    heard = Heard(service.url)
-    heard.look()
-    service.tokens.clear()
-    (tmp_path / "instance-action").write_text(instance_action(60))
-    heard.look()
-    assert len(heard.notices) == 1
     assert (service.tokens_given, heard.complaints) == (2, [])
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        "",
-        "no JSON",
-        "[]",
-        "null",
-        '{"action": "dance"}',
-        '{"time": "2026-11-21T08:20:00Z"}',
-        '{"action": ["terminate"]}',
-    ],
-)
-def test_an_unreadable_answer_is_no_notice(service: FakeMetadata, tmp_path: Path, body: str) -> None:
-    """It is reported once as an error, and requested again: the next answer counts."""
+def test_a_recommendation_is_separate_from_the_notice(service: FakeMetadata, tmp_path: Path) -> None:
+    """One that cannot be read hides no other."""
     heard = Heard(service.url)
-    (tmp_path / "instance-action").write_text(body)
-    heard.look(3)
-    assert (heard.notices, len(heard.complaints)) == ([], 1)
-    (tmp_path / "instance-action").write_text(instance_action(60))
-    heard.look()
-    assert len(heard.notices) == 1
-
-
-def test_a_recommendation_that_cannot_be_read_hides_no_notice(service: FakeMetadata, tmp_path: Path) -> None:
-    """An unreadable notice hides no recommendation either."""
-    heard = Heard(service.url)
-    (tmp_path / "rebalance").write_text("no JSON")
-    (tmp_path / "instance-action").write_text(instance_action(60))
-    heard.look()
-    (tmp_path / "rebalance").write_text('{"noticeTime": "2026-11-21T08:20:00Z"}')
+    (tmp_path / "rebalance").write_text(RECOMMENDATION)
     (tmp_path / "instance-action").write_text("no JSON")
-    heard.look()
-    assert [notice.kind for notice in heard.notices] == [Kind.INTERRUPTION, Kind.REBALANCE]
+    heard.look(2)
+    (tmp_path / "rebalance").write_text("no JSON")
+    (tmp_path / "instance-action").write_text(instance_action(60, "stop"))
+    heard.look(2)
+    notices = [(notice.kind, notice.action) for notice in heard.notices]
+    assert notices == [(Kind.REBALANCE, ""), (Kind.INTERRUPTION, "stop")]
+    assert heard.notices[0].at == 1795249200.0
 
 
-@pytest.mark.parametrize("time_given", ["soon", None])
-def test_a_notice_without_a_time_counts(service: FakeMetadata, tmp_path: Path, time_given: str | None) -> None:
-    """Then the machine counts as having the longest time that AWS promises."""
-    heard = Heard(service.url)
-    (tmp_path / "instance-action").write_text(json.dumps({"action": "terminate", "time": time_given}))
-    heard.look()
-    assert heard.notices[0].seconds_left == NOTICE_SECONDS
+UNREADABLE = ["", "no JSON", "[]", "null", '{"action": "dance"}', '{"time": "2026-11-21T08:20:00Z"}', '{"action": [1]}']
 
 
-@pytest.mark.parametrize(("seconds", "left"), [(-600, 0.0), (86_400, NOTICE_SECONDS)])
-def test_a_wrong_clock_is_bounded(service: FakeMetadata, tmp_path: Path, seconds: float, left: float) -> None:
-    """A time is at most two minutes away, because no machine has more, and never in the past."""
-    heard = Heard(service.url)
-    (tmp_path / "instance-action").write_text(instance_action(seconds))
-    heard.look()
-    assert heard.notices[0].seconds_left == left
-
-
-def test_the_time_left_is_by_the_clock_of_the_service(service: FakeMetadata, tmp_path: Path) -> None:
-    """The machine's own clock may be wrong by hours."""
-    now = 1795249200.0
-    service.date = "Sat, 21 Nov 2026 08:20:00 GMT"
-    (tmp_path / "instance-action").write_text(json.dumps({"action": "terminate", "time": stamp(now + 90)}))
-    heard = Heard(service.url)
-    heard.look()
-    assert heard.notices == [Notice(Kind.INTERRUPTION, "terminate", now + 90, 90.0)]
-
-
-@pytest.mark.parametrize("status", [400, 403, 500, 503])
-def test_an_outage_is_neither_a_notice_nor_the_end_of_one(service: FakeMetadata, tmp_path: Path, status: int) -> None:
-    """It is reported once, and the requests go on."""
-    heard = Heard(service.url)
-    service.status = status
+@pytest.mark.parametrize("answer", [*UNREADABLE, 400, 403, 500, 503, "hangs"])
+def test_an_answer_that_is_no_notice(service: FakeMetadata, tmp_path: Path, answer: str | int) -> None:
+    """It is reported once as an error, and requested again: the next answer counts."""
+    heard = Heard(service.url, QUICK if answer == "hangs" else 10.0)
+    if isinstance(answer, int):
+        service.status = answer
+    service.hangs = answer == "hangs"
+    (tmp_path / "instance-action").write_text(str(answer))
     heard.look(3)
     assert (heard.notices, len(heard.complaints)) == ([], 1)
-    service.status = 0
+    service.status, service.hangs = 0, False
     (tmp_path / "instance-action").write_text(instance_action(60))
     heard.look()
     assert len(heard.notices) == 1
 
 
-def test_a_service_that_hangs_or_does_not_exist_does_no_harm(service: FakeMetadata) -> None:
-    """Each request ends by its timeout."""
-    service.hangs = True
-    heard = Heard(service.url, QUICK)
-    heard.look(2)
-    assert (heard.notices, len(heard.complaints)) == ([], 1)
+def test_a_service_that_does_not_exist_does_no_harm() -> None:
     with socket.socket() as unserved:
         unserved.bind(("127.0.0.1", 0))
         heard = Heard(f"http://127.0.0.1:{unserved.getsockname()[1]}", QUICK)
@@ -189,13 +109,23 @@ def test_a_service_that_hangs_or_does_not_exist_does_no_harm(service: FakeMetada
     assert not heard.complaints[0].startswith("skyward: "), "that would be taken for the node's last words"
 
 
-def test_no_proxy_is_used(service: FakeMetadata, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The address belongs to the machine itself."""
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
+NOW = 1795249200.0
+
+
+@pytest.mark.parametrize(
+    ("end", "left"),
+    [("soon", NOTICE_SECONDS), (None, NOTICE_SECONDS), (-600, 0.0), (86_400, NOTICE_SECONDS), (90, 90.0)],
+)
+def test_the_time_left_is_by_the_clock_of_the_service(
+    service: FakeMetadata, tmp_path: Path, end: float | str | None, left: float
+) -> None:
+    """The machine's own may be wrong by hours. It is at most what AWS promises, also if there is none."""
+    service.date = "Sat, 21 Nov 2026 08:20:00 GMT"
+    at = stamp(NOW + end) if isinstance(end, int) else end
+    (tmp_path / "instance-action").write_text(json.dumps({"action": "terminate", "time": at}))
     heard = Heard(service.url)
     heard.look()
-    assert heard.complaints == []
+    assert [notice.seconds_left for notice in heard.notices] == [left]
 
 
 # ── nodes of this machine ────────────────────────────────────────────────────────────────────────────────────────────

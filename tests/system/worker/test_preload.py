@@ -71,12 +71,6 @@ def test_a_module_that_fails_or_makes_forks_unsafe_is_skipped(module: str, reaso
     assert said == {"skipped": {module: reason}, "imported": ["plain", "colorsys"]}
 
 
-def test_several_modules_are_skipped(tmp_path: Path) -> None:
-    said = run(tmp_path, "threaded", "broken", "opening", "plain")
-    assert said["imported"] == ["plain"]
-    assert list(said["skipped"]) == ["threaded", "broken", "opening"]
-
-
 @pytest.mark.parametrize("name", ["", "a b", "os; import sys", "1st", ".tree", "-m"])
 def test_other_names_are_refused(name: str) -> None:
     with pytest.raises(sky.BadRequest, match="write the names of modules"):

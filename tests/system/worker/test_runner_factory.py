@@ -15,7 +15,7 @@ from skyward_core.errors import NodeLost
 from skyward_core.serialization import exceptions
 from skyward_core.worker import runner_factory
 from skyward_core.worker.runner_factory import Forked, RunnerExit, RunnerFactory
-from skyward_core.worker.slot import News, Slot
+from skyward_core.worker.slot import Slot
 from skyward_core.worker.wire import Outcome, OutcomeKind, Parcel
 from tests.conftest import wait_until
 from tests.system.worker.test_slot import Run, Runners, batch_of, runners, slot  # noqa: F401 - fixtures
@@ -92,40 +92,6 @@ def test_a_runner_that_starts_late_takes_no_call(runners: Runners, tmp_path: Pat
         slot.close()
 
 
-def test_a_crash_is_reported_even_if_no_runner_starts(runners: Runners, slot: Slot) -> None:
-    """The call has crashed, also if no runner can run the next call."""
-
-    def refuse(descriptors: list[int], mark: bytes) -> int:
-        raise ConnectionError("no supervisor")
-
-    runners.fork = refuse  # type: ignore[method-assign]
-    news = list[News]()
-    with pytest.raises(ConnectionError):
-        slot.run(batch_of(crash="import os; os._exit(3)", second="pass"), news.extend)
-    assert [(item.call_id, item.kind, item.exit_code) for item in news if isinstance(item, Outcome)] == [
-        ("crash", OutcomeKind.CRASH, 3)
-    ]
-
-
-def test_a_batch_without_a_runner_leaves_no_topic(
-    runners: Runners, slot: Slot, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Otherwise a late message that stops the topic would be kept, and would stop the next batch of a client that
-    has come back.
-    """
-    really = runners.fork
-
-    def refuse(descriptors: list[int], mark: bytes) -> int:
-        raise ConnectionError("no runner")
-
-    monkeypatch.setattr(runners, "fork", refuse)
-    with pytest.raises(ConnectionError):
-        slot.run(batch_of(crash="import os; os._exit(3)")._replace(topic="skyward-client"), lambda news: None)
-    monkeypatch.setattr(runners, "fork", really)
-    slot.cancel("skyward-client")
-    assert Run(slot, batch_of(next="pass")._replace(topic="skyward-client")).endings() == {"next": OutcomeKind.RESULT}
-
-
 def test_the_exit_of_an_earlier_process_does_not_count_for_a_runner_with_the_same_pid(tmp_path: Path) -> None:
     """The kernel reuses pids. An exit that was reported too late belongs to the earlier process."""
     ours, supervisor = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -173,11 +139,7 @@ def test_a_runner_that_dies_is_noticed_though_a_process_holds_its_sockets(slot: 
     )
     try:
         run = Run(slot, batch_of(leaves=leaves, dies="import os; os.abort()", next="pass"))
-        assert run.endings() == {
-            "leaves": OutcomeKind.RESULT,
-            "dies": OutcomeKind.CRASH,
-            "next": OutcomeKind.RESULT,
-        }
+        assert run.endings() == {"leaves": OutcomeKind.RESULT, "dies": OutcomeKind.CRASH, "next": OutcomeKind.RESULT}
         pid = slot.pid
         os.kill(pid, signal.SIGKILL)  # between two batches
         wait_until(lambda: not Path(f"/proc/{pid}/exe").exists(), "the runner to die")

@@ -88,10 +88,6 @@ def test_what_cannot_travel_cannot_be_scattered() -> None:
         sky.scatter(x for x in range(3))
 
 
-def test_a_reference_says_what_it_stands_for() -> None:
-    assert repr(sky.scatter(bytes(70_000))).startswith("<scattered bytes of 70,0")
-
-
 def test_a_value_whose_file_is_gone(tmp_path: Path) -> None:
     """The error says so."""
     shared_values.begin_call({"shared-a": Parcel(b"", (), str(tmp_path / "gone"), ((0, 1),))})

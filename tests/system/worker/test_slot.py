@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,51 +125,6 @@ def state_of(pid: int) -> str:
 # ── cancellations ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.fixture
-def at_cancel(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
-    """Do something once, after a slot has seen that a call of its runner is cancelled, and before it takes the
-    waiting calls back.
-    """
-
-    def install(happen: Callable[[], object]) -> None:
-        waiting, really = [happen], slots._BatchRun._take_back
-
-        def take_back(run: Any) -> Any:
-            if run.slot.cancelled and waiting:
-                waiting.pop()()
-            return really(run)
-
-        monkeypatch.setattr(slots._BatchRun, "_take_back", take_back)
-
-    return install
-
-
-def test_a_cancellation_that_comes_late_spares_the_next_call(
-    slot: Slot, tmp_path: Path, at_cancel: Callable[[Callable[[], object]], None]
-) -> None:
-    """When the slot checks, the call has ended, its outcome is unread, and the runner has begun the next one."""
-    go, begun, end = (tmp_path / name for name in ("go", "begun", "end"))
-    pid = slot.pid
-
-    def move_on() -> None:
-        go.touch()
-        wait_until(begun.exists, "the next call to begin")
-
-    at_cancel(move_on)
-    started = tmp_path / "started"
-    run = Run(slot, batch_of(wanted=waits_for(go, started), neighbour=waits_for(end, begun)))
-    wait_until(started.exists, "the first call to begin")
-    slot.cancel("wanted")
-    wait_until(
-        lambda: any(isinstance(news, Outcome) and news.call_id == "wanted" for news in run.news),
-        "the outcome of the first call",
-    )
-    wait_until(lambda: state_of(pid) != "T", "the runner to go on")
-    end.touch()
-    assert run.endings() == {"wanted": OutcomeKind.RESULT, "neighbour": OutcomeKind.RESULT}
-    assert slot.pid == pid
-
-
 def test_a_cancelled_call_stops_and_those_behind_it_run(slot: Slot, tmp_path: Path) -> None:
     """The runner ends with its call; the other calls get another runner."""
     started, never = tmp_path / "started", tmp_path / "never"
@@ -179,55 +133,6 @@ def test_a_cancelled_call_stops_and_those_behind_it_run(slot: Slot, tmp_path: Pa
     wait_until(started.exists, "the first call to begin")
     slot.cancel("wanted")
     assert run.endings() == {"wanted": OutcomeKind.CANCELLED, "neighbour": OutcomeKind.RESULT}
-    assert slot.pid != pid
-
-
-def test_processes_that_a_cancelled_call_has_started_get_the_signal(slot: Slot, tmp_path: Path) -> None:
-    """Its children are in its process group: they get the signal, and are not stopped."""
-    child, never = tmp_path / "child", tmp_path / "never"
-    text = f"import subprocess; child = subprocess.Popen(['sleep', '1000']); open({str(child)!r}, 'w').write(str(child.pid))\n{waits_for(never)}"
-    run = Run(slot, batch_of(wanted=text))
-    wait_until(lambda: child.exists() and child.read_text(), "the child to start")
-    slot.cancel("wanted")
-    assert run.endings() == {"wanted": OutcomeKind.CANCELLED}
-    wait_until(lambda: not os.path.exists(f"/proc/{child.read_text()}"), "the child to end")
-
-
-def test_a_call_that_ignores_the_signal_is_killed_later(
-    slot: Slot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It runs on, not stopped, until its time is up."""
-    monkeypatch.setattr(slots, "TERM_SECONDS", 0.2)
-    started, ignored = tmp_path / "started", tmp_path / "ignored"
-    text = f"import signal; signal.signal(signal.SIGTERM, lambda *_: open({str(ignored)!r}, 'w').close())\n{waits_for(tmp_path / 'never', started)}"
-    run = Run(slot, batch_of(wanted=text, neighbour="pass"))
-    wait_until(started.exists, "the call to begin")
-    slot.cancel("wanted")
-    assert run.endings()["wanted"] is OutcomeKind.CANCELLED
-    assert ignored.exists()
-
-
-def test_a_runner_that_dies_while_it_is_stopped_is_reaped(
-    slot: Slot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another process kills it between the two signals: its call has ended by that, and the next runner is not
-    touched.
-    """
-    started, pid = tmp_path / "started", slot.pid
-    really = os.kill
-
-    def kill(victim: int, sig: int) -> None:
-        really(victim, sig)
-        if sig == signal.SIGSTOP:
-            really(victim, signal.SIGKILL)
-
-    monkeypatch.setattr(slots, "os", SimpleNamespace(**{**vars(os), "kill": kill}))
-    run = Run(slot, batch_of(wanted=waits_for(tmp_path / "never", started), neighbour="pass"))
-    wait_until(started.exists, "the call to begin")
-    slot.cancel("wanted")
-    endings = run.endings()
-    assert endings["wanted"] in {OutcomeKind.CRASH, OutcomeKind.CANCELLED}
-    assert endings["neighbour"] is OutcomeKind.RESULT
     assert slot.pid != pid
 
 
@@ -261,19 +166,6 @@ def test_a_call_that_did_not_use_the_memory_is_spared(
         assert slot.pid == pid
     finally:
         slot.close()
-
-
-@pytest.mark.parametrize("is_out_of_memory", [True, False])
-def test_a_call_that_the_kernel_has_killed_for_its_memory_raises_that(
-    runners: Runners, slot: Slot, is_out_of_memory: bool
-) -> None:
-    """The supervisor reports a process that was killed for memory; any other dead process has crashed."""
-    runners.is_out_of_memory = is_out_of_memory
-    run = Run(slot, batch_of(large="import os; os.kill(os.getpid(), 9)"))
-    run.endings()
-    (news,) = [item for item in run.news if isinstance(item, Outcome)]
-    expected = (OutcomeKind.OUT_OF_MEMORY, slots.BY_KERNEL) if is_out_of_memory else (OutcomeKind.CRASH, "")
-    assert (news.kind, news.text, news.exit_code) == (*expected, -signal.SIGKILL)
 
 
 # ── calls taken back ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -377,13 +269,6 @@ def test_a_call_is_ended_at_its_deadline_and_those_behind_it_run(slot: Slot, tmp
     assert slot.pid != pid
 
 
-def test_the_slot_looks_at_the_deadline_by_itself(slot: Slot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing else wakes it."""
-    monkeypatch.setattr(slots, "LOOK_SECONDS", 1000.0)
-    run = Run(slot, limited(batch_of(late=waits_for(tmp_path / "never")), "late", 0.3))
-    assert run.endings() == {"late": OutcomeKind.TIMED_OUT}
-
-
 def test_the_time_of_a_call_begins_when_the_call_before_it_has_ended(
     slot: Slot, tmp_path: Path, clock: MovedClock
 ) -> None:
@@ -397,44 +282,6 @@ def test_the_time_of_a_call_begins_when_the_call_before_it_has_ended(
     wait_until(lambda: begun.exists() and run.news, "the second call to begin")
     end.touch()
     assert run.endings() == {"first": OutcomeKind.RESULT, "second": OutcomeKind.RESULT}
-
-
-def test_a_call_that_ends_just_before_its_deadline_spares_the_next_one(
-    slot: Slot, tmp_path: Path, clock: MovedClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """When the slot takes the queue back, the late call has ended, its outcome is unread, and the next one runs.
-
-    Looks inside: the test must act between the deadline and the moment at which the slot takes the queue back.
-    """
-    started, go, begun, end = (tmp_path / name for name in ("started", "go", "begun", "end"))
-    pid, really = slot.pid, slots._BatchRun._take_back
-
-    def take_back(run: Any) -> Any:
-        if not go.exists():
-            go.touch()
-            wait_until(begun.exists, "the next call to begin")
-        return really(run)
-
-    monkeypatch.setattr(slots._BatchRun, "_take_back", take_back)
-    run = Run(slot, limited(batch_of(late=waits_for(go, started), next=waits_for(end, begun)), "late", 300.0))
-    wait_until(started.exists, "the call to begin")
-    clock.moved_seconds = 400.0
-    slot.cancel("unknown")
-    wait_until(lambda: any(isinstance(news, Outcome) for news in run.news), "the outcome of the first call")
-    end.touch()
-    assert run.endings() == {"late": OutcomeKind.RESULT, "next": OutcomeKind.RESULT}
-    assert slot.pid == pid
-
-
-def test_a_call_that_ignores_the_signal_of_its_deadline_is_killed_later(
-    slot: Slot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is out of time, and not cancelled."""
-    monkeypatch.setattr(slots, "TERM_SECONDS", 0.2)
-    ignored = tmp_path / "ignored"
-    text = f"import signal; signal.signal(signal.SIGTERM, lambda *_: open({str(ignored)!r}, 'w').close())\n{waits_for(tmp_path / 'never')}"
-    run = Run(slot, limited(batch_of(late=text, neighbour="pass"), "late", 1.0))
-    assert run.endings() == {"late": OutcomeKind.TIMED_OUT, "neighbour": OutcomeKind.RESULT}
 
 
 def test_a_slot_counts_the_time_of_each_client(slot: Slot, tmp_path: Path) -> None:

@@ -7,22 +7,7 @@ import textwrap
 import threading
 from pathlib import Path
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from skyward_core.worker.watchdog import read_lease, read_paid, uptime, write_lease, write_paid
-from tests.unit.worker.test_watchdog import (
-    uptimes,
-)
-
-
-def test_uptime_is_that_of_the_kernel() -> None:
-    """The guard, a shell script, reads the same value, and it grows."""
-    said = float(
-        subprocess.run(["cut", "-d", " ", "-f1", "/proc/uptime"], capture_output=True, text=True, check=True).stdout
-    )
-    assert said <= uptime() < said + 60
+from skyward_core.worker.watchdog import read_lease, write_lease
 
 
 def test_many_clients_may_extend_a_lease_at_once(tmp_path: Path) -> None:
@@ -40,21 +25,6 @@ def test_many_clients_may_extend_a_lease_at_once(tmp_path: Path) -> None:
 
 
 # ── paid time ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@given(untils=st.lists(uptimes, min_size=1))
-def test_the_last_paid_time_holds(tmp_path_factory: pytest.TempPathFactory, untils: list[float]) -> None:
-    """Unlike a lease it may be shortened: another machine may be paid with the same money.
-
-    To the millisecond, in digits that a shell can compare.
-    """
-    directory = tmp_path_factory.mktemp("node")
-    assert read_paid(directory) is None
-    for until in untils:
-        write_paid(directory, until)
-    assert read_paid(directory) == pytest.approx(untils[-1], abs=0.001)
-    assert set((directory / "paid").read_text()) <= set("0123456789.\n")
-    assert os.listdir(directory) == ["paid"]
 
 
 def test_a_mark_is_seen_across_a_fork() -> None:

@@ -1,24 +1,28 @@
-"""The connection to a pool's scheduler."""
+"""The connection to a pool's scheduler: its tasks, its pings and acknowledgements, and reports of the client's load."""
 
 import pickle
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from distributed.scheduler import KilledWorker
+from hypothesis import given
+from hypothesis import strategies as st
 
+from skyward_core.engine import actions as do
 from skyward_core.engine import connection as module
 from skyward_core.engine.certificates import make_certificate
-from skyward_core.engine.connection import (
-    WORKER_GONE,
-    NotSent,
-    SchedulerConnection,
-    connect,
-    reason_of,
-)
-from skyward_core.worker.scheduler_messages import Resumed
+from skyward_core.engine.connection import WORKER_GONE, NotSent, SchedulerConnection, connect, reason_of
+from skyward_core.engine.connection_state import ACKNOWLEDGED_TOGETHER, PING_SECONDS, PINGS, ConnectionState
+from skyward_core.engine.load_reports import LoadReports
+from skyward_core.engine.own_time import OwnTime
+from skyward_core.worker.client_loads import load
 from skyward_core.worker.wire import Batch
+
+BATCH = Batch("topic", (), {})
+
+# ── tasks ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("is_pickled", [False, True])
@@ -30,142 +34,107 @@ def test_the_reason_of_a_killed_worker_is_in_words(is_pickled: bool) -> None:
     assert reason_of(pickle.dumps(refused) if is_pickled else refused) == "the scheduler could not take it: too large"
 
 
-class Loop:
-    """Dask's loop: runs callbacks at once, and keeps those for later."""
+class Line:
+    """A connection that has sent task "a" with number 1, and knows task "old" of an earlier connection; what it has
+    posted to the engine. Dask's loop runs callbacks at once, and those for later when `wait` is called.
+    """
 
     def __init__(self) -> None:
-        self.later: list[Callable[[], object]] = []
+        self.finished, self.failed = list[int](), dict[int, str]()
+        self.later = list[Callable[[], object]]()
+        self.handlers = dict[str, Callable[[Any], object]]()
+        client: Any = SimpleNamespace(
+            status="running",
+            id="client",
+            listener=None,
+            loop=SimpleNamespace(
+                add_callback=lambda callback, *arguments: callback(*arguments),
+                call_later=lambda _, callback: self.later.append(callback),
+            ),
+            subscribe_topic=self.handlers.__setitem__,
+            _send_to_scheduler=lambda message: None,
+        )
+        engine: Any = SimpleNamespace(
+            on_resumed=lambda epoch, resumed: None,
+            on_tasks_finished=lambda epoch, numbers: self.finished.extend(numbers),
+            on_task_failed=self.fail,
+        )
+        self.connection = SchedulerConnection(client)
+        self.connection.listen(1, "topic", 0, engine)
+        answer = {"request": 1, "number": 0, "missed": 0, "is_known": True, "tasks": {"old": "processing"}, "gone": ()}
+        self.handlers["topic"]((0.0, answer))
+        self.connection.send_batch(1, "a", BATCH, None)
 
-    def add_callback(self, callback: Callable[..., object], *arguments: Any) -> None:
-        callback(*arguments)
-
-    def call_later(self, seconds: float, callback: Callable[[], object]) -> None:
-        self.later.append(callback)
-
-
-class Client:
-    """A connected client whose messages go nowhere. The tests call its handlers as Dask does."""
-
-    listener: Any = None
-
-    def __init__(self) -> None:
-        self.status = "running"
-        self.id = "client"
-        self.loop = Loop()
-        self.handlers: dict[str, Callable[[Any], object]] = {}
-        self.sent: list[str] = []
-
-    def subscribe_topic(self, topic: str, handler: Callable[[Any], object]) -> None:
-        self.handlers[topic] = handler
-
-    def _send_to_scheduler(self, msg: Any) -> None:
-        self.sent.append(msg["op"])
-
-
-class Posted:
-    """The engine: notes what is posted to it."""
-
-    def __init__(self) -> None:
-        self.finished: list[int] = []
-        self.failed: dict[int, str] = {}
-
-    def on_resumed(self, epoch: int, resumed: Resumed) -> None:
-        pass
-
-    def on_tasks_finished(self, epoch: int, numbers: Collection[int]) -> None:
-        self.finished += numbers
-
-    def on_task_failed(self, epoch: int, number: int, reason: str) -> None:
+    def fail(self, epoch: int, number: int, reason: str) -> None:
         assert number not in self.failed
         self.failed[number] = reason
 
-
-BATCH = Batch("topic", (), {})
-
-
-@pytest.fixture
-def posted() -> Posted:
-    return Posted()
+    def wait(self) -> None:
+        while self.later:
+            self.later.pop(0)()
 
 
 @pytest.fixture
-def connection(posted: Posted) -> SchedulerConnection:
-    """A connection that has sent task "a" with number 1, and knows task "old" of an earlier connection."""
-    connection = SchedulerConnection(Client())  # type: ignore[arg-type]
-    connection.listen(1, "topic", 0, posted)  # type: ignore[arg-type]
-    answer = {"request": 1, "number": 0, "missed": 0, "is_known": True, "tasks": {"old": "processing"}, "gone": ()}
-    connection.client.handlers["topic"]((0.0, answer))  # type: ignore[attr-defined]
-    connection.send_batch(1, "a", BATCH, None)
-    return connection
+def line() -> Line:
+    return Line()
 
 
-def later(connection: SchedulerConnection) -> None:
-    while callbacks := connection.client.loop.later:  # type: ignore[attr-defined]
-        callbacks.pop(0)()
-
-
-def test_the_end_of_a_task_is_posted_once(connection: SchedulerConnection, posted: Posted) -> None:
+def test_the_end_of_a_task_is_posted_once(line: Line) -> None:
     """Finished tasks are posted together, a little later."""
-    connection.finished("a")
-    connection.finished("a")
-    connection.failed("a", "gone")
-    assert posted.finished == []
-    later(connection)
-    assert (posted.finished, posted.failed) == ([1], {})
+    line.connection.finished("a")
+    line.connection.finished("a")
+    line.connection.failed("a", "gone")
+    assert line.finished == []
+    line.wait()
+    assert (line.finished, line.failed) == ([1], {})
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_task_of_an_earlier_connection_ends_before_or_after_it_is_followed(
-    connection: SchedulerConnection, posted: Posted, is_first: bool
-) -> None:
-    """The scheduler may say how it ended before the engine follows it."""
+def test_a_task_of_an_earlier_connection_ends_before_or_after_it_is_followed(line: Line, is_first: bool) -> None:
     if is_first:
-        connection.finished("old")
-    connection.follow(7, "old")
+        line.connection.finished("old")
+    line.connection.follow(7, "old")
     if not is_first:
-        connection.finished("old")
-    later(connection)
-    assert posted.finished == [7]
+        line.connection.finished("old")
+    line.wait()
+    assert line.finished == [7]
 
 
-def test_a_restart_of_the_cluster_fails_all_tasks(connection: SchedulerConnection, posted: Posted) -> None:
+def test_a_restart_of_the_cluster_fails_all_tasks(line: Line) -> None:
     """A user's Dask client may restart it. A task that is not followed yet fails when it is."""
-    connection.all_failed("restarted")
-    assert posted.failed == {1: "restarted"}
-    connection.follow(7, "old")
-    assert posted.failed == {1: "restarted", 7: "restarted"}
+    line.connection.all_failed("restarted")
+    assert line.failed == {1: "restarted"}
+    line.connection.follow(7, "old")
+    assert line.failed == {1: "restarted", 7: "restarted"}
 
 
-def test_a_task_is_taken_back_or_posted_but_not_both(connection: SchedulerConnection, posted: Posted) -> None:
-    """A task that has ended cannot be taken back; a task that was taken back is not posted."""
-    assert connection.take_back("a")
-    connection.failed("a", "gone")
-    connection.send_batch(2, "b", BATCH, None)
-    connection.failed("b", "gone")
-    assert not connection.take_back("b")
-    assert posted.failed == {2: "gone"}
+def test_a_task_is_taken_back_or_posted_but_not_both(line: Line) -> None:
+    assert line.connection.take_back("a")
+    line.connection.failed("a", "gone")
+    line.connection.send_batch(2, "b", BATCH, None)
+    line.connection.failed("b", "gone")
+    assert not line.connection.take_back("b")
+    assert line.failed == {2: "gone"}
 
 
-def test_a_batch_that_was_not_sent_is_not_followed(
-    connection: SchedulerConnection, posted: Posted, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_that_was_not_sent_is_not_followed(line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(message: Any) -> None:
         raise NotSent
 
-    monkeypatch.setattr(connection, "send", refuse)
+    monkeypatch.setattr(line.connection, "send", refuse)
     with pytest.raises(NotSent):
-        connection.send_batch(3, "c", BATCH, None)
-    connection.failed("c", "gone")
-    assert posted.failed == {}
+        line.connection.send_batch(3, "c", BATCH, None)
+    line.connection.failed("c", "gone")
+    assert line.failed == {}
 
 
 def test_a_connection_that_is_cut_at_once_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """`_reconnect` has taken the stream before it is used."""
     closed: list[str] = []
+    loop = SimpleNamespace(stop=lambda timeout: closed.append("stop"))
     client: Any = SimpleNamespace(
-        scheduler_comm=None, status="connecting", close=lambda timeout: closed.append("close")
+        scheduler_comm=None, status="connecting", close=lambda timeout: closed.append("close"), _loop_runner=loop
     )
-    client._loop_runner = SimpleNamespace(stop=lambda timeout: closed.append("stop"))
     monkeypatch.setattr(module, "PoolClient", lambda *_, **__: client)
     with pytest.raises(OSError, match="at once"):
         connect("tls://127.0.0.1:1", make_certificate("p"), 0.1)
@@ -179,7 +148,123 @@ def test_a_client_that_cannot_be_closed_in_time_leaves_no_thread() -> None:
     def close(timeout: float) -> None:
         raise TimeoutError
 
-    client: Any = SimpleNamespace(close=close, status="closing")
-    client._loop_runner = SimpleNamespace(stop=lambda timeout: stopped.append(timeout))
+    client: Any = SimpleNamespace(close=close, status="closing", _loop_runner=SimpleNamespace(stop=stopped.append))
+    client._loop_runner.stop = lambda timeout: stopped.append(timeout)
     SchedulerConnection(client).close()
     assert (client.status, len(stopped)) == ("closed", 1)
+
+
+# ── pings and acknowledgements ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def live() -> tuple[ConnectionState, list[do.Action]]:
+    """A connection, made at time 0, whose scheduler has answered; and its actions."""
+    done: list[do.Action] = []
+    state = ConnectionState(done.append)
+    assert state.resumed(state.connected(0.0), 0)
+    return state, done
+
+
+def test_there_is_one_ping_at_a_time_and_none_too_early() -> None:
+    """The next one waits for the answer and the interval. Another connection gets its own."""
+    state, done = live()
+    for now, is_answered, pings in ((1, False, 0), (1.1, False, 1), (2.2, False, 1), (2, True, 1), (2.3, False, 2)):
+        if is_answered:
+            state.pinged(1, is_answered=True)
+        state.tick(now * PING_SECONDS)
+        assert done == [do.Ping(1)] * pings
+    state.resumed(state.connected(100.0), 0)
+    state.tick(100.0 + 1.1 * PING_SECONDS)
+    assert done[2:] == [do.Ping(2)]
+
+
+def test_misses_in_a_row_end_the_connection() -> None:
+    """Those of another connection do not count, nor those before an answer. The end is reported once."""
+    state, done = live()
+    for is_answered in (*[False] * (PINGS - 1), True, *[False] * (PINGS - 1)):
+        state.pinged(1, is_answered=is_answered)
+    state.pinged(0, is_answered=False)
+    assert state.is_live
+    state.pinged(1, is_answered=False)
+    state.cut(1)
+    state.tick(100.0)
+    assert (state.is_connected, state.is_live, done) == (False, False, [do.CutOff()])
+    assert not state.resumed(1, 5)
+    assert not state.hear(1)
+
+
+def test_messages_are_acknowledged_together() -> None:
+    """When there are many, or at the next tick; each number once."""
+    state, done = live()
+    for count in (ACKNOWLEDGED_TOGETHER, 1):
+        for _ in range(count):
+            assert state.hear(1)
+        state.acknowledge_many()
+        state.acknowledge_many()
+    state.tick(0.0)
+    assert done == [do.Acknowledge(1, ACKNOWLEDGED_TOGETHER + 1)]
+    state.hear(1)
+    state.acknowledge_many()
+    assert done[1:] == []
+    for _ in range(2):
+        state.tick(0.0)
+    assert done[1:] == [do.Acknowledge(1, ACKNOWLEDGED_TOGETHER + 2)]
+
+
+# ── the load and the time of one client ──────────────────────────────────────────────────────────────────────────────
+
+
+def test_only_changes_of_the_load_are_reported() -> None:
+    """And all of it on a new connection, also a load that has ended meanwhile: the scheduler may be the same one."""
+    reports = LoadReports("topic")
+    for waiting, machines, reported in (
+        (0, [], None),
+        (3, [], (3, [])),
+        (3, [], None),
+        (None, ["b", "a"], (3, ["a", "b"])),
+        (None, ["a", "b"], None),
+        ("forget", [], None),
+        (3, ["a"], (3, ["a"])),
+        ("forget", [], None),
+        (0, [], (0, [])),
+        (0, [], None),
+        ("forget", [], None),
+        (None, [], (0, [])),
+    ):
+        if waiting == "forget":
+            reports.forget()
+        else:
+            assert reports.next(waiting, machines) == (load("topic", *reported) if reported else None)
+
+
+def test_running_and_lost_calls_count_before_they_have_reported() -> None:
+    """Not twice when they have. A worker that follows counts from zero; one that has forgotten the client changes
+    nothing.
+    """
+    time = OwnTime()
+    for process, seen, total in (("0-1", 5.0, 5.0), ("0-1", 2.0, 5.0), ("0-1", 6.0, 6.0), ("0-2", 1.0, 7.0)):
+        time.seen("a", process, seen)
+        assert time.seconds == total
+    time.ran("a", 1.5)
+    time.ran("a", 6.0)
+    time.ran("b", 4.0)
+    assert time.seconds == 7.5 + 4.0
+
+
+SECONDS = st.floats(0, 1e6)
+EVENTS = st.lists(st.tuples(st.sampled_from("ab"), st.sampled_from(["", "1", "2"]), SECONDS))
+
+
+@given(EVENTS)
+def test_the_own_time_never_shrinks(events: list[tuple[str, str, float]]) -> None:
+    """It is at least what ended calls have reported."""
+    time, reported, before = OwnTime(), 0.0, 0.0
+    for instance_id, process, seconds in events:
+        if process:
+            time.seen(instance_id, process, seconds)
+        else:
+            time.ran(instance_id, seconds)
+            reported += seconds
+        assert time.seconds >= before
+        before = time.seconds
+    assert time.seconds >= reported - 1e-6 * max(1.0, reported)

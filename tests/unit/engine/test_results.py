@@ -1,5 +1,7 @@
-"""Results that cannot be loaded here, pending calls in the place of results, and the events of calls without a result."""
+"""Results and items of streams at the client: what is loaded where, what is kept, and what a consumer takes and leaves."""
 
+import asyncio
+import gc
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -8,17 +10,15 @@ from typing import Any
 import pytest
 
 import skyward_core as sky
+from skyward_core.concurrency.item_stream import ItemStream
 from skyward_core.engine.futures import CallFuture
+from skyward_core.engine.item_futures import ItemFuture
 from skyward_core.engine.results import PLAIN_BYTES, NotPlain, Results, Settled, plain_value, value_of
-from skyward_core.errors import Stored
+from skyward_core.errors import NodeLost, PoolClosed, SkywardError, Stored
 from skyward_core.worker.wire import Outcome, OutcomeKind, Parcel
 from tests.conftest import RecordedEvents
 
-
-def not_loaded(call: Callable[[], Any]) -> sky.ResultNotLoaded:
-    with pytest.raises(sky.ResultNotLoaded) as caught:
-        call()
-    return caught.value
+# ── results ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_result_that_fails_to_load_here_is_kept() -> None:
@@ -29,18 +29,22 @@ def test_a_result_that_fails_to_load_here_is_kept() -> None:
 
 
 class Broken:
-    """Its result is pickled on the node, and cannot be made here."""
+    """It is pickled on the node, and cannot be made here."""
 
     def __reduce__(self) -> Any:
         return int, ("seven",)
 
 
+def outcome_of(value: object) -> Outcome:
+    return Outcome("call", OutcomeKind.RESULT, Parcel(pickle.dumps(value, protocol=5)))
+
+
 def test_a_result_that_cannot_be_loaded_says_why() -> None:
-    """With the node and the error of its type."""
-    outcome = Outcome("1", OutcomeKind.RESULT, Parcel(pickle.dumps(Broken())))
-    error = not_loaded(lambda: value_of(outcome, 3))
-    assert "on node 3, but its result cannot be loaded here: ValueError: invalid literal" in str(error)
-    assert error.node == 3
+    with pytest.raises(
+        sky.ResultNotLoaded, match=r"on node 3, .* cannot be loaded here: ValueError: invalid lit"
+    ) as error:
+        value_of(outcome_of(Broken()), 3)
+    assert error.value.node == 3
 
 
 @pytest.mark.parametrize("wrong", [None, 3, "double", [1]], ids=repr)
@@ -52,10 +56,6 @@ def test_a_value_that_is_no_function_is_refused_at_the_call(wrong: Any) -> None:
             pool.map(wrong, items)
     with pytest.raises(TypeError, match="is no function"):
         sky.compute(wrong)
-
-
-def outcome_of(value: object) -> Outcome:
-    return Outcome("call", OutcomeKind.RESULT, Parcel(pickle.dumps(value, protocol=5)))
 
 
 @pytest.mark.parametrize("value", [None, 3, "text", [1, {"a": (2.5, b"bytes", {4})}]])
@@ -97,8 +97,162 @@ def test_each_future_that_ends_is_reported_and_its_files_are_removed(tmp_path: P
     if ending == "cancelled":
         future.cancel()
     Results(lambda: 0, settled.append).set(Settled(future, value, [parcel]))
-    assert settled == [future]
-    assert list(tmp_path.iterdir()) == []
-    assert future.done()
+    assert (settled, list(tmp_path.iterdir())) == ([future], [])
     if not future.cancelled():
         assert future.result() == 7 if ending == "result" else isinstance(future.exception(), KeyError)
+
+
+# ── items of a stream ────────────────────────────────────────────────────────────────────────────────────────────────
+
+AHEAD = 4
+
+
+class Stream:
+    """A streaming call: what its future asks of the engine."""
+
+    def __init__(self) -> None:
+        self.stopped: list[str] = []
+        self.credit: list[int] = []
+        self.posted: list[Callable[[], None]] = []
+        self.future = ItemFuture(
+            "a",
+            AHEAD,
+            self.stopped.append,
+            lambda call: call(),
+            lambda _, below: self.credit.append(below),
+            self.posted.append,
+        )
+
+    def put(self, *numbers: int) -> None:
+        for number in numbers:
+            self.future.put_item(number, Parcel(pickle.dumps(number)), 0)
+
+    def end(self, total: int | None, error: BaseException | None = None) -> None:
+        assert self.future.claim()
+        if total is not None:
+            self.future.set_total(total)
+        if error is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(error)
+
+
+@pytest.fixture
+def call() -> Stream:
+    return Stream()
+
+
+def test_items_are_taken_in_the_order_of_their_numbers(call: Stream) -> None:
+    """Also if a fetch makes one late. The end and the error come after them, once."""
+    call.put(1, 0, 2)
+    call.end(3, KeyError("x"))
+    items = ItemStream[int](call.future)
+    assert [next(items), next(items), next(items)] == [0, 1, 2]
+    with pytest.raises(KeyError):
+        next(items)
+    assert (list(items), call.stopped) == ([], [])
+
+
+@pytest.mark.parametrize("how", ["not fetched", "closed"])
+def test_a_stream_that_is_lost_gives_what_has_come(call: Stream, how: str) -> None:
+    """The error comes in the place of the lost item. A call whose item cannot be fetched is stopped."""
+    call.put(0)
+    if how == "closed":
+        call.end(None, PoolClosed("gone"))
+    else:
+        call.future.break_off(NodeLost("gone"))
+    items = ItemStream[int](call.future)
+    assert next(items) == 0
+    with pytest.raises(PoolClosed if how == "closed" else NodeLost, match="gone"):
+        next(items)
+    assert (call.stopped, list(items)) == ([] if how == "closed" else ["a"], [])
+
+
+def test_credit_follows_the_consumer(call: Stream) -> None:
+    """The node is never more than AHEAD items before it, and hears of each second one that is taken."""
+    items = ItemStream[int](call.future)
+    call.put(0, 1, 2, 3)
+    for number in range(4):
+        assert next(items) == number
+        assert call.credit == [6, 8][: (number + 1) // 2]
+
+
+def test_what_is_not_taken_is_removed(call: Stream, tmp_path: Path) -> None:
+    """Files of items that have come, and of those that come after the consumer has left."""
+    first, second = (Parcel(pickle.dumps(0)).moved_to_file([str(tmp_path)]) for _ in range(2))
+    call.future.put_item(0, first, 0)
+    with ItemStream[int](call.future) as items:
+        assert iter(items) is items
+    assert call.stopped == ["a"]
+    call.future.put_item(1, second, 0)
+    assert (list(tmp_path.iterdir()), list(items)) == ([], [])
+
+
+def test_an_item_that_was_taken_is_removed(call: Stream, tmp_path: Path) -> None:
+    """Its file goes with it, also if it cannot be loaded. The error names the node."""
+    whole, damaged = (Parcel(data).moved_to_file([str(tmp_path)]) for data in (pickle.dumps("x"), b"no pickle"))
+    call.future.put_item(0, whole, 0)
+    call.future.put_item(1, damaged, 5)
+    items = ItemStream[str](call.future)
+    assert next(items) == "x"
+    assert [str(path) for path in tmp_path.iterdir()] == [damaged.path]
+    with pytest.raises(SkywardError, match="node 5"):
+        next(items)
+    assert list(tmp_path.iterdir()) == []
+
+
+async def consume(call: Stream) -> list[int]:
+    return [number async for number in ItemStream[int](call.future)]
+
+
+@pytest.mark.parametrize("how", ["interrupted", "cancelled"])
+def test_a_stream_whose_consumer_was_stopped_is_left(call: Stream, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Although the traceback is kept, as a notebook keeps the last one: its frames do not refer to the stream."""
+
+    def interrupted(_: ItemFuture) -> None:
+        raise KeyboardInterrupt
+
+    async def cancel() -> None:
+        task = asyncio.create_task(consume(call))
+        await asyncio.sleep(0)
+        task.cancel()
+        await task
+
+    with pytest.raises((KeyboardInterrupt, asyncio.CancelledError)) as caught:
+        if how == "cancelled":
+            asyncio.run(cancel())
+        monkeypatch.setattr(ItemFuture, "take", interrupted)
+        for _ in ItemStream[int](call.future):
+            pass
+    gc.collect()
+    assert caught.tb is not None
+    assert len(call.posted) == 1
+
+
+def test_a_stream_without_references_is_left(call: Stream) -> None:
+    """In the engine's thread: garbage may be collected anywhere."""
+    call.put(0)
+    for _ in ItemStream[int](call.future):
+        break
+    gc.collect()
+    assert call.stopped == []
+    (leave,) = call.posted
+    leave()
+    assert call.stopped == ["a"]
+
+
+@pytest.mark.parametrize("total", [0, 3])
+def test_async_for_waits_without_blocking(call: Stream, total: int) -> None:
+    """Other tasks run while no item is there."""
+
+    async def produce() -> None:
+        for number in range(total):
+            await asyncio.sleep(0)
+            call.put(number)
+        call.end(total)
+
+    async def both() -> list[int]:
+        taken, _ = await asyncio.gather(consume(call), produce())
+        return taken
+
+    assert asyncio.run(both()) == list(range(total))

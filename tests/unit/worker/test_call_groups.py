@@ -5,8 +5,6 @@ Most tests use a fake of cgroupfs; the last test needs a kernel with cgroup v2's
 
 import os
 import signal
-import subprocess
-import uuid
 from pathlib import Path
 
 import pytest
@@ -45,24 +43,6 @@ def bounded() -> CallGroups:
     groups = call_groups.call_groups("local-1", LIMIT)
     assert groups is not None
     return groups
-
-
-def test_the_nodes_group_is_divided(kernel: FakeKernel, group: Path) -> None:
-    """Its processes are in a group below it, and it passes the memory controller on."""
-    bounded()
-    assert kernel.members(group / "node") == {11, 12, os.getpid()}
-    assert kernel.read(group / "cgroup.subtree_control") == "memory"
-
-
-def test_a_node_that_restarts_is_divided_already(
-    kernel: FakeKernel, group: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its supervisor is then in a group below the node's."""
-    bounded()
-    monkeypatch.setattr(call_groups, "own_group", lambda: group / "node")
-    path = bounded().make()
-    assert path is not None
-    assert path.parent == group
 
 
 def test_processes_forked_while_the_group_is_divided_are_moved_too(
@@ -122,18 +102,6 @@ def test_each_process_of_calls_has_a_group_with_the_limit(kernel: FakeKernel, gr
     assert call_groups.enter(group / "gone") is False
 
 
-def test_without_a_new_group_the_process_still_runs(kernel: FakeKernel, group: Path) -> None:
-    """It stays in the group where it is forked; the next process tries to make a group again."""
-    groups = bounded()
-    kernel.put(group / "cgroup.subtree_control", "")
-    assert groups.make() is None
-    kernel.put(group / "cgroup.subtree_control", "memory")
-    path = groups.make()
-    assert path is not None
-    groups.end(path)
-    assert [path.name for path in group.iterdir()] == ["node"]
-
-
 @pytest.mark.parametrize(
     ("events", "expected"), [("oom_kill 0", False), ("oom 3\noom_kill 2\noom_group_kill 1", True), ("", False)]
 )
@@ -147,20 +115,6 @@ def test_the_kernels_count_shows_whether_it_has_killed(
     kernel.put(path / "memory.events", events)
     assert groups.end(path) is expected
     assert not path.exists()
-
-
-def test_a_group_with_processes_in_it_is_removed_later(kernel: FakeKernel, group: Path) -> None:
-    """Processes that a call has left outlive its runner: the group is removed when it is empty."""
-    groups = bounded()
-    first, second = groups.make(), groups.make()
-    assert first is not None
-    assert second is not None
-    (first / "left").mkdir()  # a folder that is not empty cannot be removed, as in the kernel
-    assert groups.end(first) is False
-    assert first.exists()
-    (first / "left").rmdir()
-    groups.end(second)
-    assert (first.exists(), second.exists()) == (False, False)
 
 
 def test_results_in_memory_do_not_count_against_the_limit(kernel: FakeKernel, group: Path, tmp_path: Path) -> None:
@@ -243,28 +197,3 @@ def test_a_reaper_leaves_the_node_if_the_group_above_takes_no_process(tmp_path: 
 
 
 # ── a real kernel ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def keeps_limits() -> bool:
-    """Whether the group of a node would have the memory controller here."""
-    made = control_groups.make(f"local-{uuid.uuid4().hex[:12]}", "sky-test-probe", "0")
-    if made is None:
-        return False
-    try:
-        return "memory" in (made.path / "cgroup.controllers").read_text().split()
-    finally:
-        made.remove()
-
-
-@pytest.mark.skipif(not keeps_limits(), reason="no cgroup v2 whose memory controller a node's group would have")
-def test_memory_of_processes_that_a_call_has_started_counts_too() -> None:
-    """The call itself stays small: only the kernel sees the memory of its child."""
-
-    @sky.compute
-    def hoard(mib: int) -> int:
-        return subprocess.run(["python3", "-c", f"x = bytearray({mib} << 20); print(len(x))"], check=False).returncode
-
-    with sky.ComputePool(provider=sky.Local(), memory="400MB", display="quiet") as pool:
-        with pytest.raises(sky.CallOutOfMemory, match="control group"):
-            hoard(800) >> pool
-        assert hoard(10) >> pool == 0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import skyward_core as sky
-from skyward_core.worker.call_metrics import BURST, LINE_BYTES, CallMetrics, Reporter
+from skyward_core.worker.call_metrics import BURST, CallMetrics, Reporter
 from skyward_core.worker.log_records import LogLines, split_records
 from skyward_core.worker.runner_output import LAST_LINES, Stream
 
@@ -67,23 +67,6 @@ def test_many_reports_become_few_and_the_last_values_arrive(pipe: Pipe):
     assert pipe.metrics() == [CallMetrics(999, {"even": 998.0, "odd": 999.0})]
 
 
-def test_the_allowance_grows_with_time(pipe: Pipe):
-    for step in range(BURST + 1):
-        pipe.reporter.report(CallMetrics(step, {}))
-    pipe.now = 0.5
-    pipe.reporter.report(CallMetrics(100, {}))
-    pipe.reporter.report(CallMetrics(101, {}))
-    assert [metrics.step for metrics in pipe.metrics()][BURST:] == [100]
-
-
-def test_each_call_has_its_own_allowance(pipe: Pipe):
-    for step in range(BURST):
-        pipe.reporter.report(CallMetrics(step, {}))
-    pipe.reporter.end_call()
-    pipe.reporter.report(CallMetrics(0, {}))
-    assert len(pipe.metrics()) == BURST + 1
-
-
 def test_a_report_never_waits_for_a_full_pipe(pipe: Pipe):
     os.set_blocking(pipe.write, False)
     with pytest.raises(BlockingIOError):
@@ -94,16 +77,6 @@ def test_a_report_never_waits_for_a_full_pipe(pipe: Pipe):
     pipe.items()
     pipe.reporter.report(CallMetrics(2, {"accuracy": 0.5}))
     assert pipe.metrics() == [CallMetrics(2, {"loss": 0.5, "accuracy": 0.5})]
-
-
-def test_a_merged_report_is_never_longer_than_a_line(pipe: Pipe):
-    half = {f"{'m' * 50}{number}": 0.123456789 for number in range(LINE_BYTES // 100)}
-    for step in range(BURST):
-        pipe.reporter.report(CallMetrics(step, {}))
-    pipe.reporter.report(CallMetrics(100, half))
-    pipe.reporter.report(CallMetrics(101, {f"{name}2": value for name, value in half.items()}))
-    pipe.reporter.end_call()
-    assert [metrics.step for metrics in pipe.metrics()][BURST:] == [101]
 
 
 def test_too_many_metrics_are_refused(pipe: Pipe):

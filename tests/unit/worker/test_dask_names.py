@@ -56,19 +56,6 @@ def test_dask_has_each_name_that_is_used(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "what"),
-    [
-        ("distributed.client:Client._send_to_nobody(msg)", "has no Client._send_to_nobody"),
-        ("distributed.client:Client._send_to_scheduler(msg, colour)", "takes no colour"),
-        ("distributed.client:Client._no_such_attribute", "has no Client._no_such_attribute"),
-        ("distributed.client:no_such_function()", "has no no_such_function"),
-    ],
-)
-def test_a_missing_name_is_reported(name: str, what: str) -> None:
-    assert what in lacks(name)
-
-
 USERS = [
     "engine/connection.py",
     "engine/owner.py",

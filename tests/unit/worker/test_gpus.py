@@ -1,4 +1,6 @@
-"""GPUs are those that `CUDA_VISIBLE_DEVICES` shows, by CUDA's rules."""
+"""GPUs of a node: those that CUDA_VISIBLE_DEVICES shows, and their metrics."""
+
+from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +10,7 @@ import pytest
 
 import skyward_core as sky
 from skyward_core.worker.gpus import gpus_here, open_handles
+from skyward_core.worker.metrics import _gpu_values
 
 UUIDS = ["GPU-8f12aa", "GPU-8f34bb", "GPU-c0ffee"]
 PARTITION = "MIG-aaaa"
@@ -85,6 +88,32 @@ def test_a_driver_that_fails_is_not_taken_for_no_gpu(opened: list[int], monkeypa
 # ── errors after which a process cannot use its GPU ──────────────────────────────────────────────────────────────────
 
 
-@sky.compute
-def fail(text: str) -> None:
-    raise RuntimeError(text)
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two GPUs, 0 and 1: half used, 40 and 60 degrees."""
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", lambda gpu: SimpleNamespace(gpu=20 + 20 * gpu))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda gpu: SimpleNamespace(used=10e9, total=20e9))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTemperature", lambda gpu, _: 40 + 20 * gpu)
+
+
+@pytest.mark.usefixtures("nvml")
+def test_the_gpus_of_a_node_are_one_row() -> None:
+    """Means, and the highest temperature."""
+    assert _gpu_values([0, 1]) == {
+        "gpu_utilization": 30,
+        "gpu_memory_used_mb": 10_000,
+        "gpu_memory_total_mb": 20_000,
+        "gpu_temperature": 60,
+    }
+    assert _gpu_values([]) == {}
+
+
+@pytest.mark.usefixtures("nvml")
+def test_values_that_are_not_reported_are_omitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVML does not report the utilisation of a partitioned GPU: the other values stay."""
+
+    def refuse(*_: Any) -> None:
+        raise pynvml.NVMLError_NotSupported  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetUtilizationRates", refuse)
+    assert _gpu_values([0]) == {"gpu_memory_used_mb": 10_000, "gpu_memory_total_mb": 20_000, "gpu_temperature": 40}

@@ -58,12 +58,6 @@ async def counted(n: int) -> AsyncGenerator[int]:
         yield number
 
 
-def test_items_come_in_order_with_their_numbers(line: Line) -> None:
-    line.sender.send_all(streaming(), (number * number for number in range(5)))
-    assert [(item.call_id, item.number) for item in line.items] == [("a", number) for number in range(5)]
-    assert line.values == [0, 1, 4, 9, 16]
-
-
 class Queue:
     """A runner's queue with these messages. It notes how many items were computed when each was awaited."""
 
@@ -133,8 +127,3 @@ def test_an_item_that_cannot_travel(line: Line) -> None:
     with pytest.raises(NotPicklable, match="item 1"):
         line.sender.send_all(streaming(), [0, (x for x in [])])
     assert line.values == [0]
-
-
-def test_a_value_that_yields_nothing(line: Line) -> None:
-    with pytest.raises(TypeError, match="not iterable"):
-        line.sender.send_all(streaming(), 3)

@@ -136,23 +136,6 @@ def test_a_path_that_goes_through_a_folder_of_another_user_is_refused(tmp_path: 
     assert is_private(tmp_path / "mine")
 
 
-@pytest.mark.parametrize("target", ["loop", "../loop", "missing"])
-def test_broken_and_circular_links_raise(tmp_path: Path, target: str) -> None:
-    """They raise an error of the operating system."""
-    (made(tmp_path / "d") / "loop").symlink_to(target)
-    with pytest.raises(OSError):
-        check_private(tmp_path / "d" / "loop" / "x")
-
-
-def test_a_file_is_no_folder(tmp_path: Path) -> None:
-    """A hard link to a file is not one either."""
-    (tmp_path / "file").write_text("")
-    os.link(tmp_path / "file", tmp_path / "link")
-    for name in ("file", "link"):
-        with pytest.raises(NotPrivate, match="is no folder"):
-            make_private(tmp_path / name)
-
-
 def test_root_of_a_container_without_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If root is no user of the namespace, its files have the kernel's overflow user as their owner.
 

@@ -15,7 +15,7 @@ from skyward_core.worker import streams
 from skyward_core.worker.calls import cancel
 from skyward_core.worker.pool_scheduler import RUN_BATCH
 from skyward_core.worker.streams import ReportedOutcomes, send_at_once
-from tests.unit.worker.test_calls import TOPIC
+from tests.worker.fake_scheduler import TOPIC
 from tests.worker.following import Following
 
 URGENT = {"op": "compute-task"}
@@ -52,18 +52,6 @@ def on_stream(story: Callable[[BatchedSend, Comm], Awaitable[None]]) -> None:
         await stream.close()
 
     asyncio.run(main())
-
-
-def test_urgent_messages_are_sent_at_once_with_any_interval_of_the_stream():
-    async def story(stream: BatchedSend, comm: Comm) -> None:
-        for number in range(3):
-            comm.wrote.clear()
-            stream.send({**URGENT, "number": number})
-            await asyncio.wait_for(comm.wrote.wait(), 30)
-        assert [message["number"] for payload in comm.written for message in payload] == [0, 1, 2]
-        assert not comm.allow_offload
-
-    on_stream(story)
 
 
 @pytest.mark.parametrize(

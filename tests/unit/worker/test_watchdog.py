@@ -1,7 +1,8 @@
-"""The node's clocks, lease and marks: values in, a reason out. No test here waits."""
+"""The node's clocks, lease, paid time and marks: values in, a reason out. No test here waits."""
 
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,58 +10,45 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyward_core.worker.settings import NodeOwner, NodeSettings, this_process
+from skyward_core.worker.supervisor import CrashHistory
 from skyward_core.worker.watchdog import BusyFlag, Clocks, Watch, read_lease, read_paid, write_lease, write_paid
 
 HOUR = 3600.0
+NO_UPTIME = [math.inf, math.nan, -1.0]
 uptimes = st.floats(min_value=0, max_value=1e9)
 
 
-class Clock:
-    """An uptime that a test advances."""
-
-    def __init__(self, now: float = 1000.0) -> None:
-        self.now = now
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def settings(**fields: object) -> NodeSettings:
-    given_fields: dict = {
-        "pool_id": "sky-1",
-        "instance_id": "local-0",
-        "rank": 0,
-        "total_nodes": 1,
-        "slots": 1,
-        "host": "127.0.0.1",
-        "head_host": "127.0.0.1",
-        "head_port": 1,
-        "tls_certificate": "",
-        "tls_key": "",
-        "value_directories": ("/dev/shm/none",),
-    }
+    given_fields: dict = {"pool_id": "sky-1", "instance_id": "local-0", "rank": 0, "total_nodes": 1, "slots": 1}
+    given_fields |= {"host": "127.0.0.1", "head_host": "127.0.0.1", "head_port": 1}
+    given_fields |= {"tls_certificate": "", "tls_key": "", "value_directories": ("/dev/shm/none",)}
     return NodeSettings(**given_fields | fields)
+
+
+class Node:
+    """A node whose uptime a test advances; its client lives, unless the settings say otherwise."""
+
+    def __init__(self, directory: Path, *marks: BusyFlag, **fields: object) -> None:
+        self.now = 1000.0
+        self.directory, self.marks = directory, marks
+        self.settings = settings(**{"owner": this_process()} | fields)
+        self.watch = Watch(directory, lambda: self.now)
+
+    def at(self, now: float) -> str | None:
+        """Return why the node ends at this uptime."""
+        self.now = now
+        return self.watch.verdict(self.settings, list(self.marks))
 
 
 # ── the clocks ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_each_clock_names_its_setting() -> None:
-    """The reason says which setting has ended the node, and its value."""
     clocks = Clocks(timeout_seconds=HOUR, max_lifetime_seconds=2 * HOUR)
     assert clocks.verdict(now=HOUR, started=0, busy_at=0, lease_until=None) == "idle for 3600 s (timeout)"
-    assert (
-        clocks.verdict(now=2 * HOUR, started=0, busy_at=2 * HOUR, lease_until=None) == "alive for 7200 s (max_lifetime)"
-    )
-    reason = clocks.verdict(now=50, started=0, busy_at=50, lease_until=50)
-    assert reason is not None
-    assert "lease_seconds" in reason
-
-
-def test_until_a_clock_has_expired_there_is_no_reason() -> None:
-    """A moment earlier the node lives."""
-    clocks = Clocks(timeout_seconds=100, max_lifetime_seconds=200)
-    assert clocks.verdict(now=199.9, started=0, busy_at=100, lease_until=200) is None
+    reason = clocks.verdict(now=2 * HOUR, started=0, busy_at=2 * HOUR, lease_until=None)
+    assert reason == "alive for 7200 s (max_lifetime)"
+    assert "lease_seconds" in (clocks.verdict(now=50, started=0, busy_at=50, lease_until=50) or "")
 
 
 @given(
@@ -81,40 +69,40 @@ def test_a_node_ends_exactly_when_one_of_its_clocks_has_expired(
     lease: float | None,
     paid: float | None,
 ) -> None:
-    """There is a reason if and only if one clock has expired, whatever the others show."""
-    out = (
-        now - busy_at >= timeout
-        or (lifetime is not None and now - started >= lifetime)
-        or (lease is not None and now >= lease)
-    )
-    out = out or (paid is not None and now >= paid)
+    """Whatever the others show."""
+    out = now - busy_at >= timeout or (lifetime is not None and now - started >= lifetime)
+    out = out or (lease is not None and now >= lease) or (paid is not None and now >= paid)
     assert (Clocks(timeout, lifetime).verdict(now, started, busy_at, lease, paid) is not None) == out
 
 
-# ── the lease ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@given(until=uptimes)
-def test_a_lease_is_read_as_it_was_written(tmp_path_factory: pytest.TempPathFactory, until: float) -> None:
-    """To the millisecond, in plain digits that a shell can compare."""
-    directory = tmp_path_factory.mktemp("node")
-    write_lease(directory, until)
-    assert read_lease(directory) == pytest.approx(until, abs=0.001)
-    assert set((directory / "lease").read_text()) <= set("0123456789.\n")
+# ── what is written ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @given(untils=st.lists(uptimes, min_size=1))
-def test_a_lease_is_never_shortened(tmp_path_factory: pytest.TempPathFactory, untils: list[float]) -> None:
-    """If leases are written in any order, the latest end holds."""
+@pytest.mark.parametrize(
+    ("name", "write", "read", "expected"),
+    [("lease", write_lease, read_lease, max), ("paid", write_paid, read_paid, lambda untils: untils[-1])],
+)
+def test_a_lease_is_never_shortened_and_the_last_paid_time_holds(
+    tmp_path_factory: pytest.TempPathFactory,
+    name: str,
+    write: Callable[[Path, float], None],
+    read: Callable[[Path], float | None],
+    expected: Callable[[list[float]], float],
+    untils: list[float],
+) -> None:
+    """Another machine may be paid with the same money. To the millisecond, in digits that a shell can compare."""
     directory = tmp_path_factory.mktemp("node")
+    assert read(directory) is None
     for until in untils:
-        write_lease(directory, until)
-    assert read_lease(directory) == pytest.approx(max(untils), abs=0.001)
+        write(directory, until)
+    assert read(directory) == pytest.approx(expected(untils), abs=0.001)
+    assert set((directory / name).read_text()) <= set("0123456789.\n")
+    assert os.listdir(directory) == [name]
 
 
 @given(text=st.binary(max_size=40).filter(lambda text: not text.strip().replace(b".", b"").isdigit()))
 def test_garbage_is_no_lease(tmp_path_factory: pytest.TempPathFactory, text: bytes) -> None:
-    """Text that is not a number is not read as one, and raises nothing."""
     directory = tmp_path_factory.mktemp("node")
     (directory / "lease").write_bytes(text)
     assert read_lease(directory) is None
@@ -127,129 +115,71 @@ def test_numbers_that_a_shell_cannot_read_are_no_lease(tmp_path: Path, text: str
     assert read_lease(tmp_path) is None
 
 
-def test_a_folder_in_place_of_the_lease_counts_as_no_lease(tmp_path: Path) -> None:
-    """An unreadable lease is no error."""
-    (tmp_path / "lease").mkdir()
-    assert read_lease(tmp_path) is None
-
-
-@pytest.mark.parametrize("until", [math.inf, math.nan, -1.0])
-def test_a_lease_without_an_end_is_refused(tmp_path: Path, until: float) -> None:
-    """Otherwise the machine might never end."""
-    with pytest.raises(ValueError, match="uptime"):
-        write_lease(tmp_path, until)
-    assert not (tmp_path / "lease").exists()
-
-
-@pytest.mark.parametrize("until", [math.inf, math.nan, -1.0])
-def test_an_endless_paid_time_is_refused(tmp_path: Path, until: float) -> None:
-    """It could not be read back, and the old value would stay."""
+@pytest.mark.parametrize("until", NO_UPTIME)
+def test_an_endless_lease_and_an_endless_paid_time_are_refused(tmp_path: Path, until: float) -> None:
+    """The machine might never end. The old value stays."""
     write_paid(tmp_path, 5.0)
-    with pytest.raises(ValueError, match="uptime"):
-        write_paid(tmp_path, until)
-    assert read_paid(tmp_path) == 5.0
-
-
-def test_a_node_ends_with_its_paid_time_whatever_its_lease(tmp_path: Path) -> None:
-    """Neither a longer lease nor a living client nor a running call helps; the reason names the money."""
-    for name, limits in (("lease", settings(lease_seconds=120)), ("client", settings(owner=this_process()))):
-        directory, clock, busy = tmp_path / name, Clock(1000), BusyFlag()
-        directory.mkdir()
-        watch = Watch(directory, clock)
-        write_lease(directory, 9000)
-        write_paid(directory, 1500)
-        busy.begin()
-        clock.now = 1499.9
-        assert watch.verdict(limits, [busy]) is None
-        clock.now = 1500
-        assert watch.verdict(limits, [busy]) == "the money is used up (max_cost, budget)"
-
-
-def test_paid_time_is_lowered_and_raised_while_the_node_runs(tmp_path: Path) -> None:
-    """Each check reads the last value."""
-    clock, limits = Clock(1000), settings(owner=this_process())
-    watch = Watch(tmp_path, clock)
-    write_paid(tmp_path, 1500)
-    assert watch.verdict(limits, []) is None
-    write_paid(tmp_path, 3000)
-    clock.now = 2000
-    assert watch.verdict(limits, []) is None
-    write_paid(tmp_path, 1999)
-    assert "budget" in (watch.verdict(limits, []) or "")
-
-
-@pytest.mark.parametrize("text", ["", "soon", "-5", "inf", "1e9", None])
-def test_an_unreadable_file_leaves_the_last_paid_time(tmp_path: Path, text: str | None) -> None:
-    """After garbage, or without the file, the paid time is neither longer nor over."""
-    clock, limits = Clock(1000), settings(owner=this_process())
-    watch = Watch(tmp_path, clock)
-    write_paid(tmp_path, 1500)
-    assert watch.verdict(limits, []) is None
-    if text is None:
-        (tmp_path / "paid").unlink()
-    else:
-        (tmp_path / "paid").write_text(text)
-    clock.now = 1499
-    assert watch.verdict(limits, []) is None
-    clock.now = 1500
-    assert "budget" in (watch.verdict(limits, []) or "")
-
-
-def test_without_a_paid_time_there_is_no_such_end(tmp_path: Path) -> None:
-    """A pool without `max_cost` and account is not limited."""
-    clock, limits = Clock(1000), settings(owner=this_process(), timeout_seconds=1e9)
-    watch = Watch(tmp_path, clock)
-    clock.now = 1e8
-    assert watch.verdict(limits, []) is None
+    for write in (write_lease, write_paid):
+        with pytest.raises(ValueError, match="uptime"):
+            write(tmp_path, until)
+    assert (read_lease(tmp_path), read_paid(tmp_path)) == (None, 5.0)
 
 
 # ── the watch ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_call_that_runs_for_hours_keeps_the_node_alive(tmp_path: Path) -> None:
-    """While a call runs the idle clock stands still; it counts from the call's end."""
-    clock, busy, limits = Clock(), BusyFlag(), settings(owner=this_process(), timeout_seconds=HOUR)
-    watch = Watch(tmp_path, clock)
+@pytest.mark.parametrize("fields", [{"owner": None, "lease_seconds": 120}, {}], ids=["lease", "client"])
+def test_a_node_ends_with_its_paid_time_whatever_its_lease(tmp_path: Path, fields: dict[str, object]) -> None:
+    """Neither a longer lease nor a living client nor a running call helps; the reason names the money."""
+    busy = BusyFlag()
+    node = Node(tmp_path, busy, **fields)
+    write_lease(tmp_path, 9000)
     busy.begin()
-    for _ in range(10):
-        clock.now += 2 * HOUR
-        assert watch.verdict(limits, [busy]) is None
+    for paid in (1500, 3000, 2000):
+        write_paid(tmp_path, paid)
+        assert node.at(1499.9) is None
+    assert node.at(2000) == "the money is used up (max_cost, budget)"
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-5", "inf", "1e9", None])
+def test_an_unreadable_file_leaves_the_last_paid_time(tmp_path: Path, text: str | None) -> None:
+    """After garbage, or without the file, the paid time is neither longer nor over."""
+    node = Node(tmp_path)
+    write_paid(tmp_path, 1500)
+    assert node.at(1000) is None
+    if text is None:
+        (tmp_path / "paid").unlink()
+    else:
+        (tmp_path / "paid").write_text(text)
+    assert node.at(1499) is None
+    assert "budget" in (node.at(1500) or "")
+
+
+def test_a_call_that_runs_for_hours_keeps_the_node_alive(tmp_path: Path) -> None:
+    """The idle clock counts from its end, which was after the last check. Lifetime does not stand still."""
+    busy = BusyFlag()
+    node = Node(tmp_path, busy, timeout_seconds=HOUR, max_lifetime_seconds=30 * HOUR)
+    busy.begin()
+    for hours in range(2, 20, 2):
+        assert node.at(1000 + hours * HOUR) is None
     busy.end()
-    clock.now += HOUR - 1
-    assert watch.verdict(limits, [busy]) is None  # it ended after the last check: at the latest now
-    clock.now += HOUR - 1
-    assert watch.verdict(limits, [busy]) is None
-    clock.now += 1
-    assert watch.verdict(limits, [busy]) == "idle for 3600 s (timeout)"
+    assert node.at(1000 + 19 * HOUR - 1) is None
+    assert node.at(1000 + 20 * HOUR - 2) is None
+    assert node.at(1000 + 20 * HOUR - 1) == "idle for 3600 s (timeout)"
+    busy.begin()
+    assert node.at(1000 + 30 * HOUR) == "alive for 108000 s (max_lifetime)"
 
 
 def test_calls_between_two_checks_count(tmp_path: Path) -> None:
-    """A tiny call that was never seen running counts, on any runner."""
-    clock, marks, limits = (
-        Clock(),
-        [BusyFlag(), BusyFlag(), BusyFlag()],
-        settings(owner=this_process(), timeout_seconds=HOUR),
-    )
-    watch = Watch(tmp_path, clock)
-    for mark in marks:
-        clock.now += HOUR - 1
-        mark.begin()
-        mark.end()
-        assert watch.verdict(limits, marks) is None
-    clock.now += HOUR
-    assert watch.verdict(limits, marks) is not None
-
-
-def test_all_runners_are_checked_each_time(tmp_path: Path) -> None:
-    """Old news of a second runner does not count as new later."""
-    clock, marks, limits = Clock(), [BusyFlag(), BusyFlag()], settings(owner=this_process(), timeout_seconds=HOUR)
-    watch = Watch(tmp_path, clock)
-    for mark in marks:
-        mark.begin()
-        mark.end()
-    assert watch.verdict(limits, marks) is None
-    clock.now += HOUR
-    assert watch.verdict(limits, marks) is not None
+    """A tiny call that was never seen running counts, on any runner; old news of one do not count later."""
+    marks = [BusyFlag(), BusyFlag()]
+    node = Node(tmp_path, *marks, timeout_seconds=HOUR)
+    for mark in (*marks, None):
+        for one in [mark] if mark else marks:
+            one.begin()
+            one.end()
+        assert node.at(node.now + HOUR - 1) is None
+    assert node.at(node.now + HOUR) is not None
 
 
 @given(steps=st.lists(st.sampled_from(["begin", "end", "look"])))
@@ -270,72 +200,56 @@ def test_a_mark_shows_calls_since_the_last_check(steps: list[str]) -> None:
 
 def test_the_lease_ends_a_node_without_a_client_process(tmp_path: Path) -> None:
     """The lease of the node's start first, then the last readable one that a client has written."""
-    clock, limits = Clock(1000), settings(lease_seconds=120)
-    watch = Watch(tmp_path, clock)
-    clock.now = 1119
-    assert watch.verdict(limits, []) is None
+    node = Node(tmp_path, owner=None, lease_seconds=120)
+    assert node.at(1119) is None
     write_lease(tmp_path, 1300)
-    clock.now = 1299
-    assert watch.verdict(limits, []) is None
+    assert node.at(1299) is None
     (tmp_path / "lease").write_text("soon")
-    assert watch.verdict(limits, []) is None
+    assert node.at(1299) is None
     (tmp_path / "lease").unlink()
-    assert watch.verdict(limits, []) is None
-    clock.now = 1300
-    assert "lease_seconds" in (watch.verdict(limits, []) or "")
+    assert node.at(1299) is None
+    assert "lease_seconds" in (node.at(1300) or "")
 
 
 def test_without_any_sign_of_life_the_lease_of_the_start_expires(tmp_path: Path) -> None:
     """A client that died before it wrote a lease, or that wrote garbage, does not leave a node for ever."""
-    clock, limits = Clock(1000), settings(lease_seconds=120)
-    watch = Watch(tmp_path, clock)
+    node = Node(tmp_path, owner=None, lease_seconds=120)
     (tmp_path / "lease").write_text("soon")
-    clock.now = 1120
-    assert "lease_seconds" in (watch.verdict(limits, []) or "")
+    assert "lease_seconds" in (node.at(1120) or "")
 
 
 def test_a_client_process_replaces_the_lease(tmp_path: Path) -> None:
     """While it lives no lease ends the node. When it is gone a written lease counts; without one the node ends."""
-    clock, alive, gone = Clock(1000), settings(owner=this_process()), settings(owner=NodeOwner(os.getpid(), "1"))
-    watch = Watch(tmp_path, clock)
-    assert watch.verdict(gone, []) == "its client is gone"
+    node, alive = Node(tmp_path, owner=NodeOwner(os.getpid(), "1")), settings(owner=this_process())
+    assert node.at(1000) == "its client is gone"
     write_lease(tmp_path, 1100)
-    assert watch.verdict(gone, []) is None
-    clock.now = 1101
-    assert watch.verdict(alive, []) is None
-    assert "lease_seconds" in (watch.verdict(gone, []) or "")
+    assert node.at(1000) is None
+    assert "lease_seconds" in (node.at(1101) or "")
+    node.settings = alive
+    assert node.at(1101) is None
 
 
-def test_lifetime_counts_from_the_start_whatever_calls_run(tmp_path: Path) -> None:
-    """A running call does not stop the hard end."""
-    clock, busy, limits = Clock(1000), BusyFlag(), settings(owner=this_process(), max_lifetime_seconds=10.0)
-    watch = Watch(tmp_path, clock)
-    busy.begin()
-    clock.now = 1010
-    assert watch.verdict(limits, [busy]) == "alive for 10 s (max_lifetime)"
-
-
-# ── settings and processes ───────────────────────────────────────────────────────────────────────────────────────────
+# ── settings and deaths ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_settings_come_back_as_they_were_written() -> None:
-    """Also those of real machines: tuples stay tuples."""
+    """Also those of real machines: tuples stay tuples. Other text is refused."""
     limits = settings(
-        timeout_seconds=5.0,
-        max_lifetime_seconds=60.0,
-        lease_seconds=7.0,
-        is_guarded=True,
-        scheduler_port=81,
-        worker_ports=(82, 83),
-        generation=3,
-        owner=NodeOwner(1, "2"),
+        timeout_seconds=5.0, lease_seconds=7.0, is_guarded=True, worker_ports=(82, 83), owner=NodeOwner(1, "2")
     )
     assert NodeSettings.from_json(limits.to_json()) == limits
-    assert NodeSettings.from_json(settings().to_json()) == settings()
+    for text in ("", "[]", "{}", "3", '{"owner": null}'):
+        with pytest.raises((ValueError, KeyError, TypeError)):
+            NodeSettings.from_json(text)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", "3", '{"owner": null}'])
-def test_other_text_is_refused(text: str) -> None:
-    """It raises one of the errors that the docstring names."""
-    with pytest.raises((ValueError, KeyError, TypeError)):
-        NodeSettings.from_json(text)
+def test_pauses_between_deaths_grow_and_are_forgotten() -> None:
+    """While a worker dies often; short again when it has lived for a minute. Five deaths within a minute are a loop."""
+    deaths, pauses = CrashHistory(), []
+    for second in range(8):
+        deaths = deaths.and_at(100.0 + second)
+        pauses.append(deaths.pause_seconds)
+        assert deaths.is_loop == (second >= 4)
+    assert pauses == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0, 5.0])
+    deaths = deaths.and_at(200.0)
+    assert (deaths.pause_seconds, deaths.is_loop) == (pytest.approx(0.2), False)

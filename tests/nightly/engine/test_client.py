@@ -1,29 +1,66 @@
-"""The client that `pool.dask_client()` returns: it is independent of the pool's own connection."""
+"""Dask's client for the user, callbacks, and kept values on real pools: closing, freezes, another head."""
 
 import contextlib
 import logging
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import Any
 
-import joblib
 import numpy as np
 import pytest
 
 import skyward_core as sky
+from skyward_core.engine.results import Callbacks
 from tests.conftest import RecordedEvents, wait_until
-from tests.system.engine.test_user_client import (
-    SOON_SECONDS,
+from tests.system.engine.test_large_values import (  # noqa: F401 - fixtures
+    add_one,
+    far_pool,
 )
 
-FROZEN_SECONDS = 20.0
-BUSY_PROCESSES = 16
+
+def test_a_callback_that_fails_stops_no_other(caplog: pytest.LogCaptureFixture) -> None:
+    """They run in their order; after the end of the thread in the thread that adds them."""
+    callbacks, called = Callbacks(), list[int]()
+
+    def fail() -> None:
+        raise SystemExit
+
+    for call in (lambda: called.append(1), fail, lambda: called.append(2)):
+        callbacks.put(call)
+    callbacks.close()
+    callbacks.put(lambda: called.append(3))
+    wait_until(lambda: len(called) == 3, "the callbacks")
+    assert [number for number in called if number != 3] == [1, 2]
+    assert "a callback of a call's future has failed" in caplog.text
+
+
+# ── on this machine: the result may take over the file that the arguments came in
+# ────────────────────────────────────────────────────────────
+
+_kept: list[Any] = []
+
+
+@sky.compute
+def keep_and_return(array: Any = None) -> Any:
+    if array is None:
+        return float(_kept[0][0])
+    _kept.append(array)
+    return array
+
+
+def test_a_value_kept_on_a_node_is_not_shared_with_the_client() -> None:
+    """A function that keeps its argument and returns it has its own copy: changes of the result by the client do not
+    reach it.
+    """
+    with sky.ComputePool(provider=sky.Local(), display="quiet") as pool:
+        back = keep_and_return(np.ones(200_000)) >> pool
+        back[:] = 5
+        assert keep_and_return() >> pool == 1.0
+
+
+FROZEN_SECONDS, SOON_SECONDS = 20.0, 10.0
 
 
 # ── on a real pool ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -37,46 +74,6 @@ def double(n: int) -> int:
 def open_pool(recorded: RecordedEvents | None = None, **options: Any) -> sky.ComputePool:
     options = {"nodes": 2, "display": "quiet", "collect_metrics": False, **options}
     return sky.ComputePool(provider=sky.Local(), on_event=recorded or RecordedEvents(), **options)
-
-
-def test_an_attached_pool_has_a_separate_client() -> None:
-    """Leaving closes only that one, and not the opener's."""
-    with open_pool(nodes=1) as pool:
-        with pool.dask_client() as closed:
-            assert closed.submit(pow, 2, 2).result(30) == 4
-        client = pool.dask_client()
-        with sky.ComputePool.attach(pool.lease) as attached:
-            theirs = attached.dask_client()
-            assert theirs is not client
-            assert theirs.submit(pow, 3, 2).result(30) == 9
-        assert theirs.status == "closed"
-        assert client.submit(pow, 2, 3).result(30) == 8
-    assert client.status == "closed"
-
-
-def stream_of(client: Any) -> tuple[str, int]:
-    """Return the class of the stream to the scheduler, and the silence in seconds that its connection tolerates."""
-    connection = client.scheduler_comm.comm.stream.socket
-    return type(client.scheduler_comm).__name__, connection.getsockopt(
-        socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT
-    ) // 1000
-
-
-def test_the_stream_of_a_reconnect_is_like_the_first() -> None:
-    """Dask reconnects with a stream of its class, which waits 10 ms with each message, and 30 s for a frozen
-    scheduler.
-    """
-    with open_pool(nodes=1) as pool:
-        client: Any = pool.dask_client()
-        first, was = client.scheduler_comm, stream_of(client)
-        client.loop.add_callback(first.abort)
-        wait_until(
-            lambda: client.scheduler_comm not in (first, None) and client.status == "running",
-            "the client to connect again",
-            SOON_SECONDS,
-        )
-        assert client.submit(pow, 2, 3).result(30) == 8
-        assert (was, stream_of(client)) == (("PromptStream", 120), ("PromptStream", 120))
 
 
 @pytest.mark.parametrize("scheduler_is", ["there", "frozen", "flooded", "gone"])
@@ -134,16 +131,6 @@ def test_a_new_head_has_a_new_client() -> None:
         assert client.status == "closed"
 
 
-@contextlib.contextmanager
-def busy(processes: int) -> Iterator[None]:
-    """Keep the machine busy with this many processes that only compute."""
-    with contextlib.ExitStack() as stack:
-        for _ in range(processes):
-            process = stack.enter_context(subprocess.Popen([sys.executable, "-IS", "-c", "while True: pass"]))
-            stack.callback(process.kill)
-        yield
-
-
 @pytest.mark.timeout(400)
 def test_futures_outlive_a_freeze_of_the_scheduler() -> None:
     """The pool closes its own connection after some seconds and makes another; the user's client waits.
@@ -162,23 +149,3 @@ def test_futures_outlive_a_freeze_of_the_scheduler() -> None:
             os.kill(scheduler, signal.SIGCONT)
         assert client.gather(futures) == [n * n for n in range(8)]
         assert pool.submit(double(21)).result(timeout=120) == 42
-
-
-@pytest.mark.timeout(900)
-def test_a_grid_search_on_a_busy_machine() -> None:
-    """Workers import scikit-learn in the loop that sends their heartbeats: with a sixteenth of a processor that takes
-    half a minute.
-    """
-    # imported here: it takes longer than the other tests of this file
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import GridSearchCV
-    from sklearn.svm import SVC
-
-    images, labels = load_digits(return_X_y=True)
-    search = GridSearchCV(SVC(), {"C": [0.1, 1.0, 10.0], "gamma": [1e-4, 1e-3, 1e-2]}, cv=3)
-    expected = np.array(search.fit(images, labels).cv_results_["mean_test_score"])
-    with open_pool() as pool, busy(BUSY_PROCESSES):
-        with joblib.parallel_config("dask", client=pool.dask_client(), wait_for_workers_timeout=120):
-            search.fit(images, labels)
-        assert np.array_equal(search.cv_results_["mean_test_score"], expected)
-        assert pool.submit(double(21)).result(timeout=180) == 42

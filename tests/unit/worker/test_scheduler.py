@@ -1,0 +1,373 @@
+"""The plug-ins of the scheduler, without Dask: messages that clients miss, loads, locks, and time of clients."""
+
+import asyncio
+import pickle
+import uuid
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyward_core.coordination.messages import Kind, Request, fields_of
+from skyward_core.worker.call_connections import REQUEST
+from skyward_core.worker.calls import CallMemory, leave, resume
+from skyward_core.worker.client_loads import load, stay
+from skyward_core.worker.coordination import Coordination
+from skyward_core.worker.detached_calls import BUSY_TIMES, detached_key
+from skyward_core.worker.pool_scheduler import SILENCE_CHECK_SECONDS, SILENT_SECONDS, SilentWorkers
+from skyward_core.worker.scheduler_messages import POOL_TOPIC, PoolRanks, Resumed
+from skyward_core.worker.topic import Topic
+from skyward_core.worker.topic_seconds import MOST_TOPICS, RECENT_SECONDS, TopicSeconds
+from tests.conftest import examples
+from tests.worker.fake_scheduler import FOR_EVER, TOPIC, FakeScheduler, Wire
+from tests.worker.following import Following
+
+# ── numbers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(st.lists(st.one_of(st.binary(max_size=30), st.integers(0, 40))), st.integers(1, 60))
+def test_a_topic_keeps_the_newest_within_its_bounds(steps: list[bytes | int], limit_bytes: int) -> None:
+    """A topic returns the newest messages with the right numbers; it holds at most its limit, but always the last
+    one.
+    """
+    topic, said, acknowledged = Topic(limit_bytes), list[bytes](), 0
+    for step in steps:
+        if isinstance(step, bytes):
+            said.append(step)
+            topic.add(step)
+        else:
+            acknowledged = max(acknowledged, min(step, len(said)))
+            topic.acknowledge(min(step, len(said)))
+        number, messages = topic.after(0)
+        assert messages == said[number:]
+        assert topic.number == len(said)
+        assert number >= acknowledged
+        assert topic.nbytes == sum(map(len, messages))
+        assert topic.nbytes <= limit_bytes or len(messages) == 1
+        assert messages or acknowledged == len(said)
+        fits = acknowledged == number or sum(map(len, said[number - 1 :])) > limit_bytes
+        assert fits, "a message was dropped that had room"
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 500), st.booleans()), max_size=60))
+def test_only_checks_make_a_worker_silent(steps: list[tuple[float, bool]]) -> None:
+    """A worker is dropped after a number of checks without news of it. If the scheduler has slept for hours, it
+    drops no worker because of that.
+    """
+    silence, seen, unheard = SilentWorkers(), 0.0, 0.0
+    silence.check({"w": seen}, 1.0, {"w": 12.0})
+    for elapsed_seconds, is_heard in steps:
+        seen += is_heard
+        unheard = 0.0 if is_heard else unheard + min(elapsed_seconds, 2 * SILENCE_CHECK_SECONDS)
+        assert silence.check({"w": seen}, elapsed_seconds, {"w": 12.0}) == (["w"] if unheard > 12.0 else [])
+
+
+# ── connections that overtake each other ─────────────────────────────────────────────────────────────────────────────
+
+
+def answers_to(wire: Wire) -> list[Resumed]:
+    return [Resumed.of(event[1]) for event in wire.sent if isinstance(event[1], dict)]
+
+
+def scheduler_with(calls: CallMemory) -> FakeScheduler:
+    scheduler: Any = FakeScheduler(calls)
+    asyncio.run(calls.start(scheduler))
+    for name in ("first", "second"):
+        scheduler.wires[name] = Wire(name, print)
+    return scheduler  # type: ignore[no-any-return]
+
+
+def test_a_late_resume_of_an_earlier_connection_gets_no_topic() -> None:
+    """The client has a later connection, which has resumed since: the earlier one is replaced, and gets no answer."""
+    calls = CallMemory(FOR_EVER)
+    scheduler = scheduler_with(calls)
+    scheduler.take("second", resume("second", TOPIC, 0, 2))
+    scheduler.take("first", resume("first", TOPIC, 0, 1))
+    assert calls.is_replaced("first")
+    assert not calls.is_replaced("second")
+    assert (len(answers_to(scheduler.wires["first"])), len(answers_to(scheduler.wires["second"]))) == (0, 1)
+
+
+def test_a_client_learns_that_it_was_abandoned() -> None:
+    """Also if the first answer that says so is lost: a client that believes that its topic is known would send calls
+    again that have run.
+    """
+    calls = CallMemory(FOR_EVER)
+    scheduler = scheduler_with(calls)
+    scheduler.send_all = lambda client_msgs, worker_msgs: FakeScheduler.send_all(scheduler, client_msgs, worker_msgs)  # type: ignore[method-assign]
+    scheduler.take("first", resume("first", TOPIC, 0, 1))
+    scheduler.take("first", leave(TOPIC))
+    for asked in (2, 3):
+        scheduler.take("second", resume("second", TOPIC, 0, asked))
+    assert [answer.is_known for answer in answers_to(scheduler.wires["second"])] == [False, True]
+    assert [
+        answer.abandoned for answer in (*answers_to(scheduler.wires["first"]), *answers_to(scheduler.wires["second"]))
+    ] == [0, 1, 1]
+
+
+FIRST, SECOND = "skyward-first", "skyward-second"
+
+
+def worker(name: str, instance_id: str) -> Any:
+    return SimpleNamespace(
+        name=name,
+        address=f"tls://{name}",
+        status=SimpleNamespace(name="running"),
+        metrics={BUSY_TIMES: (instance_id, "1", 0.0, {})},
+        processing=(),
+        nthreads=1,
+    )
+
+
+def with_two_clients(check: Callable[[Any, CallMemory], None]) -> None:
+    """Check with a scheduler of one worker, and clients "a" and "b" of the two topics."""
+
+    async def main() -> None:
+        calls = CallMemory(3600.0)
+        scheduler: Any = FakeScheduler(calls)
+        scheduler.unrunnable, scheduler.queued = set(), set()
+        scheduler.workers = {"tls://1-0": worker("1-0", "machine-001")}
+        await calls.start(scheduler)
+        for client, topic in (("a", FIRST), ("b", SECOND)):
+            scheduler.wires[client] = Wire(client, lambda event: None)
+            scheduler.take(client, resume(client, topic, 0, 1))
+        check(scheduler, calls)
+        await calls.close()
+
+    asyncio.run(main())
+
+
+def test_the_calls_in_the_queues_of_all_other_clients_wait() -> None:
+    """Not those of a client that is away: they do not come while it is. A client cannot speak for another one."""
+
+    def check(scheduler: Any, calls: CallMemory) -> None:
+        scheduler.take("a", load(FIRST, 3, []))
+        scheduler.take("b", load(SECOND, 4, []))
+        scheduler.take("b", load(FIRST, 100, []))
+        assert [calls.skyward_waiting(topic) for topic in ("", FIRST, SECOND)] == [7, 4, 3]
+        scheduler.take("a", load(FIRST, 0, []))
+        assert calls.skyward_waiting() == 4
+        del scheduler.wires["b"]
+        assert calls.skyward_waiting() == 0
+
+    with_two_clients(check)
+
+
+def test_a_machine_is_needed_until_its_client_leaves_or_says_otherwise() -> None:
+    """A client that is away still needs it, until its topic is dropped."""
+
+    def check(scheduler: Any, calls: CallMemory) -> None:
+        workers = list(scheduler.workers.values())
+        scheduler.take("a", load(FIRST, 0, ["machine-001", "machine-002"]))
+        scheduler.take("b", load(SECOND, 0, ["machine-001"]))
+        assert calls.needs(workers) == 2
+        assert calls.needs([worker("3-0", "machine-003")]) == 0
+        scheduler.take("b", load(SECOND, 0, []))
+        assert calls.needs(workers) == 1
+        wire = scheduler.wires.pop("a")
+        calls.remove_client(scheduler, "a")
+        assert calls.needs(workers) == 1
+        scheduler.wires["a"] = wire
+        scheduler.take("a", leave(FIRST))
+        assert calls.needs(workers) == 0
+
+    with_two_clients(check)
+
+
+def test_the_ranks_that_stay_are_sent_once_and_to_each_client_that_comes() -> None:
+    def check(scheduler: Any, calls: CallMemory) -> None:
+        scheduler.subscribe_topic(POOL_TOPIC, "b")
+        for ranks in ([0, 1], [1, 0], [0]):
+            scheduler.take("a", stay(ranks))
+        sent = [content for _, content in scheduler.wires["b"].sent if isinstance(content, bytes)]
+        assert [pickle.loads(content) for content in sent] == [PoolRanks(frozenset({0, 1})), PoolRanks(frozenset({0}))]
+        scheduler.wires["c"] = Wire("c", lambda event: None)
+        scheduler.take("c", resume("c", "skyward-third", 0, 1))
+        answer = Resumed.of(scheduler.wires["c"].sent[-1][1])
+        assert (answer.ranks, answer.instances) == (frozenset({0}), {"tls://1-0": "machine-001"})
+
+    with_two_clients(check)
+
+
+SILENT, OTHER = "tls://silent", "tls://other"
+
+
+class LockScheduler:
+    """What the plug-in uses of Dask's scheduler. `answers`: worker, holder, number and status of each."""
+
+    def __init__(self, *workers: str) -> None:
+        self.workers = dict.fromkeys(workers)
+        self.stream_comms = dict.fromkeys(workers)
+        self.stream_handlers: dict[str, Any] = {}
+        self.handlers: dict[str, Any] = {}
+        self.answers: list[tuple[str, int, int, str]] = []
+        self.coordination = Coordination()
+        started: Any = self.coordination.start
+        asyncio.run(started(self))
+
+    def send_all(self, clients: object, workers: dict[str, list[dict[str, Any]]]) -> None:
+        self.answers += [
+            (worker, message["holder"], *message["answer"][:2])
+            for worker, messages in workers.items()
+            for message in messages
+        ]
+
+    def request(self, worker: str, holder: int, number: int, action: str, target: int = 0) -> None:
+        """A call on a worker asks for the lock "x"."""
+        request = Request(number, Kind.LOCK, "x", action, limit=1, target=target, seconds=None)
+        self.stream_handlers[REQUEST](worker, holder, fields_of(request))
+
+    def remove_worker(self, worker: str) -> None:
+        """As Dask does: it forgets the worker, and calls its plug-ins then."""
+        del self.workers[worker], self.stream_comms[worker]
+        self.coordination.remove_worker(self, worker)  # pyright: ignore[reportArgumentType]
+
+    def take_answers(self) -> list[tuple[str, int, int, str]]:
+        answers, self.answers = self.answers, []
+        return answers
+
+
+def test_a_silent_worker_keeps_its_lock_until_it_is_removed() -> None:
+    """For SILENT_SECONDS, counted in the checks of the scheduler. Another worker's call waits so long, and has it then.
+
+    Requests of other holders of the silent worker do not get it.
+    """
+    scheduler, silence = LockScheduler(SILENT, OTHER), SilentWorkers()
+    scheduler.request(SILENT, 1, 1, "acquire")
+    scheduler.request(SILENT, 2, 1, "acquire")
+    scheduler.request(OTHER, 1, 1, "acquire")
+    assert scheduler.take_answers() == [(SILENT, 1, 1, "done")]
+    limits, seconds = dict.fromkeys((SILENT, OTHER), SILENT_SECONDS), 0.0
+    while not (removed := silence.check({SILENT: 0.0, OTHER: seconds}, SILENCE_CHECK_SECONDS, limits)):
+        assert scheduler.take_answers() == []
+        seconds += SILENCE_CHECK_SECONDS
+    assert (removed, seconds) == ([SILENT], SILENT_SECONDS + SILENCE_CHECK_SECONDS)
+    scheduler.remove_worker(SILENT)
+    assert scheduler.take_answers() == [(OTHER, 1, 1, "done")]
+
+
+def test_what_a_removed_worker_still_says_has_no_effect() -> None:
+    """It goes on, and releases its lock or wants another one: the other worker's call has the lock."""
+    scheduler = LockScheduler(SILENT, OTHER)
+    scheduler.request(SILENT, 1, 1, "acquire")
+    scheduler.remove_worker(SILENT)
+    scheduler.request(OTHER, 1, 1, "acquire")
+    scheduler.request(SILENT, 1, 2, "release", target=1)
+    scheduler.request(SILENT, 1, 3, "acquire")
+    scheduler.request(OTHER, 2, 1, "count")
+    scheduler.request(OTHER, 1, 2, "release", target=1)
+    assert [status for *_, status in scheduler.take_answers()] == ["done", "done", "done", "done"]
+    scheduler.request(OTHER, 2, 2, "acquire")
+    assert scheduler.take_answers() == [(OTHER, 2, 2, "done")]  # nothing of the removed worker waits before it
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_topic_that_was_not_used_lately_is_known_and_not_sent() -> None:
+    """Heartbeats stay small; it goes on from its sum when it comes back."""
+    clock = Clock()
+    times = TopicSeconds(clock)
+    times.add("a", 1.0)
+    clock.now = RECENT_SECONDS + 1
+    times.add("b", 2.0)
+    assert times.recent() == {"b": 2.0}
+    assert times.recent(running="a") == {"a": 1.0, "b": 2.0}
+    times.add("a", 1.0)
+    assert times.recent() == {"b": 2.0, "a": 2.0}
+
+
+def test_the_topic_that_was_used_least_recently_is_forgotten() -> None:
+    times = TopicSeconds(Clock())
+    times.add("first", 1.0)
+    times.add("second", 1.0)
+    times.add("first", 1.0)
+    for number in range(MOST_TOPICS - 1):
+        times.add(f"t{number}", 1.0)
+    assert len(times.recent()) == MOST_TOPICS
+    assert (times.of("first"), times.of("second")) == (2.0, 0.0)
+
+
+def test_detached_calls_are_no_clients() -> None:
+    times = TopicSeconds()
+    times.add(detached_key("train/1"), 1.0)
+    times.add("", 1.0)
+    assert times.recent(running=detached_key("train/1")) == {}
+
+
+# ── a client that connects again and again ───────────────────────────────────────────────────────────────────────────
+
+STEPS = st.lists(
+    st.sampled_from(["say", "say", "deliver", "cut", "reconnect", "resume", "acknowledge", "deliver late"]), max_size=80
+)
+
+
+@pytest.mark.generated
+@settings(max_examples=examples(400), deadline=None)
+@given(STEPS, st.sampled_from([10**6, 12]))
+def test_a_client_gets_each_message_once_however_it_reconnects(steps: list[str], limit_bytes: int) -> None:
+    """With messages, broken connections, new clients and repeated questions in any order: each message comes once,
+    in order, or is known to be missed.
+    """
+    asyncio.run(_reconnecting(steps, limit_bytes))
+
+
+async def _reconnecting(steps: list[str], limit_bytes: int) -> None:
+    calls = CallMemory(FOR_EVER, limit_bytes)
+    scheduler: Any = FakeScheduler(calls)
+    await calls.start(scheduler)
+    said, heard, missed = list[bytes](), list[bytes](), list[int]()
+
+    def resumed(answer: Resumed) -> None:
+        missed.extend(range(len(heard) + len(missed), answer.number))
+        assert answer.missed == 0 or limit_bytes < 10**6
+
+    following = Following(TOPIC, heard.append, resumed)
+    old: Wire | None = None
+    wire: Wire | None = None
+
+    def connect() -> Wire:
+        client_id = f"client-{uuid.uuid4().hex}"
+        wire = scheduler.wires[client_id] = Wire(client_id, following.handler(client_id))
+        if len(said) % 2:
+            # as client.subscribe_topic does: live messages may come before the answer
+            scheduler.subscribe_topic(TOPIC, client_id)
+        return wire
+
+    def ask(wire: Wire) -> None:
+        scheduler.take(wire.client_id, following.resume(wire.client_id))
+
+    wire = connect()
+    ask(wire)
+    for step in [*steps, "reconnect", "deliver", "say", "deliver"]:
+        if step == "say":
+            said.append(f"{len(said):04}".encode())
+            scheduler.log_event(TOPIC, said[-1])
+        elif step == "cut" and wire is not None:
+            calls.remove_client(scheduler, wire.client_id)
+            old = scheduler.wires.pop(wire.client_id)
+            wire = None
+        elif step == "reconnect":
+            old, wire = wire or old, connect()
+            ask(wire)
+        elif step == "resume" and wire is not None:
+            ask(wire)
+        elif step == "acknowledge" and wire is not None:
+            scheduler.take(wire.client_id, following.acknowledge())
+        elif step == "deliver late" and old is not None and old.sent:
+            old.handler(old.sent.pop(0))
+        elif step == "deliver" and wire is not None:
+            while wire.sent:
+                wire.handler(wire.sent.pop(0))
+    await calls.close()
+    assert sorted([*heard, *(said[number] for number in missed)]) == said
+    assert heard == sorted(heard)
+    if limit_bytes == 10**6:
+        assert heard == said
